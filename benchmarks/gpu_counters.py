@@ -33,10 +33,7 @@ from grpo_kernels import (
     token_logprobs,
 )
 from grpo_kernels.formulas.surrogates import Clip
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_divergence_kernels as beside
-from grpo_kernels.vocabulary.backends import triton_select_kernels as select
-from grpo_kernels.vocabulary.backends import triton_sparse_kernels as sparse
+from grpo_kernels.rows.backends import triton as backend
 
 Tensor = torch.Tensor
 
@@ -45,8 +42,8 @@ Tensor = torch.Tensor
 
 KERNELS = (
     backend._stats_kernel, backend._pull_kernel, backend._fused_kernel, backend._scale_kernel,
-    sparse._slot_logits_kernel, sparse._add_weight_rows_kernel, sparse._add_hidden_rows_kernel, sparse._add_pieces_kernel,
-    beside._two_stats_kernel, beside._mixed_kernel, beside._two_pull_kernel, select._select_kernel,
+    backend._slot_logits_kernel, backend._add_weight_rows_kernel, backend._add_hidden_rows_kernel, backend._add_pieces_kernel,
+    backend._two_stats_kernel, backend._mixed_kernel, backend._two_pull_kernel, backend._select_kernel,
 )  # fmt: skip
 
 

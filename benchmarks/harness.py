@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from grpo_kernels.vocabulary.memory import release
+from grpo_kernels.rows.memory import release
 
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 256 << 20  # beyond every L2

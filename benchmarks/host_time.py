@@ -25,8 +25,8 @@ from benchmarks.harness import RESULTS
 from benchmarks.launches import compiling
 from benchmarks.machine import machine
 from grpo_kernels import Objective, TokenBatch, grpo_loss
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.rows import backends
+from grpo_kernels.rows.backends import triton as backend
 
 PATH = RESULTS / "host_time.json"
 CALLS, ROUNDS = 100, 20
@@ -58,7 +58,7 @@ def as_on_a_gpu() -> Iterator[list[str]]:
         stack.enter_context(compiling("sm_90"))  # for a driver: nothing is compiled
         stack.enter_context(mock.patch.object(JITFunction, "run", launch))
         stack.enter_context(mock.patch.object(backends, "unavailable", lambda name: None))
-        stack.enter_context(mock.patch.object(backends, "load", lambda name: backend))
+        stack.enter_context(mock.patch.object(backends, "_made", lambda name, strict: backend.Kernels(strict)))
         for module in ours:
             if hasattr(module, "values_are_checked"):
                 stack.enter_context(mock.patch.object(module, "values_are_checked", lambda _: False))

@@ -29,7 +29,7 @@ from benchmarks.machine import versions
 from benchmarks.other_launches import Selecting, of_two
 from benchmarks.providers import providers
 from benchmarks.sass import PIPES, Loop, row_loops, whole
-from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.rows.backends import triton as backend
 
 QWEN = 151936
 

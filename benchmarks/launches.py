@@ -17,14 +17,15 @@ from triton.runtime.jit import JITFunction
 from grpo_kernels.batch import TokenBatch
 from grpo_kernels.formulas.filters import EntropyFloor
 from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
-from grpo_kernels.formulas.token_stage import TokenRows, formulas
+from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice, choice_of, fused_kind
-from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, partials_of
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends.triton.launch import LAUNCH, Choice, choice_of, fused_kind
+from grpo_kernels.rows.partials import SLOPES, LogitRows, Partials, RowTransform, Slopes, partials_of
 
 Tensor = torch.Tensor
+KERNELS = backend.Kernels()
 
 # ---- targets
 
@@ -184,21 +185,21 @@ class Case:
         n = 2
         logits = torch.zeros(1, n, self.stride, dtype=self.logits)[..., : self.vocab]
         out = None if self.gradient is None else torch.zeros(1, n, self.stride, dtype=self.gradient)[..., : self.vocab]
-        transform = TRANSFORMS[self.transform](n)
         objective = replace(OBJECTIVES[self.objective], entropy_coef=0.01 if self.entropy else 0.0)
-        rows = token_rows(n, objective, self.without)
+        of_tokens = token_rows(n, objective, self.without)
+        rows = LogitRows(logits, of_tokens.targets, of_tokens.read, TRANSFORMS[self.transform](n))
         if self.kernel == "fused":
-            backend.fused(logits, rows, objective, transform, out)
+            KERNELS.fused(rows, objective.stage(of_tokens), out)
         elif self.kernel == "stats":
-            backend.stats(logits, rows.targets, rows.read, transform, self.partials)
+            KERNELS.stats(rows, self.partials)
         elif self.kernel == "pull":
             assert out is not None
-            stats = RowStats.not_read(self.partials, n, logits.device)
-            zeros = [torch.zeros(n) for _ in range(4)]
-            slopes = Slopes(*zeros) if self.squares else Slopes(*zeros[:3]) if self.entropy else Slopes(zeros[0])
-            backend.pull(logits, rows.targets, stats, slopes, transform, out)
+            slopes = SLOPES[: 4 if self.squares else 3 if self.entropy else 1]
+            KERNELS.pull(
+                rows, Partials.not_read(self.partials, n, logits.device), Slopes(torch.zeros(len(slopes), n), slopes), out
+            )
         else:
-            backend.scale_(logits, torch.ones(()))
+            KERNELS.scale_(logits, torch.ones(()))
 
 
 def token_rows(n: int, objective: Objective, without: str | None = None, offset: int = 0) -> TokenRows:
@@ -223,7 +224,7 @@ def _objectives() -> dict[str, Objective]:
     every["grpo, bounded ratio"] = replace(grpo, log_ratio_bounds=(-20.0, 20.0))
     # Presets with the same formula differ only in parameters, which do not cause a compilation: only the first is kept.
     distinct = {
-        (*formulas(o).values(), o.beta != 0, o.kl_spec.clamps is None, o.filters == (), o.log_ratio_bounds): name
+        (*o.formula.chosen.values(), o.beta != 0, o.kl_spec.clamps is None, o.filters == (), o.log_ratio_bounds): name
         for name, o in reversed(every.items())
     }
     return {name: every[name] for name in reversed(distinct.values())}

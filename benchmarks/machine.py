@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-import grpo_kernels.vocabulary.native
+import grpo_kernels.rows.backends.native
 from grpo_kernels.diagnosis.machine import processor
 from grpo_kernels.diagnosis.native import best_isa, findings
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.backends import cpu_products
+from grpo_kernels.rows import backends
+from grpo_kernels.rows.backends import cpu_products
 
 ENVIRONMENT = ("OMP_", "KMP_", "GOMP_", "MKL_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "PYTORCH_", "GRPO_KERNELS_")  # prefixes
 NATIVE = {"cpu": "cpu", "cuda": "triton"}  # the backend of the kernels on each device
@@ -68,7 +68,7 @@ def machine(device: str) -> dict:
     else:
         facts["name"] = facts["cpu"]
         if reason is None:
-            facts["instruction set"] = grpo_kernels.vocabulary.native.load().isa()
+            facts["instruction set"] = grpo_kernels.rows.backends.native.load().isa()
         facts["products"] = cpu_products.engine()
     return facts
 
@@ -93,7 +93,7 @@ def environment() -> dict[str, str]:
 def library() -> str:
     """A hash of the compiled module, or "none"."""
     try:
-        path = grpo_kernels.vocabulary.native.load().__file__
+        path = grpo_kernels.rows.backends.native.load().__file__
     except ImportError:
         return "none"
     assert path is not None

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.launches import DTYPE_NAMES, LAYOUTS, TRANSFORMS, Case
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH, Choice
-from grpo_kernels.vocabulary.rows import RowStats, Slopes, Teacher, partials_of
-from grpo_kernels.vocabulary.sparse import Slots
+from benchmarks.launches import DTYPE_NAMES, KERNELS, LAYOUTS, TRANSFORMS, Case
+from grpo_kernels.rows.backends.triton.launch import LAUNCH, Choice
+from grpo_kernels.rows.partials import LogitRows, Partials, Second, Slopes, partials_of
+from grpo_kernels.rows.ragged import Ragged
 
 SINGLE, HALF, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -56,16 +55,16 @@ class Beside(Case):
         n, dtypes = 2, (self.logits, self.teacher, self.gradient)
         logits, of_teacher, out = (torch.zeros(1, n, self.stride, dtype=dtype)[..., : self.vocab] for dtype in dtypes)
         transform, targets = TRANSFORMS[self.transform](n), torch.zeros(n, dtype=torch.int64)
-        teacher = Teacher(of_teacher, transform, self.divergence, 0.5)
+        rows = LogitRows(logits, targets, None, transform, Second(of_teacher, transform, self.divergence, 0.5))
         names = partials_of(("divergence",) + ("entropy",) * self.entropy + ("sum_squares",) * self.squares, self.divergence)
-        stats, ones = RowStats.not_read(names, n, logits.device, teacher), torch.ones(n)
+        partials = Partials.not_read(names, n, logits.device, rows.second)
         if self.kernel == "two_stats":
-            backend.stats(logits, targets, None, transform, names, teacher=teacher)
+            KERNELS.stats(rows, names)
         elif self.kernel == "mixed":
-            backend.mixed(logits, stats, transform, teacher, None)
+            KERNELS.mixed(rows, partials)
         else:
-            log, prob = ones if self.entropy else None, ones if self.squares else None
-            backend.pull(logits, targets, stats, Slopes(ones, log, log, prob, ones), transform, out, teacher=teacher)
+            slopes = ("target", *("constant", "log") * self.entropy, *("prob",) * self.squares, "divergence")
+            KERNELS.pull(rows, partials, Slopes(torch.ones(len(slopes), n), slopes), out)
 
 
 @dataclass(frozen=True)
@@ -104,15 +103,15 @@ class Sparse(Case):
 
     def launch(self) -> None:
         n, m, ids = 4, 8, 16
-        slots = Slots(*(torch.zeros(k, dtype=torch.int64) for k in (m, n + 1, m)))
+        slots = Ragged(*(torch.zeros(k, dtype=torch.int64) for k in (m, n + 1, m)))
         # The weight, or the hidden states: the first matrix sets the width of an access.
         read, second = (torch.zeros(ids, self.stride, dtype=dtype)[:, : self.vocab] for dtype in (self.logits, self.second))
         if self.kernel == "slot_logits":
-            backend.slot_logits(second[:n], read, slots)
+            KERNELS.slot_logits(second[:n], read, slots)
         elif self.kernel == "add_weight_rows":
-            backend.add_weight_rows(torch.ones(m), slots, read, second[:n])
+            KERNELS.add_weight_rows(torch.ones(m), slots, read, second[:n])
         else:
-            backend.add_hidden_rows(torch.ones(m), slots, read[:n], second)
+            KERNELS.add_hidden_rows(torch.ones(m), slots, read[:n], second)
 
 
 @dataclass(frozen=True)
@@ -144,13 +143,13 @@ class Selecting(Case):
 
     def launch(self) -> None:
         n = 2
-        logits = torch.zeros(n, self.stride, dtype=self.logits)[:, : self.vocab]
-        stats, whole = RowStats.not_read(partials_of(()), n, logits.device), torch.zeros(n, dtype=torch.int64)
-        transform = TRANSFORMS[self.transform](n)
+        logits = torch.zeros(1, n, self.stride, dtype=self.logits)[..., : self.vocab]
+        stats, whole = Partials.not_read(partials_of(()), n, logits.device), torch.zeros(n, dtype=torch.int64)
+        rows = LogitRows(logits, whole, transform=TRANSFORMS[self.transform](n))
         if self.kernel == "select":
-            backend.select(logits, whole, stats, transform, 1 / 256, whole)
+            KERNELS.select(rows, stats, 1 / 256, whole)
         else:
-            backend.masses(logits, whole, stats, transform, 1 / 256)
+            KERNELS.masses(rows, stats, 1 / 256)
 
 
 #: (logits, teacher, gradient): of logits, of a chunk at hidden level, and with one stream of another width.
@@ -159,7 +158,7 @@ DTYPES = (
     (FP16, SINGLE, FP16),
 )  # fmt: skip
 #: The kernels of each direction.
-KERNELS = (
+OF_TWO = (
     ("two_stats", "reverse"), ("two_stats", "forward"), ("mixed", "jsd"),
     ("two_pull", "reverse"), ("two_pull", "forward"), ("two_pull", "jsd"),
 )  # fmt: skip
@@ -174,14 +173,14 @@ def beside(kernel: str, divergence: str, logits: torch.dtype, teacher: torch.dty
 
 def of_two(divergence: str, transform: str = "linear") -> tuple[Case, ...]:
     """The launches that make a divergence of two rows of bf16 logits and its gradient."""
-    kernels = ("two_stats", *(kernel for kernel, kind in KERNELS[2:] if kind == divergence))
+    kernels = ("two_stats", *(kernel for kernel, kind in OF_TWO[2:] if kind == divergence))
     return tuple(replace(beside(kernel, divergence, HALF, HALF, HALF), transform=transform) for kernel in kernels)
 
 
 def other_cases() -> list[Case]:
     """Layouts, transforms and further sums are varied one at a time."""
     launches: dict[Case, None] = {}
-    for kernel, divergence in KERNELS:
+    for kernel, divergence in OF_TWO:
         for dtypes in DTYPES:
             launches[beside(kernel, divergence, *dtypes)] = None
         base = beside(kernel, divergence, HALF, HALF, HALF)

@@ -33,7 +33,7 @@ from benchmarks.other_launches import OTHER_QUICK, other_cases
 from benchmarks.results import load, save
 from benchmarks.sass import Loop, row_loops
 from grpo_kernels.diagnosis import numbers
-from grpo_kernels.vocabulary.backends import triton as backend
+from grpo_kernels.rows.backends import triton as backend
 
 
 @dataclass(frozen=True)

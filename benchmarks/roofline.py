@@ -24,7 +24,7 @@ import torch
 from benchmarks import kernel_bounds, results, sparse_bounds
 from benchmarks.harness import RESULTS
 from benchmarks.printing import Table, render
-from grpo_kernels.vocabulary.blocks import Plan, Work
+from grpo_kernels.rows.products import Plan, Work
 
 # ---- counted
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.printing import Table, render, replace_block
-from grpo_kernels.vocabulary.selection import capacity
+from grpo_kernels.rows.selection import capacity
 
 if TYPE_CHECKING:
     from benchmarks.roofline import Rates, Shape

@@ -31,8 +31,8 @@ from benchmarks.providers import Unavailable, first_line, providers
 from benchmarks.results import load
 from benchmarks.suites import LOST_DEVICE
 from benchmarks.tune_settings import Setting, Workload, setting_of, settings, workloads
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import Choice
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends.triton.launch import Choice
 
 # ---- trials
 
@@ -180,7 +180,7 @@ def summary(found: dict) -> list[str]:
         (name, value), now = result["ranking"][0], places.get(result["now"], math.nan)
         rest = "as it is now" if name == result["now"] else f"now {result['now']}, {100 * (now / value - 1):.1f} % slower"
         lines.append(f"{kind}: best {name}, {rest}")
-    launch = dict(backend.LAUNCH)
+    launch = dict(backend.launch.LAUNCH)
     for kind, best in ((kind, result["best"]) for kind, result in found.items() if result["best"] is not None):
         if kind == "chunk":
             lines.append(f'CHUNK_BYTES["cuda"] = {best["mib"]} << 20, BLOCK_BYTES["cuda"] = {best["block"]} << 20')

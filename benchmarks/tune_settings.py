@@ -14,9 +14,10 @@ import torch
 
 from benchmarks.cases import Cell
 from benchmarks.providers import Provider, Run, providers
-from grpo_kernels.vocabulary import backends, blocks
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends.triton_choices import FUSED, Choice
+from grpo_kernels.rows import backends
+from grpo_kernels.rows import products as blocks
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends.triton.launch import FUSED, Choice
 
 REGISTERS = 65536  # of a multiprocessor
 SHARED = 224 << 10  # bytes, of those that can copy ahead
@@ -66,7 +67,7 @@ def copied_ahead(choice: Choice) -> int:
 
 @dataclass(frozen=True)
 class Launched(Setting):
-    """The launch of a kernel, an entry of backend.LAUNCH."""
+    """The launch of a kernel, an entry of backend.launch.LAUNCH."""
 
     kind: str
     choice: Choice
@@ -91,7 +92,7 @@ class Launched(Setting):
         return most >= 8 * streams * self.choice.accesses + 16
 
     def places(self) -> list[tuple[dict[Any, Any], Any, Any]]:
-        return [(backend.LAUNCH, self.kind, self.choice)]
+        return [(backend.launch.LAUNCH, self.kind, self.choice)]
 
     def described(self) -> dict[str, Any]:
         return {"choice": self.choice._asdict()}
@@ -122,7 +123,7 @@ def setting_of(kind: str, described: dict[str, Any]) -> Setting:
 def on_triton() -> Iterator[None]:
     """Every backend is Triton, for tensors on a CPU too (in its interpreter), whether or not the C++ module is there."""
     with (
-        mock.patch.object(backends, "load", lambda name: backend),
+        mock.patch.object(backends, "_made", lambda name, strict: backend.Kernels(strict)),
         mock.patch.object(backends, "unavailable", lambda name: None),
     ):
         yield
@@ -183,7 +184,7 @@ def settings(kind: str, small: bool) -> list[Setting]:
         # Rows of a large vocabulary: (512, 3072) now. Of one sum of bytes: (768, 2304), (1024, 2048); of more: the others.
         large = [Chunk(*x) for x in ((450, 700), (600, 600), (300, 1800), (600, 1200), (1200, 1200), (1200, 2400))]
         return list(dict.fromkeys((now, *([Chunk(1, 1)] if small else large))))
-    now = backend.LAUNCH[kind]
+    now = backend.launch.LAUNCH[kind]
     shapes = [
         now._replace(threads=threads, accesses=accesses, programs=programs)
         for threads, accesses, programs in product(*SHAPES.get(kind, OF_A_ROW))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from grpo_kernels.rows.merging import merge
 
 from benchmarks import results
 from benchmarks.cases import Cell, HiddenCase, LogitsCase, Result, make_case, policy_loss, reference
@@ -34,9 +35,8 @@ from benchmarks.scaling import PAGE
 from benchmarks.tables import replace_block
 from grpo_kernels import grpo_loss, linear_grpo_loss, token_logprobs
 from grpo_kernels.distributed import VocabShard
-from grpo_kernels.vocabulary.merging import merge
-from grpo_kernels.vocabulary.rows import partials_of
-from grpo_kernels.vocabulary.shard import all_gather
+from grpo_kernels.rows.parallel import all_gather
+from grpo_kernels.rows.partials import partials_of
 
 FILE = RESULTS / "vocab_parallel.json"
 COMMAND = "python -m benchmarks.vocab_parallel --write"

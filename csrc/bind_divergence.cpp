@@ -1,4 +1,4 @@
-// The binding of the kernels over two streams; see module.cpp. vocabulary/backends/cpu_divergence.py checks the tensors.
+// The binding of the kernels over two streams; see module.cpp. rows/backends/cpu_divergence.py checks the tensors.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 

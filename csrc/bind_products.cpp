@@ -1,5 +1,5 @@
 // The binding of the products: takes addresses as integers and sizes and strides in elements, and divides the work among threads.
-// vocabulary/backends/cpu_products.py checks the tensors; this file refuses arguments that cannot be right for any tensors.
+// rows/backends/cpu_products.py checks the tensors; this file refuses arguments that cannot be right for any tensors.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -60,7 +60,7 @@ bool has_products() {
 
 const bool supported = has_products();
 
-// The table of this name. Whether the processor has AMX is not asked here: vocabulary/backends/cpu_products.py chooses.
+// The table of this name. Whether the processor has AMX is not asked here: rows/backends/cpu_products.py chooses.
 const Products* table(const char* name) {
     for (const Named& one : tables) {
         if (supported && std::string_view(name) == one.name) return one.products;

@@ -1,4 +1,4 @@
-// The binding of the selection of columns. vocabulary/backends/cpu_select.py checks the tensors; this file refuses arguments that
+// The binding of the selection of columns. rows/backends/cpu_select.py checks the tensors; this file refuses arguments that
 // cannot be right for any tensors.
 #include <nanobind/nanobind.h>
 

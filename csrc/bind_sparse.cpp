@@ -1,5 +1,5 @@
 // The binding of the sparse products: takes addresses as integers and sizes and strides in elements, and divides the work among
-// threads. vocabulary/backends/cpu_sparse.py checks the tensors; this file refuses arguments that cannot be right for any tensors.
+// threads. rows/backends/cpu_sparse.py checks the tensors; this file refuses arguments that cannot be right for any tensors.
 // The contents of ids and rows are not checked.
 #include <nanobind/nanobind.h>
 
@@ -25,7 +25,7 @@ namespace {
 
 const SparseKernels* sparse = &sparse_baseline;
 
-// Slots in a range: few enough that each thread gets several ranges, and enough that waiting for the first rows costs little.
+// Ragged in a range: few enough that each thread gets several ranges, and enough that waiting for the first rows costs little.
 int64_t slots_at_once(int64_t count, int threads) {
     const int64_t even = count / (int64_t(threads) * 16);
     return even < 32 ? 32 : even > 512 ? 512 : even;
@@ -88,7 +88,7 @@ void add_weight_rows(uintptr_t values, uintptr_t ids, uintptr_t slot_rows, int64
     add_rows(job, threads);
 }
 
-// The used slots whose value is not 0, sorted by id. Slots with equal ids keep their order. Each thread sorts one chunk of slots at
+// The used slots whose value is not 0, sorted by id. Ragged with equal ids keep their order. Each thread sorts one chunk of slots at
 // a time, and the result does not depend on the number of chunks.
 class SortedSlots {
 public:

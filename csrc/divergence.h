@@ -1,5 +1,5 @@
 // Row kernels over two streams: the student's row, which gets a gradient, and the teacher's row over the same ids.
-// vocabulary/rows.py defines the partial sums, vocabulary/divergence.py forms the divergences from them. divergence.cpp is compiled
+// rows/partials.py defines the partial sums, rows/divergence.py forms the divergences from them. divergence.cpp is compiled
 // once per instruction set.
 #pragma once
 #include "kernels.h"

@@ -1,4 +1,4 @@
-// The Python binding: addresses are integers, sizes and strides are in elements. vocabulary/backends/cpu.py checks the tensors; this
+// The Python binding: addresses are integers, sizes and strides are in elements. rows/backends/cpu.py checks the tensors; this
 // file refuses arguments that cannot be right for any tensors.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -20,7 +20,7 @@ extern const Kernels kernels_avx512bf16, kernels_avx512, kernels_avx2;
 #endif
 extern const Kernels kernels_baseline;
 
-// grpo_kernels/vocabulary/native.py reads this from the file before it loads the module, to recognise one from an older build.
+// grpo_kernels/rows/native.py reads this from the file before it loads the module, to recognise one from an older build.
 extern const char built_from[];
 const char built_from[] = "grpo_kernels built from sha256:" GRPO_SOURCES;
 
@@ -158,7 +158,7 @@ void use_isa(const std::string& name) {
 }  // namespace
 
 NB_MODULE(_cpu, m) {
-    m.doc() = "CPU kernels of grpo_kernels; use them through grpo_kernels.vocabulary.backends.cpu.";
+    m.doc() = "CPU kernels of grpo_kernels; use them through grpo_kernels.rows.backends.cpu.";
     m.def("stats", &stats);
     m.def("pull", &pull);
     m.def("scale", &scale);

@@ -1,4 +1,4 @@
-// Selects the columns of a row that form the sparse gradient, see vocabulary/selection.py. select.cpp is compiled once per
+// Selects the columns of a row that form the sparse gradient, see rows/selection.py. select.cpp is compiled once per
 // instruction set, like kernels.cpp.
 #pragma once
 #include <stdint.h>

@@ -1,4 +1,4 @@
-// Log-prob of the target and entropy of a row, from its statistics in fp32: with the logarithm in fp64, as vocabulary/rows.py has
+// Log-prob of the target and entropy of a row, from its statistics in fp32: with the logarithm in fp64, as rows/partials.py has
 // them on a CPU, so that results are the same.
 #pragma once
 #include <math.h>

@@ -1,5 +1,5 @@
 // Sparse products: dot products of each row of the hidden states with a few rows of the weight, and weighted sums of such rows, see
-// vocabulary/sparse.py. sparse.cpp is compiled once per instruction set, like kernels.cpp.
+// rows/ragged.py. sparse.cpp is compiled once per instruction set, like kernels.cpp.
 #pragma once
 #include <stdint.h>
 

@@ -128,7 +128,7 @@ struct Divergences {
     double log_sums, value;  // log(teacher_sum / sum), and the KL in the given direction
 };
 
-// The statistics of both rows after their first visit, and the KL from them, see RowStats in vocabulary/rows.py.
+// The statistics of both rows after their first visit, and the KL from them, see Partials in rows/partials.py.
 struct Known {
     float max, sum, teacher_max, teacher_sum, cross, excess;
 

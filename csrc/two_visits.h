@@ -11,7 +11,7 @@ struct TwoSums {
 };
 
 // Changes the maxima that the sums are relative to. The differences g - f and g - f + f a with g = f e^-a are formed without
-// cancellation; see merged_sums in vocabulary/divergence.py.
+// cancellation; see merged_sums in rows/divergence.py.
 void rescale(double f, double g, double a, double sum, double other_sum, double& cross, double& excess) {
     if (f == 0) {
         cross = 0, excess = g * other_sum;

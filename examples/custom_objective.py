@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 from grpo_kernels import Objective, TokenBatch, grpo_loss
 from grpo_kernels.formulas.surrogates import Custom, check_surrogate, ops
-from grpo_kernels.vocabulary.backends import unavailable
+from grpo_kernels.rows.backends import unavailable
 
 
 def huber(logp, old_logp, advantage, params):

@@ -25,13 +25,11 @@ from .logprobs import linear_logprobs, token_logprobs
 from .losses import LossOutput, grpo_loss, linear_grpo_loss
 from .model import loss_from_model
 from .objective import Denominators, Objective
-from .options import Options
-from .projection import Head
 from .rewards.advantages import group_advantages
-from .sparsity import Sparse
+from .rows.backends import use
+from .rows.selection import Sparse
+from .specs import Head, LogitTransform, Options
 from .token_sets import TokenSets
-from .transform import LogitTransform
-from .vocabulary.backends import use
 
 __all__ = [
     "A2po",

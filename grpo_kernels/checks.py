@@ -113,3 +113,11 @@ def describe(spec: Any) -> str:
         return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
 
     return f"{type(spec).__name__}({', '.join(f'{name}={text(x)}' for name, x in given.items())})"
+
+
+#: What to do with a target outside of its set: put it in, take the whole vocabulary, mask the row, or refuse.
+MISSING = ("include", "full", "mask", "raise")
+
+
+def check_missing(missing: object) -> None:
+    require(missing in MISSING, "missing", missing, f"it must be one of {', '.join(map(repr, MISSING))}.")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from .batch import TokenBatch
 from .checks import require
 from .objective import Denominators, Objective
-from .vocabulary.shard import VocabShard
+from .rows.parallel import VocabShard
 
 Tensor = torch.Tensor
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,29 +9,12 @@ import torch
 from .checks import require
 from .formulas.divergence import Exact, as_exact
 from .layout import flat, mask_of_rows
-from .options import (
-    NO_PRODUCT,
-    NOT_BOUNDED,
-    Options,
-    checked_logits,
-    hidden_source,
-    is_traced,
-    leaves_the_graph,
-    logits_source,
-    merged,
-    outside,
-    refuse_sparse,
-)
-from .projection import Head
-from .reference import Policy, Teachers, divergence_of, knows_ids_only, linear_teacher, logits_teacher, second, squared
+from .rows.parallel import VocabShard
+from .rows.sets import KeptRows
+from .specs import NO_PRODUCT, NOT_BOUNDED, Head, LogitTransform, Options, as_transform, merged, refuse_sparse
+from .statistics import Asked, statistics_of
+from .streams import Policy, hidden_stream, is_traced, leaves_the_graph, logits_stream, outside, seconds_of, squared
 from .token_sets import TokenSets, check_sets
-from .transform import LogitTransform, as_transform
-from .vocabulary.hidden import check_head
-from .vocabulary.kept import KeptRows
-from .vocabulary.rows import RowTransform
-from .vocabulary.shard import VocabShard
-from .vocabulary.sources import Source
-from .vocabulary.teachers import Several
 
 Tensor = torch.Tensor
 
@@ -69,25 +51,26 @@ def token_divergence(
     Returns fp32, the leading shape of logits, in nats: at least 0, also for two nearly equal rows, whose KL of 1e-10 keeps its
     digits; infinite where the other side has no probability. Both rows are read twice in the forward and in the backward each
     (the jsd: three times in the forward). Raises ValueError naming the argument that is wrong."""
-    exact, options = as_exact(divergence), merged(options)
+    exact = as_exact(divergence)
+    options = merged(options)
     refuse_sparse(options, NO_PRODUCT)
     if is_traced() and leaves_the_graph(exact, None, shard=shard):
         given: dict[str, Any] = {"mask": mask, "transform": transform, "inplace": inplace, "kept": kept, "shard": shard}
         return outside(token_divergence, logits, ref_logits, exact, options=options, **given)
     shape, device = _leading("logits", logits)
     read = {"mask": mask, "transform": transform, "kept": kept}
-    rows = checked_logits(logits, shape, device, inplace, shard, read, ref_logits)
-    vocab, mask = rows.shape[-1] if shard is None else shard.vocab, mask_of_rows(mask, shape, device)
-    policy = Policy(shape, device, vocab, rows.shape[-1], as_transform(transform), mask, None, shard)
-    teacher = logits_teacher(ref_logits, exact, policy)
-    sets, targets = _kept(kept, policy, teacher)
-    if inplace and isinstance(teacher, Several):
-        raise ValueError("inplace=True, but each of several teachers needs the logits again: pass inplace=False.")
-
-    def source_of(teacher: Any, read: Tensor | None) -> Source:
-        return logits_source(device, inplace, shard, options, sets, *second(teacher))
-
-    return _values(source_of, (rows,), targets, policy, teacher, exact)
+    mask = mask_of_rows(mask, shape, device)
+    of_rows = as_transform(transform).for_rows(shape, mask, None, device)
+    given = {"shard": shard, "inplace": inplace, "read": read, "ref_logits": ref_logits}
+    stream = logits_stream(logits, shape, device, of_rows, options, **given)
+    policy = Policy(shape, device, as_transform(transform), mask, None, stream, options)
+    if (
+        inplace
+        and isinstance(ref_logits, list)
+        and any(isinstance(x[0], TokenSets) for x in ref_logits if isinstance(x, tuple) and x)
+    ):
+        raise ValueError("inplace=True, but each teacher that is known at some ids needs the logits again: pass inplace=False.")
+    return _divergence(policy, "ref_logits", ref_logits, exact, kept)
 
 
 def linear_divergence(
@@ -114,32 +97,24 @@ def linear_divergence(
                teacher known at these ids only; or a list of pairs (one of these, weight): six products for each.
     mask, kept, divergence  as in `token_divergence`; bias, transform, shard, weight_grad, options as in `linear_logprobs`.
 
-    Masked rows take part in no product. On a GPU, selecting rows by a mask is a host sync, and so is each of several teachers,
-    which is read in the rows where it has a weight. The forward is a product for each side; the backward, which cannot know the
+    Masked rows take part in no product. On a GPU, selecting rows by a mask is a host sync. The forward is a product for each side;
+    the backward, which cannot know the
     upstream gradient before it arrives, computes the logits of both again: six products in all. `linear_grpo_loss` with
     Objective.preset("distillation") takes four. Raises ValueError naming the argument that is wrong."""
     exact = as_exact(divergence)
-    if isinstance(weight, Head):
-        beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
-        weight, bias, transform, shard, weight_grad = weight.parts(**beside)
+    head = Head.of(weight, bias=bias, transform=transform, shard=shard, weight_grad=weight_grad)
     options = merged(options)
     refuse_sparse(options, NOT_BOUNDED)
-    if is_traced() and leaves_the_graph(exact, weight_grad, shard=shard):
-        given: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "kept": kept, "shard": shard}
-        given["weight_grad"] = weight_grad
-        return outside(linear_divergence, hidden, weight, reference, exact, options=options, **given)
+    if is_traced() and leaves_the_graph(exact, head.grad, shard=head.shard):
+        given: dict[str, Any] = {"mask": mask, "kept": kept, "options": options}
+        return outside(linear_divergence, hidden, head, reference, exact, **given)
     shape, device = _leading("hidden", hidden)
-    read = {"reference": reference, "mask": mask, "transform": transform, "kept": kept}
-    head = check_head(hidden, weight, bias, shape, device, shard, weight_grad, read)
+    read = {"reference": reference, "mask": mask, "transform": head.transform, "kept": kept}
     mask = mask_of_rows(mask, shape, device)
-    policy = Policy(shape, device, head.vocab, head.weight.shape[0], as_transform(transform), mask, None, shard)
-    teacher = linear_teacher(reference, exact, policy)
-    sets, targets = _kept(kept, policy, teacher)
-
-    def source_of(teacher: Any, read: Tensor | None) -> Source:
-        return hidden_source(head, read, options, None, sets, *second(teacher))
-
-    return _values(source_of, head.tensors, targets, policy, teacher, exact)
+    of_rows = as_transform(head.transform).for_rows(shape, mask, None, device)
+    stream = hidden_stream(hidden, head, shape, device, of_rows, options, read)
+    policy = Policy(shape, device, as_transform(head.transform), mask, None, stream, options)
+    return _divergence(policy, "reference", reference, exact, kept)
 
 
 def _leading(name: str, x: Any) -> tuple[torch.Size, torch.device]:
@@ -149,30 +124,21 @@ def _leading(name: str, x: Any) -> tuple[torch.Size, torch.device]:
     return x.shape[:-1], x.device
 
 
-def _kept(kept: TokenSets | None, policy: Policy, teacher: Any) -> tuple[KeptRows | None, Tensor]:
-    """(rows with sets, a target for each row: the first id of its set, so that no set gets a further one)."""
-    targets = torch.zeros(policy.shape, dtype=torch.int64, device=policy.device)
-    if kept is None:
-        return None, targets.reshape(-1)
-    check_sets("kept", kept, targets, policy.vocab)
-    require(
-        not knows_ids_only(teacher),
-        "kept",
-        kept,
-        "a teacher known at some ids has no distribution over a kept set: leave one of them out.",
-    )
-    first = torch.cat([kept.ids, kept.ids.new_zeros(1)]).to(torch.int64)[kept.offsets[:-1].to(torch.int64)]
-    targets = torch.where(kept.counts > 0, first, 0)
-    return KeptRows.of(kept, targets, None if policy.mask is None else flat(policy.mask)), targets
-
-
-def _values(
-    source_of: Callable[[Any, Tensor | None], Source], tensors: tuple[Tensor | None, ...], targets: Tensor, policy: Policy,
-    teacher: Teachers, exact: Exact,
-) -> Tensor:  # fmt: skip
-    read = None if policy.mask is None else flat(policy.mask)
-    transform: RowTransform = policy.transform.for_rows(policy.shape, policy.mask, None, policy.device)
-    value = divergence_of(source_of, teacher, exact, targets, read, transform, tensors)
+def _divergence(policy: Policy, name: str, given: Any, exact: Exact, kept: TokenSets | None) -> Tensor:
+    seconds, stream = seconds_of(name, given, exact, policy), policy.stream
+    targets, read, sets = torch.zeros(policy.shape, dtype=torch.int64, device=policy.device), None, None
+    if policy.mask is not None:
+        read = flat(policy.mask)
+    if kept is not None:
+        check_sets("kept", kept, targets, stream.vocab)
+        remedy = "a teacher known at some ids has no distribution over a kept set: leave one of them out."
+        require(not seconds.known, "kept", kept, remedy)
+        # The target of a row is the first id of its set, so that no set gets a further one.
+        first = torch.cat([kept.ids, kept.ids.new_zeros(1)]).to(torch.int64)[kept.offsets[:-1].to(torch.int64)]
+        targets = torch.where(kept.counts > 0, first, 0)
+        sets = KeptRows.of(kept, targets, read)
+    asked = Asked(kept=sets, seconds=seconds, exact=exact)
+    value = statistics_of(stream, asked, flat(targets), read, policy.options).named["divergence"]
     if exact.temperature_squared:
-        value = value / squared(transform, read)
+        value = value / squared(stream.transform, read)
     return value.view(policy.shape)

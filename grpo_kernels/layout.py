@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .checks import LARGEST, SMALLEST, require_number
+
 Tensor = torch.Tensor
 
 #: Places of rows that `overlap` looks at before it takes two tensors for overlapping.
@@ -23,6 +25,14 @@ def values_are_checked(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return tensor.device.type == "cpu" or os.environ.get("GRPO_KERNELS_CHECK", "0") == "1"
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device is being captured into a graph."""
+    if device.type == "meta":  # which has no module
+        return False
+    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)  # xpu: not in every torch
+    return asked is not None and bool(asked())
 
 
 def check_targets(targets: Tensor, mask: Tensor | None, vocab: int, logits: bool = False) -> None:
@@ -123,6 +133,36 @@ def as_wide(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | No
     if cu_seqlens is None:
         return value.reshape(-1, *(1,) * (len(shape) - 1))
     return value.reshape(-1)[sequence_ids(cu_seqlens, shape.numel())]
+
+
+def check_temperature(t: Any) -> None:
+    """Raise ValueError unless t can be a temperature: a finite number above 0, or a tensor of floats without gradient."""
+    if not isinstance(t, Tensor):
+        require_number("temperature", t, "it divides the logits and must be a finite number above 0.", SMALLEST, LARGEST)
+        return
+    if not t.is_floating_point():
+        raise ValueError(f"temperature has dtype {t.dtype}: pass a floating-point tensor.")
+    if t.requires_grad:
+        raise ValueError("temperature requires grad, but no gradient flows to it: pass temperature.detach().")
+
+
+def inverse_temperatures(
+    t: float | Tensor, shape: torch.Size, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device
+) -> float | Tensor:
+    """1 / t of flat rows of targets of `shape` on `device`: a number, or of a tensor fp32 [n], checked where mask is set."""
+    if not isinstance(t, Tensor):
+        return 1.0 / float(t)
+    if t.device != device:
+        raise ValueError(f"temperature is on {t.device}, but the logits are on {device}: move it there.")
+    t = per_token("temperature", t, shape, cu_seqlens)
+    if values_are_checked(t):
+        bad = ~((t > 0) & torch.isfinite(t))
+        if mask is not None:
+            bad &= mask.reshape(-1)
+        if bad.any():
+            at = int(bad.nonzero()[0])
+            raise ValueError(f"temperature is {float(t[at])} at row {at}: it must be finite and above 0.")
+    return t.reciprocal().contiguous()
 
 
 def of_a_leaf(logits: Tensor) -> bool:

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 
 from .checks import require
 from .layout import check_targets, flat, mask_of_rows
-from .missing import check_kept, narrowed, rows_with_sets
-from .options import (
-    NO_PRODUCT,
-    Options,
-    checked_logits,
-    hidden_source,
-    is_traced,
-    leaves_the_graph,
-    logits_source,
-    merged,
-    outside,
-    refuse_sparse,
-)
-from .projection import Head
-from .supports import statistics_of
-from .token_sets import TokenSets, check_sets
-from .transform import IDENTITY, LogitTransform, as_transform
-from .vocabulary.hidden import check_head
-from .vocabulary.kept import KeptRows
-from .vocabulary.shard import VocabShard
-from .vocabulary.sources import Source
-from .vocabulary.sparse import Slots
+from .rows.hidden import Hidden
+from .rows.parallel import VocabShard
+from .rows.ragged import Ragged
+from .rows.sets import KeptRows
+from .rows.stream import Logits
+from .specs import IDENTITY, NO_PRODUCT, Head, LogitTransform, Options, as_transform, merged, refuse_sparse
+from .statistics import Asked, check_kept, rows_with_sets, statistics_of
+from .streams import draws, hidden_stream, is_traced, leaves_the_graph, logits_stream, outside
+from .token_sets import TokenSets, check_sets, narrowed
 
 Tensor = torch.Tensor
 
@@ -123,20 +109,13 @@ def token_logprobs(
         given: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "inplace": inplace, "shard": shard}
         return outside(token_logprobs, logits, targets, also=also, kept=kept, at=at, options=options, **given)
     mask = _check_targets(targets, mask, entropy, also)
-    both = kept is not None and (options.over_vocabulary is not None or "log_kept_mass" in also)
-    if inplace and both:
+    if inplace and kept is not None and (options.over_vocabulary is not None or "log_kept_mass" in also):
         raise ValueError("inplace=True, but what is asked for needs the logits for two gradients: pass inplace=False.")
     read = {"targets": targets, "mask": mask, "transform": transform, "kept": kept, "at": at}
-    rows = checked_logits(logits, targets.shape, targets.device, inplace, shard, read)
-    vocab = rows.shape[-1] if shard is None else shard.vocab
-    mask, sets = _kept(kept, targets, mask, vocab, options)
-    slots = _slots(at, targets, vocab)
-    check_targets(targets, mask, vocab, logits=True)
-
-    def source_of(sets: KeptRows | None) -> Source:
-        return logits_source(targets.device, inplace, shard, options, sets, slots)
-
-    return _stage(source_of, (rows,), targets, mask, sets, _Asked(transform, entropy, also, options))
+    of_rows = _for_rows(transform, targets, mask)
+    given = {"shard": shard, "inplace": inplace, "read": read}
+    stream = logits_stream(logits, targets.shape, targets.device, of_rows, options, **given)
+    return _logprobs(stream, targets, mask, entropy, also, kept, at, options)
 
 
 @overload
@@ -217,27 +196,18 @@ def linear_logprobs(
     host sync: pass only the rows that count (hidden[mask], targets[mask]) to avoid it. So is Options(missing="full").
     Raises ValueError naming the argument that is wrong.
     """
-    if isinstance(weight, Head):
-        beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
-        weight, bias, transform, shard, weight_grad = weight.parts(**beside)
+    head = Head.of(weight, bias=bias, transform=transform, shard=shard, weight_grad=weight_grad)
     options = merged(options, backend=backend, strict=strict)
     if at is not None:
         refuse_sparse(options, "the gradients of ids of at= would be among the columns drawn once more")
-    if is_traced() and leaves_the_graph(at if kept is None else kept, weight_grad, shard=shard):
-        given: dict[str, Any] = {"bias": bias, "mask": mask, "transform": transform, "entropy": entropy, "shard": shard}
-        given["weight_grad"] = weight_grad
-        return outside(linear_logprobs, hidden, weight, targets, also=also, kept=kept, at=at, options=options, **given)
+    if is_traced() and leaves_the_graph(at if kept is None else kept, head.grad, shard=head.shard):
+        given: dict[str, Any] = {"mask": mask, "entropy": entropy, "also": also, "kept": kept, "at": at, "options": options}
+        return outside(linear_logprobs, hidden, head, targets, **given)
     mask = _check_targets(targets, mask, entropy, also)
-    read = {"targets": targets, "mask": mask, "transform": transform, "kept": kept, "at": at}
-    head = check_head(hidden, weight, bias, targets.shape, targets.device, shard, weight_grad, read)
-    mask, sets = _kept(kept, targets, mask, head.vocab, options)
-    slots = _slots(at, targets, head.vocab)
-    check_targets(targets, mask, head.vocab)
-
-    def source_of(sets: KeptRows | None) -> Source:
-        return hidden_source(head, None if mask is None else flat(mask), options, None, sets, slots)
-
-    return _stage(source_of, head.tensors, targets, mask, sets, _Asked(transform, entropy, also, options))
+    read = {"targets": targets, "mask": mask, "transform": head.transform, "kept": kept, "at": at}
+    of_rows = _for_rows(head.transform, targets, mask)
+    stream = hidden_stream(hidden, head, targets.shape, targets.device, of_rows, options, read)
+    return _logprobs(stream, targets, mask, entropy, also, kept, at, options)
 
 
 def _check_targets(targets: Tensor, mask: Tensor | None, entropy: bool | str, also: tuple[str, ...]) -> Tensor | None:
@@ -255,6 +225,10 @@ def _check_targets(targets: Tensor, mask: Tensor | None, entropy: bool | str, al
     return mask_of_rows(mask, targets.shape, targets.device)
 
 
+def _for_rows(transform: LogitTransform | None, targets: Tensor, mask: Tensor | None) -> Any:
+    return IDENTITY if transform is None else as_transform(transform).for_rows(targets.shape, mask, None, targets.device)
+
+
 def _kept(
     kept: TokenSets | None, targets: Tensor, mask: Tensor | None, vocab: int, options: Options
 ) -> tuple[Tensor | None, KeptRows | None]:  # fmt: skip
@@ -266,41 +240,29 @@ def _kept(
     return mask, rows_with_sets(kept, targets, None if mask is None else flat(mask), options.missing)
 
 
-def _slots(at: TokenSets | None, targets: Tensor, vocab: int) -> Slots | None:
-    if at is None:
-        return None
-    check_sets("at", at, targets, vocab)
-    return Slots(at.ids.to(torch.int64), at.offsets, at.row_of).plain()
-
-
-class _Asked(NamedTuple):
-    """The statistics that a caller asked for."""
-
-    transform: LogitTransform | None
-    entropy: bool | str
-    also: tuple[str, ...]
-    options: Options
-
-
-def _stage(
-    source_of: Callable[[KeptRows | None], Source], tensors: tuple[Tensor | None, ...], targets: Tensor, mask: Tensor | None,
-    sets: KeptRows | None, asked: _Asked,
+def _logprobs(
+    stream: Logits | Hidden, targets: Tensor, mask: Tensor | None, entropy: bool | str, also: tuple[str, ...],
+    kept: TokenSets | None, at: TokenSets | None, options: Options,
 ) -> Any:  # fmt: skip
-    transform, entropy, also, options = asked
-    shape = targets.shape
-    rows = IDENTITY if transform is None else as_transform(transform).for_rows(shape, mask, None, targets.device)
+    shape, vocab = targets.shape, stream.vocab
+    mask, sets = _kept(kept, targets, mask, vocab, options)
+    slots = None
+    if at is not None:
+        check_sets("at", at, targets, vocab)
+        slots = Ragged(at.ids.to(torch.int64), at.offsets, at.row_of).plain()
+    check_targets(targets, mask, vocab, logits=isinstance(stream, Logits))
     mass = "log_kept_mass" in also
     names = (*(("entropy",) if entropy else ()), *(name for name in also if name != "log_kept_mass"))
     with_gradient = tuple(name for name in names if name == "sum_squares" or (name == "entropy" and entropy is True))
-    read = None if mask is None else flat(mask)
     over = options.over_vocabulary if sets is not None else None
     if mass and sets is not None:
         names, with_gradient, over = (*names, "lse"), (*with_gradient, "lse"), over or ()
-    statistics = statistics_of(
-        source_of, sets, names, with_gradient, over, flat(targets).to(torch.int64), read, rows, tensors
-    )  # fmt: skip
-    named = {name: x if name == "at" else x.view(shape) for name, x in statistics.named.items()}
+    sparse = draws(options, stream) if isinstance(stream, Hidden) else None
+    asked = Asked(names, with_gradient, sets, over, at=slots, sparse=sparse)
+    read = None if mask is None else flat(mask)
+    found = statistics_of(stream, asked, flat(targets).to(torch.int64), read, options)
+    named = {name: x if name == "at" else x.view(shape) for name, x in found.named.items()}
     if mass and sets is None:
-        named["log_kept_mass"] = torch.zeros_like(statistics.logps).view(shape)
+        named["log_kept_mass"] = torch.zeros_like(found.logps).view(shape)
     H = named.pop("entropy", None)
-    return (statistics.logps.view(shape), H, named) if named or also else (statistics.logps.view(shape), H)
+    return (found.logps.view(shape), H, named) if named or also else (found.logps.view(shape), H)

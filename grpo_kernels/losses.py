@@ -2,58 +2,183 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import math
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn
 
 import torch
 
-from .batch import TokenBatch
-from .checks import require
+from .batch import TokenBatch, sends_ahead, whole
+from .checks import describe, nearest, require
+from .formulas.divergence import Exact
+from .formulas.ops import bounded_exp
 from .formulas.token_stage import TokenRows
 from .layout import check_targets, per_token, values_are_checked
-from .loss_output import LossOutput
-from .loss_stages import Call, loss_of_logps, loss_of_source, with_divergence
-from .missing import check_kept, rows_with_sets
 from .objective import Denominators, Objective
-from .options import (
+from .rows.backends import is_strict
+from .rows.hidden import Hidden
+from .rows.parallel import VocabShard
+from .rows.partials import RowTransform
+from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
+from .rows.sets import KeptRows, OverSets
+from .rows.stream import Logits, Seconds, Whole
+from .specs import (
     DEFAULTS,
+    IDENTITY,
     NO_PRODUCT,
     NOT_BOUNDED,
+    Head,
+    LogitTransform,
     Options,
-    checked_logits,
-    draws,
-    hidden_source,
-    is_traced,
-    leaves_the_graph,
-    logits_source,
+    as_transform,
     merged,
-    outside,
     refuse_sparse,
 )
-from .projection import Head
-from .reference import (
+from .statistics import Asked, check_kept, rows_with_sets, statistics_of
+from .streams import (
     Policy,
-    check_given,
-    linear_teacher,
-    logits_teacher,
-    reference_head,
-    scaled_by_temperature,
-    second,
+    draws,
+    hidden_stream,
+    is_traced,
+    leaves_the_graph,
+    logits_stream,
+    outside,
+    reference_stream,
+    seconds_of,
+    squared,
 )
-from .row_counts import split_rows
 from .token_sets import TokenSets
-from .transform import IDENTITY, LogitTransform, as_transform
-from .vocabulary.backends import is_strict
-from .vocabulary.hidden import FlatHead, check_head
-from .vocabulary.kept import KeptRows
-from .vocabulary.shard import VocabShard
-from .vocabulary.sources import Source
-from .vocabulary.stage import vocabulary_stage
-from .vocabulary.teachers import Several
 
 Tensor = torch.Tensor
 
 __all__ = ["LossOutput", "grpo_loss", "linear_grpo_loss", "objective_loss"]
+
+
+# ---- what a loss returns
+
+
+class Metrics(dict[str, Tensor]):
+    """A dictionary whose KeyError names what it has."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise KeyError(f"there is no metric {name!r}.{nearest(name, self)} This loss has {', '.join(self)}.")
+
+
+@dataclass(eq=False, repr=False)
+class LossOutput:
+    """What a fused loss returns.
+
+    loss      0-d fp32, differentiable: the sum of all weighted per-token terms.
+    logps     fp32, the shape of targets, detached; 0 where masked.
+    entropy   likewise, in nats.
+    rows      the batch's flat rows as the loss weighed them, for statistics of one's own.
+    whole_logps  with kept sets, log-probs over the whole vocabulary, where an option needs them; else None.
+    kl_apart  whether the KL is that of whole_logps.
+    divergence   of an exact KL (`Exact`), fp32 in nats, the shape of targets, detached; 0 where masked. Else None.
+    metrics   computed on first use, see below.
+    """
+
+    loss: Tensor
+    logps: Tensor
+    entropy: Tensor
+    _objective: Objective = field(repr=False)
+    _batch: TokenBatch = field(repr=False)
+    rows: TokenRows = field(repr=False)
+    _log_ratio: Tensor | None = field(default=None, repr=False)  # fp32 [n] at the objective's level, if the loss computed it
+    whole_logps: Tensor | None = field(default=None, repr=False)
+    kl_apart: bool = field(default=False, repr=False)
+    divergence: Tensor | None = field(default=None, repr=False)
+    _metrics: dict[str, Tensor] | None = field(default=None, repr=False)
+    __repr__ = describe
+
+    def __getattr__(self, name: str) -> Any:
+        known = [*(f.name for f in fields(self) if f.init and not f.name.startswith("_")), "metrics"]
+        remedy = f" out.loss.{name} is that of the loss." if hasattr(Tensor, name) else nearest(name, known)
+        raise AttributeError(f"a LossOutput has no {name!r}.{remedy}")
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("a LossOutput is no tuple: take out.loss, out.metrics, out.logps and out.entropy.")
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """0-d fp32 tensors on the device of the data, computed on first use from the batch's tensors as they are then.
+        Computing them is no host sync, reading one is. Means are over the trained tokens of this batch; with
+        skip_inactive=True, over those that were read.
+
+        tokens           trained tokens
+        ratio_mean, ratio_min, ratio_max     of the ratio at the objective's level (1 when on-policy), bounded at e^60
+        clip_low         share of tokens with A < 0 and a ratio below the lower bound
+        clip_high        share of tokens with A > 0 and a ratio above the upper bound
+        ess              effective sample size of ratio * weights, as a share: (sum r)^2 / (tokens * sum r^2)
+        zero_advantage   share of all trained tokens whose advantage is exactly 0
+        entropy          mean entropy in nats
+        kl               mean of the KL estimator, weighted as it is in the loss, or of the exact divergence (only with beta != 0)
+        outside_set      share of tokens that their kept set lacks (only with kept sets)
+        kept_mass        mean probability that rows with a set give to it (only where whole_logps is there)
+        kept             share of tokens that all filters of this process keep (only with filters)
+        """
+        if self._metrics is None:
+            self._metrics = self._measured()
+        return self._metrics
+
+    def _measured(self) -> dict[str, Tensor]:
+        rows, logps = self.rows, self.logps.reshape(-1)
+        everywhere = torch.ones_like(logps, dtype=torch.bool)
+        trained = everywhere if rows.trained is None else rows.trained
+        read = everywhere if rows.read is None else rows.read
+        count = read.sum().to(torch.float32)
+        tokens = count.clamp(min=1.0)
+
+        def mean(x: Tensor) -> Tensor:
+            return torch.where(read, x, 0.0).sum() / tokens
+
+        def extreme(x: Tensor, reduce: Any, start: float) -> Tensor:
+            if x.numel() == 0:
+                return x.new_ones(())
+            return torch.where(count > 0, reduce(torch.where(read, x, start)), 1.0)
+
+        x = self._objective.log_ratio(logps, rows, self._batch) if self._log_ratio is None else self._log_ratio
+        ratio = bounded_exp(x)
+        low, high = self._objective.surrogate.clipped(ratio, rows.advantages)
+        weight = ratio if rows.weights is None or self._objective.surrogate.absorbs_weights else ratio * rows.weights
+        weight = torch.where(read, weight, 0.0).to(torch.float64)  # the square of a runaway ratio is beyond fp32
+        metrics = Metrics(
+            {
+                "tokens": trained.sum().to(torch.float32),
+                "ratio_mean": mean(ratio),
+                "ratio_min": extreme(ratio, torch.amin, math.inf),
+                "ratio_max": extreme(ratio, torch.amax, -math.inf),
+                "clip_low": mean(low.to(torch.float32)),
+                "clip_high": mean(high.to(torch.float32)),
+                "ess": (weight.sum().square() / (tokens * weight.square().sum()).clamp(min=1e-30)).to(torch.float32),
+                "zero_advantage": (trained & (rows.advantages == 0)).sum() / trained.sum().clamp(min=1).to(torch.float32),
+                "entropy": mean(self.entropy.reshape(-1)),
+            }
+        )
+        if rows.ref_logps is not None:
+            of_kl = self.whole_logps.reshape(-1) if self.kl_apart and self.whole_logps is not None else logps
+            metrics["kl"] = mean(self._objective.kl_terms(of_kl, rows, x)[0])
+        elif self.divergence is not None:
+            metrics["kl"] = mean(self.divergence.reshape(-1))
+        sets = self._batch.kept
+        if sets is not None:
+            metrics["outside_set"] = self._batch.outside_set
+            if self.whole_logps is not None:
+                has = read & (sets.counts > 0)
+                mass = torch.where(has, (self.whole_logps.reshape(-1) - logps).exp(), 0.0).sum()
+                metrics["kept_mass"] = torch.where(has.any(), mass / has.sum().clamp(min=1), 1.0)
+        if self._objective.filters:
+            kept = read
+            for f in self._objective.filters:
+                over_ranks = self._batch.context_group is not None and not f.one_pass
+                if over_ranks or getattr(f, "process_group", None) is not None:
+                    continue  # reading metrics must not start a collective
+                kept = kept & f.keep(logps, self.entropy.reshape(-1), rows, self._batch)
+            metrics["kept"] = kept.sum() / tokens
+        return metrics
+
+
+# ---- the loss
 
 
 def grpo_loss(
@@ -112,38 +237,14 @@ def grpo_loss(
     if is_traced() and leaves_the_graph(sets, None, shard=shard, context_group=batch.context_group):
         given: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "shard": shard}
         return outside(grpo_loss, logits, batch, objective, ref_logits=ref_logits, options=options, **given)
-    batch = batch if batch.kept is None else _with_options(batch, options)
-    shape, device = batch.targets.shape, batch.targets.device
-    read = {"batch": batch, "transform": transform, "normalizer": normalizer}
-    flat_logits = checked_logits(logits, shape, device, inplace, shard, read, ref_logits)
-    vocab = flat_logits.shape[-1] if shard is None else shard.vocab
-    check_targets(batch.targets, batch.mask, vocab, logits=True)
-    row_transform = IDENTITY
-    if transform is not None:
-        row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
-    rows = _token_rows(batch, objective, normalizer, options)
-    kept = _kept_rows(batch, rows, vocab, options)
-    if inplace and kept is not None and options.over_vocabulary is not None:
-        raise ValueError(f"inplace=True, but {options} needs the logits for two gradients: pass inplace=False.")
-    teacher = None
-    if objective.exact is not None:
-        policy = Policy.of(batch, transform, vocab, flat_logits.shape[-1], shard)
-        teacher = logits_teacher(ref_logits, objective.exact, policy)
-        rows = scaled_by_temperature(rows, objective.exact, row_transform)
-
-    def source_of(rows: TokenRows, teacher: Any, kept: KeptRows | None, some: bool = False) -> Source:
-        return logits_source(device, inplace, shard, options, kept, *(() if teacher is None else second(teacher)))
-
+    batch, read = _with_options(batch, options), {"batch": batch, "transform": transform, "normalizer": normalizer}
+    shape, device, of_rows = batch.targets.shape, batch.targets.device, _for_rows(transform, batch)
+    given = {"shard": shard, "inplace": inplace, "read": read, "ref_logits": ref_logits}
+    stream = logits_stream(logits, shape, device, of_rows, options, **given)
     # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
     # visited twice anyway, with the exchange in between.
-    late = shard is not None or (flat_logits.dtype == torch.float16 and torch.is_grad_enabled())
-    call = Call(batch, objective, rows, kept, options, row_transform, objective.one_pass and not late, teacher)
-    if inplace and isinstance(teacher, Several) and not call.at_once():
-        raise ValueError(
-            "inplace=True, but beside several teachers the logits are needed again for each (an objective of one pass over fp32 or bf16 "
-            "logits, without sets, needs them once): pass inplace=False."
-        )
-    return loss_of_source(call, source_of, (flat_logits,))
+    late = shard is not None or (stream.logits.dtype == torch.float16 and torch.is_grad_enabled())
+    return _loss(stream, batch, objective, "ref_logits", ref_logits, transform, normalizer, options, late)
 
 
 def linear_grpo_loss(
@@ -184,8 +285,9 @@ def linear_grpo_loss(
                  product), of which no more than a chunk of logits exists; or `TokenSets` whose values are the log-probs of a
                  teacher that is known at these ids only: no product for the teacher, but the policy's logits are computed
                  again. A list of pairs (one of these, weight) is the weighted sum of the divergences: a number >= 0, or a
-                 tensor [B] or the shape of targets. With an objective of two passes, `TokenSets` among the teachers, kept sets or
-                 a shard they are taken one by one, and on a GPU the host waits for the number of rows of each.
+                 tensor [B] or the shape of targets. Each `TokenSets` among them is another visit of the rows where it has a weight,
+                 for
+                 whose number the host waits on a GPU.
     shard        weight, bias and those of `reference` are this rank's part of a vocabulary cut over a group: see
                  `distributed.VocabShard`. One all-gather per chunk of rows, and one all-reduce of the gradient of hidden.
     weight_grad  [V, H], fp32 or the weight's dtype: the backward, whatever it is asked for, adds the gradient of weight into
@@ -214,51 +316,198 @@ def linear_grpo_loss(
     As in `grpo_loss` the gradients are handed over once. Raises ValueError naming the argument that is wrong.
     """
     check_specs(batch, objective, "reference", reference)
-    if isinstance(weight, Head):
-        beside = {"bias": bias, "transform": transform, "shard": shard, "weight_grad": weight_grad}
-        weight, bias, transform, shard, weight_grad = weight.parts(**beside)
+    head = Head.of(weight, bias=bias, transform=transform, shard=shard, weight_grad=weight_grad)
     options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
-    exact = objective.exact
-    if exact is not None:
+    if objective.exact is not None:
         refuse_sparse(options, NOT_BOUNDED)
-    if is_traced() and leaves_the_graph(exact or batch.kept, weight_grad, shard=shard, context_group=batch.context_group):
-        given: dict[str, Any] = {"bias": bias, "reference": reference, "transform": transform, "normalizer": normalizer}
-        given |= {"shard": shard, "weight_grad": weight_grad}
-        return outside(linear_grpo_loss, hidden, weight, batch, objective, options=options, **given)
-    batch = batch if batch.kept is None else _with_options(batch, options)
-    shape, device = batch.targets.shape, batch.targets.device
-    read = {"batch": batch, "reference": reference, "transform": transform, "normalizer": normalizer}
-    head = check_head(hidden, weight, bias, shape, device, shard, weight_grad, read)
-    check_targets(batch.targets, batch.mask, head.vocab)
-    row_transform = IDENTITY
-    if transform is not None:
-        row_transform = as_transform(transform).for_rows(shape, batch.mask, batch.cu_seqlens, device)
+    sets = objective.exact or batch.kept
+    if is_traced() and leaves_the_graph(sets, head.grad, shard=head.shard, context_group=batch.context_group):
+        given: dict[str, Any] = {"reference": reference, "normalizer": normalizer, "options": options}
+        return outside(linear_grpo_loss, hidden, head, batch, objective, **given)
+    batch = _with_options(batch, options)
+    read = {"batch": batch, "reference": reference, "transform": head.transform, "normalizer": normalizer}
+    shape, device, of_rows = batch.targets.shape, batch.targets.device, _for_rows(head.transform, batch)
+    stream = hidden_stream(hidden, head, shape, device, of_rows, options, read)
+    return _loss(stream, batch, objective, "reference", reference, head.transform, normalizer, options)
 
-    def source_of(rows: TokenRows, teacher: Any, kept: KeptRows | None, some: bool = False, of: FlatHead = head) -> Source:
-        index = None if some or is_traced() else split_rows(batch, rows, objective, kept)
-        streams = () if teacher is None else second(teacher)
-        return hidden_source(of, rows.read, options, index, kept, *streams)
 
-    teacher = ref_head = None
+def _for_rows(transform: LogitTransform | None, batch: TokenBatch) -> Any:
+    if transform is None:
+        return IDENTITY
+    return as_transform(transform).for_rows(batch.targets.shape, batch.mask, batch.cu_seqlens, batch.targets.device)
+
+
+def _loss(
+    stream: Logits | Hidden, batch: TokenBatch, objective: Objective, name: str, given: Any, transform: LogitTransform | None,
+    normalizer: float | Tensor | Denominators | None, options: Options, late: bool = False,
+) -> LossOutput:  # fmt: skip
+    """The loss of a stream's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull.
+    `given`:
+    the second stream, as the argument `name`. `late`: not in one visit."""
+    shape, device, exact = batch.targets.shape, batch.targets.device, objective.exact
+    check_targets(batch.targets, batch.mask, stream.vocab, logits=isinstance(stream, Logits))
+    seconds, reference, kept, over = Seconds(), None, None, None
+    policy = Policy(shape, device, as_transform(transform), batch.mask, batch.cu_seqlens, stream, options)
     if exact is not None:
-        teacher = linear_teacher(reference, exact, Policy.of(batch, transform, head.vocab, head.weight.shape[0], shard))
-    elif reference is not None:
-        policy = Policy.of(batch, transform, head.vocab, head.weight.shape[0], shard)
-        ref_head, ref_transform = reference_head(reference, policy)
+        seconds = seconds_of(name, given, exact, policy)
+    elif given is not None:
+        reference = reference_stream(given, policy)
         batch = batch.with_ref_logps(torch.zeros(shape, device=device))  # which rows are read does not depend on them
     rows = _token_rows(batch, objective, normalizer, options)
-    kept = _kept_rows(batch, rows, head.vocab, options)
-    if ref_head is not None:
+    if batch.kept is not None:
+        check_kept(batch.kept, batch.targets, batch.mask, stream.vocab, batch.missing, options.strict)
+        kept = rows_with_sets(batch.kept, rows.targets, rows.read, batch.missing)
+        over = _over(objective, options, seconds)
+    if isinstance(stream, Logits) and stream.inplace:
+        _check_inplace(seconds, over, options)
+    sparse = draws(options, stream) if isinstance(stream, Hidden) else None
+    visited = None if isinstance(stream, Logits) or is_traced() else _split_rows(batch, rows, objective, kept)
+    if reference is not None:
+        of_sets = kept if options.reference_over == "kept" else None
+        index = visited if of_sets is kept or visited is None else _split_rows(batch, rows, objective, None)
         with torch.no_grad():
-            source = source_of(rows, None, kept if options.reference_over == "kept" else None, of=ref_head)
-            ref_logps, _ = vocabulary_stage(source, (), (), rows.targets, rows.read, ref_transform, *ref_head.tensors)
+            asked = Asked(kept=of_sets, rows=index)
+            ref_logps = statistics_of(reference, asked, rows.targets, rows.read, options).logps
         batch = batch.with_ref_logps(ref_logps.view(shape))
         rows = _token_rows(batch, objective, normalizer, options)
     if exact is not None:
-        rows = scaled_by_temperature(rows, exact, row_transform)
-    one_visit = objective.one_pass and draws(options, head) is None
-    call = Call(batch, objective, rows, kept, options, row_transform, one_visit, teacher)
-    return loss_of_source(call, source_of, head.tensors)
+        rows = scaled_by_temperature(rows, exact, stream.transform)
+    late = late or over is not None or sparse is not None or is_traced() or bool(seconds.known)
+    if objective.one_pass and not late:
+        return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited)
+    if over is not None and visited is not None:
+        visited = _split_rows(batch, rows, objective, None)
+    with_gradient = ("entropy",) if objective.needs_entropy else ()
+    asked = Asked(("entropy",), with_gradient, kept, over, seconds, exact, rows=visited, sparse=sparse)
+    found = statistics_of(stream, asked, rows.targets, rows.read, options)
+    kl_apart = over is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
+    own = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
+    out = _loss_of_logps(found.logps, found.named["entropy"], batch, objective, own)
+    out = _with_divergence(out, found.named.get("divergence"))
+    if found.whole_logps is None:
+        return out
+    out = replace(out, rows=rows, whole_logps=found.whole_logps.detach().view(shape), kl_apart=kl_apart)
+    return replace(out, loss=out.loss + _kl_over_vocabulary(found.whole_logps, objective, rows)) if kl_apart else out
+
+
+def _in_one_visit(
+    stream: Logits | Hidden, batch: TokenBatch, objective: Objective, rows: TokenRows, kept: KeptRows | None, seconds: Seconds,
+    visited: tuple[Tensor, int] | None,
+) -> LossOutput:  # fmt: skip
+    shape, others, (index, active) = batch.targets.shape, seconds.others, visited or (None, None)
+    over_vocabulary, over_sets = None, None
+    if kept is None or not kept.has_all:
+        read = rows.read if kept is None else kept.others(rows.read)
+        over_vocabulary = Whole(rows.targets, read, (), others, index, active)
+    if kept is not None:
+        over_sets = OverSets(kept, rows.targets, (), others)
+    visit = OneVisit(stream, over_vocabulary, over_sets, objective.stage(rows), torch.is_grad_enabled())
+    loss, logps, entropy, divergence = fused_loss(visit, stream.tensors)
+    divergence = None if divergence is None else divergence.view(shape)
+    return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, divergence=divergence)
+
+
+def _over(objective: Objective, options: Options, seconds: Seconds) -> tuple[str, ...] | None:
+    """The statistics that rows with sets have over the vocabulary; None: none. Raises ValueError for what sets do not go with."""
+    kl, whole_reference = objective.kl_spec, options.reference_over == "vocabulary"
+    if seconds.known:
+        remedy = 'a teacher known at some ids has no distribution over a kept set: pass Options(reference_over="vocabulary").'
+        require(whole_reference, "reference_over", options.reference_over, remedy)
+    over = options.over_vocabulary
+    if over is not None and objective.beta != 0 and whole_reference:
+        refused = kl.weighting != "none" or kl.reads_old_logps
+        remedy = "pass a Kl without a weighting, of an estimator of logp and ref_logp alone, or reference_over='kept'."
+        remedy = f"{kl} weighs the KL by a ratio or reads old_logp, and both are over the sets: {remedy}"
+        require(not refused, "reference_over", options.reference_over, remedy)
+    return (*over, "divergence") if over is not None and whole_reference else over
+
+
+def _check_inplace(seconds: Seconds, over: tuple[str, ...] | None, options: Options) -> None:
+    """Raise ValueError where the gradient is to go into the memory of logits that are needed for another one."""
+    if over is not None:
+        raise ValueError(f"inplace=True, but {options} needs the logits for two gradients: pass inplace=False.")
+    if len(seconds.known) + bool(seconds.others) > 1 or any(teacher.weight is not None for teacher in seconds.known):
+        raise ValueError("inplace=True, but each teacher that is known at some ids needs the logits again: pass inplace=False.")
+
+
+def _kl_over_vocabulary(logps: Tensor, objective: Objective, rows: TokenRows) -> Tensor:
+    """The KL term alone, of log-probs over the whole vocabulary."""
+    value, _, _, slope = objective.kl_terms(logps.detach(), replace(rows, old_logps=None), torch.zeros_like(logps))
+    weight = rows.kl_weight
+    assert weight is not None
+    return applied(_TokenStage, logps, None, weight * value, weight * slope, None)
+
+
+def _with_divergence(out: LossOutput, divergence: Tensor | None) -> LossOutput:
+    """The loss with the exact divergence [n] of its rows, weighted; None: there is none."""
+    if divergence is None:
+        return out
+    weight = out.rows.divergence_weight
+    assert weight is not None
+    terms = torch.where(weight == 0, 0.0, weight * divergence)
+    return replace(out, loss=out.loss + total(terms), divergence=divergence.detach().view(out.logps.shape))
+
+
+def _loss_of_logps(
+    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows
+) -> LossOutput:
+    """The loss of flat log-probs and entropy [n]: the token stage alone."""
+    L, H = logps.detach(), None if entropy is None else entropy.detach()
+    x = None if objective.one_pass else objective.log_ratio(L, rows, batch)
+    losses, d_logps, d_entropy = objective.token_stage(L, H, rows, batch, x)
+    loss = applied(_TokenStage, logps, entropy, losses, d_logps, d_entropy)
+    H = torch.full_like(L, math.nan) if H is None else H
+    shape = batch.targets.shape
+    return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x)
+
+
+class _TokenStage(torch.autograd.Function):
+    """The sum of per-token losses, differentiable in log-probs and entropy: their slopes were computed beside the losses."""
+
+    @staticmethod
+    def forward(logps: Tensor, entropy: Tensor | None, losses: Tensor, d_logps: Tensor, d_entropy: Tensor | None) -> Tensor:
+        return total(losses)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[3:])
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        return *gradient_once(_times, d_loss, *ctx.saved_tensors), None, None, None
+
+
+def _times(d_loss: Tensor, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if slope is None else slope * d_loss for slope in slopes)
+
+
+def _split_rows(
+    batch: TokenBatch, rows: TokenRows, objective: Objective, kept: KeptRows | None
+) -> tuple[Tensor, int]:  # fmt: skip
+    """(indices of the rows that are read over the whole vocabulary, those that can have a gradient first, each kind in order;
+    how many of them can), without waiting for the device."""
+    n, device = rows.targets.numel(), rows.targets.device
+    read, active = rows.read, batch.marked(objective.active_rows) if rows.active is None else rows.active
+    same = read is active
+    if kept is not None:
+        if kept.has_all:
+            return torch.empty(0, dtype=torch.int64, device=device), 0
+        read, active = kept.others(read), kept.others(active)
+    if read is None and active is None:
+        return torch.arange(n, device=device), n
+    if device.type == "cpu" and not sends_ahead(device):  # nothing waits for it, and few rows are sorted sooner this way
+        first = torch.arange(n) if active is None else active.nonzero()[:, 0]
+        if active is None or same:
+            return first, first.numel()
+        others = ~active if read is None else read & ~active
+        return torch.cat([first, others.nonzero()[:, 0]]), first.numel()
+    rank = torch.full_like(rows.targets, 2)
+    for value, mask in ((1, read), (0, active)):
+        rank = torch.full_like(rank, value) if mask is None else torch.where(mask, value, rank)
+    order = torch.argsort(rank, stable=True)
+    kind = str if kept is None else whole
+    can_have = batch.count(kind(objective.active_rows), active)
+    return order[: can_have if same else batch.count(kind("trained"), read)], can_have
 
 
 def objective_loss(
@@ -305,24 +554,16 @@ def objective_loss(
         x = x.reshape(-1).to(torch.float32)
         return x if rows.trained is None else torch.where(rows.trained, x, 0.0)
 
-    out = loss_of_logps(flat_rows(logps), None if entropy is None else flat_rows(entropy), batch, objective, rows)
-    return with_divergence(out, None if divergence is None else flat_rows(divergence))
+    out = _loss_of_logps(flat_rows(logps), None if entropy is None else flat_rows(entropy), batch, objective, rows)
+    return _with_divergence(out, None if divergence is None else flat_rows(divergence))
 
 
 def _with_options(batch: TokenBatch, options: Options) -> TokenBatch:
     """The batch with what the options say of targets outside of their sets."""
-    if options.missing in (None, batch.missing):
+    if batch.kept is None or options.missing in (None, batch.missing):
         return batch
     require(batch.missing is None, "missing", options.missing, f"the batch says missing={batch.missing!r}: leave it out here.")
     return replace(batch, missing=options.missing)
-
-
-def _kept_rows(batch: TokenBatch, rows: TokenRows, vocab: int, options: Options) -> KeptRows | None:
-    """The rows with sets, checked; None without kept sets."""
-    if batch.kept is None:
-        return None
-    check_kept(batch.kept, batch.targets, batch.mask, vocab, batch.missing, options.strict)
-    return rows_with_sets(batch.kept, rows.targets, rows.read, batch.missing)
 
 
 def _token_rows(
@@ -365,3 +606,32 @@ def check_specs(batch: Any, objective: Any, second_stream: str = "", given: Any 
         raise ValueError(f"objective is a {type(objective).__name__}: pass an Objective, for example Objective.preset('grpo').")
     if second_stream and (given is not None or objective.exact is not None):
         check_given(second_stream, given, objective, batch)
+
+
+def check_given(given: str, value: Any, objective: Objective, batch: TokenBatch) -> None:
+    """Raise ValueError where an objective and its second stream do not fit: `given` is the name of the argument, `value` what
+    it is."""
+    if objective.exact is not None:
+        if batch.ref_logps is not None:
+            raise ValueError(
+                f"ref_logps are log-probs of the sampled tokens, but kl={objective.kl} compares whole distributions: leave them out, and "
+                f"pass {given}=."
+            )
+        return
+    if value is None:
+        return
+    require(objective.beta != 0, given, type(value).__name__, "with beta=0 nothing looks at it: leave it out.")
+    if given == "ref_logits" or isinstance(value, TokenSets):
+        raise ValueError(
+            f"{given} is a whole distribution, but kl={objective.kl!r} is an estimate from the sampled token: pass kl=Exact(...), or the "
+            "reference's log-probs as ref_logps of the batch."
+        )
+    if batch.ref_logps is not None:
+        raise ValueError("reference and batch.ref_logps are both given: pass one of them.")
+
+
+def scaled_by_temperature(rows: TokenRows, exact: Exact, transform: RowTransform) -> TokenRows:
+    """The rows with the square of the temperature in the weight of their divergence, where that is asked for."""
+    if not exact.temperature_squared or rows.divergence_weight is None:
+        return rows
+    return replace(rows, divergence_weight=rows.divergence_weight / squared(transform, rows.read))

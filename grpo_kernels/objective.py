@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from .batch import TokenBatch
 from .checks import LARGEST, SMALLEST, as_number, require, require_number, require_one_of, require_whole, with_hints
-from .formulas import token_stage
 from .formulas.divergence import Exact
-from .formulas.filters import Filter, OffPolicySequences, TrustRegion, check_filters
+from .formulas.filters import TRUST_REGIONS, EntropyFloor, Filter, OffPolicySequences, TrustRegion, check_filters
 from .formulas.keys import is_own
-from .formulas.kl import Kl, as_kl
+from .formulas.kl import Kl, as_kl, kl_terms
 from .formulas.surrogates import LEVELS, Clip, Surrogate, check_log_ratio_bounds
-from .formulas.token_stage import TokenRows
+from .formulas.token_stage import TokenFormula, TokenRows, TokenStage, ratio_of_kl
 from .layout import flat, values_are_checked
 from .published import preset_fields
 
@@ -329,6 +328,43 @@ class Objective:
 
     # ---- the token stage
 
+    @property
+    def formula(self) -> TokenFormula:
+        """What is computed for each token. Made once for an objective whose terms cannot change."""
+        known: TokenFormula | None = self.__dict__.get("_formula")
+        if known is None:
+            known = self._made_formula()
+            if self.__dict__.get("_fixed") and not torch.compiler.is_compiling():
+                self.__dict__["_formula"] = known
+        return known
+
+    def _made_formula(self) -> TokenFormula:
+        trust, floor = self.filter(TrustRegion), self.filter(EntropyFloor)
+        kl, params = self.kl_spec if self.beta else NO_KL, self.surrogate.params
+        if not torch.compiler.is_compiling() and any(math.isnan(x) for x in params):
+            name = getattr(self.surrogate.function, "__qualname__", repr(self.surrogate))
+            raise ValueError(f"the parameters of {name} are {params}: a NaN among them would make the loss one.")
+        chosen = {
+            "SURROGATE": self.surrogate.formula,
+            "DETACHED": self.surrogate.detached_ratio,
+            "LEVEL": self.level,
+            "TRUST": None if trust is None else TRUST_REGIONS[trust.kind],
+            "KL_TERMS": kl_terms,
+            **kl.formula,
+        }
+        numbers = {
+            "surrogate_params": params,
+            "trust_params": () if trust is None else trust.params,
+            "entropy_floor": None if floor is None else float(floor.threshold),
+            "ratio_bounds": None if self.log_ratio_bounds is None else tuple(map(float, self.log_ratio_bounds)),
+            "kl_clamps": self.kl_spec.clamps if self.beta else None,
+        }
+        return TokenFormula(chosen, numbers, self.needs_entropy)
+
+    def stage(self, rows: TokenRows) -> TokenStage:
+        """The token stage of an objective of one pass, for the kernels. `rows`: what `token_rows` returned, or some of it."""
+        return TokenStage(self.formula, rows)
+
     def token_stage(
         self,
         logps: Tensor,
@@ -341,10 +377,67 @@ class Objective:
 
         logps and entropy are fp32 [n], exactly 0 where masked. `batch` supplies the sequences; a one-pass objective does not
         need it and can take any slice of rows. `log_ratio`: the result of the method of that name, if the caller has it."""
-        losses, d_logps, d_entropy = token_stage.terms_of_rows(self, logps, entropy, rows, batch, log_ratio)
+        if self.one_pass:
+            return self.stage(rows).terms(logps, entropy)
+        assert batch is not None
+        x = self.log_ratio(logps, rows, batch) if log_ratio is None else log_ratio
+        rows, numbers = self._filtered(logps, entropy, rows, batch), {}
+        if self.surrogate.selects:
+            old = logps if rows.old_logps is None else rows.old_logps
+            selected = self.surrogate.select(logps, old, rows.advantages, rows.mask)
+            numbers["surrogate_params"] = (*self.surrogate.params, selected)
+        losses, d_logps, d_ratio, d_entropy = self.formula.terms(logps, entropy, x, rows, **numbers)
+        if self.through_sequence:
+            # The log-ratio is a mean or sum over tokens: its slope goes back to these tokens.
+            d_ratio = torch.where(rows.mask, self._over_sequences(d_ratio, batch), 0.0)
+            d_logps = d_logps + d_ratio * self.surrogate.in_sequence(_own_log_ratio(logps, rows), rows.advantages)[1]
         return losses, d_logps, d_entropy if self.needs_entropy else None
 
     def log_ratio(self, logps: Tensor, rows: TokenRows, batch: TokenBatch) -> Tensor:
         """logp - old_logp at this objective's level, fp32 [n]: per token, or the mean or sum over the sequence's trained
         tokens. `logps` fp32 [n] of `rows`, the flat rows of `batch`."""
-        return token_stage.log_ratio(self, logps, rows, batch)
+        x = _own_log_ratio(logps, rows)
+        if self.level == "token":
+            return x
+        x = self.surrogate.in_sequence(x, rows.advantages)[0]
+        if self.surrogate.absorbs_weights and rows.weights is not None:
+            # A weight of 0 leaves out its token, and does not change the ratio of the sequence.
+            x = x + torch.where(rows.weights == 0, 0.0, rows.weights.abs().log().clamp(-18.420680743952367, 20.0))
+        return self._over_sequences(torch.where(rows.mask, x, 0.0), batch)
+
+    def kl_terms(self, logps: Tensor, rows: TokenRows, log_ratio: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The KL term of flat rows as `kl.kl_terms` has it, fp32 [n] each, the value first. `logps` fp32 [n] of `rows`; `log_ratio`:
+        what the method of that name returns."""
+        old = logps if rows.old_logps is None else rows.old_logps
+        ratio = ratio_of_kl(log_ratio, logps - old, self.level)
+        return kl_terms(logps, old, rows.ref_logps, ratio, self.kl_spec.clamps, **self.kl_spec.formula)
+
+    def _over_sequences(self, x: Tensor, batch: TokenBatch) -> Tensor:
+        """fp32 [n]: the sum of x over its sequence at level "sequence-sum", over the number of trained tokens at the others."""
+        total = batch.sequence_sum(x)
+        return batch.spread(total if self.level == "sequence-sum" else total / batch.lengths.clamp(min=1.0)).to(torch.float32)
+
+    def _filtered(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch) -> TokenRows:
+        """The rows, with weights of 0 where a filter that needs the whole batch leaves a token out."""
+        for f in self.filters:
+            if f.one_pass:  # `token_terms` does
+                continue
+            keep = f.keep(logps, entropy, rows, batch)
+            rows = replace(rows, policy_weight=torch.where(keep, rows.policy_weight, 0.0))
+            if f.filters_entropy and rows.entropy_weight is not None:
+                narrowed = torch.where(keep, rows.entropy_weight, 0.0)
+                if self.entropy_aggregate == "token-mean":
+                    # The mean is over the tokens that are kept, over all ranks of a sequence but in this batch only.
+                    sums = torch.stack([x.sum(dtype=torch.float64) for x in (narrowed, rows.entropy_weight)])
+                    sums = batch.over_context(sums)
+                    narrowed = narrowed * torch.where(sums[0] == 0, 0.0, sums[1] / sums[0]).to(torch.float32)
+                rows = replace(rows, entropy_weight=narrowed)
+        return rows
+
+
+#: What an objective without a KL has at compile time: one kernel serves all of them.
+NO_KL = Kl()
+
+
+def _own_log_ratio(logps: Tensor, rows: TokenRows) -> Tensor:
+    return torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps

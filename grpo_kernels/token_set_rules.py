@@ -12,9 +12,8 @@ from functools import partial
 import torch
 
 from .checks import require, require_number, require_whole
-from .layout import per_token
+from .layout import check_temperature, inverse_temperatures, per_token
 from .token_set_formats import Flat, offsets_of
-from .transform import LogitTransform
 
 Tensor = torch.Tensor
 Rule = Callable[[Tensor], Tensor]
@@ -89,7 +88,8 @@ def kept_ids(
     if targets is not None and (not isinstance(targets, Tensor) or targets.shape != shape or targets.is_floating_point()):
         got = f"{targets.dtype} {list(targets.shape)}" if isinstance(targets, Tensor) else type(targets).__name__
         raise ValueError(f"targets is {got}: pass integers of the logits' leading shape, {list(shape)}.")
-    LogitTransform(temperature).for_rows(shape, None, None, logits.device)  # refuses what is no temperature
+    check_temperature(temperature)
+    inverse_temperatures(temperature, shape, None, None, logits.device)  # refuses what is none for these rows
     t = per_token("temperature", torch.as_tensor(temperature, device=logits.device), shape)
     t = t.clamp(min=COLDEST) if order == "vllm" else t
     rules = stages(order, int(top_k) if top_k < vocab else 0, float(top_p), float(min_p))

@@ -11,8 +11,17 @@ import torch
 
 from .checks import describe, require, require_whole
 from .layout import values_are_checked
-from .token_set_checks import check_form, check_ids, check_rows, read_facts
-from .token_set_formats import alone, flat_lists, lengths_of, offsets_of, row_numbers, saveable, unpadded
+from .token_set_formats import (
+    alone,
+    check_form,
+    flat_lists,
+    lengths_of,
+    offsets_of,
+    read_facts,
+    row_numbers,
+    saveable,
+    unpadded,
+)
 from .token_set_rules import kept_ids
 
 Tensor = torch.Tensor
@@ -348,3 +357,61 @@ def check_sets(name: str, sets: Any, targets: Tensor, vocab: int | None = None) 
     check_rows("targets", targets, sets, name)
     if vocab is not None:
         check_ids(name, sets, vocab)
+
+
+def check_rows(name: str, targets: Tensor, sets: TokenSets, of: str = "these sets") -> None:
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+        raise ValueError(f"{name} is {got}: pass a tensor of integers.")
+    if targets.numel() != sets.rows:
+        raise ValueError(
+            f"{name} of shape {list(targets.shape)} has {targets.numel()} tokens, but {of} have {sets.rows} rows: there is one for each "
+            "token, row-major, an empty one where nothing is known."
+        )
+    if targets.device != sets.ids.device:
+        raise ValueError(
+            f"{of} are on {sets.ids.device}, but {name} is on {targets.device}: pass sets.to({str(targets.device)!r})."
+        )
+
+
+def check_ids(name: str, sets: TokenSets, vocab: int) -> None:
+    """Raise ValueError if an id is outside of [0, vocab)."""
+    if sets.largest_id < vocab:
+        return
+    outside = (sets.ids >= vocab).nonzero()
+    if len(outside):
+        at = int(outside[0])
+        row = int(sets.row_of[at])
+        raise ValueError(f"{name} holds id {int(sets.ids[at])} in row {row}: it is outside of the vocabulary [0, {vocab}).")
+
+
+# ---- a target that is not in its set
+
+
+def outside(sets: TokenSets, targets: Tensor) -> Tensor:
+    """bool [rows]: rows with a set that lacks the row's target."""
+    return ~sets.contains(targets)
+
+
+def without_set(sets: TokenSets, targets: Tensor, missing: str | None) -> Tensor:
+    """bool [rows]: rows that run over the whole vocabulary."""
+    empty = sets.counts == 0
+    return empty | outside(sets, targets) if missing == "full" else empty
+
+
+def narrowed(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str | None) -> Tensor | None:
+    """The mask without the rows that `missing` removes. Raises ValueError for missing="raise", for which the host waits on a
+    GPU."""
+    if missing not in ("mask", "raise"):
+        return mask
+    lacking = outside(sets, targets).view(targets.shape)
+    if missing == "mask":
+        return ~lacking if mask is None else mask & ~lacking
+    lacking = lacking if mask is None else mask & lacking
+    if not torch.compiler.is_compiling() and lacking.any():
+        at = lacking.nonzero()[0].tolist()
+        raise ValueError(
+            f"targets{at}={int(targets[tuple(at)])} is not in its kept set, and missing='raise' (as in strict mode): keep what the sampler recorded, or pass "
+            "missing='include' (the target joins its set), 'full' (the row runs over the whole vocabulary) or 'mask'."
+        )
+    return mask

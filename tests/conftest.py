@@ -22,7 +22,7 @@ import torch
 
 import grpo_kernels
 from support.processes import run_checks
-from support.trainers import ROOTS, VERSIONS
+from support.trainers import ROOTS, versions
 
 try:  # the same examples in every run, on a busy machine too
     from hypothesis import HealthCheck, settings
@@ -64,7 +64,7 @@ def pytest_collection_finish() -> None:
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend that runs on CPU tensors in this process; Triton's interpreter has a process of its own."""
     if request.param == "cpu":
-        from grpo_kernels.vocabulary.backends import cpu
+        from grpo_kernels.rows.backends import cpu
 
         reason = cpu.available()
         if reason is not None:
@@ -120,7 +120,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["float32", "bfloat16", "bfloat16 through fp32", "float16"])
 def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """A dtype for hidden states, bf16 with the products of this processor and with those of any other."""
-    from grpo_kernels.vocabulary.backends import cpu_products
+    from grpo_kernels.rows.backends import cpu_products
 
     if request.param == "bfloat16" and cpu_products.available() is not None:
         pytest.skip(f"no bf16 products here: {cpu_products.available()}")
@@ -132,8 +132,8 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Trainers' modules that a test puts into sys.modules go away with it; their versions are as the adapters know them."""
-    before = set(sys.modules)
-    monkeypatch.setattr(metadata, "version", lambda name: VERSIONS[name])
+    before, known = set(sys.modules), versions()
+    monkeypatch.setattr(metadata, "version", lambda name: known[name])
     yield
     for name in set(sys.modules) - before:
         if name.split(".")[0] in ROOTS:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from grpo_kernels.options import Options
 
 from benchmarks.cases import Cell, Result
 from benchmarks.divergence_cases import EXACT, TeacherCase, TwoLogitsCase, mean_divergence
 from benchmarks.providers import peer, provider
 from benchmarks.providers.ours import native
 from grpo_kernels import Objective, grpo_loss, linear_divergence, linear_grpo_loss
-from grpo_kernels.options import Options
 
 Tensor = torch.Tensor
 Call = Callable[[], Result]

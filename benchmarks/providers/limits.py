@@ -14,8 +14,7 @@ import torch
 from benchmarks.cases import Cell, HiddenCase, LogitsCase
 from benchmarks.divergence_cases import TeacherCase
 from benchmarks.providers import Run, Unavailable, provider
-from grpo_kernels.vocabulary.blocks import Work
-from grpo_kernels.vocabulary.products import Products, products_for
+from grpo_kernels.rows.products import Products, Work, products_for
 
 Tensor = torch.Tensor
 Call = Callable[[], Any]

@@ -13,7 +13,7 @@ from benchmarks.kept_cases import KeptCase
 from benchmarks.machine import NATIVE
 from benchmarks.providers import Unavailable, provider
 from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
-from grpo_kernels.vocabulary import backends
+from grpo_kernels.rows import backends
 
 Call = Callable[[], Result]
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import os
 import platform
-import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
 
-from ..vocabulary.backends import BACKENDS, cpu_products
-from . import Finding, numbers
+from ..rows.backends import BACKENDS, cpu_products
+from . import Finding
 
-OPTIONAL = ("numpy", "transformers", "trl", "accelerate", "deepspeed", "liger-kernel", "flash-attn", "verl", "vllm")
-OLDEST_TORCH = (2, 9)
+PACKAGES = ("triton", "numpy", "transformers", "trl", "accelerate", "deepspeed", "liger-kernel", "flash-attn", "verl", "vllm")
 
 SETTINGS = {
     "GRPO_KERNELS_BACKEND": "auto, eager, cpu or triton: what runs where a call leaves backend at auto",
@@ -40,22 +36,14 @@ def version(package: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    libc = " ".join(platform.libc_ver()) or None
-    build = {"cuda": torch.version.cuda, "hip": torch.version.hip}
-    system = {"python": platform.python_version(), "os": platform.platform(), "libc": libc}
-    return {"torch": torch.__version__, **build, "triton": version("triton"), **system} | {p: version(p) for p in OPTIONAL}
+    build = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
+    system = {"python": platform.python_version(), "os": platform.platform()}
+    return build | system | {package: version(package) for package in PACKAGES}
 
 
-def version_findings(found: Mapping[str, str | None], torch_requires: Sequence[str]) -> list[Finding]:
-    """torch_requires: the requirements in the metadata of the installed torch."""
+def version_findings() -> list[Finding]:
+    """About trainers; that torch is new enough pip sees to."""
     findings = []
-    if numbers(found["torch"] or "") < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
-        findings.append(Finding(f"torch is {found['torch']}", f"install torch {oldest} or newer", True))
-    pinned = next((m[1] for r in torch_requires if (m := re.match(r"(?:pytorch-)?triton\s*\(?==\s*([\d.]+)", r))), None)
-    if pinned is not None and found["triton"] is not None and numbers(pinned) != numbers(found["triton"]):
-        problem = f"triton is {found['triton']}, but this torch was built for {pinned}"
-        findings.append(Finding(problem, f"if kernels fail to compile: pip install triton=={pinned}", False))
     for package, tested in tested_trainers().items():
         installed = version(package)
         if installed is not None and not any(installed == t or installed.startswith(t + ".") for t in tested):
@@ -70,15 +58,10 @@ def version_findings(found: Mapping[str, str | None], torch_requires: Sequence[s
 
 
 def tested_trainers() -> dict[str, tuple[str, ...]]:
-    """{package: tested versions} of the adapters. They are read from the sources, because importing an adapter may import
-    its trainer."""
-    packages = {"trl_head": "trl", "unsloth": "unsloth_zoo"}
-    tested = {}
-    for path in sorted((Path(__file__).parents[1] / "integrations").glob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "TESTED":
-                tested[packages.get(path.stem, path.stem.replace("_", "-"))] = ast.literal_eval(node.value)
-    return tested
+    """{package: tested versions} of the adapters."""
+    from ..integrations import adapters
+
+    return {adapter.package: adapter.tested for adapter in adapters().values() if adapter.tested}
 
 
 # ---- settings
@@ -91,21 +74,19 @@ def variables() -> dict[str, str]:
 
 def setting_findings(environ: Mapping[str, str]) -> list[Finding]:
     findings = []
+    flags: dict[str, str | None] = dict.fromkeys(("", "0", "1"))
+    values = dict.fromkeys(SETTINGS, flags)
+    values["GRPO_KERNELS_BACKEND"] = dict.fromkeys(("auto", *BACKENDS))
+    values[cpu_products.SETTING] = {"": None, "auto": None, **cpu_products.engines()}
     for name, value in environ.items():
-        if name == "GRPO_KERNELS_BACKEND":
-            if value not in ("auto", *BACKENDS):
-                remedy = f"set it to one of {', '.join(('auto', *BACKENDS))}, or unset it"
-                findings.append(Finding(f"{name}={value} names no backend, and every call raises", remedy, True))
-        elif name == cpu_products.SETTING:
-            reasons = {"auto": None, **cpu_products.engines()}
-            reason = reasons.get(value or "auto", "there are no such products")
+        if name in values:
+            reason = values[name].get(value, "there is no such value")
+            able = ", ".join(v for v, why in values[name].items() if v and why is None)
+            raises = values[name] is not flags
+            says = f"{reason}, and calls raise" if raises else "it has no effect"
             if reason is not None:
-                able = ", ".join(other for other, why in reasons.items() if why is None)
-                problem = f"{name}={value}: {reason}, and every loss from hidden states on a CPU raises"
-                findings.append(Finding(problem, f"set it to one of {able}, or unset it", True))
-        elif name in SETTINGS and value not in ("", "0", "1"):
-            findings.append(Finding(f"{name}={value} has no effect", f"set {name}=1, or unset it", False))
-        elif name.startswith("GRPO_KERNELS_") and name not in SETTINGS and not name.startswith("GRPO_KERNELS_TEST"):
+                findings.append(Finding(f"{name}={value}: {says}", f"set it to one of {able}, or unset it", raises))
+        elif name.startswith("GRPO_KERNELS_") and not name.startswith("GRPO_KERNELS_TEST"):
             known = ", ".join(s for s in SETTINGS if s.startswith("GRPO_KERNELS_"))
             findings.append(Finding(f"{name} is not a setting of this version", f"there are {known}", False))
     rounds = environ.get("NVIDIA_TF32_OVERRIDE") == "1" or torch.get_float32_matmul_precision() != "highest"

@@ -1,32 +1,29 @@
-"""Time and extra memory of one training step's loss and gradient at a model's size, compared with eager PyTorch; and of the matrix
-products in it by everything that can make them here."""
+"""Times of one training step's loss and gradient at a model's size, compared with eager PyTorch; on a CPU also by
+everything that can make its matrix products."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import re
+import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import Objective, TokenBatch, grpo_loss, linear_grpo_loss
-from ..vocabulary import products
-from ..vocabulary.backends import cpu_products
-from ..vocabulary.memory import release
+from .. import Objective, TokenBatch, grpo_loss, linear_grpo_loss, use
+from ..rows.backends import cpu_products
 from .machine import memory_available
 
 Tensor = torch.Tensor
 
-#: (vocabulary, hidden size) of a model for each device. SMALL_VOCAB is used if there is little memory.
-SIZES = {"cpu": (151_936, 896), "gpu": (151_936, 4096)}
-SMALL_VOCAB = 32_000
-MOST_ROWS = {"cpu": 256, "gpu": 8192}
+#: (rows, vocabulary, hidden size) for each device: of a model, and where there is little memory.
+SIZES = {
+    "cpu": ((256, 151_936, 896), (256, 32_000, 512)),
+    "gpu": ((8192, 151_936, 4096), (4096, 151_936, 1024), (2048, 32_000, 1024)),
+}
 PROBE_ROWS = 64
 EAGER_SECONDS = 0.6  # the number of rows is chosen so that eager PyTorch takes about this long
 #: Bytes per logit and per element of the head at the peak of eager PyTorch or of ours: copies in bf16 and fp32, gradients.
@@ -38,7 +35,6 @@ LONGEST = 60.0  # seconds, after which no round begins even if there were fewer 
 MOST_SPREAD = 1.5
 #: Slower than another is what takes this many times as long.
 MOST_TIMES = 1.05
-UNKNOWN_MEMORY = 2 << 30  # if the system does not tell how much is free
 
 
 @dataclass
@@ -48,29 +44,25 @@ class Timing:
 
     name: str
     ms: float
-    extra_mb: float | None  # None: this system does not tell
     runs: int
     gain: tuple[float, float, float] | None = None
 
     @property
-    def steady(self) -> bool:
-        """Whether the rounds agree well enough to compare."""
-        return self.gain is None or (self.runs >= LEAST and self.gain[2] <= MOST_SPREAD * self.gain[0])
-
-    @property
-    def slower(self) -> bool:
-        """By more than 5 % in three quarters of the rounds, however they spread."""
-        return self.gain is not None and self.runs >= LEAST and self.gain[2] * MOST_TIMES < 1
-
-    @property
-    def faster(self) -> bool:
-        """As `slower`."""
-        return self.gain is not None and self.runs >= LEAST and self.gain[0] > MOST_TIMES
+    def verdict(self) -> str:
+        """ "slower" or "faster" than the first by more than 5 % in three quarters of the rounds; "unsteady" where the rounds do not
+        agree well enough to say so; else "alike"."""
+        if self.gain is None:
+            return "alike"
+        if self.runs >= LEAST and self.gain[2] * MOST_TIMES < 1:
+            return "slower"
+        if self.runs < LEAST or self.gain[2] > MOST_SPREAD * self.gain[0]:
+            return "unsteady"
+        return "faster" if self.gain[0] > MOST_TIMES else "alike"
 
 
 @dataclass
 class Step:
-    """The contenders at one level, eager PyTorch first; at level "products" those in use come first. `reason` says why there are
+    """The contenders at one level: first eager PyTorch, or at "products" what makes matrix products now. `reason`: why there is
     none."""
 
     level: str
@@ -83,7 +75,7 @@ class Step:
 
     @property
     def what(self) -> str:
-        return "matrix products" if self.level == "products" else f"a step from {self.level}"
+        return "a step from hidden, by each engine" if self.level == "products" else f"a step from {self.level}"
 
 
 class Output(torch.autograd.Function):
@@ -106,48 +98,35 @@ class Contender:
 
 
 def measure(level: str, backend: str, device: torch.device) -> Step:
-    """Eager PyTorch and `backend` at level "logits" or "hidden"; at level "products" all products that can run on the CPU."""
+    """Eager PyTorch and `backend` at level "logits" or "hidden"; at level "products" all engines that can make products on this
+    CPU."""
     found = _shape(level, device)
     if found.reason is not None:
         return found
-    head = None if level == "logits" else _head(found, device)
-    if level == "products":
-        assert head is not None
-        found.rows = PROBE_ROWS
-        return _compared(found, makers_of_products(found, head.detach()), device)
-    probe = contenders(replace(found, rows=PROBE_ROWS), backend, device, head)[0]
+    probe = contenders(replace(found, rows=PROBE_ROWS), backend, device)[0]
     timed(probe, device)
     affordable = int(EAGER_SECONDS / min(timed(probe, device) for _ in range(3)) * 1e3 * PROBE_ROWS)
-    found.rows = max(PROBE_ROWS, min(found.rows, affordable)) // 32 * 32
-    del probe
-    return _compared(found, contenders(found, backend, device, head), device)
-
-
-def _compared(found: Step, chosen: list[Contender], device: torch.device) -> Step:
+    most = PROBE_ROWS if level == "products" else min(found.rows, affordable)
+    found.rows = max(PROBE_ROWS, most) // 32 * 32
+    chosen = contenders(found, backend, device)
     times = interleaved(chosen, device)
     first = times[chosen[0].name]
-    for c in chosen:
-        own = times[c.name]
-        against = None if own is first else gain(first, own)
-        found.timings.append(Timing(c.name, statistics.median(own), extra_memory(c, device), len(own), against))
+    for name, own in times.items():
+        found.timings.append(Timing(name, statistics.median(own), len(own), None if own is first else gain(first, own)))
     return found
 
 
 def _shape(level: str, device: torch.device) -> Step:
-    """The shape that memory allows, without timings."""
-    free = memory_free(device)
+    """The largest shape for half of the memory, without timings."""
     kind = "cpu" if device.type == "cpu" else "gpu"
-    vocab, width = SIZES[kind]
-    if free < 3 * HEAD_BYTES * vocab * width:
-        vocab, width = SMALL_VOCAB, min(width, 1024)
+    free = memory_available() if kind == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
     # On a CPU logits are fp32, as trainers have them there; from hidden states bf16 is where plain PyTorch may be faster.
-    fp32 = device.type == "cpu" and (level == "logits" or not torch_has_bf16())
-    head = 0 if level == "logits" else HEAD_BYTES * vocab * width
-    rows = min(MOST_ROWS[kind], int((free / 2 - head) / (LOGIT_BYTES * vocab)))
-    step = Step(level, rows, None if level == "logits" else width, vocab, "float32" if fp32 else "bfloat16")
-    if rows < PROBE_ROWS:
-        step.reason = f"only {free / 1e9:.1f} GB of memory are free"
-    return step
+    fp32 = kind == "cpu" and (level == "logits" or not torch_has_bf16())
+    for rows, vocab, width in SIZES[kind]:
+        step = Step(level, rows, None if level == "logits" else width, vocab, "float32" if fp32 else "bfloat16")
+        if LOGIT_BYTES * rows * vocab + HEAD_BYTES * vocab * (step.hidden or 0) < free / 2:
+            return step
+    return replace(step, reason=f"only {free / 1e9:.1f} GB of memory are free")
 
 
 def torch_has_bf16() -> bool:
@@ -155,87 +134,59 @@ def torch_has_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _head(step: Step, device: torch.device) -> Tensor:
-    """[V, H]. A few random rows, repeated: random numbers for all rows would take longer than the measurement."""
-    assert step.hidden is not None
-    few = 2 / step.hidden**0.5 * torch.randn(1013, step.hidden, generator=torch.Generator().manual_seed(1))
-    few = few.to(device, getattr(torch, step.dtype))
-    return few[torch.arange(step.vocab, device=device) % len(few)].requires_grad_()
-
-
-def contenders(step: Step, backend: str, device: torch.device, head: Tensor | None) -> list[Contender]:
-    """Eager PyTorch first. All compute the clipped loss of fresh log-probs, and the gradients of logits or of hidden states
-    and head."""
+def contenders(step: Step, backend: str, device: torch.device) -> list[Contender]:
+    """Eager PyTorch first, or the engine of products in use. All compute the clipped loss of fresh log-probs, and the gradients of
+    logits or of hidden states and head."""
     g = torch.Generator().manual_seed(2)
-    dtype, rows, vocab = getattr(torch, step.dtype), step.rows, step.vocab
-    targets = torch.randint(0, vocab, (rows,), generator=g).to(device)
-    advantages = torch.randn(rows, generator=g).to(device)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g).to(device)
+
+    def leaf(x: Tensor) -> Tensor:
+        return x.to(getattr(torch, step.dtype)).contiguous().requires_grad_()
+
+    # A few random columns, repeated: random numbers for all would take longer than the measurement.
+    repeated = torch.arange(step.vocab, device=device) % 1013
+    if step.hidden is None:
+        head, x = None, leaf(2 * random(step.rows, 1013)[:, repeated])
+    else:
+        head, x = leaf(2 / step.hidden**0.5 * random(1013, step.hidden)[repeated]), leaf(random(step.rows, step.hidden))
+    leaves = [x] if head is None else [x, head]
+    targets, advantages = torch.randint(0, step.vocab, (step.rows,), generator=g).to(device), random(step.rows)
     objective = Objective.preset("dapo")
 
-    def eager(logits: Tensor, leaves: list[Tensor]) -> object:
-        logps = torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0]
-        ratio = torch.exp(logps - old_logps)
+    def log_probs() -> Tensor:
+        logits = x if head is None else x @ head.t()
+        return torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0]
+
+    old_logps = log_probs().detach() + 0.3 * random(step.rows)
+    batch = TokenBatch(targets, advantages, old_logps=old_logps)
+
+    def eager() -> object:
+        ratio = torch.exp(log_probs() - old_logps)
         loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages).mean()
         return torch.autograd.grad(loss, leaves)
 
-    def batch() -> TokenBatch:
-        return TokenBatch(targets, advantages, old_logps=old_logps)
-
-    def old_logps_of(logits: Tensor) -> Tensor:
-        logps = logits.detach().float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
-        return logps + 0.3 * torch.randn(rows, generator=g).to(device)
-
-    if head is not None:
-        hidden = torch.randn(rows, head.shape[1], generator=g).to(device, dtype).requires_grad_()
-        leaves = [hidden, head]
-        old_logps = old_logps_of(hidden @ head.t())
-
-        def linear() -> object:
-            loss = linear_grpo_loss(hidden, head, batch(), objective, backend=backend, strict=True).loss
-            return torch.autograd.grad(loss, leaves)
-
-        return [Contender("eager PyTorch", lambda: eager(hidden @ head.t(), leaves)), Contender("linear_grpo_loss", linear)]
-
-    few = (2 * torch.randn(rows, 1013, generator=g)).to(device, dtype)
-    logits = few.repeat(1, -(-vocab // 1013))[:, :vocab].contiguous().requires_grad_()
-    overwritten = logits.detach().clone().requires_grad_()
-    old_logps = old_logps_of(logits)
+    def linear(engine: str | None = None) -> object:
+        assert head is not None
+        by = contextlib.nullcontext() if engine is None else cpu_products.using(engine)
+        with use(backend=backend, strict=True), by:
+            return torch.autograd.grad(linear_grpo_loss(x, head, batch, objective).loss, leaves)
 
     def fused(leaf: Tensor, inplace: bool) -> object:
-        x = Output.apply(leaf) if inplace else leaf
-        loss = grpo_loss(x, batch(), objective, inplace=inplace, backend=backend, strict=True).loss
-        return torch.autograd.grad(loss, [leaf])
+        with use(backend=backend, strict=True):
+            logits = Output.apply(leaf) if inplace else leaf
+            return torch.autograd.grad(grpo_loss(logits, batch, objective, inplace=inplace).loss, [leaf])
 
-    return [
-        Contender("eager PyTorch", lambda: eager(logits, [logits])),
-        Contender("grpo_loss", lambda: fused(logits, False)),
-        Contender("grpo_loss, in place", lambda: fused(overwritten, True), lambda: overwritten.detach().copy_(logits)),
-    ]
-
-
-def makers_of_products(step: Step, head: Tensor) -> list[Contender]:
-    """All that can make the three products of a step here, those in use first, and at the end torch.mm as eager PyTorch calls it,
-    which rounds results to the dtype of the operands."""
-    g = torch.Generator().manual_seed(2)
-    hidden = torch.randn(step.rows, head.shape[1], generator=g).to(head.dtype)
-    gradient = torch.randn(step.rows, 1013, generator=g).repeat(1, -(-step.vocab // 1013))[:, : step.vocab].to(head.dtype)
-    in_use = cpu_products.engine()
+    plain = Contender("eager PyTorch", eager)
+    if head is None:
+        overwritten = x.detach().clone().requires_grad_()
+        in_place = Contender("grpo_loss, in place", lambda: fused(overwritten, True), lambda: overwritten.detach().copy_(x))
+        return [plain, Contender("grpo_loss", lambda: fused(x, False)), in_place]
+    if step.level == "hidden":
+        return [plain, Contender("linear_grpo_loss", linear)]
     able = [name for name, reason in cpu_products.engines().items() if reason is None]
-
-    def maker(name: str) -> Contender:
-        with cpu_products.using(name):
-            made = products.products_for(head, None, head.dtype)
-            rows = hidden.to(made.dtype)
-            slopes = gradient.to(made.gradient_buffer(made.logits(rows), exact=False).dtype)
-
-        def run() -> object:
-            with cpu_products.using(name):
-                return made.logits(rows), made.d_hidden(slopes), made.add_d_weight(None, slopes, rows, last=True)
-
-        return Contender(name, run)
-
-    rounded = Contender("torch.mm", lambda: (hidden @ head.t(), gradient @ head, gradient.t() @ hidden))
-    return [*(maker(name) for name in sorted(able, key=lambda name: name != in_use)), rounded]
+    return [Contender(name, functools.partial(linear, name)) for name in sorted(able, key=lambda n: n != cpu_products.engine())]
 
 
 def interleaved(chosen: list[Contender], device: torch.device) -> dict[str, list[float]]:
@@ -270,47 +221,6 @@ def timed(contender: Contender, device: torch.device) -> float:
     ms = 1e3 * (time.perf_counter() - begin)
     del result
     return ms
-
-
-def extra_memory(contender: Contender, device: torch.device) -> float | None:
-    """MB that a run needs beyond its inputs, at its peak; None if the system does not tell. It must have run before: on a CPU the
-    memory of code loaded by a first run would be counted, too."""
-    contender.restore()
-    gc.collect()
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        _wait(device)
-        module.reset_peak_memory_stats()
-        before = module.memory_allocated()
-        contender.run()
-        _wait(device)
-        return float(module.max_memory_allocated() - before) / 1e6
-    release()  # frees the memory of earlier results, which a run would otherwise reuse unnoticed
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc: returns free memory, so that a run does not reuse what another has allocated
-        libc.malloc_trim(0)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        before = _resident("VmRSS")
-        contender.run()
-        return max(0, _resident("VmHWM") - before) / 1e6
-    except (OSError, ValueError):  # not Linux, or a sandbox
-        return None
-
-
-def _resident(key: str) -> int:
-    match = re.search(rf"^{key}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if match is None:
-        raise ValueError(key)
-    return int(match[1]) * 1024
-
-
-def memory_free(device: torch.device) -> int:
-    """Bytes."""
-    if device.type != "cpu":
-        return int(torch.get_device_module(device).mem_get_info(device)[0])
-    known = memory_available()
-    return UNKNOWN_MEMORY if known is None else known
 
 
 def _wait(device: torch.device) -> None:

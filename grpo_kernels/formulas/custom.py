@@ -83,20 +83,20 @@ class Custom(Surrogate):
 
         from grpo_kernels.formulas.surrogates import Custom, ops
 
-        def squared(logp, old_logp, advantage, params):       # a module-level function, params a tuple of floats
+        def squared(logp, old_logp, advantage, params):       # params a tuple of floats
             x = logp - old_logp
             return -advantage * logp + 0.5 * params[0] * x * x, -advantage + params[0] * x
 
         objective = Objective(surrogate=Custom(squared, (0.1,)))
 
     `function` is written as if for one token: arithmetic, comparisons and the names of `ops`, without Python branches on
-    values. It receives `parameters` as its last argument. `check_surrogate` compares the slope with autograd. On a CPU the
-    function is called with symbols in place of tensors, again when a function, a number, a list or a dictionary that it uses
-    has changed, and at each call where it uses other objects. The fused Triton kernel needs a function that is defined in a file
-    (Triton compiles its source) and uses no local variable of another function. If this is not possible, the logits are read a
-    second time, with a warning, and strict raises ValueError, as does backend="triton"; strict also compares the C++ program with
-    torch before it is first used. At sequence levels, unless detached_ratio, logp is the log-ratio of the sequence and old_logp
-    is 0, so the formula may use their difference only.
+    values. It receives `parameters` as its last argument. `check_surrogate` compares the slope with autograd. For C++ and
+    Triton the function, which may be a closure or another object that can be called, is called with symbols in place of
+    tensors, again when a function, a number, a list or a dictionary that it uses has changed, and at each call where it uses
+    other objects. If this is not possible, the logits are read a second time, with a warning, and strict raises ValueError, as
+    does backend="triton"; strict also compares what was made of it with torch before it is first used. At sequence levels,
+    unless detached_ratio, logp is the log-ratio of the sequence and old_logp is 0, so the formula may use their difference
+    only.
 
     slope="autograd" is meant for prototypes: `function` returns the loss alone, in operations that torch can differentiate, and
     autograd finds the slope. It runs in torch with every backend, and costs a second read of the logits (from hidden states a

@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ..batch import TokenBatch
 from ..checks import LARGEST, require, require_number, require_one_of, with_hints
 from ..rewards.corrections import off_policy_sequence_mask
 from ..rewards.entropy import entropy_threshold
 from .ops import bounded_exp, ops
-
-if TYPE_CHECKING:
-    from ..batch import TokenBatch
-    from .token_stage import TokenRows
+from .token_stage import TokenRows, above_floor
 
 Tensor = torch.Tensor
 
@@ -57,11 +55,6 @@ def trust_ratio(logp, anchor_logp, advantage, params):
     """1 - low < r < 1 + high."""
     r = bounded_exp(logp - anchor_logp)
     return (r > 1.0 - params[0]) & (r < 1.0 + params[1])
-
-
-def above_floor(entropy, floor):
-    """Whether an entropy is at least the floor: what `EntropyFloor` keeps."""
-    return entropy >= floor
 
 
 TRUST_REGIONS = {"tv": trust_tv, "symmetric-tv": trust_symmetric_tv, "kl": trust_kl, "ratio": trust_ratio}

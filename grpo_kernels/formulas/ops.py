@@ -1,8 +1,7 @@
-"""The functions that a formula may call: names that torch and Triton share.
+"""The functions that a formula may call: names that torch and the kernels share.
 
-Under torch (the eager backend, tests) `ops` stands for torch; inside the fused Triton kernel the same source is compiled with
-`ops` replaced by `triton.language`; for the C++ kernel it is run once with symbols in place of tensors, see program.py. So
-each formula of this package exists once.
+Under torch (the eager backend, tests) `ops` stands for torch; for the kernels in C++ and Triton a formula is run once with symbols
+in place of tensors, see program.py. So each formula of this package exists once.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ NUMBERS = (int, float)
 
 
 class ops:
-    """The functions that a formula may call, besides arithmetic and comparisons. They work element by element and are the same
-    in torch and Triton. NaN in gives NaN out."""
+    """The functions that a formula may call, besides arithmetic and comparisons. They work element by element. NaN in gives NaN
+    out."""
 
     exp, log, sqrt, abs, where = torch.exp, torch.log, torch.sqrt, torch.abs, torch.where
 

@@ -1,5 +1,6 @@
-"""Formulas for the C++ kernel: a formula is run once with symbols in place of tensors, and what it did becomes a straight-line
-program, which C++ evaluates for one row after the other (csrc/program.h).
+"""Formulas for the kernels: a formula is run once with symbols in place of tensors, and what it did becomes a straight-line
+program. C++ evaluates it for one row after the other (csrc/program.h); for a GPU it is printed as a function of the fused kernel
+(rows/backends/triton/launch.py).
 
 A symbol is a number of a row (an input, or what follows from one), fp32, or a number of the whole call (a parameter, or what
 follows from parameters alone), which stays a Python number, as it does beside tensors. So a program gives what the formula
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .ops import ops
+
 REMEDY = (
     "write it in arithmetic, comparisons and the names of `ops` (ops.where(condition, a, b) in place of `if`), with numbers as "
     "parameters"
@@ -25,6 +28,14 @@ OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "neg": operator.neg, "abs": abs, "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
     "min": min, "max": max, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
 }  # fmt: skip
+#: The operations of rows in torch.
+OF_ROWS: dict[str, Callable[..., Any]] = {
+    **OF_NUMBERS, "min": ops.minimum, "max": ops.maximum, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "reciprocal": torch.reciprocal,
+    "and": lambda a, b: (a != 0) & (b != 0), "or": lambda a, b: (a != 0) | (b != 0), "not": lambda a: a == 0,
+    "where": lambda condition, a, b: torch.where(condition != 0, a, b),
+}  # fmt: skip
+#: How many operands an operation has, if not two.
+OPERANDS = {**dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "reciprocal", "not"), 1), "where": 3}
 CONDITIONS = {"lt", "le", "eq", "ne", "and", "or", "not"}
 OF_CONDITIONS = {"and", "or", "not", "where", "eq", "ne"}
 
@@ -63,6 +74,13 @@ class Program:
             else:
                 values.append(OF_NUMBERS[what](*(values[i] for i in of)))
         return [float(values[i]) for i in self.numbers_used]
+
+    def __call__(self, numbers: Sequence[float], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Its outputs in torch."""
+        registers: list[Any] = [*numbers, *inputs]
+        for operation, *of in self.steps:
+            registers.append(OF_ROWS[operation](*(registers[r] for r in of[: OPERANDS.get(operation, 2)])))
+        return [torch.as_tensor(registers[r], dtype=torch.float32).expand_as(inputs[0]) for r in self.outputs]
 
 
 class Symbol:
@@ -263,7 +281,7 @@ def refusal(name: str, error: Exception) -> str:
             where = f" (line {at.tb_lineno} of {code.co_name})"
         at = at.tb_next
     said = str(error).rstrip(".") if isinstance(error, FormulaRefused) else f"{type(error).__name__}: {error}"
-    return f"{name} cannot run in the C++ kernel: {said}{where}. {REMEDY[0].upper()}{REMEDY[1:]}."
+    return f"{name} cannot run in the kernels: {said}{where}. {REMEDY[0].upper()}{REMEDY[1:]}."
 
 
 def same_numbers(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> torch.Tensor:

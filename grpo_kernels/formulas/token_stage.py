@@ -2,28 +2,25 @@
 
     loss_t = policy_weight_t * surrogate_t + kl_weight_t * KL_t - entropy_weight_t * entropy_t - nll_weight_t * logp_t
 
-`token_terms` is that line for one token, given the log-ratio at the objective's level; the fused kernel compiles it in.
-`terms_of_rows` runs it in torch. Steps that need more than one token come before it (the log-ratio of a sequence, filters and
-selections over a batch) or after it (the slope of a sequence's log-ratio goes to the sequence's tokens).
+`token_terms` is that line for one token, given the log-ratio at the objective's level. `TokenStage` is what the kernels get of a
+loss: this line with its functions, numbers and inputs, as a program (program.py) or, in torch, as it stands here. Steps that need
+more than one token (the log-ratio of a sequence, filters and selections over a batch) are the objective's.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 
-from ..batch import TokenBatch
 from ..checks import describe
-from .filters import TRUST_REGIONS, EntropyFloor, TrustRegion, above_floor
+from .keys import is_own, key_of
 from .kl import Kl, kl_terms
 from .ops import ops
-
-if TYPE_CHECKING:
-    from ..objective import Objective
+from .program import FormulaRefused, Program, Tracer, refusal, same_numbers
 
 Tensor = torch.Tensor
 
@@ -127,6 +124,11 @@ def token_terms(
 # fmt: on
 
 
+def above_floor(entropy, floor):
+    """Whether an entropy is at least the floor: what `EntropyFloor` keeps."""
+    return entropy >= floor
+
+
 def ratio_of_kl(log_ratio, own, LEVEL):
     """The log-ratio that weighs a token's KL: that of LEVEL, and at "sequence-sum" the token's own, because the ratio of a
     whole sequence is a product of many and would dominate the KL."""
@@ -136,130 +138,203 @@ def ratio_of_kl(log_ratio, own, LEVEL):
         return log_ratio
 
 
-#: What an objective without a KL has at compile time: one kernel serves all of them.
-NO_KL = Kl()
+#: Inputs of a program beside log-prob and entropy, which come first: fields of `TokenRows`.
+INPUTS = (
+    "old_logps", "ref_logps", "sampler_logps", "advantages", "policy_weight", "kl_weight", "entropy_weight", "nll_weight",
+)  # fmt: skip
 
 
-def remembered(objective: Objective, name: str, make: Callable[[Objective], Any]) -> Any:
-    """make(objective), cached for an objective whose terms cannot change."""
-    known = objective.__dict__.get(name)
-    if known is None:
-        known = make(objective)
-        if objective.__dict__.get("_fixed") and not torch.compiler.is_compiling():
-            objective.__dict__[name] = known
-    return known
+@dataclass(frozen=True, eq=False)
+class TokenFormula:
+    """What an objective computes for a token.
+
+    chosen   the arguments of `token_terms` that are fixed at compile time: functions and choices.
+    numbers  those that are numbers of a call: changing them compiles nothing.
+    bonus    whether the entropy has a slope."""
+
+    chosen: dict[str, Any]
+    numbers: dict[str, Any]
+    bonus: bool
+    _programs: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False)
+
+    def terms(
+        self, logps: Tensor, entropy: Tensor | None, log_ratio: Tensor, rows: TokenRows, **numbers: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`token_terms` [n] of flat rows in torch; `numbers`: those that are others than usual."""
+        old = logps if rows.old_logps is None else rows.old_logps
+        return token_terms(
+            logps, entropy, log_ratio, old, rows.ref_logps, old if rows.sampler_logps is None else rows.sampler_logps,
+            rows.advantages, rows.policy_weight, rows.kl_weight, rows.entropy_weight, rows.nll_weight,
+            **{**self.numbers, **numbers}, **self.chosen,
+        )  # fmt: skip
+
+    @property
+    def flat_numbers(self) -> list[float]:
+        """The numbers of a call one after the other, as a program's parameters."""
+        parameters: list[float] = []
+        for x in self.numbers.values():
+            parameters += x if isinstance(x, tuple) else () if x is None else (x,)
+        return parameters
 
 
-def formulas(objective: Objective) -> dict[str, Callable[..., Any] | str | bool | None]:
-    """The arguments of `token_terms` that are fixed at compile time: functions and choices."""
-    return remembered(objective, "_formulas", _formulas)
+class TokenStage(NamedTuple):
+    """The token stage of an objective whose slopes depend on one token alone, for these rows. `rows.divergence_weight` is the
+    weight of the divergence from a second stream, where there is one."""
+
+    formula: TokenFormula
+    rows: TokenRows
+
+    @classmethod
+    def divergence_alone(cls, targets: Tensor, weight: Tensor) -> TokenStage:
+        """The loss that is a divergence times weight [n], and nothing else."""
+        nothing = torch.zeros_like(weight)
+        return cls(NOTHING, TokenRows(targets, None, nothing, nothing, divergence_weight=weight))
+
+    def at(self, rows: slice | Tensor) -> TokenStage:
+        """That of these rows only."""
+        return self._replace(rows=self.rows[rows])
+
+    def terms(self, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(losses, d loss / d log-prob, d loss / d entropy or None without a bonus), each fp32 [n], in torch."""
+        old = logps if self.rows.old_logps is None else self.rows.old_logps
+        losses, d_logps, _, d_entropy = self.formula.terms(logps, entropy, logps - old, self.rows)
+        return losses, d_logps, d_entropy if self.formula.bonus else None
+
+    def program(self) -> tuple[Program, list[float]]:
+        """(the program, its numbers): (loss, d loss / d log-prob, d loss / d entropy) from the log-prob, the entropy and those of
+        INPUTS that the rows have. Raises FormulaRefused where a formula cannot be traced."""
+        made, numbers = self._made()
+        assert isinstance(made.program, Program)
+        return made.program, numbers
+
+    def inputs(self, program: Program) -> dict[str, Tensor]:
+        """The inputs of the program behind log-prob and entropy, fp32 [n] in one piece, by name."""
+        return {name: getattr(self.rows, name).contiguous() for name in program.inputs[2:]}
+
+    def compare_once(self, run: Callable[[Program, list[float], list[Tensor]], list[Tensor]]) -> None:
+        """Compare the program with torch on random inputs, unless it was compared before; where `key_of` cannot tell whether a
+        formula has changed, at each call. `run` evaluates a program. Raises FormulaRefused where they differ: the formula does
+        something with tensors that it does not do with symbols."""
+        made, numbers = self._made()
+        if made.compared:
+            return
+        program = made.program
+        assert isinstance(program, Program)
+        inputs = random_inputs(program.inputs)
+        results = run(program, numbers, inputs)
+        named = dict(zip(program.inputs, inputs, strict=True))
+        loss, d_logp, _, d_entropy = _terms(named, self.formula.numbers, self.formula.chosen)
+        for what, x, expected in zip(("loss", "d_logp", "d_entropy"), results, (loss, d_logp, d_entropy), strict=True):
+            expected = torch.as_tensor(expected, dtype=torch.float32).expand_as(x)
+            off = ~same_numbers(x, expected, 1e-4)
+            if off.any():
+                i = int(off.nonzero()[0])
+                at = ", ".join(f"{name}={float(v[i]):.6g}" for name, v in zip(program.inputs, inputs, strict=True))
+                raise FormulaRefused(
+                    f"{program.name} gives {what} {float(x[i]):.6g} in the kernels and {float(expected[i]):.6g} in torch, at {at}: it "
+                    "must do the same with every kind of number that it is given."
+                )
+        made.compared = True
+
+    def _made(self) -> tuple[_Made, list[float]]:
+        formula, present = self.formula, tuple([name for name in INPUTS if getattr(self.rows, name) is not None])
+        cached = formula._programs.get(present)
+        if cached is not None:
+            theirs, keys, result = cached
+            if keys == tuple(map(key_of, theirs)):
+                return result
+        shape = tuple((name, len(x) if isinstance(x, tuple) else x if x is None else -1) for name, x in formula.numbers.items())
+        keys = {name: key_of(x) for name, x in formula.chosen.items()}
+        known = None not in keys.values()  # else it is traced at each call
+        made = _made_before(tuple(keys.values()), present, shape) if known else _Made()
+        if made.program is None:
+            made.program = _traced(formula.chosen, present, shape)
+        if isinstance(made.program, str):
+            raise FormulaRefused(made.program)
+        result = made, made.program.numbers(formula.flat_numbers)
+        if known:
+            theirs = {name: x for name, x in formula.chosen.items() if callable(x) and not is_own(x)}
+            formula._programs[present] = tuple(theirs.values()), tuple(keys[name] for name in theirs), result
+        return result
 
 
-def _formulas(objective: Objective) -> dict[str, Callable[..., Any] | str | bool | None]:
-    trust = objective.filter(TrustRegion)
-    kl = objective.kl_spec if objective.beta else NO_KL
-    return {
-        "SURROGATE": objective.surrogate.formula,
-        "DETACHED": objective.surrogate.detached_ratio,
-        "LEVEL": objective.level,
-        "TRUST": None if trust is None else TRUST_REGIONS[trust.kind],
-        "KL_TERMS": kl_terms,
-        **kl.formula,
+def _nothing(logp, old_logp, advantage, params):
+    return 0.0 * logp, 0.0 * logp
+
+
+#: The formula of a loss without a term that depends on log-probs.
+NOTHING = TokenFormula(
+    {"SURROGATE": _nothing, "DETACHED": False, "LEVEL": "token", "TRUST": None, "KL_TERMS": kl_terms, **Kl().formula},
+    {"surrogate_params": (), "trust_params": (), "entropy_floor": None, "ratio_bounds": None, "kl_clamps": None},
+    False,
+)
+
+
+# ---- programs
+
+
+@dataclass(eq=False)
+class _Made:
+    """What was made of formulas: a program, or the reason why there is none."""
+
+    program: Program | str | None = None
+    compared: bool = False  # with torch
+
+
+@functools.lru_cache(maxsize=256)
+def _made_before(keys: tuple[Hashable, ...], present: tuple[str, ...], shape: tuple[tuple[str, Any], ...]) -> _Made:
+    """Empty at the first call with these arguments. They hold no function of the user, whose globals may be large."""
+    return _Made()
+
+
+def _traced(chosen: dict[str, Any], present: tuple[str, ...], shape: tuple[tuple[str, Any], ...]) -> Program | str:
+    """The program, or why there is none."""
+    tracer, name = Tracer(), name_of(chosen)
+    given = {name: tracer.input(name) for name in ("logps", "entropy", *present)}
+    parameters = {
+        name: count if count is None else tracer.parameter() if count < 0 else tuple(tracer.parameter() for _ in range(count))
+        for name, count in shape
     }
+    try:
+        loss, d_logp, _, d_entropy = _terms(given, parameters, chosen)
+        return tracer.program(name, (loss, d_logp, d_entropy))
+    except Exception as error:  # a formula may do anything with a symbol
+        return refusal(name, error)
 
 
-def scalars(objective: Objective) -> dict[str, Any]:
-    """The numbers that `token_terms` takes at run time besides the rows: changing them recompiles nothing."""
-    return remembered(objective, "_scalars", _scalars)
-
-
-def _scalars(objective: Objective) -> dict[str, Any]:
-    trust, floor = objective.filter(TrustRegion), objective.filter(EntropyFloor)
-    params = objective.surrogate.params
-    if not torch.compiler.is_compiling() and any(math.isnan(x) for x in params):
-        name = getattr(objective.surrogate.function, "__qualname__", repr(objective.surrogate))
-        raise ValueError(f"the parameters of {name} are {params}: a NaN among them would make the loss one.")
-    return {
-        "surrogate_params": params,
-        "trust_params": () if trust is None else trust.params,
-        "entropy_floor": None if floor is None else float(floor.threshold),
-        "ratio_bounds": None if objective.log_ratio_bounds is None else tuple(map(float, objective.log_ratio_bounds)),
-        "kl_clamps": objective.kl_spec.clamps if objective.beta else None,
-    }
-
-
-def terms_of_rows(
-    objective: Objective, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None, x: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses, d_logps, d_entropy) [n] of flat rows at log-ratios x, None: to be computed. One-pass objectives need no
-    batch."""
-    old = logps if rows.old_logps is None else rows.old_logps
-    numbers = scalars(objective)
-    if objective.one_pass:
-        x = logps - old
-    else:
-        assert batch is not None
-        x = log_ratio(objective, logps, rows, batch) if x is None else x
-        rows = _filtered(objective, logps, entropy, rows, batch)
-    if objective.surrogate.selects:
-        selected = objective.surrogate.select(logps, old, rows.advantages, rows.mask)
-        numbers = {**numbers, "surrogate_params": (*numbers["surrogate_params"], selected)}
-    losses, d_logps, d_ratio, d_entropy = token_terms(
-        logps, entropy, x, old, rows.ref_logps, old if rows.sampler_logps is None else rows.sampler_logps, rows.advantages,
-        rows.policy_weight, rows.kl_weight, rows.entropy_weight, rows.nll_weight, **numbers, **formulas(objective),
+def _terms(given: dict[str, Any], numbers: dict[str, Any], chosen: dict[str, Any]) -> tuple[Any, ...]:
+    """`token_terms` of an objective of one pass, on tensors or symbols."""
+    logp = given["logps"]
+    old = given.get("old_logps", logp)
+    return token_terms(
+        logp, given["entropy"], logp - old, old, given.get("ref_logps"), given.get("sampler_logps", old), given["advantages"],
+        given["policy_weight"], given.get("kl_weight"), given.get("entropy_weight"), given.get("nll_weight"),
+        **numbers, **chosen,
     )  # fmt: skip
-    if objective.through_sequence:
-        assert batch is not None
-        # The log-ratio is a mean or sum over tokens: its slope goes back to these tokens.
-        d_ratio = torch.where(rows.mask, _over_sequences(objective, d_ratio, batch), 0.0)
-        d_logps = d_logps + d_ratio * objective.surrogate.in_sequence(_own_log_ratio(logps, rows), rows.advantages)[1]
-    return losses, d_logps, d_entropy
 
 
-def log_ratio(objective: Objective, logps: Tensor, rows: TokenRows, batch: TokenBatch) -> Tensor:
-    """logp - old_logp at the objective's level, fp32 [n]: per token, or the mean or sum over the sequence's trained tokens."""
-    x = _own_log_ratio(logps, rows)
-    if objective.level == "token":
-        return x
-    x = objective.surrogate.in_sequence(x, rows.advantages)[0]
-    if objective.surrogate.absorbs_weights and rows.weights is not None:
-        # A weight of 0 leaves out its token, and does not change the ratio of the sequence.
-        x = x + torch.where(rows.weights == 0, 0.0, rows.weights.abs().log().clamp(-18.420680743952367, 20.0))
-    return _over_sequences(objective, torch.where(rows.mask, x, 0.0), batch)
+def name_of(chosen: dict[str, Any]) -> str:
+    """The formulas in a program in words: those of the user if there are any, else the surrogate."""
+    names = {getattr(f, "__qualname__", repr(f)): is_own(f) for f in chosen.values() if callable(f)}
+    theirs = [name for name, own in names.items() if not own]
+    return ", ".join(theirs or list(names)[:1])
 
 
-def _own_log_ratio(logps: Tensor, rows: TokenRows) -> Tensor:
-    return torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
-
-
-def _over_sequences(objective: Objective, x: Tensor, batch: TokenBatch) -> Tensor:
-    """fp32 [n]: the sum of x over its sequence at level "sequence-sum", over the number of trained tokens at the others."""
-    total = batch.sequence_sum(x)
-    return batch.spread(total if objective.level == "sequence-sum" else total / batch.lengths.clamp(min=1.0)).to(torch.float32)
-
-
-def kl_of_rows(
-    objective: Objective, logps: Tensor, rows: TokenRows, sequence_ratio: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`kl_terms` [n] of flat rows; `sequence_ratio` is the log-ratio at the objective's level."""
-    old = logps if rows.old_logps is None else rows.old_logps
-    ratio = ratio_of_kl(sequence_ratio, logps - old, objective.level)
-    return kl_terms(logps, old, rows.ref_logps, ratio, objective.kl_spec.clamps, **objective.kl_spec.formula)
-
-
-def _filtered(objective: Objective, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch) -> TokenRows:
-    """The rows, with weights of 0 where a filter that needs the whole batch leaves a token out."""
-    for f in objective.filters:
-        if f.one_pass:  # `token_terms` does
-            continue
-        keep = f.keep(logps, entropy, rows, batch)
-        rows = replace(rows, policy_weight=torch.where(keep, rows.policy_weight, 0.0))
-        if f.filters_entropy and rows.entropy_weight is not None:
-            narrowed = torch.where(keep, rows.entropy_weight, 0.0)
-            if objective.entropy_aggregate == "token-mean":
-                # The mean is over the tokens that are kept, over all ranks of a sequence but in this batch only.
-                sums = torch.stack([x.sum(dtype=torch.float64) for x in (narrowed, rows.entropy_weight)])
-                sums = batch.over_context(sums)
-                narrowed = narrowed * torch.where(sums[0] == 0, 0.0, sums[1] / sums[0]).to(torch.float32)
-            rows = replace(rows, entropy_weight=narrowed)
-    return rows
+def random_inputs(names: tuple[str, ...], points: int = 512, seed: int = 0) -> list[Tensor]:
+    """fp32 [points] of each input of a token: log-probs that lie apart by up to 3 and, one in eight, up to 30, numbers with zeros
+    among them, and a few that are infinite or NaN."""
+    g = torch.Generator().manual_seed(seed)
+    logp = -5.0 * torch.rand(points, generator=g)
+    tensors = []
+    for name in names:
+        if name.endswith("logps"):
+            x = 6.0 * torch.rand(points, generator=g) - 3.0
+            x[1::8] *= 10.0
+            x = logp if name == "logps" else logp + x
+        elif name == "entropy":
+            x = 6.0 * torch.rand(points, generator=g)
+        else:
+            x = torch.randn(points, generator=g) * (torch.rand(points, generator=g) < 0.75)
+        odd = torch.randint(0, points, (9,), generator=g)
+        tensors.append(x.index_copy(0, odd, torch.tensor([torch.inf, -torch.inf, torch.nan] * 3)))
+    return tensors

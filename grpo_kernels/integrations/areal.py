@@ -19,27 +19,25 @@ from typing import Any
 
 import torch
 
-from ..logprobs import token_logprobs
-from ..transform import LogitTransform
-from ._shared import even_shard, plain
-from ._slots import Slots, untested
+from .. import LogitTransform, token_logprobs
+from ._swap import Adapter, Slots
+from ._tensors import even_shard, plain
 
 Tensor = torch.Tensor
 
-TESTED = ("1.0.4",)
+HOME = "areal.utils.functional.vocab_parallel"
+ADAPTER = Adapter(
+    "AReaL", "areal", ("1.0.4",),
+    {"gather_logprobs": f"{HOME}.gather_logprobs", "gather_logprobs_entropy": f"{HOME}.gather_logprobs_entropy"},
+)  # fmt: skip
 
 
 def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace AReaL's two functions by ours. The returned `Slots` restores them, by `undo()` or as a context manager.
+    """Replace AReaL's two functions by ours; the result restores them, see `Slots`, which has the errors too.
 
     strict   True: a call that AReaL's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested, see `_slots.Trial`.
-    Raises RuntimeError where a function is replaced already, and in the first step where such a comparison fails."""
-    version = untested("areal", TESTED, any_version)
-    slots = Slots("areal", strict, version=version)
-    slots.bind("areal.utils.functional.vocab_parallel", "gather_logprobs", gather_logprobs)
-    slots.bind("areal.utils.functional.vocab_parallel", "gather_logprobs_entropy", gather_logprobs_entropy)
-    return slots
+    any_version   True: no comparison under a version that was not tested."""
+    return ADAPTER.bind(gather_logprobs, gather_logprobs_entropy, strict=strict, any_version=any_version)
 
 
 def gather_logprobs(
@@ -47,17 +45,19 @@ def gather_logprobs(
 ) -> Tensor:
     """Log-probs of labels, fp32 in their shape; logits [..., V], divided by temperature. With a tp_group of several ranks
     logits are [..., V / ranks], this rank's part. chunk_size has no effect."""
-    plain(logits)
-    transform, shard = LogitTransform(temperature=temperature), even_shard(logits.shape[-1], tp_group)
-    return token_logprobs(logits, labels, transform=transform, shard=shard)[0]
+    return _scored(logits, labels, temperature, tp_group, False)[0]
 
 
 def gather_logprobs_entropy(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
 ) -> tuple[Tensor, Tensor]:
     """(log-probs of labels, entropy in nats) with the arguments of `gather_logprobs`; both differentiable."""
-    plain(logits)
-    transform, shard = LogitTransform(temperature=temperature), even_shard(logits.shape[-1], tp_group)
-    logps, entropy = token_logprobs(logits, labels, transform=transform, entropy=True, shard=shard)
+    logps, entropy = _scored(logits, labels, temperature, tp_group, True)
     assert entropy is not None
     return logps, entropy
+
+
+def _scored(logits: Tensor, labels: Tensor, temperature: float, group: Any, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    plain(logits)
+    shard = even_shard(logits.shape[-1], group)
+    return token_logprobs(logits, labels, transform=LogitTransform(temperature), entropy=entropy, shard=shard)

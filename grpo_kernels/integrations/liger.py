@@ -21,41 +21,203 @@ What differs on purpose:
 
 from __future__ import annotations
 
+import copy
+import importlib
+import importlib.util
+import inspect
+import math
 import warnings
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import KW_ONLY, InitVar, dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ..batch import TokenBatch
-from ..checks import require
-from ..formulas.ops import bounded_exp
-from ..formulas.token_stage import TokenRows, kl_of_rows
-from ..layout import of_a_leaf
-from ..logprobs import linear_logprobs, token_logprobs
-from ..loss_stages import total
-from ..losses import grpo_loss, linear_grpo_loss
-from ..objective import Objective
-from ..transform import LogitTransform
-from ._liger_specs import (
-    UNCLIPPED,
-    as_bool,
-    denominator,
-    liger_objective,
-    rows_with_padding,
-    token_batch,
-    weights_with_padding,
+from .. import (
+    Cispo,
+    Clip,
+    Kl,
+    LogitTransform,
+    Objective,
+    Sapo,
+    TokenBatch,
+    Vespo,
+    grpo_loss,
+    linear_grpo_loss,
+    linear_logprobs,
+    token_logprobs,
 )
-from ._liger_trial import compare_first_call
+from ..checks import require, require_number, require_one_of
+from ..formulas.ops import bounded_exp
+from ..formulas.token_stage import TokenRows
+from ..layout import of_a_leaf, values_are_checked
+from ..rows.run import total
+from ._swap import Adapter, Slots, Trial
+from ._tensors import at_least_one, divergence_of, teaching
 
-__all__ = ["LIGER_VERSION", "LigerFusedLinearGRPOLoss", "fused_selective_log_softmax", "liger_objective", "triton_grpo_loss"]
+__all__ = [
+    "LIGER_VERSION", "LigerFusedLinearGRPOLoss", "LigerFusedLinearJSD", "bind", "fused_selective_log_softmax", "liger_objective", "patch",
+    "triton_grpo_loss",
+]  # fmt: skip
 
 Tensor = torch.Tensor
 
 #: The version whose signatures and values these are.
 LIGER_VERSION = "0.8.5"
+HOME, NAME = "liger_kernel.chunked_loss", "LigerFusedLinearGRPOLoss"
+#: The versions whose classes gave the same losses, metrics and gradients as ours, for every option that they have.
+ADAPTER = Adapter(
+    "Liger", "liger-kernel", ("0.6.5", "0.7.0", "0.8.2", "0.8.4", LIGER_VERSION), {NAME: f"{HOME}.{NAME}"},
+    {"axolotl: `plugins: [grpo_kernels.plugins.axolotl.FusedGRPO]` and `trl: {use_liger_loss: true}`":
+     "the loss of its GRPO trainers, where TRL calls Liger's",
+     'ms-swift: `--external_plugins "$(python -m grpo_kernels.plugins ms_swift)" --use_liger_kernel true`':
+     "the GRPO loss where ms-swift calls Liger's"},
+)  # fmt: skip
+#: By the package of a trainer's object: Liger itself, and a TRL with a copy of it.
+COPIES = {"liger-kernel": ADAPTER.tested, "trl": ("1.13",)}
+#: What trainers call the attribute that holds Liger's object, the newest first.
+ATTRIBUTES = ("liger_loss", "liger_grpo_loss")
+
+AGGREGATES = {
+    "grpo": "seq-mean-token-mean", "bnpo": "token-mean", "dr_grpo": "constant", "dapo": "token-mean", "cispo": "token-mean",
+    "sapo": "seq-mean-token-mean", "luspo": "seq-mean-token-sum", "vespo": "token-mean",
+}  # fmt: skip
+#: Loss types that are not clipped: they have a ratio of their own.
+UNCLIPPED = ("cispo", "sapo", "vespo")
+#: Loss types whose denominator is the token count of all micro-batches and ranks.
+GLOBAL_COUNT = ("dapo", "cispo", "vespo")
 
 
+def liger_objective(
+    loss_type: str = "dapo",
+    *,
+    importance_sampling_level: str = "token",
+    beta: float = 0.04,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+    use_bias_correction_kl: bool = False,
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05),
+    vespo: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0),
+    max_completion_length: int | None = None,
+) -> Objective:
+    """Liger's options as an Objective, for the functions of grpo_kernels itself. Raises ValueError naming what is wrong.
+
+    loss_type    "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo": surrogate and denominator.
+    importance_sampling_level   "token", or "sequence" for the losses that clip.
+    beta         weight of the KL, by k3; use_bias_correction_kl: times the ratio.
+    epsilon_low, epsilon_high, delta   clip widths and two-sided bound, as in `Clip`. As in Liger, epsilon_high is CISPO's cap,
+                 an absolute ratio, and delta means nothing to CISPO, SAPO and VESPO.
+    sapo_temperatures   (for A > 0, for the others).
+    vespo        (k, lambda) for A >= 0, then for the others.
+    max_completion_length   tokens, which dr_grpo divides by; nothing to the others."""
+    require_one_of("loss_type", loss_type, AGGREGATES)
+    level, budget = importance_sampling_level, max_completion_length if loss_type == "dr_grpo" else None
+    require(level in ("token", "sequence"), "importance_sampling_level", level, 'it must be "token" or "sequence".')
+    # Liger's own message, because callers match on it.
+    remedy = f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}. Use importance_sampling_level='token' instead."
+    require(level == "token" or loss_type not in UNCLIPPED, "importance_sampling_level", level, remedy)
+    remedy = "dr_grpo divides by it: pass the completion budget, a whole number of tokens."
+    require(budget is not None or loss_type != "dr_grpo", "max_completion_length", budget, remedy)
+    # Below 0 there is no ratio to be clipped.
+    surrogate: Any = (
+        Clip(min(epsilon_low, 1.0), epsilon_high, math.inf if delta is None else delta) if loss_type not in UNCLIPPED else None
+    )
+    if loss_type == "cispo":
+        surrogate = Cispo(epsilon_high)
+        if epsilon_high < 1:
+            warnings.warn(
+                f"epsilon_high={epsilon_high} is CISPO's cap, an absolute ratio: below 1 it caps on-policy tokens too. "
+                "The paper's value is near 5.", stacklevel=3,
+            )  # fmt: skip
+    elif loss_type == "sapo":
+        surrogate = Sapo(*sapo_temperatures)
+    elif loss_type == "vespo":
+        surrogate = Vespo(vespo[0], max(vespo[1], 1e-4), vespo[2], max(vespo[3], 1e-4))
+    kl = Kl("k3", weighting="ratio" if use_bias_correction_kl else "none")
+    own = "sequence-sum" if loss_type == "vespo" else level
+    return Objective(surrogate, level=own, aggregate=AGGREGATES[loss_type], beta=beta, kl=kl, max_tokens=budget)
+
+
+# ---- Liger's tensors as a TokenBatch and a denominator
+
+
+def as_bool(name: str, mask: Tensor | None) -> Tensor | None:
+    """A 0/1 mask of any dtype as bool. A fraction is refused, since it would be a weight."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    nonzero = mask != 0
+    if values_are_checked(mask) and not torch.equal(mask, nonzero.to(mask.dtype)):
+        raise ValueError(f"{name} holds other numbers than 0 and 1: pass weights as vllm_is_ratio.")
+    return nonzero
+
+
+def token_batch(
+    ids: Tensor,
+    advantages: Tensor,
+    named: dict[str, Tensor | None],
+    weights: Tensor | None,
+    objective: Objective,
+    padding: int = 0,
+) -> TokenBatch:
+    """Liger's tensors as a TokenBatch, with `padding` masked positions after the last one. named: mask, log-probs of the old policy
+    and of the reference under the names that the caller gave them, in this order."""
+    shape = ids.shape
+    for name, x in named.items():
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} has shape {list(x.shape)}, but the token ids have {list(shape)}: they must be the same.")
+    mask, old, ref = named.values()
+    if weights is not None:
+        of_sequences = weights.shape in (shape[:1], (*shape[:1], 1))
+        if not of_sequences and weights.shape != shape:
+            raise ValueError(f"vllm_is_ratio has shape {list(weights.shape)}: pass [B], [B, 1] or {list(shape)}.")
+        if objective.surrogate.absorbs_weights and of_sequences:
+            # A weight of a sequence enters its ratio once: at its first trained token.
+            trained = torch.ones(shape, dtype=torch.bool, device=ids.device) if mask is None else mask
+            first = trained & (trained.cumsum(1) == 1)
+            weights = torch.where(first, weights.reshape(-1, 1).clamp(min=1e-8), 1.0)
+
+    def padded(x: Any) -> Any:
+        return x if x is None or not padding or x.shape != shape else torch.nn.functional.pad(x, (0, padding))
+
+    others = {"mask": mask, "old_logps": old, "ref_logps": ref, "weights": weights}
+    return TokenBatch(padded(ids), padded(advantages).to(torch.float32), **{name: padded(x) for name, x in others.items()})
+
+
+def denominator(loss_type: str, batch: TokenBatch, num_items: float | Tensor | None) -> float | Tensor | None:
+    """Liger's denominator where it is not the batch's own: the average over ranks of the tokens given or found."""
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if loss_type not in GLOBAL_COUNT or (num_items is None and world == 1):
+        return None
+    if num_items is None:
+        count = torch.full((), batch.rows, device=batch.targets.device) if batch.mask is None else batch.mask.sum()
+        num_items = count.to(torch.float32)
+        dist.all_reduce(num_items)
+    return at_least_one(num_items.to(torch.float32) / world if isinstance(num_items, Tensor) else num_items / world)
+
+
+# ---- masked positions as Liger's chunked loss counts them
+
+
+def weights_with_padding(weights: Tensor, mask: Tensor) -> Tensor:
+    """VESPO's weights [B, T] for Liger's result: Liger multiplies the weights of masked positions into the ratio of the
+    sequence too, and replaces 0 by 1e-8. Here each trained token gets an equal share of that product."""
+    logs = weights.to(torch.float32).log().clamp(math.log(1e-8), 20.0)
+    return (logs.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp().expand_as(weights)
+
+
+def rows_with_padding(batch: TokenBatch, objective: Objective) -> TokenRows:
+    """LUSPO's rows for Liger's result: the mean over all positions of the padded sequence, masked ones included, times the
+    number of its trained tokens. The ratio of a sequence is still over its trained tokens."""
+    share = batch.spread(batch.lengths).to(torch.float32) / batch.targets.numel()
+    return replace(objective.token_rows(replace(batch, mask=None), 1.0).weighted(share), trained=batch.marked("trained"))
+
+
+# ---- the loss from hidden states
+
+
+@dataclass(eq=False, repr=False)
 class LigerFusedLinearGRPOLoss(torch.nn.Module):
     """`linear_grpo_loss` as Liger's module of this name: hidden states and head in, `(loss, metrics)` out.
 
@@ -69,57 +231,35 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
 
     Raises RuntimeError in the first call, where that comparison fails."""
 
-    def __init__(
-        self,
-        beta: float = 0.04,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        chunk_size: int = 1,
-        epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2,
-        loss_type: str = "dapo",
-        max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05,
-        temperature: float = 1.0,
-        delta: float | None = None,
-        use_bias_correction_kl: bool = False,
-        vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0,
-        vespo_k_neg: float = 3.0,
-        vespo_lambda_neg: float = 2.0,
-        *,
-        as_liger: bool = False,
-        any_version: bool = False,
-    ) -> None:
+    beta: float = 0.04
+    compiled: bool = True
+    use_ref_model: bool = True
+    chunk_size: int = 1
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    loss_type: str = "dapo"
+    max_completion_length: int | None = None
+    importance_sampling_level: str = "token"
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    temperature: float = 1.0
+    delta: float | None = None
+    use_bias_correction_kl: bool = False
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    _: KW_ONLY
+    as_liger: bool = False
+    any_version: InitVar[bool] = False
+
+    def __post_init__(self, any_version: bool) -> None:
         super().__init__()
-        for name, value in (
-            ("sapo_temperature_pos", sapo_temperature_pos),
-            ("sapo_temperature_neg", sapo_temperature_neg),
-            ("delta", delta),
-        ):
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "delta"):
+            value = getattr(self, name)
             require(value is None or value > 0, name, value, "it must be positive.")
-        self.beta = beta
-        self.compiled = compiled
-        self.use_ref_model = use_ref_model
-        self.chunk_size = chunk_size
-        self.epsilon_low = epsilon_low
-        self.epsilon_high = epsilon_high
-        self.loss_type = loss_type
-        self.max_completion_length = max_completion_length
-        self.importance_sampling_level = importance_sampling_level
-        self.sapo_temperature_pos = sapo_temperature_pos
-        self.sapo_temperature_neg = sapo_temperature_neg
-        self.temperature = temperature
-        self.delta = delta
-        self.use_bias_correction_kl = use_bias_correction_kl
-        self.vespo_k_pos = vespo_k_pos
-        self.vespo_lambda_pos = vespo_lambda_pos
-        self.vespo_k_neg = vespo_k_neg
-        self.vespo_lambda_neg = vespo_lambda_neg
-        self.as_liger = as_liger
-        compare_first_call(self, "liger_kernel.chunked_loss", any_version)
+        if importlib.util.find_spec("liger_kernel") and (version := ADAPTER.untested(any_version)):
+            self.register_forward_pre_hook(torch.compiler.disable(_beside_ligers(Trial(version))), with_kwargs=True)
 
     def objective(self) -> Objective:
         """The objective that the options describe. Raises ValueError naming the option that is wrong."""
@@ -156,61 +296,85 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         vllm_is_ratio  [B], [B, 1] or [B, T]: weights of the policy term.
         num_items_in_batch   tokens of all micro-batches and ranks, which dapo, cispo and vespo divide by, times the number
                        of ranks. None: those of this micro-batch, averaged over the ranks by a collective."""
-        objective, transform = self.objective(), LogitTransform(temperature=self.temperature)
-        if self.beta != 0 and not self.use_ref_model:
-            warnings.warn(
-                f"beta={self.beta} has no effect with use_ref_model=False: there is no reference, the KL is 0.", stacklevel=2
-            )
+        objective, transform, ids = self.objective(), LogitTransform(temperature=self.temperature), selected_token_ids
         mask = as_bool("attention_mask", attention_mask)
-        padded = self._counts_padding(mask)
-        read = None if padded == "luspo" else mask
-        if self.use_ref_model and ref_per_token_logps is not None and ref_input is not None:
+        padded = self.loss_type if self.as_liger and mask is not None and self.loss_type in ("luspo", "vespo") else None
+        for said, message in (
+            (self.beta != 0 and not self.use_ref_model,
+             f"beta={self.beta} has no effect with use_ref_model=False: there is no reference, the KL is 0."),
+            (padded, f"as_liger=True: loss_type={padded!r} counts masked positions, as Liger does. Leave it out once your runs agree."),
             # In Liger's words, which callers match on.
-            warnings.warn("Both ref_per_token_logps and ref_input are provided. Using ref_per_token_logps.", stacklevel=2)
-        if objective.beta == 0:
-            ref_per_token_logps = None
-        elif ref_per_token_logps is None:
+            (self.use_ref_model and ref_per_token_logps is not None and ref_input is not None,
+             "Both ref_per_token_logps and ref_input are provided. Using ref_per_token_logps."),
+        ):  # fmt: skip
+            if said:
+                warnings.warn(message, stacklevel=2)
+        ref = None if objective.beta == 0 else ref_per_token_logps
+        if objective.beta != 0 and ref is None:
             if ref_input is None or ref_weight is None:
                 raise ValueError(
                     f"ref_per_token_logps and ref_input are None, but beta={self.beta} wants a reference: pass one of them "
                     "(ref_input with ref_weight), or set beta=0."
                 )
             with torch.no_grad():
-                ref_per_token_logps, _ = linear_logprobs(
-                    ref_input, ref_weight, selected_token_ids, bias=ref_bias, mask=read, transform=transform
-                )
-        if padded == "vespo" and vllm_is_ratio is not None and vllm_is_ratio.shape == selected_token_ids.shape:
-            assert mask is not None
-            vllm_is_ratio = weights_with_padding(vllm_is_ratio, mask)
-        batch = token_batch(
-            selected_token_ids, advantages, mask, old_per_token_logps, ref_per_token_logps, vllm_is_ratio, objective,
-            names=("attention_mask", "old_per_token_logps", "ref_per_token_logps"),
-        )  # fmt: skip
+                read = None if padded == "luspo" else mask
+                ref, _ = linear_logprobs(ref_input, ref_weight, ids, bias=ref_bias, mask=read, transform=transform)
+        weights = vllm_is_ratio
+        if padded == "vespo" and weights is not None and mask is not None and weights.shape == ids.shape:
+            weights = weights_with_padding(weights, mask)
+        named = {"attention_mask": mask, "old_per_token_logps": old_per_token_logps, "ref_per_token_logps": ref}
+        batch = token_batch(ids, advantages, named, weights, objective)
         if padded == "luspo":
-            own, _ = linear_logprobs(_input, lin_weight, selected_token_ids, bias=bias, transform=transform)
+            own = linear_logprobs(_input, lin_weight, ids, bias=bias, transform=transform)[0].reshape(-1)
             rows = rows_with_padding(batch, objective)
-            loss = total(_TokenLosses.apply(own.reshape(-1), objective, rows, batch))
-            logps = own.detach().reshape(-1)
+            loss, logps = total(_TokenLosses.apply(own, objective, rows, batch)), own.detach()
         else:
-            out = linear_grpo_loss(
-                _input, lin_weight, batch, objective, bias=bias, transform=transform,
-                normalizer=denominator(self.loss_type, batch, num_items_in_batch),
-            )  # fmt: skip
+            D = denominator(self.loss_type, batch, num_items_in_batch)
+            out = linear_grpo_loss(_input, lin_weight, batch, objective, bias=bias, transform=transform, normalizer=D)
             loss, logps, rows = out.loss, out.logps.reshape(-1), out.rows
         kl, clipped = _kl_and_clipped(logps, objective, rows, batch)
         if kl is None and self.beta != 0:
             kl = torch.zeros_like(clipped)
-        return loss, tuple(_masked_mean(x, batch) for x in (kl, clipped) if x is not None)
+        return loss, tuple(_metrics(kl, clipped, batch))
 
-    def _counts_padding(self, mask: Tensor | None) -> str | None:
-        """The loss type, if masked positions are to count in it as in Liger."""
-        if not self.as_liger or self.loss_type not in ("luspo", "vespo") or mask is None:
-            return None
-        warnings.warn(
-            f"as_liger=True: loss_type={self.loss_type!r} counts masked positions, as Liger does. Leave it out once your runs agree.",
-            stacklevel=3,
-        )
-        return self.loss_type
+
+def _beside_ligers(trial: Trial) -> Callable[[Any, Any, Any], None]:
+    """A hook before our module's forward that also calls the installed Liger's class until values and slopes were compared.
+    Differences that are ours on purpose are no reason to refuse: it is `as_liger=True` that is compared."""
+
+    def silent(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what there is to be warned of is said by the call itself
+                return function(*args, **kwargs)
+
+        return call
+
+    def before(module: Any, args: Any, kwargs: Any) -> None:
+        if not trial.pending(NAME):
+            return
+        try:
+            released = getattr(importlib.import_module(HOME), NAME)
+        except ImportError:  # a Liger that cannot be imported is not what ours has replaced
+            trial.version = None
+            return
+        ours = copy.copy(module)
+        ours.as_liger = True
+        trial.compare(NAME, silent(ours.forward), silent(lambda *a, **k: _like(module, released)(*a, **k)), (args, kwargs))
+
+    return before
+
+
+def _like(module: Any, released: Callable[..., Any]) -> Any:
+    """Liger's object with the options of ours. An option that it lacks is left out where ours has the default, and an error where
+    it has another value."""
+    known, own = inspect.signature(released).parameters, [f for f in fields(module) if not f.kw_only]
+    options = {f.name: getattr(module, f.name) for f in own if f.name in known or getattr(module, f.name) != f.default}
+    # Without a KL Liger asks for a reference all the same, unless use_ref_model says that there is none.
+    return released(**options | {"compiled": False, "use_ref_model": module.use_ref_model and module.beta != 0})
+
+
+# ---- the loss from logits
 
 
 def triton_grpo_loss(
@@ -254,8 +418,7 @@ def triton_grpo_loss(
     everything else is as in `LigerFusedLinearGRPOLoss`. Raises ValueError naming what is wrong."""
     for name, value in (("logits", logits), ("completion_ids", completion_ids), ("advantages", advantages)):
         require(isinstance(value, Tensor), name, value, "pass a tensor.")
-    if not isinstance(inplace, bool):
-        require(inplace == "forward", "inplace", inplace, 'it must be True, False or "forward".')
+    require(inplace in (True, False, "forward"), "inplace", inplace, 'it must be True, False or "forward".')
     taken = delta is None or loss_type not in UNCLIPPED
     require(taken, "delta", delta, f"two-sided clipping means nothing to loss_type={loss_type!r}: leave it None.")
     B, L = completion_ids.shape
@@ -266,8 +429,7 @@ def triton_grpo_loss(
         )
     objective = liger_objective(
         loss_type, importance_sampling_level=importance_sampling_level, beta=beta, epsilon_low=eps_low, epsilon_high=eps_high,
-        delta=delta, use_bias_correction_kl=use_bias_correction_kl,
-        sapo_temperatures=(sapo_temperature_pos, sapo_temperature_neg),
+        delta=delta, use_bias_correction_kl=use_bias_correction_kl, sapo_temperatures=(sapo_temperature_pos, sapo_temperature_neg),
         vespo=(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
         max_completion_length=max(L, 1) if max_completion_length is None else max_completion_length,
     )  # fmt: skip
@@ -277,29 +439,22 @@ def triton_grpo_loss(
     if mask is None:
         mask = torch.ones((B, L), dtype=torch.bool, device=completion_ids.device)
     # The extra position is masked. A view of the logits without it would cost a second copy of the gradient.
-    batch = token_batch(
-        completion_ids, advantages, mask, old_logp, ref_logp if beta != 0 else None, vllm_is_ratio, objective, padding=1,
-        names=("completion_mask", "old_logp", "ref_logp"),
-    )  # fmt: skip
-    transform = LogitTransform(temperature=temperature)
+    named = {"completion_mask": mask, "old_logp": old_logp, "ref_logp": ref_logp if beta != 0 else None}
+    batch, transform = token_batch(completion_ids, advantages, named, vllm_is_ratio, objective, 1), LogitTransform(temperature)
     normalizer = denominator(loss_type, batch, num_items_in_batch) if reduce else 1.0
     rows = (objective if reduce else replace(objective, aggregate="token-sum")).token_rows(batch, normalizer)
-    if of_a_leaf(logits):
-        inplace = False
-    if reduce and inplace is not True:
-        out = grpo_loss(logits, batch, objective, transform=transform, normalizer=normalizer, inplace=inplace == "forward")
+    how = False if of_a_leaf(logits) else inplace
+    if reduce and how is not True:
+        out = grpo_loss(logits, batch, objective, transform=transform, normalizer=normalizer, inplace=how == "forward")
         loss, logps = out.loss, out.logps.reshape(-1)
     else:
-        own, _ = token_logprobs(logits, batch.targets, mask=batch.mask, transform=transform, inplace=bool(inplace))
+        own, _ = token_logprobs(logits, batch.targets, mask=batch.mask, transform=transform, inplace=bool(how))
         logps = own.reshape(-1)
-        loss = _TokenLosses.apply(logps, objective, rows, batch)
-        logps = logps.detach()
+        loss, logps = _TokenLosses.apply(logps, objective, rows, batch), logps.detach()
     kl, clipped = _kl_and_clipped(logps, objective, rows, batch)
-    if not reduce:
-        parts = (x if x is None else x.view(B, L + 1)[:, :-1] for x in (loss, kl, clipped))
-        return tuple(parts)
-    metrics = [_masked_mean(x, batch) for x in (kl, clipped) if x is not None]
-    return (loss if loss.dim() == 0 else total(loss)), metrics
+    if reduce:
+        return (loss if loss.dim() == 0 else total(loss)), _metrics(kl, clipped, batch)
+    return tuple(x if x is None else x.view(B, L + 1)[:, :-1] for x in (loss, kl, clipped))
 
 
 @torch.no_grad()
@@ -311,7 +466,7 @@ def fused_selective_log_softmax(
     L = logits.shape[1] - 1
     ids = input_ids[:, input_ids.shape[1] - L :]
     read = None if mask is None else mask[:, mask.shape[1] - L :] != 0
-    return token_logprobs(logits[:, :-1], ids, mask=read, transform=LogitTransform(temperature=temperature))[0]
+    return token_logprobs(logits[:, :-1], ids, mask=read, transform=LogitTransform(temperature))[0]
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -335,15 +490,128 @@ class _TokenLosses(torch.autograd.Function):
 def _kl_and_clipped(logps: Tensor, objective: Objective, rows: TokenRows, batch: TokenBatch) -> tuple[Tensor | None, Tensor]:
     """fp32 [n], 0 where masked: the KL term (None with beta = 0) as it is in the loss, and 1 where the ratio is clipped."""
     x = objective.log_ratio(logps, rows, batch)
-    clipped = torch.logical_or(*objective.surrogate.clipped(bounded_exp(x), rows.advantages))
-    kl = None if rows.ref_logps is None else kl_of_rows(objective, logps, rows, x)[0]
-    if rows.trained is not None:
-        clipped &= rows.trained
-        kl = None if kl is None else torch.where(rows.trained, kl, 0.0)
-    return kl, clipped.to(torch.float32)
+    clipped = torch.logical_or(*objective.surrogate.clipped(bounded_exp(x), rows.advantages)).to(torch.float32)
+    kl = None if rows.ref_logps is None else objective.kl_terms(logps, rows, x)[0]
+    trained = rows.trained
+    if trained is not None:
+        clipped, kl = clipped * trained, None if kl is None else torch.where(trained, kl, 0.0)
+    return kl, clipped
 
 
-def _masked_mean(values: Tensor, batch: TokenBatch) -> Tensor:
-    """Over the trained tokens of the batch; `values` are 0 elsewhere."""
-    count = values.numel() if batch.mask is None else batch.mask.sum()
-    return values.sum() / (max(count, 1) if isinstance(count, int) else count.clamp(min=1))
+def _metrics(kl: Tensor | None, clipped: Tensor, batch: TokenBatch) -> list[Tensor]:
+    """Means over the trained tokens of the batch, of values that are 0 elsewhere."""
+    count = at_least_one(clipped.numel() if batch.mask is None else batch.mask.sum())
+    return [x.sum() / count for x in (kl, clipped) if x is not None]
+
+
+# ---- the loss in the place of Liger's, in trainers that keep it as an attribute
+
+
+def patch(trainer: Any, *, strict: bool = False, any_version: bool = False) -> Slots:
+    """Replace the loss object of this trainer, and of no other; the result undoes it, by `undo()` or as a context manager.
+
+        slots = liger.patch(trainer)     # one trainer that exists
+        slots = liger.bind()             # or every trainer of this process that will be made
+
+    For TRL 0.17 to 1.13, with use_liger_kernel=True (use_liger_loss before 0.25), and ms-swift. The constants are those that the
+    trainer gave to its own object. The first call is compared with it where the version of Liger-Kernel (or of a TRL with a copy of
+    it) was not tested. What Liger's slot has not, ours has not there: the entropy bonus, the entropy quantile, off-policy masks.
+
+    strict        True: a call that Liger has to handle raises RuntimeError.
+    any_version   True: no comparison under a version that was not tested.
+    Raises RuntimeError for a trainer without such an object, or with ours, and in the first step where the comparison fails."""
+    name = next((name for name in ATTRIBUTES if callable(getattr(trainer, name, None))), None)
+    if name is None:
+        raise RuntimeError(
+            f"{type(trainer).__name__} has no loss of Liger's ({' or '.join(ATTRIBUTES)}): make it with use_liger_kernel=True (TRL 0.17 to "
+            "0.24, and in axolotl: use_liger_loss=True). Other versions of TRL have no such place: before 0.17 install a newer one, in 1.14 take "
+            "integrations.trl.fused_lm_head(), from 1.15 on integrations.trl.patch(trainer)."
+        )
+    theirs = getattr(trainer, name)
+    if getattr(theirs, "grpo_kernels", False):
+        raise RuntimeError(f"the {name} of this trainer is ours already: call undo() on what patch() returned.")
+    slots = _slots(theirs, strict, any_version)
+    slots.put(trainer, name, _in_place_of(theirs, slots))
+    return slots
+
+
+def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
+    """Make `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` ours for what imports it from now on; `undo()` puts it back,
+    but for trainers that are made already. Options and errors are those of `patch`."""
+    home = importlib.import_module(HOME)
+    theirs = getattr(home, NAME)
+    if getattr(theirs, "grpo_kernels", False):
+        raise RuntimeError(f"{HOME}.{NAME} is ours already: call undo() on what bound it.")
+    slots = _slots(theirs(), strict, any_version)
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return _in_place_of(theirs(*args, **kwargs), slots)
+
+    vars(make)["grpo_kernels"] = True
+    slots.put(home, NAME, make)
+    return slots
+
+
+def _slots(theirs: Any, strict: bool, any_version: bool) -> Slots:
+    package = type(theirs).__module__.partition(".")[0].replace("_", "-")
+    return Slots(replace(ADAPTER, package=package, tested=COPIES.get(package, ())), strict, any_version)
+
+
+def _in_place_of(theirs: Any, slots: Slots) -> Any:
+    """Our loss with the constants of their object, which is also called while `slots` compares the two."""
+    names = [name for name in inspect.signature(LigerFusedLinearGRPOLoss).parameters if hasattr(theirs, name)]
+    missing = {"beta", "epsilon_low", "epsilon_high", "loss_type", "temperature"} - {*names}
+    if missing:
+        raise RuntimeError(f"{type(theirs).__name__} has no {', '.join(sorted(missing))}: it is not Liger's GRPO loss.")
+    module = LigerFusedLinearGRPOLoss(**{name: getattr(theirs, name) for name in names}, any_version=True)
+
+    def loss(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return module(*args, **kwargs)
+
+    return slots.counted(loss, theirs)
+
+
+# ---- Liger's fused linear Jensen-Shannon divergence
+
+
+class LigerFusedLinearJSD(torch.nn.Module):
+    """The mean divergence of a student's tokens to a teacher's, from hidden states and weights of both; also on a CPU. Values are
+    Liger's. Logits are fp32 where Liger's may be rounded to 16 bits, and the gradient of the weight is summed in fp32.
+
+    jsd_beta      0: KL(teacher, student). 1: KL(student, teacher). In between: the jsd, with the teacher's share jsd_beta.
+    ignore_index  the label of tokens that do not count.
+    temperature   divides the logits of both.
+    accum_dtype   not needed: sums are fp32.
+
+    Raises ValueError naming the argument that is wrong."""
+
+    def __init__(
+        self,
+        jsd_beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        require_number("jsd_beta", jsd_beta, "the teacher's share is a number in [0, 1].", 0.0, 1.0)
+        self.jsd_beta, self.temperature, self.ignore_index, self.accum_dtype = jsd_beta, temperature, ignore_index, accum_dtype
+        self.objective = Objective.preset("distillation", kl=divergence_of(float(jsd_beta)))
+        self.transform = LogitTransform(temperature)
+
+    def forward(
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
+        """The mean over the tokens whose label counts, 0-d fp32.
+
+        student_input, teacher_input    [N, H], with hidden sizes of their own; student_weight, teacher_weight  [V, H].
+        shift_labels                    int64 [N], of which only `ignore_index` is looked at; None: all tokens count."""
+        mask = None if shift_labels is None else shift_labels != self.ignore_index
+        batch, reference = teaching(mask, student_input[..., 0]), (teacher_input.detach(), teacher_weight.detach())
+        return linear_grpo_loss(
+            student_input, student_weight, batch, self.objective, reference=reference, transform=self.transform
+        ).loss

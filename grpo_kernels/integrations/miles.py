@@ -20,28 +20,26 @@ tests run stand-ins with its signatures.
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..logprobs import token_logprobs
-from ..options import Options
-from ..token_sets import TokenSets
-from ..transform import LogitTransform
-from ._records import first_empty, on_rows, predicting, response_sets
-from ._shared import default_group, even_shard, plain
-from ._slots import NotCovered, Slots, untested
+from .. import LogitTransform, Options, TokenSets
+from ..checks import require
+from ._swap import Adapter, NotCovered, Slots
+from ._tensors import entropy_kind, in_a_column, on_rows, plain, response_sets
 
 Tensor = torch.Tensor
 
-TESTED = ("0.1.0",)
 HOME = "miles.backends.training_utils"
-#: Where miles has its two functions, by version.
-MASKS = (f"{HOME}.sampling_mask", f"{HOME}.data.sampling_mask")
-MATHS = (f"{HOME}.loss_hub.math_utils", f"{HOME}.loss.hub.math_utils")
+ADAPTER = Adapter(
+    "miles", "miles", ("0.1.0",),
+    {"calculate_log_probs_and_entropy":
+     tuple(f"{HOME}.{module}.calculate_log_probs_and_entropy" for module in ("loss_hub.math_utils", "loss.hub.math_utils")),
+     "local_sets": tuple(f"{HOME}.{module}.build_local_sampling_mask" for module in ("sampling_mask", "data.sampling_mask"))},
+    {"`--custom-megatron-init-path grpo_kernels.plugins.miles.init`": "log-probs and entropy, over recorded sets"},
+)  # fmt: skip
 #: Arguments of miles that compare with log-probs of another network.
 COMPARED = ("use_kl_loss", "kl_coef", "use_opd")
 
@@ -55,57 +53,40 @@ def bind(
     strict: bool = False,
     any_version: bool = False,
 ) -> Slots:
-    """Put our functions in the place of miles'; the result undoes it, by `undo()` or as a context manager.
+    """Put our functions in the place of miles'; the result undoes it, see `Slots`, which has the errors too.
 
     args            miles' arguments: rollout_top_p and rollout_top_k say whether there is replay.
     reference_over  "kept" declares that the log-probs of a reference or teacher run over the same sets.
     entropy_over, missing   of replayed rows, as in `Options`. missing="raise" waits for the device.
     strict          True: a call that has to be left to miles raises RuntimeError instead.
-    any_version     True: no comparison under a version that was not tested, see `_slots.Trial`; replay cannot be compared.
-    Raises ValueError for replay with a KL or a teacher and no declaration, RuntimeError where it is bound already, and in the first
-    step where such a comparison fails."""
-    version = untested("miles", TESTED, any_version)
-    replays = getattr(args, "rollout_top_p", 1.0) < 1.0 or getattr(args, "rollout_top_k", -1) > 0
-    compared = next((name for name in COMPARED if getattr(args, name, None)), None)
-    if reference_over not in (None, "kept"):
-        raise ValueError(
-            f"reference_over={reference_over!r}: log-probs over the vocabulary and over sets make no KL: pass 'kept'."
-        )
-    if replays and compared is not None and reference_over is None:
-        raise ValueError(
-            f"{compared}={getattr(args, compared)!r} with replay: miles refuses it, the other network's log-probs being over the "
-            "vocabulary. Switch one off, or pass reference_over='kept' if they run over the same sets."
-        )
-    slots = Slots("miles", strict, version=version)
-    ours = functools.wraps(calculate_log_probs_and_entropy)(
-        functools.partial(calculate_log_probs_and_entropy, options=Options(missing=missing, entropy_over=entropy_over))
+    any_version     True: no comparison under a version that was not tested; replay cannot be compared.
+    Raises ValueError for replay with a KL or a teacher and no declaration."""
+    require(
+        reference_over in (None, "kept"),
+        "reference_over",
+        reference_over,
+        "log-probs over all ids and sets make no KL: pass 'kept'.",
     )
-    slots.bind(_there(MATHS), "calculate_log_probs_and_entropy", ours)
+    replays = getattr(args, "rollout_top_p", 1.0) < 1.0 or getattr(args, "rollout_top_k", -1) > 0
+    for name in COMPARED if replays and reference_over is None else ():
+        remedy = (
+            "with replay miles refuses it, the other network's log-probs being over the vocabulary. Switch one off, or pass "
+            "reference_over='kept' if they run over the same sets."
+        )
+        require(not getattr(args, name, None), name, getattr(args, name, None), remedy)
+    slots = Slots(ADAPTER, strict, any_version)
+    slots.bind(calculate_log_probs_and_entropy, options=Options(missing=missing, entropy_over=entropy_over))
     if replays:
-        slots.bind(_there(MASKS), "build_local_sampling_mask", local_sets, comparable=False)
+        slots.bind(local_sets, comparable=False)
     return slots
 
 
-def _there(names: Sequence[str]) -> str:
-    """The first of these modules that exists."""
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not name.startswith(error.name):  # the module is there, and wants another
-                raise
-            continue
-        return name
-    raise RuntimeError(f"this miles has none of {', '.join(names)}: the adapter was written from others.")
-
-
 def _sets(name: str, record: Any, tokens: int) -> TokenSets:
-    parts = record._as_tensors() if hasattr(record, "_as_tensors") else (record.ids, record.offsets)
-    sets = response_sets(name, parts, tokens)
-    empty = None if getattr(record, "allows_empty_rows", False) else first_empty(sets)
-    if empty is not None:
+    sets = response_sets(name, record._as_tensors() if hasattr(record, "_as_tensors") else (record.ids, record.offsets), tokens)
+    empty = (sets.counts == 0).nonzero()
+    if len(empty) and not getattr(record, "allows_empty_rows", False):
         raise ValueError(
-            f"{name} has no ids for response token {empty}: miles records a set for each, of one id where the token was not "
+            f"{name} has no ids for response token {int(empty[0])}: miles records a set for each, of one id where the token was not "
             "sampled. A PartialSamplingMask may leave tokens out."
         )
     return sets
@@ -114,24 +95,26 @@ def _sets(name: str, record: Any, tokens: int) -> TokenSets:
 def kept_sets(masks: Sequence[Any], total_lengths: Sequence[int], response_lengths: Sequence[int]) -> TokenSets:
     """The sets of the rows of a packed batch, [sum of total_lengths], on the CPU: row i has the set of token i + 1.
 
-    masks   a `RolloutSamplingMask` for each sample; a response is the end of its text. Rows that predict no response token, and in
-            a `PartialSamplingMask` those without ids, stand for the whole vocabulary.
+    masks   a `RolloutSamplingMask` for each sample; a response, of response_lengths, is the end of its text, of total_lengths. Rows
+            that predict no response token, and in a `PartialSamplingMask` those without ids, stand for the whole vocabulary.
 
     Raises ValueError, with the sample and the token, where a record has not a set for each token of its response, or an empty
     one."""
-    parts = [_sets(f"masks[{b}]", mask, n) for b, (mask, n) in enumerate(zip(masks, response_lengths, strict=True))]
-    rows, cuts = predicting(total_lengths, response_lengths)
-    return on_rows("masks", parts, rows, cuts)
+    records, rows, end = [], torch.zeros(sum(total_lengths), dtype=torch.bool), 0
+    for b, (mask, total, tokens) in enumerate(zip(masks, total_lengths, response_lengths, strict=True)):
+        records.append(_sets(f"masks[{b}]", mask, tokens))
+        end += total
+        rows[end - 1 - tokens : end - 1] = True
+    return on_rows(TokenSets.cat(records), rows) if records else TokenSets.whole(0)
 
 
 def local_sets(logits: Tensor, sampling_mask: Any, response_indices: Sequence[int] | Tensor, **options: Any) -> TokenSets:
-    """The sets of the rows of logits [R, V / ranks], which score the response tokens response_indices [R]; in the place of miles'
-    mask. Ids are those of the whole vocabulary."""
+    """The sets of the rows of logits [R, V / ranks], which score the response tokens response_indices [R]; in the place of the mask
+    that miles makes of a sampling_mask. Ids are those of the whole vocabulary. Of its options the response_length is read."""
     index = torch.as_tensor(
         response_indices if isinstance(response_indices, Tensor) else [*response_indices], dtype=torch.int64
-    )  # fmt: skip
-    tokens = options.get("response_length", len(sampling_mask))
-    sets = _sets("sampling_mask", sampling_mask, tokens)
+    )
+    sets = _sets("sampling_mask", sampling_mask, options.get("response_length", len(sampling_mask)))
     if len(index) != len(logits):
         raise ValueError(f"response_indices has {len(index)} tokens, but logits has {len(logits)} rows: there is one for each.")
     return sets[index].to(logits.device)
@@ -153,19 +136,20 @@ def calculate_log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probs [R, 1], entropy [R] or None), fp32; logits [R, V / ranks], tokens [R]; both [0] of no tokens.
 
-    sampling_mask   what `local_sets` makes, or None. options: what becomes of a token outside of its set, and what the entropy runs
-                    over; None: refused, and the vocabulary. chunk_size and the debug switch change nothing here."""
+    tp_group        the ranks that the vocabulary is cut over; None: all.
+    with_entropy, entropy_requires_grad   whether to compute the entropy, and whether it has a gradient. temperature divides the
+    logits. sampling_mask   what `local_sets` makes, or None. options: what becomes of a token outside of its set, and what the
+    entropy runs
+                    over; None: refused, and the vocabulary.
+    true_on_policy  left to miles. chunk_size, vocab_size and debug_unified_grad_fused_logprob change nothing here."""
     if true_on_policy:
-        if sampling_mask is not None:
-            raise ValueError("true_on_policy=True with replay is miles' own: undo() this binding for it.")
+        require(sampling_mask is None, "true_on_policy", True, "with replay it is miles' own: undo() this binding for it.")
         raise NotCovered("true on-policy mode")
     plain(logits)
-    shard = even_shard(logits.shape[-1], default_group(tp_group))
-    entropy = (True if entropy_requires_grad else "detached") if with_entropy else False
     over = options or Options(missing="raise", entropy_over="vocabulary")
     if not with_entropy:  # nothing runs over the vocabulary
         over = Options(missing=over.missing)
-    logps, H = token_logprobs(
-        logits, tokens, transform=LogitTransform(temperature), entropy=entropy, kept=sampling_mask, shard=shard, options=over
-    )
-    return logps[:, None] if len(logps) else logps, H
+    return in_a_column(
+        logits, tokens, tp_group, transform=LogitTransform(temperature), kept=sampling_mask, options=over,
+        entropy=entropy_kind(with_entropy, entropy_requires_grad),
+    )  # fmt: skip

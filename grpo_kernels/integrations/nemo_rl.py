@@ -34,22 +34,30 @@ from typing import Any
 
 import torch
 
-from ..batch import TokenBatch
+from .. import Cispo, Clip, Exact, Kl, LossOutput, Objective, PolicyGradient, TokenBatch, TokenSets, grpo_loss, token_logprobs
+from ..checks import require, require_number, require_one_of
 from ..distributed import VocabShard
-from ..formulas.kl import Kl
-from ..formulas.surrogates import Cispo, Clip, PolicyGradient
-from ..logprobs import token_logprobs
-from ..losses import LossOutput, grpo_loss, objective_loss
-from ..objective import Objective
+from ..formulas.kl import k3
+from ..formulas.ops import bounded_exp
+from ..losses import objective_loss
 from ..rewards.corrections import importance_weights, rejection_mask
-from ._nemo_rl_metrics import metrics_of, normalizations
-from ._records import refiltered
-from ._shared import shard_of
+from ._swap import Adapter
+from ._tensors import at_ids, divergence_over, numbers, shard_of
 
 Tensor = torch.Tensor
 
+#: No version: it was written from the code of August 2026.
+ADAPTER = Adapter("NeMo-RL", "nemo-rl")
 #: NeMo-RL's truncated_importance_sampling_type -> the mode of `importance`.
-MODES = {"tis": "truncate", "icepop": "mask", "seq-mask-tis": "sequence-mask"}
+MODES = {None: "truncate", "tis": "truncate", "icepop": "mask", "seq-mask-tis": "sequence-mask"}
+#: What NeMo-RL divides its metrics by: tokens, or nothing.
+PER_TOKEN = ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error",
+             "js_divergence_error", "approx_entropy")  # fmt: skip
+ABSOLUTE = ("num_valid_samples", "positive_nll_loss", "probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min",
+            "probs_ratio_clamped_max")  # fmt: skip
+#: The teacher's log-prob of an id outside of its largest, with zero_outside_topk.
+OUTSIDE = -100.0
+FORWARD, REVERSE = (Exact(direction, tail="ignore") for direction in ("forward", "reverse"))
 
 
 class PolicyLoss:
@@ -84,75 +92,86 @@ class PolicyLoss:
         positive_example_nll_weight: float = 0.0,
         sampling_params: Any = None,
     ) -> None:
-        if objective.aggregate not in ("token-mean", "seq-mean-token-mean"):
-            raise ValueError(f"aggregate={objective.aggregate!r}: it must be token-mean or seq-mean-token-mean.")
+        require_one_of("aggregate", objective.aggregate, ("token-mean", "seq-mean-token-mean"))
         from nemo_rl.algorithms.loss import interfaces
 
         top_k, top_p = getattr(sampling_params, "top_k", None), getattr(sampling_params, "top_p", None)
         #: What the filter keeps, as `TokenSets.from_logits` takes it; None without a filter.
-        self.rules = None if (top_k or 0) <= 0 and top_p in (None, 1) else {"top_k": top_k, "top_p": top_p}
-        if self.rules and objective.beta != 0 and objective.kl_spec.weighting not in ("none", "score"):
-            raise ValueError(
-                f"kl={objective.kl_spec} with sampling_params: the KL runs over the vocabulary, its weight over the sets: use the "
-                "weighting 'score' or 'none', or use_on_policy_kl_approximation."
-            )
-        #: Whether the ratio of the correction is reported per sequence.
-        self.sequences = objective.level != "token" or (importance or {}).get("level", "token") != "token"
+        self.rules: dict[str, Any] | None = (
+            None if (top_k or 0) <= 0 and top_p in (None, 1) else {"top_k": top_k, "top_p": top_p}
+        )
+        remedy = (
+            "with sampling_params: the KL runs over the vocabulary, its weight over the sets: use the weighting 'score' or "
+            "'none', or use_on_policy_kl_approximation."
+        )
+        weighted = objective.beta != 0 and objective.kl_spec.weighting not in ("none", "score")
+        require(not (self.rules and weighted), "kl", objective.kl, remedy)
+        options = importance or {}
+        #: Whether the ratio of the correction is reported per sequence; whether it drops sequences, or tokens; its bounds.
+        self.sequences = objective.level != "token" or options.get("level", "token") != "token"
+        self.drops_sequences = options.get("mode") == "sequence-mask"
+        self.bounds = None if importance is None else (options.get("low", 0.0), options.get("high", 2.0))
         # With a ratio of 1 the levels do not differ.
         self.objective = replace(objective, level="token") if force_on_policy_ratio else objective
         self.importance, self.inplace, self.megatron = importance, inplace, megatron
         self.force_on_policy_ratio = force_on_policy_ratio
         self.use_on_policy_kl_approximation = use_on_policy_kl_approximation
         self.positive_example_nll_weight = positive_example_nll_weight
+        #: Whether the KL is weighted with another ratio than the policy term, or runs over more than that.
+        self.kl_apart = objective.beta != 0 and (use_on_policy_kl_approximation or bool(self.rules))
         tokens = objective.aggregate == "token-mean"
         self.loss_type = interfaces.LossType.TOKEN_LEVEL if tokens else interfaces.LossType.SEQUENCE_LEVEL
         self.input_type = interfaces.LossInputType.LOGIT
-        #: Whether the correction drops sequences, or tokens.
-        self.drops_sequences = (importance or {}).get("mode") == "sequence-mask"
         kinds = getattr(interfaces, "MetricNormalizer", None)  # which not every NeMo-RL has
-        self.metric_normalizations = {} if kinds is None else normalizations(self, kinds, tokens)
+        self.metric_normalizations = {} if kinds is None else self._normalizations(kinds, tokens)
+
+    def _normalizations(self, kinds: Any, tokens: bool) -> dict[str, Any]:
+        """What NeMo-RL divides each metric by, in its own terms; tokens: whether the loss is per token."""
+        named = dict.fromkeys(PER_TOKEN, kinds.TOKENS) | dict.fromkeys(ABSOLUTE, kinds.NONE)
+        named |= dict.fromkeys(("loss", "kl_penalty"), kinds.TOKENS if tokens else kinds.SEQUENCES)
+        named["sampling_importance_ratio"] = kinds.SEQUENCES if self.sequences else kinds.TOKENS
+        if self.bounded:
+            named["is_oob_ratio"] = kinds.SEQUENCES if self.drops_sequences else kinds.TOKENS
+        return named | ({"outside_sampling_set": kinds.TOKENS} if self.rules else {})
 
     @classmethod
     def like(
         cls, theirs: Any, *, inplace: bool = False, megatron: bool = False, sampling_params: Any = None
     ) -> PolicyLoss:  # fmt: skip
         """This loss with the settings of `theirs`, a `ClippedPGLossFn`. Raises ValueError for unsupported ones."""
-        if theirs.disable_ppo_ratio and theirs.ratio_clip_c is not None:
-            raise ValueError("ratio_clip_c with disable_ppo_ratio bounds no ratio: set one of them only.")
-        delta = math.inf if theirs.ratio_clip_c is None else theirs.ratio_clip_c
-        if delta < 1 + theirs.ratio_clip_max:
-            raise ValueError(
-                f"ratio_clip_c={delta}: below 1 + ratio_clip_max, {1 + theirs.ratio_clip_max}, it is NeMo-RL's own."
-            )
-        surrogate = PolicyGradient() if theirs.disable_ppo_ratio else Clip(theirs.ratio_clip_min, theirs.ratio_clip_max, delta)
-        sequences = theirs.sequence_level_importance_ratios
-        bounds = (x if x is not None else math.inf for x in (theirs.kl_input_clamp_value, theirs.kl_output_clamp_value))
-        importance: dict[str, Any] | None = None
-        if theirs.use_importance_sampling_correction:
-            kind, high = theirs.truncated_importance_sampling_type, theirs.truncated_importance_sampling_ratio
-            importance = {
-                "level": "sequence" if sequences else "token", "mode": "truncate" if kind is None else MODES[kind],
-                "low": theirs.truncated_importance_sampling_ratio_min or 0.0, "high": math.inf if high is None else high,
-            }  # fmt: skip
+        clip_c, low, high = theirs.ratio_clip_c, theirs.ratio_clip_min, theirs.ratio_clip_max
+        remedy = "with disable_ppo_ratio it bounds no ratio: set one of them only."
+        require(clip_c is None or not theirs.disable_ppo_ratio, "ratio_clip_c", clip_c, remedy)
+        remedy = f"below 1 + ratio_clip_max, {1 + high}, it is NeMo-RL's own."
+        require(clip_c is None or clip_c >= 1 + high, "ratio_clip_c", clip_c, remedy)
+        sequences, kind = theirs.sequence_level_importance_ratios, theirs.truncated_importance_sampling_type
+        surrogate: Any = Clip(low, high, math.inf if clip_c is None else clip_c)
+        if theirs.use_cispo or theirs.disable_ppo_ratio:
+            surrogate = Cispo(1 + high, 1 - low) if theirs.use_cispo else PolicyGradient()
+
+        def finite(x: float | None) -> float:
+            return math.inf if x is None else x
+
+        importance = {
+            "level": "sequence" if sequences else "token", "mode": MODES[kind],
+            "low": theirs.truncated_importance_sampling_ratio_min or 0.0, "high": finite(theirs.truncated_importance_sampling_ratio),
+        }  # fmt: skip
+        bounds = finite(theirs.kl_input_clamp_value), finite(theirs.kl_output_clamp_value)
         objective = Objective(
-            surrogate=Cispo(1 + theirs.ratio_clip_max, 1 - theirs.ratio_clip_min) if theirs.use_cispo else surrogate,
-            level="sequence" if sequences and not theirs.disable_ppo_ratio else "token",
+            surrogate, level="sequence" if sequences and not theirs.disable_ppo_ratio else "token",
             aggregate="token-mean" if theirs.loss_type.name == "TOKEN_LEVEL" else "seq-mean-token-mean",
-            beta=theirs.reference_policy_kl_penalty,
-            kl=Kl(theirs.reference_policy_kl_type, "score", False, *bounds),
-        )
+            beta=theirs.reference_policy_kl_penalty, kl=Kl(theirs.reference_policy_kl_type, "score", False, *bounds),
+        )  # fmt: skip
+        names = ("force_on_policy_ratio", "use_on_policy_kl_approximation", "positive_example_nll_weight")
         return cls(
-            objective, importance=importance, inplace=inplace, megatron=megatron,
-            force_on_policy_ratio=theirs.force_on_policy_ratio,
-            use_on_policy_kl_approximation=theirs.use_on_policy_kl_approximation,
-            positive_example_nll_weight=theirs.positive_example_nll_weight, sampling_params=sampling_params,
+            objective, importance=importance if theirs.use_importance_sampling_correction else None, inplace=inplace,
+            megatron=megatron, sampling_params=sampling_params, **{name: getattr(theirs, name) for name in names},
         )  # fmt: skip
 
     @property
     def bounded(self) -> bool:
         """Whether the correction has bounds that a ratio can be outside of."""
-        options = self.importance
-        return options is not None and (options.get("low", 0.0) > 0 or options.get("high", 2.0) < math.inf)
+        return self.bounds is not None and (self.bounds[0] > 0 or self.bounds[1] < math.inf)
 
     def __call__(
         self,
@@ -165,13 +184,35 @@ class PolicyLoss:
     ) -> tuple[Tensor, dict[str, float]]:
         """vocab_parallel_group: what a prepare_fn of yours hands on, in the place of megatron=True."""
         shard = shard_of(logits, vocab_parallel_group, self.megatron)
+        batch, positive = self._batch(data)
+        mask: Any = batch.mask
+        tokens, sequences = (x.to(torch.float32) for x in (global_valid_toks, global_valid_seqs))
+        D = tokens if self.objective.aggregate == "token-mean" else sequences
+        filtered, dropped = self._filtered(logits, batch, shard)
+        kl: Tensor | None = None
+        if self.kl_apart or (self.force_on_policy_ratio and self.importance is not None):  # whose weights need the log-probs
+            out, kl, weights, outside = self._over_logps(logits, filtered, D, shard)
+        else:
+            weights, outside = self._weights(batch)
+            filtered = filtered if weights is None else replace(filtered, weights=weights)
+            out = grpo_loss(logits, filtered, self.objective, normalizer=D, inplace=self.inplace, shard=shard)
+        loss = out.loss if kl is None else out.loss + kl
+        named = self._metrics(out, batch, data["sample_mask"], (tokens, sequences), weights, outside)
+        named |= {"loss": loss, "positive_nll_loss": -torch.where(positive, out.logps, 0.0).sum() / positive.sum().clamp(min=1)}
+        if kl is not None:
+            named["kl_penalty"] = kl / self.objective.beta
+        if dropped is not None:
+            named["outside_sampling_set"] = (dropped & mask).sum() / tokens.clamp(min=1)
+        return loss, numbers(named)
+
+    def _batch(self, data: Any) -> tuple[TokenBatch, Tensor]:
+        """(NeMo-RL's columns as a batch, which of its tokens are in samples with a reward above 0)."""
 
         def column(name: str) -> Tensor:
             # The last position is masked. A view of the logits without it would cost a second copy of the gradient.
             return torch.nn.functional.pad(data[name][:, 1:], (0, 1))
 
-        sample_mask = data["sample_mask"]
-        mask = (column("token_mask") * sample_mask[:, None]) != 0
+        mask = (column("token_mask") * data["sample_mask"][:, None]) != 0
         fields = {"mask": mask, "sampler_logps": column("generation_logprobs")}
         if not self.force_on_policy_ratio:
             fields["old_logps"] = column("prev_logprobs")
@@ -181,95 +222,199 @@ class PolicyLoss:
         if self.positive_example_nll_weight > 0 and "rewards" in data:
             positive = mask & (data["rewards"] > 0)[:, None]
             fields["nll_weights"] = positive * (self.positive_example_nll_weight / positive.sum().clamp(min=1))
-        batch = TokenBatch(column("input_ids"), column("advantages"), **fields)
-        tokens, sequences = (x.to(torch.float32) for x in (global_valid_toks, global_valid_seqs))
-        D = tokens if self.objective.aggregate == "token-mean" else sequences
-        filtered, dropped = self._filtered(logits, batch, shard)
-        kl: Tensor | None = None
-        if self.objective.beta != 0 and (self.use_on_policy_kl_approximation or self.rules):
-            # The KL is weighted with another ratio than the policy term, or runs over more than that.
-            out, kl, weights, outside = self._over_logps(logits, filtered, D, shard)
-            assert kl is not None
-            loss = out.loss + kl
-        elif self.force_on_policy_ratio and self.importance is not None:
-            # The weights are those of log-probs yet unknown.
-            out, _, weights, outside = self._over_logps(logits, filtered, D, shard)
-            loss = out.loss
-        else:
-            weights, outside = self._weights(batch)
-            filtered = filtered if weights is None else replace(filtered, weights=weights)
-            out = grpo_loss(logits, filtered, self.objective, normalizer=D, inplace=self.inplace, shard=shard)
-            loss = out.loss
-        named = metrics_of(self, out, batch, sample_mask, tokens, sequences, weights, outside) | {
-            "loss": loss.detach(), "positive_nll_loss": -torch.where(positive, out.logps, 0.0).sum() / positive.sum().clamp(min=1)
-        }  # fmt: skip
-        if kl is not None:
-            named["kl_penalty"] = kl.detach() / self.objective.beta
-        if dropped is not None:
-            named["outside_sampling_set"] = (dropped & mask).sum() / tokens.clamp(min=1)
-        values = torch.stack([v.to(torch.float32) for v in named.values()]).tolist()
-        return loss, dict(zip(named, values, strict=True))
+        return TokenBatch(column("input_ids"), column("advantages"), **fields), positive
 
     def _filtered(self, logits: Tensor, batch: TokenBatch, shard: VocabShard | None) -> tuple[TokenBatch, Tensor | None]:
-        """(the batch with what the filter keeps of these logits, bool [B, S]: targets that it drops), or (the batch, None)."""
+        """(the batch with what the filter keeps of these logits, bool [B, S]: targets that it drops), or (the batch, None). Where a
+        target is dropped the set is the target alone: log-prob 0, no gradient."""
         if not self.rules:
             return batch, None
         if shard is not None:
             raise ValueError(
                 "sampling_params: a filter needs whole rows of logits, but these are cut over tensor-parallel ranks."
             )
-        kept, lacking = refiltered(logits, batch.targets, **self.rules)
-        return replace(batch, kept=kept), lacking
+        targets = batch.targets.reshape(-1)
+        sets = TokenSets.from_logits(logits, order="vllm", **self.rules)
+        lacking = ~sets.contains(targets)
+        alone = TokenSets.from_counts(targets.to(sets.ids.dtype), torch.ones_like(targets))
+        rows = torch.arange(len(targets), device=targets.device)
+        kept = TokenSets.cat([sets, alone]).take(rows + lacking * len(targets))
+        return replace(batch, kept=kept), lacking.view(batch.targets.shape)
 
     def _over_logps(
-        self, logits: Tensor, batch: TokenBatch, normalizer: Tensor, shard: VocabShard | None
+        self, logits: Tensor, batch: TokenBatch, D: Tensor, shard: VocabShard | None
     ) -> tuple[LossOutput, Tensor | None, Tensor | None, Tensor | None]:
         """(the loss without a KL that is apart, that KL's part of it, the weights, what is outside their bounds)."""
-        kl_apart = self.objective.beta != 0 and (self.use_on_policy_kl_approximation or bool(self.rules))
-        mass = batch.kept is not None and kl_apart
+        mass = batch.kept is not None and self.kl_apart
         scored = token_logprobs(
             logits, batch.targets, mask=batch.mask, entropy=self.objective.needs_entropy, shard=shard, kept=batch.kept,
             inplace=self.inplace and not mass, also=("log_kept_mass",) if mass else (),
         )  # fmt: skip
         logps, entropy = scored[:2]
-        old = logps.detach() if batch.old_logps is None else batch.old_logps
-        weights, outside = self._weights(replace(batch, old_logps=old))
-        policy = replace(self.objective, beta=0.0) if kl_apart else self.objective
-        out = objective_loss(logps, replace(batch, weights=weights), policy, entropy=entropy, normalizer=normalizer)
-        if not kl_apart:
-            return out, None, weights, outside
+        weights, outside = self._weights(batch if batch.old_logps is not None else replace(batch, old_logps=logps.detach()))
+        policy = replace(self.objective, beta=0.0) if self.kl_apart else self.objective
+        out = objective_loss(logps, replace(batch, weights=weights), policy, entropy=entropy, normalizer=D)
         whole = logps + scored[2]["log_kept_mass"] if mass else logps
-        part = self._on_policy_kl if self.use_on_policy_kl_approximation else self._kl_alone
-        return out, part(whole, batch, normalizer), weights, outside
+        return out, self._kl(whole, batch, D) if self.kl_apart else None, weights, outside
 
-    def _kl_alone(self, logps: Tensor, batch: TokenBatch, normalizer: Tensor) -> Tensor:
+    def _kl(self, logps: Tensor, batch: TokenBatch, D: Tensor) -> Tensor:
         """The KL's part of the loss, of log-probs over the vocabulary."""
-        alone = Objective(PolicyGradient(), aggregate=self.objective.aggregate, beta=self.objective.beta, kl=self.objective.kl)
-        silent = replace(batch, advantages=torch.zeros_like(batch.advantages), old_logps=None, nll_weights=None, kept=None)
-        return objective_loss(logps, silent, alone, normalizer=normalizer).loss
-
-    def _weights(self, batch: TokenBatch) -> tuple[Tensor | None, Tensor | None]:
-        """The weights of the correction and which tokens are outside its bounds, both [B, S]; None without a correction."""
-        if self.importance is None:
-            return None, None
-        options = {"low": 0.0, "high": 2.0} | self.importance
-        low, high = options["low"], options["high"]
-        if self.drops_sequences:
-            kept = rejection_mask(batch, metric="ratio", over="mean", low=low, high=high)
-            return kept * importance_weights(batch, high=math.inf), kept == 0
-        raw = importance_weights(batch, level=options.get("level", "token"), high=math.inf)
-        return importance_weights(batch, **options), (raw < low) | (raw > high)
-
-    def _on_policy_kl(self, logps: Tensor, batch: TokenBatch, normalizer: Tensor) -> Tensor:
-        """The KL's part of the loss, weighted by the ratio to the sampler. Unlike `Kl`, NeMo-RL bounds the weighted value."""
-        spec, kl_weight = self.objective.kl_spec, self.objective.token_rows(batch, normalizer).kl_weight
-        assert batch.mask is not None and batch.ref_logps is not None and batch.sampler_logps is not None
-        assert kl_weight is not None
-        # Masked positions may hold any value.
-        ref, sampler = (torch.where(batch.mask, x, logps.detach()) for x in (batch.ref_logps, batch.sampler_logps))
+        spec, weight = self.objective.kl_spec, self.objective.token_rows(batch, D).kl_weight
+        if not self.use_on_policy_kl_approximation:
+            alone = Objective(
+                PolicyGradient(), aggregate=self.objective.aggregate, beta=self.objective.beta, kl=self.objective.kl
+            )
+            silent = replace(batch, advantages=torch.zeros_like(batch.advantages), old_logps=None, nll_weights=None, kept=None)
+            return objective_loss(logps, silent, alone, normalizer=D).loss
+        # Weighted by the ratio to the sampler. Unlike `Kl`, NeMo-RL bounds the weighted value. Masked positions may hold any value.
+        mask, *given = batch.mask, batch.ref_logps, batch.sampler_logps
+        ref, sampler = (torch.where(mask, x, logps.detach()) for x in given)  # type: ignore[arg-type]
         d = ref - logps
         bounded = d.clamp(-spec.clamp_log, spec.clamp_log)
         r = (logps - sampler).exp().nan_to_num(0.0, 0.0, 0.0)
         r = torch.where(d == bounded, r, r.detach())
         value, _ = spec.function(logps, sampler, logps + bounded)
-        return ((r * value).clamp(-spec.clamp, spec.clamp) * kl_weight.view_as(logps)).sum()
+        return ((r * value).clamp(-spec.clamp, spec.clamp).reshape(-1) * weight).sum()
+
+    def _weights(self, batch: TokenBatch) -> tuple[Tensor | None, Tensor | None]:
+        """The weights of the correction and which tokens are outside its bounds, both [B, S]; None without a correction."""
+        if self.importance is None or self.bounds is None:
+            return None, None
+        low, high = self.bounds
+        if self.drops_sequences:
+            kept = rejection_mask(batch, metric="ratio", over="mean", low=low, high=high)
+            return kept * importance_weights(batch, high=math.inf), kept == 0
+        raw = importance_weights(batch, level=self.importance.get("level", "token"), high=math.inf)
+        return importance_weights(batch, **{"low": low, "high": high} | self.importance), (raw < low) | (raw > high)
+
+    def _metrics(
+        self, out: LossOutput, batch: TokenBatch, samples: Tensor, counts: tuple[Tensor, Tensor], weights: Tensor | None,
+        outside: Tensor | None,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """NeMo-RL's metrics under its names: sums over the micro-batch by global counts, of tokens and of sequences."""
+        mask: Any = batch.mask
+        sampler: Any = batch.sampler_logps
+        tokens, sequences = (count.clamp(min=1) for count in counts)
+        logps, old = out.logps, out.logps if batch.old_logps is None else batch.old_logps
+        x = self.objective.log_ratio(logps.reshape(-1), out.rows, batch)
+        r = bounded_exp(x.view(mask.shape))
+        clamped = r.clamp(*self.objective.surrogate.ratio_bounds)
+        if isinstance(self.objective.surrogate, PolicyGradient) and not self.force_on_policy_ratio:
+            r = clamped = logps  # REINFORCE has no ratio, and NeMo-RL shows the log-probs
+
+        def mean(values: Tensor) -> Tensor:
+            return torch.where(mask, values, 0.0).sum() / tokens
+
+        value, middle = self.objective.kl_spec.function, torch.logaddexp(old, sampler) - math.log(2.0)
+        metrics = {
+            "token_mult_prob_error": mean(bounded_exp((sampler - old).abs())), "gen_kl_error": mean(value(sampler, sampler, old)[0]),
+            "policy_kl_error": mean(value(old, old, sampler)[0]), "approx_entropy": mean(-bounded_exp(logps - sampler) * logps),
+            "js_divergence_error": mean((k3(middle, middle, old)[0] + k3(middle, middle, sampler)[0]) / 2),
+            "num_valid_samples": samples.sum(), "kl_penalty": r.new_zeros(()),
+        }  # fmt: skip
+        for name, ratio in (("probs_ratio", r), ("probs_ratio_clamped", clamped)):
+            low, high = (torch.where(mask, ratio, end) for end in (torch.inf, -torch.inf))
+            metrics |= {name: mean(ratio), f"{name}_min": low.amin() if low.numel() else ratio.new_tensor(torch.inf)}
+            metrics[f"{name}_max"] = high.amax() if high.numel() else ratio.new_tensor(-torch.inf)
+        if out.rows.kl_weight is not None:
+            kl = self.objective.kl_terms(logps.reshape(-1), out.rows, x)[0]
+            metrics["kl_penalty"] = torch.where(mask.reshape(-1), out.rows.kl_weight * kl, 0.0).sum() / self.objective.beta
+        d = torch.where(mask, old - sampler, 0.0)
+        w = (d.sum(1) if self.sequences else d).exp().nan_to_num(0.0, 0.0, 0.0)
+        if weights is not None:
+            w = weights.amax(1) if self.sequences else weights
+        of_samples = (torch.where(mask.any(1), w, 1.0) * samples).sum() / sequences if self.sequences else mean(w)
+        metrics["sampling_importance_ratio"] = of_samples
+        if outside is not None and self.bounded:
+            dropped = ((outside & mask).any(1) * samples).sum() / sequences
+            metrics["is_oob_ratio"] = dropped if self.drops_sequences else mean(outside.float())
+        return metrics
+
+
+# ---- distillation
+
+
+class DistillationLoss:
+    """A NeMo-RL loss function: (logits, data, global_valid_seqs, global_valid_toks) -> (loss, metrics).
+
+        loss_fn = DistillationLoss.like(DistillationLossFn(config))      # in the place of DistillationLossFn(config)
+
+    NeMo-RL hands it the logits in place of log-probs at the teacher's ids, and the teacher's `topk_logits_k` largest logits and
+    their ids in `data`. Both KLs are renormalised over these ids, as with zero_outside_topk=False, from the logits at the ids
+    alone: nothing of the size of the vocabulary is read. With zero_outside_topk=True the policy's probabilities are those of the
+    whole vocabulary, and the teacher's log-prob outside of its ids is -100: log-probs and entropy come from one visit of each row.
+    The value of that option's reverse KL has about 100 times the mass outside in it, and that mass is the gradient: it is
+    NeMo-RL's, for parity. `Exact("reverse")`, whose tail is one outcome, has no such number. The sum of NeMo-RL's option `forward`
+    has no minimum at the teacher's row either way: its value may be negative. An id counts as often as the teacher lists it.
+
+    kl_type            "forward", KL(teacher, policy); "reverse"; "mixed": mixed_kl_weight of the forward, and the rest of the
+                       reverse.
+    mixed_kl_weight    in [0, 1].
+    zero_outside_topk  False: both sides are renormalised over the teacher's ids. True: see above.
+    megatron           True: logits are Megatron's, [B, S, V / ranks], cut over its tensor-parallel group.
+
+    `data` has token_mask [B, S], sample_mask [B], input_ids, teacher_topk_logits and teacher_topk_indices [B, S, k], k at least
+    1; the last row of each sequence predicts nothing. Not covered: context parallelism, the loss across tokenizers. Raises
+    ValueError naming the argument that is wrong."""
+
+    def __init__(
+        self, kl_type: str = "mixed", mixed_kl_weight: float = 0.5, zero_outside_topk: bool = False, *, megatron: bool = False
+    ) -> None:
+        from nemo_rl.algorithms.loss import interfaces
+
+        require_one_of("kl_type", kl_type, ("forward", "reverse", "mixed"))
+        require_number("mixed_kl_weight", mixed_kl_weight, "the forward KL's share is a number in [0, 1].", 0.0, 1.0)
+        self.forward = {"forward": 1.0, "reverse": 0.0}.get(kl_type, float(mixed_kl_weight))  # the share of that KL
+        self.zero_outside_topk, self.megatron = zero_outside_topk, megatron
+        self.loss_type, self.input_type = interfaces.LossType.TOKEN_LEVEL, interfaces.LossInputType.LOGIT
+
+    @classmethod
+    def like(cls, theirs: Any, *, megatron: bool = False) -> DistillationLoss:
+        """This loss with the settings of `theirs`, a `DistillationLossFn`."""
+        return cls(theirs.kl_type, theirs.mixed_kl_weight, theirs.zero_outside_topk, megatron=megatron)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        data: Any,
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        *,
+        vocab_parallel_group: Any = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """vocab_parallel_group: what a prepare_fn of yours hands on, in the place of megatron=True."""
+        ids = data["teacher_topk_indices"].to(logits.device)
+        if ids.shape[-1] <= 0:
+            raise ValueError("teacher_topk_indices has no id: topk must be positive.")
+        masked = "token_mask" in data and "sample_mask" in data
+        mask = torch.ones(ids.shape[:2], dtype=torch.bool, device=logits.device)
+        if masked:
+            mask = data["token_mask"].roll(-1, 1) * data["sample_mask"][:, None] != 0
+        mask[:, -1] = False
+        teacher = torch.log_softmax(data["teacher_topk_logits"].to(logits.device, torch.float32), -1)
+        shard = shard_of(logits, vocab_parallel_group, self.megatron)
+        if shard is None and not self.zero_outside_topk:
+            at = torch.where(mask[..., None], logits.gather(-1, ids).to(torch.float32), 0.0)  # masked rows may hold anything
+            at, entropy = torch.log_softmax(at, -1), None
+        else:
+            at, entropy = self._scored(logits, ids, mask, shard)
+        value = at.new_zeros(mask.shape)
+        if self.forward > 0:
+            value = value + self.forward * divergence_over(FORWARD, at, teacher)
+        if self.forward < 1:
+            value = value + (1.0 - self.forward) * self._reverse(at, teacher, entropy)
+        total = (global_valid_toks.to(torch.float32) + 1e-8) if masked else mask.sum()
+        loss = torch.where(mask, value, 0.0).sum() / total
+        return loss, {"loss": float(loss.detach()), "num_valid_samples": data["input_ids"].shape[0]}
+
+    def _scored(self, logits: Tensor, ids: Tensor, mask: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor | None]:
+        """(log-probs at ids [B, S, k], entropies [B, S] or None), in one visit of each row that counts."""
+        at, entropy, _ = at_ids(logits, ids, mask=mask, entropy=self.zero_outside_topk, shard=shard)
+        at = torch.where(mask[..., None], at, OUTSIDE)  # a row that is not read has 0
+        return (at if self.zero_outside_topk else torch.log_softmax(at, -1)), entropy
+
+    def _reverse(self, at: Tensor, teacher: Tensor, entropy: Tensor | None) -> Tensor:
+        if entropy is None:
+            return divergence_over(REVERSE, at, teacher)
+        p = at.exp()  # the sum of p log p over the vocabulary, less that of p log q, whose log q outside is one number
+        return -entropy - (p * teacher).sum(-1) - OUTSIDE * (1.0 - p.sum(-1))

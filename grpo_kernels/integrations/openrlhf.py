@@ -17,7 +17,6 @@ replaced by an empty module). Its actor, trainer, ring attention and anything on
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,19 +24,20 @@ from typing import Any
 
 import torch
 
-from ..batch import TokenBatch
-from ..formulas.surrogates import Clip
-from ..logprobs import token_logprobs
+from .. import Clip, LogitTransform, Objective, TokenBatch, token_logprobs
+from ..checks import require, require_one_of
 from ..losses import objective_loss
-from ..objective import Objective
 from ..rewards.corrections import importance_weights, rejection_mask
-from ..transform import LogitTransform
-from ._shared import at_least_one, entropy_from_logits, plain, scored_batch
-from ._slots import Slots, untested
+from ._swap import Adapter, Slots
+from ._tensors import at_least_one, entropy_from_logits, left_out, masked_mean, plain, scored_batch
 
 Tensor = torch.Tensor
 
-TESTED = ("0.10.4", "0.11.0", "0.11.1", "0.11.2")
+HOME = "openrlhf.models.utils"
+ADAPTER = Adapter(
+    "OpenRLHF", "openrlhf", ("0.10.4", "0.11.0", "0.11.1", "0.11.2"),
+    {"log_probs_from_logits": f"{HOME}.log_probs_from_logits", "compute_entropy": f"{HOME}.compute_entropy"},
+)  # fmt: skip
 #: The arguments of OpenRLHF's `PolicyLoss`: those of both versions, of 0.11.0 alone, of 0.11.2.
 FIELDS = ("clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type")
 BEFORE = ("enable_vllm_is_correction", "vllm_is_truncated_threshold", "vllm_is_correction_type")
@@ -83,60 +83,48 @@ class PolicyLoss(torch.nn.Module):
         is_correction_threshold: Sequence[float] = (0.5, 5.0),
     ) -> None:
         super().__init__()
-        if policy_loss_type not in ("ppo", "gspo"):
-            raise ValueError(f"policy_loss_type={policy_loss_type!r}: it must be ppo or gspo.")
-        if vllm_is_correction_type not in TYPES:
-            raise ValueError(f"vllm_is_correction_type={vllm_is_correction_type!r}: it must be tis, icepop or seq-mask-tis.")
-        if dual_clip is not None and dual_clip < 1 + clip_eps_high:
-            raise ValueError(f"dual_clip={dual_clip}: below 1 + clip_eps_high, {1 + clip_eps_high}, it is OpenRLHF's own.")
-        self.reports_filter = is_correction_level is not None
-        if is_correction_level is None:
+        require_one_of("policy_loss_type", policy_loss_type, ("ppo", "gspo"))
+        require_one_of("vllm_is_correction_type", vllm_is_correction_type, TYPES)
+        remedy = f"below 1 + clip_eps_high, {1 + clip_eps_high}, it is OpenRLHF's own."
+        require(dual_clip is None or dual_clip >= 1 + clip_eps_high, "dual_clip", dual_clip, remedy)
+        self.reports_filter, level = is_correction_level is not None, is_correction_level
+        if level is None:
             level, is_correction_mode = TYPES[vllm_is_correction_type] if enable_vllm_is_correction else ("off", "mask")
             is_correction_gating, is_correction_threshold = "ratio", vllm_is_truncated_threshold or (0.0, math.inf)
         elif enable_vllm_is_correction:
             raise ValueError("enable_vllm_is_correction=True beside is_correction_level: they are one option of two versions.")
-        else:
-            level = is_correction_level
         self.is_correction_level, self.is_correction_mode = level, is_correction_mode
         self.is_correction_gating, self.is_correction_threshold = is_correction_gating, is_correction_threshold
         self._check_correction()
         self.token_level_loss = token_level_loss and policy_loss_type != "gspo"
         self.policy_loss_type = policy_loss_type
         self.objective = Objective.preset(
-            "gspo" if policy_loss_type == "gspo" else "grpo",
-            numerics="openrlhf",
+            "gspo" if policy_loss_type == "gspo" else "grpo", numerics="openrlhf", count_empty=False,
             surrogate=Clip(clip_eps_low, clip_eps_high, math.inf if dual_clip is None else dual_clip),
             aggregate="token-mean" if self.token_level_loss else "seq-mean-token-mean",
-            count_empty=False,
-        )
+        )  # fmt: skip
 
     def _check_correction(self) -> None:
-        level, mode, gating = self.is_correction_level, self.is_correction_mode, self.is_correction_gating
         known = {"level": ("off", "token", "seq"), "mode": ("mask", "clip"), "gating": ("ratio", "binary_kl", "tv")}
-        for (name, values), value in zip(known.items(), (level, mode, gating), strict=True):
-            if value not in values:
-                raise ValueError(f"is_correction_{name}={value!r}: it must be one of {', '.join(values)}.")
-        if mode == "clip" and (level == "seq" or gating != "ratio"):
-            raise ValueError(
-                f'is_correction_mode="clip" with is_correction_level={level!r} and is_correction_gating={gating!r}: only the '
-                'ratio of a token can be clamped: take mode="mask".'
-            )
-        if gating != "ratio" and level != "off" and self.is_correction_threshold[0] > 0:
-            raise ValueError(
-                f"is_correction_threshold={tuple(self.is_correction_threshold)}: is_correction_gating={gating!r} has an upper "
-                "bound only: pass (0, high)."
-            )
+        for name, values in known.items():
+            require_one_of(f"is_correction_{name}", getattr(self, f"is_correction_{name}"), values)
+        level, gating, bounds = self.is_correction_level, self.is_correction_gating, tuple(self.is_correction_threshold)
+        remedy = f'with is_correction_level={level!r} and is_correction_gating={gating!r} only the ratio of a token can be clamped: take "mask".'
+        able = level != "seq" and gating == "ratio"
+        require(able or self.is_correction_mode == "mask", "is_correction_mode", self.is_correction_mode, remedy)
+        remedy = f"is_correction_gating={gating!r} has an upper bound only: pass (0, high)."
+        require(gating == "ratio" or level == "off" or bounds[0] <= 0, "is_correction_threshold", bounds, remedy)
 
     @classmethod
     def like(cls, theirs: Any) -> PolicyLoss:
         """This loss with the constants of `theirs`, an `openrlhf.models.loss.PolicyLoss`, returning what its version returns.
         Raises ValueError if its arguments are neither those of 0.11.0 nor those of 0.11.2."""
         for fields in (FIELDS + BEFORE, FIELDS + SINCE):
-            if all(hasattr(theirs, name) for name in fields):
+            missing = [name for name in fields if not hasattr(theirs, name)]
+            if not missing:
                 return cls(**{name: getattr(theirs, name) for name in fields})
-        missing = [name for name in FIELDS + SINCE if not hasattr(theirs, name)]
         raise ValueError(
-            f"{type(theirs).__name__} has no {', '.join(missing)}: the constants of OpenRLHF {', '.join(TESTED)} are known "
+            f"{type(theirs).__name__} has no {', '.join(missing)}: the constants of OpenRLHF {', '.join(ADAPTER.tested)} are known "
             "here: install one of them, or keep OpenRLHF's own loss."
         )
 
@@ -158,75 +146,60 @@ class PolicyLoss(torch.nn.Module):
         batch_num_tokens, global_batch_size   the denominators of a mean over tokens, over sequences, of all ranks together;
                                               None: this batch's own. dp_size   the number of those ranks."""
         mask = torch.ones_like(log_probs, dtype=torch.bool) if action_mask is None else action_mask != 0
-        corrected = self.is_correction_level != "off"
-        gspo = self.policy_loss_type == "gspo"
-        if corrected and rollout_log_probs is None:
-            raise ValueError("rollout_log_probs is None, but the importance-sampling correction is on: pass them.")
-        old = rollout_log_probs if corrected and gspo else old_log_probs
-        batch = scored_batch(mask, advantages, old_logps=old, sampler_logps=rollout_log_probs)
-
-        def mean(x: Tensor) -> Tensor:
-            return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
-
-        vllm_kl = filtered = None
+        corrected, gspo = self.is_correction_level != "off", self.policy_loss_type == "gspo"
+        sampler: Any = rollout_log_probs
+        old, vllm_kl, filtered = old_log_probs, None, None
+        if corrected:
+            if sampler is None:
+                raise ValueError("rollout_log_probs is None, but the importance-sampling correction is on: pass them.")
+            old = sampler if gspo else old
+        batch = scored_batch(mask, advantages, old_logps=old, sampler_logps=sampler)
         if corrected and not gspo:
-            assert rollout_log_probs is not None
-            weights, outside = self._weights(batch)
-            batch = replace(batch, weights=weights)
-            vllm_kl = mean(rollout_log_probs - old_log_probs)
-            filtered = outside.float().mean() if self.is_correction_level == "seq" else mean(outside.float())
+            weights, outside = self._weights(batch, mask, sampler, old)
+            batch, vllm_kl = replace(batch, weights=weights), masked_mean(sampler - old, mask)
+            filtered = outside.float().mean() if self.is_correction_level == "seq" else masked_mean(outside.float(), mask)
         total = batch_num_tokens if self.token_level_loss else global_batch_size
         D = None if total is None else at_least_one(total) / dp_size
         out = objective_loss(log_probs, batch, self.objective, normalizer=D)
-        clipped = out.metrics["clip_low"] + out.metrics["clip_high"]
-        results = (out.loss, clipped, mean(old_log_probs - log_probs.detach()), vllm_kl)
+        ppo_kl = masked_mean(old_log_probs - log_probs.detach(), mask)
+        results = (out.loss, left_out(out, self.objective), ppo_kl, vllm_kl)
         return (*results, filtered) if self.reports_filter else results
 
-    def _weights(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    def _weights(self, batch: TokenBatch, mask: Tensor, sampler: Any, old: Tensor) -> tuple[Tensor, Tensor]:
         """Importance weights [B, T], and which tokens [B, T] or sequences [B] are outside the threshold."""
-        low, high = self.is_correction_threshold
-        mask, sequences = batch.mask, self.is_correction_level == "seq"
-        raw = importance_weights(batch, high=math.inf)
-        assert mask is not None and batch.old_logps is not None and batch.sampler_logps is not None
+        (low, high), sequences = self.is_correction_threshold, self.is_correction_level == "seq"
         if self.is_correction_gating == "ratio":
             outside = rejection_mask(batch, metric="ratio", over="mean" if sequences else "token", low=low, high=high) == 0
         else:
-            measured = torch.where(mask, self._divergence(batch.sampler_logps, batch.old_logps), 0.0)
+            p, q = (x.exp().clamp(1e-6, 1 - 1e-6) for x in (sampler, old))
+            kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+            measured = torch.where(mask, (p - q).abs() if self.is_correction_gating == "tv" else kl, 0.0)
             if sequences:
                 measured = (measured.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand_as(measured)
             outside = measured > high
+        raw = importance_weights(batch, high=math.inf)
         weights = raw.clamp(low, high) if self.is_correction_mode == "clip" else torch.where(outside, 0.0, raw)
         # A sequence without tokens has no mean and counts as outside the threshold.
         return weights, (outside | ~mask).all(1) if sequences else outside
 
-    def _divergence(self, sampler: Tensor, old: Tensor) -> Tensor:
-        p, q = (x.exp().clamp(1e-6, 1 - 1e-6) for x in (sampler, old))
-        if self.is_correction_gating == "tv":
-            return (p - q).abs()
-        return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-
 
 def bind(*, entropy_temperature: float = 1.0, strict: bool = False, any_version: bool = False) -> Slots:
     """Replace `log_probs_from_logits` and `compute_entropy` of openrlhf.models.utils by our functions, also in the actor that
-    imported them. The returned `Slots` restores them, by `undo()` or as a context manager.
+    imported them; the result restores them, see `Slots`, which has the errors too.
 
     strict   True: a call that OpenRLHF's own function has to handle raises RuntimeError.
-    any_version   True: under a version that was not tested, skip the comparison with OpenRLHF's own functions, see `_slots.Trial`.
-    Raises RuntimeError if a function is replaced already, and in the first step if that comparison fails."""
-    version = untested("openrlhf", TESTED, any_version)
-    slots = Slots("openrlhf", strict, version=version)
-    slots.bind("openrlhf.models.utils", "log_probs_from_logits", log_probs_from_logits)
-    entropy = functools.wraps(compute_entropy)(functools.partial(compute_entropy, temperature=entropy_temperature))
-    slots.bind("openrlhf.models.utils", "compute_entropy", entropy, comparable=entropy_temperature == 1.0)
+    any_version   True: no comparison under a version that was not tested."""
+    slots = ADAPTER.bind(log_probs_from_logits, strict=strict, any_version=any_version)
+    slots.bind(compute_entropy, comparable=entropy_temperature == 1.0, temperature=entropy_temperature)
     return slots
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probs of labels at temperature, fp32 in their shape; logits [..., V] keep their values."""
     plain(logits)
-    return token_logprobs(logits, labels, transform=LogitTransform(temperature=temperature))[0]
+    return token_logprobs(logits, labels, transform=LogitTransform(temperature))[0]
 
 
 def compute_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy in nats, fp32, of logits [..., V]."""
-    return entropy_from_logits(logits, transform=LogitTransform(temperature=temperature))
+    return entropy_from_logits(logits, transform=LogitTransform(temperature))

@@ -26,46 +26,40 @@ run stand-ins with its signatures.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
+from .. import LogitTransform, Objective, Options, TokenSets, linear_logprobs
 from ..batch import shift_sets
 from ..formulas.ops import bounded_exp
-from ..logprobs import linear_logprobs
 from ..losses import objective_loss
-from ..objective import Objective
-from ..options import Options
 from ..presets import NUMERICS
-from ..token_sets import TokenSets
-from ..transform import LogitTransform
-from ._shared import plain, scored_batch
-from ._slots import NotCovered, Slots, untested
+from ._swap import Adapter, NotCovered, Slots
+from ._tensors import left_out, masked_mean, plain, scored_batch
 
 Tensor = torch.Tensor
 
-TESTED = ("0.8.0",)
+ADAPTER = Adapter(
+    "prime-rl", "prime-rl", ("0.8.0",),
+    {"chunked_logprobs": "prime_rl.trainer.models.layers.lm_head._SequenceChunkedLogProbEntropyFn"},
+    {'`[trainer.loss] type = "custom"`, `import_path = "grpo_kernels.plugins.prime_rl.loss"`':
+     'any objective (`kwargs = { objective = "ipo" }`), and its chunked head'},
+)  # fmt: skip
 
 
 def bind(
     *, entropy_over: str = "vocabulary", missing: str = "full", strict: bool = False, any_version: bool = False
 ) -> Slots:  # fmt: skip
-    """Replace `_SequenceChunkedLogProbEntropyFn` by our function. The returned `Slots` restores it, by `undo()` or as a context
-    manager.
+    """Replace `_SequenceChunkedLogProbEntropyFn` by our function; the result restores it, see `Slots`, which has the errors too.
 
     entropy_over, missing   for replayed rows, as in `Options`: the set that the entropy is taken over, and how a label outside its
                             set is treated. The defaults are prime-rl's.
     strict   True: a call that prime-rl's own function has to handle raises RuntimeError.
-    any_version   True: under a version that was not tested, skip the comparison with prime-rl's own function, see `_slots.Trial`.
-    Raises RuntimeError if a function is replaced already, and in the first step if that comparison fails."""
-    version = untested("prime-rl", TESTED, any_version)
-    slots = Slots("prime_rl", strict, version=version)
-    comparable = (missing, entropy_over) == ("full", "vocabulary")
-    home = "prime_rl.trainer.models.layers.lm_head"
+    any_version   True: no comparison under a version that was not tested."""
+    slots, own = Slots(ADAPTER, strict, any_version), (missing, entropy_over) == ("full", "vocabulary")
     options = Options(missing=missing, entropy_over=entropy_over)
-    apply = functools.wraps(chunked_logprobs)(functools.partial(chunked_logprobs, options=options))
-    slots.bind(home, "_SequenceChunkedLogProbEntropyFn", apply, attribute="apply", comparable=comparable)
+    slots.bind(chunked_logprobs, attribute="apply", comparable=own, options=options)
     return slots
 
 
@@ -88,10 +82,9 @@ def chunked_logprobs(
     plain(hidden, weight)
     if return_mask_logprobs:
         raise NotCovered("score centring")
-    transform = LogitTransform(temperature=1.0 / inv_temperature.float())
-    kept = None if sampling_mask is None else TokenSets.from_padded(sampling_mask)
     logps, entropy = linear_logprobs(
-        hidden, weight, labels, transform=transform, entropy="detached", kept=kept,
+        hidden, weight, labels, transform=LogitTransform(1.0 / inv_temperature.float()), entropy="detached",
+        kept=None if sampling_mask is None else TokenSets.from_padded(sampling_mask),
         options=options or Options(missing="full", entropy_over="vocabulary"),
     )  # fmt: skip
     return (logps, entropy) if return_mask_logprobs is None else (logps, entropy, None)
@@ -108,12 +101,12 @@ def kept_sets(record: Any, ids: Tensor, *, cu_seqlens: Tensor | None = None) -> 
     A row without ids stands for the whole vocabulary, as in prime-rl. Raises ValueError if there is not one count for each
     token, or if the number of ids is not the sum of the counts."""
 
-    def numbers(data: bytes, dtype: torch.dtype) -> Tensor:
+    def numbers(data: bytes, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
     logprobs = getattr(record, "logprobs", None)
     values = None if logprobs is None else numbers(logprobs, torch.float32)
-    sets = TokenSets.from_counts(numbers(record.ids, torch.int32), numbers(record.counts, torch.int32), values)
+    sets = TokenSets.from_counts(numbers(record.ids), numbers(record.counts), values)
     return shift_sets(sets.to(ids.device), ids, cu_seqlens=cu_seqlens)
 
 
@@ -130,18 +123,15 @@ def loss(inputs: Any, objective: str = "dppo_tv", changes: dict[str, Any] | None
 
     theirs = "prime-rl" if objective in NUMERICS["prime-rl"] else None
     spec = Objective.preset(objective, numerics=theirs, **{**(changes or {}), "aggregate": "token-sum"})
-    sampler = inputs.inference_logprobs
-    reference = sampler if theirs and objective != "sampled_distillation" else inputs.ref_logprobs
 
-    def row(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[None]
+    def row(name: str) -> Any:
+        x = getattr(inputs, name)
+        return x if x is None else x[None]
 
-    mask = inputs.loss_mask[None]
-    batch = scored_batch(
-        mask, inputs.advantages[None].float(), old_logps=row(sampler), sampler_logps=row(sampler), ref_logps=row(reference)
-    )
-    out = objective_loss(inputs.trainer_logprobs[None], batch, spec, token_weights=row(inputs.loss_weights))
-    x = torch.where(mask, out.logps - sampler[None], 0.0)
-    left_out = 1 - out.metrics["kept"] if spec.filters else out.metrics["clip_low"] + out.metrics["clip_high"]
-    metrics = {"mismatch_kl": (bounded_exp(x) - x - 1).sum() / mask.sum().clamp(min=1), "is_masked": left_out}
+    sampler, mask = row("inference_logprobs"), row("loss_mask")
+    reference = sampler if theirs and objective != "sampled_distillation" else row("ref_logprobs")
+    batch = scored_batch(mask, row("advantages").float(), old_logps=sampler, sampler_logps=sampler, ref_logps=reference)
+    out = objective_loss(row("trainer_logprobs"), batch, spec, token_weights=row("loss_weights"))
+    x = torch.where(mask, out.logps - sampler, 0.0)
+    metrics = {"mismatch_kl": masked_mean(bounded_exp(x) - x - 1, mask), "is_masked": left_out(out, spec)}
     return LossOutputs(loss=out.loss, metrics=metrics)

@@ -29,27 +29,43 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
 import torch
 
+from .. import A2po, Cispo, Clip, ClipCov, Dro, KlCov, LogitTransform, Objective, TokenSets, linear_logprobs, token_logprobs
+from ..checks import require
 from ..distributed import VocabShard
-from ..formulas.surrogates import A2po, Cispo, Clip, ClipCov, Dro, KlCov
-from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import objective_loss
-from ..objective import Objective
 from ..presets import NUMERICS, PRESETS
-from ..token_sets import TokenSets
-from ..transform import LogitTransform
-from ._records import on_rows
-from ._shared import default_group, entropy_from_logits, even_shard, logprobs_from_logits, plain, scored_batch
-from ._slots import NotCovered, Slots, Trial, untested
+from ._swap import Adapter, NotCovered, Slots, Trial
+from ._tensors import (
+    entropy_from_logits,
+    entropy_kind,
+    even_shard,
+    left_out,
+    logprobs_from_logits,
+    numbers,
+    on_rows,
+    plain,
+    scored_batch,
+    world,
+)
 
 Tensor = torch.Tensor
 
-TESTED = ("0.2.0", "0.3.0")
+HOME = "skyrl.backends.skyrl_train"
+SUPPORT = f"{HOME}.utils.sample_support_replay"
+ADAPTER = Adapter(
+    "SkyRL", "skyrl", ("0.2.0", "0.3.0"),
+    {"logprobs_from_logits": f"{HOME}.utils.torch_utils.logprobs_from_logits",
+     "chunked_entropy_from_logits": f"{HOME}.utils.torch_utils.chunked_entropy_from_logits",
+     "fused_lm_head_logprobs": f"{HOME}.distributed.megatron.model_utils._fused_lm_head_logprob_apply",
+     "sample_support_logprobs": f"{SUPPORT}.sample_support_logprobs", "sample_support_scores": f"{SUPPORT}.sample_support_scores"},
+)  # fmt: skip
 WITNESS = "ppo_policy_loss"
 NOT_LINEAR = (ClipCov, KlCov, Dro, A2po)
 
@@ -58,7 +74,7 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
     """Add our presets to SkyRL's registry, and return their names there: `prefix` and the preset's name. Under a version that
     was not tested, unless any_version is True, the first call compares SkyRL's own clipped loss with ours of the same
     constants, and raises RuntimeError if they differ."""
-    trial = Trial(untested("skyrl", TESTED, any_version))
+    trial = Trial(ADAPTER.untested(any_version))
     from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss
 
     names = [n for n, o in PRESETS.items() if not isinstance(o.surrogate, NOT_LINEAR) and o.beta == 0]
@@ -70,33 +86,20 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
 def _with_witness(ours: Callable[..., Any], trial: Trial) -> Callable[..., Any]:
     """Wraps `ours`. Before its first call under an untested version SkyRL's "regular" loss is compared with our clip of the same
     constants, because arguments, corrections and reduction are the same for every loss."""
-    if trial.version is None:
-        return ours
-
-    def theirs(*args: Any) -> Any:
-        from skyrl.backends.skyrl_train.utils.ppo_utils import ppo_policy_loss
-
-        return ppo_policy_loss(*args)
 
     @functools.wraps(ours)
-    def loss(
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        config: Any,
-        loss_mask: Tensor | None = None,
-        rollout_logprobs: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, float]]:
+    def loss(*args: Any, **kwargs: Any) -> Any:
         if trial.pending(WITNESS):
-            regular = copy.copy(config)
-            regular.policy_loss_type = "regular"
-            clip = Clip(config.eps_clip_low, config.eps_clip_high)
-            own = policy_loss(Objective.preset("grpo", surrogate=clip, beta=0.0, aggregate="token-sum"))
-            given = (log_probs, old_log_probs, advantages, regular, loss_mask, rollout_logprobs)
-            trial.compare(WITNESS, own, theirs, given, {}, itemgetter(0))
-        return ours(log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs)
+            from skyrl.backends.skyrl_train.utils.ppo_utils import ppo_policy_loss
 
-    return loss
+            given = inspect.signature(ours).bind(*args, **kwargs).arguments
+            given["config"] = config = copy.copy(given["config"])
+            config.policy_loss_type, clip = "regular", Clip(config.eps_clip_low, config.eps_clip_high)
+            own = policy_loss(Objective.preset("grpo", surrogate=clip, beta=0.0, aggregate="token-sum"))
+            trial.compare(WITNESS, own, ppo_policy_loss, ([*given.values()], {}), itemgetter(0))
+        return ours(*args, **kwargs)
+
+    return ours if trial.version is None else loss
 
 
 def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[str, float]]]:
@@ -107,21 +110,14 @@ def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[
                 If rollout_logprobs are given, they are the anchor of the objectives for which SkyRL uses them so (dppo,
                 rollout_is).
     """
-    name = objective if isinstance(objective, str) else None
-    if isinstance(objective, str):
-        numerics = "skyrl" if objective in NUMERICS["skyrl"] else None
-        spec = Objective.preset(objective, numerics=numerics, aggregate="token-sum", beta=0.0)
-    else:
-        spec = objective
-    if isinstance(spec.surrogate, NOT_LINEAR):
-        raise ValueError(
-            f"objective={objective!r}: it is not linear in the advantage, which SkyRL has divided by its reduction."
-        )
-    if spec.beta != 0 or spec.needs_entropy or spec.aggregate != "token-sum":
-        raise ValueError(
-            f"objective has beta={spec.beta}, entropy_coef={spec.entropy_coef} and aggregate={spec.aggregate!r}: SkyRL adds "
-            'KL and entropy itself, and divides: pass beta=0.0, entropy_coef=0.0 and aggregate="token-sum".'
-        )
+    spec, name = objective, "objective"
+    if isinstance(spec, str):
+        name = spec
+        spec = Objective.preset(name, numerics="skyrl" if name in NUMERICS["skyrl"] else None, aggregate="token-sum", beta=0.0)
+    remedy = "it is not linear in the advantage, which SkyRL has divided by its reduction."
+    require(not isinstance(spec.surrogate, NOT_LINEAR), "objective", objective, remedy)
+    remedy = 'SkyRL adds KL and entropy itself, and divides: pass beta=0.0, entropy_coef=0.0 and aggregate="token-sum".'
+    require(spec.beta == 0 and not spec.needs_entropy and spec.aggregate == "token-sum", "objective", objective, remedy)
 
     def loss(
         log_probs: Tensor,
@@ -133,42 +129,36 @@ def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[
     ) -> tuple[Tensor, dict[str, float]]:
         from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import apply_off_policy_correction
 
-        mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
-        weights, mask, metrics = apply_off_policy_correction(
-            torch.ones_like(log_probs), old_log_probs, rollout_logprobs, mask, config.off_policy_correction
-        )
+        ones, correction = torch.ones_like(log_probs), config.off_policy_correction
+        given = ones if loss_mask is None else loss_mask
+        weights, mask, metrics = apply_off_policy_correction(ones, old_log_probs, rollout_logprobs, given, correction)
         anchored = name in ("dppo_tv", "dppo_kl", "rollout_is") and rollout_logprobs is not None
         cispo = isinstance(spec.surrogate, Cispo) and not spec.filters
         if cispo and getattr(getattr(config, "cispo", None), "cispo_anchor", "old") == "rollout":
-            tis = getattr(config.off_policy_correction, "tis_ratio_type", None)
-            if rollout_logprobs is None:
-                raise ValueError('rollout_logprobs is None, but cispo_anchor="rollout" takes the ratio to them: pass them.')
-            if tis is not None:
-                raise ValueError(
-                    f'tis_ratio_type={tis!r}: cispo_anchor="rollout" is the correction already, and this would double-count it: '
-                    "set off_policy_correction.tis_ratio_type=None."
-                )
+            remedy = 'cispo_anchor="rollout" takes the ratio to them: pass them.'
+            require(rollout_logprobs is not None, "rollout_logprobs", None, remedy)
+            tis, remedy = getattr(correction, "tis_ratio_type", None), (
+                'cispo_anchor="rollout" is the correction already, and this would double-count it: set '
+                "off_policy_correction.tis_ratio_type=None."
+            )  # fmt: skip
+            require(tis is None, "tis_ratio_type", tis, remedy)
             anchored = True
-        old = rollout_logprobs if anchored else old_log_probs
+        old: Any = rollout_logprobs if anchored else old_log_probs
         batch = scored_batch(mask, advantages, old_logps=old, weights=weights.detach().float())
         out = objective_loss(log_probs, batch, spec)
         if cispo:  # over the tokens before the correction, with any advantage
-            assert old is not None
-            named = _ratios(log_probs.detach() - old, loss_mask, *spec.surrogate.ratio_bounds)
+            named = _ratios((log_probs.detach() - old)[given != 0], *spec.surrogate.ratio_bounds)
         else:
-            clipped = 1 - out.metrics["kept"] if spec.filters else out.metrics["clip_low"] + out.metrics["clip_high"]
-            named = {"clip_ratio": clipped}
-        return out.loss, {**dict(zip(named, torch.stack([*named.values()]).tolist(), strict=True)), **metrics}
+            named = {"clip_ratio": left_out(out, spec)}
+        return out.loss, numbers(named) | metrics
 
-    loss.__name__ = f"fused_{name or 'objective'}"
+    loss.__name__ = f"fused_{name}"
     return loss
 
 
-def _ratios(log_ratio: Tensor, mask: Tensor | None, low: float, high: float) -> dict[str, Tensor]:
+def _ratios(log_ratio: Tensor, low: float, high: float) -> dict[str, Tensor]:
     """SkyRL's metrics of CISPO; it bounds the exponent at 20. Without tokens the ratio is 1."""
-    counted = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask != 0
-    r = log_ratio.clamp(-20.0, 20.0).exp()[counted]
-    r = r if r.numel() else r.new_ones(1)
+    r = log_ratio.clamp(-20.0, 20.0).exp() if log_ratio.numel() else log_ratio.new_ones(1)
     clamped = r.clamp(low, high)
     return {
         "clip_ratio": (clamped != r).float().mean(), "cispo/ratio_mean": r.mean(), "cispo/ratio_clamped_mean": clamped.mean(),
@@ -177,26 +167,19 @@ def _ratios(log_ratio: Tensor, mask: Tensor | None, low: float, high: float) -> 
 
 
 def bind(*, megatron: bool = False, replay: bool = False, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace SkyRL's functions by ours. The returned `Slots` restores them, by `undo()` or as a context manager. Bind before
+    """Replace SkyRL's functions by ours; the result restores them, see `Slots`, which has the errors too. Bind before
     `HFModelWrapper` is created, because it stores the entropy function of that time.
 
     megatron   True: the fused head of SkyRL's Megatron worker too.
     replay     True: the scores over recorded sets too.
     strict     True: a call that SkyRL's own function has to handle raises RuntimeError.
-    any_version   True: under a version that was not tested, skip the comparison with SkyRL's own functions, see `_slots.Trial`.
-    Raises RuntimeError if a function is replaced already, and in the first step if that comparison fails."""
-    version = untested("skyrl", TESTED, any_version)
-    slots = Slots("skyrl", strict, version=version)
-    home = "skyrl.backends.skyrl_train"
-    slots.bind(f"{home}.utils.torch_utils", "logprobs_from_logits", logprobs_from_logits)
-    slots.bind(f"{home}.utils.torch_utils", "chunked_entropy_from_logits", chunked_entropy_from_logits)
+    any_version   True: no comparison under a version that was not tested."""
+    slots = ADAPTER.bind(logprobs_from_logits, chunked_entropy_from_logits, strict=strict, any_version=any_version)
     if megatron:
-        slots.bind(f"{home}.distributed.megatron.model_utils", "_fused_lm_head_logprob_apply", fused_lm_head_logprobs)
+        slots.bind(fused_lm_head_logprobs)
     if replay:
-        module = f"{home}.utils.sample_support_replay"
-        newer = hasattr(importlib.import_module(module), "sample_support_scores")
-        ours: Callable[..., Any] = sample_support_scores if newer else sample_support_logprobs
-        slots.bind(module, ours.__name__, ours)
+        newer = hasattr(importlib.import_module(SUPPORT), "sample_support_scores")
+        slots.bind(sample_support_scores if newer else sample_support_logprobs)
     return slots
 
 
@@ -227,7 +210,7 @@ def fused_lm_head_logprobs(
     vocab_start_index and vocab_end_index are the bounds of that part. backend and chunk_size choose among SkyRL's own
     implementations and have no effect here. Raises ValueError if the bounds are not those of this rank's part."""
     plain(hidden, weight)
-    shard = _part(weight.shape[0], (vocab_start_index, vocab_end_index), default_group(tp_group))
+    shard = _part(weight.shape[0], (vocab_start_index, vocab_end_index), tp_group or world())
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         return linear_logprobs(hidden, weight, target, shard=shard)[0]
 
@@ -247,42 +230,27 @@ def _part(width: int, bounds: tuple[int, int], group: Any) -> VocabShard | None:
 # ---- over recorded sets
 
 
-def sample_support_logprobs(
-    logits_or_hidden: Tensor,
-    sampled_ids: Tensor,
-    support_ids: Tensor,
-    *,
-    vocab_start_index: int,
-    vocab_end_index: int,
-    tp_group: Any,
-    lm_head_weight: Tensor | None = None,
-    temperature: float = 1.0,
-    chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(log-probs fp32 over the sets, bool: rows with a set), of the shape of sampled_ids; 0 and False where a row has none.
+def sample_support_logprobs(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """(log-probs fp32 over the sets, bool: rows with a set), of the shape of sampled_ids; 0 and False where a row has none. args
+    and kwargs are SkyRL's:
 
     logits_or_hidden   [.., V / ranks], or [.., H] with lm_head_weight [V / ranks, H], of which only the sets' rows are read.
+    sampled_ids        int64 [..].
     support_ids        int32 [.., K], ids of the whole vocabulary, padded with -1. Where a set lacks its sampled id, or lists an id
                        twice, the call is left to SkyRL, whose sum over what is listed is no softmax then.
-    vocab_start_index, vocab_end_index, tp_group   as in `fused_lm_head_logprobs`, but no group is one rank.
+    vocab_start_index, vocab_end_index, tp_group   by name, as in `fused_lm_head_logprobs`, but no group is one rank.
     temperature        divides the logits. chunk_size is not needed."""
-    logps, _, scored = _over_support(
-        logits_or_hidden, sampled_ids, support_ids, vocab_start_index=vocab_start_index, vocab_end_index=vocab_end_index,
-        tp_group=tp_group, lm_head_weight=lm_head_weight, temperature=temperature,
-    )  # fmt: skip
+    logps, _, scored = _over_support(*args, **kwargs)
     return logps, scored
 
 
-def sample_support_scores(
-    *args: Any, compute_entropy: bool = False, entropy_requires_grad: bool = False, **kwargs: Any
-) -> Any:  # fmt: skip
+def sample_support_scores(*args: Any, compute_entropy: bool = False, entropy_requires_grad: bool = False, **kwargs: Any) -> Any:
     """`sample_support_logprobs` of newer versions, with the same args and kwargs, and their type of result.
 
     compute_entropy   True: the entropy over the sets too, fp32, 0 where there is none; with a gradient if entropy_requires_grad."""
     from skyrl.backends.skyrl_train.utils.sample_support_replay import SampleSupportScores
 
-    entropy = (True if entropy_requires_grad else "detached") if compute_entropy else False
-    logps, H, scored = _over_support(*args, **kwargs, entropy=entropy)
+    logps, H, scored = _over_support(*args, **kwargs, entropy=entropy_kind(compute_entropy, entropy_requires_grad))
     return SampleSupportScores(logprobs=logps, entropy=H, valid_mask=scored)
 
 
@@ -301,17 +269,15 @@ def _over_support(
     twice = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)
     if lacking.any() or twice.any():  # on every rank of the group alike
         raise NotCovered("a sampled id outside of its set" if lacking.any() else "a set that lists an id twice")
-    width = source.shape[-1] if lm_head_weight is None else lm_head_weight.shape[0]
-    options: dict[str, Any] = {
-        "mask": scored.reshape(-1), "transform": LogitTransform(temperature), "kept": TokenSets.from_padded(in_order),
-        "shard": _part(width, (vocab_start_index, vocab_end_index), tp_group), "entropy": entropy,
-    }  # fmt: skip
     # SkyRL's rows may have any leading shape, ours one or two dimensions.
-    rows, targets = source.flatten(0, -2), sampled.reshape(-1)
-    if lm_head_weight is None:
-        logps, H = token_logprobs(rows, targets, **options)
-    else:
-        logps, H = linear_logprobs(rows, lm_head_weight, targets, **options)
+    given, score = [source.flatten(0, -2), sampled.reshape(-1)], token_logprobs
+    width = source.shape[-1]
+    if lm_head_weight is not None:
+        given[1:1], width, score = [lm_head_weight], lm_head_weight.shape[0], linear_logprobs  # type: ignore[assignment]
+    logps, H = score(
+        *given, mask=scored.reshape(-1), transform=LogitTransform(temperature), kept=TokenSets.from_padded(in_order),
+        shard=_part(width, (vocab_start_index, vocab_end_index), tp_group), entropy=entropy,
+    )  # fmt: skip
     return logps.view(sampled.shape), None if H is None else H.view(sampled.shape), scored
 
 
@@ -333,15 +299,11 @@ def kept_sets(
         sets = TokenSets.from_padded(support)
     else:
         record, given = TokenSets(*support), mask if response_mask is None else response_mask != 0
-        tokens = given.sum(1).cumsum(0).tolist()
-        if tokens[-1:] != [record.rows]:
-            raise ValueError(f"support has {record.rows} sets, but there are {tokens[-1]} response tokens: pass one for each.")
-        cuts = zip([0, *tokens[:-1]], tokens, strict=True)
-        sets = on_rows("support", [record[a:b] for a, b in cuts], given)
+        if record.rows != given.sum():
+            raise ValueError(f"support has {record.rows} sets, but there are {given.sum()} response tokens: pass one for each.")
+        sets = on_rows(record, given)
     lacking = (sets.counts == 0).view(mask.shape) & mask
-    wrong = (lacking.sum(1) > 1).nonzero()
-    if len(wrong):
-        b = int(wrong[0])
+    for b in (lacking.sum(1) > 1).nonzero()[:1, 0].tolist():
         raise ValueError(
             f"support has no ids for tokens {lacking[b].nonzero()[:, 0].tolist()} of sample {b}, which are trained on: only an "
             "appended end token may lack them."

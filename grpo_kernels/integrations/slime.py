@@ -27,30 +27,28 @@ signatures and compare with a transcription of its loss.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..batch import TokenBatch
-from ..formulas.kl import Kl
+from .. import Cispo, Clip, Kl, Objective, Options, TokenBatch, TokenSets
+from ..checks import require
 from ..formulas.ops import bounded_exp
-from ..formulas.surrogates import Cispo, Clip
-from ..formulas.token_stage import kl_of_rows
-from ..logprobs import token_logprobs
 from ..losses import objective_loss
-from ..objective import Objective
-from ..options import Options
-from ..token_sets import TokenSets
-from ._records import response_sets
-from ._shared import default_group, even_shard, plain, scored_batch
-from ._slots import Slots, untested
+from ._swap import Adapter, Slots
+from ._tensors import entropy_kind, even_shard, in_a_column, plain, response_sets, scored_batch, world
 
 Tensor = torch.Tensor
 
-TESTED = ("0.3.1",)
+ADAPTER = Adapter(
+    "slime", "slime", ("0.3.1",),
+    {"calculate_log_probs_and_entropy": "slime.utils.ppo_utils.calculate_log_probs_and_entropy",
+     "keep_sets": "slime.backends.megatron_utils.loss._build_topp_keep_mask"},
+    {"`--custom-megatron-init-path grpo_kernels.plugins.slime.init`": "log-probs and entropy, over recorded sets where top-p is on",
+     "`--loss-type custom_loss --custom-loss-function-path grpo_kernels.plugins.slime.loss`": "the policy loss of slime's arguments"},
+)  # fmt: skip
 #: Options that `policy_loss` refuses; slime's own loss has them.
 REFUSED = ("use_tis", "get_mismatch_metrics", "use_opsm", "use_score_centering", "custom_pg_loss_reducer_function_path")
 
@@ -68,22 +66,17 @@ class Replay(NamedTuple):
 def bind(
     *, replay: bool = False, entropy_over: str = "vocabulary", strict: bool = False, any_version: bool = False
 ) -> Slots:  # fmt: skip
-    """Replace `slime.utils.ppo_utils.calculate_log_probs_and_entropy` by our function. The returned `Slots` restores it, by
-    `undo()` or as a context manager.
+    """Replace `slime.utils.ppo_utils.calculate_log_probs_and_entropy` by our function; the result restores it, see `Slots`, which
+    has the errors too.
 
     replay   True: also replace `slime.backends.megatron_utils.loss._build_topp_keep_mask`, so that the record is not made a mask.
     entropy_over  for replayed rows with replay=True: "vocabulary", as in slime, or "kept", which reads fewer logits.
     strict   True: a call that slime's own function has to handle raises RuntimeError.
-    any_version   True: under a version that was not tested, skip the comparison with slime's own function, see `_slots.Trial`.
-    Raises RuntimeError if a function is replaced already, and in the first step if that comparison fails."""
-    version = untested("slime", TESTED, any_version)
-    slots = Slots("slime", strict, version=version)
-    ours = functools.wraps(calculate_log_probs_and_entropy)(
-        functools.partial(calculate_log_probs_and_entropy, options=Options(entropy_over=entropy_over))
-    )
-    slots.bind("slime.utils.ppo_utils", "calculate_log_probs_and_entropy", ours)
+    any_version   True: no comparison under a version that was not tested."""
+    slots = Slots(ADAPTER, strict, any_version)
+    slots.bind(calculate_log_probs_and_entropy, options=Options(entropy_over=entropy_over))
     if replay:
-        slots.bind("slime.backends.megatron_utils.loss", "_build_topp_keep_mask", keep_sets, comparable=False)
+        slots.bind(keep_sets, comparable=False)
     return slots
 
 
@@ -109,14 +102,14 @@ def keep_sets(
     Raises ValueError, naming the sample, if a record does not have one set for each token of its response."""
     from slime.backends.megatron_utils.loss import _build_shifted_tokens
 
-    records, numbers, known = [], [], 0
+    records, places, known = [], [], 0
     given = zip(top_p_token_ids, top_p_token_offsets, total_lengths, response_lengths, strict=True)
     for b, (ids, offsets, total, tokens) in enumerate(given):
         records.append(response_sets(f"rollout_top_p_token_ids[{b}]", (ids, offsets), tokens))
-        numbers.append(torch.cat([torch.zeros(total - tokens, dtype=torch.int64), torch.arange(tokens) + known + 1]))
+        places.append(torch.cat([torch.zeros(total - tokens, dtype=torch.int64), torch.arange(tokens) + known + 1]))
         known += tokens
     # slime's own function lays out token numbers in place of tokens: row t gets the number of the token that it predicts, or 0.
-    index = _build_shifted_tokens(T, torch.device("cpu"), numbers, total_lengths, response_lengths, allgather_cp) - 1
+    index = _build_shifted_tokens(T, torch.device("cpu"), places, total_lengths, response_lengths, allgather_cp) - 1
     sets = (TokenSets.cat(records) if records else TokenSets.whole(0)).take(index)
     return Replay(sets.to(device), ((index < 0) | (sets.counts > 0)).to(device))
 
@@ -140,52 +133,38 @@ def calculate_log_probs_and_entropy(
     log_prob_keep_mask   bool [T, V]: the softmax of the log-prob, but not of the entropy, is over these tokens and the target. Or
                          the result of `keep_sets`; then `options` say what the entropy is taken over (None: the vocabulary)."""
     plain(logits)
-    width = logits.shape[-1]
-    shard = even_shard(width, default_group(tp_group))
-    entropy = (True if with_entropy_grad else "detached") if with_entropy else False
-    if isinstance(log_prob_keep_mask, Replay):
-        sets, scored = log_prob_keep_mask
+    entropy, kept = entropy_kind(with_entropy, with_entropy_grad), log_prob_keep_mask
+    if isinstance(kept, Replay):
         over = (options or Options(entropy_over="vocabulary")) if with_entropy else None
-        logps, H = token_logprobs(logits, tokens, mask=scored, entropy=entropy, kept=sets, shard=shard, options=over)
-        return logps[:, None] if len(logps) else logps, H
-    kept = logits
-    if log_prob_keep_mask is not None:
-        ids = torch.arange(width, device=tokens.device) + (0 if shard is None else shard.start)
-        kept = logits.masked_fill((ids != tokens[:, None]).logical_and_(~log_prob_keep_mask), -math.inf)
-    logps, H = token_logprobs(kept, tokens, entropy=entropy if kept is logits else False, shard=shard)
-    if with_entropy and kept is not logits:
-        H = token_logprobs(logits, tokens, entropy=entropy, shard=shard)[1]
-    return logps[:, None] if len(logps) else logps, H
+        return in_a_column(logits, tokens, tp_group, mask=kept.scored, entropy=entropy, kept=kept.kept, options=over)
+    if kept is None:
+        return in_a_column(logits, tokens, tp_group, entropy=entropy)
+    shard = even_shard(logits.shape[-1], tp_group or world())
+    ids = torch.arange(logits.shape[-1], device=tokens.device) + (0 if shard is None else shard.start)
+    masked = logits.masked_fill((ids != tokens[:, None]).logical_and_(~kept), -math.inf)
+    H = in_a_column(logits, tokens, tp_group, entropy=entropy)[1] if with_entropy else None
+    return in_a_column(masked, tokens, tp_group)[0], H
 
 
 def objective_of(args: Any) -> Objective:
     """The objective that slime's arguments describe, as a sum over tokens. Raises ValueError for what `policy_loss` refuses."""
     for name in REFUSED:
-        if getattr(args, name, None):
-            raise ValueError(
-                f"{name}={getattr(args, name)!r}: this loss has no such term: keep slime's own, and use bind() alone."
-            )
+        value = getattr(args, name, None)
+        require(not value, name, value, "this loss has no such term: keep slime's own, and use bind() alone.")
     high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
     delta = math.inf if getattr(args, "eps_clip_c", None) is None else args.eps_clip_c
-    if delta < 1 + high:
-        raise ValueError(f"eps_clip_c={delta}: below 1 + eps_clip_high, {1 + high}, it is slime's own.")
-    gspo, kind = args.advantage_estimator == "gspo", args.kl_loss_type
+    require(delta >= 1 + high, "eps_clip_c", delta, f"below 1 + eps_clip_high, {1 + high}, it is slime's own.")
+    estimator, kind = args.advantage_estimator, args.kl_loss_type
+    gspo, low_var = estimator == "gspo", kind == "low_var_kl"
     unbiased = args.use_kl_loss and getattr(args, "use_unbiased_kl", False)
-    if unbiased and (gspo or kind == "low_var_kl"):
-        raise ValueError(f"use_unbiased_kl with gspo or kl_loss_type={kind!r} is slime's own: use k1, k2 or k3 without gspo.")
-    cispo = args.advantage_estimator == "cispo"
+    remedy = f"with gspo or kl_loss_type={kind!r} it is slime's own: use k1, k2 or k3 without gspo."
+    require(not (unbiased and (gspo or low_var)), "use_unbiased_kl", unbiased, remedy)
+    kl = Kl("k3" if low_var else kind, weighting="ratio" if unbiased else "none", clamp=10.0 if low_var else math.inf)
     return Objective(
-        surrogate=Cispo(cap=1 + high, low=1 - args.eps_clip) if cispo else Clip(args.eps_clip, high, delta),
-        level="sequence" if gspo else "token",
-        aggregate="token-sum",
-        beta=float(args.kl_loss_coef) if args.use_kl_loss else 0.0,
-        kl=Kl(
-            "k3" if kind == "low_var_kl" else kind,
-            weighting="ratio" if unbiased else "none",
-            clamp=10.0 if kind == "low_var_kl" else math.inf,
-        ),
-        entropy_coef=float(args.entropy_coef),
-    )
+        Cispo(cap=1 + high, low=1 - args.eps_clip) if estimator == "cispo" else Clip(args.eps_clip, high, delta),
+        level="sequence" if gspo else "token", aggregate="token-sum", kl=kl,
+        beta=float(args.kl_loss_coef) if args.use_kl_loss else 0.0, entropy_coef=float(args.entropy_coef),
+    )  # fmt: skip
 
 
 def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
@@ -193,8 +172,9 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
 
     objective   None: `objective_of(args)`. An Objective has aggregate="token-sum": slime's reducer holds the denominators.
     """
-    if objective is not None and objective.aggregate != "token-sum":
-        raise ValueError(f'aggregate={objective.aggregate!r}: slime\'s reducer holds the denominators: make it "token-sum".')
+    if objective is not None:
+        remedy = 'slime\'s reducer holds the denominators: make it "token-sum".'
+        require(objective.aggregate == "token-sum", "aggregate", objective.aggregate, remedy)
 
     def loss(
         args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
@@ -203,11 +183,11 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
 
         spec = objective_of(args) if objective is None else objective
         _, scored = get_log_probs_and_entropy(
-            logits, args=args, unconcat_tokens=batch["unconcat_tokens"], total_lengths=batch["total_lengths"],
-            response_lengths=batch["response_lengths"], with_entropy=True, **get_rollout_top_p_logprob_kwargs(args, batch),
+            logits, args=args, with_entropy=True, **get_rollout_top_p_logprob_kwargs(args, batch),
+            **{name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")},
         )  # fmt: skip
 
-        def joined(parts: list[Tensor] | None) -> Tensor | None:
+        def joined(parts: list[Tensor] | None) -> Any:
             if parts is None:
                 return None
             return torch.cat(parts) if parts else logits.new_zeros(0, dtype=torch.float32)
@@ -215,11 +195,10 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
         lengths = [x.numel() for x in scored["log_probs"]]
         if spec.level != "token" and lengths != [x.numel() for x in batch["loss_masks"]]:
             raise ValueError(f"level={spec.level!r} needs whole sequences, but context parallelism has cut them.")
-        logps, entropy, advantages = (joined(x) for x in (scored["log_probs"], scored["entropy"], batch["advantages"]))
-        assert logps is not None and advantages is not None
-        old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
-        rollout = joined(batch.get("rollout_log_probs"))
-
+        logps, old = (
+            joined(scored["log_probs"]),
+            batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs"),
+        )
         # The reducer is linear, so its result for a single token is the derivative with respect to that token. It applies its
         # own masks.
         weights = torch.zeros_like(logps, dtype=torch.float32)
@@ -228,33 +207,31 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
             with torch.enable_grad():
                 (weights,) = torch.autograd.grad(sum_of_sample_mean(probe), probe, materialize_grads=True)
         rows = scored_batch(
-            weights, advantages, old_logps=joined(old), ref_logps=joined(batch.get("ref_log_probs")),
+            weights, joined(batch["advantages"]), old_logps=joined(old), ref_logps=joined(batch.get("ref_log_probs")),
             cu_seqlens=torch.tensor([0, *(lengths or [0])], device=logps.device).cumsum(0),
         )  # fmt: skip
-        out = objective_loss(logps, rows, spec, entropy=entropy, token_weights=weights)
+        out = objective_loss(logps, rows, spec, entropy=joined(scored["entropy"]), token_weights=weights)
         value = out.loss if logps.numel() else out.loss + 0 * logits.sum()  # every rank needs a graph
-        return value, _metrics(spec, out, rows, weights, rollout)
+        return value, _metrics(spec, out, rows, weights, joined(batch.get("rollout_log_probs")))
 
     return loss
 
 
 def _metrics(objective: Objective, out: Any, batch: TokenBatch, weights: Tensor, rollout: Tensor | None) -> dict[str, Tensor]:
     """slime's metrics under slime's names: 0-d tensors, reduced by its reducer."""
-    logps, rows = out.logps, out.rows
-    old = logps if batch.old_logps is None else torch.where(weights != 0, batch.old_logps, 0.0)
-    x = objective.log_ratio(logps, rows, batch)
-    r, A = bounded_exp(x), batch.advantages
+    logps, x = out.logps, objective.log_ratio(out.logps, out.rows, batch)
 
     def reduce(values: Tensor) -> Tensor:
         return torch.where(weights != 0, weights * values, 0.0).sum()
 
-    clipped = torch.logical_or(*objective.surrogate.clipped(r, A))
+    clipped = torch.logical_or(*objective.surrogate.clipped(bounded_exp(x), batch.advantages))
     loss, entropy = out.loss.detach(), reduce(out.entropy)
     named = {"loss": loss, "entropy_loss": entropy, "pg_clipfrac": reduce(clipped.float()), "ppo_kl": reduce(-x)}
     named["pg_loss"] = loss + objective.entropy_coef * entropy
     if objective.beta != 0:
-        named["kl_loss"] = reduce(kl_of_rows(objective, logps, rows, x)[0])
+        named["kl_loss"] = reduce(objective.kl_terms(logps, out.rows, x)[0])
         named["pg_loss"] = named["pg_loss"] - objective.beta * named["kl_loss"]
     if rollout is not None:
+        old = logps if batch.old_logps is None else batch.old_logps
         named["train_rollout_logprob_abs_diff"] = reduce((old - rollout).abs())
     return named

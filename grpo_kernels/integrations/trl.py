@@ -28,27 +28,56 @@ Written for TRL 1.16.0 and tested with it, and with 1.15.0; transformers 5.23, P
 from __future__ import annotations
 
 import functools
+import inspect
+import math
+import types
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from .. import (
+    Cispo,
+    Clip,
+    EntropyQuantile,
+    Head,
+    LogitTransform,
+    LossOutput,
+    Objective,
+    OffPolicySequences,
+    Options,
+    Sapo,
+    Sparse,
+    TokenBatch,
+    TokenSets,
+    Vespo,
+    linear_grpo_loss,
+    linear_logprobs,
+)
 from ..architectures import language_model
-from ..formulas.token_stage import TokenRows
-from ..options import Options
-from ..sparsity import Sparse
-from . import _trl_specs as specs
-from ._slots import Trial, untested
-from ._trial import Differs, alike
-from ._trl_forward import Forward, LossCall
-from ._trl_replay import Replay
-from .trl_head import TESTED, fused_lm_head
+from ..model import plain_head
+from ._swap import Adapter, Differs, NotCovered, Slots, Trial, alike, read_closure, replaced_inside, same_arguments
+from ._tensors import divergence_of, plain, teaching, world
 
-__all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_lm_head", "patch"]  # noqa: F822
+__all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_divergence", "fused_lm_head", "patch"]  # noqa: F822
 
 Tensor = torch.Tensor
+
+#: The loss and the head were tested with these versions,
+ADAPTER = Adapter("TRL", "trl", ("1.15", "1.16"), {"log_probs": "trl.trainer.utils._ChunkedLogProbFunction"})
+#: and the distillation loss with this one.
+DISTILLATION = replace(
+    ADAPTER, tested=("1.16",), replaces={"divergence_loss": "trl.trainer.distillation_trainer._chunked_divergence_loss"}
+)  # fmt: skip
 LOSS = "GRPOTrainer._compute_loss"
+ZERO3 = "a head under DeepSpeed ZeRO-3 is gathered for TRL's own backward only"
+
+
+# ---- the whole loss in a trainer
 
 
 def patch(
@@ -96,19 +125,18 @@ def patch(
 
 
 def check_trl(any_version: bool = False) -> str | None:
-    """The result of `untested` for the installed TRL. Raises RuntimeError for a version that cannot be patched."""
-    version = untested("trl", TESTED, any_version)
+    """The result of `Adapter.untested` for the installed TRL. Raises RuntimeError for a version that cannot be patched."""
     import trl
     from trl.trainer import utils
 
     if not hasattr(utils, "add_fused_lm_head"):
         raise RuntimeError(
             f"trl is {trl.__version__}, which has no fused LM head in the forward of its models (trl.trainer.utils.add_fused_lm_head), "
-            f"so that there is no place for the whole loss: install TRL {TESTED[-1]}, or train with use_liger_kernel=True: then TRL 1.14 "
-            "takes our log-probs by integrations.trl_head.fused_lm_head(), TRL 0.17 to 1.13 our loss by "
-            "integrations.liger_slot.patch(trainer)."
+            f"so that there is no place for the whole loss: install TRL {ADAPTER.tested[-1]}, or train with use_liger_kernel=True: then "
+            "TRL 1.14 takes our log-probs by integrations.trl.fused_lm_head(), TRL 0.17 to 1.13 our loss by "
+            "integrations.liger.patch(trainer)."
         )
-    return version
+    return ADAPTER.untested(any_version)
 
 
 class FusedLoss:
@@ -124,34 +152,29 @@ class FusedLoss:
         self, trainer: Any, strict: bool, skip_inactive: bool, replay: bool = False, version: str | None = None,
         sparse_step: float = 0.0,
     ) -> None:  # fmt: skip
-        self.trial = Trial(version, self.undo)
+        self.trial, self.counts = Trial(version, self.undo), Counter[str]()
         self.trainer, self.strict, self.skip_inactive, self.sparse_step = trainer, strict, skip_inactive, sparse_step
-        self.counts: Counter[str] = Counter()
         self._columns()  # refuses a wrong step now
         self.replay = Replay(trainer) if replay else None
-        models = [trainer.model] + [trainer.ref_model] * (trainer.ref_model is not None)
-        self._forwards = [
-            Forward(language_model(trainer.accelerator.unwrap_model(model)), self.counts, self.replay) for model in models
+        models = [
+            language_model(trainer.accelerator.unwrap_model(x)) for x in (trainer.model, trainer.ref_model) if x is not None
         ]
-        for forward in self._forwards:
-            forward.install()
-        if self.replay is not None:
-            self.replay.install()
+        self._forwards = [Forward(model, self.counts, self.replay) for model in models]
+        for part in self._parts():
+            part.install()
         self._theirs = trainer._compute_loss
-        trainer._compute_loss = self._compute_loss
-        trainer.fused_loss = self
+        trainer._compute_loss, trainer.fused_loss = self._compute_loss, self
+
+    def _parts(self) -> list[Any]:
+        return [*self._forwards, *([self.replay] if self.replay else [])]
 
     def undo(self) -> None:
         """Restore the trainer and its models. Raises RuntimeError on a second call."""
         if vars(self.trainer).get("fused_loss") is not self:
             raise RuntimeError("this patch was undone already.")
-        for forward in self._forwards:
-            forward.remove()
-        if self.replay is not None:
-            self.replay.remove()
+        for part in self._parts():
+            part.remove()
         del self.trainer._compute_loss, self.trainer.fused_loss
-
-    # ---- the loss of a micro-batch
 
     def _columns(self) -> Sparse | None:
         """How columns are drawn for the gradient of the head; None: the gradient is dense."""
@@ -164,7 +187,7 @@ class FusedLoss:
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         trainer = self.trainer
-        reason, objective = specs.objective_of(specs.Settings.of(trainer))
+        reason, objective = objective_of(settings_of(trainer))
         if objective is None:
             self.counts[f"TRL: {reason}"] += 1
             message = f"the loss of this configuration is left to TRL's own code: {reason}."
@@ -174,27 +197,24 @@ class FusedLoss:
                 warnings.warn(message, stacklevel=2)
             return self._theirs(model, inputs)
 
-        batch = specs.token_batch(trainer, inputs, objective)
+        batch, first = token_batch(trainer, inputs, objective), self.trial.pending(LOSS)
         # If no token is active, all are projected: the mean entropy that TRL logs needs some tokens.
-        first = self.trial.pending(LOSS)
         skip = self.skip_inactive and not first and objective.one_pass and batch.count(objective.active_rows) > 0
         options = Options(skip_inactive=skip, sparse=self._columns())
-        call = LossCall(batch, objective, specs.denominator(trainer, inputs, batch), options, with_graph=self.strict or first)
+        call = LossCall(batch, objective, denominator(trainer, inputs, batch), options, with_graph=self.strict or first)
         theirs = self._theirs(call.through(model, self._trls_own if first and self.replay is None else None), inputs)
-        assert call.output is not None and call.rows is not None
         loss, aux_loss = call.output.loss, call.output.aux_loss
         self.counts["fused"] += 1
         if aux_loss is not None:
-            loss = loss + trainer.router_aux_loss_coef * aux_loss / specs.accumulation(trainer)
+            loss = loss + trainer.router_aux_loss_coef * aux_loss / accumulation(trainer)
         if first:
             with self.trial.refusing(LOSS):
                 self._check_log_probs(call)
-                _check(loss, theirs, call)
-            if theirs.requires_grad:
-                self.trial.passed(LOSS)
+                call.check(loss, theirs)
+            self.trial.passed(LOSS, {"values", "slopes"} if theirs.requires_grad else set())
         elif self.strict:
             try:
-                _check(loss, theirs, call)
+                call.check(loss, theirs)
             except Differs as difference:
                 raise RuntimeError(
                     f"strict=True, but {difference}: this is a bug of the adapter, or a TRL that it does not know."
@@ -215,59 +235,13 @@ class FusedLoss:
                 forward.active = True
 
     def _check_log_probs(self, call: LossCall) -> None:
-        if call.own is None:  # replay: TRL scores over the vocabulary
-            return
-        assert call.read is not None
-        mask, found, wanted = call.batch.mask, [], []
-        for name, ours in zip(("log_probs", "entropy"), call.read, strict=True):
-            if call.own.get(name) is not None:
-                theirs = call.own[name][:, -ours.shape[1] :]
-                found.append(ours.detach() if mask is None else ours.detach()[mask])
-                wanted.append(theirs if mask is None else theirs[mask])
+        """Raise Differs unless TRL's own head, where it ran (with replay it scores over the vocabulary), gives the same."""
         dtypes = {p.dtype for p in self._forwards[0].model.parameters()}
-        coarse = self.trainer.accelerator.mixed_precision != "no" or dtypes != {torch.float32}
-        alike("log-probs and entropies", found, wanted, coarse)
-
-
-def _check(loss: Tensor, theirs: Tensor, call: LossCall) -> None:
-    """Raise Differs unless TRL's arithmetic gives the same loss and slopes for the same log-probs."""
-    assert call.rows is not None
-    _check_value(loss.detach(), theirs.detach(), call.rows)
-    if theirs.requires_grad:
-        _check_slopes(call, theirs)
-
-
-def _check_value(ours: Tensor, theirs: Tensor, rows: TokenRows) -> None:
-    """Raise Differs unless TRL's loss of the same log-probs is equal. A new version of TRL may have other formulas."""
-    if not (ours - theirs).abs() <= 1e-3 * (_size(rows) + theirs.abs()):  # NaN raises too
-        raise Differs(
-            f"the fused loss is {float(ours):.6g} and TRL's own arithmetic on its log-probs gives {float(theirs):.6g}"
-        )
-
-
-def _check_slopes(call: LossCall, theirs: Tensor) -> None:
-    """The same for the gradient, because on-policy the loss is near 0 for any denominator. The absolute differences of all
-    tokens are summed, so that a single token whose ratio rounding moves across the edge of the clip range does not raise."""
-    assert call.rows is not None and call.read is not None
-    gradients = torch.autograd.grad(theirs, call.read, allow_unused=True)
-    logps, entropy = (x.detach().reshape(-1) for x in call.read)
-    ours = call.objective.token_stage(logps, entropy, call.rows, call.batch)[1:]
-    for name, mine, want in zip(("log-probs", "entropies"), ours, gradients, strict=True):
-        a, b = (torch.zeros_like(logps) if x is None else x.reshape(-1) for x in (mine, want))
-        apart, size = (a - b).abs().sum(), b.abs().sum()
-        terms = _size(call.rows) if name == "log-probs" else 0.0  # those of entropies are plain weights
-        if not apart <= 1e-3 * (terms + size):
-            raise Differs(
-                f"the gradient of the fused loss with respect to the {name} is {float(apart):.6g} away, in sum, from "
-                f"that of TRL's own arithmetic, which is {float(size):.6g}"
-            )
-
-
-def _size(rows: TokenRows) -> Tensor:
-    """The sum of the absolute values of all terms: rounding errors are relative to it, because terms of different sign
-    cancel."""
-    size = (rows.policy_weight * rows.advantages).abs().sum()
-    return size if rows.kl_weight is None else size + rows.kl_weight.sum()
+        coarse, mask = self.trainer.accelerator.mixed_precision != "no" or dtypes != {torch.float32}, call.batch.mask
+        for name, ours in zip(NAMES, call.read, strict=True) if call.own else ():
+            theirs = call.own.get(name)
+            if theirs is not None:
+                alike(name, [ours[mask]], [theirs[:, -ours.shape[1] :][mask]], *((3e-2, 2e-2) if coarse else (1e-3, 1e-5)))
 
 
 # ---- the subclass, made at first use, because the core and its tests run without TRL
@@ -281,20 +255,12 @@ def _trainer_class() -> type:
         """trl.GRPOTrainer, patched as `patch` does it; `strict`, `skip_inactive`, `replay`, `sparse_step` and `any_version` go
         there, args and kwargs to TRL."""
 
-        def __init__(
-            self,
-            *args: Any,
-            strict: bool = False,
-            skip_inactive: bool = False,
-            replay: bool = False,
-            sparse_step: float = 0.0,
-            any_version: bool = False,
-            **kwargs: Any,
-        ) -> None:
-            check_trl(any_version)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            names = [name for name in inspect.signature(patch).parameters if name in kwargs]
+            options = {name: kwargs.pop(name) for name in names}
+            check_trl(options.get("any_version", False))
             super().__init__(*args, **kwargs)
-            given = {"strict": strict, "skip_inactive": skip_inactive, "replay": replay, "sparse_step": sparse_step}
-            patch(self, **given, any_version=any_version)  # type: ignore[arg-type]
+            patch(self, **options)
 
     FusedGRPOTrainer.__module__, FusedGRPOTrainer.__qualname__ = __name__, "FusedGRPOTrainer"
     return FusedGRPOTrainer
@@ -304,3 +270,617 @@ def __getattr__(name: str) -> Any:
     if name == "FusedGRPOTrainer":
         return _trainer_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# ---- a trainer's configuration and inputs as an Objective, a TokenBatch and a denominator
+
+#: What the objective is made of: attributes of the trainer, and of its arguments.
+OF_TRAINER = ("loss_type", "importance_sampling_level", "epsilon_low", "epsilon_high", "beta", "top_entropy_quantile",
+              "off_policy_mask_threshold")  # fmt: skip
+OF_ARGUMENTS = ("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos",
+                "vespo_k_neg", "vespo_lambda_neg")  # fmt: skip
+BY_ITEMS = ("dapo", "cispo", "vespo")
+#: The least weight of a token in TRL's VESPO.
+LEAST_WEIGHT = 1e-8
+
+
+def settings_of(trainer: Any) -> tuple[tuple[str, Any], ...]:
+    """The settings that determine the Objective: by name those above, the coefficient of the entropy bonus at this step, the
+    range of the sampler's weights, the group of all ranks, and why TRL's own loss has to run, if it has to."""
+    model, corrected = trainer.model, _corrected(trainer)
+    on = trainer._entropy_bonus_enabled and not (
+        trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
+    )
+    obstacle = ""
+    if trainer.aux_loss_enabled and not router(model.config.get_text_config()):
+        obstacle = "the auxiliary loss of this mixture of experts"
+    elif len({*(getattr(model, "hf_device_map", None) or {}).values()}) > 1:
+        obstacle = "a model split over devices"
+    low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+    return (
+        *((name, getattr(trainer, name)) for name in OF_TRAINER), *((name, getattr(trainer.args, name)) for name in OF_ARGUMENTS),
+        ("entropy_coef", trainer.entropy_coef / accumulation(trainer) if on else 0.0),
+        ("without_1", corrected and ((low or 0) > 1 or (high is not None and high < 1))), ("ranks", world()), ("obstacle", obstacle),
+    )  # fmt: skip
+
+
+def _corrected(trainer: Any) -> bool:
+    """Whether a sampler's weights are in the loss."""
+    return trainer.use_vllm and trainer.vllm_importance_sampling_correction
+
+
+def router(config: Any) -> tuple[int, int] | None:
+    """(experts, experts per token) of a model whose load-balancing loss is Mixtral's."""
+    if not hasattr(config, "num_experts") or not hasattr(config, "num_experts_per_tok"):
+        return None
+    return config.num_experts, config.num_experts_per_tok
+
+
+@functools.lru_cache(maxsize=16)
+def objective_of(settings: tuple[tuple[str, Any], ...]) -> tuple[str, Objective | None]:
+    """("", the Objective), or (the reason why there is none, None). It depends on settings only, so all ranks get the same."""
+    s = types.SimpleNamespace(**dict(settings))
+    level, vespo, reason = s.importance_sampling_level, s.loss_type == "vespo", s.obstacle
+    if vespo and s.without_1:
+        reason = "VESPO with a clip range without 1, in which the weights of padding count"
+    if vespo and level == "sequence" and s.beta != 0 and s.use_bias_correction_kl:
+        reason = "VESPO's KL weighted by the ratio of the sequence"
+    if not vespo and level not in ("token", "sequence"):
+        reason = f"importance_sampling_level={level!r}"
+    if reason:
+        return reason, None
+    filters: list[Any] = [] if s.top_entropy_quantile >= 1.0 else [EntropyQuantile(s.top_entropy_quantile, s.ranks)]
+    if s.off_policy_mask_threshold is not None:
+        filters.append(OffPolicySequences(s.off_policy_mask_threshold))
+    changes: dict[str, Any] = {} if s.use_bias_correction_kl else {"kl": "k3"}
+    if not vespo:
+        changes["level"] = level
+    try:
+        return "", Objective.preset(
+            s.loss_type, numerics="trl", surrogate=_surrogate(s), beta=s.beta, filters=tuple(filters), entropy_coef=s.entropy_coef,
+            **changes,
+        )  # fmt: skip
+    except ValueError as error:
+        return str(error), None
+
+
+def _surrogate(s: Any) -> Any:
+    if s.loss_type == "cispo":
+        return Cispo(s.epsilon_high)
+    if s.loss_type == "sapo":
+        return Sapo(s.sapo_temperature_pos, s.sapo_temperature_neg)
+    if s.loss_type == "vespo":
+        return Vespo(s.vespo_k_pos, max(s.vespo_lambda_pos, 1e-4), s.vespo_k_neg, max(s.vespo_lambda_neg, 1e-4))
+    if s.loss_type not in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
+        raise ValueError(f"loss_type={s.loss_type!r}")
+    return Clip(s.epsilon_low, s.epsilon_high, math.inf if s.delta is None else s.delta)
+
+
+def accumulation(trainer: Any) -> float:
+    """Micro-batches of this optimiser step; TRL divides by them itself, and not in evaluation."""
+    return trainer.current_gradient_accumulation_steps if trainer.model.training else 1.0
+
+
+def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> TokenBatch:
+    """TRL's tensors of a micro-batch."""
+    mask, weights, off_policy = (
+        inputs["completion_mask"],
+        inputs.get("importance_sampling_ratio"),
+        trainer.off_policy_mask_threshold,
+    )
+    if trainer.loss_type == "vespo":
+        # TRL keeps a token that the sampler's mask leaves out, with the least weight.
+        weights = None if weights is None else weights.clamp(min=LEAST_WEIGHT)
+    elif not _corrected(trainer):
+        weights = None
+    return TokenBatch(
+        inputs["completion_ids"], inputs["advantages"], weights=weights, old_logps=inputs.get("old_per_token_logps"),
+        mask=mask * inputs["tool_mask"] if "tool_mask" in inputs else mask,
+        ref_logps=inputs["ref_per_token_logps"] if objective.beta != 0 else None,
+        sampler_logps=None if off_policy is None else inputs.get("sampling_per_token_logps"),
+        kept=TokenSets.from_padded(inputs[KEY]) if KEY in inputs else None,
+    )  # fmt: skip
+
+
+def denominator(trainer: Any, inputs: dict[str, Any], batch: TokenBatch) -> float | Tensor:
+    """TRL's denominator of this micro-batch."""
+    if trainer.loss_type in BY_ITEMS:
+        # The items of a whole generation batch on all ranks; the gradient is the mean over ranks.
+        items = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
+        return items * accumulation(trainer) / trainer.args.steps_per_generation if trainer.model.training else items
+    if trainer.loss_type == "bnpo":
+        assert batch.mask is not None
+        return batch.mask.sum().clamp(min=1.0) * accumulation(trainer)
+    sequences = batch.targets.shape[0] * accumulation(trainer)
+    return sequences * trainer.max_completion_length if trainer.loss_type == "dr_grpo" else sequences
+
+
+# ---- the loss inside a model's forward: the object that TRL passes to the model, and the forward that uses it
+
+NAMES = ("log_probs", "entropy")
+
+
+class LossCall:
+    """The arguments of one loss, passed through the wrappers of a model. Not a dataclass, because FSDP would cast its
+    tensors.
+
+    read     log-probs and entropies as TRL got them
+    own      what TRL's own head gives, if it was asked
+    output   of the outermost wrapper, because DDP and FSDP put hooks on its tensors; rows: of the loss"""
+
+    def __init__(
+        self, batch: TokenBatch, objective: Objective, normalizer: float | Tensor, options: Options, with_graph: bool = False
+    ) -> None:
+        self.batch, self.objective, self.normalizer, self.options = batch, objective, normalizer, options
+        self.with_graph = with_graph
+        self.read: Any = ()
+        self.own: Any = None
+        self.output: Any = None
+        self.rows: Any = None
+
+    def through(self, model: Any, trls_own: Callable[[Any, dict[str, Any]], Any] | None = None) -> Any:
+        """The model as TRL calls it. It passes this call to the model, and returns the result without the loss and detached;
+        with `with_graph`, log-probs and entropies are leaves of a graph that begins there.
+
+        trls_own   is given the model and its arguments first, and its result is kept."""
+
+        def call(**kwargs: Any) -> Any:
+            self.own = None if trls_own is None else trls_own(model, kwargs)
+            self.output = out = model(**kwargs, grpo=self)
+            detached = {name: x.detach() for name, x in out.items() if name != "loss"}
+            if self.options.skip_inactive:
+                detached |= self.filled(*(detached[name] for name in NAMES))
+            self.read = [detached[name].requires_grad_(self.with_graph and torch.is_grad_enabled()) for name in NAMES]
+            return type(out)(**detached)
+
+        return call
+
+    def filled(self, log_probs: Tensor, entropy: Tensor) -> dict[str, Tensor]:
+        """The values that TRL gets for tokens that were not projected: a ratio of 1, and the mean entropy of the other
+        tokens."""
+        read: Any = self.batch.marked(self.objective.active_rows)
+        read = read.view(entropy.shape)
+        others = torch.zeros_like(log_probs) if self.batch.old_logps is None else self.batch.old_logps
+        mean = (entropy * read).sum() / read.sum()
+        return {"log_probs": torch.where(read, log_probs, others), "entropy": torch.where(read, entropy, mean)}
+
+    def loss(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> LossOutput:
+        out = linear_grpo_loss(
+            hidden, weight, self.batch, self.objective, bias=bias, transform=transform, normalizer=self.normalizer,
+            options=self.options,
+        )  # fmt: skip
+        self.rows = out.rows
+        return out
+
+    def check(self, loss: Tensor, theirs: Tensor) -> None:
+        """Raise Differs unless TRL's arithmetic gives the same loss for the same log-probs, and the same slopes, because
+        on-policy the loss is near 0 for any denominator. Rounding errors are relative to the sum of the absolute values of all
+        terms, because terms of different sign cancel; those of entropies are plain weights. Differences of all tokens are summed,
+        so that a single token whose ratio rounding moves across the edge of the clip range does not raise."""
+        rows = self.rows
+        terms = 1e-3 * (
+            (rows.policy_weight * rows.advantages).abs().sum() + (0 if rows.kl_weight is None else rows.kl_weight.sum())
+        )
+        alike("the fused loss", [loss], [theirs], 1e-3, terms)
+        if not theirs.requires_grad:
+            return
+        gradients = torch.autograd.grad(theirs, self.read, allow_unused=True, materialize_grads=True)
+        flat = [x.detach().reshape(-1) for x in self.read]
+        ours = self.objective.token_stage(flat[0], flat[1], rows, self.batch)[1:]
+        for name, mine, want, floor in zip(("log-probs", "entropies"), ours, gradients, (terms, 0.0), strict=True):
+            what, mine = (
+                f"the gradient of the fused loss with respect to the {name}",
+                flat[0].new_zeros(()) if mine is None else mine,
+            )
+            alike(what, [mine.expand_as(flat[0])], [want.reshape(-1)], 1e-3, floor / max(len(flat[0]), 1))
+
+
+def _fp32_cast(head: Any) -> Any:
+    """The forward that TRL's cast_lm_head_to_fp32 put on a head; None where it did not."""
+    cast = vars(head).get("forward")
+    return cast if getattr(cast, "__module__", "") == "trl.trainer.grpo_trainer" else None
+
+
+class Forward:
+    """A model's forward with two more branches: a call with `grpo=` returns the loss, and one with TRL's `fused_lm_head=True`
+    and without gradients returns log-probs. All other calls go to the previous forward."""
+
+    def __init__(self, model: Any, counts: Counter[str], replay: Replay | None = None) -> None:
+        self.model, self.counts, self.active, self.replay = model, counts, True, replay
+        # After accelerate has prepared a model, accelerate's forward wraps TRL's.
+        self.previous = model.forward
+        trls = vars(model).get("_original_forward", self.previous)
+        markers = [getattr(forward, "grpo_kernels", None) for forward in (self.previous, trls)]
+        if any(ours is not None and ours.active for ours in markers):
+            raise RuntimeError(
+                f"the forward of {type(model).__name__} is not TRL's fused LM head, but ours already: undo() that."
+            )
+        # Accelerate still calls our removed forward, which passes the call on.
+        self.trls = trls if markers[1] is None else markers[1].trls
+        names = ("temperature", "final_logit_softcapping", "logit_scale", "cast_lm_head_to_fp32", "backbone_attr", "outputs")
+        theirs = read_closure(self.trls, names)
+        if len(theirs) < len(names):
+            raise RuntimeError(
+                f"the forward of {type(model).__name__} is not TRL's fused LM head (it knows {', '.join(theirs) or 'nothing'} of "
+                f"{', '.join(names)}): it was patched by another package, or this TRL is not known. Undo that patch first."
+            )
+        temperature, softcap, scale, self.fp32_head, self.backbone, outputs = (theirs[name] for name in names)
+        self.transform, self.outputs = LogitTransform(float(temperature), softcap, float(scale)), {*outputs}
+        plain_head(model, _fp32_cast)
+
+    def install(self) -> None:
+        @functools.wraps(type(self.model).forward)  # generate() validates its arguments against this signature
+        def forward(model: Any, *args: Any, grpo: LossCall | None = None, **kwargs: Any) -> Any:
+            if grpo is not None:
+                return self.loss(grpo, args, kwargs)
+            return (self.log_probs if self.active and self.scores(kwargs) else self.previous)(*args, **kwargs)
+
+        vars(forward)["grpo_kernels"] = self
+        self.model.forward = self.ours = types.MethodType(forward, self.model)
+
+    def remove(self) -> None:
+        self.active = False
+        if vars(self.model).get("forward") is self.ours:
+            self.model.forward = self.previous
+        # Otherwise accelerate's forward wraps ours, which from now on only passes calls on.
+
+    def scores(self, kwargs: dict[str, Any]) -> bool:
+        """Whether this is a call for log-probs without gradients that `log_probs` can answer."""
+        asked = kwargs.get("fused_lm_head", False) and kwargs.get("labels") is not None and not torch.is_grad_enabled()
+        other = kwargs.get("shift_labels") is not None or kwargs.get("output_router_logits")
+        return asked and not other and self.outputs <= {*NAMES}
+
+    def loss(self, call: LossCall, args: Any, kwargs: dict[str, Any]) -> Any:
+        from trl.trainer.utils import FusedCausalLMOutput
+
+        tokens = call.batch.targets.shape[1]
+        aux_loss: Any = None
+        states, router_logits = self.hidden(args, kwargs)
+        out = self.head(states[:, -tokens - 1 : -1], functools.partial(call.loss, transform=self.transform))
+        if kwargs.get("output_router_logits"):
+            from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+            experts: Any = router(self.model.config.get_text_config())
+            aux_loss = load_balancing_loss_func(router_logits, experts[0], experts[1], kwargs.get("attention_mask"))
+        return FusedCausalLMOutput(loss=out.loss, log_probs=out.logps, entropy=out.entropy, aux_loss=aux_loss)
+
+    def log_probs(self, *args: Any, **kwargs: Any) -> Any:
+        from trl.trainer.utils import FusedCausalLMOutput
+
+        labels = kwargs["labels"][:, 1:]
+        mask = labels != -100
+        kept = None if self.replay is None else self.replay.rows(labels)
+
+        def score(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            entropy, how = "entropy" in self.outputs, self.transform
+            return linear_logprobs(hidden, weight, labels, bias=bias, mask=mask, transform=how, entropy=entropy, kept=kept)
+
+        log_probs, entropy = self.head(self.hidden(args, kwargs)[0][:, :-1], score)
+        self.counts["scored"] += 1
+        items = kwargs.get("num_items_in_batch")
+        loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items)
+        return FusedCausalLMOutput(loss=loss, log_probs=log_probs, entropy=entropy, label_mask=mask)
+
+    def hidden(self, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        """(hidden states [B, L, H], router logits) of the backbone, called with TRL's arguments."""
+        ours = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")
+        kwargs = {name: value for name, value in kwargs.items() if name not in ours} | {"use_cache": False}
+        states = getattr(self.model, self.backbone)(*args, **kwargs)
+        return states.last_hidden_state, getattr(states, "router_logits", None)
+
+    def head(self, states: Tensor, function: Any) -> Any:
+        """function(hidden, weight, bias) with a head that is whole on this rank."""
+        from trl.trainer.utils import maybe_gather_lm_head_ctx  # DeepSpeed ZeRO-3
+
+        head = plain_head(self.model, _fp32_cast)
+        precision: Any = nullcontext()
+        if self.fp32_head:
+            states, precision = states.float(), torch.autocast(states.device.type, enabled=False)
+        with precision, maybe_gather_lm_head_ctx(head.weight, head.bias):
+            return function(states, gathered(head.weight), gathered(head.bias))
+
+
+# ---- the sets that the sampler kept: from the generation to the rows that are scored and trained
+
+#: The extra field of a rollout_func: of each completion a list of ids for each token that was generated.
+FIELD = "sampling_mask"
+#: Under this name the sets travel in TRL's batch of completions, int32 [B, T, K] padded with -1: TRL shuffles and splits tensors.
+KEY = "kept_ids"
+
+
+class Replay:
+    """Keeps the record of a generation until its completions are scored, and puts it into TRL's batch."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.ours = {
+            "_generate": self._generate, "_generate_and_score_completions": self._complete,
+            "_get_per_token_logps_and_entropies": self._score,
+        }  # fmt: skip
+        self._theirs = {name: getattr(trainer, name) for name in self.ours}
+        self._record: Any = None  # lists of ids, and of each completion which tokens they are of
+        self._scored: TokenSets | None = None  # of all completions, while they are scored
+        self._taken = 0  # completions that were scored already
+
+    def install(self) -> None:
+        vars(self.trainer).update(self.ours)
+
+    def remove(self) -> None:
+        for name in self.ours:
+            delattr(self.trainer, name)
+
+    def rows(self, labels: Tensor) -> TokenSets | None:
+        """The sets of the next labels [b, L] that are scored, of which the last belong to completions; None where nothing of a
+        generation is scored."""
+        if self._scored is None:
+            return None
+        b, length = labels.shape
+        tokens = self._scored.rows // len(self._record[0]) if self._record else 0
+        index = torch.full((b, length), -1)
+        index[:, length - tokens :] = (torch.arange(b * tokens) + self._taken * tokens).view(b, tokens)
+        self._taken += b
+        return self._scored.take(index.flatten())
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        from trl.generation import vllm_generation
+
+        seen: list[list[Any]] = []
+
+        def extracting(theirs: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def extract(outputs: Any) -> Any:
+                seen.append([getattr(output, FIELD, None) for request in outputs for output in request.outputs])
+                return theirs(outputs)
+
+            return extract
+
+        with replaced_inside(vllm_generation, "extract_logprobs", extracting):
+            result = self._theirs["_generate"](prompts)
+        completions, environment, extra = result[1], result[2], result[5]
+        record = extra.pop(FIELD, None)
+        if record is None and len(seen) == 1 and None not in seen[0]:
+            record = [mask.token_ids for mask in seen[0]]
+        if record is None:
+            raise RuntimeError(
+                f"replay=True, but the completions came without their sets: return {FIELD!r} from rollout_func, a list of ids for each "
+                "generated token, or let vLLM run in this process (vllm_mode='colocate') with return_sampling_mask and a top_k, and "
+                "without tools."
+            )
+        self._record = [*record], [[1] * len(ids) for ids in completions] if environment is None else environment
+        return result
+
+    def _sets(self, tokens: int) -> TokenSets:
+        """Those of each completion, padded to so many tokens."""
+        record, own = self._record
+        generated = torch.zeros(len(own), tokens, dtype=torch.bool)
+        for row, is_generated in zip(generated, own, strict=True):
+            row[: len(is_generated)] = torch.as_tensor(is_generated) != 0
+        return TokenSets.from_lists(record, generated=generated).to(self.trainer.accelerator.device)
+
+    def _complete(self, inputs: list[Any]) -> dict[str, Any]:
+        try:
+            output = self._theirs["_generate_and_score_completions"](inputs)
+            batch, tokens = output["completion_ids"].shape
+            output[KEY] = self._sets(tokens).padded().view(batch, tokens, -1)
+        finally:
+            self._record = None
+        return output
+
+    def _score(self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **options: Any) -> Any:
+        theirs = functools.partial(
+            self._theirs["_get_per_token_logps_and_entropies"], model, input_ids, attention_mask, logits_to_keep
+        )
+        if self._record is None:  # in the loss, whose batch has the sets
+            return theirs(**options)
+        self._scored, self._taken = self._sets(logits_to_keep), 0
+        try:
+            result = theirs(**options)
+        finally:
+            self._scored = None
+        if self._taken != len(input_ids):
+            raise RuntimeError(
+                f"replay=True, but {len(input_ids) - self._taken} of {len(input_ids)} completions were scored past our forward, over "
+                "the vocabulary: this configuration of TRL cannot replay."
+            )
+        return result
+
+
+# ---- the fused LM head that every TRL trainer is built on
+
+EVERY_OUTPUT = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+#: TRL's names of outputs -> the statistic of `linear_logprobs(also=)` from which they are computed.
+FUSED_OUTPUTS = {"entropy": None, "log_sum_sq_probs": "sum_squares", "is_top1": "top_id"}
+
+
+def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
+    """Replace TRL's function of its fused head by `linear_logprobs`, in all trainers of the process. The returned `Slots` restores
+    it, by `undo()` or as a context manager, and its `counts` tell which calls were "fused", and which ran in TRL and why.
+
+        with fused_lm_head() as slot:
+            trainer.train()
+        print(slot.counts)          # Counter({'fused': 120})
+
+    TRL looks its function up in a module global, which cannot be replaced for a single trainer. Masks, label shifts, gathers, PEFT,
+    images and mixtures of experts are handled above it and remain TRL's. There are two exceptions. First, for a head that FSDP2
+    shards the gradient is averaged over the ranks; in calls left to TRL each rank keeps its own, see `average_gathered`. Second,
+    on a CPU TRL also passes padding and prompts to its function, to keep the shapes of its tiles. While it is replaced, TRL
+    passes only the rows that it needs, as it does on a GPU. TRL 1.14 has the function too, with log-probs and entropy alone:
+    there trainers call it with use_liger_kernel=True.
+
+    strict   True: a call that TRL's own function has to handle raises RuntimeError, and so does the end of a `with` block in
+             which TRL did not call ours.
+    any_version   True: under a version that was not tested, skip the comparison with TRL's own function.
+    Raises RuntimeError for a TRL whose function has other arguments, if the function is replaced already, and in the first step
+    if that comparison fails."""
+    import trl
+    from trl.trainer import utils
+
+    path = ADAPTER.replaces["log_probs"]
+    theirs: Any = getattr(utils, "_ChunkedLogProbFunction", None)
+    if getattr(theirs, "grpo_kernels", False):
+        raise RuntimeError("the fused LM head of TRL is ours already: call undo() on what fused_lm_head() returned.")
+    if not (isinstance(theirs, type) and issubclass(theirs, torch.autograd.Function)):
+        raise RuntimeError(
+            f"{path} is {theirs!r}: another package has taken the slot (undo that), or this TRL has none (trl is "
+            f"{trl.__version__}: install {ADAPTER.tested[-1]})."
+        )
+    # Without ctx and the hidden states, which are called hidden or last_hidden.
+    given, taken = ([*inspect.signature(f).parameters] for f in (theirs.forward, log_probs))
+    if given[2:] not in (taken[1:], taken[1:-1]):
+        raise RuntimeError(
+            f"trl is {trl.__version__}, whose {path} takes ({', '.join(given[1:])}), but ours takes ({', '.join(taken)}) and returns as "
+            f"many results as there are in TRL {ADAPTER.tested[-1]}: install that one."
+        )
+    slots = Slots(ADAPTER, strict, any_version)
+    slots.bind(log_probs if given[-1] == "outputs" else log_probs_and_entropy, str(path), attribute="apply")
+    if hasattr(utils, "_use_triton"):  # from 1.16 on
+        # TRL's forward asks this whether to pass only the rows with a label. Its kernels use another name for it.
+        on_device = utils._use_triton
+        slots.put(utils, "_use_triton", lambda device: device.type == "cpu" or on_device(device))
+    return slots
+
+
+def log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: tuple[str, ...] = EVERY_OUTPUT,
+) -> tuple[Tensor | None, ...]:
+    """(log-probs, entropy, log of the sum of squared probabilities, None, whether the target is the largest logit), fp32 and
+    bool [N], of hidden [N, H], weight [V, H], bias [V] and targets [N]: what `apply` of TRL's autograd function gives, with
+    None for what `outputs` does not ask for. A row whose target is -100 gives 0.
+
+    temperature, final_logit_softcapping, logit_scale   as in `LogitTransform`.
+    outputs      what TRL asks for besides the log-probs: "entropy", "log_sum_sq_probs", "is_top1"; "mean_logits" is left to TRL.
+    chunk_size   not needed."""
+    others = sorted(set(outputs) - {"log_probs", *FUSED_OUTPUTS})
+    if others:
+        raise NotCovered(f"{', '.join(others)} asked for")
+    covered(weight, scales=(logit_scale,))
+    plain(hidden, weight)
+    average_gathered(weight, bias)
+    also = tuple(statistic for output, statistic in FUSED_OUTPUTS.items() if statistic and output in outputs)
+    logps, entropy, *found = linear_logprobs(
+        hidden, weight, targets.clamp(min=0), bias=bias, entropy="entropy" in outputs, also=also,
+        transform=LogitTransform(float(temperature), final_logit_softcapping, float(logit_scale)),
+    )  # fmt: skip
+    statistics: dict[str, Tensor] = found[0] if found else {}
+    squares, top, counted = statistics.get("sum_squares"), statistics.get("top_id"), targets >= 0
+    log_squares = None if squares is None else squares.detach().log()
+    shown = [None if x is None else torch.where(counted, x, 0.0) for x in (logps, entropy, log_squares)]
+    return *shown, None, None if top is None else (top == targets) & counted
+
+
+def log_probs_and_entropy(*given: Any) -> tuple[Tensor | None, ...]:
+    """What `apply` gives in TRL 1.14: the first two results of `log_probs`, of its arguments but the last."""
+    return log_probs(*given, ("entropy",))[:2]  # type: ignore[call-arg]
+
+
+def covered(*weights: Tensor, scales: tuple[float, ...]) -> None:
+    """Raise NotCovered for heads and scales that have to be left to TRL."""
+    if any(hasattr(weight, "ds_id") for weight in weights):
+        raise NotCovered(ZERO3)
+    if 0 in scales:
+        raise NotCovered("logit_scale is 0")
+
+
+def gathered(parameter: Any) -> Any:
+    """The full tensor of a parameter that FSDP2 shards; a plain parameter, or None, is returned as it is. Its gradient is averaged
+    over the ranks, as FSDP does for all other parameters, and scattered back."""
+    if not hasattr(parameter, "full_tensor"):
+        return parameter
+    from torch.distributed.tensor import Partial
+
+    mesh = parameter.device_mesh
+    whole = parameter.full_tensor(grad_placements=[Partial()] * mesh.ndim)  # summed over ranks
+    if whole.requires_grad:
+        whole.register_hook(lambda gradient: gradient / mesh.size())
+    return whole
+
+
+def average_gathered(*parameters: Tensor | None) -> None:
+    """A parameter may come from TRL's plain `full_tensor()`, whose backward expects the same gradient on all ranks: from its own
+    gradient each rank would keep the part for its shard. So the gradient is averaged over the ranks here.
+
+    This holds for calls of our function only: calls that run in TRL (counted "TRL: ...") keep TRL's gradient."""
+
+    def average(gradient: Tensor, mesh: Any) -> Tensor:
+        gradient = gradient / mesh.size()
+        for dim in range(mesh.ndim):
+            torch.distributed.all_reduce(gradient, group=mesh.get_group(dim))
+        return gradient
+
+    for whole in parameters:
+        made = getattr(whole, "grad_fn", None)
+        spec = getattr(made, "dtensor_spec", None)
+        if whole is not None and spec is not None and getattr(made, "grad_placements", None) is None:
+            whole.register_hook(functools.partial(average, mesh=spec.mesh))
+
+
+# ---- the distillation loss
+
+
+def fused_divergence(*, strict: bool = False, any_version: bool = False) -> Slots:
+    """Replace TRL's function of its distillation loss by `linear_grpo_loss`: four matrix products where TRL's has six, and eight
+    for the jsd. The returned `Slots` restores it, by `undo()` or as a context manager, and its `counts` tell which calls were
+    "fused", and which ran in TRL and why.
+
+        with fused_divergence() as slot:
+            DistillationTrainer(...).train()
+
+    It is replaced for all trainers of the process. beta, the temperature of both models, scale and softcap of each model and the
+    denominator have the same effect as in TRL. Unlike in TRL, a logit of -inf does not give NaN, and fp32 tensors under fp16
+    autocast on a CPU are multiplied as they are: fp16 products are no faster there, and lose digits.
+
+    strict, any_version   as in `fused_lm_head`.
+    Raises RuntimeError for a TRL whose function has other arguments, and in the first step if that comparison fails."""
+    from trl.trainer import distillation_trainer
+
+    same_arguments(
+        str(DISTILLATION.replaces["divergence_loss"]), distillation_trainer._chunked_divergence_loss, divergence_loss
+    )
+    return DISTILLATION.bind(divergence_loss, strict=strict, any_version=any_version)
+
+
+def divergence_loss(
+    student_hidden_states: Tensor,
+    teacher_hidden_states: Tensor,
+    student_lm_head_weight: Tensor,
+    teacher_lm_head_weight: Tensor,
+    completion_mask: Tensor,
+    beta: float,
+    num_items_in_batch: Tensor | int | None = None,
+    student_lm_head_bias: Tensor | None = None,
+    teacher_lm_head_bias: Tensor | None = None,
+    student_logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    student_final_logit_softcapping: float | None = None,
+    teacher_final_logit_softcapping: float | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, sum of the student's entropies, number of tokens), 0-d, of hidden states [B, K, H] that predict the completions.
+
+    completion_mask      [B, K], not 0 where a token counts.
+    beta                 0: KL(teacher, student). 1: KL(student, teacher). In between: the jsd, with the teacher's share beta.
+    num_items_in_batch   the divisor of the sum over tokens; None: the number of tokens of this batch.
+    *_lm_head_weight, *_lm_head_bias, *_logit_scale, *_final_logit_softcapping, temperature   of the two heads, see
+    `LogitTransform`."""
+    plain(student_hidden_states, teacher_hidden_states)
+    covered(student_lm_head_weight, teacher_lm_head_weight, scales=(student_logit_scale, teacher_logit_scale))
+    shape, mask = completion_mask.shape, completion_mask != 0
+    weight, bias = gathered(teacher_lm_head_weight).detach(), gathered(teacher_lm_head_bias)
+    out = linear_grpo_loss(
+        student_hidden_states.reshape(*shape, -1), gathered(student_lm_head_weight), teaching(mask, mask),
+        Objective.preset("distillation", kl=divergence_of(beta)), bias=gathered(student_lm_head_bias),
+        transform=LogitTransform(temperature, student_final_logit_softcapping, student_logit_scale),
+        reference=(
+            teacher_hidden_states.detach().reshape(*shape, -1),
+            Head(weight, bias if bias is None else bias.detach(), LogitTransform(temperature, teacher_final_logit_softcapping, teacher_logit_scale)),
+        ),
+        normalizer=num_items_in_batch,
+    )  # fmt: skip
+    return out.loss, out.entropy.sum(), mask.sum()

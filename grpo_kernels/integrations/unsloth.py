@@ -26,34 +26,32 @@ from typing import Any
 
 import torch
 
-from ..logprobs import linear_logprobs
-from ..transform import LogitTransform
-from ._shared import plain
-from ._slots import NotCovered, Slots, untested
+from .. import LogitTransform, linear_logprobs
+from ._swap import Adapter, NotCovered, Slots
+from ._tensors import entropy_kind, plain
 
 Tensor = torch.Tensor
 
-#: Of unsloth_zoo: the versions whose interface this was written from.
-TESTED = ("2026.8.13", "2026.9.1", "2026.10.8", "2026.10.9")
-ZOO = "unsloth_zoo.rl_replacements"
+ZOO, HELPER = "unsloth_zoo.rl_replacements", "chunked_hidden_states_selective_log_softmax"
+#: The versions are those of unsloth_zoo from whose interface this was written. Before 2026.9 the first function is replaced in the
+#: module that Unsloth generates, under the name of the second with no `_recompute`.
+ADAPTER = Adapter(
+    "Unsloth", "unsloth_zoo", ("2026.8.13", "2026.9.1", "2026.10.8", "2026.10.9"),
+    {"selective_log_softmax": f"{ZOO}.grpo_chunked_hidden_states_logprobs", "log_softmax_and_entropy": f"{ZOO}.{HELPER}_recompute"},
+)  # fmt: skip
 
 
 def bind(trainer: type, *, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace Unsloth's functions by ours in the module of `trainer`, the class that Unsloth generated. The returned `Slots`
-    restores them, by `undo()` or as a context manager.
+    """Replace Unsloth's functions by ours in the module of `trainer`, the class that Unsloth generated; the result restores them,
+    see `Slots`, which has the errors too.
 
     strict   True: a call that Unsloth's own function has to handle raises RuntimeError.
-    any_version   True: under a version that was not tested, skip the comparison with Unsloth's own functions, see `_slots.Trial`.
-    Raises RuntimeError if a function is replaced already, and in the first step if that comparison fails.
+    any_version   True: no comparison under a version that was not tested.
     Raises AttributeError if the module has no such name."""
-    version = untested("unsloth_zoo", TESTED, any_version)
     if hasattr(sys.modules.get(ZOO), "grpo_chunked_hidden_states_logprobs"):
-        slots = Slots("unsloth_zoo", strict, version=version)
-        slots.bind(ZOO, "grpo_chunked_hidden_states_logprobs", selective_log_softmax)
-        slots.bind(ZOO, "chunked_hidden_states_selective_log_softmax_recompute", log_softmax_and_entropy)
-        return slots
-    slots = Slots(trainer.__module__.split(".")[0], strict, version=version)
-    slots.bind(trainer.__module__, "chunked_hidden_states_selective_log_softmax", selective_log_softmax)
+        return ADAPTER.bind(selective_log_softmax, log_softmax_and_entropy, strict=strict, any_version=any_version)
+    slots = Slots(ADAPTER, strict, any_version)
+    slots.bind(selective_log_softmax, f"{trainer.__module__}.{HELPER}")
     return slots
 
 
@@ -86,8 +84,12 @@ def selective_log_softmax(
     chunks, max_rows_per_chunk, fused_linear   choose among Unsloth's own implementations; no effect here."""
     if support_top_k > 0 or support_top_p < 1 or support_min_p > 0 or support_excluded_ids is not None:
         raise NotCovered("a softmax over a kept set of tokens (support_top_k, ...)")
-    scales = logit_scale_multiply, logit_scale_divide, logit_softcapping
-    return _scored(hidden_states, lm_head, lm_head_bias, index, *scales, temperature, fp32_lm_head, False)[0]
+    scored = log_softmax_and_entropy(
+        hidden_states, lm_head, index, chunks, logit_scale_multiply, logit_scale_divide, logit_softcapping, temperature,
+        lm_head_bias=lm_head_bias, fp32_lm_head=fp32_lm_head,
+    )  # fmt: skip
+    assert isinstance(scored, Tensor)
+    return scored
 
 
 def log_softmax_and_entropy(
@@ -108,38 +110,24 @@ def log_softmax_and_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`selective_log_softmax` over all tokens; with return_entropy (log-probs, entropy), which has a gradient if
     entropy_requires_grad."""
-    entropy = (True if entropy_requires_grad else "detached") if return_entropy else False
-    scales = logit_scale_multiply, logit_scale_divide, logit_softcapping
-    logps, H = _scored(hidden_states, lm_head, lm_head_bias, index, *scales, temperature, fp32_lm_head, entropy)
-    return logps if H is None else (logps, H)
-
-
-def _scored(
-    hidden: Tensor,
-    head: Tensor,
-    bias: Tensor | None,
-    index: Tensor,
-    multiply: float,
-    divide: float,
-    softcap: float,
-    temperature: float,
-    fp32: bool | None,
-    entropy: bool | str,
-) -> tuple[Tensor, Tensor | None]:
-    plain(hidden, head, bias)
-    if fp32 is None:
-        fp32 = os.environ.get("UNSLOTH_VLLM_FP32_LM_HEAD", "0").strip().lower() in ("1", "true", "on", "yes")
-    transform = LogitTransform(temperature=temperature, softcap=softcap or None, scale=(multiply or 1.0) / (divide or 1.0))
+    plain(hidden_states, lm_head, lm_head_bias)
+    if fp32_lm_head is None:
+        fp32_lm_head = os.environ.get("UNSLOTH_VLLM_FP32_LM_HEAD", "0").strip().lower() in ("1", "true", "on", "yes")
+    scale = (logit_scale_multiply or 1.0) / (logit_scale_divide or 1.0)
     # A model spread over several devices has its head on the last one.
-    h, ids, kind = hidden.to(head.device), index.to(head.device), head.device.type
+    hidden, ids, kind = hidden_states.to(lm_head.device), index.to(lm_head.device), lm_head.device.type
     products: Any = nullcontext()
-    if fp32 or head.dtype == torch.float32:
-        h = h.to(torch.float32)
-        products = torch.autocast(kind, enabled=False) if fp32 else products
+    if fp32_lm_head or lm_head.dtype == torch.float32:
+        hidden = hidden.to(torch.float32)
+        products = torch.autocast(kind, enabled=False) if fp32_lm_head else products
     elif not torch.is_autocast_enabled(kind):
         # Unsloth multiplies in the head's dtype. Through a conversion here the gradient would come back in it, and fp16 ends at
         # 65,504; the kernels convert inside.
-        products = torch.autocast(kind, head.dtype)
+        products = torch.autocast(kind, lm_head.dtype)
     with products:
-        logps, H = linear_logprobs(h, head, ids, bias=bias, transform=transform, entropy=entropy)
-    return logps.to(hidden.device), None if H is None else H.to(hidden.device)
+        logps, entropy = linear_logprobs(
+            hidden, lm_head, ids, bias=lm_head_bias, transform=LogitTransform(temperature, logit_softcapping or None, scale),
+            entropy=entropy_kind(return_entropy, entropy_requires_grad),
+        )  # fmt: skip
+    logps = logps.to(hidden_states.device)
+    return logps if entropy is None else (logps, entropy.to(hidden_states.device))

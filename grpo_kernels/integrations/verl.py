@@ -38,48 +38,74 @@ Its trainer (Ray, vLLM), its Megatron engine and anything on a GPU were not run.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
 import torch
 
-from ..batch import TokenBatch
-from ..checks import require_one_of
-from ..formulas.filters import TrustRegion
-from ..formulas.surrogates import Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, PolicyGradient, Sapo
-from ..logprobs import linear_logprobs
-from ..losses import LossOutput, objective_loss
-from ..objective import Objective
+from .. import (
+    Cispo,
+    Clip,
+    ClipCov,
+    Dro,
+    Exact,
+    Gmpo,
+    KlCov,
+    LogitTransform,
+    LossOutput,
+    Objective,
+    PolicyGradient,
+    Sapo,
+    TokenBatch,
+    TokenSets,
+    TrustRegion,
+    linear_logprobs,
+    token_divergence,
+)
+from ..checks import require, require_one_of
+from ..losses import objective_loss
 from ..presets import NUMERICS, PRESETS
-from ..token_sets import TokenSets
-from ..transform import LogitTransform
-from ._shared import at_least_one, entropy_from_logits, even_shard, logprobs_from_logits, plain, scored_batch
-from ._slots import NotCovered, Slots, Trial, untested
-from ._verl_versions import gspo_by_sequence
+from ._swap import Adapter, NotCovered, Slots, Trial
+from ._tensors import (
+    at_ids,
+    at_least_one,
+    divergence_over,
+    entropy_from_logits,
+    even_shard,
+    logprobs_from_logits,
+    masked_mean,
+    numbers,
+    plain,
+    scored_batch,
+)
 
 Tensor = torch.Tensor
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 
-#: The versions that the tests ran with.
-TESTED = ("0.7.1", "0.8.0", "0.9.0", "0.9.1")
+ADAPTER = Adapter(
+    "verl", "verl", ("0.7.1", "0.8.0", "0.9.0", "0.9.1"),
+    {"linear_cross_entropy": "verl.utils.kernel.linear_cross_entropy.linear_cross_entropy",
+     "logprobs_from_logits": "verl.utils.torch_functional.logprobs_from_logits",
+     "entropy_from_logits": "verl.utils.torch_functional.entropy_from_logits"},
+    {"nothing; then `actor_rollout_ref.actor.policy_loss.loss_mode=fused_vanilla`": "policy losses in its registry, in every process",
+     "`actor_rollout_ref.model.external_lib=grpo_kernels.plugins.verl_head`":
+     "log-probs and entropy, from hidden states with `use_fused_kernels` and `impl_backend=triton`"},
+)  # fmt: skip
+#: Its distillation losses, older ones of which were not tested.
+DISTILLATION = replace(
+    ADAPTER, tested=("0.9.0", "0.9.1"), configured={},
+    replaces={"topk_divergence": "verl.trainer.distillation.fsdp.losses.compute_forward_kl_topk"},
+)  # fmt: skip
 
 #: verl's names of its losses, and ours of the preset that has its formula.
 LOSSES = {
-    "vanilla": "ppo",
-    "gspo": "gspo",
-    "gpg": "reinforce",
-    "clip_cov": "clip_cov",
-    "kl_cov": "kl_cov",
-    "geo_mean": "gmpo",
-    "cispo": "cispo",
-    "sapo": "sapo",
-    "dppo_tv": "dppo_tv",
-    "dppo_kl": "dppo_kl",
-    "dro": "dro",
-}
+    "vanilla": "ppo", "gspo": "gspo", "gpg": "reinforce", "clip_cov": "clip_cov", "kl_cov": "kl_cov", "geo_mean": "gmpo",
+    "cispo": "cispo", "sapo": "sapo", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "dro": "dro",
+}  # fmt: skip
 #: Those that leave out tokens by lot.
 RANDOM = ("clip_cov",)
 #: Presets whose old_logps are not those of verl's policy loss, which is given no reference.
@@ -87,12 +113,9 @@ WITHOUT = ("a2po", "distillation", "sampled_distillation")
 
 #: verl's `loss_agg_mode` -> ours.
 AGGREGATES = {
-    "token-mean": "token-mean",
-    "token-sum": "token-sum",
-    "seq-mean-token-sum": "seq-mean-token-sum",
-    "seq-mean-token-mean": "seq-mean-token-mean",
-    "seq-mean-token-sum-norm": "constant",
-}
+    "token-mean": "token-mean", "token-sum": "token-sum", "seq-mean-token-sum": "seq-mean-token-sum",
+    "seq-mean-token-mean": "seq-mean-token-mean", "seq-mean-token-sum-norm": "constant",
+}  # fmt: skip
 
 
 # ---- policy losses
@@ -105,18 +128,18 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
     No function of verl is replaced, and names of ours that are there already stay. Under a version of verl that was not tested,
     unless any_version, the first call of a loss that verl has too is computed by verl's own beside it: RuntimeError where they
     differ."""
-    trial = Trial(untested("verl", TESTED, any_version))
+    trial = Trial(ADAPTER.untested(any_version))
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
     own = [name for name in LOSSES if name in POLICY_LOSS_REGISTRY]  # an older verl has fewer, and no constants of the others
     names = [*own, *(name for name in PRESETS if name not in LOSSES and name not in WITHOUT)]
     for name in names:
-        ours, theirs = policy_loss(name), POLICY_LOSS_REGISTRY.get(name)
-        if prefix + name in POLICY_LOSS_REGISTRY and hasattr(POLICY_LOSS_REGISTRY[prefix + name], "grpo_kernels"):
+        if hasattr(POLICY_LOSS_REGISTRY.get(prefix + name), "grpo_kernels"):
             continue
+        ours = policy_loss(name)
         if name in own and name not in RANDOM:
-            ours = trial.beside(ours, theirs, itemgetter(0))
-        ours.grpo_kernels = True  # type: ignore[attr-defined]
+            ours = trial.beside(ours, POLICY_LOSS_REGISTRY[name], itemgetter(0))
+        vars(ours)["grpo_kernels"] = True
         register_policy_loss(prefix + name)(ours)
     return [prefix + name for name in names]
 
@@ -131,18 +154,14 @@ def policy_loss(objective: str | Objective) -> PolicyLoss:
                 name has them. Another preset's name, or an Objective: its own constants and its own aggregate, and of
                 verl's config only the denominators (and `loss_scale_factor`, or T, where its max_tokens is None).
     """
-    name = objective if isinstance(objective, str) else None
-    fixed: Objective | None = None
-    if isinstance(objective, Objective):
-        fixed = objective
-    elif objective not in LOSSES:
-        fixed = Objective.preset(objective, numerics="verl" if objective in NUMERICS["verl"] else None, beta=0.0)
-    if fixed is not None and (fixed.beta != 0 or fixed.needs_entropy):
-        raise ValueError(
-            f"objective has beta={fixed.beta} and entropy_coef={fixed.entropy_coef}: verl adds KL and entropy itself: pass 0.0."
-        )
-    if fixed is not None and fixed.aggregate == "group-mean":
-        raise ValueError("aggregate='group-mean': verl's policy loss is not told which prompt a row is of: pass another one.")
+    name, fixed = (objective, None) if isinstance(objective, str) else ("objective", objective)
+    if fixed is None and name not in LOSSES:
+        fixed = Objective.preset(name, numerics="verl" if name in NUMERICS["verl"] else None, beta=0.0)
+    if fixed is not None:
+        remedy = f"beta={fixed.beta} and entropy_coef={fixed.entropy_coef}: verl adds KL and entropy itself: pass 0.0."
+        require(fixed.beta == 0 and not fixed.needs_entropy, "objective", objective, remedy)
+        remedy = "verl's policy loss is not told which prompt a row is of: pass another one."
+        require(fixed.aggregate != "group-mean", "aggregate", fixed.aggregate, remedy)
 
     def loss(
         old_log_prob: Tensor,
@@ -153,58 +172,71 @@ def policy_loss(objective: str | Objective) -> PolicyLoss:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        wanted = fixed or objective_of(str(name), config, loss_agg_mode)
+        wanted = fixed or objective_of(name, config, loss_agg_mode)
         info = dict(getattr(config, "global_batch_info", None) or {})
         if wanted.aggregate == "constant" and wanted.max_tokens is None:
             wanted = replace(wanted, max_tokens=int(info.get("loss_scale_factor") or response_mask.shape[1]))
-        mask = response_mask.bool()
+        mask, weights = response_mask.bool(), rollout_is_weights
         if name == "geo_mean":
-            info = {}  # a plain mean over the sequences of the micro-batch
-            rollout_is_weights = _geometric_mean(rollout_is_weights, mask)
-        batch = scored_batch(mask, advantages, old_logps=old_log_prob, weights=rollout_is_weights)
+            info = {}  # a plain mean over the sequences of the micro-batch, weighted with the geometric means of their weights
+            if weights is not None:
+                logs = torch.where(mask, (weights + 1e-10).log(), 0.0)
+                weights = (logs.sum(1) / mask.sum(1).clamp(min=1)).exp()
+        batch = scored_batch(mask, advantages, old_logps=old_log_prob, weights=weights)
         out = objective_loss(log_prob, batch, wanted, normalizer=_normalizer(wanted, info))
-        return out.loss, _metrics(name, wanted, out, batch, log_prob)
+        return out.loss, numbers(_metrics(name, wanted, out, batch, log_prob))
 
-    loss.__name__ = f"fused_{name or 'objective'}"
+    loss.__name__ = f"fused_{name}"
     return loss
 
 
 def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> Objective:
     """The objective of verl's loss `name` (LOSSES) under its actor's `config`, aggregated by loss_agg_mode. Raises ValueError
     for what ours cannot do."""
-    if config is None:
-        raise ValueError("config is None: verl's losses read clip_ratio and more from the actor's config.")
+    require(config is not None, "config", config, "verl's losses read clip_ratio and more from the actor's config.")
     require_one_of("loss_agg_mode", loss_agg_mode, AGGREGATES)
-    options = config.policy_loss
+    options, c = config.policy_loss, config.clip_ratio_c
     low, high = (config.clip_ratio if x is None else x for x in (config.clip_ratio_low, config.clip_ratio_high))
-    preset = Objective.preset(LOSSES[name], numerics="verl")
-    changes: dict[str, Any] = {"aggregate": AGGREGATES[loss_agg_mode]}
     if name == "vanilla":
-        if config.clip_ratio_c < 1 + high:
-            raise ValueError(f"clip_ratio_c={config.clip_ratio_c}: below 1 + clip_ratio_high, {1 + high}, it is verl's own.")
-        changes["surrogate"] = Clip(low, high, delta=config.clip_ratio_c)
-    elif name == "gspo":
-        changes = {"surrogate": Clip(low, high)} | ({} if gspo_by_sequence(config) else changes)
-    elif name == "gpg":
-        changes["surrogate"] = PolicyGradient()
-    elif name == "clip_cov":
-        changes["surrogate"] = ClipCov(low, high, options.clip_cov_ratio, options.clip_cov_lb, options.clip_cov_ub)
-    elif name == "kl_cov":
-        changes["surrogate"] = KlCov(options.ppo_kl_coef, options.kl_cov_ratio)
-    elif name == "geo_mean":
-        changes = {"surrogate": Gmpo(low, high)}
-    elif name == "cispo":
-        changes["surrogate"] = Cispo(cap=1 + high, low=1 - low)
-    elif name == "sapo":
-        changes = {"surrogate": Sapo(config.tau_pos, config.tau_neg)}
-    elif name.startswith("dppo"):
-        changes["surrogate"] = Cispo(config.clip_ratio_c)
+        require(c >= 1 + high, "clip_ratio_c", c, f"below 1 + clip_ratio_high, {1 + high}, it is verl's own.")
+    if name == "dro":
+        require(options.dro_beta is not None, "dro_beta", None, "DRO needs policy_loss.dro_beta, the weight of its penalty.")
+    surrogates: dict[str, Callable[[], Any]] = {
+        "vanilla": lambda: Clip(low, high, delta=c), "gspo": lambda: Clip(low, high), "gpg": PolicyGradient,
+        "clip_cov": lambda: ClipCov(low, high, options.clip_cov_ratio, options.clip_cov_lb, options.clip_cov_ub),
+        "kl_cov": lambda: KlCov(options.ppo_kl_coef, options.kl_cov_ratio), "geo_mean": lambda: Gmpo(low, high),
+        "cispo": lambda: Cispo(cap=1 + high, low=1 - low), "sapo": lambda: Sapo(config.tau_pos, config.tau_neg),
+        "dro": lambda: Dro(options.dro_beta),
+    }  # fmt: skip
+    preset = Objective.preset(LOSSES[name], numerics="verl")
+    changes: dict[str, Any] = {"surrogate": surrogates.get(name, lambda: Cispo(c))()}
+    if name not in ("geo_mean", "sapo") and not (name == "gspo" and _gspo_by_sequence(config)):
+        changes["aggregate"] = AGGREGATES[loss_agg_mode]
+    if name.startswith("dppo"):
         changes["filters"] = tuple(replace(f, low=low, high=high) for f in preset.filters if isinstance(f, TrustRegion))
-    elif name == "dro":
-        if options.dro_beta is None:
-            raise ValueError("policy_loss.dro_beta is None: DRO needs the weight of its penalty.")
-        changes["surrogate"] = Dro(options.dro_beta)
     return replace(preset, **changes)
+
+
+_by_sequence: dict[Callable[..., Any], bool] = {}
+
+
+def _gspo_by_sequence(config: Any) -> bool:
+    """Whether verl's GSPO takes the mean of its sequences' means whatever loss_agg_mode is, as it does before 0.9.1: the verl that
+    is here is asked.
+
+    config   of verl's actor, which its losses ask for. Its step has no part in the answer, which is kept."""
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    theirs = POLICY_LOSS_REGISTRY["gspo"]
+    if theirs not in _by_sequence:
+        plain = copy.copy(config)
+        vars(plain)["global_batch_info"] = {}  # the config refuses an assignment
+        # Sequences of 2 tokens and of 1, whose sums are not their means.
+        logps, advantages = torch.zeros(2, 2), torch.tensor([[1.0, 1.0], [3.0, 3.0]])
+        given = logps, logps, advantages, torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+        sums, means = (float(theirs(*given, f"seq-mean-token-{kind}", plain)[0]) for kind in ("sum", "mean"))
+        _by_sequence[theirs] = sums == means
+    return _by_sequence[theirs]
 
 
 def _normalizer(objective: Objective, info: dict[str, Any]) -> float | Tensor | None:
@@ -215,94 +247,68 @@ def _normalizer(objective: Objective, info: dict[str, Any]) -> float | Tensor | 
     key = "batch_num_tokens" if objective.aggregate == "token-mean" else "global_batch_size"
     total = info.get(key)
     if total is None:
-        if ranks > 1:
-            raise ValueError(f"{key} is None, but dp_size={ranks}: the denominator spans all ranks.")
+        require(ranks == 1, key, None, f"with dp_size={ranks} the denominator spans all ranks.")
         return None
     if objective.aggregate == "constant":
         total = total * objective.max_tokens
     return at_least_one(total) / ranks
 
 
-def _geometric_mean(weights: Tensor | None, mask: Tensor) -> Tensor | None:
-    """verl's importance weights of GMPO: of a sequence's, the geometric mean [B]."""
-    if weights is None:
-        return None
-    logs = torch.where(mask, (weights + 1e-10).log(), 0.0)
-    return (logs.sum(1) / mask.sum(1).clamp(min=1)).exp()
-
-
-def _metrics(name: str | None, objective: Objective, out: LossOutput, batch: TokenBatch, log_prob: Tensor) -> dict[str, float]:
-    """verl's metrics under verl's names, in one trip to the host."""
+def _metrics(name: str, objective: Objective, out: LossOutput, batch: TokenBatch, log_prob: Tensor) -> dict[str, Tensor]:
+    """verl's metrics under verl's names, before the trip to the host."""
     if name == "gpg":
         return {}
-    mask, A = batch.mask, batch.advantages
-    assert mask is not None and batch.old_logps is not None
-    x = torch.where(mask, out.logps - batch.old_logps, 0.0)
-    tokens = mask.sum() + 1e-8
-
-    def share(marked: Tensor) -> Tensor:
-        return (marked & mask).sum() / tokens
-
+    mask: Any = batch.mask
+    old: Any = batch.old_logps
+    A, surrogate, x = batch.advantages, objective.surrogate, torch.where(mask, out.logps - old, 0.0)
     bounds = objective.log_ratio_bounds or (-math.inf, math.inf)
     bounded = x if objective.level != "token" else x.clamp(*bounds)
-    low, high = (math.log(r) if r > 0 else -math.inf for r in objective.surrogate.ratio_bounds)
-    below, above = bounded < low, bounded > high
-    clipped: Tensor | None = x.new_zeros(())
-    lower: Tensor | None = x.new_zeros(())
+    low, high = (math.log(r) if r > 0 else -math.inf for r in surrogate.ratio_bounds)
+    below, above, none = bounded < low, bounded > high, torch.zeros_like(mask)
+    # Which tokens are clipped, and which at the other end; verl has neither of some losses.
+    marked = {"actor/pg_clipfrac": none, "actor/pg_clipfrac_lower": none}
     if name == "cispo":
-        clipped = share(below | above)
+        marked["actor/pg_clipfrac"] = below | above
     elif name in ("dppo_tv", "dppo_kl"):
         # In verl an advantage of 0 counts as negative.
         rows = replace(out.rows, advantages=torch.where(out.rows.advantages == 0, -1.0, out.rows.advantages))
         keep = objective.filters[0].keep(out.logps.reshape(-1), None, rows, batch).view(mask.shape)
-        clipped, lower = share(~keep), share(above & keep)
-    elif name == "geo_mean":
-        assert isinstance(objective.surrogate, Gmpo)
-        beyond = (x < -objective.surrogate.eps_low) | (x > objective.surrogate.eps_high)
-        clipped, lower = share(beyond & (A > 0)), share(beyond & (A < 0))
+        marked = {"actor/pg_clipfrac": ~keep, "actor/pg_clipfrac_lower": above & keep}
+    elif isinstance(surrogate, Gmpo) and name == "geo_mean":
+        beyond = (x < -surrogate.eps_low) | (x > surrogate.eps_high)
+        marked = {"actor/pg_clipfrac": beyond & (A > 0), "actor/pg_clipfrac_lower": beyond & (A < 0)}
     elif name == "clip_cov":
         # Tokens that were drawn have no slope. All others have one, except those that are clipped.
         slopes = torch.autograd.grad(out.loss, log_prob, retain_graph=True)[0] if out.loss.requires_grad else x
-        beyond = torch.logical_or(*objective.surrogate.clipped(bounded.exp(), A)) | (A == 0)
-        beyond = beyond if batch.weights is None else beyond | (batch.weights == 0)
-        clipped, lower = share((slopes == 0) & ~beyond), None
+        silent = torch.logical_or(*surrogate.clipped(bounded.exp(), A)) | (A == 0)
+        silent = silent if batch.weights is None else silent | (batch.weights == 0)
+        marked = {"actor/pg_clipfrac": (slopes == 0) & ~silent}
     elif name in ("kl_cov", "dro"):
-        clipped = lower = None
-    elif objective.level != "token":
-        clipped = out.metrics["clip_low"] + out.metrics["clip_high"]
-    elif name != "sapo":
-        clipped = share(torch.logical_or(*objective.surrogate.clipped(bounded.exp(), A)))
-        if name == "vanilla":
-            assert isinstance(objective.surrogate, Clip)
-            lower = share((bounded > math.log(objective.surrogate.delta)) & (A < 0))
-    moved = x.abs() if name == "kl_cov" else -bounded
-    named = {"actor/pg_clipfrac": clipped, "actor/ppo_kl": moved.sum() / tokens, "actor/pg_clipfrac_lower": lower}
-    kept = {key: value for key, value in named.items() if value is not None}
-    return dict(zip(kept, torch.stack([v.detach().to(torch.float32) for v in kept.values()]).tolist(), strict=True))
+        marked = {}
+    elif objective.level == "token" and name != "sapo":
+        marked["actor/pg_clipfrac"] = torch.logical_or(*surrogate.clipped(bounded.exp(), A))
+        if isinstance(surrogate, Clip) and name == "vanilla":
+            marked["actor/pg_clipfrac_lower"] = (bounded > math.log(surrogate.delta)) & (A < 0)
+    named = {key: masked_mean(value.float(), mask) for key, value in marked.items()}
+    if objective.level != "token" and name not in ("sapo", "geo_mean"):
+        named["actor/pg_clipfrac"] = out.metrics["clip_low"] + out.metrics["clip_high"]
+    return named | {"actor/ppo_kl": masked_mean(x.abs() if name == "kl_cov" else -bounded, mask)}
 
 
 # ---- log-probs and entropy
 
 
 def bind(*, hidden: bool = True, logits: bool = True, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace verl's functions by ours in this process. The returned `Slots` restores them, by `undo()` or as a context
-    manager.
+    """Replace verl's functions by ours in this process; the result restores them, see `Slots`, which has the errors too.
 
     hidden   `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`, for use_fused_kernels with impl_backend=triton.
     logits   `logprobs_from_logits` and `entropy_from_logits` of verl.utils.torch_functional and of the engines that imported
              them. Bind before the engine is built, because the engine keeps the entropy function of that time.
     strict   True: a call that verl's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested; else the first call of each function runs verl's own
-             beside it, and RuntimeError says where they differ.
-    Raises RuntimeError where a function is replaced already."""
-    version = untested("verl", TESTED, any_version)
-    slots = Slots("verl", strict, version=version)
-    if hidden:
-        slots.bind("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy", linear_cross_entropy)
-    if logits:
-        slots.bind("verl.utils.torch_functional", "logprobs_from_logits", logprobs_from_logits)
-        slots.bind("verl.utils.torch_functional", "entropy_from_logits", entropy_from_logits)
-    return slots
+    any_version   True: no comparison under a version that was not tested."""
+    ours: list[Callable[..., Any]] = [linear_cross_entropy] * hidden
+    ours += [logprobs_from_logits, entropy_from_logits] * logits
+    return ADAPTER.bind(*ours, strict=strict, any_version=any_version)
 
 
 def linear_cross_entropy(
@@ -322,8 +328,7 @@ def linear_cross_entropy(
         raise NotCovered(f"reduction={reduction!r}")
     plain(hidden, weight)
     shard = even_shard(weight.shape[0], dist_process_group, reduce_hidden=False)
-    transform = LogitTransform(temperature=temperature)
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    rows, transform = hidden.reshape(-1, hidden.shape[-1]), LogitTransform(temperature)
     logps, entropy = linear_logprobs(rows, weight, labels.reshape(-1), transform=transform, entropy=True, shard=shard)
     assert entropy is not None
     return logps, entropy
@@ -342,6 +347,122 @@ def kept_sets(data: Any, field: str = "sampling_mask") -> TokenSets | None:
             `sampling_mask.token_ids` has them, or None. They go to the tokens of response_mask in their order; tools' tokens and
             padding stand for the whole vocabulary. Raises ValueError, with the sample, where it has not a list for each token."""
     record = data.non_tensor_batch.get(field)
-    if record is None:
-        return None
-    return TokenSets.from_lists([*record], generated=data.batch["response_mask"] != 0)
+    return None if record is None else TokenSets.from_lists([*record], generated=data.batch["response_mask"] != 0)
+
+
+# ---- distillation from a teacher's top-k
+
+#: Names that are registered, with a prefix in front, and their divergences.
+DISTILLATION_LOSSES: Mapping[str, Exact] = {
+    "forward_kl_topk": Exact("forward", tail="ignore"),
+    "forward_kl_topk_bin": Exact("forward"),
+    "forward_kl_topk_renormalised": Exact("forward", tail="renormalise"),
+    "reverse_kl_topk": Exact("reverse"),
+    "reverse_kl_topk_generalised": Exact("reverse", tail="generalised"),
+    "jsd_topk": Exact("jsd"),
+}
+
+_registered: dict[str, Exact] = {}
+
+
+def register_distillation(
+    losses: Mapping[str, Exact] | None = None, prefix: str = "fused_", *, any_version: bool = False
+) -> list[str]:
+    """Add losses to verl's registry of distillation losses, and return their names: `prefix` with each name of `losses` (None:
+    DISTILLATION_LOSSES). `bind_distillation` has them computed.
+
+        distillation.distillation_loss.loss_mode=fused_reverse_kl_topk
+        distillation.distillation_loss.use_policy_gradient=False
+
+    A module that is imported twice may register the same again; another divergence under a name raises ValueError. Raises
+    RuntimeError for a version of verl that was not tested, unless any_version."""
+    _require_tested(any_version)
+    from verl.trainer.distillation.losses import DistillationLossSettings, register_distillation_loss
+
+    named = {prefix + name: exact for name, exact in (DISTILLATION_LOSSES if losses is None else losses).items()}
+    for name, exact in named.items():
+        require(isinstance(exact, Exact), f"losses[{name!r}]", exact, "pass an Exact, for example Exact('reverse').")
+        known = _registered.get(name, exact)
+        require(known == exact, f"losses[{name!r}]", exact, f"{known} is registered under that name: pass another prefix.")
+        if name not in _registered:
+            register_distillation_loss(DistillationLossSettings(names=[name], use_topk=True))(_distillation_loss)
+            _registered[name] = exact
+    return list(named)
+
+
+def bind_distillation(*, strict: bool = False, any_version: bool = False) -> Slots:
+    """Replace verl's function of top-k losses from logits by ours, for losses that `register_distillation` has added; verl's own
+    `forward_kl_topk` is still computed by verl. The result restores it, see `Slots`. strict: a call of another loss raises
+    RuntimeError.
+    Raises RuntimeError for a version of verl that was not tested, unless any_version, and where it is replaced already.
+
+    verl computes all top-k losses by one function, which is called in the forward, where the logits are. Our log-probs at the
+    teacher's ids come from one log-sum-exp over the logits, while verl writes a log-softmax of all logits in their dtype.
+    `fused_forward_kl_topk` is verl's formula, the sum over the ids alone, without two clamps: that of log-probs at
+    `log_prob_min_clamp`, which stops their gradient, and that of the value at 0, which stops the gradient of the whole token.
+    `loss_max_clamp` is applied by verl, in both directions. Metrics are those of verl, except for the overlap of both top-k sets,
+    which is not measured. The estimators from the sampled token (k1, k3, ...) remain verl's: they do not use the vocabulary.
+
+    The strategies fsdp and fsdp2 are supported, also with sequence parallelism. Megatron and VeOmni's fused loss do not pass logits
+    to this function, and are refused."""
+    _require_tested(any_version)
+    return DISTILLATION.bind(topk_divergence, strict=strict, any_version=True)
+
+
+def _require_tested(any_version: bool) -> None:
+    """verl has none of these losses, so a first step cannot be compared with verl's own."""
+    version = DISTILLATION.untested(any_version)
+    if version is not None:
+        raise RuntimeError(f"{version}: install verl {DISTILLATION.tested[-1]}, or pass any_version=True.")
+
+
+def topk_divergence(
+    student_logits: Tensor, teacher_topk_log_probs: Tensor, teacher_topk_ids: Tensor, config: Any, data_format: str
+) -> dict[str, Tensor]:
+    """`distillation_losses`, `student_mass` and `teacher_mass`, fp32 [1, n], of student_logits [1, n, V] and nested
+    teacher_topk_log_probs and teacher_topk_ids [n, K], as verl's own function takes them (data_format is not needed). In a sum
+    over the ids alone an id counts as often as it is listed, as in verl; a divergence with a tail has each id once, and a row in
+    which one repeats is padding and gets 0.
+
+    config   verl's DistillationConfig, whose loss_mode is one of ours."""
+    from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
+
+    mode: Any = getattr(config.distillation_loss, "loss_mode", None)  # which verl's own function does not read
+    exact = _registered.get(mode)
+    if exact is None:
+        raise NotCovered(f"loss_mode={mode!r}")
+    plain(student_logits)
+    given = [x.values().unsqueeze(0) for x in (teacher_topk_ids, teacher_topk_log_probs)]
+    if get_ulysses_sequence_parallel_world_size() > 1:
+        given = [slice_input_tensor(x, dim=1) for x in given]
+    ids, listed = given[0], given[1].to(torch.float32)
+    alone, K = exact.tail == "ignore", ids.shape[-1]
+    with torch.set_grad_enabled(alone and torch.is_grad_enabled()):
+        logps, _, different = at_ids(student_logits, ids)
+    counted = (different == K) | alone
+    if alone:
+        losses = divergence_over(exact, logps, listed)
+    else:
+        known = torch.where(counted[..., None], ids, -1).flatten(0, 1)
+        losses = token_divergence(student_logits, TokenSets.from_padded(known, values=listed.flatten(0, 1)), exact)
+    masses = [x.detach().exp().sum(-1).masked_fill(~counted, 0.0) for x in (logps, listed)]
+    return dict(zip(("distillation_losses", "student_mass", "teacher_mass"), (losses, *masses), strict=True))
+
+
+def _distillation_loss(config: Any, distillation_config: Any, model_output: Any, data: Any) -> tuple[Tensor, dict[str, Any]]:
+    """verl's contract of a registered loss: (losses [B, R], metrics), from what the forward has computed."""
+    from verl.trainer.distillation import losses as theirs
+    from verl.trainer.distillation.fsdp.losses import compute_forward_kl_topk
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    mode = distillation_config.distillation_loss.loss_mode
+    if config.strategy not in ("fsdp", "fsdp2"):
+        raise ValueError(
+            f"loss_mode={mode!r} with strategy={config.strategy!r}: ours are for fsdp and fsdp2. Take forward_kl_topk."
+        )
+    if not getattr(compute_forward_kl_topk, "grpo_kernels", False):
+        raise RuntimeError(
+            f"loss_mode={mode!r}, but verl's own function computed it: call verl.bind_distillation() in the same module."
+        )
+    _, metrics = theirs.compute_forward_kl_topk(config, distillation_config, model_output, data)
+    return no_padding_2_padding(model_output["distillation_losses"], data), metrics

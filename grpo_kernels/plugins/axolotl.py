@@ -16,8 +16,8 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
-from ..integrations import liger_slot
-from ._once import announce
+from ..integrations import liger
+from . import announce
 
 
 class Settings(BaseModel):
@@ -27,7 +27,7 @@ class Settings(BaseModel):
 
 
 class FusedGRPO(BasePlugin):
-    """Patches each GRPO trainer that axolotl creates. `trainer.fused_loss` is the result of `liger_slot.patch`."""
+    """Patches each GRPO trainer that axolotl creates. `trainer.fused_loss` is the result of `liger.patch`."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.{Settings.__name__}"
@@ -41,5 +41,5 @@ class FusedGRPO(BasePlugin):
             return
         if "fused_loss" in vars(trainer):
             return
-        vars(trainer)["fused_loss"] = liger_slot.patch(trainer, strict=bool(cfg.get("grpo_kernels_strict")))
+        vars(trainer)["fused_loss"] = liger.patch(trainer, strict=bool(cfg.get("grpo_kernels_strict")))
         announce(f"the loss of {named} is ours; trainer.fused_loss.counts says what ran.")

@@ -4,7 +4,7 @@ are taken over the sets that rollouts have recorded, if miles' arguments ask for
 from typing import Any
 
 from ..integrations import miles
-from ._once import once
+from . import once
 
 
 def init(args: Any) -> None:

@@ -8,7 +8,7 @@
 For the loss alone, name `grpo_kernels.integrations.prime_rl.loss`."""
 
 from ..integrations import prime_rl
-from ._once import once
+from . import once
 
 #: fn(LossInputs, objective=, changes=) -> LossOutputs.
 loss = prime_rl.loss

@@ -9,7 +9,7 @@ loss that slime's arguments describe, computed by our token stage. Without `loss
 from typing import Any
 
 from ..integrations import slime
-from ._once import once
+from . import once
 
 #: (args, batch, logits, sum_of_sample_mean) -> (loss, metrics) for the objective that args describe.
 loss = slime.policy_loss()

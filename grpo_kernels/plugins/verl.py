@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from ..integrations import verl
-from ._once import once
+from . import once
 
 #: verl's module with its registry. It imports transformers and more, for which `import verl` alone does not wait.
 REGISTRY = "verl.trainer.ppo.core_algos"

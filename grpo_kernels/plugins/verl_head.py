@@ -3,6 +3,6 @@
 VERL_USE_EXTERNAL_MODULES=grpo_kernels.plugins.verl_head. With use_fused_kernels and impl_backend=triton logits never exist."""
 
 from ..integrations import verl
-from ._once import once
+from . import once
 
 SLOTS = once("verl_head", verl.bind, lambda _: "log-probs and entropy of verl's head run on our kernels.")

@@ -41,16 +41,18 @@ detached and exactly 0 where the mask is False, even if the inputs are NaN or in
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from ..checks import LARGEST, SMALLEST, require, require_number, require_one_of
+from ..batch import TokenBatch
+from ..checks import LARGEST, SMALLEST, refuse_unknown, require, require_number, require_one_of
 from ..layout import as_mask, sequence_ids
-
-if TYPE_CHECKING:
-    from ..batch import TokenBatch
 
 Tensor = torch.Tensor
 
@@ -334,3 +336,56 @@ def _sequence_extreme(batch: TokenBatch, values: Tensor, which: str) -> Tensor:
 def _per_token(batch: TokenBatch, values: Tensor) -> Tensor:
     """Flat values as fp32 in the shape of targets, 0 where masked."""
     return torch.where(_trained(batch), values.to(torch.float32), 0.0).view(batch.targets.shape)
+
+
+# ---- by name
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Corrects a TokenBatch for the mismatch to its sampler, under a `name`: calls `function` with `options`, which a call may
+    override. The result multiplies the batch's weights, or becomes its mask."""
+
+    name: str
+    function: Callable[..., Tensor]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(
+        self, batch: TokenBatch, *, finished: Tensor | None = None, process_group: Any = None, **options: Any
+    ) -> TokenBatch:
+        """The corrected batch. finished, bool [B]: which completions ended by themselves. process_group: the ranks over which a
+        correction normalises. Raises TypeError for an option that it does not have, ValueError as the function does."""
+        parameters = inspect.signature(self.function).parameters
+        refuse_unknown(f"the correction {self.name!r}", options, parameters)
+        chosen = {**self.options, **options}
+        if self.function is without_truncated:
+            require(
+                finished is not None, "finished", None, f"the correction {self.name!r} needs to know which completions ended."
+            )
+            mask = torch.ones_like(batch.targets, dtype=torch.bool) if batch.mask is None else batch.mask
+            return dataclasses.replace(batch, mask=without_truncated(mask, finished, cu_seqlens=batch.cu_seqlens))  # type: ignore[arg-type]
+        if self.function is off_policy_sequence_mask:
+            chosen["logps"] = batch.old_logps
+        if "process_group" in parameters:
+            chosen["process_group"] = process_group
+        weights, before = self.function(batch, **chosen), batch.flat("weights")
+        return dataclasses.replace(batch, weights=weights if before is None else weights * before.view(weights.shape))
+
+
+#: By name; the table at the top of this file lists which trainer uses which.
+CORRECTIONS: dict[str, Correction] = {
+    entry.name: entry
+    for entry in (
+        Correction("importance_weights", importance_weights),
+        Correction("tis", importance_weights, {"high": 2.0}),
+        Correction("sequence_tis", importance_weights, {"level": "sequence", "high": 2.0}),
+        Correction("icepop", importance_weights, {"mode": "mask", "low": 0.5, "high": 5.0}),
+        Correction("sequence_mask", importance_weights, {"level": "sequence", "mode": "mask", "high": 3.0}),
+        Correction("rejection_mask", rejection_mask),
+        Correction("geometric_mask", rejection_mask, {"over": "mean", "low": 0.99, "high": 1.01}),
+        Correction("veto", rejection_mask, {"over": "min", "low": 1e-4}),
+        Correction("off_policy_mask", off_policy_sequence_mask, {"delta": 0.5}),
+        Correction("m2po", second_moment_mask, {"threshold": 0.04}),
+        Correction("without_truncated", without_truncated),
+    )
+}

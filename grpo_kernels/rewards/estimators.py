@@ -1,33 +1,20 @@
-"""Estimators of advantages and corrections of the sampler mismatch by name. `TokenBatch.from_rewards` and the options of the
-reference trainer read these two tables.
+"""Estimators of advantages by name. `TokenBatch.from_rewards` and the options of the reference trainer read this table.
 
-    advantages = ADVANTAGES["rloo"](Evidence(rewards, group_size=8))
-    batch = CORRECTIONS["tis"](batch, high=2.0)
+advantages = ADVANTAGES["rloo"](Evidence(rewards, group_size=8))
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
 from ..checks import refuse_unknown, require, require_one_of
 from .advantages import gpg_scale, greedy_baseline_advantages, group_advantages, pass_at_k_advantages
-from .corrections import (
-    importance_weights,
-    off_policy_sequence_mask,
-    rejection_mask,
-    second_moment_mask,
-    without_truncated,
-)
 from .returns import at_last_token, discounted_returns, gae, optimal_token_advantages, process_advantages, whiten
-
-if TYPE_CHECKING:
-    from ..batch import TokenBatch
 
 Tensor = torch.Tensor
 
@@ -61,7 +48,7 @@ class Evidence:
     sum_squares: Tensor | None = field(default=None, kw_only=True)
 
 
-_FIELDS = frozenset(f.name for f in dataclasses.fields(Evidence))
+_FIELDS = frozenset(f.name for f in fields(Evidence))
 
 
 @dataclass(frozen=True)
@@ -101,37 +88,6 @@ class Estimator:
     @property
     def _takes(self) -> dict[str, inspect.Parameter]:
         return {name: p for name, p in inspect.signature(self.function).parameters.items() if name in _FIELDS}
-
-
-@dataclass(frozen=True)
-class Correction:
-    """Corrects a TokenBatch for the mismatch to its sampler: calls `function` with `options`, which a call may override. The
-    result multiplies the batch's weights, or becomes its mask."""
-
-    name: str
-    function: Callable[..., Tensor]
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __call__(
-        self, batch: TokenBatch, *, finished: Tensor | None = None, process_group: Any = None, **options: Any
-    ) -> TokenBatch:
-        """The corrected batch. finished, bool [B]: which completions ended by themselves. process_group: the ranks over which a
-        correction normalises. Raises TypeError for an option that it does not have, ValueError as the function does."""
-        parameters = inspect.signature(self.function).parameters
-        refuse_unknown(f"the correction {self.name!r}", options, parameters)
-        chosen = {**self.options, **options}
-        if self.function is without_truncated:
-            require(
-                finished is not None, "finished", None, f"the correction {self.name!r} needs to know which completions ended."
-            )
-            mask = torch.ones_like(batch.targets, dtype=torch.bool) if batch.mask is None else batch.mask
-            return dataclasses.replace(batch, mask=without_truncated(mask, finished, cu_seqlens=batch.cu_seqlens))  # type: ignore[arg-type]
-        if self.function is off_policy_sequence_mask:
-            chosen["logps"] = batch.old_logps
-        if "process_group" in parameters:
-            chosen["process_group"] = process_group
-        weights, before = self.function(batch, **chosen), batch.flat("weights")
-        return dataclasses.replace(batch, weights=weights if before is None else weights * before.view(weights.shape))
 
 
 # ---- estimators that combine several functions
@@ -231,42 +187,24 @@ def _optimal_token(
     return optimal_token_advantages(per_token, old_logps, sum_squares, group_size=group_size, groups=groups, **which)
 
 
-def _table(kind: Any, *entries: tuple[Any, ...]) -> dict[str, Any]:
-    return {entry[0]: kind(*entry) for entry in entries}
-
-
 #: The names are those of the papers. Options are arguments of the functions: Dr. GRPO is "group" with scale="none".
-ADVANTAGES: dict[str, Estimator] = _table(
-    Estimator,
-    ("group", _group, {}, (group_advantages,)),
-    ("rloo", _group, {"baseline": "leave-one-out", "scale": "none"}, (group_advantages,)),
-    ("opo", _group, {"baseline": "length", "scale": "none"}, (group_advantages,)),
-    ("maxrl", _group, {"scale": "mean", "eps": 0.0}, (group_advantages,)),
-    ("gdpo", _gdpo, {"combine": "gdpo"}, (group_advantages,)),
-    ("pass_at_k", pass_at_k_advantages),
-    ("gpg", _gpg, {"scale": "none"}, (group_advantages,)),
-    ("remax", greedy_baseline_advantages),
-    ("reinforce_pp", _reinforce_pp, {}, (whiten,)),
-    ("gae", _gae, {}, (whiten,)),
-    ("process", _process, {}, (process_advantages, group_advantages)),
-    ("optimal_token", _optimal_token),
-)
-
-#: The table at the top of corrections.py lists which trainer uses which correction.
-CORRECTIONS: dict[str, Correction] = _table(
-    Correction,
-    ("importance_weights", importance_weights),
-    ("tis", importance_weights, {"high": 2.0}),
-    ("sequence_tis", importance_weights, {"level": "sequence", "high": 2.0}),
-    ("icepop", importance_weights, {"mode": "mask", "low": 0.5, "high": 5.0}),
-    ("sequence_mask", importance_weights, {"level": "sequence", "mode": "mask", "high": 3.0}),
-    ("rejection_mask", rejection_mask),
-    ("geometric_mask", rejection_mask, {"over": "mean", "low": 0.99, "high": 1.01}),
-    ("veto", rejection_mask, {"over": "min", "low": 1e-4}),
-    ("off_policy_mask", off_policy_sequence_mask, {"delta": 0.5}),
-    ("m2po", second_moment_mask, {"threshold": 0.04}),
-    ("without_truncated", without_truncated),
-)
+ADVANTAGES: dict[str, Estimator] = {
+    entry.name: entry
+    for entry in (
+        Estimator("group", _group, {}, (group_advantages,)),
+        Estimator("rloo", _group, {"baseline": "leave-one-out", "scale": "none"}, (group_advantages,)),
+        Estimator("opo", _group, {"baseline": "length", "scale": "none"}, (group_advantages,)),
+        Estimator("maxrl", _group, {"scale": "mean", "eps": 0.0}, (group_advantages,)),
+        Estimator("gdpo", _gdpo, {"combine": "gdpo"}, (group_advantages,)),
+        Estimator("pass_at_k", pass_at_k_advantages),
+        Estimator("gpg", _gpg, {"scale": "none"}, (group_advantages,)),
+        Estimator("remax", greedy_baseline_advantages),
+        Estimator("reinforce_pp", _reinforce_pp, {}, (whiten,)),
+        Estimator("gae", _gae, {}, (whiten,)),
+        Estimator("process", _process, {}, (process_advantages, group_advantages)),
+        Estimator("optimal_token", _optimal_token),
+    )
+}
 
 
 def lookup(table: Mapping[str, Any], name: str, argument: str) -> Any:

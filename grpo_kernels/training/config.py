@@ -21,7 +21,8 @@ from ..checks import near_name
 from ..presets import NUMERICS, PRESETS
 from ..rewards.advantages import BASELINES, SCALES
 from ..rewards.advantages import NUMERICS as CONSTANTS
-from ..rewards.estimators import ADVANTAGES, CORRECTIONS, Evidence, lookup
+from ..rewards.corrections import CORRECTIONS
+from ..rewards.estimators import ADVANTAGES, Evidence, lookup
 from . import require
 
 #: What the trainer knows beside the rewards, for estimators of advantages; it has no critic.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..vocabulary import backends
+from ..rows import backends
 from . import require
 from .config import TRACKERS, TrainConfig
 from .data import FILE_LOADERS, Row, encode, load_rows

@@ -328,7 +328,7 @@ def test_a_run_that_is_cut_off_has_seen_every_value_of_every_parameter() -> None
 
 def test_every_choice_of_a_launch_is_tuned_and_put_back() -> None:
     """Each entry of the package's tables has candidates that fit, its own first, and a workload that runs its kernel."""
-    kinds = {*backend.LAUNCH, "chunk"}
+    kinds = {*backend.launch.LAUNCH, "chunk"}
     assert kinds == {*tune.KINDS} == {w.kind for w in tune_settings.workloads(small=False)}
     for kind in kinds:
         now, *others = every = tune_settings.settings(kind, small=False)
@@ -382,7 +382,7 @@ def test_tuning_goes_on_after_a_candidate_that_breaks_cuda_and_after_a_cut(
 
 
 def test_later_stages_run_with_what_was_clearly_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    choice, before = Choice(256, 8, programs=2, grid=1.0), dict(backend.LAUNCH)
+    choice, before = Choice(256, 8, programs=2, grid=1.0), dict(backend.launch.LAUNCH)
     best = {
         "fused": {"choice": choice._asdict()},
         "visit": {"choice": Choice(32, 1)._asdict()},
@@ -397,7 +397,7 @@ def test_later_stages_run_with_what_was_clearly_faster(tmp_path: Path, monkeypat
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
     host, path = blocks.CHUNK_BYTES["cpu"], tmp_path / "choices.json"
     path.write_text(json.dumps(tune.winners(found)))
-    assert tune.apply(path).keys() == {"fused", "chunk"} and before | {"fused": choice} == backend.LAUNCH
+    assert tune.apply(path).keys() == {"fused", "chunk"} and before | {"fused": choice} == backend.launch.LAUNCH
     assert blocks.CHUNK_BYTES == {"cuda": 7 << 20, "cpu": host} and blocks.BLOCK_BYTES["cuda"] == 9 << 20
 
 

@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks import assembly, host_time, instructions, resources, sass
 from benchmarks.assembly import code, loops
 from benchmarks.launches import OBJECTIVES, QUICK, SHORT, TARGETS, TRANSFORMS, Case, backend, cases, compiling
-from benchmarks.other_launches import KERNELS, OTHER_QUICK, PRODUCTS, SELECTIONS, other_cases
+from benchmarks.other_launches import OF_TWO, OTHER_QUICK, PRODUCTS, SELECTIONS, other_cases
 from benchmarks.resources import Report, broken, report
 
 pytestmark = pytest.mark.skipif(
@@ -52,7 +52,7 @@ def test_the_cases_are_what_the_library_launches() -> None:
         assert {case.transform for case in these} == {*TRANSFORMS} and {case.logits for case in these} == {FP32, BF16, FP16}
         assert len({(case.vocab > SHORT, case.aligned, case.entropy) for case in these}) == 8
     assert {case.objective for case in cases()} == {*OBJECTIVES} >= {"grpo", "cispo", "grpo + k1", "grpo + k3"}
-    assert {case.kernel for case in other_cases()} == {kernel for kernel, _ in KERNELS} | {*PRODUCTS} | {*SELECTIONS}
+    assert {case.kernel for case in other_cases()} == {kernel for kernel, _ in OF_TWO} | {*PRODUCTS} | {*SELECTIONS}
 
 
 # ---- budgets can be broken
@@ -95,8 +95,8 @@ def test_budgets_know_the_kernel_and_its_dtypes(fused: Report) -> None:
 
 
 def test_a_kernel_with_too_few_registers_is_seen_to_spill(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = backend.LAUNCH["fused"]
-    monkeypatch.setitem(backend.LAUNCH, "fused", type(launch)(1024, 16))  # 128 logits per thread in 64 registers
+    launch = backend.launch.LAUNCH["fused"]
+    monkeypatch.setitem(backend.launch.LAUNCH, "fused", type(launch)(1024, 16))  # 128 logits per thread in 64 registers
     found = report("sm_90", Case("fused", vocab=1 << 18, stride=1 << 18))
     assert found.registers <= 64 and found.spilled + found.stack > 0
     assert any(words.startswith("bytes spilled") for words in broken(Case("fused"), found))

@@ -118,6 +118,26 @@ def check_sets_and_memory(rank: int, ranks: int) -> None:
                 agree(p, owner == rank)
 
 
+def check_a_mask_that_was_written(rank: int, ranks: int) -> None:
+    """What the ranks have told each other of a batch is told again where all of them wrote to what it depends on."""
+    g = torch.Generator().manual_seed(rank)
+    logits, mask = torch.randn(6, 11, generator=g), torch.ones(6, dtype=torch.bool)
+    fields = {
+        "cu_seqlens": torch.tensor([0, 4, 6]),
+        "old_logps": torch.randn(6, generator=g),
+        "context_group": dist.group.WORLD,
+    }
+
+    def batch() -> TokenBatch:
+        return TokenBatch(torch.zeros(6).long(), torch.tensor([[1.0], [-2.0]]), mask=mask, **fields)  # type: ignore[arg-type]
+
+    objective, kept = Objective.preset("gspo"), batch()
+    before = grpo_loss(logits, kept, objective, backend="eager").loss
+    mask[1] = False
+    after = grpo_loss(logits, kept, objective, backend="eager").loss
+    assert before != after and torch.equal(after, grpo_loss(logits, batch(), objective, backend="eager").loss)
+
+
 def check_each_aggregate_of_sequence_ratios(rank: int, ranks: int) -> None:
     """Also a mean over groups: as one rank has it."""
     p = problem(recipe("dapo, k3"))

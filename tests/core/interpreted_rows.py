@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, token_logprobs
-from grpo_kernels.vocabulary.backends import triton as backend
-from support.cases import same_bits
+from grpo_kernels.rows.backends import triton as backend
+from support.bits import same_bits
 
 Tensor = torch.Tensor
 N = 6
@@ -65,10 +65,10 @@ def check(vocab: int, dtype: torch.dtype, objective: Objective) -> None:
     found = rows(slice(None), mask=kept, logits=poisoned)
     same([x[kept] for x in found], kept, "beside masked rows")
     for count in (1, 3) if objective.one_pass else ():  # of a GPU: each takes the next row when it is done with one
-        choices = {kind: choice._replace(grid=1.0) for kind, choice in backend.LAUNCH.items()}
+        choices = {kind: choice._replace(grid=1.0) for kind, choice in backend.launch.LAUNCH.items()}
         with (
-            mock.patch.dict(backend.LAUNCH, choices),
-            mock.patch.object(backend, "multiprocessors", lambda device, count=count: count),
+            mock.patch.dict(backend.launch.LAUNCH, choices),
+            mock.patch.object(backend.launch, "multiprocessors", lambda device, count=count: count),
         ):
             same(rows(slice(None)), slice(None), f"on {count} multiprocessors")
 

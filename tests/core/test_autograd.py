@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
-from support.cases import same_bits, snapshot
+from support.bits import same_bits, snapshot
 
 Tensor = torch.Tensor
 B, T, V, H = 3, 4, 61, 8

@@ -34,7 +34,7 @@ from grpo_kernels import (
     token_logprobs,
 )
 from support.allocations import Allocations
-from support.cases import same_bits
+from support.bits import same_bits
 from support.inside import blocks_of_a_row, overlap
 
 Tensor = torch.Tensor

@@ -13,11 +13,17 @@ import pytest
 from support.doors import check, exact_of
 from support.inside import executor, executors
 from support.processes import checks_of
-from support.recipes import AXES, PAIRED, Recipe, covering, problem, random_recipe
+from support.recipes import AXES, PAIRED, Recipe, covering, legal, problem, random_recipe
 
 MANY = int(os.environ.get("GRPO_KERNELS_FUZZ", "2000"))
 EXECUTORS = executors()
-PAIRS = covering()
+#: Where three values meet that no pair brings together: rows with and without sets beside a second stream, several of those beside
+#: a term of likelihood.
+PAIRS = [
+    *covering(),
+    *(legal(Recipe(objective="dapo, exact", kept="some", missing="full", others=("near",), seed=seed)) for seed in range(2)),
+    legal(Recipe(objective="dapo, exact", others=("whole", "near"))),
+]
 RANKS = "recipes_on_ranks"
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
-from support.cases import same_bits
+from support.bits import same_bits
 from support.inside import in_chunks, our_products
 from support.processes import finish, start
 

@@ -12,62 +12,23 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_kernels import LogitTransform, Objective, TokenBatch, linear_grpo_loss, linear_logprobs
-from grpo_kernels.head import FusedLMHead, HeadLogprobs, HeadLoss
+from grpo_kernels import LogitTransform, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels.model import FusedLMHead
 from support.gradients import gradients
+from support.heads import OBJECTIVE, Case, H, Model, V, fused, make_batch, value_of
 
 Tensor = torch.Tensor
-B, T, H, V = 3, 5, 8, 17
-OBJECTIVE = Objective.preset("dapo", beta=0.1)
 
 
-def make_batch(seed: int, masked: bool = False) -> tuple[Tensor, TokenBatch]:
-    """(inputs [B, T, H], batch)"""
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.randint(V, (B, T), generator=g)
-    mask = torch.arange(T) < torch.tensor([5, 2, 4])[:, None]
-    old, ref = (-2.8 + 0.3 * torch.randn(B, T, generator=g) for _ in range(2))
-    batch = TokenBatch(
-        ids, torch.randn(B, generator=g), mask=torch.zeros_like(mask) if masked else mask, old_logps=old, ref_logps=ref
-    )
-    return torch.randn(B, T, H, generator=g), batch
+def rows(seed: int) -> tuple[Tensor, TokenBatch]:
+    """(hidden states, their batch)"""
+    batch = make_batch(seed, [5, 2, 4])
+    return torch.randn(*batch.targets.shape, H, generator=torch.Generator().manual_seed(seed)), batch
 
 
-class Model(nn.Module):
-    """A backbone and a head, which its forward calls in one of three ways."""
-
-    def __init__(self, bias: bool = True, tied: bool = False, fused: bool = True) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.embedding = nn.Embedding(V, H)
-            self.body = nn.Linear(H, H)
-            self.lm_head = nn.Linear(H, V, bias=bias)
-        if tied:
-            self.lm_head.weight = self.embedding.weight
-        if fused:
-            self.lm_head = FusedLMHead(self.lm_head)
-
-    def forward(self, inputs: Tensor, batch: TokenBatch, kind: str) -> Any:
-        hidden = torch.tanh(self.body(inputs + self.embedding(batch.targets.roll(1, 1))))
-        if kind == "loss":
-            return self.lm_head(hidden, batch, OBJECTIVE, temperature=0.8, normalizer=7.0)
-        if kind == "log-probs":
-            return self.lm_head(hidden, batch.targets, mask=batch.mask, temperature=0.8, entropy=True)
-        return self.lm_head(hidden)
-
-
-def scalar(out: Any, batch: TokenBatch) -> Tensor:
-    """A loss for each kind of output, which depends on all of its differentiable parts."""
-    if isinstance(out, HeadLoss):
-        return out.loss
-    if isinstance(out, HeadLogprobs):
-        return (batch.advantages[:, None] * out.logps - 0.1 * out.entropy).sum() / 7
-    return torch.log_softmax(out, -1)[..., 0].sum() / 7
-
-
-def error(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
+def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
+    for name, gradient in gradients(plain).items():
+        assert (gradients(model)[name] - gradient).norm() < 1e-5 * gradient.norm(), name
 
 
 # ---- one process
@@ -78,7 +39,7 @@ def test_three_ways_to_call(bias: bool) -> None:
     linear = nn.Linear(H, V, bias=bias)
     transform = LogitTransform(softcap=3.0, scale=1.5)
     head = FusedLMHead(linear, transform=transform)
-    hidden, batch = make_batch(1)
+    hidden, batch = rows(1)
     hidden.requires_grad_()
     assert torch.equal(head(hidden), linear(hidden))
     for kind, mine in (("log-probs", head(hidden, batch.targets, mask=batch.mask, entropy="detached", temperature=0.7)),
@@ -111,7 +72,7 @@ def test_it_is_the_same_layer() -> None:
     assert head.weight is linear.weight and head.bias is linear.bias and (head.in_features, head.out_features) == (H, V)
     assert list(head.state_dict()) == list(linear.state_dict()) and repr(head) == repr(linear).replace("Linear", "FusedLMHead")
     before = linear.weight.detach().clone()
-    hidden, batch = make_batch(2)
+    hidden, batch = rows(2)
     head(hidden, batch, OBJECTIVE).loss.backward()
     optimizer.step()
     assert not torch.equal(head.weight, before)
@@ -129,20 +90,16 @@ def test_it_is_the_same_layer() -> None:
 
 
 def test_tied_and_frozen() -> None:
-    model, plain = Model(tied=True), Model(tied=True, fused=False)
+    model, plain, batch = fused(Case("log-probs", tied=True)), Model(Case("logits", tied=True)), make_batch(3, [5, 2, 4])
     assert len(list(model.parameters())) == len(list(plain.parameters())) and model.lm_head.weight is model.embedding.weight
     assert model.state_dict().keys() == plain.state_dict().keys()
-    inputs, batch = make_batch(3)
-    model(inputs, batch, "log-probs").logps.sum().backward()
-    logits = plain(inputs, batch, "logits") / 0.8
-    logps = torch.log_softmax(logits, -1).gather(2, batch.targets[..., None])[..., 0]
-    logps[batch.mask].sum().backward()
-    for name, gradient in gradients(plain).items():
-        assert error(gradients(model)[name], gradient) < 1e-5, name
+    for each in (model, plain):
+        value_of(each(batch), batch).backward()
+    assert_same_gradients(model, plain)
     model.zero_grad()
     model.lm_head.weight.requires_grad_(False)
-    model(inputs, batch, "loss").loss.backward()
-    assert model.lm_head.weight.grad is None and model.lm_head.bias.grad is not None and model.body.weight.grad is not None
+    value_of(model(batch), batch).backward()
+    assert model.lm_head.weight.grad is None and model.lm_head.bias.grad is not None and model.norm.weight.grad is not None
 
 
 class LoraLinear(nn.Module):
@@ -201,8 +158,8 @@ def test_heads_that_are_refused() -> None:
 
 def test_an_adapter_put_around_it_later() -> None:
     """Logits still work, and what would leave the adapter out is an error."""
-    wrapped, (hidden, batch) = LoraLinear(FusedLMHead(nn.Linear(H, V))), make_batch(5)
-    assert wrapped(hidden).shape == (B, T, V)
+    wrapped, (hidden, batch) = LoraLinear(FusedLMHead(nn.Linear(H, V))), rows(5)
+    assert wrapped(hidden).shape == (*batch.targets.shape, V)
     with pytest.raises(TypeError):
         wrapped(hidden, batch.targets)
 
@@ -210,12 +167,12 @@ def test_an_adapter_put_around_it_later() -> None:
 def test_peft() -> None:
     peft = pytest.importorskip("peft")
     pytest.importorskip("transformers")
-    model, hidden, batch = tiny_model(), torch.randn(B, T, 16), make_batch(6)[1]
+    model, targets = tiny_model(), make_batch(6, [5, 2, 4]).targets
+    hidden = torch.randn(*targets.shape, 16)
     FusedLMHead.install(model)
-    targets = batch.targets
     tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     head = tuned.get_output_embeddings()
-    assert isinstance(head, FusedLMHead) and head(hidden, targets).logps.shape == (B, T)
+    assert isinstance(head, FusedLMHead) and head(hidden, targets).logps.shape == targets.shape
     assert isinstance(FusedLMHead.undo(tuned), nn.Linear)
     tuned = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
     with pytest.raises(ValueError, match="merge the adapter"):
@@ -317,22 +274,20 @@ class Offload:
 
 @pytest.mark.parametrize("kind", ["loss", "log-probs", "logits"])
 def test_a_weight_that_is_only_there_in_between(kind: str) -> None:
-    inputs, batch = make_batch(7)
-    plain, model = Model(), Model()
-    scalar(plain(inputs, batch, kind), batch).backward()
+    plain, model, batch = fused(Case(kind)), fused(Case(kind)), make_batch(7, [5, 2, 4])
+    value_of(plain(batch), batch).backward()
     offload = Offload(model.lm_head)
-    out = model(inputs, batch, kind)
+    out = model(batch)
     assert model.lm_head.weight.numel() == 0 and offload.fetched == 1
-    scalar(out, batch).backward()
+    value_of(out, batch).backward()
     assert offload.fetched > 1
-    for name, gradient in gradients(plain).items():
-        assert error(gradients(model)[name], gradient) < 1e-6, name
+    assert_same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("backend", ["eager", "auto"])
 def test_a_weight_that_is_gone_by_the_backward(backend: str) -> None:
     """Gathered around the forward only, as by ZeRO-3's context: an error, whether the backward computes logits again or not."""
-    hidden, batch = make_batch(9)
+    hidden, batch = rows(9)
     for kind in ("log-probs", "loss"):
         weight = nn.Parameter(torch.randn(V, H))
         leaf = hidden.clone().requires_grad_()
@@ -353,10 +308,8 @@ def test_a_weight_that_is_gone_by_the_backward(backend: str) -> None:
 def test_accelerate_offloading() -> None:
     """Weights on the meta device but in a forward."""
     accelerate = pytest.importorskip("accelerate")
-    inputs, batch = make_batch(8)
-    model = Model()
+    model, batch = fused(Case("log-probs")), make_batch(8, [5, 2, 4])
     with torch.no_grad():
-        want = model(inputs, batch, "log-probs").logps
+        want = model(batch).logps
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-        assert model.lm_head.weight.device.type == "meta"
-        assert torch.equal(model(inputs, batch, "log-probs").logps, want)
+        assert model.lm_head.weight.device.type == "meta" and torch.equal(model(batch).logps, want)

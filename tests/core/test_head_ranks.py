@@ -18,30 +18,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from grpo_kernels import LogitTransform, Objective, TokenBatch, linear_grpo_loss, linear_logprobs
-from grpo_kernels.head import FusedLMHead, HeadLogprobs, HeadLoss
+from grpo_kernels import LogitTransform, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels.model import FusedLMHead, HeadLogprobs, HeadLoss
 from support import oracle
 from support.gradients import gradients
+from support.heads import NORMALIZER, OBJECTIVE, TEMPERATURE, Case, H, Model, V, call_head, fused, make_batch, value_of
 from support.processes import WHOLE_PRODUCTS, checks_of, finish, run_checks, run_whole_products, start
 
 Tensor = torch.Tensor
-H, V = 8, 17
-NORMALIZER, TEMPERATURE, RATE = 7.0, 0.8, 0.3
-OBJECTIVE = Objective.preset("dapo", beta=0.1, entropy_coef=0.02)
+RATE = 0.3
 SPEC = oracle.Spec(eps_high=0.28, beta=0.1, entropy_coef=0.02)
 RANKS, STEPS, UPDATES = 2, 2, 2
 BEFORE_THE_RANKS = ("torch.distributed.fsdp",)
-
-
-def make_batch(seed: int, lengths: list[int], masked: bool = False) -> TokenBatch:
-    g = torch.Generator().manual_seed(seed)
-    shape = (len(lengths), max(lengths, default=3) + 1)
-    mask = torch.arange(shape[1]) < torch.tensor(lengths, dtype=torch.int64)[:, None]
-    old, ref = (-2.8 + 0.3 * torch.randn(shape, generator=g) for _ in range(2))
-    advantages, ids = torch.randn(len(lengths), generator=g), torch.randint(V, shape, generator=g)
-    return TokenBatch(ids, advantages, mask=mask & (not masked), old_logps=old, ref_logps=ref)
 
 
 #: Of a rank and a step. The second optimiser step sees the same data with other weights.
@@ -49,89 +38,6 @@ DATA = {
     (0, 0): make_batch(1, [5, 2, 4]), (0, 1): make_batch(2, []),
     (1, 0): make_batch(3, [3, 7], masked=True), (1, 1): make_batch(4, [6, 1, 2, 0]),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Case:
-    """What a model is like, and how its head is called."""
-
-    kind: str = "loss"  # loss, log-probs, logits
-    outside: bool = False  # the head is called after the model's forward, not in it
-    tied: bool = False
-    bias: bool = True
-    #: what torch.utils.checkpoint runs again: "layers", "head" or "all"; reentrant or not
-    recompute: str = ""
-    reentrant: bool = False
-    autocast: torch.dtype | None = None
-    scaled: bool = False  # by a GradScaler
-
-
-class Model(nn.Module):
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.case = case
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.embedding = nn.Embedding(V, H)
-            self.embedding.weight.data *= 0.3
-            self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(2))
-            self.norm = nn.LayerNorm(H)
-            self.lm_head: nn.Linear = nn.Linear(H, V, bias=case.bias)
-        if case.tied:
-            self.lm_head.weight = self.embedding.weight
-
-    def again(self, part: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
-        if self.case.recompute != part:
-            return function(*inputs)
-        return checkpoint(function, *inputs, use_reentrant=self.case.reentrant)
-
-    def hidden(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids.roll(1, 1))
-        for layer in self.layers:
-            x = self.again("layers", lambda x, layer=layer: x + torch.tanh(layer(x)), x)
-        return self.norm(x)
-
-    def call_head(self, hidden: Tensor, batch: TokenBatch) -> Any:
-        """A tuple at least, which is what reentrant checkpoints leave of a named one."""
-        return call_head(self.lm_head, hidden, batch, self.case.kind)
-
-    def forward(self, batch: TokenBatch) -> Any:
-        if self.case.outside:
-            return self.hidden(batch.targets)
-        if self.case.recompute == "all":  # of something that needs a gradient, which reentrant checkpoints ask for
-            one = torch.ones((), requires_grad=True)
-            out = self.again("all", lambda one: self.call_head(self.hidden(batch.targets) * one, batch), one)
-        else:
-            out = self.again("head", lambda h: self.call_head(h, batch), self.hidden(batch.targets))
-        return OUTPUTS[self.case.kind](*out) if type(out) is tuple else out
-
-
-def fused(case: Case) -> Model:
-    model = Model(case)
-    model.lm_head = FusedLMHead(model.lm_head)
-    return model
-
-
-OUTPUTS: dict[str, Callable[..., Any]] = {"loss": HeadLoss, "log-probs": HeadLogprobs}
-
-
-def call_head(head: nn.Module, hidden: Tensor, batch: TokenBatch, kind: str) -> Any:
-    if kind == "loss":
-        return head(hidden, batch, OBJECTIVE, temperature=TEMPERATURE, normalizer=NORMALIZER, metrics=True)
-    if kind == "log-probs":
-        return head(hidden, batch.targets, mask=batch.mask, temperature=TEMPERATURE, entropy=True)
-    return head(hidden)
-
-
-def value_of(out: Any, batch: TokenBatch) -> Tensor:
-    """A loss of each kind of output, in which all of its differentiable parts take part."""
-    if isinstance(out, HeadLoss):
-        return out.loss
-    if not isinstance(out, HeadLogprobs):
-        logps, entropy = (x.view_as(batch.targets) for x in oracle.log_probs(out / TEMPERATURE, batch.targets)[1:])
-        assert batch.mask is not None
-        out = HeadLogprobs(torch.where(batch.mask, logps, 0.0), torch.where(batch.mask, entropy, 0.0))
-    return (batch.advantages[:, None] * out.logps - 0.1 * out.entropy).sum() / NORMALIZER
 
 
 # ---- one process, plain torch, float64

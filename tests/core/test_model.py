@@ -14,7 +14,7 @@ from torch import nn
 from grpo_kernels import Exact, LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss, loss_from_model
 from grpo_kernels.architectures import language_model
 from grpo_kernels.batch import shift_targets
-from grpo_kernels.head import FusedLMHead
+from grpo_kernels.model import FusedLMHead
 from support.gradients import take_gradients
 from support.models import VOCAB, build
 
@@ -201,7 +201,7 @@ def test_sixteen_bits(how: str) -> None:
         model.bfloat16()
     theirs = model(**inputs).logits.float()
     if how == "bf16 with an fp32 head":
-        model.lm_head.float()
+        model.lm_head = build("LlamaForCausalLM").lm_head
     with torch.autocast("cpu", torch.bfloat16) if how == "autocast" else contextlib.nullcontext():
         if how == "autocast":
             theirs = model(**inputs).logits.float()
@@ -209,6 +209,10 @@ def test_sixteen_bits(how: str) -> None:
     naive = grpo_loss(theirs, batch, OBJECTIVE)
     error = (naive.logps - exact.logps).abs().max()
     assert error > 1e-4 and (mine.logps - exact.logps).abs().max() <= 1.5 * error
+    if how == "bf16 with an fp32 head":  # in whose products nothing is rounded
+        hidden = model.model(**inputs)[0].float()
+        wide = grpo_loss((hidden @ model.lm_head.weight.t()).detach(), batch, OBJECTIVE)
+        torch.testing.assert_close(mine.logps, wide.logps, rtol=1e-5, atol=1e-5)
     mine.loss.backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 

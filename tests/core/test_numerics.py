@@ -17,7 +17,7 @@ from grpo_kernels import Exact, NoPolicyTerm, Objective, TokenBatch
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.presets import NUMERICS, PRESETS
 from support import oracle
-from support.cases import assert_no_worse
+from support.bits import assert_no_worse
 from support.oracle import Spec
 
 Tensor = torch.Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -36,12 +37,13 @@ from grpo_kernels.formulas.filters import EntropyFloor, OffPolicySequences, Trus
 from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.surrogates import A2po, Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, Vespo
-from grpo_kernels.head import FusedLMHead
 from grpo_kernels.losses import objective_loss
+from grpo_kernels.model import FusedLMHead
 from grpo_kernels.presets import NUMERICS, PRESETS
-from grpo_kernels.rewards.estimators import ADVANTAGES, CORRECTIONS, Evidence
+from grpo_kernels.rewards.corrections import CORRECTIONS
+from grpo_kernels.rewards.estimators import ADVANTAGES, Evidence
 from grpo_kernels.token_sets import check_sets
-from support.cases import snapshot
+from support.bits import snapshot
 from support.inside import values_unseen
 from support.meta_device import on_meta
 
@@ -55,28 +57,31 @@ ONES, PER_TOKEN = torch.ones(B), torch.ones(B, T)
 LOGITS, HIDDEN, WEIGHT = (torch.randn(s, generator=torch.Generator().manual_seed(0)) for s in ((B, T, V), (B, T, H), (V, H)))
 BIAS, OTHER = torch.ones(V), torch.zeros(V, H)
 KEPT = TokenSets.from_lists([[i, 10] for i in range(9)] + [[]] * 3)
-LISTED = TokenSets.from_lists([[i % V] for i in range(B * T)]).with_values(-torch.ones(B * T))
-EXACT, DISTILL = Objective.preset("dapo", beta=0.3, kl=Exact()), Objective.preset("distillation")
+FIELDS = {field.name for field in dataclasses.fields(TokenBatch)}
+EXACT = Objective.preset("dapo", beta=0.3, kl=Exact())
 SPARSE, TEACHER = Options(sparse=Sparse(1 / 16)), (HIDDEN, OTHER)
 PACKED = Objective(aggregate="token-sum")
+RIGHT = TokenBatch(IDS, ONES)
 
 
 def batch(**changes: Any) -> TokenBatch:
     return TokenBatch(**{"targets": IDS, "advantages": ONES, **changes})
 
 
-def packed(offsets: Any = None, **changes: Any) -> TokenBatch:
-    cuts = None if offsets is None else torch.as_tensor(offsets)
+def packed(cu_seqlens: Any = None, **changes: Any) -> TokenBatch:
+    cuts = None if cu_seqlens is None else torch.as_tensor(cu_seqlens)
     return batch(**{"targets": IDS.view(-1), "advantages": torch.ones(B * T), "cu_seqlens": cuts, **changes})
 
 
-def loss(objective: Any = PACKED, logits: Any = LOGITS, of: Any = None, **options: Any) -> Any:
-    options = {"backend": "eager", **options}
-    return grpo_loss(logits, batch() if of is None else of, objective, **options)
+def loss(objective: Any = PACKED, logits: Any = LOGITS, **given: Any) -> Any:
+    """Fields of the batch stand among the keywords; so in `linear`."""
+    of = given.pop("of") if "of" in given else batch(**{k: given.pop(k) for k in FIELDS & given.keys()})
+    return grpo_loss(logits, of, objective, **{"backend": "eager", **given})
 
 
-def linear(objective: Any = PACKED, of: Any = None, hidden: Any = HIDDEN, weight: Any = WEIGHT, **options: Any) -> Any:
-    return linear_grpo_loss(hidden, weight, batch() if of is None else of, objective, **{"backend": "eager", **options})
+def linear(objective: Any = PACKED, hidden: Any = HIDDEN, weight: Any = WEIGHT, **given: Any) -> Any:
+    of = given.pop("of") if "of" in given else batch(**{k: given.pop(k) for k in FIELDS & given.keys()})
+    return linear_grpo_loss(hidden, weight, of, objective, **{"backend": "eager", **given})
 
 
 def logps(logits: Any = LOGITS, targets: Any = IDS, **options: Any) -> Any:
@@ -91,6 +96,20 @@ def with_ids(value: int) -> Tensor:
     return IDS.index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(value))
 
 
+def sets(ids: list[list[int]], value: float = -1.0) -> TokenSets:
+    """Of all rows, with a value."""
+    lists = TokenSets.from_lists(ids * (B * T // len(ids)))
+    return lists.with_values(torch.full((lists.ids.numel(),), value))
+
+
+def head(*given: Any, **options: Any) -> Any:
+    return FusedLMHead(torch.nn.Linear(H, V))(HIDDEN, *given, **options)
+
+
+def objective_given(logps: Any = PER_TOKEN, batch: Any = RIGHT, objective: Any = PACKED, **options: Any) -> Any:
+    return objective_loss(logps, batch, objective, **options)
+
+
 def transform(temperature: Any) -> LogitTransform:
     return LogitTransform(temperature)
 
@@ -99,35 +118,43 @@ def kl_where_old(logp: Any, old_logp: Any, ref_logp: Any) -> Any:
     return ops.where(logp - old_logp > -2.5, logp - ref_logp, 0.0), ops.where(logp - old_logp > -2.5, 1.0, 0.0)
 
 
-#: What a message must say, its parts between bars -> fields of a batch.
-BATCH: dict[str, dict[str, Any]] = {
-    "targets|[3, 4, 8]|[B, T]": {"targets": torch.zeros(B, T, 8, dtype=torch.int64)},
-    "targets|[]|[B, T]": {"targets": torch.tensor(3)},
-    "targets|torch.float32|int64": {"targets": PER_TOKEN},
-    "targets|list|int64 tensor": {"targets": [1]},
-    "advantages|[4]|[3, 4], [3] or [3, 1]": {"advantages": torch.ones(T)},
-    "advantages|[1, 4]|[3, 4]": {"advantages": torch.ones(1, T)},
-    "advantages|[4, 3]|[3, 4]": {"advantages": torch.ones(T, B)},
-    "advantages|torch.bool|floating-point": {"advantages": ONES > 0},
-    "advantages|list|tensor": {"advantages": [1.0]},
-    "advantages|None|group_advantages": {"advantages": None},
+#: What a message must say, its parts between bars -> what is wrong: keywords, or the value of the one that the message begins with.
+Wrong = dict[str, Any]
+
+
+def wrong(says: str, value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {says.split("|")[0].split(" ")[0].split("=")[0].split("[")[0]: value}
+
+
+#: Fields of a batch.
+BATCH: Wrong = {
+    "targets|[3, 4, 8]|[B, T]": torch.zeros(B, T, 8, dtype=torch.int64),
+    "targets|[]|[B, T]": torch.tensor(3),
+    "targets|torch.float32|int64": PER_TOKEN,
+    "targets|list|int64 tensor": [1],
+    "advantages|[4]|[3, 4], [3] or [3, 1]": torch.ones(T),
+    "advantages|[1, 4]|[3, 4]": torch.ones(1, T),
+    "advantages|[4, 3]|[3, 4]": torch.ones(T, B),
+    "advantages|torch.bool|floating-point": ONES > 0,
+    "advantages|list|tensor": [1.0],
+    "advantages|None|group_advantages": None,
     "advantages|[3]|[12]|cu_seqlens": {"targets": IDS.view(-1)},
-    "weights|[4]|[3, 4], [3] or [3, 1]": {"weights": torch.ones(T)},
-    "nll_weights|[4]|[3, 4], [3] or [3, 1]": {"nll_weights": torch.ones(T)},
-    "mask|[3, 5]|[3, 4]|the same": {"mask": torch.ones(B, T + 1).bool()},
-    "mask|torch.float32|.bool()": {"mask": PER_TOKEN},
-    "groups|[3, 4]|one integer id per sequence|[3]": {"groups": IDS},
-    "groups|torch.float32|integer": {"groups": ONES},
-    "groups|list|tensor": {"groups": [0, 0, 1]},
+    "weights|[4]|[3, 4], [3] or [3, 1]": torch.ones(T),
+    "nll_weights|[4]|[3, 4], [3] or [3, 1]": torch.ones(T),
+    "mask|[3, 5]|[3, 4]|the same": torch.ones(B, T + 1).bool(),
+    "mask|torch.float32|.bool()": PER_TOKEN,
+    "groups|[3, 4]|one integer id per sequence|[3]": IDS,
+    "groups|torch.float32|integer": ONES,
+    "groups|list|tensor": [0, 0, 1],
     "groups|[3]|cu_seqlens": {"targets": IDS.view(-1), "advantages": torch.ones(B * T), "groups": IDS[:, 0]},
-    "cu_seqlens|[3, 4]|packed": {"cu_seqlens": torch.tensor([0, 12])},
+    "cu_seqlens|[3, 4]|packed": torch.tensor([0, 12]),
     "targets has shape [1, 12]. Pass targets[0], and the same of what goes with it.": {
         "targets": IDS.view(1, -1), "advantages": torch.ones(1, B * T), "cu_seqlens": torch.tensor([0, 12])
     },
-    "kept is a list: pass": {"kept": [[1], [2]]},
+    "kept is a list: pass": [[1], [2]],
     "has 12 tokens, but kept have 3 rows": {"kept": KEPT[:3]},
-    "missing='drop': it must be one of": {"missing": "drop"},
-    "context_group|init_process_group": {"context_group": object()},
+    "missing='drop': it must be one of": "drop",
+    "context_group|init_process_group": object(),
     **{f"{name}|[3]|[3, 4]|the same": {name: ONES} for name in ("old_logps", "ref_logps", "sampler_logps")},
     **{f"{name}|torch.int64|floating-point": {name: IDS} for name in ("old_logps", "sampler_logps", "nll_weights")},
     **{
@@ -139,32 +166,34 @@ BATCH: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-OFFSETS: dict[str, Any] = {
+OFFSETS: Wrong = {
     "cu_seqlens|[1, 12]|from 0": [1, 12],
     "cu_seqlens|[0, 5, 11]|12": [0, 5, 11],
     "cu_seqlens|[0, 5, 13]|12": [0, 5, 13],
     "cu_seqlens|[0, 7, 5, 12]|rise": [0, 7, 5, 12],
     "cu_seqlens|torch.float32|int32": [0.0, 12.0],
     "cu_seqlens|[1, 2]|[B + 1]": [[0, 12]],
+    "advantages|[3]|[12]|[2]": {"cu_seqlens": [0, 5, 12], "advantages": ONES},
+    "groups|[3]|[2]": {"cu_seqlens": [0, 5, 12], "groups": IDS[:, 0]},
 }
 
 #: Keywords of both functions of logits.
-OF_LOGITS: dict[str, dict[str, Any]] = {
-    "logits|[3, 3, 11]|[3, 4]|logits[:, :-1]": {"logits": LOGITS[:, :-1]},
-    "logits|[12, 11]|[3, 4]|must be": {"logits": LOGITS.view(-1, V)},
-    "logits|[3, 4]|vocabulary": {"logits": LOGITS[..., 0]},
-    "logits|[3, 4, 0]|vocabulary is empty": {"logits": LOGITS[..., :0]},
-    "logits|torch.int64|float32, bfloat16 or float16": {"logits": LOGITS.long()},
-    "logits|torch.float64|float32, bfloat16 or float16": {"logits": LOGITS.double()},
-    "logits|list|tensor": {"logits": [1.0]},
-    "logits|meta|cpu|move": {"logits": LOGITS.to("meta")},
+OF_LOGITS: Wrong = {
+    "logits|[3, 3, 11]|[3, 4]|logits[:, :-1]": LOGITS[:, :-1],
+    "logits|[12, 11]|[3, 4]|must be": LOGITS.view(-1, V),
+    "logits|[3, 4]|vocabulary": LOGITS[..., 0],
+    "logits|[3, 4, 0]|vocabulary is empty": LOGITS[..., :0],
+    "logits|torch.int64|float32, bfloat16 or float16": LOGITS.long(),
+    "logits|torch.float64|float32, bfloat16 or float16": LOGITS.double(),
+    "logits|list|tensor": [1.0],
+    "logits|meta|cpu|move": LOGITS.to("meta"),
     "temperature|[4]|[3, 4]": {"transform": transform(torch.ones(T))},
     "temperature|meta|cpu|move": {"transform": transform(ONES.to("meta"))},
     "temperature|0.0|above 0": {"transform": transform(torch.tensor([1.0, 0.0, 1.0]))},
     "temperature|-2.0|above 0": {"transform": transform(torch.tensor(-2.0))},
     "temperature|nan|above 0": {"transform": transform(PER_TOKEN * NAN)},
-    "transform is 0.7: pass a LogitTransform, for example LogitTransform(temperature=0.7)": {"transform": 0.7},
-    "backend|'cuda-fast'|eager, cpu, triton": {"backend": "cuda-fast"},
+    "transform is 0.7: pass a LogitTransform, for example LogitTransform(temperature=0.7)": 0.7,
+    "backend|'cuda-fast'|eager, cpu, triton": "cuda-fast",
     "inplace=True|[3, 4, 11]|[0, 11, 1]|inplace=False": {"logits": LOGITS[:1].expand(B, T, V), "inplace": True},
     "inplace=True|[4, 1, 1]|share memory|inplace=False": {"logits": torch.zeros(23).as_strided((B, T, V), (T, 1, 1)), "inplace": True},
     "inplace=True|[88, 22, 2]|inplace=False": {"logits": torch.zeros(B, T, 2 * V)[..., ::2], "inplace": True},
@@ -172,37 +201,37 @@ OF_LOGITS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 #: Keywords of both functions of hidden states.
-OF_HIDDEN: dict[str, dict[str, Any]] = {
+OF_HIDDEN: Wrong = {
     "hidden|[3, 4, 8]|weight|[11, 7]|must agree": {"weight": WEIGHT[:, :-1]},
     "hidden|[3, 4, 8]|weight|[8, 11]|[V, H]": {"weight": WEIGHT.t()},
-    "hidden|[3, 4, 11]|[11, 8]|logits|grpo_loss": {"hidden": LOGITS},
-    "hidden|[3, 3, 8]|[3, 4]|hidden[:, :-1]": {"hidden": HIDDEN[:, :-1]},
-    "hidden|[3, 5, 8]|[3, 4]|ids[:, 1:]": {"hidden": HIDDEN.repeat(1, 2, 1)[:, :5]},
-    "hidden|[12, 8]|[3, 4]|must be": {"hidden": HIDDEN.view(-1, H)},
+    "hidden|[3, 4, 11]|[11, 8]|logits|grpo_loss": LOGITS,
+    "hidden|[3, 3, 8]|[3, 4]|hidden[:, :-1]": HIDDEN[:, :-1],
+    "hidden|[3, 5, 8]|[3, 4]|ids[:, 1:]": HIDDEN.repeat(1, 2, 1)[:, :5],
+    "hidden|[12, 8]|[3, 4]|must be": HIDDEN.view(-1, H),
     "hidden has shape [11, 8], but targets has [3, 4]": {"hidden": WEIGHT, "weight": HIDDEN.view(-1, H)},
-    "hidden|[3, 4]|hidden size": {"hidden": HIDDEN[..., 0]},
-    "bias|[10]|[11, 8]|must be [11]": {"bias": BIAS[:-1]},
-    "bias|[1, 11]|must be [11]": {"bias": BIAS[None]},
-    "bias|torch.int64|float32, bfloat16 or float16": {"bias": BIAS.long()},
+    "hidden|[3, 4]|hidden size": HIDDEN[..., 0],
+    "bias|[10]|[11, 8]|must be [11]": BIAS[:-1],
+    "bias|[1, 11]|must be [11]": BIAS[None],
+    "bias|torch.int64|float32, bfloat16 or float16": BIAS.long(),
     "it looks sharded|weight|[0]|ZeRO-3|GatheredParameters|full_tensor": {"weight": torch.empty(0)},
-    "weight|[88]|sharded|FSDP|full_tensor": {"weight": WEIGHT.view(-1)},
-    "weight|[0, 8]|sharded|full_tensor": {"weight": WEIGHT[:0]},
-    "weight|torch.int8|float32, bfloat16 or float16": {"weight": WEIGHT.to(torch.int8)},
-    "weight is the module Linear: pass its tensor, weight=lm_head.weight": {"weight": torch.nn.Linear(H, V)},
+    "weight|[88]|sharded|FSDP|full_tensor": WEIGHT.view(-1),
+    "weight|[0, 8]|sharded|full_tensor": WEIGHT[:0],
+    "weight|torch.int8|float32, bfloat16 or float16": WEIGHT.to(torch.int8),
+    "weight is the module Linear: pass its tensor, weight=lm_head.weight": torch.nn.Linear(H, V),
     "hidden|dict|tensor": {"hidden": {"last_hidden_state": HIDDEN}},
     "temperature|0.0|above 0": {"transform": transform(torch.zeros(B))},
-    "backend|'blas'|eager, cpu, triton": {"backend": "blas"},
+    "backend|'blas'|eager, cpu, triton": "blas",
     **{
         f"{name}|torch.float64|float32, bfloat16 or float16": {name: x.double()}
         for name, x in (("hidden", HIDDEN), ("weight", WEIGHT))
     },
     **{f"{name}|meta|cpu|move": {name: x.to("meta")} for name, x in (("hidden", HIDDEN), ("weight", WEIGHT), ("bias", BIAS))},
-    "weight_grad is [11, 7] on cpu: pass a tensor like weight, [11, 8]": {"weight_grad": torch.zeros(V, 7)},
-    "weight_grad has dtype torch.bfloat16: pass float32": {"weight_grad": torch.zeros(V, H).bfloat16()},
+    "weight_grad is [11, 7] on cpu: pass a tensor like weight, [11, 8]": torch.zeros(V, 7),
+    "weight_grad has dtype torch.bfloat16: pass float32": torch.zeros(V, H).bfloat16(),
     "must not require grad": {"weight_grad": torch.zeros(V, H, requires_grad=True)},
-    "weight_grad is str": {"weight_grad": "main"},
+    "weight_grad is str": "main",
     "does not require grad: leave it out for a frozen head": {"weight": WEIGHT.detach(), "weight_grad": torch.zeros(V, H)},
-    "weight_grad |no two rows in one memory": {"weight_grad": torch.zeros(1, H).expand(V, H)},
+    "weight_grad |no two rows in one memory": torch.zeros(1, H).expand(V, H),
 }
 
 #: Fields of an objective. The message begins with the name of the first.
@@ -227,8 +256,7 @@ LACKING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("max_tokens is None", {"kl_aggregate": "constant", "beta": 1.0}, {**CUT, **REF}),
     ("groups is None", {"aggregate": "group-mean"}, CUT),
     ("groups is None", {"entropy_aggregate": "group-mean", "entropy_coef": 0.1}, CUT),
-    ("cu_seqlens is None|seq-mean-token-mean|pass", {"aggregate": MEAN}, {}),
-    ("cu_seqlens is None", {"aggregate": "seq-mean-token-sum"}, {}),
+    *(("cu_seqlens is None|seq-mean", {"aggregate": f"seq-mean-token-{how}"}, {}) for how in ("mean", "sum")),
     ("cu_seqlens is None", {"aggregate": "constant", "max_tokens": 5}, {}),
     ("cu_seqlens is None", {"kl_aggregate": MEAN, "beta": 1.0}, REF),
     ("cu_seqlens is None", {"entropy_aggregate": MEAN, "entropy_coef": 1.0}, {}),
@@ -238,269 +266,255 @@ LACKING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("weights holds negative numbers", {"surrogate": Vespo(), "level": "sequence-sum"}, {**CUT, "weights": -torch.ones(B * T)}),
 ]  # fmt: skip
 
-CALLS: dict[str, Call] = {
-    # targets, masks, entropy, normalizers
-    "targets[1, 2]|11|[0, 11)|mask": lambda: loss(of=batch(targets=with_ids(V))),
-    "targets[1, 2]|-100|[0, 11)": lambda: loss(of=batch(targets=with_ids(-100), mask=IDS > 3)),
-    f"targets[1, 2]|{2**40}|[0, 11)|mask": lambda: linear(of=batch(targets=with_ids(2**40))),
-    "targets[1, 2]|-1|[0, 11)|mask": lambda: logps(targets=with_ids(-1)),
-    "targets[1, 2]|12|[0, 11)|mask": lambda: linear_logps(targets=with_ids(12)),
-    "If the logits are hidden states: those go to linear_grpo_loss": lambda: loss(of=batch(targets=IDS + 40)),
-    "those go to linear_grpo_loss or linear_logprobs": lambda: logps(targets=IDS + 40),
-    "logits|[3, 4, 11]|[12]|must be": lambda: logps(targets=IDS.view(-1)),
-    "targets|torch.float32|int64": lambda: logps(targets=IDS.float()),
-    "targets |torch.float32|int64": lambda: linear_logps(targets=IDS.float()),
-    "mask|[3]|[3, 4]|the same": lambda: logps(mask=ONES > 0),
-    "mask |[3]|[3, 4]|the same": lambda: linear_logps(mask=ONES > 0),
-    "mask|torch.float32|.bool()": lambda: logps(mask=PER_TOKEN),
-    "mask|meta|cpu|move": lambda: logps(mask=(IDS > 1).to("meta")),
-    "mask is a list: pass a bool tensor": lambda: logps(mask=[1, 1]),
-    "entropy|'yes'|\"detached\"": lambda: logps(entropy="yes"),
-    "entropy|'no'|\"detached\"": lambda: linear_logps(entropy="no"),
-    "batch|dict|TokenBatch": lambda: loss(of={"targets": IDS}),
-    "batch |dict|TokenBatch": lambda: linear(of={"targets": IDS}),
-    "objective|str|Objective.preset": lambda: loss("grpo"),
-    "objective |str|Objective.preset": lambda: linear("grpo"),
-    "normalizer|[2]|0-d": lambda: loss(normalizer=torch.ones(2)),
-    "normalizer|0|above 0": lambda: loss(normalizer=0),
-    "normalizer |0|above 0": lambda: linear(normalizer=0),
-    "normalizer|-1.0|above 0": lambda: loss(normalizer=-1.0),
-    "normalizer|nan|finite": lambda: loss(normalizer=NAN),
-    "normalizer='3': the denominator": lambda: loss(normalizer="3"),
-    "normalizer=0.0: the denominator": lambda: loss(normalizer=torch.tensor(0.0)),
-    "normalizer=-1": lambda: loss(of=batch(ref_logps=PER_TOKEN), objective=Objective(beta=0.1), normalizer=Denominators(1.0, -1.0, 1.0)),
-    # what is made before a call
-    "temperature|requires grad|.detach()": lambda: transform(ONES.clone().requires_grad_()),
-    "temperature|torch.int64|float": lambda: transform(IDS[:, 0]),
-    "temperature='1': it divides the logits": lambda: transform("1"),
-    "temperature|-1|above 0": lambda: transform(-1),
-    "temperature|nan|above 0": lambda: transform(NAN),
-    "temperature|inf|finite": lambda: transform(INF),
-    "softcap|0.0|None": lambda: LogitTransform(softcap=0.0),
-    "softcap|-30.0|above 0": lambda: LogitTransform(softcap=-30.0),
-    "scale|0.0|not 0": lambda: LogitTransform(scale=0.0),
-    "scale=nan: it multiplies the logits|finite": lambda: LogitTransform(scale=NAN),
-    "eps_low|1.5|[0, 1]": lambda: Clip(eps_low=1.5),
-    "eps_low|-0.1|[0, 1]": lambda: Clip(eps_low=-0.1),
-    "eps_high|-0.2|>= 0": lambda: Clip(eps_high=-0.2),
-    "delta=1.0: the two-sided bound is above 1": lambda: Clip(delta=1.0),
-    "delta=None: the two-sided bound": lambda: Clip(delta=None),
-    "delta|nan|above 1": lambda: Clip(delta=NAN),
-    "cap|0.0|above 0": lambda: Cispo(cap=0.0),
-    "low|3.0|[0, cap]": lambda: Cispo(cap=2.0, low=3.0),
-    "preset='grop'|must be one of grpo, dapo": lambda: Objective.preset("grop"),
-    "preset='DAPO'|Did you mean dapo?": lambda: Objective.preset("DAPO"),
-    "numerics='trl2': it must be one of trl, liger": lambda: Objective.preset("grpo", numerics="trl2"),
-    "beta|-1|>= 0": lambda: Objective.preset("dapo", beta=-1),
-    "pass surrogate=Clip(eps_low=0.2, eps_high=0.28, delta=inf)": lambda: Objective.preset("grpo", eps_high=0.28),
-    "cap is a number of the surrogate, not of the Objective: pass surrogate=Cispo(cap=4.0": lambda: Objective.preset("cispo", cap=4.0),
-    "mixture=0.5: \"reverse\" has none": lambda: Exact("reverse", mixture=0.5),
-    "mixture=1.0": lambda: Exact("jsd", mixture=1.0),
-    "direction='backward'": lambda: Exact("backward"),
-    "tail='drop'": lambda: Exact(tail="drop"),
-    "temperature_squared=2": lambda: Exact(temperature_squared=2),
-    "device=|pass a device": lambda: batch().to(torch.bfloat16),
-    "device='nowhere'|pass a device": lambda: batch().to("nowhere"),
-    "groups is None": lambda: batch().same_group(),
-    # sparse gradients
-    "pass a Sparse": lambda: Options(sparse=0.01),
-    "step=0.0": lambda: Sparse(0.0),
-    "step=2": lambda: Sparse(2),
-    "step=nan": lambda: Sparse(NAN),
-    "seed=-1": lambda: Sparse(seed=-1),
-    "seed=1.5": lambda: Sparse(seed=1.5),
-    f"seed={2**63}": lambda: Sparse(seed=2**63),
-    "as a tensor it is int64": lambda: Sparse(seed=torch.zeros(())),
-    "is on meta, the rows are on cpu": lambda: linear(
-        weight=WEIGHT.clone().requires_grad_(), options=Options(sparse=Sparse(seed=on_meta(torch.tensor(0))))
-    ),
-    "first_row=-1": lambda: Sparse(first_row=-1),
-    "no product": lambda: token_divergence(LOGITS, LOGITS, options=SPARSE),
-    "do not bound": lambda: linear(EXACT, reference=TEACHER, options=SPARSE),
-    "do not": lambda: linear_divergence(HIDDEN, WEIGHT, TEACHER, options=SPARSE),
-    "ids of at=": lambda: linear_logps(at=KEPT, options=SPARSE),
-    # kept sets
-    "kept holds id 12 in row 0: it is outside of the vocabulary [0, 11)": lambda: loss(of=batch(kept=TokenSets.from_lists([[12]] * 12))),
-    "targets[0, 1]=1 is not in its kept set": lambda: loss(of=batch(kept=TokenSets.from_lists([[0]] * 12), missing="raise")),
-    "targets[2, 0]=8 is not in its kept set": lambda: loss(of=batch(kept=TokenSets.from_lists([[]] * 8 + [[0]] * 4)), strict=True),
-    "the batch says missing='full'": lambda: loss(of=batch(kept=KEPT, missing="full"), options=Options(missing="mask")),
-    "two gradients": lambda: loss(of=batch(kept=KEPT), inplace=True, options=Options(entropy_over="vocabulary")),
-    **{
-        f"{i}|weighs the KL by a ratio": functools.partial(
-            loss, Objective(beta=0.1, kl=kl), of=batch(kept=KEPT, ref_logps=PER_TOKEN), options=Options(reference_over="vocabulary")
-        )
-        for i, kl in (("KL", Kl("k3", "ratio")), ("the KL", "distillation"), ("by", kl_where_old))
-    },
-    # second distributions
-    "reference=None|needs the whole distribution": lambda: linear(EXACT),
-    "ref_logits is None|needs the whole distribution": lambda: loss(EXACT),
-    "reference=None|needs the whole": lambda: linear_divergence(HIDDEN, WEIGHT, None),
-    "ref_logits is None|needs the whole": lambda: token_divergence(LOGITS, None),
-    "ref_logits holds id 11 in row 0": lambda: loss(EXACT, ref_logits=TokenSets.from_lists([[V]] * 12).with_values(-torch.ones(12))),
-    "reference holds id 11 in row 0": lambda: linear(EXACT, reference=TokenSets.from_lists([[V]] * 12).with_values(-torch.ones(12))),
-    "reference: bias has shape [10]": lambda: linear(EXACT, reference=(*TEACHER, BIAS[:-1])),
-    "ref_logits is a whole distribution|kl='k3' is an estimate": lambda: loss(Objective(beta=0.1), ref_logits=LOGITS),
-    "reference is a whole distribution": lambda: linear(Objective(beta=0.1), reference=LISTED),
-    "ref_logps are log-probs of the sampled tokens": lambda: linear(EXACT, of=batch(ref_logps=PER_TOKEN), reference=TEACHER),
-    "ref_logits='Tensor': with beta=0": lambda: loss(ref_logits=LOGITS),
-    "with beta=0 nothing looks at it": lambda: linear(reference=TEACHER),
-    "batch.ref_logps are both given": lambda: linear(Objective(beta=0.1), of=batch(ref_logps=PER_TOKEN), reference=TEACHER),
-    "reference is list: pass (hidden, weight)": lambda: linear(Objective(beta=0.1), reference=[*TEACHER]),
-    "reference is tuple: pass (hidden, weight)": lambda: linear(Objective(beta=0.1), reference=TEACHER[:1]),
-    "reference has a vocabulary of 9, but the policy has 11": lambda: linear(EXACT, reference=(HIDDEN, OTHER[:-2])),
-    "ref_logits has a vocabulary of 10, but the policy has 11": lambda: loss(EXACT, ref_logits=LOGITS[..., :-1] + 1, inplace=True),
-    "reference: hidden has shape [3, 4, 7] and weight [11, 8]": lambda: linear(EXACT, reference=(HIDDEN[..., 1:], WEIGHT)),
-    "ref_logits: logits has shape": lambda: loss(EXACT, ref_logits=LOGITS[:, 1:]),
-    "grad is given in the Head of a reference": lambda: linear(EXACT, reference=(HIDDEN, Head(OTHER, grad=torch.zeros(V, H)))),
-    "reference is TokenSets without values": lambda: linear(EXACT, reference=KEPT),
-    "the values of row 0 are log-probs of 2 in all": lambda: linear(
-        EXACT, reference=TokenSets.from_lists([[0, 1]] * 12).with_values(torch.zeros(24))
-    ),
-    "reference_over='kept'|reference_over=\"vocabulary\"": lambda: loss(EXACT, of=batch(kept=KEPT), ref_logits=LISTED),
-    "divergence is None, but kl=Exact": lambda: objective_loss(PER_TOKEN, batch(), EXACT),
-    "divergence is given, but kl='k3'": lambda: objective_loss(PER_TOKEN, batch(), Objective(), divergence=PER_TOKEN),
-    "divergence='k3'": lambda: token_divergence(LOGITS, LOGITS, "k3"),
-    # lists of teachers
-    "reference=[]: a list of teachers holds at least one pair": lambda: linear(DISTILL, reference=[]),
-    "reference[0] is Tensor: a list of teachers holds pairs (teacher, weight)": lambda: linear(DISTILL, reference=[HIDDEN]),
-    "reference[0] is tuple: a list of teachers holds pairs": lambda: linear(DISTILL, reference=[([(TEACHER, 1.0)], 1.0)]),
-    "reference[1][1]=-0.5: the weight of a teacher is a finite number >= 0": lambda: linear(
-        DISTILL, reference=[(TEACHER, 1.0), (TEACHER, -0.5)]
-    ),
-    "reference[0][1]='half'": lambda: linear(DISTILL, reference=[(TEACHER, "half")]),
-    "reference[0][1]=nan: weights of teachers are finite": lambda: linear(DISTILL, reference=[(TEACHER, ONES * NAN)]),
-    "reference[0][1] has shape [3, 5]": lambda: linear(DISTILL, reference=[(TEACHER, torch.ones(B, T + 1))]),
-    "reference has a vocabulary of 10, but the policy has 11": lambda: linear(
-        DISTILL, reference=[(TEACHER, 1.0), ((HIDDEN, OTHER[1:]), 1.0)]
-    ),
-    "inplace=True, but beside several teachers": lambda: loss(
-        Objective.preset("gspo", beta=0.3, kl=Exact()), ref_logits=[(LOGITS.clone(), 1.0)], inplace=True
-    ),
-    "inplace=True, but each of several teachers": lambda: token_divergence(LOGITS, [(LOGITS.clone(), 1.0)], inplace=True),
-    "reference is list: pass (hidden, weight) ": lambda: linear(Objective(beta=0.1), reference=[(TEACHER, 1.0)]),
-    # the loss of given log-probs, the head as a layer, denominators, shifts
-    "logps is torch.float32 [3, 3]: pass floats of targets' shape, [3, 4]": lambda: objective_loss(PER_TOKEN[:, 1:], batch(), PACKED),
-    "logps is torch.int64": lambda: objective_loss(IDS, batch(), PACKED),
-    "entropy is torch.float32 [3]": lambda: objective_loss(PER_TOKEN, batch(), PACKED, entropy=ONES),
-    "entropy is None, but the objective has an entropy bonus": lambda: objective_loss(PER_TOKEN, batch(), Objective(entropy_coef=0.1)),
-    "entropy is None": lambda: objective_loss(PER_TOKEN, batch(), Objective(filters=(EntropyFloor(1.0),))),
-    "token_weights has shape [4]": lambda: objective_loss(PER_TOKEN, batch(), PACKED, token_weights=torch.ones(T)),
-    "objective is a str": lambda: objective_loss(PER_TOKEN, batch(), "dapo"),
-    "batch is a NoneType": lambda: objective_loss(PER_TOKEN, None, PACKED),
-    "targets is None": lambda: head(objective=PACKED),
-    "targets is None ": lambda: head(normalizer=3.0),
-    "pass a TokenBatch with an Objective": lambda: head(batch()),
-    "targets is a Tensor": lambda: head(IDS, PACKED),
-    "metrics=True": lambda: head(IDS, metrics=True),
-    "hidden has shape": lambda: head(IDS[:, 1:]),
-    "temperature|0.0": lambda: head(IDS, temperature=0.0),
-    "transform is an option of this call": lambda: head(IDS, transform=LogitTransform(scale=2.0)),
-    "bias is an option": lambda: head(batch(), PACKED, bias=BIAS),
-    "weight is an": lambda: head(IDS, weight=None),
-    "batches=[]": lambda: global_normalizer(PACKED, []),
-    "objective='str'": lambda: global_normalizer("grpo", batch()),
-    "reduce=True, but torch.distributed is not initialised": lambda: global_normalizer(PACKED, batch(), reduce=True),
-    "cu_seqlens is None |": lambda: global_normalizer(Objective(entropy_aggregate=MEAN, entropy_coef=0.1), packed()),
-    "ids is torch.float32": lambda: shift_targets(PER_TOKEN),
-    "both given": lambda: shift_targets(IDS.view(-1), cu_seqlens=torch.tensor([0, 12]), segment_ids=IDS.view(-1)),
-    "segment_ids has dtype torch.int64 and shape [3]": lambda: shift_targets(IDS.view(-1), segment_ids=IDS[:, 0]),
-    "cu_seqlens|[0, 5]": lambda: shift_targets(IDS.view(-1), cu_seqlens=torch.tensor([0, 5])),
-    # rewards
-    "group_size|4|10": lambda: group_advantages(torch.zeros(10), group_size=4),
-    "group_size|0": lambda: group_advantages(torch.zeros(10), group_size=0),
-    "group_size=2.0: it must be a whole number": lambda: group_advantages(ONES, group_size=2.0),
-    "group_size=True: it must be a whole number": lambda: group_advantages(ONES, group_size=True),
-    "group_size=3|groups|exactly one": lambda: group_advantages(ONES, group_size=3, groups=IDS[:, 0]),
-    "group_size|groups|exactly one": lambda: group_advantages(ONES),
-    "groups|[2]|[3]": lambda: group_advantages(ONES, groups=IDS[0, :2]),
-    "groups|torch.float32|integer": lambda: group_advantages(ONES, groups=ONES),
-    "groups is a list: pass an integer tensor": lambda: group_advantages(ONES, groups=[0, 0]),
-    "rewards|[3, 4]|[B]": lambda: group_advantages(PER_TOKEN, group_size=1),
-    "rewards is str: pass numbers, a tensor or a list": lambda: group_advantages("ab", group_size=2),
-    "rewards[1]|nan|finite": lambda: group_advantages(torch.tensor([0.0, NAN]), group_size=2),
-    "rewards[0]|-inf|finite": lambda: group_advantages(torch.tensor([-INF, 0.0]), group_size=2),
-    "scale|'std'|group, batch, none": lambda: group_advantages(ONES, group_size=3, scale="std"),
-    "eps|-1.0|>= 0": lambda: group_advantages(ONES, group_size=3, eps=-1.0),
-    "group_size|2|3": lambda: TokenBatch.from_rewards(IDS, ONES, group_size=2),
-    # sets beside a batch
-    "targets of shape [2, 3] has 6 tokens, but kept have 5 rows": lambda: check_sets("kept", FIVE, IDS[:2, :3], 10),
-    "targets is torch.float32: pass a tensor of integers": lambda: check_sets("kept", FIVE, torch.zeros(5), 10),
-    "kept are on cpu, but targets is on meta: pass sets.to('meta')": lambda: check_sets("kept", FIVE, on_meta(IDS.view(-1)[:5]), 10),
-    "kept holds id 9 in row 2: it is outside|[0, 9)": lambda: check_sets("kept", FIVE[1:], IDS[0], 9),
-    "ids holds id 9 in row 3": lambda: FIVE.mask(9),
-    "vocab=0: the size of the vocabulary is a whole number": lambda: FIVE.mask(0),
-    "targets of shape [4] has 4 tokens, but these sets have 5 rows": lambda: FIVE.contains(IDS[0]),
-    "targets of shape [3, 4] has 12 tokens, but sets have 5 rows": lambda: shift_sets(FIVE, IDS),
-    # contexts
-    "backend='cuda'": lambda: grpo_kernels.use(backend="cuda").__enter__(),
-    "strict=1": lambda: grpo_kernels.use(strict=1).__enter__(),
-}  # fmt: skip
-
 FIVE, TWO = TokenSets.from_lists([[3, 1], [], [7], [2, 9, 4], []]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+TOO_HIGH = sets([[V]])
+#: What is called -> what the message must say -> what is wrong.
+CALLS: list[tuple[Callable[..., Any], Wrong]] = [
+    (loss, {
+        "targets[1, 2]|11|[0, 11)|mask": with_ids(V),
+        "targets[1, 2]|-100|[0, 11)": {"targets": with_ids(-100), "mask": IDS > 3},
+        "If the logits are hidden states: those go to linear_grpo_loss": {"targets": IDS + 40},
+        "batch|dict|TokenBatch": {"of": {"targets": IDS}},
+        "objective|str|Objective.preset": "grpo",
+        "normalizer|[2]|0-d": torch.ones(2),
+        "normalizer|-1.0|above 0": -1.0,
+        "normalizer|nan|finite": NAN,
+        "normalizer='3': the denominator": "3",
+        "normalizer=0.0: the denominator": torch.tensor(0.0),
+        "normalizer=-1": {"objective": Objective(beta=0.1), "ref_logps": PER_TOKEN, "normalizer": Denominators(1.0, -1.0, 1.0)},
+        "kept holds id 12 in row 0: it is outside of the vocabulary [0, 11)": sets([[12]]),
+        "targets[0, 1]=1 is not in its kept set": {"kept": sets([[0]]), "missing": "raise"},
+        "targets[2, 0]=8 is not in its kept set": {"kept": TokenSets.from_lists([[]] * 8 + [[0]] * 4), "strict": True},
+        "the batch says missing='full'": {"kept": KEPT, "missing": "full", "options": Options(missing="mask")},
+        "two gradients": {"kept": KEPT, "inplace": True, "options": Options(entropy_over="vocabulary")},
+        **{
+            f"weighs the KL by a ratio{' ' * i}": {
+                "objective": Objective(beta=0.1, kl=kl), "kept": KEPT, "ref_logps": PER_TOKEN, "options": Options(reference_over="vocabulary")
+            }
+            for i, kl in enumerate((Kl("k3", "ratio"), "distillation", kl_where_old))
+        },
+        "ref_logits is None|needs the whole distribution": {"objective": EXACT},
+        "ref_logits holds id 11 in row 0": {"objective": EXACT, "ref_logits": TOO_HIGH},
+        "ref_logits is a whole distribution|kl='k3' is an estimate": {"objective": Objective(beta=0.1), "ref_logits": LOGITS},
+        "ref_logits='Tensor': with beta=0": LOGITS,
+        "ref_logits has a vocabulary of 10, but the policy has 11": {"objective": EXACT, "ref_logits": LOGITS[..., :-1] + 1, "inplace": True},
+        "ref_logits: logits has shape": {"objective": EXACT, "ref_logits": LOGITS[:, 1:]},
+        "reference_over='kept'|reference_over=\"vocabulary\"": {"objective": EXACT, "kept": KEPT, "ref_logits": sets([[1]])},
+    }),
+    (linear, {
+        f"targets[1, 2]|{2**40}|[0, 11)|mask": {"targets": with_ids(2**40)},
+        "batch|dict|TokenBatch": {"of": {"targets": IDS}},
+        "objective|str|Objective.preset": "grpo",
+        "normalizer|0|above 0": 0,
+        "is on meta, the rows are on cpu": {
+            "weight": WEIGHT.clone().requires_grad_(), "options": Options(sparse=Sparse(seed=on_meta(torch.tensor(0))))
+        },
+        "do not bound": {"objective": EXACT, "reference": TEACHER, "options": SPARSE},
+        "reference=None|needs the whole distribution": {"objective": EXACT},
+        "reference holds id 11 in row 0": {"objective": EXACT, "reference": TOO_HIGH},
+        "reference: bias has shape [10]": {"objective": EXACT, "reference": (*TEACHER, BIAS[:-1])},
+        "reference is a whole distribution": {"objective": Objective(beta=0.1), "reference": sets([[1]])},
+        "ref_logps are log-probs of the sampled tokens": {"objective": EXACT, "ref_logps": PER_TOKEN, "reference": TEACHER},
+        "with beta=0 nothing looks at it": {"reference": TEACHER},
+        "batch.ref_logps are both given": {"objective": Objective(beta=0.1), "ref_logps": PER_TOKEN, "reference": TEACHER},
+        "reference is list: pass (hidden, weight)": {"objective": Objective(beta=0.1), "reference": [*TEACHER]},
+        "reference is tuple: pass (hidden, weight)": {"objective": Objective(beta=0.1), "reference": TEACHER[:1]},
+        "reference has a vocabulary of 9, but the policy has 11": {"objective": EXACT, "reference": (HIDDEN, OTHER[:-2])},
+        "reference: hidden has shape [3, 4, 7] and weight [11, 8]": {"objective": EXACT, "reference": (HIDDEN[..., 1:], WEIGHT)},
+        "grad is given in the Head of a reference": {"objective": EXACT, "reference": (HIDDEN, Head(OTHER, grad=torch.zeros(V, H)))},
+        "reference is TokenSets without values": {"objective": EXACT, "reference": KEPT},
+        "the values of row 0 are log-probs of 2 in all": {"objective": EXACT, "reference": sets([[0, 1]], 0.0)},
+        **{
+            says: {"objective": Objective.preset("distillation"), "reference": teachers} for says, teachers in {
+                "reference=[]: a list of teachers holds at least one pair": [],
+                "reference[0] is Tensor: a list of teachers holds pairs (teacher, weight)": [HIDDEN],
+                "reference[0] is tuple: a list of teachers holds pairs": [([(TEACHER, 1.0)], 1.0)],
+                "reference[1][1]=-0.5: the weight of a teacher is a finite number >= 0": [(TEACHER, 1.0), (TEACHER, -0.5)],
+                "reference[0][1]='half'": [(TEACHER, "half")],
+                "reference[0][1]=nan: weights of teachers are finite": [(TEACHER, ONES * NAN)],
+                "reference[0][1] has shape [3, 5]": [(TEACHER, torch.ones(B, T + 1))],
+                "reference has a vocabulary of 10, but the policy has 11": [(TEACHER, 1.0), ((HIDDEN, OTHER[1:]), 1.0)],
+            }.items()
+        },
+    }),
+    (logps, {
+        "targets[1, 2]|-1|[0, 11)|mask": with_ids(-1),
+        "those go to linear_grpo_loss or linear_logprobs": {"targets": IDS + 40},
+        "logits|[3, 4, 11]|[12]|must be": {"targets": IDS.view(-1)},
+        "targets|torch.float32|int64": IDS.float(),
+        "mask|[3]|[3, 4]|the same": ONES > 0,
+        "mask|torch.float32|.bool()": PER_TOKEN,
+        "mask|meta|cpu|move": (IDS > 1).to("meta"),
+        "mask is a list: pass a bool tensor": [1, 1],
+        "entropy|'yes'|\"detached\"": "yes",
+    }),
+    (linear_logps, {
+        "targets[1, 2]|12|[0, 11)|mask": with_ids(12),
+        "targets|torch.float32|int64": IDS.float(),
+        "mask|[3]|[3, 4]|the same": ONES > 0,
+        "entropy|'no'|\"detached\"": "no",
+        "ids of at=": {"at": KEPT, "options": SPARSE},
+    }),
+    (functools.partial(token_divergence, LOGITS), {
+        "no product": {"ref_logits": LOGITS, "options": SPARSE},
+        "ref_logits is None|needs the whole": None,
+        "divergence='k3'": {"ref_logits": LOGITS, "divergence": "k3"},
+        "inplace=True, but each teacher that is known at some ids": {"ref_logits": [(sets([[1]]), 1.0)], "inplace": True},
+    }),
+    (functools.partial(linear_divergence, HIDDEN, WEIGHT), {
+        "do not": {"reference": TEACHER, "options": SPARSE}, "reference=None|needs the whole": None,
+    }),
+    (LogitTransform, {
+        "temperature|requires grad|.detach()": ONES.clone().requires_grad_(),
+        "temperature|torch.int64|float": IDS[:, 0],
+        "temperature='1': it divides the logits": "1",
+        "temperature|-1|above 0": -1,
+        "temperature|inf|finite": INF,
+        "softcap|0.0|None": 0.0,
+        "scale|0.0|not 0": 0.0,
+        "scale=nan: it multiplies the logits|finite": NAN,
+    }),
+    (Clip, {
+        "eps_low|1.5|[0, 1]": 1.5,
+        "eps_high|-0.2|>= 0": -0.2,
+        "delta=1.0: the two-sided bound is above 1": 1.0,
+        "delta=None: the two-sided bound": None,
+    }),
+    (Cispo, {"cap|0.0|above 0": 0.0, "low|3.0|[0, cap]": {"cap": 2.0, "low": 3.0}}),
+    (Objective.preset, {
+        "preset='grop'|must be one of grpo, dapo": {"name": "grop"},
+        "preset='DAPO'|Did you mean dapo?": {"name": "DAPO"},
+        "numerics='trl2': it must be one of trl, liger": {"name": "grpo", "numerics": "trl2"},
+        "beta|-1|>= 0": {"name": "dapo", "beta": -1},
+        "pass surrogate=Clip(eps_low=0.2, eps_high=0.28, delta=inf)": {"name": "grpo", "eps_high": 0.28},
+        "cap is a number of the surrogate, not of the Objective: pass surrogate=Cispo(cap=4.0": {"name": "cispo", "cap": 4.0},
+    }),
+    (Exact, {
+        "mixture=0.5: \"reverse\" has none": 0.5,
+        "mixture=1.0": {"direction": "jsd", "mixture": 1.0},
+        "direction='backward'": "backward",
+        "tail='drop'": "drop",
+        "temperature_squared=2": 2,
+    }),
+    (Sparse, {
+        "step=0.0": 0.0, "step=2": 2, "step=nan": NAN, "seed=-1": -1, "seed=1.5": 1.5,
+        f"seed={2**63}": {"seed": 2**63}, "as a tensor it is int64": {"seed": torch.zeros(())}, "first_row=-1": -1,
+    }),
+    (Options, {"pass a Sparse": {"sparse": 0.01}}),
+    (batch().to, {"device=|pass a device": torch.bfloat16, "device='nowhere'|pass a device": "nowhere"}),
+    (batch().same_group, {"groups is None": {}}),
+    (objective_given, {
+        "divergence is None, but kl=Exact": {"objective": EXACT},
+        "divergence is given, but kl='k3'": PER_TOKEN,
+        "logps is torch.float32 [3, 3]: pass floats of targets' shape, [3, 4]": PER_TOKEN[:, 1:],
+        "logps is torch.int64": IDS,
+        "entropy is torch.float32 [3]": ONES,
+        "entropy is None, but the objective has an entropy bonus": {"objective": Objective(entropy_coef=0.1)},
+        "entropy is None": {"objective": Objective(filters=(EntropyFloor(1.0),))},
+        "token_weights has shape [4]": torch.ones(T),
+        "objective is a str": "dapo",
+        "batch is a NoneType": None,
+    }),
+    (head, {
+        "targets is None": {"objective": PACKED},
+        "targets is None ": {"normalizer": 3.0},
+        "pass a TokenBatch with an Objective": {"targets": batch()},
+        "targets is a Tensor": {"targets": IDS, "objective": PACKED},
+        "metrics=True": {"targets": IDS, "metrics": True},
+        "hidden has shape": {"targets": IDS[:, 1:]},
+        "temperature|0.0": {"targets": IDS, "temperature": 0.0},
+        "transform is an option of this call": {"targets": IDS, "transform": LogitTransform(scale=2.0)},
+        "bias is an option": {"targets": batch(), "objective": PACKED, "bias": BIAS},
+        "weight is an": {"targets": IDS, "weight": None},
+    }),
+    (global_normalizer, {
+        "batches=[]": {"objective": PACKED, "batches": []},
+        "objective='str'": {"objective": "grpo", "batches": batch()},
+        "reduce=True, but torch.distributed is not initialised": {"objective": PACKED, "batches": batch(), "reduce": True},
+        "cu_seqlens is None": {"objective": Objective(entropy_aggregate=MEAN, entropy_coef=0.1), "batches": packed()},
+    }),
+    (functools.partial(shift_targets, IDS.view(-1)), {
+        "both given": {**CUT, "segment_ids": IDS.view(-1)},
+        "segment_ids has dtype torch.int64 and shape [3]": IDS[:, 0],
+        "cu_seqlens|[0, 5]": torch.tensor([0, 5]),
+    }),
+    (shift_targets, {"ids is torch.float32": PER_TOKEN}),
+    (functools.partial(check_sets, "kept"), {
+        "targets of shape [2, 3] has 6 tokens, but kept have 5 rows": {"sets": FIVE, "targets": IDS[:2, :3], "vocab": 10},
+        "targets is torch.float32: pass a tensor of integers": {"sets": FIVE, "targets": torch.zeros(5), "vocab": 10},
+        "kept are on cpu, but targets is on meta: pass sets.to('meta')": {"sets": FIVE, "targets": on_meta(IDS.view(-1)[:5]), "vocab": 10},
+        "kept holds id 9 in row 2: it is outside|[0, 9)": {"sets": FIVE[1:], "targets": IDS[0], "vocab": 9},
+    }),
+    (FIVE.mask, {"ids holds id 9 in row 3": {"vocab": 9}, "vocab=0: the size of the vocabulary is a whole number": 0}),
+    (FIVE.contains, {"targets of shape [4] has 4 tokens, but these sets have 5 rows": IDS[0]}),
+    (functools.partial(shift_sets, FIVE), {"targets of shape [3, 4] has 12 tokens, but sets have 5 rows": {"ids": IDS}}),
+    (lambda **given: grpo_kernels.use(**given).__enter__(), {"backend='cuda'": "cuda", "strict=1": 1}),
+]  # fmt: skip
+
 MASK = torch.tensor([[0, 1, 1], [1, 0, 0]])
 RECORDS = {"generated": MASK}
 #: How sets of ids are made -> what is right of it, and what a message must say -> what is changed.
-SETS: list[tuple[Callable[..., Any], dict[str, Any], dict[str, dict[str, Any]]]] = [
+SETS: list[tuple[Callable[..., Any], dict[str, Any], Wrong]] = [
     (TokenSets, {"ids": torch.tensor([4, 6, 1]), "offsets": torch.tensor([0, 2, 3]), "values": torch.zeros(3)}, {
-        "ids is list: pass int32 or int64 [nnz]": {"ids": [1, 2, 3]},
-        "ids is torch.float32: pass int32 or int64": {"ids": ONES},
-        "ids has shape [3, 1]|TokenSets.from_padded": {"ids": IDS[:, :1]},
-        "ids has shape []": {"ids": torch.tensor(1)},
-        "offsets is torch.bool: pass int32 or int64 [rows + 1]": {"offsets": torch.tensor([False, True])},
-        "offsets has shape [0]: pass [rows + 1], a single 0 for no row": {"offsets": IDS[0, :0]},
-        "offsets has shape [1, 4]": {"offsets": IDS[:1]},
-        "offsets is on meta, but ids is on cpu: move one of them": {"offsets": torch.tensor([0, 3]).to("meta")},
-        "offsets[0]=1: the ids of row 0 start at 0": {"offsets": torch.tensor([1, 3])},
-        "offsets[1]=2, offsets[2]=1: row 1 ends before it starts|the number of ids, 3": {"offsets": torch.tensor([0, 2, 1, 3])},
-        "offsets[1]=9, offsets[2]=3: row 1 ends before it starts": {"offsets": torch.tensor([0, 9, 3])},
-        "offsets[2]=2, but there are 3 ids": {"offsets": torch.tensor([0, 1, 2])},
-        "offsets[2]=5, but there are 3 ids": {"offsets": torch.tensor([0, 1, 5])},
-        "ids is -1 in row 1 (ids[2]): ids are at least 0|from_padded": {"ids": torch.tensor([4, 6, -1])},
-        "ids is 4 twice in row 0 (offsets 0 to 2)": {"ids": torch.tensor([4, 4, 1])},
-        "values is list: pass a float tensor, one number for each id, or None": {"values": [0.0, 1.0, 2.0]},
-        "values is torch.int64: pass a float tensor": {"values": IDS[0, 1:]},
-        "values has shape [4], but ids has [3]: they must be the same": {"values": torch.zeros(4)},
-        "values is on meta, but ids is on cpu": {"values": torch.zeros(3, device="meta")},
-        "values is NaN in row 1 (values[2], id 1)": {"values": torch.tensor([0.0, -INF, NAN])},
+        "ids is list: pass int32 or int64 [nnz]": [1, 2, 3],
+        "ids is torch.float32: pass int32 or int64": ONES,
+        "ids has shape [3, 1]|TokenSets.from_padded": IDS[:, :1],
+        "ids has shape []": torch.tensor(1),
+        "offsets is torch.bool: pass int32 or int64 [rows + 1]": torch.tensor([False, True]),
+        "offsets has shape [0]: pass [rows + 1], a single 0 for no row": IDS[0, :0],
+        "offsets has shape [1, 4]": IDS[:1],
+        "offsets is on meta, but ids is on cpu: move one of them": torch.tensor([0, 3]).to("meta"),
+        "offsets[0]=1: the ids of row 0 start at 0": torch.tensor([1, 3]),
+        "offsets[1]=2, offsets[2]=1: row 1 ends before it starts|the number of ids, 3": torch.tensor([0, 2, 1, 3]),
+        "offsets[1]=9, offsets[2]=3: row 1 ends before it starts": torch.tensor([0, 9, 3]),
+        "offsets[2]=2, but there are 3 ids": torch.tensor([0, 1, 2]),
+        "offsets[2]=5, but there are 3 ids": torch.tensor([0, 1, 5]),
+        "ids is -1 in row 1 (ids[2]): ids are at least 0|from_padded": torch.tensor([4, 6, -1]),
+        "ids is 4 twice in row 0 (offsets 0 to 2)": torch.tensor([4, 4, 1]),
+        "values is list: pass a float tensor, one number for each id, or None": [0.0, 1.0, 2.0],
+        "values is torch.int64: pass a float tensor": IDS[0, 1:],
+        "values has shape [4], but ids has [3]: they must be the same": torch.zeros(4),
+        "values is on meta, but ids is on cpu": torch.zeros(3, device="meta"),
+        "values is NaN in row 1 (values[2], id 1)": torch.tensor([0.0, -INF, NAN]),
     }),
     (TokenSets.whole, {}, {
         f"rows={rows}: the number of rows is a whole number of at least 0": {"rows": rows} for rows in (-1, 2.5, True)
     }),
     (TokenSets.cat, {}, {
-        "parts is an empty list: pass a list of TokenSets": {"parts": []},
-        "parts is a list with a Tensor: pass a list of TokenSets": {"parts": [FIVE, IDS]},
-        "parts=['cpu', 'meta']: they are on different devices: move them to one": {"parts": [FIVE, FIVE.to("meta")]},
-        "parts[1] has no values, but others have": {"parts": [LISTED, FIVE]},
+        "parts is an empty list: pass a list of TokenSets": [],
+        "parts is a list with a Tensor: pass a list of TokenSets": [FIVE, IDS],
+        "parts=['cpu', 'meta']: they are on different devices: move them to one": [FIVE, FIVE.to("meta")],
+        "parts[1] has no values, but others have": [sets([[1]]), FIVE],
     }),
     (FIVE.with_values, {}, {
-        "values has shape [5], but ids has [6]": {"values": torch.zeros(5)},
-        "values is NaN in row 3 (values[3], id 2)": {"values": torch.tensor([0, 0, 0, NAN, 0, 0])},
+        "values has shape [5], but ids has [6]": torch.zeros(5),
+        "values is NaN in row 3 (values[3], id 2)": torch.tensor([0, 0, 0, NAN, 0, 0]),
     }),
     (TokenSets.from_counts, {"ids": torch.tensor([3, 4, 5])}, {
-        "counts is list: pass int32 or int64 [rows]": {"counts": [1, 2]},
-        "counts is torch.float32: pass int32 or int64 [rows]": {"counts": ONES},
-        "counts has shape [3, 4]: pass one number for each row, [rows]; of [B, T], counts.flatten()": {"counts": IDS},
-        "counts is -1 in row 1: a number of ids is at least 0": {"counts": torch.tensor([2, -1, 2])},
-        "counts adds up to 2, but there are 3 ids": {"counts": torch.tensor([1, 1])},
-        "counts adds up to 4, but there are 3 ids": {"counts": torch.tensor([1, 3])},
-        "counts is on meta, but ids is on cpu": {"counts": torch.tensor([1, 2]).to("meta")},
+        "counts is list: pass int32 or int64 [rows]": [1, 2],
+        "counts is torch.float32: pass int32 or int64 [rows]": ONES,
+        "counts has shape [3, 4]: pass one number for each row, [rows]; of [B, T], counts.flatten()": IDS,
+        "counts is -1 in row 1: a number of ids is at least 0": torch.tensor([2, -1, 2]),
+        "counts adds up to 2, but there are 3 ids": torch.tensor([1, 1]),
+        "counts adds up to 4, but there are 3 ids": torch.tensor([1, 3]),
+        "counts is on meta, but ids is on cpu": torch.tensor([1, 2]).to("meta"),
     }),
     (TokenSets.from_padded, {"ids": torch.tensor([[1, 2], [3, -1]])}, {
-        "ids has shape [4]: pass padded sets, [rows, K] or [B, T, K]": {"ids": IDS[0]},
-        "ids is torch.float32: pass int32 or int64 [rows, K]": {"ids": PER_TOKEN},
-        "values has shape [2], but ids has [2, 2]": {"values": torch.zeros(2)},
-        "values has shape list, but ids has [2, 2]": {"values": [0.0, 1.0]},
-        "values is NaN in row 0 (values[1], id 2)": {"values": torch.tensor([[0, NAN], [0, NAN]])},
-        "ids is -100 in row 1 (ids[2])": {"ids": torch.tensor([[1, 2], [-100, 3]])},
+        "ids has shape [4]: pass padded sets, [rows, K] or [B, T, K]": IDS[0],
+        "ids is torch.float32: pass int32 or int64 [rows, K]": PER_TOKEN,
+        "values has shape [2], but ids has [2, 2]": torch.zeros(2),
+        "values has shape list, but ids has [2, 2]": [0.0, 1.0],
+        "values is NaN in row 0 (values[1], id 2)": torch.tensor([[0, NAN], [0, NAN]]),
+        "ids is -100 in row 1 (ids[2])": torch.tensor([[1, 2], [-100, 3]]),
     }),
     (TokenSets.from_lists, {}, {
-        "lists is a Tensor: pass a list of lists": {"lists": PER_TOKEN},
-        "lists is a str: pass a list of lists": {"lists": "12"},
-        "lists is not one list of numbers for each row|generated=": {"lists": [1, 2]},
-        "lists is not one list of numbers for each row|generated= ": {"lists": [[[1], [2]], [[3]]]},
-        "lists holds torch.float32: pass lists of integer ids": {"lists": [[1.5]]},
-        "lists holds torch.bool: pass lists of integer ids": {"lists": [[True]]},
-        "lists holds ids up to 2147483648: from lists ids become int32": {"lists": [[2**31]]},
+        "lists is a Tensor: pass a list of lists": PER_TOKEN,
+        "lists is a str: pass a list of lists": "12",
+        "lists is not one list of numbers for each row|generated=": [1, 2],
+        "lists is not one list of numbers for each row|generated= ": [[[1], [2]], [[3]]],
+        "lists holds torch.float32: pass lists of integer ids": [[1.5]],
+        "lists holds torch.bool: pass lists of integer ids": [[True]],
+        "lists holds ids up to 2147483648: from lists ids become int32": [[2**31]],
         "ids is -1 in row 1": {"lists": [[1], [3, -1]]},
         "ids is 3 twice in row 1": {"lists": [[], [3, 3]]},
         "values has 1 rows, but lists has 2": {"lists": [[1], [2]], "values": [[0.5]]},
@@ -517,25 +531,25 @@ SETS: list[tuple[Callable[..., Any], dict[str, Any], dict[str, dict[str, Any]]]]
         "cu_seqlens=[0, 2]: it must rise": {"lists": [[[1]]], "generated": MASK[0], "cu_seqlens": torch.tensor([0, 2])},
     }),
     (TokenSets.from_logits, {"logits": TWO, "top_k": 1}, {
-        "logits is list: pass a float tensor [..., V]": {"logits": [[1.0]]},
-        "logits is torch.int64 [3, 4]": {"logits": IDS},
-        "logits is torch.float32 [2, 0]": {"logits": TWO[:, :0]},
-        "logits is torch.float32 []": {"logits": torch.tensor(1.0)},
+        "logits is list: pass a float tensor [..., V]": [[1.0]],
+        "logits is torch.int64 [3, 4]": IDS,
+        "logits is torch.float32 [2, 0]": TWO[:, :0],
+        "logits is torch.float32 []": torch.tensor(1.0),
         "all -inf in row 1": {"logits": TWO.index_fill(1, torch.tensor(0), 0.0) / TWO[:, 1:]},
         "all -inf in row 0": {"logits": torch.tensor([[-INF, -INF], [1.0, 0.0]])},
-        "top_k=1.5: it is a number of ids; None, 0 or -1 keeps all": {"top_k": 1.5},
-        "top_k=-2": {"top_k": -2},
-        "top_p=0.0: it is a probability above 0, at most 1; None keeps all. A greedy sampler is top_k=1": {"top_p": 0.0},
-        "top_p=1.01": {"top_p": 1.01},
-        "min_p=-0.1: it is a share of the largest probability in [0, 1]": {"min_p": -0.1},
-        "min_p=1.1": {"min_p": 1.1},
-        "order='trl': samplers truncate differently: pass \"vllm\" or \"sglang\"": {"order": "trl"},
-        "temperature=0.0": {"temperature": 0.0},
-        "temperature is 0.0 at row 1": {"temperature": torch.tensor([1.0, 0.0])},
-        "temperature has shape [3]": {"temperature": ONES},
-        "temperature is on meta, but the logits are on cpu": {"temperature": ONES[:2].to("meta")},
-        "targets is torch.int64 [3]: pass integers of the logits' leading shape, [2]": {"targets": IDS[:, 0]},
-        "targets is torch.float32 [2]": {"targets": ONES[:2]},
+        "top_k=1.5: it is a number of ids; None, 0 or -1 keeps all": 1.5,
+        "top_k=-2": -2,
+        "top_p=0.0: it is a probability above 0, at most 1; None keeps all. A greedy sampler is top_k=1": 0.0,
+        "top_p=1.01": 1.01,
+        "min_p=-0.1: it is a share of the largest probability in [0, 1]": -0.1,
+        "min_p=1.1": 1.1,
+        "order='trl': samplers truncate differently: pass \"vllm\" or \"sglang\"": "trl",
+        "temperature=0.0": 0.0,
+        "temperature is 0.0 at row 1": torch.tensor([1.0, 0.0]),
+        "temperature has shape [3]": ONES,
+        "temperature is on meta, but the logits are on cpu": ONES[:2].to("meta"),
+        "targets is torch.int64 [3]: pass integers of the logits' leading shape, [2]": IDS[:, 0],
+        "targets is torch.float32 [2]": ONES[:2],
     }),
 ]  # fmt: skip
 
@@ -550,43 +564,26 @@ ROWS: dict[str, Any] = {
 }
 
 
-def head(*given: Any, **options: Any) -> Any:
-    return FusedLMHead(torch.nn.Linear(H, V))(HIDDEN, *given, **options)
-
-
 def collected() -> list[Any]:
     """(what the message must say, the call) of all tables."""
-    part = functools.partial
     zero3: Any = torch.randn(V, H, requires_grad=True)
     zero3.ds_id = 3
     grows = {"weight": torch.randn(V, H, requires_grad=True)}
-    found: list[tuple[str, str, Call]] = [
-        *(("a batch", says, part(batch, **fields)) for says, fields in BATCH.items()),
-        *(("a batch", says, part(packed, offsets)) for says, offsets in OFFSETS.items()),
-        ("a batch", "advantages|[3]|[12]|[2]", part(packed, [0, 5, 12], advantages=ONES)),
-        ("a batch", "groups|[3]|[2]", part(packed, [0, 5, 12], groups=IDS[:, 0])),
-        *((f.__name__, says, part(f, **given)) for f in (loss, logps) for says, given in OF_LOGITS.items()),
-        *((f.__name__, says, part(f, **{**grows, **given})) for f in (linear, linear_logps) for says, given in OF_HIDDEN.items()),
-        *(
-            (f.__name__, "ZeRO-3 gathers this weight for a moment", part(f, weight=zero3, weight_grad=torch.zeros(V, H)))
-            for f in (linear, linear_logps)
-        ),
-        *(("an objective", f"{next(iter(fields))}=", part(Objective, **fields)) for fields in OBJECTIVES),
-        *(
-            ("a preset", f"preset '{name}': {trainer} has no such objective, only ", part(Objective.preset, name, numerics=trainer))
-            for trainer in NUMERICS for name in [x for x in PRESETS if x not in NUMERICS[trainer]][:2]
-        ),
-        *(
-            (f"what {next(iter(o))} lacks", says, part(loss, Objective(**o), LOGITS.view(-1, V), of=packed(**fields)))
-            for says, o, fields in LACKING
-        ),
-        *(("a call", says, call) for says, call in CALLS.items()),
-        *(
-            (f.__name__, says, part(f, **{**right, **wrong}))
-            for f, right, table in SETS for says, wrong in table.items()
-        ),
-        *(("rows of sets", says, part(FIVE.__getitem__, rows)) for says, rows in ROWS.items()),
+    gathered = {"ZeRO-3 gathers this weight for a moment": {"weight": zero3, "weight_grad": torch.zeros(V, H)}}
+    tables: list[tuple[Any, dict[str, Any], Wrong]] = [
+        (batch, {}, BATCH), (packed, {}, OFFSETS), 
+        *((f, {}, OF_LOGITS) for f in (loss, logps)), *((f, grows, OF_HIDDEN | gathered) for f in (linear, linear_logps)),
+        *((Objective, {}, {f"{next(iter(fields))}=": fields}) for fields in OBJECTIVES),
+        *((Objective.preset, {"name": name}, {f"preset '{name}': {trainer} has no such objective, only ": {"numerics": trainer}})
+          for trainer in NUMERICS for name in [x for x in PRESETS if x not in NUMERICS[trainer]][:2]),
+        *((loss, {"logits": LOGITS.view(-1, V)}, {says: {"objective": Objective(**o), "of": packed(**fields)}}) for says, o, fields in LACKING),
+        *((f, {}, table) for f, table in CALLS), *SETS,
     ]  # fmt: skip
+    found = [
+        (getattr(f, "__name__", "a call"), says, functools.partial(f, **right | wrong(says, value)))
+        for f, right, table in tables for says, value in table.items()
+    ]  # fmt: skip
+    found += [("rows of sets", says, functools.partial(FIVE.__getitem__, rows)) for says, rows in ROWS.items()]
     return [pytest.param(says, call, id=f"{i} {what}: {says}") for i, (what, says, call) in enumerate(found)]
 
 
@@ -674,11 +671,14 @@ def test_what_is_masked_may_be_wrong() -> None:
     temperature = torch.where(mask, 1.0, 0.0)
     for value in (-100, V, 2**40):
         targets = with_ids(value)
-        assert loss(of=batch(targets=targets, mask=mask), transform=transform(temperature)).loss.isfinite()
-        assert linear(of=batch(targets=targets, mask=mask)).loss.isfinite()
+        assert loss(targets=targets, mask=mask, transform=transform(temperature)).loss.isfinite()
+        assert linear(targets=targets, mask=mask).loss.isfinite()
         assert logps(targets=targets, mask=mask)[0].isfinite().all()
+    wild = transform(torch.where(mask, 1.0, NAN))
+    divergence = token_divergence(LOGITS, LOGITS + 1, Exact(temperature_squared=True), mask=mask, transform=wild)
+    assert divergence.isfinite().all()
     weights = torch.where(mask, 1.0, -1.0)  # beside a logarithm
-    assert loss(Objective.preset("vespo"), of=batch(mask=mask, weights=weights)).loss.isfinite()
+    assert loss(Objective.preset("vespo"), mask=mask, weights=weights).loss.isfinite()
 
 
 def test_what_is_switched_off_is_not_asked_for() -> None:
@@ -725,9 +725,9 @@ def test_a_batch_and_an_objective_that_changed_places(name: str) -> None:
 def test_without_a_look_at_values_the_device_notices_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU nobody waits for the comparison; the device stops the program."""
     values_unseen(monkeypatch)
-    assert loss(of=batch(old_logps=-PER_TOKEN), strict=True).loss != 0
+    assert loss(old_logps=-PER_TOKEN, strict=True).loss != 0
     with pytest.raises(RuntimeError, match="old_logps is NaN at a trained token"):
-        loss(of=batch(old_logps=-PER_TOKEN / NAN), strict=True)
+        loss(old_logps=-PER_TOKEN / NAN, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -744,4 +744,4 @@ def test_without_a_look_at_values_the_device_notices_nan(monkeypatch: pytest.Mon
 )
 def test_what_a_loss_is_not_is_said_with_the_remedy(call: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        call(loss(Objective(beta=0.1), of=batch(ref_logps=-PER_TOKEN)))
+        call(loss(Objective(beta=0.1), ref_logps=-PER_TOKEN))

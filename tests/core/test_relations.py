@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import grpo_loss, token_logprobs
 from grpo_kernels.losses import objective_loss
-from support.cases import same_bits
+from support.bits import same_bits
 from support.doors import batch_of, compare, exact_of, normalizer_of, objective_of, run, transform_of
 from support.inside import in_chunks
 from support.oracle import Answer
@@ -141,7 +141,9 @@ def test_sequences_do_not_see_each_other(recipe: Recipe, backend: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.source == "hidden"], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [*(r for r in RECIPES if r.source == "hidden"), Recipe(source="hidden", bias="plain")], ids=str
+)  # fmt: skip
 def test_rows_are_projected_some_at_a_time(recipe: Recipe, rows: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     in_chunks(monkeypatch, rows)
     compare(problem(recipe), run(problem(recipe), backend=backend))

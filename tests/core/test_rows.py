@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, linear_logprobs, token_logprobs
-from support.cases import same_bits
+from support.bits import same_bits
 
 Tensor = torch.Tensor
 #: Half a unit in the last place.

@@ -20,7 +20,7 @@ from grpo_kernels import (
 )
 from grpo_kernels.losses import objective_loss
 from support import oracle
-from support.cases import same_bits
+from support.bits import same_bits
 
 Tensor = torch.Tensor
 DAPO = Objective.preset("dapo")

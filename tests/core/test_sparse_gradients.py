@@ -9,9 +9,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import Objective, Options, Sparse, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs
-from grpo_kernels.head import FusedLMHead
 from grpo_kernels.losses import objective_loss
-from support.cases import same_bits
+from grpo_kernels.model import FusedLMHead
+from support.bits import same_bits
 from support.inside import drawn_columns, in_chunks, nothing_is_drawn
 
 Tensor = torch.Tensor

@@ -22,6 +22,7 @@ from grpo_kernels.batch import shift_sets, shift_targets
 from grpo_kernels.token_sets import check_sets
 from support.allocations import Allocations
 from support.inside import values_unseen
+from support.pairs import label, pairs
 from support.sets import ROWS, SOME, assert_facts, build, examples, ints, lists, number
 
 Tensor = torch.Tensor
@@ -70,16 +71,12 @@ def test_every_format_gives_the_same_sets(rows: list[list[int]], dtype: torch.dt
     assert sets.mask(41).tolist() == [[not row or token in row for token in range(41)] for row in rows]
 
 
-def test_padding_of_a_batch_and_counts_of_bytes() -> None:
+def test_padding_of_a_batch() -> None:
     ids = torch.tensor([[[5, 2, -1], [-1, -1, -1]], [[7, -1, -1], [1, 3, 8]]])
     expected = [[5, 2], [], [7], [1, 3, 8]]
     assert_facts(TokenSets.from_padded(ids), expected)
     assert_facts(TokenSets.from_padded(ids.transpose(0, 1)), [expected[i] for i in (0, 2, 1, 3)])  # a strided one
     assert_facts(TokenSets.from_padded(ids[:, :, :0]), [[]] * 4)
-    sent = (torch.tensor(x, dtype=torch.int32).numpy().tobytes() for x in ([4, 2, 9], [0, 2, 0, 1]))  # as prime-rl does
-    assert_facts(
-        TokenSets.from_counts(*(torch.frombuffer(bytearray(x), dtype=torch.int32) for x in sent)), [[], [4, 2], [], [9]]
-    )
     assert TokenSets.from_lists(SOME, device="meta").ids.device.type == "meta"
 
 
@@ -424,16 +421,37 @@ def test_as_the_samplers_do(order: str, rows: Any, grid: float, temperature: flo
 RULES: list[dict[str, Any]] = [{"top_k": 50}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.9, "min_p": 0.02}]
 
 
-@ORDERS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("rules", RULES, ids=str)
-def test_of_a_model(order: str, dtype: torch.dtype, rules: dict[str, Any]) -> None:
-    """Flat and peaked rows of some thousand logits: the sort is of few in the one and of all in the other."""
-    sharpness = torch.tensor([0.01, 0.5, 1.0, 3.0, 8.0])
+TEMPERATURES = {
+    "one": torch.tensor(0.8), "of sequences": torch.tensor([0.7, 1.3]),
+    "of tokens": torch.tensor([[0.3, 1.0, 2.0, 0.001, 0.8], [0.7, 0.9, 5.0, 1.0, 0.6]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    pairs(
+        rules=RULES, dtype=[torch.float32, torch.bfloat16, torch.float16, torch.float64], temperature=list(TEMPERATURES),
+        order=["vllm", "sglang"], targets=[False, True],
+    ),
+    ids=label,
+)  # fmt: skip
+def test_of_a_model(case: Any) -> None:
+    """Flat and peaked rows of some thousand logits: the sort is of few in the one and of all in the other. Targets are put in."""
+    rules, dtype, name, order, with_targets = case.values()
+    sharpness, temperature = torch.tensor([0.01, 0.5, 1.0, 3.0, 8.0]), TEMPERATURES[name]
     logits = (torch.randn(2, 5, 5003, generator=torch.Generator().manual_seed(1)) * sharpness[:, None]).to(dtype)
-    expected, near = oracle(logits, order, 0.8, **rules)
-    assert near > 1e-8 and len({len(row) for row in expected}) > (1 if rules.keys() == {"top_k"} and dtype.itemsize == 2 else 0)
-    assert kept(logits, temperature=0.8, order=order, **rules) == expected
+    each = temperature.reshape(-1, 1 if temperature.dim() < 2 else 5).expand(2, 5).flatten()
+    found = [oracle(row, order, float(t), **rules) for row, t in zip(logits.flatten(0, 1), each, strict=True)]
+    assert min(near for _, near in found) > 1e-8
+    expected, targets = [rows[0] for rows, _ in found], None
+    if with_targets:
+        targets = torch.tensor([[0, 1, 8, -100, 5002], [5003, 3, 2**40, 5, 77]])
+        expected = [
+            sorted({*row, x} if 0 <= x < 5003 else row) for row, x in zip(expected, targets.flatten().tolist(), strict=True)
+        ]
+        assert_facts(TokenSets.from_logits(logits, targets=targets, order=order), [[]] * 10)
+    given = float(temperature) if name == "one" else temperature
+    assert kept(logits, temperature=given, order=order, targets=targets, **rules) == expected
 
 
 #: Logits, rules -> the ids that vLLM keeps, and SGLang if it keeps others.
@@ -468,25 +486,6 @@ BY_HAND: dict[str, tuple[list[float], dict[str, Any], list[int], list[int] | Non
 def test_by_hand(name: str, order: str) -> None:
     logits, rules, vllm, sglang = BY_HAND[name]
     assert kept(torch.tensor(logits), order=order, **rules) == [vllm if order == "vllm" or sglang is None else sglang]
-
-
-@ORDERS
-def test_targets_are_put_in(order: str) -> None:
-    logits, targets = torch.randn(2, 4, 9), torch.tensor([[0, 1, 8, -100], [9, 3, 2**40, 5]])
-    plain = kept(logits, top_k=2, order=order)
-    expected = [sorted({*row, x} if 0 <= x < 9 else row) for row, x in zip(plain, targets.flatten().tolist(), strict=True)]
-    assert expected != plain and kept(logits, top_k=2, order=order, targets=targets) == expected
-    assert_facts(TokenSets.from_logits(logits, targets=targets, order=order), [[]] * 8)
-
-
-@ORDERS
-def test_temperatures(order: str) -> None:
-    """One for each token or sequence."""
-    logits, each = torch.randn(2, 3, 50), torch.tensor([[0.3, 1.0, 2.0], [0.7, 0.001, 5.0]])
-    for temperature in (each, each[:, 0]):
-        wide = temperature if temperature.dim() == 2 else temperature[:, None].expand(2, 3)
-        expected = [oracle(logits[b, t], order, float(wide[b, t]), top_p=0.9)[0][0] for b in range(2) for t in range(3)]
-        assert kept(logits, top_p=0.9, temperature=temperature, order=order) == expected
 
 
 @pytest.mark.parametrize("rules", [{"top_k": 3}, {"top_p": 0.7, "min_p": 0.01}], ids=str)

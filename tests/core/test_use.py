@@ -11,7 +11,7 @@ import torch
 
 import grpo_kernels
 from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
-from support.cases import same_bits
+from support.bits import same_bits
 from support.inside import backends_that_run, only_eager
 
 Tensor = torch.Tensor

@@ -28,11 +28,11 @@ from grpo_kernels import (
     linear_grpo_loss,
     linear_logprobs,
     loss_from_model,
-    row_counts,
     token_divergence,
     token_logprobs,
     use,
 )
+from grpo_kernels.batch import sends_ahead
 from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.rewards.corrections import importance_weights
@@ -164,8 +164,7 @@ CALLS: dict[str, Callable[[On], Any]] = {
 
 #: Calls that are documented to wait, in the forward.
 DOCUMENTED = {
-    "linear_logprobs, masked", "linear_logprobs, missing", "linear_divergence, masked", "linear_divergence, several teachers",
-    "linear_grpo_loss, several teachers apart", "linear_grpo_loss, ids among several teachers",
+    "linear_logprobs, masked", "linear_logprobs, missing", "linear_divergence, masked", "linear_grpo_loss, ids among several teachers",
 }  # fmt: skip
 
 
@@ -281,7 +280,7 @@ class Device(SimpleNamespace):
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     found, empty = Device(), torch.empty
     monkeypatch.setattr(torch, "get_device_module", lambda _: found)
-    monkeypatch.setattr(row_counts, "AHEAD", ("cpu",))
+    monkeypatch.setattr("grpo_kernels.batch.AHEAD", ("cpu",))
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **kind: empty(*shape, **kind))
     return found
 
@@ -342,7 +341,7 @@ def test_a_seed_of_a_captured_graph_is_a_tensor(device: Device, batch: TokenBatc
 def test_devices_whose_kernels_are_triton_s_send_their_counts() -> None:
     """ROCm's devices are called cuda."""
     kinds = ("cuda", "xpu", "cpu", "mps", "meta")
-    assert [kind for kind in kinds if row_counts.sends_ahead(torch.device(kind))] == ["cuda", "xpu"]
+    assert [kind for kind in kinds if sends_ahead(torch.device(kind))] == ["cuda", "xpu"]
     for kind in ("cuda", "xpu"):  # what the stand-in stands for
         module = torch.get_device_module(kind)
         assert hasattr(module, "device") and callable(module.Event.synchronize) and callable(module.Event.record)

@@ -22,7 +22,7 @@ from grpo_kernels import (
     loss_from_model,
 )
 from grpo_kernels.batch import shift_targets
-from support.cases import same_bits
+from support.bits import same_bits
 from support.inside import in_chunks
 from support.processes import checks_of
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from grpo_kernels import Objective, TokenBatch, TokenSets
-from grpo_kernels.head import FusedLMHead
+from grpo_kernels.model import FusedLMHead
 
 Tensor = torch.Tensor
 BEFORE_THE_RANKS = ("torch.distributed.fsdp",)

@@ -20,18 +20,19 @@ import pytest
 import torch
 
 from grpo_kernels import Objective, TokenBatch, grpo_loss, use
-from grpo_kernels.formulas import surrogates, token_program
+from grpo_kernels.formulas import surrogates
 from grpo_kernels.formulas.filters import EntropyFloor, TrustRegion
 from grpo_kernels.formulas.kl import WEIGHTINGS, Kl
 from grpo_kernels.formulas.ops import bounded_exp, finite, ops
 from grpo_kernels.formulas.program import FormulaRefused, Tracer
 from grpo_kernels.formulas.surrogates import Clip, Custom, Surrogate
-from grpo_kernels.formulas.token_program import random_inputs
-from grpo_kernels.formulas.token_stage import TokenRows, token_terms
-from grpo_kernels.vocabulary.backends import cpu
-from support.cases import OBJECTIVES, build, run
+from grpo_kernels.formulas.token_stage import TokenRows, random_inputs, token_terms
+from grpo_kernels.rows.backends import cpu
+from support.doors import run
+from support.objectives import OBJECTIVES
 from support.options import FILTERS, SURROGATES
 from support.pairs import pairs
+from support.recipes import Recipe, legal, problem
 
 if cpu.available() is not None:
     pytest.skip(cpu.available() or "", allow_module_level=True)
@@ -159,23 +160,23 @@ def whole_stage(objective: Objective, others: tuple[str, ...], seed: int) -> Non
     names = ("logps", "entropy", "advantages", "policy_weight", *(name for name in needed if needed[name]), *others)
     given = dict(zip(names, random_inputs(names, 1024, seed), strict=True))
     logp, entropy = given.pop("logps"), given.pop("entropy")
-    program, numbers = token_program.token_program(objective, TokenRows(targets=logp, read=None, **given))
+    program, numbers = objective.stage(TokenRows(targets=logp, read=None, **given)).program()
     found = cpu._run(program, numbers, [logp, entropy, *(given[name] for name in program.inputs[2:])])
     old = given.get("old_logps", logp)
     expected = token_terms(
         logp, entropy, logp - old, old, given.get("ref_logps"), given.get("sampler_logps", old), given["advantages"],
         given["policy_weight"], given.get("kl_weight"), given.get("entropy_weight"), given.get("nll_weight"),
-        **token_program.scalars(objective), **token_program.formulas(objective),
+        **objective.formula.numbers, **objective.formula.chosen,
     )  # fmt: skip
     same(found, (expected[0], expected[1], expected[3]))
 
 
 def test_no_objective_of_one_pass_needs_a_second_visit() -> None:
     """Strict refuses one."""
-    case = build()
     for name, (make, _) in OBJECTIVES.items():
         if make().one_pass:
-            assert run(case, make(), "cpu", strict=True)[1].any(), name
+            found = run(problem(legal(Recipe(objective=name))), backend="cpu", strict=True)
+            assert found.gradients["logits"].any(), name
 
 
 # ---- formulas of a user

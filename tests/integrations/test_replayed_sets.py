@@ -15,18 +15,21 @@ from support.trainers import H, V, assert_same, log_softmax_of, stand_in, value_
 
 parametrize = pytest.mark.parametrize
 
-
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
 G = torch.Generator().manual_seed(3)
 
 
 def over(logits, ids, sets, target=False):
-    """Log-probs over each set (with `target` among it), over all where there is none; entropies over all. In float64."""
-    rows = logits.double()
-    kept = [({*s, int(t)} if target else s) or [*range(V)] for s, t in zip(sets, ids.tolist(), strict=True)]
-    logps = torch.stack([row[t] - row[[*s]].logsumexp(0) for row, t, s in zip(rows, ids, kept, strict=True)])
-    return logps, log_softmax_of(rows, ids)[1]
+    """Log-probs over each set (with `target` among it), over all where there is none; entropies of the sets. In float64."""
+    kept = [sorted({*s, int(t)} if target and s else s) or [*range(V)] for s, t in zip(sets, ids.tolist(), strict=True)]
+    rows = [row[s].log_softmax(0) for row, s in zip(logits.double(), kept, strict=True)]
+    logps = [row[t] - row[s].logsumexp(0) for row, t, s in zip(logits.double(), ids, kept, strict=True)]
+    return torch.stack(logps), torch.stack([-(p.exp() * p).sum() for p in rows])
+
+
+def entropies(logits):
+    return log_softmax_of(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))[1]
 
 
 def assert_scored(score, exact, leaf):
@@ -37,9 +40,14 @@ def assert_scored(score, exact, leaf):
         return (found[0] * up).sum() + sum(0.3 * (x * up).sum() for x in found[1:2] if x is not None)
 
     assert_same(
-        value_and_gradient(lambda x: total(score(x)), leaf, torch.float32),
-        value_and_gradient(lambda x: total(exact(x)), leaf, torch.float64),
+        value_and_gradient(lambda x: total(score(x)), leaf), value_and_gradient(lambda x: total(exact(x)), leaf, torch.float64)
     )
+
+
+def refused(*calls):
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 # ---- slime
@@ -50,27 +58,25 @@ TEXTS = [torch.arange(n) * 5 % V + b for b, n in enumerate(TOTALS)]
 RECORDS = [[[10, 3, 15], [15], [], [20, 1, 7]], [[6, 11], [11, 0]], [[22], [5, 0, 3], [8, 9]]]
 FLAT = [ids for rows in RECORDS for ids in rows]
 OWN = torch.tensor([bool(ids) for ids in FLAT])
-RESPONSE_ROWS = torch.tensor(
-    [sum(TOTALS[:b]) + n - 1 - k + t for b, (n, k) in enumerate(zip(TOTALS, RESPONSES, strict=True)) for t in range(k)]
-)
-RESPONSE_IDS = torch.cat([text[-k:] for text, k in zip(TEXTS, RESPONSES, strict=True)])
+ENDS = [sum(TOTALS[: b + 1]) for b in range(3)]
+RESPONSE_ROWS = torch.tensor([i for end, n in zip(ENDS, RESPONSES, strict=True) for i in range(end - 1 - n, end - 1)])
+RESPONSE_IDS = torch.cat([text[-n:] for text, n in zip(TEXTS, RESPONSES, strict=True)])
 
 
-def slime_record():
-    ids = [torch.tensor([i for row in rows for i in row], dtype=torch.int32) for rows in RECORDS]
-    return ids, [
-        torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32) for rows in RECORDS
-    ]
+def keep_sets(records, totals=TOTALS, responses=RESPONSES, home=slime, name="keep_sets"):
+    ids = [torch.tensor([i for row in rows for i in row], dtype=torch.int32) for rows in records]
+    offsets = [torch.tensor([0, *(len(row) for row in rows)]).cumsum(0).int() for rows in records]
+    return getattr(home, name)(sum(totals), V, torch.device("cpu"), ids, offsets, totals, responses, False)
 
 
 def through_the_record(logits, with_entropy=True):
     """As slime's `get_log_probs_and_entropy` goes about it; the entropy of a tool's tokens counts nothing here."""
     home = sys.modules["slime.backends.megatron_utils.loss"]
-    keep = home._build_topp_keep_mask(len(logits), V, logits.device, *slime_record(), TOTALS, RESPONSES, False)
     tokens = home._build_shifted_tokens(len(logits), logits.device, TEXTS, TOTALS, RESPONSES, False)
     logps, entropy = home.calculate_log_probs_and_entropy(
-        logits, tokens, None, with_entropy=with_entropy, chunk_size=4, log_prob_keep_mask=keep
-    )
+        logits, tokens, None, with_entropy=with_entropy, chunk_size=4,
+        log_prob_keep_mask=keep_sets(RECORDS, home=home, name="_build_topp_keep_mask"),
+    )  # fmt: skip
     return logps.reshape(-1)[RESPONSE_ROWS], entropy if entropy is None else entropy[RESPONSE_ROWS] * OWN
 
 
@@ -92,27 +98,28 @@ def test_slime(slime_home):
     logits = torch.randn(sum(TOTALS), V, generator=torch.Generator().manual_seed(4))
 
     def exact(x):
-        logps, entropy = over(x[RESPONSE_ROWS], RESPONSE_IDS, FLAT, target=True)
-        return torch.where(OWN, logps, 0.0), entropy * OWN
+        return torch.where(OWN, over(x[RESPONSE_ROWS], RESPONSE_IDS, FLAT, target=True)[0], 0.0), entropies(
+            x[RESPONSE_ROWS]
+        ) * OWN
 
     with slime.bind(replay=True, strict=True) as slots:
         assert_scored(through_the_record, exact, logits)
         assert through_the_record(logits, with_entropy=False)[1] is None and (through_the_record(logits)[0][[1, 2]] == 0).all()
         assert {*slots.counts} == {"fused"}
-        kept = slime_home._build_topp_keep_mask(16, V, torch.device("cpu"), *slime_record(), TOTALS, RESPONSES, False)
-        assert kept.kept.rows == 16 and kept.kept.empty_rows == 8 and int((~kept.scored).sum()) == 1
+    kept = keep_sets(RECORDS)
+    assert kept.kept.rows == 16 and kept.kept.empty_rows == 8 and int((~kept.scored).sum()) == 1
     with slime.bind(replay=True, entropy_over="kept"):
-        entropy = through_the_record(logits)[1]
-        assert (entropy[[1, 2]] == 0).all() and 0 < entropy[0] < torch.tensor(3.0).log() + 1e-6
-
-
-@parametrize("record, message", [
-    (([[3], [4]], [[0, 1], [0, 1]]), r"rollout_top_p_token_ids\[1\] has sets for 1 tokens, but the response has 2"),
-    (([[3, 3]], [[0, 2]]), r"rollout_top_p_token_ids\[0\]: .*twice in row 0"),
-])  # fmt: skip
-def test_slimes_records_that_do_not_fit(slime_home, record, message):
-    with pytest.raises(ValueError, match=message):
-        slime.keep_sets(5, V, torch.device("cpu"), *record, [2, 3][: len(record[0])], [1, 2][: len(record[0])], False)
+        want = over(
+            logits[RESPONSE_ROWS], RESPONSE_IDS, [[*{*row, int(t)}] for row, t in zip(FLAT, RESPONSE_IDS, strict=True)]
+        )[1]
+        torch.testing.assert_close(through_the_record(logits)[1].double(), want * OWN, rtol=1e-5, atol=1e-5)
+    refused(
+        (
+            lambda: keep_sets([[[3]], [[4]]], [2, 3], [1, 2]),
+            r"rollout_top_p_token_ids\[1\] has sets for 1 tokens, but the response has 2",
+        ),
+        (lambda: keep_sets([[[3, 3]]], [2], [1]), r"rollout_top_p_token_ids\[0\]: .*twice in row 0"),
+    )
 
 
 # ---- miles
@@ -155,12 +162,11 @@ def arguments(**changes):
 )
 def miles_homes(request):
     """The modules of two versions."""
-    masks, maths = request.param
-    theirs = lambda *_, **__: "theirs"  # noqa: E731
-    return (
-        stand_in(f"{MILES}.{masks}", build_local_sampling_mask=theirs),
-        stand_in(f"{MILES}.{maths}", calculate_log_probs_and_entropy=len),
+    theirs = (
+        {"build_local_sampling_mask": lambda *_, **__: "theirs"},
+        {"calculate_log_probs_and_entropy": lambda *_, **__: "theirs"},
     )
+    return [stand_in(f"{MILES}.{home}", **names) for home, names in zip(request.param, theirs, strict=True)]
 
 
 def miles_scores(homes, logits, record, order=range(6), **options):
@@ -176,49 +182,43 @@ def miles_scores(homes, logits, record, order=range(6), **options):
 
 @parametrize("kind", [Record, Later])
 def test_miles(miles_homes, kind):
-    logits = 2 * torch.randn(6, V, generator=torch.Generator().manual_seed(1))
+    logits, partial = 2 * torch.randn(6, V, generator=torch.Generator().manual_seed(1)), [*SETS[:5], []]
+
+    def score(record, order=range(6), **options):
+        return lambda x=logits: miles_scores(miles_homes, x, record, order, **options)
+
     with miles.bind(arguments(), strict=True) as slots:
         for order in (range(6), [0, 5, 4, 2, 1, 3]):
-            assert_scored(
-                lambda x, order=order: miles_scores(miles_homes, x, kind(SETS), order, temperature=1.3),
-                lambda x: over(x / 1.3, TOKENS, SETS), logits,
-            )  # fmt: skip
-        got = miles_scores(miles_homes, logits, kind([*SETS[:5], []], partial=True))
-        torch.testing.assert_close(got[0].double(), over(logits, TOKENS, [*SETS[:5], []])[0], rtol=1e-5, atol=1e-5)
+            exact = lambda x: (over(x / 1.3, TOKENS, SETS)[0], entropies(x / 1.3))  # noqa: E731
+            assert_scored(score(kind(SETS), order, temperature=1.3), exact, logits)
+        got = score(kind(partial, partial=True))()[0]
+        torch.testing.assert_close(got.double(), over(logits, TOKENS, partial)[0], rtol=1e-5, atol=1e-5)
         assert miles_homes[1].calculate_log_probs_and_entropy(logits[:0], TOKENS[:0], None)[0].shape == (0,)
         assert {*slots.counts} == {"fused"}
-        for sets, rows, message in (
-            ([*SETS[:5], []], range(6), "no ids for response token 5"), ([*SETS[:5], [10]], range(6), r"targets\[5\]=7 is not in its kept set"),
-            (SETS, range(5), "5 tokens, but logits has 6 rows"),
-        ):  # fmt: skip
-            with pytest.raises(ValueError, match=message):
-                mask = miles_homes[0].build_local_sampling_mask(logits, kind(sets), rows, tp_rank=0)
-                miles_homes[1].calculate_log_probs_and_entropy(logits, TOKENS, None, sampling_mask=mask)
-        with pytest.raises(ValueError, match="true_on_policy=True with replay"):
-            miles_scores(miles_homes, logits, kind(SETS), true_on_policy=True)
+        refused(
+            (score(kind(partial)), "no ids for response token 5"), (score(kind([*SETS[:5], [10]])), r"targets\[5\]=7 is not in its kept set"),
+            (lambda: miles_homes[0].build_local_sampling_mask(logits, kind(SETS), range(5), tp_rank=0), "5 tokens, but logits has 6 rows"),
+            (score(kind(SETS), true_on_policy=True), "true_on_policy=True: with replay"),
+        )  # fmt: skip
     with miles.bind(arguments(), missing="include", entropy_over="kept"):
-        logps, entropy = miles_scores(miles_homes, logits, kind([*([s[0]] for s in SETS[:5]), [10]]))
-    pair = logits[5, [10, 7]].double().log_softmax(0)
-    assert float(logps[5]) == pytest.approx(float(pair[1]), abs=1e-5) and entropy[1] == 0
-    assert float(entropy[5]) == pytest.approx(float(-(pair.exp() * pair).sum()), abs=1e-5)
+        logps, entropy = score(kind([*([s[0]] for s in SETS[:5]), [10]]))()
+    want = over(logits, TOKENS, [[s[0]] for s in SETS], target=True)  # a token joins its set
+    torch.testing.assert_close([logps.double(), entropy.double()], [*want], rtol=1e-5, atol=1e-5)
 
 
-def test_miles_without_replay(miles_homes):
+def test_miles_without_replay_and_with_another_network(miles_homes):
     masks, maths = miles_homes
-    maths.calculate_log_probs_and_entropy = lambda *_, **__: "theirs"
     with miles.bind(arguments(rollout_top_p=1.0)):
         assert masks.build_local_sampling_mask() == "theirs"
         assert maths.calculate_log_probs_and_entropy(torch.zeros(6, V), TOKENS, None, true_on_policy=True) == "theirs"
-
-
-@parametrize("change", [{"use_kl_loss": True}, {"kl_coef": 0.1}, {"use_opd": True}])
-def test_miles_refuses_replay_with_another_network(miles_homes, change):
-    with pytest.raises(ValueError, match=f"{next(iter(change))}=.* with replay"):
-        miles.bind(arguments(**change))
-    with pytest.raises(ValueError, match="reference_over='vocabulary'"):
-        miles.bind(arguments(**change), reference_over="vocabulary")
-    miles.bind(arguments(**change), reference_over="kept").undo()
-    miles.bind(arguments(**change, rollout_top_p=1.0)).undo()
+    for change in ({"use_kl_loss": True}, {"kl_coef": 0.1}, {"use_opd": True}):
+        given = arguments(**change)
+        refused(
+            (lambda given=given: miles.bind(given), f"{next(iter(change))}=.*with replay"),
+            (lambda given=given: miles.bind(given, reference_over="vocabulary"), "reference_over='vocabulary'"),
+        )
+        miles.bind(given, reference_over="kept").undo()
+        miles.bind(arguments(**change, rollout_top_p=1.0)).undo()
 
 
 @parametrize("theirs", [
@@ -228,50 +228,43 @@ def test_miles_refuses_replay_with_another_network(miles_homes, change):
 def test_miles_with_other_arguments_is_refused_when_it_is_bound(miles_homes, theirs):
     """Its branches disagree on what a record is, under one version. Nothing is replaced."""
     masks, maths = miles_homes
-    masks.build_local_sampling_mask = theirs
+    masks.build_local_sampling_mask, before = theirs, maths.calculate_log_probs_and_entropy
     with pytest.raises(
         RuntimeError, match=r"build_local_sampling_mask takes \(.*, but ours takes \(logits, sampling_mask, response_"
     ):
         miles.bind(arguments())
-    assert masks.build_local_sampling_mask is theirs and maths.calculate_log_probs_and_entropy is len
+    assert masks.build_local_sampling_mask is theirs and maths.calculate_log_probs_and_entropy is before
     miles.bind(arguments(rollout_top_p=1.0)).undo()  # without replay it is not called
 
 
 def test_miles_records_of_a_packed_batch():
     sets = miles.kept_sets([Record(SETS[:2]), Later([[4, 5], []], partial=True)], [4, 3], [2, 2])
     assert sets.padded().tolist() == [[-1] * 3, [3, 1, 14], [9, -1, -1], [-1] * 3, [4, 5, -1], [-1] * 3, [-1] * 3]
-    for record, tokens, message in (
-        (SETS[:2], 3, r"masks\[0\] has sets for 2 tokens, but the response has 3"), ([[1], []], 2, r"masks\[0\] has no ids for response token 1"),
-        ([[1, 1]], 1, r"masks\[0\]: .*twice in row 0"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            miles.kept_sets([Record(record)], [5], [tokens])
+    refused(
+        (lambda: miles.kept_sets([Record(SETS[:2])], [5], [3]), r"masks\[0\] has sets for 2 tokens, but the response has 3"),
+        (lambda: miles.kept_sets([Record([[1], []])], [5], [2]), r"masks\[0\] has no ids for response token 1"),
+        (lambda: miles.kept_sets([Record([[1, 1]])], [5], [1]), r"masks\[0\]: .*twice in row 0"),
+    )
 
 
 # ---- SkyRL: ids [.., K] padded with -1, of one id, of several, of none
 
 SKYRL = "skyrl.backends.skyrl_train.utils"
 SHAPE, BOUNDS = (4, 6), {"vocab_start_index": 0, "vocab_end_index": V, "tp_group": None}
-HIDDEN, WEIGHT, SAMPLED = (
-    torch.randn(*SHAPE, H, generator=G),
-    torch.randn(V, H, generator=G),
-    torch.randint(V, SHAPE, generator=G),
-)
+HIDDEN, WEIGHT = torch.randn(*SHAPE, H, generator=G), torch.randn(V, H, generator=G)
+SAMPLED = torch.randint(V, SHAPE, generator=G)
 SUPPORT = torch.stack([torch.randperm(V, generator=G)[:5] for _ in range(24)]).view(*SHAPE, 5)
-SUPPORT = torch.where(
-    (SUPPORT == SAMPLED[..., None]) | (torch.arange(5) > torch.randint(1, 5, (*SHAPE, 1), generator=G)), -1, SUPPORT
+SUPPORT = SUPPORT.masked_fill(
+    (SUPPORT == SAMPLED[..., None]) | (torch.arange(5) > torch.randint(1, 5, (*SHAPE, 1), generator=G)), -1
 )
 SUPPORT[..., 0] = SAMPLED
 SUPPORT[1, :, 1:], SUPPORT[:, 2] = -1, -1
 HAS = (SUPPORT >= 0).any(-1)
+LEAVES = {"logits": HIDDEN @ WEIGHT.T, "hidden": HIDDEN, "weight": WEIGHT}
 
 
-def supported(logits, sets=SUPPORT):
-    """Log-prob and entropy over the set; 0 where there is none."""
-    kept = [[i for i in row if i >= 0] for row in sets.flatten(0, 1).tolist()]
-    rows = [row[s or [0]].log_softmax(0) for row, s in zip(logits.double().flatten(0, 1), kept, strict=True)]
-    logps = over(logits.flatten(0, 1), SAMPLED.flatten(), kept)[0].view(SHAPE)
-    return torch.where(HAS, logps, 0.0), torch.stack([-(p.exp() * p).sum() for p in rows]).view(SHAPE)
+def lists_of(padded):
+    return [[i for i in row if i >= 0] for row in padded.flatten(0, -2).tolist()]
 
 
 @pytest.fixture
@@ -280,17 +273,16 @@ def skyrl_replay():
     return f"{SKYRL}.sample_support_replay"
 
 
-@parametrize("leaf", ["logits", "hidden", "weight"])
+@parametrize("leaf", LEAVES)
 @parametrize("gradient", [None, False, True], ids=("older", "newer", "newer, entropy with a gradient"))
 def test_skyrl(skyrl_replay, leaf, gradient):
-    """By the function of older versions, and by that of newer ones, with the entropy of the set."""
+    """By the function of older versions, and by that of newer ones, with the entropy of the set; 0 where there is none."""
     names = (
         {"sample_support_logprobs": len}
         if gradient is None
         else {"sample_support_scores": len, "SampleSupportScores": SimpleNamespace}
     )
     home = stand_in(skyrl_replay, **names)
-    leaves = {"logits": HIDDEN @ WEIGHT.T, "hidden": HIDDEN, "weight": WEIGHT}
 
     def source(x):
         return {"logits": (x, None), "hidden": (x, WEIGHT.to(x)), "weight": (HIDDEN.to(x), x)}[leaf]
@@ -299,8 +291,7 @@ def test_skyrl(skyrl_replay, leaf, gradient):
         rows, weight = source(x)
         given = {"lm_head_weight": weight, "temperature": 0.7, "chunk_size": 3, **BOUNDS}
         if gradient is None:
-            logps, valid = home.sample_support_logprobs(rows, SAMPLED, SUPPORT, **given)
-            entropy = None
+            (logps, valid), entropy = home.sample_support_logprobs(rows, SAMPLED, SUPPORT, **given), None
         else:
             found = home.sample_support_scores(
                 rows, SAMPLED, SUPPORT, compute_entropy=True, entropy_requires_grad=gradient, **given
@@ -312,54 +303,54 @@ def test_skyrl(skyrl_replay, leaf, gradient):
 
     def exact(x):
         rows, weight = source(x)
-        logps, entropy = supported((rows if weight is None else rows @ weight.T) / 0.7)
+        logits = (rows if weight is None else rows @ weight.T) / 0.7
+        logps, entropy = (
+            torch.where(HAS, y.view(SHAPE), 0.0) for y in over(logits.flatten(0, 1), SAMPLED.flatten(), lists_of(SUPPORT))
+        )
         return logps, None if gradient is None else entropy if gradient else entropy.detach()
 
     with skyrl.bind(replay=True, strict=True) as slots:
-        assert_scored(ours, exact, leaves[leaf])
+        assert_scored(ours, exact, LEAVES[leaf])
         assert {*slots.counts} == {"fused"}
-
-
-def test_skyrls_refusals_and_no_entropy(skyrl_replay):
-    home = stand_in(skyrl_replay, sample_support_scores=len, SampleSupportScores=SimpleNamespace)
-    with skyrl.bind(replay=True, strict=True):
-        assert home.sample_support_scores(HIDDEN @ WEIGHT.T, SAMPLED, SUPPORT, compute_entropy=False, **BOUNDS).entropy is None
-        with pytest.raises(ValueError, match=rf"vocab_end_index={V + 1}"):
-            home.sample_support_scores(HIDDEN @ WEIGHT.T, SAMPLED, SUPPORT, **BOUNDS | {"vocab_end_index": V + 1})
-        with pytest.raises(ValueError, match="support_ids has shape"):
-            home.sample_support_scores(HIDDEN @ WEIGHT.T, SAMPLED, SUPPORT[:, 1:], **BOUNDS)
+        if gradient:
+            call = lambda sets=SUPPORT, **more: home.sample_support_scores(LEAVES["logits"], SAMPLED, sets, **BOUNDS | more)  # noqa: E731
+            assert call(compute_entropy=False).entropy is None
+            refused(
+                (lambda: call(vocab_end_index=V + 1), rf"vocab_end_index={V + 1}"), (lambda: call(SUPPORT[:, 1:]), "support_ids has shape"),
+            )  # fmt: skip
 
 
 @parametrize("fault", ["a sampled id outside of its set", "a set that lists an id twice"])
 def test_skyrl_scores_what_is_no_set_itself(skyrl_replay, fault):
     """It adds up the listed ids, each as often as it is listed, and not the sampled id where that is not among them."""
-    sets, calls = SUPPORT.clone(), []
-    sets[0, 1, :2] = SAMPLED[0, 1] if fault.startswith("a set") else (SAMPLED[0, 1] + 1) % V
-    sets[0, 1, 1:] = sets[0, 1, 1:] if fault.startswith("a set") else -1
+    sets, calls, twice = SUPPORT.clone(), [], fault.startswith("a set")
+    sets[0, 1, :2] = SAMPLED[0, 1] if twice else (SAMPLED[0, 1] + 1) % V
+    sets[0, 1, 1:] = sets[0, 1, 1:] if twice else -1
     home = stand_in(skyrl_replay, sample_support_logprobs=lambda *args, **_: calls.append(args) or "theirs")
     with skyrl.bind(replay=True) as slots:
-        assert home.sample_support_logprobs(HIDDEN @ WEIGHT.T, SAMPLED, sets, **BOUNDS) == "theirs"
-        assert slots.counts == {f"skyrl: {fault}": 1} and len(calls) == 1
-    with pytest.raises(RuntimeError, match=f"left to skyrl: {fault}"), skyrl.bind(replay=True, strict=True):
-        home.sample_support_logprobs(HIDDEN @ WEIGHT.T, SAMPLED, sets, **BOUNDS)
+        assert home.sample_support_logprobs(LEAVES["logits"], SAMPLED, sets, **BOUNDS) == "theirs"
+    assert slots.counts == {f"SkyRL: {fault}": 1} and len(calls) == 1
 
 
 def test_skyrl_records_become_sets():
     """[B, A, K] and ids with offsets are the same sets; an end token may have none, and no other."""
     padded, mask = torch.full((2, 3, 3), -1, dtype=torch.int32), torch.tensor([[1, 1, 1], [1, 0, 0]])
     padded[0, 0, :2], padded[0, 1, 0], padded[1, 0, 0] = torch.tensor([4, 2]), 7, 1
-    want = [[4, 2], [7, -1], [-1, -1], [1, -1], [-1, -1], [-1, -1]]
     ragged = torch.tensor([4, 2, 7, 1], dtype=torch.int32), torch.tensor([0, 2, 3, 3, 4], dtype=torch.int32)
-    assert skyrl.kept_sets(padded, mask).padded().tolist() == skyrl.kept_sets(ragged, mask).padded().tolist() == want
-    with pytest.raises(ValueError, match=r"no ids for tokens \[1, 2\] of sample 0"):
-        skyrl.kept_sets(padded.index_fill(1, torch.tensor([1]), -1), mask)
-    with pytest.raises(ValueError, match="4 sets, but there are 3 response tokens"):
-        skyrl.kept_sets(ragged, mask, torch.tensor([[1, 1, 0], [1, 0, 0]]))
+    for support in (padded, ragged):
+        assert lists_of(skyrl.kept_sets(support, mask).padded()) == [[4, 2], [7], [], [1], [], []]
+    refused(
+        (lambda: skyrl.kept_sets(padded.index_fill(1, torch.tensor([1]), -1), mask), r"no ids for tokens \[1, 2\] of sample 0"),
+        (
+            lambda: skyrl.kept_sets(ragged, mask, torch.tensor([[1, 1, 0], [1, 0, 0]])),
+            "4 sets, but there are 3 response tokens",
+        ),
+    )
 
 
 # ---- prime-rl: no ids, and a label outside, mean the whole vocabulary
 
-LABELS, INVERSE = SAMPLED.view(-1), 1 / (0.5 + torch.rand(24, generator=G))
+LABELS, INVERSE, STATES = SAMPLED.view(-1), 1 / (0.5 + torch.rand(24, generator=G)), HIDDEN.view(24, H)
 REPLAYED = SUPPORT.view(24, 5).clone()
 REPLAYED[::4, 0], REPLAYED[1::4], REPLAYED[2::4, 1:], REPLAYED[2::4, 0] = -1, -1, -1, LABELS[2::4]
 
@@ -372,39 +363,25 @@ def prime_rl_head():
 
 @parametrize("more", [(), (False,)], ids=("6 arguments", "7 arguments"))
 def test_prime_rl(prime_rl_head, more):
-    sets = [[i for i in row if i >= 0] for row in REPLAYED.tolist()]
+    sets = lists_of(REPLAYED)
     scored = [s if t in s else [] for s, t in zip(sets, LABELS.tolist(), strict=True)]
     assert 0 < sum(map(bool, scored)) < sum(map(bool, sets)) < 24
     with prime_rl.bind() as slots:
         apply = prime_rl_head._SequenceChunkedLogProbEntropyFn.apply
-        for leaf, pair in (
-            (HIDDEN.view(24, H), lambda x: (x, WEIGHT.to(x))),
-            (WEIGHT, lambda x: (HIDDEN.view(24, H).to(x), x)),
-        ):
+        for leaf, pair in ((STATES, lambda x: (x, WEIGHT.to(x))), (WEIGHT, lambda x: (STATES.to(x), x))):
             assert_scored(
                 lambda x, pair=pair: apply(*pair(x), LABELS, INVERSE, 8, REPLAYED, *more)[:1],
                 lambda x, pair=pair: over(pair(x)[0] @ pair(x)[1].T * INVERSE[:, None], LABELS, scored)[:1], leaf,
             )  # fmt: skip
-        out = apply(HIDDEN.view(24, H), WEIGHT, LABELS, INVERSE, 8, REPLAYED, *more)
+        out = apply(STATES, WEIGHT, LABELS, INVERSE, 8, REPLAYED, *more)
         assert len(out) == 2 + len(more) and (not more or out[2] is None)
-        want = log_softmax_of(HIDDEN.view(24, H) @ WEIGHT.T * INVERSE[:, None], LABELS)[1]
-        torch.testing.assert_close(out[1].double(), want, rtol=1e-5, atol=1e-5)
-        assert apply(HIDDEN.view(24, H), WEIGHT, LABELS, INVERSE, 8, REPLAYED, True) == "theirs"
-        assert slots.counts == {"fused": 3, "prime_rl: score centring": 1}
-
-
-def test_prime_rls_choices(prime_rl_head):
-    """Entropy over the set; a label that joins its set."""
-    with prime_rl.bind(entropy_over="kept", missing="include"):
-        logps, entropy = prime_rl_head._SequenceChunkedLogProbEntropyFn.apply(
-            HIDDEN.view(24, H), WEIGHT, LABELS, INVERSE, 8, REPLAYED
-        )
-    assert (logps[2::4] == 0).all() and (entropy[2::4] == 0).all()  # of the label alone
-    rows = (HIDDEN.view(24, H) @ WEIGHT.T * INVERSE[:, None]).double()
-    for i in [*range(0, 24, 4), *range(3, 24, 4)]:
-        ids = {*(j for j in REPLAYED[i].tolist() if j >= 0)}
-        kept = rows[i, sorted({*ids, int(LABELS[i])} if ids else range(V))].log_softmax(0)
-        assert float(entropy[i]) == pytest.approx(float(-(kept.exp() * kept).sum()), abs=1e-5)
+        torch.testing.assert_close(out[1].double(), entropies(STATES @ WEIGHT.T * INVERSE[:, None]), rtol=1e-5, atol=1e-5)
+        assert apply(STATES, WEIGHT, LABELS, INVERSE, 8, REPLAYED, True) == "theirs"
+        assert slots.counts == {"fused": 3, "prime-rl: score centring": 1}
+    with prime_rl.bind(entropy_over="kept", missing="include"):  # entropy over the set; a label that joins its set
+        found = prime_rl_head._SequenceChunkedLogProbEntropyFn.apply(STATES, WEIGHT, LABELS, INVERSE, 8, REPLAYED)
+    want = over(STATES @ WEIGHT.T * INVERSE[:, None], LABELS, sets, target=True)
+    torch.testing.assert_close([x.double() for x in found], [*want], rtol=1e-5, atol=1e-5)
 
 
 def test_prime_rl_records_go_to_the_rows_that_predict_their_tokens():
@@ -423,6 +400,4 @@ def test_prime_rl_records_go_to_the_rows_that_predict_their_tokens():
         ([0, 2, 2, 0, 1], "counts adds up to 5, but there are 4 ids"),
         ([2, 1, 1], "has 5 tokens, but sets have 3 rows"),
     ):
-        record.counts = data(counts)
-        with pytest.raises(ValueError, match=message):
-            prime_rl.kept_sets(record, ids)
+        refused((lambda counts=counts: prime_rl.kept_sets(SimpleNamespace(ids=record.ids, counts=data(counts)), ids), message))

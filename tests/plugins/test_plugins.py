@@ -17,8 +17,8 @@ import torch
 from torch.testing import assert_close
 
 import grpo_kernels
+from grpo_kernels import plugins as _once
 from grpo_kernels.integrations import liger
-from grpo_kernels.plugins import _once
 from grpo_kernels.plugins.__main__ import main
 from support.trainers import V, stand_in, without_trainers
 

@@ -23,13 +23,13 @@ from benchmarks.results import load, save  # noqa: E402
 from support.ptx.runs import ORDERS, TARGETS, all_cases  # noqa: E402
 
 FILE, PAGE = ROOT / "benchmarks" / "results" / "compiled.json", ROOT / "docs" / "gpu.md"
-KERNELS = ROOT / "grpo_kernels" / "vocabulary" / "backends"
+KERNELS = ROOT / "grpo_kernels" / "rows" / "backends" / "triton"
 COMMAND = "python tests/repository/compiled.py"
 
 
 def source() -> str:
     """A digest of what is compiled."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(KERNELS.glob("triton*.py")))).hexdigest()[:16]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(KERNELS.glob("*.py")))).hexdigest()[:16]
 
 
 def with_run(record: dict[str, Any], key: str, found: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""What is built and for which machines: linkage of the compiled module, sources that no quick run would show to be wrong, the
-build for the Hugging Face `kernels` library, and what is said to have run under which versions."""
+"""What is built and for which machines: linkage of the compiled module, sources that no quick run would show to be wrong, and the
+build for the Hugging Face `kernels` library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import hashlib
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-import versions
 from hub_kernel import build
-from matrix import ENVIRONMENTS, quick, same
-from trainer_versions import TRAINERS, line
 
 import grpo_kernels
 
@@ -176,62 +172,3 @@ def test_a_build_is_relocatable_and_its_digests_are_those_of_its_files(builds: l
     for path in again.rglob("*.py"):
         nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and not node.level]
         assert not [node.module for node in nodes if str(node.module).startswith("grpo_kernels")], path
-
-
-# ---- versions
-
-
-def test_the_pages_of_versions_are_made_of_their_files() -> None:
-    import compiled
-
-    from benchmarks.printing import marked
-    from benchmarks.results import load
-
-    text, record = versions.PAGE.read_text(), load(compiled.FILE)
-    assert versions.updated(text, versions.load()) == text
-    assert record and all(set(found["outcomes"]) == {"passed"} for found in record.values())
-    assert len({found["source"] for found in record.values()}) == 1
-    assert [*compiled.with_run(record, "a", {"source": "other"})] == [
-        "a"
-    ]  # a run of other kernels takes the place of all before
-    start, end = marked("compiled", compiled.COMMAND)
-    assert f"{start}\n{compiled.block(record)}\n{end}" in compiled.PAGE.read_text()
-
-
-def test_the_oldest_and_every_python_that_is_asked_for_have_an_environment() -> None:
-    oldest, asked = ENVIRONMENTS["oldest"], dict(re.findall(r'"(torch|triton)>=([\d.]+)', PROJECT))
-    assert same(oldest.torch, asked["torch"]) and same(str(oldest.triton), asked["triton"])
-    assert {e.python for e in ENVIRONMENTS.values()} == set(re.findall(r"Python :: (3\.\d+)", PROJECT))
-    assert f'requires-python = ">={oldest.python}"' in PROJECT
-    assert same("2.13.0+cpu", "2.13.0") and same("3.11.7", "3.11") and same("-", "-")
-    assert not same("2.1.0", "2.10.0") and not same("3.9.0", "-") and not same("-", "3.9.0")
-
-
-def test_the_selections_are_of_tests_that_are_there(tmp_path: Path) -> None:
-    """Without Triton no single test is asked for: its file skips itself there, and pytest ends with an error."""
-    adapters = [f"integrations/test_{file}.py" for trainer in TRAINERS.values() for file in trainer.files]
-    for name in (*versions.QUICK, *adapters):
-        file, _, test = name.partition("::")
-        assert f"def {test}" in (ROOT / "tests" / file).read_text(), name
-    every, bare = quick(ENVIRONMENTS["newest"]), quick(ENVIRONMENTS["bare"])
-    assert len(every) == len(versions.QUICK) and bare == [name for name in every if "::" not in name] != every
-    (tmp_path / "else-1.0.dist-info").mkdir()
-    with pytest.raises(SystemExit, match="no folder with the metadata of a known trainer"):
-        line(str(tmp_path), [])
-
-
-@pytest.mark.parametrize(
-    ("status", "summary", "counts"),
-    [
-        (0, "812 passed, 3 skipped in 61.02s (0:01:01)", (812, 0, 3)), (1, "2 failed, 810 passed, 1 warning in 3s", (810, 2, 0)),
-        (1, "1 passed, 2 errors in 3s", (1, 2, 0)), (2, "1 error in 1s", None), (5, "3 skipped in 1s", None), (-9, "", None), (0, "", None),
-    ],
-)  # fmt: skip
-def test_the_last_line_of_a_run(status: int, summary: str, counts: tuple[int, int, int] | None) -> None:
-    """One that tested nothing is no line of the table."""
-    done = subprocess.CompletedProcess([], status, f"E  values differ\n{summary}\n")
-    if counts is None:
-        with pytest.raises(SystemExit, match=f"ended with {status}"):
-            versions.tested(done)
-    else:
-        assert versions.tested(done) == dict(zip(("passed", "failed", "skipped"), counts, strict=True))

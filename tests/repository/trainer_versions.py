@@ -4,10 +4,11 @@ A TRAINER is a folder that holds one version of one package, as `pip install --n
 a name: then what this environment has of it. Folders given by `--beside` hold what a trainer imports and this environment lacks.
 
 Of TRL two steps of GRPO with a KL run with its own loss and with ours: "loss" is the whole loss inside the model's
-forward (`integrations.trl`), "slot" the loss in Liger's place (`integrations.liger_slot`) beside Liger's, "head" log-probs and
-entropies alone (`integrations.trl_head`); the result says whether the first step's comparison ran and how far the logged losses
-and gradient norms are apart. Of the others the tests run that compare the adapter with the trainer's own functions. Trainers that
-do not install here are known by a contract, which the line names. `--write` puts the lines into docs/versions.md."""
+forward (`integrations.trl`), "slot" the loss in Liger's place (`integrations.liger.patch`) beside Liger's, "head" log-probs and
+entropies alone (`integrations.trl.fused_lm_head`); the result says whether the first step's comparison ran and how far the logged
+losses and gradient norms are apart. Of the others the tests run that compare the adapter with the trainer's own functions.
+Trainers that do not install here are known by a contract, which the line names. `--write` puts the lines into
+docs/versions.md."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from typing import Any
 
 import versions
 
-from grpo_kernels.integrations._slots import OVERRIDE
+from grpo_kernels.integrations import adapters
+from grpo_kernels.integrations._swap import OVERRIDE
 
 ROOT = Path(__file__).parents[2]
 TESTS = "tests/integrations/test_"
@@ -34,44 +36,34 @@ TESTS = "tests/integrations/test_"
 
 @dataclass(frozen=True)
 class Trainer:
-    """`select`: of the tests in `files`, those whose name has it. `contract`: what stands in for a package that is not installed,
-    `version` the one that it was written from. `beside`: what else has a part in the result."""
+    """The tests of an adapter: `select` of those in `files`. `contract`: what stands in for a package that is not installed,
+    `version` the one that it was written from, where the adapter declares none. `beside`: what else has a part in the result."""
 
-    name: str
     files: tuple[str, ...] = ()
     select: str = ""
     contract: str = ""
-    version: str = ""
+    version: str = "2026.8"
     beside: tuple[str, ...] = ()
 
 
+FUNCTIONS, LOSSES, SETS = "bound_functions", "policy_losses", "replayed_sets"
+#: By module of the adapter, which declares the rest.
 TRAINERS = {
-    "trl": Trainer("TRL", beside=("liger-kernel",)),
-    "verl": Trainer("verl", ("verl", "trainer_distillation"), "test_verl.py or itself"),
-    "liger_kernel": Trainer("Liger-Kernel", ("liger",), "every_way or defaults"),
-    "openrlhf": Trainer("OpenRLHF", ("bound_functions", "trainer_losses"), "openrlhf and (own_file or itself)"),
-    "areal": Trainer("AReaL", ("bound_functions",), "areal and own_file"),
-    "skyrl": Trainer("SkyRL", ("bound_functions", "trainer_losses"), "skyrl and (own_file or itself)"),
-    "unsloth_zoo": Trainer("Unsloth (zoo)", ("bound_functions",), "unsloth and own_file"),
-    "slime": Trainer(
-        "slime",
-        ("bound_functions", "trainer_losses", "replayed_sets"),
-        "slime",
-        "a float64 transcription of its functions and their signatures",
-        "0.3.1",
-    ),
-    "miles": Trainer(
-        "miles", ("bound_functions", "replayed_sets"), "miles", "stand-ins with its signatures, in float64", "0.1.0"
-    ),
-    "prime_rl": Trainer(
-        "prime-rl",
-        ("bound_functions", "trainer_losses", "replayed_sets"),
-        "prime",
-        "a float64 transcription, its hooks by path",
-        "0.8.0",
-    ),
-    "nemo_rl": Trainer("NeMo-RL", ("nemo_rl",), "", "a float64 transcription of August 2026", "2026.8"),
+    "trl": Trainer(beside=("liger-kernel",)),
+    "verl": Trainer(("verl", LOSSES, "trainer_distillation"), "test_verl.py or test_verl_itself or (verl and itself)"),
+    "liger": Trainer(("liger",), "every_way or defaults"),
+    "openrlhf": Trainer((FUNCTIONS, LOSSES), "openrlhf and (own_file or itself)"),
+    "areal": Trainer((FUNCTIONS,), "areal and own_file"),
+    "skyrl": Trainer((FUNCTIONS, LOSSES), "skyrl and (own_file or itself)"),
+    "unsloth": Trainer((FUNCTIONS,), "unsloth and own_file"),
+    "slime": Trainer((FUNCTIONS, LOSSES, SETS), "slime", "a float64 transcription of its functions and their signatures"),
+    "miles": Trainer((FUNCTIONS, SETS), "miles", "stand-ins with its signatures, in float64"),
+    "prime_rl": Trainer((FUNCTIONS, LOSSES, SETS), "prime", "a float64 transcription, its hooks by path"),
+    "nemo_rl": Trainer(("nemo_rl",), "", "a float64 transcription of August 2026"),
 }
+#: The name under which a folder of pip has a package -> the module of its adapter.
+MODULES = {adapter.package.replace("-", "_"): name for name, adapter in adapters().items()}
+
 
 RUN = """
 import dataclasses, sys, tempfile, warnings
@@ -79,9 +71,10 @@ from pathlib import Path
 import trl
 from support import trl_cases
 from trl.trainer import utils
-from grpo_kernels.integrations import liger_slot
-from grpo_kernels.integrations.trl import patch
-from grpo_kernels.integrations.trl_head import SLOT, fused_lm_head
+from grpo_kernels.integrations import liger
+from grpo_kernels.integrations.trl import fused_lm_head, patch
+
+SLOT = "_ChunkedLogProbFunction"
 
 names = {f.name for f in dataclasses.fields(trl.GRPOConfig)}
 whole = hasattr(utils, "add_fused_lm_head")
@@ -97,12 +90,12 @@ path = trl_cases.save_model(work / "model")
 histories, said = [], []
 for ours in (False, True):
     trainer = trl_cases.make_trainer(path, work / str(ours), steps=2, **options)
-    slot = next((getattr(trainer, name) for name in liger_slot.ATTRIBUTES if hasattr(trainer, name)), None)
-    place, put = ("loss", patch) if whole else ("slot", liger_slot.patch) if slot else ("head", lambda _: fused_lm_head())
+    slot = next((getattr(trainer, name) for name in liger.ATTRIBUTES if hasattr(trainer, name)), None)
+    place, put = ("loss", patch) if whole else ("slot", liger.patch) if slot else ("head", lambda _: fused_lm_head())
     if place == "slot":
         slot.compiled = False
     if place == "head":
-        for refused in (patch, liger_slot.patch, *[put] * (not hasattr(utils, SLOT))):
+        for refused in (patch, liger.patch, *[put] * (not hasattr(utils, SLOT))):
             try:
                 refused(trainer)
             except RuntimeError as error:
@@ -167,14 +160,15 @@ def line(argument: str, beside: Sequence[Path]) -> tuple[str, dict[str, Any]]:
     """The name of the line, and its fields."""
     folder = Path(argument).resolve()
     infos = {path.name.partition("-")[0]: path for path in folder.glob("*.dist-info")} if folder.is_dir() else {}
-    package = next((name for name in TRAINERS if name in infos), argument)
-    if package not in TRAINERS:
-        sys.exit(f"{argument} is no folder with the metadata of a known trainer, nor one of {', '.join(TRAINERS)}")
-    trainer = TRAINERS[package]
+    package = next((name for name in MODULES if name in infos), argument)
+    if package not in MODULES:
+        sys.exit(f"{argument} is no folder with the metadata of a known trainer, nor one of {', '.join(MODULES)}")
+    trainer, adapter = TRAINERS[MODULES[package]], adapters()[MODULES[package]]
     if package in infos:
         version = infos[package].name.removesuffix(".dist-info").partition("-")[2]
     else:
-        version = trainer.version or metadata.version(package)
+        contract = adapter.tested[-1] if adapter.tested else trainer.version
+        version = contract if trainer.contract else metadata.version(package)
     paths = [*([folder] if package in infos else []), ROOT, ROOT / "tests", *beside]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
     if package == "trl":  # TRL 1.15 has its head as Triton kernels alone
@@ -185,7 +179,7 @@ def line(argument: str, beside: Sequence[Path]) -> tuple[str, dict[str, Any]]:
         result = test_result(trainer, environment | {OVERRIDE: "1"})
         ran = trainer.contract or "its own functions and ours: " + ", ".join(f"`test_{file}`" for file in trainer.files)
     return f"{package} {version}", {
-        "trainer": trainer.name,
+        "trainer": {"Liger": "Liger-Kernel", "Unsloth": "Unsloth (zoo)"}.get(adapter.trainer, adapter.trainer),
         "version": version,
         "ran": ran,
         "result": result,
@@ -196,7 +190,7 @@ def line(argument: str, beside: Sequence[Path]) -> tuple[str, dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; 1 if a version failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trainers", nargs="+", metavar="TRAINER", help=f"a folder, or one of {', '.join(TRAINERS)}")
+    parser.add_argument("trainers", nargs="+", metavar="TRAINER", help=f"a folder, or one of {', '.join(MODULES)}")
     parser.add_argument("--beside", nargs="+", type=Path, default=[], metavar="FOLDER", help="packages that trainers import")
     parser.add_argument("--write", action="store_true", help="keep the lines in benchmarks/results and docs/versions.md")
     options = parser.parse_args(arguments)

@@ -1,6 +1,7 @@
-"""What ran under which versions: benchmarks/results/versions.json, and the tables of docs/versions.md that are made of it.
+"""What ran under which versions: benchmarks/results/versions.json, and the tables of docs/versions.md that are made of it; and
+the tables of adapters, on their page and in docs/adoption.md, that are made of what each declares.
 
-`python tests/repository/versions.py` writes the tables again. matrix.py and trainer_versions.py add lines with `--write`."""
+`python tests/repository/versions.py` writes all of them again. matrix.py and trainer_versions.py add lines with `--write`."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
 from benchmarks.printing import render, replace_block  # noqa: E402
+from grpo_kernels.integrations import adapters  # noqa: E402
 
 FILE, PAGE = ROOT / "benchmarks" / "results" / "versions.json", ROOT / "docs" / "versions.md"
 COMMAND = "python tests/repository/versions.py"
@@ -99,7 +101,47 @@ def trainers(lines: Iterable[tuple[str, dict[str, Any]]]) -> str:
     found = sorted(newest_first, key=lambda line: line[1]["trainer"].lower())
     rows = [["trainer", "what ran", "result", "beside", "date"]]
     rows += [[f"{c['trainer']} {c['version']}", c["ran"], c["result"], c["beside"], c["date"]] for _, c in found]
+    return text_of(rows)
+
+
+def text_of(rows: list[list[str]]) -> str:
     return render(rows, markdown=True).replace("---:", "---")
+
+
+def declared() -> str:
+    """What each adapter is written for, by its declaration."""
+    rows = [["trainer", "module", "package", "tested with", "functions that are replaced"]]
+    for name, adapter in adapters().items():
+        homes: dict[str, list[str]] = {}
+        for path in adapter.replaces.values():
+            paths = [path] if isinstance(path, str) else path
+            home = " or ".join(f"`{each.rpartition('.')[0]}`" for each in paths)
+            homes.setdefault(home, []).append(f"`{paths[0].rpartition('.')[2]}`")
+        replaced = (
+            "; ".join(f"{', '.join(names)} of {home}" for home, names in homes.items()) or "none: an object for its own hook"
+        )
+        rows.append([adapter.trainer, f"`{name}`", f"`{adapter.package}`", ", ".join(adapter.tested) or "-", replaced])
+    return text_of(rows)
+
+
+def configured() -> str:
+    """What a configuration names."""
+    rows = [["trainer", "what to set", "what it does"]]
+    rows += [[adapter.trainer, name, does] for adapter in adapters().values() for name, does in adapter.configured.items()]
+    return text_of(rows)
+
+
+#: Page -> block -> what it shows.
+OF_ADAPTERS = {
+    ROOT / "grpo_kernels" / "integrations" / "README.md": ("adapters", declared),
+    ROOT / "docs" / "adoption.md": ("configured", configured),
+}
+
+
+def of_adapters(page: Path) -> str:
+    """The text of a page with its table of adapters replaced."""
+    name, table = OF_ADAPTERS[page]
+    return replace_block(page.read_text(), page.name, name, table(), COMMAND)
 
 
 def updated(text: str, record: Record) -> str:
@@ -117,3 +159,5 @@ def write(part: str, lines: dict[str, dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     PAGE.write_text(updated(PAGE.read_text(), load()))
+    for page in OF_ADAPTERS:
+        page.write_text(of_adapters(page))

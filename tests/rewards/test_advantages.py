@@ -8,14 +8,16 @@ import math
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from math import inf, nan
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels import TokenBatch, group_advantages
+from grpo_kernels import Objective, PolicyGradient, TokenBatch, group_advantages
 from grpo_kernels.formulas.kl import Kl
+from grpo_kernels.losses import objective_loss
 from grpo_kernels.rewards.advantages import (
     BASELINES,
     NUMERICS,
@@ -39,7 +41,7 @@ from grpo_kernels.rewards.returns import (
     whiten,
 )
 from support import advantage_oracle as oracle
-from support.advantage_oracle import close
+from support.advantage_oracle import Ragged, close
 from support.fuzz import MANY
 from support.oracle import kl_estimate
 from support.pairs import label, pairs
@@ -264,40 +266,18 @@ def test_groups_of_one_completion_are_warned_of_once(name: str, which: Any, monk
 # ---- tokens
 
 
-class Ragged:
-    """Sequences with holes in their masks, padded [B, T]; as lists for the oracle."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self.inside = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        self.mask = self.inside & (torch.rand(self.inside.shape) > 0.3)
-        self.cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-
-    def random(self) -> Tensor:
-        """fp64, with garbage where the mask is False."""
-        x = torch.randn(self.mask.shape, dtype=torch.float64)
-        return torch.where(self.mask, x, torch.tensor([nan, inf, -inf, 1e300]).double()[torch.randint(4, x.shape)])
-
-    def lists(self, x: Tensor) -> Any:
-        return [row[own].tolist() for row, own in zip(x, self.inside, strict=True)]
-
-    def masked(self, x: Tensor) -> Any:
-        rows = zip(self.lists(x), self.lists(self.mask), strict=True)
-        return [[v if keep else None for v, keep in zip(*row, strict=True)] for row in rows]
-
-    def check(self, function: Any, want: Any, *tensors: Tensor, **options: Any) -> None:
-        """Check padded and packed rows against lists of the oracle; all else is 0."""
-        given = {"mask": self.mask, **options}
-        padded = function(*tensors, **given)
-        given = {k: x[self.inside] if torch.is_tensor(x) and x.shape == self.mask.shape else x for k, x in given.items()}
-        packed = function(*(x[self.inside] if x.dim() == 2 else x for x in tensors), cu_seqlens=self.cu_seqlens, **given)
-        for a, b, rows in zip(*(x if isinstance(x, tuple) else (x,) for x in (padded, packed)), want, strict=True):
-            close(b, [x for row in rows for x in row], rtol=1e-5, atol=1e-6)
-            assert_close(a[self.inside], b, rtol=1e-6, atol=1e-12)
-            assert not a[~self.mask].any() and not b[~self.mask[self.inside]].any()
+def agree(rows: Ragged, function: Any, want: Any, *tensors: Tensor, **options: Any) -> None:
+    """Padded and packed rows give what the oracle gives."""
+    given = {"mask": rows.mask, **options}
+    flat = {k: x[rows.inside] if torch.is_tensor(x) and x.shape == rows.mask.shape else x for k, x in given.items()}
+    packed = function(*(x[rows.inside] if x.dim() == 2 else x for x in tensors), cu_seqlens=rows.cu_seqlens, **flat)
+    for got in (function(*tensors, **given), packed):
+        for one, wanted in zip(got if isinstance(got, tuple) else (got,), want, strict=True):
+            rows.check(one, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(params=[[5, 1, 0, 9, 2, 33, 1], [1, 1], [12, 0, 3, 7]], ids=str)
-def tokens(request: pytest.FixtureRequest) -> Ragged:
+def rows(request: pytest.FixtureRequest) -> Ragged:
     return Ragged(request.param)
 
 
@@ -307,69 +287,68 @@ def at_end(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.97, 0.95), (0.9, 0.0), (0.0, 0.5)])
-def test_returns_and_gae(tokens: Ragged, gamma: float, lam: float) -> None:
-    rewards, values = tokens.random(), tokens.random()
-    tokens.check(discounted_returns, [oracle.returns_to_go(tokens.masked(rewards), gamma)], rewards, gamma=gamma)
-    want = oracle.gae(tokens.masked(rewards), tokens.lists(values), gamma, lam)
-    for decay in (lam, torch.full((len(tokens.mask),), lam), torch.full(tokens.mask.shape, lam)):
-        tokens.check(gae, want, rewards, values, gamma=gamma, lam=decay)
+def test_returns_and_gae(rows: Ragged, gamma: float, lam: float) -> None:
+    rewards, values = rows.random(), rows.random()
+    agree(rows, discounted_returns, [oracle.returns_to_go(rows.lists(rewards), gamma)], rewards, gamma=gamma)
+    want = oracle.gae(rows.lists(rewards), rows.lists(values), gamma, lam)
+    for decay in (lam, torch.full((len(rows.mask),), lam), torch.full(rows.mask.shape, lam)):
+        agree(rows, gae, want, rewards, values, gamma=gamma, lam=decay)
 
 
 @pytest.mark.parametrize("case", pairs(gamma=[1.0, 0.9], scale=["group", "none"], order=[1, -1]), ids=label)
-def test_process_advantages(tokens: Ragged, case: Any) -> None:
+def test_process_advantages(rows: Ragged, case: Any) -> None:
     gamma, scale, order = case.values()
-    rewards = torch.where(torch.rand(tokens.mask.shape) > 0.5, tokens.random(), nan)
+    rewards = torch.where(torch.rand(rows.mask.shape) > 0.5, rows.random(), nan)
     groups = [i // 2 for i in range(len(rewards))][::order]
-    steps = [[None if math.isnan(r) else r for r in row] for row in tokens.lists(rewards)]
-    want = oracle.process_advantages(steps, tokens.lists(tokens.mask), groups, gamma, scale=scale)  # type: ignore[arg-type]
-    tokens.check(process_advantages, [want], rewards, groups=torch.tensor(groups), gamma=gamma, scale=scale)
+    steps = [[None if math.isnan(r) else r for r in row] for row in rows.lists(rewards)]
+    want = oracle.process_advantages(steps, groups, gamma, scale=scale)
+    agree(rows, process_advantages, [want], rewards, groups=torch.tensor(groups), gamma=gamma, scale=scale)
 
 
-@pytest.mark.parametrize("kl", ["k1", "k2", "k3", "abs", Kl("k3", clamp_log=1.0, clamp=0.6)], ids=str)
-def test_kl_in_reward(tokens: Ragged, kl: str | Kl) -> None:
+#: Estimators -> log p(token), log q(token) -> the estimate.
+KLS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    **{kind: partial(kl_estimate, kind) for kind in ("k1", "k2", "k3", "abs")},
+    Kl("k3", clamp_log=1.0, clamp=0.6): lambda p, q: kl_estimate("k3", p, q, 1.0).clamp(max=0.6),
+}
+
+
+@pytest.mark.parametrize("kl", KLS, ids=str)
+def test_kl_in_reward(rows: Ragged, kl: str | Kl) -> None:
     """Of rewards of tokens and of whole completions, which go to the last trained token."""
-    logps, ref_logps, rewards, outcome = (
-        tokens.random(),
-        tokens.random(),
-        tokens.random(),
-        torch.randn(len(tokens.mask)).double(),
-    )
-    penalty = (
-        kl_estimate(kl, logps, ref_logps) if isinstance(kl, str) else kl_estimate("k3", logps, ref_logps, 1.0).clamp(max=0.6)
-    )
-    penalty, given = torch.where(tokens.mask, 0.3 * penalty, 0.0), {"beta": 0.3, "kl": kl}
-    for r, per_token in ((rewards, torch.where(tokens.mask, rewards, 0.0)), (outcome, at_end(outcome, tokens.mask))):
-        if r.numel() < tokens.mask.sum() or r is rewards:
-            tokens.check(kl_in_reward, [tokens.lists(per_token - penalty)], r, logps, ref_logps, **given)
-            totals = (r if r is outcome else per_token.sum(1)) - penalty.sum(1)
-            close(kl_in_reward(r, logps, ref_logps, mask=tokens.mask, per="sequence", **given), totals, atol=1e-6)
+    logps, ref_logps, rewards = rows.random(), rows.random(), rows.random()
+    outcome = torch.randn(len(rows.mask)).double()
+    penalty = torch.where(rows.mask, 0.3 * KLS[kl](logps, ref_logps), 0.0)
+    given: dict[str, Any] = {"beta": 0.3, "kl": kl}
+    agree(rows, kl_in_reward, [rows.lists(rewards - penalty)], rewards, logps, ref_logps, **given)
+    if outcome.numel() < rows.mask.sum():
+        agree(rows, kl_in_reward, [rows.lists(at_end(outcome, rows.mask) - penalty)], outcome, logps, ref_logps, **given)
+        whole = kl_in_reward(outcome, logps, ref_logps, mask=rows.mask, per="sequence", **given)
+        close(whole, outcome - penalty.sum(1), atol=1e-6)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_optimal_token_advantages(tokens: Ragged, weighted: bool) -> None:
+def test_optimal_token_advantages(rows: Ragged, weighted: bool) -> None:
     """Exactly 0 where all outcomes are equal."""
-    groups = [i % 3 for i in range(len(tokens.mask))]
-    rewards, logps = tokens.random(), torch.where(tokens.mask, -tokens.random().abs(), nan)
-    squares = torch.where(tokens.mask, logps.exp() ** 2 + 0.1, inf)
-    weights = {"weights": torch.where(tokens.mask, tokens.random().abs(), nan)} if weighted else {}
-    want = oracle.optimal_token_advantages(
-        tokens.masked(rewards), tokens.lists(logps), tokens.lists(squares), groups, *map(tokens.lists, weights.values())
-    )
-    tokens.check(optimal_token_advantages, [want], rewards, logps, squares, groups=torch.tensor(groups), **weights)
-    equal = torch.zeros(4, 6).index_fill(1, torch.tensor([5]), 0.7)
-    for changed in (False, True):
-        equal[0, -1] = 0.0 if changed else 0.7
+    groups = [i % 3 for i in range(len(rows.mask))]
+    rewards, logps, weights = rows.random(), rows.poisoned(-rows.random().abs()), rows.poisoned(rows.random().abs())
+    squares = rows.poisoned(logps.exp() ** 2 + 0.1)
+    given = {"weights": weights} if weighted else {}
+    lists = [rows.lists(x) for x in (rewards, logps, squares)]
+    want = oracle.optimal_token_advantages(*lists, groups, *map(rows.lists, given.values()))
+    agree(rows, optimal_token_advantages, [want], rewards, logps, squares, groups=torch.tensor(groups), **given)
+    for last, any_left in ((0.7, False), (0.0, True)):
+        equal = torch.tensor([last, 0.7, 0.7, 0.7])[:, None] * (torch.arange(6) == 5)
         got = optimal_token_advantages(equal, -torch.rand(4, 6), torch.full((4, 6), 0.9), group_size=4)
-        assert (got != 0).all() if changed else not got.any()
+        assert (got != 0).all() if any_left else not got.any()
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-4])
 @pytest.mark.parametrize("case", pairs(guard=GUARDS, unbiased=[True, False], shift_mean=[True, False]), ids=label)
-def test_whiten(tokens: Ragged, size: float, case: Any) -> None:
-    x = tokens.random() * size + 3.0
-    got = whiten(x, tokens.mask, **case)
-    close(got[tokens.mask], oracle.whiten(x[tokens.mask].tolist(), eps=1e-8, **case) if tokens.mask.any() else [])
-    assert not got[~tokens.mask].any()
+def test_whiten(rows: Ragged, size: float, case: Any) -> None:
+    x = rows.random() * size + 3.0
+    rows.check(
+        whiten(x, rows.mask, **case), [oracle.whiten(x[rows.mask].tolist(), eps=1e-8, **case)] if rows.mask.any() else []
+    )
     for n in range(1, 40, 3):
         equal = torch.full((n,), 0.7)
         assert torch.equal(whiten(equal, **case), 0 * equal if case["shift_mean"] else equal)
@@ -456,9 +435,18 @@ def test_a_name_is_its_function(name: str, options: Any, function: Any) -> None:
         packed = TokenBatch.from_rewards(batch.targets[mask], evidence.rewards, estimator=name, **flat).advantages
         assert_close(packed.reshape(-1), expected[mask] if expected.dim() == 2 else expected)
     whole = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0])
-    wanted = ADVANTAGES[name](dataclasses.replace(evidence, rewards=whole.float()), **options)
-    for kind in (whole.tolist(), tuple(map(float, whole)), whole, whole > 0, whole.numpy()):
-        assert torch.equal(ADVANTAGES[name](dataclasses.replace(evidence, rewards=kind), **options), wanted)
+    kinds = (whole.float(), whole.tolist(), tuple(map(float, whole)), whole > 0, whole.numpy())
+    wanted, *found = (ADVANTAGES[name](dataclasses.replace(evidence, rewards=kind), **options) for kind in kinds)
+    assert all(torch.equal(x, wanted) for x in found)
+
+
+def test_as_many_sequences_as_tokens() -> None:
+    """An advantage of a sequence is not read as one of a token."""
+    offsets = torch.tensor([0, 0, 2, 3])
+    batch = TokenBatch.from_rewards(
+        torch.zeros(3, dtype=torch.int64), [3.0, 1.0, 2.0], group_size=3, scale="none", cu_seqlens=offsets
+    )
+    assert objective_loss(torch.tensor([1.0, 2.0, 4.0]), batch, Objective(PolicyGradient(), aggregate="token-sum")).loss == 3
 
 
 def test_no_estimator_waits_for_the_device() -> None:

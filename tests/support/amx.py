@@ -54,7 +54,7 @@ def processor(
 
     agree    what comparing its tiles gives; None: they are compared.
     has_run  whether tiles count as verified."""
-    from grpo_kernels.vocabulary.backends import cpu_products
+    from grpo_kernels.rows.backends import cpu_products
 
     with ExitStack() as patches:
         for owner, name, value in (
@@ -75,7 +75,7 @@ def processor(
 @contextmanager
 def tiles(agree: bool | None = True) -> Iterator[Any]:
     """Where products may take the engine "amx"; gives the emulator, None on a processor with AMX. Skips where there is neither."""
-    from grpo_kernels.vocabulary.backends import cpu_products
+    from grpo_kernels.rows.backends import cpu_products
 
     if cpu_products.engines()["amx"] is None:
         yield None

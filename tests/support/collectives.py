@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from grpo_kernels.vocabulary import shard
+from grpo_kernels.rows import parallel as shard
 
 Tensor = torch.Tensor
 

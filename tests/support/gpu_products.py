@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_kernels.vocabulary import products
-from grpo_kernels.vocabulary.backends import FusedRows
-from grpo_kernels.vocabulary.rows import RowStats
+from grpo_kernels.rows import products
+from grpo_kernels.rows.backends import FusedRows, eager
+from grpo_kernels.rows.partials import LogitRows, Partials
 
 Tensor = torch.Tensor
 MM = torch.mm
@@ -115,20 +115,20 @@ def of_a_gpu(adds: bool = True) -> Iterator[list[Product]]:
         yield stand_ins.made
 
 
-class NoRows:
+class NoRows(eager.Kernels):
     """Row kernels that do nothing and take no memory, for tensors without values."""
 
-    WRITES_BEHIND_READS = False
+    writes_behind_reads = False
 
-    def stats(self, logits: Tensor, targets: Tensor, read: Any, transform: Any, names: tuple[str, ...], **_: Any) -> RowStats:
-        return RowStats.not_read(names, targets.numel(), logits.device)
+    def stats(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
+        return Partials.not_read(names, rows.n, rows.logits.device)
 
-    def pull(self, logits: Tensor, targets: Tensor, stats: Any, slopes: Any, transform: Any, out: Tensor, **_: Any) -> None:
-        assert apart_or_in_place(logits, out)
+    def pull(self, rows: LogitRows, partials: Any, slopes: Any, out: Tensor) -> None:
+        assert apart_or_in_place(rows.logits, out)
 
-    def fused(self, logits: Tensor, rows: Any, objective: Any, transform: Any, out: Tensor | None, **_: Any) -> FusedRows:
-        assert out is None or apart_or_in_place(logits, out)
-        return FusedRows(*logits.new_empty(3, logits.shape[1]).unbind(0))
+    def fused(self, rows: LogitRows, stage: Any, out: Tensor | None) -> FusedRows:
+        assert out is None or apart_or_in_place(rows.logits, out)
+        return FusedRows(*rows.logits.new_empty(3, rows.n).unbind(0))
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         pass

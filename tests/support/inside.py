@@ -15,17 +15,19 @@ import torch
 from grpo_kernels import Sparse
 from grpo_kernels.layout import logit_rows, whole_rows
 from grpo_kernels.layout import overlap as overlap
-from grpo_kernels.operators import TracedHidden, TracedLogits
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary import blocks as blocks
-from grpo_kernels.vocabulary import hidden as linear
-from grpo_kernels.vocabulary import native as native
-from grpo_kernels.vocabulary.backends import cpu_products
-from grpo_kernels.vocabulary.backends.cpu_module import _cpu
-from grpo_kernels.vocabulary.blocks import Plan, Work
-from grpo_kernels.vocabulary.rows import RowTransform, partials_of
-from grpo_kernels.vocabulary.selection import starts
-from grpo_kernels.vocabulary.stage import VocabularyStage
+from grpo_kernels.rows import backends, products
+from grpo_kernels.rows import hidden as linear
+from grpo_kernels.rows.backends import cpu_products
+from grpo_kernels.rows.backends import native as native
+from grpo_kernels.rows.backends.cpu import _cpu
+from grpo_kernels.rows.compile import TracedRows
+from grpo_kernels.rows.partials import LogitRows, RowTransform
+from grpo_kernels.rows.products import Plan, Work
+from grpo_kernels.rows.run import statistics
+from grpo_kernels.rows.selection import starts
+
+#: Sizes of chunks and blocks.
+blocks = products
 
 
 def executors() -> list[str]:
@@ -98,9 +100,9 @@ def drawn_columns(
     logits: torch.Tensor, targets: torch.Tensor, backend: str, step: float, seed: int, first_row: int
 ) -> torch.Tensor:
     """bool [n, V]: the columns that `Sparse` takes of rows of fp32 logits [n, V]."""
-    module, transform = backends.load(backend), RowTransform(1.0, 0.0, 1.0)
-    stats = module.stats(logits[None], targets, None, transform, ("max", "sum", "target"))
-    drawn = module.select(logits, targets, stats, transform, step, starts(seed, torch.arange(len(logits)) + first_row))
+    kernels, rows = backends.load(backend).Kernels(), LogitRows(logits[None], targets)
+    partials = kernels.stats(rows, ("max", "sum", "target"))
+    drawn = kernels.select(rows, partials, step, starts(seed, torch.arange(len(logits)) + first_row))
     n, vocab = logits.shape
     return torch.zeros(n, vocab + 1, dtype=torch.bool).scatter_(1, drawn.ids.long() % (vocab + 1), True)[:, :-1]
 
@@ -111,7 +113,7 @@ def nothing_is_drawn(backend: str) -> Iterator[None]:
         raise AssertionError("columns are drawn")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends.load(backend), "select", refused)
+        patch.setattr(backends.load(backend).Kernels, "select", refused)
         yield
 
 
@@ -121,13 +123,13 @@ def backends_that_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     if backends.unavailable("cpu"):
         pytest.skip("needs two backends")
     for name in ("eager", "cpu"):
-        module = backends.load(name)
+        kernels = backends.load(name).Kernels
 
-        def stats(*args: Any, right: Any = module.stats, name: str = name, **kwargs: Any) -> Any:
+        def stats(*args: Any, right: Any = kernels.stats, name: str = name) -> Any:
             names.append(name)
-            return right(*args, **kwargs)
+            return right(*args)
 
-        monkeypatch.setattr(module, "stats", stats)
+        monkeypatch.setattr(kernels, "stats", stats)
     return names
 
 
@@ -146,18 +148,13 @@ def traced_stages(backend: str, dtype: torch.dtype) -> list[tuple[Callable[..., 
     """What puts operators into a graph: functions of (targets, tensors) that give log-probs and entropies of rows, and whether
     they take hidden states, weight and bias, or logits."""
 
-    def stage(source: Any) -> Callable[..., Any]:
-        names = ("entropy",)
-        return lambda targets, *x: VocabularyStage.apply(
-            source, names, names, partials_of(names), targets, None, 1.0, 0.0, 0.7, *x
-        )
+    def stage(problem: Any) -> Callable[..., Any]:
+        transform = RowTransform(1.0, 0.0, 0.7)
+        return lambda targets, *x: tuple(statistics(problem, targets, None, transform, x).values())
 
-    sources = (
-        TracedLogits(backend, False),
-        TracedHidden(backend, False, dtype),
-        TracedHidden(backend, False, dtype, Sparse(1 / 16)),
-    )
-    return [(stage(source), i > 0) for i, source in enumerate(sources)]
+    names = (("entropy",), ("entropy",), backend, False)
+    problems = (TracedRows(*names), TracedRows(*names, dtype), TracedRows(*names, dtype, Sparse(1 / 16)))
+    return [(stage(problem), i > 0) for i, problem in enumerate(problems)]
 
 
 def rows_of_logits(logits: torch.Tensor) -> torch.Tensor:

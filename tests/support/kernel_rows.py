@@ -5,19 +5,19 @@ With GRPO_KERNELS_TEST_BACKENDS=triton the kernels are Triton's: in its interpre
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 import torch
 
 from grpo_kernels import Objective
-from grpo_kernels.formulas.surrogates import PolicyGradient
-from grpo_kernels.formulas.token_stage import TokenRows
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, Teacher, partials_of
+from grpo_kernels.formulas.surrogates import PolicyGradient, Surrogate
+from grpo_kernels.formulas.token_stage import TokenRows, TokenStage
+from grpo_kernels.rows import backends
+from grpo_kernels.rows.backends import Backend
+from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform, Second, Slopes, partials_of
 from support import oracle
 from support.inside import executor, executors
 from support.largest import note
@@ -35,16 +35,20 @@ TRANSFORMS = {"plain": PLAIN, "temperature": COOL, "softcap": RowTransform(1.0, 
 KINDS = [("reverse", 0.0), ("forward", 0.0), ("jsd", 0.5), ("jsd", 0.1)]
 
 
+def in_cpp(kernels: Backend) -> bool:
+    return type(kernels).__module__.endswith(".cpu")
+
+
 @contextmanager
-def kernels(name: str) -> Iterator[Any]:
-    """The module of a backend, with one instruction set. Tiles of Triton are small, so that short rows have several."""
+def kernels(name: str) -> Iterator[Backend]:
+    """A backend, with one instruction set. Tiles of Triton are small, so that short rows have several."""
     with executor(name) as backend, pytest.MonkeyPatch.context() as patch:
         if backend == "triton":
-            from grpo_kernels.vocabulary.backends.triton_choices import LAUNCH
+            from grpo_kernels.rows.backends.triton.launch import LAUNCH
 
             for kind in LAUNCH.keys() - {"slots"}:
                 patch.setitem(LAUNCH, kind, LAUNCH[kind]._replace(threads=32, accesses=1))
-        yield backends.load(backend)
+        yield backends.load(backend).Kernels()
 
 
 def transformed(x: Tensor, transform: RowTransform) -> Tensor:
@@ -61,7 +65,7 @@ class Rows:
 
     logits: Tensor  # [A, T, V]
     transform: RowTransform = PLAIN
-    teacher: Teacher | None = None
+    second: Second | None = None
     read: Tensor | None = None
     targets: Tensor = field(default_factory=lambda: torch.empty(0))
     slopes: dict[str, Tensor] = field(default_factory=dict)
@@ -70,7 +74,7 @@ class Rows:
         if not self.slopes:
             n, vocab = self.count, self.logits.shape[-1]
             self.targets = torch.randint(max(vocab, 1), (n,)) if self.targets.dtype != torch.int64 else self.targets
-            names = ("logps", "entropy", "sum_squares") + ("divergence",) * (self.teacher is not None)
+            names = ("logps", "entropy", "sum_squares") + ("divergence",) * (self.second is not None)
             live = torch.ones(n) if self.read is None else self.read.float()
             self.slopes = {name: torch.randn(n) * live for name in names}
 
@@ -82,57 +86,82 @@ class Rows:
         """With slopes of these statistics alone."""
         return replace(self, slopes={name: self.slopes[name] for name in names})
 
+    @property
+    def divergence_alone(self) -> Rows:
+        """As the loss of a divergence has its slopes."""
+        return replace(self, slopes={"logps": torch.zeros(self.count), "divergence": self.slopes["divergence"]})
+
+    def row(self, i: int) -> Rows:
+        def alone(x: Tensor) -> Tensor:
+            return x.reshape(self.count, 1, -1)[at].clone()
+
+        at = slice(i, i + 1)
+        second = None if self.second is None else self.second.at(at)._replace(logits=alone(self.second.logits))
+        slopes, read = {name: x[at] for name, x in self.slopes.items()}, None if self.read is None else self.read[at]
+        return Rows(alone(self.logits), self.transform.at(at), second, read, self.targets[at], slopes)
+
+
+def beside(r: Rows, logits: Tensor, second: tuple[str, float], transform: RowTransform = PLAIN) -> Rows:
+    """Rows with a second stream for a divergence: its kind, its mixture. Slopes are new."""
+    return Rows(r.logits, r.transform, Second(logits.view(r.logits.shape), transform, *second), r.read, r.targets)
+
 
 # ---- by the kernels
 
 
-def stats_of(module: Any, r: Rows, part: tuple[int, int] | None = None) -> RowStats:
-    of = slice(*part) if part else slice(None)
-    names = partials_of(
-        ("entropy", "sum_squares", "top_id") + ("divergence",) * (r.teacher is not None), r.teacher.kind if r.teacher else ""
-    )
-    teacher = None if r.teacher is None else r.teacher.at(of)
-    read = None if r.read is None else r.read[of]
-    return backends.visit(module, r.logits, r.targets[of], read, r.transform.at(of), names, teacher, part)
+def given(r: Rows, part: tuple[int, int] | None = None) -> LogitRows:
+    rows = LogitRows(r.logits, r.targets, r.read, r.transform, r.second)
+    return rows.cut(*part) if part else rows
 
 
-def values_of(stats: RowStats, r: Rows) -> dict[str, Tensor]:
-    found = {name: getattr(stats, name) for name in ("logps", "entropy", "sum_squares", "top_prob")}
-    return found if r.teacher is None else {**found, "divergence": stats.divergence}
+def stats_of(kernels: Backend, r: Rows, part: tuple[int, int] | None = None) -> Partials:
+    kind = r.second.kind if r.second else ""
+    statistics = ("entropy", "sum_squares", "top_id") + ("divergence",) * bool(kind)
+    return kernels.visit(given(r, part), partials_of(statistics, kind))
 
 
-def slopes_of(stats: RowStats, slopes: dict[str, Tensor]) -> Slopes:
+def values_of(stats: Partials, r: Rows) -> dict[str, Tensor]:
+    names = ("logps", "entropy", "sum_squares", "top_prob") + ("divergence",) * (r.second is not None)
+    return {name: getattr(stats, name) for name in names}
+
+
+def slopes_of(stats: Partials, slopes: dict[str, Tensor]) -> Slopes:
     values = {name: getattr(stats, name) for name in ("entropy", "sum_squares") if name in slopes}
     return Slopes.of(values, slopes)
 
 
 def visited(
-    module: Any, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None
+    kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
     """(statistics, gradient) in two visits: the statistics, and what is pulled through them."""
-    stats, of = stats_of(module, r, part), slice(*part) if part else slice(None)
+    stats, of = stats_of(kernels, r, part), slice(*part) if part else slice(None)
     out = torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format) if out is None else out
-    slopes = slopes_of(stats, {name: x[of] for name, x in r.slopes.items()})
-    teacher = None if r.teacher is None else r.teacher.at(of)
-    module.pull(r.logits, r.targets[of], stats, slopes, r.transform.at(of), out, rows=part, teacher=teacher)
+    kernels.pull(given(r, part), stats, slopes_of(stats, {name: x[of] for name, x in r.slopes.items()}), out)
     return values_of(stats, r), out
 
 
-def token_rows(r: Rows) -> tuple[TokenRows, Objective]:
+def stage_of(r: Rows, surrogate: Surrogate | None = None) -> TokenStage:
     """A loss that has the slopes of log-prob, entropy and divergence."""
     n, bonus = r.count, r.slopes.get("entropy")
     rows = TokenRows(
         r.targets, r.read, advantages=-r.slopes["logps"], policy_weight=torch.ones(n), divergence_weight=r.slopes.get("divergence"),
         entropy_weight=None if bonus is None else -bonus,
     )  # fmt: skip
-    return rows, Objective(PolicyGradient(), entropy_coef=0.0 if bonus is None else 0.3)
+    return Objective(surrogate or PolicyGradient(), entropy_coef=0.0 if bonus is None else 0.3).stage(rows)
 
 
-def fused(module: Any, r: Rows, out: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
+def fused(kernels: Backend, r: Rows, out: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
     """(values, gradient) of the loss in one call."""
     out = torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format) if out is None else out
-    found = module.fused(r.logits, *token_rows(r), r.transform, out, teacher=r.teacher)
+    found = kernels.fused(given(r), stage_of(r), out)
     return {name: x for name, x in found._asdict().items() if x is not None}, out
+
+
+def ways(r: Rows) -> list[tuple[Callable[..., tuple[dict[str, Tensor], Tensor]], Rows]]:
+    """What kernels make of rows, each with the slopes that it takes: all statistics in two visits; losses in one call, with an
+    entropy bonus and without, of the divergence alone where there is one."""
+    names = ("logps", "entropy") + ("divergence",) * (r.second is not None)
+    return [(visited, r), (fused, r.only(*names)), (fused, r.only("logps") if r.second is None else r.divergence_alone)]
 
 
 # ---- in float64
@@ -149,10 +178,10 @@ def exact(r: Rows, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor
         "logps": log_p.gather(1, r.targets[live][:, None])[:, 0], "entropy": -(p * finite).sum(-1),
         "sum_squares": p.square().sum(-1), "top_prob": p.amax(-1),
     }  # fmt: skip
-    if r.teacher is not None:
-        w = r.teacher.logits.reshape(r.count, -1)[live].to(dtype)
-        log_q = transformed(w, r.teacher.transform.at(live)).log_softmax(-1)
-        found["divergence"] = oracle.divergence(log_p, log_q, r.teacher.kind, r.teacher.mixture)
+    if r.second is not None:
+        w = r.second.logits.reshape(r.count, -1)[live].to(dtype)
+        log_q = transformed(w, r.second.transform.at(live)).log_softmax(-1)
+        found["divergence"] = oracle.divergence(log_p, log_q, r.second.kind, r.second.mixture)
     slopes = {name: x[live].to(dtype) for name, x in r.slopes.items()}
     found["losses"] = sum(
         torch.where(slopes[name] == 0, 0.0, slopes[name] * found[name]) for name in slopes if name != "sum_squares"
@@ -188,7 +217,7 @@ def check(r: Rows, found: tuple[dict[str, Tensor], Tensor], what: str = "") -> N
     of_slopes = sum(x if name == "logps" else x * (1 + right[name].abs()) for name, x in slopes.items())
     t = (t.double() if isinstance(t, Tensor) else torch.tensor(t)).view(-1, 1)
     unit = EPS * (4 + size) * of_slopes.view(-1, 1) * abs(r.transform.scale) * t.abs()  # type: ignore[union-attr]
-    if r.teacher is not None:  # the divergence is taken off each log-ratio, which cancels where it is large
+    if r.second is not None:  # the divergence is taken off each log-ratio, which cancels where it is large
         unit = unit + 1e-6 * exactly.abs().amax(-1, keepdim=True)
     stored = UNIT[gradient.dtype] * exactly.abs() + (2.0**-24 if gradient.dtype == torch.float16 else 0.0)
     room = stored + (theirs - exactly).abs().amax(-1, keepdim=True) + unit
@@ -198,7 +227,7 @@ def check(r: Rows, found: tuple[dict[str, Tensor], Tensor], what: str = "") -> N
     assert (error <= room)[fine].all(), f"{what} gradient: {(error - room)[fine].max():.3g} beyond the room"
 
 
-def same(found: tuple[dict[str, Tensor], Tensor], expected: tuple[dict[str, Tensor], Tensor], what: Any = "") -> None:
+def same(found: tuple[dict[str, Tensor], Tensor], expected: tuple[dict[str, Tensor], Tensor], what: object = "") -> None:
     """The same bits, NaN as NaN."""
     for name, x in found[0].items():
         assert torch.equal(x.nan_to_num(7e30), expected[0][name].nan_to_num(7e30)), (what, name)

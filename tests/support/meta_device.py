@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from grpo_kernels import TokenSets
-from grpo_kernels.vocabulary.backends import eager
 
 Tensor = torch.Tensor
 
@@ -28,7 +27,6 @@ def make_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Meta tensors are those of a device that computes eagerly, and that the host cannot copy to without a wait."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which does not know this device
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(eager, "looks_are_free", lambda _: False)
     _refuse_copies(monkeypatch)
 
 

@@ -126,7 +126,7 @@ def parameters(item: pytest.Item) -> dict[str, Any]:
 def several_passes(item: pytest.Item) -> bool:
     if "name" not in parameters(item):
         return False
-    from support.cases import OBJECTIVES  # not with the plugin: the package is the tests' to import
+    from support.objectives import OBJECTIVES  # not with the plugin: the package is the tests' to import
 
     name = parameters(item)["name"]
     return name in OBJECTIVES and not OBJECTIVES[name][0]().one_pass

@@ -1,4 +1,4 @@
-"""Slots of sparse products, and matrices for them."""
+"""Ragged of sparse products, and matrices for them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 import torch
 
-from grpo_kernels.vocabulary.sparse import Slots
+from grpo_kernels.rows.ragged import Ragged
 
 Tensor = torch.Tensor
 
 
-def slots_of(lists: Sequence[Sequence[int]]) -> Slots:
-    """Slots from the ids of each row; -1: a slot that is not used."""
+def slots_of(lists: Sequence[Sequence[int]]) -> Ragged:
+    """Ragged from the ids of each row; -1: a slot that is not used."""
     counts = torch.tensor([len(ids) for ids in lists], dtype=torch.int64)
     ids = torch.tensor([i for ids in lists for i in ids], dtype=torch.int64)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-    return Slots(ids, offsets, torch.repeat_interleave(torch.arange(len(lists)), counts))
+    return Ragged(ids, offsets, torch.repeat_interleave(torch.arange(len(lists)), counts))
 
 
-def random_slots(n: int, vocab: int, seed: int = 0) -> Slots:
+def random_slots(n: int, vocab: int, seed: int = 0) -> Ragged:
     """Rows of 0 to 9 slots with repeated ids and some that are not used; id 0 is in every third row, id 1 in none."""
     g = torch.Generator().manual_seed(seed)
     lists = []
@@ -30,7 +30,7 @@ def random_slots(n: int, vocab: int, seed: int = 0) -> Slots:
     return slots_of(lists)
 
 
-def values_for(slots: Slots, seed: int = 1) -> Tensor:
+def values_for(slots: Ragged, seed: int = 1) -> Tensor:
     """Every seventh value is 0."""
     values = torch.randn(slots.ids.shape, generator=torch.Generator().manual_seed(seed))
     values[::7] = 0.0

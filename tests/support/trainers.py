@@ -1,11 +1,10 @@
-"""Shared by the tests of the adapters: trainers' modules, as stand-ins or from single files of a trainer, data, and comparisons.
+"""Shared by the tests of the adapters: trainers' modules, as stand-ins or from single files of a trainer, data, and float64.
 
 pip download --no-deps openrlhf==0.11.2 areal==1.0.4 skyrl==0.3.0 unsloth_zoo==2026.10.9       # unpacked, on PYTHONPATH
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.machinery
 import importlib.util
 import sys
@@ -18,45 +17,61 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
+
+from support import oracle
 
 Tensor = torch.Tensor
 
-B, T, V, H = 5, 7, 23, 16
-MASK = torch.arange(T) < torch.tensor([7, 3, 0, 5, 6])[:, None]
-MASK[0, 2] = False
-
-#: Of each trainer's package, the version that its adapter was tested with.
-VERSIONS = {
-    "openrlhf": "0.11.2", "areal": "1.0.4", "slime": "0.3.1", "prime-rl": "0.8.0", "skyrl": "0.3.0", "unsloth_zoo": "2026.10.9",
-    "miles": "0.1.0", "verl": "0.9.1",
-}  # fmt: skip
 ROOTS = ("openrlhf", "areal", "slime", "prime_rl", "nemo_rl", "skyrl", "miles", "unsloth_made", "unsloth_zoo", "deepspeed")
+V, H = 23, 16
+
+
+def versions() -> dict[str, str]:
+    """Of each trainer's package, the newest version that its adapter was tested with."""
+    from grpo_kernels.integrations import adapters
+
+    return {adapter.package: adapter.tested[-1] for adapter in adapters().values() if adapter.tested}
+
+
+# ---- a batch
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """fp32 [B, T] each, and a mask."""
+    """[B, T] each: sequences of unequal length, one without tokens, one with a hole, one with advantage 0, one with both signs;
+    ratios on both sides of the clip range, for tokens and for whole sequences, or (far) beyond the clamps of trainers."""
 
     logps: Tensor
     old: Tensor
     ref: Tensor
     advantages: Tensor
-    sampler: Tensor | None = None
-    mask: Tensor | None = None
-    weights: Tensor | None = None
+    mask: Tensor
+    weights: Tensor
+    sampler: Tensor
 
 
-def drawn() -> Data:
-    g = torch.Generator().manual_seed(5)
-    logps = -0.02 - 4 * torch.rand(B, T, generator=g).square()
-    shift = torch.tensor([0.3, -0.35, 0.1, 0.6, -0.3])[:, None]
-    old = (logps - shift - 0.3 * torch.randn(B, T, generator=g)).clamp(max=-0.01)
-    sampler = (old + 0.3 * torch.randn(B, T, generator=g)).clamp(max=-0.01)
-    advantages = torch.tensor([1.2, 0.8, 0.5, -1.1, -0.7])[:, None] * (1 + 0.2 * torch.randn(B, T, generator=g))
-    return Data(logps, old, logps + 0.4 * torch.randn(B, T, generator=g), advantages, sampler)
+def drawn(far: bool = False) -> Data:
+    g, B, T = torch.Generator().manual_seed(7), 8, 12
+    mask = torch.arange(T) < torch.tensor([12, 5, 9, 0, 12, 1, 8, 10])[:, None]
+    mask[4, 3:5] = False
+    logps = -0.02 - 4 * torch.rand((B, T), generator=g).square()
+    shift = torch.tensor([0.3, -0.35, -0.24, 0.1, 0.5, 0.2, 0.05, 0.1])[:, None]
+    old = (logps - shift - 0.25 * torch.randn(B, T, generator=g)).clamp(max=-0.01)
+    if far:
+        old[0, :6] = logps[0, :6] - torch.tensor([21.0, 0.0, 19.0, 0.0, 40.0, 0.0])
+        logps[0, :6] -= torch.tensor([0.0, 21.0, 0.0, 19.0, 0.0, 60.0])
+        old[1], old[2] = logps[1] - 11.0, logps[2] - 30.0
+    advantages = torch.tensor([1.2, 0.8, -0.7, 0.9, -1.1, 0.6, 0.0, -0.4])[:, None] * (1 + 0.2 * torch.randn(B, T, generator=g))
+    advantages[7, ::3] *= -1
+    weights = torch.exp(0.4 * torch.randn(B, T, generator=g)).clamp(max=1.5)
+    weights[weights < 0.45] = 0.0
+    ref, sampler = (logps + 0.4 * torch.randn(B, T, generator=g), old + 0.3 * torch.randn(B, T, generator=g))
+    return Data(logps, old, ref, advantages, mask, weights, sampler.clamp(max=-0.01))
 
 
 DATA = drawn()
+MASK, (B, T) = DATA.mask, DATA.mask.shape
 
 
 # ---- trainers' modules
@@ -68,24 +83,28 @@ def stand_in(name: str, **contents: Any) -> ModuleType:
     for i in range(1, len(parts) + 1):
         path = ".".join(parts[:i])
         if path not in sys.modules:
-            module = ModuleType(path)
-            module.__spec__ = importlib.machinery.ModuleSpec(path, None, is_package=i < len(parts))
-            module.__path__ = []
-            sys.modules[path] = module
+            module = sys.modules[path] = ModuleType(path)
+            module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(path, None, is_package=i < len(parts)), []
             if i > 1:
                 setattr(sys.modules[".".join(parts[: i - 1])], parts[i - 1], module)
     vars(sys.modules[name]).update(contents)
     return sys.modules[name]
 
 
-def their_file(name: str, monkeypatch: pytest.MonkeyPatch, **stubs: dict[str, Any]) -> ModuleType:
-    """Imports one file of an installed trainer under its name without running its packages' __init__; skips if the file is not
-    there."""
-    root = name.split(".")[0]
-    spec = importlib.util.find_spec(root) if root not in sys.modules else None
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip(f"{root} is not installed")
-    path = Path(spec.submodule_search_locations[0]).joinpath(*name.split(".")[1:]).with_suffix(".py")
+def their_file(
+    name: str, monkeypatch: pytest.MonkeyPatch, beside: ModuleType | None = None, **stubs: dict[str, Any]
+) -> ModuleType:
+    """Imports one file of an installed trainer under its name without running its packages' __init__ (or another file of the
+    package that `beside` is of); skips if the file is not there."""
+    root, *rest = name.split(".")
+    if beside is not None:
+        folder = Path(str(beside.__file__)).parents[beside.__name__.count(".") - 1]
+    else:
+        spec = importlib.util.find_spec(root) if root not in sys.modules else None
+        if spec is None or not spec.submodule_search_locations:
+            pytest.skip(f"{root} is not installed")
+        folder = Path(spec.submodule_search_locations[0])
+    path = folder.joinpath(*rest).with_suffix(".py")
     if not path.exists():
         pytest.skip(f"this {root} has no {path.name}")
     for stub, contents in stubs.items():
@@ -95,42 +114,6 @@ def their_file(name: str, monkeypatch: pytest.MonkeyPatch, **stubs: dict[str, An
     monkeypatch.setattr(torch, "compile", lambda f=None, **_: f if f is not None else lambda g: g)
     exec(compile(path.read_text(), str(path), "exec"), vars(module))
     return module
-
-
-def their_file_beside(name: str, loaded: ModuleType) -> ModuleType:
-    """Another file of the same package."""
-    module = stand_in(name)
-    root = Path(str(loaded.__file__)).parents[loaded.__name__.count(".") - 1]
-    path = root.joinpath(*name.split(".")[1:]).with_suffix(".py")
-    module.__file__, module.__package__ = str(path), name.rpartition(".")[0]
-    exec(compile(path.read_text(), str(path), "exec"), vars(module))
-    return module
-
-
-# ---- transcriptions, float64
-
-
-def mean_of(x: Tensor, mask: Tensor = MASK) -> Tensor:
-    return (x * mask).sum() / mask.sum()
-
-
-def clipped(r: Tensor, A: Tensor, low: float, high: float, c: float | None = None) -> tuple[Tensor, Tensor]:
-    """PPO's clip with dual clip, and the tokens at which the bound holds."""
-    bounded = r.clamp(1 - low, 1 + high)
-    loss = torch.maximum(-r * A, -bounded * A)
-    if c is not None:
-        loss = torch.where(A < 0, torch.minimum(loss, -c * A), loss)
-    return loss, -bounded * A > -r * A
-
-
-def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with fp32 results, as a trainer's own are."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        out = function(*args, **kwargs)
-        return tuple(x if x is None else x.float() for x in out) if isinstance(out, tuple) else out.float()
-
-    return functools.wraps(function)(call)
 
 
 @contextmanager
@@ -149,28 +132,45 @@ def without_trainers(*roots: str) -> Iterator[None]:
     sys.modules.update(own)
 
 
+# ---- float64
+
+
 def log_softmax_of(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probs of the labels, entropies, in float64."""
     p = torch.log_softmax(logits.double() / temperature, -1)
-    return p.gather(-1, labels[..., None])[..., 0], -(p.exp() * p).sum(-1)
+    return p.gather(-1, labels[..., None])[..., 0], -(p.exp() * torch.where(p == -torch.inf, 0.0, p)).sum(-1)
 
 
-def value_and_gradient(f: Callable[[Tensor], Any], x: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor]:
+def exact(spec: oracle.Spec, logps: Tensor, data: Data = DATA, entropy: Tensor | None = None, **fields: Any) -> oracle.Result:
+    """The oracle's loss of log-probs [B, T]; `fields` are its own, in place of those of `data`."""
+    given = {"advantages": data.advantages, "mask": data.mask, "old_logps": data.old} | fields
+    flat = (torch.zeros_like(logps) if entropy is None else entropy).reshape(-1)
+    return oracle.objective(spec, logps.reshape(-1), flat, oracle.sequences_of(logps, None), **given)
+
+
+def value_and_gradient(f: Callable[[Tensor], Any], x: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor]:
+    """What `f` returns, its loss detached, and the gradient of that in float64."""
     x = x.detach().to(dtype, copy=True).requires_grad_()
     result = f(x)
-    loss = result if isinstance(result, Tensor) else result[0]
-    return result, torch.autograd.grad(loss, x)[0].double()
+    loss, *others = (result,) if isinstance(result, Tensor) else result
+    gradient = torch.autograd.grad(loss, x)[0].double()
+    return (loss.detach(), *others) if others else loss.detach(), gradient
 
 
-def assert_same(got: Any, want: Any) -> None:
-    """(loss, ...) and gradient, ours and theirs."""
+def assert_same(got: Any, want: Any, rtol: float = 2e-5) -> None:
+    """(loss, ...) and gradient, ours and theirs: the loss within roundings of its terms, which are of the size of its gradients."""
     (ours, gradient), (theirs, expected) = got, want
-    ours, theirs = (x if isinstance(x, tuple) else (x,) for x in (ours, theirs))
-    torch.testing.assert_close(ours[0].detach().double(), theirs[0].detach().double(), rtol=1e-5, atol=1e-6)
+    ours, theirs = (x[0] if isinstance(x, tuple) else x for x in (ours, theirs))
     scale = float(expected.abs().max())
     assert scale > 0
-    torch.testing.assert_close(gradient, expected, rtol=2e-5, atol=2e-6 * scale)
+    assert_close(ours.double(), theirs.double(), rtol=rtol, atol=rtol * min(scale, 1.0))
+    assert_close(gradient, expected, rtol=rtol, atol=rtol / 10 * scale)
 
 
-def double(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.double() for x in tensors)
+def same_metrics(got: Any, want: Any, rel: float = 1e-4) -> None:
+    """By name, numbers or 0-d tensors; None is itself."""
+
+    def of(named: Any, number: Callable[[float], Any]) -> dict[Any, Any]:
+        return {name: x if x is None else number(float(x)) for name, x in named.items()}
+
+    assert of(got, float) == of(want, lambda x: pytest.approx(x, rel=rel, abs=1e-5))

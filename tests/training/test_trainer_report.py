@@ -157,7 +157,7 @@ def test_samples_are_the_first_completions_with_rewards_and_advantage(tok: Any, 
         step, i = 2 * (number // 6), number % 6
         first, second = watch.calls[2 * step : 2 * step + 2]
         groups = [k // 4 for k in range(12)]
-        steps = process_advantages(second.rewards, [[True] * len(ids) for ids in first.ids], groups)
+        steps = process_advantages(second.rewards, groups)
         advantage = group_advantages(first.rewards, groups)[i] + statistics.mean(steps[i])
         own, other = first.rewards[i], sum(r for r in second.rewards[i] if r is not None)
         assert sample == {

@@ -109,8 +109,7 @@ def scaled(**options: Any) -> Any:
 def beside_steps(plain: Plain, rewards: list[list[Any]]) -> list[list[float]]:
     """An outcome of weight 1, and steps of weight 0.5."""
     outcome = plain.of_groups([rewards[0], [0.0] * len(plain.ids)])
-    trained = [[True] * len(ids) for ids in plain.ids]
-    steps = estimators.process_advantages(rewards[1], trained, plain.groups)
+    steps = estimators.process_advantages(rewards[1], plain.groups)
     return [[a + 0.5 * s for s in row] for a, row in zip(outcome, steps, strict=True)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 
 from grpo_kernels import Objective, TokenBatch, linear_grpo_loss, linear_logprobs
 from grpo_kernels.distributed import VocabShard
-from grpo_kernels.vocabulary import backends, blocks
-from grpo_kernels.vocabulary.backends import eager
-from grpo_kernels.vocabulary.blocks import Plan, Work
-from support.cases import OBJECTIVES, same_bits
+from grpo_kernels.rows import backends
+from grpo_kernels.rows import products as blocks
+from grpo_kernels.rows.backends import eager
+from grpo_kernels.rows.partials import LogitRows
+from grpo_kernels.rows.products import Plan, Work
+from support.bits import assert_no_worse, same_bits
 from support.gpu_products import LiveBytes, NoRows, Product, of_a_gpu
-from support.linear_cases import LinearCase, assert_gradients_no_worse, build_linear, gradients_of
 
 Tensor = torch.Tensor
 GIB = 1 << 30
@@ -132,7 +134,7 @@ def test_what_is_not_wanted_takes_no_memory(frozen: str) -> None:
     work = QWEN._replace(d_hidden=0) if frozen == "hidden" else QWEN._replace(d_weight=0)
     index = torch.empty(5120, dtype=torch.int64, device="meta")
     with of_a_gpu() as made, LiveBytes() as live, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_kernels.losses.split_rows", lambda *_: (index, 5120))
+        patch.setattr("grpo_kernels.losses._split_rows", lambda *_: (index, 5120))
         linear_grpo_loss(hidden, weight, batch, Objective.preset("gspo"), weight_grad=total).loss.backward()
     plan = work.plan("cuda", 5120)
     kinds = {(p.m, p.k, p.n) for p in made if 151936 in (p.m, p.k)}
@@ -145,22 +147,20 @@ def test_what_is_not_wanted_takes_no_memory(frozen: str) -> None:
 # ---- numbers
 
 
-class Poisoned:
+class Poisoned(eager.Kernels):
     """The eager row kernels, on the layout of a GPU's: logits are read once, and no other memory is used for them or for rows
     of gradients that products have taken."""
 
-    WRITES_BEHIND_READS = False
+    writes_behind_reads = False
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(eager, name)
+    def pull(self, rows: LogitRows, partials: Any, slopes: Any, out: Tensor) -> None:
+        super().pull(rows, partials, slopes, out)
+        self._after(rows.logits, out)
 
-    def pull(self, logits: Tensor, targets: Tensor, stats: Any, slopes: Any, transform: Any, out: Tensor, **more: Any) -> None:
-        eager.pull(logits, targets, stats, slopes, transform, out, **more)
-        self._after(logits, out)
-
-    def fused(self, logits: Tensor, rows: Any, objective: Any, transform: Any, out: Tensor | None, **more: Any) -> Any:
-        found = eager.fused(logits, rows, objective, transform, out, **more)
-        self._after(logits, out)
+    def fused(self, rows: LogitRows, stage: Any, out: Tensor | None) -> Any:
+        # Not by its own pull, which would poison what is read again.
+        found = eager.Kernels().fused(rows, stage, out)
+        self._after(rows.logits, out)
         return found
 
     def _after(self, logits: Tensor, out: Tensor | None) -> None:
@@ -178,33 +178,82 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "pick", lambda *_: Poisoned())
 
 
-def rows_of(n: int, bias: bool = False, dtype: torch.dtype = BF16) -> LinearCase:
-    case = build_linear(dtype, packed=True, vocab=V, width=H, bias=bias)
+Gradients = dict[str, Tensor]
+
+
+@dataclass
+class Rows:
+    """Rows of a head: the loss is the mean over trained rows of -advantage * log-prob."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    advantages: Tensor
+    mask: Tensor
+
+    def leaves(self, dtype: torch.dtype | None = None) -> Gradients:
+        given = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
+        return {k: x.detach().clone().to(dtype or x.dtype).requires_grad_() for k, x in given.items() if x is not None}
+
+    def gradients(self, exact: bool) -> Gradients:
+        """By autograd: of float64, or of logits in the dtype of the hidden states and a loss in fp32."""
+        leaves = self.leaves(torch.float64 if exact else None)
+        logits = torch.nn.functional.linear(leaves["hidden"], leaves["weight"], leaves.get("bias"))
+        logps = logits.to(torch.float64 if exact else torch.float32).log_softmax(1).gather(1, self.targets[:, None])[:, 0]
+        loss = -(logps * self.advantages.to(logps.dtype))[self.mask].sum() / self.mask.sum()
+        return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+def rows_of(n: int, bias: bool = False, dtype: torch.dtype = BF16) -> Rows:
     g = torch.Generator().manual_seed(n)
-    case.hidden = torch.randn(n, H, generator=g).to(dtype)
-    case.tokens.fields = {"targets": torch.randint(V, (n,), generator=g), "advantages": torch.randn(n, generator=g)}
-    case.tokens.logits = torch.zeros(n, V)
-    return case
+    hidden, weight = torch.randn(n, H, generator=g), 2.0 * H**-0.5 * torch.randn(V, H, generator=g)
+    offset = torch.randn(V, generator=g).to(dtype) if bias else None
+    targets, advantages = torch.randint(V, (n,), generator=g), torch.randn(n, generator=g)
+    return Rows(hidden.to(dtype), weight.to(dtype), offset, targets, advantages, torch.ones(n, dtype=torch.bool))
 
 
-def run(case: LinearCase, layer: int = 2, frozen: str = "", factor: float = 1.0, **options: Any) -> dict[str, Tensor]:
-    """Gradients of the policy-gradient loss times `factor`, from its own function or through log-probs."""
-    leaves = case.leaves
+def run(case: Rows, layer: int = 2, frozen: str = "", factor: float = 1.0, **options: Any) -> Gradients:
+    """Leaves with the gradients of the loss times `factor`, from its own function or through log-probs."""
+    leaves = case.leaves()
     if frozen:
         leaves[frozen].requires_grad_(False)
-    batch = case.tokens.batch()
+    front, bias = (leaves["hidden"], leaves["weight"]), leaves.get("bias")
     if layer == 2:
-        loss = linear_grpo_loss(
-            leaves["hidden"], leaves["weight"], batch, OBJECTIVES["reinforce"][0](), bias=leaves.get("bias"), **options
-        ).loss
+        batch = TokenBatch(case.targets, case.advantages, mask=case.mask)
+        loss = linear_grpo_loss(*front, batch, Objective.preset("reinforce"), bias=bias, **options).loss
     else:
-        weight = batch.advantages if batch.mask is None else batch.advantages * batch.mask
-        logps, _ = linear_logprobs(
-            leaves["hidden"], leaves["weight"], batch.targets, bias=leaves.get("bias"), mask=batch.mask, **options
-        )
-        loss = -(logps * weight).sum() / batch.count("trained")
+        logps, _ = linear_logprobs(*front, case.targets, bias=bias, mask=case.mask, **options)
+        loss = -(logps * case.advantages * case.mask).sum() / case.mask.sum()
     (loss * factor).backward()
     return {name: leaf for name, leaf in leaves.items() if name != frozen}
+
+
+def gradients_of(leaves: Gradients) -> Gradients:
+    found = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    assert found.keys() == leaves.keys() and all(x.dtype == leaves[name].dtype for name, x in found.items())
+    return found
+
+
+def assert_gradients_no_worse(ours: Gradients, naive: Gradients, exact: Gradients, tiny: float = 4e-6) -> None:
+    """The rule of `assert_no_worse`. Where both round the gradient of the logits to bf16, which of the two has the larger
+    error is chance, so those get a margin."""
+    assert ours.keys() == exact.keys()
+    for name, gradient in ours.items():
+        if ours["hidden"].dtype == torch.float32:
+            assert_no_worse(gradient, naive[name], exact[name], f"gradient of {name}", tiny)
+            continue
+        assert torch.isfinite(gradient).all(), name
+        scale = float(exact[name].abs().max())
+        assert scale > 0, f"gradient of {name}: the case is trivial"
+        mine, theirs = ((x[name].double() - exact[name]).abs() for x in (ours, naive))
+        for kind, a, b, factor in (
+            ("largest", mine.max(), theirs.max(), 2.0),
+            ("rms", mine.square().mean().sqrt(), theirs.square().mean().sqrt(), 1.1),
+        ):
+            assert float(a) <= factor * float(b) + tiny * scale, (
+                f"gradient of {name}: {kind} error {float(a):.3e}, naive {float(b):.3e}, scale {scale:.3e}"
+            )
 
 
 def expected_products(n: int, block: int, gradients: tuple[str, ...] = ("hidden", "weight")) -> list[Product]:
@@ -224,8 +273,8 @@ def expected_products(n: int, block: int, gradients: tuple[str, ...] = ("hidden"
 @pytest.mark.parametrize(("n", "block"), [(150, 150), (300, 128)], ids=["one block", "three blocks"])
 @pytest.mark.usefixtures("small")
 def test_products_and_gradients(n: int, block: int, bias: bool) -> None:
-    case, (_, spec) = rows_of(n, bias), OBJECTIVES["reinforce"]
-    exact, naive = case.expected(spec)[1], case.naive(spec)[1]
+    case = rows_of(n, bias)
+    exact, naive = case.gradients(exact=True), case.gradients(exact=False)
     with of_a_gpu() as made:
         found = gradients_of(run(case))
     assert made == expected_products(n, block)
@@ -243,12 +292,12 @@ def test_products_and_gradients(n: int, block: int, bias: bool) -> None:
 def test_gradients_that_fp16_has_no_room_for(size: float, n: int, bias: bool) -> None:
     """Too small or too large for it before the factor of the backward; rows of very different slopes, and of none. In the same
     products as bf16, but that d_weight is fp32, in parts."""
-    case, spec = rows_of(n, bias, FP16), OBJECTIVES["reinforce"][1]
-    advantages = case.tokens.fields["advantages"]
+    case = rows_of(n, bias, FP16)
+    advantages = case.advantages
     advantages *= size * n
     advantages[::7] *= 2.0**-30
     advantages[3] = 0.0
-    exact = case.expected(spec)[1]
+    exact = case.gradients(exact=True)
     for layer in (1, 2):
         with of_a_gpu() as made, pytest.MonkeyPatch.context() as patch:
             patch.setattr(blocks, "WEIGHT_BLOCK_BYTES", 4 * H * 40)
@@ -265,7 +314,7 @@ def test_gradients_that_fp16_has_no_room_for(size: float, n: int, bias: bool) ->
 @pytest.mark.usefixtures("small")
 def test_a_gradient_of_fp16_that_is_not_finite_stays_so() -> None:
     case = rows_of(150, dtype=FP16)
-    case.tokens.fields["advantages"][5] = torch.inf
+    case.advantages[5] = torch.inf
     with of_a_gpu():
         found = gradients_of(run(case))
     assert not found["weight"].isfinite().any() and not found["hidden"][5].isfinite().any()
@@ -320,25 +369,24 @@ def test_memory_of_the_callers_is_added_to(layer: int) -> None:
 def test_rows_without_a_gradient_are_in_no_product_of_it(layer: int) -> None:
     """Masked rows in none at all; rows of no advantage in that of the logits."""
     case = rows_of(300)
-    case.tokens.fields["mask"] = torch.arange(300) % 5 != 0
-    case.tokens.fields["advantages"][torch.arange(300) % 3 == 0] = 0.0
-    spec = OBJECTIVES["reinforce"][1]
-    exact, naive = case.expected(spec)[1], case.naive(spec)[1]
+    case.mask = torch.arange(300) % 5 != 0
+    case.advantages[torch.arange(300) % 3 == 0] = 0.0
+    exact, naive = case.gradients(exact=True), case.gradients(exact=False)
     with of_a_gpu() as made:
         found = gradients_of(run(case, layer))
     assert_gradients_no_worse(found, naive, exact)
     logits, of_hidden, of_weight = ([p for p in made if V == x(p)] for x in (lambda p: p.n, lambda p: p.k, lambda p: p.m))
     assert sum(p.m for p in logits) == (240 if layer == 2 else 400)
     assert sum(p.m for p in of_hidden) == sum(p.k for p in of_weight) == 160
-    assert not found["hidden"][~case.tokens.fields["mask"]].any()
+    assert not found["hidden"][~case.mask].any()
 
 
 @pytest.mark.usefixtures("small")
 def test_fp32_parameters_under_autocast_get_a_sum_that_is_not_rounded() -> None:
-    case, spec = rows_of(150, dtype=FP32), OBJECTIVES["reinforce"][1]
-    exact = case.expected(spec)[1]
+    case = rows_of(150, dtype=FP32)
+    exact = case.gradients(exact=True)
     with of_a_gpu() as made, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_kernels.vocabulary.hidden.compute_dtype", lambda hidden: BF16)
+        patch.setattr("grpo_kernels.streams.compute_dtype", lambda hidden: BF16)
         found = gradients_of(run(case))
     assert {p.dtype for p in made} == {FP32} and [p.m for p in made] == [64, 64, 22, 150, V]
     for name, gradient in found.items():
@@ -349,11 +397,9 @@ def test_fp32_parameters_under_autocast_get_a_sum_that_is_not_rounded() -> None:
 def test_a_part_of_the_vocabulary_whose_last_columns_are_padding() -> None:
     """Chunks are those of the whole vocabulary; padding is no id, and its gradient is 0."""
     case = rows_of(300)
-    case.tokens.fields["targets"] %= V - 7
-    whole = rows_of(300)
-    whole.tokens.fields["targets"], whole.weight = case.tokens.fields["targets"], case.weight[:-7]
-    whole.tokens.logits = torch.zeros(300, V - 7)
-    exact, naive = (f(OBJECTIVES["reinforce"][1])[1] for f in (whole.expected, whole.naive))
+    case.targets %= V - 7
+    whole = replace(case, weight=case.weight[:-7])
+    exact, naive = whole.gradients(exact=True), whole.gradients(exact=False)
     with of_a_gpu() as made:
         found = gradients_of(run(case, shard=VocabShard(0, V - 7)))
     assert {p.m for p in made if p.k == H} == {CHUNK, 300 % CHUNK}

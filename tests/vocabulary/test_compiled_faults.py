@@ -19,10 +19,9 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from benchmarks.launches import token_rows
+from benchmarks.launches import KERNELS, token_rows
 from grpo_kernels.objective import Objective
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.rows import RowTransform, partials_of
+from grpo_kernels.rows.partials import LogitRows, partials_of
 from support.ptx.launches import executing
 from support.ptx.program import FAULTS, Fault, Program, UnknownInstruction
 
@@ -143,7 +142,7 @@ def test_every_barrier_of_a_kernel_is_needed() -> None:
 
     def stats(change: Any) -> list[Any]:
         with executing("sm_90", change=change) as launches:
-            backend.stats(logits, targets, None, RowTransform(1.0, 0.0, 1.0), partials_of(()))
+            KERNELS.stats(LogitRows(logits, targets), partials_of(()))
         return launches
 
     (sound,) = stats(lambda ptx: ptx)
@@ -247,6 +246,6 @@ def test_in_place_a_row_is_read_before_it_is_written(columns: int) -> None:
         logits = torch.randn(1, 1, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
         with executing("sm_90", 1, change=change):
             rows = replace(token_rows(1, Objective()), advantages=torch.ones(1), targets=torch.tensor([600]))
-            backend.fused(logits, rows, Objective(), RowTransform(1.0, 0.0, 1.0), logits)
+            KERNELS.fused(LogitRows(logits, rows.targets, rows.read), Objective().stage(rows), logits)
 
     assert sum(DEVICE in faults for faults in of_each_barrier(fused)) == (2 if columns % 8 else 1)

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from grpo_kernels.vocabulary.backends import cpu_products
+from grpo_kernels.rows.backends import cpu_products
 from support import amx
 from support.processes import finish, start
 
@@ -376,7 +376,7 @@ def test_the_sums_of_d_hidden_take_a_sixteenth_of_the_logits() -> None:
 WITHOUT_MEMORY = """
 import contextlib, resource, statistics, sys
 import torch
-from grpo_kernels.vocabulary.backends import cpu_products
+from grpo_kernels.rows.backends import cpu_products
 from support import amx
 
 def statm():

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
-from grpo_kernels.vocabulary import memory
-from support.cases import same_bits
+from grpo_kernels.rows import memory
+from support.bits import same_bits
 
 Tensor = torch.Tensor
 MIB = 1 << 20

@@ -11,10 +11,10 @@ import torch
 
 from grpo_kernels import Exact, Objective, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs
 from grpo_kernels.formulas.token_stage import TokenRows
-from grpo_kernels.vocabulary.backends import cpu, cpu_products
-from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes, Teacher, partials_of
-from grpo_kernels.vocabulary.sparse import Slots
-from support.cases import same_bits
+from grpo_kernels.rows.backends import cpu, cpu_products
+from grpo_kernels.rows.partials import Partials, RowTransform, Slopes, Teacher, partials_of
+from grpo_kernels.rows.ragged import Ragged
+from support.bits import same_bits
 from support.processes import start
 
 Tensor = torch.Tensor
@@ -39,12 +39,12 @@ def teacher(x: dict[str, Tensor]) -> Teacher:
     return Teacher(x["teacher.logits"], RowTransform(1.0, 0.0, 1.0), "jsd", 0.5)
 
 
-def stats_of(x: dict[str, Tensor], *of_teacher: Any) -> RowStats:
-    return RowStats(x["partials"], JSD if of_teacher else ENTROPY, *of_teacher)
+def stats_of(x: dict[str, Tensor], *of_teacher: Any) -> Partials:
+    return Partials(x["partials"], JSD if of_teacher else ENTROPY, *of_teacher)
 
 
-def slots(x: dict[str, Tensor]) -> Slots:
-    return Slots(x["slots.ids"], torch.arange(N + 1), x["slots.rows"])
+def slots(x: dict[str, Tensor]) -> Ragged:
+    return Ragged(x["slots.ids"], torch.arange(N + 1), x["slots.rows"])
 
 
 def fused(b: Any, x: dict[str, Tensor], *of_teacher: Teacher) -> None:
@@ -174,7 +174,7 @@ def test_a_wrong_tensor_does_not_reach_a_kernel() -> None:
 
 def test_a_wrong_tensor_does_not_reach_a_triton_kernel() -> None:
     """Vectors are copied where they are strided, and Triton itself knows dtypes and devices."""
-    triton = pytest.importorskip("grpo_kernels.vocabulary.backends.triton")
+    triton = pytest.importorskip("grpo_kernels.rows.backends.triton")
     functions = {name: given for name, given in OF_ROWS.items() if name != "fused beside a teacher"}  # the three before
     matrices = {
         name: (call, tuple(x for x in names if x in ("logits", "out", "teacher.logits")))

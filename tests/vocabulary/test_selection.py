@@ -3,49 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels.vocabulary.rows import RowStats, RowTransform, Slopes
-from grpo_kernels.vocabulary.selection import BITS, Drawn, capacity, per_unit, starts
-from support.kernel_rows import DTYPES, KERNELS, PLAIN, TRITON, kernels
+from grpo_kernels.rows.backends import Backend
+from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform, Slopes
+from grpo_kernels.rows.selection import BITS, Drawn, capacity, per_unit, starts
+from support.kernel_rows import DTYPES, KERNELS, TRITON, kernels
 
 Tensor = torch.Tensor
 
-NAMES = ("max", "sum", "target")
 STEP = 1 / 16
 
 
 @pytest.fixture(params=KERNELS)
-def module(request: pytest.FixtureRequest) -> Iterator[Any]:
+def module(request: pytest.FixtureRequest) -> Iterator[Backend]:
     with kernels(request.param) as module:
         yield module
 
 
-def rows_of(vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """(logits of peaked and flat rows, targets of which one is outside, where the running sums begin)."""
+def rows_of(vocab: int, dtype: torch.dtype = torch.float32) -> tuple[LogitRows, Tensor]:
+    """(peaked and flat rows with a target that is none, where their running sums begin)."""
     g = torch.Generator().manual_seed(vocab)
-    n = 9
-    logits = (torch.randn(n, vocab, generator=g) * torch.tensor([0.1, 1.0, 3.0, 8.0, 1.0, 2.0, 4.0, 0.5, 1.5])[:, None]).to(
-        dtype
-    )
+    spread = torch.tensor([0.1, 1.0, 3.0, 8.0, 1.0, 2.0, 4.0, 0.5, 1.5])
+    logits = (torch.randn(9, vocab, generator=g) * spread[:, None]).to(dtype)
     logits[4, vocab // 2] = -torch.inf
-    targets = torch.randint(0, vocab, (n,), generator=g)
+    targets = torch.randint(0, vocab, (9,), generator=g)
     targets[1], targets[2], targets[3] = -3, vocab, logits[3].argmax()
-    return logits, targets, starts(7, torch.arange(n))
+    return LogitRows(logits[None], targets), starts(7, torch.arange(9))
 
 
-def probabilities(module: Any, logits: Tensor) -> tuple[RowStats, Tensor]:
+def partials_of(module: Backend, rows: LogitRows) -> Partials:
+    return module.stats(rows, ("max", "sum", "target"))
+
+
+def probabilities(module: Backend, rows: LogitRows) -> Tensor:
     """As the row kernels of a backend have them: the gradient of the log-sum-exp."""
-    n = len(logits)
-    nowhere = torch.full((n,), -1)
-    stats = module.stats(logits[None], nowhere, None, PLAIN, NAMES)
-    p = torch.empty(logits.shape)
-    slopes = Slopes(torch.zeros(n), torch.ones(n))
-    module.pull(logits[None], nowhere, stats, slopes, PLAIN, p[None])
-    return stats, p
+    nowhere, p = rows._replace(targets=torch.full((rows.n,), -1)), torch.empty(rows.logits.shape)
+    slopes = Slopes.stacked({"target": torch.zeros(rows.n), "constant": torch.ones(rows.n)})
+    module.pull(nowhere, partials_of(module, nowhere), slopes, p)
+    return p[0]
 
 
 def expected(p: Tensor, targets: Tensor, first: Tensor, step: float) -> tuple[list[list[int]], list[int]]:
@@ -73,89 +71,65 @@ def ids_of(drawn: Drawn) -> list[list[int]]:
     return [row[:count].tolist() for row, count in zip(drawn.ids, counts, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "vocab, dtype",
-    [(1, DTYPES[0]), (5, DTYPES[1]), (61, DTYPES[1]), (256, DTYPES[2]), (1000, DTYPES[0]), (1003, DTYPES[1])],
-    ids=str,
-)
-def test_columns_are_those_of_whole_numbers(module: Any, vocab: int, dtype: torch.dtype) -> None:
-    logits, targets, first = rows_of(vocab, dtype)
-    stats, p = probabilities(module, logits)
-    for step in (STEP, 1 / 100, 1.0):
-        drawn = module.select(logits, targets, stats, PLAIN, step, first)
-        ids, masses = expected(p, targets, first, step)
-        assert ids_of(drawn) == ids
-        assert module.masses(logits, targets, stats, PLAIN, step).tolist() == masses
-        assert drawn.ids.shape == drawn.logits.shape == (len(logits), capacity(step))
-        for row, own, values in zip(ids, logits, drawn.logits, strict=True):
-            assert torch.equal(values[: len(row)], own[row].float())
+SIZES = [(1, DTYPES[0]), (5, DTYPES[1]), (61, DTYPES[1]), (256, DTYPES[2]), (1000, DTYPES[0]), (1003, DTYPES[1])]
 
 
-def test_transforms(module: Any) -> None:
-    logits, targets, first = rows_of(300)
-    factors = torch.linspace(0.5, 1.5, len(logits))
-    for transform in (RowTransform(2.0, 0.0, 0.4), RowTransform(1.0, 3.0, 1.3), RowTransform(1.0, 3.0, factors)):
-        rows = torch.arange(len(logits))[:, None]
-        stats = module.stats(logits[None], targets, None, transform, NAMES)
-        drawn = module.select(logits, targets, stats, transform, STEP, first)
-        z = transform.of(logits.double(), rows)
-        assert ids_of(drawn) == expected(z.softmax(-1).float(), targets, first, STEP)[0]
+@pytest.mark.parametrize("vocab, dtype", SIZES, ids=str)
+def test_columns_are_those_of_whole_numbers(module: Backend, vocab: int, dtype: torch.dtype) -> None:
+    """Whatever the number of threads."""
+    rows, first = rows_of(vocab, dtype)
+    partials, p = partials_of(module, rows), probabilities(module, rows)
+    for step, threads in ((STEP, 1), (1 / 100, 3), (1.0, 2)):
+        torch.set_num_threads(threads)
+        drawn, (ids, masses) = module.select(rows, partials, step, first), expected(p, rows.targets, first, step)
+        assert ids_of(drawn) == ids and module.masses(rows, partials, step).tolist() == masses
+        assert drawn.ids.shape == drawn.logits.shape == (rows.n, capacity(step))
+        for found, own, values in zip(ids, rows.logits[0], drawn.logits, strict=True):
+            assert torch.equal(values[: len(found)], own[found].float())
 
 
-def test_parts_of_a_row_draw_what_the_row_does(module: Any) -> None:
-    """The running sum of a part goes on from the mass of the parts before."""
-    logits, targets, first = rows_of(1000)
-    stats, _ = probabilities(module, logits)
-    whole = ids_of(module.select(logits, targets, stats, PLAIN, STEP, first))
+def test_transforms(module: Backend) -> None:
+    plain, first = rows_of(300)
+    for scale, cap, inverse in ((2.0, 0.0, 0.4), (1.0, 3.0, 1.3), (1.0, 3.0, torch.linspace(0.5, 1.5, 9))):
+        rows = plain._replace(transform=RowTransform(scale, cap, inverse))
+        p = rows.transform.of(rows.logits[0].double(), torch.arange(9)[:, None]).softmax(-1).float()
+        found = ids_of(module.select(rows, partials_of(module, rows), STEP, first))
+        assert found == expected(p, rows.targets, first, STEP)[0]
+
+
+def test_parts_of_a_row_draw_what_the_row_does(module: Backend) -> None:
+    """The running sum of a part goes on from the mass of the parts before; rows may lie apart, and there may be none."""
+    rows, first = rows_of(1000)
+    partials = partials_of(module, rows)
+    whole = ids_of(module.select(rows, partials, STEP, first))
     found: list[list[int]] = [[] for _ in whole]
     for lo, hi in ((0, 300), (300, 301), (301, 1000)):
-        part, own = logits[:, lo:hi], targets - lo
-        for row, ids in zip(found, ids_of(module.select(part, own, stats, PLAIN, STEP, first)), strict=True):
+        part = LogitRows(rows.logits[..., lo:hi], rows.targets - lo)
+        for row, ids in zip(found, ids_of(module.select(part, partials, STEP, first)), strict=True):
             row += [lo + j for j in ids]
-        first = first + module.masses(part, own, stats, PLAIN, STEP)
+        first = first + module.masses(part, partials, STEP)
     assert found == whole
+    none = LogitRows(rows.logits[:, :0], rows.targets[:0])
+    assert module.select(none, partials.at(slice(0, 0)), STEP, first[:0]).ids.shape == (0, capacity(STEP))
 
 
-def test_how_often_a_column_is_drawn(module: Any) -> None:
+def test_how_often_a_column_is_drawn(module: Backend) -> None:
     """Of offsets at equal distances a column gets its share, to one."""
-    logits = rows_of(40)[0]
-    stats, p = probabilities(module, logits)
-    often, counts, nowhere = 16 if TRITON else 512, torch.zeros_like(p), torch.full((len(p),), -1)
+    rows = rows_of(40)[0]._replace(targets=torch.full((9,), -1))
+    partials, p = partials_of(module, rows), probabilities(module, rows)
+    often, counts = 16 if TRITON else 512, torch.zeros_like(p)
     for k in range(often):
-        drawn = module.select(logits, nowhere, stats, PLAIN, STEP, torch.full((len(p),), k * (2**BITS // often)))
-        for row, ids in enumerate(ids_of(drawn)):
+        for row, ids in enumerate(ids_of(module.select(rows, partials, STEP, torch.full((9,), k * (2**BITS // often))))):
             counts[row, ids] += 1
     assert ((counts - often * (p / STEP).clamp(max=1)).abs() <= 1.001).all()
     assert counts.max() == often and counts[0].max() < often and (TRITON or counts[0].min() > 0)
 
 
-def test_rows_without_probabilities(module: Any) -> None:
-    logits = torch.zeros(4, 70)
-    logits[0, 3], logits[1, 4], logits[2] = torch.nan, torch.inf, -torch.inf
-    targets = torch.tensor([9, 10, 11, -1])
-    stats = module.stats(logits[None], targets, None, PLAIN, NAMES)
-    drawn = module.select(logits, targets, stats, PLAIN, 1.0, torch.zeros(4, dtype=torch.int64))
+def test_rows_without_probabilities(module: Backend) -> None:
+    rows = LogitRows(torch.zeros(1, 4, 70), torch.tensor([9, 10, 11, -1]))
+    rows.logits[0, 0, 3], rows.logits[0, 1, 4], rows.logits[0, 2] = torch.nan, torch.inf, -torch.inf
+    drawn = module.select(rows, partials_of(module, rows), 1.0, torch.zeros(4, dtype=torch.int64))
     assert ids_of(drawn)[:3] == [[9], [10], [11]]
-
-
-def test_threads_change_no_bit(module: Any) -> None:
-    logits, targets, first = rows_of(1000)
-    stats, _ = probabilities(module, logits)
-    found = []
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        found.append(module.select(logits, targets, stats, PLAIN, STEP, first))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_no_rows_and_strided_rows(module: Any) -> None:
-    logits, targets, first = rows_of(61)
-    stats, _ = probabilities(module, logits)
-    wide = torch.full((len(logits), 100), torch.nan)[:, 7:68].copy_(logits)
-    both = [module.select(x, targets, stats, PLAIN, STEP, first) for x in (logits, wide)]
-    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
-    drawn = module.select(logits[:0], targets[:0], stats.at(slice(0, 0)), PLAIN, STEP, first[:0])
-    assert drawn.ids.shape == (0, capacity(STEP))
 
 
 def test_starts_are_those_of_splitmix() -> None:

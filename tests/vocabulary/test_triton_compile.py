@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels.formulas.surrogates import Cispo, Clip, Custom, PolicyGradient, Surrogate
+from grpo_kernels.formulas.surrogates import Cispo, Clip, Custom, PolicyGradient, ops
 from grpo_kernels.objective import Objective
-from grpo_kernels.vocabulary.rows import RowTransform, Teacher
+from grpo_kernels.rows.partials import LogitRows, RowTransform, Second
+from grpo_kernels.rows.ragged import Ragged
 from support.kernel_rows import Rows, visited
 from support.slots import random_slots, values_for
 
@@ -23,17 +22,21 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from benchmarks.assembly import LOAD, STORE, accesses, bits, blocks, code, loops, taken
-from benchmarks.launches import TARGETS, Case, compiling, device_name, token_rows
+from benchmarks.launches import KERNELS, TARGETS, Case, compiling, device_name, token_rows
 from benchmarks.other_launches import Beside
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_sparse as sparse
-from grpo_kernels.vocabulary.backends.triton_divergence import _mixed_kernel, _two_pull_kernel, _two_stats_kernel
+from grpo_kernels.rows.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
 )
 
 PLAIN = RowTransform(1.0, 0.0, 1.0)
+
+
+def fuse(logits: torch.Tensor, objective: Objective, transform: RowTransform = PLAIN, rows: Any = None) -> None:
+    """A launch of the fused kernel, in place."""
+    rows = token_rows(logits.shape[0] * logits.shape[1], objective) if rows is None else rows
+    KERNELS.fused(LogitRows(logits, rows.targets, rows.read, transform), objective.stage(rows), logits)
 
 
 def unordered(assembly: str, before: str, after: str) -> list[tuple[int, int]]:
@@ -109,7 +112,7 @@ def test_minimum_and_maximum_of_a_formula_keep_nan() -> None:
     """The hardware's default drops it, as no test on a CPU would show: a row of NaN would get a finite loss."""
     with compiling("sm_90") as launches:
         logits = torch.zeros(1, 2, 64)
-        backend.fused(logits, token_rows(2, Objective()), Objective(), PLAIN, logits)
+        fuse(logits, Objective())
     ((_, kernel),) = launches
     assembly = code(kernel)
     # exp(min(x, 60)), min(r, delta) A, clip(r): the lane reductions of the row's maximum use the plain form.
@@ -119,7 +122,7 @@ def test_minimum_and_maximum_of_a_formula_keep_nan() -> None:
 def test_a_softcapped_fp32_gradient_leaves_fewer_tiles_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the tile of a gradient is as wide as that of the logits, and tanh takes registers too."""
     kept = []
-    monkeypatch.setattr(backend, "run", lambda kernel, tile, *_: kept.append(tile(0).flags["KEPT"]))
+    monkeypatch.setattr(backend.launch, "run", lambda kernel, tile, *_: kept.append(tile(0).flags["KEPT"]))
     single, half = torch.float32, torch.bfloat16
     with compiling("sm_90"):
         for logits, gradient, transform in (
@@ -132,7 +135,7 @@ def test_a_softcapped_fp32_gradient_leaves_fewer_tiles_in_registers(monkeypatch:
 def test_tiles_are_copied_ahead_where_there_are_others_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """From sm_90 on; not for rows that are loaded at once."""
     taken = []
-    monkeypatch.setattr(backend, "run", lambda kernel, tile, *_: taken.append(tile(0).flags["STAGES"]))
+    monkeypatch.setattr(backend.launch, "run", lambda kernel, tile, *_: taken.append(tile(0).flags["STAGES"]))
     for target, stages in (("sm_80", 1), ("sm_90", 3), ("sm_100", 3), ("gfx942", 1)):
         with compiling(target):
             for case in (Case("fused"), Case("pull", torch.float32), Case("stats"), Case("fused", vocab=50257, stride=50257)):
@@ -142,132 +145,69 @@ def test_tiles_are_copied_ahead_where_there_are_others_to_compute(monkeypatch: p
         taken.clear()
 
 
-def variants(target: str) -> dict[str, int]:
-    """Compiled kernels in Triton's own cache, by kernel."""
-    kernels = (backend._stats_kernel, backend._pull_kernel, backend._fused_kernel, backend._scale_kernel)
-    device = device_name(target)
+def variants() -> dict[str, int]:
+    """Kernels for sm_90 in Triton's own cache, by the function that they were compiled from."""
+    kernels, device = [x for x in vars(backend).values() if isinstance(x, JITFunction)], device_name("sm_90")
     return {kernel.__name__: len(kernel.device_caches[device][0]) for kernel in kernels if device in kernel.device_caches}
 
 
 @pytest.mark.parametrize("columns", (1031, 1040))
-def test_no_length_and_no_schedule_compiles_again(columns: int) -> None:
-    before = variants("sm_90")
-    draw = random.Random(0)
+def test_no_length_no_schedule_and_no_mixture_compiles_again(columns: int) -> None:
+    before, draw = variants(), random.Random(0)
     with compiling("sm_90"):
-        for call in range(30):
+        for call in range(20):
             A, T = (1, 1) if call == 1 else (1, 16) if call == 2 else (draw.randint(1, 5), draw.randint(1, 70))
             n = A * T
             extra = call % 2  # [:, :-1] of a longer tensor, and vectors that start anywhere
             logits = torch.zeros(A, T + extra, columns, dtype=torch.bfloat16)[:, :T]
-            objective = Objective(
-                Clip(draw.random(), draw.random(), 1.001 + draw.random()),
-                beta=draw.random() + 1e-3,
-                entropy_coef=draw.choice((1.0, draw.random())),
-            )
+            clip = Clip(draw.random(), draw.random(), 1.001 + draw.random())
+            objective = Objective(clip, beta=draw.random() + 1e-3, entropy_coef=draw.choice((1.0, draw.random())))
             transform = RowTransform(draw.choice((1.0, 16.0, draw.random())), draw.choice((1.0, 30.0)), draw.choice((1.0, 0.5)))
-            rows = token_rows(n, objective, offset=draw.randint(0, 3))
-            backend.fused(logits, rows, objective, transform, logits)
-            visited(backend, Rows(logits, transform), logits, (0, n) if call % 3 else (n // 3, n - n // 4))
-            backend.scale_(torch.zeros(n, columns, dtype=torch.bfloat16), torch.ones(()))
+            fuse(logits, objective, transform, token_rows(n, objective, offset=draw.randint(0, 3)))
+            visited(KERNELS, Rows(logits, transform), logits, (0, n) if call % 3 else (n // 3, n - n // 4))
+            second = Second(torch.zeros_like(logits), transform, "jsd", draw.choice((0.5, draw.random())))
+            visited(KERNELS, Rows(logits, transform, second))
+            KERNELS.scale_(torch.zeros(n, columns, dtype=torch.bfloat16), torch.ones(()))
+            width, half = draw.choice((16, 48, 1024)), torch.bfloat16
+            launch_sparse(n, draw.choice((16, 17, 50)), width, half, half, 3 * (columns % 2))
             if call == 0:
-                first = variants("sm_90")
-    assert all(count == before.get(name, 0) + 1 or name == "_scale_kernel" for name, count in first.items()), (before, first)
-    assert variants("sm_90") == first
+                first = variants()
+    several = ("_scale_kernel", "_stats_kernel")  # of other lengths; also for the top id alone, beside a second stream
+    assert all(count <= before.get(name, 0) + 1 for name, count in first.items() if name not in several), (before, first)
+    assert variants() == first and len(first) == 11
 
 
-SOURCE = """
-from grpo_kernels.formulas.surrogates import ops
+def bent(extra: float) -> Callable[..., Any]:
+    def formula(logp: Any, old_logp: Any, advantage: Any, params: tuple[float, ...]) -> Any:
+        r = ops.exp(logp - old_logp) * factor(extra)
+        return -advantage * r, -advantage * r
 
-def bent(logp, old_logp, advantage, params):
-    r = ops.exp(logp - old_logp)
-    return -advantage * r{extra}, -advantage * r{extra}
-"""
-
-
-def imported(path: Path, source: str) -> Callable[..., Any]:
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location("custom_surrogate", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.bent
+    return formula
 
 
-def test_each_formula_has_its_own_kernel(tmp_path: Path) -> None:
-    one = imported(tmp_path / "one.py", SOURCE.format(extra=""))
-    two = imported(tmp_path / "two.py", SOURCE.format(extra=" * 3.0"))
-    # Same module name, function name and line: only the source tells them apart, also in the cache on disk.
-    assert backend.compiled_formula(one).cache_key != backend.compiled_formula(two).cache_key
-    surrogates: list[Surrogate] = [Clip(), Cispo(), PolicyGradient(), Custom(one), Custom(two), Custom(one, (1.0,))]
+def factor(x: float) -> float:
+    return 2.0 * x
+
+
+def test_each_formula_has_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closure too, whatever its name; and a helper that is defined again makes another. Those that compute the same share one."""
+    logits, surrogates = torch.zeros(1, 2, 64), [Clip(), Cispo(), PolicyGradient(), Custom(bent(1.0)), Custom(bent(3.0))]
     with compiling("sm_90") as launches:
         for objective in (*map(Objective, surrogates), *(Objective(beta=0.1, kl=kl) for kl in ("k1", "k2", "k3"))):
-            logits = torch.zeros(1, 2, 64)
-            backend.fused(logits, token_rows(2, objective), objective, PLAIN, logits)
-        assert len({id(kernel) for _, kernel in launches}) == len(launches) == 9
-        binaries = [kernel.asm["cubin"] for _, kernel in launches]
-        assert len(set(binaries[:5])) == 5 and len(set(binaries[6:])) == 3
-        backend.fused(logits, token_rows(2, Objective()), Objective(Clip(0.1, 0.4, 3.0)), PLAIN, logits)
-        assert launches[-1][1] is launches[0][1]
-
-
-def test_a_formula_whose_helper_has_changed_has_another_kernel(tmp_path: Path) -> None:
-    """A kernel is one of the source, of that of its helpers, and of the numbers that they refer to."""
-    helpers = "C = {c}\ndef inner(x):\n    return C * x\n" + SOURCE.format(extra=" * inner(1.0)")
-    bent = imported(tmp_path / "bent.py", helpers.format(c=1.0))
-    first = backend.compiled_formula(bent)
-    assert backend.compiled_formula(bent) is first
-    bent.__globals__["C"] = 2.0
-    second = backend.compiled_formula(bent)
-    bent.__globals__["inner"] = imported(tmp_path / "other.py", helpers.format(c=2.0)).__globals__["bent"]
-    third = backend.compiled_formula(bent)
-    assert len({x.cache_key for x in (first, second, third)}) == 3
-
-
-ANNOTATED = """
-import torch
-from torch import Tensor
-from grpo_kernels.formulas.surrogates import ops
-
-
-def scaled(x: Tensor, by: float) -> "torch.Tensor":
-    return x * by
-
-
-def bent(logp: Tensor, old_logp: Tensor, advantage: torch.Tensor, params: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    x = scaled(logp - old_logp, 0.5)
-    return -advantage * logp + x * x, -advantage + x
-"""
-
-
-def test_annotations_are_not_compiled(tmp_path: Path) -> None:
-    """Names that only annotations use are none of a kernel's."""
-    objective = Objective(Custom(imported(tmp_path / "annotated.py", ANNOTATED)))
-    with compiling("sm_90") as launches:
-        logits = torch.zeros(1, 2, 64)
-        backend.fused(logits, token_rows(2, objective), objective, PLAIN, logits)
-        assert len(launches) == 1 and launches[0][1].asm["cubin"]
-
-
-# ---- two streams
-
-
-def test_no_length_and_no_mixture_compiles_again() -> None:
-    device, draw, counts = device_name("sm_90"), random.Random(0), []
-    with compiling("sm_90"):
-        for n in (1, 16, *(draw.randint(2, 70) for _ in range(5))):
-            transform = RowTransform(draw.choice((1.0, 16.0, draw.random())), draw.choice((1.0, 30.0)), draw.choice((1.0, 0.5)))
-            logits, teacher = torch.zeros(2, 1, n, 1040, dtype=torch.bfloat16).unbind()
-            visited(backend, Rows(logits, transform, Teacher(teacher, transform, "jsd", 0.5)))
-            counts.append(
-                [len(kernel.device_caches[device][0]) for kernel in (_two_stats_kernel, _mixed_kernel, _two_pull_kernel)]
-            )
-    assert all(count == counts[0] for count in counts[1:]), counts
+            fuse(logits, objective)
+        assert len({kernel.asm["cubin"] for _, kernel in launches}) == 8
+        for surrogate, same in ((Clip(0.1, 0.4, 3.0), 0), (Custom(bent(1.0)), 3), (Custom(bent(1.0), (0.3,)), 3)):
+            fuse(logits, Objective(surrogate))
+            assert launches[-1][1] is launches[same][1]
+        monkeypatch.setattr(f"{__name__}.factor", lambda x: 5.0 * x)
+        fuse(logits, Objective(surrogates[3]))
+        assert all(launches[-1][1] is not kernel for _, kernel in launches[:-1])
 
 
 # ---- sparse products
 
 SPARSE_KERNELS = (
-    sparse._slot_logits_kernel, sparse._add_weight_rows_kernel, sparse._add_hidden_rows_kernel, sparse._add_pieces_kernel,
+    backend._slot_logits_kernel, backend._add_weight_rows_kernel, backend._add_hidden_rows_kernel, backend._add_pieces_kernel,
 )  # fmt: skip
 
 #: Dtypes of hidden states and weight.
@@ -282,11 +222,11 @@ PAIRS = (
 def launch_sparse(n: int, vocab: int, width: int, hidden: torch.dtype, weight: torch.dtype, gap: int = 0) -> None:
     slots = random_slots(n, vocab)
     x, y = (torch.zeros(rows, width + gap, dtype=dtype)[:, :width] for rows, dtype in ((n, hidden), (vocab, weight)))
-    sparse.slot_logits(x, y, slots)
-    sparse.add_weight_rows(values_for(slots), slots, y, x)
+    KERNELS.slot_logits(x, y, slots)
+    KERNELS.add_weight_rows(values_for(slots), slots, y, x)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse, "PIECE", 4)  # so that an id may be cut
-        sparse.add_hidden_rows(values_for(slots), slots, x, y)
+        patch.setattr(backend, "PIECE", 4)  # so that an id may be cut
+        KERNELS.add_hidden_rows(values_for(slots), slots, x, y)
 
 
 @pytest.mark.parametrize("gap", (0, 1))
@@ -330,28 +270,18 @@ def test_a_program_without_an_id_ends_after_one_load(target: str) -> None:
 def test_there_are_programs_for_as_many_ids_as_there_can_be(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of padded slots no more than the vocabulary has ids; the places are those where the used ones begin."""
     width, grids = 64, []
-    monkeypatch.setattr(sparse, "run", lambda kernel, launch, grid, *_: grids.append(grid(launch(0))))
+    monkeypatch.setattr(backend.launch, "run", lambda kernel, launch, grid, *_: grids.append(grid(launch(0))))
     g = torch.Generator().manual_seed(0)
     for m in (1, 40, 400, 8000):
         ids = torch.randint(-vocab, vocab, (m,), generator=g).clamp(min=-1).to(torch.int32).sort().values
-        found = sparse.first_places(ids, min(m, vocab)).tolist()
+        found = backend.first_places(ids, min(m, vocab)).tolist()
         listed = ids.tolist()
         want = [listed.index(i) for i in sorted(set(listed)) if i >= 0]
         assert found == want + [m] * (min(m, vocab) - len(want))
-        slots = sparse.Slots(ids.to(torch.int64), torch.tensor([0, m]), torch.zeros(m, dtype=torch.int64))
+        slots = Ragged(ids.to(torch.int64), torch.tensor([0, m]), torch.zeros(m, dtype=torch.int64))
         with compiling("sm_90"):
-            sparse.add_hidden_rows(torch.ones(m), slots, torch.zeros(1, width), torch.zeros(vocab, width))
+            KERNELS.add_hidden_rows(torch.ones(m), slots, torch.zeros(1, width), torch.zeros(vocab, width))
         # A block of columns has them all; of many slots, an id may have programs for every PIECE of its own.
-        cut = [m // sparse.PIECE] * 2 if m >= 2 * sparse.PIECE else [0]
+        cut = [m // backend.PIECE] * 2 if m >= 2 * backend.PIECE else [0]
         assert grids == [min(m, vocab) + cut[0], *cut[1:]], m
         grids.clear()
-
-
-@pytest.mark.parametrize("gap", (0, 3))
-def test_no_size_of_a_sparse_product_compiles_again(gap: int) -> None:
-    device, draw, counts = device_name("sm_90"), random.Random(0), []
-    with compiling("sm_90"):
-        for n, vocab, width in ((40, 48, 64), (1, 16, 16), (16, 17, 1024), *((draw.randint(2, 99), 50, 48) for _ in range(5))):
-            launch_sparse(n, vocab, width, torch.bfloat16, torch.bfloat16, gap)
-            counts.append([len(kernel.device_caches[device][0]) for kernel in SPARSE_KERNELS])
-    assert all(count == counts[0] for count in counts[1:]), counts

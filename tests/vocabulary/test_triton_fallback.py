@@ -19,25 +19,22 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
-from benchmarks.launches import compiling, token_rows
-from grpo_kernels.formulas.surrogates import Custom
-from grpo_kernels.objective import Objective
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_choices, triton_launch
-from grpo_kernels.vocabulary.backends.triton_launch import KernelFailure
-from grpo_kernels.vocabulary.rows import RowTransform, partials_of
+from benchmarks.launches import KERNELS, compiling
+from grpo_kernels.rows import backends
+from grpo_kernels.rows.backends import eager
+from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.rows.backends.triton.launch import KernelFailure
+from grpo_kernels.rows.partials import LogitRows, partials_of
 
 compiles = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
 )
-PLAIN = RowTransform(1.0, 0.0, 1.0)
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing has failed, and nothing is compiled, in this process or on disk."""
-    monkeypatch.setattr(triton_launch, "_remembered", {})
+    monkeypatch.setattr(backend.launch, "_remembered", {})
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
     monkeypatch.delenv("GRPO_KERNELS_STRICT", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -55,10 +52,10 @@ def test_auto_alone_may_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "unavailable", lambda name: None)
     monkeypatch.setattr(backend, "serves", lambda device: device.type == "cuda")
     gpu = torch.device("cuda")
-    assert backends.pick("auto", gpu) is backends.load("triton_or_eager")
-    assert backends.pick("auto", gpu, strict=True) is backends.pick("triton", gpu) is backend
+    assert type(backends.pick("auto", gpu)) is backend.OrEager
+    assert all(type(x) is backend.Kernels for x in (backends.pick("auto", gpu, strict=True), backends.pick("triton", gpu)))
     monkeypatch.setenv("GRPO_KERNELS_STRICT", "1")
-    assert backends.pick("auto", gpu) is backend
+    assert type(backends.pick("auto", gpu)) is backend.Kernels
 
 
 @compiles
@@ -79,18 +76,18 @@ def test_the_device_is_the_one_that_tritons_driver_serves(served: str, monkeypat
 
     monkeypatch.setattr(triton.backends, "backends", {served: SimpleNamespace(driver=Driver)})
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-    triton_choices.driver_failure.cache_clear()
-    assert backends.pick("auto", torch.device(served)) is backends.load("triton_or_eager")
-    assert backends.pick("triton", torch.device(served)) is backend
+    backend.launch.driver_failure.cache_clear()
+    assert type(backends.pick("auto", torch.device(served))) is backend.OrEager
+    assert type(backends.pick("triton", torch.device(served))) is backend.Kernels
     other = torch.device({"cuda": "xpu", "xpu": "cuda"}[served])
     with pytest.warns(RuntimeWarning, match=f"no kernels for {other.type} tensors"):
-        assert backends.pick("auto", other) is backends.load("eager")
+        assert type(backends.pick("auto", other)) is eager.Kernels
     with pytest.raises(RuntimeError, match="the data is on the CPU"):
         backends.pick("triton", torch.device("cpu"))
     monkeypatch.setattr(triton.backends, "backends", {})
     with pytest.raises(RuntimeError, match="finds no device that it has a driver for"):
         backends.pick("auto", torch.device(served), strict=True)
-    triton_choices.driver_failure.cache_clear()
+    backend.launch.driver_failure.cache_clear()
 
 
 def test_triton_that_cannot_start_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,55 +99,34 @@ def test_triton_that_cannot_start_is_not_available(monkeypatch: pytest.MonkeyPat
             raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
 
     monkeypatch.setattr(triton.backends, "backends", {"any": SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))})
-    monkeypatch.setattr(triton_choices, "INTERPRETED", False)
+    monkeypatch.setattr(backend.launch, "INTERPRETED", False)
     monkeypatch.setattr(triton.runtime, "driver", Broken())
-    triton_choices.driver_failure.cache_clear()
+    backend.launch.driver_failure.cache_clear()
     assert backend.available() == "Triton cannot start (RuntimeError: Failed to find C compiler.)"
     monkeypatch.undo()
-    triton_choices.driver_failure.cache_clear()
-
-
-def helper(x):
-    return x.clamp(0.0, 1.0)
-
-
-def under_torch_only(logp, old_logp, advantage, params):
-    return -advantage * helper(logp), -advantage
-
-
-@compiles
-def test_a_users_formula_that_does_not_compile_is_named() -> None:
-    objective, logits = Objective(Custom(under_torch_only)), torch.zeros(1, 2, 64)
-    with compiling("sm_90") as launches, pytest.raises(KernelFailure) as failure:
-        backend.fused(logits, token_rows(2, objective), objective, PLAIN, logits)
-    for words in (f"fused with {__name__}.under_torch_only", "no attribute 'clamp'", "of `def helper(x):`"):
-        assert words in failure.value.reason and "\n" not in failure.value.reason
-    assert not launches
-    with compiling("sm_90") as launches:  # others are not affected
-        backend.fused(logits, token_rows(2, Objective()), Objective(), PLAIN, logits)
-    assert len(launches) == 1
+    backend.launch.driver_failure.cache_clear()
 
 
 @compiles
 def test_refused_by_the_assembler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    options, asked = triton_choices.options, []
+    options, asked = backend.launch.options, []
 
     def too_much(threads: int, *more: Any) -> dict[str, Any]:
         asked.append(threads)
         return options(threads, *more) | ({"ptx_options": "--no-such-option"} if threads > 256 else {})
 
-    monkeypatch.setattr(triton_choices, "options", too_much)
-    triton_choices._launch.cache_clear()
+    monkeypatch.setattr(backend.launch, "options", too_much)
+    backend.launch._launch.cache_clear()
     logits, targets = torch.zeros(1, 2, 30000), torch.zeros(2, dtype=torch.int64)
     with compiling("sm_90") as launches:
         with pytest.warns(
             RuntimeWarning, match=r"stats does not run with a tile of 1024 x 4 .*PTXASError: .*no-such-option.* 256 x 4"
         ):
-            backend.stats(logits, targets, None, PLAIN, partials_of(()))
-        backend.stats(logits, targets, None, PLAIN, partials_of(()))
+            KERNELS.stats(LogitRows(logits, targets), partials_of(()))
+        KERNELS.stats(LogitRows(logits, targets), partials_of(()))
     assert [kernel.metadata.num_warps for _, kernel in launches] == [8, 8] and launches[0][1] is launches[1][1]
     assert asked == [512, 512, 256]  # two accesses, one, half the threads; then what is known to run, which is not made again
-    triton_choices._launch.cache_clear()
+    backend.launch._launch.cache_clear()
     assert "no-such-option" in capsys.readouterr().out  # Triton's own report
 
 
@@ -179,10 +155,10 @@ def test_a_failed_pass_is_told_from_a_failed_launch(where: str, monkeypatch: pyt
 
         monkeypatch.setattr(JITFunction, "run", launch)
         with pytest.raises(RuntimeError) as raised:
-            backend.stats(logits, targets, None, PLAIN, partials_of(()))
+            KERNELS.stats(LogitRows(logits, targets), partials_of(()))
         monkeypatch.setattr(JITFunction, "run", compile_only)
     if where == "launch":
-        assert raised.value is error and len(made) == 1 and not triton_launch._remembered
+        assert raised.value is error and len(made) == 1 and not backend.launch._remembered
     else:
         assert isinstance(raised.value, KernelFailure) and raised.value.__cause__ is error
         assert len(made) == 4  # two tiles, each compiled once more to see that it is the compiler

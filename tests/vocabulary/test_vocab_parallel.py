@@ -10,12 +10,14 @@ import torch
 
 from grpo_kernels import Objective, grpo_loss
 from grpo_kernels.distributed import VocabShard
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.merging import merge
-from grpo_kernels.vocabulary.shard import on_shard
-from support.cases import build, same_bits
+from grpo_kernels.rows import backends
+from grpo_kernels.rows.parallel import on_shard
+from grpo_kernels.rows.partials import merge
+from support.bits import same_bits
+from support.doors import batch_of
 from support.kernel_rows import Rows, visited
 from support.processes import checks_of, run_whole_products
+from support.recipes import Recipe, problem
 
 MODULE = "vocab_parallel_checks"
 
@@ -42,11 +44,11 @@ def test_no_part_has_the_target() -> None:
 def test_without_a_group_one_rank_has_it_all(level: str, backend: str) -> None:
     """Bit by bit where rows are visited twice with and without a shard: always those of sequence levels. At token level
     the fused kernels of "cpu" and "triton" take their sums in another order than their two visits."""
-    case, objective = build(), Objective(level=level, beta=0.1)
+    p, objective = problem(Recipe(objective="dapo, k3", lengths=(7, 4, 2, 0, 6))), Objective(level=level, beta=0.1)
     results = []
-    for shard in (None, VocabShard(0, case.logits.shape[-1])):
-        leaf = case.logits.clone().requires_grad_()
-        out = grpo_loss(leaf, case.batch(), objective, shard=shard, backend=backend)
+    for shard in (None, VocabShard(0, p.recipe.vocab)):
+        leaf = p.given["logits"].clone().requires_grad_()
+        out = grpo_loss(leaf, batch_of(p), objective, shard=shard, backend=backend)
         out.loss.backward()
         results.append((out.loss.detach(), out.logps, leaf.grad))
     if level == "sequence" or backend == "eager":
@@ -58,7 +60,7 @@ def test_without_a_group_one_rank_has_it_all(level: str, backend: str) -> None:
 def test_a_shards_backend_takes_a_range_of_rows(backend: str) -> None:
     """As every backend does: the block by block visits of a loss ask for it. Padding of those rows becomes 0, others stay."""
     vocab, n = 61, 12
-    module = on_shard(backends.load(backend), VocabShard(0, vocab - 3))  # three columns are padding
+    module = on_shard(backends.load(backend).Kernels(), VocabShard(0, vocab - 3))  # three columns are padding
     r = Rows(torch.randn(2, 6, vocab), targets=torch.randint(vocab - 3, (n,)))
     (whole, gradient), out = visited(module, r), torch.full_like(r.logits, torch.nan)
     part, _ = visited(module, r, out, (5, n - 4))

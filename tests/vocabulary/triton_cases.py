@@ -1,4 +1,4 @@
-"""What only the Triton kernels have: launches, alignment, tiles that are copied ahead, formulas that are compiled. Their values are
+"""What only the Triton kernels have: launches, alignment, tiles that are copied ahead, formulas. Their values are
 asked for in test_row_kernels.py and its kin, which run beside this file: as compiled by test_triton_compiled.py, on a GPU by
 benchmarks/gpu_kit.py."""
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_selection import probabilities, rows_of
+from test_selection import partials_of, rows_of
 from test_sparse import close
 
 from grpo_kernels.formulas.filters import TRUST_REGIONS, EntropyFloor, TrustRegion
@@ -19,15 +19,15 @@ from grpo_kernels.formulas.surrogates import Cispo, Custom
 from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_sparse, two_visits
-from grpo_kernels.vocabulary.backends.triton_choices import INTERPRETED, LAUNCH, Choice, choose
-from grpo_kernels.vocabulary.rows import RowTransform
-from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, same, visited
+from grpo_kernels.rows.backends import triton
+from grpo_kernels.rows.backends.triton.launch import INTERPRETED, LAUNCH, Choice, choose
+from grpo_kernels.rows.partials import RowTransform
+from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, given, same, visited
 from support.slots import matrix, slots_of
 
 Tensor = torch.Tensor
 WIDTH = 0.5
+backend = triton.Kernels()
 ON_GPU = torch.zeros(()).device.type == "cuda"
 
 
@@ -58,6 +58,17 @@ def tilted(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[floa
     return -advantage * logp + params[0] * bend(x), -advantage + params[0] * (s + x * s * (1.0 - s)) / WIDTH
 
 
+def closed_over(width: float) -> Any:
+    return lambda logp, old_logp, advantage, params: (-advantage * logp * width, -advantage * width)
+
+
+class Called:
+    def __call__(self, logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
+        return torch.where(~(logp < old_logp) & (advantage != 0), -advantage * torch.exp(logp), 0.0), -advantage * torch.exp(
+            logp
+        )
+
+
 FAMILY = {
     **{name: objective for name, objective in PRESETS.items() if objective.one_pass and objective.exact is None},
     **{f"{e}, {w}": Objective(beta=0.3, kl=Kl(e, w)) for e in ESTIMATORS for w in WEIGHTINGS if e != "distillation"},
@@ -68,13 +79,15 @@ FAMILY = {
     "bounded ratio, detached": Objective(Cispo(), log_ratio_bounds=(-0.2, 0.3)),
     "entropy floor and bonus": Objective(entropy_coef=0.1, filters=(EntropyFloor(6.2),)),
     "of one's own": Objective(Custom(tilted, (0.3,)), beta=0.1, entropy_coef=0.05),
+    "a closure": Objective(Custom(closed_over(0.5))),
+    "an object that is called": Objective(Custom(Called())),
 }
 
 
 @pytest.mark.parametrize("old", [True, False], ids=["off-policy", "on-policy"])
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_family_compiles_to_what_torch_runs(name: str, old: bool) -> None:
-    """The formulas are tested against the oracle under torch; here the fused kernel, compiled from the same source."""
+    """The formulas are tested against the oracle under torch; here the fused kernel, with the programs that are made of them."""
     objective, r, n = FAMILY[name], drawn(531, n=6), 6
     base = -math.log(531) + 0.3 * torch.randn(n)
     rows = TokenRows(
@@ -83,32 +96,21 @@ def test_the_family_compiles_to_what_torch_runs(name: str, old: bool) -> None:
         entropy_weight=objective.entropy_coef * torch.rand(n) if objective.entropy_coef else None, sampler_logps=base + 0.1 * torch.randn(n),
     )  # fmt: skip
     outs = [torch.full_like(r.logits, math.nan) for _ in range(2)]
-    ours = backend.fused(r.logits, rows, objective, PLAIN, outs[0])
-    visits = two_visits(backend, r.logits, rows, objective, PLAIN, outs[1], 8)
+    ours = backend.fused(given(r), objective.stage(rows), outs[0])
+    visits = backend.two_visits(given(r), objective.stage(rows), outs[1], 8)
     for got, want in ((ours.losses, visits.losses), (outs[0], outs[1])):
         assert want.abs().max() > 1e-3 and (got - want).abs().max() <= 3e-6 * want.abs().max()
 
 
-def closed_over(width: float) -> Any:
-    return lambda logp, old_logp, advantage, params: (logp * width, width)
-
-
 def by_torch(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
-    return -advantage * torch.exp(logp), -advantage * torch.exp(logp)
+    return -advantage * torch.tanh(logp), -advantage
 
 
-class Called:
-    def __call__(self, logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
-        return -advantage * logp, -advantage
-
-
-@pytest.mark.parametrize("function, word", [(closed_over(0.5), "lambda"), (by_torch, "torch"), (Called(), "Called")])
-def test_formulas_that_cannot_be_compiled_are_refused(function: Any, word: str) -> None:
+def test_a_formula_that_is_no_program_is_refused() -> None:
     r = drawn(7)
-    with pytest.raises(ValueError, match=word):
-        backend.fused(
-            r.logits, TokenRows(r.targets, None, torch.ones(3), torch.ones(3)), Objective(Custom(function)), PLAIN, None
-        )
+    stage = Objective(Custom(by_torch)).stage(TokenRows(r.targets, None, torch.ones(3), torch.ones(3)))
+    with pytest.raises(ValueError, match=r"by_torch .*torch.tanh"):
+        backend.fused(given(r), stage, None)
 
 
 # ---- launches
@@ -211,7 +213,7 @@ def test_rows_of_a_real_length_as_they_are_launched(dtype: torch.dtype, V: int) 
 @pytest.mark.parametrize("width", (20, 48))
 def test_an_id_with_many_slots_is_summed_in_pieces(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 slots here, the last longer. Its bits do not depend on what other ids have, nor on how columns go to programs."""
-    monkeypatch.setattr(triton_sparse, "PIECE", 16)
+    monkeypatch.setattr(triton, "PIECE", 16)
     counts = {0: 31, 1: 32, 2: 5, 3: 33, 4: 161, 5: 1, 7: 48}
     ids = torch.tensor([id for id, count in counts.items() for _ in range(count)] + [-1] * 19)
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
@@ -232,10 +234,8 @@ def test_an_id_with_many_slots_is_summed_in_pieces(width: int, monkeypatch: pyte
 
 
 def test_tiles_of_any_size_select_the_same_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, targets, first = rows_of(1000)
-    found = []
+    (rows, first), found = rows_of(1000), []
     for threads, accesses in ((32, 1), (256, 2)):
         monkeypatch.setitem(LAUNCH, "select", Choice(threads, accesses))
-        stats, _ = probabilities(backend, logits)
-        found.append(backend.select(logits, targets, stats, PLAIN, 1 / 100, first))
+        found.append(backend.select(rows, partials_of(backend, rows), 1 / 100, first))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and (found[0].ids >= 0).sum() > 100

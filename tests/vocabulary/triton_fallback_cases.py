@@ -11,24 +11,24 @@ from typing import Any
 
 import pytest
 import torch
-import triton
+import triton as language
 from triton.runtime.errors import PTXASError
 from triton.runtime.interpreter import InterpretedFunction
 
 from grpo_kernels import Objective, TokenBatch, grpo_loss, token_logprobs
 from grpo_kernels.formulas.surrogates import Custom
-from grpo_kernels.vocabulary import backends
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_launch
-from grpo_kernels.vocabulary.backends.triton_launch import KernelFailure
-from grpo_kernels.vocabulary.rows import partials_of
+from grpo_kernels.rows import backends
+from grpo_kernels.rows.backends import triton
+from grpo_kernels.rows.backends.triton.launch import KernelFailure
+from grpo_kernels.rows.partials import LogitRows, partials_of
 from support.doors import batch_of, compare, objective_of, run
 from support.kernel_rows import PLAIN, Rows, check, fused, visited
 from support.recipes import Recipe, problem
 
 Tensor = torch.Tensor
+backend = triton.Kernels()
 KERNELS = ("stats", "pull", "fused", "scale")
-OUT = triton.OutOfResources(262144, 232448, "shared memory")
+OUT = language.OutOfResources(262144, 232448, "shared memory")
 REASON = f"OutOfResources: {OUT}".rstrip(".")
 
 
@@ -38,8 +38,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pick = backends.pick
     monkeypatch.setattr(backends, "unavailable", lambda name: None)
     monkeypatch.setattr(backends, "pick", lambda name, device, strict=False: pick(name, torch.device("cuda"), strict))
-    monkeypatch.setattr(backend, "available", lambda: None)
-    monkeypatch.setattr(triton_launch, "_remembered", {})
+    monkeypatch.setattr(triton, "available", lambda: None)
+    monkeypatch.setattr(triton.launch, "_remembered", {})
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
     monkeypatch.delenv("GRPO_KERNELS_STRICT", raising=False)
 
@@ -192,7 +192,7 @@ def test_no_fallback_where_none_is_allowed(how: str, refuse: Refuse, monkeypatch
             token_logprobs(logits, p.targets, **options)
     assert launches == {(kernel, lanes): 1 for kernel in ("fused", "stats") for lanes in (512, 256, 128)}
     assert torch.equal(logits, before) and logits._version == version
-    triton_launch._remembered.clear()
+    triton.launch._remembered.clear()
     refuse("fused", above=128)
     with pytest.warns(RuntimeWarning, match="runs with 128 x 4"):
         right(replace(ONE_VISIT, inplace=True), **options)
@@ -203,7 +203,7 @@ DEVICE_ERRORS = (
     RuntimeError("Triton Error [CUDA]: out of memory"),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     torch.AcceleratorError("CUDA error: unspecified launch failure"),
-    triton.InterpreterError("it was running"),
+    language.InterpreterError("it was running"),
 )
 
 
@@ -219,14 +219,14 @@ def test_an_error_of_the_device_is_not_swallowed(error: Exception, compiling: bo
         warnings.simplefilter("error", RuntimeWarning)
         with pytest.raises(type(error)) as raised:
             right()
-    assert raised.value is error and not triton_launch._remembered and launches == {("fused", 512): 1}
+    assert raised.value is error and not triton.launch._remembered and launches == {("fused", 512): 1}
 
 
 @pytest.mark.parametrize(
     "error",
     [
         PTXASError("Internal Triton PTX codegen error\n`ptxas` stderr:\nptxas fatal   : (C7600) Register allocation failed\n"),
-        triton.CompilationError("def f(x):\n    return 1", None, "the culprit"),  # type: ignore[arg-type]
+        language.CompilationError("def f(x):\n    return 1", None, "the culprit"),  # type: ignore[arg-type]
         RuntimeError("PassManager::run failed"),
         OSError("No space left on device"),
         RuntimeError("Triton Error [CUDA]: too many resources requested for launch"),
@@ -246,49 +246,55 @@ def test_what_the_compiler_refuses_goes_elsewhere(error: Exception, refuse: Refu
 def test_short_rows_have_no_smaller_tile(refuse: Refuse) -> None:
     launches = refuse("stats")
     with pytest.raises(KernelFailure, match="tiles of 32 x 4 logits: OutOfResources"):
-        backend.stats(torch.randn(1, 2, 7), torch.zeros(2, dtype=torch.int64), None, PLAIN, partials_of(()))
+        backend.stats(LogitRows(torch.randn(1, 2, 7), torch.zeros(2, dtype=torch.int64)), partials_of(()))
     assert launches == {("stats", 32): 1}
 
 
 def test_another_kernel_is_tried_anew(refuse: Refuse) -> None:
-    """What is remembered is of one dtype, one alignment, one transform."""
+    """What is remembered is of one dtype, one alignment, one transform, one set of statistics."""
     launches = refuse("stats", above=128)
-    targets = torch.zeros(2, dtype=torch.int64)
-    calls: list[tuple[Tensor, Any, tuple[str, ...]]] = [
-        (torch.randn(1, 2, 1024).to(torch.float32), PLAIN, partials_of(())), (torch.randn(1, 2, 2048).to(torch.bfloat16), PLAIN, partials_of(())),
-        (torch.randn(1, 2, 2048).to(torch.float16), PLAIN, partials_of(())),
-        (torch.randn(1, 2, 1023).to(torch.float32), PLAIN, partials_of(())),
-        (torch.randn(1, 2, 1024).to(torch.float32), PLAIN._replace(softcap=3.0), partials_of(())),
-        (torch.randn(1, 2, 1024).to(torch.float32), PLAIN, partials_of(("entropy",))),
+    targets, capped = torch.zeros(2, dtype=torch.int64), PLAIN._replace(softcap=3.0)
+    calls = [
+        (1024, torch.float32, PLAIN, ()), (2048, torch.bfloat16, PLAIN, ()), (2048, torch.float16, PLAIN, ()),
+        (1023, torch.float32, PLAIN, ()), (1024, torch.float32, capped, ()), (1024, torch.float32, PLAIN, ("entropy",)),
     ]  # fmt: skip
     with pytest.warns(RuntimeWarning):
-        for _ in range(2):
-            for logits, transform, names in calls:
-                backend.stats(logits, targets, None, transform, names)
+        for vocab, dtype, transform, statistics in 2 * calls:
+            backend.stats(LogitRows(torch.zeros(1, 2, vocab, dtype=dtype), targets, None, transform), partials_of(statistics))
     assert launches == {("stats", 256): len(calls), ("stats", 128): 2 * len(calls)}
 
 
-def test_a_formula_that_triton_cannot_compile_runs_under_torch(refuse: Refuse) -> None:
-    width = 0.5
+def by_torch(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
+    return -advantage * torch.tanh(logp), -advantage * (1 - torch.tanh(logp) ** 2)
 
-    def closure(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
-        return -advantage * logp * width, -advantage * width
 
-    objective, launches = Objective(Custom(closure)), refuse()
-    leaf, targets, advantages = torch.randn(7, 1031, requires_grad=True), torch.randint(1031, (7,)), torch.randn(7)
-    batch = TokenBatch(targets, advantages)
+def test_a_formula_that_is_no_program_runs_under_torch(refuse: Refuse) -> None:
+    objective, launches, x = Objective(Custom(by_torch)), refuse(), torch.randn(7, 1031)
+    batch = TokenBatch(torch.randint(1031, (7,)), torch.randn(7))
+
+    def gradient(**options: Any) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(grpo_loss(leaf, batch, objective, **options).loss, leaf)[0]
+
     with pytest.warns(RuntimeWarning) as caught:
-        for _ in range(2):
-            (got,) = torch.autograd.grad(grpo_loss(leaf, batch, objective).loss, leaf)
+        found = [gradient() for _ in range(2)]
     (message,) = messages(caught.list)
-    assert "closure closes over width" in message and "second visit" in message
+    assert "by_torch cannot run in the kernels: torch.tanh" in message and "second visit" in message
     assert {name for name, _ in launches} >= {"stats", "pull"} and not any(n == "fused" for n, _ in launches)
-    x = leaf.detach().double().requires_grad_()
-    loss = -(advantages * x.log_softmax(-1).gather(-1, targets[:, None])[:, 0] * width).mean()
-    torch.testing.assert_close(got.double(), torch.autograd.grad(loss, x)[0], rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(found[1], gradient(backend="eager"), rtol=1e-5, atol=1e-8)
     for options in ({"strict": True}, {"backend": "triton"}):
-        with pytest.raises(ValueError, match="closure closes over width"):
-            grpo_loss(leaf, batch, objective, **options)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="by_torch cannot run in the kernels"):
+            gradient(**options)
+
+
+def test_strict_compares_a_formula_with_torch() -> None:
+    def two_faced(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
+        return -advantage * logp, -advantage * (1.0 if isinstance(logp, Tensor) else 2.0)
+
+    logits, batch = torch.randn(2, 100), TokenBatch(torch.tensor([3, 4]), torch.ones(2))
+    with pytest.raises(ValueError, match="two_faced gives d_logp"):
+        grpo_loss(logits, batch, Objective(Custom(two_faced)), strict=True)
+    assert grpo_loss(logits, batch, Objective(entropy_coef=0.1), strict=True).loss.isfinite()
 
 
 def test_a_value_error_that_is_no_refused_formula_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +303,7 @@ def test_a_value_error_that_is_no_refused_formula_is_not_taken_for_one(monkeypat
     def broken(*_: Any) -> Any:
         raise ValueError("something else is wrong")
 
-    monkeypatch.setattr(backend, "fused", broken)
+    monkeypatch.setattr(triton.Kernels, "fused", broken)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         with pytest.raises(ValueError, match="something else is wrong"):

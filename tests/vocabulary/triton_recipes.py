@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from grpo_kernels import Objective, TokenBatch, grpo_loss
-from grpo_kernels.vocabulary.products import HalfProducts, Products, TensorCoreProducts
+from grpo_kernels.rows.products import HalfProducts, Products, TensorCoreProducts
 from support import oracle
-from support.cases import same_bits
+from support.bits import same_bits
 from support.doors import check, exact_of, run
 from support.gpu_products import of_a_gpu
 from support.inside import in_chunks

@@ -23,9 +23,9 @@ from grpo_kernels import (
     token_logprobs,
 )
 from grpo_kernels.distributed import VocabShard
-from grpo_kernels.vocabulary import blocks
-from grpo_kernels.vocabulary import hidden as linear
-from support.cases import same_bits
+from grpo_kernels.rows import hidden as linear
+from grpo_kernels.rows import products as blocks
+from support.bits import same_bits
 from support.collectives import counted
 from support.doors import compare, run
 from support.oracle import Answer
@@ -104,6 +104,18 @@ def check_any_cut(rank: int, ranks: int) -> None:
             assert all(same_bits(x, theirs[name]) for theirs in everywhere(found.values) for name, x in found.values.items()), (
                 recipe
             )
+
+
+def check_the_largest_ids(rank: int, ranks: int) -> None:
+    """They count from the first column of the vocabulary, whoever holds them; of equal ones the lowest."""
+    logits = torch.randn(40, 64, generator=torch.Generator().manual_seed(2))
+    logits[::4, [9, 50]] = 9.0
+    shard = VocabShard.of(torch.empty(64 // ranks, 1), vocab=64)
+    for backend in BACKENDS:
+        own = logits.chunk(ranks, 1)[rank]
+        _, _, more = token_logprobs(own, torch.zeros(40).long(), also=("top_id", "top_prob"), shard=shard, backend=backend)  # type: ignore[misc]
+        assert more["top_id"].tolist() == logits.argmax(1).tolist()
+        torch.testing.assert_close(more["top_prob"], logits.softmax(1).amax(1))
 
 
 LOSS = Recipe(source="hidden", objective="grpo, k3 and entropy", vocab=V, bias="plain", lengths=(7, 4, 2, 0, 6, 1, 5, 3))

@@ -4,7 +4,7 @@ ms-swift's GRPO then calls our loss from hidden states in place of Liger's. Othe
 (`swift.loss.loss_map` is for supervised training). ms-swift loads this file by its path, and puts the file's folder first on
 sys.path: nothing else is in it."""
 
-from grpo_kernels.integrations import liger_slot
-from grpo_kernels.plugins._once import once
+from grpo_kernels.integrations import liger
+from grpo_kernels.plugins import once
 
-SLOTS = once("ms_swift", liger_slot.bind, lambda _: "ms-swift's GRPO loss with use_liger_kernel is ours.")
+SLOTS = once("ms_swift", liger.bind, lambda _: "ms-swift's GRPO loss with use_liger_kernel is ours.")

@@ -28,8 +28,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 from benchmarks.launches import _Driver
-from grpo_kernels.vocabulary.backends import triton as backend
-from grpo_kernels.vocabulary.backends import triton_choices
+from grpo_kernels.rows.backends import triton as backend
 from support.largest import LARGEST
 from support.ptx.program import Counts, Program
 
@@ -77,9 +76,7 @@ def executing(target: str, order: int = 0, change: Any = None) -> Iterator[list[
         mock.patch.object(triton.runtime.driver, "_active", _Executor(target)),
         mock.patch.object(CUDABackend, "make_cubin", lambda *_: b""),
         mock.patch.object(JITFunction, "run", execute),
-        mock.patch.object(triton_choices, "serves", lambda device: True),
         mock.patch.object(backend, "serves", lambda device: True),
-        mock.patch.object(triton_choices, "available", lambda: None),
         mock.patch.object(backend, "available", lambda: None),
     ):
         triton.knobs.cache.dir = str(CACHE)

@@ -1,0 +1,357 @@
+"""What all adapters share: their declaration, the replacement of a trainer's functions by ours until it is undone, the comparison
+of first calls under a version that was not tested, and the two ways into a trainer's inside that are experimental."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+
+OVERRIDE = "GRPO_KERNELS_ANY_VERSION"
+
+
+class NotCovered(ValueError):
+    """Raised by one of our functions, before any work, for a call that the trainer's own function has to handle."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What an adapter is, said once: binding, the doctor, pages and tests read it.
+
+    trainer    its name.
+    package    its distribution, which is asked for its version.
+    tested     versions that the tests ran with, or their beginnings: "1.16" stands for 1.16.0, 1.16.1 and so on.
+    replaces   the name of a function of ours -> the dotted path of the trainer's that it replaces, or paths of which one exists.
+    configured what a configuration of the trainer names -> what that does.
+    """
+
+    trainer: str
+    package: str
+    tested: tuple[str, ...] = ()
+    replaces: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    configured: Mapping[str, str] = field(default_factory=dict)
+
+    def untested(self, any_version: bool = False) -> str | None:
+        """The installed version in words, if the adapter was not tested with it; None if it was, and where any_version or the
+        environment setting says to go on without a comparison."""
+        try:
+            installed = metadata.version(self.package)
+        except metadata.PackageNotFoundError:
+            installed = ""
+        known = any(installed == version or installed.startswith(version + ".") for version in self.tested)
+        if known or any_version or os.environ.get(OVERRIDE, "0") == "1":
+            return None
+        named = f"{self.package} {installed}" if installed else f"{self.package}, whose version is not known here,"
+        return (
+            f"{named} was not tested with this adapter ({', '.join(self.tested)} {'was' if len(self.tested) == 1 else 'were'})"
+        )
+
+    def bind(self, *ours: Function, strict: bool = False, any_version: bool = False) -> Slots:
+        """Replace what the declaration says that these functions of ours replace."""
+        slots = Slots(self, strict, any_version)
+        for function in ours:
+            slots.bind(function)
+        return slots
+
+
+# ---- the first calls under a version that was not tested
+
+
+class Differs(Exception):
+    """Our results differ from the trainer's; the message says by how much."""
+
+
+def alike(what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float, floor: Tensor | float = 0.0) -> bool:
+    """Raise Differs unless these are equal up to rounding: a share of the sum of absolute values, and `floor` for each number.
+    True if anything was not 0."""
+    shapes = [[[*x.shape] for x in found] for found in (ours, theirs)]
+    if shapes[0] != shapes[1]:
+        raise Differs(f"{what} have shapes {shapes[0]}, and its own {shapes[1]}")
+    told = False
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        a, b = a.detach().double(), b.detach().double()
+        apart, size = (a - b).abs().sum(), b.abs().sum()
+        if not apart <= tolerance * size + floor * b.numel():  # NaN differs too
+            raise Differs(
+                f"{what}, tensor {number} of {len(ours)}: ours sum to {float(a.sum()):.6g} and its own to {float(b.sum()):.6g}; they "
+                f"are {float(apart):.3g} apart of {float(size):.3g} in absolute terms, at most {float((a - b).abs().max()):.3g} in one place"
+            )
+        told = told or bool(size > 0)
+    return told
+
+
+def outcome(
+    function: Function, call: Any, part: Function, among: set[int] | None
+) -> tuple[list[Tensor], list[Tensor], set[int]]:
+    """Results of a call on copies of its tensors, which may be overwritten; slopes of a fixed mixture of the results with respect
+    to what wants a gradient; and which results were mixed: of those with a gradient the ones `among`, None: all."""
+    leaves: list[Tensor] = []
+
+    def copied(x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            return x.detach().clone()
+        leaves.append(x.detach().requires_grad_())  # the caller's memory, which is not written
+        return leaves[-1].clone()
+
+    args, kwargs = tree_map_only(Tensor, copied, call)
+    found = tree_leaves(part(function(*args, **kwargs)))
+    results = [x for x in found if isinstance(x, Tensor) and x.is_floating_point()]
+    chosen = {i for i, x in enumerate(results) if x.requires_grad and (among is None or i in among)}
+    mixed, values = [results[i] for i in sorted(chosen)], [x.detach().clone() for x in results]
+    if not mixed or not leaves:
+        return values, [], chosen
+    upstream = [(1.5 + torch.arange(x.numel(), device=x.device).cos()).to(x.dtype).view(x.shape) for x in mixed]
+    slopes = torch.autograd.grad(mixed, leaves, upstream, allow_unused=True, materialize_grads=True)
+    return values, [*slopes], chosen
+
+
+class Trial:
+    """The comparison under a version that was not tested: the trainer's own function runs beside ours until values and slopes were
+    compared once. Then one warning says so, and ours goes on alone; or ours is taken off, and RuntimeError names the difference.
+
+    version   of `Adapter.untested`; None: there is nothing to compare.
+    remove    takes ours off again; None: ours was put in by the user."""
+
+    def __init__(self, version: str | None, remove: Callable[[], None] | None = None) -> None:
+        self.version, self.remove, self.said = version, remove, False
+        self.open: dict[str, set[str]] = {}  # of each function what was not compared yet
+
+    def pending(self, name: str) -> bool:
+        return self.version is not None and bool(self.open.setdefault(name, {"values", "slopes"}))
+
+    def compare(self, name: str, ours: Function, theirs: Function, call: Any, part: Function = lambda result: result) -> None:
+        """Run both on copies of the call's (args, kwargs), of whose results `part` is compared. A call under no_grad shows
+        values."""
+        coarse = any(isinstance(x, Tensor) and x.is_floating_point() and x.element_size() < 4 for x in tree_leaves(call))
+        tolerance, floor = (3e-2, 2e-2) if coarse else (1e-3, 1e-5)  # 16-bit functions may sum in 16 bits
+        with self.refusing(name):
+            values, slopes, mixed = outcome(ours, call, part, None)
+            try:
+                wanted, their_slopes, theirs_mixed = outcome(theirs, call, part, mixed)
+            except Exception as error:
+                raise Differs(f"its own function raised {type(error).__name__}: {error}") from error
+            told = {"values"} if alike("values", values, wanted, tolerance, floor) else set()
+            if theirs_mixed != mixed:  # what has no slope there is used without one
+                slopes = outcome(ours, call, part, theirs_mixed)[1]
+            told |= {"slopes"} if alike("slopes", slopes, their_slopes, tolerance) else set()  # which may be small everywhere
+        self.passed(name, told)
+
+    def beside(self, ours: Function, theirs: Function, part: Function = lambda result: result) -> Function:
+        """Our function, compared with theirs for the first calls; our function alone under a tested version."""
+
+        @functools.wraps(ours)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.pending(ours.__name__):
+                self.compare(ours.__name__, ours, theirs, (args, kwargs), part)
+            return ours(*args, **kwargs)
+
+        return ours if self.version is None else call
+
+    @contextlib.contextmanager
+    def refusing(self, name: str) -> Iterator[None]:
+        """Turn `Differs` into the error that the user gets."""
+        try:
+            yield
+        except Differs as difference:
+            done = "Nothing was trained with ours: keep its own,"
+            if self.remove is not None:
+                self.remove()
+                done = "Ours was taken off, nothing was trained with it:"
+            raise RuntimeError(
+                f"{self.version}, and {name} is not what it was: {difference}. {done} install a tested version, or pass "
+                f"any_version=True (or set {OVERRIDE}=1) to go on all the same."
+            ) from difference
+
+    def passed(self, name: str, told: set[str]) -> None:
+        """Note what was compared of `name`; when that is all, a warning says so the first time."""
+        self.open[name] -= told
+        if not self.open[name] and not self.said:
+            self.said = True
+            warnings.warn(
+                f"{self.version}: its own arithmetic and ours were compared on the first step, values and slopes ({name}). They agree, "
+                "ours goes on.", stacklevel=3,
+            )  # fmt: skip
+
+
+# ---- replacing functions
+
+
+class Slots:
+    """The replaced functions of one trainer. `undo()`, or leaving a `with` block, restores all of them.
+
+    counts   Counter of calls: "fused", or the trainer's name and why its own function was called.
+    strict   True: a call that is left to the trainer raises RuntimeError instead, and so does the end of a `with` block in
+             which none of our functions was called.
+    trial    the comparison under a version that was not tested."""
+
+    def __init__(self, adapter: Adapter, strict: bool = False, any_version: bool = False) -> None:
+        self.adapter, self.strict = adapter, strict
+        self.trial = Trial(adapter.untested(any_version), self.undo)
+        self.counts: Counter[str] = Counter()
+        self._bound: list[tuple[Any, str, Any, Any]] = []
+        self._paths: list[str] = []
+
+    def bind(
+        self, ours: Function, path: str = "", *, attribute: str = "", comparable: bool = True, **fixed: Any
+    ) -> None:  # fmt: skip
+        """Replace the trainer's function by `ours`, in its module and in every module of the package that imported it, under any
+        name. Modules that are imported later get ours from that module.
+
+        path        where it is; "": where the declaration of the adapter says.
+        attribute   the attribute that the trainer calls, such as `apply` of an autograd function; "": the function itself.
+        comparable  False: ours returns something else than theirs does, so that it is refused under an untested version, and
+                    where its arguments have other names.
+        fixed       arguments of ours that the trainer does not pass.
+        Raises RuntimeError where it is replaced already. After this or any other error everything is restored."""
+        try:
+            home, name = found(path or self.adapter.replaces[ours.__name__])
+            ours = functools.wraps(ours)(functools.partial(ours, **fixed)) if fixed else ours
+            if not comparable and self.trial.version is not None:
+                raise RuntimeError(
+                    f"{self.trial.version}, and {home}.{name} cannot be compared with ours in the first step: install a tested "
+                    f"version, or pass any_version=True (or set {OVERRIDE}=1) and compare your first steps with and without it."
+                )
+            theirs = getattr(sys.modules[home], name)
+            if getattr(theirs, "grpo_kernels", False):
+                raise RuntimeError(f"{home}.{name} is ours already: call undo() on what bound it.")
+            if not comparable and not attribute:
+                same_arguments(f"{home}.{name}", theirs, ours)
+            value = self.counted(ours, getattr(theirs, attribute) if attribute else theirs)
+            if attribute:
+                value = type(name, (), {attribute: staticmethod(value), "grpo_kernels": True, "theirs": theirs})
+            for module, key in list(names_of(theirs, home)):
+                self.put(module, key, value)
+            self._paths.append(f"{home}.{name}")
+        except BaseException:
+            self.undo()
+            raise
+
+    def put(self, module: Any, key: str, value: Any) -> None:
+        """Set `module.key` to `value` until `undo()`, in this module only and without counting calls."""
+        self._bound.append((module, key, value, getattr(module, key)))
+        setattr(module, key, value)
+
+    def counted(self, ours: Function, theirs: Function) -> Any:
+        """Our function, or theirs if ours raises NotCovered, with a count of the calls of each."""
+        compared = self.trial.beside(ours, theirs)
+
+        @functools.wraps(ours)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = compared(*args, **kwargs)
+            except NotCovered as reason:
+                if self.strict:
+                    raise RuntimeError(
+                        f"strict=True, but {ours.__name__} is left to {self.adapter.trainer}: {reason}."
+                    ) from None
+                self.counts[f"{self.adapter.trainer}: {reason}"] += 1
+                return theirs(*args, **kwargs)
+            self.counts["fused"] += 1
+            return result
+
+        vars(call).update(grpo_kernels=True, theirs=theirs)
+        return torch.compiler.disable(call)  # a trainer may call torch.compile on the function
+
+    def undo(self) -> None:
+        """Restore the trainer's functions, also in modules that were imported since. A second call does nothing. Raises
+        RuntimeError, before anything is restored, where another package has replaced one of ours."""
+        for module, name, value, _ in self._bound:
+            if module.__dict__.get(name) is not value:
+                home = getattr(module, "__name__", type(module).__name__)
+                raise RuntimeError(f"{home}.{name} is not ours any more: undo in the reverse order of binding.")
+        for module, name, value, theirs in self._bound:
+            setattr(module, name, theirs)
+            for late, key in names_of(value, getattr(module, "__name__", "")):
+                setattr(late, key, theirs)
+        self._bound.clear()
+
+    def __enter__(self) -> Slots:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            self.undo()
+        except RuntimeError as reason:
+            if kind is None:
+                raise
+            warnings.warn(str(reason), stacklevel=2)  # the error inside the block matters more
+        if kind is None and self.strict and not self.counts["fused"]:
+            raise RuntimeError(
+                f"strict=True, but no call was fused in this block: {self.adapter.trainer} did not call {' or '.join(self._paths)}. "
+                "Either it did not get as far as the loss, or this version or configuration of it calls something else."
+            )
+
+
+def found(paths: str | tuple[str, ...]) -> tuple[str, str]:
+    """(module, name) of the first of these paths whose module exists; it is imported."""
+    every = (paths,) if isinstance(paths, str) else paths
+    for home, _, name in (path.rpartition(".") for path in every):
+        try:
+            importlib.import_module(home)
+        except ModuleNotFoundError as error:
+            if len(every) > 1 and error.name is not None and home.startswith(error.name):
+                continue
+            raise  # it is the only one, or is there and wants another module
+        return home, name
+    raise RuntimeError(f"there is none of {', '.join(every)}: the adapter was written for other versions.")
+
+
+def names_of(value: Any, home: str) -> Iterator[tuple[Any, str]]:
+    """(module, name) of every name that refers to `value`, in the modules of the package that `home` is of."""
+    root = home.partition(".")[0]
+    for path, module in list(sys.modules.items()):
+        if path.partition(".")[0] == root:
+            yield from ((module, key) for key, held in list(getattr(module, "__dict__", {}).items()) if held is value)
+
+
+def same_arguments(path: str, theirs: Function, ours: Function) -> None:
+    """Raise RuntimeError unless ours takes the calls of theirs, by position and by name."""
+    signatures = [inspect.signature(function) for function in (theirs, ours)]
+    given, taken = ([*signature.parameters.values()] for signature in signatures)
+    places, our_places = ([p.name for p in each if p.kind is p.POSITIONAL_OR_KEYWORD] for each in (given, taken))
+    with contextlib.suppress(TypeError):
+        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given):
+            return
+        signatures[1].bind(*places, **{p.name: None for p in given if p.kind is p.KEYWORD_ONLY})
+        if places == our_places[: len(places)]:
+            return
+    names = (", ".join(p.name for p in each) for each in (given, taken))
+    raise RuntimeError(
+        "{} takes ({}), but ours takes ({}): it is not the function that this adapter was written for.".format(path, *names)
+    )
+
+
+# ---- experimental: these depend on a trainer's inside, which may change in any release
+
+
+def read_closure(function: Function, names: Sequence[str]) -> dict[str, Any]:
+    """The variables of these names that a trainer's function has closed over; a name that it has not is left out. Experimental."""
+    held = inspect.getclosurevars(function).nonlocals
+    return {name: held[name] for name in names if name in held}
+
+
+@contextlib.contextmanager
+def replaced_inside(home: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Put `make(theirs)` in the place of a name in a module for the time of one call, and theirs back at its end, whatever happens.
+    Experimental: other threads of the process see it too."""
+    theirs = getattr(home, name)
+    setattr(home, name, make(theirs))
+    try:
+        yield
+    finally:
+        setattr(home, name, theirs)

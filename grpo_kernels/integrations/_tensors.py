@@ -1,0 +1,193 @@
+"""What adapters share over tensors: dtypes, groups of ranks, denominators, scores of logits, records of what a sampler kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .. import Exact, LogitTransform, LossOutput, Objective, TokenBatch, TokenSets, token_logprobs
+from ..distributed import VocabShard
+from ..formulas.divergence import divergence_at
+from ..layout import of_a_leaf
+from ._swap import NotCovered
+
+Tensor = torch.Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def plain(*tensors: Tensor | None) -> None:
+    """Raise NotCovered for tensors that our kernels cannot read."""
+    for x in tensors:
+        if x is not None and x.dtype not in DTYPES:
+            raise NotCovered(f"dtype {x.dtype}")
+        if not all(placement.is_replicate() for placement in getattr(x, "placements", ())):
+            raise NotCovered("a sharded DTensor")
+
+
+# ---- groups of ranks
+
+
+def even_shard(width: int, group: Any, *, reduce_hidden: bool = True) -> VocabShard | None:
+    """This rank's part of a vocabulary that is split evenly over `group`, `width` ids per rank, as Megatron does; None where
+    one rank has all of it. Padding rows of the weight count as ids, as they do in the trainers."""
+    ranks = 1 if group is None else torch.distributed.get_world_size(group)
+    if ranks == 1:
+        return None
+    return VocabShard(torch.distributed.get_rank(group) * width, ranks * width, group, reduce_hidden)
+
+
+def shard_of(logits: Tensor, group: Any, megatron: bool) -> VocabShard | None:
+    """This rank's part of the vocabulary: of a DTensor with Shard(-1), of `group`, or with `megatron` of its tensor-parallel
+    group; None where logits are whole rows."""
+    placements = getattr(logits, "placements", None)
+    if placements is not None:
+        if len(placements) != 1 or not placements[0].is_shard() or placements[0].dim % logits.dim() != logits.dim() - 1:
+            raise ValueError(
+                f"logits is a DTensor with placements {placements}: it must be cut by Shard(-1), over a tensor-parallel mesh of one "
+                "dimension."
+            )
+        return VocabShard.of(logits, dim=-1)
+    if group is None and megatron:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_tensor_model_parallel_group()
+    return even_shard(logits.shape[-1], group)
+
+
+def world() -> Any:
+    """The group of all ranks, for trainers in which no group means all ranks, as in torch.distributed; None without one."""
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.group.WORLD if ready else None
+
+
+# ---- batches, denominators, metrics
+
+
+def at_least_one(count: float | Tensor) -> float | Tensor:
+    """A trainer's count as a denominator, which is 1 for a step without tokens."""
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+
+
+def no_ids(like: Tensor) -> Tensor:
+    """Targets of the shape of `like`, all 0, for calls whose result does not depend on them: a loss over log-probs, or an
+    entropy."""
+    return torch.zeros(like.shape, dtype=torch.int64, device=like.device)
+
+
+def scored_batch(mask: Tensor, advantages: Tensor, **fields: Any) -> TokenBatch:
+    """A batch for `objective_loss`, which takes log-probs and does not read ids. `fields` are those of TokenBatch."""
+    return TokenBatch(no_ids(mask), advantages, mask=mask != 0, **fields)
+
+
+def teaching(mask: Tensor | None, like: Tensor) -> TokenBatch:
+    """A batch for a distillation loss, which reads neither ids nor advantages."""
+    return TokenBatch(no_ids(like), torch.zeros(like.shape, device=like.device), mask=mask)
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """The mean of x where the mask is True; 0 where it is nowhere."""
+    return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def left_out(out: LossOutput, objective: Objective) -> Tensor:
+    """The share of tokens that a filter dropped or a clip bounded."""
+    return 1 - out.metrics["kept"] if objective.filters else out.metrics["clip_low"] + out.metrics["clip_high"]
+
+
+def numbers(named: Mapping[str, Tensor]) -> dict[str, float]:
+    """0-d tensors as Python numbers, in one trip to the host."""
+    values = [value.detach().to(torch.float32) for value in named.values()]
+    return dict(zip(named, torch.stack(values).tolist(), strict=True)) if values else {}
+
+
+def divergence_of(beta: float) -> Exact:
+    """TRL's and Liger's beta as a divergence: 0 is the forward KL, 1 the reverse, in between the jsd with that mixture."""
+    if beta in (0.0, 1.0):
+        return Exact("forward" if beta == 0.0 else "reverse")
+    return Exact("jsd", mixture=float(beta))
+
+
+# ---- scores of logits
+
+
+def entropy_kind(wanted: bool, gradient: bool = True) -> bool | str:
+    """What our functions call entropy=: not at all, with a gradient, or without."""
+    return (True if gradient else "detached") if wanted else False
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """verl's and SkyRL's function of this name: log-probs of labels, fp32 [...]; logits [..., V], labels of any shape with as
+    many elements as there are rows.
+
+    inplace_backward   True: the gradient overwrites the logits, unless they are a leaf. Autograd raises where another operation
+                       still needs them."""
+    plain(logits)
+    if labels.numel() == logits.shape[:-1].numel():  # any other number is refused below, in an error that names both shapes
+        labels = labels.reshape(logits.shape[:-1])
+    inplace = inplace_backward and logits.requires_grad and not of_a_leaf(logits) and logits.is_contiguous()
+    return token_logprobs(logits, labels, inplace=inplace)[0]
+
+
+def entropy_from_logits(
+    logits: Tensor, *, transform: LogitTransform | None = None, mask: Tensor | None = None, gradient: bool = True
+) -> Tensor:
+    """Entropy in nats, fp32 [...], of logits [..., V] after `transform`; 0 where the mask is False."""
+    plain(logits)
+    kind = entropy_kind(True, gradient)
+    entropy = token_logprobs(logits, no_ids(logits[..., 0]), transform=transform, mask=mask, entropy=kind)[1]
+    assert entropy is not None
+    return entropy
+
+
+def in_a_column(logits: Tensor, tokens: Tensor, group: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """slime's and miles' form: (log-probs [R, 1], or [0] of no tokens; entropy [R] or None) of logits [R, V / ranks of the
+    group], no group being all ranks; `options` are those of `token_logprobs`."""
+    logps, entropy = token_logprobs(logits, tokens, shard=even_shard(logits.shape[-1], group or world()), **options)
+    return logps[:, None] if len(logps) else logps, entropy
+
+
+# ---- ids of each row
+
+
+def at_ids(logits: Tensor, ids: Tensor, **options: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(log-probs at the ids [.., K] of each row of logits [.., V], entropies if asked for, [..]: how many different ids a row
+    has), in one visit of each row, for trainers that take an id several times. `options` are those of `token_logprobs`."""
+    flat = ids.flatten(0, -2)
+    in_order, order = flat.sort(-1)
+    first = torch.ones_like(flat, dtype=torch.bool)
+    first[:, 1:] = in_order[:, 1:] != in_order[:, :-1]
+    sets = TokenSets.from_counts(in_order[first], first.sum(-1))
+    place = first.reshape(-1).cumsum(0).view(flat.shape) - 1  # in the sets' ids
+    _, entropy, named = token_logprobs(logits, no_ids(ids[..., 0]), at=sets, **options)
+    return named["at"][place.gather(-1, order.argsort(-1))].view(ids.shape), entropy, first.sum(-1).view(ids.shape[:-1])
+
+
+def divergence_over(exact: Exact, logps: Tensor, teacher: Tensor) -> Tensor:
+    """[..]: the divergence of log-probs [.., K] at the same ids, over these ids alone."""
+    shape, k = logps.shape[:-1], logps.shape[-1]
+    offsets = torch.arange(shape.numel() + 1, device=logps.device) * k
+    return divergence_at(exact, logps.reshape(-1), teacher.reshape(-1), offsets).view(shape)
+
+
+def response_sets(name: str, record: tuple[Any, Any], tokens: int) -> TokenSets:
+    """The sets of one response of so many tokens, of (ids, offsets), each a list or a tensor of integers. `name` is what the record
+    is called in errors. Raises ValueError where the offsets are not those of so many tokens, and as TokenSets does."""
+    ids, offsets = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64) for x in record)
+    try:
+        sets = TokenSets(ids, offsets)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if sets.rows != tokens:
+        raise ValueError(
+            f"{name} has sets for {sets.rows} tokens, but the response has {tokens}: cut both alike, and record every token."
+        )
+    return sets
+
+
+def on_rows(sets: TokenSets, generated: Tensor) -> TokenSets:
+    """One set after another on the True rows of `generated`, bool of any shape; all other rows get none."""
+    flat = generated.reshape(-1)
+    return sets.take(torch.where(flat, flat.cumsum(0) - 1, -1))

@@ -1,0 +1,260 @@
+"""Triton backend: each program processes one row at a time, reading it once from device memory and then once from L2.
+
+Row counts, strides, scalars and parameters are runtime values, so a new length or a new step of a schedule does not recompile.
+Compile-time are the vocabulary's size class, dtypes, alignment, the names of partials and slopes, and the program of a loss, which
+the fused kernel is compiled with. A kernel that does not fit or compile gets a smaller tile and then raises KernelFailure.
+
+one_row.py and two_rows.py have what a program does with a row, kernels.py the kernels, launch.py how they are launched."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+from ....formulas.program import FormulaRefused, Program
+from ....formulas.token_stage import INPUTS, TokenStage
+from ...partials import OF_STUDENT, LogitRows, Partials, Slopes, partials_of
+from ...ragged import Ragged
+from ...selection import Drawn, capacity, per_unit
+from .. import Backend, FusedRows, eager, fall_back
+from . import launch as launch
+from .kernels import (
+    _add_hidden_rows_kernel,
+    _add_pieces_kernel,
+    _add_weight_rows_kernel,
+    _fused_kernel,
+    _mixed_kernel,
+    _pull_kernel,
+    _scale_kernel,
+    _select_kernel,
+    _slot_logits_kernel,
+    _stats_kernel,
+    _two_pull_kernel,
+    _two_stats_kernel,
+)
+from .launch import Arguments, KernelFailure, available, check_layout, formula_of, run_blocks, serves, vectors
+
+Tensor = torch.Tensor
+
+__all__ = ["Kernels", "OrEager", "available", "serves"]
+
+WITH_TOP = partials_of(("top_id",))
+
+#: A program sums up to twice as many slots of one id. Fewer would need more memory for the sums of pieces: 4 H bytes for each
+#: piece that the slots could have, 64 MiB for the two million of 8192 rows of a sparse gradient with H = 4096.
+PIECE = 512
+
+
+class Kernels(Backend):
+    """The kernels; one that cannot run raises KernelFailure. `strict`: a program is compared with torch before its first use."""
+
+    writes_behind_reads = False  # many threads write at once, starting at the end of the row
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+
+    # ---- rows of logits
+
+    def stats(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
+        result, of = Partials.empty(names, rows.n, rows.logits.device, rows.second), Arguments(rows)
+        of_rows = of.vectors(targets=rows.targets, read=rows.read)
+        arguments = (*of.memory, *of.sizes, *of_rows, *of.transforms, *of.partials(result))
+        own = tuple(name for name in names if name in OF_STUDENT)
+        if rows.second is None:
+            of.run("visit", _stats_kernel, arguments, NAMES=" ".join(own))
+            return result
+        direction = "forward" if rows.second.kind == "forward" else "reverse"
+        of.run("two", _two_stats_kernel, arguments, NAMES=" ".join(own), DIRECTION=direction)
+        if "top" in names:  # rarely asked for beside a second stream, so it is a separate pass
+            alone = self.stats(rows._replace(second=None), WITH_TOP)
+            result.get("top").copy_(alone.get("top"))  # type: ignore[union-attr, arg-type]
+        return result
+
+    def mixed(self, rows: LogitRows, partials: Partials) -> Tensor:
+        of, sums = Arguments(rows), torch.empty(2, rows.n, dtype=torch.float32, device=rows.logits.device)
+        read, log_sums = of.vectors(read=rows.read, log_sums=partials.log_sums)
+        arguments = (
+            *of.memory, *of.sizes, read, *of.transforms, *of.partials(partials), log_sums, *of.shares, sums, sums.stride(0),
+        )  # fmt: skip
+        of.run("mixed", _mixed_kernel, arguments)
+        return sums
+
+    def pull(self, rows: LogitRows, partials: Partials, slopes: Slopes, out: Tensor) -> None:
+        names = " ".join(slopes.names)
+        if slopes.get("divergence") is None:
+            of = Arguments(rows._replace(second=None), out)
+            (targets,) = of.vectors(targets=rows.targets)
+            arguments = (*of.memory, *of.sizes, targets, *of.partials(partials), *of.slopes(slopes), *of.transforms)
+            of.run("visit", _pull_kernel, arguments, NAMES=names)
+            return
+        assert rows.second is not None
+        of = Arguments(rows, out)
+        targets, *of_second = of.vectors(targets=rows.targets, log_sums=partials.log_sums, center=partials.center)
+        arguments = (
+            *of.memory, *of.sizes, targets, *of.partials(partials), *of_second, *of.shares, *of.slopes(slopes), *of.transforms,
+        )  # fmt: skip
+        of.run("two", _two_pull_kernel, arguments, NAMES=names, DIRECTION=rows.second.kind)
+
+    def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
+        """In one visit of each row; beside a second stream in two."""
+        if rows.second is not None:
+            return self.two_visits(rows, stage, out, max(1, rows.n))
+        assert rows.part is None
+        if self.strict:
+            stage.compare_once(Program.__call__)
+        program, numbers = stage.program()
+        formula, used = formula_of(program)
+        of, logits = Arguments(rows, out), rows.logits
+        inputs = stage.inputs(program)
+        of_rows = of.vectors(targets=rows.targets, read=rows.read, **{name: inputs.get(name) for name in INPUTS})
+        results = torch.empty(3, of.n, dtype=torch.float32, device=logits.device)
+        memory = of.memory if out is not None else (*of.memory, None, 0, 0)
+        arguments = (*memory, *of.sizes[:2], of.n, *of_rows, *of.transforms, tuple(numbers[i] for i in used), results)
+        kind = launch.fused_kind(logits.dtype, logits.dtype if out is None else out.dtype, rows.transform.softcap)
+        of.run(kind, _fused_kernel, arguments, FORMULA=formula)
+        return FusedRows(*results)
+
+    def scale_(self, gradient: Tensor, factor: Tensor) -> None:
+        """The kernel reads the factor: a factor of 1 costs a launch only, and no host sync."""
+        if gradient.numel() == 0:
+            return
+        view = gradient
+        if gradient.is_contiguous():
+            # One row, of any length, whose stride is never used: 0 keeps the length from selecting a kernel.
+            view = gradient.as_strided((1, 1, gradient.numel()), (0, 0, 1))
+        else:
+            check_layout("gradient", gradient)
+        A, T, V = view.shape
+        tile = functools.partial(launch.choose, "scale", 2**31, (view,))
+        arguments = (view, view.stride(0), view.stride(1), V, T, A * T, factor)
+        with launch.on_device(gradient):
+            launch.run(
+                _scale_kernel, tile, lambda of: min(A * T * triton.cdiv(V, of.size), launch.SCALE_PROGRAMS), arguments, {}
+            )
+
+    # ---- products over slots
+
+    def slot_logits(self, hidden: Tensor, weight: Tensor, slots: Ragged) -> Tensor:
+        m = slots.ids.numel()
+        logits = torch.empty(m, dtype=torch.float32, device=hidden.device)
+        of_slots = vectors(m, **{"slots.ids": slots.ids, "slots.rows": slots.rows})
+        arguments = (hidden, hidden.stride(0), weight, weight.stride(0), hidden.shape[1], *of_slots, logits)
+        run_blocks("slots", _slot_logits_kernel, {"weight": weight, "hidden": hidden}, lambda _: m, arguments)
+        return logits
+
+    def add_weight_rows(self, values: Tensor, slots: Ragged, weight: Tensor, out: Tensor) -> None:
+        of_slots = vectors(slots.ids.numel(), values=values, **{"slots.ids": slots.ids})
+        of_rows = vectors(out.shape[0] + 1, **{"slots.offsets": slots.offsets})
+        arguments = (*of_slots, *of_rows, weight, weight.stride(0), out, out.stride(0), out.shape[1])
+        matrices = {"weight": weight, "out": out}
+        run_blocks("slots", _add_weight_rows_kernel, matrices, _blocks_of(out, out.shape[0]), arguments)
+
+    def add_hidden_rows(self, values: Tensor, slots: Ragged, hidden: Tensor, out: Tensor) -> None:
+        m = slots.ids.numel()
+        of_slots = vectors(m, values=values, **{"slots.rows": slots.rows})
+        used = (slots.ids >= 0) & (values != 0)
+        ids, order = torch.where(used, slots.ids, -1).to(torch.int32).sort(stable=True)
+        places, begins = first_places(ids, min(m, out.shape[0])), pieces(ids)
+        # Columns of the sums of pieces are those of out. Their memory is taken, and the second kernel launched, where an id may be
+        # cut.
+        parts = torch.empty(m // PIECE + 1 if len(begins) else 0, out.shape[1], dtype=torch.float32, device=out.device)
+        n, matrices = len(places), {"hidden": hidden, "out": out}
+        to = (out, out.stride(0), out.shape[1])
+        arguments = (*of_slots, ids, order, m, places, n, begins, parts, hidden, hidden.stride(0), *to)
+        run_blocks("slots", _add_hidden_rows_kernel, matrices, _blocks_of(out, n + len(begins)), arguments, PIECE=PIECE)
+        arguments = (ids, m, begins, parts, *to)
+        run_blocks("slots", _add_pieces_kernel, matrices, _blocks_of(out, len(begins)), arguments, PIECE=PIECE)
+
+    # ---- columns of sparse gradients
+
+    def masses(self, rows: LogitRows, partials: Partials, step: float) -> Tensor:
+        found = torch.empty(rows.n, dtype=torch.int64, device=rows.logits.device)
+        _select(rows, partials, step, None, found, (None, None))
+        return found
+
+    def select(self, rows: LogitRows, partials: Partials, step: float, starts: Tensor) -> Drawn:
+        drawn = Drawn.nothing(rows.n, step, rows.logits.device)
+        _select(rows, partials, step, starts, None, (drawn.ids, drawn.logits))
+        return drawn
+
+
+def _select(
+    rows: LogitRows, partials: Partials, step: float, starts: Tensor | None, masses: Tensor | None,
+    drawn: tuple[Tensor | None, Tensor | None],
+) -> None:  # fmt: skip
+    of, logits = Arguments(rows), rows.logits[0]
+    targets, starts = of.vectors(targets=rows.targets, starts=starts)
+    arguments = (
+        logits, logits.stride(0), of.vocab, targets, *of.partials(partials), starts, *of.transforms, per_unit(step), masses, *drawn,
+        capacity(step),
+    )  # fmt: skip
+    run_blocks("select", _select_kernel, {"logits": logits}, lambda _: of.n, arguments, **of.flags)
+
+
+#: What runs in place of the fused kernel where it cannot run, or its formula cannot be traced.
+SECOND_VISIT = "a second visit of the logits, with the formulas in PyTorch, which is slower"
+
+
+class OrEager(Backend):
+    """What backend="auto" uses: a call whose kernel cannot run is computed by eager PyTorch, with a warning.
+
+    Launch failures are detected before anything is written, so the logits are intact even when the gradient would overwrite them.
+    The two backends agree to rounding, so one may compute the gradient from statistics of the other."""
+
+    writes_behind_reads = Kernels.writes_behind_reads  # eager does not need it
+
+    def __init__(self, strict: bool = False) -> None:
+        self.kernels, self.eager = Kernels(), eager.Kernels()
+
+    def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
+        """If the kernel that contains the formulas cannot run, kernels without them may: torch then computes the formulas."""
+        try:
+            if rows.second is None:  # there is no fused kernel of two streams
+                return self.kernels.fused(rows, stage, out)
+        except KernelFailure as failure:
+            fall_back(SECOND_VISIT, failure.reason)
+        except FormulaRefused as refusal:
+            fall_back(SECOND_VISIT, str(refusal).rstrip("."))
+        return self.two_visits(rows, stage, out, max(1, rows.n))
+
+    def _either(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self.kernels, name)(*arguments)
+        except KernelFailure as failure:
+            fall_back("eager PyTorch, which is slow", failure.reason)
+        return getattr(self.eager, name)(*arguments)
+
+    stats: Any = functools.partialmethod(_either, "stats")
+    mixed: Any = functools.partialmethod(_either, "mixed")
+    pull: Any = functools.partialmethod(_either, "pull")
+    scale_: Any = functools.partialmethod(_either, "scale_")
+    slot_logits: Any = functools.partialmethod(_either, "slot_logits")
+    add_weight_rows: Any = functools.partialmethod(_either, "add_weight_rows")
+    add_hidden_rows: Any = functools.partialmethod(_either, "add_hidden_rows")
+    masses: Any = functools.partialmethod(_either, "masses")
+    select: Any = functools.partialmethod(_either, "select")
+
+
+def _blocks_of(out: Tensor, rows: int) -> Callable[[int], int]:
+    """How many programs there are for so many rows of `out`, from the number of columns of a program."""
+    return lambda columns: rows * triton.cdiv(out.shape[1], columns)
+
+
+def first_places(ids: Tensor, most: int) -> Tensor:
+    """int64 [most]: where each id that is not -1 occurs first in the sorted ids [m], then m. There are at most `most` of them: how
+    many would have to be waited for, and slots that are padded to the maximum are many more."""
+    first = ids >= 0
+    first[1:] &= ids[1:] != ids[:-1]
+    return torch.searchsorted(first.cumsum(0), torch.arange(1, most + 1, device=ids.device))
+
+
+def pieces(ids: Tensor) -> Tensor:
+    """int64 [m // PIECE], none if no id can have two pieces: where the id begins that every PIECE of the sorted ids [m] ends with.
+    From there it is cut, so that its sum does not depend on what other ids have."""
+    if len(ids) < 2 * PIECE:
+        return torch.empty(0, dtype=torch.int64, device=ids.device)
+    return torch.searchsorted(ids, ids[PIECE - 1 :: PIECE].contiguous())

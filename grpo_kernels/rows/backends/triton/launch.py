@@ -1,0 +1,505 @@
+"""How the Triton kernels are launched: on which device, with which threads and tiles, with which arguments.
+
+Choices of threads, loads in flight, registers, grids and cache hints affect results only through the order of sums, which depends
+on the vocabulary, dtypes and strides, never on the number of rows. `benchmarks.tune` times other choices; `benchmarks.resources`
+reads from the binaries what they need.
+
+A kernel that does not compile, or needs more than the GPU has, is retried with smaller tiles: only if it failed before it started,
+since its output may overwrite its input. If a smaller tile works there is one warning; if none does, `KernelFailure` is raised.
+Both outcomes are remembered, so later calls compile nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import linecache
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ....checks import warn_once
+from ....formulas.program import Program
+from ....formulas.token_stage import INPUTS
+from ...partials import LogitRows, Partials, RowTransform, Slopes
+from .kernels import _stats_kernel
+
+Tensor = torch.Tensor
+
+INTERPRETED = not isinstance(_stats_kernel, triton.runtime.jit.JITFunction)
+
+#: Rows, and columns of a tile that may end behind the last one, are numbered by 32 bits.
+LARGEST = 2**31 - 2**16
+
+# ---- devices
+
+
+def available() -> str | None:
+    """None when the kernels can run here, else the reason in words."""
+    if INTERPRETED:
+        return None
+    if not any(backend.driver.is_active() for backend in triton.backends.backends.values()):
+        return "Triton finds no device that it has a driver for (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+    return driver_failure()
+
+
+@functools.cache
+def driver_failure() -> str | None:
+    """Why Triton cannot use the device, or None. On first use it builds its launcher with the C compiler of the system."""
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:  # errors of a compiler, a linker, a file system
+        return f"Triton cannot start ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    return None
+
+
+def serves(device: torch.device) -> bool:
+    """Whether Triton's driver handles tensors on this device: "cuda" is NVIDIA and AMD, "xpu" Intel. For AMD the kernels have
+    been compiled and have budgets; for Intel they have not been compiled. They have been run on neither."""
+    if INTERPRETED:
+        return True
+    return device.type != "cpu" and bool(triton.runtime.driver.active.get_active_torch_device().type == device.type)
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if x.device.type == "cpu" else torch.get_device_module(x.device).device(x.device)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 4
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return int(properties["multiprocessor_count"])
+
+
+# ---- choices
+
+
+class Choice(NamedTuple):
+    """Launch settings of one kind of kernel, for long rows. Shorter rows use fewer accesses, then fewer threads."""
+
+    threads: int  # of a program
+    accesses: int  # 128-bit loads that a thread has in flight
+    programs: int = 1  # programs resident on a multiprocessor, which share its registers
+    ends: int = 1  # the last tiles of a row, loaded at once
+    kept: int = 0  # how many of these stay in registers between the first and the second pass over a row
+    grid: float = 0.0  # fused kernel: programs per multiprocessor, each looping over rows; 0: one program per row
+    hints: bool = False  # cache hints: keep data that is read again, evict the rest
+    stages: int = 1  # tiles that are computed or on their way at a time: 3 lets two arrive while one is computed
+
+
+#: kind of kernel -> its choice. By reasoning and from the binaries, not from measurements: no GPU has timed them yet.
+#: 32 KiB in flight is a little over what 4.8 TB/s times 0.7 us of latency ask of each of 132 multiprocessors (25 KiB).
+#:   visit    one pass over a row. Two programs, so that one loads while the other reduces at the end of its row.
+#:   fused    two passes over a row, and the values that live across the loops need more than 64 registers. One program by
+#:            registers: 132 rows of 152k bf16 logits (39 MB) stay in the 50 MB L2 of a Hopper GPU from first to second read,
+#:            twice as many would not. A program a row: where another stream holds multiprocessors, no row waits for them.
+#:            The end of a row stays in registers, so the second pass starts without a load.
+#:   fused32  the same with fp32 logits, of which more than fits goes through L2: as much of a row in registers as there is
+#:            room for. `grid` 0.5 halves the rows in flight, and so lets whole rows stay in L2 with half the multiprocessors.
+#:            With a softcap and an fp32 gradient ("capped32") one tile less is kept: tanh, and a gradient that is as wide as the
+#:            logits, take its registers (Triton 3.8 spilled 48 bytes a thread to keep it).
+#:   two      one pass over a row and its teacher's, with twice the loads and sums of `visit`: one program by registers.
+#:   mixed    the same for the sums of a mixture, whose hundred instructions a logit hide any load.
+#:   select   columns of a sparse gradient. A thread's numbers are neighbours, so that a scan exchanges little; a scan of eight of
+#:            them takes more than 64 registers.
+#:   slots    products over the slots of kept sets, whose programs read two rows or more before they wait.
+#: Three stages copy tiles of a row into shared memory while others are computed (cp.async): of `fused` 32 KiB are on their way
+#: while it computes and 64 while it waits, instead of none and 32, for an instruction more a logit and pass and two barriers a
+#: tile. Triton 3.6 drops the cache hints of what is copied.
+LAUNCH = {
+    "visit": Choice(512, 2, programs=2, ends=2, stages=3),
+    "fused": Choice(512, 4, ends=2, kept=1, hints=True, stages=3),
+    "fused32": Choice(512, 4, ends=3, kept=3, hints=True, stages=3),
+    "two": Choice(512, 2),
+    "mixed": Choice(512, 1),
+    "select": Choice(256, 1, programs=2),
+    "slots": Choice(128, 1, programs=4),
+}
+FUSED = ("fused", "fused32", "capped32")
+#: Programs of `scale_`: a few for each multiprocessor of the largest GPUs, and few enough to return at once when there is
+#: nothing to do.
+SCALE_PROGRAMS = 512
+
+
+def fused_kind(logits: torch.dtype, gradient: torch.dtype, softcap: float) -> str:
+    """The kind of the fused kernel."""
+    if logits.itemsize < 4:
+        return "fused"
+    return "capped32" if softcap and gradient.itemsize == 4 else "fused32"
+
+
+def choice_of(kind: str) -> Choice:
+    """The entry of LAUNCH."""
+    return LAUNCH[{"scale": "visit", "capped32": "fused32"}.get(kind, kind)]
+
+
+def choose(kind: str, columns: int, tensors: tuple[Tensor, ...], halvings: int) -> Launch:
+    """The tile for rows of `columns`, halved so often; `tensors` are [A, T, V], the first sets the width of an access.
+
+    Half a tile is half of what each thread has in flight and then, once that is one access, half the threads."""
+    cols = 16 // tensors[0].element_size()
+    # Both strides count, whatever the sizes, so that a dimension of size 1 does not select another kernel.
+    aligned, behind = True, set()
+    for x in set(tensors):  # one, where the gradient is written in place
+        (A, T, _), (of_a, of_t, _) = x.shape, x.stride()
+        aligned = aligned and of_a % 16 == 0 == of_t % 16
+        behind.add((of_a % cols if A > 1 else 0, of_t % cols if T > 1 else 0, x.data_ptr() // x.element_size() % cols))
+    # Unaligned gradients are written 16 bytes at a time too, if each of their rows has the same offset from a 16-byte boundary
+    # as its logits. So only strides modulo an access matter, and the stride of a dimension of size 1 does not.
+    peeled = not aligned and len(tensors) == 2 and len(behind) == 1
+    device = None if INTERPRETED else triton.runtime.driver.active
+    index = tensors[0].device.index
+    return _launch(kind, choice_of(kind), columns, cols, aligned, peeled, halvings, device, index)
+
+
+@functools.lru_cache(maxsize=256)
+def _launch(
+    kind: str, choice: Choice, columns: int, cols: int, aligned: bool, peeled: bool, halvings: int, driver: Any, index: int | None
+) -> Launch:  # fmt: skip
+    """As `choose`, from numbers. `driver` and `index` name the device, whose target `options` asks for."""
+    full, row = choice.threads * choice.accesses, triton.next_power_of_2(triton.cdiv(columns, cols))
+    accesses = max(32, min(full, row) >> halvings)
+    lanes = min(choice.threads, accesses)
+    flags = {"ALIGNED": aligned, "LANES": lanes, "COLS": cols, "ACCESSES": accesses // lanes}
+    if kind in ("visit", *FUSED):
+        tiles = triton.cdiv(columns, accesses * cols)
+        ends = min(choice.ends, tiles) if aligned else 1  # single elements take more registers
+        first, last = ("evict_last", "evict_first") if choice.hints else ("", "")
+        flags |= {
+            "PEELED": peeled,
+            "ENDS": ends,
+            "KEPT": min(choice.kept, choice.ends - (kind == "capped32"), ends) if aligned else 0,
+        }
+        flags |= {"FIRST_HINT": first, "LAST_HINT": last, "STAGES": choice.stages if tiles > ends and _copies_ahead() else 1}
+    return Launch(
+        flags,
+        options(lanes, choice.programs, kind not in ("two", "mixed")),
+        max(1, choice.programs * choice.threads // lanes),
+    )
+
+
+def _copies_ahead() -> bool:
+    """Whether tiles are copied into shared memory while others are computed: from sm_90 on. An A100 needs less in flight, and for
+    AMD Triton keeps the tiles in registers, which it then spills."""
+    if INTERPRETED:
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch >= 90)
+
+
+def options(lanes: int, programs: int, fusion: bool = True) -> dict[str, Any]:
+    """Options of Triton's compiler for the number of threads in a program and of full-size programs that share a multiprocessor.
+    `fusion`: of multiplications and additions, which rounds once instead of twice."""
+    if INTERPRETED:
+        return {}
+    target = triton.runtime.driver.active.get_current_target()
+    # Not every version fuses multiplications and additions by default.
+    found: dict[str, Any] = {"num_warps": max(1, lanes // target.warp_size), "enable_fp_fusion": fusion}
+    if target.backend == "cuda":
+        # Left alone, ptxas may spill a few bytes to make room for one more program.
+        found["maxnreg"] = min(255, 65536 // (lanes * programs))
+    return found
+
+
+# ---- launches, with smaller tiles where they are needed
+
+#: The search for a tile that fits stops at this many accesses. Each try compiles once.
+FEWEST = 128
+
+
+class Launch(NamedTuple):
+    """Settings of a launch. They depend on vocabulary, dtypes and strides, never on the number of rows."""
+
+    flags: dict[str, Any]  # compile-time arguments: LANES, ACCESSES and COLS of the tile, and others
+    options: dict[str, Any]
+    programs_per_sm: int
+
+    def programs(self, multiprocessors: int) -> int:
+        """Number of full-size programs that are resident on so many."""
+        return max(1, self.programs_per_sm * multiprocessors)
+
+    @property
+    def accesses(self) -> int:
+        """Number of accesses to load a tile, over all threads."""
+        return int(self.flags["LANES"] * self.flags["ACCESSES"])
+
+    @property
+    def size(self) -> int:
+        """Number of logits in a tile."""
+        return self.accesses * int(self.flags["COLS"])
+
+    @property
+    def tile(self) -> str:
+        return f"{self.accesses} x {self.flags['COLS']}"
+
+
+class KernelFailure(RuntimeError):
+    """No tile of a kernel runs here, and nothing was written. `reason` says in one line which kernel, and why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f'{reason}. Only backend="auto" without strict mode falls back to eager PyTorch; '
+            "`python -m grpo_kernels doctor` says more."
+        )
+        self.reason = reason
+
+
+#: For kernels that failed once: how often to halve the full tile, or the reason why no tile runs.
+_remembered: dict[Hashable, int | str] = {}
+
+
+def run(
+    kernel: Any,
+    tile: Callable[[int], Launch],
+    programs: Callable[[Launch], int],
+    arguments: Sequence[Any],
+    flags: Mapping[str, Any],
+) -> None:
+    """Launch `programs` of the kernel with the first of tile(0), tile(1) .., each half the size of the one before, that runs.
+
+    Raises KernelFailure if none does. Errors of the device, such as running out of memory, pass through: the kernel may have
+    run in part, or would fail with a smaller tile as well."""
+    halvings = 0
+    if _remembered:  # usually empty, so that calls need not compute a key
+        known = _remembered.get(_signature(kernel, tile(0), arguments, flags), 0)
+        if isinstance(known, str):
+            raise KernelFailure(known)
+        halvings = known
+    launch = first = tile(halvings)
+    said = ""  # only the text: the exception would keep the arguments alive
+    while True:
+        try:
+            kernel[(programs(launch),)](*arguments, **flags, **launch.flags, **launch.options)
+            break
+        except Exception as error:
+            if not _before_it_ran(error, kernel, arguments, {**flags, **launch.flags, **launch.options}):
+                raise
+            said = said or _line(error)
+            halvings += 1
+            smaller = tile(halvings)
+            if smaller.accesses < FEWEST:
+                tried = first.tile if launch == first else f"{first.tile} down to {launch.tile}"
+                reason = f"the Triton kernel {_name(kernel)} does not run with tiles of {tried} logits: {said}"
+                _remembered[_signature(kernel, tile(0), arguments, flags)] = reason
+                raise KernelFailure(reason) from error
+            launch = smaller
+    if said:
+        _remembered[_signature(kernel, tile(0), arguments, flags)] = halvings
+        warn_once(
+            f"the Triton kernel {_name(kernel)} does not run with a tile of {first.tile} logits: {said}. It "
+            f"runs with {launch.tile}, which may be slower. `python -m grpo_kernels doctor` says more."
+        )
+
+
+def _before_it_ran(error: Exception, kernel: Any, arguments: Sequence[Any], compiled_for: Mapping[str, Any]) -> bool:
+    """Whether the kernel failed in the compiler or at the launch, before it wrote anything."""
+    if isinstance(error, triton.TritonError):  # OutOfResources, PTXASError, CompilationError
+        return not isinstance(error, triton.InterpreterError)  # the interpreter does not compile, so the kernel was running
+    if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)) or "Triton Error [" in str(error):
+        return "too many resources requested for launch" in str(error)  # the only driver error that comes before the start
+    # Compiler passes fail with the same RuntimeError as launches. Compiled alone, only the former fail again.
+    try:
+        kernel.warmup(*arguments, grid=(1,), **compiled_for)
+    except Exception:
+        return True
+    return False
+
+
+def _signature(kernel: Any, full: Launch, arguments: Sequence[Any], flags: Mapping[str, Any]) -> Hashable:
+    """A key for what Triton compiles: kernel, dtypes, devices and compile-time arguments."""
+
+    def kind(x: Any) -> Any:
+        return (x.dtype, x.device) if isinstance(x, Tensor) else len(x) if isinstance(x, tuple) else type(x)
+
+    return kernel, tuple(map(kind, arguments)), frozenset({**flags, **full.flags, **full.options}.items())
+
+
+def _name(kernel: Any) -> str:
+    return str(kernel.__name__).removeprefix("_").removesuffix("_kernel")
+
+
+def _line(error: BaseException) -> str:
+    """The message of an error in one line."""
+    while isinstance(error.__cause__, triton.CompilationError):  # every function on the way up wraps the error
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    text = " ".join([lines[0], *(line for line in lines[1:] if line.startswith("ptxas"))][:2])
+    if (
+        isinstance(error, triton.CompilationError) and error.error_message
+    ):  # the message comes after the location and its source
+        definition = (error.src or "unknown source").strip().splitlines()[0]
+        text = f"{error.error_message.strip().splitlines()[0]} ({lines[0].rstrip(':')} of `{definition}`)"
+    return f"{type(error).__name__}: {text.rstrip('.')}"
+
+
+# ---- arguments
+
+
+def check_layout(name: str, x: Tensor, like: Tensor | None = None) -> None:
+    """Raise ValueError unless a kernel can read x as rows [A, T, V], or write to it as those of `like`."""
+    plain = x.dim() == 3 and (like is None or x.shape == like.shape) and (x.stride(2) == 1 or x.shape[2] == 1)
+    few = plain and x.shape[0] * x.shape[1] < LARGEST and 0 < x.shape[2] < LARGEST
+    if not few or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        taken = "[A, T, V]" if like is None else list(like.shape)
+        raise ValueError(
+            f"{name} is {str(x.dtype).removeprefix('torch.')} {list(x.shape)} with strides {list(x.stride())}: the Triton "
+            f"kernels take fp32, bf16 or fp16 {taken} with unit stride in V, of fewer than 2^31 rows and columns."
+        )
+
+
+def vectors(n: int, **given: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Values of n rows by name, each in one piece."""
+    for name, x in given.items():
+        if x is not None and x.shape != (n,):
+            raise ValueError(f"{name} has shape {list(x.shape)}: the Triton kernels take one value for each of {n} rows.")
+    return tuple(None if x is None else x.contiguous() for x in given.values())
+
+
+def table(name: str, n: int, x: Tensor) -> tuple[Tensor, int]:
+    """A table [q, n] and the stride of its rows, each of which is in one piece."""
+    if x.dim() != 2 or x.shape[1] != n:
+        raise ValueError(f"{name} has shape {list(x.shape)}: the Triton kernels take one value for each of {n} rows.")
+    x = x if x.stride(1) == 1 or n <= 1 else x.contiguous()
+    return x, x.stride(0)
+
+
+class Arguments:
+    """The rows of a call as arguments of a kernel: those of the logits, of a second stream and of `out`, where there are any."""
+
+    def __init__(self, rows: LogitRows, out: Tensor | None = None) -> None:
+        A, T, self.vocab = rows.logits.shape
+        first, end = rows.part or (0, A * T)
+        self.n, self.sizes = end - first, (self.vocab, T, first)
+        check_layout("logits", rows.logits)
+        self.transforms, self.flags = self._transform(rows.transform, "")
+        self.tensors: tuple[Tensor, ...] = (rows.logits,)
+        if rows.second is not None:
+            check_layout("second.logits", rows.second.logits, rows.logits)
+            values, flags = self._transform(rows.second.transform, "TEACHER_")
+            self.transforms, self.flags = self.transforms + values, self.flags | flags
+            self.tensors += (rows.second.logits,)
+            self.shares = float(rows.second.mixture), 1.0 - float(rows.second.mixture)  # of the second stream and of the first
+        if out is not None:
+            check_layout("out", out, rows.logits)
+            self.tensors += (out,)
+        self.memory = tuple(x for t in self.tensors for x in (t, t.stride(0), t.stride(1)))
+
+    def _transform(self, transform: RowTransform, stream: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        inverse: Any = transform.inv_temperature
+        per_row = isinstance(inverse, Tensor)
+        shape = "softcap" if transform.softcap != 0 else "linear" if transform.scale >= 0 else "mirrored"
+        inverse = vectors(self.n, inv_temperature=inverse)[0] if per_row else float(inverse)
+        values = (inverse, float(transform.scale), float(transform.softcap))
+        return values, {f"{stream}SHAPE": shape, f"{stream}ROW_TEMPERATURE": per_row}
+
+    def vectors(self, **given: Tensor | None) -> tuple[Tensor | None, ...]:
+        return vectors(self.n, **given)
+
+    def partials(self, partials: Partials) -> tuple[Any, ...]:
+        """The table and its stride; with a second stream also where the rows of both streams begin, in between."""
+        values, stride = table("partials", self.n, partials.values)
+        return (values, values[partials.names.index("teacher_max") :], stride) if len(self.transforms) > 3 else (values, stride)
+
+    def slopes(self, slopes: Slopes) -> tuple[Tensor, int]:
+        return table("slopes", self.n, slopes.values)
+
+    def run(self, kind: str, kernel: Any, arguments: tuple[Any, ...], **flags: Any) -> None:
+        """Launch a kernel with a program for each row; the fused kernel with as many as the choice for its kind says."""
+        if self.n == 0:
+            return
+        logits, grid = self.tensors[0], choice_of(kind).grid if kind in FUSED else 0.0
+        some = round(grid * multiprocessors(logits.device)) if grid else 0
+        tile = functools.partial(choose, kind, self.vocab, self.tensors)
+        with on_device(logits):
+            run(kernel, tile, lambda of: min(self.n, of.programs(some)) if grid else self.n, arguments, self.flags | flags)
+
+
+def run_blocks(
+    kind: str,
+    kernel: Any,
+    matrices: dict[str, Tensor],
+    programs: Callable[[int], int],
+    arguments: tuple[Any, ...],
+    **flags: Any,
+) -> None:
+    """Over rows of matrices [n, width] whose columns are cut into blocks. `programs` gives the grid for a number of columns in a
+    block. The first matrix sets the width of an access."""
+    given = tuple(matrices.values())
+    width = given[0].shape[1]
+    for name, x in matrices.items():
+        plain = x.shape[1] == width and (x.stride(1) == 1 or width <= 1 or x.numel() == 0) and max(x.shape) < LARGEST
+        if not plain:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)} and strides {list(x.stride())}: the Triton kernels take rows of {width} in one "
+                "piece."
+            )
+    if programs(1) == 0:
+        return
+
+    def tile(halvings: int) -> Launch:
+        # A selection masks the end of a row by itself.
+        aligned = all(x.stride(0) % 16 == 0 and (x.shape[1] % 16 == 0 or kind == "select") for x in given)
+        choice = LAUNCH[kind]
+        lanes = choice.threads >> halvings
+        sizes = {"LANES": lanes, "ACCESSES": choice.accesses, "COLS": 16 // given[0].element_size()}
+        return Launch({"ALIGNED": aligned, **sizes}, options(lanes, choice.programs), choice.programs)
+
+    with on_device(given[0]):
+        run(kernel, tile, lambda launch: programs(launch.size), arguments, flags)
+
+
+# ---- formulas
+
+#: Operations of a program in Triton's words. Its minimum and maximum drop NaN unless told, which would hide that a row is broken.
+OPERATIONS = {
+    "neg": "-{}", "abs": "tl.abs({})", "exp": "tl.exp({})", "log": "tl.log({})", "sqrt": "tl.sqrt({})", "reciprocal": "1.0 / {}",
+    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}",
+    "min": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)", "max": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
+    "lt": "{} < {}", "le": "{} <= {}", "eq": "{} == {}", "ne": "{} != {}", "and": "{} & {}", "or": "{} | {}", "not": "{} == 0",
+    "where": "tl.where({}, {}, {})",
+}  # fmt: skip
+SMALLEST, LARGEST_NUMBER = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+@functools.lru_cache(maxsize=256)
+def formula_of(program: Program) -> tuple[Any, tuple[int, ...]]:
+    """The program of a token stage as a Triton function, and which of its numbers the function takes: the others are constants in
+    its source. Programs with the same source are the same function, and so the same kernel."""
+    names: list[str] = []
+    used: list[int] = []
+    for k, place in enumerate(program.numbers_used):
+        what, of = program.sources[place]
+        if what == "constant" and (of[0] == 0 or SMALLEST <= abs(of[0]) <= LARGEST_NUMBER):  # others would not be fp32 there
+            names.append(repr(of[0]) if isinstance(of[0], bool) else repr(float(of[0])))
+        else:
+            names.append(f"numbers[{len(used)}]")
+            used.append(k)
+    lines = []
+    for k, name in enumerate(program.inputs):
+        names.append(f"x{len(names)}")
+        lines.append(f"{names[-1]} = {name}" if k < 2 else f"{names[-1]} = tl.load({name} + i)")
+    for operation, *registers in program.steps:
+        words = OPERATIONS[operation]
+        given = [names[r] for r in registers[: words.count("{}")]]
+        names.append(f"x{len(names)}")
+        lines.append(f"{names[-1]} = {words.format(*(f'({x})' for x in given))}")
+    lines.append(f"return {', '.join(names[r] for r in program.outputs)}")
+    return _formula("".join(f"    {line}\n" for line in lines)), tuple(used)
+
+
+@functools.lru_cache(maxsize=256)
+def _formula(body: str) -> Any:
+    """A Triton function of a token with this body. Its name tells it from others: Triton 3.5 has kernels by the names of their
+    functions."""
+    name = f"formula_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
+    source = f"def {name}(logps, entropy, i, {', '.join(INPUTS)}, numbers):\n{body}"
+    file = f"<{name}>"
+    linecache.cache[file] = len(source), None, source.splitlines(True), file  # where Triton looks for it
+    found: dict[str, Any] = {"tl": tl, "__name__": __name__}
+    exec(compile(source, file, "exec"), found)
+    return triton.jit(found[name])

@@ -1,0 +1,385 @@
+"""Rows of logits from hidden states: product -> row kernel -> products, some rows at a time; `[N, V]` logits never exist.
+
+A chunk of rows is projected to fp32 logits, the row kernel computes their gradient, and two products turn the gradients of a
+block of chunks into d_hidden and d_weight. That is three products if the loss is known in the forward (`fused`). If the slopes
+are known only later, it is one product in `forward`, and three in `backward` for rows with a gradient. Rows that are not visited
+are not projected.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..formulas.token_stage import TokenStage
+from .backends import FusedRows
+from .partials import OUTSIDE, LogitRows, Partials, Slopes
+from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
+from .ragged import Ragged, merged, write_at
+from .selection import Draws, gradient_at, starts
+from .stream import (
+    Found,
+    Gradients,
+    LateGradient,
+    Parts,
+    Stream,
+    WeightGradient,
+    WeightMemory,
+    Whole,
+    beside,
+    fused_beside,
+    pull_beside,
+    sums_outside,
+)
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Hidden(Stream):
+    """Rows of logits that are computed from hidden states [n, H], weight [V, H] and bias [V] or None, some rows at a time.
+
+    dtype  what the products run in.
+    into   memory that the gradient of the weight is added into."""
+
+    dtype: torch.dtype = torch.float32
+    into: WeightMemory | None = None
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.tensors[0]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.tensors[1]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.tensors[2]
+
+    @property
+    def columns(self) -> int:
+        return int(self.weight.shape[0])
+
+    def shares(self, other: Hidden) -> bool:
+        """Whether the two heads are one, as those of a model with and without adapters in its body."""
+        same = _same(self.weight, other.weight) and _same(self.bias, other.bias)
+        return same and self.dtype == other.dtype
+
+    def at(self, slots: Ragged) -> Tensor:
+        if self.columns == 0:  # of a rank without a part of the vocabulary
+            return torch.zeros(slots.ids.shape, device=self.hidden.device)
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            logits = self.backend.slot_logits(self.hidden.detach(), self.weight.detach(), slots)
+            return logits if self.bias is None else logits + self.bias.detach().to(torch.float32)[slots.ids.clamp(min=0)]
+
+    def rows(self, at: Tensor) -> Tensor:
+        return Engine(self).logits_of(self, at)
+
+    def stats(self, whole: Whole) -> Found:
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            return Engine(self, parts=Parts(whole)).forward(whole)
+
+    def gradients(self, wanted: tuple[bool, ...], parts: Parts) -> Engine:
+        emptied = self.shard is None if self.weight.numel() == 0 else self.weight.untyped_storage().nbytes() == 0
+        if emptied:
+            raise RuntimeError(
+                "weight is gone before the backward, which computes the logits again: keep it gathered until after it (ZeRO-3: "
+                "deepspeed.zero.GatheredParameters around both; FSDP: reshard_after_forward=False), or use linear_grpo_loss with "
+                "an objective of one pass (Objective.one_pass), whose gradient is made in the forward."
+            )
+        return Engine(self, wanted, parts)
+
+    def pull(self, whole: Whole, found: Found, slopes: Slopes, gradients: Engine, at_ids: Tensor | None) -> None:
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            gradients.backward(whole, found, slopes, at_ids)
+
+    def fused(self, whole: Whole, stage: TokenStage, gradients: Engine | None) -> FusedRows:
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            return (Engine(self, parts=Parts(whole)) if gradients is None else gradients).fused(
+                whole, stage, gradients is not None
+            )
+
+
+def _same(x: Tensor | None, y: Tensor | None) -> bool:
+    if x is None or y is None:
+        return x is y
+    place = x.data_ptr() == y.data_ptr() and x.device == y.device
+    return place and x.dtype == y.dtype and x.shape == y.shape and x.stride() == y.stride()
+
+
+class Engine(Gradients):
+    """A pass over rows of hidden states, and the gradients that it collects.
+
+    wanted  which: (hidden, weight, bias).
+    parts   what adds to them."""
+
+    def __init__(self, stream: Hidden, wanted: tuple[bool, ...] = (False, False, False), parts: Parts | None = None) -> None:
+        parts = parts or Parts(None)
+        self.stream, self.wanted, self.summed_later = stream, wanted, parts.twice
+        self.backend, dtype, weight = stream.backend, stream.dtype, stream.weight
+        self.rounded = not (parts.twice or parts.slots) and stream.into is None
+        self.hidden = stream.hidden.detach()
+        # The gradient of the logits stays fp32 if the bias needs its sum, or if the row kernel cannot narrow it in place.
+        self.exact = wanted[2] or not self.backend.writes_behind_reads
+        self.d_hidden: Tensor | None = None
+        self.d_weight: Tensor | None = None
+        self.d_bias: Tensor | None = None
+        self.slots: tuple[Ragged, Tensor] | None = None  # and the gradient of the logits at them
+        self._made: dict[int, Products] = {}
+        if wanted[0]:
+            # fp32 for fp16: the loss scale is applied later, and fp16 would underflow before.
+            narrow = not self.summed_later and self.hidden.dtype != torch.float16
+            of_sum = self.hidden.dtype if narrow else torch.float32
+            self.d_hidden = torch.zeros(self.hidden.shape, dtype=of_sum, device=self.hidden.device)
+        if wanted[2]:
+            self.d_bias = torch.zeros(weight.shape[0], device=self.hidden.device, dtype=torch.float32)
+        whole = parts.whole
+        others = 0 if whole is None else 1 if whole.one else len(whole.others) + 2 * bool(whole.others)
+        self.work = Work(
+            stream.vocab, weight.shape[1], keeps_rows(dtype, self.hidden.device),
+            0 if self.d_hidden is None else self.d_hidden.element_size(), weight.element_size() if wanted[1] else 0,
+            self.rounded, 1 if stream.shard is None else stream.shard.ranks, others * stream.vocab,
+            dtype == torch.float16, d_hidden_parts(weight, stream.vocab, dtype) if wanted[0] else 0,
+        )  # fmt: skip
+        self.chunk_rows = self.work.plan(self.hidden.device.type, 0).chunk
+        self._start()
+
+    def _start(self) -> None:
+        self.summed = 0  # rows that the products have taken
+        self.block_rows = 0  # the most rows that a block of this pass has
+        self._block: Tensor | None = None  # the gradients of the block at hand, where they have memory of their own,
+        self._filled = 0  # and of how many of its rows they are there
+
+    # ---- passes over rows
+
+    def forward(self, whole: Whole) -> Found:
+        """Partials [q, N]: computed for the rows that are visited; the others get the values of a row that is not read. Columns are
+        drawn from each chunk while its logits are there."""
+        n, device, others = whole.targets.numel(), self.hidden.device, whole.apart
+        partials: Partials | None = None
+        apart = tuple(Partials.not_read(other.names, n, device, other) for other in others)
+        sparse = whole.sparse
+        draws = None if sparse is None else Draws(sparse.step, n, device, whole.padded)
+        for at, hidden in self._chunks(whole.rows()):
+            rows = self._rows(whole, at, hidden)
+            part = self.backend.visit(rows, whole.names)
+            if len(hidden) == n and partials is None:  # all rows at once: nothing is put together
+                partials = part
+            else:
+                partials = Partials.not_read(whole.names, n, device, whole.one) if partials is None else partials
+                partials.values[:, at] = part.values
+            for i, here, own, _ in beside(rows, self._places(at), others, self.logits_of) if others else ():
+                these = at if here is None else self._places(at)[here]
+                apart[i].values[:, these] = self.backend.visit(own, others[i].names).values
+            if draws is not None and sparse is not None:
+                places = self._places(at)
+                first = starts(sparse.seed, places + sparse.first_row)
+                draws.take(places, self.backend.select(rows, part, sparse.step, first))
+            if OUTSIDE[0] in whole.names:  # the last thing that the logits are needed for
+                assert whole.at is not None
+                z = rows.transform.of_rows(rows.logits[0], rows.logits[0])
+                slots = self.stream.own(whole.at).in_chunk(self._places(at), n)
+                partials.values[-len(OUTSIDE) :, at] = sums_outside(self.backend, z, slots, rows)
+            del rows  # before the next chunk's are made
+        if partials is None:
+            partials = Partials.not_read(whole.names, n, device, whole.one)
+        return Found(partials, apart, () if draws is None else draws.tensors())
+
+    def fused(self, whole: Whole, stage: TokenStage, gradients: bool) -> FusedRows:
+        """Losses of the rows of a token stage, with `gradients` collected or not."""
+        result: FusedRows | None = None
+        index, n = whole.rows(), whole.targets.numel()
+        active = index.numel() if whole.active is None else whole.active
+        for some, wanted in ((index[:active], gradients), (index[active:], False)):
+            self._start()
+            for at, hidden in self._chunks(some):
+                rows, own = self._rows(whole, at, hidden), stage if len(hidden) == n else stage.at(at)
+                d_logits = self._gradient(rows.logits[0], some) if wanted else None
+                out = None if d_logits is None else d_logits[None]
+                if whole.apart:
+                    part = fused_beside(self.backend, rows, own, out, self._places(at), whole.apart, self.logits_of)
+                else:
+                    part = self.backend.fused(rows, own, out)
+                if len(hidden) == n and result is None:  # all rows at once
+                    result = part
+                else:
+                    result = FusedRows.zeros(n, self.hidden.device, whole.others or None) if result is None else result
+                    result.put(at, part)
+                del rows, out  # before the products of a block make theirs
+                if d_logits is not None:
+                    d_logits = self._kept(d_logits)
+                    self._accumulate(at, hidden, d_logits, some)
+                del d_logits
+        return FusedRows.zeros(n, self.hidden.device, whole.others or None) if result is None else result
+
+    def backward(self, whole: Whole, found: Found, slopes: Slopes, at_ids: Tensor | None) -> None:
+        """Add the gradients of the rows that are visited; their logits are computed again."""
+        if whole.sparse is not None:
+            if found.draws:  # else no row ran over the vocabulary
+                *of_slots, logits = found.draws
+                drawn, shard = Ragged(*of_slots), self.stream.shard
+                own = whole.targets if shard is None else whole.targets - shard.start
+                step, transform = whole.sparse.step, self.stream.transform
+                self.add(drawn, gradient_at(drawn, logits, step, own, found.partials, slopes, transform))
+            return
+        index, n = whole.rows()[: whole.active], whole.targets.numel()
+        slots = None if at_ids is None or whole.at is None else self.stream.own(whole.at)
+        if index.device.type == "cpu":
+            nonzero = slopes.nonzero
+            if slots is not None and at_ids is not None:  # slopes of several ids may cancel in the sum of their row
+                nonzero = nonzero.index_fill(0, slots.rows[at_ids != 0], True)
+            index = index[nonzero[index]]
+        if self.stream.into is not None and self.d_weight is None:  # all factors are in the slopes
+            self.d_weight = self.stream.into.sum_of_chunks
+        self._start()
+        for at, hidden in self._chunks(index):
+            rows = self._rows(whole, at, hidden)
+            d_logits = self._gradient(rows.logits[0], index)
+            if whole.apart:
+                part, of_others = (
+                    Found(found.partials.at(at), tuple(x.at(at) for x in found.apart)),
+                    (whole.apart, self.logits_of),
+                )
+                pull_beside(self.backend, rows, part, slopes.at(at), d_logits[None], self._places(at), *of_others)
+            else:
+                self.backend.pull(rows, found.partials.at(at), slopes.at(at), d_logits[None])
+            if slots is not None and at_ids is not None:
+                here = slots.in_chunk(self._places(at), n)
+                write_at(d_logits, (here.rows, here.ids.clamp(min=0)), at_ids, here.ids >= 0)
+            del rows
+            d_logits = self._kept(d_logits)
+            self._accumulate(at, hidden, d_logits, index)
+            del d_logits
+
+    # ---- logits of a chunk
+
+    @functools.cached_property
+    def products(self) -> Products:
+        """Created with the first chunk: a call without rows touches nothing of the size of the weight."""
+        return _products(self.stream)
+
+    def logits_of(self, stream: Stream, at: Tensor) -> Tensor:
+        """[c, V]: the logits of these rows of a second stream."""
+        if not isinstance(stream, Hidden):
+            return stream.rows(at)
+        if id(stream) not in self._made:
+            self._made[id(stream)] = _products(stream)
+        own = self._made[id(stream)]
+        return own.logits(stream.hidden.detach()[at].to(own.dtype))
+
+    def _places(self, at: slice | Tensor) -> Tensor:
+        return torch.arange(at.start, at.stop, device=self.hidden.device) if isinstance(at, slice) else at
+
+    def _rows(self, whole: Whole, at: slice | Tensor, hidden: Tensor) -> LogitRows:
+        """The rows of a chunk, beside those of the one second stream that is read in the same visit. With the same head (adapters
+        in the body of a model), both are one product."""
+        one, second = whole.one, None
+        if one is None:
+            logits = self.products.logits(hidden)
+        elif isinstance(one.stream, Hidden) and one.stream.shares(self.stream):
+            both = torch.cat([hidden, one.stream.hidden.detach()[at].to(self.products.dtype)])
+            logits, of_second = self.products.logits(both).tensor_split([len(hidden)])
+            second = one.second(of_second[None], one.stream.transform.at(at))
+        else:
+            logits = self.products.logits(hidden)
+            second = one.second(self.logits_of(one.stream, self._places(at))[None], one.stream.transform.at(at))
+        if len(hidden) == whole.targets.numel():
+            return LogitRows(logits[None], whole.targets, None, self.stream.transform, second)
+        return LogitRows(logits[None], whole.targets[at], None, self.stream.transform.at(at), second)
+
+    def _chunks(self, index: Tensor) -> Iterator[tuple[slice | Tensor, Tensor]]:
+        """For each chunk: the positions of its rows in the batch, and their hidden states."""
+        if index.numel() == 0:
+            return
+        if index.device.type == "cpu" and not self.work.apart:
+            # As few chunks as the memory allows, of nearly one size: a product of a few last rows reads the whole weight, too.
+            parts = index.tensor_split(-(-index.numel() // self.chunk_rows))
+        else:  # equal sizes except the last: a library chooses its kernel by the size
+            parts = index.split(self.chunk_rows)
+        lo = 0
+        for part in parts:
+            yield self._hidden(index, lo, lo + part.numel())
+            lo += part.numel()
+
+    def _hidden(self, index: Tensor, lo: int, hi: int) -> tuple[slice | Tensor, Tensor]:
+        """Where rows lo to hi of `index` are in the batch, and their hidden states as the products take them. If `index` has all
+        rows there are, they are taken in the order of the batch, and nothing is copied."""
+        at = index[lo:hi] if self._gathers(index) else slice(lo, hi)
+        hidden = self.hidden[at]
+        return at, hidden.to(self.products.dtype).contiguous()
+
+    def _gathers(self, index: Tensor) -> bool:
+        return index.numel() < self.hidden.shape[0]
+
+    def _gradient(self, logits: Tensor, index: Tensor) -> Tensor:
+        """Where the row kernel writes the gradient of the logits of the chunk at hand."""
+        if self.summed == self._filled == 0:
+            work = self.work if self.d_weight is None else self.work._replace(d_weight=0)
+            copied = self._gathers(index) or self.hidden.dtype != self.products.dtype
+            self.block_rows = work.plan(self.hidden.device.type, index.numel(), copied).block
+        if self._block is None:
+            self._block = self.products.gradient_rows(min(self.block_rows, index.numel() - self.summed))
+        if self._block is None or self.work.scaled:
+            return self.products.gradient_buffer(logits, self.exact)
+        return self._block[self._filled : self._filled + logits.shape[0]]
+
+    def _kept(self, d_logits: Tensor) -> Tensor:
+        """The gradients of a finished chunk as the products take them."""
+        if self.d_bias is not None:
+            self.d_bias += d_logits.sum(0, dtype=torch.float32)
+        return d_logits if self._block is None else self.products.keep(d_logits, self._block, self._filled)
+
+    def _accumulate(self, at: slice | Tensor, hidden: Tensor, d_logits: Tensor, index: Tensor) -> None:
+        """Called when the gradients of a chunk are complete. Those of a whole block go into d_hidden and d_weight."""
+        if self._block is not None:
+            self._filled += len(hidden)
+            if self._filled < self._block.shape[0]:
+                return
+            d_logits, self._block, self._filled = self._block, None, 0
+            at, hidden = self._hidden(index, self.summed, self.summed + d_logits.shape[0])
+        self.summed += len(hidden)
+        if self.d_hidden is not None:
+            if self.summed_later:
+                self.d_hidden.index_add_(0, self._places(at), self.products.d_hidden(d_logits))
+            else:
+                self.d_hidden[at] = self.products.d_hidden(d_logits).to(self.d_hidden.dtype)
+        if self.wanted[1]:
+            last = self.rounded and self.summed == index.numel()
+            self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden, last)
+
+    # ---- gradients
+
+    def add(self, slots: Ragged, values: Tensor) -> None:
+        """Kept until the end: the gradients are sums over the slots of a row, or of an id."""
+        if self.stream.columns:  # else of a rank without a part of the vocabulary
+            self.slots = (slots, values) if self.slots is None else merged(*self.slots, slots, values)
+
+    def made(self) -> tuple[Tensor | LateGradient | None, ...]:
+        stream, device = self.stream, self.hidden.device
+        slots, values = self.slots or (None, None)
+        if slots is not None and values is not None:
+            if self.d_hidden is not None:
+                of_slots = torch.zeros_like(self.d_hidden) if self.summed_later else self.d_hidden
+                self.backend.add_weight_rows(values, slots, stream.weight.detach(), of_slots)
+                if self.summed_later:
+                    self.d_hidden += of_slots
+            if self.d_bias is not None:
+                ones = torch.ones(self.hidden.shape[0], 1, device=device)
+                self.backend.add_hidden_rows(values, slots, ones, self.d_bias[:, None])
+        if self.d_hidden is not None and stream.shard is not None:
+            self.d_hidden = stream.shard.sum_hidden(self.d_hidden)
+        d_weight: Tensor | LateGradient | None = self.d_weight
+        if self.wanted[1] and (d_weight is None or values is not None or stream.into is not None):
+            hidden = None if values is None else self.hidden  # otherwise nothing has to be kept for the backward
+            like = (self.backend, stream.weight.shape, stream.weight.dtype)
+            d_weight = WeightGradient(*like, self.d_weight, stream.into, device, hidden, slots, values)
+        return self.d_hidden, d_weight, self.d_bias
+
+
+def _products(stream: Hidden) -> Products:
+    bias = None if stream.bias is None else stream.bias.detach()
+    return products_for(stream.weight.detach(), bias, stream.dtype)

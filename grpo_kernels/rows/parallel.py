@@ -1,0 +1,308 @@
+"""A vocabulary that is sharded over ranks: which rank has which ids, and a backend that merges the ranks' statistics of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..checks import as_number, require, require_whole
+from ..formulas.token_stage import TokenStage
+from .backends import Backend, FusedRows
+from .partials import MIXED, OF_SECOND_VISIT, LogitRows, Partials, Slopes, merge
+from .ragged import Ragged
+from .selection import Drawn
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's part of a vocabulary that the ranks of a group share: `shard=` of the four loss and log-prob functions.
+
+        shard = VocabShard.of(lm_head.weight, group)  # once; all ranks of the group call
+        out = linear_grpo_loss(hidden, lm_head.weight, batch, objective, shard=shard)
+
+    start   the id of this rank's first row of the head (column of the logits).
+    vocab   number of ids in the whole vocabulary. Rows beyond it are padding: they take no part in the softmax and get a
+            gradient of exactly 0.
+    group   the process group; None: the default group. Without torch.distributed there is one rank.
+    reduce_hidden   True: the gradient of the hidden states is summed over the group here, one all-reduce per call. False: each
+            rank gets its own share of it, for a model whose preceding layer sums the shares (Megatron's
+            copy_to_tensor_model_parallel_region, or the reduce-scatter of sequence parallelism).
+
+    Every id in [0, vocab) belongs to exactly one rank; parts may be uneven, and a rank may have none. All ranks of the group
+    pass the same rows (hidden states, targets, batch) and their own weight or logits, and get the same loss, log-probs and
+    entropies, bitwise. A loss is that of the rows, not of a rank: denominators are over the data-parallel ranks only.
+
+    Per call from logits, and per chunk of rows from hidden states, there is one all-gather of the rows' softmax partials:
+    16 bytes a row and rank (12 without entropy). The backward of log-probs has none but the sum of d_hidden. Kept sets are given
+    whole to all ranks, and each takes the ids of its part: one such all-gather for all rows with a set. `at=` sums 4 bytes an id.
+    Source: the split softmax of Megatron-LM (arXiv 1909.08053, section 3), with the statistics merged in one exchange as
+    online softmax merges tiles (arXiv 1805.02867).
+
+    Raises ValueError naming the field that is wrong.
+    """
+
+    start: int
+    vocab: int
+    group: Any = None
+    reduce_hidden: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("start", 0), ("vocab", 1)):
+            require_whole(name, getattr(self, name), f"it is a whole number of ids, at least {least}.", least)
+            object.__setattr__(self, name, as_number(getattr(self, name)))
+        require(isinstance(self.reduce_hidden, bool), "reduce_hidden", self.reduce_hidden, "pass True or False.")
+        require(
+            _rank(self.group) >= 0, "group", self.group, "this rank is not in it: pass the group that it shares the head with."
+        )
+
+    @classmethod
+    def of(
+        cls, weight: Tensor, group: Any = None, *, vocab: int | None = None, dim: int = 0, reduce_hidden: bool = True
+    ) -> VocabShard:
+        """The shard that `weight` [V / ranks, H] is: the ranks' parts in the order of the ranks, of any sizes.
+
+        weight  this rank's rows of the head as a plain tensor: the ranks exchange their sizes, once, for which the host waits.
+                Or a DTensor with Shard(dim) of a one-dimensional tensor-parallel mesh, for example from parallelize_module:
+                the sizes are known then, so there is no exchange, and `group` is that of the mesh. A parameter sharded by FSDP
+                looks the same but is not one, since FSDP's ranks have different rows: make the shard in the forward of a module
+                that FSDP gathers.
+        vocab   number of real ids, if the head is padded; None: all are.
+        dim     of `weight` that the vocabulary is cut along; -1 for logits.
+
+        Raises ValueError on a DTensor that is cut in another way."""
+        placements = getattr(weight, "placements", None)
+        if placements is None:
+            width = weight.shape[dim]
+            widths = [width]
+            if _ranks(group) > 1:
+                size = torch.tensor([width], device=weight.device)
+                sizes = torch.empty(_ranks(group), dtype=size.dtype, device=size.device)
+                all_gather(sizes, size, group)
+                widths = sizes.tolist()
+            ends = list(accumulate(widths, initial=0))
+            start, whole = ends[_rank(group)], ends[-1]
+        else:
+            mesh, whole = weight.device_mesh, weight.shape[dim]  # type: ignore[attr-defined]
+            refuse_managed("weight", weight)
+            if not _cut_along(weight, dim) or group is not None:
+                raise ValueError(
+                    f"weight is a DTensor with placements {placements}: it must be cut by Shard({dim}) over a mesh of one "
+                    "dimension, which is the group then (leave group out)."
+                )
+            group = mesh.get_group()
+            start = min(mesh.get_local_rank() * -(-whole // mesh.size()), whole)  # as torch.chunk cuts
+        if vocab is not None:
+            require(isinstance(vocab, int) and 1 <= vocab <= whole, "vocab", vocab, f"the ranks hold {whole} rows in all.")
+        return cls(start, whole if vocab is None else vocab, group, reduce_hidden)
+
+    @property
+    def ranks(self) -> int:
+        """How many share the vocabulary."""
+        return _ranks(self.group)
+
+    def local(self, name: str, x: Tensor, dim: int) -> Tensor:
+        """The local tensor of x, a DTensor that is cut along `dim`; a plain tensor as it is. `name`: what an error calls it."""
+        placements = getattr(x, "placements", None)
+        if placements is None:
+            return x
+        refuse_managed(name, x)
+        if not _cut_along(x, dim):
+            raise ValueError(
+                f"{name} is a DTensor with placements {placements}: with shard= it must be cut by Shard({dim}) over a mesh of one "
+                "dimension, or be the plain tensor of this rank."
+            )
+        return x.to_local()  # type: ignore[attr-defined]
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks, in place."""
+        if _ranks(self.group) > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def sum_hidden(self, d_hidden: Tensor) -> Tensor:
+        """Sum d_hidden, the gradient of the hidden states [N, H], over the ranks in place, if reduce_hidden is set."""
+        return self.sum_over_ranks(d_hidden) if self.reduce_hidden else d_hidden
+
+
+def check_shard(shard: object) -> None:
+    if not isinstance(shard, VocabShard):
+        raise ValueError(
+            f"shard={shard!r}: pass a VocabShard, for example VocabShard.of(lm_head.weight, group), or leave it out."
+        )
+
+
+class VocabParallel(Backend):
+    """A backend for rows that are sharded over ranks: it runs another backend on this rank's part, with one exchange."""
+
+    def __init__(self, backend: Backend, shard: VocabShard) -> None:
+        self.backend, self.shard = backend, shard
+        self.writes_behind_reads = backend.writes_behind_reads
+
+    def stats(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
+        """Statistics of whole rows from this rank's part of them, the same on all ranks."""
+        own = self._own(rows)
+        if own.logits.shape[-1]:
+            part = self.backend.stats(own, names)
+        else:
+            part = Partials.not_read(names, rows.n, rows.logits.device, rows.second)
+            for name, nothing in NO_COLUMN.items():
+                if name in names:
+                    part.get(name).fill_(nothing)  # type: ignore[union-attr]
+        return exchange(self.shard, part, rows.read, self.shard.start)
+
+    def mixed(self, rows: LogitRows, partials: Partials) -> Tensor:
+        """Sums over whole rows from this rank's part of them."""
+        own = self._own(rows)
+        if own.logits.shape[-1]:
+            sums = self.backend.mixed(own, partials)
+        else:
+            sums = torch.zeros(len(MIXED), rows.n, dtype=torch.float32, device=rows.logits.device)
+        return self.shard.sum_over_ranks(sums)
+
+    def pull(self, rows: LogitRows, partials: Partials, slopes: Slopes, out: Tensor) -> None:
+        """This rank's columns of the gradient, from statistics of whole rows."""
+        own = self._own(rows)
+        columns = own.logits.shape[-1]
+        if columns:
+            self.backend.pull(own, partials, slopes, out[..., :columns])
+        padding = out[..., columns:]
+        if padding.numel():
+            at = torch.arange(*(rows.part or (0, out.shape[0] * out.shape[1])), device=out.device)
+            padding[at // out.shape[1], at % out.shape[1]] = 0
+
+    def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
+        """Two passes with the exchange between them."""
+        return self.two_visits(rows, stage, out, max(1, rows.n))
+
+    def scale_(self, gradient: Tensor, factor: Tensor) -> None:
+        self.backend.scale_(gradient, factor)
+
+    def slot_logits(self, hidden: Tensor, weight: Tensor, slots: Ragged) -> Tensor:
+        return self.backend.slot_logits(hidden, weight, slots)
+
+    def add_weight_rows(self, values: Tensor, slots: Ragged, weight: Tensor, out: Tensor) -> None:
+        self.backend.add_weight_rows(values, slots, weight, out)
+
+    def add_hidden_rows(self, values: Tensor, slots: Ragged, hidden: Tensor, out: Tensor) -> None:
+        self.backend.add_hidden_rows(values, slots, hidden, out)
+
+    def masses(self, rows: LogitRows, partials: Partials, step: float) -> Tensor:
+        """Of this rank's columns."""
+        own = self._own(rows)
+        if own.logits.shape[-1] == 0:
+            return torch.zeros(rows.n, dtype=torch.int64, device=rows.logits.device)
+        return self.backend.masses(own, partials, step)
+
+    def select(self, rows: LogitRows, partials: Partials, step: float, starts: Tensor) -> Drawn:
+        """This rank's part of the columns that whole rows draw: the running sum continues from the previous ranks."""
+        start, ranks = self.shard.start, self.shard.ranks
+        if ranks > 1:
+            mass = self.masses(rows, partials, step)
+            sent = torch.cat([mass, mass.new_full((1,), start)])
+            everyone = sent.new_empty(ranks, sent.numel())
+            all_gather(everyone, sent[None], self.shard.group)
+            starts = starts + torch.where(everyone[:, -1:] < start, everyone[:, :-1], 0).sum(0)
+        own = self._own(rows)
+        if own.logits.shape[-1] == 0:
+            return Drawn.nothing(rows.n, step, rows.logits.device)
+        return self.backend.select(own, partials, step, starts)
+
+    def _own(self, rows: LogitRows) -> LogitRows:
+        """The rows as this rank has them: the columns that are ids, others being padding, and targets counted in them. The second
+        stream is sharded like the first."""
+        columns, second = min(rows.logits.shape[-1], max(0, self.shard.vocab - self.shard.start)), rows.second
+        second = None if second is None else second._replace(logits=second.logits[..., :columns])
+        return rows._replace(logits=rows.logits[..., :columns], targets=rows.targets - self.shard.start, second=second)
+
+
+#: Partials of a part without a column where they differ from those of a row that is not read.
+NO_COLUMN = {"max": -torch.inf, "sum": 0.0, "target": torch.nan, "teacher_max": -torch.inf, "teacher_sum": 0.0}
+
+
+def exchange(shard: VocabShard, part: Partials, read: Tensor | None, start: int) -> Partials:
+    """Statistics of whole rows from each rank's `part` of them, the same on all ranks: one all-gather. `start`: the id that
+    this rank's ids of `top` count from. OF_SECOND_VISIT are left alone: that visit has an exchange of its own."""
+    names = tuple(name for name in part.names if name not in OF_SECOND_VISIT)
+    partials = part.values[: len(names)]
+    # The id of a rank's largest logit counts from the rank's first column, so that column is sent too.
+    first = torch.full((1, partials.shape[1]), start, dtype=torch.int32, device=partials.device).view(torch.float32)
+    sent = torch.cat([partials, first]) if "top" in names else partials
+    ranks = _ranks(shard.group)
+    everyone = sent[None]
+    if ranks > 1:
+        everyone = torch.empty(ranks, *sent.shape, dtype=torch.float32, device=partials.device)
+        all_gather(everyone, sent[None], shard.group)
+    starts = everyone[:, -1].view(torch.int32) if "top" in names else None
+    merged = merge(everyone[:, : len(names)], names, read, starts, part)
+    if names == part.names:
+        return merged
+    whole = Partials.not_read(part.names, partials.shape[1], partials.device, part)
+    whole.values[: len(names)] = merged.values
+    return whole
+
+
+def on_shard(backend: Backend, shard: VocabShard | None) -> Backend:
+    """The backend for this rank's part `shard` of the rows; None: whole rows."""
+    return backend if shard is None else VocabParallel(backend, shard)
+
+
+def is_managed(x: Any) -> bool:
+    """Whether this tensor is a parameter that FSDP2 or replicate() manages, in shards or gathered. Placements do not show it: a
+    shard of FSDP looks like one of tensor parallelism, but FSDP's ranks have different rows, and only its hooks reduce the
+    gradient."""
+    try:
+        from torch.distributed._composable_state import _module_state_mapping
+
+        states = {state for state in (ref() for ref in _module_state_mapping.values()) if state is not None}
+        for state in states:
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            for group in filter(None, groups):
+                if any(_is_parameter(x, p) for p in group.fsdp_params):
+                    return True
+    except (ImportError, AttributeError):  # private to torch: if it has changed, assume not managed
+        pass
+    return False
+
+
+def refuse_managed(name: str, x: Any) -> None:
+    if is_managed(x):
+        raise ValueError(
+            f"{name} is a DTensor, a parameter of FSDP or replicate() outside its module's forward, where it is not gathered and no "
+            "hook reduces its gradient: call FusedLMHead, or do this in the forward of the module that owns the parameter."
+        )
+
+
+def _is_parameter(x: Any, p: Any) -> bool:
+    """Whether x is the parameter `p` of FSDP."""
+    gathered = not hasattr(x, "placements")
+    if gathered:
+        return x is getattr(p, "_unsharded_param", None)
+    return x is p.sharded_param or _same_storage(x, p.sharded_param)
+
+
+def _same_storage(a: Any, b: Any) -> bool:
+    a, b = a._local_tensor, b._local_tensor
+    return a.numel() > 0 and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def _cut_along(x: Any, dim: int) -> bool:
+    """Whether a DTensor is cut into consecutive parts along `dim` and in no other way."""
+    return len(x.placements) == 1 and x.placements[0].is_shard() and x.placements[0].dim % x.dim() == dim % x.dim()
+
+
+def all_gather(out: Tensor, x: Tensor, group: Any) -> None:
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(out, x, group=group)  # its name since torch 2.13
+
+
+def _ranks(group: Any) -> int:
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def _rank(group: Any) -> int:
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0

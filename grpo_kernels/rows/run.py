@@ -1,0 +1,408 @@
+"""Every loss and every log-prob: statistics of rows as one autograd Function, and losses whose gradient is made in the forward.
+
+    statistics   forward: each visit makes partials of each row's softmax, from which log-probs and the others follow
+                 backward: the gradient of the stream's tensors from the slopes of these
+    fused_loss   both in one visit, with a token stage between them
+
+torch.compile sees the same Function with the operators of compile.py in place of the visits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..formulas.token_stage import TokenStage
+from .backends import FusedRows
+from .memory import converted
+from .partials import Partials, RowTransform, Slopes
+from .ragged import Ragged
+from .sets import OverSets
+from .stream import Found, LogitsAt, Parts, Stream, Whole, at_all_ranks
+
+Tensor = torch.Tensor
+Tensors = tuple[Any, ...]
+
+NO_SECOND = "grpo_kernels has no second derivatives: the gradient of these functions cannot be differentiated again."
+
+HANDED_OVER = (
+    "the gradient of this loss was already handed over by an earlier backward. It exists once, to save memory: compute the "
+    "loss again, or use token_logprobs (linear_logprobs) with your own loss, for a second backward."
+)
+
+
+def _whole_logits_at(stream: Stream, whole: Whole) -> LogitsAt:
+    slots, vocab = whole.at, stream.columns if stream.shard is None else stream.shard.vocab
+    assert slots is not None
+    return LogitsAt(slots, at_all_ranks(stream, slots), (slots.ids >= 0) & (slots.ids < vocab))
+
+
+# ---- the problem
+
+
+class Read(NamedTuple):
+    """A visit, and what is asked of it: statistics beside log-probs, see STATISTICS, and those of them that have a gradient."""
+
+    visit: Whole | OverSets
+    statistics: tuple[str, ...]
+    with_gradient: tuple[str, ...]
+
+
+class Problem(Protocol):
+    """What `statistics` computes. Values and saved tensors have names, a number for the visit in front."""
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Names of what is returned."""
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """Those that have a gradient."""
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Names of what else the backward needs."""
+
+    def stats(self, given: Given) -> tuple[Tensor, ...]:
+        """The values, then what is saved."""
+
+    def pull(self, given: Given, known: dict[str, Tensor], upstream: dict[str, Tensor], wanted: tuple[bool, ...]) -> Tensors:
+        """Gradients of the tensors. known: what was saved, and the values that have a gradient."""
+
+    def versions(self) -> tuple[int, ...]:
+        """How often tensors that the backward reads again, beside those of the policy, were written to."""
+
+
+class Given(NamedTuple):
+    targets: Tensor  # int64 [n]
+    read: Tensor | None  # bool [n]
+    transform: RowTransform
+    tensors: Tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Reads of one stream."""
+
+    stream: Stream
+    reads: tuple[Read, ...]
+
+    @functools.cached_property
+    def values(self) -> tuple[str, ...]:
+        names = []
+        for i, read in enumerate(self.reads):
+            at = () if read.visit.at is None else ("at",)
+            names += [f"{i} {name}" for name in ("logps", *read.statistics, *at)]
+        return tuple(names)
+
+    @functools.cached_property
+    def differentiable(self) -> tuple[str, ...]:
+        names = []
+        for i, read in enumerate(self.reads):
+            at = () if read.visit.at is None else ("at",)
+            names += [f"{i} {name}" for name in ("logps", *read.with_gradient, *at)]
+        return tuple(names)
+
+    @functools.cached_property
+    def saved(self) -> tuple[str, ...]:
+        names = []
+        for i, (visit, *_) in enumerate(self.reads):
+            of_visit = ["partials", *(f"apart {k}" for k in range(len(visit.apart)))]
+            if visit.at is not None:
+                of_visit += ["at logits", "at used"]
+            if isinstance(visit, Whole) and visit.sparse is not None:
+                of_visit += DRAWS
+            names += [f"{i} {name}" for name in of_visit]
+        return tuple(names)
+
+    def stats(self, given: Given) -> tuple[Tensor, ...]:
+        stream = self.stream.of(given.tensors, given.transform)
+        values: list[Tensor] = []
+        saved: list[Tensor] = []
+        for visit, statistics, _ in self.reads:
+            found = stream.stats(visit) if isinstance(visit, Whole) else visit.stats(stream)
+            ours = tuple(name for name in statistics if name != "divergence")
+            logps, *others = found.partials.found(ours, visit.read)
+            named = dict(zip(ours, others, strict=True))
+            if "divergence" in statistics:
+                named["divergence"] = _divergence(visit, found)
+            values += [logps, *(named[name] for name in statistics)]
+            saved += [found.partials.values, *(x.values for x in found.apart)]
+            if visit.at is not None:
+                at = _logits_at(stream, visit)
+                values.append(at.log_probs(found.partials, visit.read, stream.transform))
+                saved += [at.logits, at.used]
+            saved += found.draws
+        return *values, *saved
+
+    def pull(self, given: Given, known: dict[str, Tensor], upstream: dict[str, Tensor], wanted: tuple[bool, ...]) -> Tensors:
+        stream = self.stream.of(given.tensors, given.transform)
+        wholes = [read.visit for read in self.reads if isinstance(read.visit, Whole)]
+        sets = len(self.reads) > len(wholes)
+        twice = len(wholes) > 1 or (sets and wholes[0].all_rows if wholes else False)
+        sampled = any(x.sparse is not None for x in wholes)
+        gradients = stream.gradients(wanted, Parts(wholes[0] if wholes else None, twice, sets or sampled))
+        few: list[tuple[Ragged, Tensor]] = []  # of rows with sets: added when visits over the vocabulary have written all rows
+        for i, (visit, *_) in enumerate(self.reads):  # those with sets come first: they read logits that may be written over
+            given_to = {name.partition(" ")[2]: x for name, x in upstream.items() if name.startswith(f"{i} ")}
+            d_at, d_outside = given_to.pop("at", None), given_to.pop("outside", None)
+            if not given_to and d_at is None and d_outside is None:
+                continue
+            found = self._found(i, known)
+            of_values = {name: known[f"{i} {name}"] for name in ("entropy", "sum_squares") if f"{i} {name}" in known}
+            given_to = given_to or {"logps": torch.zeros_like(found.partials.max)}
+            slopes, at_ids = Slopes.of(of_values, given_to, visit.read), None
+            if visit.at is not None and (d_at is not None or d_outside is not None):
+                slots = visit.at if isinstance(visit, Whole) else visit.at.only(visit.kept.has)
+                at = LogitsAt(slots, known[f"{i} at logits"], known[f"{i} at used"])
+                d_at = torch.zeros_like(at.logits) if d_at is None else d_at.to(torch.float32)
+                rows = (visit.targets, visit.read, found.partials, slopes, stream.transform)
+                at_ids, slopes = at.gradients(d_at, d_outside, *rows)
+            if isinstance(visit, Whole):
+                stream.pull(visit, found, slopes, gradients, at_ids)
+            else:
+                few.append(visit.pull(stream, found, slopes, at_ids))
+        for slots, values in few:
+            gradients.add(slots, values)
+        made = (None if g is None else g if isinstance(g, Tensor) else g.made() for g in gradients.made())
+        return tuple(None if g is None else converted(g, x.dtype) for g, x in zip(made, given.tensors, strict=True))
+
+    def _found(self, i: int, known: dict[str, Tensor]) -> Found:
+        visit = self.reads[i].visit
+        one = visit.others[0] if visit.others and not visit.apart else None
+        of = ("", 0.0) if one is None else (one.kind, one.mixture)
+        partials = Partials(known[f"{i} partials"], visit.names, *of)
+        apart = tuple(
+            Partials(known[f"{i} apart {k}"], other.names, other.kind, other.mixture) for k, other in enumerate(visit.apart)
+        )
+        draws = tuple(known[f"{i} {name}"] for name in DRAWS if f"{i} {name}" in known)
+        return Found(partials, apart, draws)
+
+    def versions(self) -> tuple[int, ...]:
+        others = {id(other.stream): other.stream for read in self.reads for other in read.visit.others}
+        tensors = [x for stream in others.values() for x in stream.tensors if x is not None]
+        return tuple(x._version for x in tensors if not x.is_inference())
+
+
+#: Tensors of columns that were drawn, see `Draws.tensors`.
+DRAWS = ("draws ids", "draws offsets", "draws rows", "draws logits")
+
+
+def _divergence(visit: Whole | OverSets, found: Found) -> Tensor:
+    """fp32 [n], from all second streams."""
+    if not visit.apart:
+        return found.partials.divergence
+    values = [other.times(partials.divergence) for other, partials in zip(visit.apart, found.apart, strict=True)]
+    return torch.stack(values).sum(0)
+
+
+def _logits_at(stream: Stream, visit: Whole | OverSets) -> LogitsAt:
+    return _whole_logits_at(stream, visit) if isinstance(visit, Whole) else visit.logits_at(stream)
+
+
+# ---- autograd
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    """Calls a function of tensors whose results torch.func must treat as constants."""
+
+    @staticmethod
+    def forward(function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(NO_SECOND)
+
+
+def gradient_once(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(*arguments)` in the backward of an autograd Function. Where its result could be differentiated again, that
+    raises RuntimeError: autograd would take the gradient for a constant."""
+    if torch.compiler.is_compiling():
+        return function(*arguments)
+    # torch.func.vjp calls the backward after its level has ended. Wrappers of that level are then without memory.
+    live = [torch._C._functorch.unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments]
+    if not torch.is_grad_enabled():
+        return function(*live)
+    by_func = torch._C._are_functorch_transforms_active() or any(x is not y for x, y in zip(live, arguments, strict=True))
+    if by_func:  # which always records the backward: only a second derivative is refused
+        return _NotDifferentiable.apply(function, *live)
+    raise RuntimeError(f"{NO_SECOND} Call backward without create_graph=True.")
+
+
+def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`function.apply(*arguments)`; in eager code without what `apply` does for torch.func and for arguments by name, which takes
+    longer than a small batch."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
+class _Statistics(torch.autograd.Function):
+    """The values of a problem, then what is saved, which has no gradient."""
+
+    @staticmethod
+    def forward(
+        problem: Problem, targets: Tensor, read: Tensor | None, scale: float, softcap: float, inv_temperature: float | Tensor,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        return problem.stats(Given(targets, read, RowTransform(scale, softcap, inv_temperature), tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        problem, targets, read, scale, softcap, inv_temperature, *tensors = inputs
+        count = len(problem.values)
+        values, saved = dict(zip(problem.values, output[:count], strict=True)), output[count:]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*saved, *(x for name, x in values.items() if name not in problem.differentiable))
+        per_row = isinstance(inv_temperature, Tensor)
+        ctx.problem, ctx.versions = problem, problem.versions()
+        ctx.numbers = (scale, softcap, None if per_row else inv_temperature)
+        kept = [values[name] for name in problem.differentiable]
+        ctx.save_for_backward(targets, read, inv_temperature if per_row else None, *saved, *kept, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> Tensors:
+        problem = ctx.problem
+        of_values = dict(zip(problem.values, upstream[: len(problem.values)], strict=True))
+        given = tuple(name for name in problem.differentiable if of_values[name] is not None)
+        if not given:
+            return (None,) * len(ctx.needs_input_grad)
+        if problem.versions() != ctx.versions:
+            raise RuntimeError(
+                "the second stream of rows (its logits, hidden states or head) was written to between forward and backward, which "
+                "reads it again: call backward first, or pass a copy."
+            )
+        plan = _Plan(problem, ctx.needs_input_grad[6:], ctx.numbers, given)
+        return *(None,) * 6, *gradient_once(_pull, plan, *(of_values[name] for name in given), *ctx.saved_tensors)
+
+
+class _Plan(NamedTuple):
+    """What the backward of `_Statistics` knows beside tensors."""
+
+    problem: Problem
+    wanted: tuple[bool, ...]
+    numbers: tuple[float, float, float | None]  # of the transform; None: temperatures of rows
+    given: tuple[str, ...]  # values with an upstream gradient
+
+
+def _pull(plan: _Plan, *tensors: Any) -> Tensors:
+    problem, count = plan.problem, len(plan.given)
+    targets, read, inv_temperatures, *rest = tensors[count:]
+    names = (*problem.saved, *problem.differentiable)
+    scale, softcap, number = plan.numbers
+    transform = RowTransform(scale, softcap, inv_temperatures if number is None else number)
+    known = dict(zip(names, rest[: len(names)], strict=True))
+    upstream = dict(zip(plan.given, tensors[:count], strict=True))
+    return problem.pull(Given(targets, read, transform, tuple(rest[len(names) :])), known, upstream, plan.wanted)
+
+
+def statistics(
+    problem: Problem, targets: Tensor, read: Tensor | None, transform: RowTransform, tensors: Tensors
+) -> dict[str, Tensor]:
+    """The values of a problem by name, each [n] (those at further ids [k]), with the gradient of the stream's tensors."""
+    needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    rows: tuple[Any, ...] = (targets, read, *transform)
+    if torch.compiler.is_compiling():
+        # torch.compile knows such a Function with gradients only.
+        function = _Statistics.apply if needed else _Statistics.forward
+        made = function(problem, *rows, *tensors)
+    elif needed or torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        made = applied(_Statistics, problem, *map(_savable, rows), *tensors)
+    else:  # for a small batch the overhead of a Function would dominate
+        with torch.no_grad():
+            made = _Statistics.forward(problem, *rows, *tensors)
+    return dict(zip(problem.values, made[: len(problem.values)], strict=True))
+
+
+def _savable(x: Any) -> Any:
+    """x as autograd may save it: a tensor made in inference mode has to be copied."""
+    copied = isinstance(x, Tensor) and x.is_inference() and not torch.is_inference_mode_enabled()
+    return x.clone() if copied else x
+
+
+# ---- a loss in one visit
+
+
+def total(losses: Tensor) -> Tensor:
+    """The sum of the losses in fp64, rounded to fp32, so that it does not depend on how torch splits it among threads."""
+    return losses.sum(dtype=torch.float64).to(torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class OneVisit:
+    """Rows of a stream and the token stage of their loss. Inside forward, grad mode is off: `gradients` records that of the
+    caller."""
+
+    stream: Stream
+    whole: Whole | None  # rows over the vocabulary; None: there are none
+    sets: OverSets | None
+    stage: TokenStage
+    gradients: bool
+
+
+class _FusedLoss(torch.autograd.Function):
+    """Loss, log-probs, entropy and divergence. The gradient is computed in the forward; the backward only scales it."""
+
+    @staticmethod
+    def forward(ctx: Any, visit: OneVisit, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = tuple(visit.gradients and needed for needed in ctx.needs_input_grad[1:])
+        stream = visit.stream  # whose tensors these are
+        parts = Parts(visit.whole, False, visit.sets is not None)
+        gradients = stream.gradients(wanted, parts) if any(wanted) else None
+        of_sets = few = None
+        if visit.sets is not None:  # first, as the others may write over logits that it reads
+            of_sets, few = visit.sets.fused(stream, visit.stage, gradients is not None)
+        result = of_sets
+        if visit.whole is not None:
+            result = stream.fused(visit.whole, visit.stage, gradients)
+            if of_sets is not None and visit.sets is not None:
+                has, pairs = visit.sets.kept.has, zip(of_sets, result, strict=True)
+                result = FusedRows(*(torch.where(has, x, y) for x, y in pairs if x is not None and y is not None))
+        if few is not None and gradients is not None:
+            gradients.add(*few)
+        assert result is not None
+        ctx.gradients = (None,) * len(tensors) if gradients is None else gradients.made()
+        ctx.versions = [g._version if isinstance(g, Tensor) else None for g in ctx.gradients]
+        ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in tensors], stream.backend
+        ctx.set_materialize_grads(False)
+        found = (result.logps, result.entropy, result.divergence)
+        ctx.mark_non_differentiable(*(x for x in found if x is not None))
+        return total(result.losses), *found
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if d_loss is None:
+            return (None,) * (1 + len(ctx.dtypes))
+        if torch.is_grad_enabled():  # torch.func does not get here
+            raise RuntimeError(f"{NO_SECOND} Call backward without create_graph=True.")
+        if ctx.gradients is None:
+            raise RuntimeError(HANDED_OVER)
+        gradients, ctx.gradients = list(ctx.gradients), None
+        for i, (gradient, version) in enumerate(zip(gradients, ctx.versions, strict=True)):
+            if gradient is None:
+                continue
+            if not isinstance(gradient, Tensor):  # a LateGradient
+                gradients[i] = gradient.made(d_loss)
+                continue
+            if gradient._version != version:  # in place, that of the logits
+                raise RuntimeError(
+                    "the logits' memory holds the gradient of grpo_loss(inplace=True), and was written to before the backward. "
+                    "Call backward first, or pass inplace=False."
+                )
+            ctx.backend.scale_(gradient, d_loss)
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        return None, *(g if g is None or g.dtype == dtype else converted(g, dtype) for g, dtype in pairs)
+
+
+def fused_loss(visit: OneVisit, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(loss, log-probs [n], entropies [n], divergences [n] or None), the loss with the gradient of the stream's tensors."""
+    loss, logps, entropy, divergence = _FusedLoss.apply(visit, *tensors)
+    return loss, logps, entropy, divergence

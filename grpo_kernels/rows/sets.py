@@ -1,0 +1,359 @@
+"""Rows whose softmax runs over a set of ids.
+
+A set is a small vocabulary. The logits at its ids are gathered side by side into [n, width], padded with -inf, and the row
+kernels of a backend run on them as on any logits. The stream reads these logits and writes their gradient; it knows the
+positions (row, id) as `Ragged`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from ..formulas.token_stage import TokenStage
+from ..layout import plain
+from ..token_sets import TokenSets
+from .backends import Backend, FusedRows
+from .parallel import VocabShard, exchange, on_shard
+from .partials import MIXED, TRANSFORMED, LogitRows, Partials, RowTransform, Second, Slopes
+from .ragged import Ragged
+from .stream import Found, LogitsAt, Other, Stream, at_all_ranks
+
+Tensor = torch.Tensor
+
+#: Bytes of gathered logits at a time. Most sets are small: the limit is for batches with a few very large ones.
+BLOCK_BYTES = 64 << 20
+
+#: If no row has more slots than this, all rows are padded to one width.
+WIDTH = 64
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRows:
+    """The rows of a batch that have a set, of n rows in all.
+
+    has       bool [n]: rows with a set. The others run over the whole vocabulary.
+    has_all   whether every row that is read has one; False if the host does not know.
+    without   how many have none, where the host knows it; else None.
+    read      bool [n]: rows with a set that are looked at.
+    several   bool [n]: those with more than one id. The log-prob of the only id of a set is 0 whatever its logit is, which is
+              therefore not computed.
+    slots     int64: the ids of each row's set, and behind them a place for its target, in use where the set lacks it. -1 where
+              a slot is not in use, as none is of a row that is not read.
+    target    int64 [n]: which slot of its row holds the target.
+    groups    rows of like sizes, (int64 [r], or None for all rows; at least the number of slots of each).
+    """
+
+    has: Tensor
+    has_all: bool
+    without: int | None
+    read: Tensor
+    several: Tensor
+    slots: Ragged
+    target: Tensor
+    groups: tuple[tuple[Tensor | None, int], ...]
+
+    @classmethod
+    def of(cls, sets: TokenSets, targets: Tensor, read: Tensor | None, has: Tensor | None = None) -> KeptRows:
+        """Those of flat int64 `targets` [n], of which `read` are looked at. `has`: rows whose set
+        counts, None: all that are not empty."""
+        n, device = targets.numel(), targets.device
+        counts, row_of, rows = sets.counts, sets.row_of, torch.arange(targets.numel(), device=targets.device)
+        without = sets.empty_rows if has is None else None
+        has = counts > 0 if has is None else has
+        looked_at = has if read is None else has & read
+        at = torch.arange(row_of.numel(), device=device)
+        in_row = at - sets.offsets[row_of]
+        # Every id but the target's goes to the last entry, which is cut off.
+        target = torch.full((n + 1,), -1, dtype=torch.int64, device=device)
+        target = target.scatter_(0, torch.where(sets.ids == targets[row_of], row_of, n), in_row)[:-1]
+        outside = target < 0
+        # The number of slots does not depend on which targets their sets lack: it would have to be asked of the device.
+        of_id, of_target = at + row_of, sets.offsets[1:] + rows  # each row before has one slot more than ids
+        ids, owner = (torch.empty(row_of.numel() + n, dtype=torch.int64, device=device) for _ in range(2))
+        ids[of_id], ids[of_target] = sets.ids.to(torch.int64), torch.where(outside, targets, -1)
+        owner[of_id], owner[of_target] = row_of, rows
+        slots = Ragged(torch.where(looked_at[owner], ids, -1), sets.offsets + torch.arange(n + 1, device=device), owner)
+        several = looked_at & (counts + outside.to(counts.dtype) > 1)
+        has_all = without == 0
+        if not has_all and read is not None and device.type == "cpu":  # rows of a prompt, which are not read
+            has_all = not bool((read & ~has).any())
+        vectors = map(plain, (looked_at, several, torch.where(outside, counts, target)))
+        looked_at, several, target = vectors
+        return cls(plain(has), has_all, without, looked_at, several, slots.plain(), target, _groups(sets))
+
+    def others(self, read: Tensor | None) -> Tensor:
+        """bool [n]: rows that are read and have no set."""
+        return ~self.has if read is None else read & ~self.has
+
+    def places(self, at: Ragged) -> Tensor:
+        """int64 [k]: the index in `slots` of each pair of `at`; the number of slots where it is not among them."""
+        m = self.slots.ids.numel()
+        pairs, order = self.slots.pairs.sort()
+        place = torch.searchsorted(pairs, at.pairs)
+        has_slot = torch.cat([pairs, pairs.new_full((1,), -1)])[place] == at.pairs
+        return torch.where(has_slot, torch.cat([order, order.new_full((1,), m)])[place], m)
+
+    def holds(self, at: Ragged) -> Tensor:
+        """bool [k]: pairs of `at` that are among `slots`."""
+        return self.places(at) < self.slots.ids.numel()
+
+    def replaced(self, gradient: Tensor, at: Ragged, of_ids: Tensor) -> Tensor:
+        """The gradient of the logits at `slots`, with `of_ids` in its place at the pairs of `at`."""
+        return torch.cat([gradient, gradient.new_zeros(1)]).index_copy_(0, self.places(at), of_ids)[:-1]
+
+
+def _groups(sets: TokenSets) -> tuple[tuple[Tensor | None, int], ...]:
+    """Rows grouped by their number of slots, in widths that grow by factors of 8, so that one large set does not widen all rows."""
+    if sets.longest < WIDTH:
+        return ((None, -(-(sets.longest + 1) // 16) * 16),)  # few different widths, so that few kernels are compiled
+    widths = [WIDTH]
+    while widths[-1] <= sets.longest:
+        widths.append(8 * widths[-1])
+
+    def exceeded(slots: Tensor) -> Tensor:
+        return torch.stack([slots > width for width in widths]).sum(0)
+
+    # Rows are sorted on their device and cut where the host knows that a group ends: nothing is sent, and nobody waits.
+    sizes = torch.bincount(exceeded(sets.host_counts + 1), minlength=len(widths)).tolist()
+    grouped = exceeded(sets.counts + 1).argsort(stable=True).split(sizes)
+    return tuple((rows, width) for rows, width in zip(grouped, widths, strict=True) if rows.numel())
+
+
+class Beside(NamedTuple):
+    """A second stream of rows over the same sets: its transformed logits at the slots, [m]."""
+
+    z: Tensor
+    kind: str
+    mixture: float
+
+
+class _Block(NamedTuple):
+    """Rows of like sizes, side by side."""
+
+    rows: slice | Tensor
+    shape: tuple[int, int]  # (rows, width)
+    at: Tensor  # int64 [m]: where each slot stands in it, behind its end for slots of other rows
+
+
+@dataclass(frozen=True, eq=False)
+class SetKernels:
+    """The kernels of a backend over rows with sets. `z` are transformed logits, fp32 [m], one a slot, see `transformed`.
+
+    backend   of the row kernels, without an exchange.
+    columns   how many ids this process has: all, or those of `shard` from its start on."""
+
+    kept: KeptRows
+    backend: Backend
+    columns: int
+    shard: VocabShard | None = None
+
+    @functools.cached_property
+    def slots(self) -> Ragged:
+        """The slots whose logits are needed here, with this process's columns as ids: those of rows with several ids."""
+        slots = self.kept.slots
+        return slots._replace(ids=torch.where(self._own & self.kept.several[slots.rows], slots.ids - self._first, -1))
+
+    def transformed(self, logits: Tensor, transform: RowTransform) -> Tensor:
+        """z of `logits`, fp32 [m], arbitrary where a slot is not in use here: -inf there, and 0 where it is the only one of its
+        row."""
+        rows = self.kept.slots.rows
+        z = torch.where(self.kept.several[rows], transform.of(logits, rows), 0.0)
+        return torch.where(self._own, z, -torch.inf)
+
+    def of_logits(self, gradient: Tensor, logits: Tensor, transform: RowTransform) -> Tensor:
+        """The gradient of logits from that of z; 0 of a slot that is not in use."""
+        used = self.slots.ids >= 0
+        return torch.where(used, gradient * transform.slope(logits, self.kept.slots.rows), 0.0)
+
+    def stats(self, z: Tensor, names: tuple[str, ...], beside: Beside | None, read: Tensor | None = None) -> Partials:
+        """Partials of all rows; one that is not read has log-prob and entropy 0. `read`: bool [n], of the rows that `kept`
+        reads."""
+        read = self.kept.read if read is None else read
+        partials = Partials.empty(names, read.numel(), z.device, beside)
+        for block in self._blocks():
+            partials.values[:, block.rows] = self.backend.stats(self._side_by_side(block, z, beside, read), names).values
+        top = partials.get("top")
+        if top is not None:  # the kernels give a column of the block
+            top.copy_(self._top_id(z, partials.max))
+        if self.shard is not None:
+            partials = exchange(self.shard, partials, read, 0)
+        if MIXED[0] in names:
+            mixed = torch.empty(len(MIXED), read.numel(), device=z.device)
+            for block in self._blocks():
+                rows = self._side_by_side(block, z, beside, read)
+                mixed[:, block.rows] = self.backend.mixed(rows, partials.at(block.rows))
+            partials.values[-len(MIXED) :] = mixed if self.shard is None else self.shard.sum_over_ranks(mixed)
+        return partials
+
+    def pull(self, z: Tensor, partials: Partials, slopes: Slopes, beside: Beside | None) -> Tensor:
+        """The gradient of z."""
+        gradient = torch.zeros_like(z)
+        for block in self._blocks():
+            rows = self._side_by_side(block, z, beside, self.kept.read)
+            self.backend.pull(rows, partials.at(block.rows), slopes.at(block.rows), rows.logits)
+            gradient += _back(rows.logits, block.at)
+        return gradient
+
+    def fused(
+        self, z: Tensor, stage: TokenStage, wanted: bool, beside: Beside | None, read: Tensor | None = None
+    ) -> tuple[FusedRows, Tensor | None]:
+        """Losses of all rows of a token stage, and the gradient of z if it is wanted."""
+        read = self.kept.read if read is None else read
+        gradient = torch.zeros_like(z) if wanted else None
+        result = FusedRows.zeros(read.numel(), read.device, beside)
+        for block in self._blocks():
+            rows = self._side_by_side(block, z, beside, read)
+            # Every rank's block has the same slots, each with the ids of the rank alone.
+            shard = None if self.shard is None else replace(self.shard, start=0, vocab=block.shape[1])
+            backend, out = on_shard(self.backend, shard), None if gradient is None else rows.logits
+            result.put(block.rows, backend.fused(rows, stage.at(block.rows), out))
+            if gradient is not None:
+                gradient += _back(rows.logits, block.at)
+        return result, gradient
+
+    @property
+    def _first(self) -> int:
+        return 0 if self.shard is None else self.shard.start
+
+    @functools.cached_property
+    def _own(self) -> Tensor:
+        """bool [m]: slots in use whose id is among this process's columns. An id outside the vocabulary belongs to no rank."""
+        ids, end = self.kept.slots.ids, self._first + self.columns
+        return (ids >= self._first) & (ids < (end if self.shard is None else min(end, self.shard.vocab)))
+
+    @functools.cached_property
+    def _target(self) -> Tensor:
+        """int64 [n]: the column of each row's target in a block, -1 where it is not in use here."""
+        slots, target = self.kept.slots, self.kept.target
+        return torch.where(self._own[slots.offsets[:-1] + target], target, -1)
+
+    def _top_id(self, z: Tensor, top: Tensor) -> Tensor:
+        """int64 [n]: the lowest id whose z is the row's largest, -1 where none is."""
+        slots, none = self.kept.slots, torch.iinfo(torch.int64).max
+        ids = torch.where(self._own & (z == top[slots.rows]), slots.ids, none)
+        lowest = torch.full_like(self.kept.target, none).scatter_reduce_(0, slots.rows, ids, "amin")
+        return torch.where(lowest == none, -1, lowest)
+
+    def _side_by_side(self, block: _Block, z: Tensor, beside: Beside | None, read: Tensor) -> LogitRows:
+        """A block as rows of logits [1, rows, width], in memory of their own."""
+        rows, width = block.shape
+
+        def spread(z: Tensor) -> Tensor:
+            memory = torch.full((rows * width + 1,), -torch.inf, dtype=torch.float32, device=z.device)
+            return memory.scatter_(0, block.at, z)[:-1].view(1, rows, width)
+
+        second = None if beside is None else Second(spread(beside.z), TRANSFORMED, beside.kind, beside.mixture)
+        return LogitRows(spread(z), self._target[block.rows], read[block.rows], TRANSFORMED, second)
+
+    def _blocks(self) -> Iterator[_Block]:
+        slots, n = self.kept.slots, self.kept.read.numel()
+        place = torch.arange(slots.rows.numel(), device=slots.rows.device) - slots.offsets[slots.rows]
+        for group, width in self.kept.groups:
+            size, count = max(1, BLOCK_BYTES // (4 * width)), n if group is None else group.numel()
+            for lo in range(0, max(count, 1), size):
+                hi = min(count, lo + size)
+                if hi - lo == n:
+                    yield _Block(slice(0, n), (n, width), slots.rows * width + place)
+                    continue
+                rows = torch.arange(lo, hi, device=place.device) if group is None else group[lo:hi]
+                row = place.new_full((n,), -1).index_copy_(0, rows, torch.arange(hi - lo, device=place.device))[slots.rows]
+                yield _Block(rows, (hi - lo, width), torch.where(row >= 0, row * width + place, (hi - lo) * width))
+
+
+def _back(block: Tensor, at: Tensor) -> Tensor:
+    """[m]: what stands at the places of the slots, 0 for those of other rows."""
+    return torch.cat([block.reshape(-1), block.new_zeros(1)])[at]
+
+
+@dataclass(frozen=True, eq=False)
+class OverSets:
+    """A visit of rows over their sets. `names` of the partials; `others`: second streams; `at`: further ids, in or not in the
+    sets."""
+
+    kept: KeptRows
+    targets: Tensor
+    names: tuple[str, ...]
+    others: tuple[Other, ...] = ()
+    at: Ragged | None = None
+
+    @property
+    def read(self) -> Tensor:
+        return self.kept.read
+
+    @property
+    def apart(self) -> tuple[Other, ...]:
+        """Second streams that are visited after one another: all but one without a weight."""
+        return () if len(self.others) == 1 and self.others[0].weight is None else self.others
+
+    def stats(self, stream: Stream) -> Found:
+        kernels, z, _ = self._rows(stream)
+        one = None if self.apart or not self.others else self._beside(kernels, self.others[0])
+        partials = kernels.stats(z, self.names, one)
+        apart = []
+        for other in self.apart:
+            read = self.read if other.weight is None else self.read & (other.weight != 0)
+            apart.append(kernels.stats(z, other.names, self._beside(kernels, other), read))
+        return Found(partials, tuple(apart))
+
+    def pull(self, stream: Stream, found: Found, slopes: Slopes, at_ids: Tensor | None) -> tuple[Ragged, Tensor]:
+        """(slots, the gradient of the logits at them)."""
+        kernels, z, logits = self._rows(stream)
+        if self.apart:
+            of_divergence = slopes.get("divergence")
+            gradient = kernels.pull(z, found.partials, slopes.without("divergence"), None)
+            for other, partials in zip(self.apart, found.apart, strict=True):
+                if of_divergence is not None:
+                    slope = other.times(of_divergence)
+                    alone = Slopes.stacked({"target": torch.zeros_like(slope), "divergence": slope})
+                    gradient += kernels.pull(z, partials, alone, self._beside(kernels, other))
+        else:
+            one = self._beside(kernels, self.others[0]) if self.others else None
+            gradient = kernels.pull(z, found.partials, slopes, one)
+        gradient = kernels.of_logits(gradient, logits, stream.transform)
+        if at_ids is not None and self.at is not None:
+            gradient = self.kept.replaced(gradient, self.at, at_ids)
+        return kernels.slots, gradient
+
+    def fused(self, stream: Stream, stage: TokenStage, wanted: bool) -> tuple[FusedRows, tuple[Ragged, Tensor] | None]:
+        """(losses of all rows, what `pull` returns if it is wanted)."""
+        kernels, z, logits = self._rows(stream)
+        one = None if self.apart or not self.others else self._beside(kernels, self.others[0])
+        result, gradient = kernels.fused(z, stage, wanted, one)
+        of_loss = stage.rows.divergence_weight
+        for other in self.apart:
+            weight = torch.zeros_like(result.losses) if of_loss is None else other.times(of_loss)
+            read = self.read if other.weight is None else self.read & (other.weight != 0)
+            alone = TokenStage.divergence_alone(self.targets, weight)
+            part, more = kernels.fused(z, alone, wanted, self._beside(kernels, other), read)
+            assert part.divergence is not None
+            divergence = other.times(part.divergence)
+            divergence = divergence if result.divergence is None else result.divergence + divergence
+            result = result._replace(losses=result.losses + part.losses, divergence=divergence)
+            gradient = None if gradient is None or more is None else gradient + more
+        if gradient is None:
+            return result, None
+        return result, (kernels.slots, kernels.of_logits(gradient, logits, stream.transform))
+
+    def logits_at(self, stream: Stream) -> LogitsAt:
+        assert self.at is not None
+        slots = self.at.only(self.kept.has)
+        logits = at_all_ranks(stream, slots)
+        # The log-prob of the only id of a set is 0 whatever its logit is, which is therefore not computed.
+        logits = torch.where(self.kept.several[slots.rows], logits, 0.0)
+        return LogitsAt(slots, logits, (slots.ids >= 0) & self.kept.holds(slots))
+
+    def _rows(self, stream: Stream) -> tuple[SetKernels, Tensor, Tensor]:
+        """(the kernels over sets, z of the slots, their logits)."""
+        kernels = SetKernels(self.kept, stream.kernels, stream.columns, stream.shard)
+        logits = stream.at(kernels.slots)
+        return kernels, kernels.transformed(logits, stream.transform), logits
+
+    @staticmethod
+    def _beside(kernels: SetKernels, other: Other) -> Beside:
+        z = kernels.transformed(other.stream.at(kernels.slots), other.stream.transform)
+        return Beside(z, other.kind, other.mixture)

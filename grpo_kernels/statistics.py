@@ -1,0 +1,197 @@
+"""Statistics of rows, from their stream: log-probs, entropy, divergences, over sets of ids and over the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from .formulas.divergence import Exact, divergence_at
+from .layout import flat, plain
+from .rows.backends import is_strict
+from .rows.compile import TracedRows
+from .rows.hidden import Hidden
+from .rows.partials import partials_of
+from .rows.ragged import Ragged
+from .rows.run import Read, Rows, statistics
+from .rows.selection import Sparse
+from .rows.sets import KeptRows, OverSets
+from .rows.stream import Known, Other, Seconds, Stream, Whole
+from .specs import Options
+from .token_sets import TokenSets, check_sets, narrowed, without_set
+
+Tensor = torch.Tensor
+
+
+class Asked(NamedTuple):
+    """What is asked of the rows of a policy.
+
+    names, with_gradient   statistics beside log-probs, and those of them that have a gradient.
+    kept     the rows that have a set.
+    over     statistics that are taken over the vocabulary in every row, for which rows with sets are visited as a whole too; None:
+             nothing is.
+    seconds  second streams. The divergence from them, all added up, is the statistic "divergence".
+    exact    which divergence that is.
+    at       further ids of rows, whose log-probs are wanted.
+    rows     (index, active) of `Whole`, where the caller knows them.
+    sparse   how columns are drawn for the gradient."""
+
+    names: tuple[str, ...] = ()
+    with_gradient: tuple[str, ...] = ()
+    kept: KeptRows | None = None
+    over: tuple[str, ...] | None = None
+    seconds: Seconds = Seconds()
+    exact: Exact | None = None
+    at: Ragged | None = None
+    rows: tuple[Tensor, int] | None = None
+    sparse: Sparse | None = None
+
+
+class Statistics(NamedTuple):
+    """Of each row [n], differentiable."""
+
+    logps: Tensor  # over the set of a row that has one, else over the vocabulary
+    named: dict[str, Tensor]
+    whole_logps: Tensor | None = None  # over the vocabulary, None where nothing needs it
+
+
+def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | None, options: Options) -> Statistics:
+    """ "lse" among the names asks for "log_kept_mass" in its place: the log of the probability that the whole row gives to its set,
+    0 of a row without a set."""
+    names, with_gradient, kept, over, (others, known), exact, at, _, sparse = asked
+    if torch.compiler.is_compiling():
+        dtype = stream.dtype if isinstance(stream, Hidden) else None
+        traced = TracedRows(names, with_gradient, options.backend, options.strict, dtype, sparse)
+        logps, *others_of_rows = statistics(traced, targets, read, stream.transform, stream.tensors).values()
+        return Statistics(logps, dict(zip(names, others_of_rows, strict=True)))
+    targets, read = plain(targets), None if read is None else plain(read)  # under torch.func they may have wrappers
+    if others:
+        names, with_gradient = (*names, "divergence"), (*with_gradient, "divergence")
+    beside = known[0] if len(known) == 1 and known[0].weight is None and not others else None  # in the same visit
+    if beside is not None:
+        at, outside = beside.slots, _outside(exact)
+        names, with_gradient = (*names, *outside), (*with_gradient, *outside)
+        over = None if over is None else (*over, *outside, "at")
+    reads, sets = [], None
+    if kept is not None:
+        own = tuple(name for name in names if over is None or name not in over)
+        sets = OverSets(
+            kept, targets, _partials(own, others), others if "divergence" in own else (),
+            None if over is not None and "at" in over else at,
+        )  # fmt: skip
+        reads.append(Read(sets, own, tuple(name for name in with_gradient if name in own)))
+    if kept is None or over is not None or not kept.has_all:
+        some = read if kept is None or over is not None else plain(kept.others(read))
+        whole = Whole(
+            targets,
+            some,
+            _partials(names, others),
+            others,
+            at=at,
+            sparse=sparse,
+            all_rows=kept is not None and over is not None,
+        )
+        whole = replace(whole, at=at.only(~kept.has).plain()) if at is not None and kept is not None and over is None else whole
+        reads.append(Read(_indexed(stream, whole, asked, read), names, with_gradient))
+    for teacher in () if beside is not None else known:
+        reads.append(_of_known(stream, teacher, exact, targets, read))
+    values = statistics(Rows(stream.of((), stream.transform), tuple(reads)), targets, read, stream.transform, stream.tensors)
+    found = [_of_visit(values, i) for i in range(len(reads))]
+    of_known = found[len(found) - (0 if beside is not None else len(known)) :]
+    logps, named, whole_logps = _joined(found, kept, over, at)
+    if beside is not None:
+        of_known, known = [named], (beside,)
+    if exact is not None and known:
+        named["divergence"] = _divergence(exact, named.get("divergence"), known, of_known, read)
+    return Statistics(logps, named, whole_logps)
+
+
+def _of_visit(values: dict[str, Tensor], i: int) -> dict[str, Tensor]:
+    return {name.partition(" ")[2]: x for name, x in values.items() if name.startswith(f"{i} ")}
+
+
+def _partials(names: tuple[str, ...], others: tuple[Other, ...]) -> tuple[str, ...]:
+    """The partials of a visit: those of a divergence only beside a second stream that is read in the same visit."""
+    one = len(others) == 1 and others[0].weight is None
+    return partials_of(tuple(name for name in names if one or name != "divergence"), others[0].kind if one else "")
+
+
+def _indexed(stream: Stream, whole: Whole, asked: Asked, read: Tensor | None) -> Whole:
+    """With the rows that are visited, which hidden states are gathered by: forward and backward share them. Under torch.func there
+    are no values to look at."""
+    if not isinstance(stream, Hidden) or torch._C._are_functorch_transforms_active():
+        return whole
+    if asked.rows is not None:
+        return replace(whole, index=asked.rows[0], active=asked.rows[1])
+    kept = None if whole.all_rows else asked.kept
+    if kept is not None and read is None and kept.without is not None:  # a number that the host knows
+        return replace(whole, index=kept.has.argsort(stable=True)[: kept.without])
+    return replace(whole, index=whole.rows())
+
+
+def _outside(exact: Exact | None) -> tuple[str, ...]:
+    """What the divergence from a teacher that is known at some ids needs beside log-probs at them."""
+    return ("outside",) if exact is not None and exact.tail == "bin" else ()
+
+
+def _of_known(stream: Stream, teacher: Known, exact: Exact | None, targets: Tensor, read: Tensor | None) -> Read:
+    """The visit of the rows where this teacher has a weight."""
+    if teacher.weight is not None:
+        read = plain(teacher.weight != 0 if read is None else read & (teacher.weight != 0))
+    outside = _outside(exact)
+    whole = Whole(targets, read, partials_of(outside), at=teacher.slots)
+    return Read(_indexed(stream, whole, Asked(), read), outside, outside)
+
+
+def _joined(
+    found: list[dict[str, Tensor]], kept: KeptRows | None, over: tuple[str, ...] | None, at: Ragged | None
+) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    """(log-probs, statistics by name, log-probs over the vocabulary) of all rows, from those over sets and those over the
+    vocabulary."""
+    first = dict(found[0])
+    if kept is None or (over is None and kept.has_all):
+        return first.pop("logps"), first, None
+    sets, whole = first, dict(found[1])
+    mass = None
+    if "lse" in sets and over is not None:
+        # Log-probs keep the digits of a mass near 1; those of a target without probability are both -inf.
+        lse, of_logps = sets.pop("lse") - whole.pop("lse"), whole["logps"] - sets["logps"]
+        mass = torch.where(kept.has, torch.where(kept.several & (sets["logps"] == -torch.inf), lse, of_logps), 0.0)
+    whole_logps = whole["logps"]
+    for name, x in sets.items():
+        has = kept.has if name != "at" or at is None else kept.has[at.rows]
+        whole[name] = torch.where(has, x, whole[name])
+    if mass is not None:
+        whole["log_kept_mass"] = mass
+    return whole.pop("logps"), whole, None if over is None else whole_logps
+
+
+def _divergence(
+    exact: Exact, of_others: Tensor | None, known: tuple[Known, ...], found: list[dict[str, Tensor]], read: Tensor | None
+) -> Tensor:
+    """fp32 [n]: the divergences from all second streams."""
+    parts = [] if of_others is None else [of_others]
+    for teacher, values in zip(known, found, strict=True):
+        assert teacher.sets.values is not None
+        value = divergence_at(exact, values["at"], teacher.sets.values, teacher.sets.offsets, values.get("outside"))
+        value = value if read is None else torch.where(read, value, 0.0)
+        parts.append(value if teacher.weight is None else torch.where(teacher.weight == 0, 0.0, teacher.weight * value))
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+# ---- sets of ids beside targets
+
+
+def check_kept(sets: TokenSets, targets: Tensor, mask: Tensor | None, vocab: int, missing: str | None, strict: bool) -> None:
+    """Raise ValueError unless `sets` can be the kept sets of targets; in strict mode also for a target that joins its set without
+    anybody having said so."""
+    check_sets("kept", sets, targets, vocab)
+    if missing is None and is_strict(strict):
+        narrowed(sets, targets, mask, "raise")
+
+
+def rows_with_sets(sets: TokenSets, targets: Tensor, read: Tensor | None, missing: str | None) -> KeptRows:
+    """The rows that have a set. `targets` of any shape, `read` bool [rows]: those that are looked at."""
+    has = ~without_set(sets, targets, missing) if missing == "full" else None
+    return KeptRows.of(sets, flat(targets).to(torch.int64), read, has)

@@ -1,0 +1,814 @@
+"""Policy losses with the arguments of OpenRLHF, SkyRL, verl, slime and prime-rl, in value, gradient and metrics: a table of what
+each trainer computes, in the words of the float64 oracle (support/oracle.py), and the trainer's own loss where it is on the
+path."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from dataclasses import replace
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from grpo_kernels import Cispo, Clip, Kl, Objective, Sapo
+from grpo_kernels.integrations import openrlhf, prime_rl, skyrl, slime, verl
+from support.oracle import Spec, kl_estimate
+from support.pairs import label, pairs
+from support.trainers import (
+    DATA,
+    MASK,
+    B,
+    T,
+    V,
+    assert_same,
+    drawn,
+    exact,
+    same_metrics,
+    stand_in,
+    their_file,
+    value_and_gradient,
+    without_trainers,
+)  # fmt: skip
+
+parametrize = pytest.mark.parametrize
+
+pytestmark = pytest.mark.usefixtures("stand_ins")
+
+N = MASK.sum(1, keepdim=True)
+OLD, SAMPLER, A = (x.double() for x in (DATA.old, DATA.sampler, DATA.advantages))
+FAR = (-20.0, 20.0)
+
+
+class Case(NamedTuple):
+    """`ours`: log-probs -> (loss, metrics). What it is: the oracle's `spec` of these fields, and metrics of its result; `more` are
+    factors that the oracle has not. `itself`: log-probs -> what the trainer's own loss gives."""
+
+    ours: Any
+    spec: Spec
+    fields: Any = None
+    metrics: Any = None
+    itself: Any = None
+    data: Any = DATA
+
+
+def mean(x, mask=MASK):
+    return (x * mask).sum() / mask.sum()
+
+
+def clipped(result, logps):
+    """bool [B, T]: where the clip holds."""
+    return torch.zeros(logps.shape, dtype=torch.bool).masked_scatter(MASK, result.clipped_low | result.clipped_high)
+
+
+def check(case):
+    """The loss that is compared, and a fresh one of it."""
+    mine = value_and_gradient(case.ours, case.data.logps)
+    results = []
+
+    def expected(x):
+        results.append(exact(case.spec, x, case.data, **case.fields))
+        return results[0].loss
+
+    want = value_and_gradient(expected, case.data.logps, torch.float64)
+    assert_same(mine, want)
+    same_metrics(mine[0][1], case.metrics(results[0], case.data.logps.double()))
+    return mine
+
+
+def check_itself(case):
+    """The trainer's own loss of float64, and its metrics by name."""
+    want, mine = value_and_gradient(case.itself, case.data.logps, torch.float64), value_and_gradient(case.ours, case.data.logps)
+    assert_same(mine, want)
+    same_metrics({name: mine[0][1][name] for name in want[0][1]}, want[0][1])
+
+
+def differ(cases):
+    """The numbers that the rows of a table expect are not those of one another."""
+    losses = [float(exact(case.spec, case.data.logps.double(), case.data, **case.fields).loss) for case in cases]
+    assert len({round(x, 7) for x in losses}) == len(losses)
+
+
+# ---- OpenRLHF
+
+#: By the arguments of both versions, of 0.11.0, of 0.11.2.
+VLLM = {"enable_vllm_is_correction": True}
+BEFORE = {
+    "ppo": {}, "dual clip": {"clip_eps_low": 0.1, "clip_eps_high": 0.28, "dual_clip": 1.5}, "sequence mean": {"token_level_loss": False},
+    "gspo": {"policy_loss_type": "gspo", "clip_eps_low": 0.15}, "gspo, corrected": {"policy_loss_type": "gspo", **VLLM},
+    "tis": {**VLLM, "vllm_is_truncated_threshold": [0.8, 1.2]},
+    "icepop": {**VLLM, "vllm_is_truncated_threshold": [0.7, 1.4], "vllm_is_correction_type": "icepop"},
+    "seq-mask-tis": {**VLLM, "vllm_is_truncated_threshold": [0.9, 1.1], "vllm_is_correction_type": "seq-mask-tis"},
+}  # fmt: skip
+SINCE = {
+    f"{level} {mode} {gating}{' gspo' * ('policy_loss_type' in more)}": {
+        "is_correction_level": level, "is_correction_mode": mode, "is_correction_gating": gating, "is_correction_threshold": bounds, **more,
+    }
+    for level, mode, gating, bounds, more in (
+        ("off", "mask", "ratio", (0.5, 5.0), {"dual_clip": 1.5}), ("token", "clip", "ratio", (0.8, 1.2), {}),
+        ("token", "mask", "ratio", (0.7, 1.4), {}), ("seq", "mask", "ratio", (0.9, 1.1), {"token_level_loss": False}),
+        ("seq", "mask", "ratio", (0.5, 5.0), {"policy_loss_type": "gspo"}), ("token", "mask", "binary_kl", (0.0, 0.01), {}),
+        ("seq", "mask", "binary_kl", (0.0, 0.03), {}), ("token", "mask", "tv", (0.0, 0.05), {}), ("seq", "mask", "tv", (0.0, 0.092), {}),
+    )
+}  # fmt: skip
+TYPES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
+
+
+def of_openrlhf(options, counts):
+    level, mode, gating, bounds = (options.get(f"is_correction_{name}") for name in ("level", "mode", "gating", "threshold"))
+    if level is None:
+        level, mode = TYPES[options.get("vllm_is_correction_type", "tis")] if VLLM.keys() <= options.keys() else ("off", None)
+        gating, bounds = "ratio", options.get("vllm_is_truncated_threshold")
+    gspo, low, high = (
+        options.get("policy_loss_type") == "gspo",
+        options.get("clip_eps_low", 0.2),
+        options.get("clip_eps_high", 0.2),
+    )
+    tokens = options.get("token_level_loss", True) and not gspo
+    spec = Spec(
+        "clip", low, high, options.get("dual_clip"), level="sequence" if gspo else "token", bounds=None if gspo else FAR,
+        aggregate="token-mean" if tokens else "seq-mean-token-mean", count_empty=False,
+    )  # fmt: skip
+    fields = {"old_logps": SAMPLER if gspo and level != "off" else OLD}
+    if counts:
+        fields["normalizer"] = counts["batch_num_tokens" if tokens else "global_batch_size"] / counts["dp_size"]
+    kl = share = None
+    if level != "off" and not gspo:
+        p, q = SAMPLER.exp(), OLD.exp()
+        measured = {"binary_kl": p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log(), "tv": (p - q).abs()}.get(
+            gating, OLD - SAMPLER
+        )
+        measured = (measured * MASK).sum(1, keepdim=True) / N if level == "seq" else measured
+        measured = measured.exp() if gating == "ratio" else measured
+        keep, w = (measured >= bounds[0]) & (measured <= bounds[1]), (OLD - SAMPLER).exp()
+        fields["weights"] = w.clamp(*bounds) if mode == "clip" else torch.where(keep, w, 0.0)
+        share, kl = mean((~keep).double()) if level == "token" else (~keep).double().mean(), mean(SAMPLER - OLD)
+
+    def metrics(result, logps):
+        found = [mean(clipped(result, logps)), mean(OLD - logps), kl]
+        return dict(enumerate([*found, share] if "is_correction_level" in options else found))
+
+    given = DATA.old, DATA.advantages, MASK.float(), DATA.sampler
+    loss = openrlhf.PolicyLoss(**options)
+
+    def ours(x):
+        found, *metrics = loss(x, *given, **counts)
+        return found, dict(enumerate(metrics))
+
+    def itself(x):
+        theirs = sys.modules["openrlhf.models.loss"].PolicyLoss
+        if ("is_correction_level" in options) != hasattr(theirs(), "is_correction_level"):
+            pytest.skip("this version has other arguments")
+        own, like = theirs(**options), openrlhf.PolicyLoss.like(theirs(**options))
+        assert [None if x is None else float(x) for x in like(DATA.logps, *given)[:4]] == [
+            None if x is None else float(x) for x in loss(DATA.logps, *given)[:4]
+        ]
+        found, *metrics = own(x, OLD, A, MASK.double(), SAMPLER, **counts)
+        return found, dict(enumerate(metrics))
+
+    return Case(ours, spec, fields, metrics, itself)
+
+
+OPENRLHF = {
+    f"{name}{', of a step' * bool(counts)}": of_openrlhf(options, counts)
+    for name, options in (BEFORE | SINCE).items()
+    for counts in ({}, {"dp_size": 2, "batch_num_tokens": 61.0, "global_batch_size": 17.0})
+}
+
+
+@parametrize("what", OPENRLHF)
+def test_openrlhf(what):
+    check(OPENRLHF[what])
+    for since in (False, True):
+        differ([case for name, case in OPENRLHF.items() if "of a step" in name and (name.partition(",")[0] in SINCE) == since])
+
+
+@parametrize("what", OPENRLHF)
+def test_openrlhf_itself(what, monkeypatch):
+    utils = their_file("openrlhf.models.utils", monkeypatch, deepspeed={})
+    their_file("openrlhf.models.loss", monkeypatch, utils)
+    check_itself(OPENRLHF[what])
+
+
+def test_openrlhf_of_nothing_is_0():
+    """Nor does a count of 0, with or without a tensor around it, make the denominator 0."""
+    given = DATA.logps.clone().requires_grad_(), DATA.old, DATA.advantages, torch.zeros(B, T)
+    for tokens, name in ((True, "batch_num_tokens"), (False, "global_batch_size")):
+        for none in (None, 0, 0.0, torch.tensor(0)):
+            loss, share, *_ = openrlhf.PolicyLoss(token_level_loss=tokens)(*given, dp_size=2, **{name: none})
+            assert float(loss.detach()) == float(share) == 0 and loss.requires_grad
+
+
+@parametrize("options, message", [
+    ({"policy_loss_type": "x"}, "policy_loss_type='x'"), ({"vllm_is_correction_type": "x"}, "vllm_is_correction_type='x'"),
+    ({"dual_clip": 1.1}, r"dual_clip=1\.1: below"), ({"is_correction_level": "x"}, "is_correction_level='x'"),
+    ({"is_correction_level": "token", "is_correction_gating": "x"}, "is_correction_gating='x'"),
+    ({"is_correction_level": "seq", "is_correction_mode": "clip"}, "only the ratio of a token can be clamped"),
+    ({"is_correction_level": "token", "is_correction_gating": "tv"}, "has an upper bound only"),
+    ({"is_correction_level": "off", **VLLM}, "one option of two versions"), (VLLM, "rollout_log_probs is None"),
+])  # fmt: skip
+def test_openrlhf_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        openrlhf.PolicyLoss(**options)(DATA.logps, DATA.old, DATA.advantages, MASK)
+    theirs = type("PolicyLoss", (), {name: 0.2 for name in openrlhf.FIELDS})()  # which renames its arguments again
+    with pytest.raises(ValueError, match=r"PolicyLoss has no is_correction_level.*OpenRLHF 0\.10\.4, .*0\.11\.2 are known"):
+        openrlhf.PolicyLoss.like(theirs)
+
+
+# ---- SkyRL
+
+HOME = "skyrl.backends.skyrl_train.utils"
+
+
+def config_of_skyrl(anchor="old", **changes):
+    return SimpleNamespace(
+        **{"eps_clip_low": 0.2, "eps_clip_high": 0.2, "clip_ratio_c": 3.0, "loss_reduction": "sequence_mean"} | changes,
+        sapo=SimpleNamespace(tau_pos=0.9, tau_neg=1.3), off_policy_correction=SimpleNamespace(tis_ratio_type=None),
+        cispo=SimpleNamespace(cispo_eps_clip_low=0.25, cispo_eps_clip_high=0.3, cispo_anchor=anchor),
+        dppo=SimpleNamespace(dppo_type="binary_tv", delta_low=0.2, delta_high=0.2),
+    )  # fmt: skip
+
+
+def corrected(loss, old, rollout, mask, config):
+    """Stands in for SkyRL's: a weight for each token, and a sequence that is dropped."""
+    if rollout is None:
+        return loss, mask, {}
+    return loss * (old - rollout).exp().clamp(max=1.2), mask * (torch.arange(B) != 1).to(loss)[:, None], {"tis": 1.0}
+
+
+def uncorrected(loss, old, rollout, mask, config):
+    return loss, mask, {}
+
+
+def preset(name, **changes):
+    return Objective.preset(name, numerics="skyrl", beta=0.0, aggregate="token-sum", **changes)
+
+
+#: Our objective, SkyRL's function, changes of its configuration, and what it is.
+OF_SKYRL = {
+    "dual_clip": (preset("ppo", surrogate=Clip(0.1, 0.28, 1.6)), "ppo_policy_loss",
+                  {"policy_loss_type": "dual_clip", "eps_clip_low": 0.1, "eps_clip_high": 0.28, "clip_ratio_c": 1.6},
+                  Spec("clip", 0.1, 0.28, 1.6, bounds=FAR)),
+    "regular": ("grpo", "ppo_policy_loss", {"policy_loss_type": "regular"}, Spec(bounds=FAR)),
+    "gspo": ("gspo", "gspo_policy_loss", {}, Spec(level="sequence-token", bounds=(-math.inf, 10.0))),
+    "sapo": (preset("sapo", surrogate=Sapo(0.9, 1.3)), "sapo_policy_loss", {}, Spec("sapo", tau=(0.9, 1.3), bounds=FAR)),
+    "cispo": (preset("cispo", surrogate=Cispo(1.3, 0.75)), "compute_policy_loss_cispo", {}, Spec("cispo", cap=1.3, low=0.75, bounds=FAR)),
+    "dppo": ("dppo_tv", "dppo_policy_loss", {}, Spec("importance-sampling", trust=("tv", 0.2, 0.2, "old"), bounds=FAR)),
+    "rollout_is": ("rollout_is", "rollout_is_policy_loss", {}, Spec("cispo", cap=math.inf, trust=("ratio", 0.2, 0.2, "old"))),
+}  # fmt: skip
+
+
+def of_skyrl(what, rollout, anchor="old", correct=corrected):
+    objective, function, changes, spec = OF_SKYRL[what]
+    config, sampler = config_of_skyrl(anchor, **changes), DATA.sampler if rollout else None
+    anchored = rollout and (what in ("dppo", "rollout_is") or anchor == "rollout")
+    weights, mask, told = correct(torch.ones(B, T).double(), OLD, None if sampler is None else SAMPLER, MASK.double(), None)
+    old = SAMPLER if anchored else OLD
+
+    def metrics(result, logps):
+        if what == "cispo":  # over the tokens before the correction, with any advantage
+            r = (logps - old).clamp(*FAR).exp()[MASK]
+            inner = r.clamp(0.75, 1.3)
+            return {"clip_ratio": (inner != r).double().mean(), "cispo/ratio_mean": r.mean(), "cispo/ratio_clamped_mean": inner.mean(),
+                    "cispo/ratio_max": r.max(), "cispo/ratio_min": r.min(), **told}  # fmt: skip
+        return {
+            "clip_ratio": ((~result.kept) if spec.trust else result.clipped_low | result.clipped_high).double().mean(),
+            **told,
+        }
+
+    def ours(x):
+        stand_in(f"{HOME}.off_policy_correction_utils", apply_off_policy_correction=correct)
+        return skyrl.policy_loss(objective)(x, DATA.old, DATA.advantages, config, MASK.float(), sampler)
+
+    def itself(x):
+        loss, named = getattr(sys.modules[f"{HOME}.ppo_utils"], function)(
+            x, OLD, A, config, MASK.double(), SAMPLER if rollout else None
+        )
+        return loss, {} if rollout and what != "cispo" else named  # ours is over the tokens that the correction leaves
+
+    fields = {"old_logps": old, "weights": weights, "mask": mask != 0}
+    return Case(ours, replace(spec, aggregate="token-sum"), fields, metrics, itself)
+
+
+SKYRL = {
+    f"{what}{', rollout' * rollout}": of_skyrl(what, rollout)
+    for what in OF_SKYRL for rollout in (False, True) if rollout or what != "rollout_is"
+} | {"cispo, to the rollout": of_skyrl("cispo", True, "rollout", uncorrected)}  # fmt: skip
+
+
+@parametrize("what", SKYRL)
+def test_skyrl(what):
+    (_, metrics), _ = check(SKYRL[what])
+    assert all(isinstance(value, float) for value in metrics.values())
+
+
+@parametrize("what", SKYRL)
+def test_skyrl_itself(what, monkeypatch):
+    for needed in ("loguru", "jaxtyping", "ray"):
+        pytest.importorskip(needed, reason=f"{needed}, which SkyRL imports, is not installed")
+    utils = their_file(f"{HOME}.torch_utils", monkeypatch, skyrl__train__config={"AlgorithmConfig": object})
+    stand_in(f"{HOME}.off_policy_correction_utils", apply_off_policy_correction=corrected)
+    ppo = their_file(f"{HOME}.ppo_utils", monkeypatch, utils)
+    if not hasattr(ppo, OF_SKYRL[what.partition(",")[0]][1]) or "to the" in what:
+        pytest.skip("this version has no such loss")  # before 0.3.0 no DPPO
+    check_itself(SKYRL[what])
+
+
+def test_skyrls_cispo_to_the_rollout():
+    stand_in(f"{HOME}.off_policy_correction_utils", apply_off_policy_correction=uncorrected)
+    config, ours = config_of_skyrl("rollout"), skyrl.policy_loss(OF_SKYRL["cispo"][0])
+    empty = ours(DATA.logps, DATA.old, DATA.advantages, config, torch.zeros(B, T), DATA.sampler)[1]
+    assert empty["clip_ratio"] == 0 and empty["cispo/ratio_max"] == 1
+    with pytest.raises(ValueError, match="rollout_logprobs=None"):
+        ours(DATA.logps, DATA.old, DATA.advantages, config, MASK)
+    config.off_policy_correction.tis_ratio_type = "token"
+    with pytest.raises(ValueError, match=r"tis_ratio_type='token'.*double-count"):
+        ours(DATA.logps, DATA.old, DATA.advantages, config, MASK, DATA.sampler)
+
+
+def test_skyrls_registry(witnesses):
+    stand_in(f"{HOME}.off_policy_correction_utils", apply_off_policy_correction=uncorrected)
+    losses = witnesses["skyrl"][0]
+    names = skyrl.register("ours_")
+    assert names == [*losses] and {"ours_dapo", "ours_gspo", "ours_vespo"} <= {*names}
+    assert not {"ours_clip_cov", "ours_kl_cov", "ours_dro", "ours_a2po", "ours_distillation"} & {*names}
+    for bad, message in (
+        ("clip_cov", "not linear in the advantage"), (Objective(), 'aggregate="token-sum"'),
+        (Objective.preset("grpo", aggregate="token-sum", beta=0.1), "adds KL and entropy itself"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            skyrl.policy_loss(bad)
+
+
+# ---- registries of versions that were not tested
+
+
+@pytest.fixture
+def witnesses(registry):
+    """Of each trainer: what is registered, the calls of its own clipped loss, and a call of one of ours. That loss is times
+    `factor`."""
+    losses, calls, factor = {}, [], [1.0]
+
+    def own_of_skyrl(log_probs, old, advantages, config, mask=None, rollout=None):
+        calls.append(config.policy_loss_type)
+        spec = Spec("clip", config.eps_clip_low, config.eps_clip_high, aggregate="token-sum")
+        return factor[0] * exact(spec, log_probs, mask=mask, old_logps=old, advantages=advantages).loss, {}
+
+    def own_of_verl(old, logps, advantages, mask, mode, config, weights=None):
+        calls.append("regular")
+        spec, D = spec_of_verl("vanilla", mode, CONSTANTS["defaults"], STEP)
+        return factor[0] * exact(spec, logps, mask=mask, old_logps=old, advantages=advantages, normalizer=D).loss, {}
+
+    stand_in(
+        f"{HOME}.ppo_utils",
+        register_policy_loss=lambda name: lambda f: losses.setdefault(name, f),
+        ppo_policy_loss=own_of_skyrl,
+    )
+    stand_in(f"{HOME}.off_policy_correction_utils", apply_off_policy_correction=uncorrected)
+    registry["vanilla"], given, config = (
+        own_of_verl,
+        [DATA.old, DATA.advantages],
+        config_of_skyrl(eps_clip_low=0.17, eps_clip_high=0.31),
+    )
+    return {
+        "skyrl": (losses, calls, factor, lambda x: losses["fused_cispo"](x, *given, config, loss_mask=MASK.float())),
+        "verl": (
+            registry,
+            calls,
+            factor,
+            lambda x: registry["fused_vanilla"](given[0], x, given[1], MASK, "token-mean", config_of_verl(STEP)),
+        ),
+    }
+
+
+@parametrize("factor", [1.0, 1.02])
+@parametrize("trainer", [skyrl, verl], ids=("skyrl", "verl"))
+def test_losses_of_an_untested_version_are_compared(witnesses, trainer, factor, monkeypatch):
+    """verl's with its loss of the same name; SkyRL's, whose masked sum is the same for all, with its clipped loss before the
+    first of any name."""
+    monkeypatch.setattr(metadata, "version", lambda _: "99.1")
+    monkeypatch.delenv("GRPO_KERNELS_ANY_VERSION", raising=False)
+    name = trainer.ADAPTER.package
+    _, calls, factors, call = witnesses[name]
+    factors[0] = factor
+    trainer.register()
+    leaf = DATA.logps.clone().requires_grad_()
+    if factor != 1:
+        with pytest.raises(RuntimeError, match=rf"{name} 99\.1.*(ppo_policy_loss|fused_vanilla) is not what it was: values"):
+            call(leaf)
+        return
+    with pytest.warns(UserWarning, match=rf"{name} 99\.1.*They agree"):
+        call(leaf)
+    call(leaf)
+    assert calls == ["regular"]
+
+
+# ---- verl
+
+#: verl's defaults, and others; DRO has none, hence the one of our preset.
+CONSTANTS = {
+    "defaults": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05, "clip_cov_ratio": 2e-4,
+                 "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 2e-4, "ppo_kl_coef": 0.1, "dro_beta": 1.0},
+    "others": {"clip_ratio_low": 0.13, "clip_ratio_high": 0.28, "clip_ratio_c": 1.6, "tau_pos": 0.9, "tau_neg": 1.3, "clip_cov_ratio": 0.1,
+               "clip_cov_lb": 0.4, "clip_cov_ub": 2.5, "kl_cov_ratio": 0.15, "ppo_kl_coef": 0.7, "dro_beta": 0.3},
+}  # fmt: skip
+POLICY = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta")
+#: Of a whole step of which this is a micro-batch on one of two ranks.
+STEP = {"dp_size": 2, "batch_num_tokens": 173, "global_batch_size": 19, "loss_scale_factor": 20}
+
+
+def config_of_verl(info, constants="defaults", **options):
+    c = CONSTANTS[constants] | options
+    numbers, policy = (
+        {n: x for n, x in c.items() if n not in POLICY},
+        {n: x for n, x in c.items() if n in POLICY or n == "rollout_correction"},
+    )
+    if importlib.util.find_spec("verl"):
+        from verl.workers.config import ActorConfig
+        from verl.workers.config.actor import PolicyLossConfig
+
+        policy |= {"loss_mode": numbers.pop("loss_mode")} if "loss_mode" in numbers else {}
+        numbers.pop("rollout_correction", None)
+        settings = {
+            "strategy": "fsdp",
+            "rollout_n": 1,
+            "ppo_micro_batch_size_per_gpu": 4,
+            "policy_loss": PolicyLossConfig(**policy),
+        }
+        return ActorConfig(**settings, global_batch_info=dict(info), **numbers)
+    return SimpleNamespace(**numbers, clip_ratio=0.2, policy_loss=SimpleNamespace(**policy), global_batch_info=dict(info))
+
+
+def spec_of_verl(name, mode, c, info):
+    """(what verl's loss is, its denominator)"""
+    low, high = c["clip_ratio_low"], c["clip_ratio_high"]
+    spec = {
+        "vanilla": Spec("clip", low, high, c["clip_ratio_c"], bounds=FAR), "gspo": Spec("clip", low, high, level="sequence-token", bounds=(-math.inf, 10.0)),
+        "gpg": Spec("policy-gradient"), "cispo": Spec("cispo", cap=1 + high, low=1 - low, bounds=FAR), "dro": Spec("dro", pull=c["dro_beta"]),
+        "clip_cov": Spec("clip-cov", low, high, share=c["clip_cov_ratio"], band=(c["clip_cov_lb"], c["clip_cov_ub"])),
+        "kl_cov": Spec("kl-cov", pull=c["ppo_kl_coef"], share=c["kl_cov_ratio"]), "geo_mean": Spec("gmpo", low, high, level="sequence"),
+        "sapo": Spec("sapo", tau=(c["tau_pos"], c["tau_neg"]), bounds=FAR),
+        "dppo_tv": Spec("cispo", cap=c["clip_ratio_c"], trust=("tv", low, high, "old"), bounds=FAR),
+        "dppo_kl": Spec("cispo", cap=c["clip_ratio_c"], trust=("kl", low, high, "old"), bounds=FAR),
+    }[name]  # fmt: skip
+    own = "seq-mean-token-mean" if name in ("sapo", "geo_mean") else mode  # whatever the mode is
+    budget = info.get("loss_scale_factor", T) if own.endswith("norm") else None
+    D = info.get("batch_num_tokens" if own == "token-mean" else "global_batch_size")
+    D = None if D is None or name == "geo_mean" else (1 if own == "token-sum" else D * (budget or 1)) / info["dp_size"]
+    return replace(spec, aggregate="constant" if budget else own, max_tokens=budget, count_empty=name == "geo_mean"), D
+
+
+def metrics_of_verl(name, data, c, result, logps):
+    """pg_clipfrac, pg_clipfrac_lower, ppo_kl, of the tokens of the mask."""
+    x, A, p, q, logps = (
+        v.double()[data.mask] for v in (logps - data.old, data.advantages, logps.exp(), data.old.double().exp(), logps)
+    )
+    low, high, dual, bound = (
+        c["clip_ratio_low"],
+        c["clip_ratio_high"],
+        c["clip_ratio_c"],
+        result.clipped_low | result.clipped_high,
+    )
+    bounded = x.clamp(*FAR) if name in ("vanilla", "cispo", "sapo", "dppo_tv", "dppo_kl") else x
+    r, beyond, gains = bounded.exp(), (x < -low) | (x > high), A > 0
+    moved = q * -x + (1 - q) * ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
+    cov, none = (A - A.mean()) * (logps - logps.mean()), gains & False
+    band = (
+        (cov > c["clip_cov_lb"]) & (cov < c["clip_cov_ub"]) & ~((x.exp() > 1 + high) & gains) & ~((x.exp() < 1 - low) & (A < 0))
+    )
+    out = {"dppo_tv": torch.where(gains, p - q > high, p - q < -low)}.get(
+        name, torch.where(gains, (moved > high) & (p > q), (moved > low) & (p < q)))  # fmt: skip
+    marked = {
+        "vanilla": (bound, (r > dual) & (A < 0)), "gspo": (bound, none), "sapo": (none, none), "cispo": ((r < 1 - low) | (r > 1 + high), none),
+        "geo_mean": (beyond & gains, beyond & (A < 0)), "dppo_tv": (out, (r > dual) & ~out), "dppo_kl": (out, (r > dual) & ~out),
+        "clip_cov": (band & (band.cumsum(0) <= max(int(c["clip_cov_ratio"] * len(x)), 1)),),  # the first of the band
+    }.get(name, ())  # fmt: skip
+    named = dict(zip(("actor/pg_clipfrac", "actor/pg_clipfrac_lower"), (m.double().mean() for m in marked), strict=False))
+    return {} if name == "gpg" else named | {"actor/ppo_kl": (x.abs() if name == "kl_cov" else -bounded).mean()}
+
+
+def of_verl(objective, row):
+    """Our loss of verl's name, or of an objective; what is masked may be NaN."""
+    name, mode, c, info = row["name"], row["mode"], CONSTANTS[row["constants"]], STEP if row["step"] else {}
+    config, data = config_of_verl(info, row["constants"]), drawn(row["far"] is True)
+    if row["far"] is None:
+        data = replace(data, advantages=-data.advantages)
+    spec, D = spec_of_verl(name, mode, c, info)
+    fields: dict[str, Any] = {"normalizer": D}
+    weights = data.weights if row["weights"] else None
+    if row["weights"]:
+        logs = torch.where(data.mask, (data.weights.double() + 1e-10).log(), 0.0).sum(1) / data.mask.sum(1).clamp(min=1)
+        fields["weights"] = logs.exp() if name == "geo_mean" else data.weights
+
+    def hidden(x):
+        return x if x is None else torch.where(data.mask, x, math.nan)
+
+    def ours(x):
+        return verl.policy_loss(objective)(
+            hidden(data.old), x, hidden(data.advantages), data.mask, mode, config, hidden(weights)
+        )
+
+    def itself(x):
+        given = [None if x is None else x.double() for x in (data.old, data.advantages, weights)]
+        return core().get_policy_loss_fn(name)(given[0], x, given[1], data.mask, mode, config, given[2])
+
+    def metrics(result, logps):
+        return metrics_of_verl(name, data, c, result, logps)
+
+    return Case(ours, spec, fields, metrics, itself, data)
+
+
+def core():
+    pytest.importorskip("verl", minversion="0.9.0", exc_type=ImportError)
+    return importlib.import_module("verl.trainer.ppo.core_algos")
+
+
+VERL = pairs(
+    name=verl.LOSSES, mode=verl.AGGREGATES, weights=(False, True), constants=CONSTANTS, step=(False, True), far=(False, True, None),
+)  # fmt: skip
+
+
+def by_mode(old, logps, advantages, mask, mode, config):
+    """verl 0.9.1's GSPO as far as its mode goes."""
+    sums = (advantages * mask).sum(1)
+    return -(sums / mask.sum(1) if mode == "seq-mean-token-mean" else sums).mean(), {}
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """A stand-in for verl, which has all its losses but one, as an older verl."""
+    losses = dict.fromkeys([name for name in verl.LOSSES if name != "dro"], by_mode)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with without_trainers("verl"):
+        register = lambda name: lambda f: losses.setdefault(name, f)  # noqa: E731
+        stand_in("verl.trainer.ppo.core_algos", POLICY_LOSS_REGISTRY=losses, register_policy_loss=register)
+        yield losses
+
+
+@parametrize("row", VERL, ids=label)
+def test_verl(registry, lots_in_order, row):
+    case = of_verl(row["name"], row)
+    (_, metrics), _ = check(case)
+    assert all(type(value) is float for value in metrics.values())
+
+
+@parametrize("row", VERL, ids=label)
+def test_verl_itself(lots_in_order, row):
+    core()
+    check_itself(of_verl(row["name"], row))
+
+
+def silent(ours, constants, **changes):
+    """Tokens without a slope, of verl's loss or ours."""
+    config = config_of_verl({}, constants, **changes)
+    return value_and_gradient(lambda x: ours(DATA.old, x, DATA.advantages, MASK, "token-sum", config), DATA.logps)[1] == 0
+
+
+def test_drawn_tokens_of_clip_cov(registry):
+    """The lots fall as they may: as many tokens as they should, all from the band, none of them clipped."""
+    ours, clip, taken = verl.policy_loss("clip_cov"), silent(verl.policy_loss("vanilla"), "others", clip_ratio_c=1e9), set()
+    every = silent(ours, "others", clip_cov_ratio=1.0) & ~clip
+    for seed in range(4):
+        torch.manual_seed(seed)
+        chosen = silent(ours, "others", clip_cov_ratio=0.06) & ~clip
+        assert int(chosen.sum()) == int(0.06 * int(MASK.sum())) and not (chosen & ~every).any()
+        taken.add(tuple(chosen[MASK].tolist()))
+    assert len(taken) > 1
+
+
+@parametrize("changes, info, mode, message", [
+    (None, {}, "token-mean", "config=None"), ({}, {}, "nonesuch", "loss_agg_mode='nonesuch'"), ({"clip_ratio_c": 1.1}, {}, "token-mean", "clip_ratio_c=1.1: below"),
+    ({}, {"dp_size": 2}, "token-mean", "batch_num_tokens=None: with dp_size=2"), ({}, {"dp_size": 2}, "seq-mean-token-sum", "global_batch_size=None: with dp_size=2"),
+])  # fmt: skip
+def test_verls_refusals(registry, changes, info, mode, message):
+    config = None if changes is None else config_of_verl(info, **changes)
+    with pytest.raises(ValueError, match=message):
+        verl.policy_loss("vanilla")(DATA.old, DATA.logps, DATA.advantages, MASK, mode, config)
+    with pytest.raises(ValueError, match="dro_beta=None"):
+        verl.objective_of("dro", config_of_verl({}, dro_beta=None))
+    for bad, why in (
+        (Objective.preset("grpo", beta=0.1), "adds KL and entropy itself"), (Objective.preset("grpo", entropy_coef=0.1), "adds KL and entropy itself"),
+        (Objective.preset("grpo", aggregate="group-mean"), "is not told which prompt"), ("nonesuch", "preset='nonesuch': it must be one of"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=why):
+            verl.policy_loss(bad)
+
+
+def test_verls_registry(registry):
+    """One for every name of verl's, every preset with verl's numbers, and some that verl has not; verl's own and ours stay. A
+    micro-batch without tokens is a differentiable 0, where verl alone gives 0/0."""
+    before = dict(registry)
+    names = verl.register()
+    assert {f"fused_{name}" for name in (*before, "dapo", "grpo", "vespo", "luspo")} <= {*names} == {*registry} - {*before}
+    assert not {"fused_dro", "fused_a2po", "fused_distillation"} & {*names} and all(
+        registry[name] is f for name, f in before.items()
+    )
+    mine = dict(registry)
+    assert verl.register() == names and registry == mine
+    for name in names:
+        for info, mask in ((STEP, MASK), ({}, MASK & False), (STEP | {"batch_num_tokens": 0}, MASK & False)):
+            given = DATA.advantages, mask, "token-mean", config_of_verl(info)
+            (loss, metrics), slopes = value_and_gradient(
+                lambda x, given=given, name=name: registry[name](DATA.old, x, *given), DATA.logps
+            )
+            assert torch.isfinite(loss) and torch.isfinite(slopes).all() and slopes.any() == mask.any(), name
+            assert mask.any() or not any(metrics.values())
+
+
+def test_gspo_aggregates_as_this_verl_does(registry):
+    """Before 0.9.1 its mode has no effect. The step of the config has no part in the question."""
+    config = config_of_verl({"dp_size": 3}, clip_ratio_low=0.17)
+
+    def asked(old, logps, advantages, mask, mode, config):
+        assert not config.global_batch_info and config.clip_ratio_low == 0.17
+        return by_mode(old, logps, advantages, mask, "seq-mean-token-mean", config)
+
+    for theirs, mode, want in ((by_mode, "token-mean", "token-mean"), (asked, "seq-mean-token-sum", "seq-mean-token-mean")):
+        registry["gspo"] = theirs
+        assert verl.objective_of("gspo", config, mode).aggregate == want and config.global_batch_info == {"dp_size": 3}
+
+
+# ---- slime
+
+LENGTHS = [12, 5, 0, 9, 7]
+#: Samples 0, 1 and 3, 4 are of one rollout each.
+SHARED = (9.0, 9.0, 1.0, 11.0, 11.0)
+SLIME = {
+    "grpo": ({}, Spec("clip", 0.2, 0.28)), "dual clip": ({"eps_clip_c": 1.6, "entropy_coef": 0.05}, Spec("clip", 0.2, 0.28, 1.6, entropy_coef=0.05)),
+    "gspo": ({"advantage_estimator": "gspo", "eps_clip_high": None}, Spec(level="sequence")),
+    "cispo": ({"advantage_estimator": "cispo"}, Spec("cispo", cap=1.28, low=0.8)),
+    "rollout log-probs": ({"use_rollout_logprobs": True}, Spec("clip", 0.2, 0.28)),
+    "k2": ({"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k2", "entropy_coef": 0.03}, Spec("clip", 0.2, 0.28, beta=0.2, kl="k2", entropy_coef=0.03)),
+    "low_var_kl": ({"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "low_var_kl"}, Spec("clip", 0.2, 0.28, beta=0.2, clamp=10.0)),
+    "unbiased k3": ({"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "use_unbiased_kl": True},
+                    Spec("clip", 0.2, 0.28, beta=0.3, kl_weighting="ratio")),
+}  # fmt: skip
+
+
+def slime_args(**changes):
+    off = ("use_kl_loss", "use_rollout_logprobs", "use_unbiased_kl", "use_tis", "use_opsm", "get_mismatch_metrics")
+    defaults = {"advantage_estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None, "entropy_coef": 0.0,
+                "kl_loss_coef": 0.0, "kl_loss_type": "k1"}  # fmt: skip
+    return SimpleNamespace(**dict.fromkeys(off, False) | defaults | changes)
+
+
+def scores_of(logits):
+    """Log-probs of token 1 at each response position, and entropies, packed with a prompt of two tokens before each."""
+    p, at = torch.log_softmax(logits[0], -1), torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
+    rows = [p[at[b] + 2 * b + 1 : at[b] + 2 * b + 1 + n] for b, n in enumerate(LENGTHS)]
+    return {"log_probs": [x[:, 1] for x in rows], "entropy": [-(x.exp() * x).sum(-1) for x in rows]}
+
+
+def slime_step(scores=scores_of):
+    """(logits, a batch of three rollouts of five samples, the third empty)"""
+    logits = torch.randn(1, sum(LENGTHS) + 2 * len(LENGTHS), V, generator=torch.Generator().manual_seed(2))
+    now, row = scores_of(logits)["log_probs"], [*zip(LENGTHS, range(5), strict=True)]
+    old = [(p + DATA.old[b, :n].abs().clamp(max=0.5) * (-1) ** b).clamp(max=-0.1) for p, (n, b) in zip(now, row, strict=True)]
+    batch = {
+        "log_probs": old, "rollout_log_probs": [p - 0.15 for p in old], "ref_log_probs": [p + 0.2 for p in now], "response_lengths": LENGTHS,
+        "loss_masks": [MASK[(0, 1, 2, 4, 6)[b], :n].float() for n, b in row], "advantages": [DATA.advantages[b, :n] for n, b in row],
+        "total_lengths": [n + 2 for n in LENGTHS], "unconcat_tokens": [torch.zeros(n + 2, dtype=torch.int64) for n in LENGTHS],
+    }  # fmt: skip
+    stand_in(
+        "slime.backends.megatron_utils.loss", get_rollout_top_p_logprob_kwargs=lambda args, batch: {},
+        get_log_probs_and_entropy=lambda logits, **_: (None, scores(logits)),
+    )  # fmt: skip
+    return logits, batch
+
+
+def sum_of_sample_mean(x, batch):
+    return (x * torch.cat([m / D for m, D in zip(batch["loss_masks"], SHARED, strict=True)])).sum()
+
+
+@parametrize("what", SLIME)
+def test_slime(what):
+    """Each sample has a denominator of its own, which rollouts share."""
+    (changes, spec), (logits, batch) = SLIME[what], slime_step()
+    args, old = slime_args(**changes), batch["rollout_log_probs" if what == "rollout log-probs" else "log_probs"]
+    rollout = batch["rollout_log_probs"]
+    if what == "gspo":  # a batch without what is not needed
+        del batch["rollout_log_probs"], batch["ref_log_probs"]
+    spec, found, entropies = replace(spec, aggregate="token-sum"), [], []
+
+    def expected(x):
+        scored = scores_of(x)
+        for b, D in enumerate(SHARED):
+            own = {name: batch[name][b][None].double() for name in ("advantages", "ref_log_probs") if name in batch}
+            logps, H = (scored[name][b][None] for name in ("log_probs", "entropy"))
+            entropies.append(H)
+            found.append(exact(
+                spec, logps, entropy=H, advantages=own["advantages"], mask=batch["loss_masks"][b][None] != 0, old_logps=old[b][None].double(),
+                ref_logps=own["ref_log_probs"] if spec.beta else None, normalizer=D,
+            ))  # fmt: skip
+        return sum(result.loss for result in found)
+
+    mine = value_and_gradient(lambda x: slime.policy_loss()(args, batch, x, lambda v: sum_of_sample_mean(v, batch)), logits)
+    want = value_and_gradient(expected, logits, torch.float64)
+    assert_same(mine, want)
+
+    def total(of):
+        return sum(of(result).double().sum() / D for result, D in zip(found, SHARED, strict=True))
+
+    kl, bonus = total(lambda r: r.kl), sum_of_sample_mean(torch.cat([h[0] for h in entropies]).detach(), batch)
+    named = {
+        "loss": want[0], "entropy_loss": bonus, "pg_loss": want[0] - spec.beta * kl + spec.entropy_coef * bonus,
+        "ppo_kl": total(lambda r: -r.log_ratio), "pg_clipfrac": total(lambda r: r.clipped_low | r.clipped_high),
+    } | ({"kl_loss": kl} if spec.beta else {})  # fmt: skip
+    if "rollout_log_probs" in batch:
+        apart = torch.cat([(o - q).abs() for o, q in zip(old, rollout, strict=True)])
+        named["train_rollout_logprob_abs_diff"] = sum_of_sample_mean(apart, batch)
+    same_metrics(mine[0][1], named)
+    assert not any(value.requires_grad for value in mine[0][1].values())
+
+
+def test_slimes_kl_of_the_metrics_is_that_of_the_loss():
+    """With a ratio summed over the sequence it is a token's own ratio that weighs its KL."""
+    cut = []
+    logits, batch = slime_step(lambda x: {n: [rows[0][: LENGTHS[0] - len(cut)], *rows[1:]] for n, rows in scores_of(x).items()})
+    objective, reduce = (
+        Objective.preset("vespo", aggregate="token-sum", beta=0.3, kl=Kl("k3", weighting="ratio")),
+        lambda v: sum_of_sample_mean(v, batch),
+    )
+    _, metrics = slime.policy_loss(objective)(slime_args(), batch, logits, reduce)
+    now, old, ref = (
+        torch.cat(x).double() for x in (scores_of(logits)["log_probs"], batch["log_probs"], batch["ref_log_probs"])
+    )
+    want = reduce(kl_estimate("k3", now, ref) * (now - old).exp())
+    assert float(metrics["kl_loss"]) == pytest.approx(float(want), rel=1e-5)
+    cut.append(1)
+    with pytest.raises(ValueError, match="context parallelism has cut them"):
+        slime.policy_loss(objective)(slime_args(), batch, logits, reduce)
+    with pytest.raises(ValueError, match="aggregate='token-mean'"):
+        slime.policy_loss(Objective())
+
+
+@parametrize("samples", [0, 1])
+def test_slime_without_tokens_has_a_graph_and_all_metrics(samples):
+    """A sample of none, and no samples at all, of which slime's reducer makes a plain 0: the same metrics as on other ranks."""
+    nothing = [torch.zeros(0)] * samples
+    logits, batch = slime_step(lambda logits: {"log_probs": nothing, "entropy": nothing})
+    batch = {name: nothing if isinstance(x[0], torch.Tensor) else [] for name, x in batch.items()}
+    args, reduce = slime_args(use_kl_loss=True, kl_loss_coef=0.1), (lambda v: v.sum()) if samples else (lambda v: 0)
+    (loss, metrics), gradient = value_and_gradient(lambda x: slime.policy_loss()(args, batch, x, reduce), logits)
+    assert loss == 0 and not gradient.any() and not any(float(v) for v in metrics.values())
+    assert {"kl_loss", "train_rollout_logprob_abs_diff"} <= {*metrics}
+
+
+@parametrize("change, message", [
+    ({"use_tis": True}, "use_tis=True"), ({"use_opsm": True}, "use_opsm=True"), ({"eps_clip_c": 1.1}, r"eps_clip_c=1\.1"),
+    ({"custom_pg_loss_reducer_function_path": "a.b"}, "custom_pg_loss_reducer_function_path='a.b'"),
+    ({"use_kl_loss": True, "use_unbiased_kl": True, "kl_loss_type": "low_var_kl"}, "use_unbiased_kl"),
+    ({"use_kl_loss": True, "use_unbiased_kl": True, "advantage_estimator": "gspo"}, "use_unbiased_kl"),
+])  # fmt: skip
+def test_slime_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        slime.objective_of(slime_args(**change))
+
+
+# ---- prime-rl: changes of the preset, and what it is; the KL of the first two is to the sampler
+
+PRIME_RL = {
+    "dppo_tv": ({}, Spec("importance-sampling", trust=("tv", 0.2, 0.2, "old"), beta=2e-3, kl="k2")),
+    "ipo": ({}, Spec("importance-sampling", trust=("symmetric-tv", 0.1, 0.1, "old"), beta=2e-3, kl="k2")),
+    "cispo": ({"surrogate": Cispo(1.2)}, Spec("cispo", cap=1.2)), "grpo": ({"beta": 0.2, "surrogate": Clip(0.1, 0.3)}, Spec("clip", 0.1, 0.3, beta=0.2)),
+}  # fmt: skip
+
+
+@parametrize("b", range(B))
+@parametrize("name", PRIME_RL)
+def test_prime_rl(name, b):
+    """A sequence at a time, weighted or not; a weight of a token is one of all its terms."""
+    stand_in("prime_rl.trainer.rl.loss", LossOutputs=SimpleNamespace)
+    (changes, spec), w = PRIME_RL[name], 1.7 if b % 2 else None
+    reference = DATA.ref if name in ("cispo", "grpo") else DATA.sampler
+
+    def ours(x):
+        out = prime_rl.loss(SimpleNamespace(
+            trainer_logprobs=x[0], inference_logprobs=DATA.sampler[b], ref_logprobs=DATA.ref[b], advantages=DATA.advantages[b],
+            loss_mask=MASK[b], loss_weights=None if w is None else torch.full((T,), w),
+        ), objective=name, changes=changes)  # fmt: skip
+        return out.loss, out.metrics
+
+    result = []
+
+    def expected(x):
+        found = exact(
+            replace(spec, aggregate="token-sum"), x, advantages=A[b : b + 1], mask=MASK[b : b + 1], old_logps=SAMPLER[b : b + 1],
+            ref_logps=reference[b : b + 1].double() if spec.beta else None,
+        )  # fmt: skip
+        result.append(found)
+        return (w or 1.0) * found.loss
+
+    row = DATA.logps[b : b + 1]
+    mine, want = value_and_gradient(ours, row), value_and_gradient(expected, row, torch.float64)
+    if not want[1].any():
+        assert not mine[1].any() and mine[0][0] == 0
+        return
+    assert_same(mine, want)
+    d, found = (row.double() - SAMPLER[b])[0][MASK[b]], result[0]
+    left = ~found.kept if spec.trust else found.clipped_low | found.clipped_high
+    same_metrics(mine[0][1], {"mismatch_kl": (d.exp() - d - 1).mean(), "is_masked": left.double().mean()})

@@ -1,0 +1,112 @@
+"""A small model with a head, which is called in each of its ways, for tests of FusedLMHead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from grpo_kernels import Objective, TokenBatch
+from grpo_kernels.model import FusedLMHead, HeadLogprobs, HeadLoss
+from support import oracle
+
+Tensor = torch.Tensor
+H, V = 8, 17
+NORMALIZER, TEMPERATURE = 7.0, 0.8
+OBJECTIVE = Objective.preset("dapo", beta=0.1, entropy_coef=0.02)
+
+
+def make_batch(seed: int, lengths: list[int], masked: bool = False) -> TokenBatch:
+    g = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(lengths, default=3) + 1)
+    mask = torch.arange(shape[1]) < torch.tensor(lengths, dtype=torch.int64)[:, None]
+    old, ref = (-2.8 + 0.3 * torch.randn(shape, generator=g) for _ in range(2))
+    advantages, ids = torch.randn(len(lengths), generator=g), torch.randint(V, shape, generator=g)
+    return TokenBatch(ids, advantages, mask=mask & (not masked), old_logps=old, ref_logps=ref)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a model is like, and how its head is called."""
+
+    kind: str = "loss"  # loss, log-probs, logits
+    outside: bool = False  # the head is called after the model's forward, not in it
+    tied: bool = False
+    bias: bool = True
+    #: what torch.utils.checkpoint runs again: "layers", "head" or "all"; reentrant or not
+    recompute: str = ""
+    reentrant: bool = False
+    autocast: torch.dtype | None = None
+    scaled: bool = False  # by a GradScaler
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(V, H)
+            self.embedding.weight.data *= 0.3
+            self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(2))
+            self.norm = nn.LayerNorm(H)
+            self.lm_head: nn.Linear = nn.Linear(H, V, bias=case.bias)
+        if case.tied:
+            self.lm_head.weight = self.embedding.weight
+
+    def again(self, part: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
+        if self.case.recompute != part:
+            return function(*inputs)
+        return checkpoint(function, *inputs, use_reentrant=self.case.reentrant)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids.roll(1, 1))
+        for layer in self.layers:
+            x = self.again("layers", lambda x, layer=layer: x + torch.tanh(layer(x)), x)
+        return self.norm(x)
+
+    def call_head(self, hidden: Tensor, batch: TokenBatch) -> Any:
+        """A tuple at least, which is what reentrant checkpoints leave of a named one."""
+        return call_head(self.lm_head, hidden, batch, self.case.kind)
+
+    def forward(self, batch: TokenBatch) -> Any:
+        if self.case.outside:
+            return self.hidden(batch.targets)
+        if self.case.recompute == "all":  # of something that needs a gradient, which reentrant checkpoints ask for
+            one = torch.ones((), requires_grad=True)
+            out = self.again("all", lambda one: self.call_head(self.hidden(batch.targets) * one, batch), one)
+        else:
+            out = self.again("head", lambda h: self.call_head(h, batch), self.hidden(batch.targets))
+        return OUTPUTS[self.case.kind](*out) if type(out) is tuple else out
+
+
+def fused(case: Case) -> Model:
+    model = Model(case)
+    model.lm_head = FusedLMHead(model.lm_head)
+    return model
+
+
+OUTPUTS: dict[str, Callable[..., Any]] = {"loss": HeadLoss, "log-probs": HeadLogprobs}
+
+
+def call_head(head: nn.Module, hidden: Tensor, batch: TokenBatch, kind: str) -> Any:
+    if kind == "loss":
+        return head(hidden, batch, OBJECTIVE, temperature=TEMPERATURE, normalizer=NORMALIZER, metrics=True)
+    if kind == "log-probs":
+        return head(hidden, batch.targets, mask=batch.mask, temperature=TEMPERATURE, entropy=True)
+    return head(hidden)
+
+
+def value_of(out: Any, batch: TokenBatch) -> Tensor:
+    """A loss of each kind of output, in which all of its differentiable parts take part."""
+    if isinstance(out, HeadLoss):
+        return out.loss
+    if not isinstance(out, HeadLogprobs):
+        logps, entropy = (x.view_as(batch.targets) for x in oracle.log_probs(out / TEMPERATURE, batch.targets)[1:])
+        assert batch.mask is not None
+        out = HeadLogprobs(torch.where(batch.mask, logps, 0.0), torch.where(batch.mask, entropy, 0.0))
+    return (batch.advantages[:, None] * out.logps - 0.1 * out.entropy).sum() / NORMALIZER
