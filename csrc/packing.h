@@ -7,8 +7,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-#include "products.h"
-#include "sizes.h"
+#include "kernels.h"
 
 namespace grpo {
 namespace {

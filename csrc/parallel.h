@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "sizes.h"
+#include "kernels.h"
 
 namespace grpo {
 

@@ -1,9 +1,5 @@
-// The products of products.h for processors with AVX512_BF16. Compiled for that instruction set only, and without C++ library
+// The matrix products of kernels.h for processors with AVX512_BF16. Compiled for that instruction set only, and without C++ library
 // headers: see kernels.cpp.
-#include "products.h"
-
-#include <immintrin.h>
-
 #include "packing.h"
 
 namespace grpo {
@@ -130,7 +126,7 @@ template <class Op> bool logits_of(const LogitsProduct& job, int64_t begin, int6
     float* sums = reinterpret_cast<float*>(partial.data);
     for (int64_t v = begin; v < end; v += PANEL_COLUMNS) {
         const int64_t columns = min(PANEL_COLUMNS, end - v);
-        float* out = job.out.data + v;
+        float* out = job.out.at<float>(0, v);
         const float* bias = job.bias ? job.bias + v : nullptr;
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t k = b * Blocks<Op>::LENGTH, inner = Blocks<Op>::size(job.width, b);
@@ -186,7 +182,7 @@ bool d_hidden_of(const HiddenGradProduct& job, int64_t begin, int64_t end, int64
             const int64_t weight_lines = ceil_div(weight.lines(), all_tiles);
             const int64_t gradient_lines = ceil_div(gradient.lines(), ceil_div(width, PANEL_COLUMNS));
             for (int64_t h = 0; h < width; h += PANEL_COLUMNS) {
-                float* out = job.out.data + begin * job.out.stride + group + h;
+                float* out = job.out.at<float>(begin, group + h);
                 const Destination to{
                     out, job.out.stride, b ? out : nullptr, job.out.stride, min(PANEL_COLUMNS, width - h), false};
                 gradient.fetch(gradient_lines);
@@ -216,10 +212,10 @@ constexpr int64_t VOCAB_GROUP = 96;
 template <class Op, class T> bool d_weight_of(const WeightGradProduct& job, int64_t begin, int64_t end) {
     const int64_t blocks = Blocks<Op>::of(job.rows), panels = ceil_div(job.width, PANEL_COLUMNS);
     // A sum that is rounded to bf16 at its end needs fp32 memory for the blocks before.
-    const Scratch left(blocks * VOCAB_GROUP * BLOCK_STRIDE), partial(job.out_is_bf16 ? VOCAB_GROUP * PANEL_COLUMNS : 0);
+    const Scratch left(blocks * VOCAB_GROUP * BLOCK_STRIDE), partial(job.out.is_bf16() ? VOCAB_GROUP * PANEL_COLUMNS : 0);
     if (left.missing || partial.missing) return false;
     float* sums = reinterpret_cast<float*>(partial.data);
-    const bool aligned = reinterpret_cast<uintptr_t>(job.out) % 64 == 0 && job.out_stride % (job.out_is_bf16 ? 32 : 16) == 0;
+    const bool aligned = reinterpret_cast<uintptr_t>(job.out.base) % 64 == 0 && job.out.stride % (job.out.is_bf16() ? 32 : 16) == 0;
     for (int64_t v = begin; v < end; v += VOCAB_GROUP) {
         const int64_t group = min(VOCAB_GROUP, end - v);
         for (int64_t b = 0; b < blocks; b++) {
@@ -232,18 +228,18 @@ template <class Op, class T> bool d_weight_of(const WeightGradProduct& job, int6
         }
         const int64_t lines_per_tile = ceil_div(ahead.lines(), panels * blocks * (group / TILE_ROWS + 1));
         for (int64_t h = 0; h < job.width; h += PANEL_COLUMNS) {
-            const int64_t at = v * job.out_stride + h, columns = min(PANEL_COLUMNS, job.width - h);
-            float* out = reinterpret_cast<float*>(job.out) + (job.out_is_bf16 ? 0 : at);
+            const int64_t at = v * job.out.stride + h, columns = min(PANEL_COLUMNS, job.width - h);
+            float* out = reinterpret_cast<float*>(job.out.base) + (job.out.is_bf16() ? 0 : at);
             for (int64_t b = 0; b < blocks; b++) {
                 const bool last = b + 1 == blocks;
-                Destination to{out, job.out_stride, out, job.out_stride, columns, false};
-                if (job.out_is_bf16) to = {sums, PANEL_COLUMNS, sums, PANEL_COLUMNS, columns, false};
+                Destination to{out, job.out.stride, out, job.out.stride, columns, false};
+                if (job.out.is_bf16()) to = {sums, PANEL_COLUMNS, sums, PANEL_COLUMNS, columns, false};
                 if (b == 0) {
-                    to.start = job.start ? job.start + v * job.start_stride + h : nullptr;
-                    to.start_stride = job.start_stride;
+                    to.start = job.start.base ? job.start.at<float>(v, h) : nullptr;
+                    to.start_stride = job.start.stride;
                 }
-                if (job.out_is_bf16 && last) to.rounded = reinterpret_cast<uint16_t*>(job.out) + at, to.stride = job.out_stride;
-                to.stream = aligned && last && (job.out_is_bf16 || (blocks == 1 && !job.start));
+                if (job.out.is_bf16() && last) to.rounded = reinterpret_cast<uint16_t*>(job.out.base) + at, to.stride = job.out.stride;
+                to.stream = aligned && last && (job.out.is_bf16() || (blocks == 1 && !job.start.base));
                 const uint32_t* panel =
                     job.packed + h / PANEL_COLUMNS * units_of<Op>(job.rows) * PANEL_COLUMNS + b * BLOCK_UNITS * PANEL_COLUMNS;
                 rows_times_panel<Op>(left_block(left.data, VOCAB_GROUP, b), BLOCK_STRIDE, group, panel,
@@ -258,27 +254,27 @@ template <class Op, class T> bool d_weight_of(const WeightGradProduct& job, int6
 // ---- by the types of the operands; Op16 multiplies those in bf16
 
 template <class Op16> void pack_hidden(const LogitsProduct& job, int64_t begin, int64_t end) {
-    job.hidden.is_bf16 ? pack_hidden_of<Op16>(job, begin, end) : pack_hidden_of<Fp32>(job, begin, end);
+    job.hidden.is_bf16() ? pack_hidden_of<Op16>(job, begin, end) : pack_hidden_of<Fp32>(job, begin, end);
 }
 
 template <class Op16> bool logits(const LogitsProduct& job, int64_t begin, int64_t end) {
-    return job.weight.is_bf16 ? logits_of<Op16>(job, begin, end) : logits_of<Fp32>(job, begin, end);
+    return job.weight.is_bf16() ? logits_of<Op16>(job, begin, end) : logits_of<Fp32>(job, begin, end);
 }
 
 template <class Op16>
 bool d_hidden(const HiddenGradProduct& job, int64_t begin, int64_t end, int64_t first_column, int64_t last_column) {
-    if (!job.weight.is_bf16) return d_hidden_of<Fp32, float>(job, begin, end, first_column, last_column);
-    return job.gradient.is_bf16 ? d_hidden_of<Op16, uint16_t>(job, begin, end, first_column, last_column)
+    if (!job.weight.is_bf16()) return d_hidden_of<Fp32, float>(job, begin, end, first_column, last_column);
+    return job.gradient.is_bf16() ? d_hidden_of<Op16, uint16_t>(job, begin, end, first_column, last_column)
                                 : d_hidden_of<Op16, float>(job, begin, end, first_column, last_column);
 }
 
 template <class Op16> void pack_hidden_panels(const WeightGradProduct& job, int64_t begin, int64_t end) {
-    job.hidden.is_bf16 ? pack_hidden_panels_of<Op16>(job, begin, end) : pack_hidden_panels_of<Fp32>(job, begin, end);
+    job.hidden.is_bf16() ? pack_hidden_panels_of<Op16>(job, begin, end) : pack_hidden_panels_of<Fp32>(job, begin, end);
 }
 
 template <class Op16> bool d_weight(const WeightGradProduct& job, int64_t begin, int64_t end) {
-    if (!job.hidden.is_bf16) return d_weight_of<Fp32, float>(job, begin, end);
-    return job.gradient.is_bf16 ? d_weight_of<Op16, uint16_t>(job, begin, end) : d_weight_of<Op16, float>(job, begin, end);
+    if (!job.hidden.is_bf16()) return d_weight_of<Fp32, float>(job, begin, end);
+    return job.gradient.is_bf16() ? d_weight_of<Op16, uint16_t>(job, begin, end) : d_weight_of<Op16, float>(job, begin, end);
 }
 
 template <class Op16>

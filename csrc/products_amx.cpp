@@ -1,13 +1,9 @@
-// The products of products.h for processors with AMX (bf16 tiles). Compiled for that instruction set only, and without C++ library
+// The matrix products of kernels.h for processors with AMX (bf16 tiles). Compiled for that instruction set only, and without C++ library
 // headers: see kernels.cpp.
 //
 // Both operands are packed into strips of PAIR rows or columns: for each tile of the inner dimension two tiles of 16 x 16 units, one
 // of the first 16 rows or columns and one of the others. A step multiplies a strip by a strip; a sum over BLOCK_TILES tiles stays in
 // the tile registers. Whatever is beyond an end is 0 in both operands: zeros beside what memory happens to hold could be NaN.
-#include "products.h"
-
-#include <immintrin.h>
-
 #include "packing.h"
 
 namespace grpo {
@@ -210,7 +206,7 @@ void store_logits(const float* sums, const LogitsProduct& job, int64_t i, int64_
         transpose(x);
         transpose(y);
         for (int64_t k = 0; k < min(LANES, job.rows - i - half * LANES); k++) {
-            float* out = job.out.data + (i + half * LANES + k) * job.out.stride + v;
+            float* out = job.out.at<float>(i + half * LANES + k, v);
             const __m512 a = _mm512_add_ps(_mm512_castsi512_ps(x[k]), low), b = _mm512_add_ps(_mm512_castsi512_ps(y[k]), high);
             if (stream && rest >= LANES) {
                 _mm512_stream_ps(out, a), _mm512_stream_ps(out + LANES, b);
@@ -228,7 +224,7 @@ template <class Op> bool logits_of(const LogitsProduct& job, int64_t begin, int6
     const int64_t group = min(4, blocks_of(job.width, 1024)) * PAIR;
     const Scratch weight(group / PAIR * step), partial(blocks > 1 ? group / PAIR * strips(job.rows) * STEP : 0);
     if (weight.missing || partial.missing) return false;
-    const bool aligned = reinterpret_cast<uintptr_t>(job.out.data) % 64 == 0 && job.out.stride % LANES == 0 && begin % LANES == 0;
+    const bool aligned = reinterpret_cast<uintptr_t>(job.out.base) % 64 == 0 && job.out.stride % LANES == 0 && begin % LANES == 0;
     const Tiles tiles;
     alignas(64) float sums[STEP];
     for (int64_t first = begin; first < end; first += group) {
@@ -319,7 +315,7 @@ bool rectangle_of_d_hidden(const HiddenGradProduct& job, int64_t begin, int64_t 
     const float* sum = as_floats(partial);
     for (int64_t i = begin; i < end; i += PAIR) {
         for (int64_t j = first_column; j < last_column; j += PAIR, sum += STEP) {
-            char* out = reinterpret_cast<char*>(job.out.data + i * job.out.stride + j);
+            char* out = job.out.base + 4 * (i * job.out.stride + j);
             store(sum, {nullptr, 0, out, job.out.stride, false, false, end - i, last_column - j});
         }
     }
@@ -354,7 +350,7 @@ template <class Op, class T> bool d_weight_of(const WeightGradProduct& job, int6
     const int64_t count = tiles_of<Op>(job.rows), step = strip<Op>(job.rows), blocks = blocks_of(count, BLOCK_TILES);
     const Scratch left(VOCAB_GROUP / PAIR * step), partial(blocks > 1 ? strips(job.width) * PAIR * PAIR : 0);  // sums of a strip of V
     if (left.missing || partial.missing) return false;
-    const bool aligned = reinterpret_cast<uintptr_t>(job.out) % 64 == 0 && job.out_stride % (job.out_is_bf16 ? 32 : 16) == 0;
+    const bool aligned = reinterpret_cast<uintptr_t>(job.out.base) % 64 == 0 && job.out.stride % (job.out.is_bf16() ? 32 : 16) == 0;
     const Tiles tiles;
     alignas(64) float sums[STEP];
     for (int64_t group = begin; group < end; group += VOCAB_GROUP) {
@@ -370,13 +366,13 @@ template <class Op, class T> bool d_weight_of(const WeightGradProduct& job, int6
                     float* before = as_floats(partial) + h * PAIR;
                     Destination to{before, PAIR, reinterpret_cast<char*>(before), PAIR, false, false, last - v, job.width - h};
                     if (b == 0) {
-                        to.start = job.start ? job.start + v * job.start_stride + h : nullptr;
-                        to.start_stride = job.start_stride;
+                        to.start = job.start.base ? job.start.at<float>(v, h) : nullptr;
+                        to.start_stride = job.start.stride;
                     }
                     if (b + 1 == blocks) {
-                        to.out = job.out + (v * job.out_stride + h) * (job.out_is_bf16 ? 2 : 4), to.stride = job.out_stride;
-                        to.is_bf16 = job.out_is_bf16;
-                        to.stream = aligned && (job.out_is_bf16 || !job.start);  // what was read just now is in the caches
+                        to.out = job.out.base + (v * job.out.stride + h) * (job.out.is_bf16() ? 2 : 4), to.stride = job.out.stride;
+                        to.is_bf16 = job.out.is_bf16();
+                        to.stream = aligned && (job.out.is_bf16() || !job.start.base);  // what was read just now is in the caches
                     }
                     multiply<false>(left.data + (v - group) / PAIR * step + at, job.packed + h / PAIR * step + at,
                                     min(BLOCK_TILES, count - b * BLOCK_TILES), sums);
@@ -393,26 +389,26 @@ template <class Op, class T> bool d_weight_of(const WeightGradProduct& job, int6
 // ---- by the types of the operands
 
 void pack_hidden(const LogitsProduct& job, int64_t begin, int64_t end) {
-    job.hidden.is_bf16 ? pack_hidden_of<Whole>(job, begin, end) : pack_hidden_of<Split>(job, begin, end);
+    job.hidden.is_bf16() ? pack_hidden_of<Whole>(job, begin, end) : pack_hidden_of<Split>(job, begin, end);
 }
 
 bool logits(const LogitsProduct& job, int64_t begin, int64_t end) {
-    return job.weight.is_bf16 ? logits_of<Whole>(job, begin, end) : logits_of<Split>(job, begin, end);
+    return job.weight.is_bf16() ? logits_of<Whole>(job, begin, end) : logits_of<Split>(job, begin, end);
 }
 
 bool d_hidden(const HiddenGradProduct& job, int64_t begin, int64_t end, int64_t first_column, int64_t last_column) {
-    if (!job.weight.is_bf16) return d_hidden_of<Split, float>(job, begin, end, first_column, last_column);
-    return job.gradient.is_bf16 ? d_hidden_of<Whole, uint16_t>(job, begin, end, first_column, last_column)
+    if (!job.weight.is_bf16()) return d_hidden_of<Split, float>(job, begin, end, first_column, last_column);
+    return job.gradient.is_bf16() ? d_hidden_of<Whole, uint16_t>(job, begin, end, first_column, last_column)
                                 : d_hidden_of<Whole, float>(job, begin, end, first_column, last_column);
 }
 
 void pack_hidden_panels(const WeightGradProduct& job, int64_t begin, int64_t end) {
-    job.hidden.is_bf16 ? pack_hidden_panels_of<Whole>(job, begin, end) : pack_hidden_panels_of<Split>(job, begin, end);
+    job.hidden.is_bf16() ? pack_hidden_panels_of<Whole>(job, begin, end) : pack_hidden_panels_of<Split>(job, begin, end);
 }
 
 bool d_weight(const WeightGradProduct& job, int64_t begin, int64_t end) {
-    if (!job.hidden.is_bf16) return d_weight_of<Split, float>(job, begin, end);
-    return job.gradient.is_bf16 ? d_weight_of<Whole, uint16_t>(job, begin, end) : d_weight_of<Whole, float>(job, begin, end);
+    if (!job.hidden.is_bf16()) return d_weight_of<Split, float>(job, begin, end);
+    return job.gradient.is_bf16() ? d_weight_of<Whole, uint16_t>(job, begin, end) : d_weight_of<Whole, float>(job, begin, end);
 }
 
 }  // namespace

@@ -406,8 +406,8 @@ class Objective:
         return self._over_sequences(torch.where(rows.mask, x, 0.0), batch)
 
     def kl_terms(self, logps: Tensor, rows: TokenRows, log_ratio: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The KL term of flat rows as `kl.kl_terms` has it, fp32 [n] each, the value first. `logps` fp32 [n] of `rows`; `log_ratio`:
-        what the method of that name returns."""
+        """The KL term of flat rows as `kl.kl_terms` has it, fp32 [n] each, the value first. `logps` fp32 [n] of `rows`;
+        `log_ratio`: what the method of that name returns."""
         old = logps if rows.old_logps is None else rows.old_logps
         ratio = ratio_of_kl(log_ratio, logps - old, self.level)
         return kl_terms(logps, old, rows.ref_logps, ratio, self.kl_spec.clamps, **self.kl_spec.formula)

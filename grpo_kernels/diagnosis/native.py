@@ -7,7 +7,8 @@ from types import ModuleType
 from typing import Any
 
 from ..rows.backends import cpu_products
-from ..rows.backends.native import PACKAGE, build_command, built_from, load, package, sources
+from ..rows.backends.cpu import NO_AVX2
+from ..rows.backends.native import PACKAGE, build_command, built_from, load, package, sources, why_not_here
 from . import Finding
 from .machine import processor
 
@@ -38,6 +39,12 @@ def module_findings(
     if origin["shadows"] is not None:
         problem = f"the checkout at {PACKAGE.parent} hides the installed package at {origin['shadows']}"
         findings.append(Finding(problem, "start Python in another directory to use the installed package", False))
+    unserved = why_not_here() or (NO_AVX2 if found["isa"] == "" else None)
+    if unserved is not None:
+        return [
+            *findings,
+            Finding(f"CPU tensors run in eager PyTorch: {unserved}", "take a processor with AVX2, or a GPU", False, slows=True),
+        ]
     if native is None:
         problem = f"the compiled module is missing, CPU tensors fall back to eager PyTorch: {found['reason']}"
         remedy = f"{command}; it needs a C++17 compiler (Debian, Ubuntu: apt-get install g++), and its output says what failed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import platform
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from grpo_kernels.diagnosis import Finding, doctor, environment, machine, native, self_test, step
+from grpo_kernels.rows.backends import cpu
 from support.processes import WITHOUT, finish, start
 
 CPU, Tensor, ROOT = torch.device("cpu"), torch.Tensor, Path(__file__).parents[2]
@@ -408,9 +410,9 @@ FINDINGS: list[tuple[Callable[..., list[Finding]], dict[str, Any], str | None]] 
     (compiled, {"origin": {"kind": "checkout"}}, f"-e {native.PACKAGE.parent}"),
     (compiled, HERE, None),
     (compiled, HERE | {"isa": "avx2"}, "slight: the compiled module runs avx2 code, but this processor has avx512bf16"),
-    (compiled, HERE | {"isa": "baseline", "flags": frozenset({"avx2", "fma"})}, "this processor has avx2"),
-    (compiled, HERE | {"isa": "baseline", "flags": BF16 - {"avx512_bf16"}}, "this processor has avx512 "),
-    (compiled, HERE | {"isa": "baseline", "flags": frozenset("x")}, None),
+    (compiled, HERE | {"isa": "avx2", "flags": BF16 - {"avx512_bf16"}}, "this processor has avx512 "),
+    (compiled, HERE | {"isa": "avx2", "flags": frozenset("x")}, None),
+    (compiled, HERE | {"isa": ""}, "slight: CPU tensors run in eager PyTorch: the C\\+\\+ kernels need AVX2"),
     (compiled, HERE | {"built": "other"}, "grave: the compiled module is out of date: .*other C\\+\\+ sources.*pip install"),
     (compiled, HERE | {"origin": {"shadows": "/site"}}, "hides the installed package at /site.*another directory"),
     (machine_of, {}, None),
@@ -482,6 +484,15 @@ def test_a_checkout_that_hides_an_installed_package_is_named(url: str, editable:
     monkeypatch.setattr(metadata, "distribution", lambda name: distribution)
     found = native.package()
     assert (found["kind"], found["shadows"], found["source"]) == (*seen, url)
+
+
+def test_a_processor_that_the_kernels_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in eager PyTorch: nothing to build would help."""
+    monkeypatch.setattr(cpu._cpu, "isa", lambda: "")
+    assert "AVX2" in str(cpu.available())
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(cpu, "_cpu", None)
+    assert "aarch64" in compiled()[0].problem and "aarch64" in str(cpu.available())
 
 
 # ---- facts

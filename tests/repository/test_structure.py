@@ -10,58 +10,6 @@ ROOT = Path(__file__).parents[2]
 NAME = "grpo_kernels"
 Files = dict[str, str]  # path in the package -> text
 
-#: Today's circles, all of them closed by imports under `if TYPE_CHECKING:`. They only get fewer and smaller: a new one, or one more
-#: file in one of these, is an error, and so is a file that is not in its circle any more and still stands here.
-CIRCLES: list[set[str]] = [
-    {
-        "__init__.py",
-        "divergences.py",
-        "head.py",
-        "logprobs.py",
-        "loss_stages.py",
-        "losses.py",
-        "model.py",
-        "operators.py",
-        "options.py",
-        "reference.py",
-        "supports.py",
-        "rows/backends/cpu.py",
-        "rows/backends/cpu_divergence.py",
-        "rows/backends/cpu_module.py",
-        "rows/backends/cpu_products.py",
-        "rows/backends/cpu_select.py",
-        "rows/backends/cpu_sparse.py",
-        "rows/hidden.py",
-        "rows/products.py",
-        "rows/sampled.py",
-        "rows/sources.py",
-        "rows/stage.py",
-        "rows/teachers.py",
-    },
-    {
-        "batch.py",
-        "formulas/filters.py",
-        "formulas/token_stage.py",
-        "missing.py",
-        "objective.py",
-        "published.py",
-        "rewards/corrections.py",
-        "rewards/estimators.py",
-        "row_counts.py",
-        "sparsity.py",
-        "rows/backends/__init__.py",
-        "rows/kept.py",
-        "rows/selection.py",
-        "rows/shard.py",
-    },
-    {
-        "token_set_checks.py",
-        "token_set_formats.py",
-        "token_set_rules.py",
-        "token_sets.py",
-    },
-]
-
 
 def imports(path: str, text: str, files: Files, typed: bool) -> Iterator[str]:
     """The files that a file imports, wherever it does. `from .a import b` is an import of a/b.py if that exists, else of a.
@@ -104,15 +52,9 @@ def circles(files: Files, typed: bool = True) -> list[set[str]]:
 PACKAGE = {str(path.relative_to(ROOT / NAME)): path.read_text() for path in sorted((ROOT / NAME).rglob("*.py"))}
 
 
-def test_circles_are_those_that_are_known() -> None:
-    found = circles(PACKAGE)
-    assert not [circle - known for circle, known in zip(found, CIRCLES, strict=False) if circle - known], "a new circle"
-    assert found == sorted(CIRCLES, key=len, reverse=True), "a circle is gone or smaller: take its files off the list"
-
-
-def test_imports_that_run_have_no_circle() -> None:
-    """Those inside of functions count: they hide a circle, they do not remove it."""
-    assert len(PACKAGE) > 50 and circles(PACKAGE, typed=False) == []
+def test_imports_have_no_circle() -> None:
+    """Neither those that run, inside of functions too, nor those for types alone: both tie files together."""
+    assert len(PACKAGE) > 50 and circles(PACKAGE) == []
 
 
 def test_a_circle_is_seen() -> None:

@@ -13,6 +13,7 @@ import ctypes
 import importlib.util
 import mmap
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -74,11 +75,19 @@ class Memory:
         buffer.typed(x.dtype)[:] = x.ravel()
         return buffer
 
-    def snapshot(self) -> list[Array]:
-        return [b.pages.copy() for b in self.buffers]
+    def address(self, x: Array | None) -> int:
+        """Of a copy; 0 for None."""
+        return 0 if x is None else self.holding(x).address
 
-    def check(self, before: list[Array], written: dict[Buffer, Array | None]) -> None:
-        """Asserts that nothing has changed except the given places: all of a buffer (None), or its bytes at a bool mask."""
+    def check(
+        self, call: Callable[[], object], written: dict[Buffer, Array | None], guard: Callable[[int], None] = lambda mode: None
+    ) -> None:
+        """Call, and assert that nothing has changed except the given places: all of a buffer (None), or its bytes at a bool mask.
+        guard(mode) protects what the call must not touch."""
+        before = [b.pages.copy() for b in self.buffers]
+        guard(0)
+        call()
+        guard(mmap.PROT_READ | mmap.PROT_WRITE)
         for buffer, old in zip(self.buffers, before, strict=True):
             same = buffer.pages == old
             if buffer in written:
@@ -107,10 +116,9 @@ def narrow(x: Array, dtype: int) -> Array:
 
 
 def numbers(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> Array:
-    x = rng.standard_normal(shape) * {"large": 1e4, "tiny": 1e-30}.get(kind, 3.0)
+    x = rng.standard_normal(shape) * 3.0
     if kind == "wild":
-        wild = [np.nan, np.inf, -np.inf, 3e38, -3e38, 0.0]
-        x = np.where(rng.random(shape) < 0.02, rng.choice(wild, size=shape), x)
+        x = np.where(rng.random(shape) < 0.02, rng.choice([np.nan, np.inf, -np.inf, 3e38, -3e38, 0.0], size=shape), x)
     if kind == "masked":
         x = np.where(rng.random(shape) < 0.4, -np.inf, x)
     return x.astype(np.float32)
@@ -118,752 +126,547 @@ def numbers(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> Arra
 
 ROUNDING = (6e-8, 2.0**-8, 2.0**-11)  # relative, of a store
 STEP = (1.2e-38, 1.2e-38, 2.0**-24)  # the smallest that counts
-HIGHEST = (3e38, 3e38, 6.5e4)
 EPS = 1.2e-7
-CUTOFF = 1.7e-38  # exp(-87), taken as 0
 
 
-# ---- rows of logits
+def assert_near(what: str, got: Array, exact: Array, room: Array | float) -> None:
+    """Where `exact` is a number; NaN where it is NaN."""
+    numbers = np.isfinite(exact)
+    off = np.where(numbers, np.abs(np.where(numbers, got, 0.0) - np.where(numbers, exact, 0.0)), 0.0)
+    if not (off <= room).all():
+        at = np.unravel_index(np.argmax(off - room), off.shape)
+        raise AssertionError(f"{what} at {at}: {got[at]}, not {exact[at]}")
+    assert np.isnan(got[np.isnan(exact)]).all(), f"{what} is not NaN"
+
+
+# ---- matrices and rows
 
 
 @dataclass
-class Rows:
-    """[outer, inner, vocab] in a buffer."""
+class Matrix:
+    """Rows in a buffer. own_pages: bytes from row to row where each ends its pages, else 0."""
 
     buffer: Buffer
     dtype: int
-    strides: tuple[int, int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     starts: Array  # the element at which each row begins
-    vocab: int
-    own_pages: int  # bytes from row to row where each row ends its pages, else 0
+    own_pages: int = 0
+
+    @classmethod
+    def make(cls, memory: Memory, rows: int, columns: int, dtype: int, kind: str = "plain") -> Matrix:
+        stride = columns + int(memory.rng.choice([0, 0, 1, 16, 37]))
+        size = (max(rows - 1, 0) * stride + columns) * SIZE[dtype] if rows and columns else 0
+        made = cls(memory.take(size), dtype, (rows, columns), (stride, 1), np.arange(rows) * stride)
+        if size:
+            made.put(np.arange(rows), numbers(memory.rng, (rows, columns), kind))
+        return made
+
+    @classmethod
+    def of_logits(cls, memory: Memory, outer: int, inner: int, vocab: int, dtype: int) -> Matrix:
+        """[outer, inner, vocab] in one of several layouts."""
+        rng, step = memory.rng, vocab
+        layout = rng.choice(["dense", "gaps", "transposed", "pages"])
+        if layout == "gaps":
+            step = vocab + int(rng.integers(70))
+        elif layout == "pages":
+            step = -(-vocab * SIZE[dtype] // PAGE) * PAGE // SIZE[dtype]
+        strides = (step * inner + (int(rng.integers(70)) if layout == "gaps" else 0), step)
+        if layout == "transposed":
+            strides = (step, step * outer)
+        a, t = np.divmod(np.arange(outer * inner), inner)
+        starts = a * strides[0] + t * strides[1]
+        buffer = memory.take((int(starts.max()) + vocab) * SIZE[dtype])
+        at_end = (buffer.address + len(buffer.bytes)) % PAGE == 0
+        own = strides[1] * SIZE[dtype] if layout == "pages" and at_end else 0
+        return cls(buffer, dtype, (outer, inner, vocab), (*strides, 1), starts, own)
 
     def index(self, rows: Array) -> Array:
-        return self.starts[rows, None] + np.arange(self.vocab)
+        return self.starts[rows, None] + np.arange(self.shape[-1])
+
+    def put(self, rows: Array, x: Array) -> Array:
+        """Store x, and return what it is there, in fp32."""
+        self.buffer.typed(STORED[self.dtype])[self.index(rows)] = narrow(x, self.dtype)
+        return self.read(rows)
 
     def read(self, rows: Array) -> Array:
         return widen(self.buffer.typed(STORED[self.dtype])[self.index(rows)], self.dtype)
 
-    def mask(self, rows: Array) -> Array:
-        """Their bytes in the buffer."""
+    @property
+    def values(self) -> Array:
+        return self.read(np.arange(len(self.starts)))
+
+    def mask(self, rows: Array | None = None) -> Array:
+        """Their bytes in the buffer; None: of all rows."""
         elements = np.zeros(len(self.buffer.bytes) // SIZE[self.dtype], bool)
-        elements[self.index(rows)] = True
+        if elements.size:
+            elements[self.index(np.arange(len(self.starts)) if rows is None else rows)] = True
         return elements.repeat(SIZE[self.dtype])
 
     def protect(self, rows: Array, mode: int) -> None:
         for i in rows if self.own_pages else ():
-            end = self.buffer.address + (int(self.starts[i]) + self.vocab) * SIZE[self.dtype]
+            end = self.buffer.address + (int(self.starts[i]) + self.shape[-1]) * SIZE[self.dtype]
             protect(end - self.own_pages, self.own_pages, mode)
 
-
-def make_rows(memory: Memory, outer: int, inner: int, vocab: int, dtype: int) -> Rows:
-    rng = memory.rng
-    layout = rng.choice(["dense", "gaps", "transposed", "pages"])
-    strides = (vocab * inner, vocab)
-    if layout == "gaps":
-        step = vocab + int(rng.integers(70))
-        strides = (step * inner + int(rng.integers(70)), step)
-    elif layout == "transposed":
-        step = vocab + int(rng.integers(3))
-        strides = (step, step * outer)
-    elif layout == "pages":
-        step = -(-vocab * SIZE[dtype] // PAGE) * PAGE // SIZE[dtype]
-        strides = (step * inner, step)
-    a, t = np.divmod(np.arange(outer * inner), inner)
-    starts = a * strides[0] + t * strides[1]
-    buffer = memory.take((int(starts.max()) + vocab) * SIZE[dtype])
-    at_end = (buffer.address + len(buffer.bytes)) % PAGE == 0
-    return Rows(buffer, dtype, strides, starts, vocab, strides[1] * SIZE[dtype] if layout == "pages" and at_end else 0)
+    @property
+    def where(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+        return self.buffer.address, self.dtype, self.shape, self.strides
 
 
 @dataclass
 class Transform:
     scale: float
     softcap: float
-    inverse: Array  # fp32 [count]
+    inverse: Array  # fp32 [n]
     per_row: bool
+    tame: bool  # a gradient is as exact as its terms
 
     @classmethod
-    def draw(cls, rng: np.random.Generator, count: int) -> Transform:
-        scales = [1.0, 0.5, -2.0, 30.0, 1e-4, 0.0, np.nan, np.inf]
-        scale = float(rng.choice(scales, p=[0.5, 0.1, 0.1, 0.1, 0.08, 0.04, 0.04, 0.04]))
-        per_row = bool(rng.integers(2))
-        inverse = rng.choice(
-            [1.0, 1 / 0.7, 1e-2, 1e3, np.nan, 0.0], size=count if per_row else 1, p=[0.5, 0.3, 0.08, 0.08, 0.02, 0.02]
-        )
-        inverse = np.broadcast_to(inverse.astype(np.float32), (count,)).copy()
-        return cls(scale, float(rng.choice([0.0, 0.0, 30.0, 1e-3, 1e30])), inverse, per_row)
+    def draw(cls, rng: np.random.Generator, n: int) -> Transform:
+        tame = bool(rng.random() < 0.8)
+        scale = rng.choice([1.0, 1.0, 0.5, -2.0] if tame else [30.0, 1e-4, 0.0, np.nan, np.inf])
+        softcap, per_row = rng.choice([0.0, 0.0, 30.0] if tame else [0.0, 1e-3, 1e30]), bool(rng.integers(2))
+        inverse = rng.choice([1.0, 1 / 0.7] if tame else [1e-2, 1e3, np.nan, 0.0], size=n if per_row else 1)
+        return cls(float(scale), float(softcap), np.broadcast_to(inverse.astype(np.float32), (n,)).copy(), per_row, tame)
+
+    def arguments(self, memory: Memory) -> tuple[float, float, float, int]:
+        fixed = 1.0 if self.per_row or not len(self.inverse) else float(self.inverse[0])
+        return self.scale, self.softcap, fixed, memory.address(self.inverse) if self.per_row else 0
 
     def __call__(self, x: Array) -> tuple[Array, Array]:
         """z and dz/dx of fp32 rows in fp64; factors and the scaled x are fp32, as the kernels define them."""
         inverse, scale, cap = self.inverse[:, None], np.float32(self.scale), np.float32(self.softcap)
         slope = scale * inverse
         if cap > 0:
-            u = (x * (scale / cap)).astype(np.float64)
-            e = np.exp(-2 * np.abs(u))
-            return np.tanh(u) * (cap * inverse), slope * 4 * e / (1 + e) ** 2
+            u = np.tanh((x * (scale / cap)).astype(np.float64))
+            return u * (cap * inverse), slope * (1 - u * u)
         return (x * slope).astype(np.float64), slope * np.ones_like(x, np.float64)
 
 
-class RowCalls:
-    """stats and pull on the same logits."""
+# ---- calls of rows
 
-    whole = False  # all rows of them
+
+class Rows:
+    """Rows of logits that a call takes, beside a second stream or not, and what is to be found of them."""
 
     def __init__(self, module: ModuleType, memory: Memory) -> None:
         rng = memory.rng
         self.module, self.memory, self.rng = module, memory, rng
-        self.outer, self.inner = int(rng.integers(1, 4)), int(rng.integers(1, 6))
+        outer, inner = int(rng.integers(1, 4)), int(rng.integers(1, 6))
         self.vocab = int(rng.choice([1, 2, 3, 15, 16, 17, 33, 64, 65, 129, 1031, 2047, 2048, 2049, 4100, 16500]))
-        rows = self.outer * self.inner
-        self.first = 0 if self.whole else int(rng.integers(rows))
-        self.count = rows if self.whole else int(rng.integers(rows - self.first + 1))
-        self.at = np.arange(self.first, self.first + self.count)
-        self.others = np.setdiff1d(np.arange(rows), self.at)
-        self.dtype, self.threads = int(rng.integers(3)), int(rng.choice([1, 2, 3, 8, 1000]))
-        self.kind = str(rng.choice(["plain", "plain", "large", "tiny", "wild", "masked"]))
-        self.logits = make_rows(memory, self.outer, self.inner, self.vocab, self.dtype)
-        x = narrow(numbers(rng, (self.count, self.vocab), self.kind), self.dtype)
-        self.logits.buffer.typed(STORED[self.dtype])[self.logits.index(self.at)] = x
-        self.transform = Transform.draw(rng, self.count)
-        self.z, self.slope = self.transform(widen(x, self.dtype))
-        targets = rng.integers(0, self.vocab, self.count)
-        outside = rng.choice([-1, -100, self.vocab, 2**62, -(2**63)], size=self.count)
-        self.targets = np.where(rng.random(self.count) < 0.1, outside, targets)
-        self.targets_at = memory.holding(self.targets)
-        t = self.transform
-        per_row = memory.holding(t.inverse).address if t.per_row else 0
-        fixed = 1.0 if t.per_row or not self.count else float(t.inverse[0])
-        self.numbers = (t.scale, t.softcap, fixed, per_row)
+        self.first = int(rng.integers(outer * inner))
+        self.n = int(rng.integers(1, outer * inner - self.first + 1)) if rng.random() < 0.95 else 0
+        self.at, self.threads = np.arange(self.first, self.first + self.n), int(rng.choice([1, 2, 3, 8, 1000]))
+        self.others = np.setdiff1d(np.arange(outer * inner), self.at)
+        self.dtypes = [int(x) for x in rng.integers(3, size=2)]
+        self.kind, self.transform = str(rng.choice(["plain", "plain", "wild", "masked"])), Transform.draw(rng, self.n)
+        self.logits = Matrix.of_logits(memory, outer, inner, self.vocab, self.dtypes[0])
+        x = self.logits.put(self.at, numbers(rng, (self.n, self.vocab), self.kind))
+        self.x, (self.z, self.slope) = x, self.transform(x)
+        outside = rng.choice([-1, -100, self.vocab, 2**62, -(2**63)], size=self.n)
+        self.targets = np.where(rng.random(self.n) < 0.1, outside, rng.integers(0, self.vocab, self.n))
+        self.read = rng.random(self.n) < 0.8 if rng.integers(2) else np.ones(self.n, bool)
+        self.own = module.LogitRows(*self.logits.where, self.first, self.n, *self.transform.arguments(memory))
+        self.of_targets, self.of_read = memory.address(self.targets), memory.address(None if self.read.all() else self.read)
+        self.second: Any = None
+        self.direction, self.weighted = int(rng.integers(-3, 3)), bool(rng.integers(2))
+        if self.direction >= 0:
+            other = Matrix.of_logits(memory, outer, inner, self.vocab, self.dtypes[1])
+            near = self.z if rng.integers(2) else numbers(rng, self.z.shape, self.kind)
+            self.w = other.put(self.at, near).astype(np.float64)
+            rows = module.LogitRows(*other.where, self.first, self.n, 1.0, 0.0, 1.0, 0)
+            weight, *known = (memory.address(numbers(rng, (self.n,), self.kind)) for _ in range(3))
+            self.second = module.Second(rows, self.direction, 0.3, weight if self.weighted else 0, *known)
 
     def __str__(self) -> str:
-        t = self.transform
-        return (
-            f"rows {self.first}+{self.count} of [{self.outer}, {self.inner}, {self.vocab}], dtype {self.dtype}, strides "
-            f"{self.logits.strides}, {self.kind}, scale {t.scale}, softcap {t.softcap}, 1/T {t.inverse.tolist()}, "
-            f"threads {self.threads}"
-        )
+        return f"rows {self.first}+{self.n} of {self.logits.shape}, {self.logits.strides}, {self.dtypes}, {self.kind}, {self.transform}"
 
-    def run(self) -> None:
-        read = self.rng.random(self.count) < 0.8 if self.rng.integers(2) else np.ones(self.count, bool)
-        read_at = 0 if read.all() else self.memory.holding(read.astype(np.uint8)).address
-        # max, sum, target; weighted, squares (which goes with weighted) and top if wanted
-        outs, kind, ids = (
-            [self.memory.take(4 * self.count) for _ in range(6)],
-            int(self.rng.integers(3)),
-            bool(self.rng.integers(2)),
-        )
-        entropy, squares = kind > 0, kind > 1
-        wanted = (True, True, True, entropy, squares, ids)
-        addresses = [b.address if w else 0 for b, w in zip(outs, wanted, strict=True)]
-        unread = np.concatenate([self.others, self.at[~read]])
-        for isa in self.module.isas():
-            self.module.use_isa(isa)
-            before = self.memory.snapshot()
-            self.logits.protect(unread, 0)
-            self.module.stats(
-                self.logits.buffer.address, self.dtype, self.inner, *self.logits.strides, self.vocab, self.first, self.count,
-                self.targets_at.address, read_at, *self.numbers, *addresses, self.threads,
-            )  # fmt: skip
-            self.logits.protect(unread, mmap.PROT_READ | mmap.PROT_WRITE)
-            self.memory.check(before, {b: None for b, address in zip(outs, addresses, strict=True) if address})
-            stats = [b.typed(np.int32 if b is outs[5] else np.float32).copy() for b in outs]
-            self.check_stats(isa, [x if w else None for x, w in zip(stats, wanted, strict=True)], read)
-        self.run_grads(stats, kind, read)
-
-    def check_stats(self, isa: str, stats: list[Any], read: Array) -> None:
-        for vector, nothing in zip(stats, (0.0, 1.0, 0.0, 0.0, 0.0, -1), strict=True):
-            assert vector is None or (vector[~read] == nothing).all(), isa
-        top, total, chosen, weighted, squares, first = stats
-        for i in np.flatnonzero(read):
-            z, target = self.z[i], self.targets[i]
-            inside = 0 <= target < self.vocab
-            at_target = z[target] if inside else np.nan
-            size = np.abs(z[np.isfinite(z)]).max(initial=0.0)
-            if (z == -np.inf).all():
-                assert total[i] == 0, f"{isa}: row {i} is not 0 but {total[i]}"
-                continue
-            if np.isnan(z).any() or (z == np.inf).any():
-                assert np.isnan(total[i]), f"{isa}: row {i} is not NaN but {total[i]}"
-                continue
-            assert np.isnan(chosen[i]) if not inside else near(chosen[i], at_target, 4 * EPS * size), (
-                f"{isa}: target of row {i}"
-            )
-            assert near(top[i], z.max(), 4 * EPS * size), f"{isa}: maximum of row {i}: {top[i]}, not {z.max()}"
-            d = z - z.max()
-            e = np.exp(d)
-            product = np.where(e > 0, e * np.where(e > 0, d, 0.0), 0.0)
-            off = EPS * (8 + 8 * size)  # relative, of each exp
-            if off > 0.1 or size > 3e37:
-                continue
-            assert near(total[i], e.sum(), off * e.sum() + self.vocab * CUTOFF), (
-                f"{isa}: sum of row {i}: {total[i]}, not {e.sum()}"
-            )
-            room = off * (np.abs(product).sum() + e.sum()) + 100 * self.vocab * CUTOFF
-            assert weighted is None or near(weighted[i], product.sum(), room), f"{isa}: {weighted[i]}, not {product.sum()}"
-            square = (e * e).sum()
-            assert squares is None or near(squares[i], square, 2 * off * square + self.vocab * CUTOFF), (
-                f"{isa}: sum of squares of row {i}: {squares[i]}, not {square}"
-            )
-            # Another id may have the same logit, or one that the kernel's arithmetic makes the same.
-            assert first is None or (0 <= first[i] < self.vocab and near(z[first[i]], z.max(), 8 * EPS * size)), (
-                f"{isa}: the largest logit of row {i} is not at {first[i]}"
-            )
-
-    def run_grads(self, stats: list[Array], kind: int, read: Array) -> None:
-        rng, n, entropy = self.rng, self.count, kind > 0
-        slopes = rng.choice(["plain", "plain", "wild"])
-        d_logps, d_entropy, d_prob = (numbers(rng, (n,), slopes) * (rng.random(n) < 0.8) * read for _ in range(3))
-        d_logps, d_entropy, d_prob = (np.where(read, x, 0.0).astype(np.float32) for x in (d_logps, d_entropy, d_prob))
-        if not entropy:
-            d_entropy = np.zeros_like(d_logps)
-        if kind < 2:
-            d_prob = np.zeros_like(d_logps)
-        top, total, chosen, weighted = stats[:4]
-        rubbish = rng.random() < 0.1
-        if rubbish:
-            top, total, chosen = (numbers(rng, (n,), "wild") for _ in range(3))
-        H = np.log(total) - weighted / total if entropy else np.zeros(n, np.float32)
-        with np.errstate(all="ignore"):
-            constant = np.where(d_entropy == 0, 0.0, -d_entropy * H).astype(np.float32)
-        given = (top, total, chosen, d_logps, constant, -d_entropy, d_prob)
-        wanted = (True, True, True, True, entropy, entropy, kind > 1)
-        addresses = [self.memory.holding(v.astype(np.float32)).address if w else 0 for v, w in zip(given, wanted, strict=True)]
-        where, out = self.place_of_gradient()
-        idle = (
-            self.at[(d_logps == 0) & (d_entropy == 0) & (constant == 0) & (d_prob == 0)]
-            if out.buffer is not self.logits.buffer
-            else self.at[:0]
-        )
+    def each_isa(self, call: Callable[[], object], unread: Array, written: dict[Buffer, Array | None]) -> Any:
+        """Call with each instruction set, the rows `unread` protected; gives its name after each."""
         kept = self.logits.buffer.pages.copy()
-        unread = np.concatenate([self.others, idle])
         for isa in self.module.isas():
             self.module.use_isa(isa)
             self.logits.buffer.pages[:] = kept
-            before = self.memory.snapshot()
-            self.logits.protect(unread, 0)
-            self.module.pull(
-                self.logits.buffer.address, self.dtype, self.inner, *self.logits.strides, out.buffer.address, out.dtype,
-                *out.strides, self.vocab, self.first, n, self.targets_at.address, *self.numbers, *addresses, self.threads,
-            )  # fmt: skip
-            self.logits.protect(unread, mmap.PROT_READ | mmap.PROT_WRITE)
-            self.memory.check(before, {out.buffer: out.mask(self.at)})
-            if not rubbish:
-                self.check_grads(f"{isa}, {where}, {out.dtype}", out, total, (H, d_logps, d_entropy, d_prob))
+            self.memory.check(call, written, lambda mode: self.logits.protect(unread, mode))
+            yield isa
 
-    def place_of_gradient(self) -> tuple[str, Rows]:
+    def exact(self, z: Array) -> dict[str, Array]:
+        """Statistics of rows in float64; NaN for broken rows."""
+        top = z.max(1, keepdims=True)
+        broken = ~np.isfinite(top) | np.isnan(z).any(1, keepdims=True)
+        d = np.where(broken, np.nan, z - top)
+        e = np.exp(d)
+        inside = (self.targets >= 0) & (self.targets < self.vocab)
+        of_target = np.where(inside, np.take_along_axis(z, np.where(inside, self.targets, 0)[:, None], 1)[:, 0], np.nan)
+        products = np.where(e == 0, 0.0, e * np.where(e == 0, 0.0, d))
+        return {
+            "max": top[:, 0],
+            "sum": e.sum(1),
+            "target": of_target,
+            "weighted": products.sum(1),
+            "squares": (e * e).sum(1),
+            "d": d,
+        }
+
+    def stats(self) -> None:
+        kind, ids = int(self.rng.integers(3)), bool(self.rng.integers(2))
+        wanted = [0, 1, 2, *range(3, 3 + kind), *([5] if ids else []), *(range(6, 10) if self.second else ())]
+        to = Matrix.make(self.memory, len(wanted), self.n, FP32)
+        named = self.module.Named(to.buffer.address, to.shape, to.strides, sum(1 << k for k in wanted))
+        unread = np.concatenate([self.others, self.at[~self.read]])
+        call = lambda: self.module.stats(self.own, self.second, self.of_targets, self.of_read, named, self.threads)  # noqa: E731
+        names = ("max", "sum", "target", "weighted", "squares")
+        for isa in self.each_isa(call, unread, {to.buffer: to.mask()}):
+            found = dict(zip(wanted, to.values, strict=True)) if self.n else {}
+            for k, x in found.items():
+                nothing = x.view(np.int32) == -1 if k == 5 else x == (1.0 if k in (1, 7) else 0.0)
+                assert nothing[~self.read].all(), f"{isa}: what is not read has a statistic, {k}"
+            if not found or not self.transform.tame:
+                continue
+            exact, read = self.exact(self.z), self.read
+            sums = exact["sum"]
+            for k, name in enumerate(names[: 3 + kind]):
+                fine = read & ((name == "target") | np.isfinite(sums)) & (np.isfinite(sums) | (np.isnan(exact[name])))
+                room = EPS * 2e2 * (sums + np.abs(exact[name]))[fine] if k in (1, 3, 4) else 2e-5
+                assert_near(f"{isa}: {name}", found[k][fine], exact[name][fine], room)
+            assert np.isnan(found[1][read & np.isnan(self.z).any(1)]).all(), f"{isa}: a NaN has vanished"
+            if ids:
+                first, fine = found[5].view(np.int32), read & np.isfinite(sums)
+                assert (self.z[fine, first[fine]] >= exact["max"][fine] - 2e-5).all(), f"{isa}: the largest logit is elsewhere"
+            if self.second:
+                other, fine = self.exact(self.w), read & np.isfinite(sums) & np.isfinite(self.exact(self.w)["sum"])
+                assert (found[6][fine] == other["max"][fine]).all(), isa
+                assert_near(f"{isa}: the other sum", found[7][fine], other["sum"][fine], 2e2 * EPS * other["sum"][fine])
+        self.pull()
+
+    def place(self) -> Matrix:
+        """Where the gradient goes: elsewhere, into the logits, or narrower there."""
         where, dtype = str(self.rng.choice(["apart", "in place", "narrower, in place"])), int(self.rng.integers(3))
         if where == "apart":
-            return where, make_rows(self.memory, self.outer, self.inner, self.vocab, dtype)
-        if where == "in place" or self.dtype != FP32 or dtype == FP32:
-            return where, self.logits
-        a, b = self.logits.strides
-        return where, Rows(self.logits.buffer, dtype, (2 * a, 2 * b), 2 * self.logits.starts, self.vocab, 0)
+            return Matrix.of_logits(self.memory, *self.logits.shape, dtype)  # type: ignore[misc]
+        if where == "in place" or self.logits.dtype != FP32 or dtype == FP32:
+            return self.logits
+        a, b, _ = self.logits.strides
+        return Matrix(self.logits.buffer, dtype, self.logits.shape, (2 * a, 2 * b, 1), 2 * self.logits.starts)
 
-    def check_grads(self, what: str, out: Rows, total: Array, slopes: tuple[Array, ...]) -> None:
-        got, dtype, (H, d_logps, d_entropy, d_prob) = out.read(self.at), out.dtype, slopes
-        for i in range(self.count):
-            a, b, c, z = float(d_logps[i]), float(d_entropy[i]), float(d_prob[i]), self.z[i]
-            if a == b == c == 0:
-                assert (got[i] == 0).all(), f"{what}: row {i} has no slope, and a gradient"
-                continue
-            finite = z[z > -np.inf]
-            if np.isnan(total[i]) or total[i] == 0 or not np.isfinite([a, b, c]).all():
-                assert np.isnan(got[i]).all(), f"{what}: row {i} is not NaN"
-                continue
-            size = np.abs(finite).max()
-            plain = abs(self.transform.scale * float(self.transform.inverse[i]))  # without a softcap
-            steep = plain * (abs(a) + abs(b) + abs(c))
-            if EPS * size > 1e-2 or not steep < 1e30:
-                continue
-            logp = z - z.max() - np.log(np.exp(z - z.max()).sum())
-            p = np.exp(logp)
-            term = np.where(p > 0, p * (np.where(p > 0, logp, 0.0) + H[i]), 0.0)
-            exact, room = -a * p - b * term + c * p * p, np.abs(a * p) + np.abs(b) * (np.abs(term) + p) + 2 * np.abs(c) * p
-            at = self.targets[i]
-            if 0 <= at < self.vocab:
-                exact[at] = -a * np.expm1(logp[at]) - b * term[at] + c * p[at] ** 2
-                room[at] += abs(a)
-            slope = np.abs(self.slope[i])
-            small = -np.log(slope / max(plain, 1e-300) + 1e-300)  # exp is as inexact as its argument is large
-            exact, room = exact * self.slope[i], room * slope * EPS * (16 + 16 * size + 2 * abs(H[i]) + 2 * small)
-            room += ROUNDING[dtype] * np.abs(exact) + STEP[dtype] + 100 * CUTOFF * steep
-            off = np.where(np.abs(exact) < HIGHEST[dtype], np.abs(got[i] - exact), 0.0)
-            j = int(np.argmax(off - room))
-            assert (off <= room).all(), f"{what}: row {i}, element {j}: {got[i, j]}, not {exact[j]}"
+    def slopes(self, count: int) -> list[Array]:
+        kind = str(self.rng.choice(["plain", "plain", "wild"]))
+        found = (numbers(self.rng, (self.n,), kind) * (self.rng.random(self.n) < 0.8) for _ in range(count))
+        return [np.where(self.read, x, 0.0).astype(np.float32) for x in found]
 
+    def pull(self) -> None:
+        exact, more = self.exact(self.z), int(self.rng.integers(3))
+        wanted = [0, *((1, 2, 3)[: 2 * (more > 0) + (more > 1)]), *([4] if self.second else [])]
+        slopes = dict(zip(wanted, self.slopes(len(wanted)), strict=True))
+        partials = [exact[name] for name in ("max", "sum", "target")] + ([exact["max"], exact["sum"]] if self.second else [])
+        if self.rng.random() < 0.1:
+            partials, exact = [numbers(self.rng, (self.n,), "wild") for _ in partials], {}
+        of, to = self.place(), [Matrix.make(self.memory, len(x), self.n, FP32) for x in (partials, wanted)]
+        for matrix, rows in zip(to, (partials, list(slopes.values())), strict=True):
+            if self.n:
+                matrix.put(np.arange(len(rows)), np.stack(rows).astype(np.float32))
+        bits = (0b111 | (0b11000000 if self.second else 0), sum(1 << k for k in wanted))
+        named = [self.module.Named(x.buffer.address, x.shape, x.strides, b) for x, b in zip(to, bits, strict=True)]
+        out = self.module.Memory(*of.where, self.first, self.n)
+        call = lambda: self.module.pull(self.own, self.second, self.of_targets, *named, out, self.threads)  # noqa: E731
+        idle = self.at[~np.any(list(slopes.values()), 0)] if of.buffer is not self.logits.buffer else self.at[:0]
+        for isa in self.each_isa(call, np.concatenate([self.others, idle]), {of.buffer: of.mask(self.at)}):
+            if exact and self.n:
+                self.check_gradient(isa, of, slopes, exact)
 
-def near(got: Any, exact: Any, room: float) -> bool:
-    return bool(got == np.float32(exact) or abs(float(got) - exact) <= room)
+    def check_gradient(self, isa: str, of: Matrix, slopes: dict[int, Array], exact: dict[str, Array]) -> None:
+        got, beside = of.read(self.at), slopes.get(4, np.zeros(self.n)) != 0
+        idle = ~np.any(list(slopes.values()), 0)
+        assert (got[idle] == 0).all(), f"{isa}: a row has no slope, and a gradient"
+        broken = ~idle & ~beside & (~np.isfinite(exact["sum"]) | ~np.isfinite(list(slopes.values())).all(0))
+        assert np.isnan(got[broken]).all(), f"{isa}: a broken row is not NaN"
+        fine = ~idle & ~broken & ~beside & np.isfinite(exact["target"])
+        if not self.transform.tame or not fine.any():
+            return
+        target, constant, log, prob = (slopes.get(k, np.zeros(self.n))[fine, None].astype(np.float64) for k in range(4))
+        logp = exact["d"][fine] - np.log(exact["sum"][fine, None])
+        p, hit = np.exp(logp), np.arange(self.vocab) == self.targets[fine, None]
+        logp = np.where(p > 0, logp, 0.0)
+        term = p * (constant + log * logp + prob * p)
+        want = (np.where(hit, -target * np.where(p > 0, np.expm1(logp), -1.0), -target * p) + term) * self.slope[fine]
+        size = np.abs(target) * (p + hit) + p * (np.abs(constant) + np.abs(log) * (np.abs(logp) + 1) + np.abs(prob))
+        room = ROUNDING[of.dtype] * np.abs(want) + STEP[of.dtype] + EPS * 2e3 * size * np.abs(self.slope[fine]) + 1e-35
+        want = np.where(np.abs(want) < 6e4, want, np.inf)
+        assert_near(f"{isa}: gradient in {of.dtype}", got[fine], want, room)
 
-
-class FusedCall(RowCalls):
-    """Both visits in one call, with the formula a logp + b entropy."""
-
-    whole = True
-
-    def run(self) -> None:
-        rng, n, module = self.rng, self.count, self.module
-        bonus, gradient, kind = bool(rng.integers(2)), rng.random() < 0.8, rng.choice(["plain", "plain", "wild"])
-        read = rng.random(n) < 0.8 if rng.integers(2) else np.ones(n, bool)
-        read_at = 0 if read.all() else self.memory.holding(read.astype(np.uint8)).address
-        a, b = (np.where(read, numbers(rng, (n,), kind) * (rng.random(n) < 0.8), 0.0).astype(np.float32) for _ in range(2))
+    def fused(self) -> None:
+        """Both visits in one call, with the formula a logp + b entropy."""
+        bonus, gradient, n = bool(self.rng.integers(2)), self.rng.random() < 0.8, self.n
+        a, b = self.slopes(2)
         if not bonus:
             b[:] = 0
-        inputs = [self.memory.holding(x).address for x in (a, b)]
         steps = [("mul", 0, 2, 0), ("mul", 1, 3, 0), ("add", 4, 5, 0)]
-        program = module.Program("a logp + b entropy", 0, 4, steps, [6, 2, 3])
-        outs = [self.memory.take(4 * n) for _ in range(3)]
-        where, out = self.place_of_gradient()
-        kept = self.logits.buffer.pages.copy()
-        unread = self.at[~read] if not gradient or out.buffer is not self.logits.buffer else self.at[:0]
-        expected = self.expected()
-        for isa in module.isas():
-            module.use_isa(isa)
-            self.logits.buffer.pages[:] = kept
-            before = self.memory.snapshot()
-            self.logits.protect(unread, 0)
-            module.fused(
-                program, [], inputs, bonus, self.logits.buffer.address, self.dtype, self.inner, *self.logits.strides,
-                out.buffer.address if gradient else 0, out.dtype, *out.strides, self.vocab, n, self.targets_at.address, read_at,
-                *self.numbers, *(x.address for x in outs), self.threads,
-            )  # fmt: skip
-            self.logits.protect(unread, mmap.PROT_READ | mmap.PROT_WRITE)
-            written: dict[Buffer, Any] = {x: None for x in outs}
-            if gradient:
-                # An fp32 row whose beginning holds a narrower gradient has exponentials in the rest.
-                written[out.buffer] = self.logits.mask(self.at) if out.buffer is self.logits.buffer else out.mask(self.at)
-            self.memory.check(before, written)
-            logps, entropy, _ = (x.typed(np.float32).copy() for x in outs)
-            assert (logps[~read] == 0).all() and (entropy[~read] == 0).all(), isa
-            self.check_values(isa, logps, entropy, expected, read)
-            if gradient:
-                slopes = (expected[1], a, b, np.zeros_like(a))
-                self.check_grads(f"{isa}, {where}, {out.dtype}, bonus {bonus}", out, expected[2], slopes)
-
-    def expected(self) -> tuple[Array, Array, Array]:
-        """Log-probs, entropies and sums of the rows; NaN where a row is broken."""
-        logps, entropies, sums = (np.full(self.count, np.nan) for _ in range(3))
-        for i, z in enumerate(self.z):
-            if np.isnan(z).any() or (z == np.inf).any() or (z == -np.inf).all():
+        program = self.module.Program("a logp + b entropy", 0, 4, steps, [6, 2, 3])
+        to, of = Matrix.make(self.memory, 4 if self.second else 3, n, FP32), self.place()
+        inputs = [self.memory.address(x) for x in (a, b)]
+        named = self.module.Named(to.buffer.address, to.shape, to.strides, (1 << to.shape[0]) - 1)
+        out = self.module.Memory(*of.where, self.first, n) if gradient else None
+        call = lambda: self.module.fused(  # noqa: E731
+            program, [], inputs, bonus, self.own, self.second, self.of_targets, self.of_read, out, named, self.threads
+        )
+        kept = of.buffer is not self.logits.buffer or not gradient
+        written: dict[Buffer, Array | None] = {to.buffer: to.mask()}
+        if gradient:
+            # An fp32 row whose beginning holds a narrower gradient has exponentials in the rest.
+            written[of.buffer] = of.mask(self.at) if kept else self.logits.mask(self.at)
+        unread = np.concatenate([self.others, self.at[~self.read] if kept else self.at[:0]])
+        exact = self.exact(self.z)
+        for isa in self.each_isa(call, unread, written):
+            if not n:
                 continue
-            d = z - z.max()
-            e = np.exp(d)
-            sums[i] = e.sum()
-            entropies[i] = np.log(sums[i]) - np.where(e > 0, e * np.where(e > 0, d, 0.0), 0.0).sum() / sums[i]
-            if 0 <= self.targets[i] < self.vocab:
-                logps[i] = d[self.targets[i]] - np.log(sums[i])
-        return logps, entropies, sums
+            logps, entropy, losses = to.values[:3]
+            assert not to.values[:, ~self.read].any(), f"{isa}: a row that is not read has a value"
+            fine = self.read & np.isfinite(exact["sum"])
+            with np.errstate(invalid="ignore"):
+                want = (
+                    exact["target"] - exact["max"] - np.log(exact["sum"]),
+                    np.log(exact["sum"]) - exact["weighted"] / exact["sum"],
+                )
+            if self.transform.tame:
+                for what, x, y in (("log-prob", logps, want[0]), ("entropy", entropy, want[1])):
+                    assert_near(f"{isa}: {what}", x[fine], y[fine], 5e-5)
+            assert np.isnan(entropy[self.read & np.isnan(self.z).any(1)]).all(), f"{isa}: a NaN has vanished"
+            if self.second and self.weighted:
+                continue
+            assert np.array_equal(losses, a * logps + b * entropy, equal_nan=True), f"{isa}: losses"
+            if gradient:
+                slopes = {0: a, 1: (-b * np.where(b == 0, 0.0, want[1])).astype(np.float32), 2: -b}
+                self.check_gradient(isa, of, slopes, exact)
 
-    def check_values(self, isa: str, logps: Array, entropy: Array, expected: tuple[Array, Array, Array], read: Array) -> None:
-        for i in np.flatnonzero(read):
-            size = np.abs(self.z[i][np.isfinite(self.z[i])]).max(initial=0.0)
-            if np.isnan(expected[2][i]):
-                assert np.isnan(logps[i]) and np.isnan(entropy[i]), f"{isa}: row {i} is not NaN"
-            elif EPS * size < 1e-2:
-                room = EPS * (16 + 16 * size)
-                for what, x, y in (("log-prob", logps[i], expected[0][i]), ("entropy", entropy[i], expected[1][i])):
-                    fine = np.isnan(x) if np.isnan(y) else near(x, y, room * (1 + abs(y)))
-                    assert fine, f"{isa}: {what} of row {i} is {x}, not {y}"
+    def select(self) -> None:
+        """Columns of rows, from their statistics: what is drawn has the mass that the probabilities have."""
+        m, n, step = self.module, self.n, float(self.rng.choice([1.0, 0.5, 1 / 16, 1 / 256, 1 / 4096]))
+        m.use_isa(str(self.rng.choice(m.isas())))
+        partials, capacity = Matrix.make(self.memory, 3, n, FP32), int(1 / step) + 3
+        named = m.Named(partials.buffer.address, partials.shape, partials.strides, 0b111)
+        m.stats(self.own, None, self.of_targets, 0, named, self.threads)
+        starts = self.rng.integers(0, 2**40, n)
+        ids, taken, masses = (self.memory.take(size) for size in (4 * n * capacity, 4 * n * capacity, 8 * n))
+        of_starts, addresses = self.memory.address(starts), (ids.address, taken.address, masses.address)
+        self.memory.check(
+            lambda: m.select(self.own, self.of_targets, named, 2.0**31 / step, of_starts, capacity, *addresses, self.threads),
+            {ids: None, taken: None, masses: None},
+        )
+        found, logits = (x.reshape(n, capacity) for x in (ids.typed(np.int32), taken.typed(np.float32)))
+        top, total = partials.values[:2] if n else (starts, starts)
+        inverse = np.float32(1) / total
+        for i in range(n):
+            columns, target, mass = found[i][found[i] >= 0], self.targets[i], int(masses.typed(np.int64)[i])
+            assert (found[i][len(columns) :] == -1).all() and (np.diff(columns) > 0).all() and (columns < self.vocab).all()
+            assert np.array_equal(logits[i, : len(columns)], self.x[i, columns], equal_nan=True)
+            assert not 0 <= target < self.vocab or target in columns
+            if not np.isfinite(inverse[i]) or not np.isfinite(top[i]):
+                assert len(columns) == (0 <= target < self.vocab) and mass == 0
+                continue
+            p = np.exp(np.minimum(self.z[i] - top[i], 0)) * inverse[i]
+            hit, whole, sure = np.arange(self.vocab) == target, p >= step * (1 - 1e-4), p >= step * (1 + 1e-4)
+            assert np.isin(np.flatnonzero(sure), columns).all()
+            if np.array_equal(whole, sure):
+                sampled = p[~hit & ~whole].sum()
+                assert abs(mass - sampled / step * 2**31) <= self.vocab + 2e-4 * 2**31 / step
+                assert len(columns) - int((whole | hit).sum()) == ((int(starts[i]) + mass) >> 31) - (int(starts[i]) >> 31)
 
 
-class ScaleCall:
-    def __init__(self, module: ModuleType, memory: Memory) -> None:
-        rng = memory.rng
-        self.module, self.memory = module, memory
-        self.dtype, self.threads = int(rng.integers(3)), int(rng.choice([1, 2, 1000]))
-        self.count = int(rng.choice([0, 1, 2, 15, 16, 17, 1000, 70_001, 200_003]))
-        self.factor = float(rng.choice([0.3, -2.0, 0.0, 1e-30, np.nan, np.inf]))
-        self.x = narrow(numbers(rng, (self.count,), "wild"), self.dtype)
-        self.data = memory.holding(self.x)
-
-    def __str__(self) -> str:
-        return f"scale {self.count} of dtype {self.dtype} by {self.factor}, threads {self.threads}"
-
-    def run(self) -> None:
-        want = widen(narrow(widen(self.x, self.dtype) * np.float32(self.factor), self.dtype), self.dtype)
-        for isa in self.module.isas():
-            self.module.use_isa(isa)
-            self.data.typed(self.x.dtype)[:] = self.x
-            before = self.memory.snapshot()
-            self.module.scale(self.data.address, self.dtype, self.count, self.factor, self.threads)
-            self.memory.check(before, {self.data: None})
-            got = widen(self.data.typed(self.x.dtype), self.dtype)
-            assert np.array_equal(got, want, equal_nan=True), isa
+def scale(module: ModuleType, memory: Memory) -> None:
+    rng = memory.rng
+    dtype, n, factor = (
+        int(rng.integers(3)),
+        int(rng.choice([0, 1, 2, 15, 17, 1000, 200_003])),
+        float(rng.choice([0.3, 0.0, np.nan])),
+    )
+    data = memory.holding(narrow(numbers(rng, (n,), "wild"), dtype))
+    before = data.bytes.copy()
+    want = widen(narrow(widen(before.view(STORED[dtype]), dtype) * np.float32(factor), dtype), dtype)
+    for isa in module.isas():
+        module.use_isa(isa)
+        data.bytes[:] = before
+        memory.check(lambda: module.scale(data.address, dtype, n, factor, int(rng.choice([1, 2, 1000]))), {data: None})
+        assert np.array_equal(widen(data.typed(STORED[dtype]), dtype), want, equal_nan=True), isa
 
 
-@dataclass
-class Matrix:
-    buffer: Buffer
-    dtype: int
-    stride: int
-    index: Array
-
-    @classmethod
-    def make(cls, memory: Memory, rows: int, columns: int, dtype: int, kind: str) -> Matrix:
-        rng = memory.rng
-        stride = columns + int(rng.choice([0, 0, 1, 16, 37]))
-        index = np.arange(rows)[:, None] * stride + np.arange(columns)
-        buffer = memory.take((int(index.max()) + 1) * SIZE[dtype] if index.size else 0)
-        matrix = cls(buffer, dtype, stride, index)
-        if index.size:
-            buffer.typed(STORED[dtype])[index] = narrow(numbers(rng, (rows, columns), kind), dtype)
-        return matrix
-
-    @property
-    def values(self) -> Array:
-        return widen(self.buffer.typed(STORED[self.dtype])[self.index], self.dtype)
-
-    @property
-    def rounded(self) -> Array:
-        """Rounded as in products of bf16 operands."""
-        return widen(narrow(self.values, BF16), BF16).astype(np.float64)
-
-    @property
-    def mask(self) -> Array:
-        elements = np.zeros(len(self.buffer.bytes) // SIZE[self.dtype], bool)
-        elements[self.index] = True
-        return elements.repeat(SIZE[self.dtype])
-
+# ---- products
 
 #: The library that executes the instructions of AMX where the processor does not; see tests/support/amx.py.
 EMULATORS: list[ctypes.CDLL] = []
+SIZES = (1, 2, 5, 6, 7, 31, 33, 63, 64, 65, 129, 191, 193, 511, 513, 1030, 0)
 
 
-def engines(module: ModuleType) -> list[str]:
-    return [name for name in module.products() if name != "amx" or EMULATORS]
-
-
-class ProductCall:
+def product(module: ModuleType, memory: Memory) -> None:
     """One of the three products, of bf16 or fp32 operands."""
-
-    SIZES = (0, 1, 2, 5, 6, 7, 31, 33, 63, 64, 65, 129, 191, 193, 511, 513, 1030)
-
-    def __init__(self, module: ModuleType, memory: Memory) -> None:
-        rng = memory.rng
-        self.module, self.memory, self.rng = module, memory, rng
-        self.n, self.h, self.v = (int(rng.choice(self.SIZES, p=[0.04] + [0.06] * 16)) for _ in range(3))
-        self.which, self.threads = str(rng.choice(["logits", "d_hidden", "d_weight"])), int(rng.choice([1, 2, 3, 1000]))
-        self.kind, self.operand = str(rng.choice(["plain", "plain", "wild", "masked"])), int(rng.choice([FP32, BF16]))
-        self.engine = str(rng.choice(engines(module)))
-        self.gradient = int(rng.choice([FP32, BF16])) if self.operand == BF16 else FP32
-        # The sum begins at 0, at what `out` holds, or elsewhere.
-        self.start = str(rng.choice(["none", "out", "other"]))
-        self.result = FP32 if self.which != "d_weight" or self.start == "out" else int(rng.choice([FP32, BF16]))
-
-    def __str__(self) -> str:
-        types = f"operands {self.operand}, gradient {self.gradient}, result {self.result}"
-        return f"{self.which} by {self.engine} {self.n} x {self.h} x {self.v}, {self.kind}, {types}, start {self.start}, threads {self.threads}"
-
-    def product(self, left: Matrix, right: Matrix) -> tuple[Array, Array]:
-        """The operands' values as they are multiplied."""
-        rounded = self.operand == BF16
-        return (left.rounded, right.rounded) if rounded else (left.values.astype(np.float64), right.values.astype(np.float64))
-
-    def run(self) -> None:
-        n, h, v, m, memory = self.n, self.h, self.v, self.module, self.memory
-        start: Array = np.zeros(1)
-        is_bf16, gradient_is_bf16 = self.operand == BF16, self.gradient == BF16
-        if self.which == "logits":
-            a, b = (Matrix.make(memory, rows, h, self.operand, self.kind) for rows in (n, v))
-            out = Matrix.make(memory, n, v, FP32, "plain")
-            bias = memory.holding(numbers(self.rng, (v,), "plain")) if self.start != "none" else None
-            before, (left, right) = memory.snapshot(), self.product(a, b)
-            right = right.T
-            start = start if bias is None else bias.typed(np.float32)
-            m.logits_product(
-                self.engine, is_bf16, a.buffer.address, a.stride, b.buffer.address, b.stride, bias.address if bias else 0,
-                out.buffer.address, out.stride, n, h, v, self.threads,
-            )  # fmt: skip
-        elif self.which == "d_hidden":
-            a, b = Matrix.make(memory, n, v, self.gradient, self.kind), Matrix.make(memory, v, h, self.operand, self.kind)
-            out = Matrix.make(memory, n, h, FP32, "plain")
-            before, (left, right) = memory.snapshot(), self.product(a, b)
-            m.d_hidden(
-                self.engine, a.buffer.address, gradient_is_bf16, a.stride, b.buffer.address, is_bf16, b.stride,
-                out.buffer.address, out.stride, n, h, v, self.threads,
-            )  # fmt: skip
-        else:
-            a, b = Matrix.make(memory, n, v, self.gradient, self.kind), Matrix.make(memory, n, h, self.operand, self.kind)
-            out = Matrix.make(memory, v, h, self.result, "plain")
-            begin = {"none": None, "out": out}.get(self.start) or Matrix.make(memory, v, h, FP32, "plain")
-            before, (left, right) = memory.snapshot(), self.product(a, b)
-            left, given = left.T, self.start != "none"
-            start = begin.values if given else start
-            m.d_weight(
-                self.engine, a.buffer.address, gradient_is_bf16, a.stride, b.buffer.address, is_bf16, b.stride,
-                begin.buffer.address if given else 0, begin.stride, out.buffer.address, self.result == BF16, out.stride,
-                n, h, v, self.threads,
-            )  # fmt: skip
-        memory.check(before, {out.buffer: out.mask})
-        with np.errstate(invalid="ignore", over="ignore"):
-            exact, size = left @ right + start, np.abs(left) @ np.abs(right) + np.abs(start)
-        fine = np.isfinite(exact) & (size < 1e38)
-        off = np.where(fine, np.abs(out.values - np.where(fine, exact, 0.0)), 0.0)
-        stored = 2.0**-8 * np.where(fine, np.abs(exact), 0.0) if self.result == BF16 else 0.0
-        split = 3 * 2.0**-16 if self.engine == "amx" and self.operand == FP32 else 0.0  # of fp32 as two numbers in bf16
-        assert (off <= (4e-7 + split) * np.where(fine, size, 0.0) + stored + 1e-37).all(), off.max()
-        assert not np.isfinite(out.values[~np.isfinite(size)]).any(), "a NaN or an infinity has vanished"
+    rng = memory.rng
+    n, h, v = (int(rng.choice(SIZES)) for _ in range(3))
+    engine = str(rng.choice([name for name in module.products() if name != "amx" or EMULATORS]))
+    operand, which, threads = int(rng.integers(2)), int(rng.integers(3)), int(rng.choice([1, 2, 3, 1000]))
+    kind, start = str(rng.choice(["plain", "plain", "wild", "masked"])), str(rng.choice(["none", "out", "other"]))
+    gradient = int(rng.integers(2)) if operand == BF16 else FP32
+    result = int(rng.integers(2)) if which == 2 and start != "out" else FP32
+    print(
+        f"product {which} by {engine}, {n} x {h} x {v}, {kind}, {operand} {gradient} {result}, {start}, {threads}", flush=True
+    )
+    shapes = ((n, h, operand), (v, h, operand)), ((n, v, gradient), (v, h, operand)), ((n, v, gradient), (n, h, operand))
+    a, b = (Matrix.make(memory, *shape, kind) for shape in shapes[which])
+    out = Matrix.make(memory, *((n, v), (n, h), (v, h))[which], result)
+    begin = None if start == "none" else out if start == "out" else Matrix.make(memory, v, h, FP32)
+    bias = None if start == "none" else numbers(rng, (v,), "plain")
+    to: list[Any] = [module.Matrix(*x.where) for x in (a, b, out)]
+    if which == 0:
+        of_bias = memory.address(bias)
+        call = lambda: module.logits_product(engine, *to[:2], of_bias, to[2], threads)  # noqa: E731
+    elif which == 1:
+        call = lambda: module.d_hidden(engine, *to, threads)  # noqa: E731
+    else:
+        first = None if begin is None else module.Matrix(*begin.where)
+        call = lambda: module.d_weight(engine, *to[:2], first, to[2], threads)  # noqa: E731
+    added: Any = (
+        0.0 if which == 1 else (0.0 if bias is None else bias) if which == 0 else 0.0 if begin is None else begin.values
+    )
+    # As they are multiplied: rounded in products of bf16.
+    left, right = (widen(narrow(x.values, operand), operand).astype(np.float64) for x in (a, b))
+    left, right = (left.T, right) if which == 2 else (left, right.T if which == 0 else right)
+    exact, size = left @ right + added, np.abs(left) @ np.abs(right) + np.abs(added)
+    memory.check(call, {out.buffer: out.mask()})
+    fine = np.isfinite(exact) & (size < 1e38)
+    split = 3 * 2.0**-16 if engine == "amx" and operand == FP32 else 0.0  # of fp32 as two numbers in bf16
+    stored = ROUNDING[result] * np.abs(exact) if result == BF16 else 0.0
+    assert_near(engine, out.values, np.where(fine, exact, np.inf), np.where(fine, (4e-7 + split) * size + stored, 0.0) + 1e-37)
+    assert not np.isfinite(out.values[~np.isfinite(size)]).any(), "a NaN or an infinity has vanished"
 
 
-class SparseCall:
-    """One of the three sparse products, over slots (row, id) of which some are not used. What no slot in use names is
-    protected, or holds NaN."""
+def sparse(module: ModuleType, memory: Memory) -> None:
+    """One of the three products over slots (row, id), of which some are not used. What no slot in use names holds NaN."""
+    rng = memory.rng
+    n, v, which = int(rng.choice([1, 2, 5, 17, 60])), int(rng.choice([1, 2, 5, 17, 60])), int(rng.integers(3))
+    h, threads = int(rng.choice([0, 1, 2, 3, 15, 16, 17, 33, 64, 100, 129, 1023, 1025, 2100])), int(rng.choice([1, 2, 3, 1000]))
+    (first, other), kind = (int(x) for x in rng.integers(3, size=2)), str(rng.choice(["plain", "plain", "wild"]))
+    module.use_isa(str(rng.choice(module.isas())))
+    print(f"slots {which}, {n} x {h} x {v}, {kind}, {first} {other}, {module.isa()}, {threads}", flush=True)
+    rows = np.repeat(np.arange(n), rng.integers(0, int(rng.choice([1, 3, 12])), n))
+    m = len(rows)
+    ids = np.where(rng.random(m) < 0.3, -rng.integers(1, 5, m), rng.integers(0, v, m))
+    values = np.where(rng.random(m) < 0.2, 0.0, rng.standard_normal(m)).astype(np.float32)
+    used = (ids >= 0) & ((which == 0) | (values != 0))
+    slots = module.Slots(memory.address(ids), memory.address(rows), m)
+    by_row, by_id = rows[used], ids[used]
 
-    SIZES = (0, 1, 2, 3, 15, 16, 17, 33, 64, 100, 129)
-
-    def __init__(self, module: ModuleType, memory: Memory) -> None:
-        rng = memory.rng
-        self.module, self.memory, self.rng = module, memory, rng
-        self.n, self.v = (int(rng.choice([1, 2, 5, 17, 60])) for _ in range(2))
-        self.h = int(rng.choice([*self.SIZES, 1023, 1025, 2100]))
-        self.which, self.threads = str(rng.choice(["logits", "d_hidden", "d_weight"])), int(rng.choice([1, 2, 3, 1000]))
-        self.source, self.other = (int(rng.integers(3)) for _ in range(2))
-        self.kind = str(rng.choice(["plain", "plain", "tiny", "wild"]))
-        self.isa = str(rng.choice(module.isas()))
-        counts = rng.integers(0, int(rng.choice([1, 3, 12])), self.n)
-        self.rows = np.repeat(np.arange(self.n), counts)
-        self.ids = np.where(
-            rng.random(len(self.rows)) < 0.3, -rng.integers(1, 5, len(self.rows)), rng.integers(0, self.v, len(self.rows))
-        )
-        values = rng.standard_normal(len(self.rows)).astype(np.float32)
-        self.values = np.where(rng.random(len(values)) < 0.2, np.float32(0), values)
-
-    def __str__(self) -> str:
-        what = f"{self.which} {self.n} x {self.h} x {self.v}, {len(self.ids)} slots, {self.kind}"
-        return f"sparse {what}, dtypes {self.source} {self.other}, {self.isa}, threads {self.threads}"
-
-    def matrix(self, rows: int, dtype: int, used: Array) -> Matrix:
-        """NaN in all rows but those of `used`."""
-        made = Matrix.make(self.memory, rows, self.h, dtype, self.kind)
-        unused = np.setdiff1d(np.arange(rows), used)
-        if made.index.size:
-            made.buffer.typed(STORED[dtype])[made.index[unused]] = narrow(np.full(1, np.nan, np.float32), dtype)
+    def matrix(count: int, dtype: int, named: Array) -> Matrix:
+        made, unnamed = Matrix.make(memory, count, h, dtype, kind), np.setdiff1d(np.arange(count), named)
+        if h and len(unnamed):
+            made.put(unnamed, np.full((len(unnamed), h), np.nan, np.float32))
         return made
 
-    def run(self) -> None:
-        self.module.use_isa(self.isa)
-        memory, m = self.memory, self.module
-        counted = (self.ids >= 0) & ((self.which == "logits") | (self.values != 0))
-        ids, rows = (memory.holding(x.astype(np.int64)) for x in (self.ids, self.rows))
-        used_rows, used_ids = self.rows[counted], self.ids[counted]
-        if self.which == "logits":
-            hidden, weight = self.matrix(self.n, self.source, used_rows), self.matrix(self.v, self.other, used_ids)
-            out = memory.take(4 * len(self.ids))
-            before = memory.snapshot()
-            m.slot_logits(
-                hidden.buffer.address, hidden.dtype, hidden.stride, self.n, weight.buffer.address, weight.dtype, weight.stride,
-                self.v, self.h, ids.address, rows.address, out.address, len(self.ids), self.threads,
-            )  # fmt: skip
-            memory.check(before, {out: None})
-            found = out.typed(np.float32)
-            assert (found[~counted] == -np.inf).all()
-            factors = hidden.values[used_rows].astype(np.float64), weight.values[used_ids].astype(np.float64)
-            self.compare(found[counted], (factors[0] * factors[1]).sum(1), np.abs(factors[0] * factors[1]).sum(1), FP32)
-            return
-        values, by_id = memory.holding(self.values), self.which == "d_weight"
-        into, frm = (used_ids, used_rows) if by_id else (used_rows, used_ids)
-        source = self.matrix(self.n if by_id else self.v, self.source, frm)
-        out_rows = self.v if by_id else self.n
-        target = Matrix.make(memory, out_rows, self.h, self.other, "plain")
-        before, start = memory.snapshot(), target.values.astype(np.float64)
-        add, sizes = (m.add_hidden_rows, (self.n, self.v)) if by_id else (m.add_weight_rows, (self.v, self.n))
-        add(
-            values.address, ids.address, rows.address, len(self.ids), source.buffer.address, source.dtype, source.stride, sizes[0],
-            target.buffer.address, target.dtype, target.stride, sizes[1], self.h, self.threads,
-        )  # fmt: skip
-        touched = np.unique(into)
-        written = np.zeros(len(target.buffer.bytes) // SIZE[self.other], bool)
-        if target.index.size:
-            written[target.index[touched]] = True
-        memory.check(before, {target.buffer: written.repeat(SIZE[self.other])})
-        exact = start if by_id else np.zeros_like(start)
-        size, terms = np.abs(exact), self.values[counted, None].astype(np.float64) * source.values[frm].astype(np.float64)
+    if which == 0:
+        hidden, weight, out = matrix(n, first, by_row), matrix(v, other, by_id), memory.take(4 * m)
+        operands = module.Matrix(*hidden.where), module.Matrix(*weight.where)
+        memory.check(lambda: module.slot_logits(*operands, slots, out.address, threads), {out: None})
+        got, other = out.typed(np.float32), FP32
+        assert (got[~used] == -np.inf).all()
+        terms = hidden.values[by_row].astype(np.float64) * weight.values[by_id]
+        got, exact, size = got[used], terms.sum(1), np.abs(terms).sum(1)
+    else:
+        frm, into, counts = (by_id, by_row, (v, n)) if which == 1 else (by_row, by_id, (n, v))
+        source, target = matrix(counts[0], first, frm), Matrix.make(memory, counts[1], h, other)
+        start, add = target.values.astype(np.float64), module.add_weight_rows if which == 1 else module.add_hidden_rows
+        operands, of_values, touched = (
+            (module.Matrix(*source.where), module.Matrix(*target.where)),
+            memory.address(values),
+            np.unique(into),
+        )
+        memory.check(lambda: add(of_values, slots, *operands, threads), {target.buffer: target.mask(touched)})
+        exact = np.zeros_like(start) if which == 1 else start
+        size, terms = np.abs(exact), values[used, None].astype(np.float64) * source.values[frm]
         np.add.at(exact, into, terms)
         np.add.at(size, into, np.abs(terms))
-        self.compare(target.values[touched], exact[touched], size[touched], self.other)
-
-    def compare(self, found: Array, exact: Array, size: Array, dtype: int) -> None:
-        fine = np.isfinite(exact) & (size < HIGHEST[dtype] / 4)
-        off = np.abs(np.where(fine, found, 0.0) - np.where(fine, exact, 0.0))
-        stored = ROUNDING[dtype] * np.abs(np.where(fine, exact, 0.0)) + STEP[dtype]
-        terms = max(self.h / 8 if self.which == "logits" else len(self.ids), 1) + 8
-        assert (off <= stored + EPS * terms * np.where(fine, size, 0.0)).all(), off.max()
-        assert not np.isfinite(found[np.isnan(size) | np.isinf(size)]).any(), "a NaN or an infinity has vanished"
+        got, exact, size = target.values[touched], exact[touched], size[touched]
+    fine = np.isfinite(exact) & (size < 1e4)
+    room = ROUNDING[other] * np.abs(exact) + STEP[other] + EPS * (h / 8 + m + 8) * size
+    assert_near("sums", got, np.where(fine, exact, np.inf), np.where(fine, room, 0.0))
+    assert not np.isfinite(got[~np.isfinite(size)]).any(), "a NaN or an infinity has vanished"
 
 
-class SelectCall(RowCalls):
-    """Columns of rows, from their statistics: what is drawn has the mass that the probabilities have."""
-
-    def run(self) -> None:
-        self.module.use_isa(str(self.rng.choice(self.module.isas())))
-        for a in range(self.outer):  # rows of one stride
-            at = self.at[self.at // self.inner == a]
-            if len(at):
-                self.select(at)
-
-    def select(self, at: Array) -> None:
-        m, memory, k, vocab = self.module, self.memory, len(at), self.vocab
-        own, t = at - self.first, self.transform
-        step = float(self.rng.choice([1.0, 0.5, 1 / 16, 1 / 256, 1 / 4096]))
-        capacity = int(1 / step) + 3
-        per_row = memory.holding(t.inverse[own].copy()).address if t.per_row else 0
-        numbers = (*self.numbers[:3], per_row)
-        targets, starts = memory.holding(self.targets[own].copy()), memory.holding(self.rng.integers(0, 2**40, k))
-        top, total, target, masses = (memory.take(width * k) for width in (4, 4, 4, 8))
-        first = self.logits.buffer.address + int(self.logits.starts[at[0]]) * SIZE[self.dtype]
-        rows = (first, self.dtype, k, 0, self.logits.strides[1], vocab, 0, k)
-        m.stats(*rows, targets.address, 0, *numbers, top.address, total.address, target.address, 0, 0, 0, self.threads)
-        ids, taken = memory.take(4 * k * capacity), memory.take(4 * k * capacity)
-        before = memory.snapshot()
-        m.select(
-            first, self.dtype, self.logits.strides[1], vocab, k, targets.address, *numbers, top.address, total.address, 2.0**31 / step,
-            starts.address, capacity, ids.address, taken.address, masses.address, self.threads,
-        )  # fmt: skip
-        memory.check(before, {ids: None, taken: None, masses: None})
-        found, x = ids.typed(np.int32).reshape(k, capacity), widen(self.logits.read(at), FP32)
-        inverse = np.float32(1) / total.typed(np.float32)
-        usable = np.isfinite(inverse) & np.isfinite(top.typed(np.float32))
-        for i in range(k):
-            columns = found[i][found[i] >= 0]
-            assert (found[i][len(columns) :] == -1).all() and (np.diff(columns) > 0).all() and (columns < vocab).all()
-            assert np.array_equal(
-                taken.typed(np.float32).reshape(k, capacity)[i, : len(columns)], x[i, columns], equal_nan=True
-            )
-            inside = 0 <= self.targets[own][i] < vocab
-            assert not inside or self.targets[own][i] in columns
-            mass, start = int(masses.typed(np.int64)[i]), int(starts.typed(np.int64)[i])
-            if not usable[i]:
-                assert len(columns) == inside and mass == 0
-                continue
-            p = np.exp(np.minimum(self.z[own][i] - top.typed(np.float32)[i], 0)) * inverse[i]
-            whole = p >= step * (1 - 1e-4)
-            sure, small = (
-                p >= step * (1 + 1e-4),
-                np.where(np.arange(vocab) == self.targets[own][i], 0.0, np.where(whole, 0.0, p)),
-            )
-            assert np.isin(np.flatnonzero(sure), columns).all()
-            if np.array_equal(whole, sure):
-                assert abs(mass - small.sum() / step * 2**31) <= vocab + 2e-4 * 2**31 / step
-                crossings = ((start + mass) >> 31) - (start >> 31)
-                drawn = len(columns) - int((whole | (np.arange(vocab) == self.targets[own][i])).sum())
-                assert drawn == crossings, (drawn, crossings)
+# ---- what is refused
 
 
-def refusals(module: ModuleType, memory: Memory) -> int:
-    """Calls whose arguments cannot be right raise ValueError and write nothing."""
+def refusals(m: ModuleType, memory: Memory) -> int:
+    """Arguments that cannot be right raise ValueError, and nothing is written. Each line: what makes an object or calls, right
+    arguments, and for a place among them what is wrong there."""
     memory.reset(np.random.default_rng(0))
-    buffers = [memory.holding(np.zeros(64, np.float64)).address for _ in range(12)]
-    stats = dict(
-        logits=buffers[0], dtype=0, inner=2, outer_stride=8, inner_stride=4, vocab=4, first=0, count=4, targets=buffers[1], read=0,
-        scale=1.0, softcap=0.0, inverse=1.0, inverses=0, max=buffers[2], sum=buffers[3], target=buffers[4], weighted=0, squares=0,
-        top=0, threads=1,
-    )  # fmt: skip
-    grads = dict(
-        logits=buffers[0], dtype=0, inner=2, outer_stride=8, inner_stride=4, out=buffers[5], out_dtype=0, out_outer=8, out_inner=4,
-        vocab=4, first=0, count=4, targets=buffers[1], scale=1.0, softcap=0.0, inverse=1.0, inverses=0, max=buffers[2],
-        sum=buffers[3], target=buffers[4], slope=buffers[6], constant=0, log=0, prob=0, threads=1,
-    )  # fmt: skip
-    scale = dict(data=buffers[0], dtype=0, count=4, factor=2.0, threads=1)
-    logits = dict(
-        engine="fp32",
-        bf=False,
-        hidden=buffers[0],
-        hs=4,
-        weight=buffers[1],
-        ws=4,
-        bias=0,
-        out=buffers[2],
-        os=4,
-        rows=4,
-        width=4,
-        vocab=4,
-        threads=1,
+    a, b, c = (memory.holding(np.zeros(96)).address for _ in range(3))
+    huge, sizes = 2**62, (-1, -(2**63), 2**62)
+    shapes, strides = (
+        [(2, 2, s) for s in (0, *sizes)] + [(2, -1, 4), (2**40, 2**40, 4)],
+        [(huge, 4, 1), (8, -(2**63), 1), (8, 4, 2)],
     )
-    d_hidden = dict(
-        engine="fp32",
-        gradient=buffers[0],
-        gbf=True,
-        gs=4,
-        weight=buffers[1],
-        bf=True,
-        ws=4,
-        out=buffers[2],
-        os=4,
-        rows=4,
-        width=4,
-        vocab=4,
-        threads=1,
+    of_rows: dict[int, Any] = {0: (0, a + 1), 1: (-1, 3, 2**31 - 1), 2: shapes, 3: strides, 4: (1, *sizes), 5: (5, *sizes)}
+    of_matrix: dict[int, Any] = {0: (0, a + 2), 1: (-1, 3), 2: [(-1, 4), (4, huge), (2**40, 2**40)], 3: [(huge, 1), (4, 2)]}
+    rows = (a, FP32, (2, 2, 4), (8, 4, 1), 0, 4)
+
+    def named(bits: int, n: int = 4, address: int = b) -> Any:
+        return m.Named(address, (bin(bits).count("1"), n), (n, 1), bits)
+
+    def matrix(dtype: int = FP32, *shape: int) -> Any:
+        return m.Matrix(a, dtype, shape or (4, 4), ((shape or (4, 4))[1], 1))
+
+    own, short, narrow = (
+        m.LogitRows(a, FP32, (1, n, v), (n * v, v, 1), 0, n, 1.0, 0.0, 1.0, 0) for n, v in ((4, 4), (2, 4), (4, 3))
     )
-    d_weight = dict(
-        engine="fp32", gradient=buffers[0], gbf=False, gs=4, hidden=buffers[1], bf=True, hs=4, start=buffers[3], ss=4, out=buffers[2], obf=True, os=4,
-        rows=4, width=4, vocab=4, threads=1,
-    )  # fmt: skip
-    fused = dict(
-        program=module.Program("a sum", 0, 2, [("add", 0, 1, 0)], [2, 0, 1]), numbers=[], vectors=[], with_entropy=False,
-        logits=buffers[0], dtype=0, inner=2, outer_stride=8, inner_stride=4, out=buffers[5], out_dtype=0, out_outer=8, out_inner=4,
-        vocab=4, count=4, targets=buffers[1], read=0, scale=1.0, softcap=0.0, inverse=1.0, inverses=0, logps=buffers[2],
-        entropy=buffers[3], losses=buffers[4], threads=1,
-    )  # fmt: skip
-    slots = dict(ids=memory.holding(np.zeros(4, np.int64)).address, slot_rows=memory.holding(np.zeros(4, np.int64)).address)
-    buffers += slots.values()
-    slot_logits = dict(
-        hidden=buffers[0], dtype=0, hs=4, rows=4, weight=buffers[1], out_dtype=0, ws=4, vocab=4, width=4, **slots,
-        logits=buffers[2], count=4, threads=1,
-    )  # fmt: skip
-    sums = dict(
-        values=buffers[3], **slots, count=4, source=buffers[0], dtype=0, hs=4, vocab=4, out=buffers[2], out_dtype=0, os=4,
-        rows=4, width=4, threads=1,
-    )  # fmt: skip
-    select = dict(
-        logits=buffers[0], dtype=0, hs=4, vocab=4, count=4, targets=buffers[1], scale=1.0, softcap=0.0, inverse=1.0, inverses=0,
-        max=buffers[2], sum=buffers[3], per_unit=2.0**35, starts=buffers[4], capacity=4, found=buffers[5], taken=buffers[6],
-        masses=buffers[7], threads=1,
-    )  # fmt: skip
-    calls = [(module.stats, stats), (module.select, select), (module.pull, grads), (module.fused, fused), (module.scale, scale)]
-    calls += [(module.slot_logits, slot_logits), (module.add_weight_rows, sums), (module.add_hidden_rows, sums)]
-    if module.has_products():
-        calls += [(module.logits_product, logits), (module.d_hidden, d_hidden), (module.d_weight, d_weight)]
-    optional = {"read", "inverses", "weighted", "squares", "top", "constant", "log", "prob", "bias", "start", "found", "masses"}
+    out, slots, square, low = m.Memory(a, FP32, (1, 4, 4), (16, 4, 1), 0, 4), m.Slots(c, c, 4), matrix(), matrix(BF16)
+    second, unknown = m.Second(own, 0, 0.0, c, c, c), m.Second(own, 2, 0.5, 0, 0, 0)
+    others, program = (m.Second(short, 0, 0.0, c, c, c), m.Second(narrow, 0, 0.0, c, c, c)), m.Program("x", 0, 2, [], [0, 0, 0])
+    programs = [m.Program("x", 1, 2, [], [0, 0, 0]), m.Program("x", 0, 2, [], [0]), m.Program("x", 0, 3, [], [0, 0, 0])]
+    less, more = named(0b11), named(1 << 20)
+    outs = [m.Memory(a, FP32, (1, 2, 4), (8, 4, 1), 0, 2), m.Memory(a, FP32, (1, 4, 3), (12, 3, 1), 0, 4)]
+    threads = (0, -1)
+    table: list[tuple[Any, tuple[Any, ...], dict[int, Any]]] = [
+        (m.Memory, rows, of_rows),
+        (m.LogitRows, (*rows, 1.0, 0.0, 1.0, 0), {**of_rows, 9: (c + 1,)}),
+        (m.Second, (own, 0, 0.5, c, c, c), {1: (-1, 3), 3: (c + 1,), 4: (c + 1,), 5: (c + 1,)}),
+        (m.Named, (b, (3, 4), (4, 1), 0b111), {0: (0, b + 1), 1: [(2, 4), (3, huge)], 2: [(huge, 1), (4, 2)], 3: (0b11, 0)}),
+        (m.Matrix, (a, FP32, (4, 4), (4, 1)), of_matrix),
+        (m.Slots, (c, c, 4), {0: (0, c + 4), 1: (0, c + 1), 2: sizes}),
+        (m.stats, (own, None, c, 0, named(0b111), 1), {1: others, 2: (0, c + 4), 4: (less, named(0b10111), more, named(0b111, 3)), 5: threads}),
+        (m.stats, (own, second, c, 0, named(0b1111000111), 1), {4: (named(0b111), named(0b111000111))}),
+        (m.mixed, (own, second, 0, named(0b11000011), named(0b11), 1), {1: (unknown, *others), 3: (named(0b111),), 4: (named(0b1),), 5: threads}),
+        (m.pull, (own, None, c, named(0b111), named(1), out, 1), {2: (0, c + 1), 3: (less,), 4: (named(0b10), named(1, 3)), 5: outs, 6: threads}),
+        (m.pull, (own, second, c, named(0b11000111), named(0b10001), out, 1), {1: (unknown, *others), 3: (named(0b111),), 4: (named(1),)}),
+        (m.fused, (program, [], [], False, own, None, c, 0, out, named(0b111), 1), {
+            0: programs, 1: ([1.0],), 2: ([c],), 5: (second, *others), 6: (0, c + 1), 8: outs, 9: (less, named(0b111, 3), more), 10: threads,
+        }),
+        (m.scale, (a, FP32, 4, 2.0, 1), {0: (0, a + 1), 1: (-1, 3), 2: sizes, 4: threads}),
+        (m.select, (own, c, named(0b111), 2.0**35, c, 4, a, b, c, 1), {
+            1: (0, c + 1), 2: (named(0b1),), 4: (0, c + 1), 5: sizes, 6: (a + 1,), 7: (0, b + 1), 8: (c + 4,), 9: threads,
+        }),
+        (m.slot_logits, (square, square, slots, b, 1), {1: (matrix(FP32, 4, 3),), 3: (0, b + 1), 4: threads}),
+        (m.add_weight_rows, (b, slots, square, square, 1), {0: (0, b + 1), 3: (matrix(FP32, 4, 3),), 4: threads}),
+        (m.add_hidden_rows, (b, slots, square, square, 1), {0: (0, b + 1), 3: (matrix(FP32, 4, 3),), 4: threads}),
+    ]  # fmt: skip
+    if m.has_products():
+        wrong = (matrix(FP32, 4, 3), matrix(FP32, 3, 4), matrix(FP16))
+        table += [
+            (m.logits_product, ("fp32", square, square, 0, square, 1), {0: ("torch",), 1: (wrong[0], low), 2: (wrong[0], low), 3: (b + 1,), 4: (*wrong, low), 5: threads}),
+            (m.d_hidden, ("fp32", square, square, square, 1), {0: ("torch",), 1: (wrong[0], low), 2: wrong, 3: (*wrong, low), 4: threads}),
+            (m.d_weight, ("fp32", square, square, None, square, 1), {1: (wrong[1], low), 2: wrong[1:], 3: (*wrong, low), 4: wrong, 5: threads}),
+        ]  # fmt: skip
     refused = 0
-    for function, good in calls:
-        function(*good.values())
-        before = memory.snapshot()
-        bad: list[tuple[str, object]] = [("threads", 0), ("threads", -1)]
-        bad += [
-            (k, v)
-            for k in ("count", "first", "rows", "width", "capacity")
-            if type(good.get(k)) is int
-            for v in (-1, -(2**63), 2**62)
-        ]
-        bad += [("vocab", v) for v in (-1, -(2**63), 2**62) if "vocab" in good]
-        bad += [(k, v) for k in ("vocab", "inner") if "inner" in good for v in (0, -3)]
-        bad += [(k, v) for k in ("dtype", "out_dtype") if k in good for v in (-1, 3, 2**31 - 1)]
-        bad += [
-            (k, v)
-            for k in good
-            if "stride" in k or k in ("hs", "ws", "os", "gs", "ss", "out_outer", "out_inner")
-            for v in (2**62, -(2**63))
-        ]
-        pointers = [k for k, v in good.items() if isinstance(v, int) and v in buffers]
-        may_be_null = optional | ({"out"} if "program" in good else set())
-        bad += [(k, 0) for k in pointers if k not in may_be_null] + [(k, good[k] + 1) for k in pointers]  # type: ignore[operator]
-        if "engine" in good:
-            bad.append(("engine", "torch"))
-        if good.get("gbf"):
-            bad.append(("bf", False))  # beside fp32 operands
-        if "squares" in good:
-            bad.append(("squares", buffers[7]))  # without the weighted sum
-        if "program" in good:
-            bad += [("numbers", [1.0]), ("vectors", [buffers[6]]), ("program", module.Program("x", 0, 2, [], [0]))]
-            bad += [("program", module.Program("x", 0, 3, [], [0, 1, 2]))]
-        for name, value in bad:
-            try:
-                function(*(good | {name: value}).values())
-            except ValueError:
-                refused += 1
-                continue
-            raise AssertionError(f"{function.__name__} took {name}={value}")
-        memory.check(before, {})
+
+    def each() -> None:
+        nonlocal refused
+        for make, right, places in table:
+            make(*right)
+            for place, values in places.items():
+                for value in values:
+                    try:
+                        make(*right[:place], value, *right[place + 1 :])
+                    except ValueError:
+                        refused += 1
+                        continue
+                    raise AssertionError(f"{make.__name__} took {value} as argument {place}")
+
+    memory.check(each, dict.fromkeys(memory.buffers))  # by the calls that are right
     return refused
 
 
@@ -882,15 +685,20 @@ def main(path: str, seed: str, first: str, calls: str, emulator: str = "") -> No
         EMULATORS[0].amx_install()
         module.ask_for_tiles()  # granted where the processor has them
     print(f"{refusals(module, memory)} calls refused")
-    kinds: list[Any] = [RowCalls, RowCalls, FusedCall, RowCalls, FusedCall, ScaleCall, SparseCall, SparseCall, SelectCall]
+    kinds: list[Any] = [Rows.stats, Rows.fused, Rows.stats, Rows.fused, sparse, Rows.stats, sparse, Rows.select, scale]
     if module.has_products():
-        kinds.append(ProductCall)
+        kinds.append(product)
     for i in range(int(first), int(first) + int(calls)):
         memory.reset(np.random.default_rng([int(seed), i]))
         with np.errstate(all="ignore"):
-            call = kinds[i % len(kinds)](module, memory)
-            print(f"{i}: {call}", flush=True)
-            call.run()
+            kind = kinds[i % len(kinds)]
+            print(f"{i}: {kind.__qualname__}", flush=True)
+            if kind.__qualname__.startswith("Rows"):
+                rows = Rows(module, memory)
+                print(rows, flush=True)
+                kind(rows)
+            else:
+                kind(module, memory)
     print(f"{calls} calls were right")
 
 

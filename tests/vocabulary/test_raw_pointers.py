@@ -1,8 +1,8 @@
-"""What stands between tensors and kernels that take addresses: checks that `python -O` leaves in, and rows in one piece."""
+"""What stands between tensors and kernels that take addresses: checks that `python -O` leaves in, and rows in one piece. What the
+module itself refuses: fuzz_kernels.refusals."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from grpo_kernels import Exact, Objective, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs
-from grpo_kernels.formulas.token_stage import TokenRows
-from grpo_kernels.rows.backends import cpu, cpu_products
-from grpo_kernels.rows.partials import Partials, RowTransform, Slopes, Teacher, partials_of
+from grpo_kernels.formulas.token_stage import NOTHING, TokenRows, TokenStage
+from grpo_kernels.rows.backends import cpu, cpu_products, load
+from grpo_kernels.rows.partials import SLOPES, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
 from grpo_kernels.rows.ragged import Ragged
 from support.bits import same_bits
 from support.processes import start
 
 Tensor = torch.Tensor
+Call = Callable[[Any, dict[str, Tensor]], Any]
 
 N, V, H = 6, 40, 8
-DAPO = Objective.preset("dapo", entropy_coef=0.01)
 ENTROPY, JSD = partials_of(("entropy",)), partials_of(("entropy", "divergence"), "jsd")
 
 no_module = pytest.mark.skipif(cpu.available() is not None, reason="the compiled module is missing")
@@ -28,103 +28,80 @@ no_module = pytest.mark.skipif(cpu.available() is not None, reason="the compiled
 
 # ---- kernels
 
-Call = Callable[..., Any]
+
+def rows(x: dict[str, Tensor], read: bool = True) -> LogitRows:
+    plain = RowTransform(1.0, 0.0, 1.0)
+    second = Second(x["second.logits"], plain, "jsd", 0.5) if "second.logits" in x else None
+    return LogitRows(
+        x["logits"], x["targets"], x["read"] if read else None, RowTransform(1.0, 0.0, x["inv_temperature"]), second
+    )
 
 
-def transform(x: dict[str, Tensor]) -> RowTransform:
-    return RowTransform(1.0, 0.0, x["inv_temperature"])
-
-
-def teacher(x: dict[str, Tensor]) -> Teacher:
-    return Teacher(x["teacher.logits"], RowTransform(1.0, 0.0, 1.0), "jsd", 0.5)
-
-
-def stats_of(x: dict[str, Tensor], *of_teacher: Any) -> Partials:
-    return Partials(x["partials"], JSD if of_teacher else ENTROPY, *of_teacher)
+def partials(x: dict[str, Tensor]) -> Partials:
+    return Partials(x["partials"], JSD, "jsd", 0.5) if "second.logits" in x else Partials(x["partials"], ENTROPY)
 
 
 def slots(x: dict[str, Tensor]) -> Ragged:
     return Ragged(x["slots.ids"], torch.arange(N + 1), x["slots.rows"])
 
 
-def fused(b: Any, x: dict[str, Tensor], *of_teacher: Teacher) -> None:
-    rows = TokenRows(
-        x["targets"], x["read"], x["advantages"], x["policy_weight"], x["old_logps"], entropy_weight=x["entropy_weight"],
-        divergence_weight=x["divergence_weight"] if of_teacher else None,
-    )  # fmt: skip
-    b.fused(x["logits"], rows, DAPO, transform(x), x["out"], teacher=of_teacher[0] if of_teacher else None)
+def fused(b: Any, x: dict[str, Tensor]) -> None:
+    weight = x["divergence_weight"] if "second.logits" in x else None
+    inputs = TokenRows(x["targets"], x["read"], x["advantages"], x["policy_weight"], x["old_logps"], divergence_weight=weight)
+    b.fused(rows(x), TokenStage(NOTHING, inputs), x["out"])
 
 
-def pull(b: Any, x: dict[str, Tensor], *of_teacher: Teacher) -> None:
-    slopes = Slopes(
-        x["slopes.target"], x["slopes.constant"], x["slopes.log"], None, x["slopes.teacher"] if of_teacher else None
-    )
-    stats = stats_of(x, "jsd", 0.5) if of_teacher else stats_of(x)
-    b.pull(x["logits"], x["targets"], stats, slopes, transform(x), x["out"], teacher=of_teacher[0] if of_teacher else None)
+def pull(b: Any, x: dict[str, Tensor]) -> None:
+    names = SLOPES if "second.logits" in x else SLOPES[:4]
+    b.pull(rows(x, False), partials(x), Slopes(x["slopes"], names), x["out"])
+
+
+def product(name: str, *operands: str) -> tuple[Call, tuple[str, ...]]:
+    return (lambda b, x: getattr(b, name)(*(x[operand] for operand in operands))), operands
 
 
 ROWS = ("logits", "inv_temperature", "targets")
-FUSED = (*ROWS, "read", "out", "advantages", "policy_weight", "old_logps", "entropy_weight")
-PULL = (*ROWS, "out", "partials", "slopes.target", "slopes.constant", "slopes.log")
-
+BESIDE = (*ROWS, "second.logits")
 #: Functions of a backend, and the tensors that they take to a kernel, by their names in an error.
-OF_ROWS: dict[str, tuple[Callable[[Any, dict[str, Tensor]], Any], tuple[str, ...]]] = {
-    "stats": (lambda b, x: b.stats(x["logits"], x["targets"], x["read"], transform(x), ENTROPY), (*ROWS, "read")),
-    "pull": (pull, PULL),
-    "fused": (fused, FUSED),
-    "select": (
-        lambda b, x: b.select(x["logits"][0], x["targets"], stats_of(x), transform(x), 0.1, x["starts"]), (*ROWS, "partials", "starts")
-    ),
-    "stats beside a teacher": (
-        lambda b, x: b.stats(x["logits"], x["targets"], x["read"], transform(x), JSD, teacher=teacher(x)),
-        (*ROWS, "read", "teacher.logits"),
-    ),
-    "mixed": (
-        lambda b, x: b.mixed(x["logits"], stats_of(x, "jsd", 0.5), transform(x), teacher(x), x["read"]),
-        ("logits", "inv_temperature", "read", "teacher.logits", "partials"),
-    ),
-    "pull beside a teacher": (lambda b, x: pull(b, x, teacher(x)), (*PULL, "slopes.teacher", "teacher.logits")),
-    "fused beside a teacher": (lambda b, x: fused(b, x, teacher(x)), (*FUSED, "divergence_weight", "teacher.logits")),
+OF_ROWS: dict[str, tuple[Call, tuple[str, ...]]] = {
+    "stats": (lambda b, x: b.stats(rows(x), ENTROPY), (*ROWS, "read")),
+    "pull": (pull, (*ROWS, "out", "partials", "slopes")),
+    "fused": (fused, (*ROWS, "read", "out")),
+    "select": (lambda b, x: b.select(rows(x), partials(x), 0.1, x["starts"]), (*ROWS, "partials", "starts")),
+    "stats beside": (lambda b, x: b.stats(rows(x), JSD), (*BESIDE, "read")),
+    "mixed beside": (lambda b, x: b.mixed(rows(x), partials(x)), ("logits", "inv_temperature", "second.logits", "read", "partials")),
+    "pull beside": (pull, (*BESIDE, "out", "partials", "slopes")),
+    "fused beside": (fused, (*BESIDE, "read", "out")),
 }  # fmt: skip
-OF_SLOTS: dict[str, tuple[Callable[[Any, dict[str, Tensor]], Any], tuple[str, ...]]] = {
-    "slot_logits": (
-        lambda b, x: b.slot_logits(x["hidden"], x["weight"], slots(x)), ("hidden", "weight", "slots.ids", "slots.rows")
-    ),
+OF_SLOTS: dict[str, tuple[Call, tuple[str, ...]]] = {
+    "slot_logits": (lambda b, x: b.slot_logits(x["hidden"], x["weight"], slots(x)), ("hidden", "weight", "slots.ids", "slots.rows")),
     "add_weight_rows": (
-        lambda b, x: b.add_weight_rows(x["values"], slots(x), x["weight"], x["out"]),
-        ("values", "weight", "out", "slots.ids", "slots.rows"),
+        lambda b, x: b.add_weight_rows(x["values"], slots(x), x["weight"], x["out"]), ("values", "weight", "out", "slots.ids", "slots.rows")
     ),
     "add_hidden_rows": (
-        lambda b, x: b.add_hidden_rows(x["values"], slots(x), x["hidden"], x["out"]),
-        ("values", "hidden", "out", "slots.ids", "slots.rows"),
+        lambda b, x: b.add_hidden_rows(x["values"], slots(x), x["hidden"], x["out"]), ("values", "hidden", "out", "slots.ids", "slots.rows")
     ),
 }  # fmt: skip
-OF_PRODUCTS: dict[str, tuple[Callable[[Any, dict[str, Tensor]], Any], tuple[str, ...]]] = {
-    "logits": (lambda b, x: b.logits(x["hidden"], x["weight"], x["bias"], x["out"]), ("hidden", "weight", "bias", "out")),
-    "d_hidden": (lambda b, x: b.d_hidden(x["gradient"], x["weight"], x["out"]), ("gradient", "weight", "out")),
-    "d_weight": (
-        lambda b, x: b.d_weight(x["gradient"], x["hidden"], x["start"], x["out"]), ("gradient", "hidden", "start", "out")
-    ),
-}  # fmt: skip
+OF_PRODUCTS: dict[str, tuple[Call, tuple[str, ...]]] = {
+    "logits": product("logits", "hidden", "weight", "bias", "out"),
+    "d_hidden": product("d_hidden", "gradient", "weight", "out"),
+    "d_weight": product("d_weight", "gradient", "hidden", "start", "out"),
+}
 
 
 def arguments(function: str) -> dict[str, Tensor]:
     """What every function takes, right."""
-    beside = function == "mixed" or "teacher" in function
+    beside = "beside" in function
     out = {"add_weight_rows": (N, H), "add_hidden_rows": (V, H), "logits": (N, V), "d_hidden": (N, H), "d_weight": (V, H)}
+    vectors = ("inv_temperature", "advantages", "policy_weight", "old_logps", "divergence_weight", "values")
     return {
-        "logits": torch.randn(1, N, V), "teacher.logits": torch.randn(1, N, V), "out": torch.zeros(out.get(function, (1, N, V))),
+        "logits": torch.randn(1, N, V), "out": torch.zeros(out.get(function, (1, N, V))),
         "targets": torch.arange(N), "read": torch.ones(N, dtype=torch.bool), "starts": torch.zeros(N, dtype=torch.int64),
-        "partials": torch.rand(len(JSD if beside else ENTROPY), N) + 1.0,
+        "partials": torch.rand(len(JSD if beside else ENTROPY), N) + 1.0, "slopes": torch.rand(5 if beside else 4, N),
         "slots.ids": torch.arange(N), "slots.rows": torch.arange(N),
         "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "bias": torch.zeros(V), "gradient": torch.randn(N, V),
-        "start": torch.zeros(V, H),
-        **{
-            name: torch.rand(N) for name in (
-                "inv_temperature", "advantages", "policy_weight", "old_logps", "entropy_weight", "divergence_weight", "values",
-                "slopes.target", "slopes.constant", "slopes.log", "slopes.teacher",
-            )
-        },
+        "start": torch.zeros(V, H), **{name: torch.rand(N) for name in vectors},
+        **({"second.logits": torch.randn(1, N, V)} if beside else {}),
     }  # fmt: skip
 
 
@@ -136,10 +113,6 @@ def spoiled(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "elsewhere", x.to("meta")
 
 
-#: Inputs of a formula, which are made contiguous.
-COPIED = ("advantages", "policy_weight", "old_logps", "entropy_weight", "divergence_weight")
-
-
 def not_refused(backend: Any, functions: dict[str, Any], sorts: tuple[str, ...], runs: bool = True) -> list[str]:
     """Wrong tensors that a function takes, or refuses with an error that does not name them. With assertions left out, too."""
     found = []
@@ -148,7 +121,7 @@ def not_refused(backend: Any, functions: dict[str, Any], sorts: tuple[str, ...],
             call(backend, arguments(function))
         for name in names:
             for sort, wrong in spoiled(arguments(function)[name]):
-                if sort not in sorts or (sort == "strided" and name in COPIED):
+                if sort not in sorts:
                     continue
                 try:
                     call(backend, arguments(function) | {name: wrong})
@@ -163,7 +136,7 @@ SORTS = ("of another dtype", "too short", "strided", "elsewhere")
 
 
 def everything_not_refused() -> list[str]:
-    found = not_refused(cpu, OF_ROWS, SORTS) + not_refused(cpu, OF_SLOTS, SORTS)
+    found = not_refused(cpu.Kernels(), OF_ROWS | OF_SLOTS, SORTS)
     return found + (not_refused(cpu_products, OF_PRODUCTS, SORTS) if cpu_products.available() is None else [])
 
 
@@ -174,16 +147,15 @@ def test_a_wrong_tensor_does_not_reach_a_kernel() -> None:
 
 def test_a_wrong_tensor_does_not_reach_a_triton_kernel() -> None:
     """Vectors are copied where they are strided, and Triton itself knows dtypes and devices."""
-    triton = pytest.importorskip("grpo_kernels.rows.backends.triton")
-    functions = {name: given for name, given in OF_ROWS.items() if name != "fused beside a teacher"}  # the three before
-    matrices = {
-        name: (call, tuple(x for x in names if x in ("logits", "out", "teacher.logits")))
-        for name, (call, names) in functions.items()
-    }
-    assert not_refused(triton, matrices, ("of another dtype", "strided"), False) == []
-    call, names = OF_SLOTS["add_weight_rows"]
-    of_slots = OF_SLOTS | {"add_weight_rows": (call, tuple(x for x in names if x != "slots.rows"))}  # offsets say that
-    assert not_refused(triton, functions | of_slots, ("too short",), False) == []
+    pytest.importorskip("triton")
+    kernels, functions = load("triton").Kernels(), {k: v for k, v in OF_ROWS.items() if k != "fused beside"}  # the three before
+    big = ("logits", "out", "second.logits")
+    matrices = {name: (call, tuple(x for x in names if x in big)) for name, (call, names) in functions.items()}
+    assert not_refused(kernels, matrices, ("of another dtype", "strided"), False) == []
+    # Of slots the offsets say how many there are, of selected rows the targets.
+    counted = {"add_weight_rows": "slots.rows", "select": "logits"}
+    others = {k: (call, tuple(x for x in names if x != counted.get(k))) for k, (call, names) in (functions | OF_SLOTS).items()}
+    assert not_refused(kernels, others, ("too short",), False) == []
 
 
 # ---- heads of any strides; those of the policy: `view` of recipes
@@ -233,39 +205,3 @@ def test_python_without_assertions() -> None:
     process = start(OPTIMISED, PYTHONOPTIMIZE="1")
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 0 and output == "", output
-
-
-# ---- calls of the binding; those of one stream: fuzz_kernels.refusals
-
-
-@no_module
-def test_calls_over_two_streams_that_cannot_be_right_are_refused() -> None:
-    from grpo_kernels import _cpu
-
-    x, targets, memory = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64), torch.zeros(9, 2)
-    stream, short = (_cpu.Stream(x.data_ptr(), 0, n, 8 * n, 8, 1.0, 0.0, 1.0, 0) for n in (2, 1))
-    at = [row.data_ptr() for row in memory]
-    nothing, one = _cpu.Program("nothing", 0, 2, [], [0, 0, 0]), _cpu.Program("one", 0, 2, [], [0])
-
-    def stats(direction: int, cross: int) -> None:
-        _cpu.divergence_stats(
-            stream, stream, direction, 8, 0, 2, targets.data_ptr(), 0, *at[:3], 0, 0, 0, *at[3:5], cross, at[6], 1
-        )
-
-    def loss(program: Any, direction: int, dtype: int, last: int) -> None:
-        outs = (*at[:3], last)
-        _cpu.divergence_fused(
-            program, [], [], False, stream, stream, direction, 0.0, 0, dtype, 16, 8, 8, 2, targets.data_ptr(), 0, 0, *outs, 1
-        )  # type: ignore[call-arg]
-
-    stats(1, at[5])
-    loss(nothing, 0, 0, at[3])
-    assert (memory[3] == 0).all() and (memory[0] == -math.log(8)).all()
-    for call, words in (
-        (lambda: stats(3, at[5]), "direction=3"), (lambda: stats(1, 0), "cross=0"),
-        (lambda: _cpu.divergence_mixed(stream, short, 0.5, 8, 0, 2, 0, *at[:7], 1), "inner_count=1"),
-        (lambda: loss(nothing, 3, 0, at[3]), "direction=3"), (lambda: loss(nothing, 0, 0, 0), "divergence=0"),
-        (lambda: loss(nothing, 0, 7, at[3]), "out_dtype=7"), (lambda: loss(one, 0, 0, at[3]), "does not give a loss and two slopes"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=words):
-            call()

@@ -66,11 +66,12 @@ rows, vocab = 400, 16384
 logits = np.random.default_rng(0).standard_normal((rows, vocab)).astype(np.float16)
 targets, outs = np.zeros(rows, np.int64), [np.full((4, rows), np.nan, np.float32) for _ in range(2)]
 used = int(open("/proc/self/statm").read().split()[0]) * PAGE
+own = module.LogitRows(logits.ctypes.data, FP16, (1, rows, vocab), (0, vocab, 1), 0, rows, 1.0, 0.0, 1.0, 0)
 for out, threads in zip(outs, (1, 200)):
     if threads > 1:
         resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), used + (100 << 20)))
-    module.stats(logits.ctypes.data, FP16, rows, 0, vocab, vocab, 0, rows, targets.ctypes.data, 0, 1.0, 0.0, 1.0, 0,
-                     *(row.ctypes.data for row in out), 0, 0, threads)
+    to = module.Named(out.ctypes.data, out.shape, (rows, 1), 0b1111)
+    module.stats(own, None, targets.ctypes.data, 0, to, threads)
 assert np.isfinite(outs[0]).all() and np.array_equal(*outs)
 """
 

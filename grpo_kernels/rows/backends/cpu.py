@@ -1,4 +1,4 @@
-"""The CPU backend: C++ kernels (csrc/), AVX-512, AVX2 or plain code picked at run time. The second part of the file turns tensors
+"""The CPU backend: C++ kernels (csrc/), AVX-512 or AVX2, picked at run time. The second part of the file turns tensors
 into arguments of the compiled module: the only place that takes addresses, each behind a check of what C++ will take to be there.
 
 There are no RL formulas here: `fused` has those of token_stage.py traced into a program, which C++ runs between its two visits of a
@@ -8,16 +8,16 @@ row. A formula that cannot be traced costs a second visit of the logits with the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from ...formulas.program import FormulaRefused, Program
 from ...formulas.token_stage import TokenStage
 from ..divergence import KINDS
-from ..partials import SLOPES, LogitRows, Partials, RowTransform, Slopes
+from ..partials import PARTIALS, SLOPES, LogitRows, Partials, RowTransform, Slopes
 from ..ragged import Ragged
 from ..selection import Drawn, capacity, per_unit
 from . import Backend, FusedRows, fall_back, native
@@ -37,6 +37,8 @@ Tensor = torch.Tensor
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+NO_AVX2 = "the C++ kernels need AVX2, which this processor does not have"
+
 #: Bytes of logits in a block of rows that is visited twice. A block has a fixed cost of 100-200 us (two parallel regions and
 #: the token stage), so it should be large, but no larger than the last-level cache: on 2 cores that share 32 MiB, blocks of
 #: 8 / 16 / 32 MiB took 1.57 / 1.40 / 1.32 times a copy of the logits. Large servers have about 4 MiB of cache per thread.
@@ -45,10 +47,12 @@ BLOCK_BYTES_PER_THREAD = 4 << 20
 
 def available() -> str | None:
     """None if this backend can run, else the reason in words."""
+    if _cpu is None and native.why_not_here() is not None:
+        return native.why_not_here()
     if _cpu is None:
         command = native.build_command(native.package())
         return f"the compiled module is missing: {_import_error}. `{command}` builds it, with a C++17 compiler"
-    return None
+    return None if _cpu.isa() else NO_AVX2
 
 
 @functools.cache
@@ -62,8 +66,7 @@ def last_level_cache() -> int:
 
 
 class Kernels(Backend):
-    """`strict`: no second pass over the logits for a formula in torch, and a program is compared with torch before its first
-    use."""
+    """`strict`: no second pass over the logits for a formula in torch; a program is compared with torch before its first use."""
 
     writes_behind_reads = True
 
@@ -73,50 +76,30 @@ class Kernels(Backend):
     # ---- rows of logits
 
     def stats(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
-        (lo, n), vocab = part_of(rows), rows.logits.shape[2]
+        n = _count(rows)
         result = Partials.empty(names, n, rows.logits.device, rows.second)
-        at = of_partials(result, n)
-        of_rows = vector("targets", rows.targets, torch.int64, n), vector("read", rows.read, torch.bool, n)
-        own = (at["max"], at["sum"], at["target"], at.get("weighted", 0), at.get("squares", 0), at.get("top", 0))
-        if rows.second is None:
-            of_logits = rows_of("logits", rows.logits)
-            transform = (rows.transform.scale, rows.transform.softcap, *inverse_temperature(rows.transform, n))
-            _cpu.stats(*of_logits, vocab, lo, n, *of_rows, *transform, *own, torch.get_num_threads())
-        else:
-            both = (at["teacher_max"], at["teacher_sum"], at["cross"], at["excess"])
-            streams, kind = _streams(rows, n), KINDS.index(rows.second.kind)
-            _cpu.divergence_stats(*streams, kind, vocab, lo, n, *of_rows, *own, *both, torch.get_num_threads())
+        _cpu.stats(*_streams(rows, n), *_of_rows(rows, n), of_partials(result), torch.get_num_threads())
         return result
 
     def mixed(self, rows: LogitRows, partials: Partials) -> Tensor:
-        assert rows.second is not None
-        lo, n = part_of(rows)
-        result, at, log_sums = torch.empty(2, n, dtype=torch.float32), of_partials(partials, n), partials.log_sums
-        first, _, step = matrix("result", result, (2, n))
-        _cpu.divergence_mixed(
-            *_streams(rows, n), rows.second.mixture, rows.logits.shape[2], lo, n, vector("read", rows.read, torch.bool, n),
-            at["max"], at["sum"], at["teacher_max"], at["teacher_sum"], vector("log_sums", log_sums, torch.float32, n),
-            first, first + 4 * step, torch.get_num_threads(),
-        )  # fmt: skip
+        n, result, of = _count(rows), torch.empty(2, rows.n, dtype=torch.float32), of_partials(partials)
+        log_sums, read = partials.log_sums, vector("read", rows.read, torch.bool, n)
+        own, second = _streams(rows, n, log_sums=log_sums)
+        assert second is not None
+        _cpu.mixed(own, second, read, of, named("result", result, 0b11), torch.get_num_threads())
         return result
 
     def pull(self, rows: LogitRows, partials: Partials, slopes: Slopes, out: Tensor) -> None:
-        (lo, n), vocab = part_of(rows), rows.logits.shape[2]
-        at, targets = of_partials(partials, n), vector("targets", rows.targets, torch.int64, n)
-        *of_row, of_divergence = of_slopes(slopes, n)
-        to = (*rows_of("out", out, rows.logits.shape).out, vocab, lo, n, targets)
-        own = (at["max"], at["sum"], at["target"], *of_row)
-        if not of_divergence:
-            of_logits = rows_of("logits", rows.logits)
-            transform = (rows.transform.scale, rows.transform.softcap, *inverse_temperature(rows.transform, n))
-            _cpu.pull(*of_logits, *to, *transform, *own, torch.get_num_threads())
-            return
-        assert rows.second is not None
-        log_sums, center = partials.log_sums, partials.center
-        both = (vector("log_sums", log_sums, torch.float32, n), vector("center", center, torch.float32, n), of_divergence)
-        streams, kind = _streams(rows, n), (KINDS.index(rows.second.kind), rows.second.mixture)
-        tops = (at["teacher_max"], at["teacher_sum"])
-        _cpu.divergence_pull(*streams, *kind, *to, *own, *tops, *both, torch.get_num_threads())
+        n, log_sums, center, of = _count(rows), None, None, of_partials(partials)
+        if "divergence" in slopes.names:
+            log_sums, center = partials.log_sums, partials.center
+        else:
+            rows = rows._replace(second=None)
+        own, second = _streams(rows, n, log_sums=log_sums, center=center)
+        targets = vector("targets", rows.targets, torch.int64, n)
+        of_slopes = named("slopes", slopes.values, bits(slopes.names, SLOPES))
+        to = memory(_cpu.Memory, "out", out, rows, n)
+        _cpu.pull(own, second, targets, of, of_slopes, to, torch.get_num_threads())
 
     def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
         """Both passes over a row and the formulas between them, run by one thread per row."""
@@ -133,49 +116,43 @@ class Kernels(Backend):
             of_row = rows.logits.shape[-1] * rows.logits.element_size() * (1 if rows.second is None else 2)
             block_rows = max(last_level_cache(), BLOCK_BYTES_PER_THREAD * threads) // of_row
             return self.two_visits(rows, stage, out, max(block_rows, threads))
-        of_logits, n, inputs = rows_of("logits", rows.logits), rows.n, stage.inputs(program)
+        n, inputs, weight = _count(rows), stage.inputs(program), stage.rows.divergence_weight
         of_inputs = [vector(name, x, torch.float32, n) for name, x in inputs.items()]
-        of_out = (0, *of_logits.out[1:]) if out is None else rows_of("out", out, rows.logits.shape).out
-        by, to = (compiled, numbers, of_inputs, stage.formula.bonus), (*of_out, rows.logits.shape[2], n)
-        of_rows = vector("targets", rows.targets, torch.int64, n), vector("read", rows.read, torch.bool, n)
-        results = torch.empty(3 if rows.second is None else 4, n, dtype=torch.float32).unbind()
-        found = [vector("results", x, torch.float32, n) for x in results]
-        if rows.second is None:
-            transform = (rows.transform.scale, rows.transform.softcap, *inverse_temperature(rows.transform, n))
-            _cpu.fused(*by, *of_logits, *to, *of_rows, *transform, *found, torch.get_num_threads())
-        else:
-            kind, weight = (KINDS.index(rows.second.kind), rows.second.mixture), stage.rows.divergence_weight
-            weight = None if weight is None else weight.contiguous()
-            of_weight = vector("divergence_weight", weight, torch.float32, n)
-            _cpu.divergence_fused(*by, *_streams(rows, n), *kind, *to, *of_rows, of_weight, *found, torch.get_num_threads())
-        return FusedRows(*results)
+        weight = None if weight is None or rows.second is None else weight.contiguous()
+        own, second = _streams(rows, n, weight=weight)
+        results = torch.empty(3 if second is None else 4, n, dtype=torch.float32)
+        to = None if out is None else memory(_cpu.Memory, "out", out, rows, n)
+        _cpu.fused(
+            compiled, numbers, of_inputs, stage.formula.bonus, own, second, *_of_rows(rows, n), to,
+            named("results", results, 0b111 if second is None else 0b1111), torch.get_num_threads(),
+        )  # fmt: skip
+        return FusedRows(*results.unbind())
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         number = float(factor)
         if number == 1.0:
             return
-        if gradient.is_contiguous() and gradient.dtype in DTYPES:
-            address, dtype, _ = matrix("gradient", gradient.view(1, -1), (1, gradient.numel()))
-            _cpu.scale(address, dtype, gradient.numel(), number, torch.get_num_threads())
+        if gradient.is_contiguous() and gradient.dtype in DTYPES and gradient.is_cpu:
+            _cpu.scale(gradient.data_ptr(), DTYPES[gradient.dtype], gradient.numel(), number, torch.get_num_threads())
         else:
             gradient.mul_(number)
 
     # ---- products over slots
 
     def slot_logits(self, hidden: Tensor, weight: Tensor, slots: Ragged) -> Tensor:
-        m, width = slots.ids.numel(), weight.shape[1]
-        logits = torch.empty(m, dtype=torch.float32)
-        _cpu.slot_logits(
-            *_matrix_rows("hidden", hidden, width), *_matrix_rows("weight", weight, width), width,
-            *_of_slots(slots, m), vector("logits", logits, torch.float32, m), m, torch.get_num_threads(),
-        )  # fmt: skip
+        logits = torch.empty(slots.ids.numel(), dtype=torch.float32)
+        of_logits = vector("logits", logits, torch.float32, slots.ids.numel())
+        operands = matrix("hidden", hidden), matrix("weight", weight)
+        _cpu.slot_logits(*operands, _slots(slots), of_logits, torch.get_num_threads())
         return logits
 
     def add_weight_rows(self, values: Tensor, slots: Ragged, weight: Tensor, out: Tensor) -> None:
-        _add_rows(_cpu.add_weight_rows, values, slots, "weight", weight, out)
+        of_values = vector("values", values, torch.float32, slots.ids.numel())
+        _cpu.add_weight_rows(of_values, _slots(slots), matrix("weight", weight), matrix("out", out), torch.get_num_threads())
 
     def add_hidden_rows(self, values: Tensor, slots: Ragged, hidden: Tensor, out: Tensor) -> None:
-        _add_rows(_cpu.add_hidden_rows, values, slots, "hidden", hidden, out)
+        of_values = vector("values", values, torch.float32, slots.ids.numel())
+        _cpu.add_hidden_rows(of_values, _slots(slots), matrix("hidden", hidden), matrix("out", out), torch.get_num_threads())
 
     # ---- columns of sparse gradients
 
@@ -189,14 +166,6 @@ class Kernels(Backend):
         drawn = Drawn(torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32))
         _select(rows, partials, step, starts, drawn, None)
         return drawn
-
-
-def _streams(rows: LogitRows, n: int) -> tuple[_cpu.Stream, _cpu.Stream]:
-    """Both streams, of which n rows are taken."""
-    assert rows.second is not None
-    own, second, t = rows.transform, rows_of("second.logits", rows.second.logits, rows.logits.shape), rows.second.transform
-    first = _cpu.Stream(*rows_of("logits", rows.logits), own.scale, own.softcap, *inverse_temperature(own, n))
-    return first, _cpu.Stream(*second, t.scale, t.softcap, *inverse_temperature(t, n))
 
 
 @functools.lru_cache(maxsize=256)
@@ -219,109 +188,114 @@ def _run(program: Program, numbers: list[float], inputs: list[Tensor]) -> list[T
 def _select(
     rows: LogitRows, partials: Partials, step: float, starts: Tensor | None, drawn: Drawn | None, masses: Tensor | None
 ) -> None:
-    logits, transform, n = rows.logits[0], rows.transform, rows.n
-    address, dtype, stride = matrix("logits", logits, (n, logits.shape[1]))
-    at, places = of_partials(partials, n), n * capacity(step)
+    n, places = _count(rows), rows.n * capacity(step)
+    own, _ = _streams(rows, n)
     ids, taken = (None, None) if drawn is None else (x.view(-1) for x in drawn)
     _cpu.select(
-        address, dtype, stride, logits.shape[1], n, vector("targets", rows.targets, torch.int64, n),
-        transform.scale, transform.softcap, *inverse_temperature(transform, n), at["max"], at["sum"],
-        per_unit(step), vector("starts", starts, torch.int64, n), capacity(step), vector("ids", ids, torch.int32, places),
+        own, vector("targets", rows.targets, torch.int64, n), of_partials(partials), per_unit(step),
+        vector("starts", starts, torch.int64, n), capacity(step), vector("ids", ids, torch.int32, places),
         vector("taken", taken, torch.float32, places), vector("masses", masses, torch.int64, n), torch.get_num_threads(),
     )  # fmt: skip
 
 
-def _add_rows(kernel: Callable[..., None], values: Tensor, slots: Ragged, name: str, source: Tensor, out: Tensor) -> None:
-    m, width = slots.ids.numel(), source.shape[1]
-    kernel(
-        vector("values", values, torch.float32, m), *_of_slots(slots, m), m,
-        *_matrix_rows(name, source, width), *_matrix_rows("out", out, width), width, torch.get_num_threads(),
-    )  # fmt: skip
+# ---- tensors as arguments. `name` is what an error calls the tensor, which the caller keeps until the kernel is done.
 
 
-def _matrix_rows(name: str, x: Tensor, width: int) -> tuple[int, int, int, int]:
-    """Address, dtype, stride and number of rows."""
-    return *matrix(name, x, (x.shape[0], width)), x.shape[0]
-
-
-def _of_slots(slots: Ragged, m: int) -> tuple[int, int]:
-    """The addresses of ids and rows, whose values are trusted."""
-    return vector("slots.ids", slots.ids, torch.int64, m), vector("slots.rows", slots.rows, torch.int64, m)
-
-
-# ---- tensors as addresses and numbers. `name` is what an error calls the tensor, which the caller keeps until the kernel is done.
-
-
-def wrong(name: str, x: Tensor, taken: str) -> ValueError:
+def wrong(name: str, x: Tensor, taken: str, why: object = "") -> ValueError:
     """The error about a tensor that would be read or written as something else than it is."""
     of = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
-    return ValueError(f"{name} is {of}: the C++ kernels take {taken} on a CPU.")
+    return ValueError(f"{name} is {of}: the C++ kernels take {taken} on a CPU.{f' ({why})' if why else ''}")
 
 
 def vector(name: str, x: Tensor | None, dtype: torch.dtype, n: int) -> int:
     """The address of n values in one piece; 0 for None."""
     if x is None:
         return 0
-    if x.dtype != dtype or x.shape != (n,) or not x.is_contiguous() or x.device.type != "cpu":
+    if x.dtype != dtype or x.shape != (n,) or not x.is_contiguous() or not x.is_cpu:
         raise wrong(name, x, f"{str(dtype).removeprefix('torch.')} [{n}] in one piece")
     return x.data_ptr()
 
 
-def matrix(name: str, x: Tensor, shape: tuple[int, int], dtypes: Collection[torch.dtype] = DTYPES) -> tuple[int, int, int]:
-    """Address, dtype and stride of rows that are in one piece each."""
-    # contiguous() does not change the strides of an empty tensor
-    plain = x.shape == shape and (x.stride(1) == 1 or shape[1] == 1 or x.numel() == 0)
-    if not plain or x.dtype not in dtypes or x.device.type != "cpu":
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise wrong(name, x, f"{names} {list(shape)} with unit stride in the last dimension")
-    return x.data_ptr(), DTYPES[x.dtype], x.stride(0)
+def matrix(name: str, x: Tensor) -> _cpu.Matrix:
+    """Rows that are in one piece each."""
+    why: object = ""
+    try:
+        if x.is_cpu:
+            return _cpu.Matrix(x.data_ptr(), DTYPES[x.dtype], x.shape, x.stride())
+    except (KeyError, TypeError, ValueError) as error:
+        why = error
+    raise wrong(name, x, "a matrix in fp32, bf16 or fp16 with unit stride in its last dimension", why)
 
 
-class Rows(NamedTuple):
-    """Rows of logits [A, T, V], of which `inner` is T."""
-
-    address: int
-    dtype: int
-    inner: int
-    outer_stride: int
-    inner_stride: int
-
-    @property
-    def out(self) -> tuple[int, int, int, int]:
-        """As memory for the gradient of rows."""
-        return self.address, self.dtype, self.outer_stride, self.inner_stride
+def named(name: str, x: Tensor, names: int) -> _cpu.Named:
+    """Rows fp32 [q, n], for each name whose bit is set."""
+    why: object = ""
+    try:
+        if x.is_cpu and x.dtype == torch.float32:
+            return _cpu.Named(x.data_ptr(), x.shape, x.stride(), names)
+    except (TypeError, ValueError) as error:
+        why = error
+    raise wrong(name, x, "float32 [names, n] with unit stride in its last dimension", why)
 
 
-def rows_of(name: str, x: Tensor, shape: torch.Size | None = None) -> Rows:
-    """The rows of x [A, T, V]; `shape`: what it must have."""
-    plain = x.dim() == 3 and (shape is None or x.shape == shape) and (x.stride(2) == 1 or x.shape[2] == 1 or x.numel() == 0)
-    if not plain or x.dtype not in DTYPES or x.device.type != "cpu":
-        raise wrong(name, x, f"fp32, bf16 or fp16 {'[A, T, V]' if shape is None else list(shape)} with unit stride in V")
-    return Rows(x.data_ptr(), DTYPES[x.dtype], x.shape[1], x.stride(0), x.stride(1))
+@functools.lru_cache(maxsize=256)
+def bits(names: tuple[str, ...], table: tuple[str, ...]) -> int:
+    """A bit for each of the names, at its place in the table."""
+    return sum(1 << table.index(name) for name in names)
 
 
-def part_of(rows: LogitRows) -> tuple[int, int]:
-    """(the first row, how many) of those of the logits that are meant."""
-    all_rows = rows.logits.shape[0] * rows.logits.shape[1]
-    lo, hi = rows.part or (0, all_rows)
-    if not 0 <= lo <= hi <= all_rows:
-        raise ValueError(f"rows={rows.part}: the logits have {all_rows}.")
-    return lo, hi - lo
+def of_partials(partials: Partials) -> _cpu.Named:
+    return named("partials", partials.values, bits(partials.names, PARTIALS))
 
 
-def of_partials(partials: Partials, n: int) -> dict[str, int]:
-    """The address of each partial of n rows, by name."""
-    first, _, step = matrix("partials", partials.values, (len(partials.names), n), (torch.float32,))
-    return {name: first + 4 * step * i for i, name in enumerate(partials.names)}
+Made = TypeVar("Made")
 
 
-def of_slopes(slopes: Slopes, n: int) -> tuple[int, ...]:
-    """The addresses of the slopes of n rows in the order of SLOPES; 0 where there is none."""
-    first, _, step = matrix("slopes", slopes.values, (len(slopes.names), n), (torch.float32,))
-    return tuple(first + 4 * step * slopes.names.index(name) if name in slopes.names else 0 for name in SLOPES)
+def memory(make: Callable[..., Made], name: str, x: Tensor, rows: LogitRows, n: int, *more: float) -> Made:
+    """Those n rows of x [A, T, V] that `rows` means of its logits."""
+    why: object = ""
+    try:
+        if x.is_cpu:
+            first = 0 if rows.part is None else rows.part[0]
+            return make(x.data_ptr(), DTYPES[x.dtype], x.shape, x.stride(), first, n, *more)
+    except (KeyError, TypeError, ValueError) as error:
+        why = error
+    raise wrong(name, x, f"rows {list(rows.logits.shape)} in fp32, bf16 or fp16 with unit stride in V", why)
 
 
-def inverse_temperature(transform: RowTransform, n: int) -> tuple[float, int]:
-    """The number, and the address of the per-row values or 0."""
+def _count(rows: LogitRows) -> int:
+    """How many rows of the logits are meant."""
+    if rows.part is not None:
+        return rows.part[1] - rows.part[0]
+    shape = rows.logits.shape
+    return shape[0] * shape[1]
+
+
+def _logits(name: str, x: Tensor, transform: RowTransform, rows: LogitRows, n: int) -> _cpu.LogitRows:
     t = transform.inv_temperature
-    return (1.0, vector("inv_temperature", t, torch.float32, n)) if isinstance(t, Tensor) else (t, 0)
+    own = (1.0, vector("inv_temperature", t, torch.float32, n)) if isinstance(t, Tensor) else (t, 0)
+    return memory(_cpu.LogitRows, name, x, rows, n, transform.scale, transform.softcap, *own)
+
+
+def _streams(
+    rows: LogitRows, n: int, weight: Tensor | None = None, log_sums: Tensor | None = None, center: Tensor | None = None
+) -> tuple[_cpu.LogitRows, _cpu.Second | None]:
+    """The logits, and the second stream with what is known of both."""
+    own, second = _logits("logits", rows.logits, rows.transform, rows, n), rows.second
+    if second is None:
+        return own, None
+    known = (("divergence_weight", weight), ("log_sums", log_sums), ("center", center))
+    addresses = (vector(name, x, torch.float32, n) for name, x in known)
+    other = _logits("second.logits", second.logits, second.transform, rows, n)
+    return own, _cpu.Second(other, KINDS.index(second.kind), second.mixture, *addresses)
+
+
+def _of_rows(rows: LogitRows, n: int) -> tuple[int, int]:
+    """The addresses of targets and of what is read."""
+    return vector("targets", rows.targets, torch.int64, n), vector("read", rows.read, torch.bool, n)
+
+
+def _slots(slots: Ragged) -> _cpu.Slots:
+    """Ids and rows, whose values are trusted."""
+    m = slots.ids.numel()
+    return _cpu.Slots(vector("slots.ids", slots.ids, torch.int64, m), vector("slots.rows", slots.rows, torch.int64, m), m)

@@ -18,7 +18,7 @@ from .cpu import _cpu, matrix, vector
 
 Tensor = torch.Tensor
 
-OPERANDS, SINGLE = (torch.bfloat16, torch.float32), (torch.float32,)
+OPERANDS = (torch.bfloat16, torch.float32)
 
 #: Ways to multiply bf16 operands: tiles; vdpbf16ps; fp32 of operands that are widened while they are packed; torch's, in fp32 too.
 ENGINES = ("amx", "avx512bf16", "fp32", "torch")
@@ -151,37 +151,28 @@ def _waves(rows: int, columns: int) -> Tensor:
 
 def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, by: str | None = None) -> None:
     """out [N, V] fp32 = hidden [N, H] @ weight [V, H]^T + bias [V] fp32. Hidden states and weight are bf16 or fp32, both."""
-    (n, h), v = hidden.shape, weight.shape[0]
-    of_weight, is_bf16, weight_stride = _operand("weight", weight, (v, h), OPERANDS)
-    of_hidden, _, hidden_stride = _operand("hidden", hidden, (n, h), (weight.dtype,))
-    of_out, _, out_stride = _operand("out", out, (n, v), SINGLE)
-    _cpu.logits_product(
-        by or _engine_for(weight.dtype), is_bf16, of_hidden, hidden_stride, of_weight, weight_stride,
-        vector("bias", bias, torch.float32, v), of_out, out_stride, n, h, v, torch.get_num_threads(),
-    )  # fmt: skip
+    operands, of_bias = (
+        (matrix("hidden", hidden), matrix("weight", weight)),
+        vector("bias", bias, torch.float32, weight.shape[0]),
+    )
+    _cpu.logits_product(by or _engine_for(weight.dtype), *operands, of_bias, matrix("out", out), torch.get_num_threads())
 
 
 def d_hidden(gradient: Tensor, weight: Tensor, out: Tensor, by: str | None = None) -> None:
     """out [N, H] fp32 = gradient [N, V] @ weight [V, H], bf16 or fp32. With a bf16 weight a gradient in fp32 is rounded to bf16
     on the way; with one in fp32 the gradient is fp32."""
-    (n, v), h = gradient.shape, weight.shape[1]
-    of_weight = _operand("weight", weight, (v, h), OPERANDS)
-    of_gradient = _operand("gradient", gradient, (n, v), (torch.float32, weight.dtype))
-    of_out, _, out_stride = _operand("out", out, (n, h), SINGLE)
-    engine = by or _engine_for(weight.dtype)
-    _cpu.d_hidden(engine, *of_gradient, *of_weight, of_out, out_stride, n, h, v, torch.get_num_threads())
+    operands = matrix("gradient", gradient), matrix("weight", weight)
+    _cpu.d_hidden(by or _engine_for(weight.dtype), *operands, matrix("out", out), torch.get_num_threads())
 
 
 def d_weight(gradient: Tensor, hidden: Tensor, start: Tensor | None, out: Tensor, by: str | None = None) -> None:
     """out [V, H] = start [V, H] fp32 + gradient [N, V]^T @ hidden [N, H], bf16 or fp32, summed in fp32. out is fp32, and may be
     `start`, or bf16, rounded once. Without `start` the sum begins at 0, whatever out holds. The gradient is as in `d_hidden`."""
-    (n, v), h = gradient.shape, hidden.shape[1]
-    of_hidden = _operand("hidden", hidden, (n, h), OPERANDS)
-    of_gradient = _operand("gradient", gradient, (n, v), (torch.float32, hidden.dtype))
-    of_out = _operand("out", out, (v, h), OPERANDS)
-    of_start, _, start_stride = (0, False, 0) if start is None else _operand("start", start, (v, h), SINGLE)
-    engine = by or _engine_for(hidden.dtype)
-    _cpu.d_weight(engine, *of_gradient, *of_hidden, of_start, start_stride, *of_out, n, h, v, torch.get_num_threads())
+    operands, begin = (
+        (matrix("gradient", gradient), matrix("hidden", hidden)),
+        None if start is None else matrix("start", start),
+    )
+    _cpu.d_weight(by or _engine_for(hidden.dtype), *operands, begin, matrix("out", out), torch.get_num_threads())
 
 
 def d_hidden_parts(dtype: torch.dtype, width: int, vocab: int) -> int:
@@ -203,9 +194,3 @@ def _less_than_fp32() -> bool:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # newer settings say it for each library, and ours is none of them
         return False
-
-
-def _operand(name: str, x: Tensor, shape: tuple[int, int], dtypes: tuple[torch.dtype, ...]) -> tuple[int, bool, int]:
-    """Address, whether it is bf16, and stride of rows."""
-    address, _, stride = matrix(name, x, shape, dtypes)
-    return address, x.dtype == torch.bfloat16, stride

@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
+import platform
 import re
 import sys
 import sysconfig
@@ -42,6 +43,14 @@ def load() -> ModuleType:
     sys.modules[NAME] = module
     sys.modules[HOME]._cpu = module  # type: ignore[attr-defined]  # as an ordinary import does
     return module
+
+
+def why_not_here() -> str | None:
+    """Why no build of the module runs on this machine; None where one may."""
+    machine = platform.machine()
+    return (
+        None if machine in ("x86_64", "AMD64") else f"the C++ kernels are for x86-64 with AVX2, and this machine is {machine}"
+    )
 
 
 def why_missing(error: str) -> str:
