@@ -28,7 +28,7 @@ from examples import arithmetic
 from grpo_kernels import token_divergence
 from grpo_kernels.training.data import prompts_of_step
 from grpo_kernels.training.rewards import exact
-from grpo_kernels.training.sampling import completion_logits
+from grpo_kernels.training.rollouts import completion_logits
 from grpo_kernels.training.trainer import Trainer
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -103,7 +103,7 @@ def spread(policy: Any, reference: Any, rows: tuple[list[Any], list[Any]], seed:
         prompts = prompts_of_step(t.train_rows, 0, t.config.prompts_per_step, seed)
         for number in range(batches):
             generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) - number - 1)
-            completions = t.sample(prompts, t.config.group_size, 1.0, generator=generator)
+            completions = t.rollouts.sample(prompts, t.config.group_size, generator)
             for arm, objective in objectives.items():
                 t.objective = objective
                 values[arm].append(t.update(completions, torch.zeros(len(completions.ids)))["loss"])
@@ -145,10 +145,10 @@ def rewarded(seed: int, **changes: Any) -> Record:
 
 @torch.no_grad()
 def look(t: Trainer, reference: Any) -> tuple[float, float]:
-    """(mean reward, KL(policy, reference) per token) of completions of the held-out prompts, always sampled with the same
-    random numbers."""
-    completions = t.sample(t.eval_rows, LOOK, 1.0, generator=torch.Generator().manual_seed(0))
-    reward = float(t.score(t.eval_rows, completions, LOOK).totals.mean())
+    """(mean reward, KL(policy, reference) per token) of completions of the held-out prompts, always sampled with the same random
+    numbers."""
+    completions = t.rollouts.sample(t.eval_rows, LOOK, torch.Generator().manual_seed(0))
+    reward = float(t.rollouts.score(t.eval_rows, completions, LOOK).totals.mean())
     logits, of_reference = (completion_logits(model, completions) for model in (t.model, reference))
     kl = token_divergence(logits, of_reference, "reverse", mask=completions.mask)
     return reward, float(kl[completions.mask].mean())

@@ -35,7 +35,7 @@ from grpo_kernels.integrations import trl
 from grpo_kernels.training import require
 from grpo_kernels.training.data import prompts_of_step
 from grpo_kernels.training.rewards import exact
-from grpo_kernels.training.sampling import Completions, completion_logits
+from grpo_kernels.training.rollouts import Completions, completion_logits
 from grpo_kernels.training.trainer import Trainer
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -153,8 +153,8 @@ def spread(still: Any, batches: int) -> Record:
         still.step = number  # the columns' seed depends on it
         prompts = prompts_of_step(still.train_rows, number, config.prompts_per_step, config.seed)
         generator = torch.Generator().manual_seed(1_000_003 * (config.seed + 1) - number - 1)
-        completions = still.sample(prompts, config.group_size, 1.0, generator=generator)
-        scores = still.score(prompts, completions, config.group_size)
+        completions = still.rollouts.sample(prompts, config.group_size, generator)
+        scores = still.rollouts.score(prompts, completions, config.group_size)
         advantages = still.credit.advantages(prompts, completions, scores)
         statistics = statistics or rows(still.model, completions)
         for (term, step), of in gradients.items():

@@ -14,7 +14,7 @@ USAGE = """usage: python -m grpo_kernels {train,doctor} ...
 def main(argv: list[str]) -> int:
     command, *rest = argv or ["--help"]
     if command == "train":
-        from .training.program import main as train
+        from .training.trainer import main as train
 
         return train(rest)
     if command == "doctor":

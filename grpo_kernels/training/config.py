@@ -1,121 +1,404 @@
-"""The configuration of a run, whose fields are also the options of `python -m grpo_kernels train`: checked once, and what follows
-from it."""
+"""The options of a run, a dataclass for each group of `--help`, and `TrainConfig`, which has all of them and checks them. They are
+read from the command line and from YAML, and written as YAML."""
 
+# ruff: noqa: RUF009
+# `option` returns a new dataclasses.field.
 from __future__ import annotations
 
+import argparse
+import ast
 import math
-import typing
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
-from ..batch import TokenBatch
-from ..formulas.filters import EntropyQuantile
-from ..objective import Objective
-from ..presets import PRESETS
+from .. import EntropyQuantile, Exact, Objective, TokenBatch
+from ..checks import near_name
+from ..presets import NUMERICS, PRESETS
 from ..rewards.advantages import BASELINES, SCALES
 from ..rewards.advantages import NUMERICS as CONSTANTS
 from ..rewards.corrections import CORRECTIONS
-from ..rewards.estimators import ADVANTAGES, Estimator, Evidence, lookup
-from ..rows.selection import FINEST
-from ..specs import OVER
-from .command_line import with_options
-from .fields import DTYPES, EXACT, KNOWN, LOSSES, RATIOS, SCHEDULES, TRAINABLE, TRAINERS, Fields
-from .parallel import LAYOUTS
-from .trackers import TRACKERS
+from ..rewards.estimators import ADVANTAGES, Evidence, lookup
+from . import require
+
+#: What the trainer knows beside the rewards, for estimators of advantages; it has no critic.
+KNOWN = ("rewards", "columns", "reward_weights", "mask", "greedy_rewards", "old_logps", "sum_squares")
+#: a2po regresses on the reference's log-probs and values of its own: other inputs than here.
+TRAINABLE = tuple(name for name in PRESETS if name != "a2po")
+#: prime-rl's KL is to the sampler, which here is the policy itself.
+TRAINERS = tuple(name for name in NUMERICS if name != "prime-rl")
+#: Values of `kl` that are no estimators.
+EXACT = {"exact": Exact("reverse"), "exact-forward": Exact("forward"), "exact-jsd": Exact("jsd")}
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+
+
+# ---- what can be set, in the order of `--help`
+
+
+def option(default: Any, text: str, unit: str | None = None, **more: Any) -> Any:
+    """A field with what it does, the unit or kind of its value, and more that argparse takes."""
+    shown = " (required)" if default == "" else "" if default is None else f" (default: {default})"
+    metadata = {"help": text + shown, **({"metavar": unit} if unit else {}), **more}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
-class TrainConfig(Fields):
+class ModelAndData:
+    _argument_group_name: ClassVar[str] = "model and data"
+
+    model: str = option(
+        "", "path or Hub name of a causal language model (its tokenizer beside it); its dropout stays off", "NAME"
+    )
+    dataset: str = option(
+        "", "Hub name (openai/gsm8k), a folder laid out like a Hub data set, or a .jsonl / .json / .parquet / .csv file", "NAME"
+    )
+    dataset_config: str | None = option(
+        None, "configuration of the data set; default: main, where there is one (gsm8k has main and socratic)", "NAME"
+    )
+    train_split: str = option("train", "split to train on", "NAME")
+    eval_split: str = option("test", "split to evaluate on; a lone file gives up its last rows instead", "NAME")
+    prompt_column: str | None = option(
+        None,
+        "column of the prompt, a text or a list of messages, which goes through the tokenizer's chat template; "
+        "default: the first of prompt, question, problem",
+        "NAME",
+    )
+    answer_column: str | None = option(None, "column of the reference answer; default: the first of answer, solution", "NAME")
+    prompt_template: str = option("{prompt}", "text around a prompt that is a text; {prompt} stands for it", "TEXT")
+    chat: bool = option(False, "send a prompt that is a text as a user message through the tokenizer's chat template")
+    max_prompt_tokens: int = option(1024, "longer prompts are left out, with a count", "TOKENS")
+
+
+@dataclass(frozen=True)
+class RewardsAndAdvantages:
+    _argument_group_name: ClassVar[str] = "rewards and advantages"
+
+    rewards: list[str] = option(["exact"], "reward functions: exact, number, or module:function", "NAME")
+    reward_weights: list[float] | None = option(
+        None, "one weight per reward function (then the reward model's); default: all 1", "WEIGHT"
+    )
+    reward_model: str | None = option(
+        None, "path or Hub name of a sequence classifier with one output, added to the rewards; default: none", "NAME"
+    )
+    advantages: str = option(
+        "group",
+        "estimator of advantages, with options if any (reinforce_pp:gamma=0.99,baseline=mean): "
+        + ", ".join(name for name, e in ADVANTAGES.items() if set(e.needs) <= set(KNOWN)),
+        "NAME",
+    )
+    advantage_baseline: str | None = option(
+        None, "what of the group to subtract from rewards; default: mean, or what `numerics` says", choices=BASELINES
+    )
+    advantage_scale: str | None = option(
+        None, "what to divide centred rewards by, see group_advantages; default: group, or what `numerics` says", choices=SCALES
+    )
+    drop_zero_variance: bool = option(
+        False, "leave out completions whose advantages are all 0, the model's passes included; the denominator keeps them"
+    )
+
+
+@dataclass(frozen=True)
+class ObjectiveOptions:
+    _argument_group_name: ClassVar[str] = "objective"
+
+    preset: str = option("grpo", "objective", choices=TRAINABLE)
+    numerics: str | None = option(None, "compute the preset as this trainer does; default: the paper", choices=TRAINERS)
+    beta: float | None = option(
+        None,
+        "weight of the KL to the reference model, which 0 does not load; default: the preset's, 0 in the papers'",
+        "WEIGHT",
+    )
+    kl: str | None = option(
+        None,
+        f"KL estimator: k1, k2, k3, abs, or with + its straight-through form; or {', '.join(EXACT)}: of all probabilities of policy and "
+        "reference, at the cost of a product with the reference's head; default: the preset's",
+        "NAME",
+    )
+    teacher: str | None = option(
+        None,
+        "path or Hub name of a model of the same tokenizer that takes the place of the reference, to distil from; default: none",
+        "NAME",
+    )
+    ref_refresh_steps: int = option(
+        0, "copy the policy into the reference every so many steps (iterative GRPO); 0 = never", "STEPS"
+    )
+    entropy_coef: float = option(0.0, "weight of the entropy bonus", "WEIGHT")
+    entropy_target: float = option(
+        0.0, "hold the entropy per token above this by moving the bonus's weight, which starts at entropy_coef; 0 = off", "NATS"
+    )
+    entropy_share: float = option(
+        1.0, "train on this share of the tokens, those of the highest entropy (0.2: the 80/20 rule)", "SHARE"
+    )
+    ratio_to: str = option(
+        "policy",
+        "what the ratio is to: policy, the log-probs of the trainer before the first step on a batch; sampler, those that tokens "
+        "were sampled with",
+        choices=("policy", "sampler"),
+    )
+    corrections: list[str] = option(
+        [],
+        "weights and masks for what the sampler does otherwise than the policy that is trained (rounding; without replay "
+        "also top-p, top-k, min-p), in this order, with options if any (tis:high=3): " + ", ".join(CORRECTIONS),
+        "NAME",
+    )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    _argument_group_name: ClassVar[str] = "sampling"
+
+    prompts_per_step: int = option(16, "prompts in a batch, over all processes", "PROMPTS")
+    group_size: int = option(8, "completions per prompt, G", "COMPLETIONS")
+    max_new_tokens: int = option(256, "budget of a completion", "TOKENS")
+    temperature: float = option(1.0, "sampling temperature; the loss uses the same", "X")
+    top_p: float = option(1.0, "sample from the smallest set of tokens with this probability; 1 = all", "SHARE")
+    top_k: int = option(0, "sample from the k most likely tokens; 0 = all", "TOKENS")
+    min_p: float = option(0.0, "sample from tokens with at least this share of the largest probability; 0 = all", "SHARE")
+    replay: bool | None = option(
+        None,
+        "train over the sets of tokens that top_p, top_k and min_p left, as they were sampled from, and not over the whole "
+        "vocabulary; default: where one of them cuts tokens off",
+        nargs="?",
+        const=True,
+    )
+    entropy_over: str = option(
+        "kept",
+        "with replay the entropy is over the sets (kept), or over the vocabulary, which costs a product with the whole head "
+        "and can be compared over runs that sample otherwise",
+        choices=("kept", "vocabulary"),
+    )
+
+
+@dataclass(frozen=True)
+class Optimisation:
+    _argument_group_name: ClassVar[str] = "optimisation"
+
+    steps: int = option(200, "training steps: one batch of completions each", "STEPS")
+    num_updates: int = option(1, "optimizer steps on each batch; see ratio_to", "UPDATES")
+    micro_batch: int = option(
+        0,
+        "completions per forward and backward pass of a process; 0 = all of its batch. Does not change the gradient",
+        "COMPLETIONS",
+    )
+    lr: float = option(1e-6, "learning rate of AdamW", "RATE")
+    lr_schedule: str = option("constant", "after the warm-up; the last two end at 0", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = option(0, "optimizer steps of linear warm-up", "UPDATES")
+    weight_decay: float = option(0.0, "decoupled weight decay", "RATE")
+    betas: list[float] = option([0.9, 0.999], "AdamW's two betas", "BETA")
+    max_grad_norm: float = option(1.0, "gradient norm clip; inf switches it off", "NORM")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    _argument_group_name: ClassVar[str] = "evaluation"
+
+    eval_steps: int = option(
+        50,
+        "evaluate every so many steps, before the first and after the last; 0 = never. accuracy is the share of held-out prompts "
+        "whose completion gets at least 1 from the first reward, eval_reward the mean of all rewards",
+        "STEPS",
+    )
+    eval_prompts: int | None = option(
+        None, "held-out prompts per evaluation; default: at most 256, and of a lone file at most a tenth", "PROMPTS"
+    )
+    eval_temperature: float = option(0.0, "0 = greedy", "X")
+
+
+@dataclass(frozen=True)
+class Logging:
+    _argument_group_name: ClassVar[str] = "logging"
+
+    progress: bool = option(
+        True, "show a progress bar (without a terminal: a line for each step), samples and what the run came to"
+    )
+    log_to: list[str] = option(
+        ["jsonl"],
+        "where metrics go: out/metrics.jsonl, which is always written, for a resumed run reads it; the others have to be installed, "
+        "and accelerate with them",
+        choices=("jsonl", *TRACKERS),
+    )
+    sample_every: int = option(
+        10,
+        "show some completions with reward and advantage every so many steps, and add them to out/samples.jsonl; 0 = never",
+        "STEPS",
+    )
+    sample_count: int = option(2, "how many completions that shows, the first of the batch", "COMPLETIONS")
+
+
+@dataclass(frozen=True)
+class OutputAndCheckpoints:
+    _argument_group_name: ClassVar[str] = "output and checkpoints"
+
+    out: str = option(
+        "runs/grpo",
+        "folder of the run: config.yaml, metrics.jsonl, samples.jsonl, curves.png, summary.txt, "
+        "checkpoints and the final model",
+        "FOLDER",
+    )
+    checkpoint_steps: int = option(
+        50, "write a checkpoint every so many steps and after the last; 0 = only after the last", "STEPS"
+    )
+    keep_checkpoints: int = option(2, "checkpoints to keep, at least 2, so that a damaged one has a predecessor", "CHECKPOINTS")
+    resume: bool = option(False, "continue from the newest intact checkpoint in out; start afresh if there is none")
+
+
+@dataclass(frozen=True)
+class Computation:
+    _argument_group_name: ClassVar[str] = "computation"
+
+    loss: str = option(
+        "linear",
+        "linear: fused from hidden states, logits never exist; logits: fused on the model's logits; eager: plain PyTorch",
+        choices=("linear", "logits", "eager"),
+    )
+    backend: str = option("auto", "backend of the fused kernels, see `python -m grpo_kernels doctor`", "NAME")
+    sparse_step: float = option(
+        0.0,
+        "gradient of the head from columns drawn on a grid of this probability, 1/256 for example, unbiased; 0 = all columns",
+        "SHARE",
+    )
+    attn_implementation: str = option(
+        "auto", "auto, sdpa, eager, flash_attention_2, ...; auto: flash-attn where installed, else sdpa", "NAME"
+    )
+    liger: bool = option(False, "replace the model's norms, rotary embedding and MLP by liger-kernel's (GPU)")
+    parallel: str = option(
+        "ddp",
+        "model on several processes: ddp, a copy on each; fsdp2, parameters, gradients and optimizer in shards",
+        choices=("ddp", "fsdp2"),
+    )
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
+    dtype: str = option(  # float16 would need a loss scaler
+        "float32", "arithmetic of the model; parameters stay float32 (autocast)", choices=("float32", "bfloat16")
+    )
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, ...; of several processes each takes its own", "NAME")
+    seed: int = option(0, "seed of the data order and of sampling", "N")
+
+
+# ---- what is right
+
+
+#: Fields, what holds of their values, and how it is said.
+RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "steps prompts_per_step group_size num_updates max_prompt_tokens max_new_tokens",
+        lambda x: x >= 1,
+        "it must be at least 1.",
+    ),
+    (
+        "ref_refresh_steps micro_batch top_k warmup_steps weight_decay eval_steps checkpoint_steps sample_every sample_count",
+        lambda x: x >= 0,
+        "it must be 0 or more.",
+    ),
+    ("beta lr", lambda x: 0 <= x < math.inf, "it must be a finite number >= 0."),
+    (
+        "temperature",
+        lambda x: 0 < x < math.inf,
+        "it divides the logits and must be above 0; for greedy use eval_temperature=0.",
+    ),
+    ("eval_temperature", lambda x: 0 <= x < math.inf, "it must be 0 (greedy) or above."),
+    ("top_p entropy_share", lambda x: 0 < x <= 1, "it is a share in (0, 1]; 1 switches it off."),
+    ("min_p", lambda x: 0 <= x <= 1, "it must be in [0, 1]; 0 switches it off."),
+    ("entropy_coef", math.isfinite, "it must be finite."),
+    ("entropy_target", lambda x: 0 <= x < math.inf, "it is an entropy in nats; 0 switches it off."),
+    ("sparse_step", lambda x: x == 0 or 1 / 4096 <= x <= 1, "it is in [1/4096, 1]; 0 switches it off."),
+    ("betas", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x), "give two numbers in [0, 1)."),
+    ("max_grad_norm", lambda x: x > 0, "it must be above 0; inf switches clipping off."),
+    ("eval_prompts", lambda x: x >= 1, "it must be at least 1; eval_steps=0 switches evaluation off."),
+    ("keep_checkpoints", lambda x: x >= 2, "keep at least 2, so that a damaged one has a predecessor."),
+    ("prompt_template", lambda x: "{prompt}" in x, "it must contain {prompt}."),
+)
+
+
+@dataclass(frozen=True)
+class TrainConfig(
+    ModelAndData,
+    RewardsAndAdvantages,
+    ObjectiveOptions,
+    Sampling,
+    Optimisation,
+    Evaluation,
+    Logging,
+    OutputAndCheckpoints,
+    Computation,
+):
     """One training run. Raises ValueError naming the field, its value and what would be right."""
 
     def __post_init__(self) -> None:
-        check = self._check
-        for name in ("steps", "prompts_per_step", "group_size", "num_updates", "max_prompt_tokens", "max_new_tokens"):
-            check(name, getattr(self, name) >= 1, "it must be at least 1.")
-        for name in (
-            "ref_refresh_steps", "micro_batch", "top_k", "warmup_steps", "weight_decay", "eval_steps", "checkpoint_steps",
-            "sample_every", "sample_count",
-        ):  # fmt: skip
-            check(name, getattr(self, name) >= 0, "it must be 0 or more.")
-        for name, choices in (
-            ("preset", TRAINABLE),
-            ("numerics", (None, *TRAINERS)),
-            ("advantage_baseline", (None, *BASELINES)),
-            ("advantage_scale", (None, *SCALES)),
-            ("lr_schedule", SCHEDULES),
-            ("loss", LOSSES),
-            ("dtype", DTYPES),
-            ("parallel", LAYOUTS),
-            ("ratio_to", RATIOS),
-            ("entropy_over", OVER),
-        ):
-            check(name, getattr(self, name) in choices, f"it must be one of {', '.join(c for c in choices if c)}.")
-        known = ("jsonl", *TRACKERS)
-        check("log_to", set(self.log_to) <= set(known), f"it must be of {', '.join(known)}.")
-        check("prompt_template", "{prompt}" in self.prompt_template, "it must contain {prompt}.")
-        check("rewards", bool(self.rewards) or self.reward_model is not None, "name a reward function, or set reward_model.")
+        for f in fields(self):
+            value, choices = getattr(self, f.name), f.metadata.get("choices")
+            if choices and not {f.default, *choices}.issuperset(value if isinstance(value, list) else [value]):
+                self._refuse(f.name, f"it must be one of {', '.join(choices)}.")
+        for names, holds, remedy in RULES:
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and not holds(value):
+                    self._refuse(name, remedy)
+        for name, right, remedy in self._relations():
+            if not right:
+                self._refuse(name, remedy)
+        self._try_estimators()
+
+    def _refuse(self, name: str, remedy: str) -> None:
+        raise ValueError(f"{name}={getattr(self, name)!r}: {remedy}")
+
+    def _relations(self) -> Iterator[tuple[str, bool, str]]:
+        """A field, whether it goes together with the others, and the remedy."""
         scorers = len(self.rewards) + (self.reward_model is not None)
-        weights = self.reward_weights
-        remedy = f"give one weight for each of the {scorers} rewards."
-        check("reward_weights", weights is None or len(weights) == scorers, remedy)
-        check("beta", self.beta is None or 0 <= self.beta < math.inf, "the KL weight is a finite number >= 0.")
-        check("entropy_coef", math.isfinite(self.entropy_coef), "it must be finite.")
-        check("entropy_target", 0 <= self.entropy_target < math.inf, "it is an entropy in nats; 0 switches it off.")
+        yield "rewards", scorers > 0, "name a reward function, or set reward_model."
+        weighted = self.reward_weights is None or len(self.reward_weights) == scorers
+        yield "reward_weights", weighted, f"give one weight for each of the {scorers} rewards."
         adaptive = self.entropy_target == 0 or 0 <= self.entropy_coef <= 1
-        check("entropy_coef", adaptive, "with entropy_target it is where the weight starts, in [0, 1].")
-        check("entropy_share", 0 < self.entropy_share <= 1, "it is a share in (0, 1]; 1 keeps all tokens.")
-        check("lr", 0 <= self.lr < math.inf, "it must be a finite number >= 0.")
-        check("betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "give two numbers in [0, 1).")
-        check("max_grad_norm", self.max_grad_norm > 0, "it must be above 0; inf switches clipping off.")
-        remedy = "it must be at least 1; eval_steps=0 switches evaluation off."
-        check("eval_prompts", self.eval_prompts is None or self.eval_prompts >= 1, remedy)
-        check("keep_checkpoints", self.keep_checkpoints >= 2, "keep at least 2, so that a damaged one has a predecessor.")
-        self.check_sampling()
-        objective = self.objective  # what does not go together is refused now
-        weighted = self.kl is None or self.beta is not None or objective.beta > 0
-        check("kl", weighted, f"its weight is 0 in preset={self.preset!r}: set beta as well, or leave kl out.")
-        remedy = "it is in [1/4096, 1], and goes with loss=linear and a KL, if any, of the sampled tokens."
-        drawn = self.loss == "linear" and objective.exact is None and FINEST <= self.sparse_step <= 1
-        check("sparse_step", self.sparse_step == 0 or drawn, remedy)
-        self.check_advantages()
+        yield "entropy_coef", adaptive, "with entropy_target it is where the weight starts, in [0, 1]."
+        remedy = "nothing is cut off at top_p=1, top_k=0, min_p=0: there are no sets to train over. Set one of them, or leave it out."
+        yield "replay", not self.replay or self.truncates, remedy
+        for name in ("top_k", "min_p"):
+            several = getattr(self, name) != 1 or not self.replays
+            remedy = (
+                "it leaves one token to sample from, whose probability cannot change: there is nothing to train over the sets. "
+            )
+            yield name, several, remedy + "Sample from more, or set replay=False."
+        remedy = (
+            f"the ratio to the sampler holds what corrections={self.corrections} weigh a second time: leave one of them out."
+        )
+        yield "ratio_to", self.ratio_to == "policy" or not self.corrections, remedy
+        objective = self.objective  # which refuses more
+        remedy = f"its weight is 0 in preset={self.preset!r}: set beta as well, or leave kl out."
+        yield "kl", self.kl is None or self.beta is not None or objective.beta > 0, remedy
+        drawn = self.sparse_step == 0 or (self.loss == "linear" and objective.exact is None)
+        yield "sparse_step", drawn, "it goes with loss=linear and a KL, if any, of the sampled tokens."
         surrogate, bonus = objective.surrogate, self.entropy_coef != 0 or self.entropy_target != 0
         alone = surrogate.zero_at_zero_advantage and not surrogate.selects and self.entropy_share == 1
         remedy = "this objective wants those completions too, for a KL, an entropy bonus or quantile, or its surrogate."
-        check("drop_zero_variance", not self.drop_zero_variance or (alone and objective.beta == 0 and not bonus), remedy)
+        yield "drop_zero_variance", not self.drop_zero_variance or (alone and objective.beta == 0 and not bonus), remedy
         remedy = "there is no reference to refresh at beta=0: set beta above 0."
-        check("ref_refresh_steps", self.ref_refresh_steps == 0 or objective.beta > 0, remedy)
+        yield "ref_refresh_steps", self.ref_refresh_steps == 0 or objective.beta > 0, remedy
 
-    def _check(self, name: str, ok: bool, remedy: str) -> None:
-        if not ok:
-            raise ValueError(f"{name}={getattr(self, name)!r}: {remedy}")
+    def _try_estimators(self) -> None:
+        """Refuse unknown names, options and values, by using them on a batch of zeros."""
+        two, tokens = torch.zeros(2), torch.zeros(2, 1)
+        mask = tokens == 0
+        evidence = Evidence(
+            two, group_size=2, columns=tokens, reward_weights=[1.0], mask=mask, greedy_rewards=two, old_logps=tokens,
+            sum_squares=tokens + 1.0,
+        )  # fmt: skip
+        batch = TokenBatch(mask.long(), two, mask=mask, old_logps=tokens, sampler_logps=tokens)
+        estimate = self.estimator(self.advantages)
+        lacking = [name for name in estimate.func.needs if name not in KNOWN]
+        if lacking:
+            self._refuse("advantages", f"it takes {', '.join(lacking)}, of which this trainer has none.")
+        try:
+            estimate(evidence)
+            self.corrected(batch, finished=mask[:, 0])
+        except TypeError as error:  # an option that they do not have
+            raise ValueError(str(error)) from error
 
-    def check_sampling(self) -> None:
-        check = self._check
-        remedy = "it divides the logits and must be above 0; for greedy use eval_temperature=0."
-        check("temperature", 0 < self.temperature < math.inf, remedy)
-        check("eval_temperature", 0 <= self.eval_temperature < math.inf, "it must be 0 (greedy) or above.")
-        check("top_p", 0 < self.top_p <= 1, "it must be in (0, 1]; 1 switches it off.")
-        check("min_p", 0 <= self.min_p <= 1, "it must be in [0, 1]; 0 switches it off.")
-        check(
-            "replay",
-            not self.replay or self.truncates,
-            "nothing is cut off at top_p=1, top_k=0, min_p=0: there are no sets to train over. Set one of them, or leave it out.",
-        )
-        for name in ("top_k", "min_p"):
-            check(
-                name,
-                getattr(self, name) != 1 or not self.replays,
-                "it leaves one token to sample from, whose probability cannot change: there is nothing to train over the sets. "
-                "Sample from more, or set replay=False.",
-            )
-        check(
-            "ratio_to",
-            self.ratio_to == "policy" or not self.corrections,
-            f"the ratio to the sampler holds what corrections={self.corrections} weigh a second time: leave one of them out.",
-        )
+    # ---- what follows
 
     @property
     def truncates(self) -> bool:
@@ -127,74 +410,141 @@ class TrainConfig(Fields):
         """Whether the loss is over the sets that were sampled from."""
         return self.truncates if self.replay is None else self.replay
 
-    def check_advantages(self) -> None:
-        """Refuse unknown names, options and values, by using them on a batch of zeros."""
-        two, tokens = torch.zeros(2), torch.zeros(2, 1)
-        mask = tokens == 0
-        evidence = Evidence(
-            two, group_size=2, columns=tokens, reward_weights=[1.0], mask=mask, greedy_rewards=two, old_logps=tokens,
-            sum_squares=tokens + 1.0,
-        )  # fmt: skip
-        batch = TokenBatch(mask.long(), two, mask=mask, old_logps=tokens, sampler_logps=tokens)
-        try:
-            self.estimate(evidence)
-            for correct in self.corrected_by:
-                batch = correct(batch, finished=mask[:, 0])
-        except TypeError as error:  # an option that they do not have
-            raise ValueError(str(error)) from error
-
     @property
-    def estimate(self) -> Callable[[Evidence], torch.Tensor]:
-        """The estimator of advantages with its options."""
-        name, options = with_options(self.advantages)
-        estimator = lookup(ADVANTAGES, name, "advantages")
-        lacking = [field for field in estimator.needs if field not in KNOWN]
-        if lacking:
-            raise ValueError(f"advantages={name!r}: it takes {', '.join(lacking)}, of which this trainer has none.")
-        return partial(estimator, **{**self._for_groups(estimator), **options})
-
-    @property
-    def estimate_steps(self) -> Callable[[Evidence], torch.Tensor]:
-        """The estimator for process rewards."""
-        return partial(ADVANTAGES["process"], **self._for_groups(ADVANTAGES["process"]))
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """What the estimator of advantages takes."""
-        return ADVANTAGES[with_options(self.advantages)[0]].needs
-
-    @property
-    def corrected_by(self) -> list[Callable[..., TokenBatch]]:
-        """The corrections with their options."""
-        named = [with_options(text) for text in self.corrections]
-        return [partial(lookup(CORRECTIONS, name, "corrections"), **options) for name, options in named]
+    def most_held_out(self) -> int:
+        """How many held-out prompts an evaluation takes at most."""
+        return self.eval_prompts or 256
 
     @property
     def objective(self) -> Objective:
-        changes: dict[str, typing.Any] = {"entropy_coef": self.entropy_coef}
-        kl = EXACT.get(self.kl or "", self.kl)
-        changes |= {name: value for name, value in (("beta", self.beta), ("kl", kl)) if value is not None}
+        changes = {"entropy_coef": self.entropy_coef, "beta": self.beta, "kl": EXACT.get(self.kl or "", self.kl)}
         if PRESETS[self.preset].aggregate == "constant":
             changes["max_tokens"] = self.max_new_tokens
-        objective = Objective.preset(self.preset, numerics=self.numerics, **changes)
+        given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+        objective = Objective.preset(self.preset, numerics=self.numerics, **given)
         if self.entropy_share < 1:
-            objective = replace(objective, filters=(*objective.filters, EntropyQuantile(self.entropy_share)))
+            # Over the tokens of all ranks, as that of one process is over its whole batch.
+            group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+            objective = replace(
+                objective, filters=(*objective.filters, EntropyQuantile(self.entropy_share, process_group=group))
+            )
         return objective
 
-    def _for_groups(self, estimator: Estimator) -> dict[str, typing.Any]:
-        """Baseline and scale as chosen, and the constants of `numerics` where the estimator has such options and says nothing."""
+    def estimator(self, text: str) -> Any:
+        """The estimator of advantages that a text names, with its options, else baseline and scale as chosen, else the constants
+        of `numerics`."""
+        name, options = with_options(text)
+        function: Any = lookup(ADVANTAGES, name, "advantages")
         constants = CONSTANTS.get(self.numerics or "", {})
-        own = {n: value for n, value in constants.items() if n in estimator.option_names - estimator.options.keys()}
+        own = {n: value for n, value in constants.items() if n in function.option_names - function.options.keys()}
         chosen = {"baseline": self.advantage_baseline, "scale": self.advantage_scale}
-        return own | {name: value for name, value in chosen.items() if value is not None}
+        return partial(function, **own | {n: value for n, value in chosen.items() if value is not None} | options)
+
+    def corrected(self, batch: TokenBatch, **known: Any) -> TokenBatch:
+        """A batch with the weights and masks of `corrections`, one after the other."""
+        for text in self.corrections:
+            name, options = with_options(text)
+            batch = lookup(CORRECTIONS, name, "corrections")(batch, **known, **options)
+        return batch
 
     def lr_at(self, update: int) -> float:
         """The learning rate of an optimizer step; a plain function of its number, so there is nothing to save."""
         if update < self.warmup_steps:
             return self.lr * (update + 1) / self.warmup_steps
         done = (update - self.warmup_steps) / max(self.steps * self.num_updates - self.warmup_steps, 1)
-        if self.lr_schedule == "linear":
-            return self.lr * max(1.0 - done, 0.0)
-        if self.lr_schedule == "cosine":
-            return self.lr * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
-        return self.lr
+        left = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))}
+        return self.lr * max(left[self.lr_schedule], 0.0)
+
+
+def with_options(text: str) -> tuple[str, dict[str, Any]]:
+    """A name, and the options that follow it as in "name:key=value,key=value"."""
+    name, _, rest = text.partition(":")
+    options: dict[str, Any] = {}
+    for pair in filter(None, rest.split(",")):
+        if "=" not in pair:
+            raise ValueError(f"{text!r}: options are written as name:key=value,key=value.")
+        key, value = map(str.strip, pair.split("=", 1))
+        try:
+            options[key] = math.inf if value == "inf" else ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key] = value
+    return name.strip(), options
+
+
+# ---- as text
+
+#: What other trainers call our options.
+ELSEWHERE = {
+    "model_name_or_path": "model", "dataset_name": "dataset", "reward_funcs": "rewards", "loss_type": "preset",
+    "num_generations": "group_size", "max_completion_length": "max_new_tokens", "max_prompt_length": "max_prompt_tokens",
+    "learning_rate": "lr", "lr_scheduler_type": "lr_schedule", "max_steps": "steps", "num_iterations": "num_updates",
+    "scale_rewards": "advantage_scale", "per_device_train_batch_size": "micro_batch", "output_dir": "out", "report_to": "log_to",
+    "save_steps": "checkpoint_steps", "save_total_limit": "keep_checkpoints", "resume_from_checkpoint": "resume",
+    "log_completions": "sample_every", "sync_ref_model": "ref_refresh_steps",
+}  # fmt: skip
+
+
+def parse(argv: list[str]) -> TrainConfig:
+    """The config of a command line and of the YAML file that its --config names, over which the command line wins. Raises
+    ValueError for what is wrong."""
+    parser = require("transformers").HfArgumentParser(
+        TrainConfig.__bases__,
+        formatter_class=argparse.HelpFormatter,
+        prog="python -m grpo_kernels train",
+        usage="%(prog)s --model NAME --dataset NAME [option ...]\n       %(prog)s --config FILE [option ...]",
+        description="Train a causal language model with GRPO.",
+        epilog="Exit status: 0 done; 128 + the signal's number (130, 143) stopped by it after a step, with a checkpoint that --resume "
+        "goes on from; 2 an argument is wrong.",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    text = (
+        "YAML file of options by their names here; what the command line says wins. A run writes its own into out/config.yaml"
+    )
+    parser.add_argument("--config", metavar="FILE", help=text)
+    parser.add_argument("--no-replay", dest="replay", action="store_false", help="the same as --replay false")
+    for action in parser._actions:
+        action.nargs = "*" if action.nargs == "+" else action.nargs  # a list may be empty
+    found = argparse.Namespace()
+    path = _read(parser, argv, argparse.Namespace()).config
+    if path:
+        _read(parser, _of_file(path), found, f"config={path!r}: ")
+    _read(parser, argv, found)
+    return TrainConfig(**{f.name: getattr(found, f.name) for f in fields(TrainConfig)})
+
+
+def _read(parser: argparse.ArgumentParser, argv: list[str], into: argparse.Namespace, where: str = "") -> argparse.Namespace:
+    try:
+        _, unknown = parser.parse_known_args(argv, into)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{where}{error}.") from error
+    if unknown:
+        name = unknown[0].partition("=")[0].lstrip("-").replace("-", "_")
+        meant = ELSEWHERE.get(name) or near_name(name, [f.name for f in fields(TrainConfig)])
+        remedy = f"did you mean {meant}?" if meant else "`python -m grpo_kernels train --help` lists all."
+        raise ValueError(f"{where}there is no option {name!r}: {remedy}")
+    return into
+
+
+def _of_file(path: str) -> list[str]:
+    """What a YAML file says as arguments of the command line; null is the default."""
+    yaml = require("yaml")
+    try:
+        options = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"config={path!r} cannot be read: {error}.") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"config={path!r}: it must be lines of `option: value`.")
+    argv: list[str] = []
+    for name, value in options.items():
+        if value is not None:
+            argv += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
+    return argv
+
+
+def write(config: TrainConfig, path: Path) -> None:
+    """All options of a run, group by group."""
+    text = "# All options of this run. Another one like it: python -m grpo_kernels train --config THIS_FILE --out FOLDER\n"
+    values = {f.name: getattr(config, f.name) for group in TrainConfig.__bases__ for f in fields(group)}
+    text += require("yaml").safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
+    path.write_text(text, encoding="utf-8")

@@ -14,8 +14,6 @@ from .config import TrainConfig
 Row = dict[str, Any]
 
 FILE_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-#: Held-out prompts that an evaluation takes where `eval_prompts` does not say, and what share of a lone file they may be.
-EVAL_PROMPTS, EVAL_SHARE = 256, 0.1
 
 
 def load_rows(config: TrainConfig) -> tuple[list[Row], list[Row]]:
@@ -54,9 +52,9 @@ def _load(function: Any, config: TrainConfig, *arguments: Any, **options: Any) -
 
 def _cut(rows: list[Row], config: TrainConfig) -> tuple[list[Row], list[Row]]:
     """If there is only one file, its last rows are held out for evaluation."""
-    count = config.eval_prompts or min(EVAL_PROMPTS, max(int(len(rows) * EVAL_SHARE), 1))
     if not config.eval_steps:
         return rows, []
+    count = config.eval_prompts or min(config.most_held_out, max(len(rows) // 10, 1))
     if len(rows) <= count:
         raise ValueError(
             f"dataset={config.dataset!r} has {len(rows)} rows, and eval_prompts={count} holds out all: lower it, or switch "
@@ -81,9 +79,10 @@ def _column(row: Row, wanted: str | None, usual: tuple[str, ...], argument: str)
     raise ValueError(f"{argument}={wanted!r}: the data set has the columns {', '.join(row)}; name one of them.")
 
 
-def encode(rows: list[Row], tokenizer: Any, config: TrainConfig, which: str = "training") -> list[Row]:
-    """Rows with "prompt" as the text that the model sees and its "prompt_ids", without those longer than max_prompt_tokens.
-    Raises ValueError, which names the row, for a prompt that is neither text nor a conversation, and where no row is left."""
+def encode(rows: list[Row], tokenizer: Any, config: TrainConfig, which: str, tell: bool) -> list[Row]:
+    """Rows with "prompt" as the text that the model sees and its "prompt_ids", without those longer than max_prompt_tokens, whose
+    number is told. Raises ValueError, which names the row, for a prompt that is neither text nor a conversation, and where no row
+    is left."""
     if not rows:
         remedy = "name a data set and a train_split that have some"
         if which != "training":
@@ -99,6 +98,9 @@ def encode(rows: list[Row], tokenizer: Any, config: TrainConfig, which: str = "t
             kept.append({**row, "prompt": text, "prompt_ids": ids})
     if not kept:
         raise ValueError(f"max_prompt_tokens={config.max_prompt_tokens}: all {len(rows)} {which} prompts are longer; raise it.")
+    if len(kept) < len(rows) and tell:
+        limit = config.max_prompt_tokens
+        print(f"left out {len(rows) - len(kept)} of {len(rows)} {which} prompts: longer than max_prompt_tokens={limit}")
     return kept
 
 
@@ -152,11 +154,9 @@ def _with_ids(text: str, tokenizer: Any, special: bool) -> tuple[str, list[int]]
 def prompts_of_step(rows: list[Row], step: int, count: int, seed: int) -> list[Row]:
     """The prompts of a step: consecutive pieces of a new permutation each epoch. A pure function of the step, so that a
     resumed run sees the same data."""
-    order: dict[int, list[int]] = {}
-    chosen = []
-    for position in range(step * count, (step + 1) * count):
-        epoch, at = divmod(position, len(rows))
-        if epoch not in order:
-            order[epoch] = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
-        chosen.append(rows[order[epoch][at]])
-    return chosen
+    epoch, start = divmod(step * count, len(rows))
+    order: list[int] = []
+    while len(order) < start + count:
+        order += torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+        epoch += 1
+    return [rows[i] for i in order[start : start + count]]

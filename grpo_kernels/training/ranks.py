@@ -1,14 +1,18 @@
-"""Communication among the processes of a run. torchrun, `accelerate launch`, srun and Ray Train set ranks in the environment."""
+"""The processes of a run: what they tell each other, and the model on all of them, as copies with reduced gradients (DDP) or in
+shards (FSDP2). torchrun, `accelerate launch`, srun and Ray Train set ranks in the environment."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict as checkpoint
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -47,11 +51,6 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def rows(self, tensor: Tensor, width: int) -> Tensor:
-        """Tensors [b, t] of all ranks as one [B, width] on the CPU, filled up with 0."""
-        parts = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in self.gather(tensor.cpu())]
-        return torch.cat(parts)
-
     def any(self, flag: bool) -> bool:
         if self.world == 1:
             return flag
@@ -79,9 +78,17 @@ class Ranks:
         self.shared_error = error or (ValueError if blame else RuntimeError)(f"process {rank} of the run failed: {text}")
         raise self.shared_error
 
-    def on_main(self, function: Callable[[], Any]) -> None:
-        """Run it on rank 0, while the others wait for it, and fail if it fails."""
-        self.together(lambda: function() if self.main else None)
+    def on_main(self, function: Callable[[], T]) -> T:
+        """Its result on rank 0, on every rank; the others wait for it, and fail if it fails."""
+        return self.together(lambda: function() if self.main else None)[0]  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def make_same(self, model: nn.Module) -> None:
+        """Broadcast rank 0's parameters and buffers: training would never remove an initial difference between ranks."""
+        for x in model.state_dict().values() if self.world > 1 else ():
+            there = x.to(self.device)
+            dist.broadcast(there, 0)
+            x.copy_(there)
 
     def close(self) -> None:
         """Leave the group if it was made here; all ranks have to."""
@@ -98,3 +105,87 @@ class Ranks:
             sys.stderr.flush()
             os._exit(status)
         return status
+
+
+class Inside(nn.Module):
+    """Runs any function of the model in a forward of its own. The hooks of a wrapper around it, which reduce gradients and
+    gather shards, fire whatever the function does: reads the head's weight as an attribute, say, or samples in a loop."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(self.model, *arguments)
+
+
+class ParallelModel:
+    """A causal language model in the layout of the run: "ddp" or "fsdp2", in a run of one process neither.
+
+    Ranks have to make the same calls in the same number and order; under "fsdp2" those without gradients too, and every
+    forward of the model within them, because each gathers shards from all ranks."""
+
+    def __init__(self, model: Any, ranks: Ranks, layout: str, *, frozen: bool = False) -> None:
+        self.model, self.ranks = model, ranks
+        self.layout = layout if ranks.world > 1 else "single"
+        self.inside: Any = Inside(model)
+        if frozen:
+            model.eval().requires_grad_(False)
+        if self.layout == "ddp" and not frozen:
+            self.inside = nn.parallel.DistributedDataParallel(self.inside, broadcast_buffers=False)
+        elif self.sharded:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+            # The classes that the model says must stay whole: its decoder layers.
+            whole = set(getattr(model, "_no_split_modules", None) or ())
+            for module in model.modules():
+                if type(module).__name__ in whole:
+                    fully_shard(module, mesh=mesh)
+            # Embedding, norm and head are the root's: plain tensors in its forward, also where they are tied.
+            fully_shard(self.inside, mesh=mesh)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a forward gathers parameters from other ranks."""
+        return self.layout == "fsdp2"
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """function(model, *arguments), whose backward reduces gradients to their mean over the ranks. It returns a tuple,
+        named tuple or dict of tensors: what wrappers find tensors in."""
+        return self.inside(function, *arguments)
+
+    @torch.no_grad()
+    def without_gradients(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """function(model, *arguments), which may return anything."""
+        if not self.sharded:
+            return function(self.model, *arguments)
+        try:
+            return self.inside(function, *arguments)
+        finally:
+            self.inside.reshard()  # which a forward leaves to the backward
+
+    def reduction(self, wanted: bool) -> AbstractContextManager:
+        """Around forward and backward: False leaves gradients as sums of this rank, to be reduced by a later backward. Sharded
+        gradients are reduced every time: unreduced ones would be whole on each rank."""
+        return nullcontext() if wanted or self.layout != "ddp" else self.inside.no_sync()
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale gradients to a norm of at most `max_norm`. Returns the norm before, of the whole model."""
+        norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def state(self, *optimizers: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The states of model and optimizers, whole whatever the layout, on the CPU of rank 0; empty on the others, which have to
+        call it too."""
+        options = checkpoint.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return checkpoint.get_state_dict(self.model, optimizers, options=options)
+
+    def load_state(self, state: tuple[dict[str, Any], dict[str, Any]], *optimizers: torch.optim.Optimizer) -> None:
+        """Load what `state` returned, which only rank 0 needs to have."""
+        how: dict[str, Any] = {"full_state_dict": True, "broadcast_from_rank0": self.ranks.world > 1}
+        checkpoint.set_model_state_dict(self.model, state[0], options=checkpoint.StateDictOptions(**how))
+        options = checkpoint.StateDictOptions(**how, strict=False)  # rank 0 alone has the optimizer's names
+        for optimizer in optimizers:
+            checkpoint.set_optimizer_state_dict(self.model, optimizer, state[1], options=options)

@@ -1,4 +1,4 @@
-"""The records of a run: metrics of its steps, samples, progress, and a picture of the curves."""
+"""The records of a run: metrics of its steps, samples, trackers, progress, a picture of the curves, and what it came to."""
 
 from __future__ import annotations
 
@@ -6,38 +6,35 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ..formulas.filters import EntropyQuantile
-from ..objective import Objective
-from . import config_file, require
-from .config import TrainConfig
-from .jsonl import JsonLines, read_metrics
-from .losses import LossParts
-from .output import OutputFolder
+from .. import EntropyQuantile, Objective
+from . import require
+from .config import TRACKERS, TrainConfig, write
+from .data import Row
+from .loss import LossParts
+from .output import JsonLines, OutputFolder, read_metrics
 from .ranks import Ranks
-from .samples import Samples, as_text
-from .trackers import TRACKERS, Dashboards, Tracker
+from .rewards import Scores, pair
 
 Tensor = torch.Tensor
+Line = dict[str, Any]
 
-#: (title, field of a metrics line); panels whose field never appears are left out.
-PANELS = (
-    ("reward", "reward"),
-    ("held-out accuracy", "accuracy"),
-    ("KL to the reference", "kl"),
-    ("entropy (nats per token)", "entropy"),
-)
+
+# ---- metrics
 
 
 def of_update(outs: list[LossParts], objective: Objective, ranks: Ranks, *, weighted: bool) -> dict[str, float]:
     """The metrics of an update from those of its parts on all ranks, without what parts do not tell."""
-    lines = numbers([out.metrics | {"loss": out.loss / ranks.world} for out in outs])
+    # As numbers in one table: the host waits once.
+    table = torch.stack([torch.stack([out.loss / ranks.world, *out.metrics.values()]) for out in outs]).tolist()
+    lines = [dict(zip(("loss", *out.metrics), values, strict=True)) for out, values in zip(outs, table, strict=True)]
     metrics = combine([line for part in ranks.gather(lines) for line in part])
     if ranks.world > 1 and objective.filter(EntropyQuantile):
         del metrics["kept"]  # which leaves out a quantile over ranks
@@ -48,91 +45,21 @@ def of_update(outs: list[LossParts], objective: Objective, ranks: Ranks, *, weig
     return metrics
 
 
-def numbers(lines: list[dict[str, Tensor]]) -> list[dict[str, float]]:
-    """The metrics of micro-batches as numbers: the host waits once."""
-    table = torch.stack([torch.stack(list(line.values())) for line in lines]).tolist()
-    return [dict(zip(line, values, strict=True)) for line, values in zip(lines, table, strict=True)]
-
-
 def combine(parts: list[dict[str, float]]) -> dict[str, float]:
     """Metrics of micro-batches as those of the batch: the loss adds up, extremes stay extremes, means weigh by tokens."""
     loss = math.fsum(p["loss"] for p in parts)
     parts = [p for p in parts if p["tokens"] > 0] or parts[:1]  # the extremes of nothing are not the batch's
     tokens = math.fsum(p["tokens"] for p in parts)
     metrics = {"loss": loss, "tokens": tokens}
-    for name in parts[0]:
-        if name in metrics:
-            continue
+    for name in [name for name in parts[0] if name not in metrics]:
         values = [p[name] for p in parts]
-        if name.endswith("_max") or name.endswith("_min"):
-            metrics[name] = max(values) if name.endswith("_max") else min(values)
-        else:
-            metrics[name] = math.fsum(v * p["tokens"] for v, p in zip(values, parts, strict=True)) / max(tokens, 1.0)
+        mean = math.fsum(p[name] * p["tokens"] for p in parts) / max(tokens, 1.0)
+        metrics[name] = max(values) if name.endswith("_max") else min(values) if name.endswith("_min") else mean
     # (sum of ratios)^2 / (tokens * sum of their squares), of which each part has its own.
     sums = [p["ratio_mean"] * p["tokens"] for p in parts]
     squares = math.fsum(s * s / max(p["tokens"] * p["ess"], 1e-30) for s, p in zip(sums, parts, strict=True))
     metrics["ess"] = math.fsum(sums) ** 2 / max(tokens * squares, 1e-30)
     return metrics
-
-
-class RunLog:
-    """What rank 0, which alone has the files, keeps of a run: options, metrics and samples, and at the end a picture.
-    With `config.progress` it shows how the run goes: a bar, or without a terminal a line for each step."""
-
-    def __init__(
-        self, config: TrainConfig, folder: OutputFolder, ranks: Ranks, step: int, samples: Samples, trackers: Sequence[Tracker]
-    ) -> None:
-        self.config, self.folder, self.ranks, self.samples = config, folder, ranks, samples
-        self.shown = config.progress and ranks.main
-        self.bar = require("tqdm").tqdm(
-            total=config.steps, initial=step, disable=not self.shown or not sys.stderr.isatty(), desc="grpo", unit="step"
-        )
-        # A run that is complete keeps the evaluation after its last step.
-        ranks.on_main(lambda: self._open(step + (step >= config.steps), trackers))
-
-    def _open(self, at: int, trackers: Sequence[Tracker]) -> None:
-        config, folder = self.config, self.folder
-        config_file.write(config, folder.config)
-        self.metrics, self.sampled = JsonLines(folder.metrics, at), JsonLines(folder.samples, at)
-        own = [TRACKERS[name](folder.path, asdict(config), at) for name in config.log_to if name in TRACKERS]
-        self.dashboards = Dashboards([*own, *trackers])
-
-    def write(self, line: dict[str, Any]) -> None:
-        """The metrics of a step, with the samples that were taken in it."""
-        self.ranks.on_main(lambda: self._write(**line))
-
-    def _write(self, step: int, **metrics: Any) -> None:
-        self.metrics.log(step, metrics)
-        self.dashboards.log(step, metrics)
-        for sample in self.samples.taken:
-            self.sampled.log(step, sample)
-            self.show(as_text(step, sample))
-        self.samples.taken = []
-        if "accuracy" in metrics:
-            self.show(f"step {step}: held-out accuracy {metrics['accuracy']:.3f} ({metrics['accuracy_counts']})")
-        if "loss" not in metrics:  # the last evaluation alone
-            return
-        main = {k: f"{metrics[k]:.3g}" for k in ("reward", "kl", "entropy", "completion_length") if k in metrics}
-        self.bar.set_postfix(main, refresh=False)
-        self.bar.update()
-        if self.bar.disable:
-            told = ", ".join(f"{name} {value}" for name, value in main.items())
-            self.show(f"step {step}: {told}, {metrics['seconds']:.1f} s, {step + 1} of {self.config.steps} done")
-
-    def show(self, text: str) -> None:
-        if self.shown:
-            self.bar.write(text, file=sys.stderr)
-
-    def close(self) -> None:
-        self.bar.close()
-        if not self.ranks.main:
-            return
-        for file in (self.metrics, self.sampled, self.dashboards):
-            file.close()
-        try:
-            plot(self.folder.metrics, self.folder.picture)
-        except Exception as error:  # without a picture a run is one all the same
-            print(f"{self.folder.picture} is not drawn: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 class Stopwatch:
@@ -158,38 +85,179 @@ class Stopwatch:
         return {"seconds": seconds, **parts, "tokens_per_second": tokens / seconds, "peak_memory_gb": peak / 1e9}
 
 
-def plot(metrics: Path, picture: Path) -> None:
-    """Reward, accuracy, KL and entropy over the steps, on a transparent ground with greys that read on light and dark."""
-    require("matplotlib")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+# ---- where they go
+
+
+class Tracker(Protocol):
+    """What the trainer asks of a tracker. It is called on rank 0 alone, once per step, with numbers of the host."""
+
+    def log(self, step: int, metrics: Line) -> None:
+        """The metrics of a step, by the names of metrics.jsonl."""
+
+    def close(self) -> None: ...
+
+
+class Dashboard:
+    """A tracker of accelerate's by its name: a run of its own for each process, with the name of the folder; TensorBoard's in
+    out/tensorboard, where steps that a resumed run takes again are hidden."""
+
+    def __init__(self, name: str, config: TrainConfig, out: Path, resume_at: int) -> None:
+        own: Line = {"mlflow": {"run_name": out.name}, "tensorboard": {"logging_dir": out, "purge_step": resume_at or None}}
+        project = name if name == "tensorboard" else "grpo_kernels"
+        self.tracker = require("accelerate.tracking").LOGGER_TYPE_TO_CLASS[name](project, **own.get(name, {"name": out.name}))
+        self.tracker.start()
+        settings = {k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in asdict(config).items()}
+        self.tracker.store_init_configuration(settings)
+
+    def log(self, step: int, metrics: Line) -> None:
+        """The numbers among metrics, in groups: train/..., eval/..., time/..."""
+        grouped = {}
+        for name, value in metrics.items():
+            group = "eval" if name == "accuracy" or name.startswith("eval_") else "train"
+            if name.endswith("seconds"):
+                group, name = "time", "step" if name == "seconds" else name.removesuffix("_seconds")
+            if isinstance(value, (int, float)):
+                grouped[f"{group}/{name.removeprefix('eval_')}"] = float(value)
+        self.tracker.log(grouped, step=step)
+
+    def close(self) -> None:
+        self.tracker.finish()
+
+
+class RunLog:
+    """What rank 0, which alone has the files, keeps of a run: options, metrics and samples, and at the end a picture.
+    With `config.progress` it shows how the run goes, a line for each step."""
+
+    def __init__(self, config: TrainConfig, folder: OutputFolder, ranks: Ranks, trackers: Sequence[Tracker]) -> None:
+        self.config, self.folder, self.ranks, self.given = config, folder, ranks, trackers
+        self.taken: list[Line] = []  # samples of the step at hand
+
+    @contextmanager
+    def opened(self, step: int) -> Iterator[None]:
+        """Around the steps of a run from `step` on."""
+        # A run that is complete keeps the evaluation after its last step.
+        self.ranks.on_main(lambda: self._open(step + (step >= self.config.steps)))
+        try:
+            yield
+        finally:
+            if self.ranks.main:
+                self._close()
+
+    def _open(self, at: int) -> None:
+        config, folder = self.config, self.folder
+        write(config, folder.config)
+        self.metrics, self.samples = JsonLines(folder.metrics, at), JsonLines(folder.samples, at)
+        named = [Dashboard(name, config, folder.path, at) for name in config.log_to if name in TRACKERS]
+        self.trackers: list[Tracker] = [*named, *self.given]
+
+    def _close(self) -> None:
+        self.metrics.close()
+        self.samples.close()
+        self.ask_trackers("is not closed", lambda tracker: tracker.close())
+        try:
+            plot(read_metrics(self.folder.metrics), self.folder.picture)
+        except Exception as error:  # without a picture a run is one all the same
+            print(f"{self.folder.picture} is not drawn: {type(error).__name__}: {error}", file=sys.stderr)
+
+    def ask_trackers(self, failed: str, act: Callable[[Tracker], None]) -> None:
+        """One that fails is left out from then on, with a message: the run is worth more."""
+        for tracker in [*self.trackers]:
+            try:
+                act(tracker)
+            except Exception as error:  # of anybody's code
+                self.trackers.remove(tracker)
+                print(f"{type(tracker).__name__} {failed}: {type(error).__name__}: {error}", file=sys.stderr)
+
+    def take_samples(self, step: int, rows: list[Row], scores: Scores, advantages: Tensor) -> None:
+        """The first completions of a batch every so many steps, to look at, from what has come to the host anyway. Of advantages
+        [B, T] a completion's is the mean."""
+        config, totals = self.config, scores.totals
+        due = config.sample_every and step % config.sample_every == 0
+        for i, text in enumerate(scores.texts[: config.sample_count] if due else ()):  # rank 0 has the first ones of all
+            length, rewards = scores.lengths[i], dict(zip(scores.names, scores.each[:, i].tolist(), strict=True))
+            own = advantages[i, ..., :length].mean() if advantages.dim() > 1 else advantages[i]
+            prompt = rows[i // config.group_size]["prompt"]
+            numbers = {"tokens": length, "reward": totals[i].item(), "rewards": rewards, "advantage": own.item()}
+            self.taken.append({"prompt": prompt, "completion": text} | numbers)
+
+    def write(self, line: Line) -> None:
+        """The metrics of a step, with the samples that were taken in it."""
+        self.ranks.on_main(lambda: self._write(**line))
+
+    def _write(self, step: int, **metrics: Any) -> None:
+        self.metrics.log(step, metrics)
+        self.ask_trackers("gets no more metrics", lambda tracker: tracker.log(step, metrics))
+        for sample in self.taken:
+            self.samples.log(step, sample)
+            each = ", ".join(f"{name} {value:.3g}" for name, value in sample["rewards"].items())
+            parts = f" ({each})" if len(sample["rewards"]) > 1 else ""
+            numbers = f"reward {sample['reward']:.3g}{parts}, advantage {sample['advantage']:+.3g}, {sample['tokens']} tokens"
+            self.show(f"step {step}: {numbers}{pair(sample['prompt'], sample['completion'])}")
+        self.taken = []
+        if "accuracy" in metrics:
+            self.show(f"step {step}: held-out accuracy {metrics['accuracy']:.3f} ({metrics['accuracy_counts']})")
+        if "loss" not in metrics:  # the last evaluation alone
+            return
+        main = {k: metrics[k] for k in ("reward", "kl", "entropy", "completion_length") if k in metrics}
+        told = ", ".join(f"{name} {value:.3g}" for name, value in main.items())
+        self.show(f"step {step}: {told}, {metrics['seconds']:.1f} s, {step + 1} of {self.config.steps} done")
+
+    def show(self, text: str) -> None:
+        if self.config.progress:
+            print(text, file=sys.stderr)
+
+
+# ---- what a run came to
+
+#: Title of a panel, field of a metrics line.
+PANELS = {
+    "reward": "reward",
+    "held-out accuracy": "accuracy",
+    "KL to the reference": "kl",
+    "entropy (nats per token)": "entropy",
+}
+
+
+def plot(lines: list[Line], picture: Path) -> None:
+    """Reward, accuracy, KL and entropy over the steps."""
     from matplotlib.figure import Figure
 
-    lines = read_metrics(metrics)
-    panels = [(title, name) for title, name in PANELS if any(line.get(name) is not None for line in lines)]
-    if not panels:
-        return
-    grey, colour = "#808080", "#3987e5"
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4 * columns, 2.6 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(rows, columns, squeeze=False).flat
-    for spare in grid[len(panels) :]:
-        spare.set_visible(False)
-    for axes, (title, name) in zip(grid, panels, strict=False):
+    figure = Figure(figsize=(8, 5.2), layout="constrained")
+    for at, (title, name) in enumerate(PANELS.items(), start=1):
         points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-        steps, values = zip(*points, strict=True)
-        marker = "o" if len(points) < 30 else ""
-        axes.plot(steps, values, color=colour, marker=marker, markersize=4, linewidth=1.5)
-        counts = next((line["accuracy_counts"] for line in lines if "accuracy_counts" in line), "")
-        axes.set_title(f"{title}: {counts}" if name == "accuracy" and counts else title, color=grey, fontsize=11)
-        axes.set_xlabel("step", color=grey)
-        axes.tick_params(colors=grey)
-        axes.grid(color=grey, alpha=0.25, linewidth=0.5)
-        axes.patch.set_alpha(0)
-        for side, spine in axes.spines.items():
-            spine.set_visible(side in ("left", "bottom"))
-            spine.set_color(grey)
+        if points:
+            axes = figure.add_subplot(2, 2, at, title=title, xlabel="step")
+            axes.plot(*zip(*points, strict=True), marker=".")
+            axes.grid(alpha=0.25)
     draft = picture.with_suffix(".draft.png")
-    figure.savefig(draft, dpi=150, transparent=True)
+    figure.savefig(draft, dpi=150)
     draft.replace(picture)
+
+
+def write_summary(folder: OutputFolder) -> None:
+    """Evaluations before and after, reward, where the time went, speed, memory, files: lines of text."""
+    lines = read_metrics(folder.metrics)
+    steps, evaluations = [line for line in lines if "seconds" in line], [line for line in lines if "accuracy" in line]
+    told = {"steps": str(len(steps))}
+    if evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        told["held-out accuracy"] = f"{first['accuracy']:.3f} -> {last['accuracy']:.3f} ({last['accuracy_counts']})"
+        told["held-out reward"] = f"{first['eval_reward']:.4g} -> {last['eval_reward']:.4g}"
+    if steps:
+        tenth = max(1, len(steps) // 10)
+        begin, end = (_sum(some, "reward") / tenth for some in (steps[:tenth], steps[-tenth:]))
+        told["reward"] = f"{begin:.4g} -> {end:.4g} (means of {tenth})"
+        whole, parts = _sum(steps, "seconds"), ("sampling", "reward", "gradient", "optimizer")
+        shares = ", ".join(f"{name} {_sum(steps, f'{name}_seconds') / whole:.0%}" for name in parts)
+        told["time of the steps"] = f"{whole:.1f} s: {shares}"
+        told["evaluations"] = f"{_sum(evaluations, 'eval_seconds'):.1f} s"
+        tokens = math.fsum(line["tokens_per_second"] * line["seconds"] for line in steps)
+        told["speed"] = f"{tokens / whole:.0f} sampled tokens a second, of whole steps"
+        told["peak memory"] = f"{max(line['peak_memory_gb'] for line in steps):.2f} GB"
+    files = [folder.metrics, folder.samples, folder.picture, folder.config, folder.checkpoints, folder.model]
+    told["files"] = f"{folder.path}: " + ", ".join(path.name for path in files if path.exists())
+    folder.summary.write_text("".join(f"{name:<20}{text}\n" for name, text in told.items()))
+
+
+def _sum(lines: list[Line], name: str) -> float:
+    return math.fsum(line.get(name) or 0.0 for line in lines)

@@ -1,4 +1,4 @@
-"""Rewards: functions, reward models, per-token process rewards, and the advantages made of them.
+"""Rewards: functions, reward models, per-token process rewards, what may not come of them, and the advantages made of them.
 
 A reward function is any callable
     reward(prompts, completions, *, completion_ids, **columns) -> list
@@ -9,8 +9,8 @@ per completion. It takes what it needs by name and swallows the rest with **_. I
     a list                process rewards, one entry per sampled token: a number where a step of the reasoning ends,
                           None elsewhere.
 
-Numbers are finite; what is none of this raises ValueError (`reward_calls`). Prompts are texts, as the model sees them. Of random
-numbers those of torch, Python and NumPy that everybody shares come back when a run is resumed; a generator of one's own does not.
+Numbers are finite; what is none of this raises ValueError. Prompts are texts, as the model sees them. Of random numbers those of
+torch, Python and NumPy that everybody shares come back when a run is resumed; a generator of one's own does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from __future__ import annotations
 import importlib
 import math
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +27,12 @@ import torch
 
 from ..rewards.estimators import Evidence
 from . import require
-from .reward_calls import RewardFunction, Rewards
 
 Tensor = torch.Tensor
+RewardFunction = Callable[..., list[Any]]
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+# ---- functions by name
 
 
 def exact(prompts: list[str], completions: list[str], *, answer: list[str], **_: Any) -> list[float]:
@@ -40,26 +42,23 @@ def exact(prompts: list[str], completions: list[str], *, answer: list[str], **_:
 
 def number(prompts: list[str], completions: list[str], *, answer: list[str], **_: Any) -> list[float]:
     r"""1 if the final number of the completion equals the answer, else 0: after "####", or in \boxed{}, or the last."""
-    return [
-        float(_final_number(c) is not None and _final_number(c) == _final_number(a))
-        for c, a in zip(completions, _known(answer), strict=True)
-    ]
+    pairs = [(_final_number(c), _final_number(a)) for c, a in zip(completions, _known(answer), strict=True)]
+    return [float(found is not None and found == right) for found, right in pairs]
 
 
-def _known(answers: list[str]) -> list[str]:
-    missing = [i for i, answer in enumerate(answers) if answer is None]
-    if missing:
-        raise ValueError(f"the answer of completion {missing[0]} is None: leave rows without an answer out of the data set.")
+def _known(answers: list[Any]) -> list[str]:
+    if None in answers:
+        raise ValueError(
+            f"the answer of completion {answers.index(None)} is None: leave rows without an answer out of the data set."
+        )
     return answers
 
 
 def _final_number(text: str) -> float | None:
     boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
     where = text.rsplit("####", 1)[1] if "####" in text else boxed[-1] if boxed else text
-    numbers = NUMBER.findall(where)
-    if not numbers:
-        return None
-    return float((numbers[0] if "####" in text else numbers[-1]).replace(",", ""))
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", where)
+    return float(numbers[0 if "####" in text else -1].replace(",", "")) if numbers else None
 
 
 REWARDS: dict[str, RewardFunction] = {"exact": exact, "number": number}
@@ -86,119 +85,209 @@ def resolve(name: str) -> RewardFunction:
 class RewardModel:
     """An outcome reward function around a sequence classifier with one output."""
 
-    def __init__(self, path: str, device: torch.device, batch_size: int = 32) -> None:
-        transformers = require("transformers")
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        self.model = transformers.AutoModelForSequenceClassification.from_pretrained(path).to(device).eval()
-        if self.model.config.num_labels != 1:
-            raise ValueError(
-                f"reward_model={path!r} has {self.model.config.num_labels} outputs: use a classifier with num_labels=1."
-            )
-        if self.tokenizer.pad_token_id is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        # The classifier finds the last real token by this id.
-        self.model.config.pad_token_id = self.tokenizer.pad_token_id
-        self.device, self.batch_size = device, batch_size
+    def __init__(self, path: str, device: torch.device) -> None:
+        self.pipeline = require("transformers").pipeline(
+            "text-classification", model=path, device=device, batch_size=32, function_to_apply="none"
+        )
+        config, tokenizer = self.pipeline.model.config, self.pipeline.tokenizer
+        if config.num_labels != 1:
+            raise ValueError(f"reward_model={path!r} has {config.num_labels} outputs: use a classifier with num_labels=1.")
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        config.pad_token_id = tokenizer.pad_token_id  # by which the classifier finds the last real token
 
-    @torch.no_grad()
     def __call__(self, prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        scores: list[float] = []
         texts = [p + c for p, c in zip(prompts, completions, strict=True)]
-        for start in range(0, len(texts), self.batch_size):
-            inputs = self.tokenizer(texts[start : start + self.batch_size], return_tensors="pt", padding=True).to(self.device)
-            logits = self.model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-            scores += logits[:, 0].float().tolist()
-        return scores
+        return [found["score"] for found in self.pipeline(texts)]
+
+
+# ---- calls, and what may not come of them
+
+#: Seconds for finding the completion at which a function fails.
+SEARCH = 10.0
+#: Characters of a text that are shown from its beginning, and from its end.
+SHOWN = 120
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The B completions that reward functions are asked about."""
+
+    prompts: list[str]
+    completions: list[str]
+    tokens: list[list[int]]
+    columns: dict[str, list[Any]]
+
+    def by(self, function: RewardFunction, at: slice = slice(None)) -> Any:
+        """What a function returns for some of them, as a list; what is none stays as it is. Without completions it is not
+        called."""
+        if not self.completions:
+            return []
+        columns = {name: values[at] for name, values in self.columns.items()}
+        returned = function(self.prompts[at], self.completions[at], completion_ids=self.tokens[at], **columns)
+        plain = isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Iterable)
+        return returned if plain else list(returned)
+
+    def shown(self, i: int) -> str:
+        return pair(self.prompts[i], self.completions[i])
+
+
+def pair(prompt: str, completion: str) -> str:
+    """A prompt and its completion, as lines that follow what is said of them: what is no printable character, such as the end of a
+    line or a terminal's commands, as its escape, and a long text without its middle."""
+
+    def shown(text: str) -> str:
+        left_out = len(text) - 2 * SHOWN
+        return repr(text) if left_out <= 0 else f"{text[:SHOWN]!r} ... {left_out} characters ... {text[-SHOWN:]!r}"
+
+    return f"\n  prompt     {shown(prompt)}\n  completion {shown(completion)}"
+
+
+def name_of(function: RewardFunction) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def call(function: RewardFunction, asked: Asked) -> list[float | list[float | None]]:
+    """A function's rewards, one for each completion. Raises RuntimeError where it raises, ValueError for what it must not return;
+    both name the function and the completion, and show it with its prompt."""
+    name, count = name_of(function), len(asked.completions)
+    try:
+        values = asked.by(function)
+    except Exception as error:
+        i, where = _failing(function, asked, type(error)), "\nWith completion {} of {} alone it fails alike:"
+        if i is None:
+            i, where = 0, "\nWith none of the {1} completions alone it was seen to fail alike. The first of them:"
+        said = f"reward {name} raised {type(error).__name__}: {error}"
+        raise RuntimeError(said + where.format(i, count) + asked.shown(i)) from error
+    if not isinstance(values, list):
+        raise ValueError(f"reward {name} returned {_told(values)}: return a list, with an entry for each completion.")
+    if len(values) != count:
+        raise ValueError(f"reward {name} returned {len(values)} values for {count} completions: return one for each.")
+    rewards = []
+    for i, value in enumerate(values):
+        try:
+            rewards.append(_checked(value, len(asked.tokens[i])))
+            if isinstance(rewards[i], list) != isinstance(rewards[0], list):
+                raise ValueError(
+                    f"{_told(value)}, and not so for others: return numbers for all completions, or lists for all."
+                )
+        except ValueError as error:
+            raise ValueError(f"reward {name} returned for completion {i} {error}{asked.shown(i)}") from None
+    return rewards
+
+
+def _failing(function: RewardFunction, asked: Asked, kind: type[Exception]) -> int | None:
+    """The first completion for which the function fails alone; None: there is none, or it took too long to find."""
+    until = time.monotonic() + SEARCH
+    for i in range(len(asked.completions)):
+        try:
+            asked.by(function, slice(i, i + 1))
+        except Exception as error:
+            if type(error) is kind:
+                return i
+        if time.monotonic() > until:
+            break
+    return None
+
+
+def _checked(value: Any, length: int) -> float | list[float | None]:
+    """What a function returned for a completion of `length` tokens, as a number or a list of numbers and None."""
+    if not isinstance(value, (list, tuple)):
+        return _number(value, "return a finite number, or a list of process rewards.")
+    if len(value) != length:
+        raise ValueError(f"{len(value)} process rewards for {length} tokens: one entry per token.")
+    return [None if v is None else _number(v, "a process reward is a finite number; None where no step ends.") for v in value]
+
+
+def _number(value: Any, remedy: str) -> float:
+    """A Python, NumPy or torch number, which is finite."""
+    try:
+        found = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError(f"{_told(value)}: {remedy}")
+    return found
+
+
+def _told(value: Any) -> str:
+    """A value for an error message: its type and the beginning of its content."""
+    return "None" if value is None else f"a {type(value).__name__} ({value!r:.40})"
+
+
+# ---- scores and advantages
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The rewards of the completions of all ranks: B completions, T tokens in the longest."""
+    """The rewards of the completions of all ranks, by K functions: B completions, T tokens in the longest."""
 
+    names: list[str]  # [K], each once
+    weights: list[float]  # [K]
     lengths: list[int]  # [B]: tokens
-    totals: Tensor  # [B]: the weighted sum of all rewards; of process rewards, the sum over steps
-    first: Tensor  # [B]: the first function's reward, which decides whether a prompt counts as solved
-    outcomes: Tensor  # [B, K]: of the functions that give outcome rewards, with
-    weights: list[float]  # their K weights
-    steps: list[tuple[float, Tensor]]  # of those that give process rewards: weight, and [B, T] with NaN where no step ends
-    each: dict[str, Tensor]  # [B]: of each function, by its name; of process rewards, the sum over steps
+    each: Tensor  # [K, B]; of process rewards, the sum over steps. The first decides whether a prompt counts as solved
+    steps: list[Tensor | None]  # [K]: process rewards [B, T], NaN where no step ends; None of those that give outcomes
     texts: list[str]  # of the completions of this rank alone, as reward functions see them
 
     @property
-    def mask(self) -> Tensor:
-        """bool [B, T]"""
-        return torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
+    def totals(self) -> Tensor:
+        """[B]: the weighted sum of all rewards."""
+        return self.weighted(range(len(self.names)))
+
+    def weighted(self, chosen: Iterable[int]) -> Tensor:
+        """Of some functions, term by term, so that equal completions have equal sums; a matrix product may add them in different
+        orders."""
+        total = torch.zeros_like(self.each[0])
+        for k in chosen:
+            total = total + self.weights[k] * self.each[k]
+        return total
 
     def summary(self, group_size: int) -> dict[str, float]:
-        grouped = self.totals.view(-1, group_size)
-        several = {f"reward/{name}": values.mean().item() for name, values in self.each.items()} if len(self.each) > 1 else {}
-        return several | {
-            "reward": self.totals.mean().item(),
-            "reward_std": self.totals.std(unbiased=False).item(),
+        totals = self.totals
+        grouped = totals.view(-1, group_size)
+        told = {f"reward/{name}": x.mean().item() for name, x in zip(self.names, self.each, strict=True)}
+        return (told if len(told) > 1 else {}) | {
+            "reward": totals.mean().item(),
+            "reward_std": totals.std(unbiased=False).item(),
             "zero_variance_groups": (grouped.amax(1) == grouped.amin(1)).float().mean().item(),
             "completion_length": sum(self.lengths) / len(self.lengths),
         }
 
+    def advantages(self, estimate: Any, of_steps: Any, *, group_size: int, **known: Tensor) -> Tensor:
+        """[B], or [B, T] where the estimator is one of tokens or there are process rewards. `estimate` and `of_steps` are
+        entries of `estimators.ADVANTAGES`, `known` what they need beside the rewards.
 
-def score(rewards: list[Rewards], weights: list[float], lengths: list[int], texts: list[str] | None = None) -> Scores:
-    """Add the rewards of a whole batch up. `lengths`: tokens of each completion."""
-    numbers = torch.zeros(len(rewards), len(lengths), dtype=torch.float64)
-    outcomes, steps = [], []
-    for k, (reward, weight) in enumerate(zip(rewards, weights, strict=True)):
-        values: list[Any] = reward.values
-        if any(isinstance(v, list) for v in values):
-            steps.append((weight, step_rewards(reward, lengths)))
-            values = [math.fsum(r for r in v if r is not None) for v in values]
-        else:
-            outcomes.append(k)
-        numbers[k] = torch.tensor(values, dtype=torch.float64)
-    totals = _weighted(numbers, weights)
-    each: dict[str, Tensor] = {}
-    for reward, column in zip(rewards, numbers, strict=True):
-        same = sum(name.partition("#")[0] == reward.name for name in each)
-        each[f"{reward.name}#{same + 1}" if same else reward.name] = column
-    chosen = [weights[k] for k in outcomes]
-    return Scores(lengths, totals, numbers[0], numbers[outcomes].T, chosen, steps, each, texts or [])
-
-
-def _weighted(columns: Tensor, weights: list[float]) -> Tensor:
-    """Term by term, so that equal completions have equal sums; a matrix product may add them in different orders."""
-    total = torch.zeros_like(columns[0]) if len(columns) else torch.zeros(columns.shape[1], dtype=torch.float64)
-    for column, weight in zip(columns, weights, strict=True):
-        total = total + weight * column
-    return total
-
-
-def advantages(
-    scores: Scores, estimate: Callable[..., Tensor], of_steps: Callable[..., Tensor], *, group_size: int, **known: Tensor
-) -> Tensor:
-    """[B], or [B, T] where the estimator is one of tokens or there are process rewards. `estimate` and `of_steps` are
-    entries of `estimators.ADVANTAGES`, `known` what they need beside the rewards.
-
-    Outcome rewards are added with their weights. Process rewards follow DeepSeekMath (arXiv 2402.03300, section 4.1.3): all
-    step rewards of a group are normalised together, and the advantage of a token is the sum of the normalised rewards of the
-    steps that end at it or later; times the weight, it is added to the outcome's advantage."""
-    evidence = Evidence(
-        _weighted(scores.outcomes.T, scores.weights), group_size=group_size, columns=scores.outcomes,
-        reward_weights=scores.weights, mask=scores.mask, **known,
-    )  # fmt: skip
-    total = estimate(evidence)
-    for weight, steps in scores.steps:
-        total = total[:, None] if total.dim() == 1 else total
-        total = total + weight * of_steps(Evidence(evidence.rewards, group_size=group_size, steps=steps))
-    return total
-
-
-def step_rewards(reward: Rewards, lengths: list[int]) -> Tensor:
-    """Process rewards as fp64 [B, T], NaN where no step ends."""
-    rewards = torch.full((len(lengths), max(lengths)), math.nan, dtype=torch.float64)
-    for i, steps in enumerate(reward.values):
-        if not isinstance(steps, list):
-            raise ValueError(
-                f"reward {reward.name} returned numbers in one process and lists in another: return lists everywhere, with None "
-                "where no step ends."
+        Outcome rewards are added with their weights. Process rewards follow DeepSeekMath (arXiv 2402.03300, section 4.1.3): all
+        step rewards of a group are normalised together, and the advantage of a token is the sum of the normalised rewards of the
+        steps that end at it or later; times the weight, it is added to the outcome's advantage."""
+        outcomes = [k for k, steps in enumerate(self.steps) if steps is None]
+        rewards, mask = self.weighted(outcomes), torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
+        total = estimate(
+            Evidence(
+                rewards, group_size=group_size, columns=self.each[outcomes].T, reward_weights=[self.weights[k] for k in outcomes],
+                mask=mask, **known,
             )
-        for t, step in enumerate(steps):
-            if step is not None:
-                rewards[i, t] = step
-    return rewards
+        )  # fmt: skip
+        for weight, steps in zip(self.weights, self.steps, strict=True):
+            if steps is not None:
+                total = total[:, None] if total.dim() == 1 else total
+                total = total + weight * of_steps(Evidence(rewards, group_size=group_size, steps=steps))
+        return total
+
+
+def score(names: list[str], weights: list[float], values: list[list[Any]], lengths: list[int], texts: list[str]) -> Scores:
+    """The scores of a whole batch from what `call` returned, of all ranks, for each of the functions."""
+    names = [name if name not in names[:k] else f"{name}#{names[:k].count(name) + 1}" for k, name in enumerate(names)]
+    steps = [step_rewards(name, rewards, lengths) for name, rewards in zip(names, values, strict=True)]
+    sums = [torch.tensor(v, dtype=torch.float64) if s is None else s.nansum(1) for v, s in zip(values, steps, strict=True)]
+    return Scores(names, weights, lengths, torch.stack(sums), steps, texts)
+
+
+def step_rewards(name: str, values: list[Any], lengths: list[int]) -> Tensor | None:
+    """Process rewards as fp64 [B, T], NaN where no step ends; None for outcome rewards."""
+    lists = sum(isinstance(v, list) for v in values)
+    if lists not in (0, len(values)):
+        raise ValueError(f"reward {name} returned numbers in one process and lists in another: return lists everywhere.")
+    width = max(lengths)
+    rows = [[math.nan if r is None else r for r in v] + [math.nan] * (width - len(v)) for v in values if lists]
+    return torch.tensor(rows, dtype=torch.float64) if lists else None

@@ -1,46 +1,218 @@
-"""Completions of the policy and their rewards: this process samples and scores its share of the prompts."""
+"""Completions of the policy, sampled and scored: each process does so with its share of the prompts.
+
+Shape suffixes: B completions, P prompt width, T completion width, V vocabulary."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from .. import TokenSets
+from . import require
 from .config import TrainConfig
 from .data import Row
-from .parallel import ParallelModel
-from .ranks import Ranks
-from .reward_calls import RewardFunction, Rewards, call, name_of
-from .rewards import Scores, score
-from .sampling import Completions, autocast, end_ids, sample
+from .ranks import ParallelModel, Ranks
+from .rewards import Asked, RewardFunction, Scores, call, name_of, score
 
 Tensor = torch.Tensor
 
 
+@dataclass(frozen=True)
+class Completions:
+    """Left-padded prompts, each followed by its completion."""
+
+    ids: Tensor  # [B, P + T] int64
+    attention: Tensor  # [B, P + T] bool: prompt tokens and completion tokens up to and including the first end token
+    prompt_width: int  # P
+    logps: Tensor | None = None  # [B, T] fp32: of each token under what it was drawn from: temperature, top-k, top-p, min-p
+    finished: Tensor | None = None  # [B] bool: an end token was sampled, and not only the budget used up
+    kept: TokenSets | None = None  # the set that each token was drawn from, B * T rows; None: all from the whole vocabulary
+
+    @property
+    def targets(self) -> Tensor:
+        """[B, T]"""
+        return self.ids[:, self.prompt_width :]
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, T]: the tokens that were sampled, known from when sampling stopped and not from the padding id."""
+        return self.attention[:, self.prompt_width :]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The sampled ids of each completion, the end token included."""
+        rows = zip(self.targets.tolist(), self.mask.sum(1).tolist(), strict=True)
+        return [ids[:length] for ids, length in rows]
+
+    def __getitem__(self, rows: slice | Tensor) -> Completions:
+        logps, finished = (None if x is None else x[rows] for x in (self.logps, self.finished))
+        kept = self.kept
+        if kept is not None:
+            numbers = torch.arange(kept.rows, device=self.ids.device).view(self.targets.shape)
+            kept = kept.take(numbers[rows].flatten())
+        return Completions(self.ids[rows], self.attention[rows], self.prompt_width, logps, finished, kept)
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What a forward is given. The last token predicts nothing and is not fed."""
+        attention = self.attention[:, :-1]
+        return {"input_ids": self.ids[:, :-1], "attention_mask": attention.long(), "position_ids": positions(attention)}
+
+
+def positions(attention: Tensor) -> Tensor:
+    """Positions count real tokens, so that left padding moves nothing."""
+    return (attention.long().cumsum(1) - 1).clamp(min=0)
+
+
+def completion_logits(model: Any, completions: Completions) -> Tensor:
+    """Logits [B, T, V] whose row t predicts completion token t; of what is fed, only the last T positions go through the head."""
+    width = completions.targets.shape[1]
+    out = model(**completions.inputs, logits_to_keep=width, use_cache=False)
+    if out.logits.shape[1] != width:
+        raise ValueError(
+            f"{type(model).__name__} gives {out.logits.shape[1]} logits for logits_to_keep={width}: it ignores that."
+        )
+    return out.logits
+
+
+def autocast(device: torch.device, dtype: torch.dtype, cache: bool = True) -> AbstractContextManager:
+    """cache: keep the weights' copies in `dtype` until it ends; of gathered shards they would become the whole model."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=cache)
+
+
+# ---- sampling
+
+
+def left_pad(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(ids [B, P], attention [B, P] bool)"""
+    width = max(map(len, prompts))
+    ids = [[pad_id] * (width - len(p)) + p for p in prompts]
+    attention = [[False] * (width - len(p)) + [True] * len(p) for p in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(attention, device=device)
+
+
+@torch.no_grad()
+def sample(
+    model: Any,
+    prompts: list[list[int]],
+    *,
+    group_size: int,
+    max_new_tokens: int,
+    ends: list[int],
+    uniform: Callable[[], Tensor] | None = None,
+    wanted: Callable[[bool], bool] = bool,
+    **how: Any,
+) -> Completions:
+    """`group_size` completions of each prompt, those of one prompt side by side, with the temperature and cuts of `draw`, and
+    its sets.
+
+    uniform   called once per token of a completion: B numbers in [0, 1) that choose it. None: torch's own generator.
+    wanted    called after each token with whether a completion goes on: whether to make another forward. Ranks that have
+              to make the same number of forwards ask each other here.
+
+    Each prompt runs through the model once; its cache is then repeated for the group."""
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    ids, attention = left_pad(prompts, ends[0], device)
+    cache = require("transformers").DynamicCache(config=model.config)
+    copies = group_size  # a group draws its first tokens from one row
+    alive = torch.ones(len(ids) * group_size, 1, dtype=torch.bool, device=device)
+    uniform = uniform or partial(torch.rand, len(alive), dtype=torch.float64, device=device)
+    prompt_width, fed, at = ids.shape[1], ids, positions(attention)
+    logps, kept = list[Tensor](), list[TokenSets]()
+    while True:
+        logits = model(
+            input_ids=fed, attention_mask=attention.long(), position_ids=at, past_key_values=cache, use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]  # fmt: skip
+        token, logp, sets = draw(logits, uniform, copies, **how)
+        if copies > 1:
+            cache.batch_repeat_interleave(copies)
+            ids, attention, at = (x.repeat_interleave(copies, 0) for x in (ids, attention, at))
+            copies = 1
+        logps.append(logp[:, None])
+        kept += [] if sets is None else [sets]
+        fed = token[:, None]
+        ids, attention = torch.cat([ids, fed.masked_fill(~alive, ends[0])], 1), torch.cat([attention, alive], 1)
+        at = at[:, -1:] + 1
+        alive = alive & ~torch.isin(fed, torch.tensor(ends, device=device))
+        if len(logps) == max_new_tokens or not wanted(bool(alive.any())):
+            break
+    model.train(training)
+    sets = by_completion(kept, attention[:, prompt_width:], ends[0])
+    return Completions(ids, attention, prompt_width, torch.cat(logps, 1), ~alive[:, 0], sets)
+
+
+def draw(
+    logits: Tensor, uniform: Callable[[], Tensor], copies: int, temperature: float = 1.0, **cuts: Any
+) -> tuple[Tensor, Tensor, TokenSets | None]:
+    """`copies` ids per row of logits [R, V], side by side: B = R * copies ids, each where the cumulative probability passes its
+    number of `uniform`, temperature 0 is greedy; their log-probs; and the sets of ids that top_p, top_k and min_p among `cuts`
+    left, in the order of vLLM, None if nothing is cut off."""
+    if temperature == 0:
+        greedy = logits.argmax(-1).repeat_interleave(copies)
+        return greedy, torch.zeros(len(greedy), device=logits.device), None
+    sets = TokenSets.from_logits(logits, temperature=temperature, **cuts)
+    cut = sets.empty_rows == 0
+    ids = sets.padded().long() if cut else torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
+    if cut:
+        logits = logits.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
+    probs = (logits.float() / temperature).softmax(-1)
+    below = probs.cumsum(-1, dtype=torch.float64)
+    at = uniform().view(-1, copies).to(torch.float64) * below[:, -1:]
+    chosen = torch.searchsorted(below, at, right=True).clamp(max=probs.shape[-1] - 1)
+    # At the very end of the range rounding can point at a token that cannot come.
+    chosen = torch.where(probs.gather(-1, chosen) > 0, chosen, probs.argmax(-1, keepdim=True))
+    logps = (probs.gather(-1, chosen) / below[:, -1:]).log().to(torch.float32)
+    if cut and copies > 1:
+        sets = sets.take(torch.arange(len(logits), device=logits.device).repeat_interleave(copies))
+    return ids.gather(-1, chosen).flatten(), logps.flatten(), sets if cut else None
+
+
+def by_completion(steps: list[TokenSets], mask: Tensor, padding: int) -> TokenSets | None:
+    """Sets of B rows for each of T steps, as those of the B * T tokens of a batch. Behind its end a completion has nothing but
+    padding, which is then the only id of its set: no row stands for the whole vocabulary. None if there are no sets."""
+    if not steps:
+        return None
+    count, width = mask.shape
+    numbers = torch.arange(count * width, device=mask.device).view(width, count).T
+    only = TokenSets.from_lists([[padding]], device=mask.device)
+    return TokenSets.cat([*steps, only]).take(torch.where(mask, numbers, count * width).flatten())
+
+
+# ---- the rollouts of a run
+
+
 class Rollouts:
+    """Samples completions of a run's policy, and scores them."""
+
     def __init__(
         self, config: TrainConfig, policy: ParallelModel, tokenizer: Any, rewards: list[RewardFunction], ranks: Ranks
     ) -> None:
         self.config, self.policy, self.tokenizer, self.rewards, self.ranks = config, policy, tokenizer, rewards, ranks
         self.weights = config.reward_weights or [1.0] * len(rewards)
-        self.ends = end_ids(policy.model, tokenizer)
         self.dtype = getattr(torch, config.dtype)
+        # Every id that ends a completion: the tokenizer's, and those of the generation config (a chat model has several).
+        configured = getattr(getattr(policy.model, "generation_config", None), "eos_token_id", None)
+        ids = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id} - {None}
+        if not ids:
+            raise ValueError(
+                "eos_token_id is None in the tokenizer and the generation config: set one, or completions never end."
+            )
+        self.ends = sorted(ids)
 
-    def sample(
-        self,
-        rows: list[Row],
-        group_size: int,
-        temperature: float,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> Completions:
-        """Completions of this rank's share of the rows. The generator, the same on all ranks, draws for all rows, so that what
-        is sampled does not depend on how many processes sample. Without replay the sets are not recorded."""
+    def sample(self, rows: list[Row], group_size: int, generator: torch.Generator | None = None, **options: Any) -> Completions:
+        """Completions of this rank's share of the rows, sampled with `options` of `sample`. The generator, the same on all ranks,
+        draws for all rows, so that what is sampled does not depend on how many processes sample. Without replay the sets are not
+        recorded."""
         share, total, device = self.ranks.share(len(rows)), len(rows) * group_size, self.ranks.device
         prompts = [row["prompt_ids"] for row in rows[share]]
         first, count = share.start * group_size, len(prompts) * group_size
@@ -49,39 +221,23 @@ class Rollouts:
             draws = torch.rand(total, dtype=torch.float64, device=device, generator=generator)
             return draws[first : first + count] if prompts else draws[:group_size]
 
+        how = dict(options, group_size=group_size, max_new_tokens=self.config.max_new_tokens, ends=self.ends, uniform=uniform)
+        how["wanted"] = self.ranks.any if self.policy.sharded else bool
         with autocast(device, self.dtype, cache=not self.policy.sharded):
-            completions = self.policy.without_gradients(
-                partial(
-                    sample, group_size=group_size, max_new_tokens=self.config.max_new_tokens, ends=self.ends,
-                    temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, uniform=uniform,
-                    wanted=self.ranks.any if self.policy.sharded else bool,
-                ),
-                prompts or [rows[0]["prompt_ids"]],
-            )  # fmt: skip
-        completions = completions[:count]
-        return completions if self.config.replays else dataclasses.replace(completions, kept=None)
+            # A rank without prompts makes the forwards of the others all the same.
+            drawn = self.policy.without_gradients(partial(sample, **how), prompts or [rows[0]["prompt_ids"]])[:count]
+        return drawn if self.config.replays else dataclasses.replace(drawn, kept=None)
 
     def score(self, rows: list[Row], completions: Completions, group_size: int) -> Scores:
         """The scores of the completions of all rows, those of other ranks too."""
         repeated = [row for row in rows[self.ranks.share(len(rows))] for _ in range(group_size)]
         tokens = completions.tokens
+        columns = {name: [row[name] for row in repeated] for name in rows[0] if name not in ("prompt", "prompt_ids")}
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
-
-        def own() -> tuple[list[Rewards], list[int]]:
-            rewards = call(
-                self.rewards,
-                prompts=[row["prompt"] for row in repeated],
-                completions=texts,
-                tokens=tokens,
-                columns={name: [row[name] for row in repeated] for name in rows[0] if name not in ("prompt", "prompt_ids")},
-            )
-            return rewards, list(map(len, tokens))
-
-        of_ranks = self.ranks.together(own)
-        lengths = [n for _, part in of_ranks for n in part]
-        functions = zip(*(rewards for rewards, _ in of_ranks), strict=True)
-        whole = [Rewards(parts[0].name, [v for part in parts for v in part.values]) for parts in functions]
-        return score(whole, self.weights, lengths, texts)
+        asked = Asked([row["prompt"] for row in repeated], texts, tokens, columns)
+        of_ranks = self.ranks.together(lambda: [[len(ids) for ids in tokens], *(call(f, asked) for f in self.rewards)])
+        lengths, *values = ([x for part in parts for x in part] for parts in zip(*of_ranks, strict=True))
+        return score([name_of(f) for f in self.rewards], self.weights, values, lengths, texts)
 
     def greedy_rewards(self, rows: list[Row]) -> Tensor:
         """[B]: for each completion, the reward of the greedy completion of its prompt."""
@@ -91,14 +247,12 @@ class Rollouts:
     def evaluate(self, rows: list[Row]) -> dict[str, Any]:
         """Held-out prompts, one completion each. "accuracy": the share to which the first reward function gives at least 1, and
         in words what that counts; "eval_reward": the mean of all rewards."""
-        size, config = self.config.prompts_per_step * self.config.group_size, self.config
-        solved, total, began = 0, 0.0, time.perf_counter()
+        began, size, config, found = time.perf_counter(), self.config.prompts_per_step * self.config.group_size, self.config, []
         for at in range(0, len(rows), size):
-            some = rows[at : at + size]
-            generator = torch.Generator(self.ranks.device).manual_seed(config.seed + at)
-            scores = self.score(some, self.sample(some, 1, config.eval_temperature, generator=generator), 1)
-            solved += int((scores.first >= 1).sum())
-            total += float(scores.totals.sum())
+            some, generator = rows[at : at + size], torch.Generator(self.ranks.device).manual_seed(config.seed + at)
+            scores = self.score(some, self.sample(some, 1, generator, temperature=config.eval_temperature), 1)
+            found.append(torch.stack([(scores.each[0] >= 1).double(), scores.totals]))
+        accuracy, reward = torch.cat(found, 1).mean(1).tolist()
         counts = f"{name_of(self.rewards[0])} >= 1, {len(rows)} prompts"
-        means = {"accuracy": solved / len(rows), "accuracy_counts": counts, "eval_reward": total / len(rows)}
-        return means | {"eval_seconds": time.perf_counter() - began}
+        told = {"accuracy": accuracy, "accuracy_counts": counts, "eval_reward": reward}
+        return told | {"eval_seconds": time.perf_counter() - began}

@@ -15,35 +15,29 @@ M2PO, and reward functions, which are called with the completions of one process
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .. import TokenBatch
 from ..distributed import global_normalizer
 from ..rewards.entropy import AdaptiveEntropyCoef
-from . import randomness, setup, summary
-from .batches import micro_batches
-from .config import TrainConfig
-from .credit import Credit
+from . import require, setup
+from .config import TrainConfig, parse
 from .data import Row, prompts_of_step
-from .losses import Losses, LossParts
+from .loss import Losses, LossParts, check_recomputing, micro_batches, recomputing
 from .output import OutputFolder
-from .parallel import ParallelModel
-from .ranks import Ranks
-from .recompute import check_recomputing, recomputing
-from .report import RunLog, Stopwatch, of_update
-from .reward_calls import RewardFunction
-from .rollouts import Rollouts
-from .samples import Samples
-from .sampling import Completions
-from .saving import Saved
-from .stopping import stop_after_step
-from .trackers import Tracker
+from .ranks import ParallelModel, Ranks
+from .report import RunLog, Stopwatch, Tracker, of_update, write_summary
+from .rewards import RewardFunction, Scores
+from .rollouts import Completions, Rollouts
+from .saving import Saved, random_state, stop_after_step
 
 __all__ = ["LossParts", "TrainConfig", "Trainer"]
 
@@ -68,10 +62,15 @@ class Trainer:
         teacher: Any = None,
         trackers: Sequence[Tracker] = (),
     ) -> None:
-        self.config, self.objective, self.out, self.trackers = config, config.objective, Path(config.out), trackers
+        self.config, self.out = config, Path(config.out)
         self.device = setup.check(config, model, tokenizer, rows, teacher)
         self.ranks = Ranks(self.device)
-        setup.check_prompts(config, self.ranks)
+        self.objective = config.objective  # which from now on knows of the ranks
+        if config.prompts_per_step < self.ranks.world:
+            raise ValueError(
+                f"prompts_per_step={config.prompts_per_step}: the {self.ranks.world} processes of this run take a prompt each at "
+                "least, with all its completions; raise it, or start fewer."
+            )
         self.folder = OutputFolder(self.out)
         self.ranks.on_main(lambda: self.folder.take(config.resume))
         try:
@@ -79,8 +78,9 @@ class Trainer:
         except BaseException:
             self.folder.release()
             raise
+        self.log, self.watch = RunLog(config, self.folder, self.ranks, trackers), Stopwatch()
         self.step, self.stopped_by, self.mid_update = 0, 0, False  # steps done; the signal that stopped the run, if one did
-        self.rng = randomness.state(self.device)
+        self.rng = random_state(self.device)
 
     def start(self, loaded: setup.Loaded) -> None:
         config, ranks = self.config, self.ranks
@@ -90,8 +90,6 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay
         )
-        if ranks.world > 1:
-            self.objective = setup.of_all_ranks(self.objective)
         self.entropy_coef: AdaptiveEntropyCoef | None = None
         if config.entropy_target:
             self.entropy_coef = AdaptiveEntropyCoef(target=config.entropy_target, initial=config.entropy_coef)
@@ -99,57 +97,10 @@ class Trainer:
         if config.gradient_checkpointing:
             self.policy.without_gradients(check_recomputing)
         self.rollouts = Rollouts(config, self.policy, self.tokenizer, self.rewards, ranks)
-        self.sample, self.score = self.rollouts.sample, self.rollouts.score
-        self.credit = Credit(config, self.policy, self.losses, self.rollouts, ranks)
-        self.samples, self.watch = Samples(config, ranks), Stopwatch()
         self.saved = Saved(config, self.folder, ranks, self.policy, self.reference, self.optimizer, self.entropy_coef)
         ranks.on_main(self.saved.check_space)
 
-    # ---- the run
-
-    def train(self) -> bool:
-        """Run up to `config.steps`. True when done; False when stopped by SIGINT or SIGTERM, with everything saved."""
-        self.ranks.on_main(self.folder.hold)
-        self.stopped_by = 0
-        try:
-            if self.config.resume:
-                self.restore()
-            self.take_steps()
-            if self.step == self.config.steps:
-                self.saved.save_model(self.tokenizer)
-            self.ranks.on_main(lambda: summary.write(self.folder))
-        finally:
-            self.folder.release()
-        if self.step < self.config.steps and self.ranks.main:
-            print(f"stopped after step {self.step} of {self.config.steps}; continue with resume", file=sys.stderr)
-        return self.step == self.config.steps
-
-    def take_steps(self) -> None:
-        config = self.config
-        log = RunLog(config, self.folder, self.ranks, self.step, self.samples, self.trackers)
-        try:
-            with stop_after_step() as signals:
-                while self.step < config.steps and not self.stopped_by:
-                    line: dict[str, Any] = {"step": self.step}
-                    if config.eval_steps and self.step % config.eval_steps == 0:
-                        line |= self.rollouts.evaluate(self.eval_rows)
-                    log.write(line | self.train_step())
-                    if self.step == config.steps and config.eval_steps:
-                        log.write({"step": self.step, **self.rollouts.evaluate(self.eval_rows)})
-                    if self.ranks.any(bool(signals)):
-                        self.stopped_by = max(self.ranks.gather(signals[0] if signals else 0))
-                    due = config.checkpoint_steps > 0 and self.step % config.checkpoint_steps == 0
-                    if due or self.stopped_by or self.step == config.steps:
-                        self.save()
-        except BaseException as error:
-            # Between updates the parameters are those of the last whole step, and worth keeping; of several processes all
-            # have to come here to save.
-            together = self.ranks.world == 1 or error is self.ranks.shared_error
-            if self.step and not self.mid_update and together:
-                self.save()
-            raise
-        finally:
-            log.close()
+    # ---- a step, from rollouts to the optimizer
 
     def train_step(self) -> dict[str, float]:
         """One batch: sample, score, update. Returns its metrics."""
@@ -157,27 +108,43 @@ class Trainer:
         rows = prompts_of_step(self.train_rows, self.step, config.prompts_per_step, config.seed)
         # Every step has a seed of its own, so that a resumed run samples the same.
         generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + self.step)
-        completions = self.sample(
-            rows, config.group_size, config.temperature, config.top_p, config.top_k, config.min_p, generator
-        )
+        cuts = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
+        completions = self.rollouts.sample(rows, config.group_size, generator, **cuts)
         self.watch.lap("sampling")
-        scores = self.score(rows, completions, config.group_size)
+        scores = self.rollouts.score(rows, completions, config.group_size)
         self.watch.lap("reward")
-        advantages = self.credit.advantages(rows, completions, scores)
-        self.samples.take(self.step, rows, scores, advantages)
+        advantages = self.advantages(rows, completions, scores)
+        if self.ranks.main:
+            self.log.take_samples(self.step, rows, scores, advantages)
         metrics = self.update(completions, advantages)
         self.step += 1
         if self.reference is not None and config.ref_refresh_steps and self.step % config.ref_refresh_steps == 0:
             self.reference.model.load_state_dict(self.model.state_dict())  # in shards of the same cut
-        self.rng = randomness.state(self.device)
+        self.rng = random_state(self.device)
         return scores.summary(config.group_size) | metrics | self.watch.metrics(sum(scores.lengths), self.device)
+
+    def advantages(self, rows: list[Row], completions: Completions, scores: Scores) -> Tensor:
+        """Advantages of this rank's completions on the CPU, [B] or [B, T], estimated from the scores of all ranks."""
+        config, known = self.config, dict[str, Tensor]()
+        estimate = config.estimator(config.advantages)
+        if "greedy_rewards" in estimate.func.needs:
+            known["greedy_rewards"] = self.rollouts.greedy_rewards(rows)
+        for name, function in (("old_logps", self.losses.logps), ("sum_squares", self.losses.sum_squares)):
+            if name in estimate.func.needs:
+                part = self.of_policy(function, completions).cpu()
+                padded = torch.nn.functional.pad(part, (0, max(scores.lengths) - part.shape[1]))
+                known[name] = torch.cat(self.ranks.gather(padded))
+        of_all = scores.advantages(estimate, config.estimator("process"), group_size=config.group_size, **known)
+        own = self.ranks.share(config.prompts_per_step)
+        part = of_all[own.start * config.group_size : own.stop * config.group_size]
+        return part if part.dim() == 1 else part[:, : completions.targets.shape[1]]
 
     def update(self, completions: Completions, advantages: Tensor) -> dict[str, float]:
         """`num_updates` optimizer steps on one batch. The first is on-policy, and its log-probs are the old ones of the
         others: they were computed before any step, by the same code; unless the ratio is to the sampler (`config.ratio_to`).
         Of several ranks each brings its part of the batch."""
         config = self.config
-        whole = self.credit.batch(completions, advantages)
+        whole = self.corrected(completions, advantages)
         parts, dropped = micro_batches(completions, whole, config, self.ranks)
         references: list[Tensor | None] = [None] * len(parts)
         if self.reference is not None and self.objective.exact is None:
@@ -189,29 +156,49 @@ class Trainer:
         for k in range(config.num_updates):
             outs: list[LossParts] = []
             if self.entropy_coef is not None:
-                self.objective = dataclasses.replace(self.objective, entropy_coef=self.entropy_coef.coef)
+                self.objective = replace(self.objective, entropy_coef=self.entropy_coef.coef)
             # One denominator for the whole batch, however it is cut and whatever is left out; over the world: gradients are
             # averaged over the ranks where they should be added.
             normalizer = global_normalizer(self.objective, whole) / self.ranks.world
             for i, part in enumerate(parts):
-                batch = dataclasses.replace(part.batch, old_logps=old_logps[i], ref_logps=references[i])
+                batch = replace(part.batch, old_logps=old_logps[i], ref_logps=references[i])
+                # A different seed for each micro-batch, update, rank and step.
+                update = (config.seed * 1_000_003 + self.step) * config.num_updates + k
+                seed = (update * self.ranks.world + self.ranks.rank) * len(parts) + i
                 with self.policy.reduction(i == len(parts) - 1), recomputing(self.model):
-                    seed = self.seed_of(k, i, len(parts))
                     out: LossParts = self.policy(self.losses.loss, part.completions, batch, self.objective, normalizer, seed)
                     out.loss.backward()
                 outs.append(LossParts(out.loss.detach(), out.logps, out.metrics))
             if k == 0 and to_policy:
                 old_logps = [out.logps for out in outs]
             moved = self.move(config.lr_at(self.step * config.num_updates + k))
-            metrics = self.combined(outs) | moved
+            metrics = of_update(outs, self.objective, self.ranks, weighted=bool(config.corrections)) | moved
+            if self.entropy_coef is not None:
+                metrics["entropy_coef"] = self.entropy_coef.coef
+                self.entropy_coef.update(metrics["entropy"])
             self.watch.lap("optimizer")
         self.mid_update = False
         return metrics | {"dropped": dropped}
 
-    def seed_of(self, update: int, part: int, parts: int) -> int:
-        """A different seed for each micro-batch, update, rank and step."""
-        update += (self.config.seed * 1_000_003 + self.step) * self.config.num_updates
-        return (update * self.ranks.world + self.ranks.rank) * parts + part
+    def corrected(self, completions: Completions, advantages: Tensor) -> TokenBatch:
+        """Completions and their advantages, with the weights and masks that the config names for what the sampler did otherwise
+        than the policy that is trained. Without old log-probs, which the update knows."""
+        batch = TokenBatch(completions.targets, advantages.to(self.device), mask=completions.mask, kept=completions.kept)
+        if not self.config.corrections:
+            return batch
+        batch = replace(batch, old_logps=self.of_policy(self.losses.logps, completions), sampler_logps=completions.logps)
+        group = torch.distributed.group.WORLD if self.ranks.world > 1 else None
+        batch = self.config.corrected(batch, finished=completions.finished, process_group=group)
+        return replace(batch, old_logps=None, sampler_logps=None)
+
+    def of_policy(self, function: Any, completions: Completions) -> Tensor:
+        """Numbers per token [B, T] under the current policy, 0 at padding."""
+        count = len(completions.ids)
+        size = self.config.micro_batch or count
+        parts = [completions[at : at + size] for at in range(0, count, size)]
+        parts += [completions[:1]] * (max(self.ranks.gather(len(parts))) - len(parts))  # every rank makes as many passes
+        passes = [self.policy.without_gradients(function, part) for part in parts]
+        return torch.cat(passes)[:count]
 
     def move(self, lr: float) -> dict[str, float]:
         """The optimizer step."""
@@ -225,22 +212,67 @@ class Trainer:
         self.optimizer.zero_grad()
         return {"grad_norm": norm.item(), "lr": lr, "skipped": float(not finite)}
 
-    def combined(self, outs: list[LossParts]) -> dict[str, float]:
-        """The metrics of an update, of its parts and of all ranks; they move the weight of the entropy."""
-        metrics = of_update(outs, self.objective, self.ranks, weighted=bool(self.config.corrections))
-        if self.entropy_coef is not None:
-            metrics["entropy_coef"] = self.entropy_coef.coef
-            self.entropy_coef.update(metrics["entropy"])
-        return metrics
+    # ---- the run
 
-    # ---- saving
+    def train(self) -> bool:
+        """Run up to `config.steps`. True when done; False when stopped by SIGINT or SIGTERM, with everything saved."""
+        self.ranks.on_main(self.folder.hold)
+        self.stopped_by = 0
+        try:
+            if self.config.resume:
+                self.step, self.rng = self.saved.restore()
+            self.take_steps()
+            if self.step == self.config.steps:
+                self.saved.save_model(self.tokenizer)
+            self.ranks.on_main(lambda: write_summary(self.folder))
+        finally:
+            self.folder.release()
+        if self.step < self.config.steps and self.ranks.main:
+            print(f"stopped after step {self.step} of {self.config.steps}; continue with resume", file=sys.stderr)
+        return self.step == self.config.steps
 
-    def save(self) -> None:
-        self.saved.save(self.step, self.rng)
-
-    def restore(self) -> None:
-        self.step, self.rng = self.saved.restore()
+    def take_steps(self) -> None:
+        config = self.config
+        with self.log.opened(self.step), stop_after_step() as signals:
+            try:
+                while self.step < config.steps and not self.stopped_by:
+                    line: dict[str, Any] = {"step": self.step}
+                    if config.eval_steps and self.step % config.eval_steps == 0:
+                        line |= self.rollouts.evaluate(self.eval_rows)
+                    self.log.write(line | self.train_step())
+                    if self.step == config.steps and config.eval_steps:
+                        self.log.write({"step": self.step, **self.rollouts.evaluate(self.eval_rows)})
+                    if self.ranks.any(bool(signals)):
+                        self.stopped_by = max(self.ranks.gather(signals[0] if signals else 0))
+                    due = config.checkpoint_steps > 0 and self.step % config.checkpoint_steps == 0
+                    if due or self.stopped_by or self.step == config.steps:
+                        self.saved.save(self.step, self.rng)
+            except BaseException as error:
+                # Between updates the parameters are those of the last whole step, and worth keeping; of several processes all
+                # have to come here to save.
+                together = self.ranks.world == 1 or error is self.ranks.shared_error
+                if self.step and not self.mid_update and together:
+                    self.saved.save(self.step, self.rng)
+                raise
 
     def close(self) -> None:
         """Leave the process group that the run made, if it did; all ranks together, after the last call of the others."""
         self.ranks.close()
+
+
+def main(argv: list[str]) -> int:
+    """`python -m grpo_kernels train`. Exit status 0: done; 128 + the signal's number (130, 143): stopped by it after a step, with a
+    checkpoint to resume from; 2: something in the arguments is wrong."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        config = parse(argv)
+        require("transformers").set_seed((config.seed * 1_000_003 + int(os.environ.get("RANK", "0"))) % 2**32)
+        trainer = Trainer(config)
+    except (ValueError, ImportError, OSError) as error:  # OSError: a name or path that transformers cannot load
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    done = trainer.train()
+    if config.progress and trainer.ranks.main and trainer.folder.summary.exists():
+        print(trainer.folder.summary.read_text(), end="")
+    trainer.close()
+    return trainer.ranks.leave(0 if done else 128 + trainer.stopped_by)

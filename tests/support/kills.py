@@ -18,6 +18,7 @@ from typing import Any
 import datasets  # noqa: F401
 import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401
+import transformers.hf_argparser
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
 from grpo_kernels.__main__ import main as command_line

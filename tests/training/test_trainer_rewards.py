@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,132 +14,104 @@ pytest.importorskip("datasets")
 
 import transformers
 
-from grpo_kernels.training.rewards import exact, number
+from grpo_kernels.training.rewards import Asked, call, exact, number
 from support.plain_trainer import Watch
 from support.runs import tiny, trainer, varied
 
 Lists = list[list[int]]
 
-
-class Graded:
-    """Steps of one run, whose four completions are the same each time, with rewards that are made from their ids."""
-
-    def __init__(self, tok: Any, out: Path) -> None:
-        self.calls: list[tuple[list[str], list[str]]] = []
-        changes: dict[str, Any] = {"prompts_per_step": 2, "group_size": 2, "lr": 0.0, "sample_every": 0}
-        self.trainer = trainer(tok, out, rewards=[self.grade], **changes)
-
-    def grade(self, prompts: list[str], completions: list[str], *, completion_ids: Lists, **columns: Any) -> Any:
-        self.calls.append((prompts, completions))
-        return self.function(completion_ids)
-
-    grade.__name__ = "graded"
-
-    def step(self, function: Callable[[Lists], Any]) -> dict[str, float]:
-        self.calls.clear()
-        self.trainer.step, self.function = 0, function
-        return self.trainer.train_step()
-
-    def shown(self, i: int) -> str:
-        prompts, completions = self.calls[0]
-        return f"\n  prompt     {prompts[i]!r}\n  completion {completions[i]!r}"
+ASKED = Asked(list("abcd"), ["x", "y\n", "z", "w"], [[1], [2, 3], [4, 5, 6], [7]], {})
 
 
-@pytest.fixture(scope="module")
-def graded(tok: Any, tmp_path_factory: pytest.TempPathFactory) -> Graded:
-    return Graded(tok, tmp_path_factory.mktemp("graded") / "run")
+def shown(i: int) -> str:
+    return f"\n  prompt     {ASKED.prompts[i]!r}\n  completion {ASKED.completions[i]!r}"
 
 
-def at(i: int, value: Any, other: Any = 1.0) -> Callable[[Lists], Any]:
-    """`value` for completion i, `other` for the others."""
-    return lambda ids: [value if k == i else other for k in range(len(ids))]
+def graded(values: Any) -> Any:
+    """What comes of a function that returns these for `ASKED`, or what they are of the ids."""
 
+    def graded(prompts: list[str], completions: list[str], *, completion_ids: Lists) -> Any:
+        return values(completion_ids) if callable(values) else values
 
-def steps_but(i: int, wrong: Callable[[list[int]], Any]) -> Callable[[Lists], Any]:
-    """Process rewards, but for completion i."""
-    return lambda ids: [wrong(each) if k == i else [1.0, *[None] * (len(each) - 1)] for k, each in enumerate(ids)]
+    return call(graded, ASKED)
 
 
 @pytest.mark.parametrize(
     ("values", "which", "message"),
     [
-        (lambda ids: [1.0, 2.0], 2, "reward graded returned 2 values for 4 completions: return one for each. The first without one is"),
-        (lambda ids: [1.0] * 5, None, "reward graded returned 5 values for 4 completions: return one for each."),
-        (at(3, float("inf")), 3, "returned a float (inf) for completion 3: return a finite number"),
-        (at(1, float("nan")), 1, "returned a float (nan) for completion 1: return a finite number"),
-        (at(2, None), 2, "returned None for completion 2: return a finite number"),
-        (at(2, "0.5"), 2, "returned a str ('0.5') for completion 2: return a finite number"),
-        (at(2, torch.zeros(2)), 2, "returned a Tensor (tensor([0., 0.])) for completion 2: return a finite number"),
-        (steps_but(0, lambda ids: [1.0] * (len(ids) + 1)), 0, "entries for completion 0 of"),
-        (steps_but(1, lambda ids: 1.0), 1, "and for others lists: return the same for all"),
-        (lambda ids: [1.0, [1.0] * len(ids[1]), 1.0, 1.0], 1, "and for others numbers: return the same for all"),
-        (steps_but(1, lambda ids: [float("nan")] * len(ids)), 1, "a float (nan) at token 0 of completion 1: a step's"),
-        (steps_but(1, lambda ids: ["1"] * len(ids)), 1, "a str ('1') at token 0 of completion 1"),
-        (lambda ids: dict.fromkeys("abcd", 1.0), None, "reward graded returned a dict ({'a': 1.0, "),
-        (lambda ids: "abcd", None, "returned a str ('abcd'): return a list, with an entry for each"),
-        (lambda ids: None, None, "returned None: return a list"),
-        (lambda ids: 0.5, None, "returned a float (0.5): return a list"),
+        ([1.0, 2.0], None, "reward graded returned 2 values for 4 completions: return one for each."),
+        ([1.0] * 5, None, "reward graded returned 5 values for 4 completions: return one for each."),
+        ([1.0, 1.0, 1.0, float("inf")], 3, "for completion 3 a float (inf): return a finite number"),
+        ([1.0, float("nan"), 1.0, 1.0], 1, "for completion 1 a float (nan): return a finite number"),
+        ([1.0, 1.0, None, 1.0], 2, "for completion 2 None: return a finite number"),
+        ([1.0, 1.0, "0.5", 1.0], 2, "for completion 2 a str ('0.5'): return a finite number"),
+        ([1.0, 1.0, torch.zeros(2), 1.0], 2, "a Tensor (tensor([0., 0.])): return a finite number"),
+        ([[1.0, 1.0]] * 4, 0, "for completion 0 2 process rewards for 1 tokens: one entry per token."),
+        ([[1.0], 1.0, 1.0, 1.0], 1, "a float (1.0), and not so for others: return numbers for all completions, or lists"),
+        ([1.0, [1.0, 1.0], 1.0, 1.0], 1, "a list ([1.0, 1.0]), and not so for others"),
+        ([[1.0], [float("nan"), None]], None, "returned 2 values for 4"),
+        ([[1.0], [None, float("nan")], [None] * 3, [1]], 1, "a float (nan): a process reward is a finite number"),
+        ([[1.0], [None, "1"], [None] * 3, [1]], 1, "a str ('1'): a process reward is a finite number"),
+        (dict.fromkeys("abcd", 1.0), None, "reward graded returned a dict ({'a': 1.0, "),
+        ("abcd", None, "returned a str ('abcd'): return a list, with an entry for each"),
+        (None, None, "returned None: return a list"),
+        (0.5, None, "returned a float (0.5): return a list"),
     ],
-    ids=lambda value: "" if callable(value) or value is None else str(value),
+    ids=str,
 )  # fmt: skip
-def test_wrong_rewards_raise(graded: Graded, values: Any, which: int | None, message: str) -> None:
+def test_wrong_rewards_raise(values: Any, which: int | None, message: str) -> None:
     """One of a single completion shows it with its prompt."""
     with pytest.raises(ValueError) as caught:
-        graded.step(values)
+        graded(values)
     said = str(caught.value)
-    assert message in said and (which is None or said.endswith(graded.shown(which)))
+    assert message in said and (which is None or said.endswith(shown(which)))
 
 
-def test_numbers_of_numpy_and_torch_are_rewards(graded: Graded) -> None:
+def test_numbers_of_numpy_and_torch_are_rewards() -> None:
     numpy = pytest.importorskip("numpy")
-    found = []
-    for values in (
-        [1, 0, 2, 2.5],
-        numpy.array([1, 0, 2, 2.5]),
-        torch.tensor([1, 0, 2, 2.5]),
-        (torch.tensor(1), numpy.float32(0), 2, 2.5),
-    ):
-        for lazy in (False, True):
-            metrics = graded.step(lambda ids, values=values, lazy=lazy: (v for v in values) if lazy else values)
-            found.append([metrics[name] for name in ("reward", "reward_std", "zero_variance_groups", "loss", "grad_norm")])
-    assert found[0][:3] == [1.375, pytest.approx(0.9601, abs=1e-4), 0.0] and all(each == found[0] for each in found)
+    numbers = [1, 0, 2, 2.5]
+    for values in (numbers, numpy.array(numbers), torch.tensor(numbers), (torch.tensor(1), numpy.float32(0), 2, 2.5)):
+        assert graded(values) == graded(lambda ids, values=values: (v for v in values)) == [1.0, 0.0, 2.0, 2.5]
+    assert call(exact, Asked([], [], [], {"answer": []})) == [] != graded([(torch.tensor(1),), [None, 1], [0] * 3, [2]])
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_an_error_in_a_reward_function_shows_the_completion_that_caused_it(graded: Graded, lazy: bool) -> None:
-    """The function is asked about each completion alone until it fails in the same way."""
-
-    def whole(ids: Lists) -> list[float]:
-        if len(ids) == 1 and ids[0] == first[0]:
-            raise KeyError("another error, of a lone completion")
-        return [1 / (each != first[2]) for each in ids]
-
-    first: Lists = []
-    graded.step(lambda ids: first.extend(ids) or [0.0] * 4)
-    with pytest.raises(RuntimeError) as caught:
-        graded.step(lambda ids: (r for r in whole(ids)) if lazy else whole(ids))
-    assert str(caught.value) == (
-        f"reward graded raised ZeroDivisionError: division by zero\nWith completion 2 of 4 alone it fails alike:{graded.shown(2)}"
-    )
-    assert isinstance(caught.value.__cause__, ZeroDivisionError) and [len(c) for _, c in graded.calls] == [4, 1, 1, 1]
+def dividing(ids: Lists) -> list[float]:
+    if ids == [[1]]:
+        raise KeyError("another error, of a lone completion")
+    return [1 / (len(each) != 3) for each in ids]
 
 
-@pytest.mark.parametrize(("seconds", "calls"), [(0.0, 4), (11.0, 1)])
-def test_an_error_of_no_single_completion_says_so_and_is_not_looked_for_long(
-    graded: Graded, monkeypatch: pytest.MonkeyPatch, seconds: float, calls: int
+def together(ids: Lists) -> list[float]:
+    if len(ids) > 1:
+        raise OSError("too many")
+    return [0.0]
+
+
+NONE = "OSError: too many\nWith none of the 4 completions alone it was seen to fail alike. The first of them:"
+
+
+@pytest.mark.parametrize(
+    ("function", "seconds", "calls", "said", "which"),
+    [
+        (dividing, 0.0, 4, "ZeroDivisionError: division by zero\nWith completion 2 of 4 alone it fails alike:", 2),
+        (together, 0.0, 5, NONE, 0), (together, 11.0, 2, NONE, 0),
+    ],
+    ids=["of one", "of none", "slow"],
+)  # fmt: skip
+def test_an_error_in_a_reward_function_shows_the_completion_that_caused_it(
+    monkeypatch: pytest.MonkeyPatch, function: Any, seconds: float, calls: int, said: str, which: int
 ) -> None:
-    def together(ids: Lists) -> list[float]:
-        now[0] += seconds
-        if len(ids) > 1:
-            raise OSError("too many")
-        return [0.0]
+    """The function is asked about each completion alone until it fails in the same way, or for ten seconds."""
+    found: list[Lists] = []
 
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    def timed(ids: Lists) -> Any:
+        found.append(ids)
+        yield from function(ids)  # when it is read
+
+    monkeypatch.setattr(time, "monotonic", lambda: seconds * len(found))
     with pytest.raises(RuntimeError) as caught:
-        graded.step(together)
-    said = "reward graded raised OSError: too many\nWith none of the 4 completions alone it was seen to fail alike. The first of them:"
-    assert str(caught.value) == said + graded.shown(0) and [len(c) for _, c in graded.calls] == [4] + [1] * calls
+        graded(timed)
+    assert str(caught.value) == f"reward graded raised {said}{shown(which)}" and len(found) == calls
 
 
 def test_reward_functions_get_the_columns_of_their_prompt(tok: Any, tmp_path: Path) -> None:
@@ -176,11 +147,9 @@ SHOWN = {"1\n+\x1b[2J\u202e" + "2" * 232: None, LONG: "'\\n" + "1" * 119 + "' ..
 
 
 @pytest.mark.parametrize("prompt", SHOWN, ids=["escapes", "long"])
-def test_texts_are_shown_on_a_line_without_their_middle(tok: Any, tmp_path: Path, prompt: str) -> None:
-    rows = ([{"prompt": prompt}], [])
-    t = trainer(tok, tmp_path, rewards=[lambda prompts, _, **__: [None] * len(prompts)], rows=rows, max_prompt_tokens=2000)
+def test_texts_are_shown_on_a_line_without_their_middle(prompt: str) -> None:
     with pytest.raises(ValueError) as caught:
-        t.train_step()
+        call(lambda *_, **__: [None], Asked([prompt], ["x"], [[1]], {}))
     assert f"\n  prompt     {SHOWN[prompt] or repr(prompt)}\n" in str(caught.value)
 
 
