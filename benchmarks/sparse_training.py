@@ -155,10 +155,10 @@ def spread(still: Any, batches: int) -> Record:
         generator = torch.Generator().manual_seed(1_000_003 * (config.seed + 1) - number - 1)
         completions = still.rollouts.sample(prompts, config.group_size, generator)
         scores = still.rollouts.score(prompts, completions, config.group_size)
-        advantages = still.credit.advantages(prompts, completions, scores)
+        advantages = still.advantages(prompts, completions, scores)
         statistics = statistics or rows(still.model, completions)
         for (term, step), of in gradients.items():
-            still.objective, still.losses.sparse_step = terms[term], step
+            still.objective, still.losses.config = terms[term], replace(config, sparse_step=step)
             still.update(completions, advantages if term == "policy" else torch.zeros_like(advantages))
             of.append(still.gradient)
     sizes = {name: p.numel() for name, p in still.model.named_parameters()}

@@ -104,18 +104,18 @@ def test_noise_is_the_squared_distance_by_the_variance_over_batches(monkeypatch:
     names = {"model.embed_tokens.weight": 2, "model.norm.weight": 1, "lm_head.weight": 4}
     made = SimpleNamespace(
         config=SimpleNamespace(objective="policy", prompts_per_step=1, group_size=1, seed=0), train_rows=ROWS, step=0,
-        sample=lambda *_, **__: None, score=lambda *_: None, losses=SimpleNamespace(sparse_step=0.0), objective="",
-        credit=SimpleNamespace(advantages=lambda *_: torch.ones(1)),
+        rollouts=SimpleNamespace(sample=lambda *_: None, score=lambda *_: None), losses=SimpleNamespace(config=None), objective="",
+        advantages=lambda *_: torch.ones(1),
         model=SimpleNamespace(named_parameters=lambda: [(name, torch.zeros(size)) for name, size in names.items()]),
     )  # fmt: skip
 
     def update(_: Any, advantages: torch.Tensor) -> None:
-        term, step = ("policy", "entropy").index(made.objective), made.losses.sparse_step
+        term, step = ("policy", "entropy").index(made.objective), made.losses.config.sparse_step
         assert bool(advantages.any()) == (term == 0)
         made.gradient = dense[term, made.step] + (error[term, made.step, steps.index(step)] if step else 0)
 
     made.update = update
-    monkeypatch.setattr(sparse_training, "replace", lambda *_, **__: SimpleNamespace(objective="entropy"))
+    monkeypatch.setattr(sparse_training, "replace", lambda _, **changes: SimpleNamespace(objective="entropy", **changes))
     monkeypatch.setattr(sparse_training, "rows", lambda *_: {"nats": 1.0})
     found = sparse_training.spread(made, batches)
     for at, term in enumerate(("policy", "entropy")):
