@@ -96,7 +96,7 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         reads.append(Read(_indexed(stream, whole, asked, read), names, with_gradient))
     for teacher in () if beside is not None else known:
         reads.append(_of_known(stream, teacher, exact, targets, read))
-    values = statistics(Rows(stream.of((), stream.transform), tuple(reads)), targets, read, stream.transform, stream.tensors)
+    values = statistics(Rows(stream, tuple(reads)), targets, read, stream.transform, stream.tensors)
     found = [_of_visit(values, i) for i in range(len(reads))]
     of_known = found[len(found) - (0 if beside is not None else len(known)) :]
     logps, named, whole_logps = _joined(found, kept, over, at)

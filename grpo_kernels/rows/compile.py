@@ -195,6 +195,9 @@ class TracedRows:
     def versions(self) -> tuple[int, ...]:
         return ()
 
+    def without_tensors(self) -> TracedRows:
+        return self
+
     def _how(self, transform: RowTransform) -> tuple[Any, ...]:
         t = transform.inv_temperature
         numbers = (1.0, t) if isinstance(t, Tensor) else (t, None)

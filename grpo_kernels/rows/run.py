@@ -75,6 +75,9 @@ class Problem(Protocol):
     def versions(self) -> tuple[int, ...]:
         """How often tensors that the backward reads again, beside those of the policy, were written to."""
 
+    def without_tensors(self) -> Problem:
+        """The problem as the backward keeps it: autograd keeps the tensors."""
+
 
 class Given(NamedTuple):
     targets: Tensor  # int64 [n]
@@ -119,7 +122,9 @@ class Rows:
         return tuple(names)
 
     def stats(self, given: Given) -> tuple[Tensor, ...]:
-        stream = self.stream.of(given.tensors, given.transform)
+        stream = self.stream
+        if given.tensors is not stream.tensors:
+            stream = stream.of(given.tensors, given.transform)
         values: list[Tensor] = []
         saved: list[Tensor] = []
         for visit, statistics, _ in self.reads:
@@ -180,6 +185,9 @@ class Rows:
         )
         draws = tuple(known[f"{i} {name}"] for name in DRAWS if f"{i} {name}" in known)
         return Found(partials, apart, draws)
+
+    def without_tensors(self) -> Rows:
+        return Rows(self.stream.of((), self.stream.transform), self.reads)
 
     def versions(self) -> tuple[int, ...]:
         others = {id(other.stream): other.stream for read in self.reads for other in read.visit.others}
@@ -315,10 +323,10 @@ def statistics(
         function = _Statistics.apply if needed else _Statistics.forward
         made = function(problem, *rows, *tensors)
     elif needed or torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        made = applied(_Statistics, problem, *map(_savable, rows), *tensors)
+        made = applied(_Statistics, problem.without_tensors(), *map(_savable, rows), *tensors)
     else:  # for a small batch the overhead of a Function would dominate
         with torch.no_grad():
-            made = _Statistics.forward(problem, *rows, *tensors)
+            made = problem.stats(Given(targets, read, transform, tensors))
     return dict(zip(problem.values, made[: len(problem.values)], strict=True))
 
 
