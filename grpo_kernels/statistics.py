@@ -17,7 +17,7 @@ from .rows.ragged import Ragged
 from .rows.run import Read, Rows, statistics
 from .rows.selection import Sparse
 from .rows.sets import KeptRows, OverSets
-from .rows.stream import Known, Other, Seconds, Stream, Whole
+from .rows.stream import Known, Other, Seconds, Stream, Whole, one_of, read_beside, times
 from .specs import Options
 from .token_sets import TokenSets, check_sets, narrowed, without_set
 
@@ -57,7 +57,8 @@ class Statistics(NamedTuple):
 
 
 def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | None, options: Options) -> Statistics:
-    """ "lse" among the names asks for "log_kept_mass" in its place: the log of the probability that the whole row gives to its set,
+    """Statistics of the rows of a stream. The name "lse" asks for "log_kept_mass" in its place: the log of the probability
+    that the whole row gives to its set,
     0 of a row without a set."""
     names, with_gradient, kept, over, (others, known), exact, at, _, sparse = asked
     if torch.compiler.is_compiling():
@@ -78,7 +79,7 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         own = tuple(name for name in names if over is None or name not in over)
         sets = OverSets(
             kept, targets, _partials(own, others), others if "divergence" in own else (),
-            None if over is not None and "at" in over else at,
+            None if at is None or (over is not None and "at" in over) else at.only(kept.has).plain(),
         )  # fmt: skip
         reads.append(Read(sets, own, tuple(name for name in with_gradient if name in own)))
     if kept is None or over is not None or not kept.has_all:
@@ -113,8 +114,8 @@ def _of_visit(values: dict[str, Tensor], i: int) -> dict[str, Tensor]:
 
 def _partials(names: tuple[str, ...], others: tuple[Other, ...]) -> tuple[str, ...]:
     """The partials of a visit: those of a divergence only beside a second stream that is read in the same visit."""
-    one = len(others) == 1 and others[0].weight is None
-    return partials_of(tuple(name for name in names if one or name != "divergence"), others[0].kind if one else "")
+    one = one_of(others)
+    return partials_of(tuple(name for name in names if one or name != "divergence"), "" if one is None else one.kind)
 
 
 def _indexed(stream: Stream, whole: Whole, asked: Asked, read: Tensor | None) -> Whole:
@@ -137,9 +138,7 @@ def _outside(exact: Exact | None) -> tuple[str, ...]:
 
 def _of_known(stream: Stream, teacher: Known, exact: Exact | None, targets: Tensor, read: Tensor | None) -> Read:
     """The visit of the rows where this teacher has a weight."""
-    if teacher.weight is not None:
-        read = plain(teacher.weight != 0 if read is None else read & (teacher.weight != 0))
-    outside = _outside(exact)
+    read, outside = read_beside(teacher.weight, read), _outside(exact)
     whole = Whole(targets, read, partials_of(outside), at=teacher.slots)
     return Read(_indexed(stream, whole, Asked(), read), outside, outside)
 
@@ -176,7 +175,7 @@ def _divergence(
         assert teacher.sets.values is not None
         value = divergence_at(exact, values["at"], teacher.sets.values, teacher.sets.offsets, values.get("outside"))
         value = value if read is None else torch.where(read, value, 0.0)
-        parts.append(value if teacher.weight is None else torch.where(teacher.weight == 0, 0.0, teacher.weight * value))
+        parts.append(times(teacher.weight, value))
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 

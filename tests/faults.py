@@ -95,11 +95,11 @@ FAULTS: list[Fault] = [
             MEMORY,
         ),
         (
-            "divergences lack their teacher's weight", "torch.where(self.weight == 0, 0.0, self.weight * x)",
-            "torch.where(self.weight == 0, 0.0, x)",
+            "divergences lack their teacher's weight", "torch.where(weight == 0, 0.0, weight * x)",
+            "torch.where(weight == 0, 0.0, x)",
         ),
         (
-            "every teacher adds the nll term", "backend.fused(own, TokenStage.divergence_alone(own.targets, times), memory)",
+            "every teacher adds the nll term", "backend.fused(own, TokenStage.divergence_alone(own.targets, of_part), memory)",
             "backend.fused(own, stage if here is None else stage.at(here), memory)",
         ),
     ),
@@ -117,8 +117,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "the teacher's rows are those of the whole vocabulary",
-            'one = None if self.apart or not self.others else self._beside(kernels, self.others[0])\n        result,',
-            'one = None\n        result,',
+            'result, gradient = kernels.fused(z, stage, wanted, self._beside(kernels, self.one))',
+            'result, gradient = kernels.fused(z, stage, wanted, None)',
         ),
     ),
     *of("grpo_kernels/rows/hidden.py", COMBINATIONS,

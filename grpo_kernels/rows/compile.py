@@ -88,7 +88,7 @@ def _pulled(
     gradients = stream.gradients(wanted, Parts(whole, slots=bool(draws)))
     found = Found(Partials(partials, whole.names), (), draws)
     stream.pull(whole, found, Slopes(slopes, tuple(slope_names)), gradients, None)
-    made = (None if g is None else g if isinstance(g, Tensor) else g.made() for g in gradients.made())
+    made = gradients.tensors()
     # An operator cannot return None.
     return tuple(tensors[0].new_empty(0) if g is None else g.to(x.dtype) for g, x in zip(made, tensors, strict=True))
 

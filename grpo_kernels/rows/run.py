@@ -21,7 +21,7 @@ from .memory import converted
 from .partials import Partials, RowTransform, Slopes
 from .ragged import Ragged
 from .sets import OverSets
-from .stream import Found, LogitsAt, Parts, Stream, Whole, at_all_ranks
+from .stream import Found, LogitsAt, Parts, Stream, Whole, at_all_ranks, times
 
 Tensor = torch.Tensor
 Tensors = tuple[Any, ...]
@@ -95,18 +95,18 @@ class Rows:
 
     @functools.cached_property
     def values(self) -> tuple[str, ...]:
-        names = []
-        for i, read in enumerate(self.reads):
-            at = () if read.visit.at is None else ("at",)
-            names += [f"{i} {name}" for name in ("logps", *read.statistics, *at)]
-        return tuple(names)
+        return self._named([read.statistics for read in self.reads])
 
     @functools.cached_property
     def differentiable(self) -> tuple[str, ...]:
+        return self._named([read.with_gradient for read in self.reads])
+
+    def _named(self, statistics: list[tuple[str, ...]]) -> tuple[str, ...]:
+        """These statistics of each visit, with its log-probs in front and those at further ids behind them."""
         names = []
-        for i, read in enumerate(self.reads):
+        for i, (read, own) in enumerate(zip(self.reads, statistics, strict=True)):
             at = () if read.visit.at is None else ("at",)
-            names += [f"{i} {name}" for name in ("logps", *read.with_gradient, *at)]
+            names += [f"{i} {name}" for name in ("logps", *own, *at)]
         return tuple(names)
 
     @functools.cached_property
@@ -161,8 +161,7 @@ class Rows:
             given_to = given_to or {"logps": torch.zeros_like(found.partials.max)}
             slopes, at_ids = Slopes.of(of_values, given_to, visit.read), None
             if visit.at is not None and (d_at is not None or d_outside is not None):
-                slots = visit.at if isinstance(visit, Whole) else visit.at.only(visit.kept.has)
-                at = LogitsAt(slots, known[f"{i} at logits"], known[f"{i} at used"])
+                at = LogitsAt(visit.at, known[f"{i} at logits"], known[f"{i} at used"])
                 d_at = torch.zeros_like(at.logits) if d_at is None else d_at.to(torch.float32)
                 rows = (visit.targets, visit.read, found.partials, slopes, stream.transform)
                 at_ids, slopes = at.gradients(d_at, d_outside, *rows)
@@ -172,13 +171,12 @@ class Rows:
                 few.append(visit.pull(stream, found, slopes, at_ids))
         for slots, values in few:
             gradients.add(slots, values)
-        made = (None if g is None else g if isinstance(g, Tensor) else g.made() for g in gradients.made())
-        return tuple(None if g is None else converted(g, x.dtype) for g, x in zip(made, given.tensors, strict=True))
+        pairs = zip(gradients.tensors(), given.tensors, strict=True)
+        return tuple(None if g is None else converted(g, x.dtype) for g, x in pairs)
 
     def _found(self, i: int, known: dict[str, Tensor]) -> Found:
         visit = self.reads[i].visit
-        one = visit.others[0] if visit.others and not visit.apart else None
-        of = ("", 0.0) if one is None else (one.kind, one.mixture)
+        of = ("", 0.0) if visit.one is None else (visit.one.kind, visit.one.mixture)
         partials = Partials(known[f"{i} partials"], visit.names, *of)
         apart = tuple(
             Partials(known[f"{i} apart {k}"], other.names, other.kind, other.mixture) for k, other in enumerate(visit.apart)
@@ -203,7 +201,7 @@ def _divergence(visit: Whole | OverSets, found: Found) -> Tensor:
     """fp32 [n], from all second streams."""
     if not visit.apart:
         return found.partials.divergence
-    values = [other.times(partials.divergence) for other, partials in zip(visit.apart, found.apart, strict=True)]
+    values = [times(other.weight, partials.divergence) for other, partials in zip(visit.apart, found.apart, strict=True)]
     return torch.stack(values).sum(0)
 
 

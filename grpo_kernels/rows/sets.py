@@ -21,7 +21,7 @@ from .backends import Backend, FusedRows
 from .parallel import VocabShard, exchange, on_shard
 from .partials import MIXED, TRANSFORMED, LogitRows, Partials, RowTransform, Second, Slopes
 from .ragged import Ragged
-from .stream import Found, LogitsAt, Other, Stream, at_all_ranks
+from .stream import Found, LogitsAt, Other, Stream, at_all_ranks, one_of, read_beside, times
 
 Tensor = torch.Tensor
 
@@ -272,8 +272,8 @@ def _back(block: Tensor, at: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class OverSets:
-    """A visit of rows over their sets. `names` of the partials; `others`: second streams; `at`: further ids, in or not in the
-    sets."""
+    """A visit of rows over their sets. `names` of the partials; `others`: second streams; `at`: further ids of rows
+    with a set, in it or not."""
 
     kept: KeptRows
     targets: Tensor
@@ -286,34 +286,34 @@ class OverSets:
         return self.kept.read
 
     @property
+    def one(self) -> Other | None:
+        """The second stream that is read in the same visit."""
+        return one_of(self.others)
+
+    @property
     def apart(self) -> tuple[Other, ...]:
-        """Second streams that are visited after one another: all but one without a weight."""
-        return () if len(self.others) == 1 and self.others[0].weight is None else self.others
+        """Those that are visited after one another."""
+        return () if self.one is not None else self.others
 
     def stats(self, stream: Stream) -> Found:
         kernels, z, _ = self._rows(stream)
-        one = None if self.apart or not self.others else self._beside(kernels, self.others[0])
-        partials = kernels.stats(z, self.names, one)
+        partials = kernels.stats(z, self.names, self._beside(kernels, self.one))
         apart = []
         for other in self.apart:
-            read = self.read if other.weight is None else self.read & (other.weight != 0)
-            apart.append(kernels.stats(z, other.names, self._beside(kernels, other), read))
+            apart.append(kernels.stats(z, other.names, self._beside(kernels, other), read_beside(other.weight, self.read)))
         return Found(partials, tuple(apart))
 
     def pull(self, stream: Stream, found: Found, slopes: Slopes, at_ids: Tensor | None) -> tuple[Ragged, Tensor]:
         """(slots, the gradient of the logits at them)."""
         kernels, z, logits = self._rows(stream)
-        if self.apart:
-            of_divergence = slopes.get("divergence")
-            gradient = kernels.pull(z, found.partials, slopes.without("divergence"), None)
-            for other, partials in zip(self.apart, found.apart, strict=True):
-                if of_divergence is not None:
-                    slope = other.times(of_divergence)
-                    alone = Slopes.stacked({"target": torch.zeros_like(slope), "divergence": slope})
-                    gradient += kernels.pull(z, partials, alone, self._beside(kernels, other))
-        else:
-            one = self._beside(kernels, self.others[0]) if self.others else None
-            gradient = kernels.pull(z, found.partials, slopes, one)
+        of_divergence = slopes.get("divergence")
+        own = slopes.without("divergence") if self.apart else slopes
+        gradient = kernels.pull(z, found.partials, own, self._beside(kernels, self.one))
+        for other, partials in zip(self.apart, found.apart, strict=True):
+            if of_divergence is not None:
+                slope = times(other.weight, of_divergence)
+                alone = Slopes.stacked({"target": torch.zeros_like(slope), "divergence": slope})
+                gradient += kernels.pull(z, partials, alone, self._beside(kernels, other))
         gradient = kernels.of_logits(gradient, logits, stream.transform)
         if at_ids is not None and self.at is not None:
             gradient = self.kept.replaced(gradient, self.at, at_ids)
@@ -322,16 +322,15 @@ class OverSets:
     def fused(self, stream: Stream, stage: TokenStage, wanted: bool) -> tuple[FusedRows, tuple[Ragged, Tensor] | None]:
         """(losses of all rows, what `pull` returns if it is wanted)."""
         kernels, z, logits = self._rows(stream)
-        one = None if self.apart or not self.others else self._beside(kernels, self.others[0])
-        result, gradient = kernels.fused(z, stage, wanted, one)
+        result, gradient = kernels.fused(z, stage, wanted, self._beside(kernels, self.one))
         of_loss = stage.rows.divergence_weight
         for other in self.apart:
-            weight = torch.zeros_like(result.losses) if of_loss is None else other.times(of_loss)
-            read = self.read if other.weight is None else self.read & (other.weight != 0)
+            weight = torch.zeros_like(result.losses) if of_loss is None else times(other.weight, of_loss)
+            read = read_beside(other.weight, self.read)
             alone = TokenStage.divergence_alone(self.targets, weight)
             part, more = kernels.fused(z, alone, wanted, self._beside(kernels, other), read)
             assert part.divergence is not None
-            divergence = other.times(part.divergence)
+            divergence = times(other.weight, part.divergence)
             divergence = divergence if result.divergence is None else result.divergence + divergence
             result = result._replace(losses=result.losses + part.losses, divergence=divergence)
             gradient = None if gradient is None or more is None else gradient + more
@@ -341,8 +340,7 @@ class OverSets:
 
     def logits_at(self, stream: Stream) -> LogitsAt:
         assert self.at is not None
-        slots = self.at.only(self.kept.has)
-        logits = at_all_ranks(stream, slots)
+        slots, logits = self.at, at_all_ranks(stream, self.at)
         # The log-prob of the only id of a set is 0 whatever its logit is, which is therefore not computed.
         logits = torch.where(self.kept.several[slots.rows], logits, 0.0)
         return LogitsAt(slots, logits, (slots.ids >= 0) & self.kept.holds(slots))
@@ -354,6 +352,8 @@ class OverSets:
         return kernels, kernels.transformed(logits, stream.transform), logits
 
     @staticmethod
-    def _beside(kernels: SetKernels, other: Other) -> Beside:
+    def _beside(kernels: SetKernels, other: Other | None) -> Beside | None:
+        if other is None:
+            return None
         z = kernels.transformed(other.stream.at(kernels.slots), other.stream.transform)
         return Beside(z, other.kind, other.mixture)

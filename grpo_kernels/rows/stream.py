@@ -88,7 +88,7 @@ class SlotGradient:
     def add_to(self, out: Tensor, factor: Tensor | None = None) -> Tensor:
         values = self.values if factor is None else self.values * factor
         if self.shape[-1]:  # else of a rank without a part of the vocabulary
-            # Ragged that are not in use add 0: to leave them out, the host would have to know them.
+            # Slots that are not in use add 0: to leave them out, the host would have to know them.
             out.index_put_(self.at, values.to(self.dtype), accumulate=True)
         return out
 
@@ -159,11 +159,34 @@ class Gradients(ABC):
     def made(self) -> tuple[Tensor | LateGradient | None, ...]:
         """One for each tensor of the stream, None where it is not wanted."""
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The same at once, where the factor of the backward is in them."""
+        return tuple(g if g is None or isinstance(g, Tensor) else g.made() for g in self.made())
+
+
+# ---- second streams. The weight of one in each row is fp32 [n], at least 0; None: 1
+
+
+def times(weight: Tensor | None, x: Tensor) -> Tensor:
+    """weight * x; 0 where the weight is 0, whatever x is."""
+    return x if weight is None else torch.where(weight == 0, 0.0, weight * x)
+
+
+def read_beside(weight: Tensor | None, read: Tensor | None) -> Tensor | None:
+    """bool [n]: the rows of `read` where a second stream has a weight. The others it adds nothing to, and is not read in."""
+    if weight is None:
+        return read
+    return plain(weight != 0 if read is None else read & (weight != 0))
+
+
+def one_of(others: tuple[Other, ...]) -> Other | None:
+    """The second stream that is read in the same visit: the only one, if it has no weight. The others are visited apart."""
+    return others[0] if len(others) == 1 and others[0].weight is None else None
+
 
 @dataclass(frozen=True, eq=False)
 class Other:
-    """A second stream of the same rows, for the divergence from it, and its weight in each row: fp32 [n], at least 0; None: 1.
-    Where the weight is 0 the stream adds nothing to the row, and is not read."""
+    """A second stream of the same rows, for the divergence from it, and its weight in each row, see `times` and `read_beside`."""
 
     stream: Stream
     kind: str
@@ -173,10 +196,6 @@ class Other:
     def second(self, logits: Tensor, transform: RowTransform) -> Second:
         return Second(logits, transform, self.kind, self.mixture)
 
-    def times(self, x: Tensor) -> Tensor:
-        """weight * x; 0 where the weight is 0, whatever x is."""
-        return x if self.weight is None else torch.where(self.weight == 0, 0.0, self.weight * x)
-
     @property
     def names(self) -> tuple[str, ...]:
         """The partials that the divergence needs."""
@@ -184,9 +203,7 @@ class Other:
 
 
 class Known(NamedTuple):
-    """A teacher that is known at some ids of each row: sets with its log-probs as values; and its weight in each row, fp32 [n],
-    None:
-    1."""
+    """A teacher that is known at some ids of each row: sets with its log-probs as values; and its weight in each row."""
 
     sets: TokenSets
     weight: Tensor | None = None
@@ -286,7 +303,7 @@ class Whole:
     @property
     def one(self) -> Other | None:
         """The second stream that is read in the same visit."""
-        return self.others[0] if len(self.others) == 1 and self.others[0].weight is None else None
+        return one_of(self.others)
 
     @property
     def apart(self) -> tuple[Other, ...]:
@@ -437,12 +454,12 @@ def fused_beside(
     losses, divergence = result.losses.clone(), torch.zeros_like(result.losses)
     of_loss = stage.rows.divergence_weight
     for _, here, own, weight in beside(rows, at, others, logits_of):
-        times = torch.zeros_like(weight) if of_loss is None else weight * (of_loss if here is None else of_loss[here])
+        of_part = torch.zeros_like(weight) if of_loss is None else weight * (of_loss if here is None else of_loss[here])
         memory = None if gradient is None else torch.empty_like(own.logits)
-        part = backend.fused(own, TokenStage.divergence_alone(own.targets, times), memory)
+        part = backend.fused(own, TokenStage.divergence_alone(own.targets, of_part), memory)
         assert part.divergence is not None
         _add(losses, here, part.losses)
-        _add(divergence, here, torch.where(weight == 0, 0.0, weight * part.divergence))
+        _add(divergence, here, times(weight, part.divergence))
         if gradient is not None and memory is not None:
             _add(gradient, here, memory, 1)
     if out is not None and gradient is not None:
@@ -462,7 +479,7 @@ def pull_beside(
             partials, slope = found.apart[i], of_divergence
             if here is not None:
                 partials, slope = partials.at(here), slope[here]
-            memory, slope = torch.empty_like(own.logits), torch.where(weight == 0, 0.0, weight * slope)
+            memory, slope = torch.empty_like(own.logits), times(weight, slope)
             backend.pull(own, partials, Slopes.stacked({"target": torch.zeros_like(slope), "divergence": slope}), memory)
             _add(gradient, here, memory, 1)
     out.copy_(gradient)
@@ -545,9 +562,7 @@ class Logits(Stream):
         partials = self.backend.visit(rows, whole.names)
         apart = []
         for other in whole.apart:
-            weight = other.weight
-            read = whole.read if weight is None else weight != 0 if whole.read is None else whole.read & (weight != 0)
-            read = None if read is None else plain(read)
+            read = read_beside(other.weight, whole.read)
             apart.append(self.backend.visit(rows._replace(read=read, second=self._second(other)), other.names))
         if OUTSIDE[0] in whole.names:
             for lo, hi, block in self._blocks(n):

@@ -1,4 +1,4 @@
-"""Ragged of sparse products, and matrices for them."""
+"""Slots of sparse products, and matrices for them."""
 
 from __future__ import annotations
 

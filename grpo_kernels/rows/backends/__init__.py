@@ -79,7 +79,7 @@ class Backend(ABC):
 
     # ---- products over slots: hidden states [n, H], a weight [V, H], one fp32 value a slot, [m]. Matrices have unit stride in the
     # last dimension and any in the first; each may be fp32, bf16 or fp16. Sums are fp32, go in the order of slots, and are rounded
-    # once, on their way into `out`; a result depends on its own slots alone. Ragged that are not used, or whose value is 0, read
+    # once, on their way into `out`; a result depends on its own slots alone. Slots that are not used, or whose value is 0, read
     # nothing; rows of `out` without any other slot are left alone. Indices are trusted.
 
     @abstractmethod
