@@ -22,7 +22,7 @@ from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
 from grpo_kernels.rows.backends import triton as backend
-from grpo_kernels.rows.backends.triton.launch import LAUNCH, Choice, choice_of, fused_kind
+from grpo_kernels.rows.backends.triton.launch import LAUNCH, Choice, choice_of, fused_kind, pull_kind
 from grpo_kernels.rows.partials import SLOPES, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
 from grpo_kernels.rows.ragged import Ragged
 
@@ -158,9 +158,10 @@ class Case:
 
     @property
     def choice(self) -> Choice:
-        if self.kernel != "fused":
-            return LAUNCH[self.kind.launch]
-        return choice_of(fused_kind(self.logits, self.gradient or self.logits, TRANSFORMS[self.transform](1).softcap))
+        softcap = TRANSFORMS[self.transform](1).softcap
+        if self.kernel == "fused":
+            return choice_of(fused_kind(self.logits, self.gradient or self.logits, softcap))
+        return LAUNCH[pull_kind(softcap) if self.kernel == "two_pull" else self.kind.launch]
 
     @property
     def kind(self) -> Kind:

@@ -97,7 +97,8 @@ class Kernels(Backend):
         arguments = (
             *of.memory, *of.sizes, targets, *of.partials(partials), *of_second, *of.shares, *of.slopes(slopes), *of.transforms,
         )  # fmt: skip
-        of.run("two", _two_pull_kernel, arguments, NAMES=names, DIRECTION=rows.second.kind)
+        kind = launch.pull_kind(rows.transform.softcap, rows.second.transform.softcap)
+        of.run(kind, _two_pull_kernel, arguments, NAMES=names, DIRECTION=rows.second.kind)
 
     def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
         """In one visit of each row; beside a second stream in two."""

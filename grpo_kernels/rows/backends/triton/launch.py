@@ -104,7 +104,8 @@ class Choice(NamedTuple):
 #:            With a softcap and an fp32 gradient ("capped32") one tile less is kept: tanh, and a gradient that is as wide as the
 #:            logits, take its registers (Triton 3.8 spilled 48 bytes a thread to keep it).
 #:   two      one pass over a row and its teacher's, with twice the loads and sums of `visit`: one program by registers.
-#:   mixed    the same for the sums of a mixture, whose hundred instructions a logit hide any load.
+#:   mixed    the same for the sums of a mixture, whose hundred instructions a logit hide any load, and for gradients with tanh,
+#:            which have fifty to ninety (Triton 3.9 spilled to keep twice the loads of fp16 logits).
 #:   select   columns of a sparse gradient. A thread's numbers are neighbours, so that a scan exchanges little; a scan of eight of
 #:            them takes more than 64 registers.
 #:   slots    products over the slots of kept sets, whose programs read two rows or more before they wait.
@@ -131,6 +132,11 @@ def fused_kind(logits: torch.dtype, gradient: torch.dtype, softcap: float) -> st
     if logits.itemsize < 4:
         return "fused"
     return "capped32" if softcap and gradient.itemsize == 4 else "fused32"
+
+
+def pull_kind(*softcaps: float) -> str:
+    """The kind of the gradient beside a second stream, from the softcaps of both."""
+    return "mixed" if any(softcaps) else "two"
 
 
 def choice_of(kind: str) -> Choice:
@@ -178,7 +184,7 @@ def _launch(
         flags |= {"FIRST_HINT": first, "LAST_HINT": last, "STAGES": choice.stages if tiles > ends and _copies_ahead() else 1}
     return Launch(
         flags,
-        options(lanes, choice.programs, kind not in ("two", "mixed")),
+        options(lanes, choice, kind not in ("two", "mixed")),
         max(1, choice.programs * choice.threads // lanes),
     )
 
@@ -192,9 +198,10 @@ def _copies_ahead() -> bool:
     return bool(target.backend == "cuda" and target.arch >= 90)
 
 
-def options(lanes: int, programs: int, fusion: bool = True) -> dict[str, Any]:
-    """Options of Triton's compiler for the number of threads in a program and of full-size programs that share a multiprocessor.
-    `fusion`: of multiplications and additions, which rounds once instead of twice."""
+def options(lanes: int, choice: Choice, fusion: bool = True) -> dict[str, Any]:
+    """Options of Triton's compiler for a program of so many threads. As many threads as the choice has resident share the
+    registers, also where rows are short and a program has few of them. `fusion`: of multiplications and additions, which rounds
+    once instead of twice."""
     if INTERPRETED:
         return {}
     target = triton.runtime.driver.active.get_current_target()
@@ -202,7 +209,7 @@ def options(lanes: int, programs: int, fusion: bool = True) -> dict[str, Any]:
     found: dict[str, Any] = {"num_warps": max(1, lanes // target.warp_size), "enable_fp_fusion": fusion}
     if target.backend == "cuda":
         # Left alone, ptxas may spill a few bytes to make room for one more program.
-        found["maxnreg"] = min(255, 65536 // (lanes * programs))
+        found["maxnreg"] = min(255, 65536 // (choice.threads * choice.programs))
     return found
 
 
@@ -447,7 +454,7 @@ def run_blocks(
         choice = LAUNCH[kind]
         lanes = choice.threads >> halvings
         sizes = {"LANES": lanes, "ACCESSES": choice.accesses, "COLS": 16 // given[0].element_size()}
-        return Launch({"ALIGNED": aligned, **sizes}, options(lanes, choice.programs), choice.programs)
+        return Launch({"ALIGNED": aligned, **sizes}, options(lanes, choice), choice.programs)
 
     with on_device(given[0]):
         run(kernel, tile, lambda launch: programs(launch.size), arguments, flags)
