@@ -92,9 +92,9 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="make the table from what is there")
     args = parser.parse_args()
     if not args.page:
-        for order in args.orders:
-            for target in args.targets:
-                for triton in ("", *filter(None, [args.triton36])):
+        for triton in ("", *filter(None, [args.triton36])):
+            for order in args.orders:
+                for target in args.targets:
                     found = {"source": source()} | all_cases(target, order, triton)
                     save(FILE, with_run(load(FILE), f"{found['triton']} {target} {order}", found))
                     print(found["triton"], target, order, found["outcomes"], f"{found['seconds']} s", flush=True)
