@@ -160,7 +160,7 @@ class Case:
     def choice(self) -> Choice:
         softcap = TRANSFORMS[self.transform](1).softcap
         if self.kernel == "fused":
-            return choice_of(fused_kind(self.logits, self.gradient or self.logits, softcap))
+            return choice_of(fused_kind(self.logits, softcap))
         return LAUNCH[pull_kind(softcap) if self.kernel == "two_pull" else self.kind.launch]
 
     @property

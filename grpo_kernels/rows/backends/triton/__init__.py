@@ -115,7 +115,7 @@ class Kernels(Backend):
         results = torch.empty(3, of.n, dtype=torch.float32, device=logits.device)
         memory = of.memory if out is not None else (*of.memory, None, 0, 0)
         arguments = (*memory, *of.sizes[:2], of.n, *of_rows, *of.transforms, tuple(numbers[i] for i in used), results)
-        kind = launch.fused_kind(logits.dtype, logits.dtype if out is None else out.dtype, rows.transform.softcap)
+        kind = launch.fused_kind(logits.dtype, rows.transform.softcap)
         of.run(kind, _fused_kernel, arguments, FORMULA=formula)
         return FusedRows(*results)
 

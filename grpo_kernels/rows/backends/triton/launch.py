@@ -101,8 +101,8 @@ class Choice(NamedTuple):
 #:            The end of a row stays in registers, so the second pass starts without a load.
 #:   fused32  the same with fp32 logits, of which more than fits goes through L2: as much of a row in registers as there is
 #:            room for. `grid` 0.5 halves the rows in flight, and so lets whole rows stay in L2 with half the multiprocessors.
-#:            With a softcap and an fp32 gradient ("capped32") one tile less is kept: tanh, and a gradient that is as wide as the
-#:            logits, take its registers (Triton 3.8 spilled 48 bytes a thread to keep it).
+#:            None of it is kept with a softcap ("capped32"), since tanh takes its registers and more time than a load, and of any
+#:            row that ends within an access, whose end is read by single elements: Triton 3.9 spilled 40 to 168 bytes a thread.
 #:   two      one pass over a row and its teacher's, with twice the loads and sums of `visit`: one program by registers.
 #:   mixed    the same for the sums of a mixture, whose hundred instructions a logit hide any load, and for gradients with tanh,
 #:            which have fifty to ninety (Triton 3.9 spilled to keep twice the loads of fp16 logits).
@@ -127,11 +127,11 @@ FUSED = ("fused", "fused32", "capped32")
 SCALE_PROGRAMS = 512
 
 
-def fused_kind(logits: torch.dtype, gradient: torch.dtype, softcap: float) -> str:
+def fused_kind(logits: torch.dtype, softcap: float) -> str:
     """The kind of the fused kernel."""
     if logits.itemsize < 4:
         return "fused"
-    return "capped32" if softcap and gradient.itemsize == 4 else "fused32"
+    return "capped32" if softcap else "fused32"
 
 
 def pull_kind(*softcaps: float) -> str:
@@ -175,11 +175,12 @@ def _launch(
     if kind in ("visit", *FUSED):
         tiles = triton.cdiv(columns, accesses * cols)
         ends = min(choice.ends, tiles) if aligned else 1  # single elements take more registers
+        keeps = aligned and columns % cols == 0 and kind != "capped32"
         first, last = ("evict_last", "evict_first") if choice.hints else ("", "")
         flags |= {
             "PEELED": peeled,
             "ENDS": ends,
-            "KEPT": min(choice.kept, choice.ends - (kind == "capped32"), ends) if aligned else 0,
+            "KEPT": min(choice.kept, ends) if keeps else 0,
         }
         flags |= {"FIRST_HINT": first, "LAST_HINT": last, "STAGES": choice.stages if tiles > ends and _copies_ahead() else 1}
     return Launch(
