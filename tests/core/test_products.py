@@ -35,13 +35,16 @@ def batch() -> TokenBatch:
 
 @pytest.mark.parametrize("beta", [0.0, 0.1], ids=["", "kl"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("chunks", [True, False], ids=["chunks", "one block"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_rows_in_the_products_of_a_loss(
-    level: str, frozen: bool, beta: float, backend: str, monkeypatch: pytest.MonkeyPatch
+    level: str, chunks: bool, frozen: bool, beta: float, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_chunks(monkeypatch, 4)
+    if chunks:
+        in_chunks(monkeypatch, 4)
     with_gradient = N if beta else ACTIVE
-    again = with_gradient if level != "token" and not frozen else 0  # a slope waits for its sequence, and so does d_weight
+    # A slope waits for its sequence. Until it is known the gradients of one block are kept, and of more are made again.
+    again = with_gradient if level != "token" and not frozen and chunks else 0
     hidden, weight = leaves(frozen)
     rows = count_products(monkeypatch)
     linear_grpo_loss(
