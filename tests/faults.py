@@ -154,7 +154,7 @@ FAULTS: list[Fault] = [
             "slopes",
         ),
         ("a kept block has no factors", "(self.hidden[at].to(torch.float32) * factors[at, None])", "self.hidden[at]"),
-        ("what is kept of a block is written over", "passes[::-1] if whole.keeps else passes", "passes"),
+        ("what is kept of a block is written over", "passes[::-1] if whole.keeps else passes", "passes", PRODUCTS),
         ("a gradient is made ahead for rows that can have none", "whole.active if whole.ahead else None", "None", PRODUCTS),
         ("a bias of its own is not looked at", " and _same(self.bias, other.bias)", ""),
     ),

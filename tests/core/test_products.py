@@ -90,3 +90,21 @@ def test_without_products_the_weight_may_be_gone(backend: str) -> None:
     gone(weight)
     with pytest.raises(RuntimeError, match="weight is gone before the backward"):
         entropy.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_kept_block_gives_the_gradient_of_logits_that_are_made_again(
+    dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside rows without a gradient, whose logits use the same memory."""
+    found = []
+    for chunks in (False, True):
+        if chunks:
+            in_chunks(monkeypatch, 4)
+        hidden, weight = (x.detach().to(dtype).requires_grad_() for x in leaves(False))
+        linear_grpo_loss(hidden, weight, batch(), Objective.preset("gspo"), options=Options(backend)).loss.backward()
+        found.append((hidden.grad, weight.grad))
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2.0**-6}[dtype]
+    for one, other in zip(*found, strict=True):
+        assert one is not None and other is not None and other.any()
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * float(other.abs().max()))
