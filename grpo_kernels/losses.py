@@ -211,8 +211,8 @@ def grpo_loss(
     options      backend, strict mode, a shard of the vocabulary, rows and sets: see `Options`.
 
     Objectives of one pass (`Objective.one_pass`) read each logit once and write its gradient once; the others read twice. fp16
-    logits form the gradient in the backward, where the loss scale is known. The gradient is handed over once: a second backward
-    raises RuntimeError. On-policy (ratio 1, advantages that sum to 0) a loss near 0 is normal: its gradient is not.
+    logits form the gradient in the backward, where the loss scale is known. The gradient of one pass is handed over once: a second
+    backward raises RuntimeError. On-policy (ratio 1, advantages that sum to 0) a loss near 0 is normal: its gradient is not.
     Raises ValueError naming the argument that is wrong, before any work."""
     if unknown:
         refuse_keywords(grpo_loss, unknown)

@@ -101,8 +101,8 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         )
         whole = replace(whole, at=at.only(~kept.has).plain()) if at is not None and kept is not None and over is None else whole
         whole = _indexed(stream, whole, asked, read)
-        if at is None and sparse is None and not others:
-            whole = _ahead(stream, whole, asked.at_once and kept is None and not with_gradient)
+        if not (with_gradient or others or known or whole.all_rows or sparse is not None or at is not None):
+            whole = _ahead(stream, whole, asked.at_once and kept is None)
         reads.append(Read(whole, names, with_gradient))
     for teacher in () if beside is not None else known:
         reads.append(_of_known(stream, teacher, exact, targets, read))
@@ -118,8 +118,8 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
 
 
 def _ahead(stream: Stream, whole: Whole, at_once: bool) -> Whole:
-    """The visit with what of the gradient is made in the forward, before what arrives at the log-probs is known: that of hidden
-    states, and where `at_once` allows it that of the logits, for a head that is trained."""
+    """The visit of rows of which log-probs alone have a gradient, with what is made of it in the forward: that of hidden states
+    where the head is frozen; where it is trained, and `at_once` allows it, that of the logits too, if they are one block."""
     if not isinstance(stream, Hidden) or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return whole
     hidden, weight, bias = stream.tensors

@@ -146,9 +146,9 @@ FAULTS: list[Fault] = [
         ("the bias gets nothing from sets", "self.backend.add_hidden_rows(values, slots, ones, self.d_bias[:, None])", "pass"),
         ("rows without a gradient have no log-probs", "index[active:], False)]", "index[:0], False)]", COST),
         (
-            "what arrives at a gradient made ahead is dropped", "self.d_hidden.addcmul_(slopes.target[:, None], found.ahead)",
-            "self.d_hidden.add_(found.ahead)",
+            "what arrives at a gradient made ahead is dropped", "factors * found.ahead)", "found.ahead)",
         ),
+        ("a row without a slope is not left out", "torch.where(factors == 0, 0.0, factors * found.ahead)", "factors * found.ahead", PRODUCTS),
         (
             "a gradient made ahead is made again beside that of the entropy", 'slopes.with_("target", torch.zeros_like(slopes.target))',
             "slopes",

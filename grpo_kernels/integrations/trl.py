@@ -553,7 +553,9 @@ class Forward:
 
         def score(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
             entropy, how = "entropy" in self.outputs, self.transform
-            return linear_logprobs(hidden, Head(weight, bias), labels, mask=mask, transform=how, entropy=entropy, kept=kept)
+            head = Head(weight, bias)
+            found = linear_logprobs(hidden, head, labels, mask=mask, transform=how, entropy=entropy, kept=kept)
+            return found.logps, found.entropy
 
         log_probs, entropy = self.head(self.hidden(args, kwargs)[0][:, :-1], score)
         self.counts["scored"] += 1

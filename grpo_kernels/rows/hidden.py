@@ -2,8 +2,9 @@
 
 A chunk of rows is projected to fp32 logits, the row kernel computes their gradient, and two products turn the gradients of a
 block of chunks into d_hidden and d_weight. That is three products if the loss is known in the forward (`fused`). If the slopes
-are known only later, it is one product in `forward`, and three in `backward` for rows with a gradient. Rows that are not visited
-are not projected.
+are known only later, it is one product in `forward`, and three in `backward` for rows with a gradient. Where log-probs alone get a
+gradient, `forward` makes it for a slope of 1 (`Whole.ahead`), and `backward` multiplies each row by its slope: two products with a
+frozen head, three with one that is trained. Rows that are not visited are not projected.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Hidden(Stream):
             )
 
     def gradients(self, wanted: tuple[bool, ...], parts: Parts) -> Engine:
-        if parts.slots or parts.whole is None or not parts.whole.ahead:
+        if parts.slots or parts.whole is None:
             self.check_there()
         return Engine(self, wanted, parts)
 
@@ -257,13 +258,14 @@ class Engine(Gradients):
                 self.add(drawn, gradient_at(drawn, logits, step, own, found.partials, slopes, transform))
             return
         if found.ahead is not None and self.d_hidden is not None:
-            self.d_hidden.addcmul_(slopes.target[:, None], found.ahead)
+            factors = slopes.target[:, None]  # a row with a factor of 0 has no gradient, whatever it holds
+            self.d_hidden += torch.where(factors == 0, 0.0, factors * found.ahead)
             if found.block is not None:
                 self._add_of_block(whole, found.block, slopes.target)
             if len(slopes.names) == 1:
                 return
-            self.stream.check_there()
             slopes = slopes.with_("target", torch.zeros_like(slopes.target))
+        self.stream.check_there()
         index, n = whole.rows()[: whole.active], whole.targets.numel()
         slots = None if at_ids is None or whole.at is None else self.stream.own(whole.at)
         if index.device.type == "cpu":

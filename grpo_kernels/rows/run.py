@@ -153,9 +153,8 @@ class Rows:
         sampled = any(x.sparse is not None for x in wholes)
         gradients = stream.gradients(wanted, Parts(wholes[0] if wholes else None, twice, sets or sampled))
         few: list[tuple[Ragged, Tensor]] = []  # of rows with sets: added when visits over the vocabulary have written all rows
-        for i, (visit, _, with_gradient) in enumerate(
-            self.reads
-        ):  # those with sets come first: they read logits that may be written over
+        # Visits of sets come first: they read logits that may be written over.
+        for i, (visit, _, with_gradient) in enumerate(self.reads):
             given_to = {name.partition(" ")[2]: x for name, x in upstream.items() if name.startswith(f"{i} ")}
             d_at, d_outside = given_to.pop("at", None), given_to.pop("outside", None)
             if not given_to and d_at is None and d_outside is None:

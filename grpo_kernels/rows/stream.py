@@ -285,8 +285,8 @@ class Whole:
     at      further ids of rows, whose log-probs are wanted.
     sparse  how columns are drawn for the gradient; None: it has all. `padded`: see `selection.Draws`.
     all_rows  whether rows with sets are among them, which are visited over their sets as well.
-    ahead   whether the gradient of hidden states is made while the logits are there, of log-probs with slope 1. What arrives at
-            them later is a factor of each row.
+    ahead   whether the gradient of hidden states is made in the forward, as if the slope of each log-prob were 1; the slope, which
+            is known later, multiplies it.
     keeps   whether the gradient of the logits, made likewise, is kept for that of the weight, which is then a product with hidden
             states times these factors. The rows that can have a slope are one block."""
 
