@@ -149,10 +149,6 @@ FAULTS: list[Fault] = [
             "what arrives at a gradient made ahead is dropped", "factors * found.ahead)", "found.ahead)",
         ),
         ("a row without a slope is not left out", "torch.where(factors == 0, 0.0, factors * found.ahead)", "factors * found.ahead", PRODUCTS),
-        (
-            "a gradient made ahead is made again beside that of the entropy", 'slopes.with_("target", torch.zeros_like(slopes.target))',
-            "slopes",
-        ),
         ("a kept block has no factors", "(self.hidden[at].to(torch.float32) * factors[at, None])", "self.hidden[at]"),
         ("what is kept of a block is written over", "passes[::-1] if whole.keeps else passes", "passes", PRODUCTS),
         ("a gradient is made ahead for rows that can have none", "whole.active if whole.ahead else None", "None", PRODUCTS),

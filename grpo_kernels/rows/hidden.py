@@ -262,9 +262,7 @@ class Engine(Gradients):
             self.d_hidden += torch.where(factors == 0, 0.0, factors * found.ahead)
             if found.block is not None:
                 self._add_of_block(whole, found.block, slopes.target)
-            if len(slopes.names) == 1:
-                return
-            slopes = slopes.with_("target", torch.zeros_like(slopes.target))
+            return
         self.stream.check_there()
         index, n = whole.rows()[: whole.active], whole.targets.numel()
         slots = None if at_ids is None or whole.at is None else self.stream.own(whole.at)
