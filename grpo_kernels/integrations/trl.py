@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import types
 import warnings
 from collections import Counter
@@ -41,8 +40,6 @@ from typing import Any
 import torch
 
 from .. import (
-    Cispo,
-    Clip,
     EntropyQuantile,
     Head,
     LogitTransform,
@@ -50,18 +47,16 @@ from .. import (
     Objective,
     OffPolicySequences,
     Options,
-    Sapo,
     Sparse,
     TokenBatch,
     TokenSets,
-    Vespo,
     linear_grpo_loss,
     linear_logprobs,
 )
 from ..architectures import language_model
 from ..model import plain_head
 from ._swap import Adapter, Differs, NotCovered, Slots, Trial, alike, read_closure, replaced_inside, same_arguments
-from ._tensors import divergence_of, plain, teaching, world
+from ._tensors import divergence_of, plain, surrogate_of, teaching, world
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_divergence", "fused_lm_head", "patch"]  # noqa: F822
 
@@ -336,24 +331,16 @@ def objective_of(settings: tuple[tuple[str, Any], ...]) -> tuple[str, Objective 
     if not vespo:
         changes["level"] = level
     try:
+        surrogate = surrogate_of(
+            s.loss_type, s.epsilon_low, s.epsilon_high, s.delta, (s.sapo_temperature_pos, s.sapo_temperature_neg),
+            (s.vespo_k_pos, s.vespo_lambda_pos, s.vespo_k_neg, s.vespo_lambda_neg),
+        )  # fmt: skip
         return "", Objective.preset(
-            s.loss_type, numerics="trl", surrogate=_surrogate(s), beta=s.beta, filters=tuple(filters), entropy_coef=s.entropy_coef,
+            s.loss_type, numerics="trl", surrogate=surrogate, beta=s.beta, filters=tuple(filters), entropy_coef=s.entropy_coef,
             **changes,
         )  # fmt: skip
     except ValueError as error:
         return str(error), None
-
-
-def _surrogate(s: Any) -> Any:
-    if s.loss_type == "cispo":
-        return Cispo(s.epsilon_high)
-    if s.loss_type == "sapo":
-        return Sapo(s.sapo_temperature_pos, s.sapo_temperature_neg)
-    if s.loss_type == "vespo":
-        return Vespo(s.vespo_k_pos, max(s.vespo_lambda_pos, 1e-4), s.vespo_k_neg, max(s.vespo_lambda_neg, 1e-4))
-    if s.loss_type not in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
-        raise ValueError(f"loss_type={s.loss_type!r}")
-    return Clip(s.epsilon_low, s.epsilon_high, math.inf if s.delta is None else s.delta)
 
 
 def accumulation(trainer: Any) -> float:
@@ -714,21 +701,14 @@ def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
     import trl
     from trl.trainer import utils
 
-    path = ADAPTER.replaces["log_probs"]
-    theirs: Any = getattr(utils, "_ChunkedLogProbFunction", None)
-    if getattr(theirs, "grpo_kernels", False):
-        raise RuntimeError("the fused LM head of TRL is ours already: call undo() on what fused_lm_head() returned.")
-    if not (isinstance(theirs, type) and issubclass(theirs, torch.autograd.Function)):
-        raise RuntimeError(
-            f"{path} is {theirs!r}: another package has taken the slot (undo that), or this TRL has none (trl is "
-            f"{trl.__version__}: install {ADAPTER.tested[-1]})."
-        )
-    # Without ctx and the hidden states, which are called hidden or last_hidden.
-    given, taken = ([*inspect.signature(f).parameters] for f in (theirs.forward, log_probs))
+    path, theirs = ADAPTER.replaces["log_probs"], getattr(utils, "_ChunkedLogProbFunction", None)
+    # Without ctx and the hidden states, which are called hidden or last_hidden. What is ours already is refused by `bind`.
+    known = getattr(theirs, "theirs", theirs)
+    given, taken = ([*inspect.signature(f).parameters] for f in (getattr(known, "forward", abs), log_probs))
     if given[2:] not in (taken[1:], taken[1:-1]):
         raise RuntimeError(
-            f"trl is {trl.__version__}, whose {path} takes ({', '.join(given[1:])}), but ours takes ({', '.join(taken)}) and returns as "
-            f"many results as there are in TRL {ADAPTER.tested[-1]}: install that one."
+            f"trl is {trl.__version__}, where {path} is {known!r} and takes ({', '.join(given[1:])}), but ours takes "
+            f"({', '.join(taken)}): another package has taken the slot (undo that), or install TRL {ADAPTER.tested[-1]}."
         )
     slots = Slots(ADAPTER, strict, any_version)
     slots.bind(log_probs if given[-1] == "outputs" else log_probs_and_entropy, str(path), attribute="apply")

@@ -290,11 +290,11 @@ def test_liger_s_result_with_a_warning(data, what):
 
 #: Options and changed arguments of the chunked loss; Liger asserts or goes on.
 REFUSED = {
-    "loss_type='ppo'": ({"loss_type": "ppo"}, {}), "max_completion_length": ({"loss_type": "dr_grpo"}, {}),
+    "loss_type='ppo'": ({"loss_type": "ppo"}, {}), "max_tokens is None": ({"loss_type": "dr_grpo"}, {}),
     "importance_sampling_level='batch'": ({"importance_sampling_level": "batch"}, {}), "delta": ({"delta": -1.0}, {}),
-    "ref_per_token_logps and ref_input are None": ({"beta": 0.04}, {"ref_per_token_logps": lambda d: None}),
-    "sapo_temperature_neg": ({"sapo_temperature_neg": 0.0}, {}), "old_per_token_logps": ({}, {"old_per_token_logps": lambda d: d.old[:, 1:]}),
-    "vllm_is_ratio": ({}, {"vllm_is_ratio": lambda d: d.weights[:, :2]}), "attention_mask has shape": ({}, {"mask": lambda d: d.mask[:, 1:]}),
+    "ref_logps is None, but beta": ({"beta": 0.04}, {"ref_per_token_logps": lambda d: None}),
+    "tau_neg": ({"loss_type": "sapo", "sapo_temperature_neg": 0.0}, {}), "old_logps": ({}, {"old_per_token_logps": lambda d: d.old[:, 1:]}),
+    "weights has shape": ({}, {"vllm_is_ratio": lambda d: d.weights[:, :2]}), "mask has shape": ({}, {"mask": lambda d: d.mask[:, 1:]}),
     "attention_mask holds": ({}, {"mask": lambda d: 0.5 * d.mask}),
     "Sequence-level importance sampling is not supported": ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, {}),
 }  # fmt: skip
@@ -312,7 +312,7 @@ def test_refused(data, message):
 
 @parametrize("message, options", [
     ("delta", {"loss_type": "sapo", "delta": 2.0}), ("inplace", {"inplace": "backward"}), ("delta", {"delta": 0.9}),
-    ("ref_logp is None", {"beta": 0.1}), (r"\[5, 5, 13\], but .*must be \[5, 6, V\]", {}),
+    ("ref_logps is None", {"beta": 0.1}), (r"logits has shape \[5, 5, 13\]", {}),
 ])  # fmt: skip
 def test_refused_from_logits(data, message, options):
     logits = torch.nn.functional.linear(*leaves_of(data))[:, "5, 5" in message :]

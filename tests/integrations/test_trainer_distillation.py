@@ -117,7 +117,7 @@ def test_ligers_loss_by_its_name(beta, leaf):
         return theirs(h[keep], w, rows[keep], weight, LABELS.view(-1)[keep])
 
     both(lambda x: ours(*with_leaf(student, leaf, x), rows, weight, LABELS.view(-1)), their_own, student[leaf])
-    with pytest.raises(ValueError, match=r"jsd_beta=1\.5"):
+    with pytest.raises(ValueError, match=r"mixture=1\.5"):
         liger.LigerFusedLinearJSD(1.5)
 
 
