@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -18,7 +17,19 @@ import torch
 from torch.testing import assert_close
 
 from grpo_kernels.integrations import areal, liger, miles, nemo_rl, openrlhf, prime_rl, skyrl, slime, trl, unsloth, verl
-from support.trainers import MASK, B, H, T, V, log_softmax_of, stand_in, their_file, without_trainers
+from support.trainers import (
+    MASK,
+    B,
+    H,
+    T,
+    V,
+    assert_scored,
+    log_softmax_of,
+    stand_in,
+    their_file,
+    values_and_slopes,
+    without_trainers,
+)
 
 parametrize = pytest.mark.parametrize
 
@@ -222,50 +233,38 @@ def put(name, factor=1.0, cast=False):
     return stand_in(trainer.importer, **made) if trainer.importer else module, functions
 
 
-def results(call, module, leaves, dtype):
-    """What a call gives, and the gradients of a weighted sum of it, in float64."""
-    leaves = [x.detach().to(dtype).requires_grad_() for x in leaves]
-    out = call(module, *leaves)
-    found = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
-    loss = sum((x * torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view(x.shape)).sum() for x in found if x.requires_grad)
-    return [*(x.detach().double() for x in found), *(g.double() for g in torch.autograd.grad(loss, leaves))]
-
-
-def calls_of(name):
+def calls_of(name, module):
+    """(a call of leaves, leaves)"""
     trainer = TRAINERS[name]
-    return [(call, [LOGITS]) for call in trainer.logits] + [(call, [HIDDEN, WEIGHT]) for call in trainer.hidden]
+    every = [(call, [LOGITS]) for call in trainer.logits] + [(call, [HIDDEN, WEIGHT]) for call in trainer.hidden]
+    return [(functools.partial(call, module), leaves) for call, leaves in every]
+
+
+def assert_bound(name, module, **options):
+    """Every call by the trainer's functions, which are kept aside, and by ours."""
+    own = SimpleNamespace(**vars(module))
+    with TRAINERS[name].bind(strict=True) as slots:
+        for (ours, leaves), (theirs, _) in zip(calls_of(name, module), calls_of(name, own), strict=True):
+            assert_scored(ours, theirs, *leaves, **options)
+        assert {*slots.counts} == {"fused"}
+        with pytest.raises(RuntimeError, match="ours already"):
+            TRAINERS[name].bind()
+    assert vars(module) == vars(own)
 
 
 @parametrize("name", TRAINERS)
 def test_values_and_gradients_are_those_of_the_trainer(name):
     """Whoever has imported the function calls ours, and its own again afterwards; a second binding is refused."""
-    module, _ = put(name)
-    trainer, before = TRAINERS[name], dict(vars(module))
-    for call, leaves in calls_of(name):
-        want = results(call, module, leaves, torch.float64)
-        with trainer.bind(strict=True) as slots:
-            got = results(call, module, leaves, torch.float32)
-            assert {*slots.counts} == {"fused"}
-            with pytest.raises(RuntimeError, match="ours already"):
-                trainer.bind()
-        for a, b in zip(got, want, strict=True):
-            assert_close(a, b, rtol=2e-5, atol=2e-5 * max(1e-3, float(b.abs().max())))
-        assert vars(module) == before
+    assert_bound(name, put(name)[0])
 
 
 @parametrize("name", [name for name, trainer in TRAINERS.items() if trainer.needs])
 def test_the_trainers_own_file(name, monkeypatch):
     """Its function in fp32, on the same calls."""
-    trainer = TRAINERS[name]
-    module = their_file(trainer.paths[0][0], monkeypatch, **trainer.needs)
-    if any(not hasattr(module, theirs) for _, theirs in trainer.paths):
+    module = their_file(TRAINERS[name].paths[0][0], monkeypatch, **TRAINERS[name].needs)
+    if any(not hasattr(module, theirs) for _, theirs in TRAINERS[name].paths):
         pytest.skip("this version has other names")
-    for call, leaves in calls_of(name):
-        want = results(call, module, leaves, torch.float32)
-        with trainer.bind(strict=True):
-            got = results(call, module, leaves, torch.float32)
-        for a, b in zip(got, want, strict=True):
-            assert_close(a, b, rtol=1e-4, atol=1e-5 * max(1.0, float(b.abs().max())))
+    assert_bound(name, module, dtype=torch.float32, rtol=1e-4)
 
 
 @parametrize("name", TRAINERS)
@@ -275,29 +274,18 @@ def test_the_first_call_of_an_untested_version_is_compared(name, factor, monkeyp
     of the caller are left alone."""
     monkeypatch.setattr(metadata, "version", lambda _: "99.1")
     module, functions = put(name, factor, cast=True)
-    (call, leaves), *_ = calls_of(name)
-    kept = [x.clone() for x in leaves]
-    slots, first = TRAINERS[name].bind(), functions[0]
-    package = name.partition(",")[0]
+    (call, leaves), *_ = calls_of(name, module)
+    kept, slots, package = [x.clone() for x in leaves], TRAINERS[name].bind(), name.partition(",")[0]
     if factor != 1:
-        with pytest.raises(
-            RuntimeError, match=rf"{package} 99\.1.*is not what it was: values, tensor 0 of.*apart of.*any_version=True"
-        ):
-            results(call, module, leaves, torch.float32)
-        assert first.calls == 1 and not slots.counts
-        results(call, module, leaves, torch.float32)  # its own again
-        assert first.calls == 2 and not slots.counts
-        put(name, factor, cast=True)
-        with TRAINERS[name].bind(any_version=True) as slots:
-            results(call, module, leaves, torch.float32)
-        assert {*slots.counts} == {"fused"}
+        message = rf"{package} 99\.1.*is not what it was: values, tensor 0 of.*apart of.*any_version=True"
+        with pytest.raises(RuntimeError, match=message):
+            values_and_slopes(call, *leaves)
+        values_and_slopes(call, *leaves)  # its own again
+        assert functions[0].calls == 2 and not slots.counts
         return
     with pytest.warns(UserWarning, match=rf"{package} 99\.1 was not tested.*They agree") as said:
-        got = results(call, module, leaves, torch.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again = results(call, module, leaves, torch.float32)
-    assert all(map(torch.equal, got, again)) and all(map(torch.equal, leaves, kept))
+        found = [values_and_slopes(call, *leaves) for _ in range(2)]
+    assert all(map(torch.equal, *found)) and all(map(torch.equal, leaves, kept))
     assert len(said) == 1 and {*slots.counts} == {"fused"} and all(f.calls <= 1 for f in functions)
 
 
@@ -305,34 +293,33 @@ def test_the_first_call_of_an_untested_version_is_compared(name, factor, monkeyp
 def test_what_is_left_to_the_trainer_is_counted_or_an_error(name):
     """float64, for example."""
     module, functions = put(name)
-    (call, leaves), *_ = calls_of(name)
+    (call, leaves), *_ = calls_of(name, module)
     with TRAINERS[name].bind() as slots:
-        results(call, module, leaves, torch.float64)
+        values_and_slopes(call, *leaves, dtype=torch.float64)
     assert {*slots.counts} == {f"{slots.adapter.trainer}: dtype torch.float64"}
     with pytest.raises(RuntimeError, match=r"strict=True.*dtype torch\.float64"), TRAINERS[name].bind(strict=True):
-        results(call, module, leaves, torch.float64)
+        values_and_slopes(call, *leaves, dtype=torch.float64)
     assert max(f.calls for f in functions) == 1
 
 
 @parametrize("name", TRAINERS)
-@parametrize("found", ["0.0.1", None])
-def test_every_adapter_asks_for_the_version_of_its_trainer(name, found, monkeypatch):
-    """One that was not tested is no obstacle."""
-    asked = []
-
-    def version(package):
-        asked.append(package)
-        if found is None:
-            raise metadata.PackageNotFoundError(package)
-        return found
-
-    monkeypatch.setattr(metadata, "version", version)
+def test_every_adapter_asks_for_the_version_of_its_trainer(name, monkeypatch):
+    """One that was not tested, or is not known, is no obstacle."""
+    asked, package = [], name.partition(",")[0]
     put(name, cast=True)
-    package = name.partition(",")[0]
-    with TRAINERS[name].bind() as slots:
-        assert (f"{package} 0.0.1" if found else f"{package}, whose version is not known") in slots.trial.version
-    with TRAINERS[name].bind(any_version=True) as slots:
-        assert slots.trial.version is None and {*asked} == {package}
+
+    def version(known, package):
+        asked.append(package)
+        if known is None:
+            raise metadata.PackageNotFoundError(package)
+        return known
+
+    for known, message in (("0.0.1", f"{package} 0.0.1"), (None, f"{package}, whose version is not known")):
+        monkeypatch.setattr(metadata, "version", functools.partial(version, known))
+        with TRAINERS[name].bind() as slots:
+            assert message in slots.trial.version
+        with TRAINERS[name].bind(any_version=True) as slots:
+            assert slots.trial.version is None and {*asked} == {package}
 
 
 #: All else that a trainer calls.
@@ -411,16 +398,11 @@ def test_slimes_targets_are_kept_and_no_tokens_have_no_last_dimension():
         assert logps.shape == (0,) and (entropy is None if not options else entropy.shape == (0,))
 
 
-def test_entropies_without_a_gradient():
-    leaf, hidden = LOGITS.clone().requires_grad_(), HIDDEN.clone().requires_grad_()
+def test_unsloths_entropy_without_a_gradient():
+    """Unsloth's own way without its fused head gives it one all the same."""
     how = {"return_entropy": True, "entropy_requires_grad": False}
-    for logps, entropy in (
-        slime.calculate_log_probs_and_entropy(leaf.view(-1, V), ROWS, None, with_entropy=True, with_entropy_grad=False),
-        miles.calculate_log_probs_and_entropy(leaf.view(-1, V), ROWS, None, with_entropy=True, entropy_requires_grad=False),
-        prime_rl.chunked_logprobs(hidden.view(-1, H), WEIGHT, ROWS, INVERSE, 8), unsloth.log_softmax_and_entropy(hidden, WEIGHT, IDS, **how),
-        (leaf, skyrl.chunked_entropy_from_logits(leaf)),
-    ):  # fmt: skip
-        assert logps.requires_grad and not entropy.requires_grad
+    logps, entropy = unsloth.log_softmax_and_entropy(HIDDEN.clone().requires_grad_(), WEIGHT, IDS, **how)
+    assert logps.requires_grad and not entropy.requires_grad
 
 
 def test_unsloths_kept_sets_are_left_to_it():

@@ -169,6 +169,22 @@ def assert_same(got: Any, want: Any, rtol: float = 2e-5) -> None:
         assert_close(a, b, rtol=rtol, atol=rtol / 10 * size)
 
 
+def values_and_slopes(f: Callable[..., Any], *leaves: Tensor, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """What `f` gives but for None, and the gradients of a weighted sum of it, in float64."""
+    leaves = tuple(x.detach().to(dtype, copy=True).requires_grad_() for x in leaves)
+    out = f(*leaves)
+    found = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
+    loss = sum((x * torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view(x.shape)).sum() for x in found if x.requires_grad)
+    return [x.detach().double() for x in (*found, *torch.autograd.grad(loss, leaves))]
+
+
+def assert_scored(ours: Any, theirs: Any, *leaves: Tensor, dtype: torch.dtype = torch.float64, rtol: float = 2e-5) -> None:
+    """Our function in fp32, and what it has to give, in value and gradients."""
+    found, wanted = values_and_slopes(ours, *leaves), values_and_slopes(theirs, *leaves, dtype=dtype)
+    for a, b in zip(found, wanted, strict=True):
+        assert_close(a, b, rtol=rtol, atol=rtol * max(1e-3, float(b.abs().max())))
+
+
 def same_metrics(got: Any, want: Any, rel: float = 1e-4) -> None:
     """By name, numbers or 0-d tensors; None is itself."""
 
