@@ -11,7 +11,7 @@ import torch
 
 from grpo_kernels import TokenSets
 from grpo_kernels.integrations import miles, prime_rl, skyrl, slime
-from support.trainers import H, V, assert_scored, log_softmax_of, stand_in
+from support.trainers import H, V, assert_scored, log_softmax_of, refused, stand_in
 
 parametrize = pytest.mark.parametrize
 
@@ -30,12 +30,6 @@ def over(logits, ids, sets, target=False):
 
 def entropies(logits):
     return log_softmax_of(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))[1]
-
-
-def refused(*calls):
-    for call, message in calls:
-        with pytest.raises(ValueError, match=message):
-            call()
 
 
 # ---- slime
