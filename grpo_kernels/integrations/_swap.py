@@ -23,6 +23,8 @@ Tensor = torch.Tensor
 Function = Callable[..., Any]
 
 OVERRIDE = "GRPO_KERNELS_ANY_VERSION"
+#: What was there before an object got an attribute of its own.
+ABSENT = object()
 
 
 class NotCovered(ValueError):
@@ -241,8 +243,8 @@ class Slots:
             raise
 
     def put(self, module: Any, key: str, value: Any) -> None:
-        """Set `module.key` to `value` until `undo()`, in this module only and without counting calls."""
-        self._bound.append((module, key, value, getattr(module, key)))
+        """Set `module.key` to `value` until `undo()`, in this module (or object) only and without counting calls."""
+        self._bound.append((module, key, value, vars(module).get(key, ABSENT)))
         setattr(module, key, value)
 
     def counted(self, ours: Function, theirs: Function) -> Any:
@@ -274,6 +276,9 @@ class Slots:
                 home = getattr(module, "__name__", type(module).__name__)
                 raise RuntimeError(f"{home}.{name} is not ours any more: undo in the reverse order of binding.")
         for module, name, value, theirs in self._bound:
+            if theirs is ABSENT:
+                delattr(module, name)
+                continue
             setattr(module, name, theirs)
             for late, key in names_of(value, getattr(module, "__name__", "")):
                 setattr(late, key, theirs)

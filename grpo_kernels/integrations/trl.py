@@ -55,7 +55,7 @@ from .. import (
 )
 from ..architectures import language_model
 from ..model import plain_head
-from ._swap import Adapter, Differs, NotCovered, Slots, Trial, alike, read_closure, replaced_inside, same_arguments
+from ._swap import Adapter, Differs, NotCovered, Slots, alike, read_closure, replaced_inside, same_arguments
 from ._tensors import divergence_of, plain, surrogate_of, teaching, world
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_divergence", "fused_lm_head", "patch"]  # noqa: F822
@@ -104,7 +104,7 @@ def patch(
     Raises TypeError for an object that is not a GRPOTrainer, RuntimeError for one that is patched already or has another
     loss or forward than TRL's, and ValueError for a head that is not a plain Linear, such as one with a LoRA.
     """
-    version = check_trl(any_version)
+    check_trl()
     from trl import GRPOTrainer
 
     if not isinstance(trainer, GRPOTrainer):
@@ -116,11 +116,11 @@ def patch(
             f"{type(trainer).__name__} has a _compute_loss of its own, which this patch would replace by GRPOTrainer's: for the "
             "log-probs of any trainer use integrations.trl.fused_lm_head."
         )
-    return FusedLoss(trainer, strict, skip_inactive, replay, version, sparse_step)
+    return FusedLoss(trainer, strict, skip_inactive, replay, any_version, sparse_step)
 
 
-def check_trl(any_version: bool = False) -> str | None:
-    """The result of `Adapter.untested` for the installed TRL. Raises RuntimeError for a version that cannot be patched."""
+def check_trl() -> None:
+    """Raise RuntimeError for a TRL that cannot be patched."""
     import trl
     from trl.trainer import utils
 
@@ -131,45 +131,39 @@ def check_trl(any_version: bool = False) -> str | None:
             "TRL 1.14 takes our log-probs by integrations.trl.fused_lm_head(), TRL 0.17 to 1.13 our loss by "
             "integrations.liger.patch(trainer)."
         )
-    return ADAPTER.untested(any_version)
 
 
-class FusedLoss:
-    """What `patch` returns.
+class FusedLoss(Slots):
+    """What `patch` returns: `Slots` of one trainer.
 
-    counts   Counter of micro-batches and calls:
+    counts   of micro-batches and calls:
              "fused"          losses in one pass
              "scored"         forwards without gradients (old policy, reference) through `linear_logprobs`
              "TRL: <reason>"  losses left to TRL's own code
     """
 
     def __init__(
-        self, trainer: Any, strict: bool, skip_inactive: bool, replay: bool = False, version: str | None = None,
-        sparse_step: float = 0.0,
-    ) -> None:  # fmt: skip
-        self.trial, self.counts = Trial(version, self.undo), Counter[str]()
-        self.trainer, self.strict, self.skip_inactive, self.sparse_step = trainer, strict, skip_inactive, sparse_step
+        self, trainer: Any, strict: bool, skip_inactive: bool, replay: bool, any_version: bool, sparse_step: float
+    ) -> None:
+        super().__init__(ADAPTER, strict, any_version)
+        self.trainer, self.skip_inactive, self.sparse_step = trainer, skip_inactive, sparse_step
         self._columns()  # refuses a wrong step now
         self.replay = Replay(trainer) if replay else None
         models = [
             language_model(trainer.accelerator.unwrap_model(x)) for x in (trainer.model, trainer.ref_model) if x is not None
         ]
         self._forwards = [Forward(model, self.counts, self.replay) for model in models]
-        for part in self._parts():
-            part.install()
-        self._theirs = trainer._compute_loss
-        trainer._compute_loss, trainer.fused_loss = self._compute_loss, self
-
-    def _parts(self) -> list[Any]:
-        return [*self._forwards, *([self.replay] if self.replay else [])]
+        self._theirs, self._paths = trainer._compute_loss, [LOSS]
+        ours = {"_compute_loss": self._compute_loss, "fused_loss": self} | (self.replay.ours if self.replay else {})
+        for name, value in ours.items():
+            self.put(trainer, name, value)
+        for forward in self._forwards:
+            forward.install()
 
     def undo(self) -> None:
-        """Restore the trainer and its models. Raises RuntimeError on a second call."""
-        if vars(self.trainer).get("fused_loss") is not self:
-            raise RuntimeError("this patch was undone already.")
-        for part in self._parts():
-            part.remove()
-        del self.trainer._compute_loss, self.trainer.fused_loss
+        super().undo()
+        for forward in self._forwards:
+            forward.remove()
 
     def _columns(self) -> Sparse | None:
         """How columns are drawn for the gradient of the head; None: the gradient is dense."""
@@ -251,9 +245,8 @@ def _trainer_class() -> type:
         there, args and kwargs to TRL."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            names = [name for name in inspect.signature(patch).parameters if name in kwargs]
-            options = {name: kwargs.pop(name) for name in names}
-            check_trl(options.get("any_version", False))
+            options = {name: kwargs.pop(name) for name in inspect.signature(patch).parameters if name in kwargs}
+            check_trl()
             super().__init__(*args, **kwargs)
             patch(self, **options)
 
@@ -588,13 +581,6 @@ class Replay:
         self._record: Any = None  # lists of ids, and of each completion which tokens they are of
         self._scored: TokenSets | None = None  # of all completions, while they are scored
         self._taken = 0  # completions that were scored already
-
-    def install(self) -> None:
-        vars(self.trainer).update(self.ours)
-
-    def remove(self) -> None:
-        for name in self.ours:
-            delattr(self.trainer, name)
 
     def rows(self, labels: Tensor) -> TokenSets | None:
         """The sets of the next labels [b, L] that are scored, of which the last belong to completions; None where nothing of a

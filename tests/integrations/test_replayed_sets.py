@@ -179,7 +179,8 @@ def test_miles(miles_homes, kind):
         assert {*slots.counts} == {"fused"}
         refused(
             (score(kind(partial)), "no ids for response token 5"), (score(kind([*SETS[:5], [10]])), r"targets\[5\]=7 is not in its kept set"),
-            (lambda: miles_homes[0].build_local_sampling_mask(logits, kind(SETS), range(5), tp_rank=0), "5 tokens, but logits has 6 rows"),
+            (lambda: miles_homes[1].calculate_log_probs_and_entropy(logits, TOKENS, None, sampling_mask=miles_homes[0].build_local_sampling_mask(
+                logits, kind(SETS), range(5), tp_rank=0)), "6 tokens, but kept have 5 rows"),
             (score(kind(SETS), true_on_policy=True), "true_on_policy=True: with replay"),
         )  # fmt: skip
     with miles.bind(arguments(), missing="include", entropy_over="kept"):
