@@ -370,7 +370,7 @@ FAULTS: list[Fault] = [
         ("the first token of a sequence is of the one before", "rows, right=True)", "rows, right=False)"),
         ("rows that touch overlap", "if step < extent:", "if step <= extent:", AUTOGRAD),
     ),
-    *of("grpo_kernels/integrations/__init__.py", "tests/repository/test_packaging.py",
+    *of("grpo_kernels/integrations/__init__.py", "tests/integrations/test_binding.py",
         ("adapters(): one is left out", 'if not module.name.startswith("_")', 'if not module.name.startswith(("_", "slime"))'),
     ),
     *of("grpo_kernels/integrations/_swap.py", "tests/integrations/test_binding.py",
