@@ -206,21 +206,6 @@ def test_micro_batch(run, plain, patched, row):
     same(fused, theirs)
 
 
-@parametrize("loss_type", LOSS_TYPES)
-def test_the_grid_is_not_trivial(run, plain, loss_type):
-    """Each option changes TRL's gradient, and a good share of the tokens is clipped."""
-    base = run(case_of(loss_type), plain, method=OWN)
-    for option in OPTIONS[1:]:
-        vain = {"vespo": "sequence weights"}.get(loss_type, "far from the old policy")
-        found = run(*with_option(option, case_of(loss_type), plain), method=OWN)
-        assert different(found, base) != (option == vain), option
-    kl, corrected = (run(case_of(loss_type, beta=0.3, use_bias_correction_kl=c), plain, method=OWN) for c in (False, True))
-    assert different(kl, base) and different(kl, corrected)
-    if loss_type in CLIPPED:
-        assert all(0.04 < base[0][1][f"clip_ratio/{name}"] < 0.4 for name in ("low_mean", "high_mean"))
-        assert different(run(case_of(loss_type, delta=1.4), plain, method=OWN), base)
-
-
 def mine(leaves, case, data, objective):
     """`grpo_loss` of an objective, by TRL's denominators as normalizer=."""
     mask = data["completion_mask"].bool()
