@@ -39,6 +39,7 @@ from ..checks import require
 from ..formulas.ops import bounded_exp
 from ..formulas.token_stage import TokenRows
 from ..layout import of_a_leaf, values_are_checked
+from ..presets import PRESETS
 from ..rows.run import total
 from ._swap import Adapter, Slots, Trial
 from ._tensors import CLIPPED, at_least_one, divergence_of, surrogate_of, teaching
@@ -104,8 +105,8 @@ def liger_objective(
             f"epsilon_high={epsilon_high} is CISPO's cap, an absolute ratio: below 1 it caps on-policy tokens too. "
             "The paper's value is near 5.", stacklevel=3,
         )  # fmt: skip
-    return Objective.preset(
-        loss_type, numerics="liger", surrogate=surrogate, level="sequence-sum" if loss_type == "vespo" else level, beta=beta, kl=kl,
+    return Objective(
+        surrogate, level="sequence-sum" if loss_type == "vespo" else level, aggregate=PRESETS[loss_type].aggregate, beta=beta, kl=kl,
         max_tokens=max_completion_length if loss_type == "dr_grpo" else None,
     )  # fmt: skip
 
