@@ -40,6 +40,7 @@ from .. import (
     Kl,
     LossOutput,
     Objective,
+    Options,
     PolicyGradient,
     TokenBatch,
     TokenSets,
@@ -198,7 +199,7 @@ class PolicyLoss:
         filtered, dropped = self._filtered(logits, batch, shard)
         if self.force_on_policy_ratio and self.importance is not None:  # whose weights are those of the policy's log-probs
             with torch.no_grad():
-                own = token_logprobs(logits, batch.targets, mask=mask, shard=shard, kept=filtered.kept)[0]
+                own = token_logprobs(logits, batch.targets, mask=mask, kept=filtered.kept, options=Options(shard=shard))[0]
             weights, outside = self._weights(replace(batch, old_logps=own))
         else:
             weights, outside = self._weights(batch)
@@ -252,14 +253,15 @@ class PolicyLoss:
         spec, whole = self.objective, batch.kept is not None and self.objective.beta != 0
         inplace, on_policy = self.inplace and not whole, spec.beta != 0 and self.use_on_policy_kl_approximation
         if not whole and not on_policy:
-            out = grpo_loss(logits, batch, spec, normalizer=D, inplace=inplace, shard=shard)
+            out = grpo_loss(logits, batch, spec, normalizer=D, inplace=inplace, options=Options(shard=shard))
             return out.loss, out
-        logps, entropy, *more = token_logprobs(
-            logits, batch.targets, mask=batch.mask, entropy=spec.needs_entropy, shard=shard, kept=batch.kept, inplace=inplace,
-            also=("log_kept_mass",) if whole else (),
+        scored = token_logprobs(
+            logits, batch.targets, mask=batch.mask, entropy=spec.needs_entropy, options=Options(shard=shard), kept=batch.kept,
+            inplace=inplace, also=("log_kept_mass",) if whole else (),
         )  # fmt: skip
+        logps, entropy = scored
         out = objective_loss(logps, batch, replace(spec, beta=0.0), entropy=entropy, normalizer=D)
-        logps = logps + more[0]["log_kept_mass"] if whole else logps
+        logps = logps + scored.also["log_kept_mass"] if whole else logps
         if not on_policy:
             alone = replace(spec, surrogate=PolicyGradient(), level="token", filters=(), entropy_coef=0.0)
             silent = replace(batch, advantages=torch.zeros_like(logps), old_logps=None, nll_weights=None, kept=None)
@@ -407,7 +409,7 @@ class DistillationLoss:
 
     def _scored(self, logits: Tensor, ids: Tensor, mask: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor | None]:
         """(log-probs at ids [B, S, k], entropies [B, S] or None), in one visit of each row that counts."""
-        at, entropy, _ = at_ids(logits, ids, mask=mask, entropy=self.zero_outside_topk, shard=shard)
+        at, entropy, _ = at_ids(logits, ids, mask=mask, entropy=self.zero_outside_topk, options=Options(shard=shard))
         at = torch.where(mask[..., None], at, OUTSIDE)  # a row that is not read has 0
         return (at if self.zero_outside_topk else torch.log_softmax(at, -1)), entropy
 

@@ -23,7 +23,7 @@ pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
 
 from liger_kernel import chunked_loss as chunked
 
-from grpo_kernels import Cispo, LogitTransform, Objective, TokenBatch, linear_grpo_loss
+from grpo_kernels import Cispo, Head, LogitTransform, Objective, TokenBatch, linear_grpo_loss
 from grpo_kernels.integrations import liger
 from support.pairs import label, pairs
 from support.trainers import assert_same, value_and_gradient
@@ -147,7 +147,8 @@ def test_every_way_to_the_loss(row):
         if weights is not None and row["weights"] != "token" and loss_type == "vespo":  # a sequence's counts once
             weights = torch.where(torch.arange(T) == 0, weights.view(B, 1).clamp(min=1e-8), 1.0)
         batch = TokenBatch(IDS, ADVANTAGES, mask=mask, old_logps=given["old_per_token_logps"], ref_logps=ref, weights=weights)
-        out = linear_grpo_loss(hidden, weight, batch, objective, bias=bias, transform=LogitTransform(temperature), normalizer=D)
+        head, transform = Head(weight, bias), LogitTransform(temperature)
+        out = linear_grpo_loss(hidden, head, batch, objective, transform=transform, normalizer=D)
         kl = [out.metrics["kl"]] if objective.beta else []
         return upstream * out.loss, [*kl, out.metrics["clip_low"] + out.metrics["clip_high"]]
 
