@@ -436,8 +436,8 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/integrations/areal.py", "tests/integrations/test_bound_functions.py",
         (
-            "temperature left out of the entropy", "transform=LogitTransform(temperature), entropy=entropy, shard=shard",
-            "entropy=entropy, shard=shard",
+            "temperature left out of the entropy", "transform=LogitTransform(temperature), entropy=entropy, options",
+            "entropy=entropy, options",
         ),
     ),
     *of("grpo_kernels/integrations/liger.py", "tests/integrations/test_liger.py",
@@ -490,7 +490,7 @@ FAULTS: list[Fault] = [
             "weights, outside = self._weights(replace(batch, old_logps=batch.sampler_logps))",
         ),
         (
-            "the KL beside a filter runs over its sets", 'logps = logps + more[0]["log_kept_mass"] if whole else logps',
+            "the KL beside a filter runs over its sets", 'logps = logps + scored.also["log_kept_mass"] if whole else logps',
             "logps = logps",
         ),
     ),
@@ -560,8 +560,8 @@ FAULTS: list[Fault] = [
         ),
         ("strict tolerance of entropies too wide", "(terms, 0.0), strict=True)", "(terms, terms), strict=True)"),
         (
-            "ignored labels counted", "shown = [None if x is None else torch.where(counted, x, 0.0) for x in (logps, entropy, log_squares)]",
-            "shown = [logps, entropy, log_squares]", "tests/integrations/test_trl_runs.py",
+            "ignored labels counted", "shown = [None if x is None else torch.where(counted, x, 0.0) for x in (*found, log_squares)]",
+            "shown = [*found, log_squares]", "tests/integrations/test_trl_runs.py",
         ),
         (
             "gradient of a gathered head not averaged", "        gradient = gradient / mesh.size()\n        for dim",
