@@ -328,7 +328,7 @@ def test_skyrls_cispo_to_the_rollout():
 
 def test_skyrls_registry(witnesses):
     stand_in(f"{HOME}.off_policy_correction_utils", apply_off_policy_correction=uncorrected)
-    losses = witnesses["skyrl"][0]
+    losses = witnesses[0]["skyrl"][0]
     names = skyrl.register("ours_")
     assert names == [*losses] and {"ours_dapo", "ours_gspo", "ours_vespo"} <= {*names}
     assert not {"ours_clip_cov", "ours_kl_cov", "ours_dro", "ours_a2po", "ours_distillation"} & {*names}
@@ -343,40 +343,27 @@ def test_skyrls_registry(witnesses):
 
 @pytest.fixture
 def witnesses(registry):
-    """Of each trainer: what is registered, the calls of its own clipped loss, and a call of one of ours. That loss is times
+    """Of each trainer what is registered, and a call of one of ours; the calls of the trainers' own clipped losses, which are times
     `factor`."""
-    losses, calls, factor = {}, [], [1.0]
+    losses, calls, factor, given = {}, [], [1.0], [DATA.old, DATA.advantages]
 
-    def own_of_skyrl(log_probs, old, advantages, config, mask=None, rollout=None):
-        calls.append(config.policy_loss_type)
-        spec = Spec("clip", config.eps_clip_low, config.eps_clip_high, aggregate="token-sum")
-        return factor[0] * exact(spec, log_probs, mask=mask, old_logps=old, advantages=advantages).loss, {}
+    def own(ours):
+        def loss(*args):
+            calls.append(getattr(args[3], "policy_loss_type", "regular"))
+            return factor[0] * ours(*args)[0], {}
 
-    def own_of_verl(old, logps, advantages, mask, mode, config, weights=None):
-        calls.append("regular")
-        spec, D = spec_of_verl("vanilla", mode, CONSTANTS["defaults"], STEP)
-        return factor[0] * exact(spec, logps, mask=mask, old_logps=old, advantages=advantages, normalizer=D).loss, {}
+        return loss
 
-    stand_in(
-        f"{HOME}.ppo_utils",
-        register_policy_loss=lambda name: lambda f: losses.setdefault(name, f),
-        ppo_policy_loss=own_of_skyrl,
-    )
+    clip = own(skyrl.policy_loss(preset("grpo", surrogate=Clip(0.17, 0.31))))
+    stand_in(f"{HOME}.ppo_utils", register_policy_loss=lambda name: lambda f: losses.setdefault(name, f), ppo_policy_loss=clip)
     stand_in(f"{HOME}.off_policy_correction_utils", apply_off_policy_correction=uncorrected)
-    registry["vanilla"], given, config = (
-        own_of_verl,
-        [DATA.old, DATA.advantages],
-        config_of_skyrl(eps_clip_low=0.17, eps_clip_high=0.31),
-    )
-    return {
-        "skyrl": (losses, calls, factor, lambda x: losses["fused_cispo"](x, *given, config, loss_mask=MASK.float())),
-        "verl": (
-            registry,
-            calls,
-            factor,
-            lambda x: registry["fused_vanilla"](given[0], x, given[1], MASK, "token-mean", config_of_verl(STEP)),
-        ),
-    }
+    registry["vanilla"], config = own(verl.policy_loss("vanilla")), config_of_skyrl(eps_clip_low=0.17, eps_clip_high=0.31)
+
+    def of_verl(x):
+        return registry["fused_vanilla"](given[0], x, given[1], MASK, "token-mean", config_of_verl(STEP))
+
+    of_skyrl = lambda x: losses["fused_cispo"](x, *given, config, loss_mask=MASK.float())  # noqa: E731
+    return {"skyrl": (losses, of_skyrl), "verl": (registry, of_verl)}, calls, factor
 
 
 @parametrize("factor", [1.0, 1.02])
@@ -386,9 +373,8 @@ def test_losses_of_an_untested_version_are_compared(witnesses, trainer, factor, 
     first of any name."""
     monkeypatch.setattr(metadata, "version", lambda _: "99.1")
     monkeypatch.delenv("GRPO_KERNELS_ANY_VERSION", raising=False)
-    name = trainer.ADAPTER.package
-    _, calls, factors, call = witnesses[name]
-    factors[0] = factor
+    (found, calls, factors), name = witnesses, trainer.ADAPTER.package
+    factors[0], (_, call) = factor, found[name]
     trainer.register()
     leaf = DATA.logps.clone().requires_grad_()
     if factor != 1:
