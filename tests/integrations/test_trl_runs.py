@@ -327,26 +327,25 @@ def test_undo_below_accelerates_forward(train):
     assert steps == [1, 1, 1]
 
 
+#: A call for log-probs: of a prompt, of two completions, of padding before and after them.
+IDS = torch.tensor([[0, 3, 4, 5, 6], [2, 3, 9, 5, 0]])
+LABELS = torch.tensor([[-100, -100, 4, 5, 6], [-100, -100, 9, -100, -100]])
+CALL = {"input_ids": IDS, "attention_mask": (IDS != 0).long(), "labels": LABELS, "fused_lm_head": True}
+
+
 def test_scored_log_probs(make):
     """Calls without gradients, and calls that TRL does not make: with gradients, or with shifted labels."""
     trainer = make(**KL)
-    ids = torch.tensor([[0, 3, 4, 5, 6], [2, 3, 9, 5, 0]])
-    labels = ids.masked_fill(ids == 0, -100)
-    labels[:, 1] = -100
-    calls = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels, "fused_lm_head": True}
     for model, entropy in ((trainer.model, True), (trainer.ref_model, False)):
         with torch.no_grad():
-            want = model(**calls)
-            fused = patch(trainer)
-            got = model(**calls)
+            want, fused = model(**CALL), patch(trainer)
+            got, by_items = model(**CALL), model(**CALL, num_items_in_batch=11)
+            model(**CALL | {"labels": None, "shift_labels": LABELS})
+        model(**CALL)  # with gradients
         for name in ("log_probs", "label_mask", "loss", "entropy"):
             assert_close(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-6)
-        assert (got.entropy is not None) == entropy and fused.counts == {"scored": 1}
-        model(**calls)  # with gradients
-        with torch.no_grad():
-            assert_close(model(**calls, num_items_in_batch=11).loss, want.loss * want.label_mask.sum() / 11)
-            model(**{**calls, "labels": None, "shift_labels": labels})
-        assert fused.counts == {"scored": 2}
+        assert_close(by_items.loss, want.loss * want.label_mask.sum() / 11)
+        assert (got.entropy is not None) == entropy and fused.counts == {"scored": 2}
         fused.undo()
 
 
@@ -536,15 +535,12 @@ def test_slot_in_a_run(train, cls):
 def test_slot_projects_no_padding_on_a_cpu(make):
     """There TRL hands prompts and padding over as well, where a Triton device gets the completions' rows only: their states may
     be NaN."""
-    model, ids, found = make().model, torch.tensor([[0, 3, 4, 5, 6], [2, 3, 9, 5, 0]]), []
-    labels = torch.tensor([[-100, -100, 4, 5, 6], [-100, -100, 9, -100, -100]])
-    calls = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels, "fused_lm_head": True}
-    unread = torch.nn.functional.pad(labels[:, 1:] == -100, (0, 1), value=True)[..., None]
+    model, found = make().model, []
+    unread = torch.nn.functional.pad(LABELS[:, 1:] == -100, (0, 1), value=True)[..., None]
     for context, rows in ((nullcontext, unread & False), (fused_lm_head, unread)):
         hook = model.model.norm.register_forward_hook(lambda m, a, out, rows=rows: out.masked_fill(rows, torch.nan))
-        model.zero_grad()
         with context():
-            out = model(**calls)
+            out = model(**CALL)
         out.log_probs.sum().backward()
         hook.remove()
         found.append([out.log_probs.detach(), out.entropy.detach()])
