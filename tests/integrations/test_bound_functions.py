@@ -126,15 +126,13 @@ def of_unsloth(
 @dataclass(frozen=True)
 class Trainer:
     """An adapter with the options of its `bind`, stand-ins under the names of our functions (by its declaration they are put
-    where the trainer has them, or in `home`), and calls of a module on leaves. `importer`: a module that has imported them.
-    `needs`: what the trainer's own file imports."""
+    where the trainer has them, or in `home`), and calls of a module on leaves. `needs`: what the trainer's own file imports."""
 
     adapter: Any
     theirs: dict[str, Callable[..., Any]]
     logits: list[Callable[..., Any]] = field(default_factory=list)
     hidden: list[Callable[..., Any]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
-    importer: str = ""
     attribute: str = ""
     home: str = ""
     needs: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -158,18 +156,16 @@ ENTROPY = {"with_entropy": True}
 TRAINERS = {
     "openrlhf": Trainer(
         openrlhf, {"log_probs_from_logits": log_probs, "compute_entropy": entropy_of},
-        [lambda m, x: (m.log_probs_from_logits(x * 1.0, IDS, temperature=0.7), m.compute_entropy(x))], importer="openrlhf.models.actor",
+        [lambda m, x: (m.log_probs_from_logits(x * 1.0, IDS, temperature=0.7), m.compute_entropy(x))],
         needs={"deepspeed": {}},
     ),
     "areal": Trainer(
         areal, {"gather_logprobs": log_probs, "gather_logprobs_entropy": both},
-        [lambda m, x: m.gather_logprobs(x, IDS, temperature=1.3), lambda m, x: m.gather_logprobs_entropy(x, IDS, temperature=0.8)],
-        importer="areal.engine.fsdp_engine", needs={"areal__infra__platforms": {"is_npu_available": False}},
+        [lambda m, x: m.gather_logprobs(x, IDS, temperature=1.3), lambda m, x: m.gather_logprobs_entropy(x, IDS, temperature=0.8)], needs={"areal__infra__platforms": {"is_npu_available": False}},
     ),
     "slime": Trainer(
         slime, {"calculate_log_probs_and_entropy": in_a_column}, columns(
             {}, ENTROPY, ENTROPY | {"with_entropy_grad": False, "chunk_size": 4}, ENTROPY | {"log_prob_keep_mask": KEEP}, {"log_prob_keep_mask": KEEP}),
-        importer="slime.backends.megatron_utils.loss",
     ),
     "miles": Trainer(
         miles, {"calculate_log_probs_and_entropy": in_a_column},
@@ -180,8 +176,7 @@ TRAINERS = {
         [lambda m, x: m.logprobs_from_logits(x * 1.0, IDS), lambda m, x: (
             m.logprobs_from_logits(x, IDS, inplace_backward=False),
             m.chunked_entropy_from_logits(x, requires_grad=True, attention_mask=MASK.long(), chunk_size=3)),
-         lambda m, x: (m.logprobs_from_logits(x, IDS, inplace_backward=False), m.chunked_entropy_from_logits(x))],
-        importer="skyrl.backends.skyrl_train.workers.model_wrapper", needs={"skyrl__train__config": {"AlgorithmConfig": object}},
+         lambda m, x: (m.logprobs_from_logits(x, IDS, inplace_backward=False), m.chunked_entropy_from_logits(x))], needs={"skyrl__train__config": {"AlgorithmConfig": object}},
     ),
     "skyrl, megatron": Trainer(
         skyrl, {"fused_lm_head_logprobs": of_megatron}, options={"megatron": True},
@@ -190,7 +185,7 @@ TRAINERS = {
     "verl": Trainer(
         verl, {"logprobs_from_logits": log_probs, "entropy_from_logits": entropy_of},
         [lambda m, x: (m.logprobs_from_logits(x * 1.0, IDS), m.entropy_from_logits(x)),
-         lambda m, x: m.logprobs_from_logits(x.view(-1, V), ROWS, inplace_backward=False)], options={"hidden": False}, importer="verl.workers.engine",
+         lambda m, x: m.logprobs_from_logits(x.view(-1, V), ROWS, inplace_backward=False)], options={"hidden": False},
     ),
     "verl, fused": Trainer(
         verl, {"linear_cross_entropy": linear_cross_entropy}, options={"logits": False},
@@ -222,15 +217,15 @@ BESIDE = {"skyrl, megatron": "skyrl"}
 
 
 def put(name, factor=1.0, cast=False):
-    """(the module that calls, its functions): stand-ins, where `cast` in fp32 as a trainer returns them."""
-    trainer, made = TRAINERS[name], {}
+    """(the trainer's module, its functions): stand-ins, where `cast` in fp32 as a trainer returns them."""
+    trainer = TRAINERS[name]
     if name in BESIDE:
         put(BESIDE[name])
     functions = [counted(factor, f, torch.float32 if cast else None) for f in trainer.theirs.values()]
     for (home, theirs), function in zip(trainer.paths, functions, strict=True):
-        made[theirs] = type(theirs, (), {trainer.attribute: staticmethod(function)}) if trainer.attribute else function
-        module = stand_in(home, **{theirs: made[theirs]})
-    return stand_in(trainer.importer, **made) if trainer.importer else module, functions
+        made = type(theirs, (), {trainer.attribute: staticmethod(function)}) if trainer.attribute else function
+        module = stand_in(home, **{theirs: made})
+    return module, functions
 
 
 def calls_of(name, module):
@@ -254,7 +249,7 @@ def assert_bound(name, module, **options):
 
 @parametrize("name", TRAINERS)
 def test_values_and_gradients_are_those_of_the_trainer(name):
-    """Whoever has imported the function calls ours, and its own again afterwards; a second binding is refused."""
+    """And its own again afterwards; a second binding is refused."""
     assert_bound(name, put(name)[0])
 
 

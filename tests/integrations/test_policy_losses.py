@@ -389,20 +389,18 @@ def test_losses_of_an_untested_version_are_compared(witnesses, trainer, factor, 
 
 # ---- verl
 
-#: verl's defaults, and others; DRO has none, hence the one of our preset.
+#: Numbers of verl's configuration, none of which is the default.
 CONSTANTS = {
-    "defaults": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05, "clip_cov_ratio": 2e-4,
-                 "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 2e-4, "ppo_kl_coef": 0.1, "dro_beta": 1.0},
-    "others": {"clip_ratio_low": 0.13, "clip_ratio_high": 0.28, "clip_ratio_c": 1.6, "tau_pos": 0.9, "tau_neg": 1.3, "clip_cov_ratio": 0.1,
-               "clip_cov_lb": 0.4, "clip_cov_ub": 2.5, "kl_cov_ratio": 0.15, "ppo_kl_coef": 0.7, "dro_beta": 0.3},
+    "clip_ratio_low": 0.13, "clip_ratio_high": 0.28, "clip_ratio_c": 1.6, "tau_pos": 0.9, "tau_neg": 1.3, "clip_cov_ratio": 0.1, "clip_cov_lb": 0.4,
+    "clip_cov_ub": 2.5, "kl_cov_ratio": 0.15, "ppo_kl_coef": 0.7, "dro_beta": 0.3,
 }  # fmt: skip
 POLICY = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta")
 #: Of a whole step of which this is a micro-batch on one of two ranks.
 STEP = {"dp_size": 2, "batch_num_tokens": 173, "global_batch_size": 19, "loss_scale_factor": 20}
 
 
-def config_of_verl(info, constants="defaults", **options):
-    c = CONSTANTS[constants] | options
+def config_of_verl(info, **options):
+    c = CONSTANTS | options
     numbers, policy = (
         {n: x for n, x in c.items() if n not in POLICY},
         {n: x for n, x in c.items() if n in POLICY or n == "rollout_correction"},
@@ -473,8 +471,8 @@ def metrics_of_verl(name, data, c, result, logps):
 
 def of_verl(objective, row):
     """Our loss of verl's name, or of an objective; what is masked may be NaN."""
-    name, mode, c, info = row["name"], row["mode"], CONSTANTS[row["constants"]], STEP if row["step"] else {}
-    config, data = config_of_verl(info, row["constants"]), drawn(row["far"] is True)
+    name, mode, c, info = row["name"], row["mode"], CONSTANTS, STEP if row["step"] else {}
+    config, data = config_of_verl(info), drawn(row["far"] is True)
     if row["far"] is None:
         data = replace(data, advantages=-data.advantages)
     spec, D = spec_of_verl(name, mode, c, info)
@@ -508,7 +506,7 @@ def core():
 
 
 VERL = pairs(
-    name=verl.LOSSES, mode=verl.AGGREGATES, weights=(False, True), constants=CONSTANTS, step=(False, True), far=(False, True, None),
+    name=verl.LOSSES, mode=verl.AGGREGATES, weights=(False, True), step=(False, True), far=(False, True, None),
 )  # fmt: skip
 
 
@@ -542,19 +540,19 @@ def test_verl_itself(lots_in_order, row):
     check_itself(of_verl(row["name"], row))
 
 
-def silent(ours, constants, **changes):
+def silent(ours, **changes):
     """Tokens without a slope, of verl's loss or ours."""
-    config = config_of_verl({}, constants, **changes)
+    config = config_of_verl({}, **changes)
     return value_and_gradient(lambda x: ours(DATA.old, x, DATA.advantages, MASK, "token-sum", config), DATA.logps)[1] == 0
 
 
 def test_drawn_tokens_of_clip_cov(registry):
     """The lots fall as they may: as many tokens as they should, all from the band, none of them clipped."""
-    ours, clip, taken = verl.policy_loss("clip_cov"), silent(verl.policy_loss("vanilla"), "others", clip_ratio_c=1e9), set()
-    every = silent(ours, "others", clip_cov_ratio=1.0) & ~clip
+    ours, clip, taken = verl.policy_loss("clip_cov"), silent(verl.policy_loss("vanilla"), clip_ratio_c=1e9), set()
+    every = silent(ours, clip_cov_ratio=1.0) & ~clip
     for seed in range(4):
         torch.manual_seed(seed)
-        chosen = silent(ours, "others", clip_cov_ratio=0.06) & ~clip
+        chosen = silent(ours, clip_cov_ratio=0.06) & ~clip
         assert int(chosen.sum()) == int(0.06 * int(MASK.sum())) and not (chosen & ~every).any()
         taken.add(tuple(chosen[MASK].tolist()))
     assert len(taken) > 1
