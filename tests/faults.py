@@ -378,6 +378,254 @@ FAULTS: list[Fault] = [
         ("the first token of a sequence is of the one before", "rows, right=True)", "rows, right=False)"),
         ("rows that touch overlap", "if step < extent:", "if step <= extent:", AUTOGRAD),
     ),
+    *of("grpo_kernels/integrations/__init__.py", "tests/integrations/test_binding.py",
+        ("adapters(): one is left out", 'if not module.name.startswith("_")', 'if not module.name.startswith(("_", "slime"))'),
+    ),
+    *of("grpo_kernels/integrations/_swap.py", "tests/integrations/test_binding.py",
+        (
+            "undo leaves late imports bound", '            for late, key in names_of(value, getattr(module, "__name__", "")):\n                setattr(late, key, theirs)\n',
+            "",
+        ),
+        (
+            "slopes never compared after a call without gradients", "self.open[name] -= told",
+            'self.open[name] -= told or set()\n        self.open[name] -= {"slopes"}',
+        ),
+        ("a comparison of nothing counts", "        told = told or bool(size > 0)\n", "        told = True\n"),
+        (
+            "experimental: a function that was replaced inside a call stays", "    finally:\n        setattr(home, name, theirs)",
+            "    finally:\n        pass", "tests/integrations/test_trl_replay.py",
+        ),
+        (
+            "the second place of a trainer's function is not looked at", "            if len(every) > 1 and error.name is not None and home.startswith(error.name):",
+            "            if False:", "tests/integrations/test_replayed_sets.py",
+        ),
+        (
+            "arguments in another order are taken", "        if places == our_places[: len(places)]:",
+            "        if True:", "tests/integrations/test_replayed_sets.py",
+        ),
+        (
+            "slopes of a result that has none there are compared", "if a.requires_grad and b.requires_grad]",
+            "if a.requires_grad]", "tests/integrations/test_bound_functions.py tests/integrations/test_binding.py",
+        ),
+        (
+            "undo leaves attributes that were not there", "            if theirs is ABSENT:\n                delattr(module, name)\n                continue\n",
+            "", "tests/integrations/test_trl_runs.py",
+        ),
+    ),
+    *of("grpo_kernels/integrations/_tensors.py", "tests/integrations/test_trainer_distillation.py",
+        (
+            "vocab-parallel heads: gradient of hidden states reduced twice", "return VocabShard(torch.distributed.get_rank(group) * width, ranks * width, group, reduce_hidden)",
+            "return VocabShard(torch.distributed.get_rank(group) * width, ranks * width, group)", "tests/integrations/test_adapters_vocab_parallel.py",
+        ),
+        (
+            "repeated ids: places count from each row", "place = first.reshape(-1).cumsum(0).view(flat.shape) - 1",
+            "place = first.cumsum(-1) - 1",
+        ),
+        (
+            "rows in which an id repeats are not noticed", "first.sum(-1).view(ids.shape[:-1])",
+            "first.sum(-1).fill_(ids.shape[-1]).view(ids.shape[:-1])",
+        ),
+        (
+            "share of kept tokens in place of dropped ones", 'return 1 - out.metrics["kept"] if objective.filters else',
+            'return out.metrics["kept"] if objective.filters else', "tests/integrations/test_policy_losses.py",
+        ),
+        (
+            "CISPO's cap of TRL and Liger taken for a width", "Cispo(high) if loss_type",
+            "Cispo(1 + high) if loss_type", "tests/integrations/test_liger.py",
+        ),
+        (
+            "VESPO's constants of TRL and Liger exchanged", "k_pos, lambda_pos, k_neg, lambda_neg = vespo",
+            "k_neg, lambda_pos, k_pos, lambda_neg = vespo", "tests/integrations/test_trl_losses.py",
+        ),
+        (
+            "a two-sided bound of a trainer dropped", "return Clip(low, high, bound)",
+            "return Clip(low, high)", "tests/integrations/test_policy_losses.py",
+        ),
+    ),
+    *of("grpo_kernels/integrations/areal.py", "tests/integrations/test_bound_functions.py",
+        (
+            "temperature left out of the entropy", "transform=LogitTransform(temperature), entropy=entropy, options",
+            "entropy=entropy, options",
+        ),
+    ),
+    *of("grpo_kernels/integrations/liger.py", "tests/integrations/test_liger.py",
+        ("VESPO's weight of a sequence counts at every token", "first = trained & (trained.cumsum(1) == 1)", "first = trained"),
+        ("token count not divided by the ranks", "return at_least_one(num_items / world)", "return at_least_one(num_items)"),
+        (
+            "as_liger's LUSPO divides by the batch alone", "to(torch.float32) / batch.targets.numel()",
+            "to(torch.float32) / len(batch.targets)",
+        ),
+        (
+            "KL of masked tokens in the metric", "clipped * trained, None if kl is None else torch.where(trained, kl, 0.0)",
+            "clipped * trained, kl",
+        ),
+        (
+            "log-probs of the first ids in place of the last", "ids = input_ids[:, input_ids.shape[1] - L :]",
+            "ids = input_ids[:, :L]",
+        ),
+        (
+            "Liger's JSD: ignored labels counted", "mask = None if shift_labels is None else shift_labels != self.ignore_index",
+            "mask = None", "tests/integrations/test_trainer_distillation.py",
+        ),
+        (
+            "Liger's slot: temperature of the trainer's object lost", "**{name: getattr(theirs, name) for name in names}, any_version=True",
+            '**{name: getattr(theirs, name) for name in names if name != "temperature"}, any_version=True',
+        ),
+    ),
+    *of("grpo_kernels/integrations/miles.py", "tests/integrations/test_replayed_sets.py",
+        ("rows of context parallelism not reordered", "return sets[index].to(logits.device)", "return sets.to(logits.device)"),
+    ),
+    *of("grpo_kernels/integrations/nemo_rl.py", "tests/integrations/test_nemo_rl.py",
+        (
+            "weights of kept sequences dropped", "return kept * importance_weights(batch, high=math.inf), kept == 0",
+            "return kept, kept == 0",
+        ),
+        ("gradient through a clamped KL's weight", "r = torch.where(d == bounded, r, r.detach())", "pass"),
+        (
+            "masked samples in a metric", "(torch.where(mask.any(1), w, 1.0) * samples).sum() / sequences if",
+            "w.sum() / sequences if",
+        ),
+        (
+            "NeMo-RL distillation: mask not shifted", 'mask = data["token_mask"].roll(-1, 1) * data["sample_mask"][:, None] != 0',
+            'mask = data["token_mask"] * data["sample_mask"][:, None] != 0',
+        ),
+        (
+            "NeMo-RL distillation: mass outside with the other sign", "- OUTSIDE * (1.0 - p.sum(-1))",
+            "+ OUTSIDE * (1.0 - p.sum(-1))",
+        ),
+        (
+            "weights of a forced ratio not those of the policy", "weights, outside = self._weights(replace(batch, old_logps=own))",
+            "weights, outside = self._weights(replace(batch, old_logps=batch.sampler_logps))",
+        ),
+        (
+            "the KL beside a filter runs over its sets", 'logps = logps + scored.also["log_kept_mass"] if whole else logps',
+            "logps = logps",
+        ),
+    ),
+    *of("grpo_kernels/integrations/openrlhf.py", "tests/integrations/test_policy_losses.py",
+        ("corrected GSPO's ratio against the old policy", "old = sampler if gspo else old", "pass"),
+        (
+            "denominator not divided by the ranks", "D = None if total is None else at_least_one(total) / dp_size",
+            "D = None if total is None else at_least_one(total)",
+        ),
+    ),
+    *of("grpo_kernels/integrations/prime_rl.py", "tests/integrations/test_bound_functions.py",
+        (
+            "inverse temperature taken for the temperature", "LogitTransform(1.0 / inv_temperature.float())",
+            "LogitTransform(inv_temperature.float())",
+        ),
+    ),
+    *of("grpo_kernels/integrations/skyrl.py", "tests/integrations/test_policy_losses.py",
+        (
+            "every loss anchored to the sampler", 'anchored = name in ("dppo_tv", "dppo_kl", "rollout_is") and rollout_logprobs is not None',
+            "anchored = rollout_logprobs is not None",
+        ),
+        (
+            "a set that lists an id twice is taken", "    twice = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)",
+            "    twice = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] > 10**6)", "tests/integrations/test_replayed_sets.py",
+        ),
+    ),
+    *of("grpo_kernels/integrations/slime.py", "tests/integrations/test_replayed_sets.py",
+        (
+            "every response has the sets of the first", "places.append(torch.cat([torch.zeros(total - tokens, dtype=torch.int64), torch.arange(tokens) + known + 1]))",
+            "places.append(torch.cat([torch.zeros(total - tokens, dtype=torch.int64), torch.arange(tokens) + 1]))",
+        ),
+        (
+            "KL left in pg_loss", 'named["pg_loss"] = named["pg_loss"] - objective.beta * named["kl_loss"]',
+            "pass", "tests/integrations/test_policy_losses.py",
+        ),
+    ),
+    *of("grpo_kernels/integrations/trl.py", "tests/integrations/test_trl_losses.py",
+        (
+            "accumulation left out of the denominator by items", "return items * accumulation(trainer) / trainer.args.steps_per_generation if trainer.model.training else items",
+            "return items / trainer.args.steps_per_generation if trainer.model.training else items",
+        ),
+        (
+            "corrected and plain KL swapped", 'changes: dict[str, Any] = {} if s.use_bias_correction_kl else {"kl": "k3"}',
+            'changes: dict[str, Any] = {"kl": "k3"} if s.use_bias_correction_kl else {}',
+        ),
+        ("tool mask dropped", 'mask=mask * inputs["tool_mask"] if "tool_mask" in inputs else mask,', "mask=mask,"),
+        (
+            "entropy bonus not divided by accumulation", '("entropy_coef", trainer.entropy_coef / accumulation(trainer) if on else 0.0)',
+            '("entropy_coef", trainer.entropy_coef if on else 0.0)',
+        ),
+        (
+            "Dr. GRPO's budget dropped", 'return sequences * trainer.max_completion_length if trainer.loss_type == "dr_grpo" else sequences',
+            "return sequences",
+        ),
+        ("hidden states off by one", "out = self.head(states[:, -tokens - 1 : -1],", "out = self.head(states[:, -tokens:],"),
+        (
+            "num_items_in_batch of a scored call ignored", "loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items)",
+            "loss = -log_probs.sum() / mask.sum().clamp(min=1)", "tests/integrations/test_trl_runs.py",
+        ),
+        (
+            "logit scale of the model left out", "LogitTransform(float(temperature), softcap, float(scale)), {*outputs}",
+            "LogitTransform(float(temperature), softcap, 1.0), {*outputs}", "tests/integrations/test_trl_runs.py",
+        ),
+        (
+            "auxiliary loss not divided by accumulation", "loss = loss + trainer.router_aux_loss_coef * aux_loss / accumulation(trainer)",
+            "loss = loss + trainer.router_aux_loss_coef * aux_loss", "tests/integrations/test_trl_runs.py",
+        ),
+        ("strict tolerance of entropies too wide", "(terms, 0.0), strict=True)", "(terms, terms), strict=True)"),
+        (
+            "ignored labels counted", "shown = [None if x is None else torch.where(counted, x, 0.0) for x in (*found, log_squares)]",
+            "shown = [*found, log_squares]", "tests/integrations/test_trl_runs.py",
+        ),
+        (
+            "gradient of a gathered head not averaged", "        gradient = gradient / mesh.size()\n        for dim",
+            "        for dim", "tests/integrations/test_trl_ranks.py",
+        ),
+        (
+            "TRL replay: sets of the first completions for all batches", "index[:, length - tokens :] = (torch.arange(b * tokens) + self._taken * tokens).view(b, tokens)",
+            "index[:, length - tokens :] = torch.arange(b * tokens).view(b, tokens)", "tests/integrations/test_trl_replay.py",
+        ),
+        (
+            "TRL replay: tool tokens take sets of sampled ones", "row[: len(is_generated)] = torch.as_tensor(is_generated) != 0",
+            "row[: len(is_generated)] = True", "tests/integrations/test_trl_replay.py",
+        ),
+        (
+            "TRL distillation: divisor ignored", "normalizer=num_items_in_batch,",
+            "", "tests/integrations/test_trainer_distillation.py",
+        ),
+    ),
+    *of("grpo_kernels/integrations/unsloth.py", "tests/integrations/test_bound_functions.py",
+        (
+            "logits multiplied where they are divided", "(logit_scale_multiply or 1.0) / (logit_scale_divide or 1.0)",
+            "(logit_scale_multiply or 1.0) * (logit_scale_divide or 1.0)",
+        ),
+    ),
+    *of("grpo_kernels/integrations/verl.py", "tests/integrations/test_policy_losses.py",
+        (
+            "step's denominator not divided by the ranks", "    return at_least_one(total) / ranks",
+            "    return at_least_one(total)",
+        ),
+        (
+            "loss_scale_factor left out of the step's denominator", "        total = total * objective.max_tokens\n",
+            "        pass\n",
+        ),
+        ("CISPO's lower bound dropped", "Cispo(cap=1 + high, low=1 - low)", "Cispo(cap=1 + high)"),
+        (
+            "DPPO's lower clip fraction counts filtered tokens", '"actor/pg_clipfrac_lower": above & keep}',
+            '"actor/pg_clipfrac_lower": above}',
+        ),
+        (
+            "verl distillation: masses of padding kept", ".sum(-1).masked_fill(~counted, 0.0) for x in (logps, listed)",
+            ".sum(-1) for x in (logps, listed)", "tests/integrations/test_trainer_distillation.py",
+        ),
+        (
+            "GSPO's aggregation asked the wrong way", "_by_sequence[theirs] = sums == means",
+            "_by_sequence[theirs] = sums != means",
+        ),
+    ),
+    *of("grpo_kernels/plugins/__init__.py", "tests/plugins/test_plugins.py",
+        (
+            "a plugin forgets what it has bound", "            DONE[plugin] = act()",
+            "            act()\n            DONE[plugin] = None",
+        ),
+    ),
+    *of("grpo_kernels/plugins/slime.py", "tests/plugins/test_plugins.py",
+        ("slime's plugin never replays", 'replay = getattr(args, "rollout_top_p", 1.0) < 1.0', "replay = False"),
+    ),
     *of("csrc/one_row.h", COMBINATIONS,
         (
             "lanes behind a row's end count", 'of[0].z = choose(first_lanes(rest), of[0].z, all(-INFINITY));\n        limit',
