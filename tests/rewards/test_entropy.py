@@ -95,41 +95,22 @@ def test_ranks_of_different_size(tmp_path: Path) -> None:
 # ---- the coefficient
 
 
-class Trl:
-    """The rule of TRL 1.16 (trl/trainer/grpo_trainer.py, `use_adaptive_entropy`), retold with its defaults."""
-
-    def __init__(
-        self, target: float = 0.2, step: float = 0.005, low: float = 0.0, high: float = 1.0, initial: float = 0.0
-    ) -> None:
-        self.coef, self.target, self.step, self.low, self.high = initial, target, step, low, high
-        self.last = inf
-
-    @property
-    def applied(self) -> float:
-        return self.coef if self.last <= self.target else 0.0
-
-    def update(self, entropy: float) -> None:
-        moved = self.coef + (self.step if entropy <= self.target else -self.step)
-        self.coef, self.last = min(max(moved, self.low), self.high), entropy
-
-
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"initial": 0.1},
-        {"step": 0.3, "low": 0.1, "high": 0.5, "initial": 0.2},
-        {"target": 0.35, "step": 0.05, "high": 0.2},
-    ],
+    [{}, {"initial": 0.1}, {"step": 0.3, "low": 0.1, "high": 0.5, "initial": 0.2}, {"target": 0.35, "step": 0.05, "high": 0.2}],
     ids=str,
 )
 def test_the_coefficient_moves_as_trls_does(options: dict[str, float]) -> None:
-    """Also at the target; it is not applied before the first update, and a new run continues where the checkpoint was."""
-    ours, theirs, applied = AdaptiveEntropyCoef(**options), Trl(**options), set()
+    """The rule of TRL 1.16 (trl/trainer/grpo_trainer.py, `use_adaptive_entropy`), retold with its defaults. Also at the target;
+    it is not applied before the first update, and a new run continues where the checkpoint was."""
+    trl = {"target": 0.2, "step": 0.005, "low": 0.0, "high": 1.0, "initial": 0.0} | options
+    ours, coef, last, applied = AdaptiveEntropyCoef(**options), trl["initial"], inf, set()
     for i, entropy in enumerate([0.5, 0.2, 0.1, 0.1, 0.3, 0.15, *[0.2001] * 4, 0.0, *(torch.rand(30) / 2).tolist()]):
-        assert ours.coef == theirs.applied and ours.state_dict() == {"coef": theirs.coef, "entropy": theirs.last}
+        assert ours.coef == (coef if last <= trl["target"] else 0.0)
+        assert ours.state_dict() == {"coef": coef, "entropy": last}
         ours.update(torch.tensor(entropy, dtype=torch.float64) if i % 2 else entropy)
-        theirs.update(entropy)
+        moved = coef + (trl["step"] if entropy <= trl["target"] else -trl["step"])
+        coef, last = min(max(moved, trl["low"]), trl["high"]), entropy
         applied.add(ours.coef)
         state, ours = ours.state_dict(), AdaptiveEntropyCoef(**options)
         ours.load_state_dict(state)
