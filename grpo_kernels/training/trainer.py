@@ -32,12 +32,11 @@ from . import require, setup
 from .config import TrainConfig, parse
 from .data import Row, prompts_of_step
 from .loss import Losses, LossParts, check_recomputing, micro_batches, recomputing
-from .output import OutputFolder
 from .ranks import ParallelModel, Ranks
 from .report import RunLog, Stopwatch, Tracker, of_update, write_summary
 from .rewards import RewardFunction, Scores
 from .rollouts import Completions, Rollouts
-from .saving import Saved, random_state, stop_after_step
+from .saving import OutputFolder, Saved, random_state, stop_after_step
 
 __all__ = ["LossParts", "TrainConfig", "Trainer"]
 
@@ -78,7 +77,7 @@ class Trainer:
         except BaseException:
             self.folder.release()
             raise
-        self.log, self.watch = RunLog(config, self.folder, self.ranks, trackers), Stopwatch()
+        self.log, self.watch = RunLog(config, self.out, self.ranks, trackers), Stopwatch()
         self.step, self.stopped_by, self.mid_update = 0, 0, False  # steps done; the signal that stopped the run, if one did
         self.rng = random_state(self.device)
 
@@ -114,8 +113,7 @@ class Trainer:
         scores = self.rollouts.score(rows, completions, config.group_size)
         self.watch.lap("reward")
         advantages = self.advantages(rows, completions, scores)
-        if self.ranks.main:
-            self.log.take_samples(self.step, rows, scores, advantages)
+        self.log.keep_samples(self.step, rows, scores, advantages)
         metrics = self.update(completions, advantages)
         self.step += 1
         if self.reference is not None and config.ref_refresh_steps and self.step % config.ref_refresh_steps == 0:
@@ -224,7 +222,7 @@ class Trainer:
             self.take_steps()
             if self.step == self.config.steps:
                 self.saved.save_model(self.tokenizer)
-            self.ranks.on_main(lambda: write_summary(self.folder))
+            self.ranks.on_main(lambda: write_summary(self.out))
         finally:
             self.folder.release()
         if self.step < self.config.steps and self.ranks.main:
@@ -272,7 +270,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     done = trainer.train()
-    if config.progress and trainer.ranks.main and trainer.folder.summary.exists():
-        print(trainer.folder.summary.read_text(), end="")
+    if config.progress and trainer.ranks.main:
+        print((trainer.out / "summary.txt").read_text(), end="")
     trainer.close()
     return trainer.ranks.leave(0 if done else 128 + trainer.stopped_by)

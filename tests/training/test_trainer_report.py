@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 from grpo_kernels.training.output import OutputFolder
+
 from grpo_kernels.training.report import write_summary
 from support.advantage_oracle import group_advantages, process_advantages
 from support.plain_trainer import Watch
