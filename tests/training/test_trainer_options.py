@@ -55,26 +55,18 @@ def test_the_help_has_every_option_with_default_and_unit(capsys: Any, monkeypatc
 
 def test_options_are_written_and_read_again(tmp_path: Path) -> None:
     """Every text and number comes back; what the command line says wins, default values and empty lists too."""
-    strange = [
-        "--prompt-template",
-        "  a: 'b' #\n\t{prompt}\u2028é\x07 ",
-        "--dataset_config",
-        "null",
-        "--train-split",
-        "1e3",
-        "--no-replay",
-    ]
-    strange += shlex.split(
-        "--lr 1e-6 --max-grad-norm inf --weight-decay 1e-300 --rewards exact number --reward-weights 0.1 1e22"
+    strange = ["--prompt-template", "  a: 'b' #\n\t{prompt}\u2028é\x07 "]
+    numbers = "--lr 1e-6 --max-grad-norm inf --weight-decay 1e-300 --rewards exact number --reward-weights 0.1 1e22"
+    others = (
+        "--dataset_config null --train-split 1e3 --no-replay --corrections tis:high=3 --sample-every 0 --no-progress --chat"
     )
-    first = parse([*strange, *shlex.split("--corrections tis:high=3 --sample-every 0 --no-progress --chat --out run")])
+    first = parse([*strange, *numbers.split(), *others.split()])
     assert first.replay is False and first.chat and not first.progress and first.max_grad_norm == float("inf")
     write(first, tmp_path / "config.yaml")
-    assert parse(["--config", f"{tmp_path}/config.yaml"]) == first
-    again = parse(
-        ["--config", f"{tmp_path}/config.yaml", *shlex.split("--lr 1e-5 --weight_decay 0.0 --corrections --progress true")]
-    )
-    assert again == replace(first, lr=1e-5, weight_decay=0.0, corrections=[], progress=True)
+    again = ["--config", f"{tmp_path}/config.yaml"]
+    assert parse(again) == first
+    changed = parse([*again, *"--lr 1e-5 --weight_decay 0.0 --corrections --progress true".split()])
+    assert changed == replace(first, lr=1e-5, weight_decay=0.0, corrections=[], progress=True)
 
 
 def test_the_example_of_the_documentation_runs(tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -83,11 +75,19 @@ def test_the_example_of_the_documentation_runs(tok: Any, tmp_path: Path, monkeyp
     (example,) = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text(example + "min-p: 1e-1\nbeta: null\nbetas: [0.8, 1e-1]\nmax_grad_norm: 7\n")
-    small = [*on_disk(tok, tmp_path), *SMALL, *shlex.split("--chat false --dtype float32 --log-to jsonl --out run")]
+    small = [*on_disk(tok, tmp_path), *SMALL, *"--chat false --dtype float32 --log-to jsonl --out run".split()]
     assert command_line(["train", "--config", "a.yaml", *small]) == 0
     told, written = capsys.readouterr(), yaml.safe_load(Path("run/config.yaml").read_text())
-    found = [written[name] for name in ("preset", "lr", "chat", "min_p", "beta", "betas", "max_grad_norm")]
-    assert found == ["dapo", 1e-6, False, 0.1, None, [0.8, 0.1], 7.0] and isinstance(written["max_grad_norm"], float)
+    wanted = {
+        "preset": "dapo",
+        "lr": 1e-6,
+        "chat": False,
+        "min_p": 0.1,
+        "beta": None,
+        "betas": [0.8, 0.1],
+        "max_grad_norm": 7.0,
+    }
+    assert wanted.items() <= written.items() and isinstance(written["max_grad_norm"], float)
     assert Path("run/summary.txt").read_text() in told.out and "step 0: reward" in told.err and "2 of 2 done" in told.err
 
 
@@ -206,14 +206,7 @@ REFUSED = [
 def test_what_is_wrong_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: str, message: str
 ) -> None:
-    """With option, value and remedy. Nothing asks the Hub, which without a network would take minutes; nothing is loaded."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("the Hub is asked")
-
-    for owner in ("transformers.AutoModelForCausalLM", "transformers.AutoTokenizer"):
-        monkeypatch.setattr(f"{owner}.from_pretrained", refuse)
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    """With option, value and remedy, before anything is loaded: there are no such model and data."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
@@ -221,18 +214,6 @@ def test_what_is_wrong_is_refused_at_once(
     said = refusal(capsys, "--model", "org/name", "--dataset", "org/data", "--device", "cpu", *shlex.split(arguments))
     assert all(part in said for part in message.split(" .*")), said
     assert not Path("runs").exists()
-
-
-def test_a_value_that_is_none_of_the_choices_names_them() -> None:
-    for name, value in (
-        ("preset", "a2po"),
-        ("numerics", "prime-rl"),
-        ("loss", "fused"),
-        ("dtype", "int8"),
-        ("log_to", ["paper"]),
-    ):
-        with pytest.raises(ValueError, match=f"{name}=.*: it must be one of "):
-            TrainConfig(**{name: value})
 
 
 #: Signals that `stop` sends to its process.
@@ -262,14 +243,18 @@ def test_a_run_from_the_command_line_says_how_it_ended(
 
 # ---- what is passed from Python
 
-
+MODEL = tiny(tokenizer())
 PASSED: list[tuple[dict[str, Any], str]] = [
     ({"rows": ([], [])}, "there are no training rows: name a data set"),
     ({"rows": (PROMPTS, []), "eval_steps": 5}, "there are no held-out rows: name an eval_split"),
     ({"rewards": ["nothing"]}, "it must be one of exact, number, or module:function"),
     ({"rewards": ["json:nothing"]}, "rewards='json:nothing' cannot be imported"),
     ({"rewards": ["json:__name__"]}, "rewards='json:__name__' is a str: name a function"),
+    ({"preset": "a2po"}, "preset='a2po': it must be one of "),
+    ({"log_to": ["paper"]}, r"log_to=\['paper'\]: it must be one of jsonl, tensorboard"),
     ({"tokenizer": None}, "model and tokenizer go together"),
+    ({"teacher": MODEL, "beta": 0.1}, "teacher.*pass a copy of it, copy.deepcopy"),
+    ({"teacher": tiny(tokenizer(), vocab_size=31), "beta": 0.1}, "teacher.*a vocabulary of 31, the model of 30"),
 ]
 
 
@@ -278,20 +263,10 @@ def test_what_is_passed_and_does_not_go_together_is_refused(
     tok: Any, tmp_path: Path, given: dict[str, Any], message: str
 ) -> None:
     passed = {"tokenizer": tok, "rows": (PROMPTS, []), **given}
-    settings = config(tmp_path, **{name: passed.pop(name) for name in given if name in ("rewards", "eval_steps")})
+    options = {name: passed.pop(name) for name in given.keys() - {"tokenizer", "rows", "teacher"}}
     with pytest.raises(ValueError, match=message):
-        Trainer(settings, model=tiny(tok), **passed)
-
-
-def test_a_teacher_is_another_model_of_the_same_tokenizer(tok: Any, tmp_path: Path) -> None:
-    model = tiny(tok)
-    for teacher, message in (
-        (model, "pass a copy of it, copy.deepcopy"),
-        (tiny(tok, vocab_size=31), "a vocabulary of 31, the model of 30"),
-    ):
-        with pytest.raises(ValueError, match=f"teacher.*{message}"):
-            trainer(tok, tmp_path, model=model, teacher=teacher, beta=0.1)
-    assert all(p.requires_grad for p in model.parameters())
+        Trainer(config(tmp_path, **options), model=MODEL, **passed)
+    assert all(p.requires_grad for p in MODEL.parameters())
 
 
 def test_a_missing_package_is_noticed_before_training(tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,19 +282,28 @@ def test_beta_and_its_defaults() -> None:
     assert not TrainConfig(top_k=1, replay=False).replays and TrainConfig(top_k=2).replays
 
 
-def test_each_process_of_a_machine_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("is_available", True), ("device_count", 4), ("current_device", 3)):
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    assert [str(pick_device(name)) for name in ("auto", "cuda", "cuda:1", "cpu")] == ["cuda:3", "cuda:3", "cuda:1", "cpu"]
-    with pytest.raises(ValueError, match="device='cuda:4': torch sees 4 CUDA devices here, of which the last is cuda:3"):
-        pick_device("cuda:4")
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert str(pick_device("auto")) == str(pick_device("cuda")) == "cuda:2"
-    with pytest.raises(ValueError, match="device='cuda:1': of several processes each has a device of its own"):
-        pick_device("cuda:1")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a launcher that hides the devices of the others
-    assert str(pick_device("cuda")) == "cuda:0"
+@pytest.mark.parametrize(
+    ("name", "environment", "count", "device"),
+    [
+        ("auto", {}, 4, "cuda:3"), ("cuda", {}, 4, "cuda:3"), ("cuda:1", {}, 4, "cuda:1"), ("cpu", {}, 4, "cpu"),
+        ("cuda:4", {}, 4, "device='cuda:4': torch sees 4 CUDA devices here, of which the last is cuda:3"),
+        ("auto", {"LOCAL_RANK": "2"}, 4, "cuda:2"), ("cuda", {"LOCAL_RANK": "2"}, 4, "cuda:2"),
+        ("cuda", {"LOCAL_RANK": "2"}, 1, "cuda:0"),  # a launcher that hides the devices of the others
+        ("cuda:1", {"WORLD_SIZE": "8"}, 4, "device='cuda:1': of several processes each has a device of its own"),
+    ],
+)  # fmt: skip
+def test_each_process_of_a_machine_has_a_device_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, name: str, environment: dict[str, str], count: int, device: str
+) -> None:
+    for of_torch, value in (("is_available", True), ("device_count", count), ("current_device", 3)):
+        monkeypatch.setattr(torch.cuda, of_torch, lambda value=value: value)
+    for variable, text in environment.items():
+        monkeypatch.setenv(variable, text)
+    if device.startswith("device"):
+        with pytest.raises(ValueError, match=device):
+            pick_device(name)
+    else:
+        assert str(pick_device(name)) == device
 
 
 def test_a_model_whose_logits_are_not_known_is_refused(tok: Any, tmp_path: Path) -> None:
@@ -382,30 +366,28 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
     assert seen(tok, (texts, []), chat=True, prompt_template="0+{prompt}")[0] == [("=0+1+", None), ("=0+2+", None)]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        (None, r"prompt=None: it must be a text"),
-        ("  \n", r"it must be a text that is not empty"),
-        ([], r"prompt=\[\]: it must be"),
-        (["a"], r"prompt=\['a'\]: it must be a text that is not empty, or a list of messages"),
-        ([{"role": "user"}, {"content": "x"}], "a list of messages with their roles"),
-        ([{"role": "tool", "content": "x"}], "the tokenizer's chat template refuses the messages"),
-        ([{"role": "user", "content": "x"}], r"prompt_template='a \{prompt\}' goes around a text"),
-    ],
-)
-def test_a_row_that_is_no_prompt_is_named(prompt: Any, message: str) -> None:
-    rows, good = [{"prompt": "1+1="}, {"prompt": prompt}], [{"prompt": "1+1="}]
-    changes = {"prompt_template": "a {prompt}"} if "template=" in message else {}
-    for which, given in (("training", (rows, good)), ("held-out", (good, rows))):
-        with pytest.raises(ValueError, match=f"row 1 of the {which} rows: .*{message}"):
-            seen(chat_tokenizer(), given, **changes)
+USER = [{"role": "user", "content": "x"}]
+NO_PROMPTS: list[tuple[Any, dict[str, Any], str]] = [
+    (None, {}, "prompt=None: it must be a text"),
+    ("  \n", {}, "it must be a text that is not empty"),
+    ([], {}, r"prompt=\[\]: it must be"),
+    (["a"], {}, r"prompt=\['a'\]: it must be a text that is not empty, or a list of messages with their roles"),
+    ([{"role": "user"}, {"content": "x"}], {}, r"the chat template takes \(KeyError: 'role'\)"),
+    ([{"role": "tool", "content": "x"}], {}, r"the chat template takes \(Undef"),
+    (USER, {"prompt_template": "a {prompt}"}, r"prompt_template='a \{prompt\}' goes around a text"),
+    (USER, {"tok": tokenizer()}, "prompt=.*'x'.*goes through the tokenizer's chat template, and it has none"),
+    ("1+1=", {"tok": tokenizer(), "chat": True}, "'1.1='.*goes through the tokenizer's chat template, and it has none"),
+]
 
 
-def test_chat_needs_a_template(tok: Any) -> None:
-    for prompt, chat, why in (("1", True, "chat=True"), ([{"role": "user", "content": "1"}], False, "the prompt is a list")):
-        with pytest.raises(ValueError, match=f"{why}.*, but the tokenizer has no chat template"):
-            seen(tok, ([{"prompt": prompt}], []), chat=chat)
+@pytest.mark.parametrize(("prompt", "changes", "message"), NO_PROMPTS, ids=[message for *_, message in NO_PROMPTS])
+def test_a_row_that_is_no_prompt_is_named(prompt: Any, changes: dict[str, Any], message: str) -> None:
+    good = [] if "chat" in changes else [{"prompt": "1+1="}]
+    for which, rows in (("training", (0, 1)), ("held-out", (1, 0))):
+        given = [[*good, {"prompt": prompt}], good]
+        if good or which == "training":
+            with pytest.raises(ValueError, match=f"row {len(good)} of the {which} rows: .*{message}"):
+                seen(**{"tok": chat_tokenizer(), "rows": [given[i] for i in rows], **changes})
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE], ids=["without a template", "with one"])
