@@ -73,7 +73,7 @@ class Trainer:
         self.folder = OutputFolder(self.out)
         self.ranks.on_main(lambda: self.folder.take(config.resume))
         try:
-            self.start(setup.load(config, self.ranks, model, tokenizer, rows, rewards, teacher))
+            self.start(*setup.load(config, self.ranks, model, tokenizer, rows, rewards, teacher))
         except BaseException:
             self.folder.release()
             raise
@@ -81,9 +81,11 @@ class Trainer:
         self.step, self.stopped_by, self.mid_update = 0, 0, False  # steps done; the signal that stopped the run, if one did
         self.rng = random_state(self.device)
 
-    def start(self, loaded: setup.Loaded) -> None:
+    def start(
+        self, model: Any, tokenizer: Any, rewards: list[RewardFunction], train: list[Row], held_out: list[Row], reference: Any
+    ) -> None:
         config, ranks = self.config, self.ranks
-        self.model, self.tokenizer, self.rewards, self.train_rows, self.eval_rows, reference = loaded
+        self.model, self.tokenizer, self.train_rows, self.eval_rows = model, tokenizer, train, held_out
         self.reference = None if reference is None else ParallelModel(reference, ranks, config.parallel, frozen=True)
         self.policy = ParallelModel(self.model, ranks, config.parallel)
         self.optimizer = torch.optim.AdamW(
@@ -95,7 +97,7 @@ class Trainer:
         self.losses = Losses(config, self.policy, self.reference, self.device)
         if config.gradient_checkpointing:
             self.policy.without_gradients(check_recomputing)
-        self.rollouts = Rollouts(config, self.policy, self.tokenizer, self.rewards, ranks)
+        self.rollouts = Rollouts(config, self.policy, self.tokenizer, rewards, ranks)
         self.saved = Saved(config, self.folder, ranks, self.policy, self.reference, self.optimizer, self.entropy_coef)
         ranks.on_main(self.saved.check_space)
 

@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from grpo_kernels.training.output import OutputFolder
 
 from grpo_kernels.training.report import write_summary
 from support.advantage_oracle import group_advantages, process_advantages
@@ -55,13 +54,13 @@ def test_the_names_of_metrics_are_those_of_the_field(tok: Any, tmp_path: Path) -
         return [-float(len(c)) for c in completions]
 
     watch = Watch(None)
-    rewards = [watch.told(varied), short, varied]
-    found = trainer(tok, tmp_path, beta=0.1, num_updates=3, lr=0.05, rewards=rewards, reward_weights=[1, 2, 3]).train_step()
+    options: dict[str, Any] = {"rewards": [watch.told(varied), short, varied], "reward_weights": [1, 2, 3]}
+    found = trainer(tok, tmp_path, beta=0.1, num_updates=3, lr=0.05, **options).train_step()
     (call,) = watch.calls
-    totals = [4 * r - 2 * len(c) for r, c in zip(call.rewards, call.completions, strict=True)]
+    sizes, own = [len(c) for c in call.completions], statistics.mean(call.rewards)
+    totals = [4 * r - 2 * size for r, size in zip(call.rewards, sizes, strict=True)]
     expected = {
-        "reward/varied": statistics.mean(call.rewards), "reward/varied#2": statistics.mean(call.rewards),
-        "reward/short": -statistics.mean(map(len, call.completions)), "reward": statistics.mean(totals),
+        "reward/varied": own, "reward/varied#2": own, "reward/short": -statistics.mean(sizes), "reward": statistics.mean(totals),
         "reward_std": statistics.pstdev(totals), "completion_length": statistics.mean(map(len, call.ids)),
     }  # fmt: skip
     assert {name: found[name] for name in expected} == pytest.approx(expected)
@@ -133,9 +132,9 @@ def test_trackers_of_accelerate_get_the_numbers_in_groups(
     names = {"accuracy": "eval/accuracy", "eval_reward": "eval/reward", "eval_seconds": "time/eval", "seconds": "time/step"}
     names |= {f"{part}_seconds": f"time/{part}" for part in ("sampling", "reward", "gradient", "optimizer")}
     for line, called in zip(read(tmp_path / "my-run" / "metrics.jsonl"), made().log.call_args_list, strict=True):
-        del line["accuracy_counts"]
-        assert called == call({names.get(k, f"train/{k}"): v for k, v in line.items() if k != "step"}, step=line["step"])
-    assert [each[0] for each in made().method_calls][-1] == "finish"
+        step = {"step": line.pop("step")}
+        assert called == call({names.get(k, f"train/{k}"): v for k, v in line.items() if k != "accuracy_counts"}, **step)
+    made().finish.assert_called_once_with()
 
 
 # ---- samples
@@ -149,26 +148,25 @@ def test_samples_are_the_first_completions_with_rewards_and_advantage(tok: Any, 
         return [[1.0, *[None] * (len(ids) - 2), 3.0][: len(ids)] for ids in completion_ids]
 
     watch, samples = Watch(None), tmp_path / "run" / "samples.jsonl"
-    rewards, options = [watch.told(varied), watch.told(ends)], {"sample_every": 2, "sample_count": 6, "progress": True}
-    assert trainer(tok, tmp_path / "run", rewards=rewards, steps=2, **options).train()
+    options: dict[str, Any] = {"rewards": [watch.told(varied), watch.told(ends)], "sample_count": 6, "progress": True}
+    assert trainer(tok, tmp_path / "run", steps=2, sample_every=2, **options).train()
     samples.write_text(samples.read_text() + '{"step": 2, "prompt": "of a step that was lost"}\n')
-    assert trainer(tok, tmp_path / "run", rewards=rewards, steps=3, resume=True, **options).train()
-    found, told = read(samples), capsys.readouterr().err
-    for number, sample in enumerate(found):
-        step, i = 2 * (number // 6), number % 6
-        first, second = watch.calls[2 * step : 2 * step + 2]
-        groups = [k // 4 for k in range(12)]
-        steps = process_advantages(second.rewards, groups)
-        advantage = group_advantages(first.rewards, groups)[i] + statistics.mean(steps[i])
+    first, second = watch.calls[:2]
+    assert trainer(tok, tmp_path / "run", steps=3, sample_every=2, resume=True, **options).train()
+    found, told, groups = read(samples), capsys.readouterr().err, [k // 4 for k in range(12)]
+    steps, outcome = process_advantages(second.rewards, groups), group_advantages(first.rewards, groups)
+    for i, sample in enumerate(found[:6]):
         own, other = first.rewards[i], sum(r for r in second.rewards[i] if r is not None)
         assert sample == {
-            "step": step, "prompt": first.prompts[i], "completion": first.completions[i], "tokens": len(first.ids[i]),
-            "reward": own + other, "rewards": {"varied": own, "ends": other}, "advantage": pytest.approx(advantage, abs=1e-5),
+            "step": 0, "prompt": first.prompts[i], "completion": first.completions[i], "tokens": len(first.ids[i]),
+            "reward": own + other, "rewards": {"varied": own, "ends": other},
+            "advantage": pytest.approx(outcome[i] + statistics.mean(steps[i]), abs=1e-5),
         }  # fmt: skip
         numbers = f"reward {own + other:.3g} (varied {own:.3g}, ends {other:.3g}), advantage {sample['advantage']:+.3g}"
-        said = f"step {step}: {numbers}, {sample['tokens']} tokens\n  prompt     {first.prompts[i]!r}\n"
+        said = f"step 0: {numbers}, {sample['tokens']} tokens\n  prompt     {first.prompts[i]!r}\n"
         assert said + f"  completion {first.completions[i]!r}\n" in told
-    assert len(found) == 12 and trainer(tok, tmp_path / "without", rewards=rewards, steps=3, sample_every=0).train()
+    assert [(x["step"], x["prompt"]) for x in found[6:]] == [(2, prompt) for prompt in watch.calls[-2].prompts[:6]]
+    assert trainer(tok, tmp_path / "without", steps=3, sample_every=0, **options).train()
     assert not read(tmp_path / "without" / "samples.jsonl") and lines(tmp_path / "without") == lines(tmp_path / "run")
 
 
@@ -207,10 +205,9 @@ def test_the_summary_of_a_run(tmp_path: Path) -> None:
     for i, accuracy in ((0, 0.25), (20, 0.5)):
         told[i] |= {"accuracy": accuracy, "accuracy_counts": "exact >= 1", "eval_reward": 2 * accuracy, "eval_seconds": 1.5}
     told[7]["peak_memory_gb"] = 2.0
-    folder = OutputFolder(tmp_path)
-    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in told))
-    write_summary(folder)
-    assert folder.summary.read_text().splitlines() == [
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+    write_summary(tmp_path)
+    assert (tmp_path / "summary.txt").read_text().splitlines() == [
         "steps               20",
         "held-out accuracy   0.250 -> 0.500 (exact >= 1)",
         "held-out reward     0.5 -> 1",
