@@ -10,7 +10,6 @@ import signal
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 SMALL = flags(steps=2, prompts_per_step=2, group_size=2, max_new_tokens=2, eval_steps=0)
 
 
-def refusal(capsys: Any, *arguments: str) -> str:
+def refusal(capsys, *arguments):
     """What a command that is wrong prints."""
     assert command_line(["train", *arguments]) == 2
     return capsys.readouterr().err
@@ -43,7 +42,7 @@ def refusal(capsys: Any, *arguments: str) -> str:
 # ---- the command line, and files of options
 
 
-def test_the_help_has_every_option_with_default_and_unit(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_has_every_option_with_default_and_unit(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "4000")  # a line for each option
     with pytest.raises(SystemExit, match="0"):
         command_line(["train", "--help"])
@@ -53,7 +52,7 @@ def test_the_help_has_every_option_with_default_and_unit(capsys: Any, monkeypatc
     assert " --max-new-tokens TOKENS budget of a completion (default: 256)\n" in text
 
 
-def test_options_are_written_and_read_again(tmp_path: Path) -> None:
+def test_options_are_written_and_read_again(tmp_path):
     """Every text and number comes back; what the command line says wins, default values and empty lists too."""
     strange = ["--prompt-template", "  a: 'b' #\n\t{prompt}\u2028é\x07 "]
     numbers = "--lr 1e-6 --max-grad-norm inf --weight-decay 1e-300 --rewards exact number --reward-weights 0.1 1e22"
@@ -69,7 +68,7 @@ def test_options_are_written_and_read_again(tmp_path: Path) -> None:
     assert changed == replace(first, lr=1e-5, weight_decay=0.0, corrections=[], progress=True)
 
 
-def test_the_example_of_the_documentation_runs(tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_example_of_the_documentation_runs(tok, tmp_path, monkeypatch, capsys):
     """The YAML of docs/training.md as it stands, but for the model, the data, how much and where; names with dashes, numbers as
     1e-6 and null are options too. It tells how it goes, and what it came to."""
     (example,) = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
@@ -108,7 +107,7 @@ def test_the_example_of_the_documentation_runs(tok: Any, tmp_path: Path, monkeyp
         ("steps: !!python/name:os.system", "cannot be read: could not determine a constructor"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, capsys: Any, text: str, message: str) -> None:
+def test_what_is_wrong_in_a_file_is_named(tmp_path, capsys, text, message):
     path = tmp_path / "run.yaml"
     path.write_text(text)
     found = refusal(capsys, "--config", str(path))
@@ -203,9 +202,7 @@ REFUSED = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 @pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[arguments for arguments, _ in REFUSED])
-def test_what_is_wrong_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: str, message: str
-) -> None:
+def test_what_is_wrong_is_refused_at_once(tmp_path, monkeypatch, capsys, arguments, message):
     """With option, value and remedy, before anything is loaded: there are no such model and data."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.chdir(tmp_path)
@@ -217,18 +214,16 @@ def test_what_is_wrong_is_refused_at_once(
 
 
 #: Signals that `stop` sends to its process.
-SENT: list[int] = []
+SENT = []
 
 
-def stop(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+def stop(prompts, completions, **_):
     for number in SENT:
         os.kill(os.getpid(), number)
     return [0.0] * len(prompts)
 
 
-def test_a_run_from_the_command_line_says_how_it_ended(
-    tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_run_from_the_command_line_says_how_it_ended(tok, tmp_path, monkeypatch, capsys):
     """0: done. 2: an argument is wrong. 128 + signal: interrupted, to be resumed."""
     options = flags(steps=3, rewards=f"{__name__}:stop", out=tmp_path / "run", dtype="bfloat16")
     argv = [*on_disk(tok, tmp_path), *SMALL, *options, "--no-progress", "--gradient-checkpointing"]
@@ -244,7 +239,7 @@ def test_a_run_from_the_command_line_says_how_it_ended(
 # ---- what is passed from Python
 
 MODEL = tiny(tokenizer())
-PASSED: list[tuple[dict[str, Any], str]] = [
+PASSED = [
     ({"rows": ([], [])}, "there are no training rows: name a data set"),
     ({"rows": (PROMPTS, []), "eval_steps": 5}, "there are no held-out rows: name an eval_split"),
     ({"rewards": ["nothing"]}, "it must be one of exact, number, or module:function"),
@@ -259,9 +254,7 @@ PASSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "message"), PASSED, ids=[message for _, message in PASSED])
-def test_what_is_passed_and_does_not_go_together_is_refused(
-    tok: Any, tmp_path: Path, given: dict[str, Any], message: str
-) -> None:
+def test_what_is_passed_and_does_not_go_together_is_refused(tok, tmp_path, given, message):
     passed = {"tokenizer": tok, "rows": (PROMPTS, []), **given}
     options = {name: passed.pop(name) for name in given.keys() - {"tokenizer", "rows", "teacher"}}
     with pytest.raises(ValueError, match=message):
@@ -269,13 +262,13 @@ def test_what_is_passed_and_does_not_go_together_is_refused(
     assert all(p.requires_grad for p in MODEL.parameters())
 
 
-def test_a_missing_package_is_noticed_before_training(tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_noticed_before_training(tok, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match="the trainer needs matplotlib, which is not installed: pip install"):
         trainer(tok, tmp_path / "run")
 
 
-def test_beta_and_its_defaults() -> None:
+def test_beta_and_its_defaults():
     """0 in the papers, and where a trainer's numerics have one, that; a top-k that leaves one token may go without replay."""
     assert TrainConfig().objective.beta == 0 == TrainConfig(numerics="liger", beta=0.0).objective.beta
     assert TrainConfig(numerics="liger").objective.beta > 0 and TrainConfig(kl="k3", beta=0.0).objective.beta == 0
@@ -292,9 +285,7 @@ def test_beta_and_its_defaults() -> None:
         ("cuda:1", {"WORLD_SIZE": "8"}, 4, "device='cuda:1': of several processes each has a device of its own"),
     ],
 )  # fmt: skip
-def test_each_process_of_a_machine_has_a_device_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, name: str, environment: dict[str, str], count: int, device: str
-) -> None:
+def test_each_process_of_a_machine_has_a_device_of_its_own(monkeypatch, name, environment, count, device):
     for of_torch, value in (("is_available", True), ("device_count", count), ("current_device", 3)):
         monkeypatch.setattr(torch.cuda, of_torch, lambda value=value: value)
     for variable, text in environment.items():
@@ -306,9 +297,9 @@ def test_each_process_of_a_machine_has_a_device_of_its_own(
         assert str(pick_device(name)) == device
 
 
-def test_a_model_whose_logits_are_not_known_is_refused(tok: Any, tmp_path: Path) -> None:
+def test_a_model_whose_logits_are_not_known_is_refused(tok, tmp_path):
     class Doubled(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return 2 * super().forward(x)
 
     doubled, hooked, whole = (tiny(tok) for _ in range(3))
@@ -333,7 +324,7 @@ TEMPLATE = (
 Seen = list[tuple[str, str | None]]
 
 
-def seen(tok: Any, rows: Any = None, **changes: Any) -> tuple[Seen, Seen]:
+def seen(tok, rows=None, **changes):
     """(prompt, answer) of training rows and of held-out ones, as a run has them; the ids are those of the prompt."""
     settings = TrainConfig(**{"dataset": "d", **changes})
     found = []
@@ -344,18 +335,18 @@ def seen(tok: Any, rows: Any = None, **changes: Any) -> tuple[Seen, Seen]:
     return found[0], found[1]
 
 
-def chat_tokenizer(template: str | None = TEMPLATE) -> Any:
+def chat_tokenizer(template=TEMPLATE):
     tok = tokenizer()
     tok.chat_template = template
     return tok
 
 
-def in_lines(path: Path, rows: list[Any]) -> str:
+def in_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
+def test_conversations_go_through_the_chat_template(tmp_path):
     """Rows that are passed, and a file in TRL's format, which gives the keys of all messages to each, None where it lacks one."""
     user, answer = {"role": "user", "content": "2"}, {"role": "assistant", "content": "3", "tool_calls": "x"}
     talk = [{"role": "system", "content": "1"}, user, answer]
@@ -367,7 +358,7 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
 
 
 USER = [{"role": "user", "content": "x"}]
-NO_PROMPTS: list[tuple[Any, dict[str, Any], str]] = [
+NO_PROMPTS = [
     (None, {}, "prompt=None: it must be a text"),
     ("  \n", {}, "it must be a text that is not empty"),
     ([], {}, r"prompt=\[\]: it must be"),
@@ -381,7 +372,7 @@ NO_PROMPTS: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("prompt", "changes", "message"), NO_PROMPTS, ids=[message for *_, message in NO_PROMPTS])
-def test_a_row_that_is_no_prompt_is_named(prompt: Any, changes: dict[str, Any], message: str) -> None:
+def test_a_row_that_is_no_prompt_is_named(prompt, changes, message):
     good = [] if "chat" in changes else [{"prompt": "1+1="}]
     for which, rows in (("training", (0, 1)), ("held-out", (1, 0))):
         given = [[*good, {"prompt": prompt}], good]
@@ -391,7 +382,7 @@ def test_a_row_that_is_no_prompt_is_named(prompt: Any, changes: dict[str, Any], 
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE], ids=["without a template", "with one"])
-def test_a_text_gets_its_beginning_of_text_token_once(template: str | None) -> None:
+def test_a_text_gets_its_beginning_of_text_token_once(template):
     from tokenizers.processors import TemplateProcessing
 
     tok = chat_tokenizer(template)
@@ -403,7 +394,7 @@ def test_a_text_gets_its_beginning_of_text_token_once(template: str | None) -> N
 
 
 @pytest.mark.parametrize("configuration", ["main", None, "socratic"])
-def test_data_laid_out_as_gsm8k(tok: Any, tmp_path: Path, configuration: str | None) -> None:
+def test_data_laid_out_as_gsm8k(tok, tmp_path, configuration):
     """Two configurations, two splits, question and answer columns."""
     card = "---\nconfigs:\n"
     for name, first in (("main", 0), ("socratic", 5)):
@@ -422,7 +413,7 @@ def test_data_laid_out_as_gsm8k(tok: Any, tmp_path: Path, configuration: str | N
 
 
 @pytest.mark.parametrize(("name", "rows", "held_out"), [("p.parquet", 24, 2), ("p.json", 5, 1), ("p.jsonl", 12, 5)])
-def test_data_in_one_file_holds_out_its_end(tok: Any, tmp_path: Path, name: str, rows: int, held_out: int) -> None:
+def test_data_in_one_file_holds_out_its_end(tok, tmp_path, name, rows, held_out):
     """A tenth, and at least one; or as many as is said."""
     data, path = datasets.Dataset.from_list(PROMPTS[:rows]), str(tmp_path / name)
     data.to_parquet(path) if name == "p.parquet" else data.to_json(path)
@@ -442,9 +433,7 @@ def test_data_in_one_file_holds_out_its_end(tok: Any, tmp_path: Path, name: str,
         ('{"prompt": "1"}\n', {"dataset": "p.txt"}, "a file must end in one of"),
     ],
 )
-def test_a_file_that_is_no_data_set_is_refused(
-    tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, changes: dict[str, Any], message: str
-) -> None:
+def test_a_file_that_is_no_data_set_is_refused(tok, tmp_path, monkeypatch, text, changes, message):
     monkeypatch.chdir(tmp_path)
     for name in ("p.jsonl", "p.txt"):
         Path(name).write_text(text)
@@ -452,7 +441,7 @@ def test_a_file_that_is_no_data_set_is_refused(
         seen(tok, **{"dataset": str(tmp_path / "p.jsonl"), **changes})
 
 
-def test_rows_splits_and_answers_that_are_not_needed(tok: Any, tmp_path: Path, capsys: Any) -> None:
+def test_rows_splits_and_answers_that_are_not_needed(tok, tmp_path, capsys):
     """Without evaluations no row is held out, and no split for them has to be there; a row may lack its answer. Long prompts are
     left out with a count."""
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": None}, {"prompt": "1+2+3+4=", "answer": "10"}]

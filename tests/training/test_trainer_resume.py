@@ -8,11 +8,9 @@ import pickle
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -26,22 +24,22 @@ from support.processes import finish, start
 from support.runs import RUN, flags, lines, noisy, on_disk, saved, saved_steps, seed, tiny, trainer
 
 #: A run of four steps with everything that has a state, and its three steps with checkpoints of the last two.
-FULL: dict[str, Any] = {**RUN, "steps": 4, "checkpoint_steps": 1}
+FULL = {**RUN, "steps": 4, "checkpoint_steps": 1}
 
 
-def begun(tok: Any, out: Path, reward: Any = noisy, **changes: Any) -> Any:
+def begun(tok, out, reward=noisy, **changes):
     seed(7)
     return trainer(tok, out, rewards=[reward], **FULL | changes)
 
 
-def resumed(tok: Any, out: Path, **changes: Any) -> Any:
+def resumed(tok, out, **changes):
     """A trainer with another model and another random state: a resumed run must replace both."""
     seed(99)
     return trainer(tok, out, model=tiny(tok, seed=5), rewards=[noisy], resume=True, **FULL | changes)
 
 
 @pytest.fixture(scope="module")
-def straight(tok: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(tok, tmp_path_factory):
     out = tmp_path_factory.mktemp("straight")
     assert begun(tok, out).train()
     assert len(lines(out)) == 5 and "accuracy" in lines(out)[-1] and lines(out)[2]["kl"] > 0
@@ -49,18 +47,18 @@ def straight(tok: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def of_three(tok: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def of_three(tok, tmp_path_factory):
     out = tmp_path_factory.mktemp("three") / "run"
     assert begun(tok, out, steps=3).train()
     return out
 
 
 @pytest.fixture
-def three(of_three: Path, tmp_path: Path) -> Path:
+def three(of_three, tmp_path):
     return shutil.copytree(of_three, tmp_path / "three")
 
 
-def assert_same(out: Path, straight: Path) -> None:
+def assert_same(out, straight):
     first, second = (path / "model" / "model.safetensors" for path in (out, straight))
     assert lines(out) == lines(straight) and first.read_bytes() == second.read_bytes()
 
@@ -68,11 +66,11 @@ def assert_same(out: Path, straight: Path) -> None:
 # ---- stops
 
 
-def acting(act: Callable[[], Any], at: int) -> Callable[..., Any]:
+def acting(act, at):
     """The rewards of `noisy`, with something that happens in step `at`; what is asked about fewer completions is no step."""
-    calls: list[int] = []
+    calls = []
 
-    def noisy_(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    def noisy_(prompts, completions, **_):
         calls.extend([1] * (len(completions) == 12))
         if len(completions) == 12 and len(calls) == at + 1:
             act()
@@ -82,19 +80,19 @@ def acting(act: Callable[[], Any], at: int) -> Callable[..., Any]:
     return noisy_
 
 
-def signalled(number: int) -> Callable[[], None]:
+def signalled(number):
     return lambda: os.kill(os.getpid(), number)
 
 
 #: The last is not over when it is stopped, for the schedule of a run is that of its own number of steps.
-OTHERS: list[dict[str, Any]] = [
+OTHERS = [
     {"top_k": 9, "top_p": 0.8, "micro_batch": 5, "ratio_to": "sampler"}, {"top_k": 9, "replay": False, "sparse_step": 1 / 16},
     {"lr_schedule": "cosine", "entropy_target": 3.0, "preset": "dapo", "advantages": "remax"},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", OTHERS, ids=str)
-def test_other_runs_of_two_parts(tok: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_other_runs_of_two_parts(tok, tmp_path, changes):
     assert begun(tok, tmp_path / "a", acting(int, 2), **changes).train()
     cut = begun(tok, tmp_path / "b", acting(signalled(signal.SIGTERM), 2), **changes)
     assert not cut.train() and 0 < cut.step < 4
@@ -104,7 +102,7 @@ def test_other_runs_of_two_parts(tok: Any, tmp_path: Path, changes: dict[str, An
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_step_and_saves(tok: Any, tmp_path: Path, straight: Path, number: int) -> None:
+def test_a_signal_ends_the_step_and_saves(tok, tmp_path, straight, number):
     """It goes on with the same trainer, or with another."""
     before = signal.getsignal(number)
     t = begun(tok, tmp_path, acting(signalled(number), 2), checkpoint_steps=0)
@@ -116,14 +114,12 @@ def test_a_signal_ends_the_step_and_saves(tok: Any, tmp_path: Path, straight: Pa
 
 
 @pytest.mark.parametrize(("seconds", "ended"), [(3.0, "after the step"), (3.1, "at once")])
-def test_one_signal_passed_on_twice_is_one(
-    tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, ended: str
-) -> None:
+def test_one_signal_passed_on_twice_is_one(tok, tmp_path, monkeypatch, seconds, ended):
     now, found = [100.0], "at once"
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background of a shell ignores it
 
-    def twice() -> None:
+    def twice():
         signalled(signal.SIGTERM)()
         now[0] += seconds
         signalled(signal.SIGINT)()
@@ -136,7 +132,7 @@ def test_one_signal_passed_on_twice_is_one(
     assert found == ended
 
 
-def test_a_run_that_fails_keeps_its_steps(tok: Any, tmp_path: Path, straight: Path) -> None:
+def test_a_run_that_fails_keeps_its_steps(tok, tmp_path, straight):
     with pytest.raises(RuntimeError, match="ZeroDivisionError: division by zero\nWith none of the 12 completions alone"):
         begun(tok, tmp_path, acting(lambda: 1 / 0, 2), checkpoint_steps=0).train()
     assert [line["step"] for line in lines(tmp_path)] == [0, 1]
@@ -145,7 +141,7 @@ def test_a_run_that_fails_keeps_its_steps(tok: Any, tmp_path: Path, straight: Pa
 
 
 @pytest.mark.parametrize(("kills", "steps"), [(3, 8), pytest.param(25, 60, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_and_resumed_it_is_the_same_run(tok: Any, tmp_path: Path, kills: int, steps: int) -> None:
+def test_killed_at_random_moments_and_resumed_it_is_the_same_run(tok, tmp_path, kills, steps):
     (tmp_path / "kill_rewards.py").write_text("from support.runs import noisy\n")
     options = dict(
         rewards="kill_rewards:noisy", steps=steps, seed=3, prompts_per_step=3, group_size=4, max_new_tokens=4, lr=1e-3, eval_steps=3,
@@ -168,22 +164,22 @@ def test_killed_at_random_moments_and_resumed_it_is_the_same_run(tok: Any, tmp_p
 class Program:
     """Unpickled, it would make a folder."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.mkdir, ("a program ran",)
 
 
-def signed(checkpoint: Path, data: bytes) -> None:
+def signed(checkpoint, data):
     """Another content, under a name that fits."""
     checkpoint.rename(checkpoint.with_name(f"{checkpoint.name[:14]}{sha256(data).hexdigest()[:16]}.pt")).write_bytes(data)
 
 
-def flip(checkpoint: Path) -> None:
+def flip(checkpoint):
     data = bytearray(checkpoint.read_bytes())
     data[len(data) // 2] ^= 1
     checkpoint.write_bytes(data)
 
 
-HARMS: dict[str, Callable[[Path], Any]] = {
+HARMS = {
     "a bit": flip,
     "cut off": lambda path: os.truncate(path, 100),
     "no pickle": lambda path: signed(path, b"\0" * 100),
@@ -194,9 +190,7 @@ HARMS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_damaged_checkpoint_gives_way_to_its_predecessor(
-    tok: Any, three: Path, straight: Path, capsys: Any, harm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_checkpoint_gives_way_to_its_predecessor(tok, three, straight, capsys, harm, monkeypatch):
     monkeypatch.chdir(three.parent)
     HARMS[harm](saved_steps(three)[-1])
     newest = saved_steps(three)[-1]
@@ -207,7 +201,7 @@ def test_a_damaged_checkpoint_gives_way_to_its_predecessor(
     assert saved(three, -2)["step"] == 3
 
 
-def test_a_damaged_checkpoint_displaces_no_good_one(tok: Any, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_displaces_no_good_one(tok, tmp_path):
     """It is newer than what the run writes that goes on from the one before."""
     assert begun(tok, tmp_path, checkpoint_steps=2).train()
     flip(saved_steps(tmp_path)[-1])
@@ -217,7 +211,7 @@ def test_a_damaged_checkpoint_displaces_no_good_one(tok: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("harm", [flip, lambda path: (path.unlink(), path.with_suffix("").mkdir())], ids=["damaged", "other"])
-def test_damaged_checkpoints_only_are_not_a_fresh_start(tok: Any, three: Path, harm: Any) -> None:
+def test_damaged_checkpoints_only_are_not_a_fresh_start(tok, three, harm):
     """Nor are those of another version."""
     before = (three / "metrics.jsonl").read_text()
     for checkpoint in saved_steps(three):
@@ -227,7 +221,7 @@ def test_damaged_checkpoints_only_are_not_a_fresh_start(tok: Any, three: Path, h
     assert (three / "metrics.jsonl").read_text() == before
 
 
-def test_lines_that_a_crash_leaves(tok: Any, three: Path, straight: Path, capsys: Any) -> None:
+def test_lines_that_a_crash_leaves(tok, three, straight, capsys):
     """A torn last line, which no checkpoint knows, costs nothing; others that are damaged are left out, with a message."""
     other = shutil.copytree(three, three.parent / "other")
     with open(three / "metrics.jsonl", "a") as file:
@@ -241,7 +235,7 @@ def test_lines_that_a_crash_leaves(tok: Any, three: Path, straight: Path, capsys
     assert lines(other) == lines(straight)[1:] and "metrics.jsonl: 4 damaged lines are left out" in capsys.readouterr().err
 
 
-def test_other_options_are_told(tok: Any, three: Path, capsys: Any) -> None:
+def test_other_options_are_told(tok, three, capsys):
     """Those that change no step are not."""
     assert resumed(tok, three, keep_checkpoints=3, sample_every=1).train()
     assert "other values" not in capsys.readouterr().err
@@ -249,9 +243,7 @@ def test_other_options_are_told(tok: Any, three: Path, capsys: Any) -> None:
     assert "resuming with other values of lr, top_k: not the run that was interrupted" in capsys.readouterr().err
 
 
-def test_what_lies_beside_the_checkpoints_stays(
-    tok: Any, three: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_what_lies_beside_the_checkpoints_stays(tok, three, straight, monkeypatch, capsys):
     """Files with similar names; the rest of a write that failed does not matter, nor does an old one that cannot be removed."""
     mine = {"step-00000003-good.pt", "step-00000001-0123456789abcdef.pt.bak", "draft-of-my-paper"}
     for name in (*mine, "draft.pt"):
@@ -264,16 +256,14 @@ def test_what_lies_beside_the_checkpoints_stays(
     assert mine < found and len(found) == 6  # with steps 2, 3 and 4
 
 
-def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(
-    tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(tok, tmp_path, monkeypatch):
     """A crash of the machine at any moment leaves one: content and name are synced before what they replace is removed."""
-    events: list[str] = []
+    events = []
 
-    def noted(owner: Any, name: str, path_of: Callable[[Any], Any] = str) -> None:
+    def noted(owner, name, path_of=str):
         act = getattr(owner, name)
 
-        def noting(what: Any, *arguments: Any, **options: Any) -> Any:
+        def noting(what, *arguments, **options):
             events.append(f"{name} {Path(path_of(what)).name[:13]}")
             return act(what, *arguments, **options)
 
@@ -290,7 +280,7 @@ def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(
 # ---- one run a folder
 
 
-def test_two_runs_in_one_folder_do_not_destroy_each_other(tok: Any, tmp_path: Path) -> None:
+def test_two_runs_in_one_folder_do_not_destroy_each_other(tok, tmp_path):
     """The second is refused while the first is there, also to resume; one that has ended, or cannot start, gives it back."""
     with pytest.raises(ValueError, match="prompts are longer") as held:  # with the trainer, as a notebook does
         trainer(tok, tmp_path, max_prompt_tokens=1)
@@ -305,14 +295,12 @@ def test_two_runs_in_one_folder_do_not_destroy_each_other(tok: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("teaches", [False, True])
-def test_a_full_disk_is_reported_before_training(
-    tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, teaches: bool
-) -> None:
+def test_a_full_disk_is_reported_before_training(tok, tmp_path, monkeypatch, teaches):
     """What it needs: a checkpoint more than are kept, and the model; a teacher, which is not trained, counts once in each."""
     usage, teacher = shutil.disk_usage(tmp_path), tiny(tok, hidden_size=64)
     own, other = (4 * sum(p.numel() for p in model.parameters()) for model in (tiny(tok), teacher))
     free = [10 * own + 3 * other * teaches]
-    given: dict[str, Any] = {"teacher": teacher, "beta": 0.1} if teaches else {}
+    given = {"teacher": teacher, "beta": 0.1} if teaches else {}
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free[0]))
     trainer(tok, tmp_path / "fits", **copy.deepcopy(given))
     free[0] -= 1
