@@ -15,8 +15,8 @@ torch, Python and NumPy that everybody shares come back when a run is resumed; a
 
 from __future__ import annotations
 
-import importlib
 import math
+import pkgutil
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -69,12 +69,11 @@ def resolve(name: str) -> RewardFunction:
     """A reward function by its name in REWARDS, or as module:function."""
     if name in REWARDS:
         return REWARDS[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ValueError(f"rewards={name!r}: it must be one of {', '.join(REWARDS)}, or module:function.")
     try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        function = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"rewards={name!r} cannot be imported ({error}): check the module path and the function's name."
         ) from error

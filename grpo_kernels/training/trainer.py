@@ -31,7 +31,7 @@ from ..rewards.entropy import AdaptiveEntropyCoef
 from . import require, setup
 from .config import TrainConfig, parse
 from .data import Row, prompts_of_step
-from .loss import Losses, LossParts, check_recomputing, micro_batches, recomputing
+from .loss import Losses, LossParts, check_recomputing, micro_batches, pieces, recomputing
 from .ranks import ParallelModel, Ranks
 from .report import RunLog, Stopwatch, Tracker, of_update, write_summary
 from .rewards import RewardFunction, Scores
@@ -193,12 +193,9 @@ class Trainer:
 
     def of_policy(self, function: Any, completions: Completions) -> Tensor:
         """Numbers per token [B, T] under the current policy, 0 at padding."""
-        count = len(completions.ids)
-        size = self.config.micro_batch or count
-        parts = [completions[at : at + size] for at in range(0, count, size)]
-        parts += [completions[:1]] * (max(self.ranks.gather(len(parts))) - len(parts))  # every rank makes as many passes
-        passes = [self.policy.without_gradients(function, part) for part in parts]
-        return torch.cat(passes)[:count]
+        every = torch.arange(len(completions.ids), device=self.device)
+        parts = [completions[rows if len(rows) else every[:1]] for rows in pieces(every, self.config.micro_batch, self.ranks)]
+        return torch.cat([self.policy.without_gradients(function, part) for part in parts])[: len(every)]
 
     def move(self, lr: float) -> dict[str, float]:
         """The optimizer step."""

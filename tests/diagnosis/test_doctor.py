@@ -534,13 +534,6 @@ def test_an_accelerator_counts_where_tritons_driver_serves_it(kind, unserved, ca
     )
 
 
-def test_adapters_are_compared_with_the_versions_that_they_accept():
-    from grpo_kernels.integrations import verl
-
-    tested = environment.tested_trainers()
-    assert tested["verl"] == verl.ADAPTER.tested and {"trl", "openrlhf", "prime-rl", "skyrl", "unsloth_zoo"} <= set(tested)
-
-
 def test_every_setting_that_the_package_reads_is_described():
     package = native.PACKAGE.rglob("*.py")
     read = {name for path in package for name in re.findall(r"\bGRPO_KERNELS_[A-Z_]+[A-Z]\b", path.read_text())}
