@@ -109,19 +109,10 @@ def test_docs_show_the_committed_record_and_what_it_says_is_so(tmp_path, drawn):
     held = json.loads(demo_report.described(record))
     assert held["fused"] == [run["sides"]["fused"]["reward"] for run in record["runs"]]
     assert (tmp_path / "a.svg").stat().st_size > 5000
-    for side in sides:
-        plain = side is sides[1] or side is sides[-1]
-        side["seconds"], side["loss_seconds"], side["peak_mib"] = ([3.0], [1.5], [700.0]) if plain else ([0.5], [0.25], [20.0])
-        side["sampling_seconds"], side["accuracy"] = [0.25], [0.25, 0.75]
-    record["runs"] = [record["runs"][0], record["runs"][-1]]
+    assert "the rewards of all 144 steps are the same" in demo_report.text(record)
     sides[-1]["reward"][1] += 0.25
-    text, rows = demo_report.text(record), demo_report.table(record)
-    assert rows[4][2:5] == ["3.00", "0.25", "1500"] and rows[4][6:] == ["700", "25.0%", "75.0%"]
-    for sentence in (
-        "in 95 of 96 steps", "at most 0.250 apart in the others", "+50.0, +50.0 points", "250 ms instead of 1500",
-        "0.50 s instead of 3.00", "20 MiB instead of 700", "50% of the fused step", "of 151,936 ids",
-    ):  # fmt: skip
-        assert sentence in text
+    for sentence in ("in 143 of 144 steps", "at most 0.250 apart in the others", "of 151,936 ids"):
+        assert sentence in demo_report.text(record)
 
 
 @pytest.mark.slow
