@@ -100,7 +100,7 @@ def into(case: Case) -> Call:
 def _into(case: Case, backend: str) -> Call:
     """The gradient of the weight is added to existing memory, as trainers do that sum it over micro-batches."""
     spec = objective(case)
-    how: dict[str, Any] = {"weight_grad": case.weight_grad, "options": Options(backend=backend)}  # type: ignore[arg-type]
+    how: dict[str, Any] = {"options": Options(backend=backend, weight_grad=case.weight_grad)}  # type: ignore[arg-type]
     return lambda: case.added(loss_of(case, case.inputs(), spec, replace(case.batch), **how))
 
 
@@ -113,9 +113,10 @@ def _logps(case: Case, backend: str) -> Logps:
         (token_logprobs if case.hidden is None and case.model is None else linear_logprobs),
         case.batch.targets.view(-1),
     )
+    options = Options(backend)
     if case.cell.contract == "logits-forward":
-        return lambda logits: tuple(function(logits, targets, entropy=True, backend=backend))
-    return lambda *inputs: function(*inputs, targets, backend=backend)[0]
+        return lambda logits: tuple(function(logits, targets, entropy=True, options=options))
+    return lambda *inputs: function(*inputs, targets, options=options).logps
 
 
 @logps_provider(f"{OURS}, layer 1", "logits", "hidden", "hidden-frozen", "cross-entropy")

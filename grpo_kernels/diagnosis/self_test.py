@@ -11,7 +11,6 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,6 @@ from .. import (
     Clip,
     Exact,
     LogitTransform,
-    LossOutput,
     Objective,
     TokenBatch,
     TokenSets,
@@ -218,7 +216,7 @@ def results(case: Case, level: str, x: Inputs, backend: str, device: torch.devic
     ref_logps = None if case.divergence else x.ref_logps
     batch = TokenBatch(x.targets, x.advantages, mask=x.mask, old_logps=x.old_logps, ref_logps=ref_logps, kept=x.kept).to(device)
     teacher = {"ref_logits": x.teacher().to(device)} if case.divergence else {}
-    loss_of: Callable[..., LossOutput] = grpo_loss if level == "logits" else linear_grpo_loss
+    loss_of: Any = grpo_loss if level == "logits" else linear_grpo_loss
     with use(backend=backend, strict=True):
         out = loss_of(*leaves.values(), batch, case.objective, transform=LogitTransform(TEMPERATURE), **teacher)
         return _collect(out.loss, out.logps, out.entropy, leaves)

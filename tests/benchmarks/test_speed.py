@@ -17,7 +17,7 @@ import torch
 from torch.autograd import grad
 
 from benchmarks.cases import Output, policy_loss
-from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss, token_logprobs
+from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, linear_grpo_loss, token_logprobs
 
 pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed (extra dev)")
 
@@ -88,9 +88,9 @@ def test_loss_and_gradient_of_logits(way: str, backend: Any, dtype: torch.dtype,
 
     def ours() -> Tensor:
         if way == "log-probs":
-            return grad(policy_loss(token_logprobs(logits, b.targets, backend=backend)[0], b, 0.04), logits)[0]
+            return grad(policy_loss(token_logprobs(logits, b.targets, options=Options(backend=backend))[0], b, 0.04), logits)[0]
         x = Output.apply(logits) if way == "in place" else logits
-        return grad(grpo_loss(x, b, OBJECTIVE, inplace=way == "in place", backend=backend).loss, logits)[0]
+        return grad(grpo_loss(x, b, OBJECTIVE, inplace=way == "in place", options=Options(backend=backend)).loss, logits)[0]
 
     def restore() -> None:
         with torch.no_grad():
@@ -105,7 +105,7 @@ def test_loss_and_gradients_from_hidden_states(dtype: torch.dtype, factor: float
     hidden = torch.randn(ROWS, HIDDEN).to(dtype).requires_grad_()
     weight = (torch.randn(VOCAB, HIDDEN) / HIDDEN**0.5).to(dtype).requires_grad_()
     head, b = (hidden, weight), batch()
-    ours = lambda: grad(linear_grpo_loss(*head, b, OBJECTIVE, backend="cpu").loss, head)  # noqa: E731
+    ours = lambda: grad(linear_grpo_loss(*head, b, OBJECTIVE, options=Options(backend="cpu")).loss, head)  # noqa: E731
     eager = lambda: grad(policy_loss(naive_logps(hidden @ weight.t(), b), b, 0.04), head)  # noqa: E731
     faster(benchmark, factor, ours, eager, lambda: None, 7)
 
@@ -113,5 +113,5 @@ def test_loss_and_gradients_from_hidden_states(dtype: torch.dtype, factor: float
 @pytest.mark.parametrize(("dtype", "factor"), [(FP32, 4.0), (BF16, 6.0)])
 def test_logprobs_alone(dtype: torch.dtype, factor: float, benchmark: Any) -> None:
     logits, b = torch.randn(ROWS, VOCAB).to(dtype), batch()
-    ours = lambda: token_logprobs(logits, b.targets, backend="cpu")[0]  # noqa: E731
+    ours = lambda: token_logprobs(logits, b.targets, options=Options(backend="cpu"))[0]  # noqa: E731
     faster(benchmark, factor, ours, lambda: naive_logps(logits, b), lambda: None, 15)
