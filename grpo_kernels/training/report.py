@@ -220,13 +220,17 @@ class RunLog:
     def keep_samples(self, step: int, rows: list[Row], scores: Scores, advantages: Tensor) -> None:
         """The first completions of a batch every so many steps, to look at, from what has come to the host anyway. Of advantages
         [B, T] a completion's is the mean."""
-        config = self.config
-        if self.samples is None or not config.sample_every or step % config.sample_every:
+        if self.config.sample_every and step % self.config.sample_every == 0:
+            self.ranks.on_main(lambda: self._keep_samples(step, rows, scores, advantages))
+
+    def _keep_samples(self, step: int, rows: list[Row], scores: Scores, advantages: Tensor) -> None:
+        config, totals = self.config, scores.totals
+        if self.samples is None:  # a step outside of a run
             return
         for i, text in enumerate(scores.texts[: config.sample_count]):  # rank 0 has the first ones of all
             length, rewards = scores.lengths[i], dict(zip(scores.names, scores.each[:, i].tolist(), strict=True))
             advantage = float(advantages[i, ..., :length].mean() if advantages.dim() > 1 else advantages[i])
-            reward, prompt = scores.totals[i].item(), rows[i // config.group_size]["prompt"]
+            reward, prompt = totals[i].item(), rows[i // config.group_size]["prompt"]
             numbers = {"tokens": length, "reward": reward, "rewards": rewards, "advantage": advantage}
             self.samples.log(step, {"prompt": prompt, "completion": text, **numbers})
             each = ", ".join(f"{name} {value:.3g}" for name, value in rewards.items())

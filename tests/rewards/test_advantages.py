@@ -230,7 +230,7 @@ def test_group_metrics():
         "reward_mean": oracle.mean(scored), "reward_std": oracle.std(scored), "group_std": oracle.std([0, 1, 1]) / 4,
     }  # fmt: skip
     assert {name: float(v) for name, v in group_metrics(rewards, group_size=3).items()} == pytest.approx(expected)
-    signed = group_metrics(torch.tensor([-1.0, -1.0, 0.5, -1.0]), group_size=2, extremes=(-1.0, 1.0))
+    signed = group_metrics(torch.tensor([-1.0, nan, 0.5, -1.0]), group_size=2, extremes=(-1.0, 1.0))
     assert signed["all_wrong"] == 0.5 and signed["all_correct"] == 0
     nothing = group_metrics([nan] * 4, group_size=2)
     assert nothing.pop("missing") == 1.0 and set(map(float, nothing.values())) == {0.0}
