@@ -21,7 +21,7 @@ from benchmarks.experiments import Experiment, curve, last, mean, problems, shor
 from benchmarks.results import ROOT
 from benchmarks.tables import Record, Table
 from examples import arithmetic
-from grpo_kernels.training.output import read_metrics
+from grpo_kernels.training.report import read_metrics
 from grpo_kernels.training.rewards import exact
 from grpo_kernels.training.trainer import Trainer
 
