@@ -25,7 +25,7 @@ CALLS = {
     2: (Stage("tune", 570, 480),),
     3: (Stage("install", 60, 10), Stage("comparison", 520, 430), Stage("plots", 40, 25)),
     4: (
-        Stage("install", 60, 10), Stage("memcheck", 150, 90), Stage("traffic", 60, 30), Stage("further", 400, 330),
+        Stage("install", 60, 10), Stage("memcheck", 150, 90), Stage("further", 400, 350),
         Stage("plots", 40, 25),
     ),
 }  # fmt: skip
@@ -34,7 +34,7 @@ BRINGS = {
     "registers as loaded; first times of the loss from logits and from hidden states, and which peers run",
     2: "the fastest launches, which call 3 runs with",
     3: "the tables of the targets, with all peers",
-    4: "memory checks, bytes of device memory of the fused kernel, all other suites",
+    4: "memory checks, all other suites",
 }
 
 

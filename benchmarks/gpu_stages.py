@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import importlib.util
 import json
 import os
@@ -43,7 +42,6 @@ from benchmarks.machine import gpu_state, machine
 from benchmarks.results import ROOT, load, save
 from benchmarks.suites import LOST_DEVICE
 from benchmarks.tables import details
-from grpo_kernels import Objective, TokenBatch, grpo_loss
 
 
 class Kit:
@@ -336,43 +334,6 @@ def small(kit: Kit) -> None:
     kit.say("small calls: done")
 
 
-#: What ncu counts.
-BYTES = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum"}
-#: Rows, several for each multiprocessor, and their length.
-ROWS, LONG = 1024, 151936
-
-
-def traffic(kit: Kit) -> None:
-    """Bytes of device memory that the fused kernel reads and writes, counted by ncu where it is installed and may: whether rows
-    of fp32 are read twice."""
-    tool = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
-    if tool is None or kit.rehearse:
-        kit.leave_out("bytes of device memory, which ncu counts on a GPU")
-        return
-    path = kit.work / "json" / "traffic.csv"
-    status = kit.child(
-        tool, "--metrics", ",".join(BYTES.values()), "--kernel-name", "_fused_kernel", "--csv", "--page", "raw", "--print-units", "base",
-        "--log-file", str(path), sys.executable, "-m", "benchmarks.gpu_stages", "long_rows", "--work", str(kit.work),
-    )  # fmt: skip
-    table = [line for line in path.read_text().splitlines() if line.startswith('"')] if path.exists() else []
-    counted = list(csv.DictReader(table))[1:]  # the first line behind the names has units
-    if status != 0 or len(counted) != 2:
-        kit.leave_out(f"bytes of device memory: ncu: {outcome(status)}, {len(counted)} of 2 kernels counted")
-        return
-    for dtype, of in zip((torch.bfloat16, torch.float32), counted, strict=True):
-        moved = {how: float(of[name]) / (ROWS * LONG * dtype.itemsize) for how, name in BYTES.items()}
-        kit.add(**{str(dtype): moved})
-        kit.say(f"fused, {ROWS} rows of {LONG} {dtype}: " + ", ".join(f"{x:.2f} x of them {how}" for how, x in moved.items()))
-
-
-def long_rows(kit: Kit) -> None:
-    """The fused kernel once on long rows of each dtype, for ncu."""
-    for dtype in (torch.bfloat16, torch.float32):
-        logits = torch.zeros(1, ROWS, LONG, dtype=dtype, device=kit.device, requires_grad=True)
-        targets, ones = (torch.full((1, ROWS), x, device=kit.device) for x in (7, 1.0))
-        grpo_loss(logits, TokenBatch(targets, ones), Objective())
-
-
 def plots(kit: Kit) -> None:
     """Tables and pictures from the result files."""
     results = kit.work / "results"
@@ -391,7 +352,7 @@ def plots(kit: Kit) -> None:
 
 
 STAGES: dict[str, Callable[[Kit], None]] = {
-    stage.__name__: stage for stage in (install, env, correctness, counters, tune, memcheck, small, traffic, long_rows, plots)
+    stage.__name__: stage for stage in (install, env, correctness, counters, tune, memcheck, small, plots)
 } | dict.fromkeys((*COMPARISONS, "suites"), compare)
 
 
