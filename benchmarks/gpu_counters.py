@@ -143,12 +143,12 @@ def calls(on: Given) -> dict[str, Step]:
         return pulled(linear_grpo_loss(*head, over, objective, **more).loss, *head)
 
     def of_logits(**more: Any) -> tuple[Tensor, ...]:
-        logps, entropy, *others = token_logprobs(logits, batch.targets, entropy=True, **more)
-        return pulled(logps, logits, beside=(entropy, *(x["at"] for x in others)))  # type: ignore[arg-type]
+        found = token_logprobs(logits, batch.targets, entropy=True, **more)
+        return pulled(found.logps, logits, beside=(found.entropy, *found.also.values()))  # type: ignore[arg-type]
 
     def several() -> tuple[Tensor, ...]:
-        logps, _, more = linear_logprobs(*head, batch.targets, at=on.ids)  # type: ignore[misc]
-        return pulled(logps, *head, beside=(more["at"],))
+        found = linear_logprobs(*head, batch.targets, at=on.ids)
+        return pulled(found.logps, *head, beside=(found.also["at"],))
 
     shape, vocab = (batch.targets.shape[0], batch.targets.shape[1]), logits.shape[-1]
     teachers = [(second, 0.5), (second, 0.25)]

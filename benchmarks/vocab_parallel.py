@@ -29,7 +29,7 @@ from benchmarks.measure import outside_gate
 from benchmarks.providers.ours import native, objective
 from benchmarks.results import ROOT
 from benchmarks.tables import DTYPES, Record, Table, figure, size, times, worst
-from grpo_kernels import grpo_loss, linear_grpo_loss, token_logprobs
+from grpo_kernels import Options, grpo_loss, linear_grpo_loss, token_logprobs
 from grpo_kernels.distributed import VocabShard
 
 RANKS = 2
@@ -52,18 +52,18 @@ Call = Callable[[Any, VocabShard | None], tuple[torch.Tensor, Result]]
 
 def head(case: Case, shard: VocabShard | None) -> tuple[torch.Tensor, Result]:
     batch, spec = replace(case.batch), objective(case)
-    out = linear_grpo_loss(case.hidden, case.weight, batch, spec, shard=shard, backend=native(case))
+    out = linear_grpo_loss(case.hidden, case.weight, batch, spec, options=Options(shard=shard, backend=native(case)))
     return out.logps, case.gradients(out.loss)
 
 
 def in_place(case: Case, shard: VocabShard | None) -> tuple[torch.Tensor, Result]:
     batch, spec = replace(case.batch), objective(case)
-    out = grpo_loss(case.output(), batch, spec, inplace=True, shard=shard, backend=native(case))
+    out = grpo_loss(case.output(), batch, spec, inplace=True, options=Options(shard=shard, backend=native(case)))
     return out.logps, case.gradients(out.loss)
 
 
 def layer_one(case: Case, shard: VocabShard | None) -> tuple[torch.Tensor, Result]:
-    logps, _ = token_logprobs(case.logits, case.batch.targets, shard=shard, backend=native(case))
+    logps, _ = token_logprobs(case.logits, case.batch.targets, options=Options(shard=shard, backend=native(case)))
     return logps.detach(), case.gradients(policy_loss(logps, case.batch, case.cell.beta))
 
 

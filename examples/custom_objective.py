@@ -15,7 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
-from grpo_kernels import Objective, TokenBatch, grpo_loss
+from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
 from grpo_kernels.formulas.surrogates import Custom, check_surrogate, ops
 from grpo_kernels.rows.backends import unavailable
 
@@ -53,7 +53,7 @@ def main() -> None:
             print(f"{backend:8} not here: {reason}")
             continue
         leaf = logits.clone().requires_grad_()
-        out = grpo_loss(leaf, batch, objective, backend=backend)
+        out = grpo_loss(leaf, batch, objective, options=Options(backend=backend))
         out.loss.backward()
         assert leaf.grad is not None
         expected = leaf.grad if expected is None else expected

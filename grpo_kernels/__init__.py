@@ -21,7 +21,7 @@ from .formulas.surrogates import (
     Sapo,
     Vespo,
 )
-from .logprobs import linear_logprobs, token_logprobs
+from .logprobs import TokenLogprobs, linear_logprobs, token_logprobs
 from .losses import LossOutput, grpo_loss, linear_grpo_loss
 from .model import loss_from_model
 from .objective import Denominators, Objective
@@ -57,6 +57,7 @@ __all__ = [
     "Sapo",
     "Sparse",
     "TokenBatch",
+    "TokenLogprobs",
     "TokenSets",
     "TrustRegion",
     "Vespo",

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from .checks import require
 from .formulas.divergence import Exact, as_exact
 from .layout import flat, mask_of_rows
-from .rows.parallel import VocabShard
 from .rows.sets import KeptRows
-from .specs import NO_PRODUCT, NOT_BOUNDED, Head, LogitTransform, Options, as_transform, merged, refuse_sparse
+from .specs import (
+    NOT_BOUNDED,
+    Head,
+    LogitTransform,
+    Options,
+    as_options,
+    as_transform,
+    refuse_keywords,
+    refuse_product,
+    refuse_sparse,
+)
 from .statistics import Asked, statistics_of
 from .streams import Policy, hidden_stream, is_traced, leaves_the_graph, logits_stream, outside, seconds_of, squared
 from .token_sets import TokenSets, check_sets
@@ -30,8 +39,8 @@ def token_divergence(
     transform: LogitTransform | None = None,
     inplace: bool = False,
     kept: TokenSets | None = None,
-    shard: VocabShard | None = None,
     options: Options | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """The exact divergence of each row of logits to the reference's or teacher's, for trainers that keep a loss of their own.
 
@@ -46,30 +55,24 @@ def token_divergence(
     mask        bool [B, T] or [N]: rows where it is False are not read and give exactly 0, in value and gradient.
     kept        `TokenSets`, a set for each row: both sides are renormalised over it, and only the logits of its ids are read. A row
                 without ids runs over the whole vocabulary.
-    inplace, shard, options   as in `token_logprobs`; the logits of both sides are cut over the group of a shard.
+    inplace, options   as in `token_logprobs`; the logits of both sides are cut over the group of a shard.
 
     Returns fp32, the leading shape of logits, in nats: at least 0, also for two nearly equal rows, whose KL of 1e-10 keeps its
     digits; infinite where the other side has no probability. Both rows are read twice in the forward and in the backward each
     (the jsd: three times in the forward). Raises ValueError naming the argument that is wrong."""
-    exact = as_exact(divergence)
-    options = merged(options)
-    refuse_sparse(options, NO_PRODUCT)
-    if is_traced() and leaves_the_graph(exact, None, shard=shard):
-        given: dict[str, Any] = {"mask": mask, "transform": transform, "inplace": inplace, "kept": kept, "shard": shard}
-        return outside(token_divergence, logits, ref_logits, exact, options=options, **given)
+    if unknown:
+        refuse_keywords(token_divergence, unknown)
+    exact, options = as_exact(divergence), as_options(options)
+    refuse_product(options)
+    if is_traced() and leaves_the_graph(exact, options):
+        given: dict[str, Any] = {"mask": mask, "transform": transform, "inplace": inplace, "kept": kept, "options": options}
+        return outside(token_divergence, logits, ref_logits, exact, **given)
     shape, device = _leading("logits", logits)
     read = {"mask": mask, "transform": transform, "kept": kept}
     mask = mask_of_rows(mask, shape, device)
     of_rows = as_transform(transform).for_rows(shape, mask, None, device)
-    given = {"shard": shard, "inplace": inplace, "read": read, "ref_logits": ref_logits}
-    stream = logits_stream(logits, shape, device, of_rows, options, **given)
+    stream = logits_stream(logits, shape, device, of_rows, options, inplace=inplace, read=read, ref_logits=ref_logits)
     policy = Policy(shape, device, as_transform(transform), mask, None, stream, options)
-    if (
-        inplace
-        and isinstance(ref_logits, list)
-        and any(isinstance(x[0], TokenSets) for x in ref_logits if isinstance(x, tuple) and x)
-    ):
-        raise ValueError("inplace=True, but each teacher that is known at some ids needs the logits again: pass inplace=False.")
     return _divergence(policy, "ref_logits", ref_logits, exact, kept)
 
 
@@ -79,13 +82,11 @@ def linear_divergence(
     reference: tuple[Any, ...] | TokenSets | list[Any],
     divergence: str | Exact = "reverse",
     *,
-    bias: Tensor | None = None,
     mask: Tensor | None = None,
     transform: LogitTransform | None = None,
     kept: TokenSets | None = None,
-    shard: VocabShard | None = None,
-    weight_grad: Tensor | None = None,
     options: Options | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """`token_divergence` from hidden states: the logits of neither side ever exist beyond a chunk of rows.
 
@@ -95,17 +96,17 @@ def linear_divergence(
     reference  (hidden, weight), (hidden, weight, bias) or (hidden, Head(...)) of the reference or teacher, as in
                `linear_grpo_loss`, with a hidden size and dtype of its own; or `TokenSets` whose values are the log-probs of a
                teacher known at these ids only; or a list of pairs (one of these, weight): six products for each.
-    mask, kept, divergence  as in `token_divergence`; bias, transform, shard, weight_grad, options as in `linear_logprobs`.
+    mask, kept, divergence  as in `token_divergence`; transform and options as in `linear_logprobs`.
 
-    Masked rows take part in no product. On a GPU, selecting rows by a mask is a host sync. The forward is a product for each side;
-    the backward, which cannot know the
-    upstream gradient before it arrives, computes the logits of both again: six products in all. `linear_grpo_loss` with
-    Objective.preset("distillation") takes four. Raises ValueError naming the argument that is wrong."""
-    exact = as_exact(divergence)
-    head = Head.of(weight, bias=bias, transform=transform, shard=shard, weight_grad=weight_grad)
-    options = merged(options)
+    Masked rows take part in no product. On a GPU, selecting rows by a mask is a host sync. The forward is a product for each
+    side; the backward, which cannot know the upstream gradient before it arrives, computes the logits of both again: six products
+    in all. `linear_grpo_loss` with Objective.preset("distillation") takes four.
+    Raises ValueError naming the argument that is wrong."""
+    if unknown:
+        refuse_keywords(linear_divergence, unknown)
+    exact, head, options = as_exact(divergence), Head.of(weight, transform), as_options(options)
     refuse_sparse(options, NOT_BOUNDED)
-    if is_traced() and leaves_the_graph(exact, head.grad, shard=head.shard):
+    if is_traced() and leaves_the_graph(exact, options):
         given: dict[str, Any] = {"mask": mask, "kept": kept, "options": options}
         return outside(linear_divergence, hidden, head, reference, exact, **given)
     shape, device = _leading("hidden", hidden)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from .checks import require
+from .checks import describe, require
 from .layout import check_targets, flat, mask_of_rows
 from .rows.hidden import Hidden
-from .rows.parallel import VocabShard
 from .rows.ragged import Ragged
 from .rows.sets import KeptRows
 from .rows.stream import Logits
-from .specs import IDENTITY, NO_PRODUCT, Head, LogitTransform, Options, as_transform, merged, refuse_sparse
+from .specs import (
+    IDENTITY,
+    Head,
+    LogitTransform,
+    Options,
+    as_options,
+    as_transform,
+    refuse_keywords,
+    refuse_product,
+    refuse_sparse,
+)
 from .statistics import Asked, check_kept, rows_with_sets, statistics_of
 from .streams import draws, hidden_stream, is_traced, leaves_the_graph, logits_stream, outside
 from .token_sets import TokenSets, check_sets, narrowed
@@ -23,39 +32,29 @@ Tensor = torch.Tensor
 ALSO = ("sum_squares", "top_prob", "top_id", "log_kept_mass")
 
 
-@overload
-def token_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    mask: Tensor | None = None,
-    transform: LogitTransform | None = None,
-    entropy: bool | str = False,
-    inplace: bool = False,
-    kept: TokenSets | None = None,
-    at: None = None,
-    shard: VocabShard | None = None,
-    backend: str = "auto",
-    strict: bool = False,
-    options: Options | None = None,
-) -> tuple[Tensor, Tensor | None]: ...
-@overload
-def token_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    also: tuple[str, ...] = (),
-    mask: Tensor | None = None,
-    transform: LogitTransform | None = None,
-    entropy: bool | str = False,
-    inplace: bool = False,
-    kept: TokenSets | None = None,
-    at: TokenSets | None = None,
-    shard: VocabShard | None = None,
-    backend: str = "auto",
-    strict: bool = False,
-    options: Options | None = None,
-) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]: ...
+class _Pair(NamedTuple):
+    logps: Tensor
+    entropy: Tensor | None
+
+
+class TokenLogprobs(_Pair):
+    """What `token_logprobs` and `linear_logprobs` return: `logps, entropy = token_logprobs(...)`, or by name.
+
+    logps    fp32, the shape of targets, in nats; 0 where masked.
+    entropy  likewise, or None where it was not asked for.
+    also     a dict of what was asked for beside them: `also=` by name, each the shape of targets, and "at", fp32 [nnz]."""
+
+    also: dict[str, Tensor]
+
+    def __new__(cls, logps: Tensor, entropy: Tensor | None, also: dict[str, Tensor] | None = None) -> TokenLogprobs:
+        made = super().__new__(cls, logps, entropy)
+        made.also = also or {}
+        return made
+
+    def __repr__(self) -> str:
+        return f"{describe(self)[:-1]}{''.join(f', {name}=...' for name in self.also)})"
+
+
 def token_logprobs(
     logits: Tensor,
     targets: Tensor,
@@ -67,140 +66,82 @@ def token_logprobs(
     inplace: bool = False,
     kept: TokenSets | None = None,
     at: TokenSets | None = None,
-    shard: VocabShard | None = None,
-    backend: str = "auto",
-    strict: bool = False,
     options: Options | None = None,
-) -> Any:
+    **unknown: NoReturn,
+) -> TokenLogprobs:
     """Log-prob of each target and, if asked, the entropy of its distribution.
 
         logps, entropy = token_logprobs(logits, targets, transform=LogitTransform(temperature=0.7), entropy=True)
 
     logits    [B, T, V] or [N, V], fp32, bf16 or fp16, any strides; row i predicts targets[i], nothing is shifted.
     targets   int64, the leading shape of logits.
-    mask      bool, the shape of targets: rows where it is False are not read and give exactly 0, in value and gradient,
-              whatever they hold. None = all rows count.
-    entropy   False: not computed, the second result is None. True: differentiable. "detached": value only.
-    also      further statistics of each row's distribution p: "sum_squares" (sum of p^2, with gradient), "top_prob" (the largest
-              p) and "top_id" (its id, int64, the lowest where several are equal; -1 where masked), both without. They come
-              as a third result, a dict of tensors of the shape of targets. "top_id" costs one more read of the logits.
-              "log_kept_mass", with gradient: log of the probability that the whole row gives to its kept set, 0 without one.
-              It costs the visit of the whole row that the set saves.
+    mask      bool, the shape of targets: rows where it is False are not read and give 0, in value and gradient.
+    entropy   False, True (differentiable) or "detached" (value only).
+    also      further statistics of each row's distribution p, in `also` of the result: "sum_squares" (sum of p^2, with gradient),
+              "top_prob" (the largest p), "top_id" (its id, int64, the lowest of equal ones, -1 where masked; one more read of the
+              logits), "log_kept_mass" (with gradient: log of the probability that the whole row gives to its kept set; it visits
+              the whole row).
+    inplace   True: the backward writes the gradient over the logits, as in `grpo_loss`.
     kept      `TokenSets`, a set for each target: log-prob and statistics are those of the softmax over the set, and only the
-              logits of its ids are read; the gradient of all others is 0. A row without ids runs over the whole vocabulary.
-    inplace   True: destroys the logits in the backward, which writes the gradient into their memory. Autograd raises where
-              another operation still needs their values. Code that reads the tensor afterwards gets the gradient, without
-              an error. For the output of a model: a leaf that requires grad is refused.
-    shard     logits are [.., V / ranks], this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
-    backend   "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
-    at        `TokenSets`, ids of each row whose log-probs are wanted too, with gradient: of a teacher's top-k, an engine's
-              `logprobs`, several branches. They come in the dict of `also` as "at", fp32 [nnz] in the order of at.ids. One
-              log-sum-exp serves all ids of a row. An id outside of a kept set has -inf, one of a masked row 0.
-    options   `Options`: backend and strict, and what kept sets leave open.
+              logits of its ids are read. A row without ids runs over the whole vocabulary.
+    at        `TokenSets`, ids of each row whose log-probs are wanted too, with gradient: also["at"], in the order of at.ids. An id
+              outside of a kept set has -inf, one of a masked row 0.
+    options   backend, strict mode, a shard of the vocabulary, and what kept sets leave open: see `Options`.
 
-    Returns (logps, entropy), with `also` or `at` (logps, entropy, dict), fp32, the shape of targets, in nats. The softmax runs in
-    fp32; only the gradient is rounded to the logits' dtype. A row of only -inf gives NaN, as torch.log_softmax does.
-    Raises ValueError on shapes, dtypes, devices or (on the CPU) ids that are wrong; on a GPU an id outside the
-    vocabulary gives NaN, see GRPO_KERNELS_CHECK in `python -m grpo_kernels doctor`.
-    """
-    options = merged(options, backend=backend, strict=strict)
-    refuse_sparse(options, NO_PRODUCT)
-    if is_traced() and leaves_the_graph(at if kept is None else kept, None, shard=shard):
-        given: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "inplace": inplace, "shard": shard}
-        return outside(token_logprobs, logits, targets, also=also, kept=kept, at=at, options=options, **given)
+    Returns `TokenLogprobs`. The softmax runs in fp32; only the gradient is rounded to the logits' dtype. A row of only -inf gives
+    NaN, as torch.log_softmax does. Raises ValueError on shapes, dtypes, devices or (on a CPU) ids that are wrong; on a GPU an id
+    outside the vocabulary gives NaN."""
+    if unknown:
+        refuse_keywords(token_logprobs, unknown)
+    options = as_options(options)
+    refuse_product(options)
+    if is_traced() and leaves_the_graph(at if kept is None else kept, options):
+        given: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "inplace": inplace, "kept": kept}
+        return outside(token_logprobs, logits, targets, also=also, at=at, options=options, **given)
     mask = _check_targets(targets, mask, entropy, also)
-    if inplace and kept is not None and (options.over_vocabulary is not None or "log_kept_mass" in also):
-        raise ValueError("inplace=True, but what is asked for needs the logits for two gradients: pass inplace=False.")
     read = {"targets": targets, "mask": mask, "transform": transform, "kept": kept, "at": at}
     of_rows = _for_rows(transform, targets, mask)
-    given = {"shard": shard, "inplace": inplace, "read": read}
-    stream = logits_stream(logits, targets.shape, targets.device, of_rows, options, **given)
+    stream = logits_stream(logits, targets.shape, targets.device, of_rows, options, inplace=inplace, read=read)
     return _logprobs(stream, targets, mask, entropy, also, kept, at, options)
 
 
-@overload
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor | Head,
     targets: Tensor,
     *,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    transform: LogitTransform | None = None,
-    entropy: bool | str = False,
-    kept: TokenSets | None = None,
-    at: None = None,
-    shard: VocabShard | None = None,
-    backend: str = "auto",
-    strict: bool = False,
-    weight_grad: Tensor | None = None,
-    options: Options | None = None,
-) -> tuple[Tensor, Tensor | None]: ...
-@overload
-def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor | Head,
-    targets: Tensor,
-    *,
-    also: tuple[str, ...] = (),
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    transform: LogitTransform | None = None,
-    entropy: bool | str = False,
-    kept: TokenSets | None = None,
-    at: TokenSets | None = None,
-    shard: VocabShard | None = None,
-    backend: str = "auto",
-    strict: bool = False,
-    weight_grad: Tensor | None = None,
-    options: Options | None = None,
-) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]: ...
-def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor | Head,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
     mask: Tensor | None = None,
     transform: LogitTransform | None = None,
     entropy: bool | str = False,
     also: tuple[str, ...] = (),
     kept: TokenSets | None = None,
     at: TokenSets | None = None,
-    shard: VocabShard | None = None,
-    backend: str = "auto",
-    strict: bool = False,
-    weight_grad: Tensor | None = None,
     options: Options | None = None,
-) -> Any:
+    **unknown: NoReturn,
+) -> TokenLogprobs:
     """`token_logprobs` from hidden states and the head's weight: the logits never exist.
 
         with torch.no_grad():
-            old_logps, _ = linear_logprobs(
-                h[:, :-1], model.lm_head.weight, ids[:, 1:], mask=mask, transform=LogitTransform.of(model)
-            )
+            old_logps, _ = linear_logprobs(h[:, :-1], model.lm_head.weight, ids[:, 1:], transform=LogitTransform.of(model))
 
-    hidden    [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts targets[i].
-    weight    [V, H], or a `Head` with all that belongs to it; bias [V] or None. Products run in the autocast dtype if autocast
-              is on, else in that of hidden.
-    transform softcap and scale that the model applies after its head, and the temperature: see `LogitTransform.of`.
-    shard     weight and bias are this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
-    weight_grad  memory that the backward adds the gradient of weight into, as in `linear_grpo_loss`.
-    The rest is as in `token_logprobs`. Rows with a kept set take part in no product with the whole weight; see
-    `linear_grpo_loss`.
+    hidden     [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts targets[i].
+    weight     [V, H], or `Head(weight, bias, transform)`. Products run in the autocast dtype if autocast is on, else in that of
+               hidden.
+    transform  softcap and scale that the model applies after its head, and the temperature: see `LogitTransform.of`.
+    The rest is as in `token_logprobs`.
 
-    Masked rows take part in no product. The forward is one product of the others; the backward, which cannot know the
-    upstream gradient before it arrives, computes the logits again: three products of the rows whose upstream gradient is
-    not zero. Between forward and backward three numbers per row are kept, and entropy costs no further memory. Logits are fp32,
-    never rounded to 16 bits; the gradient of the weight is summed in fp32. On a GPU, selecting rows by a mask is a
-    host sync: pass only the rows that count (hidden[mask], targets[mask]) to avoid it. So is Options(missing="full").
-    Raises ValueError naming the argument that is wrong.
-    """
-    head = Head.of(weight, bias=bias, transform=transform, shard=shard, weight_grad=weight_grad)
-    options = merged(options, backend=backend, strict=strict)
+    Masked rows take part in no product. The forward is one product of the others; the backward, which cannot know the upstream
+    gradient before it arrives, computes the logits again: three products of the rows whose upstream gradient is not zero.
+    Between forward and backward a few numbers a row are kept. Logits are fp32, and the gradient of the weight is summed in fp32.
+    Rows with a kept set take part in no product with the whole weight. On a GPU, selecting rows by a mask is a host sync: pass
+    only the rows that count (hidden[mask], targets[mask]) to avoid it. So is Options(missing="full").
+    Raises ValueError naming the argument that is wrong."""
+    if unknown:
+        refuse_keywords(linear_logprobs, unknown)
+    head, options = Head.of(weight, transform), as_options(options)
     if at is not None:
         refuse_sparse(options, "the gradients of ids of at= would be among the columns drawn once more")
-    if is_traced() and leaves_the_graph(at if kept is None else kept, head.grad, shard=head.shard):
+    if is_traced() and leaves_the_graph(at if kept is None else kept, options):
         given: dict[str, Any] = {"mask": mask, "entropy": entropy, "also": also, "kept": kept, "at": at, "options": options}
         return outside(linear_logprobs, hidden, head, targets, **given)
     mask = _check_targets(targets, mask, entropy, also)
@@ -243,7 +184,7 @@ def _kept(
 def _logprobs(
     stream: Logits | Hidden, targets: Tensor, mask: Tensor | None, entropy: bool | str, also: tuple[str, ...],
     kept: TokenSets | None, at: TokenSets | None, options: Options,
-) -> Any:  # fmt: skip
+) -> TokenLogprobs:  # fmt: skip
     shape, vocab = targets.shape, stream.vocab
     mask, sets = _kept(kept, targets, mask, vocab, options)
     slots = None
@@ -265,4 +206,4 @@ def _logprobs(
     if mass and sets is None:
         named["log_kept_mass"] = torch.zeros_like(found.logps).view(shape)
     H = named.pop("entropy", None)
-    return (found.logps.view(shape), H, named) if named or also else (found.logps.view(shape), H)
+    return TokenLogprobs(found.logps.view(shape), H, named)

@@ -17,7 +17,6 @@ from .layout import check_targets, per_token, values_are_checked
 from .objective import Denominators, Objective
 from .rows.backends import is_strict
 from .rows.hidden import Hidden
-from .rows.parallel import VocabShard
 from .rows.partials import RowTransform
 from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
 from .rows.sets import KeptRows, OverSets
@@ -25,13 +24,14 @@ from .rows.stream import Logits, Seconds, Whole
 from .specs import (
     DEFAULTS,
     IDENTITY,
-    NO_PRODUCT,
     NOT_BOUNDED,
     Head,
     LogitTransform,
     Options,
+    as_options,
     as_transform,
-    merged,
+    refuse_keywords,
+    refuse_product,
     refuse_sparse,
 )
 from .statistics import Asked, check_kept, rows_with_sets, statistics_of
@@ -189,12 +189,9 @@ def grpo_loss(
     transform: LogitTransform | None = None,
     normalizer: float | Tensor | Denominators | None = None,
     inplace: bool = False,
-    skip_inactive: bool = False,
     ref_logits: Tensor | tuple[Tensor, LogitTransform] | TokenSets | list[Any] | None = None,
-    shard: VocabShard | None = None,
-    backend: str = "auto",
-    strict: bool = False,
     options: Options | None = None,
+    **unknown: NoReturn,
 ) -> LossOutput:
     """The loss of `objective` over `batch`, from logits, with the gradient computed in the same visit of each row.
 
@@ -202,48 +199,36 @@ def grpo_loss(
         out.loss.backward()
 
     logits       [B, T, V] or [N, V], fp32, bf16 or fp16, any strides; row i predicts batch.targets[i].
-    transform    temperature, softcap and scale; see LogitTransform.
+    transform    temperature, softcap and scale; see `LogitTransform`.
     normalizer   the denominator over all micro-batches and ranks, a number or 0-d tensor; None: that of this batch
                  alone, `objective.normalizer(batch)`, at least 1.
-    inplace      True: destroys the logits. The gradient overwrites them, so that no second [.., V] tensor exists. Autograd raises
-                 where another operation still needs their values. Code that reads the tensor afterwards gets the gradient,
-                 without an error. For the output of a model: a leaf that requires grad is refused.
-    skip_inactive  True: rows that cannot contribute (zero advantage or weight, and neither KL nor entropy bonus, at
-                 token level) are not read either; out.logps and out.entropy hold 0 there. Loss and gradient are the same.
-    ref_logits   for kl=Exact(...): logits of the reference or teacher, the shape of logits and any of the three dtypes, under
-                 the same transform; (logits, LogitTransform) under one of their own; or `TokenSets` whose values are the
-                 log-probs of a teacher that is known at these ids only (the logits are then read twice); or a list of pairs (one of
-                 these, weight): the weighted sum of the divergences. No gradient flows to them.
-    shard        logits are [.., V / ranks], this rank's part of a vocabulary cut over a group: see `distributed.VocabShard`.
-                 The rows are then visited twice, with one all-gather in between.
-    backend      "auto", "eager", "cpu" or "triton"; see `backends.pick`. strict=True makes a fallback an error.
-    options      `Options`: the three before, and what kept sets (`TokenBatch.kept`) leave open.
+    inplace      True: the gradient overwrites the logits, so that no second [.., V] tensor exists. Autograd raises where another
+                 operation still needs their values; code that reads them afterwards gets the gradient, without an error. A
+                 leaf that requires grad is refused.
+    ref_logits   for kl=Exact(...): logits of the reference or teacher, like `logits`; (logits, LogitTransform); `TokenSets` with
+                 the log-probs of a teacher that is known at these ids only; or a list of pairs (one of these, weight). No
+                 gradient flows to them. See docs/divergences.md.
+    options      backend, strict mode, a shard of the vocabulary, rows and sets: see `Options`.
 
-    Over kept sets only the logits of their ids are read, and the gradient of all others is 0.
-
-    Objectives of one pass (`Objective.one_pass`: token level) read each logit from memory once and write its gradient once;
-    the others read twice.
-    fp16 logits keep their values and form the gradient in the backward, where the loss scale is known: it would
-    underflow here. On-policy (ratio 1, advantages that sum to 0) a loss near 0 is normal: its gradient is not.
-
-    out.loss.backward() hands the stored gradient on, multiplied by the upstream scalar; no pass over it when that is 1
-    and no host sync. The gradient is handed over once: a second backward raises RuntimeError (fp16: with
-    retain_graph=True it works). Raises ValueError naming the argument that is wrong, before any work.
-    """
+    Objectives of one pass (`Objective.one_pass`) read each logit once and write its gradient once; the others read twice. fp16
+    logits form the gradient in the backward, where the loss scale is known. The gradient is handed over once: a second backward
+    raises RuntimeError. On-policy (ratio 1, advantages that sum to 0) a loss near 0 is normal: its gradient is not.
+    Raises ValueError naming the argument that is wrong, before any work."""
+    if unknown:
+        refuse_keywords(grpo_loss, unknown)
     check_specs(batch, objective, "ref_logits", ref_logits)
-    options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
-    refuse_sparse(options, NO_PRODUCT)
+    options = as_options(options)
+    refuse_product(options)
     sets = batch.kept if ref_logits is None else ref_logits
-    if is_traced() and leaves_the_graph(sets, None, shard=shard, context_group=batch.context_group):
-        given: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "shard": shard}
-        return outside(grpo_loss, logits, batch, objective, ref_logits=ref_logits, options=options, **given)
+    if is_traced() and leaves_the_graph(sets, options, batch.context_group):
+        given: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "options": options}
+        return outside(grpo_loss, logits, batch, objective, ref_logits=ref_logits, **given)
     batch, read = _with_options(batch, options), {"batch": batch, "transform": transform, "normalizer": normalizer}
     shape, device, of_rows = batch.targets.shape, batch.targets.device, _for_rows(transform, batch)
-    given = {"shard": shard, "inplace": inplace, "read": read, "ref_logits": ref_logits}
-    stream = logits_stream(logits, shape, device, of_rows, options, **given)
+    stream = logits_stream(logits, shape, device, of_rows, options, inplace=inplace, read=read, ref_logits=ref_logits)
     # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
     # visited twice anyway, with the exchange in between.
-    late = shard is not None or (stream.logits.dtype == torch.float16 and torch.is_grad_enabled())
+    late = options.shard is not None or (stream.logits.dtype == torch.float16 and torch.is_grad_enabled())
     return _loss(stream, batch, objective, "ref_logits", ref_logits, transform, normalizer, options, late)
 
 
@@ -253,16 +238,11 @@ def linear_grpo_loss(
     batch: TokenBatch,
     objective: Objective,
     *,
-    bias: Tensor | None = None,
-    reference: tuple[Any, ...] | TokenSets | list[Any] | None = None,
     transform: LogitTransform | None = None,
     normalizer: float | Tensor | Denominators | None = None,
-    skip_inactive: bool = False,
-    shard: VocabShard | None = None,
-    backend: str = "auto",
-    strict: bool = False,
-    weight_grad: Tensor | None = None,
+    reference: tuple[Any, ...] | TokenSets | list[Any] | None = None,
     options: Options | None = None,
+    **unknown: NoReturn,
 ) -> LossOutput:
     """`grpo_loss` from hidden states and the head's weight: the logits never exist. For a model of transformers,
     `loss_from_model` finds all of this by itself.
@@ -273,55 +253,26 @@ def linear_grpo_loss(
         out.loss.backward()
 
     hidden       [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts batch.targets[i].
-    weight       [V, H], or a `Head` with all that belongs to it. It may be frozen (then neither its gradient nor a buffer for
-                 it exists) or tied; fp32, bf16 or fp16. Products run in the autocast dtype if autocast is on, else in the dtype
-                 of hidden; in fp32, which is more than asked for, where the device has no 16-bit products with fp32 results.
-    bias         [V] or None, added to the logits before the transform.
+    weight       [V, H], or `Head(weight, bias, transform)`; frozen, tied or trained; fp32, bf16 or fp16. Products run in the
+                 autocast dtype if autocast is on, else in the dtype of hidden.
     transform    softcap and scale that the model applies after its head, and the temperature: see `LogitTransform.of`.
-    reference    (hidden, weight) or (hidden, weight, bias) of the frozen reference, in place of batch.ref_logps: its
-                 log-probs come from a forward product of its own, and no gradient flows to it. (hidden, Head(...)) has a transform
-                 of its own, else the policy's holds for both. Its hidden size and dtype may be others. With kl=Exact(...) it is the
-                 second stream of the divergence, a fourth product (weight the policy's own tensor: hidden states of both in one
-                 product), of which no more than a chunk of logits exists; or `TokenSets` whose values are the log-probs of a
-                 teacher that is known at these ids only: no product for the teacher, but the policy's logits are computed
-                 again. A list of pairs (one of these, weight) is the weighted sum of the divergences: a number >= 0, or a
-                 tensor [B] or the shape of targets. Each `TokenSets` among them is another visit of the rows where it has a weight,
-                 for
-                 whose number the host waits on a GPU.
-    shard        weight, bias and those of `reference` are this rank's part of a vocabulary cut over a group: see
-                 `distributed.VocabShard`. One all-gather per chunk of rows, and one all-reduce of the gradient of hidden.
-    weight_grad  [V, H], fp32 or the weight's dtype: the backward, whatever it is asked for, adds the gradient of weight into
-                 it, and autograd gives weight none. For gradients that are summed over micro-batches in memory of one's own.
-                 With kept sets only the rows of their ids are touched. `weight.main_grad` of a weight with Megatron's
-                 `grad_added_to_main_grad`: that is set to True, and autograd gets the placeholder that Megatron's hooks drop.
-                 Other hooks do not see weight_grad: FSDP2 and ZeRO-3, which gather the weight, are refused, and DDP reduces
-                 zeros for it. docs/kept_sets.md has the remedies.
-    The rest is as in `grpo_loss`.
+    normalizer   as in `grpo_loss`.
+    reference    (hidden, weight), (hidden, weight, bias) or (hidden, Head(...)) of the frozen reference, in place of
+                 batch.ref_logps, under the policy's transform where its Head has none; its hidden size and dtype may be others.
+                 With kl=Exact(...) also `TokenSets` with a teacher's log-probs, or a list of pairs (one of these, weight).
+    options      backend, strict mode, a shard, memory for the gradient of weight, sparse gradients, sets: see `Options`.
 
-    Some rows at a time are projected, turned into their gradient and multiplied back: three matrix products for rows that
-    get a gradient, where a head that recomputes its logits has four. Masked rows take part in none. Rows that cannot
-    contribute (zero advantage or weight, and neither KL nor entropy bonus) take part in the first only, for out.logps and
-    the metrics, and with skip_inactive=True in none. Sequence levels need all log-probs of a sequence before any slope:
-    they project active rows twice, four products. Logits are fp32, never rounded to 16 bits; the gradient of the weight
-    is summed in fp32. Peak memory beyond the inputs: the gradients, and whatever the batch one chunk of logits. On a GPU in bf16,
-    where one product takes the gradients of many chunks, that and those gradients are 1.2 GiB beside an fp32 sum of the weight's;
-    more of them only where that sum is not needed, and then no more than it would take.
-
-    Over kept sets (`TokenBatch.kept`) there is no product with the whole weight: a row costs a dot product for each id of its set,
-    and as much again for each gradient. A row whose set is one id costs nothing.
-
-    On a GPU, make the batch before the model's forward: its row counts are then on the host when they are needed here. (That is a
-    new batch for each call where `options` say what the batch leaves open: write missing= into the batch.) A CUDA graph keeps the
-    counts that it was captured with: see `TokenBatch`.
-    As in `grpo_loss` the gradients are handed over once. Raises ValueError naming the argument that is wrong.
-    """
+    Three products for rows that get a gradient, one for other trained rows, none for masked ones; sequence levels take four.
+    Logits are fp32, a chunk of rows at a time, and the gradient of the weight is summed in fp32. Over kept sets a row costs a dot
+    product for each id of its set. docs/functions.md has costs and memory. The gradients are handed over once, as in `grpo_loss`.
+    Raises ValueError naming the argument that is wrong."""
+    if unknown:
+        refuse_keywords(linear_grpo_loss, unknown)
     check_specs(batch, objective, "reference", reference)
-    head = Head.of(weight, bias=bias, transform=transform, shard=shard, weight_grad=weight_grad)
-    options = merged(options, backend=backend, strict=strict, skip_inactive=skip_inactive)
+    head, options = Head.of(weight, transform), as_options(options)
     if objective.exact is not None:
         refuse_sparse(options, NOT_BOUNDED)
-    sets = objective.exact or batch.kept
-    if is_traced() and leaves_the_graph(sets, head.grad, shard=head.shard, context_group=batch.context_group):
+    if is_traced() and leaves_the_graph(objective.exact or batch.kept, options, batch.context_group):
         given: dict[str, Any] = {"reference": reference, "normalizer": normalizer, "options": options}
         return outside(linear_grpo_loss, hidden, head, batch, objective, **given)
     batch = _with_options(batch, options)
@@ -342,8 +293,7 @@ def _loss(
     normalizer: float | Tensor | Denominators | None, options: Options, late: bool = False,
 ) -> LossOutput:  # fmt: skip
     """The loss of a stream's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull.
-    `given`:
-    the second stream, as the argument `name`. `late`: not in one visit."""
+    `given`: the second stream, as the argument `name`. `late`: not in one visit."""
     shape, device, exact = batch.targets.shape, batch.targets.device, objective.exact
     check_targets(batch.targets, batch.mask, stream.vocab, logits=isinstance(stream, Logits))
     seconds, reference, kept, over = Seconds(), None, None, None
@@ -358,13 +308,16 @@ def _loss(
         check_kept(batch.kept, batch.targets, batch.mask, stream.vocab, batch.missing, options.strict)
         kept = rows_with_sets(batch.kept, rows.targets, rows.read, batch.missing)
         over = _over(objective, options, seconds)
-    if isinstance(stream, Logits) and stream.inplace:
-        _check_inplace(seconds, over, options)
     sparse = draws(options, stream) if isinstance(stream, Hidden) else None
-    visited = None if isinstance(stream, Logits) or is_traced() else _split_rows(batch, rows, objective, kept)
+    # The rows that are visited as a whole: those without a set, or all.
+    visited = None
+    if not isinstance(stream, Logits) and not is_traced():
+        visited = _split_rows(batch, rows, objective, kept if over is None else None)
     if reference is not None:
         of_sets = kept if options.reference_over == "kept" else None
-        index = visited if of_sets is kept or visited is None else _split_rows(batch, rows, objective, None)
+        index = visited
+        if visited is not None and over is not None and of_sets is not None:
+            index = _split_rows(batch, rows, objective, kept)
         with torch.no_grad():
             asked = Asked(kept=of_sets, rows=index)
             ref_logps = statistics_of(reference, asked, rows.targets, rows.read, options).logps
@@ -375,8 +328,6 @@ def _loss(
     late = late or over is not None or sparse is not None or is_traced() or bool(seconds.known)
     if objective.one_pass and not late:
         return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited)
-    if over is not None and visited is not None:
-        visited = _split_rows(batch, rows, objective, None)
     with_gradient = ("entropy",) if objective.needs_entropy else ()
     asked = Asked(("entropy",), with_gradient, kept, over, seconds, exact, rows=visited, sparse=sparse)
     found = statistics_of(stream, asked, rows.targets, rows.read, options)
@@ -420,14 +371,6 @@ def _over(objective: Objective, options: Options, seconds: Seconds) -> tuple[str
         remedy = f"{kl} weighs the KL by a ratio or reads old_logp, and both are over the sets: {remedy}"
         require(not refused, "reference_over", options.reference_over, remedy)
     return (*over, "divergence") if over is not None and whole_reference else over
-
-
-def _check_inplace(seconds: Seconds, over: tuple[str, ...] | None, options: Options) -> None:
-    """Raise ValueError where the gradient is to go into the memory of logits that are needed for another one."""
-    if over is not None:
-        raise ValueError(f"inplace=True, but {options} needs the logits for two gradients: pass inplace=False.")
-    if len(seconds.known) + bool(seconds.others) > 1 or any(teacher.weight is not None for teacher in seconds.known):
-        raise ValueError("inplace=True, but each teacher that is known at some ids needs the logits again: pass inplace=False.")
 
 
 def _kl_over_vocabulary(logps: Tensor, objective: Objective, rows: TokenRows) -> Tensor:

@@ -13,12 +13,12 @@ from torch import nn
 
 from .architectures import language_model
 from .batch import TokenBatch
-from .checks import describe, refuse_unknown
+from .checks import describe
 from .layout import values_are_checked
 from .logprobs import linear_logprobs
 from .losses import LossOutput, check_specs, linear_grpo_loss
 from .objective import Denominators, Objective
-from .specs import Head, LogitTransform, Options, as_transform
+from .specs import Head, LogitTransform, Options, as_transform, refuse_keywords
 
 Tensor = torch.Tensor
 
@@ -34,11 +34,7 @@ def loss_from_model(
     temperature: float | Tensor = 1.0,
     transform: LogitTransform | None = None,
     normalizer: float | Tensor | Denominators | None = None,
-    skip_inactive: bool = False,
-    backend: str = "auto",
-    strict: bool = False,
     reference: Any = None,
-    weight_grad: Tensor | None = None,
     options: Options | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **inputs: Any,
@@ -54,24 +50,19 @@ def loss_from_model(
                  checkpointing, tied embeddings and autocast work as in its own forward (accelerate puts its autocast around that
                  one: use accelerator.autocast()); the head is a product with its weight.
     input_ids    int64 [B, T], or [1, N] (also [N]) of packed sequences.
-    batch        its targets are the tokens that follow: the shape of input_ids, as `shift_targets` makes them (row t predicts
-                 input_ids[t + 1], the last row nothing: it is masked), or [B, K], the last K tokens of input_ids. Packed: [N].
-                 This is checked where the mask is set: on a CPU with a ValueError, on a GPU with an asynchronous assertion,
-                 which stops the program without a host sync. old_logps and the others have the shape of the targets.
+    batch        its targets are the tokens that follow: the shape of input_ids, as `shift_targets` makes them, or [B, K], the
+                 last K tokens of input_ids. Checked where the mask is set: a ValueError, on a GPU an asynchronous assertion.
     temperature  divides the logits: a number or a tensor, see `LogitTransform`.
     transform    in place of `LogitTransform.of(model, temperature=temperature)`, for a model that it does not know.
-    reference    the reference or teacher, a causal language model of the same vocabulary: it runs on the same inputs, without
-                 gradient, under its own softcap and scale and the same temperature. Or what `linear_grpo_loss` takes; in a list of
-                 pairs (teacher, weight), too. Needed with kl=Exact(...); else in place of batch.ref_logps.
-    inputs       what else the base model's forward names: attention_mask, position_ids (packed sequences need their own),
-                 pixel_values. Raises TypeError for a keyword that neither it nor this function names.
-    model_kwargs  what the base model gets beside them, as it is: for what its forward takes without naming it.
-    backend      as in `grpo_loss`, like all that is not here: normalizer, skip_inactive, strict. weight_grad, options:
-                 `linear_grpo_loss`.
+    reference    a causal language model of the same vocabulary, which runs on the same inputs without gradient; or what
+                 `linear_grpo_loss` takes.
+    normalizer, options  as in `linear_grpo_loss`.
+    model_kwargs  what the base model gets that its forward takes without naming it.
+    inputs       what else its forward names: attention_mask, position_ids (packed sequences need their own), pixel_values.
 
-    A router's auxiliary loss is not included. Raises ValueError naming the argument that is wrong, and where calling the base
-    model would skip something: an adapter, a hook, a patch or quantised numbers on the head, a hook or another forward on
-    the model, prompt tuning, an encoder, a wrapper whose forward must be called (DDP, FSDP, torch.compile)."""
+    A router's auxiliary loss is not included. Raises TypeError for a keyword that neither the base model nor this function names,
+    ValueError for an argument that is wrong, and where calling the base model would skip something: an adapter, a hook or a patch
+    on the head or the model, prompt tuning, an encoder, a wrapper whose forward must be called (DDP, FSDP, torch.compile)."""
     check_specs(batch, objective)
     _check_wrappers(model)
     inner = language_model(model)
@@ -101,11 +92,8 @@ def loss_from_model(
 
     if isinstance(reference, list):  # pairs (teacher, weight)
         reference = [(second(x[0]), *x[1:]) if isinstance(x, tuple) and x else x for x in reference]
-    reference = second(reference)
-    return linear_grpo_loss(
-        hidden, weight, batch, objective, bias=bias, transform=transform, normalizer=normalizer, reference=reference,
-        skip_inactive=skip_inactive, backend=backend, strict=strict, weight_grad=weight_grad, options=options,
-    )  # fmt: skip
+    head, reference = Head(weight, bias, transform), second(reference)
+    return linear_grpo_loss(hidden, head, batch, objective, normalizer=normalizer, reference=reference, options=options)
 
 
 #: Its own keywords, which a misspelt one may mean.
@@ -124,7 +112,7 @@ def _projected(
         p.name for p in inspect.signature(base.forward).parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
     remedy = f"What a {type(base).__name__} takes without naming it goes into model_kwargs={{...}}."
-    refuse_unknown("loss_from_model", inputs, [*_OWN, *named], remedy)
+    refuse_keywords(loss_from_model, inputs, [*_OWN, *named], remedy)
     if "use_cache" in named and "use_cache" not in model_kwargs:
         inputs = {"use_cache": False, **inputs}
     hidden = base(input_ids=input_ids if input_ids.dim() > 1 else input_ids[None], **inputs, **model_kwargs)[0]
@@ -182,7 +170,7 @@ def _head(model: Any) -> Any:
     if any(not p.is_replicate() for p in getattr(head.weight, "placements", ())):
         raise ValueError(
             "the weight of the head is a DTensor in shards: install a FusedLMHead (grpo_kernels.model) before fully_shard, or take the "
-            "hidden states and call linear_grpo_loss with shard=VocabShard.of(weight) where ranks share the vocabulary."
+            "hidden states and call linear_grpo_loss with Options(shard=VocabShard.of(weight)) where ranks share the vocabulary."
         )
     return head
 
@@ -300,7 +288,7 @@ class _AsGiven:
     @classmethod
     def wrap(cls, x: Any) -> Any:
         floats = isinstance(x, Tensor) and x.is_floating_point()
-        return cls(x) if floats or isinstance(x, (TokenBatch, Objective, tuple)) else x
+        return cls(x) if floats or isinstance(x, (TokenBatch, Objective, Options, tuple)) else x
 
     @classmethod
     def unwrap(cls, x: Any) -> Any:
@@ -340,9 +328,9 @@ class FusedLMHead(nn.Linear):
         for name, value in vars(head).items():  # attributes that libraries have set on it
             self.__dict__.setdefault(name, value)
 
-    def __call__(self, hidden: Tensor, *arguments: Any, **options: Any) -> Any:
-        kept = {name: _AsGiven.wrap(x) for name, x in options.items()}
-        out = super().__call__(hidden, *map(_AsGiven.wrap, arguments), **kept)
+    def __call__(self, hidden: Tensor, *arguments: Any, **named: Any) -> Any:
+        hidden_from_hooks = {name: _AsGiven.wrap(x) for name, x in named.items()}
+        out = super().__call__(hidden, *map(_AsGiven.wrap, arguments), **hidden_from_hooks)
         if isinstance(out, HeadLogprobs) and out.logps.dtype in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"the head's log-probs were cast to {out.logps.dtype} on their way out: give the group of the head FSDP2's "
@@ -358,26 +346,26 @@ class FusedLMHead(nn.Linear):
         *,
         temperature: float | Tensor = 1.0,
         metrics: bool = False,
-        **options: Any,
-    ) -> Tensor | HeadLogprobs | HeadLoss:
+        **others: Any,
+    ) -> Tensor | HeadLogprobs | tuple[Any, ...] | HeadLoss:
         """logits, HeadLogprobs or HeadLoss, by what is given besides `hidden` [..., H].
 
         targets      int64, the leading shape of hidden; or a TokenBatch, with an `objective`.
         temperature  a number or a tensor, see LogitTransform; for log-probs and losses.
         metrics      True: those of `LossOutput` are in the result of a loss.
-        options      of `linear_logprobs` (mask, entropy, backend, ...) or `linear_grpo_loss` (normalizer, reference, ...), but
-                     not what the head has itself: weight, bias and transform are a ValueError. So is weight_grad of a head that
-                     FSDP or ZeRO-3 gathers; under DDP see `linear_grpo_loss`."""
+        others       arguments of `linear_logprobs` (mask, entropy, options, ...) or `linear_grpo_loss` (normalizer, reference,
+                     ...), but not what the head has itself: weight, bias and transform are a ValueError. With also= or at= the
+                     result is (logps, entropy, dict)."""
         targets, objective, temperature = map(_AsGiven.unwrap, (targets, objective, temperature))
-        options = {name: _AsGiven.unwrap(x) for name, x in options.items()}
+        others = {name: _AsGiven.unwrap(x) for name, x in others.items()}
         for name in ("weight", "bias", "transform"):
-            if name in options:
+            if name in others:
                 raise ValueError(
                     f"{name} is an option of this call, but the head has its own: leave it out (softcap and scale are given to "
                     "FusedLMHead(head, transform=...), the temperature to the call)."
                 )
         if targets is None:
-            if objective is not None or options or metrics:
+            if objective is not None or others or metrics:
                 raise ValueError(
                     "targets is None, so the head gives logits: objective and options want targets or a TokenBatch."
                 )
@@ -389,19 +377,19 @@ class FusedLMHead(nn.Linear):
                 f"targets is a {type(targets).__name__} and objective a {type(objective).__name__}: pass a TokenBatch with an "
                 "Objective for a loss, or ids alone for log-probs."
             )
-        options["transform"] = replace(self.transform, temperature=temperature)
+        head = Head(self.weight, self.bias, replace(self.transform, temperature=temperature))
         if not isinstance(targets, TokenBatch):
             if metrics:
                 raise ValueError("metrics=True: only a loss has them, pass a TokenBatch and an Objective.")
-            logps, entropy, *more = linear_logprobs(hidden, self.weight, targets, bias=self.bias, **options)
+            found = linear_logprobs(hidden, head, targets, **others)
             # Copies, not views: FSDP2 loses its hook on a view when the caller writes to it in place, and warns of it.
-            entropy = None if entropy is None else entropy.clone()
-            if more:  # as the function that has these options
-                return logps.clone(), entropy, {name: x.clone() for name, x in more[0].items()}  # type: ignore[return-value]
-            return HeadLogprobs(logps.clone(), entropy)
+            logps, entropy = found.logps.clone(), None if found.entropy is None else found.entropy.clone()
+            if found.also:  # hooks look for tensors in plain tuples and dicts
+                return logps, entropy, {name: x.clone() for name, x in found.also.items()}
+            return HeadLogprobs(logps, entropy)
         assert objective is not None
-        self._check_not_cast(targets, options.get("normalizer"))
-        out = linear_grpo_loss(hidden, self.weight, targets, objective, bias=self.bias, **options)
+        self._check_not_cast(targets, others.get("normalizer"))
+        out = linear_grpo_loss(hidden, head, targets, objective, **others)
         return HeadLoss(out.loss, out.logps, out.entropy, dict(out.metrics) if metrics else None)
 
     def _check_not_cast(self, batch: TokenBatch, normalizer: Any) -> None:
@@ -527,7 +515,7 @@ def _check_plain(head: Any) -> None:
     if hasattr(head.weight, "placements"):
         _refuse(
             head, "whose weight is a DTensor",
-            "install before fully_shard. A head that a tensor-parallel plan has cut: linear_grpo_loss(..., shard=VocabShard.of(weight)).",
+            "install before fully_shard. A head that a tensor-parallel plan has cut: linear_grpo_loss(..., options=Options(shard=VocabShard.of(weight))).",
         )  # fmt: skip
     if head.weight.dim() != 2 or "weight" not in head._parameters:  # FSDP1 leaves a view of its own
         _refuse(head, f"whose weight has shape {list(head.weight.shape)}", "install before ZeRO-3 or FSDP shards it.")

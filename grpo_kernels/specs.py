@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from .architectures import language_model, logits_of
-from .checks import LARGEST, SMALLEST, as_number, check_missing, describe, require, require_number, with_hints
+from .checks import (
+    LARGEST,
+    SMALLEST,
+    as_number,
+    check_missing,
+    describe,
+    refuse_unknown,
+    require,
+    require_number,
+    with_hints,
+)
 from .layout import check_temperature, inverse_temperatures
 from .rows import backends
-from .rows.parallel import VocabShard
+from .rows.parallel import VocabShard, check_shard
 from .rows.partials import RowTransform
 from .rows.selection import Sparse
 
@@ -83,42 +95,35 @@ def as_transform(transform: LogitTransform | None) -> LogitTransform:
 class Head:
     """What every `linear_*` function takes in place of `weight`, so that the head is described once.
 
-        head = Head(model.lm_head.weight, transform=LogitTransform.of(model), grad=main_grad)
+        head = Head(model.lm_head.weight, model.lm_head.bias, LogitTransform.of(model))
         out = linear_grpo_loss(hidden, head, batch, objective)
 
     weight     [V, H].
-    bias       [V] or None.
+    bias       [V] or None, added to the logits before the transform.
     transform  softcap, scale and temperature after the product.
-    shard      which part of the vocabulary weight and bias are, see `VocabShard`.
-    grad       memory that the gradient of weight is added into, the `weight_grad` of `linear_grpo_loss`.
 
-    The function that takes it checks the tensors, and raises ValueError where one of these is given beside it again."""
+    The function that takes it checks the tensors, and raises ValueError where a transform is given beside it a second time."""
 
     weight: Tensor
     bias: Tensor | None = None
     transform: LogitTransform | None = None
-    shard: VocabShard | None = None
-    grad: Tensor | None = None
     __repr__ = describe
 
-    def beside(self, **given: Any) -> Head:
-        """Self, where nothing is given beside it again. Raises ValueError with the remedy."""
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(f"{name} is given beside a Head: put it into the Head.")
-        return self
-
     @classmethod
-    def of(cls, weight: Any, *, bias: Any, transform: Any, shard: Any, weight_grad: Any) -> Head:
-        """A caller's `weight` with what was given beside it by keyword."""
-        if isinstance(weight, Head):
-            return weight.beside(bias=bias, transform=transform, shard=shard, weight_grad=weight_grad)
-        return cls(weight, bias, transform, shard, weight_grad)
+    def of(cls, weight: Any, transform: LogitTransform | None = None) -> Head:
+        """A caller's `weight`, a tensor or a Head, with the transform that was given beside it."""
+        if not isinstance(weight, Head):
+            return cls(weight, transform=transform)
+        if transform is None:
+            return weight
+        if weight.transform is not None:
+            raise ValueError("transform is given, and the Head has one: pass one of them.")
+        return replace(weight, transform=transform)
 
 
 OVER = ("kept", "vocabulary")
 
-#: Why nothing is left out.
+#: Why nothing is left out of a gradient.
 NO_PRODUCT = "logits that exist have no product to save: start from hidden states (linear_grpo_loss, linear_logprobs)"
 NOT_BOUNDED = (
     "the gradient of an exact divergence has parts that the policy's probabilities do not bound (log q where q is small, or q "
@@ -127,35 +132,39 @@ NOT_BOUNDED = (
 
 
 @with_hints
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Options:
-    """How a call computes: `options=` of the loss and log-prob functions.
+    """How a call computes: `options=` of the loss, log-prob and divergence functions, the one place where this is said.
 
-        out = linear_grpo_loss(hidden, weight, batch, objective, options=Options(entropy_over="vocabulary"))
+        out = linear_grpo_loss(hidden, weight, batch, objective, options=Options(backend="eager", strict=True))
 
-    missing         of a target that its kept set lacks: "include" (it joins the set: finite, local, the ratio stays near 1),
-                    "full" (the row runs over the whole vocabulary), "mask" (the row is masked) or "raise" (ValueError). None:
-                    what the `missing` of a TokenBatch says; where that is None too, "include", and "raise" in strict mode.
-                    "mask" changes the mask: with a normalizer of one's own say it in the TokenBatch, from which the normalizer
-                    is made. "raise" is a host sync on a GPU.
-    entropy_over    "kept": the entropy of a row with a set is that of its set. "vocabulary": that of the whole row, which can
-                    be compared over runs with other sampling; it costs the product with the whole vocabulary, and with an
-                    entropy bonus its backward too.
-    reference_over  what ref_logps, or the log-probs of `reference`, run over in rows with a set: "kept" or "vocabulary". With
-                    "vocabulary" the KL compares log-probs of the whole row, which costs what entropy_over="vocabulary" costs.
-    sparse          `Sparse`: gradients from hidden states by few columns of each row, unbiased, for a third of the products. None:
-                    all columns.
-    skip_inactive, backend, strict    as the keywords of these names, in place of them.
+    backend         "auto", "eager", "cpu" or "triton"; see `backends.pick`, and `use` for all calls of a process.
+    strict          True: a fallback to another backend is an error, and so is a NaN in numbers of a trained token.
+    skip_inactive   True: a loss does not read rows that cannot contribute (zero advantage or weight, and neither KL nor entropy
+                    bonus, at token level); out.logps and out.entropy hold 0 there. Loss and gradient are the same.
+    sparse          `Sparse`: gradients from hidden states by few columns of each row, unbiased, for a third of the products.
+    shard           logits, or weight and bias and those of a reference, are this rank's part of a vocabulary cut over a group:
+                    see `distributed.VocabShard`.
+    weight_grad     [V, H], fp32 or the weight's dtype: memory that the backward adds the gradient of weight into; autograd
+                    gives weight none. docs/kept_sets.md says what Megatron, FSDP and DDP do with it.
+    missing         of a target that its kept set lacks: "include" (it joins the set), "full" (the row runs over the whole
+                    vocabulary), "mask" (the row is masked) or "raise" (ValueError; a host sync on a GPU). None: what the TokenBatch
+                    says, else "include", and "raise" in strict mode.
+    entropy_over    of rows with a set: "kept" or "vocabulary", which costs the product with the whole vocabulary.
+    reference_over  what ref_logps, or the log-probs of `reference`, run over in rows with a set: likewise.
 
-    Without kept sets the first three change nothing. Raises ValueError naming the field that is wrong."""
+    Raises ValueError naming the field that is wrong."""
 
+    backend: str = "auto"
+    strict: bool = False
+    skip_inactive: bool = False
+    sparse: Sparse | None = None
+    shard: VocabShard | None = None
+    weight_grad: Tensor | None = None
     missing: str | None = None
     entropy_over: str = "kept"
     reference_over: str = "kept"
-    skip_inactive: bool = False
-    backend: str = "auto"
-    strict: bool = False
-    sparse: Sparse | None = None
+    __repr__ = describe
 
     def __post_init__(self) -> None:
         if self.missing is not None:
@@ -166,6 +175,8 @@ class Options:
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "pass True or False.")
         backends.check_name(self.backend)
         require(self.sparse is None or isinstance(self.sparse, Sparse), "sparse", self.sparse, "pass a Sparse, or None.")
+        if self.shard is not None:
+            check_shard(self.shard)
 
     @property
     def over_vocabulary(self) -> tuple[str, ...] | None:
@@ -184,18 +195,26 @@ def refuse_sparse(options: Options, reason: str) -> None:
         raise ValueError(f"sparse={options.sparse!r}: {reason}; leave it out of the options.")
 
 
-def merged(options: Options | None, *, backend: str = "auto", strict: bool = False, skip_inactive: bool = False) -> Options:
-    """The options of a call, of which the keywords are a part that may be written without them."""
-    if options is None:
-        if backend == "auto" and strict is False and skip_inactive is False:
-            return DEFAULTS
-        return Options(backend=backend, strict=strict, skip_inactive=skip_inactive)
-    if not isinstance(options, Options):
+def refuse_product(options: Options) -> None:
+    """Raise ValueError where options of a head are given beside logits."""
+    refuse_sparse(options, NO_PRODUCT)
+    if options.weight_grad is not None:
+        raise ValueError("weight_grad is given, but logits come without the weight of a head: leave it out of the options.")
+
+
+def as_options(options: Options | None) -> Options:
+    if options is not None and not isinstance(options, Options):
         raise ValueError(f"options is a {type(options).__name__}: pass Options, for example Options(backend='eager').")
-    given: dict[str, Any] = {"backend": backend, "strict": strict, "skip_inactive": skip_inactive}
-    given = {name: value for name, value in given.items() if value != getattr(DEFAULTS, name)}
-    for name, value in given.items():
-        said = getattr(options, name)
-        if said not in (getattr(DEFAULTS, name), value):
-            raise ValueError(f"{name}={value!r}, but options has {name}={said!r}: say it in one place.")
-    return replace(options, **given) if given else options
+    return options or DEFAULTS
+
+
+def refuse_keywords(function: Callable[..., Any], given: dict[str, Any], known: Sequence[str] = (), remedy: str = "") -> None:
+    """Raise TypeError for the first keyword that a function does not know, with the place that it belongs to. `known`: its own
+    parameters, unless given."""
+    known = known or [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for name in given:
+        if name not in known and name in (f.name for f in fields(Options)):
+            remedy = f"Pass options=Options({name}=...)."
+        elif name not in known and name == "bias":
+            remedy = "Pass Head(weight, bias) as weight."
+        refuse_unknown(function.__name__, [name], known, remedy)

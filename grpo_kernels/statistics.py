@@ -17,7 +17,7 @@ from .rows.ragged import Ragged
 from .rows.run import Read, Rows, statistics
 from .rows.selection import Sparse
 from .rows.sets import KeptRows, OverSets
-from .rows.stream import Known, Other, Seconds, Stream, Whole, one_of, read_beside, times
+from .rows.stream import Known, Logits, Other, Seconds, Stream, Whole, one_of, read_beside, times
 from .specs import Options
 from .token_sets import TokenSets, check_sets, narrowed, without_set
 
@@ -57,10 +57,14 @@ class Statistics(NamedTuple):
 
 
 def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | None, options: Options) -> Statistics:
-    """Statistics of the rows of a stream. The name "lse" asks for "log_kept_mass" in its place: the log of the probability
-    that the whole row gives to its set,
-    0 of a row without a set."""
+    """Statistics of the rows of a stream. The name "lse" asks for "log_kept_mass" in its place: the log of the probability that
+    the whole row gives to its set, 0 of a row without a set."""
     names, with_gradient, kept, over, (others, known), exact, at, _, sparse = asked
+    if kept is not None and over is not None and isinstance(stream, Logits) and stream.inplace:
+        raise ValueError(
+            "inplace=True, but rows with a set are wanted over the vocabulary too, which needs the logits for two gradients: pass "
+            "inplace=False."
+        )
     if torch.compiler.is_compiling():
         dtype = stream.dtype if isinstance(stream, Hidden) else None
         traced = TracedRows(names, with_gradient, options.backend, options.strict, dtype, sparse)

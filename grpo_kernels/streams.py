@@ -15,7 +15,7 @@ from .layout import logit_rows, overlaps_itself, per_token, plain, refuse_overla
 from .rows import backends
 from .rows.backends import Backend
 from .rows.hidden import Hidden
-from .rows.parallel import VocabShard, check_shard, is_managed, on_shard, refuse_managed
+from .rows.parallel import is_managed, on_shard, refuse_managed
 from .rows.partials import RowTransform
 from .rows.selection import Sparse
 from .rows.stream import Known, Logits, Other, Seconds, Stream, WeightMemory
@@ -30,15 +30,17 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
-def leaves_the_graph(sets: Any, weight_grad: Any, **groups: Any) -> bool:
+def leaves_the_graph(sets: Any, options: Options, context_group: Any = None) -> bool:
     """Whether a traced call has to break the graph, because the operators take no sets of ids, no memory to add to and no process
     groups. ValueError under torch.func for the latter two."""
+    groups = {"shard": options.shard, "context_group": context_group}
     given = [name for name, value in groups.items() if value is not None]
     if torch.compiler.is_compiling():
-        return bool(given or sets is not None or weight_grad is not None)
+        return bool(given or sets is not None or options.weight_grad is not None)
     if given:
         raise ValueError(f"{given[0]} is given under torch.func, which does not support process groups: use torch.autograd.")
-    require(weight_grad is None, "weight_grad", weight_grad, "torch.func gives gradients as results: leave it out.")
+    remedy = "torch.func gives gradients as results: leave it out."
+    require(options.weight_grad is None, "weight_grad", options.weight_grad, remedy)
     return False
 
 
@@ -51,28 +53,28 @@ def outside(function: Callable[..., Any], *arguments: Any, **options: Any) -> An
 outside._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
-def _picked(options: Options, device: torch.device, shard: VocabShard | None) -> Backend:
+def _picked(options: Options, device: torch.device) -> Backend:
     """The backend of a stream. In a graph it is picked when the graph runs."""
     if torch.compiler.is_compiling():
         return cast(Backend, None)
     backend = backends.pick(options.backend, device, options.strict)
-    return backend if shard is None else on_shard(backend, shard)
+    return backend if options.shard is None else on_shard(backend, options.shard)
 
 
 def logits_stream(
     logits: Tensor, shape: torch.Size, device: torch.device, transform: RowTransform, options: Options, *,
-    shard: VocabShard | None = None, inplace: bool = False, read: dict[str, Any] | None = None, ref_logits: Any = None,
+    inplace: bool = False, read: dict[str, Any] | None = None, ref_logits: Any = None,
 ) -> Logits:  # fmt: skip
     """Check logits, or this rank's part of them, and return them as a stream. `read`: what a call with inplace=True reads beside
     them, by name. Raises ValueError with the remedy."""
+    shard = options.shard
     if shard is not None:
-        check_shard(shard)
         logits = shard.local("logits", logits, -1)
     rows = logit_rows(logits, shape, device, inplace, shard is None)
     if inplace and not torch.compiler.is_compiling():  # in a graph nothing is written in place
         remedy = "the gradient would be written over it. Pass a copy, or inplace=False."
         refuse_overlap("inplace=True, but logits", logits, remedy, read or {}, {"ref_logits": ref_logits})
-    return Logits((rows,), transform, _picked(options, device, shard), shard, inplace)
+    return Logits((rows,), transform, _picked(options, device), shard, inplace)
 
 
 def hidden_stream(
@@ -80,10 +82,8 @@ def hidden_stream(
     read: dict[str, Any] | None = None,
 ) -> Hidden:  # fmt: skip
     """Check hidden states and head, and return them as a stream of flat rows and local tensors, each row in one piece. `read`: what
-    a call with `head.grad` reads beside them, by name. Raises ValueError with the remedy."""
-    weight, bias, shard, weight_grad = head.weight, head.bias, head.shard, head.grad
-    if shard is not None:
-        check_shard(shard)
+    a call with weight_grad reads beside them, by name. Raises ValueError with the remedy."""
+    weight, bias, shard, weight_grad = head.weight, head.bias, options.shard, options.weight_grad
     for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if x is None and name == "bias":
             continue
@@ -127,7 +127,7 @@ def hidden_stream(
         into = check_weight_grad(weight_grad, weight, {"hidden": hidden, "weight": weight, "bias": bias, **(read or {})})
     bias = None if bias is None else bias.contiguous()
     tensors = (whole_rows(hidden.reshape(-1, width)), whole_rows(weight), bias)
-    return Hidden(tensors, transform, _picked(options, device, shard), shard, compute_dtype(hidden), into)
+    return Hidden(tensors, transform, _picked(options, device), shard, compute_dtype(hidden), into)
 
 
 def check_weight_grad(weight_grad: Tensor, weight: Tensor, read: dict[str, Any]) -> WeightMemory:
@@ -176,7 +176,7 @@ def _local(name: str, x: Tensor, partial: bool = False) -> Tensor:
             remedy = (
                 f"pass {name}.full_tensor(grad_placements=[Partial()]) and divide its gradient by the number of ranks. If it is "
                 "the vocabulary-sharded head of a tensor-parallel group, whose ranks have the same rows, pass "
-                "shard=VocabShard.of(weight)."
+                "Options(shard=VocabShard.of(weight))."
             )
         raise ValueError(f"{name} is a DTensor with placements {placements}, not replicated: {remedy}")
     from torch.distributed.tensor import Partial
@@ -229,6 +229,8 @@ def seconds_of(name: str, given: Any, exact: Exact, policy: Policy) -> Seconds:
         weight = _weight(f"{name}[{i}][1]", pair[1], policy)
         others += [replace(other, weight=weight) for other in alone.others]
         known += [teacher._replace(weight=weight) for teacher in alone.known]
+    if known and isinstance(policy.stream, Logits) and policy.stream.inplace:
+        raise ValueError("inplace=True, but each teacher that is known at some ids needs the logits again: pass inplace=False.")
     return Seconds(tuple(others), tuple(known))
 
 
@@ -237,17 +239,13 @@ def reference_stream(reference: Any, policy: Policy) -> Stream:
     if not isinstance(reference, tuple) or len(reference) not in (2, 3):
         raise ValueError(f"reference is {type(reference).__name__}: pass {HOW}.")
     hidden, weight, *rest = reference
-    own = policy.stream.shard
-    head = weight.beside(bias=rest[0] if rest else None) if isinstance(weight, Head) else Head(weight, *rest)
-    if head.grad is not None:
-        raise ValueError("grad is given in the Head of a reference, to which no gradient flows: leave it out.")
-    if head.shard is not None:
-        cut = (head.shard is None) == (own is None)
-        require(cut, "shard", head.shard, "of a reference's Head: both heads are cut over the group, or none is.")
+    if isinstance(weight, Head) and rest:
+        raise ValueError("reference has a bias beside a Head: put it into the Head.")
+    head = weight if isinstance(weight, Head) else Head(weight, *rest)
+    options = policy.options if policy.options.weight_grad is None else replace(policy.options, weight_grad=None)
     transform = _for_rows(policy.transform if head.transform is None else as_transform(head.transform), policy)
     try:
-        head = replace(head, shard=head.shard or own)
-        stream = hidden_stream(hidden, head, policy.shape, policy.device, transform, policy.options)
+        stream = hidden_stream(hidden, head, policy.shape, policy.device, transform, options)
     except ValueError as error:
         raise ValueError(f"reference: {error}") from error
     _check_vocab("reference", stream, policy)
@@ -270,9 +268,9 @@ def _from_logits(ref_logits: Any, exact: Exact, policy: Policy) -> Stream:
             f"ref_logits is {got}, but {exact} needs the whole distribution of a reference or teacher: pass its logits, "
             "(logits, LogitTransform(...)), TokenSets whose values are its log-probs, or a list of pairs (one of these, weight)."
         )
-    of_rows, shard = _for_rows(transform, policy), policy.stream.shard
+    of_rows = _for_rows(transform, policy)
     try:
-        stream = logits_stream(ref_logits.detach(), policy.shape, policy.device, of_rows, policy.options, shard=shard)
+        stream = logits_stream(ref_logits.detach(), policy.shape, policy.device, of_rows, policy.options)
     except ValueError as error:
         raise ValueError(f"ref_logits: {error}") from error
     _check_vocab("ref_logits", stream, policy)

@@ -75,11 +75,12 @@ def loss(
 
     def make(case: Case) -> Call:
         of, kernels, seeds = spec or objective(case), backend or native(case), count()
-        how = {"inplace": True} if inplace else {"weight_grad": case.weight_grad} if into else {}
+        how = {"inplace": True} if inplace else {}
         how |= {"normalizer": upstream * case.cell.rows} if upstream != 1 else {}
 
         def run() -> Result:
-            options = Options(backend=kernels, sparse=Sparse(1 / fraction, next(seeds)) if fraction else None)
+            sparse = Sparse(1 / fraction, next(seeds)) if fraction else None
+            options = Options(backend=kernels, sparse=sparse, weight_grad=case.weight_grad if into else None)
             inputs = (case.output(),) if inplace else case.inputs()
             batch = batch_of(case) if spec is None else replace(case.batch)
             value = loss_of(case, inputs, of, batch, options=options, **how)
@@ -105,8 +106,8 @@ def _logps(case: Case, backend: str) -> Logps:
         case.batch.targets.view(-1),
     )
     if case.cell.contract == "logits-forward":
-        return lambda logits: tuple(function(logits, targets, entropy=True, backend=backend))
-    return lambda *inputs: function(*inputs, targets, backend=backend)[0]
+        return lambda logits: tuple(function(logits, targets, entropy=True, options=Options(backend=backend)))
+    return lambda *inputs: function(*inputs, targets, options=Options(backend=backend)).logps
 
 
 @logps_provider(f"{OURS}, layer 1", "logits", "hidden", "hidden-frozen", "cross-entropy")

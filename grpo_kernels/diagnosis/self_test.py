@@ -21,7 +21,6 @@ from .. import (
     Clip,
     Exact,
     LogitTransform,
-    LossOutput,
     Objective,
     TokenBatch,
     TokenSets,
@@ -241,7 +240,7 @@ def results(case: Case, level: str, x: Inputs, backend: str, device: torch.devic
         options["ref_logits"], fields["ref_logps"] = x.teacher().to(device), None
     fields = {name: value.to(device) for name, value in fields.items() if value is not None}
     batch = TokenBatch(x.targets.to(device), x.advantages.to(device), **fields)
-    loss_of: Callable[..., LossOutput] = grpo_loss if level == "logits" else linear_grpo_loss
+    loss_of: Any = grpo_loss if level == "logits" else linear_grpo_loss
     with use(backend=backend, strict=True):
         out = loss_of(*leaves.values(), batch, case.objective, **options)
         return _collect(out.loss, out.logps, out.entropy, leaves)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .. import Exact, LogitTransform, LossOutput, Objective, TokenBatch, TokenSets, token_logprobs
+from .. import Exact, LogitTransform, LossOutput, Objective, Options, TokenBatch, TokenSets, token_logprobs
 from ..distributed import VocabShard
 from ..formulas.divergence import divergence_at
 from ..layout import of_a_leaf
@@ -142,27 +143,31 @@ def entropy_from_logits(
     return entropy
 
 
-def in_a_column(logits: Tensor, tokens: Tensor, group: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+def in_a_column(
+    logits: Tensor, tokens: Tensor, group: Any, *, options: Options | None = None, **others: Any
+) -> tuple[Tensor, Tensor | None]:
     """slime's and miles' form: (log-probs [R, 1], or [0] of no tokens; entropy [R] or None) of logits [R, V / ranks of the
-    group], no group being all ranks; `options` are those of `token_logprobs`."""
-    logps, entropy = token_logprobs(logits, tokens, shard=even_shard(logits.shape[-1], group or world()), **options)
+    group], no group being all ranks; `options` and `others` are those of `token_logprobs`."""
+    options = replace(options or Options(), shard=even_shard(logits.shape[-1], group or world()))
+    logps, entropy = token_logprobs(logits, tokens, options=options, **others)
     return logps[:, None] if len(logps) else logps, entropy
 
 
 # ---- ids of each row
 
 
-def at_ids(logits: Tensor, ids: Tensor, **options: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+def at_ids(logits: Tensor, ids: Tensor, **others: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     """(log-probs at the ids [.., K] of each row of logits [.., V], entropies if asked for, [..]: how many different ids a row
-    has), in one visit of each row, for trainers that take an id several times. `options` are those of `token_logprobs`."""
+    has), in one visit of each row, for trainers that take an id several times. `others` are those of `token_logprobs`."""
     flat = ids.flatten(0, -2)
     in_order, order = flat.sort(-1)
     first = torch.ones_like(flat, dtype=torch.bool)
     first[:, 1:] = in_order[:, 1:] != in_order[:, :-1]
     sets = TokenSets.from_counts(in_order[first], first.sum(-1))
     place = first.reshape(-1).cumsum(0).view(flat.shape) - 1  # in the sets' ids
-    _, entropy, named = token_logprobs(logits, no_ids(ids[..., 0]), at=sets, **options)
-    return named["at"][place.gather(-1, order.argsort(-1))].view(ids.shape), entropy, first.sum(-1).view(ids.shape[:-1])
+    found = token_logprobs(logits, no_ids(ids[..., 0]), at=sets, **others)
+    logps = found.also["at"][place.gather(-1, order.argsort(-1))].view(ids.shape)
+    return logps, found.entropy, first.sum(-1).view(ids.shape[:-1])
 
 
 def divergence_over(exact: Exact, logps: Tensor, teacher: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .. import LogitTransform, token_logprobs
+from .. import LogitTransform, Options, token_logprobs
 from ._swap import Adapter, Slots
 from ._tensors import even_shard, plain
 
@@ -60,4 +60,4 @@ def gather_logprobs_entropy(
 def _scored(logits: Tensor, labels: Tensor, temperature: float, group: Any, entropy: bool) -> tuple[Tensor, Tensor | None]:
     plain(logits)
     shard = even_shard(logits.shape[-1], group)
-    return token_logprobs(logits, labels, transform=LogitTransform(temperature), entropy=entropy, shard=shard)
+    return token_logprobs(logits, labels, transform=LogitTransform(temperature), entropy=entropy, options=Options(shard=shard))

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from .. import (
     Cispo,
     Clip,
+    Head,
     Kl,
     LogitTransform,
     Objective,
@@ -318,19 +319,19 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
                 )
             with torch.no_grad():
                 read = None if padded == "luspo" else mask
-                ref, _ = linear_logprobs(ref_input, ref_weight, ids, bias=ref_bias, mask=read, transform=transform)
+                ref, _ = linear_logprobs(ref_input, Head(ref_weight, ref_bias), ids, mask=read, transform=transform)
         weights = vllm_is_ratio
         if padded == "vespo" and weights is not None and mask is not None and weights.shape == ids.shape:
             weights = weights_with_padding(weights, mask)
         named = {"attention_mask": mask, "old_per_token_logps": old_per_token_logps, "ref_per_token_logps": ref}
         batch = token_batch(ids, advantages, named, weights, objective)
         if padded == "luspo":
-            own = linear_logprobs(_input, lin_weight, ids, bias=bias, transform=transform)[0].reshape(-1)
+            own = linear_logprobs(_input, Head(lin_weight, bias), ids, transform=transform)[0].reshape(-1)
             rows = rows_with_padding(batch, objective)
             loss, logps = total(_TokenLosses.apply(own, objective, rows, batch)), own.detach()
         else:
             D = denominator(self.loss_type, batch, num_items_in_batch)
-            out = linear_grpo_loss(_input, lin_weight, batch, objective, bias=bias, transform=transform, normalizer=D)
+            out = linear_grpo_loss(_input, Head(lin_weight, bias), batch, objective, transform=transform, normalizer=D)
             loss, logps, rows = out.loss, out.logps.reshape(-1), out.rows
         kl, clipped = _kl_and_clipped(logps, objective, rows, batch)
         if kl is None and self.beta != 0:

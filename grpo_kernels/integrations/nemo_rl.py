@@ -34,7 +34,20 @@ from typing import Any
 
 import torch
 
-from .. import Cispo, Clip, Exact, Kl, LossOutput, Objective, PolicyGradient, TokenBatch, TokenSets, grpo_loss, token_logprobs
+from .. import (
+    Cispo,
+    Clip,
+    Exact,
+    Kl,
+    LossOutput,
+    Objective,
+    Options,
+    PolicyGradient,
+    TokenBatch,
+    TokenSets,
+    grpo_loss,
+    token_logprobs,
+)
 from ..checks import require, require_number, require_one_of
 from ..distributed import VocabShard
 from ..formulas.kl import k3
@@ -195,7 +208,7 @@ class PolicyLoss:
         else:
             weights, outside = self._weights(batch)
             filtered = filtered if weights is None else replace(filtered, weights=weights)
-            out = grpo_loss(logits, filtered, self.objective, normalizer=D, inplace=self.inplace, shard=shard)
+            out = grpo_loss(logits, filtered, self.objective, normalizer=D, inplace=self.inplace, options=Options(shard=shard))
         loss = out.loss if kl is None else out.loss + kl
         named = self._metrics(out, batch, data["sample_mask"], (tokens, sequences), weights, outside)
         named |= {"loss": loss, "positive_nll_loss": -torch.where(positive, out.logps, 0.0).sum() / positive.sum().clamp(min=1)}
@@ -247,14 +260,14 @@ class PolicyLoss:
         """(the loss without a KL that is apart, that KL's part of it, the weights, what is outside their bounds)."""
         mass = batch.kept is not None and self.kl_apart
         scored = token_logprobs(
-            logits, batch.targets, mask=batch.mask, entropy=self.objective.needs_entropy, shard=shard, kept=batch.kept,
+            logits, batch.targets, mask=batch.mask, entropy=self.objective.needs_entropy, options=Options(shard=shard), kept=batch.kept,
             inplace=self.inplace and not mass, also=("log_kept_mass",) if mass else (),
         )  # fmt: skip
-        logps, entropy = scored[:2]
+        logps, entropy = scored
         weights, outside = self._weights(batch if batch.old_logps is not None else replace(batch, old_logps=logps.detach()))
         policy = replace(self.objective, beta=0.0) if self.kl_apart else self.objective
         out = objective_loss(logps, replace(batch, weights=weights), policy, entropy=entropy, normalizer=D)
-        whole = logps + scored[2]["log_kept_mass"] if mass else logps
+        whole = logps + scored.also["log_kept_mass"] if mass else logps
         return out, self._kl(whole, batch, D) if self.kl_apart else None, weights, outside
 
     def _kl(self, logps: Tensor, batch: TokenBatch, D: Tensor) -> Tensor:
@@ -409,7 +422,7 @@ class DistillationLoss:
 
     def _scored(self, logits: Tensor, ids: Tensor, mask: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor | None]:
         """(log-probs at ids [B, S, k], entropies [B, S] or None), in one visit of each row that counts."""
-        at, entropy, _ = at_ids(logits, ids, mask=mask, entropy=self.zero_outside_topk, shard=shard)
+        at, entropy, _ = at_ids(logits, ids, mask=mask, entropy=self.zero_outside_topk, options=Options(shard=shard))
         at = torch.where(mask[..., None], at, OUTSIDE)  # a row that is not read has 0
         return (at if self.zero_outside_topk else torch.log_softmax(at, -1)), entropy
 

@@ -36,7 +36,20 @@ from typing import Any
 
 import torch
 
-from .. import A2po, Cispo, Clip, ClipCov, Dro, KlCov, LogitTransform, Objective, TokenSets, linear_logprobs, token_logprobs
+from .. import (
+    A2po,
+    Cispo,
+    Clip,
+    ClipCov,
+    Dro,
+    KlCov,
+    LogitTransform,
+    Objective,
+    Options,
+    TokenSets,
+    linear_logprobs,
+    token_logprobs,
+)
 from ..checks import require
 from ..distributed import VocabShard
 from ..losses import objective_loss
@@ -212,7 +225,7 @@ def fused_lm_head_logprobs(
     plain(hidden, weight)
     shard = _part(weight.shape[0], (vocab_start_index, vocab_end_index), tp_group or world())
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        return linear_logprobs(hidden, weight, target, shard=shard)[0]
+        return linear_logprobs(hidden, weight, target, options=Options(shard=shard))[0]
 
 
 def _part(width: int, bounds: tuple[int, int], group: Any) -> VocabShard | None:
@@ -269,15 +282,15 @@ def _over_support(
     twice = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)
     if lacking.any() or twice.any():  # on every rank of the group alike
         raise NotCovered("a sampled id outside of its set" if lacking.any() else "a set that lists an id twice")
-    # SkyRL's rows may have any leading shape, ours one or two dimensions.
-    given, score = [source.flatten(0, -2), sampled.reshape(-1)], token_logprobs
-    width = source.shape[-1]
-    if lm_head_weight is not None:
-        given[1:1], width, score = [lm_head_weight], lm_head_weight.shape[0], linear_logprobs  # type: ignore[assignment]
-    logps, H = score(
-        *given, mask=scored.reshape(-1), transform=LogitTransform(temperature), kept=TokenSets.from_padded(in_order),
-        shard=_part(width, (vocab_start_index, vocab_end_index), tp_group), entropy=entropy,
-    )  # fmt: skip
+    width = source.shape[-1] if lm_head_weight is None else lm_head_weight.shape[0]
+    options = Options(shard=_part(width, (vocab_start_index, vocab_end_index), tp_group))
+    how: dict[str, Any] = {"mask": scored.reshape(-1), "transform": LogitTransform(temperature), "entropy": entropy}
+    how |= {"kept": TokenSets.from_padded(in_order), "options": options}
+    source, sampled_ids = source.flatten(0, -2), sampled.reshape(-1)  # SkyRL's rows may have any leading shape
+    if lm_head_weight is None:
+        logps, H = token_logprobs(source, sampled_ids, **how)
+    else:
+        logps, H = linear_logprobs(source, lm_head_weight, sampled_ids, **how)
     return logps.view(sampled.shape), None if H is None else H.view(sampled.shape), scored
 
 

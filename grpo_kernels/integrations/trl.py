@@ -446,7 +446,7 @@ class LossCall:
 
     def loss(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> LossOutput:
         out = linear_grpo_loss(
-            hidden, weight, self.batch, self.objective, bias=bias, transform=transform, normalizer=self.normalizer,
+            hidden, Head(weight, bias), self.batch, self.objective, transform=transform, normalizer=self.normalizer,
             options=self.options,
         )  # fmt: skip
         self.rows = out.rows
@@ -553,7 +553,7 @@ class Forward:
 
         def score(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
             entropy, how = "entropy" in self.outputs, self.transform
-            return linear_logprobs(hidden, weight, labels, bias=bias, mask=mask, transform=how, entropy=entropy, kept=kept)
+            return linear_logprobs(hidden, Head(weight, bias), labels, mask=mask, transform=how, entropy=entropy, kept=kept)
 
         log_probs, entropy = self.head(self.hidden(args, kwargs)[0][:, :-1], score)
         self.counts["scored"] += 1
@@ -764,14 +764,13 @@ def log_probs(
     plain(hidden, weight)
     average_gathered(weight, bias)
     also = tuple(statistic for output, statistic in FUSED_OUTPUTS.items() if statistic and output in outputs)
-    logps, entropy, *found = linear_logprobs(
-        hidden, weight, targets.clamp(min=0), bias=bias, entropy="entropy" in outputs, also=also,
+    found = linear_logprobs(
+        hidden, Head(weight, bias), targets.clamp(min=0), entropy="entropy" in outputs, also=also,
         transform=LogitTransform(float(temperature), final_logit_softcapping, float(logit_scale)),
     )  # fmt: skip
-    statistics: dict[str, Tensor] = found[0] if found else {}
-    squares, top, counted = statistics.get("sum_squares"), statistics.get("top_id"), targets >= 0
+    squares, top, counted = found.also.get("sum_squares"), found.also.get("top_id"), targets >= 0
     log_squares = None if squares is None else squares.detach().log()
-    shown = [None if x is None else torch.where(counted, x, 0.0) for x in (logps, entropy, log_squares)]
+    shown = [None if x is None else torch.where(counted, x, 0.0) for x in (*found, log_squares)]
     return *shown, None, None if top is None else (top == targets) & counted
 
 
@@ -874,8 +873,8 @@ def divergence_loss(
     shape, mask = completion_mask.shape, completion_mask != 0
     weight, bias = gathered(teacher_lm_head_weight).detach(), gathered(teacher_lm_head_bias)
     out = linear_grpo_loss(
-        student_hidden_states.reshape(*shape, -1), gathered(student_lm_head_weight), teaching(mask, mask),
-        Objective.preset("distillation", kl=divergence_of(beta)), bias=gathered(student_lm_head_bias),
+        student_hidden_states.reshape(*shape, -1), Head(gathered(student_lm_head_weight), gathered(student_lm_head_bias)), teaching(mask, mask),
+        Objective.preset("distillation", kl=divergence_of(beta)),
         transform=LogitTransform(temperature, student_final_logit_softcapping, student_logit_scale),
         reference=(
             teacher_hidden_states.detach().reshape(*shape, -1),

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from .. import LogitTransform, linear_logprobs
+from .. import Head, LogitTransform, linear_logprobs
 from ._swap import Adapter, NotCovered, Slots
 from ._tensors import entropy_kind, plain
 
@@ -126,7 +126,7 @@ def log_softmax_and_entropy(
         products = torch.autocast(kind, lm_head.dtype)
     with products:
         logps, entropy = linear_logprobs(
-            hidden, lm_head, ids, bias=lm_head_bias, transform=LogitTransform(temperature, logit_softcapping or None, scale),
+            hidden, Head(lm_head, lm_head_bias), ids, transform=LogitTransform(temperature, logit_softcapping or None, scale),
             entropy=entropy_kind(return_entropy, entropy_requires_grad),
         )  # fmt: skip
     logps = logps.to(hidden_states.device)

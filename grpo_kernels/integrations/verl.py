@@ -58,6 +58,7 @@ from .. import (
     LogitTransform,
     LossOutput,
     Objective,
+    Options,
     PolicyGradient,
     Sapo,
     TokenBatch,
@@ -329,7 +330,9 @@ def linear_cross_entropy(
     plain(hidden, weight)
     shard = even_shard(weight.shape[0], dist_process_group, reduce_hidden=False)
     rows, transform = hidden.reshape(-1, hidden.shape[-1]), LogitTransform(temperature)
-    logps, entropy = linear_logprobs(rows, weight, labels.reshape(-1), transform=transform, entropy=True, shard=shard)
+    logps, entropy = linear_logprobs(
+        rows, weight, labels.reshape(-1), transform=transform, entropy=True, options=Options(shard=shard)
+    )
     assert entropy is not None
     return logps, entropy
 

@@ -24,7 +24,7 @@ class VocabShard:
     """This rank's part of a vocabulary that the ranks of a group share: `shard=` of the four loss and log-prob functions.
 
         shard = VocabShard.of(lm_head.weight, group)  # once; all ranks of the group call
-        out = linear_grpo_loss(hidden, lm_head.weight, batch, objective, shard=shard)
+        out = linear_grpo_loss(hidden, lm_head.weight, batch, objective, options=Options(shard=shard))
 
     start   the id of this rank's first row of the head (column of the logits).
     vocab   number of ids in the whole vocabulary. Rows beyond it are padding: they take no part in the softmax and get a

@@ -90,7 +90,7 @@ class Losses:
 
     def sum_squares(self, model: Any, completions: Completions) -> Tensor:
         """[B, T]: the sum of the squared probabilities of all tokens that might have been sampled, likewise."""
-        return self._layer_1(model, completions, also=("sum_squares",))[2]["sum_squares"]
+        return self._layer_1(model, completions, also=("sum_squares",)).also["sum_squares"]
 
     def _layer_1(self, model: Any, completions: Completions, **options: Any) -> Any:
         options |= {"mask": completions.mask, "kept": completions.kept, "options": self.options}

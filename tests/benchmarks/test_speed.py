@@ -17,7 +17,7 @@ import torch
 from torch.autograd import grad
 
 from benchmarks.cases import Output, policy_loss
-from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss, token_logprobs
+from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, linear_grpo_loss, token_logprobs
 
 FP32, BF16 = torch.float32, torch.bfloat16
 ROWS, VOCAB, HIDDEN = 64, 151936, 64
@@ -52,7 +52,7 @@ def test_a_loss_and_its_gradient_is_faster_than_plain_pytorch(
 ) -> None:
     """The eager backend is not slower than the code that it replaces. A busy machine gets six times as many rounds, because more
     rounds can only lower the best time."""
-    noise, objective = torch.randn(3, ROWS), Objective.preset("dapo", beta=0.04)
+    noise, objective, options = torch.randn(3, ROWS), Objective.preset("dapo", beta=0.04), Options(backend=backend)
     b = TokenBatch(torch.randint(VOCAB, (ROWS,)), noise[0], old_logps=noise[1] - 12, ref_logps=noise[2] - 12)
     if what == "from hidden states":
         leaves = tuple((torch.randn(n, HIDDEN) / HIDDEN**0.25).to(dtype).requires_grad_() for n in (ROWS, VOCAB))
@@ -67,12 +67,12 @@ def test_a_loss_and_its_gradient_is_faster_than_plain_pytorch(
 
     def ours() -> Any:
         if "log-probs" in what:
-            logps = token_logprobs(*leaves, b.targets, backend=backend)[0]
+            logps = token_logprobs(*leaves, b.targets, options=options).logps
             return logps if what == "log-probs alone" else grad(policy_loss(logps, b, 0.04), leaves)
         if len(leaves) == 2:
-            return grad(linear_grpo_loss(*leaves, b, objective, backend=backend).loss, leaves)
+            return grad(linear_grpo_loss(*leaves, b, objective, options=options).loss, leaves)
         x = Output.apply(leaves[0]) if what == "in place" else leaves[0]
-        return grad(grpo_loss(x, b, objective, inplace=what == "in place", backend=backend).loss, leaves)
+        return grad(grpo_loss(x, b, objective, inplace=what == "in place", options=options).loss, leaves)
 
     times: dict[Any, list[float]] = {ours: [], eager: []}
     for i in range(6 * ROUNDS):

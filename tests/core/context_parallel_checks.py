@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_kernels import LossOutput, Objective, TokenBatch, grpo_loss, linear_grpo_loss
+from grpo_kernels import LossOutput, Objective, Options, TokenBatch, grpo_loss, linear_grpo_loss
 from grpo_kernels.distributed import VocabShard, global_normalizer
 from grpo_kernels.formulas.filters import EntropyQuantile
 from grpo_kernels.losses import objective_loss
@@ -132,10 +132,10 @@ def check_a_mask_that_was_written(rank: int, ranks: int) -> None:
         return TokenBatch(torch.zeros(6).long(), torch.tensor([[1.0], [-2.0]]), mask=mask, **fields)  # type: ignore[arg-type]
 
     objective, kept = Objective.preset("gspo"), batch()
-    before = grpo_loss(logits, kept, objective, backend="eager").loss
+    before = grpo_loss(logits, kept, objective, options=Options(backend="eager")).loss
     mask[1] = False
-    after = grpo_loss(logits, kept, objective, backend="eager").loss
-    assert before != after and torch.equal(after, grpo_loss(logits, batch(), objective, backend="eager").loss)
+    after = grpo_loss(logits, kept, objective, options=Options(backend="eager")).loss
+    assert before != after and torch.equal(after, grpo_loss(logits, batch(), objective, options=Options(backend="eager")).loss)
 
 
 def check_each_aggregate_of_sequence_ratios(rank: int, ranks: int) -> None:

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, token_logprobs
+from grpo_kernels import LogitTransform, Objective, Options, TokenBatch, grpo_loss, token_logprobs
 from grpo_kernels.rows.backends import triton as backend
 from support.bits import same_bits
 
@@ -25,10 +25,10 @@ def results(fields: dict[str, Tensor], objective: Objective) -> list[Tensor]:
         options["cu_seqlens"] = torch.arange(len(logits) + 1)
     batch = TokenBatch(fields["targets"], fields["advantages"], **options)
     transform = LogitTransform(temperature=0.7)
-    out = grpo_loss(logits, batch, objective, transform=transform, normalizer=7.0, backend="triton")
+    out = grpo_loss(logits, batch, objective, transform=transform, normalizer=7.0, options=Options(backend="triton"))
     (gradient,) = torch.autograd.grad(out.loss, logits)
     logps, entropy = token_logprobs(
-        logits, fields["targets"], mask=fields["mask"], transform=transform, entropy=True, backend="triton"
+        logits, fields["targets"], mask=fields["mask"], transform=transform, entropy=True, options=Options(backend="triton")
     )
     assert entropy is not None
     (other,) = torch.autograd.grad([logps, entropy], logits, [fields["advantages"], fields["old"]])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_kernels import LogitTransform, linear_logprobs
+from grpo_kernels import Head, LogitTransform, linear_logprobs
 from grpo_kernels.architectures import PLAIN, RULES
 from support.models import MODELS, SLOW, SPECIAL, VOCAB, build
 
@@ -29,9 +29,9 @@ def test_log_probs_of_hidden_states_are_those_of_the_models_own_forward(name: st
     expected = log_p.gather(-1, ids[:, 1:, None])[..., 0]
     hidden, head = model.base_model(input_ids=ids, use_cache=False)[0][:, :-1], model.get_output_embeddings()
     transform = LogitTransform.of(model, temperature=0.7)
-    logps, _ = linear_logprobs(hidden, head.weight, ids[:, 1:], bias=head.bias, transform=transform)
+    logps, _ = linear_logprobs(hidden, Head(head.weight, head.bias), ids[:, 1:], transform=transform)
     torch.testing.assert_close(logps, expected, rtol=1e-5, atol=1e-5)
-    without, _ = linear_logprobs(hidden, head.weight, ids[:, 1:], bias=head.bias, transform=LogitTransform(0.7))
+    without, _ = linear_logprobs(hidden, Head(head.weight, head.bias), ids[:, 1:], transform=LogitTransform(0.7))
     assert ((without - expected).abs().max() > 0.01) == (name in SPECIAL), "the transform decides nothing here"
 
 

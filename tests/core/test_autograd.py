@@ -8,8 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels import (
+    LogitTransform,
+    Objective,
+    Options,
+    TokenBatch,
+    grpo_loss,
+    linear_grpo_loss,
+    linear_logprobs,
+    token_logprobs,
+)
 from support.bits import same_bits, snapshot
+from support.doors import in_options
 
 Tensor = torch.Tensor
 B, T, V, H = 3, 4, 61, 8
@@ -34,6 +44,7 @@ class Inputs:
     def call(self, name: str, objective: str = "dapo", **options: Any) -> Call:
         """The function of a name, of its leaves."""
         transform = LogitTransform(self.temperature)
+        options = in_options(**options)
         if "log-probs" in name:
             f: Any = token_logprobs if "logits" in name else linear_logprobs
             return lambda *x, **o: f(*x, self.targets, mask=self.mask, transform=transform, entropy=True, **options, **o)
@@ -192,7 +203,7 @@ def test_gradients_flow_into_nothing_but_the_leaves(backend: str) -> None:
         x.requires_grad_()
     out = grpo_loss(
         leaf, inputs.batch(), Objective.preset("dapo", beta=0.1, entropy_coef=0.01), transform=LogitTransform(inputs.temperature),
-        backend=backend,
+        options=Options(backend=backend),
     )  # fmt: skip
     out.loss.backward()
     assert leaf.grad is not None and same_bits(leaf.grad, expected) and all(x.grad is None for x in inputs.fields.values())
@@ -258,7 +269,7 @@ def test_small_tensors_of_any_layout(what: str, backend: str) -> None:
     (leaf,) = inputs.leaves("log-probs of logits")
 
     def run(d: Tensor) -> Tensor:
-        logps = token_logprobs(leaf, inputs.targets, mask=inputs.mask, backend=backend)[0]
+        logps = token_logprobs(leaf, inputs.targets, mask=inputs.mask, options=Options(backend=backend))[0]
         return torch.autograd.grad(logps, leaf, d)[0].clone()
 
     expected = run(torch.full((B, T), 0.37))
@@ -284,7 +295,7 @@ def test_a_token_without_weight_adds_nothing_whatever_it_holds(preset: str, back
     logits[0, 2, 3], old[0, 3] = -torch.inf, torch.nan
     batch = TokenBatch(torch.arange(1, 6)[None], torch.tensor([[1.0, -1.0, 0.0, 0.5, 2.0]]), old_logps=old, weights=weights)
     leaf = logits.requires_grad_()
-    out = grpo_loss(leaf, batch, Objective.preset(preset), backend=backend)
+    out = grpo_loss(leaf, batch, Objective.preset(preset), options=Options(backend=backend))
     out.loss.backward()
     assert out.loss.isfinite() and leaf.grad is not None and leaf.grad.isfinite().all()
     assert not leaf.grad[0, 2:4].any() and leaf.grad[0, 0].any()

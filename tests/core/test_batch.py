@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LogitTransform, Objective, TokenBatch, TokenSets, grpo_loss, token_logprobs
+from grpo_kernels import LogitTransform, Objective, Options, TokenBatch, TokenSets, grpo_loss, token_logprobs
 from grpo_kernels.batch import shift_targets
 from grpo_kernels.losses import objective_loss
 from support.bits import same_bits
@@ -159,9 +159,12 @@ def test_a_batch_goes_to_another_device(missing: str | None) -> None:
     assert isinstance(moved.kept, TokenSets) and moved.kept.ids.device == moved.kept.values.device == there  # type: ignore[union-attr]
     assert all(x.device == there for x in vars(moved).values() if isinstance(x, Tensor))
     logits, objective = torch.randn(10, 12), Objective.preset("dapo", beta=0.1)
-    ours, theirs = (grpo_loss(logits, x, objective, backend="eager") for x in (copy.deepcopy(batch), batch))
+    ours, theirs = (grpo_loss(logits, x, objective, options=Options(backend="eager")) for x in (copy.deepcopy(batch), batch))
     assert torch.equal(ours.loss, theirs.loss) and ours.loss != 0 and theirs.metrics["outside_set"] > 0
-    for x in (ours, grpo_loss(logits, batch.to("cpu:0"), objective, backend="eager")):  # which is no device of the batch's name
+    for x in (
+        ours,
+        grpo_loss(logits, batch.to("cpu:0"), objective, options=Options(backend="eager")),
+    ):  # which is no device of the batch's name
         assert all(torch.equal(value, theirs.metrics[name]) for name, value in x.metrics.items())
 
 
@@ -222,7 +225,7 @@ def test_no_advantage_is_no_gradient(name: str, backend: str) -> None:
     def run(rewards: Tensor, size: int, **options: Any) -> tuple[Tensor, Tensor]:
         leaf = logits.clone().requires_grad_()
         batch = TokenBatch.from_rewards(targets, rewards, group_size=size, old_logps=old, **options)
-        out = grpo_loss(leaf, batch, Objective.preset(name), backend=backend)
+        out = grpo_loss(leaf, batch, Objective.preset(name), options=Options(backend=backend))
         out.loss.backward()
         assert leaf.grad is not None and (out.logps < 0).all()
         return out.loss.detach(), leaf.grad

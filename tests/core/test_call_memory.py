@@ -54,7 +54,7 @@ torch.manual_seed(0)
 blocks.CHUNK_BYTES["cpu"] = blocks.WEIGHT_BLOCK_BYTES = {CHUNK_BYTES}
 
 def measure(layer, dtype, n, frozen=False, grad=True, backend="auto", sparse=False):
-    options = Options(sparse=Sparse() if sparse else None)
+    options = Options(backend, sparse=Sparse() if sparse else None)
     hidden = torch.randn(n, {WIDTH}).to(getattr(torch, dtype)).requires_grad_()
     weight = (torch.randn({VOCAB}, {WIDTH}) / 16).to(hidden.dtype).requires_grad_(not frozen)
     targets, advantages = torch.randint({VOCAB}, (n,)), torch.randn(n)
@@ -64,9 +64,9 @@ def measure(layer, dtype, n, frozen=False, grad=True, backend="auto", sparse=Fal
         hidden.grad = weight.grad = None
         with torch.set_grad_enabled(grad):
             if layer == 2:
-                loss = linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), backend=backend, options=options).loss
+                loss = linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), options=options).loss
             else:
-                logps, entropy = linear_logprobs(hidden, weight, targets, entropy=True, backend=backend, options=options)
+                logps, entropy = linear_logprobs(hidden, weight, targets, entropy=True, options=options)
                 loss = (logps * advantages).sum() + entropy.sum()
         if grad:
             loss.backward()
@@ -135,7 +135,7 @@ def test_a_temperature_on_a_view_makes_no_copy(entropy: bool | str, backend: str
             result = f()
         return result, sorted(shape for shape in made.shapes if math.prod(shape) > 8 * 601)
 
-    given: dict[str, Any] = {"transform": transform, "backend": backend}
+    given: dict[str, Any] = {"transform": transform, "options": Options(backend)}
     (logps, _), forward = large(lambda: token_logprobs(leaf[:, :-1], targets, entropy=entropy, **given))
     assert forward == [] and large(lambda: logps.sum().backward())[1] == [(4, 8, 601), (4, 9, 601)]
     batch, objective, source = (
@@ -274,15 +274,15 @@ def test_a_gradient_is_not_added_to_what_is_read(each: str, memory: str, name: s
     before, n = {key: x.clone() for key, x in m.items()}, B * T
     hidden, other_hidden = (m[key][: n * H].view(B, T, H) for key in ("hidden", "other hidden"))
     weight, other = m["weight"].view(V, H).requires_grad_(), (other_hidden, Head(m["other weight"].view(V, H)))
-    head = Head(weight, m["bias"][:V], grad=m[memory].view(V, H).detach())
+    head, options = Head(weight, m["bias"][:V]), Options(weight_grad=m[memory].view(V, H).detach())
     batch = TokenBatch(IDS, torch.ones(B), old_logps=m["old"][:n].view(B, T))
     with pytest.raises(ValueError, match=f"weight_grad shares memory with {re.escape(name)}: "):
         if each == "loss":
-            linear_grpo_loss(hidden, head, batch, DISTILLATION, reference=other)
+            linear_grpo_loss(hidden, head, batch, DISTILLATION, reference=other, options=options)
         elif each == "log-probs":
-            linear_logprobs(hidden, head, IDS)
+            linear_logprobs(hidden, head, IDS, options=options)
         else:
-            linear_divergence(hidden, head, other)
+            linear_divergence(hidden, head, other, options=options)
     assert all(same_bits(x.detach(), before[key]) for key, x in m.items())
 
 
@@ -290,7 +290,7 @@ def test_a_gradient_beside_the_weight_in_one_buffer(backend: str) -> None:
     """As allocators that hold parameters and gradients in one block have them."""
     block, hidden = torch.randn(2, V, H), torch.randn(B * T, H)
     weight, total, expected = block[0].requires_grad_(), block[1].detach(), block[1].detach().clone()
-    logps, _ = linear_logprobs(hidden, weight, IDS.view(-1), backend=backend)
+    logps, _ = linear_logprobs(hidden, weight, IDS.view(-1), options=Options(backend=backend))
     (gradient,) = torch.autograd.grad(logps.sum(), weight)
-    linear_logprobs(hidden, weight, IDS.view(-1), weight_grad=total, backend=backend)[0].sum().backward()
+    linear_logprobs(hidden, weight, IDS.view(-1), options=Options(weight_grad=total, backend=backend))[0].sum().backward()
     torch.testing.assert_close(total, expected + gradient)

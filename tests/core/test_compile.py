@@ -250,7 +250,7 @@ def test_a_group_breaks_the_graph_and_torch_func_has_none() -> None:
     _, given, batch = small()
 
     def loss(logits: Tensor) -> Tensor:
-        return grpo_loss(logits, batch, DEFAULT, shard=VocabShard(0, logits.shape[-1])).loss
+        return grpo_loss(logits, batch, DEFAULT, options=Options(shard=VocabShard(0, logits.shape[-1]))).loss
 
     with pytest.raises(ValueError, match=r"shard is given under torch\.func"):
         torch.func.grad(loss)(given["logits"])
@@ -350,7 +350,7 @@ def test_what_a_graph_reads_when_it_runs() -> None:
 
     def loss(logits: Tensor, old: Tensor, tokens: Tensor, strict: bool = False) -> Any:
         inner = TokenBatch(batch.targets, batch.advantages, mask=batch.mask, old_logps=old, ref_logps=batch.ref_logps)
-        out = grpo_loss(logits, inner, objective, normalizer=tokens, strict=strict)
+        out = grpo_loss(logits, inner, objective, normalizer=tokens, options=Options(strict=strict))
         return out.loss, out.metrics
 
     compiled, old, tokens = graph(loss), batch.old_logps, torch.tensor(20.0)

@@ -8,8 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import Exact, Objective, Options, TokenBatch, TokenSets, linear_divergence, linear_grpo_loss, linear_logprobs
+from grpo_kernels import (
+    Exact,
+    Head,
+    Objective,
+    Options,
+    TokenBatch,
+    TokenSets,
+    linear_divergence,
+    linear_grpo_loss,
+    linear_logprobs,
+)
 from support.allocations import Allocations
+from support.doors import in_options
 from support.inside import count_products, in_chunks
 
 Tensor = torch.Tensor
@@ -32,7 +43,7 @@ def batch(**fields: Any) -> TokenBatch:
 
 
 def loss(x: dict[str, Tensor], objective: Objective, of: TokenBatch | None = None, **options: Any) -> Tensor:
-    return linear_grpo_loss(x["hidden"], x["weight"], of or batch(), objective, bias=x["bias"], **options).loss
+    return linear_grpo_loss(x["hidden"], Head(x["weight"], x["bias"]), of or batch(), objective, **in_options(**options)).loss
 
 
 #: (objective, fields of its batch or options) -> rows in (logits, d_hidden, d_weight): those that count, and those with a gradient
@@ -61,7 +72,9 @@ def test_rows_in_the_products_of_log_probs(backend: str, monkeypatch: pytest.Mon
         x, of = leaves(), batch()
         with monkeypatch.context() as patch:
             rows = count_products(patch)
-            found = linear_logprobs(x["hidden"], x["weight"], of.targets, mask=MASK, entropy=entropy, backend=backend)
+            found = linear_logprobs(
+                x["hidden"], x["weight"], of.targets, mask=MASK, entropy=entropy, options=Options(backend=backend)
+            )
             (found[0] * (torch.arange(B) < 3)[:, None]).sum().backward()
         some = int(MASK[:3].sum())
         assert rows == {"logits": N + some, "d_hidden": some, "d_weight": some}
@@ -111,7 +124,9 @@ def test_what_is_frozen_costs_no_product_and_no_memory(
         if layer == 2:
             loss(x, Objective.preset("dapo"), of, backend=backend).backward()
         else:
-            linear_logprobs(x["hidden"], x["weight"], of.targets, bias=x["bias"], backend=backend)[0].sum().backward()
+            linear_logprobs(x["hidden"], Head(x["weight"], x["bias"]), of.targets, options=Options(backend=backend))[
+                0
+            ].sum().backward()
     assert {name for name, leaf in x.items() if leaf.grad is None} == set(frozen)
     assert ("hidden" in frozen) == (not rows["d_hidden"]) and ("weight" in frozen) == (not rows["d_weight"])
     shapes = {tuple(sorted(shape)) for shape in seen.shapes}
@@ -130,9 +145,13 @@ def test_kept_sets_cost_no_product_and_no_gradient_of_the_weights_size(backend: 
         total[ids] = 0.0
         with Allocations() as seen:
             if name == "log-probs":
-                out, _ = linear_logprobs(hidden, weight, of.targets, kept=sets, weight_grad=total, backend=backend)
+                out, _ = linear_logprobs(
+                    hidden, weight, of.targets, kept=sets, options=Options(weight_grad=total, backend=backend)
+                )
             else:
-                out = linear_grpo_loss(hidden, weight, of, Objective.preset(name), weight_grad=total, backend=backend).loss
+                out = linear_grpo_loss(
+                    hidden, weight, of, Objective.preset(name), options=Options(weight_grad=total, backend=backend)
+                ).loss
             out.sum().backward()
         assert not rows and not [shape for shape in seen.shapes if 300 in shape] and weight.grad is None
         others = torch.ones(300, dtype=torch.bool).index_fill(0, torch.tensor(ids), False)
@@ -145,7 +164,9 @@ def test_where_the_factor_is_known_products_add_straight_into_the_given_memory(n
     if name == "gspo":
         out = loss(x, Objective.preset("gspo"), of, weight_grad=total, backend=backend)
     else:
-        out = linear_logprobs(x["hidden"], x["weight"], of.targets, weight_grad=total, backend=backend)[0].sum()
+        out = linear_logprobs(x["hidden"], x["weight"], of.targets, options=Options(weight_grad=total, backend=backend))[
+            0
+        ].sum()
     with Allocations() as seen:
         out.backward()
     assert total.any() and (V, H) not in seen.shapes

@@ -15,12 +15,21 @@ rows at other strides, where 128-bit accesses become single ones (a slice of the
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels import (
+    Head,
+    LogitTransform,
+    Objective,
+    Options,
+    TokenBatch,
+    grpo_loss,
+    linear_grpo_loss,
+    linear_logprobs,
+    token_logprobs,
+)
 from support.bits import same_bits
 from support.inside import in_chunks, our_products
 from support.processes import finish, start
@@ -60,11 +69,16 @@ def from_logits(fields: Fields, name: str, backend: str) -> dict[str, Tensor]:
     logits = fields["rows"].clone().requires_grad_()
     transform = LogitTransform(temperature=0.7)
     out = grpo_loss(
-        logits, make_batch(fields, OBJECTIVES[name]), OBJECTIVES[name], transform=transform, normalizer=7.0, backend=backend
+        logits,
+        make_batch(fields, OBJECTIVES[name]),
+        OBJECTIVES[name],
+        transform=transform,
+        normalizer=7.0,
+        options=Options(backend=backend),
     )
     (gradient,) = torch.autograd.grad(out.loss, logits)
     logps, entropy = token_logprobs(
-        logits, fields["targets"], mask=fields["mask"], transform=transform, entropy=True, backend=backend
+        logits, fields["targets"], mask=fields["mask"], transform=transform, entropy=True, options=Options(backend=backend)
     )
     assert entropy is not None
     (other,) = torch.autograd.grad([logps, entropy], logits, [fields["advantages"], fields["old"]])
@@ -139,10 +153,12 @@ def test_triton_rows_depend_on_no_other() -> None:
 def from_hidden(fields: Fields, weight: Tensor, bias: Tensor | None, name: str, backend: str) -> dict[str, Tensor]:
     """What `from_logits` finds, and the gradients of the head."""
     leaves = [x.clone().requires_grad_() for x in (fields["rows"], weight, bias) if x is not None]
-    options: dict[str, Any] = {"bias": None if bias is None else leaves[2], "backend": backend}
-    out = linear_grpo_loss(*leaves[:2], make_batch(fields, OBJECTIVES[name]), OBJECTIVES[name], normalizer=7.0, **options)
+    head, options = Head(*leaves[1:]), Options(backend=backend)
+    out = linear_grpo_loss(
+        leaves[0], head, make_batch(fields, OBJECTIVES[name]), OBJECTIVES[name], normalizer=7.0, options=options
+    )
     gradients = torch.autograd.grad(out.loss, leaves)
-    logps, entropy = linear_logprobs(*leaves[:2], fields["targets"], mask=fields["mask"], entropy=True, **options)
+    logps, entropy = linear_logprobs(leaves[0], head, fields["targets"], mask=fields["mask"], entropy=True, options=options)
     assert entropy is not None
     others = torch.autograd.grad([logps, entropy], leaves, [fields["advantages"], fields["old"]])
     found = {"loss": out.loss.detach(), "logps": out.logps, "entropy": out.entropy, "logps of layer 1": logps.detach()}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_kernels import LogitTransform, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Head, LogitTransform, Options, TokenBatch, linear_grpo_loss, linear_logprobs
 from grpo_kernels.model import FusedLMHead
 from support.gradients import gradients
 from support.heads import OBJECTIVE, Case, H, Model, V, fused, make_batch, value_of
@@ -46,12 +46,12 @@ def test_three_ways_to_call(bias: bool) -> None:
                        ("loss", head(hidden, batch, OBJECTIVE, temperature=0.7, normalizer=9.0, metrics=True))):  # fmt: skip
         whole = LogitTransform(0.7, softcap=3.0, scale=1.5)
         if kind == "loss":
-            out = linear_grpo_loss(hidden, linear.weight, batch, OBJECTIVE, bias=linear.bias, transform=whole, normalizer=9.0)
+            out = linear_grpo_loss(hidden, Head(linear.weight, linear.bias), batch, OBJECTIVE, transform=whole, normalizer=9.0)
             value, theirs, logps = mine.loss, out.loss, out.logps
             assert mine.metrics.keys() == out.metrics.keys() and torch.equal(mine.metrics["kl"], out.metrics["kl"])
         else:
             logps, entropy = linear_logprobs(
-                hidden, linear.weight, batch.targets, bias=linear.bias, mask=batch.mask, transform=whole, entropy=True
+                hidden, Head(linear.weight, linear.bias), batch.targets, mask=batch.mask, transform=whole, entropy=True
             )
             assert torch.equal(mine.entropy, entropy) and not mine.entropy.requires_grad
             value, theirs = mine.logps.sum(), logps.sum()
@@ -292,17 +292,17 @@ def test_a_weight_that_is_gone_by_the_backward(backend: str) -> None:
         weight = nn.Parameter(torch.randn(V, H))
         leaf = hidden.clone().requires_grad_()
         if kind == "loss":
-            value = linear_grpo_loss(leaf, weight, batch, OBJECTIVE, backend=backend).loss
+            value = linear_grpo_loss(leaf, weight, batch, OBJECTIVE, options=Options(backend=backend)).loss
         else:
-            value = linear_logprobs(leaf, weight, batch.targets, backend=backend)[0].sum()
+            value = linear_logprobs(leaf, weight, batch.targets, options=Options(backend=backend))[0].sum()
         weight.data = torch.empty(0)
         with pytest.raises((RuntimeError, ZeroDivisionError)):
             value.backward()
         assert weight.grad is None
         with pytest.raises(ValueError, match=r"it looks sharded.*ZeRO-3"):
-            linear_logprobs(leaf, weight, batch.targets, backend=backend)
+            linear_logprobs(leaf, weight, batch.targets, options=Options(backend=backend))
         with pytest.raises(ValueError, match=r"it looks sharded.*ZeRO-3"):
-            linear_grpo_loss(leaf, weight, batch, OBJECTIVE, backend=backend)
+            linear_grpo_loss(leaf, weight, batch, OBJECTIVE, options=Options(backend=backend))
 
 
 def test_accelerate_offloading() -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_kernels import LogitTransform, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Head, LogitTransform, Options, TokenBatch, linear_grpo_loss, linear_logprobs
 from grpo_kernels.model import FusedLMHead, HeadLogprobs, HeadLoss
 from support import oracle
 from support.gradients import gradients
@@ -317,9 +317,9 @@ def check_what_bypasses_the_hooks(rank: int, ranks: int) -> None:
         (whole_weight, model.lm_head.bias, "bias"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"{name} is a DTensor"):
-            linear_grpo_loss(hidden, weight, batch, OBJECTIVE, bias=bias)
+            linear_grpo_loss(hidden, Head(weight, bias), batch, OBJECTIVE)
         with pytest.raises(ValueError, match=f"{name} is a DTensor"):
-            linear_logprobs(hidden, weight, batch.targets, bias=bias)
+            linear_logprobs(hidden, Head(weight, bias), batch.targets)
     with pytest.raises(ValueError, match="whose weight is a DTensor"):
         FusedLMHead(built("head alone").lm_head.plain())
 
@@ -335,9 +335,9 @@ def check_what_bypasses_the_hooks(rank: int, ranks: int) -> None:
     assert weight.shape == (V, H) and not hasattr(weight, "placements")
     for backend in ("eager", "cpu"):
         with pytest.raises((ValueError, RuntimeError)):
-            linear_grpo_loss(hidden, weight, batch, OBJECTIVE, backend=backend)
+            linear_grpo_loss(hidden, weight, batch, OBJECTIVE, options=Options(backend=backend))
         with pytest.raises((ValueError, RuntimeError)):
-            linear_logprobs(hidden, weight, batch.targets, backend=backend)
+            linear_logprobs(hidden, weight, batch.targets, options=Options(backend=backend))
     value_of(out, batch).backward()  # brings it back
     assert model.lm_head.weight.grad is not None
 

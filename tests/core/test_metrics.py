@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_kernels import Custom, Exact, Objective, TokenBatch, grpo_loss
+from grpo_kernels import Custom, Exact, Objective, Options, TokenBatch, grpo_loss
 from grpo_kernels.formulas.ops import ops
 from support import oracle
 from support.doors import batch_of, normalizer_of, objective_of, transform_of
@@ -20,7 +20,12 @@ def test_metrics_of_every_objective(name: str, backend: str) -> None:
     r = Recipe(objective=name, lengths=(7, 4, 2, 0, 6, 1, 5, 3), layout=("padded", "packed")[len(name) % 2], given="column")
     p = problem(r)
     out = grpo_loss(
-        p.given["logits"], batch_of(p), objective_of(r), transform=transform_of(p), normalizer=normalizer_of(r), backend=backend
+        p.given["logits"],
+        batch_of(p),
+        objective_of(r),
+        transform=transform_of(p),
+        normalizer=normalizer_of(r),
+        options=Options(backend=backend),
     )
     exact, spec, live = oracle.answer(p), p.spec, p.trained
     fields = {name: x for name, x in p.seen.items() if name != "cu_seqlens"}
@@ -48,11 +53,11 @@ def test_metrics_of_every_objective(name: str, backend: str) -> None:
 def test_the_kl_of_a_divergence_is_its_mean(backend: str) -> None:
     z, w, mask = torch.randn(2, 3, 9), torch.randn(2, 3, 9), torch.tensor([[True, True, False], [True, False, False]])
     batch = TokenBatch(torch.randint(9, (2, 3)), torch.ones(2), mask=mask)
-    out = grpo_loss(z, batch, Objective.preset("dapo", beta=0.1, kl=Exact()), ref_logits=w, backend=backend)
+    out = grpo_loss(z, batch, Objective.preset("dapo", beta=0.1, kl=Exact()), ref_logits=w, options=Options(backend=backend))
     exact = oracle.divergence(z.double().log_softmax(-1), w.double().log_softmax(-1), "reverse")
     torch.testing.assert_close(out.metrics["kl"].double(), exact[mask].mean(), rtol=1e-5, atol=0)
     assert out.divergence is not None and not out.divergence[~mask].any()
-    off = grpo_loss(z, batch, Objective.preset("dapo", kl=Exact()), backend=backend)
+    off = grpo_loss(z, batch, Objective.preset("dapo", kl=Exact()), options=Options(backend=backend))
     assert off.divergence is None and "kl" not in off.metrics
 
 
@@ -75,7 +80,7 @@ def test_a_surrogate_and_a_kl_of_ones_own(backend: str) -> None:
     old, ref, a = -3 + torch.randn(3, 4), -3 + torch.randn(3, 4), torch.randn(3, 4)
     objective = Objective(Custom(pulled_back, (0.3,)), beta=0.1, kl=absolute)
     leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    out = grpo_loss(leaf, TokenBatch(targets, a, old_logps=old, ref_logps=ref), objective, backend=backend)
+    out = grpo_loss(leaf, TokenBatch(targets, a, old_logps=old, ref_logps=ref), objective, options=Options(backend=backend))
     out.loss.backward()
     logps = exact.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     loss = (-a * logps + 0.15 * (logps - old) ** 2 + 0.1 * (logps - ref).abs()).mean()
@@ -90,7 +95,7 @@ def test_a_step_down_the_gradient_lowers_the_loss_as_predicted(backend: str) -> 
     old = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0] + 0.05
     batch = TokenBatch(targets, torch.tensor([1.0, -1.0, 0.5]), old_logps=old, ref_logps=-3 + torch.randn(3, 4))
     objective, leaf = Objective.preset("grpo", beta=0.1, entropy_coef=0.01), logits.requires_grad_()
-    out = grpo_loss(leaf, batch, objective, backend=backend)
+    out = grpo_loss(leaf, batch, objective, options=Options(backend=backend))
     (gradient,) = torch.autograd.grad(out.loss, leaf)
-    after = grpo_loss(leaf.detach() - 0.01 * gradient / gradient.norm(), batch, objective, backend=backend)
+    after = grpo_loss(leaf.detach() - 0.01 * gradient / gradient.norm(), batch, objective, options=Options(backend=backend))
     assert float((out.loss - after.loss).detach()) == pytest.approx(0.01 * float(gradient.norm()), rel=0.05)

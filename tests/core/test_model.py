@@ -257,9 +257,14 @@ def test_a_batch_that_does_not_fit_is_refused(what: str) -> None:
 
 
 MISSPELT = {
-    "normaliser": "normalizer", "temprature": "temperature", "stict": "strict", "attention": "attention_mask", "rows": "",
+    "normaliser": "normalizer", "temprature": "temperature", "attention": "attention_mask", "rows": "",
     "inplace": "", "ref_logits": "", "pixel_values": "",
 }  # fmt: skip
+
+
+def test_how_to_compute_is_said_in_the_options() -> None:
+    with pytest.raises(TypeError, match=r"'strict' is no argument of loss_from_model. Pass options=Options\(strict=...\)"):
+        loss_from_model(build("LlamaForCausalLM"), **aligned(strict=True))
 
 
 @pytest.mark.parametrize("name", MISSPELT)

@@ -14,6 +14,7 @@ from grpo_kernels import (
     LogitTransform,
     NoPolicyTerm,
     Objective,
+    Options,
     TokenBatch,
     group_advantages,
     grpo_loss,
@@ -283,7 +284,7 @@ def test_the_default_dtype_of_torch_plays_no_part(kl: str, backend: str) -> None
         found = []
         for objective in objectives:
             leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-            out = linear_grpo_loss(*leaves, batch, objective, backend=backend)
+            out = linear_grpo_loss(*leaves, batch, objective, options=Options(backend=backend))
             found += [out.loss.detach(), *torch.autograd.grad(out.loss, leaves), *out.metrics.values()]
         return found
 

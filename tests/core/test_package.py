@@ -64,9 +64,10 @@ print([str(w.message) for w in caught])
 """
 REFUSED = """
 import grpo_kernels
+from grpo_kernels import Options
 for given in ({"backend": "cpu"}, {"backend": "triton"}, {"strict": True}):
     try:
-        grpo_loss(x, batch, Objective(), **given)
+        grpo_loss(x, batch, Objective(), options=Options(**given))
     except RuntimeError as e:
         print(e)
 """

@@ -44,6 +44,7 @@ from grpo_kernels.rewards.corrections import CORRECTIONS
 from grpo_kernels.rewards.estimators import ADVANTAGES, Evidence
 from grpo_kernels.token_sets import check_sets
 from support.bits import snapshot
+from support.doors import in_options
 from support.inside import values_unseen
 from support.meta_device import on_meta
 
@@ -76,20 +77,22 @@ def packed(cu_seqlens: Any = None, **changes: Any) -> TokenBatch:
 def loss(objective: Any = PACKED, logits: Any = LOGITS, **given: Any) -> Any:
     """Fields of the batch stand among the keywords; so in `linear`."""
     of = given.pop("of") if "of" in given else batch(**{k: given.pop(k) for k in FIELDS & given.keys()})
-    return grpo_loss(logits, of, objective, **{"backend": "eager", **given})
+    return grpo_loss(logits, of, objective, **in_options(**{"backend": "eager", **given}))
 
 
 def linear(objective: Any = PACKED, hidden: Any = HIDDEN, weight: Any = WEIGHT, **given: Any) -> Any:
     of = given.pop("of") if "of" in given else batch(**{k: given.pop(k) for k in FIELDS & given.keys()})
-    return linear_grpo_loss(hidden, weight, of, objective, **{"backend": "eager", **given})
+    weight = Head(weight, given.pop("bias")) if "bias" in given else weight
+    return linear_grpo_loss(hidden, weight, of, objective, **in_options(**{"backend": "eager", **given}))
 
 
 def logps(logits: Any = LOGITS, targets: Any = IDS, **options: Any) -> Any:
-    return token_logprobs(logits, targets, **{"backend": "eager", **options})
+    return token_logprobs(logits, targets, **in_options(**{"backend": "eager", **options}))
 
 
 def linear_logps(hidden: Any = HIDDEN, weight: Any = WEIGHT, targets: Any = IDS, **options: Any) -> Any:
-    return linear_logprobs(hidden, weight, targets, **{"backend": "eager", **options})
+    weight = Head(weight, options.pop("bias")) if "bias" in options else weight
+    return linear_logprobs(hidden, weight, targets, **in_options(**{"backend": "eager", **options}))
 
 
 def with_ids(value: int) -> Tensor:
@@ -321,7 +324,6 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
         "reference is tuple: pass (hidden, weight)": {"objective": Objective(beta=0.1), "reference": TEACHER[:1]},
         "reference has a vocabulary of 9, but the policy has 11": {"objective": EXACT, "reference": (HIDDEN, OTHER[:-2])},
         "reference: hidden has shape [3, 4, 7] and weight [11, 8]": {"objective": EXACT, "reference": (HIDDEN[..., 1:], WEIGHT)},
-        "grad is given in the Head of a reference": {"objective": EXACT, "reference": (HIDDEN, Head(OTHER, grad=torch.zeros(V, H)))},
         "reference is TokenSets without values": {"objective": EXACT, "reference": KEPT},
         "the values of row 0 are log-probs of 2 in all": {"objective": EXACT, "reference": sets([[0, 1]], 0.0)},
         **{
@@ -619,6 +621,13 @@ def test_what_is_right_is_computed(call: Call) -> None:
         call()
 
 
+#: Functions from logits, and from hidden states.
+MADE = (
+    functools.partial(grpo_loss, LOGITS, batch(), PACKED), functools.partial(linear_grpo_loss, HIDDEN, WEIGHT, batch(), PACKED),
+    functools.partial(token_logprobs, LOGITS, IDS), functools.partial(linear_logprobs, HIDDEN, WEIGHT, IDS),
+    functools.partial(token_divergence, LOGITS, LOGITS), functools.partial(linear_divergence, HIDDEN, WEIGHT, TEACHER),
+)  # fmt: skip
+
 #: A call with a keyword that it does not know, and what the message must say of it.
 UNKNOWN: list[tuple[Callable[..., Any], str, str]] = [
     (batch, "old_logprobs", "Did you mean old_logps?"),
@@ -642,6 +651,9 @@ UNKNOWN: list[tuple[Callable[..., Any], str, str]] = [
     (functools.partial(ADVANTAGES["group"], Evidence(ONES, group_size=3)), "scales", "Did you mean scale?"),
     (functools.partial(CORRECTIONS["tis"], batch()), "hihg", "Did you mean high?"),
     *((f, "temperature", "") for f in (loss, logps, linear, linear_logps)),
+    *((f, "normaliser", "Did you mean normalizer?") for f in (loss, linear)),
+    *((f, "strict", "Pass options=Options(strict=...).") for f in MADE),
+    *((f, "bias", "Pass Head(weight, bias) as weight.") for f in MADE[1::2]),
     (functools.partial(head, batch(), PACKED), "normaliser", ""),
     (functools.partial(group_advantages, ONES, group_size=3), "normalize", ""),
 ]
@@ -692,9 +704,9 @@ def test_what_is_switched_off_is_not_asked_for() -> None:
 
 #: Every function that makes a loss of a batch and an objective.
 LOSSES: dict[str, Callable[..., Any]] = {
-    "grpo_loss": lambda *given, **more: grpo_loss(LOGITS, *given, **more),
-    "linear_grpo_loss": lambda *given, **more: linear_grpo_loss(HIDDEN, WEIGHT, *given, **more),
-    "head": lambda *given, **more: head(*given, **more),
+    "grpo_loss": lambda *given, **more: grpo_loss(LOGITS, *given, options=Options(**more)),
+    "linear_grpo_loss": lambda *given, **more: linear_grpo_loss(HIDDEN, WEIGHT, *given, options=Options(**more)),
+    "head": lambda *given, **more: head(*given, options=Options(**more)),
     "objective_loss": lambda *given, backend="": objective_loss(-PER_TOKEN, *given),
 }
 

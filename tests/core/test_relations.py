@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from grpo_kernels import grpo_loss, token_logprobs
+from grpo_kernels import Options, grpo_loss, token_logprobs
 from grpo_kernels.losses import objective_loss
 from support.bits import same_bits
 from support.doors import batch_of, compare, exact_of, normalizer_of, objective_of, run, transform_of
@@ -154,7 +154,7 @@ def test_a_loss_is_log_probs_and_the_loss_of_these(recipe: Recipe, backend: str)
     """Layer 2 equals layer 1 with autograd through the token stage."""
     p = problem(legal(replace(recipe, kept="none", skip_inactive=False, dtype="float32")))
     objective, leaf = objective_of(p.recipe), p.given["logits"].detach().clone().requires_grad_()
-    given = {"mask": p.fields["mask"], "transform": transform_of(p), "entropy": True, "backend": backend}
+    given = {"mask": p.fields["mask"], "transform": transform_of(p), "entropy": True, "options": Options(backend)}
     logps, entropy = token_logprobs(leaf, p.targets, **given)
     loss = objective_loss(logps, batch_of(p), objective, entropy=entropy, normalizer=normalizer_of(p.recipe)).loss
     (loss * p.recipe.upstream).backward()
@@ -166,7 +166,7 @@ def test_a_loss_is_log_probs_and_the_loss_of_these(recipe: Recipe, backend: str)
         objective,
         transform=transform_of(p),
         normalizer=normalizer_of(p.recipe),
-        backend=backend,
+        options=Options(backend=backend),
     )
     if p.recipe.dtype == "float32":
         assert same_bits(one.logps, logps.detach()), "before the first update the ratio is 1, exactly"

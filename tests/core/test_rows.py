@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LogitTransform, Objective, TokenBatch, grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels import LogitTransform, Objective, Options, TokenBatch, grpo_loss, linear_logprobs, token_logprobs
 from support.bits import same_bits
 
 Tensor = torch.Tensor
@@ -20,7 +20,7 @@ each_dtype = pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def log_probs(logits: Tensor, targets: Tensor, backend: str, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropies, and the gradient of the sum of both."""
     leaf = logits.detach().clone().requires_grad_()
-    logps, entropy = token_logprobs(leaf, targets, entropy=True, backend=backend, **options)
+    logps, entropy = token_logprobs(leaf, targets, entropy=True, options=Options(backend=backend), **options)
     assert entropy is not None
     (logps.sum() + entropy.sum()).backward()
     assert leaf.grad is not None
@@ -70,7 +70,7 @@ def test_more_than_2_to_the_31_logits(backend: str) -> None:
     logits[-1, -1] = 9.0
     ids = torch.full((len(logits),), 2**15 - 1)
     with torch.no_grad():
-        found = token_logprobs(logits, ids, backend=backend)[0]
+        found = token_logprobs(logits, ids, options=Options(backend=backend))[0]
     exact = exactly(logits[-2:], ids[-2:])[0]
     torch.testing.assert_close(found[-2:].double(), exact, rtol=1e-6, atol=1e-6)
 
@@ -86,10 +86,14 @@ def test_a_confident_target_keeps_the_digits_of_its_gradient(dtype: torch.dtype,
     targets, leaf = torch.full((len(p),), 17), logits.clone().requires_grad_()
     if loss:
         grpo_loss(
-            leaf, TokenBatch(targets, -torch.ones(len(p))), Objective.preset("reinforce"), normalizer=1.0, backend=backend
+            leaf,
+            TokenBatch(targets, -torch.ones(len(p))),
+            Objective.preset("reinforce"),
+            normalizer=1.0,
+            options=Options(backend=backend),
         ).loss.backward()
     else:
-        token_logprobs(leaf, targets, backend=backend)[0].sum().backward()
+        token_logprobs(leaf, targets, options=Options(backend=backend))[0].sum().backward()
     exact = (torch.nn.functional.one_hot(targets, vocab) - logits.double().softmax(-1))[:, 17]
     assert leaf.grad is not None
     error = (leaf.grad[:, 17].double() - exact).abs()
@@ -152,7 +156,7 @@ def test_log_ratios_of_a_thousand_stay_finite(objective: str, dtype: torch.dtype
     leaf = torch.randn(1, 7, 61, dtype=dtype).requires_grad_()
     old = torch.tensor([[1000.0, -1000.0, 100.0, -100.0, 0.0, 80.0, -80.0]]) - 4
     batch = TokenBatch(torch.randint(61, (1, 7)), torch.tensor([1.0]), old_logps=old, ref_logps=old.flip(1))
-    out = grpo_loss(leaf, batch, Objective.preset(objective, beta=0.1), backend=backend)
+    out = grpo_loss(leaf, batch, Objective.preset(objective, beta=0.1), options=Options(backend=backend))
     out.loss.backward()
     assert out.loss.isfinite() and leaf.grad is not None and all(x.isfinite() for x in out.metrics.values())
     assert leaf.grad.any() and (leaf.grad.isfinite().all() or dtype == torch.float16)
@@ -182,7 +186,7 @@ def test_logits_that_fp16_could_not_hold(backend: str) -> None:
     logps = (logits / 1e4).log_softmax(1).gather(1, targets[:, None])[:, 0]
     logps.sum().backward()
     leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-    found, _ = linear_logprobs(*leaves, targets, transform=LogitTransform(1e4), backend=backend)
+    found, _ = linear_logprobs(*leaves, targets, transform=LogitTransform(1e4), options=Options(backend=backend))
     found.sum().backward()
     torch.testing.assert_close(found.double(), logps, rtol=1e-5, atol=1e-5 * float(logps.detach().abs().max()))
     for leaf, wide in zip(leaves, exact, strict=True):

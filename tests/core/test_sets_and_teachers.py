@@ -32,7 +32,7 @@ DAPO = Objective.preset("dapo")
 def test_an_only_id_has_log_prob_zero_and_no_gradient_whatever_its_logit(backend: str) -> None:
     hidden, weight = torch.full((2, 4), torch.nan, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     batch = TokenBatch(torch.tensor([3, 5]), torch.tensor([1.0, -2.0]), kept=TokenSets.from_lists([[3], [5]]))
-    out = linear_grpo_loss(hidden, weight, batch, DAPO, backend=backend)
+    out = linear_grpo_loss(hidden, weight, batch, DAPO, options=Options(backend=backend))
     out.loss.backward()
     assert out.logps.tolist() == out.entropy.tolist() == [0.0, 0.0] and float(out.loss) == pytest.approx(0.5)
     assert not hidden.grad.any() and not weight.grad.any()  # type: ignore[union-attr]
@@ -43,7 +43,8 @@ def test_the_mass_of_a_set_does_not_depend_on_the_target(backend: str) -> None:
     inf = torch.inf
     logits = torch.tensor([[0.5, -inf, 1.0, 2.0, -1.0]]).repeat(5, 1).requires_grad_()
     sets, targets = TokenSets.from_lists([[0, 1, 2], [0, 1, 2], [0, 2], [1], []]), torch.tensor([1, 0, 1, 1, 1])
-    logps, _, more = token_logprobs(logits, targets, kept=sets, also=("log_kept_mass",), backend=backend)  # type: ignore[misc]
+    found = token_logprobs(logits, targets, kept=sets, also=("log_kept_mass",), options=Options(backend=backend))
+    logps, more = found.logps, found.also
     exact = logits.detach().double().requires_grad_()
     mass = exact.log_softmax(1)[:, [0, 2]].logsumexp(1)[:3]
     found = more["log_kept_mass"]
@@ -61,7 +62,7 @@ def test_sets_of_one_to_three_thousand_ids_in_one_call(backend: str) -> None:
     for row, ids in enumerate(lists):
         keep[row, [*ids, int(targets[row])] if ids else slice(None)] = True
     sets, leaf, exact = TokenSets.from_lists(lists), logits.clone().requires_grad_(), logits.double().requires_grad_()
-    logps, entropy = token_logprobs(leaf, targets, kept=sets, entropy=True, backend=backend)
+    logps, entropy = token_logprobs(leaf, targets, kept=sets, entropy=True, options=Options(backend=backend))
     _, chosen, h = oracle.log_probs(exact, targets, keep=keep)
     torch.testing.assert_close(logps.double(), chosen, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(entropy.double(), h, rtol=2e-6, atol=2e-6)  # type: ignore[union-attr]
@@ -71,7 +72,7 @@ def test_sets_of_one_to_three_thousand_ids_in_one_call(backend: str) -> None:
     torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=2e-6)
     for row in range(9):
         one = slice(row, row + 1)
-        alone = token_logprobs(logits[one], targets[one], kept=sets[one], entropy=True, backend=backend)
+        alone = token_logprobs(logits[one], targets[one], kept=sets[one], entropy=True, options=Options(backend=backend))
         torch.testing.assert_close(alone[0], logps[one].detach(), rtol=1e-6, atol=1e-6)
 
 
@@ -81,14 +82,14 @@ def test_rows_that_are_not_read_need_no_set(backend: str) -> None:
     logits[0] = torch.nan
     leaf = logits.requires_grad_()
     mask, kept = torch.tensor([False, True, True]), TokenSets.from_lists([[], [3, 4], [5]])
-    token_logprobs(leaf, torch.tensor([1, 3, 5]), mask=mask, kept=kept, backend=backend)[0].sum().backward()
+    token_logprobs(leaf, torch.tensor([1, 3, 5]), mask=mask, kept=kept, options=Options(backend=backend))[0].sum().backward()
     assert leaf.grad is not None and leaf.grad.nonzero().tolist() == [[1, 3], [1, 4]]
 
 
 def test_the_order_of_ids_changes_nothing(backend: str) -> None:
     logits, targets = torch.randn(2, 40), torch.tensor([7, 9])
     found = [
-        token_logprobs(logits, targets, kept=TokenSets.from_lists(lists), entropy=True, backend=backend)
+        token_logprobs(logits, targets, kept=TokenSets.from_lists(lists), entropy=True, options=Options(backend=backend))
         for lists in ([[1, 7, 30], [9, 2]], [[30, 1, 7], [2, 9]])
     ]
     for x, y in zip(*found, strict=True):
@@ -114,8 +115,10 @@ def test_metrics_of_sets() -> None:
 def test_options_say_of_a_missing_target_what_the_batch_may(missing: str, backend: str) -> None:
     logits, targets, sets = torch.randn(2, 6), torch.tensor([1, 2]), TokenSets.from_lists([[1, 4], [3, 5]])
     batch = TokenBatch(targets, torch.ones(2), kept=sets)
-    by_option = grpo_loss(logits, batch, DAPO, options=Options(missing=missing), backend=backend)
-    by_batch = grpo_loss(logits, TokenBatch(targets, torch.ones(2), kept=sets, missing=missing), DAPO, backend=backend)
+    by_option = grpo_loss(logits, batch, DAPO, options=Options(missing=missing, backend=backend))
+    by_batch = grpo_loss(
+        logits, TokenBatch(targets, torch.ones(2), kept=sets, missing=missing), DAPO, options=Options(backend=backend)
+    )
     assert same_bits(by_option.loss, by_batch.loss) and same_bits(by_option.logps, by_batch.logps)
     exact = {"include": [2, 3, 5], "full": [0, 1, 2, 3, 4, 5]}.get(missing)
     wanted = torch.tensor(0.0) if exact is None else logits[1, exact].log_softmax(0)[exact.index(2)]
@@ -124,7 +127,7 @@ def test_options_say_of_a_missing_target_what_the_batch_may(missing: str, backen
 
 def test_a_keyword_beside_options_counts(backend: str) -> None:
     logits, batch = torch.randn(2, 6), TokenBatch(torch.tensor([1, 2]), torch.tensor([0.0, 1.0]))
-    out = grpo_loss(logits, batch, DAPO, skip_inactive=True, options=Options(backend=backend))
+    out = grpo_loss(logits, batch, DAPO, options=Options(backend=backend, skip_inactive=True))
     assert out.logps[0] == 0 and out.logps[1] < 0
 
 
@@ -133,7 +136,8 @@ def test_torch_func_differentiates_over_sets_and_further_ids(backend: str) -> No
     kept, at = TokenSets.from_lists([[1, 4, 6], [], [3, 9]]), TokenSets.from_lists([[4], [7, 8], [9]])
 
     def total(x: Tensor) -> Tensor:
-        logps, _, more = token_logprobs(x, targets, kept=kept, at=at, backend=backend)  # type: ignore[misc]
+        found = token_logprobs(x, targets, kept=kept, at=at, options=Options(backend=backend))
+        logps, more = found.logps, found.also
         return logps.sum() + (more["at"] * torch.arange(4)).sum()
 
     leaf = logits.clone().requires_grad_()
@@ -150,7 +154,9 @@ def test_slopes_at_ids_of_a_certain_row_keep_their_digits(backend: str) -> None:
     logits = torch.zeros(2, 40)
     logits[:, 7] = 13.0
     leaf = logits.bfloat16().requires_grad_()
-    _, _, more = token_logprobs(leaf, torch.tensor([3, 3]), at=TokenSets.from_lists([[7], [7, 9]]), backend=backend)  # type: ignore[misc]
+    more = token_logprobs(
+        leaf, torch.tensor([3, 3]), at=TokenSets.from_lists([[7], [7, 9]]), options=Options(backend=backend)
+    ).also
     more["at"].backward(torch.tensor([1.0, 1.0, -1.0]))
     exact = leaf.detach().double().requires_grad_()
     log_p = exact.log_softmax(1)
@@ -166,7 +172,7 @@ def test_the_largest_probability_and_its_id(dtype: torch.dtype, backend: str) ->
     logits[3] = -torch.inf
     sets, mask = TokenSets.from_lists([[], [], [4, 9, 2], [], []]), torch.arange(5) < 4
     asked = {"kept": sets, "mask": mask, "also": ("top_prob", "top_id")}
-    _, _, more = token_logprobs(logits, torch.tensor([0, 1, 4, 3, 4]), backend=backend, **asked)  # type: ignore[call-overload]
+    more = token_logprobs(logits, torch.tensor([0, 1, 4, 3, 4]), options=Options(backend=backend), **asked).also
     p = logits.double().softmax(1)
     in_set = logits[2, [4, 9, 2]].double().softmax(0)
     assert more["top_id"].tolist() == [int(p[0].argmax()), 7, [4, 9, 2][int(in_set.argmax())], 0, -1]
@@ -260,7 +266,7 @@ def test_without_a_policy_term_advantages_do_not_matter(backend: str) -> None:
     z, w, targets = torch.randn(2, 3, 9), torch.randn(2, 3, 9), torch.randint(9, (2, 3))
     objective = Objective.preset("distillation")
     found = [
-        grpo_loss(z, TokenBatch(targets, a), objective, ref_logits=w, backend=backend)
+        grpo_loss(z, TokenBatch(targets, a), objective, ref_logits=w, options=Options(backend=backend))
         for a in (torch.zeros(2), torch.tensor([3.0, -2.0]))
     ]
     assert same_bits(found[0].loss, found[1].loss) and found[0].loss > 0
@@ -270,8 +276,8 @@ def test_without_a_policy_term_advantages_do_not_matter(backend: str) -> None:
 def test_divergences_that_were_computed_elsewhere_enter_the_loss_of_log_probs(backend: str) -> None:
     z, w, targets = torch.randn(2, 3, 9), torch.randn(2, 3, 9), torch.randint(9, (2, 3))
     batch, objective = TokenBatch(targets, torch.tensor([1.0, -1.0])), Objective.preset("dapo", beta=0.3, kl=Exact())
-    whole = grpo_loss(z, batch, objective, ref_logits=w, backend=backend)
-    logps = token_logprobs(z, targets, backend=backend)[0]
+    whole = grpo_loss(z, batch, objective, ref_logits=w, options=Options(backend=backend))
+    logps = token_logprobs(z, targets, options=Options(backend=backend))[0]
     apart = objective_loss(logps, batch, objective, divergence=token_divergence(z, w, options=Options(backend=backend)))
     torch.testing.assert_close(apart.loss, whole.loss, rtol=1e-5, atol=1e-7)
 

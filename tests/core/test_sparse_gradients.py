@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from grpo_kernels import Objective, Options, Sparse, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Head, Objective, Options, Sparse, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.model import FusedLMHead
 from support.bits import same_bits
+from support.doors import in_options
 from support.inside import drawn_columns, in_chunks, nothing_is_drawn
 
 Tensor = torch.Tensor
@@ -19,7 +20,7 @@ N, V, H, STEP, SEED = 24, 300, 16, 0.02, 5
 NAMES = ("hidden", "weight", "bias")
 
 
-class Head:
+class Case:
     """Leaves, targets, and what arrives at log-probs and entropies."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, vocab: int = V) -> None:
@@ -30,8 +31,8 @@ class Head:
         self.d_logps, self.d_entropy = torch.randn(2, N, generator=g)
 
     def log_probs(self, leaves: list[Tensor], step: float = STEP, seed: Any = SEED, first_row: int = 0, **options: Any) -> Any:
-        options = {"mask": self.mask, "entropy": True, "options": Options(sparse=Sparse(step, seed, first_row)), **options}
-        return linear_logprobs(leaves[0], leaves[1], self.targets, bias=leaves[2], **options)
+        options = {"mask": self.mask, "entropy": True, "sparse": Sparse(step, seed, first_row), **options}
+        return linear_logprobs(leaves[0], Head(leaves[1], leaves[2]), self.targets, **in_options(**options))
 
     def gradients(self, **options: Any) -> dict[str, Tensor]:
         leaves = [x.clone().requires_grad_() for x in self.given]
@@ -60,7 +61,7 @@ def test_a_column_that_is_drawn_counts_with_the_larger_of_its_probability_and_th
     dtype: torch.dtype, first_row: int, backend: str
 ) -> None:
     """In float64, from the columns that the backend draws; the target's with its own probability."""
-    head = Head(dtype)
+    head = Case(dtype)
     hidden, weight, bias = (x.double() for x in head.given)
     logp = (hidden @ weight.T + bias).log_softmax(-1)
     taken = drawn_columns((hidden @ weight.T + bias).float(), head.targets, backend, STEP, SEED, first_row)
@@ -77,8 +78,8 @@ def test_a_column_that_is_drawn_counts_with_the_larger_of_its_probability_and_th
 
 def test_the_mean_over_seeds_is_the_dense_gradient(backend: str) -> None:
     """Each error is within 5 standard errors, and all together are as large as chance predicts."""
-    head, seeds = Head(vocab=61), 150
-    dense = head.gradients(options=Options(backend=backend))
+    head, seeds = Case(vocab=61), 150
+    dense = head.gradients(backend=backend, sparse=None)
     drawn = [head.gradients(backend=backend, step=0.1, seed=seed) for seed in range(seeds)]
     for name, exact in dense.items():
         every = torch.stack([g[name] for g in drawn]).double()
@@ -89,7 +90,7 @@ def test_the_mean_over_seeds_is_the_dense_gradient(backend: str) -> None:
 
 def test_a_seed_draws_the_same_columns_whatever_else_changes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Again, from a tensor that is read at the time, under checkpointing, by torch.func; another seed draws others."""
-    head, seed = Head(), torch.tensor(SEED)
+    head, seed = Case(), torch.tensor(SEED)
     found = head.gradients(backend=backend)
     assert_same(head.gradients(backend=backend), found)
     assert_same(head.gradients(backend=backend, seed=seed), found)
@@ -118,13 +119,13 @@ def test_a_seed_draws_the_same_columns_whatever_else_changes(backend: str, monke
 def test_a_loss_has_the_values_of_the_dense_one_and_the_gradient_of_its_log_probs(preset: str, backend: str) -> None:
     """Of reinforce rows without an advantage have no gradient, and come behind the others."""
     terms = {} if preset == "reinforce" else {"beta": 0.1, "entropy_coef": 0.02}
-    head, objective = Head(), Objective.preset(preset, aggregate="token-mean", **terms)
+    head, objective = Case(), Objective.preset(preset, aggregate="token-mean", **terms)
     advantages, offsets = head.d_logps.clamp(min=0), torch.tensor([0, 9, N])
     batch = TokenBatch(head.targets, advantages, mask=head.mask, ref_logps=head.d_entropy - 4, cu_seqlens=offsets)
     found = []
     for options in (Options(backend=backend, sparse=Sparse(STEP, SEED)), Options(backend=backend)):
         leaves = [x.clone().requires_grad_() for x in head.given]
-        out = linear_grpo_loss(leaves[0], leaves[1], batch, objective, bias=leaves[2], options=options)
+        out = linear_grpo_loss(leaves[0], Head(leaves[1], leaves[2]), batch, objective, options=options)
         out.loss.backward()
         found.append((out, {name: x.grad for name, x in zip(NAMES, leaves, strict=True) if x.grad is not None}))
     (sparse, drawn), (dense, _) = found
@@ -139,7 +140,7 @@ def test_a_loss_has_the_values_of_the_dense_one_and_the_gradient_of_its_log_prob
 @pytest.mark.parametrize("strides", ["transposed", "rows apart"])
 def test_strides_masked_rows_and_nan(strides: str, backend: str) -> None:
     """Heads of any strides draw the same; masked rows may be NaN; a NaN that is read shows in its row alone."""
-    head = Head()
+    head = Case()
     found = head.gradients(backend=backend)
     hidden, weight = head.given[:2]
     hidden[~head.mask] = torch.nan
@@ -159,7 +160,7 @@ def test_strides_masked_rows_and_nan(strides: str, backend: str) -> None:
 
 
 def test_rows_with_sets_go_their_own_way(backend: str) -> None:
-    head = Head()
+    head = Case()
     sets = TokenSets.from_lists([[int(t), (int(t) + 3) % V] if i % 2 else [] for i, t in enumerate(head.targets.tolist())])
     has = sets.counts > 0
     found, parts = head.gradients(backend=backend, kept=sets), []
@@ -172,7 +173,7 @@ def test_rows_with_sets_go_their_own_way(backend: str) -> None:
 
 @pytest.mark.parametrize("total_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_of_the_callers_is_added_to(total_dtype: torch.dtype, backend: str) -> None:
-    head, total = Head(torch.bfloat16), torch.ones(V, H, dtype=total_dtype)
+    head, total = Case(torch.bfloat16), torch.ones(V, H, dtype=total_dtype)
     expected = head.gradients(backend=backend)["weight"].float()
     rest = head.gradients(backend=backend, weight_grad=total)
     assert set(rest) == {"hidden", "bias"}
@@ -180,7 +181,7 @@ def test_memory_of_the_callers_is_added_to(total_dtype: torch.dtype, backend: st
 
 
 def test_a_frozen_part_and_no_gradient_at_all(backend: str) -> None:
-    head = Head()
+    head = Case()
     found = head.gradients(backend=backend)
     for frozen in range(2):
         leaves = [x.clone().requires_grad_(i != frozen) for i, x in enumerate(head.given)]
@@ -193,7 +194,7 @@ def test_a_frozen_part_and_no_gradient_at_all(backend: str) -> None:
 
 
 def test_the_head_as_a_module() -> None:
-    given, linear = Head(), torch.nn.Linear(H, V)
+    given, linear = Case(), torch.nn.Linear(H, V)
     linear.weight.data, linear.bias.data = given.given[1].clone(), given.given[2].clone()
     head, hidden = FusedLMHead(linear), given.given[0].clone().requires_grad_()
     out = head(hidden, given.targets, mask=given.mask, options=Options(sparse=Sparse(STEP, SEED)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels import Head, Objective, Options, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
 from support.bits import same_bits
 from support.inside import backends_that_run, only_eager
 
@@ -31,7 +31,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def call(**options: Any) -> Tensor:
-    return token_logprobs(LOGITS, IDS, **options)[0]
+    return token_logprobs(LOGITS, IDS, options=Options(**options)).logps
 
 
 def test_a_block_says_what_runs_and_blocks_nest(ran: list[str]) -> None:
@@ -100,8 +100,8 @@ def test_a_fallback_warns_once_and_is_an_error_in_strict_mode(monkeypatch: pytes
 # ---- DTensors
 
 LINEAR: dict[str, Callable[..., Any]] = {
-    "loss": lambda hidden, weight, bias: linear_grpo_loss(hidden, weight, TokenBatch(IDS, torch.ones(3)), Objective(), bias=bias).loss,
-    "log-probs": lambda hidden, weight, bias: linear_logprobs(hidden, weight, IDS, bias=bias)[0].square().sum(),
+    "loss": lambda hidden, weight, bias: linear_grpo_loss(hidden, Head(weight, bias), TokenBatch(IDS, torch.ones(3)), Objective()).loss,
+    "log-probs": lambda hidden, weight, bias: linear_logprobs(hidden, Head(weight, bias), IDS)[0].square().sum(),
 }  # fmt: skip
 
 

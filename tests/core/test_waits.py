@@ -16,6 +16,7 @@ import torch
 
 from grpo_kernels import (
     Exact,
+    Head,
     LogitTransform,
     Objective,
     Options,
@@ -147,7 +148,7 @@ CALLS: dict[str, Callable[[On], Any]] = {
     "grpo_loss, a teacher's ids": lambda on: grpo_loss(on.logits, on.alone, TOP, ref_logits=on.top),
     "grpo_loss, several teachers": lambda on: grpo_loss(on.logits, on.alone, EXACT, ref_logits=on.beside[:1] * 2),
     "grpo_loss, several teachers apart": lambda on: grpo_loss(on.logits, on.alone, TOP, ref_logits=on.beside),
-    "linear_grpo_loss": lambda on: linear_grpo_loss(*on.head, on.batch, DAPO, bias=on.bias, skip_inactive=True),
+    "linear_grpo_loss": lambda on: linear_grpo_loss(on.hidden, Head(on.weight, on.bias), on.batch, DAPO, options=Options(skip_inactive=True)),
     "linear_grpo_loss, sequence level": lambda on: linear_grpo_loss(*on.head, on.batch, GSPO),
     "linear_grpo_loss, reference": lambda on: linear_grpo_loss(*on.head, on.alone, DAPO, reference=on.second),
     "linear_grpo_loss, kept sets": lambda on: linear_grpo_loss(*on.head, on.kept, DAPO),
@@ -211,13 +212,14 @@ WITHOUT_WAITS += [
 def test_no_objective_waits(name: str, missing: str, source: str, on: On) -> None:
     batch = on.batch if missing == "whole" else on.made(kept=on_cpu(on), missing=missing)
     objective = OBJECTIVES[name][0]()
-    given: dict[str, Any] = {"normalizer": global_normalizer(objective, [batch, batch]), "backend": "eager"}
+    normalizer = global_normalizer(objective, [batch, batch])
     for skip in (False, True):
-        more = {**given, "skip_inactive": skip}
+        options = Options("eager", skip_inactive=skip)
         if source == "logits":
-            out = grpo_loss(on.logits, batch, objective, **more)
+            out = grpo_loss(on.logits, batch, objective, normalizer=normalizer, options=options)
         else:
-            out = linear_grpo_loss(*on.head, batch, objective, weight_grad=MEMORY() if skip else None, **more)
+            options = replace(options, weight_grad=MEMORY() if skip else None)
+            out = linear_grpo_loss(*on.head, batch, objective, normalizer=normalizer, options=options)
         total(out).backward()
         assert missing == "whole" or ("kept_mass" not in out.metrics and "outside_set" in out.metrics)
     assert on.logits.grad is not None if source == "logits" else on.weight.grad is not None

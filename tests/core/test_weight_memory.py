@@ -46,27 +46,25 @@ class Case:
     def batch(self, **fields: Any) -> TokenBatch:
         return TokenBatch(self.targets, self.advantages, kept=self.sets, cu_seqlens=torch.tensor([0, 5, N]), **fields)
 
-    def call(self, name: str, hidden: Tensor, weight: Tensor, options: Options, **into: Any) -> Tensor:
+    def call(self, name: str, hidden: Tensor, weight: Tensor, options: Options) -> Tensor:
         if name == "log-probs":
-            return linear_logprobs(hidden, weight, self.targets, kept=self.sets, options=options, **into)[0] @ self.advantages
+            return linear_logprobs(hidden, weight, self.targets, kept=self.sets, options=options)[0] @ self.advantages
         if name == "mass of sets":
-            found: Any = linear_logprobs(
-                hidden, weight, self.targets, kept=self.sets, also=("log_kept_mass",), options=options, **into
-            )
-            return found[2]["log_kept_mass"] @ self.advantages
+            found = linear_logprobs(hidden, weight, self.targets, kept=self.sets, also=("log_kept_mass",), options=options)
+            return found.also["log_kept_mass"] @ self.advantages
         teachers: Any = [((self.second, weight.detach()), 0.5), ((-self.second, weight.detach()), 0.5)]
         if name == "divergences":
-            return linear_divergence(hidden, weight, teachers, options=options, **into).sum()
+            return linear_divergence(hidden, weight, teachers, options=options).sum()
         if name in ("dapo", "gspo"):
-            return linear_grpo_loss(hidden, weight, self.batch(), Objective.preset(name), options=options, **into).loss
+            return linear_grpo_loss(hidden, weight, self.batch(), Objective.preset(name), options=options).loss
         preset = "gspo" if name == "teachers of sequences" else "dapo"
         objective = Objective.preset(preset, beta=0.3, kl=Exact())
-        return linear_grpo_loss(hidden, weight, self.batch(), objective, reference=teachers, options=options, **into).loss
+        return linear_grpo_loss(hidden, weight, self.batch(), objective, reference=teachers, options=options).loss
 
-    def run(self, name: str, backend: str, **into: Any) -> tuple[Tensor, Tensor | None]:
+    def run(self, name: str, backend: str, **into: Tensor) -> tuple[Tensor, Tensor | None]:
         """Gradients of hidden states and weight."""
         leaves = [x.clone().requires_grad_() for x in (self.hidden, self.weight)]
-        (1.5 * self.call(name, *leaves, Options(backend=backend), **into)).backward()
+        (1.5 * self.call(name, *leaves, Options(backend=backend, **into))).backward()
         assert leaves[0].grad is not None
         return leaves[0].grad, leaves[1].grad
 
@@ -105,7 +103,7 @@ def test_a_gradient_is_added_to_what_is_there(
 def test_a_second_backward_adds_nothing(backend: str) -> None:
     case, total = Case(kept=True), torch.zeros(V, H)
     leaves = [x.clone().requires_grad_() for x in (case.hidden, case.weight)]
-    loss = case.call("dapo", *leaves, Options(backend=backend), weight_grad=total)
+    loss = case.call("dapo", *leaves, Options(backend=backend, weight_grad=total))
     loss.backward(retain_graph=True)
     once = total.clone()
     with pytest.raises(RuntimeError, match="already handed over"):
@@ -122,7 +120,7 @@ def test_hidden_states_that_change_before_the_backward(kept: bool, into: bool, b
     leaves = [x.clone().requires_grad_() for x in (case.hidden, case.weight)]
     hidden = leaves[0] * 1.0
     given = {"weight_grad": total} if into else {}
-    loss = case.call("dapo", hidden, leaves[1], Options(backend=backend), **given)
+    loss = case.call("dapo", hidden, leaves[1], Options(backend=backend, **given))
     with torch.no_grad():
         hidden.zero_()
     if kept:
@@ -149,7 +147,7 @@ def test_megatrons_main_grad(kept: bool, name: str, backend: str) -> None:
         weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.zeros(V, H), False, shared
         total = torch.zeros(V, H) if other else weight.main_grad
         hidden = case.hidden.clone().requires_grad_()
-        loss = 1.5 * case.call(name, hidden, weight, Options(backend=backend), weight_grad=total)
+        loss = 1.5 * case.call(name, hidden, weight, Options(backend=backend, weight_grad=total))
         assert not weight.grad_added_to_main_grad
         (loss + weight[3].sum() if shared else loss).backward()
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-7)
@@ -165,8 +163,8 @@ def test_loss_from_model_adds_to_it() -> None:
     targets, mask = shift_targets(ids)
     batch, weight = TokenBatch(targets, torch.tensor([1.0, -0.5]), mask=mask), model.lm_head.weight
     total = torch.zeros_like(weight)
-    for into in ({}, {"weight_grad": total}):
-        loss_from_model(model, ids, batch, Objective.preset("dapo"), **into).loss.backward()
+    for into in (None, total):
+        loss_from_model(model, ids, batch, Objective.preset("dapo"), options=Options(weight_grad=into)).loss.backward()
         found.append((weight.grad, model.model.norm.weight.grad))
         model.zero_grad(set_to_none=True)
     (expected, body), (none, same) = found
@@ -181,7 +179,7 @@ def test_a_large_gradient_over_many_ids_is_zero_elsewhere(backend: str) -> None:
     batch = TokenBatch(torch.arange(20), torch.ones(20), kept=TokenSets.from_lists(lists))
     hidden, weight = torch.randn(20, 64), torch.zeros(140_000, 64, requires_grad=True)  # 36 MB
     for _ in range(2):
-        linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), backend=backend).loss.backward()
+        linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), options=Options(backend=backend)).loss.backward()
         assert weight.grad is not None and weight.grad[:20].any(1).all() and not weight.grad.view(-1, 140, 64)[:, 20:].any()
         weight.grad.fill_(1.0)
         weight.grad = None
@@ -201,7 +199,7 @@ def resident_bytes(x: Tensor) -> int:
 def test_the_pages_of_a_fresh_gradient_over_sets_are_not_touched(backend: str) -> None:
     batch = TokenBatch(torch.tensor([3, 70]), torch.ones(2), kept=TokenSets.from_lists([[3, 200], [70, 8]]))
     hidden, weight = torch.randn(2, 64, requires_grad=True), torch.zeros(400_000, 64, requires_grad=True)  # 102 MB
-    linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), backend=backend).loss.backward()
+    linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), options=Options(backend=backend)).loss.backward()
     assert weight.grad is not None and weight.grad[[3, 200, 70, 8]].any(1).all()
     assert resident_bytes(weight.grad) < 8 * MIB < weight.grad.nbytes
     assert resident_bytes(torch.ones(400_000, 64)) > 90 * MIB

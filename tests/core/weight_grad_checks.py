@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from grpo_kernels import Objective, TokenBatch, TokenSets
+from grpo_kernels import Objective, Options, TokenBatch, TokenSets
 from grpo_kernels.model import FusedLMHead
 
 Tensor = torch.Tensor
@@ -26,7 +26,9 @@ class Model(nn.Module):
         self.lm_head = FusedLMHead(nn.Linear(H, V, bias=False))
 
     def forward(self, x: Tensor, batch: TokenBatch, **options: Any) -> Tensor:
-        return self.lm_head(torch.tanh(self.body(x)), batch, Objective.preset("dapo"), normalizer=4.0, **options).loss
+        return self.lm_head(
+            torch.tanh(self.body(x)), batch, Objective.preset("dapo"), normalizer=4.0, options=Options(**options)
+        ).loss
 
 
 def data(rank: int, kept: bool) -> tuple[Tensor, TokenBatch]:

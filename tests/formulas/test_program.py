@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from grpo_kernels import Objective, TokenBatch, grpo_loss, use
+from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, use
 from grpo_kernels.formulas import surrogates
 from grpo_kernels.formulas.filters import EntropyFloor, TrustRegion
 from grpo_kernels.formulas.kl import WEIGHTINGS, Kl
@@ -191,7 +191,7 @@ def loss_of(
     targets, numbers = torch.randint(0, 50, (6,), generator=g), torch.rand(2, 6, generator=g)
     batch = TokenBatch(targets, 2 * numbers[0] - 1, old_logps=None if on_policy else -4 * numbers[1])
     objective = surrogate if isinstance(surrogate, Objective) else Objective(surrogate)
-    loss = grpo_loss(logits, batch, objective, backend=backend, strict=strict).loss
+    loss = grpo_loss(logits, batch, objective, options=Options(backend=backend, strict=strict)).loss
     return loss.detach(), *torch.autograd.grad(loss, logits)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import Objective, TokenBatch, grpo_loss
+from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
 from grpo_kernels.formulas import surrogates
 from grpo_kernels.formulas.ops import bounded_exp, ops
 from grpo_kernels.formulas.surrogates import (
@@ -253,16 +253,16 @@ def test_slope_from_autograd_is_that_of_the_formula(case: Any) -> None:
     with torch.inference_mode(case["inference"]):
         given = torch.randint(17, (3, 5)), torch.randn(3)
         batch = TokenBatch(*given, old_logps=-3 + torch.randn(3, 5))
-    logits, options = torch.randn(3, 5, 17).requires_grad_(), {"backend": case["backend"], "strict": True}
+    logits, options = torch.randn(3, 5, 17).requires_grad_(), Options(case["backend"], strict=True)
     pair = Cispo(2.0), Custom(cispo_alone, (2.0,), True, slope="autograd")
     of_logp = Custom(squared, (0.25,)), Custom(squared_alone, (0.25,), slope="autograd")
     for both in (pair, of_logp) if case["level"] == "token" else (pair,):
         found = []
         for surrogate in both:
             objective = Objective(surrogate, level=case["level"])
-            loss = grpo_loss(logits, batch, objective, **options).loss
+            loss = grpo_loss(logits, batch, objective, options=options).loss
             with torch.inference_mode():
-                again = grpo_loss(logits.detach(), batch, objective, **options).loss
+                again = grpo_loss(logits.detach(), batch, objective, options=options).loss
             found.append((loss, again, *torch.autograd.grad(loss, logits)))
         assert_close(*found, rtol=2e-6, atol=2e-7)
         assert_close(*found[0][:2])

@@ -22,7 +22,7 @@ pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
 
 from liger_kernel import chunked_loss as chunked
 
-from grpo_kernels import Cispo, LogitTransform, Objective, TokenBatch, linear_grpo_loss
+from grpo_kernels import Cispo, Head, LogitTransform, Objective, TokenBatch, linear_grpo_loss
 from grpo_kernels.integrations import liger
 from support.pairs import label, pairs
 from support.trl_family import CLIPPED, LOSS_TYPES, Case, Data, assert_same, different, run
@@ -139,7 +139,9 @@ def core_run(data, objective, weights=None, D=None, temperature=1.0):
             weights=weights,
         )
         bias = leaves[2] if data.bias is not None else None
-        out = linear_grpo_loss(*leaves[:2], batch, objective, bias=bias, transform=LogitTransform(temperature), normalizer=D)
+        out = linear_grpo_loss(
+            leaves[0], Head(leaves[1], bias), batch, objective, transform=LogitTransform(temperature), normalizer=D
+        )
         found = {name: float(x) for name, x in out.metrics.items()}
         return out.loss, [*([found["kl"]] if objective.beta else []), found["clip_low"] + found["clip_high"]]
 

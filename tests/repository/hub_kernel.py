@@ -46,6 +46,7 @@ from torch import nn
 
 from .logprobs import linear_logprobs
 from .losses import LossOutput, linear_grpo_loss
+from .specs import Head
 
 
 class LinearLogProbs(nn.Module):
@@ -57,7 +58,7 @@ class LinearLogProbs(nn.Module):
     bias: torch.Tensor | None
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return linear_logprobs(hidden, self.weight, targets, bias=self.bias)[0]
+        return linear_logprobs(hidden, Head(self.weight, self.bias), targets).logps
 
 
 class LinearGRPOLoss(nn.Module):
@@ -69,7 +70,7 @@ class LinearGRPOLoss(nn.Module):
     bias: torch.Tensor | None
 
     def forward(self, hidden: torch.Tensor, batch, objective) -> LossOutput:
-        return linear_grpo_loss(hidden, self.weight, batch, objective, bias=self.bias)
+        return linear_grpo_loss(hidden, Head(self.weight, self.bias), batch, objective)
 '''
 
 #: For loaders that look for a folder of the kernel's name.

@@ -88,10 +88,16 @@ def options_of(p: Problem, **more: Any) -> Options:
     return Options(**over, **missing, **more)
 
 
+def in_options(**named: Any) -> dict[str, Any]:
+    """Keywords of a function, with those that are fields of `Options` put into its options."""
+    own = {name: named.pop(name) for name in [*named] if name in Options.__dataclass_fields__}
+    return {**named, "options": replace(named.get("options") or Options(), **own)}
+
+
 def run(p: Problem, **options: Any) -> Answer:
     """What the package returns for the problem, with gradients by autograd. `options`: of `Options`, and `call`, which wraps the
     function that is called, such as torch.compile."""
-    r, call, shard = p.recipe, options.pop("call", lambda f: f), options.pop("shard", None)
+    r, call = p.recipe, options.pop("call", lambda f: f)
     leaves = {name: x.detach().clone(memory_format=torch.preserve_format) for name, x in p.given.items()}
     leaves = {name: x.requires_grad_(name != r.frozen) for name, x in leaves.items()}
     into = None
@@ -104,7 +110,7 @@ def run(p: Problem, **options: Any) -> Answer:
     if r.inplace and r.view != "whole":  # the product is contiguous: as the view was
         memory = torch.empty_strided(leaves["logits"].shape, leaves["logits"].stride(), dtype=leaves["logits"].dtype)
         named = {"logits": Written.apply(leaves["logits"], memory)}
-    found = door(p, named, {"weight_grad": into, "shard": shard}, options_of(p, **options), call)
+    found = door(p, named, options_of(p, weight_grad=into, **options), call)
     gradients = {name: x.grad for name, x in leaves.items() if name != r.frozen}
     if into is not None:
         assert gradients["weight"] is None, "beside weight_grad the weight has a gradient of its own"
@@ -124,23 +130,29 @@ class Written(torch.autograd.Function):
         return gradient.clone(), None
 
 
-def _beside(p: Problem, leaves: dict[str, Tensor], more: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of the source, and `more` where it is given."""
-    given = {"inplace": p.recipe.inplace} if p.recipe.source == "logits" else {"bias": leaves.get("bias")}
-    return {name: x for name, x in {**given, **more}.items() if x is not None}
+def _source(p: Problem, leaves: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
+    """(what a function differentiates, keywords of the source)."""
+    if p.recipe.source == "logits":
+        return [leaves["logits"]], {"inplace": p.recipe.inplace}
+    return [leaves[name] for name in ("hidden", "weight", "bias") if name in leaves], {}
 
 
-def _loss(p: Problem, leaves: dict[str, Tensor], more: dict[str, Any], options: Options, call: Any) -> dict[str, Tensor]:
+def _front(front: tuple[Tensor, ...]) -> list[Any]:
+    """The first arguments of a function: logits, or hidden states with the weight or head."""
+    return [front[0], Head(*front[1:])] if len(front) == 3 else [*front]
+
+
+def _loss(p: Problem, leaves: dict[str, Tensor], options: Options, call: Any) -> dict[str, Tensor]:
     r = p.recipe
     f, reference = (grpo_loss, "ref_logits") if r.source == "logits" else (linear_grpo_loss, "reference")
-    given = _beside(p, leaves, more) | ({reference: others_of(p, leaves)} if p.others else {})
-    front = [leaves["logits"]] if r.source == "logits" else [leaves["hidden"], leaves["weight"]]
+    front, given = _source(p, leaves)
+    given |= {reference: others_of(p, leaves)} if p.others else {}
     batch, objective = batch_of(p), objective_of(r)
     transform, normalizer = transform_of(p), normalizer_of(r)
     options = replace(options, skip_inactive=r.skip_inactive)
 
     def compute(*front: Tensor) -> tuple[Tensor, ...]:
-        out = f(*front, batch, objective, transform=transform, normalizer=normalizer, options=options, **given)
+        out = f(*_front(front), batch, objective, transform=transform, normalizer=normalizer, options=options, **given)
         more = () if out.divergence is None else (out.divergence,)
         return out.loss, out.logps, out.entropy, *more
 
@@ -149,10 +161,9 @@ def _loss(p: Problem, leaves: dict[str, Tensor], more: dict[str, Any], options: 
     return dict(zip(("loss", "logps", "entropy", "divergence"), found, strict=False))
 
 
-def _logprobs(p: Problem, leaves: dict[str, Tensor], more: dict[str, Any], options: Options, call: Any) -> dict[str, Tensor]:
+def _logprobs(p: Problem, leaves: dict[str, Tensor], options: Options, call: Any) -> dict[str, Tensor]:
     r = p.recipe
-    front = [leaves["logits"]] if r.source == "logits" else [leaves["hidden"], leaves["weight"]]
-    given = _beside(p, leaves, more)
+    front, given = _source(p, leaves)
     if p.sets is not None:
         given["kept"] = TokenSets.from_lists(p.sets)
     if p.at is not None:
@@ -163,10 +174,9 @@ def _logprobs(p: Problem, leaves: dict[str, Tensor], more: dict[str, Any], optio
     mask, transform = p.fields["mask"], transform_of(p)
 
     def compute(*front: Tensor) -> tuple[Tensor, ...]:
-        logps, H, *rest = f(
-            *front, p.targets, mask=mask, transform=transform, entropy=entropy, also=also, options=options, **given
-        )
-        named = {"logps": logps, **({} if H is None else {"entropy": H}), **(rest[0] if rest else {})}
+        how = {"mask": mask, "transform": transform, "options": options}
+        out = f(*_front(front), p.targets, entropy=entropy, also=also, **how, **given)
+        named = {"logps": out.logps, **({} if out.entropy is None else {"entropy": out.entropy}), **out.also}
         return tuple(named.values()), tuple(named)
 
     values, names = call(compute)(*front)
@@ -177,17 +187,16 @@ def _logprobs(p: Problem, leaves: dict[str, Tensor], more: dict[str, Any], optio
     return found
 
 
-def _divergence(p: Problem, leaves: dict[str, Tensor], more: dict[str, Any], options: Options, call: Any) -> dict[str, Tensor]:
+def _divergence(p: Problem, leaves: dict[str, Tensor], options: Options, call: Any) -> dict[str, Tensor]:
     r = p.recipe
-    given = _beside(p, leaves, more)
+    front, given = _source(p, leaves)
     if p.sets is not None:
         given["kept"] = TokenSets.from_lists(p.sets)
-    front = [leaves["logits"]] if r.source == "logits" else [leaves["hidden"], leaves["weight"]]
     f = token_divergence if r.source == "logits" else linear_divergence
     others, exact, mask, transform = others_of(p, leaves), divergence_of(r), p.fields["mask"], transform_of(p)
 
     def compute(*front: Tensor) -> Tensor:
-        return f(*front, others, exact, mask=mask, transform=transform, options=options, **given)
+        return f(*_front(front), others, exact, mask=mask, transform=transform, options=options, **given)
 
     value = call(compute)(*front)
     value.backward(p.upstream["divergence"].to(value.dtype).view(value.shape))

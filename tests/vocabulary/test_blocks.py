@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import Objective, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Head, Objective, Options, TokenBatch, linear_grpo_loss, linear_logprobs
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.rows import backends
 from grpo_kernels.rows import products as blocks
@@ -16,6 +16,7 @@ from grpo_kernels.rows.backends import eager
 from grpo_kernels.rows.partials import LogitRows
 from grpo_kernels.rows.products import Plan, Work
 from support.bits import assert_no_worse, same_bits
+from support.doors import in_options
 from support.gpu_products import LiveBytes, NoRows, Product, of_a_gpu
 
 Tensor = torch.Tensor
@@ -135,7 +136,7 @@ def test_what_is_not_wanted_takes_no_memory(frozen: str) -> None:
     index = torch.empty(5120, dtype=torch.int64, device="meta")
     with of_a_gpu() as made, LiveBytes() as live, pytest.MonkeyPatch.context() as patch:
         patch.setattr("grpo_kernels.losses._split_rows", lambda *_: (index, 5120))
-        linear_grpo_loss(hidden, weight, batch, Objective.preset("gspo"), weight_grad=total).loss.backward()
+        linear_grpo_loss(hidden, weight, batch, Objective.preset("gspo"), options=Options(weight_grad=total)).loss.backward()
     plan = work.plan("cuda", 5120)
     kinds = {(p.m, p.k, p.n) for p in made if 151936 in (p.m, p.k)}
     assert {151936 == m for m, _, _ in kinds} == {"hidden": {True}, "weight": {False}, "weight_grad": {True, False}}[frozen]
@@ -218,12 +219,12 @@ def run(case: Rows, layer: int = 2, frozen: str = "", factor: float = 1.0, **opt
     leaves = case.leaves()
     if frozen:
         leaves[frozen].requires_grad_(False)
-    front, bias = (leaves["hidden"], leaves["weight"]), leaves.get("bias")
+    front, options = (leaves["hidden"], Head(leaves["weight"], leaves.get("bias"))), in_options(**options)
     if layer == 2:
         batch = TokenBatch(case.targets, case.advantages, mask=case.mask)
-        loss = linear_grpo_loss(*front, batch, Objective.preset("reinforce"), bias=bias, **options).loss
+        loss = linear_grpo_loss(*front, batch, Objective.preset("reinforce"), **options).loss
     else:
-        logps, _ = linear_logprobs(*front, case.targets, bias=bias, mask=case.mask, **options)
+        logps, _ = linear_logprobs(*front, case.targets, mask=case.mask, **options)
         loss = -(logps * case.advantages * case.mask).sum() / case.mask.sum()
     (loss * factor).backward()
     return {name: leaf for name, leaf in leaves.items() if name != frozen}

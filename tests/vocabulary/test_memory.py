@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
 from grpo_kernels.rows import memory
 from support.bits import same_bits
 
@@ -61,10 +61,12 @@ def large_pages_on_request() -> None:
 def test_new_gradients_of_logits_are_in_large_pages(backend: str) -> None:
     batch = TokenBatch(torch.randint(VOCAB, (ROWS,)), torch.randn(ROWS))
     leaf = torch.randn(ROWS, VOCAB).requires_grad_()
-    (gradient,) = torch.autograd.grad(grpo_loss(leaf, batch, Objective.preset("dapo"), backend=backend).loss, leaf)
+    (gradient,) = torch.autograd.grad(
+        grpo_loss(leaf, batch, Objective.preset("dapo"), options=Options(backend=backend)).loss, leaf
+    )
     assert_large(gradient)
     del gradient
-    (gradient,) = torch.autograd.grad(token_logprobs(leaf, batch.targets, backend=backend)[0].sum(), leaf)
+    (gradient,) = torch.autograd.grad(token_logprobs(leaf, batch.targets, options=Options(backend=backend))[0].sum(), leaf)
     assert_large(gradient)
 
 
@@ -72,7 +74,9 @@ def test_new_gradients_of_logits_are_in_large_pages(backend: str) -> None:
 def test_so_are_those_of_logits_without_the_last_position(backend: str) -> None:
     logits = torch.randn(2, ROWS // 2 + 1, VOCAB).requires_grad_()[:, :-1]
     batch = TokenBatch(torch.randint(VOCAB, logits.shape[:2]), torch.randn(logits.shape[:2]))
-    (gradient,) = torch.autograd.grad(grpo_loss(logits, batch, Objective.preset("dapo"), backend=backend).loss, logits)
+    (gradient,) = torch.autograd.grad(
+        grpo_loss(logits, batch, Objective.preset("dapo"), options=Options(backend=backend)).loss, logits
+    )
     assert_large(gradient)
 
 
@@ -81,9 +85,9 @@ def test_so_are_those_of_logits_without_the_last_position(backend: str) -> None:
 def test_the_gradient_of_a_head_is_in_large_pages(dtype: torch.dtype, backend: str) -> None:
     batch = TokenBatch(torch.randint(VOCAB, (6,)), torch.randn(6))
     hidden, weight = (torch.randn(n, WIDTH).to(dtype).requires_grad_() for n in (6, VOCAB))
-    loss = linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), backend=backend).loss
+    loss = linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), options=Options(backend=backend)).loss
     assert_large(torch.autograd.grad(loss, weight)[0])
-    logps, _ = linear_logprobs(hidden, weight, batch.targets, backend=backend)
+    logps, _ = linear_logprobs(hidden, weight, batch.targets, options=Options(backend=backend))
     assert_large(torch.autograd.grad(logps.sum(), weight)[0])
 
 
@@ -110,7 +114,7 @@ def test_memory_of_a_live_gradient_is_not_reused(backend: str) -> None:
     batch = TokenBatch(torch.randint(VOCAB, (ROWS,)), torch.randn(ROWS))
     leaf, held = torch.randn(ROWS, VOCAB).requires_grad_(), []
     for i in range(memory.KEPT + 2):
-        scaled = (i + 1.0) * grpo_loss(leaf, batch, Objective.preset("dapo"), backend=backend).loss
+        scaled = (i + 1.0) * grpo_loss(leaf, batch, Objective.preset("dapo"), options=Options(backend=backend)).loss
         (gradient,) = torch.autograd.grad(scaled, leaf)
         held.append((gradient.detach()[1:], gradient[1:].clone()))
         del gradient

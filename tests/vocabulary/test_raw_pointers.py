@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import Exact, Objective, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Exact, Objective, Options, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs
 from grpo_kernels.formulas.token_stage import NOTHING, TokenRows, TokenStage
 from grpo_kernels.rows.backends import cpu, cpu_products, load
 from grpo_kernels.rows.partials import SLOPES, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
@@ -172,7 +172,9 @@ def test_a_reference_of_any_strides(backend: str) -> None:
         found = []
         for head in (weight, weight.t().contiguous().t()):
             leaf, objective = torch.ones(1, N, H, requires_grad=True), Objective.preset("grpo", beta=0.3, kl=kl)
-            linear_grpo_loss(leaf, weight, batch, objective, reference=(hidden[None], head), backend=backend).loss.backward()
+            linear_grpo_loss(
+                leaf, weight, batch, objective, reference=(hidden[None], head), options=Options(backend=backend)
+            ).loss.backward()
             found.append(leaf.grad)
         assert found[0].any() and same_bits(*found)
 
@@ -182,9 +184,13 @@ def test_main_grad_of_a_transposed_parameter(backend: str) -> None:
     weight: Any = torch.nn.Parameter(torch.randn(H, V).t())
     hidden, targets = torch.randn(N, H), torch.arange(N)
     for options in ({}, {"kept": TokenSets.from_lists([[i, i + 7, 39] for i in range(N)])}):
-        (want,) = torch.autograd.grad(linear_logprobs(hidden, weight, targets, backend=backend, **options)[0].sum(), weight)
+        (want,) = torch.autograd.grad(
+            linear_logprobs(hidden, weight, targets, options=Options(backend=backend), **options)[0].sum(), weight
+        )
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(V, H), False
-        linear_logprobs(hidden, weight, targets, weight_grad=weight.main_grad, backend=backend, **options)[0].sum().backward()
+        linear_logprobs(hidden, weight, targets, options=Options(weight_grad=weight.main_grad, backend=backend), **options)[
+            0
+        ].sum().backward()
         assert weight.grad_added_to_main_grad is True
         torch.testing.assert_close(weight.main_grad, want)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_kernels import Objective, grpo_loss
+from grpo_kernels import Objective, Options, grpo_loss
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.rows import backends
 from grpo_kernels.rows.parallel import on_shard
@@ -48,7 +48,7 @@ def test_without_a_group_one_rank_has_it_all(level: str, backend: str) -> None:
     results = []
     for shard in (None, VocabShard(0, p.recipe.vocab)):
         leaf = p.given["logits"].clone().requires_grad_()
-        out = grpo_loss(leaf, batch_of(p), objective, shard=shard, backend=backend)
+        out = grpo_loss(leaf, batch_of(p), objective, options=Options(shard=shard, backend=backend))
         out.loss.backward()
         results.append((out.loss.detach(), out.logps, leaf.grad))
     if level == "sequence" or backend == "eager":

@@ -15,7 +15,7 @@ import triton as language
 from triton.runtime.errors import PTXASError
 from triton.runtime.interpreter import InterpretedFunction
 
-from grpo_kernels import Objective, TokenBatch, grpo_loss, token_logprobs
+from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, token_logprobs
 from grpo_kernels.formulas.surrogates import Custom
 from grpo_kernels.rows import backends
 from grpo_kernels.rows.backends import triton
@@ -178,7 +178,8 @@ def test_no_fallback_where_none_is_allowed(how: str, refuse: Refuse, monkeypatch
     """The logits are left as they are. A smaller tile is no fallback."""
     if how == "environment":
         monkeypatch.setenv("GRPO_KERNELS_STRICT", "1")
-    options: dict[str, Any] = {"strict": {"strict": True}, "environment": {}, "by name": {"backend": "triton"}}[how]
+    given: dict[str, Any] = {"strict": {"strict": True}, "environment": {}, "by name": {"backend": "triton"}}[how]
+    options = Options(**given)
     p = problem(replace(ONE_VISIT, mask="none", lengths=(4,)))
     logits, batch, objective = p.given["logits"].clone(), batch_of(p), objective_of(p.recipe)
     before, version, launches = logits.clone(), logits._version, refuse("fused", "stats", above=0)
@@ -186,16 +187,16 @@ def test_no_fallback_where_none_is_allowed(how: str, refuse: Refuse, monkeypatch
         warnings.simplefilter("error", RuntimeWarning)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="kernel fused does not run") as refusal:
-                grpo_loss(logits, batch, objective, inplace=True, **options)
+                grpo_loss(logits, batch, objective, inplace=True, options=options)
             assert all(words in str(refusal.value) for words in (REASON, "512 x 4 down to 128 x 4", 'backend="auto"', "doctor"))
         with pytest.raises(RuntimeError, match="kernel stats does not run"):
-            token_logprobs(logits, p.targets, **options)
+            token_logprobs(logits, p.targets, options=options)
     assert launches == {(kernel, lanes): 1 for kernel in ("fused", "stats") for lanes in (512, 256, 128)}
     assert torch.equal(logits, before) and logits._version == version
     triton.launch._remembered.clear()
     refuse("fused", above=128)
     with pytest.warns(RuntimeWarning, match="runs with 128 x 4"):
-        right(replace(ONE_VISIT, inplace=True), **options)
+        right(replace(ONE_VISIT, inplace=True), **given)
 
 
 DEVICE_ERRORS = (
@@ -274,7 +275,7 @@ def test_a_formula_that_is_no_program_runs_under_torch(refuse: Refuse) -> None:
 
     def gradient(**options: Any) -> Tensor:
         leaf = x.clone().requires_grad_()
-        return torch.autograd.grad(grpo_loss(leaf, batch, objective, **options).loss, leaf)[0]
+        return torch.autograd.grad(grpo_loss(leaf, batch, objective, options=Options(**options)).loss, leaf)[0]
 
     with pytest.warns(RuntimeWarning) as caught:
         found = [gradient() for _ in range(2)]
@@ -293,8 +294,8 @@ def test_strict_compares_a_formula_with_torch() -> None:
 
     logits, batch = torch.randn(2, 100), TokenBatch(torch.tensor([3, 4]), torch.ones(2))
     with pytest.raises(ValueError, match="two_faced gives d_logp"):
-        grpo_loss(logits, batch, Objective(Custom(two_faced)), strict=True)
-    assert grpo_loss(logits, batch, Objective(entropy_coef=0.1), strict=True).loss.isfinite()
+        grpo_loss(logits, batch, Objective(Custom(two_faced)), options=Options(strict=True))
+    assert grpo_loss(logits, batch, Objective(entropy_coef=0.1), options=Options(strict=True)).loss.isfinite()
 
 
 def test_a_value_error_that_is_no_refused_formula_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:

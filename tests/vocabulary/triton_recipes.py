@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_kernels import Objective, TokenBatch, grpo_loss
+from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
 from grpo_kernels.rows.products import HalfProducts, Products, TensorCoreProducts
 from support import oracle
 from support.bits import same_bits
@@ -81,7 +81,11 @@ def test_offsets_beyond_32_bits(inplace: bool, record_property: Callable[[str, o
     fields = {"advantages": torch.randn(n), "ref_logps": torch.randn(n) - math.log(vocab) - 2.0}
     leaf = source.clone().requires_grad_()
     out = grpo_loss(
-        leaf * 1.0, TokenBatch(targets, **fields), Objective.preset("dapo", beta=0.04), inplace=inplace, backend="triton"
+        leaf * 1.0,
+        TokenBatch(targets, **fields),
+        Objective.preset("dapo", beta=0.04),
+        inplace=inplace,
+        options=Options(backend="triton"),
     )
     (gradient,) = torch.autograd.grad(out.loss, leaf)
     assert (source.numel() > 2**31) == ON_GPU

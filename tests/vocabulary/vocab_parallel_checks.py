@@ -113,7 +113,9 @@ def check_the_largest_ids(rank: int, ranks: int) -> None:
     shard = VocabShard.of(torch.empty(64 // ranks, 1), vocab=64)
     for backend in BACKENDS:
         own = logits.chunk(ranks, 1)[rank]
-        _, _, more = token_logprobs(own, torch.zeros(40).long(), also=("top_id", "top_prob"), shard=shard, backend=backend)  # type: ignore[misc]
+        more = token_logprobs(
+            own, torch.zeros(40).long(), also=("top_id", "top_prob"), options=Options(shard=shard, backend=backend)
+        ).also
         assert more["top_id"].tolist() == logits.argmax(1).tolist()
         torch.testing.assert_close(more["top_prob"], logits.softmax(1).amax(1))
 
@@ -223,7 +225,7 @@ def check_equal_chunks(rank: int, ranks: int) -> None:
     expected = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     with mock.patch.dict(blocks.CHUNK_BYTES, cpu=128 * 4 * V):
         for widths, shard in cuts(rank, ranks):
-            logps, _ = linear_logprobs(hidden, cut(weight, widths, rank, 0), targets, shard=shard)
+            logps, _ = linear_logprobs(hidden, cut(weight, widths, rank, 0), targets, options=Options(shard=shard))
             torch.testing.assert_close(logps.double(), expected, rtol=2e-6, atol=2e-6)
 
 
@@ -237,10 +239,10 @@ def check_misuse_shows(rank: int, ranks: int) -> None:
                 for backend in BACKENDS:
                     mine = cut(logits, widths, rank, -1)
                     mine[:, columns] = torch.nan if rank == broken else mine[:, columns]
-                    logps, entropy = token_logprobs(mine, targets, entropy=True, shard=shard, backend=backend)
+                    logps, entropy = token_logprobs(mine, targets, entropy=True, options=Options(shard=shard, backend=backend))
                     assert logps.isnan().all() and entropy is not None and entropy.isnan().all()
     if ranks > 1:
-        assert token_logprobs(logits, targets, shard=VocabShard(0, V))[0].isnan().all()
+        assert token_logprobs(logits, targets, options=Options(shard=VocabShard(0, V)))[0].isnan().all()
 
 
 def check_nothing_to_do(rank: int, ranks: int) -> None:
@@ -260,8 +262,8 @@ def check_nothing_to_do(rank: int, ranks: int) -> None:
             hidden, weight = torch.ones(n, H, requires_grad=True), cut(torch.ones(V, H), widths, rank, 0).requires_grad_()
             logits = torch.full((n, widths[rank]), 0.0 if sets else torch.nan, requires_grad=True)
             for out in (
-                linear_grpo_loss(hidden, weight, batch, objective, shard=shard),
-                grpo_loss(logits, batch, objective, shard=shard),
+                linear_grpo_loss(hidden, weight, batch, objective, options=Options(shard=shard)),
+                grpo_loss(logits, batch, objective, options=Options(shard=shard)),
             ):
                 out.loss.backward()
                 assert not out.logps.any() and not out.entropy.any()
@@ -280,7 +282,9 @@ def check_extremes(rank: int, ranks: int) -> None:
     entropy = -torch.where(log_p == -torch.inf, 0.0, log_p.exp() * log_p).sum(-1)
     for widths, shard in cuts(rank, ranks):
         for backend in BACKENDS:
-            found = token_logprobs(cut(logits, widths, rank, -1), targets, entropy=True, shard=shard, backend=backend)
+            found = token_logprobs(
+                cut(logits, widths, rank, -1), targets, entropy=True, options=Options(shard=shard, backend=backend)
+            )
             for x, y in zip(found[:2], (log_p.gather(1, targets[:, None])[:, 0], entropy), strict=True):
                 assert x is not None and x[4].isnan()
                 torch.testing.assert_close(x[rows].double(), y[rows], rtol=1e-6, atol=2e-6)
@@ -297,10 +301,10 @@ def check_bad_input(rank: int, ranks: int) -> None:
     sets, options = TokenSets.from_lists([[0], [1, V]]), Options(missing="raise")
     lacking = TokenSets.from_lists([[0], [5]])
     for call, words in (
-        (lambda: linear_logprobs(hidden, weight, padding, shard=shard), f"outside the vocabulary [0, {V})"),
-        (lambda: linear_logprobs(hidden, weight, good, kept=sets, shard=shard), f"kept holds id {V} in row 1: it is outside of the vocabulary"),
-        (lambda: linear_logprobs(hidden, weight, good, kept=lacking, options=options, shard=shard), "is not in its kept set"),
-        (lambda: linear_logprobs(hidden, weight, good, shard=3), "shard=3: pass a VocabShard"),  # type: ignore[arg-type]
+        (lambda: linear_logprobs(hidden, weight, padding, options=Options(shard=shard)), f"outside the vocabulary [0, {V})"),
+        (lambda: linear_logprobs(hidden, weight, good, kept=sets, options=Options(shard=shard)), f"kept holds id {V} in row 1: it is outside of the vocabulary"),
+        (lambda: linear_logprobs(hidden, weight, good, kept=lacking, options=replace(options, shard=shard)), "is not in its kept set"),
+        (lambda: linear_logprobs(hidden, weight, good, options=Options(shard=3)), "shard=3: pass a VocabShard"),  # type: ignore[arg-type]
         (lambda: VocabShard(-1, 5), "start=-1"), (lambda: VocabShard(0, 0), "vocab=0"),
         (lambda: VocabShard(0, 5, reduce_hidden=2), "reduce_hidden=2"),  # type: ignore[arg-type]
         (lambda: VocabShard.of(weight, vocab=sum(widths) + 1), f"the ranks hold {sum(widths)} rows in all"),
@@ -324,7 +328,7 @@ def check_managed_parameters(rank: int, ranks: int) -> None:
         lambda: VocabShard.of(weight.detach()),
         lambda: linear_logprobs(hidden, weight, targets),
     ]
-    calls.append(lambda: linear_logprobs(hidden, weight, targets, shard=VocabShard(0, V)))
+    calls.append(lambda: linear_logprobs(hidden, weight, targets, options=Options(shard=VocabShard(0, V))))
     if hasattr(other, "placements"):
         calls.append(lambda: linear_logprobs(hidden, other, targets))
     for call in calls:
