@@ -139,15 +139,20 @@ def spread(still: Any, batches: int) -> Record:
             still.update(completions, advantages if term == "policy" else torch.zeros_like(advantages))
             of.append(still.gradient)
     sizes = {name: p.numel() for name, p in still.model.named_parameters()}
+    found = {key: torch.stack(of) for key, of in gradients.items()}
+    return statistics | {term: noise_shares(found[term, 0.0], [found[term, step] for step in STEPS], sizes) for term in terms}
+
+
+def noise_shares(dense: torch.Tensor, sparse: list[torch.Tensor], sizes: dict[str, int]) -> dict[str, list[float]]:
+    """{group: the noise of each of `sparse` by that of the batch} from gradients [batches, parameters], dense and drawn for the
+    same batches. sizes: of the parameters, in order."""
+    groups: dict[str, list[float]] = {}
     owner = [next(group for group, begin in GROUPS.items() if name.startswith(begin)) for name in sizes]
-    for term in terms:
-        dense = torch.stack(gradients[term, 0.0])
-        squares = [(torch.stack(gradients[term, step]) - dense).square().mean(0) for step in STEPS]
-        parts = [x.split([*sizes.values()]) for x in (dense.var(0), *squares)]
-        for group in GROUPS:
-            variance, *apart = (float(sum(x.sum() for x, of in zip(part, owner, strict=True) if of == group)) for part in parts)
-            statistics.setdefault(term, {})[group] = [x / variance for x in apart]
-    return statistics
+    of_parameters = torch.stack([dense.var(0), *((x - dense).square().mean(0) for x in sparse)]).split([*sizes.values()], 1)
+    for group in GROUPS:
+        variance, *apart = sum(x.sum(1) for x, of in zip(of_parameters, owner, strict=True) if of == group).tolist()
+        groups[group] = [x / variance for x in apart]
+    return groups
 
 
 @torch.no_grad()
