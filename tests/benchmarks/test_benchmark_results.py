@@ -125,14 +125,6 @@ def test_a_provider_that_breaks_cuda_is_left_out_the_next_time(planned: Planned,
     assert [known for _, known, _ in planned.log] == [{}, {}, lost, lost, {}, {}]
 
 
-def test_the_machine_is_described_by_what_changes_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
-    monkeypatch.setenv("OMP_TOOL_LIBRARIES", "/somewhere/tool.so")
-    found = machine.machine("cpu")
-    assert {"MALLOC_ARENA_MAX": "1", "OMP_TOOL_LIBRARIES": "tool.so"}.items() <= found["environment"].items()
-    assert found["threads"] == torch.get_num_threads() and (found["library"] == "none") == ("instruction set" not in found)
-
-
 def test_the_command_measures_with_current_kernels_only_and_ends_with_the_promise(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -229,15 +221,3 @@ def test_pages_and_pictures_show_what_was_measured() -> None:
         drawn |= {results.ROOT / "docs" / name: shown for name, shown in one.pictures(results.load(one.file)).items()}
     assert len(drawn) > 20
     assert [path for path, shown in drawn.items() if html.unescape(path.read_text()).count(plots.described(shown)) != 1] == []
-
-
-def test_machines_stand_side_by_side(tmp_path: Path) -> None:
-    """And where nothing was measured the pages say what to run."""
-    record = results.load(next(RESULTS.glob("*/hidden.json")))
-    for kind in ("one-cpu", "two-cpu"):
-        results.save(tmp_path / kind / "hidden.json", record | {"machine": record["machine"] | {"kind": kind}})
-    text = report.figures(tmp_path, "hidden")
-    assert "| one-cpu fp32 ms |" in text and "| two-cpu bf16 ms |" in text
-    assert report.front(tmp_path).count("from hidden states, bf16: 256 x") == 2
-    empty = report.blocks(tmp_path)[report.FIGURES]
-    assert "No GPU has run this package yet" in empty["gpus"] and "--suite logits`" in empty["logits_cpu"]
