@@ -9,6 +9,7 @@ import torch
 from .checks import describe, require
 from .layout import check_targets, flat, mask_of_rows
 from .rows.hidden import Hidden
+from .rows.partials import DIFFERENTIABLE, OFFERED
 from .rows.ragged import Ragged
 from .rows.sets import KeptRows
 from .rows.stream import Logits
@@ -29,7 +30,7 @@ from .token_sets import TokenSets, check_sets, narrowed
 
 Tensor = torch.Tensor
 
-ALSO = ("sum_squares", "top_prob", "top_id", "log_kept_mass")
+ALSO = (*OFFERED, "log_kept_mass")
 
 
 class _Pair(NamedTuple):
@@ -194,7 +195,7 @@ def _logprobs(
     check_targets(targets, mask, vocab, logits=isinstance(stream, Logits))
     mass = "log_kept_mass" in also
     names = (*(("entropy",) if entropy else ()), *(name for name in also if name != "log_kept_mass"))
-    with_gradient = tuple(name for name in names if name == "sum_squares" or (name == "entropy" and entropy is True))
+    with_gradient = tuple(name for name in names if name in DIFFERENTIABLE and (name != "entropy" or entropy is True))
     over = options.over_vocabulary if sets is not None else None
     if mass and sets is not None:
         names, with_gradient, over = (*names, "lse"), (*with_gradient, "lse"), over or ()

@@ -252,7 +252,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/logprobs.py", COMBINATIONS,
         ("missing is not applied to the mask", "mask = narrowed(kept, targets, mask, options.missing)", "pass"),
-        ("a detached entropy has a gradient", '(name == "entropy" and entropy is True)', 'name == "entropy"'),
+        ("a detached entropy has a gradient", '(name != "entropy" or entropy is True)', "True"),
         ("the mass of no sets", 'named["log_kept_mass"] = torch.zeros_like', 'named["log_kept_mass"] = torch.ones_like'),
     ),
     *of("grpo_kernels/divergences.py", COMBINATIONS,

@@ -183,7 +183,7 @@ class Engine(Gradients):
                 assert whole.at is not None
                 z = rows.transform.of_rows(rows.logits[0], rows.logits[0])
                 slots = self.stream.own(whole.at).in_chunk(self._places(at), n)
-                partials.values[-len(OUTSIDE) :, at] = sums_outside(self.backend, z, slots, rows)
+                partials.put(OUTSIDE, sums_outside(self.backend, z, slots, rows), at)
             del rows  # before the next chunk's are made
         if partials is None:
             partials = Partials.not_read(whole.names, n, device, whole.one)
@@ -246,7 +246,7 @@ class Engine(Gradients):
                 )
                 pull_beside(self.backend, rows, part, slopes.at(at), d_logits[None], self._places(at), *of_others)
             else:
-                self.backend.pull(rows, found.partials.at(at), slopes.at(at), d_logits[None])
+                self.backend.gradient(rows, found.partials.at(at), slopes.at(at), d_logits[None])
             if slots is not None and at_ids is not None:
                 here = slots.in_chunk(self._places(at), n)
                 write_at(d_logits, (here.rows, here.ids.clamp(min=0)), at_ids, here.ids >= 0)

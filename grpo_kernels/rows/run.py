@@ -151,13 +151,15 @@ class Rows:
         sampled = any(x.sparse is not None for x in wholes)
         gradients = stream.gradients(wanted, Parts(wholes[0] if wholes else None, twice, sets or sampled))
         few: list[tuple[Ragged, Tensor]] = []  # of rows with sets: added when visits over the vocabulary have written all rows
-        for i, (visit, *_) in enumerate(self.reads):  # those with sets come first: they read logits that may be written over
+        for i, (visit, _, with_gradient) in enumerate(
+            self.reads
+        ):  # those with sets come first: they read logits that may be written over
             given_to = {name.partition(" ")[2]: x for name, x in upstream.items() if name.startswith(f"{i} ")}
             d_at, d_outside = given_to.pop("at", None), given_to.pop("outside", None)
             if not given_to and d_at is None and d_outside is None:
                 continue
             found = self._found(i, known)
-            of_values = {name: known[f"{i} {name}"] for name in ("entropy", "sum_squares") if f"{i} {name}" in known}
+            of_values = {name: known[f"{i} {name}"] for name in with_gradient}
             given_to = given_to or {"logps": torch.zeros_like(found.partials.max)}
             slopes, at_ids = Slopes.of(of_values, given_to, visit.read), None
             if visit.at is not None and (d_at is not None or d_outside is not None):
