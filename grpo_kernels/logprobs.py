@@ -132,8 +132,9 @@ def linear_logprobs(
     The rest is as in `token_logprobs`.
 
     Masked rows take part in no product. The forward is one product of the others; the backward, which cannot know the upstream
-    gradient before it arrives, computes the logits again: three products of the rows whose upstream gradient is not zero.
-    Between forward and backward a few numbers a row are kept. Logits are fp32, and the gradient of the weight is summed in fp32.
+    gradient before it arrives, computes the logits again: three products of the rows whose upstream gradient is not zero. With a
+    frozen head the forward takes two products and keeps [N, H] in fp32, the backward none, but for gradients of the entropy.
+    Logits are fp32, and the gradient of the weight is summed in fp32.
     Rows with a kept set take part in no product with the whole weight. On a GPU, selecting rows by a mask is a host sync: pass
     only the rows that count (hidden[mask], targets[mask]) to avoid it. So is Options(missing="full").
     Raises ValueError naming the argument that is wrong."""

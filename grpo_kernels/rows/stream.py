@@ -284,7 +284,9 @@ class Whole:
             are zero are left out of the products as well.
     at      further ids of rows, whose log-probs are wanted.
     sparse  how columns are drawn for the gradient; None: it has all. `padded`: see `selection.Draws`.
-    all_rows  whether rows with sets are among them, which are visited over their sets as well."""
+    all_rows  whether rows with sets are among them, which are visited over their sets as well.
+    ahead   whether the gradient of hidden states is made while the logits are there, of log-probs with slope 1. What arrives at
+            them later is a factor of each row. For a head without a gradient."""
 
     targets: Tensor
     read: Tensor | None
@@ -296,6 +298,7 @@ class Whole:
     sparse: Sparse | None = None
     padded: bool = False
     all_rows: bool = False
+    ahead: bool = False
 
     @property
     def one(self) -> Other | None:
@@ -328,11 +331,13 @@ class Parts(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a visit has made: partials, those beside each of `Whole.apart`, and columns that were drawn, see `Draws.tensors`."""
+    """What a visit has made: partials, those beside each of `Whole.apart`, columns that were drawn, see `Draws.tensors`, and the
+    gradient of hidden states of `Whole.ahead`, fp32 [n, H]."""
 
     partials: Partials
     apart: tuple[Partials, ...] = ()
     draws: tuple[Tensor, ...] = ()
+    ahead: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
