@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import register_pytree_node
 
 from .checks import describe, require
 from .layout import check_targets, flat, mask_of_rows
 from .rows.hidden import Hidden
+from .rows.partials import DIFFERENTIABLE, OFFERED
 from .rows.ragged import Ragged
 from .rows.sets import KeptRows
 from .rows.stream import Logits
@@ -29,30 +33,35 @@ from .token_sets import TokenSets, check_sets, narrowed
 
 Tensor = torch.Tensor
 
-ALSO = ("sum_squares", "top_prob", "top_id", "log_kept_mass")
+ALSO = (*OFFERED, "log_kept_mass")
 
 
-class _Pair(NamedTuple):
-    logps: Tensor
-    entropy: Tensor | None
-
-
-class TokenLogprobs(_Pair):
+@dataclass(eq=False, repr=False)
+class TokenLogprobs:
     """What `token_logprobs` and `linear_logprobs` return: `logps, entropy = token_logprobs(...)`, or by name.
 
     logps    fp32, the shape of targets, in nats; 0 where masked.
     entropy  likewise, or None where it was not asked for.
-    also     a dict of what was asked for beside them: `also=` by name, each the shape of targets, and "at", fp32 [nnz]."""
+    also     a dict of what was asked for beside them: `also=` by name, each the shape of targets, and "at", fp32 [nnz].
 
-    also: dict[str, Tensor]
+    A pytree of all three, so that torch.func and DDP take them along."""
 
-    def __new__(cls, logps: Tensor, entropy: Tensor | None, also: dict[str, Tensor] | None = None) -> TokenLogprobs:
-        made = super().__new__(cls, logps, entropy)
-        made.also = also or {}
-        return made
+    logps: Tensor
+    entropy: Tensor | None
+    also: dict[str, Tensor] = field(default_factory=dict)
+    __repr__ = describe
 
-    def __repr__(self) -> str:
-        return f"{describe(self)[:-1]}{''.join(f', {name}=...' for name in self.also)})"
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.logps, self.entropy))
+
+    def __getitem__(self, i: int) -> Any:
+        return (self.logps, self.entropy)[i]
+
+    def __len__(self) -> int:
+        return 2
+
+
+register_pytree_node(TokenLogprobs, lambda x: ([*x, x.also], None), lambda values, _: TokenLogprobs(*values))
 
 
 def token_logprobs(
@@ -131,8 +140,9 @@ def linear_logprobs(
     The rest is as in `token_logprobs`.
 
     Masked rows take part in no product. The forward is one product of the others; the backward, which cannot know the upstream
-    gradient before it arrives, computes the logits again: three products of the rows whose upstream gradient is not zero.
-    Between forward and backward a few numbers a row are kept. Logits are fp32, and the gradient of the weight is summed in fp32.
+    gradient before it arrives, computes the logits again: three products of the rows whose upstream gradient is not zero. With a
+    frozen head the forward takes two products and keeps [N, H] in fp32, the backward none, but for gradients of the entropy.
+    Logits are fp32, and the gradient of the weight is summed in fp32.
     Rows with a kept set take part in no product with the whole weight. On a GPU, selecting rows by a mask is a host sync: pass
     only the rows that count (hidden[mask], targets[mask]) to avoid it. So is Options(missing="full").
     Raises ValueError naming the argument that is wrong."""
@@ -194,7 +204,7 @@ def _logprobs(
     check_targets(targets, mask, vocab, logits=isinstance(stream, Logits))
     mass = "log_kept_mass" in also
     names = (*(("entropy",) if entropy else ()), *(name for name in also if name != "log_kept_mass"))
-    with_gradient = tuple(name for name in names if name == "sum_squares" or (name == "entropy" and entropy is True))
+    with_gradient = tuple(name for name in names if name in DIFFERENTIABLE and (name != "entropy" or entropy is True))
     over = options.over_vocabulary if sets is not None else None
     if mass and sets is not None:
         names, with_gradient, over = (*names, "lse"), (*with_gradient, "lse"), over or ()

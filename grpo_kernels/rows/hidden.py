@@ -2,8 +2,9 @@
 
 A chunk of rows is projected to fp32 logits, the row kernel computes their gradient, and two products turn the gradients of a
 block of chunks into d_hidden and d_weight. That is three products if the loss is known in the forward (`fused`). If the slopes
-are known only later, it is one product in `forward`, and three in `backward` for rows with a gradient. Rows that are not visited
-are not projected.
+are known only later, it is one product in `forward`, and three in `backward` for rows with a gradient. Where log-probs alone get a
+gradient, `forward` makes it for a slope of 1 (`Whole.ahead`), and `backward` multiplies each row by its slope: two products with a
+frozen head, three with one that is trained. Rows that are not visited are not projected.
 """
 
 from __future__ import annotations
@@ -81,9 +82,25 @@ class Hidden(Stream):
 
     def stats(self, whole: Whole) -> Found:
         with torch.autocast(self.hidden.device.type, enabled=False):
-            return Engine(self, parts=Parts(whole)).forward(whole)
+            return Engine(self, (whole.ahead, False, False), Parts(whole)).forward(whole)
 
-    def gradients(self, wanted: tuple[bool, ...], parts: Parts) -> Engine:
+    def work(self, whole: Whole | None, d_hidden: int, d_weight: int, rounded: bool) -> Work:
+        """What a pass over rows computes; `d_hidden` and `d_weight` are the bytes of their elements, 0 where they are not made."""
+        weight, dtype = self.weight, self.dtype
+        others = 0 if whole is None else 1 if whole.one else len(whole.others) + 2 * bool(whole.others)
+        return Work(
+            self.vocab, weight.shape[1], keeps_rows(dtype, self.hidden.device), d_hidden, d_weight, rounded,
+            1 if self.shard is None else self.shard.ranks, others * self.vocab, dtype == torch.float16,
+            d_hidden_parts(weight, self.vocab, dtype) if d_hidden else 0,
+        )  # fmt: skip
+
+    def is_one_block(self, rows: int) -> bool:
+        """Whether the gradients of the logits of so many rows are there at one time, as products take them."""
+        work = self.work(None, 4, self.weight.element_size(), self.into is None)
+        return not work.scaled and rows <= work.plan(self.hidden.device.type, rows, rows < self.hidden.shape[0]).block
+
+    def check_there(self) -> None:
+        """Raise RuntimeError where the weight was taken away after the forward."""
         emptied = self.shard is None if self.weight.numel() == 0 else self.weight.untyped_storage().nbytes() == 0
         if emptied:
             raise RuntimeError(
@@ -91,6 +108,10 @@ class Hidden(Stream):
                 "deepspeed.zero.GatheredParameters around both; FSDP: reshard_after_forward=False), or use linear_grpo_loss with "
                 "an objective of one pass (Objective.one_pass), whose gradient is made in the forward."
             )
+
+    def gradients(self, wanted: tuple[bool, ...], parts: Parts) -> Engine:
+        if parts.slots or parts.whole is None:
+            self.check_there()
         return Engine(self, wanted, parts)
 
     def pull(self, whole: Whole, found: Found, slopes: Slopes, gradients: Engine, at_ids: Tensor | None) -> None:
@@ -119,8 +140,8 @@ class Engine(Gradients):
 
     def __init__(self, stream: Hidden, wanted: tuple[bool, ...] = (False, False, False), parts: Parts | None = None) -> None:
         parts = parts or Parts(None)
-        self.stream, self.wanted, self.summed_later = stream, wanted, parts.twice
-        self.backend, dtype, weight = stream.backend, stream.dtype, stream.weight
+        self.stream, self.wanted, self.whole, self.backend = stream, wanted, parts.whole, stream.backend
+        self.summed_later = parts.twice or (parts.whole is not None and parts.whole.ahead)
         self.rounded = not (parts.twice or parts.slots) and stream.into is None
         self.hidden = stream.hidden.detach()
         # The gradient of the logits stays fp32 if the bias needs its sum, or if the row kernel cannot narrow it in place.
@@ -129,6 +150,7 @@ class Engine(Gradients):
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
         self.slots: tuple[Ragged, Tensor] | None = None  # and the gradient of the logits at them
+        self.block: Tensor | None = None  # the gradients of logits, where they are kept
         self._made: dict[int, Products] = {}
         if wanted[0]:
             # fp32 for fp16: the loss scale is applied later, and fp16 would underflow before.
@@ -136,17 +158,19 @@ class Engine(Gradients):
             of_sum = self.hidden.dtype if narrow else torch.float32
             self.d_hidden = torch.zeros(self.hidden.shape, dtype=of_sum, device=self.hidden.device)
         if wanted[2]:
-            self.d_bias = torch.zeros(weight.shape[0], device=self.hidden.device, dtype=torch.float32)
-        whole = parts.whole
-        others = 0 if whole is None else 1 if whole.one else len(whole.others) + 2 * bool(whole.others)
-        self.work = Work(
-            stream.vocab, weight.shape[1], keeps_rows(dtype, self.hidden.device),
-            0 if self.d_hidden is None else self.d_hidden.element_size(), weight.element_size() if wanted[1] else 0,
-            self.rounded, 1 if stream.shard is None else stream.shard.ranks, others * stream.vocab,
-            dtype == torch.float16, d_hidden_parts(weight, stream.vocab, dtype) if wanted[0] else 0,
-        )  # fmt: skip
-        self.chunk_rows = self.work.plan(self.hidden.device.type, 0).chunk
+            self.d_bias = torch.zeros(stream.columns, device=self.hidden.device, dtype=torch.float32)
         self._start()
+
+    @functools.cached_property
+    def work(self) -> Work:
+        """What this pass computes. A backward that has no product left does not look at the weight, which may be gone."""
+        d_hidden = 0 if self.d_hidden is None else self.d_hidden.element_size()
+        d_weight = self.stream.weight.element_size() if self.wanted[1] else 0
+        return self.stream.work(self.whole, d_hidden, d_weight, self.rounded)
+
+    @functools.cached_property
+    def chunk_rows(self) -> int:
+        return self.work.plan(self.hidden.device.type, 0).chunk
 
     def _start(self) -> None:
         self.summed = 0  # rows that the products have taken
@@ -164,7 +188,7 @@ class Engine(Gradients):
         apart = tuple(Partials.not_read(other.names, n, device, other) for other in others)
         sparse = whole.sparse
         draws = None if sparse is None else Draws(sparse.step, n, device, whole.padded)
-        for at, hidden in self._chunks(whole.rows()):
+        for some, at, hidden, wanted in self._visited(whole, whole.ahead, whole.active if whole.ahead else None):
             rows = self._rows(whole, at, hidden)
             part = self.backend.visit(rows, whole.names)
             if len(hidden) == n and partials is None:  # all rows at once: nothing is put together
@@ -183,37 +207,44 @@ class Engine(Gradients):
                 assert whole.at is not None
                 z = rows.transform.of_rows(rows.logits[0], rows.logits[0])
                 slots = self.stream.own(whole.at).in_chunk(self._places(at), n)
-                partials.values[-len(OUTSIDE) :, at] = sums_outside(self.backend, z, slots, rows)
+                partials.put(OUTSIDE, sums_outside(self.backend, z, slots, rows), at)
+            d_logits = self._gradient(rows.logits[0], some) if wanted else None
+            if d_logits is not None:
+                self.backend.gradient(rows, part, Slopes.stacked({"target": torch.ones_like(part.max)}), d_logits[None])
             del rows  # before the next chunk's are made
+            if d_logits is not None:
+                d_logits = self._kept(d_logits)
+                self._accumulate(at, hidden, d_logits, some)
+            del d_logits
         if partials is None:
             partials = Partials.not_read(whole.names, n, device, whole.one)
-        return Found(partials, apart, () if draws is None else draws.tensors())
+        if whole.keeps and self.block is None:  # no row can have a slope
+            self.block = self.hidden.new_empty(0, self.stream.columns)
+        of_slope_1 = (self.d_hidden if whole.ahead else None, self.block)
+        return Found(partials, apart, () if draws is None else draws.tensors(), *of_slope_1)
 
     def fused(self, whole: Whole, stage: TokenStage, gradients: bool) -> FusedRows:
         """Losses of the rows of a token stage, with `gradients` collected or not."""
         result: FusedRows | None = None
-        index, n = whole.rows(), whole.targets.numel()
-        active = index.numel() if whole.active is None else whole.active
-        for some, wanted in ((index[:active], gradients), (index[active:], False)):
-            self._start()
-            for at, hidden in self._chunks(some):
-                rows, own = self._rows(whole, at, hidden), stage if len(hidden) == n else stage.at(at)
-                d_logits = self._gradient(rows.logits[0], some) if wanted else None
-                out = None if d_logits is None else d_logits[None]
-                if whole.apart:
-                    part = fused_beside(self.backend, rows, own, out, self._places(at), whole.apart, self.logits_of)
-                else:
-                    part = self.backend.fused(rows, own, out)
-                if len(hidden) == n and result is None:  # all rows at once
-                    result = part
-                else:
-                    result = FusedRows.zeros(n, self.hidden.device, whole.others or None) if result is None else result
-                    result.put(at, part)
-                del rows, out  # before the products of a block make theirs
-                if d_logits is not None:
-                    d_logits = self._kept(d_logits)
-                    self._accumulate(at, hidden, d_logits, some)
-                del d_logits
+        n = whole.targets.numel()
+        for some, at, hidden, wanted in self._visited(whole, gradients, whole.active):
+            rows, own = self._rows(whole, at, hidden), stage if len(hidden) == n else stage.at(at)
+            d_logits = self._gradient(rows.logits[0], some) if wanted else None
+            out = None if d_logits is None else d_logits[None]
+            if whole.apart:
+                part = fused_beside(self.backend, rows, own, out, self._places(at), whole.apart, self.logits_of)
+            else:
+                part = self.backend.fused(rows, own, out)
+            if len(hidden) == n and result is None:  # all rows at once
+                result = part
+            else:
+                result = FusedRows.zeros(n, self.hidden.device, whole.others or None) if result is None else result
+                result.put(at, part)
+            del rows, out  # before the products of a block make theirs
+            if d_logits is not None:
+                d_logits = self._kept(d_logits)
+                self._accumulate(at, hidden, d_logits, some)
+            del d_logits
         return FusedRows.zeros(n, self.hidden.device, whole.others or None) if result is None else result
 
     def backward(self, whole: Whole, found: Found, slopes: Slopes, at_ids: Tensor | None) -> None:
@@ -226,6 +257,13 @@ class Engine(Gradients):
                 step, transform = whole.sparse.step, self.stream.transform
                 self.add(drawn, gradient_at(drawn, logits, step, own, found.partials, slopes, transform))
             return
+        if found.ahead is not None and self.d_hidden is not None:
+            factors = slopes.target[:, None]  # a row with a factor of 0 has no gradient, whatever it holds
+            self.d_hidden += torch.where(factors == 0, 0.0, factors * found.ahead)
+            if found.block is not None:
+                self._add_of_block(whole, found.block, slopes.target)
+            return
+        self.stream.check_there()
         index, n = whole.rows()[: whole.active], whole.targets.numel()
         slots = None if at_ids is None or whole.at is None else self.stream.own(whole.at)
         if index.device.type == "cpu":
@@ -246,7 +284,7 @@ class Engine(Gradients):
                 )
                 pull_beside(self.backend, rows, part, slopes.at(at), d_logits[None], self._places(at), *of_others)
             else:
-                self.backend.pull(rows, found.partials.at(at), slopes.at(at), d_logits[None])
+                self.backend.gradient(rows, found.partials.at(at), slopes.at(at), d_logits[None])
             if slots is not None and at_ids is not None:
                 here = slots.in_chunk(self._places(at), n)
                 write_at(d_logits, (here.rows, here.ids.clamp(min=0)), at_ids, here.ids >= 0)
@@ -290,6 +328,18 @@ class Engine(Gradients):
         if len(hidden) == whole.targets.numel():
             return LogitRows(logits[None], whole.targets, None, self.stream.transform, second)
         return LogitRows(logits[None], whole.targets[at], None, self.stream.transform.at(at), second)
+
+    def _visited(
+        self, whole: Whole, gradients: bool, active: int | None
+    ) -> Iterator[tuple[Tensor, slice | Tensor, Tensor, bool]]:
+        """For each chunk of the rows that are visited: (the rows of its pass, as `_chunks` has them, whether they get a gradient).
+        The first `active` rows may have one, None: all of them."""
+        index = whole.rows()
+        passes = [(index[:active], gradients), (index[:0] if active is None else index[active:], False)]
+        for some, wanted in passes[::-1] if whole.keeps else passes:  # what is kept may lie in the memory of the last logits
+            self._start()
+            for at, hidden in self._chunks(some):
+                yield some, at, hidden, wanted
 
     def _chunks(self, index: Tensor) -> Iterator[tuple[slice | Tensor, Tensor]]:
         """For each chunk: the positions of its rows in the batch, and their hidden states."""
@@ -342,6 +392,8 @@ class Engine(Gradients):
             d_logits, self._block, self._filled = self._block, None, 0
             at, hidden = self._hidden(index, self.summed, self.summed + d_logits.shape[0])
         self.summed += len(hidden)
+        if self.whole is not None and self.whole.keeps:
+            self.block = d_logits
         if self.d_hidden is not None:
             if self.summed_later:
                 self.d_hidden.index_add_(0, self._places(at), self.products.d_hidden(d_logits))
@@ -350,6 +402,18 @@ class Engine(Gradients):
         if self.wanted[1]:
             last = self.rounded and self.summed == index.numel()
             self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden, last)
+
+    def _add_of_block(self, whole: Whole, block: Tensor, factors: Tensor) -> None:
+        """Add the gradient of the weight from that of a block of logits of slope 1: each row's factor is in its hidden states."""
+        if not self.wanted[1] or not len(block):
+            return
+        self.stream.check_there()
+        index = whole.rows()[: whole.active]
+        at = index if self._gathers(index) else slice(None)
+        hidden = (self.hidden[at].to(torch.float32) * factors[at, None]).to(self.products.dtype)
+        into = self.stream.into
+        total = self.d_weight if into is None or self.d_weight is not None else into.sum_of_chunks
+        self.d_weight = self.products.add_d_weight(total, block, hidden, self.rounded)
 
     # ---- gradients
 
