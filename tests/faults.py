@@ -37,9 +37,8 @@ RELATIONS = "tests/core/test_relations.py"
 AUTOGRAD = "tests/core/test_autograd.py"
 COST = "tests/core/test_cost.py"
 SETS = "tests/core/test_sets_and_teachers.py"
-METRICS = "tests/core/test_metrics.py"
 SPARSE = "tests/core/test_sparse_gradients.py"
-MEMORY = "tests/core/test_weight_memory.py"
+MEMORY = "tests/core/test_callers_memory.py"
 HOSTILE = "tests/vocabulary/test_sanitizers.py"
 COMPILED = "tests/vocabulary/test_triton_compiled.py"
 
@@ -92,7 +91,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "16-bit memory takes the sum of chunks", "self.total if self.total.dtype == torch.float32 else None", "self.total",
-            MEMORY,
+            RELATIONS,
         ),
         (
             "divergences lack their teacher's weight", "torch.where(weight == 0, 0.0, weight * x)",
@@ -105,7 +104,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/rows/sets.py", COMBINATIONS,
         ("no room for a target beside a full set", "-(-(sets.longest + 1) // 16) * 16", "-(-sets.longest // 16) * 16"),
-        ("rows are grouped by ids, not by slots", "exceeded(sets.counts + 1).argsort", "exceeded(sets.counts).argsort", SETS),
+        ("rows are grouped by ids, not by slots", "exceeded(sets.counts + 1).argsort", "exceeded(sets.counts).argsort"),
         (
             "a target of another rank is this rank's",
             "return torch.where(self._own[slots.offsets[:-1] + target], target, -1)", "return target",
@@ -198,7 +197,7 @@ FAULTS: list[Fault] = [
         ("a teacher that was written to is not noticed", "if problem.versions() != ctx.versions:", "if False:"),
         (
             "passes are summed in 16 bits", "twice = len(wholes) > 1 or (sets and wholes[0].all_rows if wholes else False)",
-            "twice = False", MEMORY,
+            "twice = False", COMBINATIONS,
         ),
         ("the factor of the loss is dropped", "ctx.backend.scale_(gradient, d_loss)", "pass", COMBINATIONS),
         (
@@ -223,8 +222,8 @@ FAULTS: list[Fault] = [
             "token_weights are dropped", 'rows = rows.weighted(per_token("token_weights"', '(per_token("token_weights"',
             "tests/core/test_objective.py",
         ),
-        ("ess without weights", "else ratio * rows.weights", "else ratio", METRICS),
-        ("masked tokens count as zero advantages", "(trained & (rows.advantages == 0))", "(rows.advantages == 0)", METRICS),
+        ("ess without weights", "else ratio * rows.weights", "else ratio", OBJECTIVES),
+        ("masked tokens count as zero advantages", "(trained & (rows.advantages == 0))", "(rows.advantages == 0)", OBJECTIVES),
         ("rows without a set are in kept_mass", "has = read & (sets.counts > 0)", "has = read"),
         (
             "the KL metric is over the sets",
@@ -286,7 +285,7 @@ FAULTS: list[Fault] = [
         (
             "an exchange of ranks is not made again",
             'if known is None or known[0] != versions:\n            known = versions, own',
-            'if known is None:\n            known = versions, own', "tests/core/test_context_parallel.py",
+            'if known is None:\n            known = versions, own', "tests/core/test_ranks.py",
         ),
         ("a segment's last token predicts the next segment", "valid[..., 1:] & follows", "valid[..., 1:]"),
         (

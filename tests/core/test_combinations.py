@@ -7,13 +7,13 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable
+from itertools import product
 
 import pytest
 
 from support.doors import check, exact_of
 from support.inside import executor, executors
-from support.processes import checks_of
-from support.recipes import AXES, PAIRED, Recipe, covering, legal, problem, random_recipe
+from support.recipes import AXES, DTYPES, PAIRED, Recipe, covering, legal, problem, random_recipe
 
 MANY = int(os.environ.get("GRPO_KERNELS_FUZZ", "2000"))
 EXECUTORS = executors()
@@ -24,7 +24,46 @@ PAIRS = [
     *(legal(Recipe(objective="dapo, exact", kept="some", missing="full", others=("near",), seed=seed)) for seed in range(2)),
     legal(Recipe(objective="dapo, exact", others=("whole", "near"))),
 ]
-RANKS = "recipes_on_ranks"
+#: Rows of real vocabularies, and so many that a grid has not enough dimensions for; sets of one to thousands of ids in one call.
+PAIRS += [
+    *(
+        Recipe(door="logprobs", lengths=(n,), vocab=vocab, dtype=dtype)
+        for n, vocab, dtype in (
+            (2, 1000, "bfloat16"),
+            (2, 32_001, "float32"),
+            (2, 129_921, "bfloat16"),
+            (2, 151_936, "float32"),
+            (65_537, 3, "float32"),
+            (1, 1_000_003, "float32"),
+        )
+    ),
+    *(
+        legal(Recipe(door=door, source=x, lengths=(9,), vocab=4000, kept="long"))
+        for door in ("loss", "logprobs")
+        for x in AXES["source"]
+    ),
+]
+#: In place, beside a teacher that is the same logits under a transform of its own.
+PAIRS += [
+    Recipe(objective=name, others=("itself",) * n, exact=exact, inplace=True, kept=kept, dtype=dtype, seed=1)
+    for name, n, kept in (
+        ("dapo, exact", 1, "none"),
+        ("gspo, exact", 1, "none"),
+        ("dapo, exact", 1, "some"),
+        ("dapo, exact", 2, "none"),
+    )
+    for exact in ("reverse", "forward", "jsd")
+    for dtype in ("float32", "bfloat16")
+] + [
+    Recipe(door="divergence", also="nothing", others=("itself",), exact=exact, inplace=True, seed=1)
+    for exact in ("reverse", "jsd")
+]
+#: No rows, and no trained row, in which everything may be NaN.
+PAIRS += [
+    legal(Recipe(door=door, source=source, lengths=lengths, layout=layout, mask="all", dtype=dtype, objective="grpo, k3 and entropy"))
+    for door, source, dtype in product(("loss", "logprobs"), ("logits", "hidden"), DTYPES)
+    for lengths, layout in (((0,), "packed"), ((), "padded"), ((0, 0), "padded"), ((3, 2), "padded"))
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", PAIRS, ids=str)
@@ -39,16 +78,11 @@ def test_room_is_small_where_numbers_are_plain() -> None:
     """What is compared would not pass whatever came out."""
     plain = [
         r
-        for r in PAIRS
+        for r in covering()
         if (r.spread, r.dtype, r.width, r.extreme, r.transform) == (3.0, "float32", 8, "none", "none") and r.vocab > 2
     ]
     rooms = [(exact_of(r)[0].values["logps"], exact_of(r)[1].values["logps"]) for r in plain]
     assert len(rooms) > 10 and all((room <= 2e-4 * (1 + exact.abs())).all() for exact, room in rooms)
-
-
-@pytest.mark.parametrize("check_of_ranks", checks_of(RANKS))
-def test_parts_of_a_vocabulary(on_ranks: Callable[..., dict[str, str]], check_of_ranks: str) -> None:
-    assert on_ranks(RANKS, 2)[check_of_ranks] == "ok", on_ranks(RANKS, 2)[check_of_ranks]
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from grpo_kernels import (
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.formulas.surrogates import Surrogate
 from grpo_kernels.model import FusedLMHead
-from support.doors import batch_of, compare, objective_of, run
+from support.doors import batch_of, by_func, compare, objective_of, run
 from support.inside import rows_of_head, rows_of_logits, traced_stages
 from support.recipes import KINDS, Problem, Recipe, legal, problem
 
@@ -137,36 +137,6 @@ def test_a_graph_over_views_and_a_checkpoint_under_autocast() -> None:
 
 
 # ---- torch.func
-
-
-class ByFunc(torch.autograd.Function):
-    """A function whose values and gradients torch.func.vjp makes."""
-
-    @staticmethod
-    def forward(ctx: Any, f: Any, *front: Tensor) -> Any:
-        values, ctx.vjp = torch.func.vjp(f, *(x.detach() for x in front))
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *ctx.vjp(gradients)
-
-
-def by_func(f: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*front: Tensor) -> Any:
-        names: list[Any] = []
-
-        def values(*x: Tensor) -> tuple[Tensor, ...]:
-            out = f(*x)
-            if isinstance(out, tuple) and isinstance(out[0], tuple):  # with names beside the values
-                out, of_them = out
-                names.append(of_them)
-            return out if isinstance(out, tuple) else (out,)
-
-        found = ByFunc.apply(values, *front)
-        return (found, names[0]) if names else found if len(found) > 1 else found[0]
-
-    return call
 
 
 @pytest.mark.parametrize("recipe", [r for r in GRAPHS + OUTSIDE if r.also != "detached" and r.bias == "none"], ids=str)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_kernels import Exact, LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss, loss_from_model
+from grpo_kernels import Exact, LogitTransform, LossOutput, Objective, Options, TokenBatch, grpo_loss, loss_from_model
 from grpo_kernels.architectures import language_model
 from grpo_kernels.batch import shift_targets
 from grpo_kernels.model import FusedLMHead
@@ -125,6 +125,15 @@ def test_packed_sequences(flat: bool) -> None:
     mine = loss_from_model(model, ids if flat else ids[None], batch, OBJECTIVE, position_ids=positions)
     logits = torch.cat([model(input_ids=part[None]).logits[0] for part in ids.split([5, 6])])
     assert_same(mine, grpo_loss(logits, batch, OBJECTIVE), model)
+
+
+def test_the_gradient_of_the_head_is_added_to_memory_of_the_callers() -> None:
+    model, given, found = build("LlamaForCausalLM"), aligned(), []
+    total = torch.zeros_like(model.lm_head.weight)
+    for into in (None, total):
+        loss_from_model(model, options=Options(weight_grad=into), **given).loss.backward()
+        found.append(take_gradients(model))
+    torch.testing.assert_close(found[1] | {"lm_head.weight": total}, found[0])
 
 
 # ---- wrappers around a model

@@ -1,4 +1,4 @@
-"""Rows of logits that are hard to sum: peaked, far from 0, impossible or empty ones, real vocabularies, very many rows."""
+"""Rows of logits that are hard to sum: peaked, far from 0, impossible or empty ones, and numbers that must keep their digits."""
 
 from __future__ import annotations
 
@@ -51,18 +51,6 @@ def assert_exact(logits: Tensor, targets: Tensor, backend: str) -> tuple[Tensor,
     return found
 
 
-@pytest.mark.parametrize("vocab", [1000, 32_001, 129_921, 151_936])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_real_vocabularies(vocab: int, dtype: torch.dtype, backend: str) -> None:
-    assert (assert_exact((3 * torch.randn(2, vocab)).to(dtype), torch.tensor([vocab - 1, 5]), backend)[0] <= 0).all()
-
-
-@pytest.mark.parametrize("shape", [(65_537, 3), (1, 1_000_003)])
-def test_many_rows_and_a_million_ids(shape: tuple[int, int], backend: str) -> None:
-    """Beyond the 16 bits of a grid's dimension, and sums of a million terms."""
-    assert_exact(torch.randn(shape), torch.randint(shape[1], shape[:1]), backend)
-
-
 @pytest.mark.slow
 def test_more_than_2_to_the_31_logits(backend: str) -> None:
     """Rows behind the offsets that 32 bits hold."""
@@ -83,17 +71,12 @@ def test_a_confident_target_keeps_the_digits_of_its_gradient(dtype: torch.dtype,
     p = torch.tensor([0.5, 0.9, 0.99, 0.999, 0.9999], dtype=torch.float64)
     logits = torch.zeros(len(p), vocab, dtype=dtype)
     logits[:, 17] = torch.log(p / (1 - p) * (vocab - 1)).to(dtype)
-    targets, leaf = torch.full((len(p),), 17), logits.clone().requires_grad_()
+    targets, leaf, options = torch.full((len(p),), 17), logits.clone().requires_grad_(), Options(backend=backend)
     if loss:
-        grpo_loss(
-            leaf,
-            TokenBatch(targets, -torch.ones(len(p))),
-            Objective.preset("reinforce"),
-            normalizer=1.0,
-            options=Options(backend=backend),
-        ).loss.backward()
+        batch = TokenBatch(targets, -torch.ones(len(p)))
+        grpo_loss(leaf, batch, Objective.preset("reinforce"), normalizer=1.0, options=options).loss.backward()
     else:
-        token_logprobs(leaf, targets, options=Options(backend=backend))[0].sum().backward()
+        token_logprobs(leaf, targets, options=options).logps.sum().backward()
     exact = (torch.nn.functional.one_hot(targets, vocab) - logits.double().softmax(-1))[:, 17]
     assert leaf.grad is not None
     error = (leaf.grad[:, 17].double() - exact).abs()
@@ -101,16 +84,9 @@ def test_a_confident_target_keeps_the_digits_of_its_gradient(dtype: torch.dtype,
     assert (error <= ROUNDING[dtype] * exact.abs() + 64 * 2.0**-24).all(), error / exact
 
 
-@pytest.mark.parametrize("shift", [-1e4, 1e4])
-def test_a_constant_changes_nothing(shift: float, backend: str) -> None:
-    """Multiples of 2^-8 survive a shift of 10^4 in fp32."""
-    logits, targets = (3 * torch.randn(6, 1031) * 256).round() / 256, torch.randint(1031, (6,))
-    for x, y in zip(log_probs(logits + shift, targets, backend), exactly(logits, targets), strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=2e-6)
-
-
 @each_dtype
 def test_logits_at_the_end_of_a_dtype(dtype: torch.dtype, backend: str) -> None:
+    """Far from 0, where a constant changes nothing, and far apart."""
     logits = torch.randn(6, 300)
     logits[:3] += torch.tensor([-6e4, 6e4, 1e4])[:, None]
     logits[3:] *= 1e4
@@ -160,20 +136,6 @@ def test_log_ratios_of_a_thousand_stay_finite(objective: str, dtype: torch.dtype
     out.loss.backward()
     assert out.loss.isfinite() and leaf.grad is not None and all(x.isfinite() for x in out.metrics.values())
     assert leaf.grad.any() and (leaf.grad.isfinite().all() or dtype == torch.float16)
-
-
-@pytest.mark.parametrize(
-    "temperature",
-    [0.7, torch.tensor(0.7), torch.tensor([0.7, 1.3, 0.5]), torch.rand(3, 5) + 0.3],
-    ids=["number", "0-d", "[B]", "[B, T]"],
-)
-def test_a_temperature_divides_the_logits(temperature: Any, backend: str) -> None:
-    logits, targets = 3 * torch.randn(3, 5, 33), torch.randint(33, (3, 5))
-    wide = temperature if not isinstance(temperature, Tensor) or temperature.dim() != 1 else temperature[:, None]
-    divided = logits / (wide[..., None] if isinstance(wide, Tensor) and wide.dim() else wide)
-    found = log_probs(logits, targets, backend, transform=LogitTransform(temperature))
-    for x, y in zip(found[:2], exactly(divided, targets), strict=False):
-        torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=4e-6)
 
 
 def test_logits_that_fp16_could_not_hold(backend: str) -> None:
