@@ -37,6 +37,7 @@ RELATIONS = "tests/core/test_relations.py"
 AUTOGRAD = "tests/core/test_autograd.py"
 COST = "tests/core/test_cost.py"
 SETS = "tests/core/test_sets_and_teachers.py"
+RANKS = "tests/core/test_ranks.py"
 SPARSE = "tests/core/test_sparse_gradients.py"
 MEMORY = "tests/core/test_callers_memory.py"
 HOSTILE = "tests/vocabulary/test_sanitizers.py"
@@ -44,7 +45,7 @@ COMPILED = "tests/vocabulary/test_triton_compiled.py"
 
 # fmt: off
 FAULTS: list[Fault] = [
-    *of("grpo_kernels/rows/partials.py", COMBINATIONS,
+    *of("grpo_kernels/rows/partials.py", f"{COMBINATIONS} {RANKS}",
         ("the shift of a part's weighted sum is dropped", '(parts["weighted"] + parts["sum"] * shift)', 'parts["weighted"]'),
         ("squares are shared once", 'share * share * parts["squares"]', 'share * parts["squares"]'),
         (

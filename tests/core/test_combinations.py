@@ -7,63 +7,41 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
 from support.doors import check, exact_of
 from support.inside import executor, executors
-from support.recipes import AXES, DTYPES, PAIRED, Recipe, covering, legal, problem, random_recipe
+from support.recipes import AXES, PAIRED, Recipe, covering, problem, random_recipe
 
 MANY = int(os.environ.get("GRPO_KERNELS_FUZZ", "2000"))
 EXECUTORS = executors()
-#: Where three values meet that no pair brings together: rows with and without sets beside a second stream, several of those beside
-#: a term of likelihood.
-PAIRS = [
-    *covering(),
-    *(legal(Recipe(objective="dapo, exact", kept="some", missing="full", others=("near",), seed=seed)) for seed in range(2)),
-    legal(Recipe(objective="dapo, exact", others=("whole", "near"))),
-]
-#: Rows of real vocabularies, and so many that a grid has not enough dimensions for; sets of one to thousands of ids in one call.
-PAIRS += [
-    *(
-        Recipe(door="logprobs", lengths=(n,), vocab=vocab, dtype=dtype)
-        for n, vocab, dtype in (
-            (2, 1000, "bfloat16"),
-            (2, 32_001, "float32"),
-            (2, 129_921, "bfloat16"),
-            (2, 151_936, "float32"),
-            (65_537, 3, "float32"),
-            (1, 1_000_003, "float32"),
-        )
-    ),
-    *(
-        legal(Recipe(door=door, source=x, lengths=(9,), vocab=4000, kept="long"))
-        for door in ("loss", "logprobs")
-        for x in AXES["source"]
-    ),
-]
-#: In place, beside a teacher that is the same logits under a transform of its own.
-PAIRS += [
-    Recipe(objective=name, others=("itself",) * n, exact=exact, inplace=True, kept=kept, dtype=dtype, seed=1)
-    for name, n, kept in (
-        ("dapo, exact", 1, "none"),
-        ("gspo, exact", 1, "none"),
-        ("dapo, exact", 1, "some"),
-        ("dapo, exact", 2, "none"),
-    )
-    for exact in ("reverse", "forward", "jsd")
-    for dtype in ("float32", "bfloat16")
-] + [
-    Recipe(door="divergence", also="nothing", others=("itself",), exact=exact, inplace=True, seed=1)
-    for exact in ("reverse", "jsd")
-]
-#: No rows, and no trained row, in which everything may be NaN.
-PAIRS += [
-    legal(Recipe(door=door, source=source, lengths=lengths, layout=layout, mask="all", dtype=dtype, objective="grpo, k3 and entropy"))
-    for door, source, dtype in product(("loss", "logprobs"), ("logits", "hidden"), DTYPES)
-    for lengths, layout in (((0,), "packed"), ((), "padded"), ((0, 0), "padded"), ((3, 2), "padded"))
+LOGPS = Recipe(door="logprobs")
+ITSELF = Recipe(objective="dapo, exact", others=("itself",), inplace=True, seed=1)
+#: Recipes, each with all combinations of the values of some axes: rows with and without sets beside a second stream, several of
+#: those beside a term of likelihood; real vocabularies, and more rows than a dimension of a grid has; sets of one to thousands of
+#: ids; impossible logits and those at the ends of a dtype; a teacher that is the same logits, which are overwritten; no rows, and
+#: no trained row.
+TABLE: list[tuple[Recipe, dict[str, tuple[Any, ...]]]] = [
+    (Recipe(objective="dapo, exact", kept="some", missing="full", others=("near",)), {"seed": (0, 1)}),
+    (Recipe(objective="dapo, exact", others=("whole", "near")), {}),
+    (replace(LOGPS, lengths=(2,)), {"vocab": (1000, 32_001, 129_921, 151_936), "dtype": ("float32", "bfloat16")}),
+    (replace(LOGPS, lengths=(65_537,), vocab=3), {}),
+    (replace(LOGPS, lengths=(1,), vocab=1_000_003), {}),
+    (Recipe(lengths=(9,), vocab=4000, kept="long"), {"door": ("loss", "logprobs"), "source": AXES["source"]}),
+    (LOGPS, {"extreme": ("absent", "ends"), "dtype": AXES["dtype"], "vocab": (7, 300, 9000)}),
+    (ITSELF, {"exact": AXES["exact"], "dtype": ("float32", "bfloat16"), "objective": ("dapo, exact", "gspo, exact")}),
+    (ITSELF, {"exact": AXES["exact"], "kept": ("some",)}),
+    (replace(ITSELF, others=("itself", "itself")), {"exact": AXES["exact"]}),
+    (replace(ITSELF, objective="dapo", door="divergence"), {"exact": AXES["exact"]}),
+    *((Recipe(lengths=lengths, layout=layout, mask="all"), {"source": AXES["source"], "dtype": AXES["dtype"], "door": ("loss", "logprobs")})
+      for lengths, layout in (((0,), "packed"), ((), "padded"), ((0, 0), "padded"), ((3, 2), "padded"))),
 ]  # fmt: skip
+PAIRS = covering()
+PAIRS += [replace(r, **dict(zip(axes, x, strict=True))) for r, axes in TABLE for x in product(*axes.values())]
 
 
 @pytest.mark.parametrize("recipe", PAIRS, ids=str)

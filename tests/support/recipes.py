@@ -34,7 +34,8 @@ class Recipe:
     view: str = "whole"  # of logits, or of hidden states and weight, in memory
     mask: str = "some"  # none, some, all of the tokens
     spread: float = 3.0  # of the logits
-    extreme: str = "none"  # far: a target up to 700 below the rest; confident: an id 20 above; absent: logits of -inf
+    #: far: a target up to 700 below the rest; confident: an id 20 above; absent: logits of -inf; ends: those at the ends of fp16
+    extreme: str = "none"
     transform: str = "none"  # none, temperature, softcap, scale, everything, per sequence, per token
     objective: str = "dapo"  # a key of specs.SPECS
     given: str = "everything"  # on-policy: without old log-probs and weights; column: advantages [B, 1]; token: one a token
@@ -378,7 +379,12 @@ def problem(r: Recipe) -> Problem:
         return torch.where(whole, x, rubbish).float() if isinstance(x, Tensor) and x.shape == whole.shape else x
 
     fields = {name: spoil(x.float() if isinstance(x, Tensor) else x) for name, x in seen.items()}
-    own: dict[str, Any] = {"mask": handed(mask, r.seed) if has_mask else None, "cu_seqlens": offsets}
+    if r.seed % 4 == 3:  # from NumPy
+        fields = {name: x.double() for name, x in fields.items()}
+    own: dict[str, Any] = {
+        "mask": handed(mask, r.seed) if has_mask else None,
+        "cu_seqlens": None if offsets is None else handed(offsets, r.seed),
+    }
     if "group-mean" in (spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate):
         own["groups"] = torch.arange(len(sequences)) // 2
     targets = (
@@ -431,9 +437,14 @@ def _leaves(
         x.scatter_add_(1, (ids if r.seed % 2 else torch.zeros_like(ids))[:, None], -sign * below[:, None].double())
     elif r.extreme == "confident":
         x.scatter_add_(1, torch.randint(V, (n, 1), generator=g), torch.full((n, 1), 20.0 * sign, dtype=torch.float64))
-    elif r.extreme == "absent":
-        gone = (torch.rand(n, V, generator=g) < 0.4).scatter(1, ids[:, None], False)
-        x.masked_fill_(gone, -sign * math.inf)
+    elif r.extreme == "absent":  # of a fifth of the rows all but the target
+        gone = (torch.rand(n, V, generator=g) < 0.4) | (torch.arange(n) % 5 == 2)[:, None]
+        x.masked_fill_(gone.scatter(1, ids[:, None], False), -sign * math.inf)
+    elif r.extreme == "ends":  # far from 0, where a constant changes nothing, and far apart
+        x = (x + torch.tensor([-6e4, 6e4, 1e4, 0.0])[torch.arange(n) % 4, None]) * torch.tensor([1, 1, 1, 1e4])[
+            torch.arange(n) % 4, None
+        ]
+        x.clamp_(-65_504, 65_504)
     x = x.to(dtype)
     return {"logits": x.view(*shape, V)}, x.double()
 
@@ -480,9 +491,10 @@ def _fields(
     old = logps - torch.where(uniform() < 0.5, 0.1, 0.6) * normal()
     old = old.clamp(-300.0, -1e-2) if spec.trust else old
     kl_of = probs["vocabulary" if r.over == "reference" else "kept"]
+    each = (len(sequences), 1) if r.given == "column" and r.layout != "without offsets" else logps.shape
     seen = {
         "advantages": advantages, "old_logps": old, "ref_logps": kl_of + 0.7 * normal(), "sampler_logps": (old + 0.3 * normal()).clamp(-300.0, -1e-2),
-        "weights": torch.where(uniform() < 0.1, 0.0, 0.3 + uniform()), "nll_weights": 0.1 * uniform(),
+        "weights": torch.where(uniform(*each) < 0.1, 0.0, 0.3 + uniform(*each)), "nll_weights": 0.1 * uniform(),
     }  # fmt: skip
     gone = {"on-policy": ("old_logps", "weights", "nll_weights"), "column": ("nll_weights",)}.get(r.given, ())
     gone = (*gone, "ref_logps") if r.others else gone
