@@ -74,6 +74,8 @@ GRAPHS = [
     plain(objective="dapo, k3", source="hidden", frozen="weight", bias="column"),
     plain(door="logprobs", also="entropy", transform="temperature"),
     plain(door="logprobs", source="hidden", also="detached", bias="column"),
+    plain(door="logprobs", lengths=(0,), layout="without offsets"),
+    plain(door="logprobs", lengths=(0, 0), source="hidden"),
 ]
 #: What is computed between two graphs.
 OUTSIDE = [
@@ -199,21 +201,6 @@ def test_autocast_does_not_reach_into_an_operator() -> None:
 
         leaf = given["weight"].clone().requires_grad_()
         assert torch.equal(torch.func.grad(value)(given["weight"]), torch.autograd.grad(value(leaf), leaf)[0])
-
-
-@pytest.mark.parametrize("shape", [(0,), (2, 0)])
-def test_no_rows(shape: tuple[int, ...]) -> None:
-    targets, weight = torch.zeros(shape, dtype=torch.int64), torch.randn(7, 3)
-    for f, width in ((token_logprobs, 7), (lambda x, *given, **more: linear_logprobs(x, weight, *given, **more), 3)):
-
-        def value(x: Tensor, f: Any = f) -> Tensor:
-            logps, entropy = f(x, targets, entropy=True)
-            return logps.sum() + entropy.sum()
-
-        leaf = torch.zeros(*shape, width, requires_grad=True)
-        assert torch.func.grad(value)(leaf.detach()).shape == leaf.shape
-        graph(value)(leaf).backward()
-        assert leaf.grad is not None and leaf.grad.shape == leaf.shape
 
 
 def test_a_group_breaks_the_graph_and_torch_func_has_none() -> None:

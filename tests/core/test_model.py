@@ -333,21 +333,6 @@ def prompted(model: Any) -> Any:
     return peft.get_peft_model(model, peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
 
 
-def parametrised(model: Any) -> Any:
-    nn.utils.parametrizations.weight_norm(model.lm_head)
-    return model
-
-
-def patched(model: Any) -> Any:
-    model.lm_head.forward = lambda hidden: 2 * nn.functional.linear(hidden, model.lm_head.weight)
-    return model
-
-
-def hooked(model: Any) -> Any:
-    model.lm_head.register_forward_hook(lambda module, args, out: 2 * out)
-    return model
-
-
 def hooked_above(model: Any) -> Any:
     model.register_forward_hook(lambda module, args, out: out)
     return model
@@ -390,20 +375,6 @@ def hooked_above_lora(model: Any) -> Any:
     return model
 
 
-class Int8Linear(nn.Module):
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight = nn.Parameter((8 * linear.weight.detach()).to(torch.int8), requires_grad=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden @ (self.weight.to(hidden.dtype) / 8).T
-
-
-def quantised(model: Any) -> Any:
-    model.lm_head = Int8Linear(model.lm_head)
-    return model
-
-
 class Mine(nn.Module):
     pass
 
@@ -411,9 +382,6 @@ class Mine(nn.Module):
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "LoRA on the head": (lambda model: lora(model, target_modules=["lm_head"]), "carries an adapter"),
     "prompt tuning": (prompted, "PromptTuningConfig, whose prompt"),
-    "a parametrised head": (parametrised, "parameters or modules besides weight and bias"),
-    "a patched head": (patched, "whose forward is not that of torch.nn.Linear"),
-    "a hooked head": (hooked, "the head, a Linear, has hooks"),
     "a hooked model": (hooked_above, "the model, a LlamaForCausalLM, has hooks"),
     "a replaced forward": (replaced, "model is a LlamaForCausalLM whose forward was replaced .*del model.forward"),
     "a replaced forward, under accelerate": (
@@ -424,7 +392,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a replaced forward of LoRA": (lambda model: replaced(lora(model)), "PeftModelForCausalLM whose forward was replaced"),
     "a hook of one's own in accelerate": (hooked_by_accelerate, "LlamaForCausalLM whose forward was replaced"),
     "a hook above LoRA": (hooked_above_lora, "the model, a PeftModelForCausalLM, has hooks"),
-    "a quantised head": (quantised, "Int8Linear, whose forward is not that of torch.nn.Linear"),
     "DataParallel": (nn.DataParallel, r"DataParallel, whose forward must be called.*FusedLMHead"),
     "torch.compile": (torch.compile, r"OptimizedModule, whose forward must be called.*FusedLMHead"),
     "the base model": (lambda model: model.model, "LlamaModel.*its class is not listed"),

@@ -22,9 +22,10 @@ LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)
 
 @cache
 def recipe(name: str, source: str) -> Recipe:
-    """With the first seed for which no number lies at a bound."""
-    layout, others = ("padded", "packed")[len(name) % 2], ("near",) if "exact" in name else ()
-    seeds = (Recipe(source=source, objective=name, lengths=LENGTHS, layout=layout, others=others, seed=i) for i in range(9))
+    """With the first seed for which no number lies at a bound. From hidden states on-policy, without weights, where that can be."""
+    own = {"layout": ("padded", "packed")[len(name) % 2], "others": ("near",) if "exact" in name else ()}
+    given = ("everything",) if source == "logits" or "sampler" in name else ("on-policy", "everything")
+    seeds = (Recipe(source=source, objective=name, lengths=LENGTHS, given=x, seed=i, **own) for x in given for i in range(5))
     return next(r for r in seeds if exact_of(r)[0].clear)
 
 
