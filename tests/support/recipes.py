@@ -491,7 +491,8 @@ def _fields(
     old = logps - torch.where(uniform() < 0.5, 0.1, 0.6) * normal()
     old = old.clamp(-300.0, -1e-2) if spec.trust else old
     kl_of = probs["vocabulary" if r.over == "reference" else "kept"]
-    each = (len(sequences), 1) if r.given == "column" and r.layout != "without offsets" else logps.shape
+    by_sequence = r.given == "column" and r.layout != "without offsets" and spec.surrogate != "vespo"
+    each = (len(sequences), 1) if by_sequence else logps.shape
     seen = {
         "advantages": advantages, "old_logps": old, "ref_logps": kl_of + 0.7 * normal(), "sampler_logps": (old + 0.3 * normal()).clamp(-300.0, -1e-2),
         "weights": torch.where(uniform(*each) < 0.1, 0.0, 0.3 + uniform(*each)), "nll_weights": 0.1 * uniform(),
