@@ -134,7 +134,7 @@ FAULTS: list[Fault] = [
         (
             "the heads of several teachers are the first one's",
             'if id(stream) not in self._made:\n            self._made[id(stream)] = _products(stream)\n        own = self._made[id(stream)]',
-            'if not self._made:\n            self._made[0] = _products(stream)\n        own = self._made[0]', COST,
+            'if not self._made:\n            self._made[0] = _products(stream)\n        own = self._made[0]', COMBINATIONS,
         ),
         ("first_row is not counted", "starts(sparse.seed, places + sparse.first_row)", "starts(sparse.seed, places)", SPARSE),
         (
