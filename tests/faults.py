@@ -175,7 +175,9 @@ FAULTS: list[Fault] = [
         ("zeros are not written", "return empty(shape, dtype, device).zero_()", "return empty(shape, dtype, device)", MEMORY),
     ),
     *of("grpo_kernels/rows/selection.py", SPARSE,
-        ("the generator shifts by another number", "_shifted(x, 27)", "_shifted(x, 26)"),
+        (
+            "the generator shifts by another number", "_shifted(x, 27)", "_shifted(x, 26)", "tests/vocabulary/test_selection.py",
+        ),
         ("the target counts with the step", "torch.where(is_target, p, p.clamp(min=step))", "p.clamp(min=step)"),
         ("logits stay when rows are sorted", "ids, logits = ids[order], logits[order]", "ids = ids[order]"),
     ),
