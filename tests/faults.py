@@ -66,7 +66,7 @@ FAULTS: list[Fault] = [
         ("the sign of the distance of two rows", "(z - w) - apart", "(z - w) + apart"),
         ("the mixture's shares are those of the other stream", "-log_ratio, 1.0 - mixture)", "-log_ratio, mixture)"),
         ("the share of the student is that of the teacher", "p = (1.0 - mixture) * p", "p = mixture * p"),
-        ("a sign in the sums of parts", "(g - f) + f * apart", "(g - f) - f * apart"),
+        ("a sign in the sums of parts", "(g - f) + f * apart", "(g - f) - f * apart", RANKS),
     ),
     *of("grpo_kernels/rows/stream.py", COMBINATIONS,
         ("the sign of what other columns get", "others = -total  #", "others = total  #"),
@@ -108,12 +108,12 @@ FAULTS: list[Fault] = [
         ("rows are grouped by ids, not by slots", "exceeded(sets.counts + 1).argsort", "exceeded(sets.counts).argsort"),
         (
             "a target of another rank is this rank's",
-            "return torch.where(self._own[slots.offsets[:-1] + target], target, -1)", "return target",
+            "return torch.where(self._own[slots.offsets[:-1] + target], target, -1)", "return target", RANKS,
         ),
         ("the gradient over a set lacks the transform", "gradient * transform.slope(logits, self.kept.slots.rows)", "gradient"),
         (
             "sums of a mixture are those of one rank", "mixed if self.shard is None else self.shard.sum_over_ranks(mixed)",
-            "mixed",
+            "mixed", RANKS,
         ),
         (
             "the teacher's rows are those of the whole vocabulary",
@@ -182,7 +182,7 @@ FAULTS: list[Fault] = [
         ("logits stay when rows are sorted", "ids, logits = ids[order], logits[order]", "ids = ids[order]"),
     ),
     *of("grpo_kernels/rows/ragged.py", COMBINATIONS,
-        ("an id belongs to two ranks", "self.ids < first + count", "self.ids <= first + count"),
+        ("an id belongs to two ranks", "self.ids < first + count", "self.ids <= first + count", RANKS),
         ("slots of other chunks are in use", "ids=torch.where(place >= 0, self.ids, -1)", "ids=self.ids", RELATIONS),
         (
             "values are not sorted with their slots", "torch.cat([values, of_others])[order]",
@@ -198,11 +198,11 @@ FAULTS: list[Fault] = [
         ),
         (
             "hidden states are summed whatever is asked", "self.sum_over_ranks(d_hidden) if self.reduce_hidden else d_hidden",
-            "self.sum_over_ranks(d_hidden)", COMBINATIONS,
+            "self.sum_over_ranks(d_hidden)", RANKS,
         ),
         (
             "a rank without columns has every target", '"target": torch.nan, "teacher_max"', '"target": 0.0, "teacher_max"',
-            COMBINATIONS,
+            RANKS,
         ),
     ),
     *of("grpo_kernels/rows/run.py", SETS,
