@@ -8,7 +8,6 @@ import math
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,63 +56,21 @@ def loss(x: dict[str, Tensor], objective: Objective, of: TokenBatch | None = Non
     return linear_grpo_loss(x["hidden"], Head(x["weight"], x["bias"]), of or batch(), objective, **in_options(**options)).loss
 
 
-LEVELS = {"token": "dapo", "sequence": "gspo", "geometric mean": "gmpo", "sum": "vespo"}
-HEAD = ("weight", "bias")
+#: (objective, fields of its batch or options) -> rows in (logits, d_hidden, d_weight): those that count, and those with a gradient
+LOSSES: dict[str, tuple[Callable[[], Objective], dict[str, Any], tuple[int, int]]] = {
+    "token level": (lambda: Objective.preset("reinforce"), {}, (N, ACTIVE)),
+    "token level, inactive rows skipped": (lambda: Objective.preset("reinforce"), {"skip_inactive": True}, (ACTIVE, ACTIVE)),
+    "with a KL every row is active": (lambda: Objective.preset("reinforce", beta=0.1), {}, (N, N)),
+    "with a bonus every row is active": (lambda: Objective.preset("reinforce", entropy_coef=0.1), {}, (N, N)),
+}  # fmt: skip
 
 
-#: Terms and options -> rows that are projected, and those with a gradient.
-TERMS: list[tuple[dict[str, Any], int, int]] = [
-    ({}, N, ACTIVE), ({"beta": 0.1}, N, N), ({"entropy_coef": 0.1}, N, N), ({"skip_inactive": True}, ACTIVE, ACTIVE)
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("frozen", [(), HEAD], ids=["trainable", "frozen"])
-@pytest.mark.parametrize(  # for sequences a bonus has a pass of its own, and nothing is skipped
-    "level, terms, projected, active", [(x, *row) for x in LEVELS for row in TERMS[: 4 if x == "token" else 2]], ids=str
-)
-def test_rows_in_the_products_of_a_loss(
-    level: str, frozen: tuple[str, ...], terms: dict[str, Any], projected: int, active: int, backend: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """A slope of a level of sequences waits for its sequence, and so does d_weight."""
-    in_chunks(monkeypatch, 4)
-    again, skip = active if level != "token" and not frozen else 0, terms.get("skip_inactive", False)
-    objective = Objective.preset(LEVELS[level], **{name: x for name, x in terms.items() if name != "skip_inactive"})
-    rows = count_products(monkeypatch)  # on-policy: no ratio is clipped, which would leave a row without a slope
-    loss(leaves(*frozen), objective, batch(old_logps=None), backend=backend, skip_inactive=skip).backward()
-    assert rows == Counter({"logits": projected + again, "d_hidden": active, "d_weight": 0 if frozen else active})
-
-
-@pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
-def test_rows_in_the_products_of_log_probs_of_a_frozen_head(
-    entropy: bool, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two products; the logits come again only for rows where a gradient arrives at the entropy."""
-    in_chunks(monkeypatch, 4)
-    few = (torch.arange(B) < 2)[:, None]
-    again = int((MASK & few).sum()) if entropy else 0
-    x, of, rows = leaves(*HEAD), batch(), count_products(monkeypatch)
-    found = linear_logprobs(x["hidden"], x["weight"], of.targets, mask=MASK, entropy=entropy, options=Options(backend))
-    (found.logps.sum() + (0.0 if found.entropy is None else (found.entropy * few).sum())).backward()
-    assert rows == Counter({"logits": N + again, "d_hidden": N + again})
-
-
-def test_without_products_the_weight_may_be_gone(backend: str) -> None:
-    """As ZeRO-3 and FSDP leave it after the forward of the module that owns it. An entropy needs it."""
-    x, of, options, found = leaves(*HEAD), batch(), Options(backend), []
-    for gone in (False, True):
-        weight = x["weight"].clone()
-        logps, _ = linear_logprobs(x["hidden"], weight, of.targets, mask=MASK, options=options)
-        total = linear_grpo_loss(x["hidden"], weight, of, Objective.preset("gspo"), options=options).loss + logps.sum()
-        weight.data = torch.empty(0) if gone else weight.data
-        found.append(torch.autograd.grad(total, x["hidden"])[0])
-    assert found[0].any() and torch.equal(*found)
-    weight = x["weight"].clone()
-    entropy = linear_logprobs(x["hidden"], weight, of.targets, entropy=True, options=options).entropy
-    assert entropy is not None
-    weight.data = torch.empty(0)
-    with pytest.raises(RuntimeError, match="weight is gone before the backward"):
-        entropy.sum().backward()
+@pytest.mark.parametrize("name", LOSSES)
+def test_rows_in_the_products_of_a_loss(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, options, (projected, with_gradient) = LOSSES[name]
+    rows = count_products(monkeypatch)
+    loss(leaves(), make(), backend=backend, **options).backward()
+    assert rows == {"logits": projected, "d_hidden": with_gradient, "d_weight": with_gradient}
 
 
 def test_rows_in_the_products_of_log_probs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
