@@ -37,11 +37,11 @@ PACKAGE = grpo_kernels.__name__
 #: The slowest files. They run first, so that at the end of a run no process has to wait for the other's last file.
 LONG = (
     "vocabulary/test_triton_compiled.py", "vocabulary/test_vocab_parallel.py", "training/test_trainer_ranks.py",
-    "core/test_compile.py", "core/test_call_memory.py", "integrations/test_trl_runs.py", "core/test_determinism.py",
+    "core/test_compile.py", "core/test_cost.py", "integrations/test_trl_runs.py", "core/test_relations.py",
     "core/test_combinations.py", "core/test_package.py", "benchmarks/test_resources.py", "vocabulary/test_row_kernels.py",
     "vocabulary/test_cpu_products.py", "vocabulary/test_two_row_kernels.py", "vocabulary/test_triton_fallback.py",
-    "core/test_context_parallel.py", "core/test_waits.py", "core/test_head_ranks.py",
-    "integrations/test_liger.py", "integrations/test_trl_ranks.py", "benchmarks/test_gpu_kit.py", "core/test_relations.py",
+    "core/test_ranks.py", "core/test_waits.py", "core/test_head_ranks.py",
+    "integrations/test_liger.py", "integrations/test_trl_ranks.py", "benchmarks/test_gpu_kit.py",
     "benchmarks/test_benchmark_harness.py", "diagnosis/test_doctor.py", "training/test_trainer_resume.py",
     "vocabulary/test_triton_compile.py",
 )  # fmt: skip
@@ -115,18 +115,6 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.Tensor, "new_empty_strided"),
     ):
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
-
-
-@pytest.fixture(params=["float32", "bfloat16", "bfloat16 through fp32", "float16"])
-def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """A dtype for hidden states, bf16 with the products of this processor and with those of any other."""
-    from grpo_kernels.rows.backends import cpu_products
-
-    if request.param == "bfloat16" and cpu_products.available() is not None:
-        pytest.skip(f"no bf16 products here: {cpu_products.available()}")
-    if request.param == "bfloat16 through fp32":
-        monkeypatch.setattr(cpu_products, "available", lambda: "switched off")
-    return getattr(torch, request.param.split()[0])
 
 
 @pytest.fixture

@@ -38,9 +38,9 @@ AUTOGRAD = "tests/core/test_autograd.py"
 COST = "tests/core/test_cost.py"
 PRODUCTS = "tests/core/test_products.py"
 SETS = "tests/core/test_sets_and_teachers.py"
-METRICS = "tests/core/test_metrics.py"
+RANKS = "tests/core/test_ranks.py"
 SPARSE = "tests/core/test_sparse_gradients.py"
-MEMORY = "tests/core/test_weight_memory.py"
+MEMORY = "tests/core/test_callers_memory.py"
 HOSTILE = "tests/vocabulary/test_sanitizers.py"
 COMPILED = "tests/vocabulary/test_triton_compiled.py"
 HARNESS = "tests/benchmarks/test_benchmark_harness.py"
@@ -50,7 +50,7 @@ EXPERIMENTS = "tests/benchmarks/test_experiments.py"
 
 # fmt: off
 FAULTS: list[Fault] = [
-    *of("grpo_kernels/rows/partials.py", COMBINATIONS,
+    *of("grpo_kernels/rows/partials.py", f"{COMBINATIONS} {RANKS}",
         ("the shift of a part's weighted sum is dropped", '(parts["weighted"] + parts["sum"] * shift)', 'parts["weighted"]'),
         ("squares are shared once", 'share * share * parts["squares"]', 'share * parts["squares"]'),
         (
@@ -71,7 +71,7 @@ FAULTS: list[Fault] = [
         ("the sign of the distance of two rows", "(z - w) - apart", "(z - w) + apart"),
         ("the mixture's shares are those of the other stream", "-log_ratio, 1.0 - mixture)", "-log_ratio, mixture)"),
         ("the share of the student is that of the teacher", "p = (1.0 - mixture) * p", "p = mixture * p"),
-        ("a sign in the sums of parts", "(g - f) + f * apart", "(g - f) - f * apart"),
+        ("a sign in the sums of parts", "(g - f) + f * apart", "(g - f) - f * apart", RANKS),
     ),
     *of("grpo_kernels/rows/stream.py", COMBINATIONS,
         ("the sign of what other columns get", "others = -total  #", "others = total  #"),
@@ -97,7 +97,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "16-bit memory takes the sum of chunks", "self.total if self.total.dtype == torch.float32 else None", "self.total",
-            MEMORY,
+            RELATIONS,
         ),
         (
             "divergences lack their teacher's weight", "torch.where(weight == 0, 0.0, weight * x)",
@@ -110,15 +110,15 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/rows/sets.py", COMBINATIONS,
         ("no room for a target beside a full set", "-(-(sets.longest + 1) // 16) * 16", "-(-sets.longest // 16) * 16"),
-        ("rows are grouped by ids, not by slots", "exceeded(sets.counts + 1).argsort", "exceeded(sets.counts).argsort", SETS),
+        ("rows are grouped by ids, not by slots", "exceeded(sets.counts + 1).argsort", "exceeded(sets.counts).argsort"),
         (
             "a target of another rank is this rank's",
-            "return torch.where(self._own[slots.offsets[:-1] + target], target, -1)", "return target",
+            "return torch.where(self._own[slots.offsets[:-1] + target], target, -1)", "return target", RANKS,
         ),
         ("the gradient over a set lacks the transform", "gradient * transform.slope(logits, self.kept.slots.rows)", "gradient"),
         (
             "sums of a mixture are those of one rank", "mixed if self.shard is None else self.shard.sum_over_ranks(mixed)",
-            "mixed",
+            "mixed", RANKS,
         ),
         (
             "the teacher's rows are those of the whole vocabulary",
@@ -139,7 +139,7 @@ FAULTS: list[Fault] = [
         (
             "the heads of several teachers are the first one's",
             'if id(stream) not in self._made:\n            self._made[id(stream)] = _products(stream)\n        own = self._made[id(stream)]',
-            'if not self._made:\n            self._made[0] = _products(stream)\n        own = self._made[0]', COST,
+            'if not self._made:\n            self._made[0] = _products(stream)\n        own = self._made[0]', COMBINATIONS,
         ),
         ("first_row is not counted", "starts(sparse.seed, places + sparse.first_row)", "starts(sparse.seed, places)", SPARSE),
         (
@@ -178,12 +178,14 @@ FAULTS: list[Fault] = [
         ("zeros are not written", "return empty(shape, dtype, device).zero_()", "return empty(shape, dtype, device)", MEMORY),
     ),
     *of("grpo_kernels/rows/selection.py", SPARSE,
-        ("the generator shifts by another number", "_shifted(x, 27)", "_shifted(x, 26)"),
+        (
+            "the generator shifts by another number", "_shifted(x, 27)", "_shifted(x, 26)", "tests/vocabulary/test_selection.py",
+        ),
         ("the target counts with the step", "torch.where(is_target, p, p.clamp(min=step))", "p.clamp(min=step)"),
         ("logits stay when rows are sorted", "ids, logits = ids[order], logits[order]", "ids = ids[order]"),
     ),
     *of("grpo_kernels/rows/ragged.py", COMBINATIONS,
-        ("an id belongs to two ranks", "self.ids < first + count", "self.ids <= first + count"),
+        ("an id belongs to two ranks", "self.ids < first + count", "self.ids <= first + count", RANKS),
         ("slots of other chunks are in use", "ids=torch.where(place >= 0, self.ids, -1)", "ids=self.ids", RELATIONS),
         (
             "values are not sorted with their slots", "torch.cat([values, of_others])[order]",
@@ -199,18 +201,18 @@ FAULTS: list[Fault] = [
         ),
         (
             "hidden states are summed whatever is asked", "self.sum_over_ranks(d_hidden) if self.reduce_hidden else d_hidden",
-            "self.sum_over_ranks(d_hidden)", COMBINATIONS,
+            "self.sum_over_ranks(d_hidden)", RANKS,
         ),
         (
             "a rank without columns has every target", '"target": torch.nan, "teacher_max"', '"target": 0.0, "teacher_max"',
-            COMBINATIONS,
+            RANKS,
         ),
     ),
     *of("grpo_kernels/rows/run.py", SETS,
         ("a teacher that was written to is not noticed", "if problem.versions() != ctx.versions:", "if False:"),
         (
             "passes are summed in 16 bits", "twice = len(wholes) > 1 or (sets and wholes[0].all_rows if wholes else False)",
-            "twice = False", MEMORY,
+            "twice = False", COMBINATIONS,
         ),
         ("the factor of the loss is dropped", "ctx.backend.scale_(gradient, d_loss)", "pass", COMBINATIONS),
         (
@@ -235,8 +237,8 @@ FAULTS: list[Fault] = [
             "token_weights are dropped", 'rows = rows.weighted(per_token("token_weights"', '(per_token("token_weights"',
             "tests/core/test_objective.py",
         ),
-        ("ess without weights", "else ratio * rows.weights", "else ratio", METRICS),
-        ("masked tokens count as zero advantages", "(trained & (rows.advantages == 0))", "(rows.advantages == 0)", METRICS),
+        ("ess without weights", "else ratio * rows.weights", "else ratio", OBJECTIVES),
+        ("masked tokens count as zero advantages", "(trained & (rows.advantages == 0))", "(rows.advantages == 0)", OBJECTIVES),
         ("rows without a set are in kept_mass", "has = read & (sets.counts > 0)", "has = read"),
         (
             "the KL metric is over the sets",
@@ -298,7 +300,7 @@ FAULTS: list[Fault] = [
         (
             "an exchange of ranks is not made again",
             'if known is None or known[0] != versions:\n            known = versions, own',
-            'if known is None:\n            known = versions, own', "tests/core/test_context_parallel.py",
+            'if known is None:\n            known = versions, own', "tests/core/test_ranks.py",
         ),
         ("a segment's last token predicts the next segment", "valid[..., 1:] & follows", "valid[..., 1:]"),
         (

@@ -19,7 +19,6 @@ from support.bits import same_bits
 
 Tensor = torch.Tensor
 OFFSETS = [0, 2, 2, 7, 10]  # four sequences, the second empty
-OWNER = torch.tensor([0, 0, 2, 2, 2, 2, 2, 3, 3, 3])
 #: All terms; sums of sequences and of tokens.
 OBJECTIVE = Objective.preset("gspo", beta=0.1, kl_aggregate="token-mean")
 
@@ -45,54 +44,26 @@ def batch_of(packed: bool, **changes: Any) -> TokenBatch:
     return TokenBatch(ids(*shape), **{**given, **cuts, **changes})
 
 
-@pytest.mark.parametrize("field", ["advantages", "weights", "nll_weights"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_number_of_a_sequence_is_that_of_its_tokens(packed: bool, field: str) -> None:
-    """[B], [B, 1] and one number for all, in dtypes that become fp32. Square batches are not transposed."""
-    number = torch.tensor([0.5, -1.0, 2.0, 0.25])[: 4 if packed else 3]
-    each = number[OWNER] if packed else number[:, None].expand(3, 4)
-    expected = slopes(batch_of(packed, **{field: each}))
-    for given in (number, number[:, None], number.double(), number.half(), number.bfloat16(), number.clone().requires_grad_()):
-        assert same_bits(slopes(batch_of(packed, **{field: given})), expected)
-    assert not same_bits(slopes(batch_of(packed, **{field: number[0]})), expected)
-    assert same_bits(
-        slopes(batch_of(packed, **{field: number[0]})), slopes(batch_of(packed, **{field: torch.full_like(each, 0.5)}))
-    )
+def test_as_many_rows_as_packed_sequences() -> None:
+    """A tensor of that length is one number a token; [B, 1] says that it is one a sequence. Square batches are not transposed."""
     square, values = ids(3, 3), torch.tensor([1.0, 2.0, 3.0])
     assert same_bits(slopes(TokenBatch(square, values)), slopes(TokenBatch(square, values[:, None].expand(3, 3))))
-
-
-def test_as_many_rows_as_packed_sequences() -> None:
-    """A tensor of that length is one number a token; [B, 1] says that it is one a sequence."""
-    reinforce, offsets, values = Objective.preset("reinforce"), torch.tensor([0, 2, 2, 3]), torch.tensor([1.0, 2.0, 3.0])
+    reinforce, offsets = Objective.preset("reinforce"), torch.tensor([0, 2, 2, 3])
     for given, expected in ((values, [1, 2, 3]), (values[:, None], [1, 1, 3])):
         found = slopes(TokenBatch(ids(3), given, cu_seqlens=offsets), reinforce)
         torch.testing.assert_close(-3 * found, torch.tensor(expected).float())
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_masks_hide_rubbish_whatever_their_dtype(packed: bool) -> None:
-    mask = (torch.arange(10) % 3 != 1) if packed else torch.tensor([[1, 0, 1, 0]] * 3).bool()
-    plain = batch_of(packed, mask=mask)
-    names = ("advantages", "old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights")
-    poisoned = {name: torch.where(mask, getattr(plain, name), torch.nan) for name in names}
-    for given in (mask, mask.long(), mask.int(), mask.byte()):
-        batch = batch_of(packed, mask=given, **poisoned)
-        assert batch.mask is not None and batch.mask.dtype == torch.bool and same_bits(slopes(batch), slopes(plain))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
-def test_integer_advantages_are_numbers(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float16, torch.bfloat16], ids=str)
+def test_advantages_of_any_dtype_are_numbers(dtype: torch.dtype) -> None:
     whole = torch.tensor([0, 1, 2], dtype=dtype)
     batch = TokenBatch(ids(3, 4), whole)
-    assert batch.advantages.dtype == torch.float32 and same_bits(slopes(batch), slopes(TokenBatch(ids(3, 4), whole.float())))
+    assert batch.advantages.is_floating_point() and same_bits(slopes(batch), slopes(TokenBatch(ids(3, 4), whole.float())))
     assert replace(batch, mask=None).advantages is batch.advantages
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_offsets_of_both_integers_and_none(dtype: torch.dtype) -> None:
+def test_rows_and_sequences_are_counted() -> None:
     batch = batch_of(True)
-    assert same_bits(slopes(replace(batch, cu_seqlens=torch.tensor(OFFSETS, dtype=dtype))), slopes(batch))
     assert (batch.rows, batch.sequences) == (10, 4) and replace(batch, cu_seqlens=None).sequences is None
     assert (batch_of(False).rows, batch_of(False).sequences) == (12, 3)
     for empty in ([0], [0, 0], [0, 0, 0]):
@@ -137,13 +108,11 @@ def test_any_leading_shape_of_log_probs() -> None:
 
 def full_batch(missing: str | None) -> TokenBatch:
     """Every field that needs no process group, of all dtypes that it may have."""
-    halves = torch.rand(4).to(torch.bfloat16)
+    halves = torch.rand(4, 1).to(torch.bfloat16)
     kept = TokenSets.from_lists([[i, 11] if i % 3 else [11] for i in range(10)]).with_values(torch.arange(17.0)[:16])
-    given = batch_of(True, advantages=halves[:, None], weights=halves[:, None], groups=torch.tensor([0, 0, 1, 1]), kept=kept)
-    return replace(
-        given, targets=torch.arange(10, dtype=torch.int32), mask=torch.arange(10) % 4 != 1, old_logps=given.ref_logps.double(),
-        missing=missing,
-    )  # fmt: skip
+    own = {"mask": torch.arange(10) % 4 != 1, "targets": torch.arange(10, dtype=torch.int32), "missing": missing}
+    given = batch_of(True, advantages=halves, weights=halves, groups=torch.tensor([0, 0, 1, 1]), kept=kept)
+    return replace(given, old_logps=given.ref_logps.double(), **own)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("missing", [None, "mask", "full"])
@@ -158,14 +127,13 @@ def test_a_batch_goes_to_another_device(missing: str | None) -> None:
             assert (value.device, value.dtype, value.shape) == (there, was.dtype, was.shape), f.name
     assert isinstance(moved.kept, TokenSets) and moved.kept.ids.device == moved.kept.values.device == there  # type: ignore[union-attr]
     assert all(x.device == there for x in vars(moved).values() if isinstance(x, Tensor))
-    logits, objective = torch.randn(10, 12), Objective.preset("dapo", beta=0.1)
-    ours, theirs = (grpo_loss(logits, x, objective, options=Options(backend="eager")) for x in (copy.deepcopy(batch), batch))
-    assert torch.equal(ours.loss, theirs.loss) and ours.loss != 0 and theirs.metrics["outside_set"] > 0
-    for x in (
-        ours,
-        grpo_loss(logits, batch.to("cpu:0"), objective, options=Options(backend="eager")),
-    ):  # which is no device of the batch's name
-        assert all(torch.equal(value, theirs.metrics[name]) for name, value in x.metrics.items())
+    logits, objective, options = torch.randn(10, 12), Objective.preset("dapo", beta=0.1), Options("eager")
+    expected = grpo_loss(logits, batch, objective, options=options)
+    assert expected.loss != 0 and expected.metrics["outside_set"] > 0
+    for copied in (copy.deepcopy(batch), batch.to("cpu:0")):  # which is no device of the batch's name
+        found = grpo_loss(logits, copied, objective, options=options)
+        assert torch.equal(found.loss, expected.loss)
+        assert all(torch.equal(value, expected.metrics[name]) for name, value in found.metrics.items())
 
 
 def test_a_batch_that_is_there_already_stays() -> None:
@@ -216,7 +184,7 @@ def test_marked_rows(kind: str, expected: list[int]) -> None:
 # ---- rewards
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "cispo", "gspo", "sapo", "reinforce"])
+@pytest.mark.parametrize("name", ["dapo", "gspo", "reinforce"])
 def test_no_advantage_is_no_gradient(name: str, backend: str) -> None:
     """Groups of one and groups of equal rewards: not small, but zero, in the loss as in every bit of the gradient. Rewards of 1e30
     are those of 1 where the scale is their deviation."""

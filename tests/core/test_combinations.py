@@ -7,24 +7,41 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 
 from support.doors import check, exact_of
 from support.inside import executor, executors
-from support.processes import checks_of
-from support.recipes import AXES, PAIRED, Recipe, covering, legal, problem, random_recipe
+from support.recipes import AXES, PAIRED, Recipe, covering, problem, random_recipe
 
 MANY = int(os.environ.get("GRPO_KERNELS_FUZZ", "2000"))
 EXECUTORS = executors()
-#: Where three values meet that no pair brings together: rows with and without sets beside a second stream, several of those beside
-#: a term of likelihood.
-PAIRS = [
-    *covering(),
-    *(legal(Recipe(objective="dapo, exact", kept="some", missing="full", others=("near",), seed=seed)) for seed in range(2)),
-    legal(Recipe(objective="dapo, exact", others=("whole", "near"))),
-]
-RANKS = "recipes_on_ranks"
+LOGPS = Recipe(door="logprobs")
+ITSELF = Recipe(objective="dapo, exact", others=("itself",), inplace=True, seed=1)
+#: Recipes, each with all combinations of the values of some axes: rows with and without sets beside a second stream, several of
+#: those beside a term of likelihood; real vocabularies, and more rows than a dimension of a grid has; sets of one to thousands of
+#: ids; impossible logits and those at the ends of a dtype; a teacher that is the same logits, which are overwritten; no rows, and
+#: no trained row.
+TABLE: list[tuple[Recipe, dict[str, tuple[Any, ...]]]] = [
+    (Recipe(objective="dapo, exact", kept="some", missing="full", others=("near",)), {"seed": (0, 1)}),
+    (Recipe(objective="dapo, exact", others=("whole", "near")), {}),
+    (replace(LOGPS, lengths=(2,)), {"vocab": (1000, 32_001, 129_921, 151_936), "dtype": ("float32", "bfloat16")}),
+    (replace(LOGPS, lengths=(65_537,), vocab=3), {}),
+    (replace(LOGPS, lengths=(1,), vocab=1_000_003), {}),
+    (Recipe(lengths=(9,), vocab=4000, kept="long"), {"door": ("loss", "logprobs"), "source": AXES["source"]}),
+    (LOGPS, {"extreme": ("absent", "ends"), "dtype": AXES["dtype"], "vocab": (7, 300, 9000)}),
+    (ITSELF, {"exact": AXES["exact"], "dtype": ("float32", "bfloat16"), "objective": ("dapo, exact", "gspo, exact")}),
+    (ITSELF, {"exact": AXES["exact"], "kept": ("some",)}),
+    (replace(ITSELF, others=("itself", "itself")), {"exact": AXES["exact"]}),
+    (replace(ITSELF, objective="dapo", door="divergence"), {"exact": AXES["exact"]}),
+    *((Recipe(lengths=lengths, layout=layout, mask="all"), {"source": AXES["source"], "dtype": AXES["dtype"], "door": ("loss", "logprobs")})
+      for lengths, layout in (((0,), "packed"), ((), "padded"), ((0, 0), "padded"), ((3, 2), "padded"))),
+]  # fmt: skip
+PAIRS = covering()
+PAIRS += [replace(r, **dict(zip(axes, x, strict=True))) for r, axes in TABLE for x in product(*axes.values())]
 
 
 @pytest.mark.parametrize("recipe", PAIRS, ids=str)
@@ -39,16 +56,11 @@ def test_room_is_small_where_numbers_are_plain() -> None:
     """What is compared would not pass whatever came out."""
     plain = [
         r
-        for r in PAIRS
+        for r in covering()
         if (r.spread, r.dtype, r.width, r.extreme, r.transform) == (3.0, "float32", 8, "none", "none") and r.vocab > 2
     ]
     rooms = [(exact_of(r)[0].values["logps"], exact_of(r)[1].values["logps"]) for r in plain]
     assert len(rooms) > 10 and all((room <= 2e-4 * (1 + exact.abs())).all() for exact, room in rooms)
-
-
-@pytest.mark.parametrize("check_of_ranks", checks_of(RANKS))
-def test_parts_of_a_vocabulary(on_ranks: Callable[..., dict[str, str]], check_of_ranks: str) -> None:
-    assert on_ranks(RANKS, 2)[check_of_ranks] == "ok", on_ranks(RANKS, 2)[check_of_ranks]
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from grpo_kernels import (
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.formulas.surrogates import Surrogate
 from grpo_kernels.model import FusedLMHead
-from support.doors import batch_of, compare, objective_of, run
+from support.doors import batch_of, by_func, compare, objective_of, run
 from support.inside import rows_of_head, rows_of_logits, traced_stages
 from support.recipes import KINDS, Problem, Recipe, legal, problem
 
@@ -74,6 +74,8 @@ GRAPHS = [
     plain(objective="dapo, k3", source="hidden", frozen="weight", bias="column"),
     plain(door="logprobs", also="entropy", transform="temperature"),
     plain(door="logprobs", source="hidden", also="detached", bias="column"),
+    plain(door="logprobs", lengths=(0,), layout="without offsets"),
+    plain(door="logprobs", lengths=(0, 0), source="hidden"),
 ]
 #: What is computed between two graphs.
 OUTSIDE = [
@@ -139,36 +141,6 @@ def test_a_graph_over_views_and_a_checkpoint_under_autocast() -> None:
 # ---- torch.func
 
 
-class ByFunc(torch.autograd.Function):
-    """A function whose values and gradients torch.func.vjp makes."""
-
-    @staticmethod
-    def forward(ctx: Any, f: Any, *front: Tensor) -> Any:
-        values, ctx.vjp = torch.func.vjp(f, *(x.detach() for x in front))
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *ctx.vjp(gradients)
-
-
-def by_func(f: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*front: Tensor) -> Any:
-        names: list[Any] = []
-
-        def values(*x: Tensor) -> tuple[Tensor, ...]:
-            out = f(*x)
-            if isinstance(out, tuple) and isinstance(out[0], tuple):  # with names beside the values
-                out, of_them = out
-                names.append(of_them)
-            return out if isinstance(out, tuple) else (out,)
-
-        found = ByFunc.apply(values, *front)
-        return (found, names[0]) if names else found if len(found) > 1 else found[0]
-
-    return call
-
-
 @pytest.mark.parametrize("recipe", [r for r in GRAPHS + OUTSIDE if r.also != "detached" and r.bias == "none"], ids=str)
 def test_torch_func(recipe: Recipe, backend: str) -> None:
     compare(problem(recipe), run(problem(recipe), backend=backend, call=by_func))
@@ -229,21 +201,6 @@ def test_autocast_does_not_reach_into_an_operator() -> None:
 
         leaf = given["weight"].clone().requires_grad_()
         assert torch.equal(torch.func.grad(value)(given["weight"]), torch.autograd.grad(value(leaf), leaf)[0])
-
-
-@pytest.mark.parametrize("shape", [(0,), (2, 0)])
-def test_no_rows(shape: tuple[int, ...]) -> None:
-    targets, weight = torch.zeros(shape, dtype=torch.int64), torch.randn(7, 3)
-    for f, width in ((token_logprobs, 7), (lambda x, *given, **more: linear_logprobs(x, weight, *given, **more), 3)):
-
-        def value(x: Tensor, f: Any = f) -> Tensor:
-            logps, entropy = f(x, targets, entropy=True)
-            return logps.sum() + entropy.sum()
-
-        leaf = torch.zeros(*shape, width, requires_grad=True)
-        assert torch.func.grad(value)(leaf.detach()).shape == leaf.shape
-        graph(value)(leaf).backward()
-        assert leaf.grad is not None and leaf.grad.shape == leaf.shape
 
 
 def test_a_group_breaks_the_graph_and_torch_func_has_none() -> None:

@@ -1,8 +1,15 @@
-"""What a call costs: the rows that enter each product, and the memory that is allocated."""
+"""What a call costs: the rows that enter each product, the memory that is allocated, and its peak from hidden states."""
 
 from __future__ import annotations
 
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,17 +18,20 @@ import torch
 from grpo_kernels import (
     Exact,
     Head,
+    LogitTransform,
     Objective,
     Options,
     TokenBatch,
     TokenSets,
+    grpo_loss,
     linear_divergence,
     linear_grpo_loss,
     linear_logprobs,
+    token_logprobs,
 )
 from support.allocations import Allocations
 from support.doors import in_options
-from support.inside import count_products, in_chunks
+from support.inside import blocks_of_a_row, count_products, in_chunks
 
 Tensor = torch.Tensor
 B, T, V, H = 8, 7, 811, 96
@@ -181,3 +191,108 @@ def test_sixteen_bit_gradients_are_summed_in_fp32(backend: str, monkeypatch: pyt
         found[rows] = total
     assert (found[2] != found[2].bfloat16().float()).float().mean() > 0.9
     assert (found[2] - found[64]).abs().max() <= 2.0**-8 * found[64].abs().max()
+
+
+@pytest.mark.parametrize("entropy", [False, "detached", True], ids=str)
+def test_a_temperature_on_a_view_makes_no_copy(entropy: bool | str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only new tensors of many logits are the gradient of the view and, by autograd, that of what it is a view of; with
+    entropy no more than without, and in place none."""
+    blocks_of_a_row(monkeypatch)
+    leaf, targets = torch.randn(4, 9, 601).requires_grad_(), torch.randint(601, (4, 8))
+    transform = LogitTransform(temperature=torch.rand(4) + 0.5, softcap=20.0)
+
+    def large(f: Callable[[], Any]) -> tuple[Any, list[tuple[int, ...]]]:
+        with Allocations() as made:
+            result = f()
+        return result, sorted(shape for shape in made.shapes if math.prod(shape) > 8 * 601)
+
+    given: dict[str, Any] = {"transform": transform, "options": Options(backend)}
+    (logps, _), forward = large(lambda: token_logprobs(leaf[:, :-1], targets, entropy=entropy, **given))
+    assert forward == [] and large(lambda: logps.sum().backward())[1] == [(4, 8, 601), (4, 9, 601)]
+    batch, objective, source = (
+        TokenBatch(targets, torch.randn(4)),
+        Objective.preset("dapo", entropy_coef=0.1),
+        (leaf * 1.0)[:, :-1],
+    )
+    assert large(lambda: grpo_loss(leaf[:, :-1], batch, objective, **given))[1] == [(4, 8, 601)]
+    assert large(lambda: grpo_loss(source, batch, objective, inplace=True, **given))[1] == []
+
+
+# ---- the peak, in a process of its own: no [N, V] at any N, and no [V, H] unless its gradient is wanted
+
+MIB = 1 << 20
+VOCAB, WIDTH, CHUNK, SMALL, LARGE = 32001, 128, 64, 192, 640
+CHUNK_BYTES, HEAD_BYTES = 4 * VOCAB * CHUNK, 4 * VOCAB * WIDTH
+MEASURE = f"""
+import ctypes, json, torch
+from benchmarks.harness import peak_memory
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: no page is larger than what was touched
+from grpo_kernels import Objective, Options, Sparse, TokenBatch, linear_grpo_loss, linear_logprobs
+from support.inside import blocks
+torch.manual_seed(0)
+blocks.CHUNK_BYTES["cpu"] = blocks.WEIGHT_BLOCK_BYTES = {CHUNK_BYTES}
+
+def measure(layer, dtype, n, frozen=False, grad=True, backend="auto", sparse=False):
+    options = Options(backend, sparse=Sparse() if sparse else None)
+    hidden = torch.randn(n, {WIDTH}).to(getattr(torch, dtype)).requires_grad_()
+    weight = (torch.randn({VOCAB}, {WIDTH}) / 16).to(hidden.dtype).requires_grad_(not frozen)
+    targets, advantages = torch.randint({VOCAB}, (n,)), torch.randn(n)
+    batch = TokenBatch(targets, advantages)
+
+    def run():
+        hidden.grad = weight.grad = None
+        with torch.set_grad_enabled(grad):
+            if layer == 2:
+                loss = linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), options=options).loss
+            else:
+                logps, entropy = linear_logprobs(hidden, weight, targets, entropy=True, options=options)
+                loss = (logps * advantages).sum() + entropy.sum()
+        if grad:
+            loss.backward()
+            hidden.grad = weight.grad = None
+
+    run()
+    return peak_memory(run, "cpu")
+
+print(json.dumps([measure(**call) for call in json.loads(input())]))
+"""
+
+
+@functools.cache
+def peaks() -> dict[str, float]:
+    """Bytes above what was there before, by `call`."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("measures as Linux does")
+    kinds = [(layer, dtype) for layer in (1, 2) for dtype in ("float32", "bfloat16", "float16")]
+    calls = [call(layer, dtype, n) for layer, dtype in kinds for n in (SMALL, LARGE)]
+    calls += [call(layer, dtype, LARGE, **more) for layer, dtype in kinds for more in ({"grad": False}, {"sparse": True})]
+    calls += [call(layer, "float32", SMALL, frozen=True) for layer in (1, 2)]
+    calls += [call(2, "float32", n, backend="eager") for n in (SMALL, LARGE)]
+    # Freed memory goes back at once, so that a second run shows its peak again.
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2]), *sys.path])
+    env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    asked = f"[{','.join(calls)}]"
+    done = subprocess.run([sys.executable, "-c", MEASURE], input=asked, env=os.environ | env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(calls, json.loads(done.stdout), strict=True))
+
+
+def call(layer: int, dtype: str, n: int, **more: Any) -> str:
+    return json.dumps({"layer": layer, "dtype": dtype, "n": n, **more})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_the_peak_is_flat_in_the_number_of_rows(layer: int, dtype: str) -> None:
+    """Beyond the gradients one chunk of logits; for a 16-bit head also the block of it that is in fp32, and the next."""
+    held = CHUNK_BYTES if dtype == "float32" else 3 * CHUNK_BYTES
+    of_hidden = {n: 2 * 4 * n * WIDTH for n in (SMALL, LARGE)}  # its sum in fp32, then in the dtype of hidden
+    beyond = {n: peaks()[call(layer, dtype, n)] - of_hidden[n] for n in (SMALL, LARGE)}
+    assert abs(beyond[LARGE] - beyond[SMALL]) < 4 * MIB < 4 * VOCAB * (LARGE - SMALL) / 10
+    assert HEAD_BYTES < beyond[LARGE] < HEAD_BYTES + held + 4 * MIB
+    assert peaks()[call(layer, dtype, LARGE, grad=False)] < held + 4 * MIB
+    assert peaks()[call(layer, dtype, LARGE, sparse=True)] <= peaks()[call(layer, dtype, LARGE)]  # of the flattest rows
+    if dtype == "float32":
+        assert peaks()[call(layer, dtype, SMALL, frozen=True)] < CHUNK_BYTES + 4 * MIB < HEAD_BYTES
+        small, large = (peaks()[call(2, dtype, n, backend="eager")] for n in (SMALL, LARGE))
+        assert large - small < 4 * MIB

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_kernels import Head, LogitTransform, Options, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Head, LogitTransform, Options, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs
 from grpo_kernels.model import FusedLMHead, HeadLogprobs, HeadLoss
 from support import oracle
 from support.gradients import gradients
@@ -364,6 +365,91 @@ def check_a_gathered_attribute_is_wrong(rank: int, ranks: int) -> None:
         value_of(model(DATA[rank, step]), DATA[rank, step]).backward()
     got, want = gradients(model)["lm_head.weight"], expected("loss", False, False).gradients[0]["lm_head.weight"]
     assert (got - want).norm() > 0.3 * want.norm()
+
+
+# ---- memory of the caller's for the gradient of the weight
+
+
+def micro_batch(rank: int, kept: bool) -> TokenBatch:
+    batch = DATA[rank, rank]
+    lists = [[i % V, 5, 9] if i % 2 else [] for i in range(batch.rows)]
+    return replace(batch, kept=TokenSets.from_lists([sorted({*ids}) for ids in lists])) if kept else batch
+
+
+def mean(kept: bool) -> dict[str, Tensor]:
+    """The gradients of one process, over ranks."""
+    whole = fused(Case(bias=False))
+    for rank in range(RANKS):
+        (whole(micro_batch(rank, kept)).loss / RANKS).backward()
+    return gradients(whole)
+
+
+def with_memory(model: Model, total: Tensor | None = None) -> tuple[Model, Tensor]:
+    total = torch.zeros(V, H) if total is None else total
+    model.options = Options(weight_grad=total)
+    return model, total
+
+
+def reduced(total: Tensor) -> Tensor:
+    torch.distributed.all_reduce(total)
+    return total / RANKS
+
+
+def check_weight_grad_beside_ddp(rank: int, ranks: int) -> None:
+    """As documented, what DDP reduces is not what was added. With the head left to the caller the memory is reduced once, after two
+    micro-batches."""
+    model, total = with_memory(fused(Case(bias=False)))
+    wrapped, _ = ddp()(model)
+    wrapped(micro_batch(rank, True)).loss.backward()
+    found, want = gradients(model), mean(True)
+    assert not found.pop("lm_head.weight").any() and total.any()
+    assert_close(found, {name: x for name, x in want.items() if name in found}, 2e-5, "beside the head")
+    for kept in (True, False):
+        (model, total), want = with_memory(fused(Case(bias=False))), mean(kept)
+        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["lm_head.weight"])
+        wrapped, sync = ddp()(model)
+        for last in (False, True):
+            with sync(last):
+                wrapped(micro_batch(rank, kept)).loss.backward()
+        found = gradients(model) | {"lm_head.weight": reduced(total)}
+        assert_close(found, {name: 2 * x for name, x in want.items()}, 2e-5, "the head alone")
+
+
+def check_weight_grad_beside_fsdp2(rank: int, ranks: int) -> None:
+    """Refused where it gathers the head, in its own group or in the root's; with the head left whole it works."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    for layout, kept in itertools.product(("root", "head alone"), (True, False)):
+        model, _ = with_memory(fused(Case(bias=False)))
+        with pytest.raises(ValueError, match="FSDP gathers this weight"):
+            fsdp2(layout)(model)[0](micro_batch(rank, kept))
+    model, total = with_memory(fused(Case(bias=False)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)), ignored_params={model.lm_head.weight})
+    model(micro_batch(rank, True)).loss.backward()
+    assert_close(gradients(model) | {"lm_head.weight": reduced(total)}, mean(True), 2e-5, "FSDP2 without the head")
+
+
+def check_megatron(rank: int, ranks: int) -> None:
+    """A hook after the gradient was accumulated, which adds it to main_grad unless the flag is set, and drops it, as Megatron's
+    does; then one reduction of main_grad."""
+    for kept in (True, False):
+        model, total = with_memory(fused(Case(bias=False)))
+        weight: Any = model.lm_head.weight
+        weight.main_grad, weight.grad_added_to_main_grad = total, False
+        seen = []
+
+        def hook(p: Any, seen: list[bool] = seen) -> None:
+            seen.append(p.grad is not None and p.grad.shape == p.shape)
+            if not p.grad_added_to_main_grad:
+                p.main_grad.add_(p.grad)
+            p.grad = None
+
+        weight.register_post_accumulate_grad_hook(hook)
+        for _ in range(2):
+            model(micro_batch(rank, kept)).loss.backward()
+        assert seen == [True, True] and weight.grad is None and weight.grad_added_to_main_grad is True
+        assert_close({"head": reduced(total)}, {"head": 2 * mean(kept)["lm_head.weight"]}, 2e-5, "Megatron")
 
 
 # ---- ZeRO-3

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_kernels import Exact, LogitTransform, LossOutput, Objective, TokenBatch, grpo_loss, loss_from_model
+from grpo_kernels import Exact, LogitTransform, LossOutput, Objective, Options, TokenBatch, grpo_loss, loss_from_model
 from grpo_kernels.architectures import language_model
 from grpo_kernels.batch import shift_targets
 from grpo_kernels.model import FusedLMHead
@@ -125,6 +125,15 @@ def test_packed_sequences(flat: bool) -> None:
     mine = loss_from_model(model, ids if flat else ids[None], batch, OBJECTIVE, position_ids=positions)
     logits = torch.cat([model(input_ids=part[None]).logits[0] for part in ids.split([5, 6])])
     assert_same(mine, grpo_loss(logits, batch, OBJECTIVE), model)
+
+
+def test_the_gradient_of_the_head_is_added_to_memory_of_the_callers() -> None:
+    model, given, found = build("LlamaForCausalLM"), aligned(), []
+    total = torch.zeros_like(model.lm_head.weight)
+    for into in (None, total):
+        loss_from_model(model, options=Options(weight_grad=into), **given).loss.backward()
+        found.append(take_gradients(model))
+    torch.testing.assert_close(found[1] | {"lm_head.weight": total}, found[0])
 
 
 # ---- wrappers around a model
@@ -324,21 +333,6 @@ def prompted(model: Any) -> Any:
     return peft.get_peft_model(model, peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
 
 
-def parametrised(model: Any) -> Any:
-    nn.utils.parametrizations.weight_norm(model.lm_head)
-    return model
-
-
-def patched(model: Any) -> Any:
-    model.lm_head.forward = lambda hidden: 2 * nn.functional.linear(hidden, model.lm_head.weight)
-    return model
-
-
-def hooked(model: Any) -> Any:
-    model.lm_head.register_forward_hook(lambda module, args, out: 2 * out)
-    return model
-
-
 def hooked_above(model: Any) -> Any:
     model.register_forward_hook(lambda module, args, out: out)
     return model
@@ -381,20 +375,6 @@ def hooked_above_lora(model: Any) -> Any:
     return model
 
 
-class Int8Linear(nn.Module):
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight = nn.Parameter((8 * linear.weight.detach()).to(torch.int8), requires_grad=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden @ (self.weight.to(hidden.dtype) / 8).T
-
-
-def quantised(model: Any) -> Any:
-    model.lm_head = Int8Linear(model.lm_head)
-    return model
-
-
 class Mine(nn.Module):
     pass
 
@@ -402,9 +382,6 @@ class Mine(nn.Module):
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "LoRA on the head": (lambda model: lora(model, target_modules=["lm_head"]), "carries an adapter"),
     "prompt tuning": (prompted, "PromptTuningConfig, whose prompt"),
-    "a parametrised head": (parametrised, "parameters or modules besides weight and bias"),
-    "a patched head": (patched, "whose forward is not that of torch.nn.Linear"),
-    "a hooked head": (hooked, "the head, a Linear, has hooks"),
     "a hooked model": (hooked_above, "the model, a LlamaForCausalLM, has hooks"),
     "a replaced forward": (replaced, "model is a LlamaForCausalLM whose forward was replaced .*del model.forward"),
     "a replaced forward, under accelerate": (
@@ -415,7 +392,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a replaced forward of LoRA": (lambda model: replaced(lora(model)), "PeftModelForCausalLM whose forward was replaced"),
     "a hook of one's own in accelerate": (hooked_by_accelerate, "LlamaForCausalLM whose forward was replaced"),
     "a hook above LoRA": (hooked_above_lora, "the model, a PeftModelForCausalLM, has hooks"),
-    "a quantised head": (quantised, "Int8Linear, whose forward is not that of torch.nn.Linear"),
     "DataParallel": (nn.DataParallel, r"DataParallel, whose forward must be called.*FusedLMHead"),
     "torch.compile": (torch.compile, r"OptimizedModule, whose forward must be called.*FusedLMHead"),
     "the base model": (lambda model: model.model, "LlamaModel.*its class is not listed"),

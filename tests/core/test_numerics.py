@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,56 +121,44 @@ WITHOUT_KL = ("areal", "torchtitan")
 
 B, T = 7, 8
 G = torch.Generator().manual_seed(21)
-
-
-@dataclass(frozen=True, eq=False)
-class Data:
-    """fp32 [B, T]. Ratios lie around the clip ranges, the KL within its clamps."""
-
-    logps: Tensor
-    old: Tensor
-    ref: Tensor
-    entropy: Tensor
-    advantages: Tensor
-    mask: Tensor
-
-
-def near() -> Data:
-    logps = -0.02 - 3 * torch.rand(B, T, generator=G).square()
-    shift = torch.tensor([0.3, -0.3, -0.4, 0.1, 0.45, 0.05, 0.0])[:, None]
-    old = (logps - shift - 0.25 * torch.randn(B, T, generator=G)).clamp(max=-0.01)
-    mask = torch.arange(T) < torch.tensor([8, 4, 6, 0, 8, 3, 5])[:, None]
-    advantages = torch.tensor([1.2, 0.8, -0.7, 0.9, -1.1, -0.6, 0.0])[:, None].expand(B, T)
-    ref, entropy = logps + 0.5 * torch.randn(B, T, generator=G), torch.rand(B, T, generator=G) + 0.5
-    return Data(logps, old, ref, entropy, advantages, mask)
+Data = dict[str, Tensor]
 
 
 def data() -> Iterator[tuple[str, Data]]:
-    """Near; with log-ratios beyond 10 and 20; with a KL beyond its clamps; with advantages that differ within a sequence;
-    with ratios around the bounds of GSPO."""
-    one = near()
-    old, ref = one.old.clone(), one.ref.clone()
-    old[0, :3] = one.logps[0, :3] - torch.tensor([9.0, -21.0, -9.5])
-    old[1], old[2, :2] = one.logps[1] - 11.0, one.logps[2, :2] - torch.tensor([12.0, 9.5])
-    old[4, 0], old[5] = one.logps[4, 0] - 21.0, one.logps[5] - 11.0
-    ref[0, 0], ref[2, 3], ref[5, 1] = one.logps[0, 0] + 2.7, one.logps[2, 3] - 12.0, one.logps[5, 1] + 4.0
-    ref[0, 1] = one.logps[0, 1] - 25.0
-    mixed = one.advantages + 0.4 * torch.randn(B, T, generator=G)
-    yield from (("near", one), ("far", replace(one, old=old)), ("far reference", replace(one, ref=ref)))
-    yield "advantages of tokens", replace(one, advantages=mixed)
-    yield "hardly moved", replace(one, old=one.logps - 1e-4 * torch.tensor([3.0, -3.0, -2.0, 0.0, 1.0, 1.0, 0.0])[:, None])
+    """fp32 [B, T]: ratios around the clip ranges and the KL within its clamps; log-ratios beyond 10 and 20; a KL beyond its clamps;
+    advantages that differ within a sequence; ratios around the bounds of GSPO."""
+    logps = -0.02 - 3 * torch.rand(B, T, generator=G).square()
+    shift = torch.tensor([0.3, -0.3, -0.4, 0.1, 0.45, 0.05, 0.0])[:, None]
+    near = {
+        "logps": logps,
+        "old_logps": (logps - shift - 0.25 * torch.randn(B, T, generator=G)).clamp(max=-0.01),
+        "ref_logps": logps + 0.5 * torch.randn(B, T, generator=G),
+        "entropy": torch.rand(B, T, generator=G) + 0.5,
+        "advantages": torch.tensor([1.2, 0.8, -0.7, 0.9, -1.1, -0.6, 0.0])[:, None].expand(B, T),
+    }
+    old, ref = near["old_logps"].clone(), near["ref_logps"].clone()
+    old[0, :3] = logps[0, :3] - torch.tensor([9.0, -21.0, -9.5])
+    old[1], old[2, :2] = logps[1] - 11.0, logps[2, :2] - torch.tensor([12.0, 9.5])
+    old[4, 0], old[5] = logps[4, 0] - 21.0, logps[5] - 11.0
+    ref[0, 0], ref[2, 3], ref[5, 1] = logps[0, 0] + 2.7, logps[2, 3] - 12.0, logps[5, 1] + 4.0
+    ref[0, 1] = logps[0, 1] - 25.0
+    yield "near", near
+    yield "far", near | {"old_logps": old}
+    yield "far reference", near | {"ref_logps": ref}
+    yield "advantages of tokens", near | {"advantages": near["advantages"] + 0.4 * torch.randn(B, T, generator=G)}
+    moved = 1e-4 * torch.tensor([3.0, -3.0, -2.0, 0.0, 1.0, 1.0, 0.0])[:, None]
+    yield "hardly moved", near | {"old_logps": logps - moved}
 
 
 DATA = dict(data())
+MASK = torch.arange(T) < torch.tensor([8, 4, 6, 0, 8, 3, 5])[:, None]
 
 
 def exactly(spec: Spec, x: Data, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """The loss, and its slopes by log-probs and entropies."""
-    leaves = [y.to(dtype).reshape(-1).clone().requires_grad_() for y in (x.logps, x.entropy)]
-    found = oracle.objective(
-        spec, *leaves, oracle.sequences_of(x.logps, None), advantages=x.advantages, mask=x.mask, old_logps=x.old,
-        ref_logps=x.ref,
-    )  # fmt: skip
+    leaves = [x[name].to(dtype).reshape(-1).clone().requires_grad_() for name in ("logps", "entropy")]
+    fields = {name: value for name, value in x.items() if name not in ("logps", "entropy")}
+    found = oracle.objective(spec, *leaves, oracle.sequences_of(MASK, None), mask=MASK, **fields)
     slopes = torch.autograd.grad(found.loss, leaves, allow_unused=True, materialize_grads=True)
     return found.loss.detach(), torch.stack(slopes)
 
@@ -178,9 +166,9 @@ def exactly(spec: Spec, x: Data, dtype: torch.dtype = torch.float64) -> tuple[Te
 def within_reach(spec: Spec, x: Data) -> Data:
     """Where no clamp bounds a ratio, e^21 would hide everything else; a trust region compares probabilities."""
     if spec.trust is not None:
-        x = replace(x, old=x.old.clamp(max=-0.01))
+        x = x | {"old_logps": x["old_logps"].clamp(max=-0.01)}
     free = spec.bounds is None and spec.surrogate != "vespo"
-    return replace(x, old=torch.maximum(x.old, x.logps - 9.5)) if free else x
+    return x | {"old_logps": torch.maximum(x["old_logps"], x["logps"] - 9.5)} if free else x
 
 
 @pytest.mark.usefixtures("lots_in_order")
@@ -194,10 +182,9 @@ def test_numbers(trainer: str, name: str) -> None:
         objective, theirs = Objective.preset(name, **numerics, **budget, **changes), replace(spec, **budget, **changes)
         for which, given in DATA.items():
             x = within_reach(spec, given)
-            fields = {"advantages": x.advantages, "old_logps": x.old, "ref_logps": x.ref}
-            hidden = {key: torch.where(x.mask, value, math.nan) for key, value in fields.items()}
-            leaves = [y.clone().requires_grad_() for y in (x.logps, x.entropy)]
-            batch = TokenBatch(torch.zeros(B, T, dtype=torch.int64), mask=x.mask, **hidden)
+            hidden = {key: torch.where(MASK, value, math.nan) for key, value in x.items()}
+            leaves = [x[key].clone().requires_grad_() for key in ("logps", "entropy") if hidden.pop(key) is not None]
+            batch = TokenBatch(torch.zeros(B, T, dtype=torch.int64), mask=MASK, **hidden)
             out = objective_loss(leaves[0], batch, objective, entropy=leaves[1])
             found = torch.autograd.grad(out.loss, leaves, allow_unused=True, materialize_grads=True)
             (exact, slopes), (naive, other) = exactly(theirs, x), exactly(theirs, x, torch.float32)

@@ -166,40 +166,6 @@ def test_a_denominator_of_each_term_only_where_they_differ() -> None:
     assert isinstance(global_normalizer(replace(own, beta=0.0, entropy_coef=0.0), batch), Tensor)  # nobody looks at the KL's
 
 
-OBJECTIVES = {
-    **{a: Objective(aggregate=a, beta=0.2, entropy_coef=0.1, max_tokens=9) for a in AGGREGATES},
-    "sequences without the empty": Objective(aggregate=MEAN, count_empty=False),
-    "terms of their own": Objective(beta=0.2, entropy_coef=0.1, kl_aggregate=MEAN, entropy_aggregate=TOKENS, aggregate="token-sum"),
-    "skyrl": Objective.preset("grpo", numerics="skyrl", beta=0.1),
-    "openrlhf": Objective.preset("gspo", numerics="openrlhf", beta=0.1, entropy_coef=0.1),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_micro_batches_add_up(name: str) -> None:
-    """Sequences of unequal lengths, one fully masked; groups do not cross a cut."""
-    objective, lengths = OBJECTIVES[name], torch.tensor([7, 4, 0, 1, 6, 3])
-    logits, mask, targets = torch.randn(6, 7, 11), torch.arange(7) < lengths[:, None], torch.randint(11, (6, 7))
-    old, ref = torch.randn(2, 6, 7) * 0.3 - 2.4
-    fields = {"mask": mask, "old_logps": old, "ref_logps": ref, "groups": torch.tensor([0, 0, 1, 2, 2, 3])}
-    advantages = torch.randn(6)
-
-    def gradient(*cuts: slice) -> tuple[Tensor, Tensor]:
-        batches = [TokenBatch(targets[r], advantages[r], **{name: x[r] for name, x in fields.items()}) for r in cuts]
-        normalizer, leaf = global_normalizer(objective, batches), logits.clone().requires_grad_()
-        losses = [grpo_loss(leaf[r], b, objective, normalizer=normalizer).loss for r, b in zip(cuts, batches, strict=True)]
-        torch.stack(losses).sum().backward()
-        assert leaf.grad is not None
-        return torch.stack(losses).sum().detach(), leaf.grad
-
-    loss, whole = gradient(slice(0, 6))
-    for cuts in ((slice(0, 3), slice(3, 6)), (slice(0, 2), slice(2, 3), slice(3, 6))):
-        found, split = gradient(*cuts)
-        torch.testing.assert_close(split, whole, rtol=2e-5, atol=2e-7)
-        torch.testing.assert_close(found, loss, rtol=2e-5, atol=1e-6)
-    assert whole.abs().max() > 1e-3
-
-
 # ---- the loss of given log-probs
 
 

@@ -18,24 +18,12 @@ from grpo_kernels import (
     token_divergence,
     token_logprobs,
 )
-from grpo_kernels.losses import objective_loss
 from support import oracle
-from support.bits import same_bits
 
 Tensor = torch.Tensor
-DAPO = Objective.preset("dapo")
 
 
 # ---- sets
-
-
-def test_an_only_id_has_log_prob_zero_and_no_gradient_whatever_its_logit(backend: str) -> None:
-    hidden, weight = torch.full((2, 4), torch.nan, requires_grad=True), torch.randn(9, 4, requires_grad=True)
-    batch = TokenBatch(torch.tensor([3, 5]), torch.tensor([1.0, -2.0]), kept=TokenSets.from_lists([[3], [5]]))
-    out = linear_grpo_loss(hidden, weight, batch, DAPO, options=Options(backend=backend))
-    out.loss.backward()
-    assert out.logps.tolist() == out.entropy.tolist() == [0.0, 0.0] and float(out.loss) == pytest.approx(0.5)
-    assert not hidden.grad.any() and not weight.grad.any()  # type: ignore[union-attr]
 
 
 def test_the_mass_of_a_set_does_not_depend_on_the_target(backend: str) -> None:
@@ -54,48 +42,6 @@ def test_the_mass_of_a_set_does_not_depend_on_the_target(backend: str) -> None:
     torch.testing.assert_close(gradient.double(), wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_sets_of_one_to_three_thousand_ids_in_one_call(backend: str) -> None:
-    """Rows are taken together by the length of their sets, and do not see each other."""
-    logits, targets = 3.0 * torch.randn(9, 4000), torch.randint(4000, (9,))
-    lists = [torch.randperm(4000)[:size].tolist() for size in (3, 3000, 70, 1, 500, 2, 64, 63, 0)]
-    keep = torch.zeros(9, 4000, dtype=torch.bool)
-    for row, ids in enumerate(lists):
-        keep[row, [*ids, int(targets[row])] if ids else slice(None)] = True
-    sets, leaf, exact = TokenSets.from_lists(lists), logits.clone().requires_grad_(), logits.double().requires_grad_()
-    logps, entropy = token_logprobs(leaf, targets, kept=sets, entropy=True, options=Options(backend=backend))
-    _, chosen, h = oracle.log_probs(exact, targets, keep=keep)
-    torch.testing.assert_close(logps.double(), chosen, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(entropy.double(), h, rtol=2e-6, atol=2e-6)  # type: ignore[union-attr]
-    ours, theirs = (
-        torch.autograd.grad(a.sum() + 0.3 * b.sum(), x)[0] for a, b, x in ((logps, entropy, leaf), (chosen, h, exact))
-    )
-    torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=2e-6)
-    for row in range(9):
-        one = slice(row, row + 1)
-        alone = token_logprobs(logits[one], targets[one], kept=sets[one], entropy=True, options=Options(backend=backend))
-        torch.testing.assert_close(alone[0], logps[one].detach(), rtol=1e-6, atol=1e-6)
-
-
-def test_rows_that_are_not_read_need_no_set(backend: str) -> None:
-    """A prompt is masked: its logits, all of them, may be anything."""
-    logits = torch.randn(3, 500)
-    logits[0] = torch.nan
-    leaf = logits.requires_grad_()
-    mask, kept = torch.tensor([False, True, True]), TokenSets.from_lists([[], [3, 4], [5]])
-    token_logprobs(leaf, torch.tensor([1, 3, 5]), mask=mask, kept=kept, options=Options(backend=backend))[0].sum().backward()
-    assert leaf.grad is not None and leaf.grad.nonzero().tolist() == [[1, 3], [1, 4]]
-
-
-def test_the_order_of_ids_changes_nothing(backend: str) -> None:
-    logits, targets = torch.randn(2, 40), torch.tensor([7, 9])
-    found = [
-        token_logprobs(logits, targets, kept=TokenSets.from_lists(lists), entropy=True, options=Options(backend=backend))
-        for lists in ([[1, 7, 30], [9, 2]], [[30, 1, 7], [2, 9]])
-    ]
-    for x, y in zip(*found, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
-
-
 def test_metrics_of_sets() -> None:
     """Targets that missing="mask" takes out are counted; the kept mass is that of rows that have a set."""
     logits, mask = torch.randn(4, 6), torch.tensor([True, True, True, False])
@@ -109,41 +55,6 @@ def test_metrics_of_sets() -> None:
     assert float(out.metrics["kept_mass"]) == pytest.approx(float(logits[0].softmax(0)[[1, 3]].sum()), rel=1e-5)
     kl = logits.log_softmax(1)[[0, 2], [1, 4]] - batch.ref_logps[[0, 2]]  # type: ignore[index]
     assert float(out.metrics["kl"]) == pytest.approx(float(kl.mean()), rel=1e-5)
-
-
-@pytest.mark.parametrize("missing", ["include", "full", "mask"])
-def test_options_say_of_a_missing_target_what_the_batch_may(missing: str, backend: str) -> None:
-    logits, targets, sets = torch.randn(2, 6), torch.tensor([1, 2]), TokenSets.from_lists([[1, 4], [3, 5]])
-    batch = TokenBatch(targets, torch.ones(2), kept=sets)
-    by_option = grpo_loss(logits, batch, DAPO, options=Options(missing=missing, backend=backend))
-    by_batch = grpo_loss(
-        logits, TokenBatch(targets, torch.ones(2), kept=sets, missing=missing), DAPO, options=Options(backend=backend)
-    )
-    assert same_bits(by_option.loss, by_batch.loss) and same_bits(by_option.logps, by_batch.logps)
-    exact = {"include": [2, 3, 5], "full": [0, 1, 2, 3, 4, 5]}.get(missing)
-    wanted = torch.tensor(0.0) if exact is None else logits[1, exact].log_softmax(0)[exact.index(2)]
-    torch.testing.assert_close(by_option.logps[1], wanted)
-
-
-def test_a_keyword_beside_options_counts(backend: str) -> None:
-    logits, batch = torch.randn(2, 6), TokenBatch(torch.tensor([1, 2]), torch.tensor([0.0, 1.0]))
-    out = grpo_loss(logits, batch, DAPO, options=Options(backend=backend, skip_inactive=True))
-    assert out.logps[0] == 0 and out.logps[1] < 0
-
-
-def test_torch_func_differentiates_over_sets_and_further_ids(backend: str) -> None:
-    logits, targets = torch.randn(3, 20), torch.tensor([1, 2, 3])
-    kept, at = TokenSets.from_lists([[1, 4, 6], [], [3, 9]]), TokenSets.from_lists([[4], [7, 8], [9]])
-
-    def total(x: Tensor) -> Tensor:
-        found = token_logprobs(x, targets, kept=kept, at=at, options=Options(backend=backend))
-        logps, more = found.logps, found.also
-        return logps.sum() + (more["at"] * torch.arange(4)).sum()
-
-    leaf = logits.clone().requires_grad_()
-    total(leaf).backward()
-    assert leaf.grad is not None and leaf.grad.any()
-    torch.testing.assert_close(torch.func.grad(total)(logits), leaf.grad, rtol=1e-6, atol=1e-8)
 
 
 # ---- further ids
@@ -184,16 +95,19 @@ def test_the_largest_probability_and_its_id(dtype: torch.dtype, backend: str) ->
 # ---- second distributions
 
 
+@pytest.mark.parametrize("rows, vocab, apart, rtol", [(5, 3001, 1e-5, 1e-4), (30, 7, 0.2, 2e-5)])
 @pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
-def test_nearly_equal_rows_keep_the_digits_of_a_tiny_divergence(kind: str, backend: str) -> None:
+def test_nearly_equal_rows_keep_the_digits_of_a_tiny_divergence(
+    kind: str, rows: int, vocab: int, apart: float, rtol: float, backend: str
+) -> None:
     """A divergence of 1e-10 is right to its digits, never negative, and 0 between equal rows."""
-    z = 4 * torch.randn(5, 3001)
-    w = z + 1e-5 * torch.randn(5, 3001)
+    z = 4 * torch.randn(rows, vocab)
+    w = z + apart * torch.randn(rows, vocab)
     w[0], w[1] = z[0], z[1] + 3.0
     found = token_divergence(z, w, kind, options=Options(backend=backend))
     exact = oracle.divergence(z.double().log_softmax(1), w.double().log_softmax(1), kind, 0.5)
     assert (found >= 0).all() and found[0] == 0 and found[1] < 1e-12
-    torch.testing.assert_close(found[2:].double(), exact[2:], rtol=1e-4, atol=0)
+    torch.testing.assert_close(found[2:].double(), exact[2:], rtol=rtol, atol=0)
 
 
 def test_a_divergence_is_infinite_where_the_other_side_cannot_follow(backend: str) -> None:
@@ -205,25 +119,6 @@ def test_a_divergence_is_infinite_where_the_other_side_cannot_follow(backend: st
     assert found["jsd"].isfinite().all() and (found["jsd"] > 0).all()
 
 
-@pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
-def test_a_teacher_known_everywhere_by_its_ids_is_that_teacher(direction: str, backend: str) -> None:
-    """No tail is left; and one that agrees is at distance 0."""
-    z, w = torch.randn(3, 7), torch.randn(3, 7)
-    every = torch.arange(7).repeat(3, 1)
-    listed = TokenSets.from_padded(every, values=w.log_softmax(1))
-    options = Options(backend=backend)
-    for tail in ("ignore", "renormalise", "generalised"):
-        exact = Exact(direction, tail=tail)
-        torch.testing.assert_close(
-            token_divergence(z, listed, exact, options=options),
-            token_divergence(z, w, direction, options=options),
-            rtol=2e-5,
-            atol=1e-6,
-        )
-    own = TokenSets.from_padded(every[:, :3], values=z.log_softmax(1)[:, :3])
-    assert (token_divergence(z, own, Exact(direction), options=options).abs() < 1e-6).all()
-
-
 def test_soft_targets_are_a_forward_divergence_that_ignores_the_tail(backend: str) -> None:
     z, ids, weights = torch.randn(4, 30), torch.randint(30, (4, 1)) + torch.arange(3) * 9 % 30, torch.rand(4, 3)
     sets = TokenSets.from_padded(ids % 30, values=weights.log())
@@ -231,17 +126,6 @@ def test_soft_targets_are_a_forward_divergence_that_ignores_the_tail(backend: st
     token_divergence(leaf, sets, Exact("forward", tail="ignore"), options=Options(backend=backend)).sum().backward()
     (-(weights.double() * exact.log_softmax(1).gather(1, ids % 30)).sum()).backward()
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2e-5, atol=1e-7)  # type: ignore[union-attr]
-
-
-def test_one_teacher_of_weight_one_is_that_teacher(backend: str) -> None:
-    z, w, options = torch.randn(3, 4, 20), torch.randn(3, 4, 20), Options(backend=backend)
-    one = token_divergence(z, w, options=options)
-    assert same_bits(token_divergence(z, [(w, 1.0)], options=options), one)
-    assert same_bits(token_divergence(z, (w, LogitTransform()), options=options), one)
-    by_func = torch.func.grad(lambda x: token_divergence(x, [(w, 2.0)], options=options).sum())(z)
-    leaf = z.clone().requires_grad_()
-    token_divergence(leaf, [(w, 2.0)], options=options).sum().backward()
-    assert torch.equal(by_func, leaf.grad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("over", ["kept", "vocabulary"])
@@ -260,26 +144,6 @@ def test_a_head_of_the_reference_stands_for_its_log_probs(over: str, backend: st
     (a.loss + b.loss).backward()
     torch.testing.assert_close(a.loss, b.loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_without_a_policy_term_advantages_do_not_matter(backend: str) -> None:
-    z, w, targets = torch.randn(2, 3, 9), torch.randn(2, 3, 9), torch.randint(9, (2, 3))
-    objective = Objective.preset("distillation")
-    found = [
-        grpo_loss(z, TokenBatch(targets, a), objective, ref_logits=w, options=Options(backend=backend))
-        for a in (torch.zeros(2), torch.tensor([3.0, -2.0]))
-    ]
-    assert same_bits(found[0].loss, found[1].loss) and found[0].loss > 0
-    assert same_bits(found[0].metrics["kl"], found[1].metrics["kl"])
-
-
-def test_divergences_that_were_computed_elsewhere_enter_the_loss_of_log_probs(backend: str) -> None:
-    z, w, targets = torch.randn(2, 3, 9), torch.randn(2, 3, 9), torch.randint(9, (2, 3))
-    batch, objective = TokenBatch(targets, torch.tensor([1.0, -1.0])), Objective.preset("dapo", beta=0.3, kl=Exact())
-    whole = grpo_loss(z, batch, objective, ref_logits=w, options=Options(backend=backend))
-    logps = token_logprobs(z, targets, options=Options(backend=backend))[0]
-    apart = objective_loss(logps, batch, objective, divergence=token_divergence(z, w, options=Options(backend=backend)))
-    torch.testing.assert_close(apart.loss, whole.loss, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("up", [8.0, 20.0])

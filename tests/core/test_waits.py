@@ -6,7 +6,6 @@ stand-in for the device."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,33 +14,27 @@ import pytest
 import torch
 
 from grpo_kernels import (
-    Exact,
     Head,
     LogitTransform,
     Objective,
     Options,
     Sparse,
     TokenBatch,
-    TokenSets,
     group_advantages,
-    grpo_loss,
-    linear_divergence,
     linear_grpo_loss,
-    linear_logprobs,
     loss_from_model,
-    token_divergence,
-    token_logprobs,
     use,
 )
 from grpo_kernels.batch import sends_ahead
 from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.rewards.corrections import importance_weights
+from support.doors import arguments_of, batch_of, called, named
 from support.meta_device import WAITS, CopyError, make_device, on_meta
 from support.objectives import OBJECTIVES
+from support.recipes import Recipe, covering, legal, problem
 
 Tensor = torch.Tensor
-B, T, V, H = 4, 5, 301, 8
 
 
 @pytest.fixture
@@ -70,184 +63,141 @@ def test_a_wait_of_the_device_is_noticed() -> None:
 # ---- every public function, forward and backward
 
 
-class On:
-    """What calls take, on the device: leaves, batches whose row counts the host has by then, teachers."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        rows = B * T
-        lengths = torch.tensor([5, 2, 0, 4])
-        counts = torch.arange(rows) % 3 * 50  # no id, 50, 100
-        sets = TokenSets.from_counts(torch.cat([torch.arange(n) for n in counts.tolist()]), counts)
-        top = TokenSets.from_counts(torch.arange(2 * rows) % V, torch.full((rows,), 2))
-        self.real = {
-            "targets": torch.randint(V, (B, T)), "advantages": torch.tensor([1.0, -1.0, 0.5, 0.0]),
-            "mask": torch.arange(T) < lengths[:, None], "weights": torch.rand(B, T), "groups": torch.tensor([0, 0, 1, 1]),
-            **{name: -1 - torch.rand(B, T) for name in ("old_logps", "ref_logps", "sampler_logps")},
-        }  # fmt: skip
-        monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind])
-        self.hidden, self.weight, self.bias, self.logits = (
-            torch.empty(*shape, device="meta", requires_grad=True) for shape in ((B, T, H), (V, H), (V,), (B, T, V))
-        )
-        self.batch, self.alone, self.kept = self.made(), self.made(ref_logps=None), self.made(kept=sets)
-        self.every = self.made(kept=top)  # each row has a set
-        self.top = on_meta(top.with_values(torch.full((2 * rows,), -1.0)))
-        self.targets, self.mask, self.head = self.batch.targets, self.batch.mask, (self.hidden, self.weight)
-        self.fixed, second = self.logits.detach(), (torch.empty_like(self.hidden), torch.empty_like(self.weight))
-        self.second, weights = second, torch.empty(B, device="meta")
-        self.teachers = [(second, 0.5), (second, weights)]  # from hidden states, in one visit
-        self.beside = [(self.fixed, 0.5), (self.top, weights)]  # from logits, one known at some ids
-
-    def made(self, **more: Any) -> TokenBatch:
-        fields = self.real | more
-        real, made = TokenBatch(**fields), TokenBatch(**on_meta(fields))
-        marks = {kind: real.marked(kind) for kind in real._kinds}  # whose numbers the host of a GPU has by then
-        numbers = {kind: real.rows if mark is None else int(mark.sum()) for kind, mark in marks.items()}
-        object.__setattr__(made, "_numbers", numbers)
-        return made
+def marked(batch: TokenBatch) -> TokenBatch:
+    """On the device, its row counts with the host, which has those of a GPU by then."""
+    marks = {kind: batch.marked(kind) for kind in batch._kinds}
+    made = TokenBatch(**{name: on_meta(getattr(batch, name)) for name in TokenBatch.__dataclass_fields__})
+    numbers = {kind: batch.rows if mark is None else int(mark.sum()) for kind, mark in marks.items()}
+    object.__setattr__(made, "_numbers", numbers)
+    return made
 
 
-@pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> On:
-    return On(monkeypatch)
+def moved(x: Any) -> Any:
+    """Arguments of a call on the device."""
+    if isinstance(x, TokenBatch):
+        return marked(x)
+    if isinstance(x, LogitTransform | Head | Options):
+        return replace(x, **{name: moved(getattr(x, name)) for name in x.__dataclass_fields__})
+    if isinstance(x, list | tuple) and type(x) in (list, tuple):
+        return type(x)(map(moved, x))
+    return {name: moved(value) for name, value in x.items()} if isinstance(x, dict) else on_meta(x)
 
 
-DAPO, GSPO = Objective.preset("dapo", beta=0.04), Objective.preset("gspo")
-JSD, OF_IDS = Exact("jsd"), Exact("forward", tail="ignore")
-EXACT, TOP = (Objective.preset("dapo", beta=0.04, kl=kl) for kl in (JSD, OF_IDS))
-APART = replace(GSPO, beta=0.04, kl=JSD)  # two passes
-SPARSE, MEMORY = Options(sparse=Sparse()), lambda: torch.zeros(V, H, device="meta")
-ALSO: dict[str, Any] = {"also": ("sum_squares", "top_id"), "entropy": True}
+def runs(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Tensor]:
+    """Forward and backward on the device; the gradients."""
+    p = replace(problem(recipe), recipe=replace(recipe, seed=1))  # it is the batch that says `missing`
+    if recipe.weight_grad != "none":
+        options["weight_grad"] = torch.zeros(p.given["weight"].shape)
+    f, after, given = arguments_of(p, **options)
+    after, given = moved(after), moved(given)
+    front = [torch.empty_like(x, device="meta").requires_grad_() for x in p.given.values()]
+    monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind])
+    make_device(monkeypatch)
+    with use(backend="eager"):
+        out = called(f, after, given)(*front)
+        values = named(out)
+        sum(x.sum() for x in values.values() if x.requires_grad).backward()  # type: ignore[union-attr]
+        if recipe.door == "loss":
+            assert len(out.metrics) >= 9 and ("outside_set" in out.metrics) == (recipe.kept != "none")
+            assert ("kept_mass" in out.metrics) == (recipe.over != "kept")
+    return [x.grad for x in front if x.grad is not None]
 
-#: {name: a call, whose result is differentiable}
-CALLS: dict[str, Callable[[On], Any]] = {
-    "token_logprobs, masked": lambda on: token_logprobs(on.logits, on.targets, mask=on.mask, entropy=True),
-    "token_logprobs, at": lambda on: token_logprobs(on.logits, on.targets, mask=on.mask, at=on.top),
-    "token_logprobs, kept sets": lambda on: token_logprobs(on.logits, on.targets, mask=on.mask, kept=on.kept.kept, **ALSO),
-    "token_logprobs, kept sets and at": lambda on: token_logprobs(on.logits, on.targets, mask=on.mask, kept=on.kept.kept, at=on.top),
-    "linear_logprobs": lambda on: linear_logprobs(*on.head, on.targets, entropy=True),
-    "linear_logprobs, masked": lambda on: linear_logprobs(*on.head, on.targets, mask=on.mask),
-    "linear_logprobs, at": lambda on: linear_logprobs(*on.head, on.targets, at=on.top),
-    "linear_logprobs, kept sets": lambda on: linear_logprobs(*on.head, on.targets, kept=on.kept.kept, **ALSO),
-    "linear_logprobs, the mass of sets": lambda on: linear_logprobs(*on.head, on.targets, kept=on.every.kept, also=("log_kept_mass",)),
-    "linear_logprobs, sets alone, masked": lambda on: linear_logprobs(*on.head, on.targets, kept=on.every.kept, mask=on.mask),
-    "linear_logprobs, Sparse": lambda on: linear_logprobs(*on.head, on.targets, options=SPARSE),
-    "linear_logprobs, missing": lambda on: linear_logprobs(*on.head, on.targets, kept=on.top, options=Options(missing="full")),
-    "token_divergence, masked": lambda on: token_divergence(on.logits, on.fixed, JSD, mask=on.mask),
-    "token_divergence, kept sets": lambda on: token_divergence(on.logits, on.fixed, JSD, kept=on.kept.kept),
-    "token_divergence, a teacher's ids": lambda on: token_divergence(on.logits, on.top, OF_IDS, mask=on.mask),
-    "token_divergence, several teachers": lambda on: token_divergence(on.logits, on.beside, OF_IDS, mask=on.mask),
-    "linear_divergence": lambda on: linear_divergence(*on.head, on.second, JSD),
-    "linear_divergence, masked": lambda on: linear_divergence(*on.head, on.second, JSD, mask=on.mask),
-    "linear_divergence, kept sets": lambda on: linear_divergence(*on.head, on.second, JSD, kept=on.kept.kept),
-    "linear_divergence, a teacher's ids": lambda on: linear_divergence(*on.head, on.top, OF_IDS),
-    "linear_divergence, several teachers": lambda on: linear_divergence(*on.head, on.teachers, JSD),
-    "grpo_loss": lambda on: grpo_loss(on.logits, on.batch, DAPO),
-    "grpo_loss, temperatures": lambda on: grpo_loss(on.logits, on.batch, DAPO, transform=LogitTransform(torch.empty(B, T, device="meta"))),
-    "grpo_loss, kept sets": lambda on: grpo_loss(on.logits, on.kept, DAPO),
-    "grpo_loss, divergence": lambda on: grpo_loss(on.logits, on.alone, EXACT, ref_logits=on.fixed),
-    "grpo_loss, a teacher's ids": lambda on: grpo_loss(on.logits, on.alone, TOP, ref_logits=on.top),
-    "grpo_loss, several teachers": lambda on: grpo_loss(on.logits, on.alone, EXACT, ref_logits=on.beside[:1] * 2),
-    "grpo_loss, several teachers apart": lambda on: grpo_loss(on.logits, on.alone, TOP, ref_logits=on.beside),
-    "linear_grpo_loss": lambda on: linear_grpo_loss(on.hidden, Head(on.weight, on.bias), on.batch, DAPO, options=Options(skip_inactive=True)),
-    "linear_grpo_loss, sequence level": lambda on: linear_grpo_loss(*on.head, on.batch, GSPO),
-    "linear_grpo_loss, reference": lambda on: linear_grpo_loss(*on.head, on.alone, DAPO, reference=on.second),
-    "linear_grpo_loss, kept sets": lambda on: linear_grpo_loss(*on.head, on.kept, DAPO),
-    "linear_grpo_loss, Sparse": lambda on: linear_grpo_loss(*on.head, on.batch, DAPO, options=SPARSE),
-    "linear_grpo_loss, Sparse and kept sets": lambda on: linear_grpo_loss(*on.head, on.kept, DAPO, options=SPARSE),
-    "linear_grpo_loss, divergence": lambda on: linear_grpo_loss(*on.head, on.alone, EXACT, reference=on.second),
-    "linear_grpo_loss, a teacher's ids": lambda on: linear_grpo_loss(*on.head, on.alone, TOP, reference=on.top),
-    "linear_grpo_loss, several teachers": lambda on: linear_grpo_loss(*on.head, on.alone, EXACT, reference=on.teachers),
-    "linear_grpo_loss, several teachers apart": lambda on: linear_grpo_loss(*on.head, on.alone, APART, reference=on.teachers),
-    "linear_grpo_loss, ids among several teachers": lambda on: (
-        linear_grpo_loss(*on.head, on.alone, TOP, reference=[(on.second, 0.5), (on.top, 0.5)])
-    ),
-}  # fmt: skip
+
+def is_documented(r: Recipe) -> bool:
+    """Whether a call from hidden states may wait: for masked rows, for targets that sets lack, for teachers of two kinds."""
+    masks = problem(r).fields["mask"] is not None or r.missing != "include"
+    return r.source == "hidden" and ((r.door != "loss" and masks) or ("listed" in r.others and len(r.others) > 1))
+
+
+def of_values(recipes: list[Recipe]) -> list[Recipe]:
+    """Some of them, in which each value of these axes meets each function."""
+    axes = "kept missing over others also transform mask skip_inactive weight_grad".split()
+    met: set[Any] = set()
+    found = []
+    for r in recipes:
+        values = {(r.source, r.door, name, getattr(r, name)) for name in axes}
+        found += [r] if values - met else []
+        met |= values
+    return found
+
+
+#: Calls in which each feature meets each function; every objective; those that ask for different rows, over sets.
+CALLS = [
+    r
+    for r in of_values(covering(vocab=61, width=8, frozen="nothing", inplace=False, lengths=(5, 2, 0, 4)))
+    if not is_documented(r)
+]
+CALLS += [Recipe(objective=name, skip_inactive=len(name) % 2 > 0) for name in OBJECTIVES if "exact" not in name]
+CALLS += [
+    legal(Recipe(objective=name, kept="some", missing=missing, source=source, weight_grad=grad, skip_inactive=grad != "none"))
+    for name in ("dapo", "grpo, k3 and entropy", "gspo", "vespo")
+    for missing, source, grad in (("include", "logits", "none"), ("full", "hidden", "float32"), ("mask", "hidden", "none"), ("mask", "logits", "none"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", CALLS, ids=str)
+def test_no_call_waits(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(runs(recipe, monkeypatch)) == len(problem(recipe).given) - (recipe.weight_grad != "none")
+
+
+@pytest.mark.parametrize("preset", ["dapo", "gspo"])
+@pytest.mark.parametrize("kept", ["none", "some"])
+def test_sparse_gradients_wait_for_nothing(kept: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs(Recipe(source="hidden", objective=preset, kept=kept), monkeypatch, sparse=Sparse())
+
 
 #: Calls that are documented to wait, in the forward.
-DOCUMENTED = {
-    "linear_logprobs, masked", "linear_logprobs, missing", "linear_divergence, masked", "linear_grpo_loss, ids among several teachers",
-}  # fmt: skip
-
-
-def total(found: Any) -> Tensor:
-    """The sum of what has a gradient: a loss, a tensor, or log-probs, entropies and what else was asked for."""
-    if isinstance(found, Tensor):
-        return found.sum()
-    if not isinstance(found, tuple):
-        assert len(found.metrics) >= 9
-        return found.loss
-    parts = [*found[:2], *(found[2].values() if len(found) > 2 else ())]
-    return torch.stack([x.sum() for x in parts if x is not None and x.requires_grad]).sum()
-
-
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.usefixtures("meta")
-def test_no_call_waits_but_those_that_say_so(name: str, on: On) -> None:
-    with use(backend="eager"):
-        if name in DOCUMENTED:
-            with pytest.raises(WAITS, match="nonzero"):
-                CALLS[name](on)
-            return
-        total(CALLS[name](on)).backward()
-    assert (on.logits.grad is not None) != (on.hidden.grad is not None and on.weight.grad is not None)
-
-
-#: Each objective from logits; over sets and from hidden states, with memory to add to, those that ask for different rows.
-WITHOUT_WAITS = [(name, "whole", "logits") for name in OBJECTIVES if "exact" not in name]
-WITHOUT_WAITS += [
-    (name, missing, source)
-    for name in ("dapo", "grpo, k3 and entropy", "gspo", "vespo")
-    for missing, source in (
-        ("include", "logits"),
-        ("full", "hidden"),
-        ("mask", "hidden"),
-        ("mask", "logits"),
-        ("include", "hidden"),
-    )
+DOCUMENTED = [
+    Recipe(door="logprobs", source="hidden"),
+    Recipe(door="logprobs", source="hidden", mask="none", lengths=(4, 4), kept="some", missing="full"),
+    Recipe(door="divergence", source="hidden", others=("whole",), also="nothing"),
+    Recipe(objective="dapo, exact", source="hidden", others=("whole", "listed"), also="nothing"),
 ]
 
 
-@pytest.mark.parametrize("name, missing, source", WITHOUT_WAITS)
-@pytest.mark.usefixtures("meta")
-def test_no_objective_waits(name: str, missing: str, source: str, on: On) -> None:
-    batch = on.batch if missing == "whole" else on.made(kept=on_cpu(on), missing=missing)
-    objective = OBJECTIVES[name][0]()
-    normalizer = global_normalizer(objective, [batch, batch])
-    for skip in (False, True):
-        options = Options("eager", skip_inactive=skip)
-        if source == "logits":
-            out = grpo_loss(on.logits, batch, objective, normalizer=normalizer, options=options)
-        else:
-            options = replace(options, weight_grad=MEMORY() if skip else None)
-            out = linear_grpo_loss(*on.head, batch, objective, normalizer=normalizer, options=options)
-        total(out).backward()
-        assert missing == "whole" or ("kept_mass" not in out.metrics and "outside_set" in out.metrics)
-    assert on.logits.grad is not None if source == "logits" else on.weight.grad is not None
+@pytest.mark.parametrize("recipe", DOCUMENTED, ids=str)
+def test_what_is_documented_to_wait(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_documented(recipe)
+    with pytest.raises(WAITS, match="nonzero"):
+        runs(recipe, monkeypatch)
 
 
-def on_cpu(on: On) -> TokenSets:
-    counts = torch.arange(B * T) % 3 * 50
-    return TokenSets.from_counts(torch.cat([torch.arange(n) for n in counts.tolist()]), counts)
+@pytest.fixture
+def batch_on_meta() -> TokenBatch:
+    return marked(batch_of(problem(Recipe(objective="grpo, k3 and entropy", kept="some"))))
 
 
 @pytest.mark.usefixtures("meta")
-def test_what_goes_before_a_loss_waits_for_nothing(on: On) -> None:
-    rewards, entropy = torch.empty(B, device="meta"), torch.empty(B, T, device="meta", requires_grad=True)
-    TokenBatch.from_rewards(on.targets, rewards, group_size=2, mask=on.mask, kept=on.kept.kept, missing="mask")
-    importance_weights(on.batch, level="sequence")
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_denominators_wait_for_nothing(name: str, batch_on_meta: TokenBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind])
+    batch = replace(batch_on_meta, groups=torch.empty(4, dtype=torch.int64, device="meta"))
+    object.__setattr__(batch, "_numbers", batch_on_meta.__dict__["_numbers"])
+    global_normalizer(OBJECTIVES[name][0](), [batch, batch])
+
+
+@pytest.mark.usefixtures("meta")
+def test_what_goes_before_a_loss_waits_for_nothing(batch_on_meta: TokenBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind])
+    batch, rewards = batch_on_meta, torch.empty(4, device="meta")
+    logps = torch.empty(batch.targets.shape, device="meta", requires_grad=True)
+    TokenBatch.from_rewards(batch.targets, rewards, group_size=2, mask=batch.mask, kept=batch.kept, missing="mask")
+    importance_weights(batch, level="sequence")
     group_advantages(torch.stack([rewards, rewards], 1), group_size=2, reward_weights=[1.0, 0.5])
-    total(objective_loss(entropy, on.batch, DAPO)).backward()
+    objective_loss(logps, batch, Objective.preset("dapo", beta=0.04)).loss.backward()
 
 
-def test_loss_from_model_waits_for_nothing(on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_from_model_waits_for_nothing(batch_on_meta: TokenBatch, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     from support.models import build
 
-    model = build("LlamaForCausalLM").to("meta")
+    model, shape = build("LlamaForCausalLM").to("meta"), batch_on_meta.targets.shape
     model.model.forward = lambda input_ids: (model.model.embed_tokens(input_ids),)  # that of transformers waits
+    monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind])
     make_device(monkeypatch)
+    ids = torch.empty(shape, dtype=torch.int64, device="meta")
     with use(backend="eager"):
-        total(loss_from_model(model, torch.empty(B, T, dtype=torch.int64, device="meta"), on.batch, DAPO)).backward()
+        loss_from_model(model, ids, batch_on_meta, Objective.preset("dapo")).loss.backward()
     assert model.model.embed_tokens.weight.grad is not None and model.lm_head.weight.grad is not None
 
 

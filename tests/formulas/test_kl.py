@@ -53,7 +53,6 @@ WEIGHTED = pairs(
     clamps=[(inf, inf), (3.0, inf), (inf, 2.0), (5.0, 4.5), (1.5, 10.0)],
     level=["token", "sequence", "sequence-token", "sequence-sum"],
 )
-weighted = pytest.mark.parametrize("case", WEIGHTED, ids=label)
 
 
 def of(case: Any) -> tuple[Kl, str, Spec]:
@@ -66,7 +65,7 @@ def of(case: Any) -> tuple[Kl, str, Spec]:
     return Kl(name, how, straight, clamp_log, clamp), level, spec
 
 
-@weighted
+@pytest.mark.parametrize("case", WEIGHTED, ids=label)
 def test_value_and_slope(case: Any) -> None:
     """With numbers that fp32 holds exactly: distances from -8 to 8, on both sides of the clamps and on them, ratios from e^-3 to
     e^3. At level "sequence" a part of the slope goes through the ratio to the other token."""
@@ -81,17 +80,6 @@ def test_value_and_slope(case: Any) -> None:
     assert_close(value.double(), expected.kl, rtol=3e-6, atol=3e-6)
     assert_close(ours.double(), slope, rtol=3e-6, atol=2e-5)
     assert value.count_nonzero() > 100 and ours.count_nonzero() > 25
-
-
-@weighted
-def test_huge_log_ratios_are_finite(case: Any) -> None:
-    """Also where one of the two log-probs is -inf."""
-    kl, level, _ = of(case)
-    far = torch.tensor([1000.0, -1000.0, 1e5, -1e5, 89.0, -104.0, 0.0, -inf])
-    logp, x, ref = torch.full((64,), -2.0), far.clamp(-1e5).repeat(8), -2.0 + far.repeat_interleave(8)
-    for given in ((logp, logp - x, ref), (ref, ref.clamp(-1e5) - x, logp)):
-        for term in (*terms(kl, *given, level), *terms("distillation", *given)):
-            assert (1e3 * term).isfinite().all()
 
 
 REVERSE = "KL(policy || reference)"

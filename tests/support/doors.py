@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,6 +15,7 @@ from grpo_kernels import (
     Exact,
     Head,
     LogitTransform,
+    LossOutput,
     Objective,
     Options,
     TokenBatch,
@@ -51,11 +54,15 @@ def divergence_of(r: Recipe) -> Exact:
 
 
 def transform_of(p: Problem) -> LogitTransform:
-    return LogitTransform(**{**p.transform, "temperature": p.temperature})
+    """One temperature is a number, or a tensor without dimensions."""
+    given = torch.tensor(p.temperature) if isinstance(p.temperature, float) and p.recipe.seed % 2 else p.temperature
+    return LogitTransform(**{**p.transform, "temperature": given})
 
 
 def batch_of(p: Problem, **changes: Any) -> TokenBatch:
-    sets = {} if p.sets is None else {"kept": TokenSets.from_lists(p.sets), "missing": p.recipe.missing}
+    sets = {} if p.sets is None else {"kept": TokenSets.from_lists(p.sets)}
+    if p.sets is not None and p.recipe.seed % 2:
+        sets["missing"] = p.recipe.missing  # else the options alone say it
     return TokenBatch(p.targets, **{**p.fields, **sets, **changes})
 
 
@@ -63,29 +70,36 @@ def normalizer_of(r: Recipe) -> Any:
     return Denominators(*r.normalizer) if isinstance(r.normalizer, tuple) else r.normalizer
 
 
-def other_of(p: Problem, other: Other, leaves: dict[str, Tensor]) -> Any:
-    """The argument for a second distribution; one that is near has the policy's own head."""
+def other_of(p: Problem, other: Other, shared: Tensor | None) -> Any:
+    """The argument for a second distribution. One that is near has the policy's own head, and one of the policy's own logits these:
+    both are the caller's tensor `shared`."""
     if other.ids is not None:
         exact = oracle.Rows(other.rows, p.ids, p.transform, p.sequences).log_p
         values = [exact[i, j] for i, listed in enumerate(other.ids) for j in listed]
         return TokenSets.from_lists(other.ids).with_values(torch.stack(values).float() if values else torch.zeros(0))
-    own = LogitTransform(**other.transform) if other.kind == "own" else None
+    own = LogitTransform(**other.transform) if other.kind in ("own", "itself") else None
+    mine = None if shared is None else shared.detach()
     if "logits" in other.given:
-        return other.given["logits"] if own is None else (other.given["logits"], own)
-    weight = leaves["weight"].detach() if other.kind == "near" else other.given["weight"]
+        logits = other.given["logits"] if other.kind != "itself" or mine is None else mine
+        return logits if own is None else (logits, own)
+    weight = other.given["weight"] if other.kind != "near" or mine is None else mine
     return other.given["hidden"], weight if own is None else Head(weight, transform=own)
 
 
-def others_of(p: Problem, leaves: dict[str, Tensor]) -> Any:
-    found = [other_of(p, other, leaves) for other in p.others]
-    return found[0] if len(found) == 1 else [(x, other.weight) for x, other in zip(found, p.others, strict=True)]
+def others_of(p: Problem, shared: Tensor | None) -> Any:
+    """One is itself, or a list of one of weight 1."""
+    found = [other_of(p, other, shared) for other in p.others]
+    if len(found) == 1 and (p.recipe.seed % 2 or p.recipe.inplace):
+        return found[0]
+    return [(x, 1.0 if other.weight is None else other.weight) for x, other in zip(found, p.others, strict=True)]
 
 
 def options_of(p: Problem, **more: Any) -> Options:
+    """What the options of a call say. `missing` is said by the batch of a loss, or by the options."""
     r = p.recipe
     over = {f"{r.over}_over": "vocabulary"} if r.over != "kept" else {}
     missing = {"missing": r.missing} if p.sets is not None else {}
-    return Options(**over, **missing, **more)
+    return Options(**over, **missing, **{"skip_inactive": r.skip_inactive, **more})
 
 
 def in_options(**named: Any) -> dict[str, Any]:
@@ -94,27 +108,113 @@ def in_options(**named: Any) -> dict[str, Any]:
     return {**named, "options": replace(named.get("options") or Options(), **own)}
 
 
+def leaves_of(p: Problem) -> dict[str, Tensor]:
+    """What a call differentiates, where it lies in the caller's memory."""
+    copies = {name: x.detach().clone(memory_format=torch.preserve_format) for name, x in p.given.items()}
+    return {name: x.requires_grad_(name != p.recipe.frozen) for name, x in copies.items()}
+
+
+def arguments_of(
+    p: Problem, shared: Tensor | None = None, objective: Objective | None = None, **options: Any
+) -> tuple[Any, ...]:
+    """(the function that is called, its arguments behind those that it differentiates, its keywords). `shared`: see `other_of`. An
+    objective may stand in for the recipe's; the rest are options."""
+    r, of_logits = p.recipe, p.recipe.source == "logits"
+    given: dict[str, Any] = {"transform": transform_of(p), "options": options_of(p, **options)}
+    if of_logits:
+        given["inplace"] = r.inplace
+    if r.door == "loss":
+        given["normalizer"] = normalizer_of(r)
+        if p.others:
+            given["ref_logits" if of_logits else "reference"] = others_of(p, shared)
+        return grpo_loss if of_logits else linear_grpo_loss, [batch_of(p), objective or objective_of(r)], given
+    given["mask"] = p.fields["mask"]
+    given["kept"] = None if p.sets is None else TokenSets.from_lists(p.sets)
+    if r.door == "divergence":
+        return token_divergence if of_logits else linear_divergence, [others_of(p, shared), divergence_of(r)], given
+    given["at"] = None if p.at is None else TokenSets.from_lists(p.at)
+    given["entropy"] = {"nothing": False, "detached": "detached"}.get(r.also, True)
+    given["also"] = tuple(name for name in ("sum_squares", "log_kept_mass") if r.also in (name, "all"))
+    return token_logprobs if of_logits else linear_logprobs, [p.targets], given
+
+
+def call_of(p: Problem, shared: Tensor | None = None, **options: Any) -> Callable[..., Any]:
+    """The call of a problem, as a function of logits, or of hidden states, weight and bias."""
+    return called(*arguments_of(p, shared, **options))
+
+
+def called(f: Any, after: list[Any], given: dict[str, Any]) -> Callable[..., Any]:
+    def call(*front: Tensor) -> Any:
+        first = [front[0], Head(*front[1:])] if len(front) == 3 else [*front]
+        return f(*first, *after, **given)
+
+    return call
+
+
+def named(out: Any) -> dict[str, Tensor]:
+    """The tensors of what a call returns."""
+    if isinstance(out, Tensor):
+        return {"divergence": out}
+    if isinstance(out, LossOutput):
+        found = {name: getattr(out, name) for name in ("loss", "logps", "entropy", "divergence")}
+    else:
+        found = {"logps": out.logps, "entropy": out.entropy, **out.also}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def pull(p: Problem, found: dict[str, Tensor], scale: float = 1.0, **how: Any) -> None:
+    """Backward from a loss, or from all that has a gradient; what arrives there has strides."""
+    asked = found if "loss" not in found else ["loss"]
+    pulled = [(found[name], p.upstream[name]) for name in asked if found[name].requires_grad]
+    apart = [torch.stack([scale * d.to(x.dtype).view(x.shape)] * 2, -1)[..., 0] for x, d in pulled]
+    torch.autograd.backward([x for x, _ in pulled], apart, **how)
+
+
+class Call:
+    """A call with its leaves, ready for a backward, for tests that are not about its values."""
+
+    def __init__(self, recipe: Recipe, **options: Any) -> None:
+        self.p: Problem = problem(recipe)
+        self.leaves = [*leaves_of(self.p).values()]
+        self.call = call_of(self.p, self.leaves[-1], **options)
+        for x in self.leaves:  # masked rows may be anything, but here they are used otherwise too
+            x.detach().nan_to_num_(0.0, 0.0, 0.0)
+
+    def values(self, *front: Tensor) -> dict[str, Tensor]:
+        return named(self.call(*(front or self.leaves)))
+
+    def gradients(self, values: dict[str, Tensor] | None = None, scale: float = 1.0, **how: Any) -> list[Tensor]:
+        for x in self.leaves:
+            x.grad = None
+        pull(self.p, self.values() if values is None else values, scale, **how)
+        return [x.grad.clone() for x in self.leaves if x.grad is not None]
+
+
 def run(p: Problem, **options: Any) -> Answer:
     """What the package returns for the problem, with gradients by autograd. `options`: of `Options`, and `call`, which wraps the
     function that is called, such as torch.compile."""
-    r, call = p.recipe, options.pop("call", lambda f: f)
-    leaves = {name: x.detach().clone(memory_format=torch.preserve_format) for name, x in p.given.items()}
-    leaves = {name: x.requires_grad_(name != r.frozen) for name, x in leaves.items()}
-    into = None
-    if r.weight_grad != "none":
-        into = torch.zeros(
-            leaves["weight"].shape, dtype=torch.float32 if r.weight_grad == "float32" else leaves["weight"].dtype
-        )
-    door = {"loss": _loss, "logprobs": _logprobs, "divergence": _divergence}[r.door]
-    named = {name: x * 1 if r.inplace else x for name, x in leaves.items()}
-    if r.inplace and r.view != "whole":  # the product is contiguous: as the view was
-        memory = torch.empty_strided(leaves["logits"].shape, leaves["logits"].stride(), dtype=leaves["logits"].dtype)
-        named = {"logits": Written.apply(leaves["logits"], memory)}
-    found = door(p, named, options_of(p, weight_grad=into, **options), call)
+    r, wrap = p.recipe, options.pop("call", lambda f: f)
+    leaves, memory = leaves_of(p), None
+    if r.weight_grad != "none":  # in rows that are apart
+        shape, dtype = leaves["weight"].shape, torch.float32 if r.weight_grad == "float32" else leaves["weight"].dtype
+        memory = torch.cat([torch.zeros(shape, dtype=dtype), torch.full((shape[0], 8), math.nan, dtype=dtype)], 1)
+        options["weight_grad"] = memory[:, : shape[1]]
+    front = [*leaves.values()]
+    if r.inplace and r.view == "whole":
+        front = [leaves["logits"] * 1]
+    elif r.inplace:  # the product is contiguous: as the view was
+        apart = torch.empty_strided(leaves["logits"].shape, leaves["logits"].stride(), dtype=leaves["logits"].dtype)
+        front = [Written.apply(leaves["logits"], apart)]
+    call = call_of(p, leaves.get("weight", front[0]), **options)
+    found = wrap(lambda *x: named(call(*x)))(*front)
+    assert r.also != "detached" or not found["entropy"].requires_grad
+    pull(p, found)
     gradients = {name: x.grad for name, x in leaves.items() if name != r.frozen}
-    if into is not None:
+    if memory is not None:
         assert gradients["weight"] is None, "beside weight_grad the weight has a gradient of its own"
-        gradients["weight"] = into
+        pull(p, named(call(*leaves_of(p).values())))  # again, to what is there
+        assert memory[:, shape[1] :].isnan().all(), "memory beside the gradient was written to"
+        gradients["weight"] = options["weight_grad"] / 2
     return Answer({name: x.detach() for name, x in found.items()}, {k: v for k, v in gradients.items() if v is not None})
 
 
@@ -130,77 +230,32 @@ class Written(torch.autograd.Function):
         return gradient.clone(), None
 
 
-def _source(p: Problem, leaves: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
-    """(what a function differentiates, keywords of the source)."""
-    if p.recipe.source == "logits":
-        return [leaves["logits"]], {"inplace": p.recipe.inplace}
-    return [leaves[name] for name in ("hidden", "weight", "bias") if name in leaves], {}
+class ByFunc(torch.autograd.Function):
+    """A function whose values and gradients torch.func.vjp makes."""
+
+    @staticmethod
+    def forward(ctx: Any, f: Any, *front: Tensor) -> Any:
+        values, ctx.vjp = torch.func.vjp(f, *(x.detach() for x in front))
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, *ctx.vjp(gradients)
 
 
-def _front(front: tuple[Tensor, ...]) -> list[Any]:
-    """The first arguments of a function: logits, or hidden states with the weight or head."""
-    return [front[0], Head(*front[1:])] if len(front) == 3 else [*front]
+def by_func(f: Callable[..., Any]) -> Callable[..., Any]:
+    """A `call` of `run`, whose gradients are those of torch.func."""
 
+    def call(*front: Tensor) -> dict[str, Tensor]:
+        names: dict[str, Tensor] = {}
 
-def _loss(p: Problem, leaves: dict[str, Tensor], options: Options, call: Any) -> dict[str, Tensor]:
-    r = p.recipe
-    f, reference = (grpo_loss, "ref_logits") if r.source == "logits" else (linear_grpo_loss, "reference")
-    front, given = _source(p, leaves)
-    given |= {reference: others_of(p, leaves)} if p.others else {}
-    batch, objective = batch_of(p), objective_of(r)
-    transform, normalizer = transform_of(p), normalizer_of(r)
-    options = replace(options, skip_inactive=r.skip_inactive)
+        def values(*x: Tensor) -> tuple[Tensor, ...]:
+            names.update(out := f(*x))
+            return tuple(out.values())
 
-    def compute(*front: Tensor) -> tuple[Tensor, ...]:
-        out = f(*_front(front), batch, objective, transform=transform, normalizer=normalizer, options=options, **given)
-        more = () if out.divergence is None else (out.divergence,)
-        return out.loss, out.logps, out.entropy, *more
+        return dict(zip(names, ByFunc.apply(values, *front), strict=True))
 
-    found = call(compute)(*front)
-    (found[0] * r.upstream).backward()
-    return dict(zip(("loss", "logps", "entropy", "divergence"), found, strict=False))
-
-
-def _logprobs(p: Problem, leaves: dict[str, Tensor], options: Options, call: Any) -> dict[str, Tensor]:
-    r = p.recipe
-    front, given = _source(p, leaves)
-    if p.sets is not None:
-        given["kept"] = TokenSets.from_lists(p.sets)
-    if p.at is not None:
-        given["at"] = TokenSets.from_lists(p.at)
-    also = tuple(name for name in ("sum_squares", "log_kept_mass") if r.also in (name, "all"))
-    f = token_logprobs if r.source == "logits" else linear_logprobs
-    entropy = {"nothing": False, "detached": "detached"}.get(r.also, True)
-    mask, transform = p.fields["mask"], transform_of(p)
-
-    def compute(*front: Tensor) -> tuple[Tensor, ...]:
-        how = {"mask": mask, "transform": transform, "options": options}
-        out = f(*_front(front), p.targets, entropy=entropy, also=also, **how, **given)
-        named = {"logps": out.logps, **({} if out.entropy is None else {"entropy": out.entropy}), **out.also}
-        return tuple(named.values()), tuple(named)
-
-    values, names = call(compute)(*front)
-    found = dict(zip(names, values, strict=True))
-    assert r.also != "detached" or not found["entropy"].requires_grad
-    pulled = [(x, p.upstream[name]) for name, x in found.items() if x.requires_grad]
-    torch.autograd.backward([x for x, _ in pulled], [d.to(x.dtype).view(x.shape) for x, d in pulled])
-    return found
-
-
-def _divergence(p: Problem, leaves: dict[str, Tensor], options: Options, call: Any) -> dict[str, Tensor]:
-    r = p.recipe
-    front, given = _source(p, leaves)
-    if p.sets is not None:
-        given["kept"] = TokenSets.from_lists(p.sets)
-    f = token_divergence if r.source == "logits" else linear_divergence
-    others, exact, mask, transform = others_of(p, leaves), divergence_of(r), p.fields["mask"], transform_of(p)
-
-    def compute(*front: Tensor) -> Tensor:
-        return f(*_front(front), others, exact, mask=mask, transform=transform, options=options, **given)
-
-    value = call(compute)(*front)
-    value.backward(p.upstream["divergence"].to(value.dtype).view(value.shape))
-    return {"divergence": value}
+    return call
 
 
 # ---- what must hold
@@ -233,6 +288,7 @@ def compare(p: Problem, found: Answer) -> None:
     for name, value in found.values.items():
         if name in ("logps", "entropy") and (r.skip_inactive or r.door == "divergence"):
             continue
+        assert name != "logps" or not (value > 0).any(), f"{r}: a probability above 1"
         if name != "loss" or exact.clear:
             near(value, exact.values[name], room.values[name], f"{r}: {name}")
         if value.shape == dead.shape:

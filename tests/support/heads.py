@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from grpo_kernels import Objective, TokenBatch
+from grpo_kernels import Objective, Options, TokenBatch
 from grpo_kernels.model import FusedLMHead, HeadLogprobs, HeadLoss
 from support import oracle
 
@@ -47,7 +47,7 @@ class Case:
 class Model(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.case = case
+        self.case, self.options = case, Options()
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.embedding = nn.Embedding(V, H)
@@ -71,7 +71,7 @@ class Model(nn.Module):
 
     def call_head(self, hidden: Tensor, batch: TokenBatch) -> Any:
         """A tuple at least, which is what reentrant checkpoints leave of a named one."""
-        return call_head(self.lm_head, hidden, batch, self.case.kind)
+        return call_head(self.lm_head, hidden, batch, self.case.kind, options=self.options)
 
     def forward(self, batch: TokenBatch) -> Any:
         if self.case.outside:
@@ -93,11 +93,11 @@ def fused(case: Case) -> Model:
 OUTPUTS: dict[str, Callable[..., Any]] = {"loss": HeadLoss, "log-probs": HeadLogprobs}
 
 
-def call_head(head: nn.Module, hidden: Tensor, batch: TokenBatch, kind: str) -> Any:
+def call_head(head: nn.Module, hidden: Tensor, batch: TokenBatch, kind: str, **how: Any) -> Any:
     if kind == "loss":
-        return head(hidden, batch, OBJECTIVE, temperature=TEMPERATURE, normalizer=NORMALIZER, metrics=True)
+        return head(hidden, batch, OBJECTIVE, temperature=TEMPERATURE, normalizer=NORMALIZER, metrics=True, **how)
     if kind == "log-probs":
-        return head(hidden, batch.targets, mask=batch.mask, temperature=TEMPERATURE, entropy=True)
+        return head(hidden, batch.targets, mask=batch.mask, temperature=TEMPERATURE, entropy=True, **how)
     return head(hidden)
 
 

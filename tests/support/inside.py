@@ -28,12 +28,15 @@ from grpo_kernels.rows.selection import starts
 
 #: Sizes of chunks and blocks.
 blocks = products
+LIBRARY = "library"
 
 
 def executors() -> list[str]:
-    """What can compute here: eager, and C++ with each instruction set; or the backends that the environment names, as on a GPU."""
+    """What can compute here: eager, C++ with each instruction set, and with products of a library where it has its own; or the
+    backends that the environment names, as on a GPU."""
     chosen = os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "eager cpu").split()
     of_cpu = [f"cpu {isa}" for isa in (_cpu.isas() if _cpu else ())]
+    of_cpu += [] if cpu_products.available() else [f"cpu {LIBRARY}"]
     return [name for backend in chosen for name in (of_cpu if backend == "cpu" else [backend])]
 
 
@@ -41,13 +44,16 @@ def executors() -> list[str]:
 def executor(name: str) -> Iterator[str]:
     """Let an executor compute; gives the name of its backend."""
     backend, _, isa = name.partition(" ")
-    if isa:
-        _cpu.use_isa(isa)
-    try:
-        yield backend
-    finally:
-        if isa:
-            _cpu.use_isa(_cpu.isas()[0])
+    with pytest.MonkeyPatch.context() as patch:
+        if isa == LIBRARY:
+            patch.setattr(cpu_products, "available", lambda: "switched off")
+        elif isa:
+            _cpu.use_isa(isa)
+        try:
+            yield backend
+        finally:
+            if isa:
+                _cpu.use_isa(_cpu.isas()[0])
 
 
 def our_products(dtype: torch.dtype) -> bool:
@@ -165,3 +171,10 @@ def rows_of_logits(logits: torch.Tensor) -> torch.Tensor:
 def rows_of_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
     """A head's tensors as the stages take them."""
     return [whole_rows(hidden), whole_rows(weight), bias]
+
+
+def multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """A GPU of so many multiprocessors: each takes the next row when it is done with one."""
+    launch = backends.load("triton").launch  # type: ignore[attr-defined]
+    monkeypatch.setattr(launch, "LAUNCH", {kind: choice._replace(grid=1.0) for kind, choice in launch.LAUNCH.items()})
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: count)

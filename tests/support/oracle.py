@@ -118,18 +118,10 @@ def log_probs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All log-probs [n, V], log-probs of the targets [n] and entropies [n]; a row with p = 0 somewhere is fine. `keep`: bool, the
     shape of logits, the ids that the softmax runs over."""
-    transform = transform or Transform()
-    temperature = to_rows(transform.temperature, sequences_of(targets, cu_seqlens), logits.dtype)
-    z = logits.reshape(-1, logits.shape[-1]) * transform.scale
-    if transform.softcap is not None:
-        z = transform.softcap * torch.tanh(z / transform.softcap)
-    z = z / temperature[:, None]
-    if keep is not None:
-        z = z.masked_fill(~keep.reshape(z.shape), -math.inf)
-    log_p = torch.log_softmax(z, dim=-1)
-    chosen = log_p.gather(1, targets.reshape(-1, 1).to(torch.int64))[:, 0]
-    finite = torch.where(log_p.detach() == -math.inf, 0.0, log_p)  # lim p log p = 0
-    return log_p, chosen, -(log_p.exp() * finite).sum(1)
+    z, ids = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1).to(torch.int64)
+    kept = None if keep is None else keep.reshape(z.shape)
+    rows = Rows(z, ids, vars(transform or Transform()), sequences_of(targets, cu_seqlens), keep=kept)
+    return rows.log_p, rows.chosen, rows.entropy
 
 
 def by_sign(positive: Tensor, yes: float, no: float) -> Tensor:
@@ -520,29 +512,6 @@ def divergence(logps: Tensor, teacher_logps: Tensor, kind: str, mixture: float =
     return mixture * kl(q, m) + (1.0 - mixture) * kl(p, m)
 
 
-def group_advantages(
-    rewards: list[float], groups: list[int], *, scale: str = "group", unbiased: bool = True, eps: float = 1e-4
-) -> list[float]:
-    """(reward - mean of its group) / (std + eps) in Python floats; equal rewards and groups of one give 0."""
-
-    def std(values: list[float]) -> float:
-        mean = math.fsum(values) / len(values)
-        return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / max(len(values) - unbiased, 1))
-
-    out = []
-    for reward, group in zip(rewards, groups, strict=True):
-        peers = [r for r, g in zip(rewards, groups, strict=True) if g == group]
-        if max(peers) == min(peers):
-            out.append(0.0)
-            continue
-        centred = reward - math.fsum(peers) / len(peers)
-        if scale == "none":
-            out.append(centred)
-        else:
-            out.append(centred / (std(peers if scale == "group" else rewards) + eps))
-    return out
-
-
 # ---- the answer to a problem (see recipes.py), and how far fp32 may be from it
 
 EPS = 2.0**-23
@@ -633,7 +602,6 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     if noise is not None and r.source == "hidden":
         sizes = project({name: leaf.detach().abs() for name, leaf in leaves.items()}, torch.float64)
         x = x + 8 * EPS * sizes * signs(sizes, torch.Generator().manual_seed(noise + 100))
-    place = {int(i): j for j, i in enumerate(live)}
 
     def rows(x: Tensor, transform: dict[str, object], keep: Tensor | None) -> Rows:
         temperature = to_rows(transform["temperature"], p.sequences, torch.float64)[live]  # type: ignore[arg-type]
@@ -657,7 +625,7 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
         of_loss = values["divergence"] * squared
         if r.door == "divergence":
             values["divergence"] = of_loss
-    total, clear = _total(p, values, of_loss if p.others else None, sets, whole, live, place, noise)
+    total, clear = _total(p, values, of_loss if p.others else None, sets, whole, live, noise)
     total = total * r.upstream
     wanted = [leaf for name, leaf in leaves.items() if name != r.frozen]
     names = [name for name in leaves if name != r.frozen]
@@ -700,7 +668,7 @@ def _divergences(p: Problem, ours: Rows, keep: Tensor | None, rows: Callable[...
 
 def _total(
     p: Problem, values: dict[str, Tensor], divergences: Tensor | None, sets: Rows, whole: Rows, live: Tensor,
-    place: dict[int, int], noise: int | None,
+    noise: int | None,
 ) -> tuple[Tensor, bool]:  # fmt: skip
     """(the scalar whose gradient is asked for, whether it is clear); adds to `values` what else the call returns."""
     r, up = p.recipe, {name: x.reshape(-1) for name, x in p.upstream.items()}
@@ -732,15 +700,11 @@ def _total(
         values["log_kept_mass"] = torch.zeros_like(values["logps"]).index_put((live,), mass)
         total = total + (values["log_kept_mass"] * up["log_kept_mass"]).sum()
     if p.at is not None:
-        found, at = [], 0
-        for i, listed in enumerate(p.at):
-            for j in listed:
-                value = sets.log_p[place[i], j] if i in place else torch.zeros((), dtype=torch.float64)
-                found.append(value)
-                outside = p.keep is not None and not p.keep[i, j]  # a log-prob of -inf has no gradient only there
-                total = total + (0.0 if outside else value * up["at"][at])
-                at += 1
-        values["at"] = torch.stack(found) if found else torch.zeros(0, dtype=torch.float64)
+        where = [i for i, listed in enumerate(p.at) for _ in listed], [j for listed in p.at for j in listed]
+        log_p = torch.zeros(len(p.ids), sets.log_p.shape[1], dtype=torch.float64).index_put((live,), sets.log_p)
+        values["at"] = log_p[where]
+        outside = torch.tensor(False) if p.keep is None else ~p.keep[where]  # a log-prob of -inf has no gradient only there
+        total = total + (torch.where(outside, 0.0, values["at"]) * up["at"]).sum()
     return total, True
 
 
@@ -793,5 +757,5 @@ def logit_gradient(p: Problem) -> Tensor:
 def products(p: Problem, of_logits: Tensor) -> dict[str, Tensor]:
     """The gradients of hidden states and head that gradients >= 0 of the logits give when nothing cancels."""
     hidden, weight = p.clean["hidden"].double().abs(), p.clean["weight"].double().abs()
-    of_weight = of_logits.T @ hidden.reshape(len(of_logits), -1)
+    of_weight = of_logits.T @ hidden.flatten(0, -2)
     return {"hidden": (of_logits @ weight).view(hidden.shape), "weight": of_weight, "bias": of_logits.sum(0)}

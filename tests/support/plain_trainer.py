@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from support import oracle
+from support import advantage_oracle, oracle
 from support.oracle import Spec
 
 Tensor = torch.Tensor
@@ -173,7 +173,7 @@ class Plain:
     def of_groups(self, rewards: list[list[float]], **options: Any) -> list[float]:
         weights = self.c.reward_weights or [1.0] * len(rewards)
         totals = [math.fsum(w * r for w, r in zip(weights, row, strict=True)) for row in zip(*rewards, strict=True)]
-        return oracle.group_advantages(totals, self.groups, **options)
+        return advantage_oracle.group_advantages(totals, self.groups, **options)
 
     def update(
         self, parameters: dict[str, Tensor], advantages: Tensor, old: Tensor, weights: Tensor

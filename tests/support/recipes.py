@@ -34,7 +34,8 @@ class Recipe:
     view: str = "whole"  # of logits, or of hidden states and weight, in memory
     mask: str = "some"  # none, some, all of the tokens
     spread: float = 3.0  # of the logits
-    extreme: str = "none"  # far: a target up to 700 below the rest; confident: an id 20 above; absent: logits of -inf
+    #: far: a target up to 700 below the rest; confident: an id 20 above; absent: logits of -inf; ends: those at the ends of fp16
+    extreme: str = "none"
     transform: str = "none"  # none, temperature, softcap, scale, everything, per sequence, per token
     objective: str = "dapo"  # a key of specs.SPECS
     given: str = "everything"  # on-policy: without old log-probs and weights; column: advantages [B, 1]; token: one a token
@@ -46,10 +47,14 @@ class Recipe:
     head: str = "of hidden"  # dtype of the weight beside fp32 hidden states: of hidden, bfloat16
     width: int = 8  # of the hidden states
     frozen: str = "nothing"  # nothing, weight, hidden
-    kept: str = "none"  # rows with a set of ids: none, some, all, empty: sets without ids, whole: sets of the vocabulary
+    kept: str = (
+        "none"  # rows with a set of ids: none, some, all, empty: sets without ids, whole: of the vocabulary, long: of any size
+    )
     missing: str = "include"  # of a target that its set lacks: include, full, mask
     over: str = "kept"  # what is taken over the vocabulary all the same: kept: nothing, entropy, reference
-    others: tuple[str, ...] = ()  # second distributions: whole, near, listed, own: with a transform of its own
+    others: tuple[
+        str, ...
+    ] = ()  # second distributions: whole, near, listed, own: with a transform of its own, itself: the same logits under it
     exact: str = "reverse"  # reverse, forward, jsd, jsd .1
     tail: str = "bin"  # of listed ids: bin, ignore, renormalise, generalised
     squared: bool = False  # divergence times the temperature's square
@@ -325,13 +330,19 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 RUBBISH = (math.nan, math.inf, -math.inf, 1e30)
 
 
+def handed(x: Tensor, seed: int) -> Tensor:
+    """Integers or bools as a caller may have them: of another dtype, and of other strides."""
+    x = x if seed % 2 == 0 else x.int() if x.dtype == torch.int64 else x.long()
+    return x if seed % 3 else torch.stack([x, x + x], -1)[..., 0]
+
+
 @cache
 def problem(r: Recipe) -> Problem:
     """The tensors of a recipe, the same at every call: nobody may write to them."""
     g = torch.Generator().manual_seed(r.seed)
-    lengths, spec, V = torch.tensor(r.lengths), SPECS[r.objective], r.vocab
+    lengths, spec, V = torch.tensor(r.lengths, dtype=torch.int64), SPECS[r.objective], r.vocab
     B, N = len(lengths), int(lengths.sum())
-    shape = (B, int(lengths.max())) if r.layout == "padded" else (N,)
+    shape = (B, max(r.lengths, default=4)) if r.layout == "padded" else (N,)
     n = math.prod(shape)
     offsets = (
         torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32) if r.layout == "packed" else None
@@ -368,14 +379,19 @@ def problem(r: Recipe) -> Problem:
         return torch.where(whole, x, rubbish).float() if isinstance(x, Tensor) and x.shape == whole.shape else x
 
     fields = {name: spoil(x.float() if isinstance(x, Tensor) else x) for name, x in seen.items()}
-    own: dict[str, Any] = {"mask": mask if has_mask else None, "cu_seqlens": offsets}
+    if r.seed % 4 == 3:  # from NumPy
+        fields = {name: x.double() for name, x in fields.items()}
+    own: dict[str, Any] = {
+        "mask": handed(mask, r.seed) if has_mask else None,
+        "cu_seqlens": None if offsets is None else handed(offsets, r.seed),
+    }
     if "group-mean" in (spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate):
         own["groups"] = torch.arange(len(sequences)) // 2
     targets = (
         torch.where(mask, ids.view(shape), V + 7 - 2000 * (torch.arange(n).view(shape) % 2)) if has_mask else ids.view(shape)
     )
     p = Problem(
-        r, {}, leaves, targets, ids, sequences, {**fields, **own}, {**seen, **own, "mask": whole}, trained, transform,
+        r, {}, leaves, handed(targets, r.seed), ids, sequences, {**fields, **own}, {**seen, **own, "mask": whole}, trained, transform,
         spoil(transform["temperature"]), sets, keep,
     )  # fmt: skip
     p.given = _poisoned(p, rubbish)
@@ -384,6 +400,7 @@ def problem(r: Recipe) -> Problem:
         counts = torch.randint(0, min(V, 4) + 1, (n,), generator=g).tolist()
         p.at = [torch.randperm(V, generator=g)[:count].tolist() for count in counts]
     p.upstream = {name: normal() for name in ("logps", "entropy", "sum_squares", "log_kept_mass", "divergence")}
+    p.upstream["loss"] = torch.tensor(r.upstream)
     p.upstream["at"] = normal(sum(map(len, p.at or [])))
     return p
 
@@ -420,9 +437,14 @@ def _leaves(
         x.scatter_add_(1, (ids if r.seed % 2 else torch.zeros_like(ids))[:, None], -sign * below[:, None].double())
     elif r.extreme == "confident":
         x.scatter_add_(1, torch.randint(V, (n, 1), generator=g), torch.full((n, 1), 20.0 * sign, dtype=torch.float64))
-    elif r.extreme == "absent":
-        gone = (torch.rand(n, V, generator=g) < 0.4).scatter(1, ids[:, None], False)
-        x.masked_fill_(gone, -sign * math.inf)
+    elif r.extreme == "absent":  # of a fifth of the rows all but the target
+        gone = (torch.rand(n, V, generator=g) < 0.4) | (torch.arange(n) % 5 == 2)[:, None]
+        x.masked_fill_(gone.scatter(1, ids[:, None], False), -sign * math.inf)
+    elif r.extreme == "ends":  # far from 0, where a constant changes nothing, and far apart
+        x = (x + torch.tensor([-6e4, 6e4, 1e4, 0.0])[torch.arange(n) % 4, None]) * torch.tensor([1, 1, 1, 1e4])[
+            torch.arange(n) % 4, None
+        ]
+        x.clamp_(-65_504, 65_504)
     x = x.to(dtype)
     return {"logits": x.view(*shape, V)}, x.double()
 
@@ -430,8 +452,8 @@ def _leaves(
 def _sets(r: Recipe, ids: Tensor, g: torch.Generator) -> tuple[list[list[int]], Tensor, Tensor]:
     """(ids of each row's set, bool [N, V] what each softmax runs over, bool [N] targets that their sets lack)."""
     n, V = len(ids), r.vocab
-    sizes = torch.randint(1, min(V, 9) + 1, (n,), generator=g).tolist()
-    share = {"some": 0.6, "all": 1.1, "empty": 0.0, "whole": 1.1}[r.kept]
+    sizes = torch.randint(1, min(V, V if r.kept == "long" else 9) + 1, (n,), generator=g).tolist()
+    share = {"some": 0.6, "all": 1.1, "empty": 0.0, "whole": 1.1, "long": 0.9}[r.kept]
     has = (torch.rand(n, generator=g) < share).tolist()
     sets, keep = [], torch.zeros(n, V, dtype=torch.bool)
     for i, target in enumerate(ids.tolist()):
@@ -469,9 +491,11 @@ def _fields(
     old = logps - torch.where(uniform() < 0.5, 0.1, 0.6) * normal()
     old = old.clamp(-300.0, -1e-2) if spec.trust else old
     kl_of = probs["vocabulary" if r.over == "reference" else "kept"]
+    by_sequence = r.given == "column" and r.layout != "without offsets" and spec.surrogate != "vespo"
+    each = (len(sequences), 1) if by_sequence else logps.shape
     seen = {
         "advantages": advantages, "old_logps": old, "ref_logps": kl_of + 0.7 * normal(), "sampler_logps": (old + 0.3 * normal()).clamp(-300.0, -1e-2),
-        "weights": torch.where(uniform() < 0.1, 0.0, 0.3 + uniform()), "nll_weights": 0.1 * uniform(),
+        "weights": torch.where(uniform(*each) < 0.1, 0.0, 0.3 + uniform(*each)), "nll_weights": 0.1 * uniform(),
     }  # fmt: skip
     gone = {"on-policy": ("old_logps", "weights", "nll_weights"), "column": ("nll_weights",)}.get(r.given, ())
     gone = (*gone, "ref_logps") if r.others else gone
@@ -489,7 +513,7 @@ def _poisoned(p: Problem, rubbish: Tensor) -> dict[str, Tensor]:
         single = (p.keep.sum(1) == 1) & torch.tensor([bool(x) for x in p.sets or []])
         outside = ~p.keep | single[:, None]
     if r.source == "logits":
-        x = given["logits"].reshape(len(read), -1).clone()
+        x = given["logits"].flatten(0, -2).clone()
         x[~read] = rubbish.reshape(-1, 1)[~read].to(x.dtype)
         if outside is not None:
             x = torch.where(outside, rubbish.reshape(-1, 1).to(x.dtype), x)
@@ -518,7 +542,7 @@ def _add_others(
     r, (n, V) = p.recipe, rows.shape
     for i, kind in enumerate(r.others):
         own = {"temperature": 0.9, "softcap": 15.0, "scale": 1.3}
-        transform = own if kind == "own" else p.transform
+        transform = own if kind in ("own", "itself") else p.transform
         if r.source == "hidden":
             h, w = (
                 (p.clean["hidden"], p.clean["weight"])
@@ -533,9 +557,8 @@ def _add_others(
             given = {"hidden": VIEWS[r.view](hidden), "weight": w}
         else:
             dtype = (torch.float32, torch.bfloat16)[(i + r.seed) % 2]
-            x = (torch.where(rows.isfinite(), rows, 0.0) + 0.3 * normal(n, V) if kind == "near" else 3.0 * normal(n, V)).to(
-                dtype
-            )
+            x = torch.where(rows.isfinite(), rows, 0.0) + 0.3 * normal(n, V) if kind == "near" else 3.0 * normal(n, V)
+            x = rows if kind == "itself" else x.to(dtype)
             logits = x.clone()
             logits[~p.trained] = math.nan
             given, x = {"logits": VIEWS[r.view](logits.view(*p.shape, V))}, x.double()

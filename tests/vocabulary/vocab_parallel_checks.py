@@ -1,4 +1,4 @@
-"""Vocabularies cut over the ranks of a group, beside what recipes_on_ranks asks: run by test_vocab_parallel.py."""
+"""Vocabularies cut over the ranks of a group, beside what test_ranks.py asks: run by test_vocab_parallel.py."""
 
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
-"""Sequences whose tokens lie on several ranks, and batches over data-parallel ranks: run by test_context_parallel.py."""
+"""What several ranks share: sequences whose tokens lie on them, batches in data-parallel shards, and parts of a vocabulary, against
+the float64 answers of whole problems."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -15,13 +19,14 @@ from grpo_kernels.formulas.filters import EntropyQuantile
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.rewards.corrections import importance_weights, off_policy_sequence_mask, rejection_mask
 from support.collectives import counted
-from support.doors import batch_of, compare, exact_of, objective_of, run
+from support.doors import batch_of, call_of, compare, exact_of, objective_of, run
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
-from support.processes import WHOLE_PRODUCTS
-from support.recipes import KINDS, Problem, Recipe, legal, problem, sliced
+from support.processes import WHOLE_PRODUCTS, run_whole_products
+from support.recipes import KINDS, Problem, Recipe, covering, cut, legal, problem, sliced
 
 Tensor = torch.Tensor
+MODULE = "test_ranks"
 LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)
 GROUPS = torch.tensor([0, 0, 1, 2, 2, 3, 4, 4])
 AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-mean", "token-sum", "constant")
@@ -95,8 +100,16 @@ def together(p: Problem, found: Answer, mine: Tensor, group: Any = None) -> Answ
     )
 
 
-def agree(p: Problem, mine: Tensor, **fields: Any) -> None:
-    compare(p, together(p, run(part(p, mine, **fields)), mine))
+def agree(p: Problem, mine: Tensor, fields: dict[str, Any] | None = None, **options: Any) -> None:
+    compare(p, together(p, run(part(p, mine, **(fields or {})), **options), mine))
+
+
+def same_as_whole(p: Problem, mine: Tensor, objective: Objective | None = None) -> None:
+    """What the ranks find is what one finds that has all."""
+    found, whole = together(p, run(part(p, mine), objective=objective), mine), run(p, objective=objective)
+    for kind in ("values", "gradients"):
+        for name, x in getattr(whole, kind).items():
+            torch.testing.assert_close(getattr(found, kind)[name], x, rtol=2e-5, atol=1e-6)
 
 
 def check_every_objective(rank: int, ranks: int) -> None:
@@ -118,43 +131,38 @@ def check_sets_and_memory(rank: int, ranks: int) -> None:
                 agree(p, owner == rank)
 
 
-def check_a_mask_that_was_written(rank: int, ranks: int) -> None:
-    """What the ranks have told each other of a batch is told again where all of them wrote to what it depends on."""
-    g = torch.Generator().manual_seed(rank)
-    logits, mask = torch.randn(6, 11, generator=g), torch.ones(6, dtype=torch.bool)
-    fields = {
-        "cu_seqlens": torch.tensor([0, 4, 6]),
-        "old_logps": torch.randn(6, generator=g),
-        "context_group": dist.group.WORLD,
-    }
-
-    def batch() -> TokenBatch:
-        return TokenBatch(torch.zeros(6).long(), torch.tensor([[1.0], [-2.0]]), mask=mask, **fields)  # type: ignore[arg-type]
-
-    objective, kept = Objective.preset("gspo"), batch()
-    before = grpo_loss(logits, kept, objective, options=Options(backend="eager")).loss
-    mask[1] = False
-    after = grpo_loss(logits, kept, objective, options=Options(backend="eager")).loss
-    assert before != after and torch.equal(after, grpo_loss(logits, batch(), objective, options=Options(backend="eager")).loss)
-
-
 def check_each_aggregate_of_sequence_ratios(rank: int, ranks: int) -> None:
-    """Also a mean over groups: as one rank has it."""
+    """Also a mean over groups: as one rank has it. And one denominator over micro-batches of shared sequences."""
     p = problem(recipe("dapo, k3"))
+    p = replace(p, fields=p.fields | {"groups": GROUPS})
+    whole = batch_of(p)
     for aggregate in AGGREGATES:
-        objective = Objective(level="sequence", aggregate=aggregate, beta=0.2, entropy_coef=0.1, max_tokens=9)
-        whole = p.given["logits"].clone().requires_grad_()
-        expected = grpo_loss(whole, batch_of(p, groups=GROUPS), objective)
-        expected.loss.backward()
+        terms = {"beta": 0.2, "entropy_coef": 0.1, "max_tokens": 9, "count_empty": aggregate != "group-mean"}
+        objective = Objective(level="sequence", aggregate=aggregate, **terms)
+        expected = float(global_normalizer(objective, [whole, whole], reduce=False))
         for owner in owners(ranks):
-            mine = owner == rank
-            q = part(p, mine)
-            leaf = q.given["logits"].clone().requires_grad_()
-            out = grpo_loss(leaf, batch_of(q), objective)
-            out.loss.backward()
-            found = together(p, Answer({"loss": out.loss.detach()}, {"logits": leaf.grad}), mine)  # type: ignore[dict-item]
-            torch.testing.assert_close(found.gradients["logits"], whole.grad, rtol=1e-5, atol=1e-7)
-            torch.testing.assert_close(found.values["loss"], expected.loss.detach(), rtol=2e-5, atol=1e-6)
+            same_as_whole(p, owner == rank, objective)
+            batch = batch_of(part(p, owner == rank))
+            assert abs(float(global_normalizer(objective, [batch, batch])) - expected) <= 1e-6 * expected, aggregate
+
+
+def check_masked_rank(rank: int, ranks: int) -> None:
+    """A rank whose tokens are all masked and hold anything, and a batch in which all tokens are masked."""
+    p, owner = problem(recipe("gspo")), owners(ranks)[0]
+    for mask in ((owner > 0) & p.trained, torch.zeros_like(p.trained)):
+        logits = torch.where(mask[:, None], p.given["logits"], torch.nan)
+        q = replace(p, given={"logits": logits}, fields=p.fields | {"mask": mask})
+        same_as_whole(q, owner == rank)
+        found = run(part(q, owner == rank))
+        assert rank != 0 or not (found.values["loss"] or found.gradients["logits"].any())
+
+
+def check_quantile_over_ranks(rank: int, ranks: int) -> None:
+    """The one filter that looks at the whole batch has a group of its own."""
+    p = problem(recipe("entropy quantile, bonus of its own"))
+    quantile = (EntropyQuantile(0.6, process_group=dist.group.WORLD),)
+    for owner in owners(ranks):
+        agree(p, owner == rank, objective=replace(objective_of(p.recipe), filters=quantile))
 
 
 def check_from_log_probs(rank: int, ranks: int) -> None:
@@ -166,22 +174,26 @@ def check_from_log_probs(rank: int, ranks: int) -> None:
         mine = owner == rank
         leaf = logps[mine].clone().requires_grad_()
         objective_loss(leaf, batch_of(part(p, mine)), objective).loss.backward()
-        found = together(p, Answer({}, {"logits": leaf.grad}), mine)  # type: ignore[dict-item]
-        torch.testing.assert_close(found.gradients["logits"], whole.grad, rtol=1e-5, atol=1e-7)
+        assert leaf.grad is not None and whole.grad is not None
+        torch.testing.assert_close(leaf.grad, whole.grad[mine], rtol=1e-5, atol=1e-7)
 
 
-def check_global_normalizer(rank: int, ranks: int) -> None:
-    """Micro-batches of shared sequences: one denominator over all of them and all ranks."""
-    p = problem(recipe("dapo, k3"))
-    whole = batch_of(p, groups=GROUPS, advantages=p.fields["advantages"])
-    for aggregate in AGGREGATES:
-        objective = Objective(
-            level="sequence", aggregate=aggregate, beta=0.2, max_tokens=9, count_empty=aggregate != "group-mean"
-        )
-        expected = float(global_normalizer(objective, [whole, whole], reduce=False))
-        for owner in owners(ranks):
-            batch = batch_of(part(p, owner == rank))
-            assert abs(float(global_normalizer(objective, [batch, batch])) - expected) <= 1e-6 * expected, aggregate
+def check_a_mask_that_was_written(rank: int, ranks: int) -> None:
+    """What the ranks have told each other of a batch is told again where all of them wrote to what it depends on."""
+    g = torch.Generator().manual_seed(rank)
+    logits, mask = torch.randn(6, 11, generator=g), torch.ones(6, dtype=torch.bool)
+    fields: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 4, 6]), "old_logps": torch.randn(6, generator=g), "mask": mask}
+
+    def batch() -> TokenBatch:
+        return TokenBatch(torch.zeros(6).long(), torch.tensor([[1.0], [-2.0]]), context_group=dist.group.WORLD, **fields)
+
+    def loss(of: TokenBatch) -> Tensor:
+        return grpo_loss(logits, of, Objective.preset("gspo"), options=Options(backend="eager")).loss
+
+    kept = batch()
+    before = loss(kept)
+    mask[1] = False
+    assert before != loss(kept) and torch.equal(loss(kept), loss(batch()))
 
 
 def check_metrics_are_no_collective(rank: int, ranks: int) -> None:
@@ -189,10 +201,9 @@ def check_metrics_are_no_collective(rank: int, ranks: int) -> None:
     for name in ("gspo", "off-policy sequences"):
         p = problem(recipe(name))
         q = part(p, owners(ranks)[0] == rank)
-        out = grpo_loss(q.given["logits"], batch_of(q), objective_of(p.recipe))
+        out, whole = (call_of(x)(x.given["logits"]) for x in (q, p))
         if rank == 0:
             assert all(x.isfinite() for x in out.metrics.values())
-        whole = grpo_loss(p.given["logits"], batch_of(p), objective_of(p.recipe))
         dist.barrier()
         means = (out.metrics["ratio_mean"] * out.metrics["tokens"]).clone()
         dist.all_reduce(means)
@@ -221,43 +232,25 @@ def check_collectives(rank: int, ranks: int) -> None:
     assert sizes == {"all_gather": [], "all_reduce": []}, sizes
 
 
+#: Corrections that look at whole sequences.
+CORRECTIONS: dict[str, Callable[[TokenBatch, Tensor], Tensor]] = {
+    "product": lambda b, now: importance_weights(b, level="sequence", high=2.0),
+    "geometric": lambda b, now: importance_weights(b, level="geometric", mode="mask", low=0.5, high=2.0),
+    "largest": lambda b, now: rejection_mask(b, over="max", high=3.0),
+    "smallest": lambda b, now: rejection_mask(b, over="min", low=0.5),
+    "mean": lambda b, now: rejection_mask(b, over="mean", low=0.8, high=1.5),
+    "off-policy": lambda b, now: off_policy_sequence_mask(b, now, delta=0.1),
+}
+
+
 def check_corrections(rank: int, ranks: int) -> None:
     p = problem(recipe("dapo, k3"))
     whole, logps = batch_of(p), p.seen["old_logps"].float() - 0.3
-    makers = {
-        "product": lambda b, now: importance_weights(b, level="sequence", high=2.0),
-        "geometric": lambda b, now: importance_weights(b, level="geometric", mode="mask", low=0.5, high=2.0),
-        "largest": lambda b, now: rejection_mask(b, over="max", high=3.0),
-        "smallest": lambda b, now: rejection_mask(b, over="min", low=0.5),
-        "mean": lambda b, now: rejection_mask(b, over="mean", low=0.8, high=1.5),
-        "off-policy": lambda b, now: off_policy_sequence_mask(b, now, delta=0.1),
-    }
-    for kind, owner in enumerate(owners(ranks)):
+    for owner in owners(ranks):
         mine = owner == rank
         batch = batch_of(part(p, mine))
-        for name, make in makers.items():
-            expected = make(whole, logps)[mine]
-            torch.testing.assert_close(make(batch, logps[mine]), expected, rtol=1e-6, atol=0, msg=f"{name}, {kind}")
-
-
-def check_masked_rank(rank: int, ranks: int) -> None:
-    """A rank whose tokens are all masked and hold anything, and a batch in which all tokens are masked."""
-    p, owner = problem(recipe("gspo")), owners(ranks)[0]
-    mine, objective = owner == rank, objective_of(p.recipe)
-    for mask in ((owner > 0) & p.trained, torch.zeros_like(mine)):
-        fields = {**p.fields, "mask": mask}
-        logits = torch.where(mask[:, None], p.given["logits"], torch.nan)
-        whole = logits.clone().requires_grad_()
-        expected = grpo_loss(whole, TokenBatch(p.targets, **fields), objective)
-        expected.loss.backward()
-        q = part(replace(p, given={"logits": logits}, fields=fields), mine)
-        leaf = q.given["logits"].clone().requires_grad_()
-        out = grpo_loss(leaf, batch_of(q), objective)
-        out.loss.backward()
-        assert leaf.grad is not None and (rank != 0 or (float(out.loss) == 0.0 and not leaf.grad.any()))
-        found = together(p, Answer({"loss": out.loss.detach()}, {"logits": leaf.grad}), mine)
-        torch.testing.assert_close(found.values["loss"], expected.loss.detach(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(found.gradients["logits"], whole.grad, rtol=1e-5, atol=1e-7)
+        for name, make in CORRECTIONS.items():
+            torch.testing.assert_close(make(batch, logps[mine]), make(whole, logps)[mine], rtol=1e-6, atol=0, msg=name)
 
 
 def check_data_parallel_shards(rank: int, ranks: int) -> None:
@@ -265,39 +258,17 @@ def check_data_parallel_shards(rank: int, ranks: int) -> None:
     cuts = {2: [0, 3, 8], 4: [0, 2, 3, 4, 8]}[ranks]
     for name in ("dapo, k3", "grpo, k3 and entropy", "gspo", "luspo", "off-policy sequences"):
         p = problem(recipe(name))
-        offsets, objective = p.fields["cu_seqlens"].tolist(), objective_of(p.recipe)
-        lo, hi = (offsets[cut] for cut in cuts[rank : rank + 2])
-        mine, some = torch.zeros(len(p.ids), dtype=torch.bool), slice(*cuts[rank : rank + 2])
-        mine[lo:hi] = True
-        q = part(p, mine, context_group=None, groups=None)
-        own = {"cu_seqlens": torch.tensor(offsets[cuts[rank] : cuts[rank + 1] + 1]) - lo, "groups": None}
-        batch = batch_of(
-            q,
-            **own,
-            advantages=p.fields["advantages"][mine]
-            if len(p.fields["advantages"]) == len(mine)
-            else p.fields["advantages"][some],
-        )
-        leaf = q.given["logits"].clone().requires_grad_()
+        offsets, own = p.fields["cu_seqlens"], slice(*cuts[rank : rank + 2])
+        lo, hi = (int(offsets[cut]) for cut in cuts[rank : rank + 2])
+        mine = (torch.arange(len(p.ids)) >= lo) & (torch.arange(len(p.ids)) < hi)
+        one_each = p.fields["advantages"].shape[0] == len(mine)
+        fields = {"cu_seqlens": offsets[own.start : own.stop + 1] - lo, "groups": None, "context_group": None}
+        q = part(p, mine, **fields, advantages=p.fields["advantages"][mine if one_each else own])
         with counted() as sizes:
-            out = grpo_loss(leaf, batch, objective, normalizer=global_normalizer(objective, batch))
-            out.loss.backward()
+            normalizer = float(global_normalizer(objective_of(p.recipe), batch_of(q)))
+            found = run(replace(q, recipe=replace(q.recipe, normalizer=normalizer)))
         assert sizes == {"all_gather": [], "all_reduce": [24]}, sizes
-        compare(p, together(p, Answer({"loss": out.loss.detach()}, {"logits": leaf.grad}), mine))  # type: ignore[dict-item]
-
-
-def check_quantile_over_ranks(rank: int, ranks: int) -> None:
-    """The one filter that looks at the whole batch has a group of its own."""
-    p = problem(recipe("entropy quantile, bonus of its own"))
-    quantile = (EntropyQuantile(0.6, process_group=dist.group.WORLD),)
-    objective = replace(objective_of(p.recipe), filters=quantile)
-    for owner in owners(ranks):
-        mine = owner == rank
-        q = part(p, mine)
-        leaf = q.given["logits"].clone().requires_grad_()
-        out = grpo_loss(leaf, batch_of(q), objective)
-        out.loss.backward()
-        compare(p, together(p, Answer({"loss": out.loss.detach()}, {"logits": leaf.grad}), mine))  # type: ignore[dict-item]
+        compare(p, together(p, found, mine))
 
 
 def check_tensor_and_context_parallel(rank: int, ranks: int) -> None:
@@ -314,3 +285,53 @@ def check_tensor_and_context_parallel(rank: int, ranks: int) -> None:
         q = replace(q, given=sliced(q.given, columns))
         found = together(p, run(q, shard=VocabShard.of(q.given["logits"], tp, dim=-1)), mine, cp)
         compare(replace(p, columns=columns), found)
+
+
+# ---- a vocabulary that is cut
+
+#: Axes of what ranks have to exchange.
+EXCHANGED = "mask kept missing over others exact tail also weight_grad transform extreme spread".split()
+
+
+def each_value(recipes: list[Recipe]) -> list[Recipe]:
+    """Some of them, in which each value of these axes meets both sources."""
+    met: set[tuple[str, str, Any]] = set()
+    found = []
+    for r in recipes:
+        values = {(r.source, name, getattr(r, name)) for name in EXCHANGED}
+        found += [r] if values - met else []
+        met |= values
+    return found
+
+
+def check_parts_of_a_vocabulary(rank: int, ranks: int) -> None:
+    """All ranks have the same values. With reduce_hidden=False each has its own gradient of hidden states, and they add up."""
+    recipes = covering(ranks=2) if ranks == 2 else []
+    for i, recipe in enumerate(recipes if WHOLE_PRODUCTS else each_value(recipes)):
+        p = cut(problem(recipe), rank)
+        shard = VocabShard(p.columns.start, recipe.vocab, reduce_hidden=i % 3 > 0)
+        found = run(p, backend=("eager", "cpu")[i % 2], shard=shard)
+        if "hidden" in found.gradients and not shard.reduce_hidden:
+            share = found.gradients["hidden"].float()
+            dist.all_reduce(share)
+            found.gradients["hidden"] = share.to(p.clean["hidden"].dtype)
+        compare(p, found)
+        everyone: list[Any] = [None] * ranks
+        dist.all_gather_object(everyone, found.values)
+        assert all(torch.equal(x, everyone[0][name]) for name, x in found.values.items()), f"{recipe}: ranks disagree"
+
+
+# ---- the tests
+
+
+@pytest.mark.parametrize("check", [name for name in list(globals()) if name.startswith("check_")])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_ranks(on_ranks: Callable[..., dict[str, str]], ranks: int, check: str) -> None:
+    assert on_ranks(MODULE, ranks)[check] == "ok", on_ranks(MODULE, ranks)[check]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_whole_products(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every objective on four ranks, and every pair of a cut vocabulary."""
+    run_whole_products(MODULE, ranks, tmp_path, monkeypatch)
