@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_kernels.rows.backends import Backend, eager
 from grpo_kernels.rows.ragged import Ragged, write_at
@@ -54,7 +53,7 @@ def check(module: Backend, slots: Ragged, hidden: Tensor, weight: Tensor, d_hidd
             (before.double() * kept).index_add(0, to, terms),
             (before.double().abs() * kept).index_add(0, to, terms.abs()),
         )
-        assert torch.equal(out[~named], before[~named]) and (not len(slots.ids) or named.any())
+        assert torch.equal(out[~named], before[~named])
         close(out[named], want[named], size[named], n)
 
 
@@ -218,6 +217,8 @@ def test_values_are_written_where_slots_are_used(used: slice) -> None:
 
 def test_eager_asks_for_no_value() -> None:
     """Fake tensors have none."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     slots = random_slots(12, 9)
     arguments = (values_for(slots), slots, matrix(12, 8, torch.float32, 1), matrix(9, 8, torch.float32, 2))
     mode = FakeTensorMode()

@@ -54,10 +54,10 @@ def two(
     return Rows(z[None], transform, Second(w[None], own, kind, mixture), **fields)
 
 
-def check_each_way(module: Backend, r: Rows, what: object) -> None:
+def check_each_way(module: Backend, r: Rows) -> None:
     for way, one in ways(r):
         if way is visited or in_cpp(module):  # the others make them one after the other
-            check(one, way(module, one), f"{what} {way}")
+            check(one, way(module, one))
 
 
 def check_closely(module: Backend, r: Rows, rtol: float, of_gradient: float) -> None:
@@ -81,7 +81,7 @@ def test_values_and_gradients(module: Backend, kind: str, mixture: float) -> Non
         for own, of_second, *transforms in cases[i % 4 : i % 4 + 1] if TRITON else cases:
             z, w = row_pairs(vocab)
             r = Rows(z.to(own)[None], transforms[0], Second(w.to(of_second)[None], transforms[1], kind, mixture))
-            check_each_way(module, r, f"{vocab} {own} {of_second}")
+            check_each_way(module, r)
             without = module.fused(given(r), stage_of(r), None).losses
             assert torch.equal(without, fused(module, r)[0]["losses"])
 
@@ -114,7 +114,7 @@ def test_targets_that_hardly_are(module: Backend, kind: str, mixture: float) -> 
     z, w = torch.randn(2, 2 * len(FAR), V)
     z[: len(FAR), 0], w[len(FAR) :, 0] = torch.tensor(FAR), torch.tensor(FAR)
     r = two(z, w, kind, mixture, targets=torch.zeros(2 * len(FAR), dtype=torch.int64))
-    check_each_way(module, r, "")
+    check_each_way(module, r)
     for way, one in ((visited, r.only("divergence")), (fused, r.divergence_alone)):
         elsewhere = way(module, replace(one, targets=torch.full_like(r.targets, 9)))[1]
         torch.testing.assert_close(way(module, one)[1], elsewhere, rtol=1e-5, atol=1e-7)
@@ -169,7 +169,7 @@ def test_maxima_that_rise_apart_and_logits_of_1e30(module: Backend, kind: str, m
     early[: vocab // 3], late[2 * vocab // 3 :] = torch.randn(vocab // 3), torch.randn(vocab - 2 * vocab // 3)
     z = torch.stack([up, up, -up, torch.randn(vocab), early, late, torch.randn(vocab)])
     w = torch.stack([up + 0.1 * torch.randn(vocab), -up, up, up, torch.randn(vocab), late + 1.0, early.clamp(min=-300)])
-    check_each_way(module, two(z, w, kind, mixture), "")
+    check_each_way(module, two(z, w, kind, mixture))
     rising = torch.randn(4, vocab).sort(-1).values * 3.0
     rising[:, 0] = -2.0
     level = torch.tensor([1e30, -1e30, 3e38, 1e30])[:, None].expand(4, vocab).contiguous()
