@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels import Head, Objective, Options, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Objective, Options, TokenBatch, linear_grpo_loss, linear_logprobs
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.rows import backends
 from grpo_kernels.rows import products as blocks
 from grpo_kernels.rows.backends import eager
 from grpo_kernels.rows.partials import LogitRows
 from grpo_kernels.rows.products import Plan, Work
-from support.bits import assert_no_worse, same_bits
-from support.doors import in_options
+from support import oracle
+from support.bits import same_bits
+from support.doors import batch_of, compare, exact_of, objective_of, run
 from support.gpu_products import LiveBytes, NoRows, Product, of_a_gpu
+from support.oracle import Answer
+from support.recipes import Problem, Recipe, problem
 
 Tensor = torch.Tensor
 GIB = 1 << 30
@@ -78,9 +81,9 @@ def test_sums_of_d_hidden_beside_its_result_are_counted() -> None:
 # ---- memory
 
 
-def head(rows: int, vocab: int = 151936, width: int = 4096, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, TokenBatch]:
+def head(rows: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, TokenBatch]:
     """A head of meta tensors: large ones need no memory."""
-    shapes = ((1, rows, width), (vocab, width))
+    shapes = ((1, rows, 4096), (151936, 4096))
     hidden, weight = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes)
     vector = torch.empty(1, rows, device="meta")
     return hidden, weight, TokenBatch(vector.to(torch.int64), vector, ref_logps=vector)
@@ -91,38 +94,28 @@ def no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "pick", lambda *_: NoRows())
 
 
-@pytest.mark.parametrize("rows", [700, 8192, 8193, 20000])
-@pytest.mark.parametrize("layer", [1, 2])
+SIZES = [(layer, BF16, rows) for layer in (1, 2) for rows in (700, 8192, 8193, 20000)] + [(2, FP16, 700), (2, FP16, 8193)]
+
+
+@pytest.mark.parametrize("layer, dtype, rows", SIZES, ids=str)
 @pytest.mark.usefixtures("no_rows")
-def test_bytes_that_are_alive_are_those_of_the_model(layer: int, rows: int) -> None:
-    """A whole call and its backward, nothing of which waits for the device: without values it would fail."""
-    hidden, weight, batch = head(rows)
+def test_bytes_that_are_alive_are_those_of_the_model(layer: int, dtype: torch.dtype, rows: int) -> None:
+    """A whole call and its backward, nothing of which waits for the device: without values it would fail. In fp16 d_weight is fp32
+    until the factor of the backward is known; the last part of the sum is beside it, and d_hidden as it is handed over."""
+    hidden, weight, batch = head(rows, dtype)
     with of_a_gpu() as made, LiveBytes() as live:
         if layer == 2:
             linear_grpo_loss(hidden, weight, batch, Objective(beta=0.1)).loss.backward()
         else:
             linear_logprobs(hidden, weight, batch.targets)[0].sum().backward()
-    plan = QWEN.plan("cuda", rows, gathered=False)
-    blocks_made = -(-rows // plan.block)
-    assert len(made) == (3 - layer) * -(-rows // 512) + 2 * blocks_made
-    expected = QWEN.peak(plan, rows, gathered=False)
-    assert expected <= live.peak <= expected + 100 * rows  # vectors
-    assert rows > 8193 or live.peak <= 3.6 * GIB
-    assert hidden.grad is not None and weight.grad is not None and weight.grad.dtype == BF16
-
-
-@pytest.mark.parametrize("rows", [700, 8193])
-@pytest.mark.usefixtures("no_rows")
-def test_bytes_that_are_alive_in_fp16(rows: int) -> None:
-    """d_weight is fp32 until the factor of the backward is known; the last part of the sum is beside it."""
-    hidden, weight, batch = head(rows, dtype=FP16)
-    with of_a_gpu(), LiveBytes() as live:
-        linear_grpo_loss(hidden, weight, batch, Objective(beta=0.1)).loss.backward()
-    work = QWEN._replace(d_hidden=4, scaled=True)
+    half = dtype == FP16
+    work = QWEN._replace(d_hidden=4, scaled=True) if half else QWEN
     plan = work.plan("cuda", rows, gathered=False)
     expected = work.peak(plan, rows, gathered=False)
-    assert expected <= live.peak <= expected + 100 * rows + 2 * 4096 * rows  # vectors; d_hidden as it is handed over
-    assert weight.grad is not None and weight.grad.dtype == FP16
+    assert expected <= live.peak <= expected + (100 + 2 * 4096 * half) * rows  # vectors
+    assert half or len(made) == (3 - layer) * -(-rows // 512) + 2 * -(-rows // plan.block)
+    assert half or rows > 8193 or live.peak <= 3.6 * GIB
+    assert hidden.grad is not None and weight.grad is not None and weight.grad.dtype == dtype
 
 
 @pytest.mark.parametrize("frozen", ["weight", "hidden", "weight_grad"])
@@ -137,10 +130,9 @@ def test_what_is_not_wanted_takes_no_memory(frozen: str) -> None:
     with of_a_gpu() as made, LiveBytes() as live, pytest.MonkeyPatch.context() as patch:
         patch.setattr("grpo_kernels.losses._split_rows", lambda *_: (index, 5120))
         linear_grpo_loss(hidden, weight, batch, Objective.preset("gspo"), options=Options(weight_grad=total)).loss.backward()
-    plan = work.plan("cuda", 5120)
-    kinds = {(p.m, p.k, p.n) for p in made if 151936 in (p.m, p.k)}
-    assert {151936 == m for m, _, _ in kinds} == {"hidden": {True}, "weight": {False}, "weight_grad": {True, False}}[frozen]
-    expected = work.peak(plan, 5120) + work.d_hidden * 4096 * 880
+    kinds = {p.m == 151936 for p in made if 151936 in (p.m, p.k)}
+    assert kinds == {"hidden": {True}, "weight": {False}, "weight_grad": {True, False}}[frozen]
+    expected = work.peak(work.plan("cuda", 5120), 5120) + work.d_hidden * 4096 * 880
     assert expected <= live.peak <= expected + 100 * 6000
     assert total is None or all(p.added for p in made if p.m == 151936)
 
@@ -179,82 +171,28 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "pick", lambda *_: Poisoned())
 
 
-Gradients = dict[str, Tensor]
+#: Every row has a gradient.
+ROWS = Recipe(
+    source="hidden", objective="reinforce", given="on-policy", lengths=(300,), vocab=V, width=H, dtype="bfloat16", mask="none",
+    spread=2.0, seed=1,
+)  # fmt: skip
+LAYERS = [ROWS, replace(ROWS, door="logprobs", also="nothing")]
+layers = pytest.mark.parametrize("recipe", LAYERS, ids=lambda recipe: recipe.door)
 
 
-@dataclass
-class Rows:
-    """Rows of a head: the loss is the mean over trained rows of -advantage * log-prob."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    targets: Tensor
-    advantages: Tensor
-    mask: Tensor
-
-    def leaves(self, dtype: torch.dtype | None = None) -> Gradients:
-        given = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
-        return {k: x.detach().clone().to(dtype or x.dtype).requires_grad_() for k, x in given.items() if x is not None}
-
-    def gradients(self, exact: bool) -> Gradients:
-        """By autograd: of float64, or of logits in the dtype of the hidden states and a loss in fp32."""
-        leaves = self.leaves(torch.float64 if exact else None)
-        logits = torch.nn.functional.linear(leaves["hidden"], leaves["weight"], leaves.get("bias"))
-        logps = logits.to(torch.float64 if exact else torch.float32).log_softmax(1).gather(1, self.targets[:, None])[:, 0]
-        loss = -(logps * self.advantages.to(logps.dtype))[self.mask].sum() / self.mask.sum()
-        return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+def made_by(recipe: Recipe, adds: bool = True, **options: Any) -> tuple[list[Product], dict[str, Tensor]]:
+    """The products of a call that is right, and its gradients."""
+    p, _ = problem(recipe), exact_of(recipe)
+    with of_a_gpu(adds) as made:
+        found = run(p, **options)
+    compare(p, found)
+    return made, found.gradients
 
 
-def rows_of(n: int, bias: bool = False, dtype: torch.dtype = BF16) -> Rows:
-    g = torch.Generator().manual_seed(n)
-    hidden, weight = torch.randn(n, H, generator=g), 2.0 * H**-0.5 * torch.randn(V, H, generator=g)
-    offset = torch.randn(V, generator=g).to(dtype) if bias else None
-    targets, advantages = torch.randint(V, (n,), generator=g), torch.randn(n, generator=g)
-    return Rows(hidden.to(dtype), weight.to(dtype), offset, targets, advantages, torch.ones(n, dtype=torch.bool))
-
-
-def run(case: Rows, layer: int = 2, frozen: str = "", factor: float = 1.0, **options: Any) -> Gradients:
-    """Leaves with the gradients of the loss times `factor`, from its own function or through log-probs."""
-    leaves = case.leaves()
-    if frozen:
-        leaves[frozen].requires_grad_(False)
-    front, options = (leaves["hidden"], Head(leaves["weight"], leaves.get("bias"))), in_options(**options)
-    if layer == 2:
-        batch = TokenBatch(case.targets, case.advantages, mask=case.mask)
-        loss = linear_grpo_loss(*front, batch, Objective.preset("reinforce"), **options).loss
-    else:
-        logps, _ = linear_logprobs(*front, case.targets, mask=case.mask, **options)
-        loss = -(logps * case.advantages * case.mask).sum() / case.mask.sum()
-    (loss * factor).backward()
-    return {name: leaf for name, leaf in leaves.items() if name != frozen}
-
-
-def gradients_of(leaves: Gradients) -> Gradients:
-    found = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    assert found.keys() == leaves.keys() and all(x.dtype == leaves[name].dtype for name, x in found.items())
-    return found
-
-
-def assert_gradients_no_worse(ours: Gradients, naive: Gradients, exact: Gradients, tiny: float = 4e-6) -> None:
-    """The rule of `assert_no_worse`. Where both round the gradient of the logits to bf16, which of the two has the larger
-    error is chance, so those get a margin."""
-    assert ours.keys() == exact.keys()
-    for name, gradient in ours.items():
-        if ours["hidden"].dtype == torch.float32:
-            assert_no_worse(gradient, naive[name], exact[name], f"gradient of {name}", tiny)
-            continue
-        assert torch.isfinite(gradient).all(), name
-        scale = float(exact[name].abs().max())
-        assert scale > 0, f"gradient of {name}: the case is trivial"
-        mine, theirs = ((x[name].double() - exact[name]).abs() for x in (ours, naive))
-        for kind, a, b, factor in (
-            ("largest", mine.max(), theirs.max(), 2.0),
-            ("rms", mine.square().mean().sqrt(), theirs.square().mean().sqrt(), 1.1),
-        ):
-            assert float(a) <= factor * float(b) + tiny * scale, (
-                f"gradient of {name}: {kind} error {float(a):.3e}, naive {float(b):.3e}, scale {scale:.3e}"
-            )
+def with_advantages(p: Problem, advantages: Tensor) -> tuple[Problem, Answer]:
+    """The problem with others, and its answer."""
+    changed = replace(p, fields={**p.fields, "advantages": advantages}, seen={**p.seen, "advantages": advantages.double()})
+    return changed, oracle.answer(changed)
 
 
 def expected_products(n: int, block: int, gradients: tuple[str, ...] = ("hidden", "weight")) -> list[Product]:
@@ -270,126 +208,114 @@ def expected_products(n: int, block: int, gradients: tuple[str, ...] = ("hidden"
     return found
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("bias", ["none", "plain"])
 @pytest.mark.parametrize(("n", "block"), [(150, 150), (300, 128)], ids=["one block", "three blocks"])
+@layers
 @pytest.mark.usefixtures("small")
-def test_products_and_gradients(n: int, block: int, bias: bool) -> None:
-    case = rows_of(n, bias)
-    exact, naive = case.gradients(exact=True), case.gradients(exact=False)
-    with of_a_gpu() as made:
-        found = gradients_of(run(case))
-    assert made == expected_products(n, block)
-    assert_gradients_no_worse(found, naive, exact)
-    with of_a_gpu() as made:
-        again = gradients_of(run(case, layer=1))
-    assert made == [p for p in expected_products(n, n) if p.n == V] + expected_products(n, block)
-    assert_gradients_no_worse(again, naive, exact)
+def test_products_and_gradients(recipe: Recipe, n: int, block: int, bias: str) -> None:
+    """Log-probs are there before anything arrives at them: logits are computed again."""
+    made, _ = made_by(replace(recipe, lengths=(n,), bias=bias))
+    first = [] if recipe.door == "loss" else [p for p in expected_products(n, n) if p.n == V]
+    assert made == first + expected_products(n, block)
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("bias", ["none", "plain"])
 @pytest.mark.parametrize("n", [150, 300], ids=["one block", "three blocks"])
 @pytest.mark.parametrize("size", [1e-11, 1.0, 1e7])
 @pytest.mark.usefixtures("small")
-def test_gradients_that_fp16_has_no_room_for(size: float, n: int, bias: bool) -> None:
+def test_gradients_that_fp16_has_no_room_for(size: float, n: int, bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too small or too large for it before the factor of the backward; rows of very different slopes, and of none. In the same
     products as bf16, but that d_weight is fp32, in parts."""
-    case = rows_of(n, bias, FP16)
-    advantages = case.advantages
-    advantages *= size * n
-    advantages[::7] *= 2.0**-30
-    advantages[3] = 0.0
-    exact = case.gradients(exact=True)
-    for layer in (1, 2):
-        with of_a_gpu() as made, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(blocks, "WEIGHT_BLOCK_BYTES", 4 * H * 40)
-            found = gradients_of(run(case, layer, factor=1 / size))
-        assert {p.dtype for p in made} == {FP32} and not any(p.added for p in made)
-        kept = n - 1  # rows that have a gradient
-        assert [p.m for p in made if p.n == H and p.k != V] == [40, 31] * -(-kept // (n if n < 200 else BLOCK))
-        for name, gradient in found.items():
-            assert (gradient.double() * size - exact[name]).norm() < 5e-4 * exact[name].norm(), (name, layer)
-        rows = (found["hidden"].double() * size - exact["hidden"]).norm(dim=1) / exact["hidden"].norm(dim=1)
-        assert rows[advantages != 0].median() < 5e-4 and not found["hidden"][3].any()
+    monkeypatch.setattr(blocks, "WEIGHT_BLOCK_BYTES", 4 * H * 40)
+    recipe = replace(ROWS, lengths=(n,), bias=bias, dtype="float16", normalizer=1 / size, upstream=1 / size)
+    advantages = torch.randn(1, n)
+    advantages[:, ::7] *= 2.0**-30
+    advantages[:, 3] = 0.0
+    p, exact = with_advantages(problem(recipe), advantages)
+    with of_a_gpu() as made:
+        found = run(p).gradients
+    assert {x.dtype for x in made} == {FP32} and not any(x.added for x in made)
+    kept = n - 1  # rows that have a gradient
+    assert [x.m for x in made if x.n == H and x.k != V] == [40, 31] * -(-kept // (n if n < 200 else BLOCK))
+    for name, gradient in found.items():
+        assert (gradient.double() - exact.gradients[name]).norm() < 5e-4 * exact.gradients[name].norm(), name
+    rows = (found["hidden"] - exact.gradients["hidden"]).norm(dim=-1) / exact.gradients["hidden"].norm(dim=-1)
+    assert rows[advantages != 0].median() < 5e-4 and not found["hidden"][0, 3].any()
 
 
 @pytest.mark.usefixtures("small")
 def test_a_gradient_of_fp16_that_is_not_finite_stays_so() -> None:
-    case = rows_of(150, dtype=FP16)
-    case.advantages[5] = torch.inf
+    recipe = replace(ROWS, lengths=(150,), dtype="float16")
+    p, _ = with_advantages(problem(recipe), torch.ones(1, 150).index_fill(1, torch.tensor(5), torch.inf))
     with of_a_gpu():
-        found = gradients_of(run(case))
-    assert not found["weight"].isfinite().any() and not found["hidden"][5].isfinite().any()
-    assert found["hidden"][:5].isfinite().all() and found["hidden"][6:].isfinite().all()
+        found = run(p).gradients
+    assert not found["weight"].isfinite().any()
+    assert (found["hidden"][0].isfinite() == (torch.arange(150) != 5)[:, None]).all()
 
 
 @pytest.mark.usefixtures("small")
-def test_a_torch_whose_addmm_takes_no_fp32_sum() -> None:
+def test_a_torch_whose_addmm_takes_no_fp32_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.9: the same numbers, a few rows of the weight at a time."""
-    case, found = rows_of(300), {}
-    for adds in (True, False):
-        with of_a_gpu(adds) as made, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(blocks, "WEIGHT_BLOCK_BYTES", 4 * H * 30)
-            found[adds] = gradients_of(run(case))
-        assert any(p.added for p in made) == adds
-    assert [p.m for p in made if p.k == 128 and p.n == H] == [V, 30, 30, 11]
-    assert all(same_bits(found[True][name], found[False][name]) for name in ("hidden", "weight"))
+    monkeypatch.setattr(blocks, "WEIGHT_BLOCK_BYTES", 4 * H * 30)
+    (made, right), (parts, found) = made_by(ROWS), made_by(ROWS, adds=False)
+    assert any(p.added for p in made) and not any(p.added for p in parts)
+    assert [p.m for p in parts if p.k == 128 and p.n == H] == [V, 30, 30, 11]
+    assert all(same_bits(right[name], found[name]) for name in ("hidden", "weight"))
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 @pytest.mark.usefixtures("small")
 def test_a_frozen_part_takes_no_product(frozen: str) -> None:
-    case = rows_of(300)
-    with of_a_gpu():
-        both = gradients_of(run(case))
-    with of_a_gpu() as made:
-        found = gradients_of(run(case, frozen=frozen))
+    made, found = made_by(replace(ROWS, frozen=frozen))
     (other,) = found
-    assert made == expected_products(300, 128, (other,))
-    assert same_bits(found[other], both[other])
+    assert made == expected_products(300, BLOCK, (other,)) and same_bits(found[other], made_by(ROWS)[1][other])
 
 
-@pytest.mark.parametrize("layer", [1, 2])
+@layers
 @pytest.mark.usefixtures("small")
-def test_memory_of_the_callers_is_added_to(layer: int) -> None:
+def test_memory_of_the_callers_is_added_to(recipe: Recipe) -> None:
     """By every product where the factor of the backward is known; else by what they have made, in fp32."""
-    case = rows_of(300)
-    with of_a_gpu():
-        expected = gradients_of(run(case, layer))["weight"]
+    p, expected = problem(recipe), made_by(recipe)[1]["weight"]
     memory = torch.randn(V, H + 8)
     total, start = memory[:, :H], memory.clone()
+    hidden, weight = (p.given[name].clone().requires_grad_() for name in ("hidden", "weight"))
+    options = Options(weight_grad=total)
     with of_a_gpu() as made:
-        leaves = run(case, layer, weight_grad=total)
-    of_weight = [p for p in made if p.m == V]
-    assert [p.added for p in of_weight] == [layer == 1, True, True] and all(p.dtype == FP32 for p in of_weight)
-    assert leaves["weight"].grad is None and same_bits(memory[:, H:], start[:, H:])
-    torch.testing.assert_close((total - start[:, :H]).to(BF16), expected, rtol=2**-7, atol=1e-6)
+        if recipe.door == "loss":
+            linear_grpo_loss(hidden, weight, batch_of(p), objective_of(recipe), options=options).loss.backward()
+        else:
+            linear_logprobs(hidden, weight, p.targets, options=options)[0].backward(p.upstream["logps"].float())
+    of_weight = [x for x in made if x.m == V]
+    assert [x.added for x in of_weight] == [recipe.door != "loss", True, True] and all(x.dtype == FP32 for x in of_weight)
+    assert weight.grad is None and same_bits(memory[:, H:], start[:, H:])
+    torch.testing.assert_close((total - start[:, :H]).to(BF16), expected, rtol=2**-7, atol=2e-6)
 
 
-@pytest.mark.parametrize("layer", [1, 2])
+@layers
 @pytest.mark.usefixtures("small")
-def test_rows_without_a_gradient_are_in_no_product_of_it(layer: int) -> None:
+def test_rows_without_a_gradient_are_in_no_product_of_it(recipe: Recipe) -> None:
     """Masked rows in none at all; rows of no advantage in that of the logits."""
-    case = rows_of(300)
-    case.mask = torch.arange(300) % 5 != 0
-    case.advantages[torch.arange(300) % 3 == 0] = 0.0
-    exact, naive = case.gradients(exact=True), case.gradients(exact=False)
+    idle = (torch.arange(300) % 3 == 0) & (recipe.door == "loss")
+    p, exact = with_advantages(problem(replace(recipe, mask="some")), torch.randn(300).masked_fill(idle, 0.0)[None])
     with of_a_gpu() as made:
-        found = gradients_of(run(case, layer))
-    assert_gradients_no_worse(found, naive, exact)
-    logits, of_hidden, of_weight = ([p for p in made if V == x(p)] for x in (lambda p: p.n, lambda p: p.k, lambda p: p.m))
-    assert sum(p.m for p in logits) == (240 if layer == 2 else 400)
-    assert sum(p.m for p in of_hidden) == sum(p.k for p in of_weight) == 160
-    assert not found["hidden"][~case.mask].any()
+        found = run(p)
+    for name, gradient in found.gradients.items():
+        assert (gradient - exact.gradients[name]).norm() < 6e-3 * exact.gradients[name].norm()
+    trained, live = int(p.trained.sum()), int((p.trained & ~idle).sum())
+    logits, of_hidden, of_weight = ([x for x in made if V == at(x)] for at in (lambda x: x.n, lambda x: x.k, lambda x: x.m))
+    assert sum(x.m for x in logits) == (trained if recipe.door == "loss" else 2 * trained)
+    assert sum(x.m for x in of_hidden) == sum(x.k for x in of_weight) == live < 300
+    assert not found.gradients["hidden"][0, ~p.trained].any()
 
 
 @pytest.mark.usefixtures("small")
-def test_fp32_parameters_under_autocast_get_a_sum_that_is_not_rounded() -> None:
-    case = rows_of(150, dtype=FP32)
-    exact = case.gradients(exact=True)
-    with of_a_gpu() as made, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_kernels.streams.compute_dtype", lambda hidden: BF16)
-        found = gradients_of(run(case))
-    assert {p.dtype for p in made} == {FP32} and [p.m for p in made] == [64, 64, 22, 150, V]
+def test_fp32_parameters_under_autocast_get_a_sum_that_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = replace(ROWS, lengths=(150,), dtype="float32")
+    exact = exact_of(recipe)[0].gradients
+    monkeypatch.setattr("grpo_kernels.streams.compute_dtype", lambda hidden: BF16)
+    with of_a_gpu() as made:
+        found = run(problem(recipe)).gradients
+    assert {x.dtype for x in made} == {FP32} and [x.m for x in made] == [64, 64, 22, 150, V]
     for name, gradient in found.items():
         assert (gradient - exact[name]).norm() < 6e-3 * exact[name].norm()
 
@@ -397,13 +323,11 @@ def test_fp32_parameters_under_autocast_get_a_sum_that_is_not_rounded() -> None:
 @pytest.mark.usefixtures("small")
 def test_a_part_of_the_vocabulary_whose_last_columns_are_padding() -> None:
     """Chunks are those of the whole vocabulary; padding is no id, and its gradient is 0."""
-    case = rows_of(300)
-    case.targets %= V - 7
-    whole = replace(case, weight=case.weight[:-7])
-    exact, naive = whole.gradients(exact=True), whole.gradients(exact=False)
+    recipe = replace(ROWS, vocab=V - 7)
+    p, _ = problem(recipe), exact_of(recipe)
+    padded = torch.cat([p.given["weight"], torch.randn(7, H).to(BF16)])
     with of_a_gpu() as made:
-        found = gradients_of(run(case, shard=VocabShard(0, V - 7)))
-    assert {p.m for p in made if p.k == H} == {CHUNK, 300 % CHUNK}
-    assert not found["weight"][-7:].any()
-    found["weight"] = found["weight"][:-7]
-    assert_gradients_no_worse(found, naive, exact)
+        found = run(replace(p, given={**p.given, "weight": padded}), shard=VocabShard(0, V - 7))
+    assert {x.m for x in made if x.k == H} == {CHUNK, 300 % CHUNK}
+    assert not found.gradients["weight"][-7:].any()
+    compare(p, replace(found, gradients={**found.gradients, "weight": found.gradients["weight"][:-7]}))
