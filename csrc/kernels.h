@@ -49,12 +49,8 @@ struct Second {
     const float* center;    // for `pull`, see rows/partials.py
 };
 
-// Vectors by name, null where one is not there. The order of names is that of rows/partials.py.
-enum Partial {
-    MAX, SUM, TARGET, WEIGHTED, SQUARES, TOP, TEACHER_MAX, TEACHER_SUM, CROSS, EXCESS,
-    MIXED_STUDENT, MIXED_TEACHER, OUTSIDE_MAX, OUTSIDE_SUM,  // of these, the kernels touch nothing
-    PARTIALS
-};
+// Vectors by name, null where one is not there. The order of names is that of OF_KERNELS in rows/partials.py.
+enum Partial { MAX, SUM, TARGET, WEIGHTED, SQUARES, TOP, TEACHER_MAX, TEACHER_SUM, CROSS, EXCESS, PARTIALS };
 enum Slope { OF_TARGET, CONSTANT, LOG, PROB, DIVERGENCE, SLOPES };
 enum Result { LOGPS, ENTROPY, LOSSES, OF_DIVERGENCE, RESULTS };
 enum Mixed { STUDENT_KL, TEACHER_KL, MIXED };

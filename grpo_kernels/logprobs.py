@@ -9,6 +9,7 @@ import torch
 from .checks import describe, require
 from .layout import check_targets, flat, mask_of_rows
 from .rows.hidden import Hidden
+from .rows.partials import DIFFERENTIABLE, OFFERED
 from .rows.ragged import Ragged
 from .rows.sets import KeptRows
 from .rows.stream import Logits
@@ -29,7 +30,7 @@ from .token_sets import TokenSets, check_sets, narrowed
 
 Tensor = torch.Tensor
 
-ALSO = ("sum_squares", "top_prob", "top_id", "log_kept_mass")
+ALSO = (*OFFERED, "log_kept_mass")
 
 
 class _Pair(NamedTuple):
@@ -131,8 +132,9 @@ def linear_logprobs(
     The rest is as in `token_logprobs`.
 
     Masked rows take part in no product. The forward is one product of the others; the backward, which cannot know the upstream
-    gradient before it arrives, computes the logits again: three products of the rows whose upstream gradient is not zero.
-    Between forward and backward a few numbers a row are kept. Logits are fp32, and the gradient of the weight is summed in fp32.
+    gradient before it arrives, computes the logits again: three products of the rows whose upstream gradient is not zero. With a
+    frozen head the forward takes two products and keeps [N, H] in fp32, the backward none, but for gradients of the entropy.
+    Logits are fp32, and the gradient of the weight is summed in fp32.
     Rows with a kept set take part in no product with the whole weight. On a GPU, selecting rows by a mask is a host sync: pass
     only the rows that count (hidden[mask], targets[mask]) to avoid it. So is Options(missing="full").
     Raises ValueError naming the argument that is wrong."""
@@ -194,7 +196,7 @@ def _logprobs(
     check_targets(targets, mask, vocab, logits=isinstance(stream, Logits))
     mass = "log_kept_mass" in also
     names = (*(("entropy",) if entropy else ()), *(name for name in also if name != "log_kept_mass"))
-    with_gradient = tuple(name for name in names if name == "sum_squares" or (name == "entropy" and entropy is True))
+    with_gradient = tuple(name for name in names if name in DIFFERENTIABLE and (name != "entropy" or entropy is True))
     over = options.over_vocabulary if sets is not None else None
     if mass and sets is not None:
         names, with_gradient, over = (*names, "lse"), (*with_gradient, "lse"), over or ()

@@ -262,9 +262,10 @@ def linear_grpo_loss(
                  With kl=Exact(...) also `TokenSets` with a teacher's log-probs, or a list of pairs (one of these, weight).
     options      backend, strict mode, a shard, memory for the gradient of weight, sparse gradients, sets: see `Options`.
 
-    Three products for rows that get a gradient, one for other trained rows, none for masked ones; sequence levels take four.
-    Logits are fp32, a chunk of rows at a time, and the gradient of the weight is summed in fp32. Over kept sets a row costs a dot
-    product for each id of its set. docs/functions.md has costs and memory. The gradients are handed over once, as in `grpo_loss`.
+    Three products for rows that get a gradient (two with a frozen head), one for other trained rows, none for masked ones;
+    sequence levels take four (two). Logits are fp32, a chunk of rows at a time, and the gradient of the weight is summed in fp32.
+    Over kept sets a row costs a dot product for each id of its set. docs/functions.md has costs and memory. The gradients are
+    handed over once, as in `grpo_loss`.
     Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(linear_grpo_loss, unknown)

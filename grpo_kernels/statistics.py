@@ -96,6 +96,7 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
             at=at,
             sparse=sparse,
             all_rows=kept is not None and over is not None,
+            ahead=at is None and sparse is None and not others and _head_is_frozen(stream),
         )
         whole = replace(whole, at=at.only(~kept.has).plain()) if at is not None and kept is not None and over is None else whole
         reads.append(Read(_indexed(stream, whole, asked, read), names, with_gradient))
@@ -110,6 +111,14 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
     if exact is not None and known:
         named["divergence"] = _divergence(exact, named.get("divergence"), known, of_known, read)
     return Statistics(logps, named, whole_logps)
+
+
+def _head_is_frozen(stream: Stream) -> bool:
+    """Whether hidden states alone get a gradient, which may then be made before what arrives at the log-probs is known."""
+    if not isinstance(stream, Hidden) or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return False
+    hidden, *head = stream.tensors
+    return hidden.requires_grad and not any(x is not None and x.requires_grad for x in head)
 
 
 def _of_visit(values: dict[str, Tensor], i: int) -> dict[str, Tensor]:

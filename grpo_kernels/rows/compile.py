@@ -180,7 +180,7 @@ class TracedRows:
         return *Partials(partials, names).found(self.statistics, given.read), *saved
 
     def pull(self, given: Given, known: dict[str, Tensor], upstream: dict[str, Tensor], wanted: tuple[bool, ...]) -> Tensors:
-        of_values = {name: known[f"0 {name}"] for name in ("entropy", "sum_squares") if f"0 {name}" in known}
+        of_values = {name: known[f"0 {name}"] for name in self.with_gradient}
         arrived = {name[2:]: x for name, x in upstream.items()}
         slopes = Slopes.of(of_values, arrived, given.read)
         rows = (given.targets, given.read, list(partials_of(self.statistics)))

@@ -81,9 +81,10 @@ class Hidden(Stream):
 
     def stats(self, whole: Whole) -> Found:
         with torch.autocast(self.hidden.device.type, enabled=False):
-            return Engine(self, parts=Parts(whole)).forward(whole)
+            return Engine(self, (whole.ahead, False, False), Parts(whole, whole.ahead)).forward(whole)
 
-    def gradients(self, wanted: tuple[bool, ...], parts: Parts) -> Engine:
+    def check_there(self) -> None:
+        """Raise RuntimeError where the weight was taken away after the forward."""
         emptied = self.shard is None if self.weight.numel() == 0 else self.weight.untyped_storage().nbytes() == 0
         if emptied:
             raise RuntimeError(
@@ -91,6 +92,10 @@ class Hidden(Stream):
                 "deepspeed.zero.GatheredParameters around both; FSDP: reshard_after_forward=False), or use linear_grpo_loss with "
                 "an objective of one pass (Objective.one_pass), whose gradient is made in the forward."
             )
+
+    def gradients(self, wanted: tuple[bool, ...], parts: Parts) -> Engine:
+        if parts.slots or parts.whole is None or not parts.whole.ahead:
+            self.check_there()
         return Engine(self, wanted, parts)
 
     def pull(self, whole: Whole, found: Found, slopes: Slopes, gradients: Engine, at_ids: Tensor | None) -> None:
@@ -119,8 +124,8 @@ class Engine(Gradients):
 
     def __init__(self, stream: Hidden, wanted: tuple[bool, ...] = (False, False, False), parts: Parts | None = None) -> None:
         parts = parts or Parts(None)
-        self.stream, self.wanted, self.summed_later = stream, wanted, parts.twice
-        self.backend, dtype, weight = stream.backend, stream.dtype, stream.weight
+        self.stream, self.wanted, self.whole, self.summed_later = stream, wanted, parts.whole, parts.twice
+        self.backend = stream.backend
         self.rounded = not (parts.twice or parts.slots) and stream.into is None
         self.hidden = stream.hidden.detach()
         # The gradient of the logits stays fp32 if the bias needs its sum, or if the row kernel cannot narrow it in place.
@@ -136,17 +141,25 @@ class Engine(Gradients):
             of_sum = self.hidden.dtype if narrow else torch.float32
             self.d_hidden = torch.zeros(self.hidden.shape, dtype=of_sum, device=self.hidden.device)
         if wanted[2]:
-            self.d_bias = torch.zeros(weight.shape[0], device=self.hidden.device, dtype=torch.float32)
-        whole = parts.whole
+            self.d_bias = torch.zeros(stream.columns, device=self.hidden.device, dtype=torch.float32)
+        self._start()
+
+    @functools.cached_property
+    def work(self) -> Work:
+        """What a pass computes. A backward that has no product left does not look at the weight, which may be gone."""
+        stream, whole, wanted = self.stream, self.whole, self.wanted
+        weight, dtype = stream.weight, stream.dtype
         others = 0 if whole is None else 1 if whole.one else len(whole.others) + 2 * bool(whole.others)
-        self.work = Work(
+        return Work(
             stream.vocab, weight.shape[1], keeps_rows(dtype, self.hidden.device),
             0 if self.d_hidden is None else self.d_hidden.element_size(), weight.element_size() if wanted[1] else 0,
             self.rounded, 1 if stream.shard is None else stream.shard.ranks, others * stream.vocab,
             dtype == torch.float16, d_hidden_parts(weight, stream.vocab, dtype) if wanted[0] else 0,
         )  # fmt: skip
-        self.chunk_rows = self.work.plan(self.hidden.device.type, 0).chunk
-        self._start()
+
+    @functools.cached_property
+    def chunk_rows(self) -> int:
+        return self.work.plan(self.hidden.device.type, 0).chunk
 
     def _start(self) -> None:
         self.summed = 0  # rows that the products have taken
@@ -164,7 +177,7 @@ class Engine(Gradients):
         apart = tuple(Partials.not_read(other.names, n, device, other) for other in others)
         sparse = whole.sparse
         draws = None if sparse is None else Draws(sparse.step, n, device, whole.padded)
-        for at, hidden in self._chunks(whole.rows()):
+        for some, at, hidden, wanted in self._visited(whole, whole.ahead, whole.active if whole.ahead else None):
             rows = self._rows(whole, at, hidden)
             part = self.backend.visit(rows, whole.names)
             if len(hidden) == n and partials is None:  # all rows at once: nothing is put together
@@ -183,37 +196,41 @@ class Engine(Gradients):
                 assert whole.at is not None
                 z = rows.transform.of_rows(rows.logits[0], rows.logits[0])
                 slots = self.stream.own(whole.at).in_chunk(self._places(at), n)
-                partials.values[-len(OUTSIDE) :, at] = sums_outside(self.backend, z, slots, rows)
+                partials.put(OUTSIDE, sums_outside(self.backend, z, slots, rows), at)
+            d_logits = self._gradient(rows.logits[0], some) if wanted else None
+            if d_logits is not None:
+                self.backend.gradient(rows, part, Slopes.stacked({"target": torch.ones_like(part.max)}), d_logits[None])
             del rows  # before the next chunk's are made
+            if d_logits is not None:
+                d_logits = self._kept(d_logits)
+                self._accumulate(at, hidden, d_logits, some)
+            del d_logits
         if partials is None:
             partials = Partials.not_read(whole.names, n, device, whole.one)
-        return Found(partials, apart, () if draws is None else draws.tensors())
+        return Found(partials, apart, () if draws is None else draws.tensors(), self.d_hidden if whole.ahead else None)
 
     def fused(self, whole: Whole, stage: TokenStage, gradients: bool) -> FusedRows:
         """Losses of the rows of a token stage, with `gradients` collected or not."""
         result: FusedRows | None = None
-        index, n = whole.rows(), whole.targets.numel()
-        active = index.numel() if whole.active is None else whole.active
-        for some, wanted in ((index[:active], gradients), (index[active:], False)):
-            self._start()
-            for at, hidden in self._chunks(some):
-                rows, own = self._rows(whole, at, hidden), stage if len(hidden) == n else stage.at(at)
-                d_logits = self._gradient(rows.logits[0], some) if wanted else None
-                out = None if d_logits is None else d_logits[None]
-                if whole.apart:
-                    part = fused_beside(self.backend, rows, own, out, self._places(at), whole.apart, self.logits_of)
-                else:
-                    part = self.backend.fused(rows, own, out)
-                if len(hidden) == n and result is None:  # all rows at once
-                    result = part
-                else:
-                    result = FusedRows.zeros(n, self.hidden.device, whole.others or None) if result is None else result
-                    result.put(at, part)
-                del rows, out  # before the products of a block make theirs
-                if d_logits is not None:
-                    d_logits = self._kept(d_logits)
-                    self._accumulate(at, hidden, d_logits, some)
-                del d_logits
+        n = whole.targets.numel()
+        for some, at, hidden, wanted in self._visited(whole, gradients, whole.active):
+            rows, own = self._rows(whole, at, hidden), stage if len(hidden) == n else stage.at(at)
+            d_logits = self._gradient(rows.logits[0], some) if wanted else None
+            out = None if d_logits is None else d_logits[None]
+            if whole.apart:
+                part = fused_beside(self.backend, rows, own, out, self._places(at), whole.apart, self.logits_of)
+            else:
+                part = self.backend.fused(rows, own, out)
+            if len(hidden) == n and result is None:  # all rows at once
+                result = part
+            else:
+                result = FusedRows.zeros(n, self.hidden.device, whole.others or None) if result is None else result
+                result.put(at, part)
+            del rows, out  # before the products of a block make theirs
+            if d_logits is not None:
+                d_logits = self._kept(d_logits)
+                self._accumulate(at, hidden, d_logits, some)
+            del d_logits
         return FusedRows.zeros(n, self.hidden.device, whole.others or None) if result is None else result
 
     def backward(self, whole: Whole, found: Found, slopes: Slopes, at_ids: Tensor | None) -> None:
@@ -226,6 +243,12 @@ class Engine(Gradients):
                 step, transform = whole.sparse.step, self.stream.transform
                 self.add(drawn, gradient_at(drawn, logits, step, own, found.partials, slopes, transform))
             return
+        if found.ahead is not None and self.d_hidden is not None:
+            self.d_hidden.addcmul_(slopes.target[:, None], found.ahead)
+            if len(slopes.names) == 1:
+                return
+            self.stream.check_there()
+            slopes = slopes.with_("target", torch.zeros_like(slopes.target))
         index, n = whole.rows()[: whole.active], whole.targets.numel()
         slots = None if at_ids is None or whole.at is None else self.stream.own(whole.at)
         if index.device.type == "cpu":
@@ -246,7 +269,7 @@ class Engine(Gradients):
                 )
                 pull_beside(self.backend, rows, part, slopes.at(at), d_logits[None], self._places(at), *of_others)
             else:
-                self.backend.pull(rows, found.partials.at(at), slopes.at(at), d_logits[None])
+                self.backend.gradient(rows, found.partials.at(at), slopes.at(at), d_logits[None])
             if slots is not None and at_ids is not None:
                 here = slots.in_chunk(self._places(at), n)
                 write_at(d_logits, (here.rows, here.ids.clamp(min=0)), at_ids, here.ids >= 0)
@@ -290,6 +313,17 @@ class Engine(Gradients):
         if len(hidden) == whole.targets.numel():
             return LogitRows(logits[None], whole.targets, None, self.stream.transform, second)
         return LogitRows(logits[None], whole.targets[at], None, self.stream.transform.at(at), second)
+
+    def _visited(
+        self, whole: Whole, gradients: bool, active: int | None
+    ) -> Iterator[tuple[Tensor, slice | Tensor, Tensor, bool]]:
+        """For each chunk of the rows that are visited: (the rows of its pass, as `_chunks` has them, whether they get a gradient).
+        The first `active` rows may have one, None: all of them."""
+        index = whole.rows()
+        for some, wanted in ((index[:active], gradients), (index[:0] if active is None else index[active:], False)):
+            self._start()
+            for at, hidden in self._chunks(some):
+                yield some, at, hidden, wanted
 
     def _chunks(self, index: Tensor) -> Iterator[tuple[slice | Tensor, Tensor]]:
         """For each chunk: the positions of its rows in the batch, and their hidden states."""

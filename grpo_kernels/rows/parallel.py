@@ -140,6 +140,8 @@ def check_shard(shard: object) -> None:
 class VocabParallel(Backend):
     """A backend for rows that are sharded over ranks: it runs another backend on this rank's part, with one exchange."""
 
+    makes_all = True
+
     def __init__(self, backend: Backend, shard: VocabShard) -> None:
         self.backend, self.shard = backend, shard
         self.writes_behind_reads = backend.writes_behind_reads
@@ -148,7 +150,7 @@ class VocabParallel(Backend):
         """Statistics of whole rows from this rank's part of them, the same on all ranks."""
         own = self._own(rows)
         if own.logits.shape[-1]:
-            part = self.backend.stats(own, names)
+            part = self.backend.first_visit(own, names)
         else:
             part = Partials.not_read(names, rows.n, rows.logits.device, rows.second)
             for name, nothing in NO_COLUMN.items():
@@ -170,7 +172,7 @@ class VocabParallel(Backend):
         own = self._own(rows)
         columns = own.logits.shape[-1]
         if columns:
-            self.backend.pull(own, partials, slopes, out[..., :columns])
+            self.backend.gradient(own, partials, slopes, out[..., :columns])
         padding = out[..., columns:]
         if padding.numel():
             at = torch.arange(*(rows.part or (0, out.shape[0] * out.shape[1])), device=out.device)

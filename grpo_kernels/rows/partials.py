@@ -7,6 +7,7 @@ vectors have one entry a row of logits, [n].
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -116,7 +117,7 @@ class LogitRows(NamedTuple):
 #:   cross     sum_j p_j d_j, of "forward" with the streams swapped, -sum_j q_j d_j
 #:   excess    sum_j p_j psi(-d_j), of "forward" sum_j q_j psi(d_j), psi(x) = e^x - 1 - x: see `divergence.first_terms`
 #:   mixed_student, mixed_teacher   KL(p||m) and KL(q||m) of softmaxes p and q and their mixture m, which a second visit makes
-#: and with ids of each row, also by a second visit:
+#: and with ids of each row, also by a second visit, whose partials come last:
 #:   outside_max, outside_sum   as max and sum, of the columns that are none of these ids
 PARTIALS = (
     "max", "sum", "target", "weighted", "squares", "top",
@@ -125,9 +126,12 @@ PARTIALS = (
 ALWAYS = 3
 OF_STUDENT = PARTIALS[:6]
 OF_BOTH = PARTIALS[6:10]
-MIXED, OUTSIDE = PARTIALS[10:12], PARTIALS[12:]
+MIXED, OUTSIDE = PARTIALS[-4:-2], PARTIALS[-2:]
 OF_SECOND_VISIT = (*MIXED, *OUTSIDE)
 NOT_READ = {**dict.fromkeys(PARTIALS, 0.0), "sum": 1.0, "top": -1, "teacher_sum": 1.0, "outside_sum": 1.0}
+
+#: Those that the kernels in C++ and Triton make, in the order of csrc/kernels.h. Eager makes what they lack in a visit of its own.
+OF_KERNELS = PARTIALS[:10]
 
 #: Statistics that may be asked for beside log-probs, and the partials that they need. The C++ and Triton kernels make squares
 #: and weighted together.
@@ -140,6 +144,9 @@ STATISTICS: dict[str, tuple[str, ...]] = {
     "divergence": OF_BOTH,
     "outside": OUTSIDE,
 }
+#: Those that the log-prob functions offer as `also=`, and all that have a gradient.
+OFFERED = ("sum_squares", "top_prob", "top_id")
+DIFFERENTIABLE = ("entropy", "sum_squares", "lse", "divergence", "outside")
 
 
 def partials_of(statistics: tuple[str, ...], kind: str = "") -> tuple[str, ...]:
@@ -187,8 +194,13 @@ class Partials(NamedTuple):
         row = self.values[self.names.index(name)]
         return row.view(torch.int32) if name == "top" else row
 
+    def put(self, names: tuple[str, ...], values: Tensor, rows: slice | Tensor = slice(None)) -> None:
+        """Set partials whose names follow one another, of these rows."""
+        first = self.names.index(names[0])
+        self.values[first : first + len(names), rows] = values
+
     def at(self, rows: slice | Tensor) -> Partials:
-        """Those of these rows only."""
+        """The partials of these rows only."""
         return self._replace(values=self.values[:, rows])
 
     @property
@@ -304,8 +316,10 @@ class Partials(NamedTuple):
         return logps, *values.values()
 
 
-#: Rows of the tensor of slopes, in this order; the first is always there.
+#: Rows of the tensor of slopes, in this order; the first is always there. The kernels in C++ and Triton take these, in the order of
+#: csrc/kernels.h; a gradient with others is eager's.
 SLOPES = ("target", "constant", "log", "prob", "divergence")
+SLOPES_OF_KERNELS = SLOPES[:5]
 
 
 class Slopes(NamedTuple):
@@ -319,8 +333,8 @@ class Slopes(NamedTuple):
 
     @classmethod
     def of(cls, stats: dict[str, Tensor], upstream: dict[str, Tensor], read: Tensor | None = None) -> Slopes:
-        """From d loss / d statistic of "logps", "lse", "entropy", "sum_squares" and "divergence", and the values of the entropy and
-        the sum of squares. 0 where the row was not read, even if NaN arrives there: the values are 0 there, too."""
+        """From d loss / d statistic of "logps" and those of DIFFERENTIABLE, and the values of the latter. 0 where the row was not
+        read, even if NaN arrives there: the values are 0 there, too."""
 
         def clean(x: Tensor) -> Tensor:
             x = x.to(torch.float32)
@@ -357,17 +371,30 @@ class Slopes(NamedTuple):
         return self.values[0]
 
     def at(self, rows: slice | Tensor) -> Slopes:
-        """Those of these rows only."""
+        """The slopes of these rows only."""
         return self._replace(values=self.values[:, rows])
 
     def without(self, name: str) -> Slopes:
-        """Without this term; `name` may be the last of SLOPES alone."""
-        return Slopes(self.values[:-1], self.names[:-1]) if name in self.names else self
+        """The slopes without this term."""
+        return Slopes.stacked({own: x for own, x in zip(self.names, self.values, strict=True) if own != name})
+
+    def at_columns(self, rows: Tensor, weight: Tensor, p: Tensor, logps: Tensor) -> Iterator[Tensor]:
+        """The terms of single columns of rows `rows` [m] beside that of the target, one after the other: weight times what stands
+        behind p_j in the formula, of columns of probability p."""
+        finite = logps.clamp(min=-1e4)  # no infinity times 0
+        for name, factor in (("constant", 1.0), ("log", finite), ("prob", p)):
+            slope = self.get(name)
+            if slope is not None:
+                yield slope[rows] * (weight * factor)
+
+    def with_(self, name: str, x: Tensor) -> Slopes:
+        """The slopes with x [n] in the place of this one."""
+        return Slopes.stacked({**dict(zip(self.names, self.values, strict=True)), name: x})
 
     def plus(self, name: str, x: Tensor) -> Slopes:
-        """With x [n] added to a slope."""
-        slopes = dict(zip(self.names, self.values, strict=True))
-        return Slopes.stacked({**slopes, name: slopes[name] + x if name in slopes else x})
+        """The slopes with x [n] added to this one."""
+        own = self.get(name)
+        return self.with_(name, x if own is None else own + x)
 
     @property
     def nonzero(self) -> Tensor:

@@ -118,6 +118,8 @@ class Rows:
                 of_visit += ["at logits", "at used"]
             if isinstance(visit, Whole) and visit.sparse is not None:
                 of_visit += DRAWS
+            if isinstance(visit, Whole) and visit.ahead:
+                of_visit.append("ahead")
             names += [f"{i} {name}" for name in of_visit]
         return tuple(names)
 
@@ -140,24 +142,26 @@ class Rows:
                 at = _logits_at(stream, visit)
                 values.append(at.log_probs(found.partials, visit.read, stream.transform))
                 saved += [at.logits, at.used]
-            saved += found.draws
+            saved += [*found.draws, *(() if found.ahead is None else (found.ahead,))]
         return *values, *saved
 
     def pull(self, given: Given, known: dict[str, Tensor], upstream: dict[str, Tensor], wanted: tuple[bool, ...]) -> Tensors:
         stream = self.stream.of(given.tensors, given.transform)
         wholes = [read.visit for read in self.reads if isinstance(read.visit, Whole)]
         sets = len(self.reads) > len(wholes)
-        twice = len(wholes) > 1 or (sets and wholes[0].all_rows if wholes else False)
+        twice = len(wholes) > 1 or any(x.ahead or (sets and x.all_rows) for x in wholes)
         sampled = any(x.sparse is not None for x in wholes)
         gradients = stream.gradients(wanted, Parts(wholes[0] if wholes else None, twice, sets or sampled))
         few: list[tuple[Ragged, Tensor]] = []  # of rows with sets: added when visits over the vocabulary have written all rows
-        for i, (visit, *_) in enumerate(self.reads):  # those with sets come first: they read logits that may be written over
+        for i, (visit, _, with_gradient) in enumerate(
+            self.reads
+        ):  # those with sets come first: they read logits that may be written over
             given_to = {name.partition(" ")[2]: x for name, x in upstream.items() if name.startswith(f"{i} ")}
             d_at, d_outside = given_to.pop("at", None), given_to.pop("outside", None)
             if not given_to and d_at is None and d_outside is None:
                 continue
             found = self._found(i, known)
-            of_values = {name: known[f"{i} {name}"] for name in ("entropy", "sum_squares") if f"{i} {name}" in known}
+            of_values = {name: known[f"{i} {name}"] for name in with_gradient}
             given_to = given_to or {"logps": torch.zeros_like(found.partials.max)}
             slopes, at_ids = Slopes.of(of_values, given_to, visit.read), None
             if visit.at is not None and (d_at is not None or d_outside is not None):
@@ -182,7 +186,7 @@ class Rows:
             Partials(known[f"{i} apart {k}"], other.names, other.kind, other.mixture) for k, other in enumerate(visit.apart)
         )
         draws = tuple(known[f"{i} {name}"] for name in DRAWS if f"{i} {name}" in known)
-        return Found(partials, apart, draws)
+        return Found(partials, apart, draws, known.get(f"{i} ahead"))
 
     def without_tensors(self) -> Rows:
         return Rows(self.stream.of((), self.stream.transform), self.reads)

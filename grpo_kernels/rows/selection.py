@@ -192,10 +192,7 @@ def gradient_at(
     p, is_target = logps.exp(), slots.ids == targets[rows]
     weight = torch.where(is_target, p, p.clamp(min=step))
     gradient = slopes.target[rows] * torch.where(is_target, -torch.expm1(logps), -weight)
-    finite = logps.clamp(min=-1e4)  # no infinity times 0
-    for name, factor in (("constant", 1.0), ("log", finite), ("prob", p)):
-        slope = slopes.get(name)
-        if slope is not None:
-            gradient = gradient + slope[rows] * (weight * factor)
+    for term in slopes.at_columns(rows, weight, p, logps):
+        gradient = gradient + term
     counts = (slots.ids >= 0) & slopes.nonzero[rows]
     return torch.where(counts, gradient * transform.slope(logits, rows), 0.0)

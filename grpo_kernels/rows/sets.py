@@ -176,7 +176,8 @@ class SetKernels:
         read = self.kept.read if read is None else read
         partials = Partials.empty(names, read.numel(), z.device, beside)
         for block in self._blocks():
-            partials.values[:, block.rows] = self.backend.stats(self._side_by_side(block, z, beside, read), names).values
+            rows = self._side_by_side(block, z, beside, read)
+            partials.values[:, block.rows] = self.backend.first_visit(rows, names).values
         top = partials.get("top")
         if top is not None:  # the kernels give a column of the block
             top.copy_(self._top_id(z, partials.max))
@@ -187,7 +188,7 @@ class SetKernels:
             for block in self._blocks():
                 rows = self._side_by_side(block, z, beside, read)
                 mixed[:, block.rows] = self.backend.mixed(rows, partials.at(block.rows))
-            partials.values[-len(MIXED) :] = mixed if self.shard is None else self.shard.sum_over_ranks(mixed)
+            partials.put(MIXED, mixed if self.shard is None else self.shard.sum_over_ranks(mixed))
         return partials
 
     def pull(self, z: Tensor, partials: Partials, slopes: Slopes, beside: Beside | None) -> Tensor:
@@ -195,7 +196,7 @@ class SetKernels:
         gradient = torch.zeros_like(z)
         for block in self._blocks():
             rows = self._side_by_side(block, z, beside, self.kept.read)
-            self.backend.pull(rows, partials.at(block.rows), slopes.at(block.rows), rows.logits)
+            self.backend.gradient(rows, partials.at(block.rows), slopes.at(block.rows), rows.logits)
             gradient += _back(rows.logits, block.at)
         return gradient
 

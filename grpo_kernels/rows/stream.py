@@ -262,11 +262,8 @@ class LogitsAt:
             rest = torch.where(p > 0.5, (mass + self._sums(torch.where(p > 0.5, 0.0, p)))[rows], rest)
         g = (rest * upstream - p * (total[rows] - upstream)).to(torch.float32)
         g = g + slopes.target[rows] * torch.where(self.slots.ids == targets[rows], rest, -p)
-        finite = logps.clamp(min=-1e4)  # no infinity times 0
-        for name, factor in (("constant", 1.0), ("log", finite), ("prob", p)):
-            slope = slopes.get(name)
-            if slope is not None:
-                g = g + p * slope[rows] * factor
+        for term in slopes.at_columns(rows, p, p, logps):
+            g = g + term
         g = torch.where(counted, g * transform.slope(self.logits, rows), 0.0)
         return g, slopes.plus("constant", others.to(torch.float32))
 
@@ -287,7 +284,9 @@ class Whole:
             are zero are left out of the products as well.
     at      further ids of rows, whose log-probs are wanted.
     sparse  how columns are drawn for the gradient; None: it has all. `padded`: see `selection.Draws`.
-    all_rows  whether rows with sets are among them, which are visited over their sets as well."""
+    all_rows  whether rows with sets are among them, which are visited over their sets as well.
+    ahead   whether the gradient of hidden states is made while the logits are there, of log-probs with slope 1. What arrives at
+            them later is a factor of each row. For a head without a gradient."""
 
     targets: Tensor
     read: Tensor | None
@@ -299,6 +298,7 @@ class Whole:
     sparse: Sparse | None = None
     padded: bool = False
     all_rows: bool = False
+    ahead: bool = False
 
     @property
     def one(self) -> Other | None:
@@ -331,11 +331,13 @@ class Parts(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a visit has made: partials, those beside each of `Whole.apart`, and columns that were drawn, see `Draws.tensors`."""
+    """What a visit has made: partials, those beside each of `Whole.apart`, columns that were drawn, see `Draws.tensors`, and the
+    gradient of hidden states of `Whole.ahead`, fp32 [n, H]."""
 
     partials: Partials
     apart: tuple[Partials, ...] = ()
     draws: tuple[Tensor, ...] = ()
+    ahead: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -473,7 +475,7 @@ def pull_beside(
 ) -> None:  # fmt: skip
     """`pull` of a backend for a block, likewise. `found` and slopes are those of the block."""
     gradient, of_divergence = torch.empty_like(rows.logits), slopes.get("divergence")
-    backend.pull(rows, found.partials, slopes.without("divergence"), gradient)
+    backend.gradient(rows, found.partials, slopes.without("divergence"), gradient)
     if of_divergence is not None:
         for i, here, own, weight in beside(rows, at, others, logits_of):
             partials, slope = found.apart[i], of_divergence
@@ -570,7 +572,7 @@ class Logits(Stream):
                 assert whole.at is not None
                 slots = self.own(whole.at).of_rows(lo, hi)
                 z = z.clone() if z is block else z
-                partials.values[-len(OUTSIDE) :, lo:hi] = sums_outside(self.backend, z, slots, rows.cut(lo, hi))
+                partials.put(OUTSIDE, sums_outside(self.backend, z, slots, rows.cut(lo, hi)), slice(lo, hi))
         return Found(partials, tuple(apart))
 
     def gradients(self, wanted: tuple[bool, ...], parts: Parts) -> LogitsGradient:
@@ -579,7 +581,7 @@ class Logits(Stream):
     def pull(self, whole: Whole, found: Found, slopes: Slopes, gradients: LogitsGradient, at_ids: Tensor | None) -> None:
         rows, out, n = self._rows(whole), gradients.rows(), whole.targets.numel()
         if not whole.apart:
-            self.backend.pull(rows, found.partials, slopes, out)
+            self.backend.gradient(rows, found.partials, slopes, out)
         for lo, hi, _ in self._blocks(n) if whole.apart else ():
             of = slice(lo, hi)
             own = Found(found.partials.at(of), tuple(x.at(of) for x in found.apart))

@@ -121,11 +121,11 @@ def test_bytes_that_are_alive_are_those_of_the_model(layer: int, dtype: torch.dt
 @pytest.mark.parametrize("frozen", ["weight", "hidden", "weight_grad"])
 @pytest.mark.usefixtures("no_rows")
 def test_what_is_not_wanted_takes_no_memory(frozen: str) -> None:
-    """Of 6000 rows, of which 5120 have a gradient."""
+    """Of 6000 rows, of which 5120 have a gradient; with a frozen head it is fp32, and made before its factors are known."""
     hidden, weight, batch = head(6000)
     total = torch.empty(151936, 4096, device="meta") if frozen == "weight_grad" else None
     (hidden if frozen == "hidden" else weight).requires_grad_(frozen == "weight_grad")
-    work = QWEN._replace(d_hidden=0) if frozen == "hidden" else QWEN._replace(d_weight=0)
+    work = QWEN._replace(**{"hidden": {"d_hidden": 0}, "weight": {"d_weight": 0, "d_hidden": 4}}.get(frozen, {"d_weight": 0}))
     index = torch.empty(5120, dtype=torch.int64, device="meta")
     with of_a_gpu() as made, LiveBytes() as live, pytest.MonkeyPatch.context() as patch:
         patch.setattr("grpo_kernels.losses._split_rows", lambda *_: (index, 5120))

@@ -16,13 +16,29 @@ import torch
 
 from ...checks import require, require_one_of, warn_once
 from ...formulas.token_stage import TokenStage
-from ..partials import MIXED, LogitRows, Partials, Slopes, partials_of
+from ..partials import (
+    ALWAYS,
+    MIXED,
+    OF_KERNELS,
+    OF_SECOND_VISIT,
+    SLOPES_OF_KERNELS,
+    LogitRows,
+    Partials,
+    Slopes,
+    partials_of,
+)
 from ..ragged import Ragged
 from ..selection import Drawn
 
 Tensor = torch.Tensor
 
 WITH_ENTROPY = partials_of(("entropy",))
+
+
+@functools.lru_cache(maxsize=256)
+def unknown(names: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
+    """Names that kernels do not know, and that no second visit makes."""
+    return tuple(name for name in names if name not in known and name not in OF_SECOND_VISIT)
 
 
 class FusedRows(NamedTuple):
@@ -49,16 +65,18 @@ class Backend(ABC):
     """Kernels over rows of logits, products over slots, and the selection of columns.
 
     writes_behind_reads   rows are processed from first to last element, so that a narrower gradient may be written into the memory
-                          of its row's logits, from the same address on."""
+                          of its row's logits, from the same address on.
+    makes_all             whether it knows all partials and slopes. The kernels of others know OF_KERNELS and SLOPES_OF_KERNELS."""
 
     writes_behind_reads: bool
+    makes_all = False
 
     # ---- rows of logits
 
     @abstractmethod
     def stats(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
-        """The partials `names`, some of PARTIALS in their order. MIXED are left alone: they are what `mixed` returns, see `visit`;
-        so are OUTSIDE, which the streams make."""
+        """The partials `names`, some of PARTIALS in their order. Those that the kernels do not know are left alone, and so are
+        MIXED, which `mixed` returns, and OUTSIDE, which the streams make."""
 
     @abstractmethod
     def mixed(self, rows: LogitRows, partials: Partials) -> Tensor:
@@ -109,12 +127,25 @@ class Backend(ABC):
 
     # ---- what follows from these
 
+    def first_visit(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
+        """All partials of `names` but those of a second visit. Eager makes what the kernels do not know."""
+        partials, others = self.stats(rows, names), unknown(names, OF_KERNELS)
+        if others and not self.makes_all:
+            of_eager = load("eager").Kernels().stats(rows, (*names[:ALWAYS], *others))
+            partials.put(others, of_eager.values[ALWAYS:])
+        return partials
+
     def visit(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
         """All partials of `names`: in one visit, or two for those of a mixture."""
-        partials = self.stats(rows, names)
-        if MIXED[0] in names:  # beside a second stream there are no OUTSIDE, so that MIXED come last
-            partials.values[-len(MIXED) :] = self.mixed(rows, partials)
+        partials = self.first_visit(rows, names)
+        if MIXED[0] in names:
+            partials.put(MIXED, self.mixed(rows, partials))
         return partials
+
+    def gradient(self, rows: LogitRows, partials: Partials, slopes: Slopes, out: Tensor) -> None:
+        """`pull`, by eager where the kernels do not know a slope."""
+        known = self.makes_all or not unknown(slopes.names, SLOPES_OF_KERNELS)
+        (self if known else load("eager").Kernels()).pull(rows, partials, slopes, out)
 
     def two_visits(self, rows: LogitRows, stage: TokenStage, out: Tensor | None, block_rows: int) -> FusedRows:
         """`fused` by visiting `block_rows` rows at a time twice: statistics, token stage in torch, gradient. A block small enough

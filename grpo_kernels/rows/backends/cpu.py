@@ -17,7 +17,7 @@ import torch
 from ...formulas.program import FormulaRefused, Program
 from ...formulas.token_stage import TokenStage
 from ..divergence import KINDS
-from ..partials import PARTIALS, SLOPES, LogitRows, Partials, RowTransform, Slopes
+from ..partials import OF_KERNELS, SLOPES_OF_KERNELS, LogitRows, Partials, RowTransform, Slopes
 from ..ragged import Ragged
 from ..selection import Drawn, capacity, per_unit
 from . import Backend, FusedRows, fall_back, native
@@ -97,7 +97,7 @@ class Kernels(Backend):
             rows = rows._replace(second=None)
         own, second = _streams(rows, n, log_sums=log_sums, center=center)
         targets = vector("targets", rows.targets, torch.int64, n)
-        of_slopes = named("slopes", slopes.values, bits(slopes.names, SLOPES))
+        of_slopes = named("slopes", slopes.values, bits(slopes.names, SLOPES_OF_KERNELS))
         to = memory(_cpu.Memory, "out", out, rows, n)
         _cpu.pull(own, second, targets, of, of_slopes, to, torch.get_num_threads())
 
@@ -240,12 +240,15 @@ def named(name: str, x: Tensor, names: int) -> _cpu.Named:
 
 @functools.lru_cache(maxsize=256)
 def bits(names: tuple[str, ...], table: tuple[str, ...]) -> int:
-    """A bit for each of the names, at its place in the table."""
-    return sum(1 << table.index(name) for name in names)
+    """A bit for each of the names that the table has, at its place there."""
+    return sum(1 << table.index(name) for name in names if name in table)
 
 
 def of_partials(partials: Partials) -> _cpu.Named:
-    return named("partials", partials.values, bits(partials.names, PARTIALS))
+    """The partials that C++ knows, which come first."""
+    names = bits(partials.names, OF_KERNELS)
+    count = names.bit_count()
+    return named("partials", partials.values if count == len(partials.names) else partials.values[:count], names)
 
 
 Made = TypeVar("Made")

@@ -34,6 +34,7 @@ def row_sums(x: Tensor) -> Tensor:
 
 
 class Kernels(Backend):
+    makes_all = True
     writes_behind_reads = True  # a block is read completely before any of it is written
 
     def __init__(self, strict: bool = False) -> None:
