@@ -66,18 +66,14 @@ class Memory:
         self.used += len(pages) + PAGE
         protect(pages.data_ptr(), len(pages), mmap.PROT_READ | mmap.PROT_WRITE)
         first = self.draw.choice([0, len(pages) - size])
-        made = (
-            pages.fill_(UNWRITTEN)[first : first + size]
-            .view(dtype)
-            .as_strided(shape, strides, (self.used - len(pages) - PAGE + first) // dtype.itemsize)
-        )
+        made = pages.fill_(UNWRITTEN)[first : first + size].view(dtype).as_strided(shape, strides)
         self.taken.append((pages, first, made))
         return made
 
     def empty(self, *shape: Any, dtype: torch.dtype = torch.float32, **_: Any) -> Tensor:
         """Stands in for torch.empty."""
         shape = shape if not shape or isinstance(shape[0], int) else tuple(shape[0])
-        return self.strided(shape, torch.empty_strided(shape, [0] * len(shape)).new_empty(shape).stride(), dtype)
+        return self.strided(shape, [math.prod(shape[i + 1 :]) for i in range(len(shape))], dtype)
 
     def holding(self, x: Tensor) -> Tensor:
         return self.strided(x.shape, x.stride(), x.dtype).copy_(x)

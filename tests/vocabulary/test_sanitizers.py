@@ -12,6 +12,7 @@ import pytest
 
 from grpo_kernels.rows.backends import cpu
 from support import amx
+from support.fuzz import MANY
 from support.processes import for_its_own_pytest
 
 if cpu.available() is not None:
@@ -21,7 +22,6 @@ from grpo_kernels import _cpu
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-MANY = os.environ.get("GRPO_KERNELS_FUZZ", "3000")
 
 #: Python code with another build of the module in place of the installed one, which it asks for a number of threads; torch itself
 #: keeps to one.
@@ -91,7 +91,7 @@ def run(code: str, module: str, *arguments: str, **environment: str) -> str:
     return found.stdout
 
 
-def fuzz(module: str, seed: int, calls: int | str, **environment: str) -> None:
+def fuzz(module: str, seed: int, calls: int, **environment: str) -> None:
     library = amx.emulator() if "LD_PRELOAD" not in environment else None  # a sanitizer sees no access of tiles
     said = run(FUZZ, module, str(seed), "0", str(calls), str(library or ""), **environment)
     assert said.endswith(f"{calls} calls were right\n")

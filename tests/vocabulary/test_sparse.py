@@ -88,13 +88,10 @@ def test_what_no_slot_names_is_not_read(module: Backend, dtype: torch.dtype) -> 
     assert not module.slot_logits(hidden, weight, slots).isnan().any()
     hidden[3] = weight[1] = weight[4] = torch.nan
     values = torch.tensor([0.5, torch.nan, 2.0, 1.0, torch.nan, 0.0, 0.0, 0.0, 0.25])  # row 3 has none, nor have ids 1 and 4
-    for add, source, rows, live, none in (
-        (module.add_weight_rows, weight, 5, [0, 4], [1, 2, 3]), (module.add_hidden_rows, hidden, 7, [3, 5], [0, 1, 2, 4, 6]),
-    ):  # fmt: skip
-        out = torch.full((rows, 37), torch.nan)
-        out[live] = 0.0
-        add(values, slots, source, out)
-        assert out[live].isfinite().all() and (out[live] != 0).any(1).all() and out[none].isnan().all()
+    _, *found = results(module, values, slots, hidden, weight)
+    for sums, live in zip(found, ([0, 4], [3, 5]), strict=True):
+        assert sums.isfinite().all() and (sums != 0).all(1)[live].all()
+        assert sums.any(1).nonzero()[:, 0].tolist() == live
     slots, hidden, weight = slots_of([[0, 2], [1]]), matrix(2, 19, dtype, 1), matrix(3, 19, dtype, 2)
     _, d_hidden, d_weight = results(module, torch.tensor([torch.nan, 1.0, 2.0]), slots, hidden, weight)
     assert d_hidden.isnan().all(1).tolist() == [True, False] and d_weight.isnan().all(1).tolist() == [True, False, False]
