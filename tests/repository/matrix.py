@@ -38,7 +38,7 @@ REPOSITORY = (
         f"benchmarks/{file.name}" for file in (ROOT / "tests" / "benchmarks").glob("test_*.py") if file.stem != "test_resources"
     ),
     "repository",
-    "vocabulary/test_sanitizers.py",
+    "rows/test_sanitizers.py",
 )
 
 

@@ -1,6 +1,6 @@
 """Random calls of the C++ kernels with hostile sizes, strides, values and addresses; run by test_sanitizers.py.
 
-    PYTHONPATH=tests:. python tests/vocabulary/fuzz_kernels.py SEED FIRST CALLS [EMULATOR]
+    PYTHONPATH=tests:. python tests/rows/fuzz_kernels.py SEED FIRST CALLS [EMULATOR]
 
 Everything that a kernel gets lies between protected pages, next to the end of one or the beginning of the other, and what it must
 not write is read-only; rows that it must not read are protected, too. So an access one byte too far ends the process, which is why

@@ -258,7 +258,7 @@ def test_main_grad_of_a_transposed_parameter(backend: str) -> None:
 
 OPTIMISED = """
 assert False, "assertions are on"
-from vocabulary.test_raw_pointers import everything_not_refused
+from rows.test_raw_pointers import everything_not_refused
 for line in everything_not_refused():
     print("not refused,", line)
 """
