@@ -219,7 +219,8 @@ def check(r: Rows, *found: Found) -> None:
             assert (error <= room)[known].all(), f"{name}: off by {(error - room)[known].max():.3g} beyond the room"
             assert name not in ("divergence", "entropy", "sum_squares") or (x[known] >= 0).all()
             note(name, (error / (1 + y.abs()))[known])
-    t = torch.as_tensor(r.transform.inv_temperature).double().view(-1, 1).abs()
+    t = r.transform.inv_temperature
+    t = (t if isinstance(t, Tensor) else torch.tensor(t)).double().view(-1, 1).abs()
     of_slopes = torch.zeros(r.count, 1, dtype=torch.float64)
     for name, slope in r.slopes.items():
         size_of = 1.0 if name == "logps" else 1 + right[name].abs()
