@@ -6,6 +6,7 @@ accuracy check can tell that from a wrong formula."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -54,18 +55,6 @@ class Cell:
     sequences: int = 16
     entropy: float | None = None  # mean entropy of the rows, in nats, for the suite "sparse"
 
-    def __post_init__(self) -> None:
-        if self.contract not in CONTRACTS:
-            raise ValueError(f"contract={self.contract!r}: it must be one of {', '.join(CONTRACTS)}.")
-        if self.rows % self.sequences:
-            raise ValueError(f"rows={self.rows}: they are {self.sequences} sequences of equal length, pass a multiple of that.")
-        if (self.hidden is None) != self.contract.startswith("logits"):
-            raise ValueError(f"hidden={self.hidden}: contracts on hidden states need a width, those on logits have none.")
-        if (self.entropy is None) == (self.contract == "sparse"):
-            raise ValueError(
-                f"entropy={self.entropy}: the contract sparse needs the mean of its rows in nats, others have none."
-            )
-
     @property
     def beta(self) -> float:
         return BETA if self.contract == "logits" else 0.0
@@ -107,10 +96,12 @@ class Case:
             if self.logits is not None:
                 self.logits.copy_(self.pristine)
             if self.weight_grad is not None:
-                self.weight_grad[self.sets.ids.long()] = 0
+                self.weight_grad[self.batch.kept.ids.long()] = 0
 
     def output(self) -> Tensor:
-        """The logits for a contender that works in place."""
+        """The logits for a contender that works in place: of the model [B, T, V], or those that are given."""
+        if self.model is not None:
+            return self.model(input_ids=self.ids, use_cache=False).logits[:, :-1]
         return Output.apply(self.logits)
 
     @property
@@ -118,28 +109,19 @@ class Case:
         every = {"d_logits": self.logits, "d_hidden": self.hidden, "d_weight": self.weight}
         return {name: x for name, x in every.items() if x is not None and x.requires_grad}
 
-    def gradients(self, loss: Tensor) -> Result:
-        """The results of a loss; of one that adds the weight's gradient to `weight_grad`, of a step of training."""
+    def gradients(self, loss: Tensor, into: bool = False) -> Result:
+        """The results of a loss; of a step of training. into: the loss adds the weight's gradient to `weight_grad`."""
         if self.model is not None:
             return self.step(loss)
-        leaves = self.leaves
-        return {"loss": loss.detach(), **dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True))}
-
-    def added(self, loss: Tensor) -> Result:
-        """The results of a loss whose backward adds the gradient of the weight to `weight_grad`."""
-        (d_hidden,) = torch.autograd.grad(loss, (self.hidden,))
-        return {"loss": loss.detach(), "d_hidden": d_hidden, "d_weight": self.weight_grad}
+        leaves = {name: x for name, x in self.leaves.items() if not (into and name == "d_weight")}
+        found = {"loss": loss.detach(), **dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True))}
+        return found | ({"d_weight": self.weight_grad} if into else {})
 
     @property
     def active(self) -> Tensor:
         """Indices of the rows with a gradient."""
         rows = torch.arange(self.cell.rows, device=self.hidden.device)
         return rows if self.cell.contract == "cross-entropy" else rows[self.batch.advantages != 0]
-
-    @property
-    def sets(self) -> TokenSets:
-        assert self.batch.kept is not None
-        return self.batch.kept
 
     @property
     def plain_batch(self) -> TokenBatch:
@@ -155,10 +137,6 @@ class Case:
     def states(self) -> Tensor:
         """The last hidden states of the model, [B, T, H]."""
         return self.model.model(input_ids=self.ids, use_cache=False).last_hidden_state[:, :-1]
-
-    def outputs(self) -> Tensor:
-        """The logits of the model, [B, T, V]."""
-        return self.model(input_ids=self.ids, use_cache=False).logits[:, :-1]
 
     def step(self, loss: Tensor) -> Result:
         """The backward and an optimizer step. The learning rate is 0, so that every run sees the same parameters."""
@@ -184,14 +162,15 @@ def policy_loss(logps: Tensor, batch: TokenBatch, beta: float) -> Tensor:
 
 def mean_divergence(direction: str, z: Tensor, w: Tensor) -> Tensor:
     """The mean divergence from logits [n, V], by its definition."""
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a.exp() * (a - b)).sum(-1).mean()
+
     log_p, log_q = z.log_softmax(-1), w.log_softmax(-1)
-    if direction == "reverse":
-        return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
-    if direction == "forward":
-        return (log_q.exp() * (log_q - log_p)).sum(-1).mean()
-    log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0, device=z.device))
-    of_q, of_p = (log_q.exp() * (log_q - log_m)).sum(-1), (log_p.exp() * (log_p - log_m)).sum(-1)
-    return 0.5 * (of_q + of_p).mean()
+    if direction != "jsd":
+        return kl(log_p, log_q) if direction == "reverse" else kl(log_q, log_p)
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
+    return 0.5 * (kl(log_q, log_m) + kl(log_p, log_m))
 
 
 # ---- inputs
@@ -202,49 +181,44 @@ def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
     if cell.contract == "step":
         return _step(cell, device, g)
     if cell.hidden is None:
-        return _two_logits(cell, device, g) if cell.contract in DIRECTIONS else _logits(cell, device, g)
+        return _logits(cell, device, g)
     hidden, weight, targets, entropy = (_of_entropy if cell.contract == "sparse" else _near)(cell, device, g)
-    case = Case(cell, TokenBatch(targets, torch.ones(cell.rows, device=device)), hidden=hidden, weight=weight, entropy=entropy)
+    kept = sets_of(targets, cell.vocab, g) if cell.contract == "kept" else None
+    batch = TokenBatch(targets, torch.ones(cell.rows, device=device), kept=kept)
+    case = Case(cell, batch, hidden=hidden, weight=weight, entropy=entropy)
     if cell.contract in DIRECTIONS:
         case.ref_hidden, case.ref_weight = (
             (x + x.float().std() * torch.randn(x.shape, generator=g, device=device)).to(cell.dtype) for x in (hidden, weight)
         )
     else:
-        kept = sets_of(targets, cell.vocab, g) if cell.contract == "kept" else None
-        case.batch = TokenBatch(targets, case.batch.advantages, kept=kept)
-        parts = (_chosen(z.float(), targets[part]) for part, z in _rows_of_logits(case, 4))
-        case.batch = tokens(cell, targets, torch.cat([*parts]), g, kept)
-        case.weight_grad = torch.zeros(weight.shape, device=device) if kept is not None else None
+        case.batch = tokens(case, g)
+    if kept is not None:
+        case.weight_grad = torch.zeros(weight.shape, device=device)
     hidden.requires_grad_(cell.contract != "hidden-forward")
     weight.requires_grad_(cell.contract not in ("hidden-forward", "hidden-frozen"))
     return case
 
 
 def _logits(cell: Cell, device: str, g: torch.Generator) -> Case:
-    """Logits like those of a policy: a few likely tokens and a flat tail. Targets are sampled from them."""
+    """Logits like those of a policy: a few likely tokens and a flat tail. Targets are sampled from them. Those of a teacher are
+    the policy's plus noise."""
     pristine = torch.empty(cell.rows, cell.vocab, dtype=cell.dtype, device=device)
     targets = torch.empty(cell.rows, dtype=torch.int64, device=device)
+    two = cell.contract in DIRECTIONS
+    ref_logits = torch.empty_like(pristine) if two else None
     likely = torch.randperm(cell.vocab, generator=g, device=device)[: min(50, cell.vocab // 4)]
     for part in row_blocks(cell, 4, device):
         x = torch.randn(pristine[part].shape, generator=g, device=device)
         x[:, likely] += 8
         pristine[part] = x
         targets[part] = torch.multinomial(x.softmax(-1), 1, generator=g)[:, 0]
-    now = torch.cat([_chosen(pristine[part].float(), targets[part]) for part in row_blocks(cell, 4, device)])
-    logits = pristine.clone().requires_grad_(cell.contract == "logits")
-    return Case(cell, tokens(cell, targets, now, g), logits, pristine, torch.empty_like(pristine).copy_(pristine))
-
-
-def _two_logits(cell: Cell, device: str, g: torch.Generator) -> Case:
-    logits, ref_logits = (torch.empty(cell.rows, cell.vocab, dtype=cell.dtype, device=device) for _ in range(2))
-    for row, ref in zip(logits.split(64), ref_logits.split(64), strict=True):
-        x = 2 * torch.randn(row.shape, generator=g, device=device)
-        x[:, : cell.vocab // 3000 + 1] += 8
-        row.copy_(x)
-        ref.copy_(x + torch.randn(row.shape, generator=g, device=device))
-    ones = torch.ones(cell.rows, device=device)  # advantages, by which errors of a loss are scaled
-    own, buffer = logits.clone().requires_grad_(), torch.empty_like(logits).copy_(logits)
-    return Case(cell, TokenBatch(ones.long(), ones), own, logits, buffer, ref_logits=ref_logits)
+        if two:
+            ref_logits[part] = x + torch.randn(x.shape, generator=g, device=device)
+    logits = pristine.clone().requires_grad_(cell.contract != "logits-forward")
+    batch = TokenBatch(targets, torch.ones(cell.rows, device=device))
+    case = Case(cell, batch, logits, pristine, pristine.clone(), ref_logits=ref_logits)
+    case.batch = batch if two else tokens(case, g)
+    return case
 
 
 Inputs = tuple[Tensor, Tensor, Tensor, float | None]  # hidden, weight, targets, entropy
@@ -252,7 +226,6 @@ Inputs = tuple[Tensor, Tensor, Tensor, float | None]  # hidden, weight, targets,
 
 def _near(cell: Cell, device: str, g: torch.Generator) -> Inputs:
     """Hidden states near the weight of their target, as a trained head has them."""
-    assert cell.hidden is not None
     weight = torch.randn(cell.vocab, cell.hidden, generator=g, device=device) / cell.hidden**0.5
     targets = torch.randint(0, cell.vocab, (cell.rows,), generator=g, device=device)
     confidence = 12 * torch.rand(cell.rows, 1, generator=g, device=device)
@@ -263,7 +236,6 @@ def _near(cell: Cell, device: str, g: torch.Generator) -> Inputs:
 def _of_entropy(cell: Cell, device: str, g: torch.Generator) -> Inputs:
     """Random hidden states, scaled until their rows have the mean entropy; the scale is chosen from 64 of them. Targets are
     sampled from the rows, like those of a policy."""
-    assert cell.hidden is not None and cell.entropy is not None
     weight = (torch.randn(cell.vocab, cell.hidden, generator=g, device=device) / cell.hidden**0.5).to(cell.dtype)
     hidden = torch.randn(cell.rows, cell.hidden, generator=g, device=device)
     some = (hidden[:64].to(cell.dtype) @ weight.t()).float()
@@ -309,7 +281,6 @@ def _step(cell: Cell, device: str, g: torch.Generator) -> Case:
     """A Qwen3 with random weights, in the proportions of the small ones."""
     import transformers
 
-    assert cell.hidden is not None and cell.layers is not None
     heads = max(2, cell.hidden // 64)
     config = transformers.Qwen3Config(
         vocab_size=cell.vocab, hidden_size=cell.hidden, intermediate_size=4 * cell.hidden, num_hidden_layers=cell.layers,
@@ -330,14 +301,15 @@ def _step(cell: Cell, device: str, g: torch.Generator) -> Case:
     case = Case(cell, TokenBatch(targets, torch.ones(cell.rows, device=device)), model=model, optimizer=optimizer, ids=ids)
     with torch.no_grad():
         head = Case(cell, case.batch, hidden=case.states().reshape(cell.rows, cell.hidden), weight=model.lm_head.weight)
-        flat = tokens(cell, targets, torch.cat([_chosen(z.float(), targets[part]) for part, z in _rows_of_logits(head, 4)]), g)
-    assert flat.old_logps is not None
-    case.batch = TokenBatch(targets.view(shape), flat.advantages.view(shape), old_logps=flat.old_logps.view(shape))
+        flat = tokens(head, g)
+    case.batch = TokenBatch(*(x.view(shape) for x in (targets, flat.advantages)), old_logps=flat.old_logps.view(shape))
     return case
 
 
-def tokens(cell: Cell, targets: Tensor, now: Tensor, g: torch.Generator, kept: TokenSets | None = None) -> TokenBatch:
-    """`now` are the log-probs of today's policy."""
+def tokens(case: Case, g: torch.Generator) -> TokenBatch:
+    """The batch of a case with advantages, and with log-probs of other policies near those of its own."""
+    cell, targets, kept = case.cell, case.batch.targets, case.batch.kept
+    now = torch.cat([_chosen(z.float(), targets[part]) for part, z in _rows_of_logits(case, 4)])
     random = {"generator": g, "device": targets.device}
     size = torch.randn(cell.sequences, **random)
     size = torch.where(size < 0, size - 0.5, size + 0.5)  # none near 0
@@ -370,7 +342,7 @@ def _rows_of_logits(case: Case, size: int) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their logits [n, V] in the dtype of the operands, -inf outside their sets) some at a time."""
     kept = case.batch.kept
     for part in row_blocks(case.cell, size, case.batch.targets.device.type):
-        z = case.pristine[part] if case.pristine is not None else case.hidden[part] @ case.weight.t()
+        z = case.pristine[part] if case.hidden is None else case.hidden[part] @ case.weight.t()
         yield part, z if kept is None else z.masked_fill(~kept[part].mask(case.cell.vocab), -torch.inf)
 
 
@@ -382,29 +354,30 @@ def reference(case: Case) -> Result:
     """The results of the contract, computed in float64 by autograd, some rows at a time, and returned in fp32."""
     if case.model is not None:
         return _step_reference(case)
-    cell, batch, device = case.cell, case.batch, case.batch.targets.device
-    names, wide = ("hidden", "weight", "ref_hidden", "ref_weight"), {"dtype": torch.float64, "device": device}
-    hidden, weight, *teacher = (None if x is None else x.detach().double() for x in (getattr(case, name) for name in names))
+    cell, batch, wide = case.cell, case.batch, {"dtype": torch.float64, "device": case.batch.targets.device}
     # The gradient of logits, which is as large as they are, is kept in fp32.
     found = {
-        name: torch.zeros(x.shape, dtype=None if name == "d_logits" else wide["dtype"], device=device)
+        name: torch.zeros(x.shape, dtype=torch.float32 if name == "d_logits" else torch.float64, device=x.device)
         for name, x in case.leaves.items()
     }
+    own, teacher = (
+        Case(cell, batch, pristine=z, **{name: x.detach().double() for name, x in parts.items() if x is not None})
+        for z, parts in (
+            (case.pristine, {"hidden": case.hidden, "weight": case.weight}),
+            (case.ref_logits, {"hidden": case.ref_hidden, "weight": case.ref_weight}),
+        )
+    )
+    teachers = _rows_of_logits(teacher, 8)
     loss, logps, entropy = torch.zeros((), **wide), torch.empty(cell.rows, **wide), torch.empty(cell.rows, **wide)
-    for part in row_blocks(cell, 8, device.type):
-        z = case.pristine[part].double() if hidden is None else hidden[part] @ weight.t()
-        z.requires_grad_(bool(found))
+    for part, z in _rows_of_logits(own, 8):
+        z = z.double().requires_grad_(bool(found))
         with torch.enable_grad():
             if cell.contract in DIRECTIONS:
-                w = case.ref_logits[part].double() if hidden is None else teacher[0][part] @ teacher[1].t()
-                value = mean_divergence(DIRECTIONS[cell.contract], z, w)
+                value = mean_divergence(DIRECTIONS[cell.contract], z, next(teachers)[1].double())
             else:
-                inside = z if batch.kept is None else z.masked_fill(~batch.kept[part].mask(cell.vocab), -torch.inf)
-                chosen = _chosen(inside, batch.targets[part])
-                value = (
-                    -chosen.mean() if cell.contract == "cross-entropy" else policy_loss(chosen, _part(batch, part), cell.beta)
-                )
-                logps[part] = chosen.detach()
+                logps[part] = chosen = _chosen(z, batch.targets[part])
+                plain = cell.contract == "cross-entropy"
+                value = -chosen.mean() if plain else policy_loss(chosen, _part(batch, part), cell.beta)
         if not found:
             entropy[part] = entropies(z)
             continue
@@ -414,10 +387,10 @@ def reference(case: Case) -> Result:
         if "d_logits" in found:
             found["d_logits"][part] = d_logits
         if "d_hidden" in found:
-            found["d_hidden"][part] = d_logits @ weight
+            found["d_hidden"][part] = d_logits @ own.weight
         if "d_weight" in found:
-            found["d_weight"].addmm_(d_logits.t(), hidden[part])
-    results = {"loss": loss} | found if found else {"logps": logps} | ({"entropy": entropy} if hidden is None else {})
+            found["d_weight"].addmm_(d_logits.t(), own.hidden[part])
+    results = {"loss": loss} | found if found else {"logps": logps} | ({"entropy": entropy} if case.hidden is None else {})
     return {name: x.float() for name, x in results.items()}
 
 
@@ -429,11 +402,10 @@ def _part(batch: TokenBatch, part: slice) -> TokenBatch:
 
 def _step_reference(case: Case) -> Result:
     """The head and the loss are computed in float64. The model's body is not: all contenders share it."""
-    assert case.batch.old_logps is not None
     weight, batch = case.model.lm_head.weight, case.batch
     with torch.enable_grad():
         hidden = case.states()
-        flat = TokenBatch(batch.targets.view(-1), batch.advantages.reshape(-1), old_logps=batch.old_logps.reshape(-1))
+        flat = TokenBatch(*(x.reshape(-1) for x in (batch.targets, batch.advantages)), old_logps=batch.old_logps.reshape(-1))
         leaf = hidden.detach().reshape(case.cell.rows, -1).requires_grad_()
         head = reference(Case(case.cell, flat, hidden=leaf, weight=weight))
         case.optimizer.zero_grad(set_to_none=True)
@@ -451,7 +423,7 @@ def errors(found: Result, expected: Result, scale: float = 1.0) -> dict[str, flo
     of the worst parameter."""
     if found.keys() != expected.keys():
         raise ValueError(f"it returned {sorted(found)}, but the contract asks for {sorted(expected)}")
-    off: dict[str, float] = {}
+    off = {}
     for name, x in expected.items():
         if name == "loss":
             off[name] = float((found[name].float() - x).abs()) / scale

@@ -80,43 +80,37 @@ def step(trainer: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, t
     return loss.detach(), gradient
 
 
-def measure(
-    vocabularies: tuple[int, ...] = VOCABULARIES, lengths: tuple[int, ...] = LENGTHS, seconds: float = 2.0
-) -> list[Any]:
+def measure() -> Record:
     from trl import GRPOTrainer
 
     from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
-    rows = []
+    rows, kinds = [], {"stock": GRPOTrainer, "fused": FusedGRPOTrainer}
     with tempfile.TemporaryDirectory() as name:
-        for vocabulary in vocabularies:
-            trainers = {
-                "stock": make_trainer(GRPOTrainer, vocabulary, Path(name)),
-                "fused": make_trainer(FusedGRPOTrainer, vocabulary, Path(name)),
-            }
-            for length in lengths:
+        for vocabulary in VOCABULARIES:
+            trainers = {key: make_trainer(kind, vocabulary, Path(name)) for key, kind in kinds.items()}
+            for length in LENGTHS:
                 inputs = micro_batch(vocabulary, length)
-                for a, b in zip(*(step(trainer, inputs) for trainer in trainers.values()), strict=True):
-                    torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4 * float(a.abs().max()))
                 runs = {key: partial(step, trainer, inputs) for key, trainer in trainers.items()}
-                times = interleaved(runs, "cpu", seconds=seconds, most=1000)
+                for a, b in zip(runs["stock"](), runs["fused"](), strict=True):
+                    torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4 * float(a.abs().max()))
+                times = interleaved(runs, "cpu", seconds=2.0, most=1000)
                 tokens = int(inputs["completion_mask"].sum())
                 rows.append({"vocabulary": vocabulary, "tokens": tokens} | {key: t["ms"] for key, t in times.items()})
                 print(f"{vocabulary:6} ids, {tokens:5} tokens: {rows[-1]['stock']:8.2f} ms, fused {rows[-1]['fused']:8.2f} ms")
-    return rows
+    return {"rows": rows}
 
 
 def tables(record: Record) -> Iterator[Table]:
-    rows = {(r["vocabulary"], r["tokens"]): r for r in record["rows"]}
+    rows = {
+        (r["vocabulary"], r["tokens"]): "{:.1f} -> {:.1f} ({:.2f})".format(r["stock"], r["fused"], r["fused"] / r["stock"])
+        for r in record["rows"]
+    }
     vocabularies, tokens = (sorted({key[i] for key in rows}) for i in range(2))
-    lines = [["vocabulary", *(f"{n} tokens" for n in tokens)]]
-    for v in vocabularies:
-        shown = (f"{r['stock']:.1f} -> {r['fused']:.1f} ({r['fused'] / r['stock']:.2f})" for r in (rows[v, n] for n in tokens))
-        lines.append([str(v), *shown])
-    yield lines
+    yield [["vocabulary", *(f"{n} tokens" for n in tokens)], *([str(v), *(rows[v, n] for n in tokens)] for v in vocabularies)]
 
 
-EXPERIMENT = Experiment("crossover", PAGE, tables, lambda: {"rows": measure()})
+EXPERIMENT = Experiment("crossover", PAGE, tables, measure)
 
 if __name__ == "__main__":
     EXPERIMENT.main()

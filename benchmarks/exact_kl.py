@@ -4,30 +4,27 @@
 
 Three experiments with the reference trainer on the problems of examples/arithmetic.py: how much the KL and its gradient vary
 from batch to batch while the policy is fixed; the reward and the KL at the end of training runs; and whether a small student
-reaches its teacher. Each result is saved in runs/exact_kl as soon as it is known, so that an interrupted command can be run
-again, and several commands may share the seeds. --write: writes the results so far to benchmarks/results/exact_kl.json, and
-from it the tables and pictures of docs/exact_kl_experiment.md."""
+reaches its teacher. Each result is saved as soon as it is known, so that an interrupted command can be run again. --write: writes
+the results to benchmarks/results/exact_kl.json, and from it the tables and pictures of docs/exact_kl_experiment.md."""
 
 from __future__ import annotations
 
 import functools
 import math
 import statistics
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from benchmarks import experiments, replay
-from benchmarks.experiments import Runs, Task, by, curve, last, mean, moments, short, still, with_spread
+from benchmarks import experiments
+from benchmarks.experiments import Experiment, Still, Task, batch_seed, by, curve, last, mean, moments, short, with_spread
 from benchmarks.results import ROOT
 from benchmarks.tables import Record, Table
 from examples import arithmetic
 from grpo_kernels import token_divergence
 from grpo_kernels.training.data import prompts_of_step
-from grpo_kernels.training.rewards import exact
 from grpo_kernels.training.rollouts import completion_logits
 from grpo_kernels.training.trainer import Trainer
 
@@ -64,15 +61,14 @@ WAYS = {"exact": "distillation", "sampled token": "sampled_distillation"}
 PAIRS = (("exact", 5e-3), ("sampled token", 1e-3), ("exact", 1e-3), ("sampled token", 5e-3))
 
 
-def trainer(model: Any, rows: tuple[list[Any], list[Any]], folder: str, **changes: Any) -> Any:
-    """A trainer of a copy of the model."""
-    return experiments.trainer(Trainer, model, arithmetic.tokenizer(), rows, exact, folder, **({"eval_steps": EVERY} | changes))
-
-
 @functools.cache
 def warmed_up(seed: int) -> tuple[Any, list[Any], list[Any]]:
     """The model, training problems and held-out problems at the start of every run with rewards; those of `replay`."""
-    return replay.warmed_up(seed, arithmetic.tokenizer())
+    return experiments.warmed_up(seed, arithmetic.tokenizer())
+
+
+def trainer(start: tuple[Any, list[Any], list[Any]], kind: Any = Trainer, **changes: Any) -> Any:
+    return experiments.trainer(start, arithmetic.tokenizer(), kind, **({"eval_steps": EVERY} | changes))
 
 
 # ---- noise at fixed policies
@@ -80,32 +76,28 @@ def warmed_up(seed: int) -> tuple[Any, list[Any], list[Any]]:
 
 def gradients(seed: int, stops: tuple[int, ...] = STOPS, batches: int = BATCHES) -> list[Record]:
     """The spread over batches of the KL's value and gradient, at policies along a run without a KL."""
-    model, training, held_out = warmed_up(seed)
     measurements = []
-    with tempfile.TemporaryDirectory() as folder:
-        run = trainer(model, (training, held_out), folder, seed=seed, **SETTINGS)
+    with trainer(warmed_up(seed), seed=seed, **SETTINGS) as run:
         for stop in stops:
             while run.step < stop:
                 run.train_step()
-            measurements.append({"step": stop} | spread(run.model, model, (training, held_out), seed, batches))
+            measurements.append({"step": stop} | spread(run.model, seed, batches))
     return measurements
 
 
-def spread(policy: Any, reference: Any, rows: tuple[list[Any], list[Any]], seed: int, batches: int) -> Record:
+def spread(policy: Any, seed: int, batches: int) -> Record:
     """Over batches of completions of the same prompts, each as large as that of a step: for each arm the mean and standard
     deviation of the value, and the statistics of the gradient from `of_gradient`."""
+    reference, *rows = warmed_up(seed)
     values: dict[str, list[float]] = {arm: [] for arm in ARMS}
     gradients: dict[str, list[torch.Tensor]] = {arm: [] for arm in ARMS}
-    with tempfile.TemporaryDirectory() as folder:
-        settings = SETTINGS | {"preset": "distillation", "kl": "exact", "seed": seed}  # the KL alone
-        t = still(policy, arithmetic.tokenizer(), rows, exact, folder, teacher=reference, eval_steps=EVERY, **settings)
+    settings = SETTINGS | {"preset": "distillation", "kl": "exact", "seed": seed}  # the KL alone
+    with trainer((policy, *rows), Still, teacher=reference, **settings) as t:
         objectives = {arm: replace(t.config, kl=arm).objective for arm in ARMS}
         prompts = prompts_of_step(t.train_rows, 0, t.config.prompts_per_step, seed)
         for number in range(batches):
-            generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) - number - 1)
-            completions = t.rollouts.sample(prompts, t.config.group_size, generator)
-            for arm, objective in objectives.items():
-                t.objective = objective
+            completions = t.rollouts.sample(prompts, t.config.group_size, batch_seed(seed, number))
+            for arm, t.objective in objectives.items():
                 values[arm].append(t.update(completions, torch.zeros(len(completions.ids)))["loss"])
                 gradients[arm].append(t.gradient)
     found = {arm: torch.stack(of) for arm, of in gradients.items()}
@@ -132,14 +124,13 @@ def of_gradient(found: torch.Tensor, exactly: torch.Tensor) -> Record:
 
 def rewarded(seed: int, **changes: Any) -> Record:
     """One run: the mean reward of each step, and the reward and exact KL on held-out prompts every few steps and at the end."""
-    model, training, held_out = warmed_up(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        t = trainer(model, (training, held_out), folder, seed=seed, **{**SETTINGS, **changes})
-        seen, reward = [look(t, model)], []
+    start = warmed_up(seed)
+    with trainer(start, seed=seed, **{**SETTINGS, **changes}) as t:
+        seen, reward = [look(t, start[0])], []
         while t.step < t.config.steps:
             reward.append(t.train_step()["reward"])
             if t.step % EVERY == 0 or t.step == t.config.steps:
-                seen.append(look(t, model))
+                seen.append(look(t, start[0]))
     return {"reward": reward, "held_out_reward": [x for x, _ in seen], "kl": [x for _, x in seen]}
 
 
@@ -158,7 +149,7 @@ def look(t: Trainer, reference: Any) -> tuple[float, float]:
 
 
 @functools.cache
-def pair(seed: int, teacher_steps: int = TEACHER_STEPS) -> tuple[Any, Any, list[Any], list[Any]]:
+def pair(seed: int) -> tuple[Any, Any, list[Any], list[Any]]:
     """(teacher, student, training problems, held-out problems with other sums). The teacher was trained on right answers. The
     student, four times as small, was trained for fewer steps on the answers of the example's careless teacher."""
     training, held_out = (
@@ -167,28 +158,26 @@ def pair(seed: int, teacher_steps: int = TEACHER_STEPS) -> tuple[Any, Any, list[
     )
     right = [row | {"slip": row["answer"]} for row in training]
     tok, made = arithmetic.tokenizer(), []
-    for size, rows, steps in ((TEACHER, right, teacher_steps), (STUDENT, training, min(teacher_steps, STUDENT_STEPS))):
+    for size, rows, steps in ((TEACHER, right, TEACHER_STEPS), (STUDENT, training, STUDENT_STEPS)):
         torch.manual_seed(seed)
         made.append(arithmetic.policy(*size))
         arithmetic.warm_up(made[-1], tok, rows, seed, steps, progress=False)
     return made[0], made[1], training, held_out[:HELD_OUT]
 
 
-def distilled(seed: int, way: str, lr: float, teacher_steps: int = TEACHER_STEPS, **changes: Any) -> Record:
+def distilled(seed: int, way: str, lr: float) -> Record:
     """Greedy accuracy on held-out problems: of the teacher, and of the student at every twentieth of its run. The reward has
     weight 0."""
-    teacher, student, training, held_out = pair(seed, teacher_steps)
-    settings = {**DISTILLED, "preset": WAYS[way], "lr": lr, "seed": seed, "reward_weights": [0.0], **changes}
-    with tempfile.TemporaryDirectory() as folder:
-        t = trainer(student, (training, held_out), folder, teacher=teacher, **settings)
+    teacher, *start = pair(seed)
+    settings = {**DISTILLED, "preset": WAYS[way], "lr": lr, "seed": seed, "reward_weights": [0.0]}
+    with trainer(tuple(start), teacher=teacher, **settings) as t:
         steps = [t.config.steps * i // 20 for i in range(21)]
         accuracy = []
         for stop in steps:
             while t.step < stop:
                 t.train_step()
             accuracy.append(t.rollouts.evaluate(t.eval_rows)["accuracy"])
-    of_teacher = arithmetic.accuracy(teacher, arithmetic.tokenizer(), held_out)
-    return {"teacher": of_teacher, "steps": steps, "accuracy": accuracy}
+    return {"teacher": arithmetic.accuracy(teacher, arithmetic.tokenizer(), start[2]), "steps": steps, "accuracy": accuracy}
 
 
 # ---- all tasks
@@ -299,7 +288,7 @@ def pictures(record: Record) -> Record:
     }
 
 
-EXPERIMENT = Runs(
+EXPERIMENT = Experiment(
     "exact_kl", ROOT / "docs" / "exact_kl_experiment.md", tables, pictures=pictures, tasks=tasks, seeds=SEEDS,
     settings={"run": SETTINGS, "changes": REWARDS, "stops": list(STOPS), "batches": BATCHES, "distillation": DISTILLED},
 )  # fmt: skip

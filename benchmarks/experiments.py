@@ -12,8 +12,10 @@ import copy
 import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,9 @@ from benchmarks import results
 from benchmarks.machine import machine, require_kernels
 from benchmarks.results import RESULTS, ROOT
 from benchmarks.tables import Record, Table, render, replace_block
+from examples import arithmetic
+from grpo_kernels.training.rewards import exact
+from grpo_kernels.training.trainer import TrainConfig, Trainer
 
 #: A task that is run for each seed: (the parts of its name, a function of the seed).
 Task = tuple[Record, Callable[[int], Any]]
@@ -32,13 +37,16 @@ QUIET = 0.5  # load average up to which the machine counts as idle
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is measured at once, and where it is shown."""
+    """What is measured, and where it is shown: `measure` at once, or `tasks` for each of the seeds."""
 
     name: str  # of its module, its result file and the block of its page
     page: Path
     tables: Callable[[Record], Iterable[Table]]
     measure: Callable[[], Record] = dict  # the result beside its origin
     pictures: Callable[[Record], Record] = lambda record: {}  # {name of a file in docs/: its description for plots.save}
+    tasks: Callable[[], Iterable[Task]] = list
+    seeds: tuple[int, ...] = ()
+    settings: Record = field(default_factory=dict)  # that the result of a task depends on
 
     @property
     def command(self) -> str:
@@ -71,80 +79,45 @@ class Experiment:
         for name, shown in self.pictures(record).items() if record else ():
             plots.save(shown, ROOT / "docs" / name)
 
-    def write(self, record: Record) -> None:
-        """The result file, the page and its pictures."""
-        origin = {"command": self.command, "date": time.strftime("%Y-%m-%d"), "machine": machine("cpu")}
-        results.save(self.file, origin | record)
-        self.page.write_text(self.updated())
-        self.draw()
+    def runs(self, seeds: Iterable[int], unfinished: Path) -> Record:
+        """The result of every task for the seeds, and for those that are known. Each is saved as soon as it is there: a command
+        that was cut off goes on, from its own file and from the result file if that has these settings."""
+        known: dict[str, Record] = {}
+        for record in map(results.load, (self.file, unfinished)):
+            known |= {key(run): run for run in record.get("runs", ()) if record["settings"] == self.settings}
 
-    def parser(self) -> argparse.ArgumentParser:
+        def found() -> Record:
+            every = sorted({run["seed"] for run in known.values()})
+            order = [key({"seed": seed} | name) for name, _ in self.tasks() for seed in every]
+            return {"settings": self.settings, "runs": [known[name] for name in order if name in known]}
+
+        for name, task in self.tasks():
+            for run in ({"seed": seed} | name for seed in seeds if key({"seed": seed} | name) not in known):
+                began = time.perf_counter()
+                known[key(run)] = run | {"found": short(task(run["seed"]))}
+                results.save(unfinished, found())
+                print(f"{key(run)}: {time.perf_counter() - began:.0f} s", flush=True)
+        return found()
+
+    def main(self) -> None:
         description = sys.modules["__main__"].__doc__
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--write", action="store_true", help="keep the figures, and make the page and its pictures")
-        return parser
-
-    def main(self) -> None:
-        write = self.parser().parse_args().write
+        if self.seeds:
+            parser.add_argument("--seeds", type=int, nargs="+", default=self.seeds)
+        args = parser.parse_args()
         require_kernels("cpu")
-        record = {"load": os.getloadavg()[0]} | self.measure()
+        if self.seeds:
+            record = self.runs(args.seeds, ROOT / "runs" / f"{self.name}.json")
+        else:
+            record = {"load": os.getloadavg()[0]} | self.measure()
         for table in self.tables(record):
             print(render(table, markdown=False))
-        if write:
-            self.write(record)
-
-
-@dataclass(frozen=True)
-class Runs(Experiment):
-    """An experiment of many runs. Each result is saved in runs/NAME as soon as it is known, so that an interrupted command can
-    be run again, and several commands may share the seeds."""
-
-    tasks: Callable[[], Iterable[Task]] = list
-    seeds: tuple[int, ...] = (0, 1, 2)
-    settings: Record = field(default_factory=dict)  # that a result depends on
-
-    @property
-    def folder(self) -> Path:
-        return ROOT / "runs" / self.name
-
-    def run(self, seeds: Iterable[int], parts: Iterable[str] = (), folder: Path | None = None) -> None:
-        """Saves the results of the seeds in the folder. Those that are known are not computed again. parts: only these, if
-        any."""
-        folder, parts = folder or self.folder, set(parts)
-        done = {key(record) for record in self.known(folder)}
-        for name, task in self.tasks():
-            for record in ({"seed": seed} | name for seed in seeds):
-                if key(record) in done or (parts and name["part"] not in parts):
-                    continue
-                began = time.perf_counter()
-                results.save(folder / f"{key(record)}.json", record | {"found": short(task(record["seed"]))})
-                print(f"{key(record)}: {time.perf_counter() - began:.0f} s", flush=True)
-
-    def known(self, folder: Path | None = None) -> list[Record]:
-        """The results in the folder, and those of the result file if it has these settings. Ordered by task, then by seed."""
-        kept = results.load(self.file)
-        records = {key(record): record for record in kept.get("runs", ()) if kept["settings"] == self.settings}
-        records |= {one.stem: results.load(one) for one in (folder or self.folder).glob("*.json")}
-        seeds = sorted({record["seed"] for record in records.values()})
-        order = [key({"seed": seed} | name) for name, _ in self.tasks() for seed in seeds]
-        return [records[name] for name in order if name in records]
-
-    def main(self) -> None:
-        """With --write nothing is measured."""
-        parser = self.parser()
-        parser.add_argument("--seeds", type=int, nargs="+", default=self.seeds)
-        parser.add_argument(
-            "--parts",
-            nargs="+",
-            default=(),
-            choices=dict.fromkeys(name["part"] for name, _ in self.tasks()),
-            help="default: all",
-        )
-        args = parser.parse_args()
         if args.write:
-            self.write({"settings": self.settings, "runs": self.known()})
-        else:
-            self.run(args.seeds, args.parts)
+            origin = {"command": self.command, "date": time.strftime("%Y-%m-%d"), "machine": machine("cpu")}
+            results.save(self.file, origin | record)
+            self.page.write_text(self.updated())
+            self.draw()
 
 
 def key(record: Record) -> str:
@@ -202,38 +175,46 @@ LARGEST, HELD_OUT = 9, 100
 
 def problems(seed: int) -> tuple[list[Any], list[Any]]:
     """(training problems, problems to evaluate on)"""
-    from examples import arithmetic
-
     rows = [row for part in arithmetic.problems(20_000, seed) for row in part]
     rows = [row for row in rows if all(abs(int(term)) <= LARGEST for term in row["sum"].split())]
     return rows[HELD_OUT:], rows[:HELD_OUT]
 
 
-def trainer(
-    kind: Any, model: Any, tok: Any, rows: tuple[list[Any], list[Any]], reward: Any, folder: str, **changes: Any
-) -> Any:
-    """A trainer of a copy of the model. `teacher` among the changes goes to the trainer, the others to its config."""
-    from grpo_kernels.training.trainer import TrainConfig
-
-    teacher = copy.deepcopy(changes.pop("teacher", None))
-    fixed = {"out": folder, "progress": False, "device": "cpu", "eval_prompts": len(rows[1]), "checkpoint_steps": 0}
-    config = TrainConfig(**(fixed | changes))
-    return kind(config, model=copy.deepcopy(model), tokenizer=tok, rows=rows, rewards=[reward], teacher=teacher)
+def warmed_up(seed: int, tok: Any, policy: Callable[[int, int], Any] = arithmetic.policy) -> tuple[Any, list[Any], list[Any]]:
+    """(model after the supervised warm-up of the example, training problems, problems to evaluate on)"""
+    training, held_out = problems(seed)
+    torch.manual_seed(seed)
+    model = policy(WIDTH_OF_MODEL, LAYERS)
+    arithmetic.warm_up(model, tok, training, seed, WARM_UP, progress=False)
+    return model, training, held_out
 
 
-def still(model: Any, *rest: Any, **changes: Any) -> Any:
+def batch_seed(seed: int, number: int) -> torch.Generator:
+    """For the completions of a batch that is not one of the run's own."""
+    return torch.Generator().manual_seed(1_000_003 * (seed + 1) - number - 1)
+
+
+class Still(Trainer):
     """A trainer whose updates store the gradient in `gradient` and do not change the policy."""
-    from grpo_kernels.training.trainer import Trainer
 
-    class Still(Trainer):
-        gradient: torch.Tensor
+    gradient: torch.Tensor
 
-        def move(self, lr: float) -> dict[str, float]:
-            self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters()]).double()
-            self.optimizer.zero_grad()
-            return {}
+    def move(self, lr: float) -> dict[str, float]:
+        self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters()]).double()
+        self.optimizer.zero_grad()
+        return {}
 
-    return trainer(Still, model, *rest, **changes)
+
+@contextmanager
+def trainer(
+    start: tuple[Any, list[Any], list[Any]], tok: Any, kind: Any = Trainer, teacher: Any = None, **changes: Any
+) -> Iterator[Any]:
+    """A trainer of a copy of the model that `start`s, on these problems. Its folder is temporary."""
+    model, *rows = start
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = {"out": folder, "progress": False, "device": "cpu", "eval_prompts": len(rows[1]), "checkpoint_steps": 0}
+        own = {"model": copy.deepcopy(model), "tokenizer": tok, "rows": tuple(rows), "teacher": copy.deepcopy(teacher)}
+        yield kind(TrainConfig(**(fixed | changes)), rewards=[exact], **own)
 
 
 def moments(vectors: torch.Tensor) -> tuple[float, float]:

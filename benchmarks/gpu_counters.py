@@ -59,60 +59,37 @@ def loaded_kernels() -> list[dict]:
 
 
 def batch_of(
-    lengths: tuple[int, int], vocab: int, device: str, masked: bool = True, kept: int = 0, reference: bool = True
+    shape: tuple[int, int], vocab: int, device: str, masked: bool = True, kept: int = 0, reference: bool = True
 ) -> TokenBatch:
     """A batch of [B, T] random tokens. Half of the sequences have advantage 0, and one token of each is masked. kept: how
     many ids the set of each token has; 0: no sets. reference: whether there are log-probs of a reference."""
-    targets = torch.randint(vocab, lengths, device=device)
-    mask = torch.ones(lengths, dtype=torch.bool, device=device)
+    targets, mask = torch.randint(vocab, shape, device=device), torch.ones(shape, dtype=torch.bool, device=device)
     mask[:, 0] = False
-    advantages = torch.randn(lengths[0], device=device)
+    advantages = torch.randn(shape[0], device=device)
     advantages[::2] = 0.0
-    old, ref = torch.randn(2, *lengths, device=device)
+    old, ref = torch.randn(2, *shape, device=device) - 8
     sets = None
     if kept:
         ids = (targets.view(-1, 1) + torch.arange(kept, device=device) * (vocab // kept)) % vocab
         sets = TokenSets(ids.view(-1), torch.arange(0, ids.numel() + 1, kept, device=device))
-    ref_logps = ref - 8 if reference else None
-    return TokenBatch(targets, advantages, mask=mask if masked else None, old_logps=old - 8, ref_logps=ref_logps, kept=sets)
+    given = {"mask": mask if masked else None, "ref_logps": ref if reference else None, "kept": sets}
+    return TokenBatch(targets, advantages, old_logps=old, **given)
 
 
 #: Ids of a wide set: more than rows that are padded to one width have.
 WIDE = 100
 
 
-class Given(NamedTuple):
+class Given:
     """What the calls take."""
 
-    logits: Tensor
-    hidden: Tensor
-    weight: Tensor
-    batch: TokenBatch
-    alone: TokenBatch  # without log-probs of a reference
-    kept: TokenBatch
-    wide: TokenBatch
-
-    @classmethod
-    def of(cls, device: str, shape: tuple[int, int], vocab: int, width: int, dtype: torch.dtype) -> Given:
-        logits, hidden = (torch.randn(*shape, size, device=device).to(dtype).requires_grad_() for size in (vocab, width))
-        weight = torch.randn(vocab, width, device=device).to(dtype).requires_grad_()
-        batch, alone = batch_of(shape, vocab, device), batch_of(shape, vocab, device, reference=False)
-        kept, wide = (batch_of(shape, vocab, device, kept=ids) for ids in (4, WIDE))
-        return cls(logits, hidden, weight, batch, alone, kept, wide)
-
-    @property
-    def head(self) -> tuple[Tensor, Tensor]:
-        return self.hidden, self.weight
-
-    @property
-    def second(self) -> tuple[Tensor, Tensor]:
-        """A reference with the same head."""
-        return self.hidden.detach().roll(1, 0), self.weight
-
-    @property
-    def ids(self) -> TokenSets:
-        assert self.kept.kept is not None
-        return self.kept.kept
+    def __init__(self, device: str, shape: tuple[int, int], vocab: int, width: int, dtype: torch.dtype) -> None:
+        leaves = ((*shape, vocab), (*shape, width), (vocab, width))
+        self.logits, self.hidden, self.weight = (torch.randn(x, device=device).to(dtype).requires_grad_() for x in leaves)
+        self.batch, self.alone = (batch_of(shape, vocab, device, reference=reference) for reference in (True, False))
+        self.kept, self.wide = (batch_of(shape, vocab, device, kept=ids) for ids in (4, WIDE))
+        self.head = self.hidden, self.weight
+        self.second = self.hidden.detach().roll(1, 0), self.weight  # a reference with the same head
 
 
 DAPO = Objective.preset("dapo", beta=0.04)
@@ -123,7 +100,7 @@ Step = Callable[[], tuple[Tensor, ...]]
 
 def losses(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Step]:
     """The calls; each has been made once."""
-    found = calls(Given.of(device, (4, max(2, rows // 4)), vocab, width, dtype))
+    found = calls(Given(device, (4, max(2, rows // 4)), vocab, width, dtype))
     for call in found.values():
         call()
     return found
@@ -147,7 +124,7 @@ def calls(on: Given) -> dict[str, Step]:
         return pulled(found.logps, logits, beside=(found.entropy, *found.also.values()))  # type: ignore[arg-type]
 
     def several() -> tuple[Tensor, ...]:
-        found = linear_logprobs(*head, batch.targets, at=on.ids)
+        found = linear_logprobs(*head, batch.targets, at=on.kept.kept)
         return pulled(found.logps, *head, beside=(found.also["at"],))
 
     shape, vocab = (batch.targets.shape[0], batch.targets.shape[1]), logits.shape[-1]
@@ -166,7 +143,7 @@ def calls(on: Given) -> dict[str, Step]:
         "linear_grpo_loss, several teachers": lambda: loss(on.alone, EXACT, reference=teachers),
         "token_logprobs": of_logits,
         "token_logprobs, masked": lambda: of_logits(mask=batch.mask),
-        "token_logprobs, masked, several ids": lambda: of_logits(mask=batch.mask, at=on.ids),
+        "token_logprobs, masked, several ids": lambda: of_logits(mask=batch.mask, at=on.kept.kept),
         "linear_logprobs, no gradient": lambda: (linear_logprobs(*frozen, batch.targets)[0],),
         "linear_logprobs, masked": lambda: (linear_logprobs(*frozen, batch.targets, mask=batch.mask)[0],),
         "linear_logprobs, several ids": several,
@@ -184,7 +161,7 @@ def recompilations(device: str, vocab: int, width: int, lengths: int = 30, sched
     def step(length: int, low: float, high: float, beta: float, temperature: float) -> None:
         objective = Objective.preset("dapo", surrogate=Clip(low, high), beta=beta)
         how: dict[str, Any] = {"transform": LogitTransform(temperature=temperature)}
-        on = Given.of(device, (2, length), vocab, width, torch.bfloat16)
+        on = Given(device, (2, length), vocab, width, torch.bfloat16)
         torch.autograd.grad(grpo_loss(on.logits, on.batch, objective, **how).loss * 2.0, on.logits)
         for batch in (on.batch, on.kept):
             torch.autograd.grad(linear_grpo_loss(*on.head, batch, objective, **how).loss * 2.0, on.head)
@@ -267,7 +244,7 @@ class Captured(NamedTuple):
 
 
 def graphed(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Captured]:
-    on = Given.of(device, (4, rows // 4), vocab, width, dtype)
+    on = Given(device, (4, rows // 4), vocab, width, dtype)
     steps = calls(on)
     return {
         name: Captured(on.hidden if name.startswith("linear") else on.logits, steps[name], exact)

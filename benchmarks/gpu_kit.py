@@ -1,16 +1,15 @@
 """Checks, tunes and measures everything on a GPU, in calls of ten minutes, the most important stages first:
 
-    python3 -m benchmarks.gpu_kit --out DIR [--call 1] [--wheels DIR] [--resume results.tar.gz] [--work DIR] [--minutes 10]
-                                 [--stages NAME ...] [--rehearse]
+    python3 -m benchmarks.gpu_kit --out DIR [--call 1] [--wheels DIR] [--resume results.tar.gz] [--minutes 10]
+                                 [--stages NAME ...] [--suites NAME ...] [--rehearse]
 
 docs/gpu.md says what to run and which results each call gives. The script runs from the source tree, on a machine with torch
 and Triton, without network. The wheels of other projects come in a folder and are installed into a temporary one. gpu_plan.py
 lists the stages of each call. Each stage is a process with a time limit, a log and a JSON file, so that a crash or a hang does
 not affect the others. Most of the time that later stages need is reserved for them. After each stage, and every 20 seconds, DIR
 is updated with all results so far: summary.md, results.tar.gz (the JSON files and pictures), logs.tar.gz and a few of the
-pictures. `--resume` starts from the results of an earlier call, `--work` from those in that folder: stages that ended well are
-not run again unless --stages names them, and measured cells are not measured again. `--rehearse` runs the same script with
-small sizes on a CPU.
+pictures. `--resume` starts from the results of an earlier call: stages that ended well are not run again unless --stages names
+them, and measured cells are not measured again. `--rehearse` runs the same script with small sizes on a CPU.
 
 Copy the results into the repository, for the tables and the pictures of the documentation, by:
 
@@ -176,69 +175,58 @@ def archive(path: Path, folder: Path, names: Sequence[str]) -> None:
 
 class Target(NamedTuple):
     what: str
-    wanted: str
-    measured: str
-    met: bool | None  # None: not measured
+    sign: str
+    limit: float
+    measured: float | None
+
+    @property
+    def met(self) -> bool | None:  # None: not measured
+        if self.measured is None:
+            return None
+        return self.measured <= self.limit if self.sign == "<=" else self.measured >= self.limit
 
 
 def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[Target]:
     """The project's targets on a GPU, and what this call measured."""
-    logits, hidden = rows(suites, "logits", dtype="bfloat16"), rows(suites, "hidden", dtype="bfloat16", hidden=4096)
-    half, dense = (rows(suites, "active", hidden=4096, active=a) for a in (0.5, 1.0))
-    inplace, layer2 = "grpo_kernels, in place", "grpo_kernels"
-    waits, documented = counters.get("waits"), counters.get("documented", {})
+    logits, hidden = row_of(suites, "logits"), row_of(suites, "hidden", hidden=4096)
+    half, dense = (row_of(suites, "active", hidden=4096, active=a) for a in (0.5, 1.0))
+    ours, inplace = hidden("grpo_kernels"), logits("grpo_kernels, in place")
+    waits, documented = counters.get("waits"), counters.get("documented", {}).keys()
     waiting = None if waits is None else {name for name, wait in waits.items() if wait}
-    graphs, groups = counters.get("graphs"), correctness.get("groups", {})
-    errors = [value for group in groups.values() for what, value in group["largest"].items() if "logps" in what]
-    memory = hidden.get(layer2, {}).get("extra_mb")
-    wanted: list[tuple[str, str, float, float | None]] = [
-        ("logits 8192 x 151936 bf16, in place / copy", "<=", 1.15, ratio(logits, inplace, "copy")),
-        ("same, Liger GRPO loss / ours", ">=", 1.4, ratio(logits, "Liger GRPO loss", inplace)),
-        ("same, TRL kernel + loss / ours", ">=", 1.4, ratio(logits, "TRL kernel + loss", inplace)),
-        ("hidden 8192 x 4096 x 151936 bf16 / three products", "<=", 1.12, ratio(hidden, layer2, "limit")),
-        ("same, extra memory in GiB", "<=", 3.6, None if memory is None else memory * 1e6 / 2**30),
-        ("same, TRL fused head + loss / ours", ">=", 1.5, ratio(hidden, "TRL fused head + loss", layer2)),
-        ("same, Liger fused linear GRPO / ours", ">=", 5, ratio(hidden, "Liger fused linear GRPO", layer2)),
+    groups = correctness.get("groups", {}).values()
+    errors = [value for group in groups for what, value in group["largest"].items() if "logps" in what]
+    refused = None if "graphs" not in counters else sum(bool(reason) for reason in counters["graphs"].values())
+    return [
+        Target("logits 8192 x 151936 bf16, in place / copy", "<=", 1.15, ratio(inplace, logits("copy"))),
+        Target("same, Liger GRPO loss / ours", ">=", 1.4, ratio(logits("Liger GRPO loss"), inplace)),
+        Target("same, TRL kernel + loss / ours", ">=", 1.4, ratio(logits("TRL kernel + loss"), inplace)),
+        Target("hidden 8192 x 4096 x 151936 bf16 / three products", "<=", 1.12, ratio(ours, hidden("limit"))),
+        Target("same, extra memory in GiB", "<=", 3.6, ours["extra_mb"] * 1e6 / 2**30 if "extra_mb" in ours else None),
+        Target("same, TRL fused head + loss / ours", ">=", 1.5, ratio(hidden("TRL fused head + loss"), ours)),
+        Target("same, Liger fused linear GRPO / ours", ">=", 5, ratio(hidden("Liger fused linear GRPO"), ours)),
         # The limit of a cell counts its active rows only; this target is relative to all rows.
-        (
-            "same with half of the rows at zero advantage / three dense products",
-            "<=",
-            0.75,
-            ratio(half, layer2, "limit", dense),
-        ),
-        ("recompilations, 30 lengths x 10 schedules", "<=", 0, counters.get("recompilations")),
-        ("calls that make the host wait", "<=", 0, None if waiting is None else len(waiting - documented.keys())),
-        ("same, of those documented to", "<=", len(documented), None if waiting is None else len(waiting & documented.keys())),
-        (
-            "losses that a CUDA graph does not replay",
-            "<=",
-            0,
-            None if graphs is None else len([x for x in graphs.values() if x]),
-        ),
-        ("log-probs from hidden states, error", "<=", 1e-5, max(errors, default=None)),
-    ]
-    found = []
-    for what, sign, limit, value in wanted:
-        met = None if value is None else value <= limit if sign == "<=" else value >= limit
-        found.append(Target(what, f"{sign} {limit:g}", "not measured" if value is None else f"{value:.3g}", met))
-    return found
+        Target("same with half of the rows at zero advantage / three dense products", "<=", 0.75, ratio(half("grpo_kernels"), dense("limit"))),
+        Target("recompilations, 30 lengths x 10 schedules", "<=", 0, counters.get("recompilations")),
+        Target("calls that make the host wait", "<=", 0, None if waiting is None else len(waiting - documented)),
+        Target("same, of those documented to", "<=", len(documented), None if waiting is None else len(waiting & documented)),
+        Target("losses that a CUDA graph does not replay", "<=", 0, refused),
+        Target("log-probs from hidden states, error", "<=", 1e-5, max(errors, default=None)),
+    ]  # fmt: skip
 
 
-def rows(suites: dict[str, dict], suite: str, **shape: Any) -> dict[str, dict]:
-    """{provider: its row} of the cell of this shape, with 8192 rows of Qwen's vocabulary; "limit" is the fastest of the
-    limits."""
-    wanted = {"rows": 8192, "vocab": 151936, **shape}
+def row_of(suites: dict[str, dict], suite: str, **shape: Any) -> Callable[[str], dict]:
+    """A function of a provider's name: its row in the cell of this shape, with 8192 rows of Qwen's vocabulary in bf16. "limit"
+    is the fastest of the limits; {} is what was not measured."""
+    wanted = {"rows": 8192, "vocab": 151936, "dtype": "bfloat16", **shape}
     cells = (x for x in suites.get(suite, {}).get("cells", []) if all(x[key] == value for key, value in wanted.items()))
     cell = next(cells, {})
-    return {row["name"]: row for row in cell.get("providers", []) if row["status"] == "ok"} | (
-        {"limit": cell["limit"]} if cell.get("limit") else {}
-    )
+    rows = {row["name"]: row for row in cell.get("providers", []) if row["status"] == "ok"}
+    return lambda name: (cell.get("limit") if name == "limit" else rows.get(name)) or {}
 
 
-def ratio(found: dict[str, dict], above: str, below: str, other: dict[str, dict] | None = None) -> float | None:
-    """Of two times, the second of another cell."""
-    other = found if other is None else other
-    return found[above]["ms"] / other[below]["ms"] if above in found and below in other else None
+def ratio(above: dict, below: dict) -> float | None:
+    """Of two times."""
+    return above["ms"] / below["ms"] if above and below else None
 
 
 def summary(kit: Kit) -> str:
@@ -248,8 +236,9 @@ def summary(kit: Kit) -> str:
     lines += [f"| {name} | {stage['status']} | {stage['seconds']:.0f} |" for name, stage in kit.stages.items()]
     lines += ["", "| target | wanted | measured | met |", "|---|---|---|---|"]
     for target in targets(kit.suites(), kit.found("counters"), kit.found("correctness")):
+        measured = "not measured" if target.measured is None else f"{target.measured:.3g}"
         met = {None: "", True: "yes", False: "**no**"}[target.met]
-        lines.append(f"| {target.what} | {target.wanted} | {target.measured} | {met} |")
+        lines.append(f"| {target.what} | {target.sign} {target.limit:g} | {measured} | {met} |")
     for name in kit.stages:
         said = kit.found(name).get("lines", [])
         lines += ["", f"## {name}", "", "```", *said, "```"] if said else []
@@ -273,6 +262,18 @@ def chosen(kit: Kit, call: int, names: Sequence[str] | None) -> list[Stage]:
     return [stage for name, stage in every.items() if name in names]
 
 
+def existing(kind: str) -> Callable[[str], Path]:
+    """A parser's type: the path of a file or folder that there is."""
+
+    def parsed(text: str) -> Path:
+        path = Path(text).resolve()
+        if not getattr(path, f"is_{kind}")():
+            raise argparse.ArgumentTypeError(f"{text} is no {kind}: name one that there is, or leave it out")
+        return path
+
+    return parsed
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if all stages ended well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -280,33 +281,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     brings = "; ".join(f"{call}: {text}" for call, text in BRINGS.items())
     parser.add_argument("--out", type=Path, required=True, help="folder for what comes back: at most 8 files")
     parser.add_argument("--call", type=int, choices=CALLS, default=1, help=f"what is run (default 1). {brings}")
-    parser.add_argument("--wheels", type=Path, help="folder with the peers' wheels")
-    parser.add_argument("--resume", type=Path, metavar="ARCHIVE", help="results.tar.gz of an earlier call")
-    parser.add_argument("--work", type=Path, help="folder to work in, and to go on from (default: a temporary one)")
+    parser.add_argument("--wheels", type=existing("dir"), help="folder with the peers' wheels")
+    parser.add_argument("--resume", type=existing("file"), metavar="ARCHIVE", help="results.tar.gz of an earlier call")
     parser.add_argument("--minutes", type=float, default=10.0, help="for everything")
-    parser.add_argument(
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument(
         "--stages", nargs="+", choices=names, metavar="STAGE", help=f"these in place of a call's: {', '.join(names)}"
     )
     suites = (*COMPARED, *FURTHER)
-    parser.add_argument(
-        "--suites", nargs="+", choices=suites, default=(), metavar="SUITE",
-        help=f"these suites of the benchmarks in place of a call's stages: {', '.join(suites)}",
-    )  # fmt: skip
+    text = f"these suites of the benchmarks in place of a call's stages: {', '.join(suites)}"
+    only.add_argument("--suites", nargs="+", choices=suites, default=(), metavar="SUITE", help=text)
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, small, with Triton's interpreter")
     args = parser.parse_args(argv)
-    if args.suites and args.stages:
-        parser.error("--suites beside --stages: leave one of them out; suites are a stage of their own.")
-    if args.wheels is not None and not args.wheels.is_dir():
-        parser.error(f"--wheels {args.wheels} is no folder: pass the one that holds the .whl files, or leave it out.")
-    if args.resume is not None and not args.resume.is_file():
-        parser.error(f"--resume {args.resume} is no file: pass the results.tar.gz of an earlier call, or leave it out.")
-    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as temporary:
-        work = Path(temporary) if args.work is None else args.work.resolve()
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as work:
         if args.resume is not None:
             with tarfile.open(args.resume) as tar:
                 tar.extractall(work, filter="data")
-        wheels = None if args.wheels is None else args.wheels.resolve()
-        kit = Kit(args.out.resolve(), work, wheels, args.rehearse, args.suites)
+        kit = Kit(args.out.resolve(), Path(work), args.wheels, args.rehearse, args.suites)
         stages = chosen(kit, args.call, args.stages)
         run(kit, stages, args.minutes)
         print("\n" + summary(kit))  # last: a caller may see the end of the output only

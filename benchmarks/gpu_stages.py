@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import importlib.util
 import json
-import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import tune as tuning
-from benchmarks.cases import Cell, make_case
 from benchmarks.gpu_counters import (
     WAITS,
     batch_of,
@@ -41,11 +39,9 @@ from benchmarks.gpu_counters import (
 from benchmarks.gpu_plan import CASES, COMPARED, FURTHER, HEADLINE, REHEARSED, REHEARSED_SUITES
 from benchmarks.harness import interleaved
 from benchmarks.machine import gpu_state, machine
-from benchmarks.providers import Unavailable, providers
 from benchmarks.results import ROOT, load, save
 from benchmarks.suites import LOST_DEVICE
 from benchmarks.tables import details
-from grpo_kernels import Objective, TokenBatch, grpo_loss
 
 
 class Kit:
@@ -58,9 +54,9 @@ class Kit:
         seconds: float,
         wheels: Path | None = None,
         rehearse: bool = False,
-        asked: tuple[str, ...] = (),
+        suites: Sequence[str] = (),
     ) -> None:
-        self.stage, self.work, self.wheels, self.rehearse, self.asked = stage, work, wheels, rehearse, asked
+        self.stage, self.work, self.wheels, self.rehearse, self.asked = stage, work, wheels, rehearse, suites
         self.device = "cpu" if rehearse else "cuda"
         self.deadline = time.monotonic() + seconds
         self.found: dict[str, Any] = {"lines": []}
@@ -100,6 +96,15 @@ class Kit:
     def python(self, *command: str, seconds: float | None = None, **environment: str) -> int | None:
         return self.child(sys.executable, *command, seconds=seconds, **environment)
 
+    def until_it_keeps_its_gpu(self, seconds: float, *command: str, **environment: str) -> int | None:
+        """The exit status of one that may lose its GPU to a provider, and then goes on without that one when it is run again."""
+        deadline, status = time.monotonic() + seconds, None
+        for _ in range(8):
+            status = self.python(*command, seconds=max(1.0, deadline - time.monotonic()), **environment)
+            if status != LOST_DEVICE:
+                break
+        return status
+
 
 def outcome(status: int | None) -> str:
     return "ok" if status == 0 else "took too long" if status is None else f"exit status {status}"
@@ -109,72 +114,36 @@ def outcome(status: int | None) -> str:
 
 
 def install(kit: Kit) -> None:
-    """Installs the peers' wheels into the folder of this call, all at once; if that fails, one by one."""
-    wheels = sorted(kit.wheels.glob("*.whl")) if kit.wheels else []
-    options = ("--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--quiet")
-    command = ("-m", "pip", "install", *options, "--target", str(kit.work / "site"))
-    if wheels and kit.python(*command, *map(str, wheels)) == 0:
-        outcomes = {wheel.name: "ok" for wheel in wheels}
-    else:
-        outcomes = {wheel.name: outcome(kit.python(*command, str(wheel))) for wheel in wheels}
-    kit.add(wheels=outcomes)
-    kit.say(f"{sum(how == 'ok' for how in outcomes.values())} of {len(wheels)} wheels are installed")
-    for name, how in outcomes.items():
-        if how != "ok":
-            kit.say(f"{name} is not installed: {how}", well=False)
+    """Unpacks the peers' wheels into the folder of this call."""
+    for wheel in sorted(kit.wheels.glob("*.whl")) if kit.wheels else ():
+        try:
+            zipfile.ZipFile(wheel).extractall(kit.work / "site")
+        except (zipfile.BadZipFile, OSError) as failure:
+            kit.say(f"{wheel.name} is not installed: {failure}", well=False)
+        else:
+            kit.say(f"{wheel.name} is installed")
 
 
 def env(kit: Kit) -> None:
-    """Describes the machine; measures its bandwidth and flop rate; finds which peers can be measured."""
+    """Describes the machine, and measures its bandwidth and its rate of products."""
     facts = machine(kit.device)
     kit.add(machine=facts)
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     kit.say(f"{facts['name']}, Python {facts['python']}, torch {facts['torch']}, {versions}")
     if shutil.which("nvidia-smi"):
-        kit.child("nvidia-smi")
         kit.child("nvidia-smi", "--query", "--display=CLOCK,POWER,TEMPERATURE,ECC,PERFORMANCE")
     size, n = (1 << 20, 256) if kit.rehearse else (4 << 30, 8192)
     source = torch.empty(size // 2, dtype=torch.bfloat16, device=kit.device).normal_()
     target = torch.empty_like(source).copy_(source)
     a, b = (torch.empty(n, n, dtype=torch.bfloat16, device=kit.device).normal_() for _ in range(2))
-    before = gpu_state(kit.device)
     times = interleaved({"copy": lambda: target.copy_(source), "product": lambda: a @ b}, kit.device, seconds=0.3, most=30)
     rates = {"copy_gbps": 2 * size / times["copy"]["ms"] / 1e6, "bf16_tflops": 2 * n**3 / times["product"]["ms"] / 1e9}
-    kit.add(rates=rates, times=times, state={"before": before, "after": gpu_state(kit.device)})
+    kit.add(rates=rates, times=times, state=gpu_state(kit.device))
     kit.say(
         f"copy {rates['copy_gbps']:.0f} GB/s (read + write); {n} x {n} x {n} bf16 product {rates['bf16_tflops']:.0f} TFLOP/s"
     )
-    rehearse = ("--rehearse",) if kit.rehearse else ()
-    status = kit.python("-m", "benchmarks.gpu_stages", "peers", "--work", str(kit.work), *rehearse, TRITON_INTERPRET="")
-    for line in load(kit.work / "json" / "peers.json").get("lines", []):
-        kit.say(line)
-    if status != 0:
-        kit.say(f"imports of the peers: {outcome(status)}", well=False)
     status = kit.python("-m", "grpo_kernels", "doctor", *(("--quick",) if kit.rehearse else ()))
     kit.say(f"doctor: {outcome(status)}")
-
-
-def peers(kit: Kit) -> None:
-    """The other projects that cannot be imported here, and why. It runs in a process of its own, because an import may
-    crash."""
-    reasons: dict[str, str | None] = {}
-    for contract in ("logits", "logits-forward", "hidden", "hidden-forward"):
-        cell = Cell(contract, 16, 512, torch.bfloat16, None if contract.startswith("logits") else 128)
-        case = make_case(cell, kit.device)
-        for one in providers(contract):
-            if one.limit or one.name in reasons:
-                continue
-            reasons[one.name] = one.reason_against(cell, kit.device, math.inf)
-            if reasons[one.name] is None:
-                try:
-                    one.make(case)
-                except Unavailable as missing:
-                    reasons[one.name] = str(missing)
-    kit.add(reasons=reasons)
-    for name, reason in reasons.items():
-        if reason is not None:
-            kit.say(f"not measured: {name}: {reason}")
-    kit.say(f"can be measured: {', '.join(name for name, reason in reasons.items() if reason is None)}")
 
 
 # ---- correctness
@@ -226,40 +195,23 @@ def tally(report: Path) -> dict:
     """What tests/support/on_device.py wrote: {"collected", "first", "ran", "passed", "failed", "skipped", "largest": {recorded
     property: its maximum}}."""
     lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
-    sizes = {what: sum(sum(line.get(what, {}).values()) for line in lines) for what in ("collected", "first")}
     tests = [line for line in lines if "test" in line]
+    sizes = {what: sum(sum(line.get(what, {}).values()) for line in lines) for what in ("collected", "first")}
     by = {how: [line for line in tests if line["outcome"] == how] for how in ("passed", "failed", "skipped")}
     largest: dict[str, float] = {}
     for line in tests:
         name = re.sub(r".*::|\[.*", "", line["test"])
         for what, value in line["properties"].items():
             largest[f"{name}, {what}"] = max(value, largest.get(f"{name}, {what}", 0.0))
-    skipped = sorted({f"{line['test']}: {line['message']}" for line in by["skipped"]})
-    counts = {"ran": len({line["test"] for line in tests}), "passed": len(by["passed"])}
-    return sizes | counts | {"failed": by["failed"], "skipped": skipped, "largest": largest}
+    return sizes | by | {"ran": len({line["test"] for line in tests}), "passed": len(by["passed"]), "largest": largest}
 
 
-# ---- resources, counters
-
-
-def resources(kit: Kit) -> None:
-    """The resources of the kernels that have just run, as the driver has loaded them. (The budgets of all other kernels are
-    checked without a GPU: `python -m benchmarks.resources`.)"""
-    with on_triton(kit.rehearse):
-        losses(kit.device, *((8, 272, 8, torch.float32) if kit.rehearse else (64, 151936, 64, torch.bfloat16)))
-    if kit.rehearse:
-        kit.leave_out("registers of the kernels as loaded")
-        return
-    kernels = loaded_kernels()
-    kit.add(loaded=kernels)
-    for k in kernels:
-        kit.say(
-            f"{k['kernel']}: {k['registers']} registers, {k['spills']} spilled, {k['shared']} bytes shared, {k['warps']} warps"
-        )
+# ---- counters
 
 
 def counters(kit: Kit) -> None:
-    """Counts compilations over lengths and schedules and waits of the host; times the host; captures CUDA graphs."""
+    """Counts compilations over lengths and schedules and waits of the host; times the host; captures CUDA graphs; and reads off
+    the kernels that have run by then. (The budgets of all others are checked without a GPU: `python -m benchmarks.resources`.)"""
     vocab, width = (272, 8) if kit.rehearse else (32768, 256)
     few = {"lengths": 2, "schedules": 2, "longest": 2} if kit.rehearse else {}
     with on_triton(kit.rehearse):
@@ -271,7 +223,7 @@ def counters(kit: Kit) -> None:
             kept = graphed(kit.device, 8, vocab, width, torch.float32)
             wrong = [name for name, one in kept.items() if not all(x.isfinite().all() for x in one.step())]
             kit.say(f"{len(kept)} steps to capture, run without a graph; not finite: {wrong or 'none'}", well=not wrong)
-            kit.leave_out("waits of the host", "host time of a call", "CUDA graphs")
+            kit.leave_out("waits of the host", "host time of a call", "CUDA graphs", "registers of the kernels as loaded")
             return
     calls |= {
         "TokenBatch, masked": lambda: batch_of((4, 64), vocab, kit.device),
@@ -290,6 +242,9 @@ def counters(kit: Kit) -> None:
         graphs[name] = replay_differs(one)
         kit.add(graphs=graphs)
         kit.say(f"CUDA graph, {name}: {graphs[name] or 'replayed as a plain call'}", well=graphs[name] is None)
+    kit.add(loaded=loaded_kernels())
+    for k in kit.found["loaded"]:
+        kit.say("{kernel}: {registers} registers, {spills} spilled, {shared} bytes shared, {warps} warps".format(**k))
 
 
 def on_triton(rehearse: bool) -> contextlib.AbstractContextManager[None]:
@@ -301,18 +256,14 @@ def on_triton(rehearse: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def tune(kit: Kit) -> None:
+    """Each kind of launches in a process of its own: a candidate may break CUDA."""
     outcomes: dict[str, dict] = {}
     to_do = sum(tuning.KINDS.values())
-    for kind, share in tuning.KINDS.items():  # each in a process of its own: a candidate may break CUDA
+    for kind, share in tuning.KINDS.items():
         path = kit.work / "json" / f"tune-{kind}.json"
         command = ("-m", "benchmarks.tune", "--kind", kind, "--json", str(path), *(("--small",) if kit.rehearse else ()))
-        deadline = time.monotonic() + kit.left * share / to_do
+        status = kit.until_it_keeps_its_gpu(kit.left * share / to_do, *command)
         to_do -= share
-        status: int | None = LOST_DEVICE
-        for _ in range(8):
-            status = kit.python(*command, seconds=max(1.0, deadline - time.monotonic()))
-            if status != LOST_DEVICE:
-                break
         outcomes |= load(path)
         if status != 0:
             kit.say(f"tuning of {kind}: {outcome(status)}", well=False)
@@ -326,49 +277,25 @@ def tune(kit: Kit) -> None:
 
 #: The settings that the tuner has found clearly faster, for later stages.
 CHOICES = "choices.json"
+#: The suites of a stage, and options: first cells alone, without the providers that compile for long.
+COMPARISONS = {"headline": (HEADLINE, "--first"), "comparison": (COMPARED,), "further": (FURTHER,)}
 
 
-def headline(kit: Kit) -> None:
-    """The first cell of the most important suites, without the providers that compile for long."""
-    compare(kit, HEADLINE, "--first")
-
-
-def comparison(kit: Kit) -> None:
-    """The suites of the targets with all providers."""
-    compare(kit, COMPARED)
-
-
-def further(kit: Kit) -> None:
-    """All other suites."""
-    compare(kit, FURTHER)
-
-
-def suites(kit: Kit) -> None:
-    """Those that the caller has asked for."""
-    compare(kit, kit.asked)
-
-
-def compare(kit: Kit, names: Sequence[str], *options: str) -> None:
+def compare(kit: Kit) -> None:
     """Runs suites of the benchmarks with the settings that the tuner has found, each suite in its own process. A provider that
     breaks CUDA ends its process; the next process continues without that provider."""
-    results = kit.work / "results"
+    results, (names, *options) = kit.work / "results", COMPARISONS.get(kit.stage, (kit.asked,))
     if kit.rehearse:
         kit.leave_out(*(f"suite {name}" for name in names if name not in REHEARSED_SUITES))
-        names = tuple(name for name in names if name in REHEARSED_SUITES)
-    quick = ("--quick", "--without-native") if kit.rehearse else ()
+        names, options = [name for name in names if name in REHEARSED_SUITES], [*options, "--quick", "--without-native"]
     for i, name in enumerate(names):
-        deadline = time.monotonic() + max(0.4, 1 / (len(names) - i)) * kit.left  # a suite may hang
-        status: int | None = LOST_DEVICE
-        for _ in range(8):
-            left = max(1.0, deadline - time.monotonic())
-            command = ("-m", "benchmarks", "--device", kit.device, "--out", str(results), *quick, *options, "--suite", name)
-            command += ("--choices", str(kit.work / "json" / CHOICES))
-            status = kit.python(*command, seconds=left, TRITON_INTERPRET="")
-            if status != LOST_DEVICE:
-                break
+        seconds = max(0.4, 1 / (len(names) - i)) * kit.left  # a suite may hang
+        status = kit.until_it_keeps_its_gpu(
+            seconds, "-m", "benchmarks", "--device", kit.device, "--out", str(results), *options, "--suite", name,
+            "--choices", str(kit.work / "json" / CHOICES), TRITON_INTERPRET="",
+        )  # fmt: skip
         name_the_command(results)
-        found = [load(path)["cells"] for path in results.glob(f"*/{name}.json")]
-        cells = [cell for cells in found for cell in cells]
+        cells = [cell for path in results.glob(f"*/{name}.json") for cell in load(path)["cells"]]
         took = f"{len(cells)} cells, {sum(cell.get('seconds', 0) for cell in cells):.0f} s"
         kit.say(f"{name}: {took}, {outcome(status)}", well=status == 0)
 
@@ -407,50 +334,6 @@ def small(kit: Kit) -> None:
     kit.say("small calls: done")
 
 
-#: What ncu counts.
-READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
-
-
-#: Rows of each dtype, several for each multiprocessor, and their length.
-ROWS, LONG = {torch.bfloat16: 1024, torch.float32: 1024}, 151936
-
-
-def traffic(kit: Kit) -> None:
-    """Bytes of device memory that the fused kernel reads and writes, counted by ncu where it is installed and may: whether rows
-    of fp32 are read twice."""
-    tool = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
-    if tool is None or kit.rehearse:
-        kit.leave_out("bytes of device memory, which ncu counts on a GPU")
-        return
-    path = kit.work / "json" / "traffic.csv"
-    status = kit.child(
-        tool, "--metrics", f"{READ},{WRITTEN}", "--kernel-name", "_fused_kernel", "--csv", "--page", "raw", "--print-units", "base",
-        "--log-file", str(path), sys.executable, "-m", "benchmarks.gpu_stages", "long_rows", "--work", str(kit.work),
-    )  # fmt: skip
-    counted = traffic_of(path.read_text()) if path.exists() else []
-    if status != 0 or len(counted) != len(ROWS):
-        kit.leave_out(f"bytes of device memory: ncu: {outcome(status)}, {len(counted)} of {len(ROWS)} kernels counted")
-        return
-    for (dtype, rows), (read, written) in zip(ROWS.items(), counted, strict=True):
-        size = rows * LONG * dtype.itemsize
-        kit.add(**{str(dtype): {"read": read, "written": written, "rows": size}})
-        kit.say(f"fused, {rows} rows of {LONG} {dtype}: {read / size:.2f} x of them read, {written / size:.2f} x written")
-
-
-def traffic_of(text: str) -> list[tuple[float, float]]:
-    """(bytes read, written) of each kernel in ncu's table, of whose lines the first behind the names has units."""
-    lines = [line for line in text.splitlines() if line.startswith('"')]
-    return [(float(row[READ]), float(row[WRITTEN])) for row in list(csv.DictReader(lines))[1:]]
-
-
-def long_rows(kit: Kit) -> None:
-    """The fused kernel once on long rows of each dtype, for ncu."""
-    for dtype, n in ROWS.items():
-        logits = torch.zeros(1, n, LONG, dtype=dtype, device=kit.device, requires_grad=True)
-        targets, ones = (torch.full((1, n), x, device=kit.device) for x in (7, 1.0))
-        grpo_loss(logits, TokenBatch(targets, ones), Objective())
-
-
 def plots(kit: Kit) -> None:
     """Tables and pictures from the result files."""
     results = kit.work / "results"
@@ -468,13 +351,9 @@ def plots(kit: Kit) -> None:
     (kit.work / "tables.md").write_text("\n\n".join(text) + "\n")
 
 
-STAGES = {
-    stage.__name__: stage
-    for stage in (
-        install, env, peers, correctness, counters, headline, tune, comparison, memcheck, small, resources, traffic, long_rows, further,
-        suites, plots,
-    )
-}  # fmt: skip
+STAGES: dict[str, Callable[[Kit], None]] = {
+    stage.__name__: stage for stage in (install, env, correctness, counters, tune, memcheck, small, plots)
+} | dict.fromkeys((*COMPARISONS, "suites"), compare)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -489,7 +368,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.rehearse and not torch.cuda.is_available():
         parser.error("torch finds no GPU: use --rehearse to try the script on a CPU.")
-    kit = Kit(args.stage, args.work, args.seconds, args.wheels, args.rehearse, tuple(args.suites))
+    kit = Kit(**vars(args))
     STAGES[args.stage](kit)
     return 0 if kit.well else 1
 

@@ -56,44 +56,43 @@ def measure(
     torch._dynamo.reset()  # otherwise torch.compile would generalise from the shapes that it has seen
     case = make_case(cell, device)
     expected = reference(case)
-    rows = {name: _row(p) for name, p in chosen.items()}
-    runs: dict[str, Run] = {}
-    early: dict[str, Row] = {}
+    rows, runs, early = {name: _row(p) for name, p in chosen.items()}, {}, {}
+
+    def timed(names: list[str], **how: Any) -> dict[str, Row]:
+        """One that fails is left out from then on."""
+
+        def attempt(name: str, run: Callable[[], float]) -> float | None:
+            try:
+                return _attempt(chosen[name], device, run)
+            except _Failed as failure:
+                rows[name] |= {"status": "failed", "reason": f"while it was timed, {failure}"}
+                del runs[name]
+                return None
+
+        calls = {name: runs[name].call for name in names}
+        return interleaved(calls, device, lambda name: _restore(runs[name]), attempt=attempt, **how)
+
     for name, provider in sorted(chosen.items(), key=lambda x: x[1].late):  # providers that compile for long come last
         rows[name] |= _checked(provider, case, device, expected, memory, known.get(name), runs)
-        if save is not None:
-            early[name] = _early(provider, rows[name], runs, device)
-            some = [rows[x] | early[x] for x in rows if x in early]
+        if save is not None:  # times of a few runs, in case the cell is not finished
+            few = timed([name], seconds=0.1, least=3, most=5).get(name) if name in runs else None
+            early[name] = few and {key: few[key] for key in ("ms", "p20", "p80", "runs")} | {"x_limit": None}
+            some = [rows[x] | (early[x] or {}) for x in rows if x in early]
             save(describe(cell) | {"limit": None, "providers": some, "unfinished": True})
     del expected
     _free(device)
-    failures: dict[str, str] = {}
-
-    def attempt(name: str, run: Callable[[], float]) -> float | None:
-        try:
-            return _attempt(chosen[name], device, run)
-        except _Failed as failure:
-            failures[name] = f"while it was timed, {failure}"
-            return None
-
     retries = _alloc_retries(device)
-    calls = {name: run.call for name, run in runs.items()}
-    times = interleaved(
-        calls, device, lambda name: _restore(runs[name]), attempt=attempt, seconds=seconds, least=least, most=most
-    )
+    times = timed([*runs], seconds=seconds, least=least, most=most)
     state = {"gpu": gpu_state(device), "alloc_retries": _alloc_retries(device) - retries} if device == "cuda" else {}
-    found = with_sum_of_parts([*rows.values()], times, failures)
-    limits = [
-        {"name": row["name"], "ms": times[row["name"]]["ms"]} for row in found if row.get("limit") and row["name"] in times
-    ]
-    limit = min(limits, key=lambda x: x["ms"], default=None)
+    found = with_sum_of_parts([*rows.values()], times)
     for row in found:
-        if row["name"] in failures:
-            row |= {"status": "failed", "reason": failures[row["name"]]}
-        elif row["status"] == "ok":
+        if row["status"] == "ok":
             row |= times[row["name"]] | derived(cell, times[row["name"]]["ms"])
-            row["x_limit"] = row["ms"] / limit["ms"] if limit else None
-            row |= {"x_copy": row["ms"] / times["copy"]["ms"]} if "copy" in times else {}
+    limits = [{"name": row["name"], "ms": row["ms"]} for row in found if row.get("limit") and "ms" in row]
+    limit = min(limits, key=lambda x: x["ms"], default=None)
+    for row in (row for row in found if "ms" in row):
+        row["x_limit"] = row["ms"] / limit["ms"] if limit else None
+        row |= {"x_copy": row["ms"] / times["copy"]["ms"]} if "copy" in times else {}
     reached = {} if case.entropy is None else {"entropy_reached": round(case.entropy, 3)}
     whole = {"limit": limit, "providers": found, "seconds": round(time.perf_counter() - begin, 1)}
     return describe(cell) | reached | whole | state
@@ -135,22 +134,7 @@ def _checked(
     return row | {"status": "ok"}
 
 
-def _early(provider: Provider, row: Row, runs: dict[str, Run], device: str) -> Row:
-    """Times of a few runs of one provider, in case the cell is not finished. One that fails is left out from then on."""
-    if row["status"] != "ok":
-        return {}
-    name, run = provider.name, runs[provider.name]
-    how = {"seconds": 0.1, "least": 3, "most": 5}
-    try:
-        few = _attempt(provider, device, lambda: interleaved({name: run.call}, device, lambda _: _restore(run), **how))[name]
-        return {key: few[key] for key in ("ms", "p20", "p80", "runs")} | {"x_limit": None}
-    except _Failed as failure:
-        del runs[name]
-        row |= {"status": "failed", "reason": f"while it was timed, {failure}"}
-        return {}
-
-
-def with_sum_of_parts(rows: list[Row], times: dict[str, Row], failures: dict[str, str]) -> list[Row]:
+def with_sum_of_parts(rows: list[Row], times: dict[str, Row]) -> list[Row]:
     """The rows, with one row for each limit that has parts: the sum of the fastest way to compute each part. The row's "ways"
     are the milliseconds of all ways, or the reasons why they have none; "of" names the fastest. Its times are added to
     `times`."""
@@ -158,7 +142,7 @@ def with_sum_of_parts(rows: list[Row], times: dict[str, Row], failures: dict[str
     if not ways:
         return rows
     others = [row for row in rows if row["name"] not in ways]
-    shown = {x: times[x]["ms"] if x in times else row.get("reason", failures.get(x)) for x, row in ways.items()}
+    shown = {name: times[name]["ms"] if name in times else row["reason"] for name, row in ways.items()}
     whole: Row = {"name": "products", "limit": True, "ways": shown, "status": "ok"}
     parts: dict[str, list[str]] = {}
     for name, row in ways.items():
@@ -166,8 +150,8 @@ def with_sum_of_parts(rows: list[Row], times: dict[str, Row], failures: dict[str
     if not all(parts.values()):
         return [*others, whole | {"status": "failed", "reason": "one of the products was made in no way"}]
     fastest = [min(names, key=lambda name: times[name]["ms"]) for names in parts.values()]
-    sums = {key: sum(times[name][key] for name in fastest) for key in ("ms", "p20", "p80")}
-    times["products"] = sums | {"runs": min(times[name]["runs"] for name in fastest)}
+    times["products"] = {key: sum(times[name][key] for name in fastest) for key in ("ms", "p20", "p80")}
+    times["products"]["runs"] = min(times[name]["runs"] for name in fastest)
     return [*others, whole | {"of": fastest}]
 
 

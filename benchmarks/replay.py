@@ -9,20 +9,16 @@ ratio should be 1. --write: benchmarks/results/replay.json, and in docs the tabl
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from benchmarks import experiments
-from benchmarks.experiments import Experiment, curve, last, mean, problems, short
+from benchmarks.experiments import Experiment, curve, last, mean, short
 from benchmarks.results import ROOT
 from benchmarks.tables import Record, Table
 from examples import arithmetic
-from grpo_kernels.training.output import read_metrics
-from grpo_kernels.training.rewards import exact
+from grpo_kernels.training.report import read_metrics
 from grpo_kernels.training.trainer import Trainer
 
 SEEDS = (0, 1, 2)
@@ -47,20 +43,10 @@ FIELDS = {
 SPAN = 10
 
 
-def warmed_up(seed: int, tok: Any, steps: int = experiments.WARM_UP) -> tuple[Any, list[Any], list[Any]]:
-    """(model after the supervised warm-up of the example, training problems, problems to evaluate on)"""
-    torch.manual_seed(seed)
-    model = arithmetic.policy(experiments.WIDTH_OF_MODEL, experiments.LAYERS)
-    training, held_out = problems(seed)
-    arithmetic.warm_up(model, tok, training, seed, steps, progress=False)
-    return model, training, held_out
-
-
-def run(model: Any, tok: Any, rows: tuple[list[Any], list[Any]], seed: int, **changes: Any) -> Record:
+def run(start: tuple[Any, list[Any], list[Any]], tok: Any, seed: int, **changes: Any) -> Record:
     """The record of one run: the fields with a number for each step, and greedy accuracy before and after."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {**SETTINGS, "eval_steps": SETTINGS["steps"], "seed": seed, **changes}
-        trainer = experiments.trainer(Trainer, model, tok, rows, exact, folder, **settings)
+    settings = {**SETTINGS, "eval_steps": SETTINGS["steps"], "seed": seed, **changes}
+    with experiments.trainer(start, tok, **settings) as trainer:
         outside = watched(trainer)
         assert trainer.train()
         lines = read_metrics(trainer.folder.metrics)
@@ -89,13 +75,13 @@ def watched(trainer: Trainer) -> list[float]:
     return shares
 
 
-def measure(seeds: tuple[int, ...] = SEEDS, warm_up: int = experiments.WARM_UP, **changes: Any) -> Record:
+def measure(seeds: tuple[int, ...] = SEEDS, **changes: Any) -> Record:
     tok, records = arithmetic.tokenizer(), []
     for seed in seeds:
-        model, *rows = warmed_up(seed, tok, warm_up)
+        start = experiments.warmed_up(seed, tok)
         for arm, options in ARMS.items():
             began = time.perf_counter()
-            records.append({"arm": arm, "seed": seed} | run(model, tok, (rows[0], rows[1]), seed, **options, **changes))
+            records.append({"arm": arm, "seed": seed} | run(start, tok, seed, **options, **changes))
             print(f"seed {seed}, {arm}: {time.perf_counter() - began:.0f} s", flush=True)
     return {"settings": SETTINGS, "runs": records}
 

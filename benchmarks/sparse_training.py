@@ -1,13 +1,12 @@
 """The effect of sparse gradients of the head on a training run.
 
-    python -m benchmarks.sparse_training [--seeds 0 1 ...] [--parts noise ...] [--write]
+    python -m benchmarks.sparse_training [--seeds 0 1 ...] [--write]
 
 Experiments on the problems of examples/arithmetic.py over a vocabulary of thousands of ids with many spellings of each
 character, in three parts. noise: the noise from drawing columns compared with that of the batch, at fixed policies. trainer and
 trl: runs of the reference trainer and of TRL's GRPOTrainer with the dense gradient and with three steps of the grid. Each
-result is saved in runs/sparse_training as soon as it is known, so that an interrupted command can be run again, and several
-commands may share the seeds. --write: writes the results so far to benchmarks/results/sparse_training.json, and from it the
-tables and the picture of docs/sparse_training.md."""
+result is saved as soon as it is known, so that an interrupted command can be run again. --write: writes the results to
+benchmarks/results/sparse_training.json, and from it the tables and the picture of docs/sparse_training.md."""
 
 from __future__ import annotations
 
@@ -19,7 +18,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else TRL calls home
@@ -27,7 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else TRL calls home
 import torch
 
 from benchmarks import experiments
-from benchmarks.experiments import WARM_UP, Runs, Task, by, curve, last, mean, problems, still, with_spread
+from benchmarks.experiments import WARM_UP, Experiment, Still, Task, batch_seed, by, curve, last, mean, with_spread
 from benchmarks.results import ROOT
 from benchmarks.tables import Record, Table
 from examples import arithmetic
@@ -88,7 +86,7 @@ class Teacher:
         return {"input_ids": ids}
 
 
-def policy(width: int = experiments.WIDTH_OF_MODEL, layers: int = experiments.LAYERS) -> Any:
+def policy(width: int, layers: int) -> Any:
     """The example's policy with these ids and an untied head."""
     transformers = require("transformers")
     config = arithmetic.policy(width, layers).config.to_dict() | {"vocab_size": VOCABULARY, "tie_word_embeddings": False}
@@ -96,33 +94,14 @@ def policy(width: int = experiments.WIDTH_OF_MODEL, layers: int = experiments.LA
 
 
 @functools.cache
-def warmed_up(
-    seed: int, spellings: int, folder: Path | None = ROOT / "runs" / "sparse_training"
-) -> tuple[Any, list[Any], list[Any]]:
-    """The model after supervised steps on the teacher's answers, training problems, held-out problems. A folder keeps the
-    model."""
-    training, held_out = problems(seed)
-    torch.manual_seed(seed)
-    model = policy()
-    kept = None if folder is None else folder / f"warm-up-{seed}-{spellings}-{WARM_UP}.pt"
-    if kept is not None and kept.exists():
-        model.load_state_dict(torch.load(kept))
-        return model, training, held_out
-    arithmetic.warm_up(model, Teacher(spellings, seed), training, seed, WARM_UP, progress=False)
-    if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), kept)
-    return model, training, held_out
+def warmed_up(seed: int, spellings: int) -> tuple[Any, list[Any], list[Any]]:
+    """The model after supervised steps on the teacher's answers, training problems, held-out problems."""
+    return experiments.warmed_up(seed, Teacher(spellings, seed), policy)
 
 
-def trainer(make: Any, seed: int, spellings: int, folder: str, **changes: Any) -> Any:
-    """make: of experiments.py."""
-    model, *rows = warmed_up(seed, spellings)
+def trainer(seed: int, spellings: int, kind: Any = Trainer, **changes: Any) -> Any:
     settings = {"eval_steps": 0, "seed": seed, **SETTINGS, **changes}
-    return make(model, tokenizer(), (rows[0], rows[1]), exact, folder, **settings)
-
-
-of_reference = functools.partial(experiments.trainer, Trainer)
+    return experiments.trainer(warmed_up(seed, spellings), tokenizer(), kind, **settings)
 
 
 # ---- noise at fixed policies
@@ -131,8 +110,7 @@ of_reference = functools.partial(experiments.trainer, Trainer)
 def noise(seed: int, spellings: int, stops: tuple[int, ...] = STOPS, batches: int = BATCHES) -> list[Record]:
     """The noise that drawing adds to that of a batch, at policies along a run."""
     measurements = []
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
-        run, fixed = trainer(of_reference, seed, spellings, folder), trainer(still, seed, spellings, other)
+    with trainer(seed, spellings) as run, trainer(seed, spellings, Still) as fixed:
         for stop in stops:
             while run.step < stop:
                 run.train_step()
@@ -152,8 +130,7 @@ def spread(still: Any, batches: int) -> Record:
     for number in range(batches):
         still.step = number  # the columns' seed depends on it
         prompts = prompts_of_step(still.train_rows, number, config.prompts_per_step, config.seed)
-        generator = torch.Generator().manual_seed(1_000_003 * (config.seed + 1) - number - 1)
-        completions = still.rollouts.sample(prompts, config.group_size, generator)
+        completions = still.rollouts.sample(prompts, config.group_size, batch_seed(config.seed, number))
         scores = still.rollouts.score(prompts, completions, config.group_size)
         advantages = still.advantages(prompts, completions, scores)
         statistics = statistics or rows(still.model, completions)
@@ -162,15 +139,20 @@ def spread(still: Any, batches: int) -> Record:
             still.update(completions, advantages if term == "policy" else torch.zeros_like(advantages))
             of.append(still.gradient)
     sizes = {name: p.numel() for name, p in still.model.named_parameters()}
+    found = {key: torch.stack(of) for key, of in gradients.items()}
+    return statistics | {term: noise_shares(found[term, 0.0], [found[term, step] for step in STEPS], sizes) for term in terms}
+
+
+def noise_shares(dense: torch.Tensor, sparse: list[torch.Tensor], sizes: dict[str, int]) -> dict[str, list[float]]:
+    """{group: the noise of each of `sparse` by that of the batch} from gradients [batches, parameters], dense and drawn for the
+    same batches. sizes: of the parameters, in order."""
+    groups: dict[str, list[float]] = {}
     owner = [next(group for group, begin in GROUPS.items() if name.startswith(begin)) for name in sizes]
-    for term in terms:
-        dense = torch.stack(gradients[term, 0.0])
-        squares = [(torch.stack(gradients[term, step]) - dense).square().mean(0) for step in STEPS]
-        parts = [x.split([*sizes.values()]) for x in (dense.var(0), *squares)]
-        for group in GROUPS:
-            variance, *apart = (float(sum(x.sum() for x, of in zip(part, owner, strict=True) if of == group)) for part in parts)
-            statistics.setdefault(term, {})[group] = [x / variance for x in apart]
-    return statistics
+    of_parameters = torch.stack([dense.var(0), *((x - dense).square().mean(0) for x in sparse)]).split([*sizes.values()], 1)
+    for group in GROUPS:
+        variance, *apart = sum(x.sum(1) for x, of in zip(of_parameters, owner, strict=True) if of == group).tolist()
+        groups[group] = [x / variance for x in apart]
+    return groups
 
 
 @torch.no_grad()
@@ -190,26 +172,24 @@ def expected_columns(p: torch.Tensor, targets: torch.Tensor, step: float) -> tor
 # ---- runs
 
 
-def trained(seed: int, spellings: int, step: float, **changes: Any) -> Record:
+def trained(seed: int, spellings: int, step: float) -> Record:
     """A run of the reference trainer: the mean reward of each of its steps, and greedy accuracy after it."""
-    with tempfile.TemporaryDirectory() as folder:
-        t = trainer(of_reference, seed, spellings, folder, sparse_step=step, **changes)
+    with trainer(seed, spellings, sparse_step=step) as t:
         reward = [t.train_step()["reward"] for _ in range(t.config.steps)]
-    held_out = warmed_up(seed, spellings)[2]
-    return {"reward": reward, "accuracy": arithmetic.accuracy(t.model, tokenizer(), held_out)}
+    return {"reward": reward, "accuracy": arithmetic.accuracy(t.model, tokenizer(), warmed_up(seed, spellings)[2])}
 
 
-def trained_by_trl(seed: int, spellings: int, step: float, steps: int = TRL_STEPS, batch: int | None = None) -> Record:
-    """The same for TRL's GRPOTrainer with `batch` completions per step (None: as many as the reference trainer has)."""
+def trained_by_trl(seed: int, spellings: int, step: float) -> Record:
+    """The same for TRL's GRPOTrainer."""
     transformers, theirs, datasets = require("transformers"), require("trl"), require("datasets")
     model, training, held_out = warmed_up(seed, spellings)
     with tempfile.TemporaryDirectory() as folder:
         config = theirs.GRPOConfig(
             output_dir=folder, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1,
-            max_steps=steps, seed=seed, learning_rate=SETTINGS["lr"], warmup_steps=SETTINGS["warmup_steps"],
+            max_steps=TRL_STEPS, seed=seed, learning_rate=SETTINGS["lr"], warmup_steps=SETTINGS["warmup_steps"],
             lr_scheduler_type=SETTINGS["lr_schedule"], temperature=1.0, num_generations=SETTINGS["group_size"], loss_type="dapo",
             epsilon_high=0.28, max_completion_length=SETTINGS["max_new_tokens"], gradient_checkpointing=False,
-            per_device_train_batch_size=batch or SETTINGS["prompts_per_step"] * SETTINGS["group_size"],
+            per_device_train_batch_size=SETTINGS["prompts_per_step"] * SETTINGS["group_size"],
         )  # fmt: skip
         t = theirs.GRPOTrainer(
             model=copy.deepcopy(model), args=config, reward_funcs=exact, train_dataset=datasets.Dataset.from_list(training),
@@ -218,9 +198,9 @@ def trained_by_trl(seed: int, spellings: int, step: float, steps: int = TRL_STEP
         t.remove_callback(transformers.PrinterCallback)
         fused = trl.patch(t, sparse_step=step)
         t.train()
-        assert fused.counts["fused"] == steps
+        assert fused.counts["fused"] == TRL_STEPS
         reward = [line["reward"] for line in t.state.log_history if "reward" in line]
-        return {"reward": reward, "accuracy": arithmetic.accuracy(t.model, tokenizer(), held_out)}
+    return {"reward": reward, "accuracy": arithmetic.accuracy(t.model, tokenizer(), held_out)}
 
 
 # ---- all tasks
@@ -312,7 +292,7 @@ def pictures(record: Record) -> Record:
     return {"sparse_training.svg": {"title": "Sparse gradients in training", "panels": panels, "notes": []}}
 
 
-EXPERIMENT = Runs(
+EXPERIMENT = Experiment(
     "sparse_training", ROOT / "docs" / "sparse_training.md", tables, pictures=pictures, tasks=tasks, seeds=SEEDS[:3],
     settings={
         "run": SETTINGS, "trl_steps": TRL_STEPS, "steps": list(STEPS), "stops": list(STOPS), "batches": BATCHES,

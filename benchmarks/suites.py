@@ -68,8 +68,7 @@ class Suite:
         cells, most = (self.cpu, QUICK["cpu"]) if device == "cpu" else (self.cuda, QUICK["cuda"])
         if not quick:
             return cells
-        enough = [one for one in cells if one.cell.rows >= most["rows"]] or cells
-        first = {one.cell.dtype: one for one in reversed(enough)}
+        first = {one.cell.dtype: one for one in reversed([one for one in cells if one.cell.rows >= most["rows"]] or cells)}
         return [Planned(replace(cell, **_least(cell, most)), only) for cell, only in reversed(first.values())]
 
 
@@ -218,23 +217,25 @@ def _run(suite: Suite, path: Path, here: dict[str, Any], how: How) -> Iterator[s
     planned = suite.plan(how.device, how.quick)
     planned = [_promptly(suite, planned[0])] if how.first else planned
     marks = [results.fingerprint(*one, how.quick, here) for one in planned]
-    former, setting = results.load(path), results.setting(here)
-    done = {cell["fingerprint"]: cell for cell in former.get("cells", []) if cell.get("fingerprint") in marks and not how.fresh}
+    former, setting, origin = results.load(path), results.setting(here), _origin(here)
+    done = {} if how.fresh else {cell.get("fingerprint"): cell for cell in former.get("cells", [])}
     lost = [entry for entry in former.get("lost", []) if entry["setting"] == setting]  # providers that broke CUDA
-    about = {"suite": suite.name, "title": suite.title, "contract": CONTRACTS[suite.contract]}
+    about = {"suite": suite.name, "title": suite.title, "contract": CONTRACTS[suite.contract]} | origin
 
     def save(*unfinished: dict[str, Any]) -> None:
         cells = [*(done[mark] for mark in marks if mark in done), *unfinished]
-        results.save(path, about | _origin(here) | {"cells": cells} | ({"lost": lost} if lost else {}))
+        results.save(path, about | {"cells": cells} | ({"lost": lost} if lost else {}))
 
     print(f"\n# {suite.title}: {CONTRACTS[suite.contract]}", flush=True)
     for (cell, only), mark in zip(planned, marks, strict=True):
         before = "\n(measured before)" * (mark in done)
         if not before:
             key = {"contract": cell.contract, "dtype": str(cell.dtype), "setting": setting}
-            parts = save if how.device == "cuda" else None
+            every = [entry for file in sorted(path.parent.glob("*.json")) for entry in results.load(file).get("lost", [])]
+            known = {entry["provider"]: entry["reason"] for entry in every if key.items() <= entry.items()}  # in any suite
             try:
-                found = measure(cell, how.device, only=only, known=_known(path.parent, key), save=parts, **how.effort)
+                parts = save if how.device == "cuda" else None
+                done[mark] = measure(cell, how.device, only=only, known=known, save=parts, **how.effort)
             except DeviceLost as failure:
                 lost.append({"provider": failure.provider, "reason": failure.reason} | key)
                 save()
@@ -245,7 +246,7 @@ def _run(suite: Suite, path: Path, here: dict[str, Any], how: How) -> Iterator[s
                 print(f"\n{line}", file=sys.stderr, flush=True)
                 yield line
                 continue
-            done[mark] = found | {"fingerprint": mark} | _origin(here)
+            done[mark] |= {"fingerprint": mark} | origin
             save()
         print(f"\n{details(done[mark], markdown=False)}{before}", flush=True)
 
@@ -263,12 +264,6 @@ def heading(here: dict[str, Any]) -> str:
     parts += [f"{name} {version}" for name, version in here["versions"].items()]
     parts += [f"backend {here['backend']}", *(here[x] for x in ("instruction set",) if x in here)]
     return f"{', '.join(parts)}\n\n{LEGEND}"
-
-
-def _known(folder: Path, key: dict[str, str]) -> dict[str, str]:
-    """{provider: reason} of those that broke CUDA on this contract and dtype, in any suite."""
-    entries = [entry for path in sorted(folder.glob("*.json")) for entry in results.load(path).get("lost", [])]
-    return {entry["provider"]: entry["reason"] for entry in entries if key.items() <= entry.items()}
 
 
 def _origin(here: dict[str, Any]) -> dict[str, Any]:

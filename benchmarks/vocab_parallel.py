@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,8 @@ from grpo_kernels.distributed import VocabShard
 RANKS = 2
 
 
-@dataclass(frozen=True)
-class Effort:
-    """Rows of a call, hidden size, whole vocabulary; runs of each contender."""
-
-    rows: int = 256
-    hidden: int = 1024
-    vocab: int = 151936
-    runs: int = 11
+#: Rows of a call, hidden size, whole vocabulary; runs of each contender.
+ROWS, HIDDEN, VOCABULARY, TIMES = 256, 1024, 151936, 11
 
 
 # ---- calls: (case, shard) -> log-probs and the results of the contract
@@ -95,45 +89,40 @@ def as_whole(case: Any, logps: torch.Tensor, call: Call) -> Any:
     return replace(case, batch=replace(batch, old_logps=batch.old_logps + shift, ref_logps=ref_logps))
 
 
-def check(case: Any, found: Result, expected: Result) -> dict[str, float]:
-    off = errors(found, expected, float(case.batch.advantages.abs().mean()))
-    reason = outside_gate(case.cell, off)
-    if reason is not None:
-        raise ValueError(f"{case.cell.contract}, {case.cell.dtype}: {reason}, so it is not timed.")
-    return off
-
-
-def measure_call(name: str, dtype: torch.dtype, effort: Effort, rank: int) -> Record:
+def measure_call(name: str, dtype: torch.dtype, rank: int) -> Record:
     contract, call = CALLS[name]
-    hidden = effort.hidden if contract == "hidden" else None
-    case: Any = make_case(Cell(contract, effort.rows, effort.vocab, dtype, hidden), "cpu")
-    width = effort.vocab // RANKS
+    hidden = HIDDEN if contract == "hidden" else None
+    case: Any = make_case(Cell(contract, ROWS, VOCABULARY, dtype, hidden), "cpu")
+    width = VOCABULARY // RANKS
     part = slice(rank * width, (rank + 1) * width)
-    own, shard = columns(case, part), VocabShard(rank * width, effort.vocab)
+    own, shard = columns(case, part), VocabShard(rank * width, VOCABULARY)
 
     logps, results = call(own, shard)
     expected = reference(case)
-    parts = {"d_weight": lambda x: x[part], "d_logits": lambda x: x[:, part]}
-    off = check(own, results, {key: parts.get(key, lambda x: x)(x) for key, x in expected.items()})
+    expected |= {
+        key: x[part] if key == "d_weight" else x[:, part] for key, x in expected.items() if key in ("d_weight", "d_logits")
+    }
+    off = errors(results, expected, float(case.batch.advantages.abs().mean()))
+    if (reason := outside_gate(case.cell, off)) is not None:
+        raise ValueError(f"{name}, {dtype}: {reason}, so it is not timed.")
     del results, expected
     own.restore()
     contenders = {"shard": (own, shard), "no exchange": (as_whole(own, logps, call), None), "whole head": (case, None)}
-    timed, held = ("shard", "no exchange"), ("shard", "whole head")
-    runs: dict[str, Callable[[], Any]] = {x: partial(call, *contender) for x, contender in contenders.items()}
+    runs = {x: partial(call, *contender) for x, contender in contenders.items()}
 
     def prepare(x: str) -> None:
         contenders[x][0].restore()
         dist.barrier()
 
     # No limit in seconds: all ranks have to make the same number of runs.
-    taken = slower(interleaved({x: runs[x] for x in timed}, "cpu", prepare, seconds=math.inf, most=effort.runs))
+    timed = {x: runs[x] for x in ("shard", "no exchange")}
+    taken = slower(interleaved(timed, "cpu", prepare, seconds=math.inf, most=TIMES))
     memory = {}
-    for x in held:
-        prepare(x)
-        runs[x]()  # warm
-        prepare(x)
-        memory[x] = peak_memory(runs[x], "cpu") / 1e6
-    shape = {"rows": effort.rows, "hidden": hidden, "vocab": effort.vocab, "dtype": str(dtype).removeprefix("torch.")}
+    for x in ("shard", "whole head"):
+        for run in (runs[x], lambda x=x: memory.update({x: peak_memory(runs[x], "cpu") / 1e6})):  # warm, then measured
+            prepare(x)
+            run()
+    shape = {"rows": ROWS, "hidden": hidden, "vocab": VOCABULARY, "dtype": str(dtype).removeprefix("torch.")}
     return {"call": name} | shape | {"errors": off, "times": taken, "extra_mb": memory}
 
 
@@ -144,22 +133,19 @@ def slower(timed: dict[str, dict]) -> dict[str, dict]:
     return {name: max((x[name] for x in every), key=lambda x: x["ms"]) for name in timed}
 
 
-def on_rank(rank: int, folder: str, effort: Effort) -> None:
+def on_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    measurements = {
-        "machine": machine("cpu"),
-        "calls": [measure_call(name, dtype, effort, rank) for name in CALLS for dtype in (torch.float32, torch.bfloat16)],
-    }
+    calls = [measure_call(name, dtype, rank) for name in CALLS for dtype in (torch.float32, torch.bfloat16)]
     if rank == 0:
-        results.save(Path(folder) / "found.json", measurements)
+        results.save(Path(folder) / "found.json", {"machine": machine("cpu"), "calls": calls})
     dist.barrier()
     os._exit(0)  # threads of gloo may abort an orderly exit
 
 
-def measure(effort: Effort) -> Record:
+def measure() -> Record:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(on_rank, (folder, effort), nprocs=RANKS)
+        mp.spawn(on_rank, (folder,), nprocs=RANKS)
         return results.load(Path(folder) / "found.json")
 
 
@@ -177,7 +163,7 @@ def tables(record: Record) -> Iterator[Table]:
     yield calls
 
 
-EXPERIMENT = Experiment("vocab_parallel", ROOT / "docs" / "beyond_one_gpu.md", tables, lambda: measure(Effort()))
+EXPERIMENT = Experiment("vocab_parallel", ROOT / "docs" / "beyond_one_gpu.md", tables, measure)
 
 if __name__ == "__main__":
     EXPERIMENT.main()

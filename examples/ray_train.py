@@ -16,7 +16,7 @@ import torch
 
 from examples import arithmetic
 from grpo_kernels.training import require
-from grpo_kernels.training.output import read_metrics
+from grpo_kernels.training.report import read_metrics
 from grpo_kernels.training.trainer import TrainConfig, Trainer
 
 

@@ -110,6 +110,8 @@ def describe(spec: Any) -> str:
     given = {name: getattr(spec, name) for name in names if getattr(spec, name) is not None}
 
     def text(x: Any) -> str:
+        if isinstance(x, dict):
+            return f"{{{', '.join(f'{name}: {text(value)}' for name, value in x.items())}}}"
         return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
 
     return f"{type(spec).__name__}({', '.join(f'{name}={text(x)}' for name, x in given.items())})"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import register_pytree_node
 
 from .checks import describe, require
 from .layout import check_targets, flat, mask_of_rows
@@ -33,27 +36,32 @@ Tensor = torch.Tensor
 ALSO = (*OFFERED, "log_kept_mass")
 
 
-class _Pair(NamedTuple):
-    logps: Tensor
-    entropy: Tensor | None
-
-
-class TokenLogprobs(_Pair):
+@dataclass(eq=False, repr=False)
+class TokenLogprobs:
     """What `token_logprobs` and `linear_logprobs` return: `logps, entropy = token_logprobs(...)`, or by name.
 
     logps    fp32, the shape of targets, in nats; 0 where masked.
     entropy  likewise, or None where it was not asked for.
-    also     a dict of what was asked for beside them: `also=` by name, each the shape of targets, and "at", fp32 [nnz]."""
+    also     a dict of what was asked for beside them: `also=` by name, each the shape of targets, and "at", fp32 [nnz].
 
-    also: dict[str, Tensor]
+    A pytree of all three, so that torch.func and DDP take them along."""
 
-    def __new__(cls, logps: Tensor, entropy: Tensor | None, also: dict[str, Tensor] | None = None) -> TokenLogprobs:
-        made = super().__new__(cls, logps, entropy)
-        made.also = also or {}
-        return made
+    logps: Tensor
+    entropy: Tensor | None
+    also: dict[str, Tensor] = field(default_factory=dict)
+    __repr__ = describe
 
-    def __repr__(self) -> str:
-        return f"{describe(self)[:-1]}{''.join(f', {name}=...' for name in self.also)})"
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.logps, self.entropy))
+
+    def __getitem__(self, i: int) -> Any:
+        return (self.logps, self.entropy)[i]
+
+    def __len__(self) -> int:
+        return 2
+
+
+register_pytree_node(TokenLogprobs, lambda x: ([*x, x.also], None), lambda values, _: TokenLogprobs(*values))
 
 
 def token_logprobs(

@@ -211,8 +211,8 @@ def grpo_loss(
     options      backend, strict mode, a shard of the vocabulary, rows and sets: see `Options`.
 
     Objectives of one pass (`Objective.one_pass`) read each logit once and write its gradient once; the others read twice. fp16
-    logits form the gradient in the backward, where the loss scale is known. The gradient is handed over once: a second backward
-    raises RuntimeError. On-policy (ratio 1, advantages that sum to 0) a loss near 0 is normal: its gradient is not.
+    logits form the gradient in the backward, where the loss scale is known. The gradient of one pass is handed over once: a second
+    backward raises RuntimeError. On-policy (ratio 1, advantages that sum to 0) a loss near 0 is normal: its gradient is not.
     Raises ValueError naming the argument that is wrong, before any work."""
     if unknown:
         refuse_keywords(grpo_loss, unknown)
@@ -263,9 +263,9 @@ def linear_grpo_loss(
     options      backend, strict mode, a shard, memory for the gradient of weight, sparse gradients, sets: see `Options`.
 
     Three products for rows that get a gradient (two with a frozen head), one for other trained rows, none for masked ones;
-    sequence levels take four (two). Logits are fp32, a chunk of rows at a time, and the gradient of the weight is summed in fp32.
-    Over kept sets a row costs a dot product for each id of its set. docs/functions.md has costs and memory. The gradients are
-    handed over once, as in `grpo_loss`.
+    sequence levels take three or four (two). Logits are fp32, a chunk of rows at a time, and the gradient of the weight is
+    summed in fp32. Over kept sets a row costs a dot product for each id of its set. docs/functions.md has costs and memory. The
+    gradients are handed over once, as in `grpo_loss`.
     Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(linear_grpo_loss, unknown)
@@ -330,7 +330,7 @@ def _loss(
     if objective.one_pass and not late:
         return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited)
     with_gradient = ("entropy",) if objective.needs_entropy else ()
-    asked = Asked(("entropy",), with_gradient, kept, over, seconds, exact, rows=visited, sparse=sparse)
+    asked = Asked(("entropy",), with_gradient, kept, over, seconds, exact, rows=visited, sparse=sparse, at_once=True)
     found = statistics_of(stream, asked, rows.targets, rows.read, options)
     kl_apart = over is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
     own = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows

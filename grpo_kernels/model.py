@@ -329,8 +329,8 @@ class FusedLMHead(nn.Linear):
             self.__dict__.setdefault(name, value)
 
     def __call__(self, hidden: Tensor, *arguments: Any, **named: Any) -> Any:
-        hidden_from_hooks = {name: _AsGiven.wrap(x) for name, x in named.items()}
-        out = super().__call__(hidden, *map(_AsGiven.wrap, arguments), **hidden_from_hooks)
+        wrapped = {name: _AsGiven.wrap(x) for name, x in named.items()}
+        out = super().__call__(hidden, *map(_AsGiven.wrap, arguments), **wrapped)
         if isinstance(out, HeadLogprobs) and out.logps.dtype in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"the head's log-probs were cast to {out.logps.dtype} on their way out: give the group of the head FSDP2's "

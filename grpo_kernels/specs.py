@@ -213,8 +213,11 @@ def refuse_keywords(function: Callable[..., Any], given: dict[str, Any], known: 
     parameters, unless given."""
     known = known or [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     for name in given:
-        if name not in known and name in (f.name for f in fields(Options)):
+        of_head = name in ("bias", "weight_grad", "sparse")  # of no use beside logits
+        if name in known or (of_head and "logits" in known):
+            pass
+        elif name in (f.name for f in fields(Options)):
             remedy = f"Pass options=Options({name}=...)."
-        elif name not in known and name == "bias":
+        elif name == "bias" and "weight" in known:
             remedy = "Pass Head(weight, bias) as weight."
         refuse_unknown(function.__name__, [name], known, remedy)

@@ -35,7 +35,8 @@ class Asked(NamedTuple):
     exact    which divergence that is.
     at       further ids of rows, whose log-probs are wanted.
     rows     (index, active) of `Whole`, where the caller knows them.
-    sparse   how columns are drawn for the gradient."""
+    sparse   how columns are drawn for the gradient.
+    at_once  whether the backward comes next and once, so that the gradient of a block of logits may be kept for it."""
 
     names: tuple[str, ...] = ()
     with_gradient: tuple[str, ...] = ()
@@ -46,6 +47,7 @@ class Asked(NamedTuple):
     at: Ragged | None = None
     rows: tuple[Tensor, int] | None = None
     sparse: Sparse | None = None
+    at_once: bool = False
 
 
 class Statistics(NamedTuple):
@@ -59,7 +61,7 @@ class Statistics(NamedTuple):
 def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | None, options: Options) -> Statistics:
     """Statistics of the rows of a stream. The name "lse" asks for "log_kept_mass" in its place: the log of the probability that
     the whole row gives to its set, 0 of a row without a set."""
-    names, with_gradient, kept, over, (others, known), exact, at, _, sparse = asked
+    names, with_gradient, kept, over, (others, known), exact, at, _, sparse, _ = asked
     if kept is not None and over is not None and isinstance(stream, Logits) and stream.inplace:
         raise ValueError(
             "inplace=True, but rows with a set are wanted over the vocabulary too, which needs the logits for two gradients: pass "
@@ -96,10 +98,12 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
             at=at,
             sparse=sparse,
             all_rows=kept is not None and over is not None,
-            ahead=at is None and sparse is None and not others and _head_is_frozen(stream),
         )
         whole = replace(whole, at=at.only(~kept.has).plain()) if at is not None and kept is not None and over is None else whole
-        reads.append(Read(_indexed(stream, whole, asked, read), names, with_gradient))
+        whole = _indexed(stream, whole, asked, read)
+        if not (with_gradient or others or known or whole.all_rows or sparse is not None or at is not None):
+            whole = _ahead(stream, whole, asked.at_once and kept is None)
+        reads.append(Read(whole, names, with_gradient))
     for teacher in () if beside is not None else known:
         reads.append(_of_known(stream, teacher, exact, targets, read))
     values = statistics(Rows(stream, tuple(reads)), targets, read, stream.transform, stream.tensors)
@@ -113,12 +117,19 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
     return Statistics(logps, named, whole_logps)
 
 
-def _head_is_frozen(stream: Stream) -> bool:
-    """Whether hidden states alone get a gradient, which may then be made before what arrives at the log-probs is known."""
+def _ahead(stream: Stream, whole: Whole, at_once: bool) -> Whole:
+    """The visit of rows of which log-probs alone have a gradient, with what is made of it in the forward: that of hidden states
+    where the head is frozen; where it is trained, and `at_once` allows it, that of the logits too, if they are one block."""
     if not isinstance(stream, Hidden) or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-        return False
-    hidden, *head = stream.tensors
-    return hidden.requires_grad and not any(x is not None and x.requires_grad for x in head)
+        return whole
+    hidden, weight, bias = stream.tensors
+    if not hidden.requires_grad or (bias is not None and bias.requires_grad):
+        return whole
+    if not weight.requires_grad:
+        return replace(whole, ahead=True)
+    assert whole.index is not None
+    keeps = at_once and stream.is_one_block(whole.index.numel() if whole.active is None else whole.active)
+    return replace(whole, ahead=keeps, keeps=keeps)
 
 
 def _of_visit(values: dict[str, Tensor], i: int) -> dict[str, Tensor]:

@@ -132,8 +132,8 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Trainers' modules that a test puts into sys.modules go away with it; their versions are as the adapters know them."""
-    before, known = set(sys.modules), versions()
-    monkeypatch.setattr(metadata, "version", lambda name: known[name])
+    before, known, version = set(sys.modules), versions(), metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: known[name] if name in known else version(name))
     yield
     for name in set(sys.modules) - before:
         if name.split(".")[0] in ROOTS:

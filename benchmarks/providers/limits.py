@@ -36,14 +36,14 @@ limit("two reads and a write", "logits-divergence")(lambda case: lambda: case.bu
 @limit("whole vocabulary, loss without sets", "kept")
 def whole_vocabulary(case: Case) -> Call:
     """Another loss, over the whole vocabulary: the cost for a trainer that does not use the sets."""
-    spec, options = objective(case), Options(backend=native(case))  # type: ignore[arg-type]
+    spec, options = objective(case), Options(backend=native(case))
     return lambda: torch.autograd.grad(loss_of(case, case.inputs(), spec, case.plain_batch, options=options), case.inputs())
 
 
 @limit("one gather, rows of the weight", "kept")
 def gathered(case: Case) -> Call:
     """Each row of the weight in a set of more than one id is read once, in random order, and written to contiguous memory."""
-    ids = case.sets.ids[(case.sets.counts > 1)[case.sets.row_of]].long()
+    ids = case.batch.kept.ids[(case.batch.kept.counts > 1)[case.batch.kept.row_of]].long()
     out = torch.empty(ids.numel(), case.weight.shape[1], dtype=case.weight.dtype, device=case.weight.device)
     weight = case.weight.detach()
     return lambda: torch.index_select(weight, 0, ids, out=out)

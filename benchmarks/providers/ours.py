@@ -43,7 +43,7 @@ def native(case: Case) -> str:
 
 def objective(case: Case) -> Objective:
     if case.cell.contract in DIRECTIONS:
-        return Objective.preset("distillation", kl=Exact(DIRECTIONS[case.cell.contract]))  # type: ignore[arg-type]
+        return Objective.preset("distillation", kl=Exact(DIRECTIONS[case.cell.contract]))
     return Objective.preset("reinforce" if case.cell.contract == "cross-entropy" else "dapo", beta=case.cell.beta)
 
 
@@ -60,26 +60,31 @@ def loss_of(case: Case, inputs: tuple[Tensor, ...], spec: Objective, batch: Toke
         ref = {"ref_logits": case.ref_logits} if case.ref_logits is not None else {}
         return grpo_loss(*inputs, batch, spec, **ref, **how).loss
     reference = {"reference": (case.ref_hidden, case.ref_weight)} if case.ref_hidden is not None else {}
-    return linear_grpo_loss(*inputs, batch, spec, **reference, **how).loss
+    hidden, weight = inputs
+    return linear_grpo_loss(hidden.view(*batch.targets.shape, -1), weight, batch, spec, **reference, **how).loss
 
 
 def loss(
-    name: str, *contracts: str, upstream: float = 1.0, inplace: bool = False, backend: str | None = None, **fields: Any
-) -> None:
+    name: str, *contracts: str, upstream: float = 1.0, inplace: bool = False, into: bool = False, backend: str | None = None,
+    fraction: int = 0, spec: Objective | None = None, **fields: Any,
+) -> None:  # fmt: skip
     """Registers a way to call the whole loss. An `upstream` gradient other than 1 costs a scaling of the gradient; the
-    normalizer is multiplied by it too, so that the result is the same."""
+    normalizer is multiplied by it too, so that the result is the same. into: the gradient of the weight is added to existing
+    memory, as trainers do that sum it over micro-batches. fraction: the gradient of the head from columns that are drawn, in
+    each run others, on steps of 1/fraction."""
 
     def make(case: Case) -> Call:
-        spec = objective(case)
-        how: dict[str, Any] = {"options": Options(backend=backend or native(case))}
+        of, kernels, seeds = spec or objective(case), backend or native(case), count()
+        how = {"inplace": True} if inplace else {}
         how |= {"normalizer": upstream * case.cell.rows} if upstream != 1 else {}
-        how |= {"inplace": True} if inplace else {}
 
         def run() -> Result:
-            of_model = case.model is not None and (case.states(), case.model.lm_head.weight)
-            inputs = of_model or ((case.output(),) if inplace else case.inputs())
-            value = loss_of(case, inputs, spec, batch_of(case), **how)
-            return case.gradients(value if upstream == 1 else upstream * value)
+            sparse = Sparse(1 / fraction, next(seeds)) if fraction else None
+            options = Options(backend=kernels, sparse=sparse, weight_grad=case.weight_grad if into else None)
+            inputs = (case.output(),) if inplace else case.inputs()
+            batch = batch_of(case) if spec is None else replace(case.batch)
+            value = loss_of(case, inputs, of, batch, options=options, **how)
+            return case.gradients(value if upstream == 1 else upstream * value, into)
 
         return run
 
@@ -90,20 +95,7 @@ loss(", in place", "logits", "logits-divergence", inplace=True)
 loss(", new gradient", "logits")
 loss(", in place, upstream 0.5", "logits", inplace=True, upstream=0.5)
 loss(", new gradient, upstream 0.5", "logits", upstream=0.5)
-
-
-@provider(f"{OURS}, into weight_grad", "kept")
-def into(case: Case) -> Call:
-    return _into(case, native(case))
-
-
-def _into(case: Case, backend: str) -> Call:
-    """The gradient of the weight is added to existing memory, as trainers do that sum it over micro-batches."""
-    spec = objective(case)
-    how: dict[str, Any] = {"options": Options(backend=backend, weight_grad=case.weight_grad)}  # type: ignore[arg-type]
-    return lambda: case.added(loss_of(case, case.inputs(), spec, replace(case.batch), **how))
-
-
+loss(", into weight_grad", "kept", into=True)
 loss("", "hidden", "hidden-frozen", "sparse", "kept", "cross-entropy", *BETAS)
 loss(", upstream 0.5", "hidden", "hidden-frozen", upstream=0.5)
 
@@ -113,10 +105,9 @@ def _logps(case: Case, backend: str) -> Logps:
         (token_logprobs if case.hidden is None and case.model is None else linear_logprobs),
         case.batch.targets.view(-1),
     )
-    options = Options(backend)
     if case.cell.contract == "logits-forward":
-        return lambda logits: tuple(function(logits, targets, entropy=True, options=options))
-    return lambda *inputs: function(*inputs, targets, options=options).logps
+        return lambda logits: tuple(function(logits, targets, entropy=True, options=Options(backend=backend)))
+    return lambda *inputs: function(*inputs, targets, options=Options(backend=backend)).logps
 
 
 @logps_provider(f"{OURS}, layer 1", "logits", "hidden", "hidden-frozen", "cross-entropy")
@@ -128,46 +119,16 @@ def layer_one(case: Case) -> Logps:
 
 @provider(f"{OURS}, layer 1 + mean", *BETAS)
 def layer_one_divergence(case: Case) -> Call:
-    options, exact, reference = (
-        Options(backend=native(case)),
-        Exact(DIRECTIONS[case.cell.contract]),
-        (case.ref_hidden, case.ref_weight),
-    )  # type: ignore[arg-type]
+    options, exact = Options(backend=native(case)), Exact(DIRECTIONS[case.cell.contract])
+    reference = (case.ref_hidden, case.ref_weight)
     return lambda: case.gradients(linear_divergence(case.hidden, case.weight, reference, exact, options=options).mean())
 
 
 loss(", eager backend", "logits", "hidden", "hidden-frozen", backend="eager")
 logps_provider(f"{OURS}, eager backend", "logits-forward", "hidden-forward")(lambda case: _logps(case, "eager"))
-provider(f"{OURS}, eager backend, into weight_grad", "kept")(lambda case: _into(case, "eager"))
-
-
-@provider(f"{OURS}, the whole DAPO loss", "cross-entropy", beside=True)
-def whole_loss(case: Case) -> Call:
-    spec, options = Objective.preset("dapo"), Options(backend=native(case))  # type: ignore[arg-type]
-    return lambda: case.gradients(loss_of(case, case.inputs(), spec, replace(case.batch), options=options))
-
-
+loss(", eager backend, into weight_grad", "kept", into=True, backend="eager")
+loss(", the whole DAPO loss", "cross-entropy", spec=Objective.preset("dapo"), beside=True)
 loss(", linear loss", "step")
-
-
-@provider(f"{OURS}, logits loss", "step")
-def step_logits(case: Case) -> Call:
-    spec, how = objective(case), {"inplace": True, "options": Options(backend=native(case))}  # type: ignore[arg-type]
-    return lambda: case.step(grpo_loss(case.outputs(), replace(case.batch), spec, **how).loss)
-
-
-def _sparse(fraction: int) -> None:
-    @provider(f"{OURS}, sparse 1/{fraction}", "sparse", drawn=True)
-    def sparse(case: Case) -> Call:
-        """The gradient of the head from columns drawn in each row. Each run draws other columns."""
-        spec, backend, seeds = objective(case), native(case), count()
-
-        def run() -> Result:
-            options = Options(sparse=Sparse(1 / fraction, next(seeds)), backend=backend)  # type: ignore[arg-type]
-            return case.gradients(loss_of(case, case.inputs(), spec, replace(case.batch), options=options))
-
-        return run
-
-
+loss(", logits loss", "step", inplace=True)
 for _fraction in (64, 256, 1024):
-    _sparse(_fraction)
+    loss(f", sparse 1/{_fraction}", "sparse", fraction=_fraction, drawn=True)

@@ -32,7 +32,8 @@ def logps_of(*inputs: Tensor, targets: Tensor, upcast: bool = True, entropy: boo
 
 
 def loss_of(*inputs: Tensor, batch: TokenBatch, beta: float) -> Tensor:
-    return policy_loss(logps_of(*inputs, targets=batch.targets), batch, beta)
+    targets = batch.targets
+    return policy_loss(logps_of(*inputs, targets=targets.view(-1)).view(targets.shape), batch, beta)
 
 
 def _mean(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -47,13 +48,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _logps(case: Case, upcast: bool = True, function: Callable[..., Any] = logps_of) -> Logps:
     entropy = case.cell.contract == "logits-forward"
-    return lambda *inputs: function(*inputs, targets=case.batch.targets, upcast=upcast, entropy=entropy)
+    return lambda *inputs: function(*inputs, targets=case.batch.targets.view(-1), upcast=upcast, entropy=entropy)
 
 
 LOSSES, FORWARD = ("logits", "hidden", "hidden-frozen"), ("logits-forward", "hidden-forward")
 
 
-@logps_provider("eager PyTorch", *LOSSES, *FORWARD, suffix="", memory=whole_logits)
+@logps_provider("eager PyTorch", *LOSSES, *FORWARD, "step", suffix="", memory=whole_logits)
 def eager(case: Case) -> Logps:
     return _logps(case)
 
@@ -68,19 +69,10 @@ def compiled_forward(case: Case) -> Logps:
     return _logps(case, function=compiled(logps_of))
 
 
-@provider("torch.compile", *LOSSES, memory=whole_logits)
+@provider("torch.compile", *LOSSES, "step", memory=whole_logits)
 def compiled_loss(case: Case) -> Call:
     loss = compiled(loss_of)
     return lambda: case.gradients(loss(*case.inputs(), batch=case.batch, beta=case.cell.beta))
-
-
-def _step(case: Case, loss: Callable[..., Tensor]) -> Call:
-    """Only the loss is compiled: the model's body is the same for all."""
-    return lambda: case.step(loss(case.outputs(), batch=case.batch, beta=case.cell.beta))
-
-
-provider("eager PyTorch", "step", memory=whole_logits)(lambda case: _step(case, loss_of))
-provider("torch.compile", "step", memory=whole_logits)(lambda case: _step(case, compiled(loss_of)))
 
 
 # ---- cross-entropies
@@ -102,7 +94,7 @@ def _function(how: dict[str, Any] | None, case: Case) -> Callable[..., Tensor]:
     if how is None:
         return function
     sums = {"acc_dtype": torch.float32} if case.cell.dtype in HALF else {}
-    options = torch.nn.LinearCrossEntropyOptions(**how, **sums)  # type: ignore[attr-defined]
+    options = torch.nn.LinearCrossEntropyOptions(**how, **sums)
     return lambda *tensors, **kwargs: function(*tensors, options=options, **kwargs)
 
 
@@ -156,7 +148,7 @@ provider("torch.compile", *BETAS, "logits-divergence", **_two)(lambda case: _tea
 @provider("eager PyTorch, masked logits", "kept", memory=lambda cell: 13.0 * cell.rows * cell.vocab)
 def masked(case: Case) -> Call:
     """The whole product, with -inf outside the sets, as in trainers that replay them."""
-    outside = ~case.sets.mask(case.cell.vocab)
+    outside = ~case.batch.kept.mask(case.cell.vocab)
 
     def run() -> Result:
         logits = (case.hidden @ case.weight.t()).float().masked_fill(outside, -torch.inf)
@@ -170,10 +162,10 @@ def masked(case: Case) -> Call:
 def pairs(case: Case) -> Call:
     """Gathered and padded pairs of a row and an id, as in SkyRL's replay head: dot products in the dtype of the operands, and
     the gradient of the weight by index_add into new memory."""
-    padded = case.sets.padded(0).long()
-    used = torch.arange(padded.shape[1], device=padded.device) < case.sets.counts[:, None]
+    padded = case.batch.kept.padded(0).long()
+    used = torch.arange(padded.shape[1], device=padded.device) < case.batch.kept.counts[:, None]
     target = ((padded == case.batch.targets[:, None]) & used).to(torch.int64).argmax(1)
-    single = case.sets.counts == 1
+    single = case.batch.kept.counts == 1
 
     def run() -> Result:
         several = (~single).nonzero()[:, 0]

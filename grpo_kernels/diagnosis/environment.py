@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ..integrations import adapters
 from ..rows.backends import BACKENDS, cpu_products
 from . import Finding
 
@@ -42,26 +43,15 @@ def versions() -> dict[str, str | None]:
 
 
 def version_findings() -> list[Finding]:
-    """About trainers; that torch is new enough pip sees to."""
+    """About trainers whose adapters were tested with other versions; that torch is new enough pip sees to."""
     findings = []
-    for package, tested in tested_trainers().items():
-        installed = version(package)
-        if installed is not None and not any(installed == t or installed.startswith(t + ".") for t in tested):
-            findings.append(
-                Finding(
-                    f"{package} is {installed}, but its adapter was tested with {', '.join(tested)}",
-                    "nothing, if the warning of the first step says that its arithmetic and ours agree; else install that one",
-                    False,
-                )
-            )
+    for adapter in adapters().values():
+        installed = version(adapter.package)
+        if installed is not None and adapter.tested and not any(f"{installed}.".startswith(f"{t}.") for t in adapter.tested):
+            problem = f"{adapter.package} is {installed}, but its adapter was tested with {', '.join(adapter.tested)}"
+            remedy = "nothing, if the warning of the first step says that its arithmetic and ours agree; else install that one"
+            findings.append(Finding(problem, remedy, False))
     return findings
-
-
-def tested_trainers() -> dict[str, tuple[str, ...]]:
-    """{package: tested versions} of the adapters."""
-    from ..integrations import adapters
-
-    return {adapter.package: adapter.tested for adapter in adapters().values() if adapter.tested}
 
 
 # ---- settings
@@ -73,22 +63,20 @@ def variables() -> dict[str, str]:
 
 
 def setting_findings(environ: Mapping[str, str]) -> list[Finding]:
-    findings = []
-    flags: dict[str, str | None] = dict.fromkeys(("", "0", "1"))
-    values = dict.fromkeys(SETTINGS, flags)
-    values["GRPO_KERNELS_BACKEND"] = dict.fromkeys(("auto", *BACKENDS))
-    values[cpu_products.SETTING] = {"": None, "auto": None, **cpu_products.engines()}
+    findings, engines = [], cpu_products.engines()
+    able = [name for name, reason in engines.items() if reason is None]
+    choices = {"GRPO_KERNELS_BACKEND": ["auto", *BACKENDS], cpu_products.SETTING: ["", "auto", *able]}  # others raise in calls
     for name, value in environ.items():
-        if name in values:
-            reason = values[name].get(value, "there is no such value")
-            able = ", ".join(v for v, why in values[name].items() if v and why is None)
-            raises = values[name] is not flags
-            says = f"{reason}, and calls raise" if raises else "it has no effect"
-            if reason is not None:
-                findings.append(Finding(f"{name}={value}: {says}", f"set it to one of {able}, or unset it", raises))
+        if name in SETTINGS:
+            known = choices.get(name, ["", "0", "1"])
+            if value not in known:
+                reason = engines.get(value) or "there is no such value"
+                says = f"{reason}, and calls raise" if name in choices else "it has no effect"
+                remedy = f"set it to one of {', '.join(filter(None, known))}, or unset it"
+                findings.append(Finding(f"{name}={value}: {says}", remedy, name in choices))
         elif name.startswith("GRPO_KERNELS_") and not name.startswith("GRPO_KERNELS_TEST"):
-            known = ", ".join(s for s in SETTINGS if s.startswith("GRPO_KERNELS_"))
-            findings.append(Finding(f"{name} is not a setting of this version", f"there are {known}", False))
+            there = ", ".join(s for s in SETTINGS if s.startswith("GRPO_KERNELS_"))
+            findings.append(Finding(f"{name} is not a setting of this version", f"there are {there}", False))
     rounds = environ.get("NVIDIA_TF32_OVERRIDE") == "1" or torch.get_float32_matmul_precision() != "highest"
     if rounds and torch.cuda.is_available():
         remedy = (

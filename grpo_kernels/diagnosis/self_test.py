@@ -11,9 +11,8 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -50,24 +49,18 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for case, level, inputs, reference in _questions():
-            dtype = str(inputs.weight.dtype).removeprefix("torch.")
-            check: dict[str, Any] = {
-                "case": case.name,
-                "level": level,
-                "dtype": dtype,
-                "vocab": len(inputs.weight),
-                "errors": {},
-            }
-            checks.append(check)
+            dtype, errors = str(inputs.weight.dtype).removeprefix("torch."), dict[str, float]()
             try:
                 found = results(case, level, inputs, backend, device)
-                check["errors"] = {name: error_of(name, found[name], wanted) for name, wanted in reference.items()}
-                check["failure"] = beyond_limits(check["errors"], inputs.weight.dtype)
+                errors |= {name: error_of(name, found[name], wanted) for name, wanted in reference.items()}
+                failure = beyond_limits(errors, inputs.weight.dtype)
             except Exception as error:  # a kernel that does not compile must not end the report
-                check["failure"] = first_line(error)
-            for name, off in check["errors"].items():
+                failure = first_line(error)
+            for name, off in errors.items():
                 kind = dtype if name.startswith("d_") else "value"
                 worst[kind] = max(worst[kind], off)
+            check = {"case": case.name, "level": level, "dtype": dtype, "vocab": len(inputs.weight)}
+            checks.append(check | {"errors": errors, "failure": failure})
     return {
         "available": True,
         "reason": None,
@@ -81,6 +74,32 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
 
 
 # ---- the cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """A clipped ratio, a KL to the reference (k3) and an entropy bonus: as `objective` says it to the package, and as the other
+    fields say it to `expected`."""
+
+    name: str
+    objective: Objective
+    sequences: bool = False  # a ratio of each sequence, and the mean over sequences of the mean over tokens; else of tokens
+    kept: bool = False  # over kept sets
+    divergence: str = ""  # in place of the estimate of the KL, the exact divergence of this direction
+
+
+def _objective(**others: Any) -> Objective:
+    return Objective(Clip(eps_low=0.2, eps_high=0.28), beta=BETA, entropy_coef=ENTROPY_COEF, **others)
+
+
+CASES = [
+    Case("clip + KL + entropy bonus", _objective()),
+    Case("clip + KL + entropy bonus over kept sets", _objective(), kept=True),
+    Case("sequence ratio", _objective(level="sequence", aggregate="seq-mean-token-mean"), sequences=True),
+    *(Case(f"clip + divergence, {way}", _objective(kl=Exact(way)), divergence=way) for way in ("reverse", "forward", "jsd")),
+]
+#: (B, T, V, H) and the cases: with an odd vocabulary, and with one of a model's size (rows of many tiles).
+SHAPES = (((3, 4, 1003, 64), CASES), ((2, 2, 128_257, 8), CASES[:1]))
 
 
 @dataclass
@@ -108,83 +127,6 @@ class Inputs:
         return (self.hidden.float() @ self.weight.float().t()).roll(1, -1)
 
 
-class Values(NamedTuple):
-    """What a formula reads beside the inputs: float64 [B, T], 0 where masked."""
-
-    logps: Tensor
-    entropy: Tensor
-    divergence: Tensor
-
-
-def clip_kl_entropy(v: Values, x: Inputs) -> Tensor:
-    """Clipped ratios of tokens, KL to the reference (k3), entropy bonus; a mean over tokens."""
-    policy = _clipped(_log_ratio(v, x), x.advantages[:, None])
-    to_reference = torch.where(x.mask, x.ref_logps.double() - v.logps, 0.0)
-    return _mean(policy + BETA * (to_reference.expm1() - to_reference) - ENTROPY_COEF * v.entropy, x)
-
-
-def sequence_ratio(v: Values, x: Inputs) -> Tensor:
-    """GSPO: one clipped ratio per sequence, its mean log-ratio exponentiated; a mean over sequences of the mean over tokens."""
-    mean = _log_ratio(v, x).sum(1) / x.mask.sum(1)
-    return (_clipped(mean, x.advantages) - ENTROPY_COEF * v.entropy.sum(1) / x.mask.sum(1)).mean()
-
-
-def clip_divergence(v: Values, x: Inputs) -> Tensor:
-    """With the exact divergence of whole rows in place of an estimate."""
-    return _mean(_clipped(_log_ratio(v, x), x.advantages[:, None]) + BETA * v.divergence, x)
-
-
-def _log_ratio(v: Values, x: Inputs) -> Tensor:
-    return torch.where(x.mask, v.logps - x.old_logps.double(), 0.0)
-
-
-def _clipped(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    ratio = log_ratio.exp()
-    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-
-
-def _mean(terms: Tensor, x: Inputs) -> Tensor:
-    return torch.where(x.mask, terms, 0.0).sum() / x.mask.sum()
-
-
-def _divergence(direction: str, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p||q), KL(q||p), or the mean of those to their mixture."""
-    if direction == "jsd":
-        mixture = torch.logaddexp(log_p, log_q) - math.log(2.0)
-        return 0.5 * (_divergence("reverse", log_p, mixture) + _divergence("reverse", log_q, mixture))
-    if direction == "forward":
-        log_p, log_q = log_q, log_p
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    formula: Callable[[Values, Inputs], Tensor]
-    objective: Objective
-    kept: bool = False  # over kept sets
-    divergence: str = ""  # its direction
-
-
-_CLIP = Clip(eps_low=0.2, eps_high=0.28)
-_WHOLE = Objective(_CLIP, beta=BETA, entropy_coef=ENTROPY_COEF)
-CASES = [
-    Case("clip + KL + entropy bonus", clip_kl_entropy, _WHOLE),
-    Case("clip + KL + entropy bonus over kept sets", clip_kl_entropy, _WHOLE, kept=True),
-    Case(
-        "sequence ratio + entropy bonus",
-        sequence_ratio,
-        Objective(_CLIP, level="sequence", aggregate="seq-mean-token-mean", entropy_coef=ENTROPY_COEF),
-    ),
-]
-for _direction in ("reverse", "forward", "jsd"):
-    _exact = Objective(_CLIP, beta=BETA, kl=Exact(_direction))
-    CASES.append(Case(f"clip + divergence, {_direction}", clip_divergence, _exact, divergence=_direction))
-#: (B, T, V, H) and the cases: with an odd vocabulary, and with one of a model's size (rows of many tiles).
-SHAPES = (((3, 4, 1003, 64), CASES), ((2, 2, 128_257, 8), CASES[:1]))
-LEVELS = ("logits", "hidden")
-
-
 @functools.cache
 def make_inputs(B: int, T: int, V: int, H: int, dtype: torch.dtype, kept: bool) -> Inputs:
     g = torch.Generator().manual_seed(V)
@@ -197,52 +139,86 @@ def make_inputs(B: int, T: int, V: int, H: int, dtype: torch.dtype, kept: bool) 
     advantages[-1] = 0.0
     noise = torch.randn(2, B, T, generator=g)
     lists = [sorted((t + 7 * j) % V for j in range((0, 1, 20)[i % 3])) for i, t in enumerate(targets.flatten().tolist())]
-    inputs = Inputs(
-        hidden, weight, targets, mask, advantages, noise[0], noise[1], TokenSets.from_lists(lists) if kept else None
-    )
-    logps = values(hidden.double() @ weight.double().t(), inputs, "").logps.float()
+    sets = TokenSets.from_lists(lists) if kept else None
+    inputs = Inputs(hidden, weight, targets, mask, advantages, noise[0], noise[1], sets)
+    logps = _of_targets(_log_probs(hidden.double() @ weight.double().t(), inputs), inputs).float()
     inputs.old_logps, inputs.ref_logps = torch.where(mask, logps + 0.3 * noise, torch.nan)
     hidden[~mask] = torch.nan
     return inputs
 
 
-def values(logits: Tensor, x: Inputs, divergence: str) -> Values:
-    """Of trained tokens, over the vocabulary or over their sets. No NaN reaches the gradients."""
-    read, target = x.mask[..., None], x.targets[..., None]
-    log_p = torch.where(read, logits, 0.0) / TEMPERATURE
-    if x.kept is not None:
-        log_p = log_p.masked_fill(~x.kept.mask(log_p.shape[-1]).view(log_p.shape), -torch.inf)
-    log_p = log_p.log_softmax(-1)
-    entropy = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)  # no 0 times infinity
-    apart = torch.zeros_like(entropy)
-    if divergence:
-        apart = _divergence(divergence, log_p, (torch.where(read, x.teacher(), 0.0).double() / TEMPERATURE).log_softmax(-1))
-    return Values(*(torch.where(x.mask, v, 0.0) for v in (log_p.gather(2, target)[..., 0], entropy, apart)))
+@functools.cache
+def _questions() -> list[tuple[Case, str, Inputs, dict[str, Tensor]]]:
+    """(case, level, inputs, what is expected in float64): the same for every backend."""
+    questions = []
+    for shape, cases in SHAPES:
+        for case, dtype, level in itertools.product(cases, GRADIENT_LIMIT, ("logits", "hidden")):
+            if level == "logits" or not case.divergence:  # the second stream of rows is logits
+                x = make_inputs(*shape, dtype, case.kept)
+                questions.append((case, level, x, expected(case, level, x)))
+    return questions
+
+
+# ---- in float64
 
 
 def expected(case: Case, level: str, x: Inputs) -> dict[str, Tensor]:
-    """{"loss", "logps", "entropy", "d_...": ...} in float64."""
+    """{"loss", "logps", "entropy", "d_...": ...}"""
     leaves = x.leaves(level, torch.float64, x.mask.device)
+    logits = leaves[level]
     if level == "hidden":
-        logits = torch.where(x.mask[..., None], leaves["hidden"], 0.0) @ leaves["weight"].t()
+        logits = torch.where(x.mask[..., None], logits, 0.0) @ leaves["weight"].t()
+    log_p, advantages = _log_probs(logits, x), x.advantages[:, None]
+    logps, entropy = _of_targets(log_p, x), -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)  # no 0 times infinity
+    log_ratio = torch.where(x.mask, logps - x.old_logps.double(), 0.0)
+    if case.sequences:
+        log_ratio = (log_ratio.sum(1, keepdim=True) / x.mask.sum(1, keepdim=True)).expand_as(logps)
+    ratio = log_ratio.exp()
+    if case.divergence:
+        kl = _divergence(case.divergence, log_p, _log_probs(x.teacher().double(), x))
     else:
-        logits = leaves["logits"]
-    found = values(logits, x, case.divergence)
-    return _collect(case.formula(found, x), found.logps, found.entropy, leaves)
+        to_reference = torch.where(x.mask, x.ref_logps.double() - logps, 0.0)
+        kl = to_reference.expm1() - to_reference
+    policy = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+    terms = torch.where(x.mask, policy + BETA * kl - ENTROPY_COEF * entropy, 0.0)
+    loss = (terms.sum(1) / x.mask.sum(1)).mean() if case.sequences else terms.sum() / x.mask.sum()
+    return _collect(loss, logps, torch.where(x.mask, entropy, 0.0), leaves)
+
+
+def _log_probs(logits: Tensor, x: Inputs) -> Tensor:
+    """Over the vocabulary or over the sets; no NaN of masked rows reaches the gradients."""
+    scaled = torch.where(x.mask[..., None], logits, 0.0) / TEMPERATURE
+    if x.kept is not None:
+        scaled = scaled.masked_fill(~x.kept.mask(scaled.shape[-1]).view(scaled.shape), -torch.inf)
+    return scaled.log_softmax(-1)
+
+
+def _of_targets(log_p: Tensor, x: Inputs) -> Tensor:
+    return torch.where(x.mask, log_p.gather(2, x.targets[..., None])[..., 0], 0.0)
+
+
+def _divergence(direction: str, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p||q), KL(q||p), or the mean of those to their mixture."""
+    if direction == "jsd":
+        mixture = torch.logaddexp(log_p, log_q) - math.log(2.0)
+        return 0.5 * (_divergence("reverse", log_p, mixture) + _divergence("reverse", log_q, mixture))
+    if direction == "forward":
+        log_p, log_q = log_q, log_p
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+# ---- by a backend
 
 
 def results(case: Case, level: str, x: Inputs, backend: str, device: torch.device) -> dict[str, Tensor]:
     """The same from a backend, in strict mode: otherwise a fallback could be tested in its place."""
     leaves = x.leaves(level, x.hidden.dtype, device)
-    fields: dict[str, Any] = {"mask": x.mask, "old_logps": x.old_logps, "ref_logps": x.ref_logps, "kept": x.kept}
-    options: dict[str, Any] = {"transform": LogitTransform(TEMPERATURE)}
-    if case.divergence:
-        options["ref_logits"], fields["ref_logps"] = x.teacher().to(device), None
-    fields = {name: value.to(device) for name, value in fields.items() if value is not None}
-    batch = TokenBatch(x.targets.to(device), x.advantages.to(device), **fields)
+    ref_logps = None if case.divergence else x.ref_logps
+    batch = TokenBatch(x.targets, x.advantages, mask=x.mask, old_logps=x.old_logps, ref_logps=ref_logps, kept=x.kept).to(device)
+    teacher = {"ref_logits": x.teacher().to(device)} if case.divergence else {}
     loss_of: Any = grpo_loss if level == "logits" else linear_grpo_loss
     with use(backend=backend, strict=True):
-        out = loss_of(*leaves.values(), batch, case.objective, **options)
+        out = loss_of(*leaves.values(), batch, case.objective, transform=LogitTransform(TEMPERATURE), **teacher)
         return _collect(out.loss, out.logps, out.entropy, leaves)
 
 
@@ -251,18 +227,6 @@ def _collect(loss: Tensor, logps: Tensor, entropy: Tensor, leaves: dict[str, Ten
     tensors = {"loss": loss, "logps": logps, "entropy": entropy}
     tensors |= {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
     return {name: tensor.detach().double().cpu() for name, tensor in tensors.items()}
-
-
-@functools.cache
-def _questions() -> list[tuple[Case, str, Inputs, dict[str, Tensor]]]:
-    """(case, level, inputs, what is expected in float64): the same for every backend."""
-    questions = []
-    for shape, cases in SHAPES:
-        for case, dtype, level in itertools.product(cases, GRADIENT_LIMIT, LEVELS):
-            if level == "logits" or not case.divergence:  # the second stream of rows is logits
-                x = make_inputs(*shape, dtype, case.kept)
-                questions.append((case, level, x, expected(case, level, x)))
-    return questions
 
 
 # ---- what is off

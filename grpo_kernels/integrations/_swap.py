@@ -23,6 +23,8 @@ Tensor = torch.Tensor
 Function = Callable[..., Any]
 
 OVERRIDE = "GRPO_KERNELS_ANY_VERSION"
+#: What was there before an object got an attribute of its own.
+ABSENT = object()
 
 
 class NotCovered(ValueError):
@@ -89,17 +91,14 @@ def alike(what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance
         if not apart <= tolerance * size + floor * b.numel():  # NaN differs too
             raise Differs(
                 f"{what}, tensor {number} of {len(ours)}: ours sum to {float(a.sum()):.6g} and its own to {float(b.sum()):.6g}; they "
-                f"are {float(apart):.3g} apart of {float(size):.3g} in absolute terms, at most {float((a - b).abs().max()):.3g} in one place"
+                f"are {float(apart):.3g} apart of {float(size):.3g} in absolute terms"
             )
         told = told or bool(size > 0)
     return told
 
 
-def outcome(
-    function: Function, call: Any, part: Function, among: set[int] | None
-) -> tuple[list[Tensor], list[Tensor], set[int]]:
-    """Results of a call on copies of its tensors, which may be overwritten; slopes of a fixed mixture of the results with respect
-    to what wants a gradient; and which results were mixed: of those with a gradient the ones `among`, None: all."""
+def ran(function: Function, call: Any, part: Function) -> tuple[list[Tensor], list[Tensor]]:
+    """(results of a call on copies of its tensors, which may be overwritten; what wants a gradient of them)."""
     leaves: list[Tensor] = []
 
     def copied(x: Tensor) -> Tensor:
@@ -110,14 +109,15 @@ def outcome(
 
     args, kwargs = tree_map_only(Tensor, copied, call)
     found = tree_leaves(part(function(*args, **kwargs)))
-    results = [x for x in found if isinstance(x, Tensor) and x.is_floating_point()]
-    chosen = {i for i, x in enumerate(results) if x.requires_grad and (among is None or i in among)}
-    mixed, values = [results[i] for i in sorted(chosen)], [x.detach().clone() for x in results]
-    if not mixed or not leaves:
-        return values, [], chosen
-    upstream = [(1.5 + torch.arange(x.numel(), device=x.device).cos()).to(x.dtype).view(x.shape) for x in mixed]
-    slopes = torch.autograd.grad(mixed, leaves, upstream, allow_unused=True, materialize_grads=True)
-    return values, [*slopes], chosen
+    return [x for x in found if isinstance(x, Tensor) and x.is_floating_point()], leaves
+
+
+def slopes_of(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    """The gradients of a fixed mixture of the results."""
+    if not results or not leaves:
+        return []
+    upstream = [(1.5 + torch.arange(x.numel(), device=x.device).cos()).to(x.dtype).view(x.shape) for x in results]
+    return [*torch.autograd.grad(results, leaves, upstream, allow_unused=True, materialize_grads=True)]
 
 
 class Trial:
@@ -140,15 +140,16 @@ class Trial:
         coarse = any(isinstance(x, Tensor) and x.is_floating_point() and x.element_size() < 4 for x in tree_leaves(call))
         tolerance, floor = (3e-2, 2e-2) if coarse else (1e-3, 1e-5)  # 16-bit functions may sum in 16 bits
         with self.refusing(name):
-            values, slopes, mixed = outcome(ours, call, part, None)
+            mine, leaves = ran(ours, call, part)
             try:
-                wanted, their_slopes, theirs_mixed = outcome(theirs, call, part, mixed)
+                own, own_leaves = ran(theirs, call, part)
             except Exception as error:
                 raise Differs(f"its own function raised {type(error).__name__}: {error}") from error
-            told = {"values"} if alike("values", values, wanted, tolerance, floor) else set()
-            if theirs_mixed != mixed:  # what has no slope there is used without one
-                slopes = outcome(ours, call, part, theirs_mixed)[1]
-            told |= {"slopes"} if alike("slopes", slopes, their_slopes, tolerance) else set()  # which may be small everywhere
+            told = {"values"} if alike("values", mine, own, tolerance, floor) else set()
+            # What has no slope there is used without one.
+            both = [(a, b) for a, b in zip(mine, own, strict=True) if a.requires_grad and b.requires_grad]
+            slopes, wanted = slopes_of([a for a, _ in both], leaves), slopes_of([b for _, b in both], own_leaves)
+            told |= {"slopes"} if alike("slopes", slopes, wanted, tolerance) else set()  # which may be small everywhere
         self.passed(name, told)
 
     def beside(self, ours: Function, theirs: Function, part: Function = lambda result: result) -> Function:
@@ -242,8 +243,8 @@ class Slots:
             raise
 
     def put(self, module: Any, key: str, value: Any) -> None:
-        """Set `module.key` to `value` until `undo()`, in this module only and without counting calls."""
-        self._bound.append((module, key, value, getattr(module, key)))
+        """Set `module.key` to `value` until `undo()`, in this module (or object) only and without counting calls."""
+        self._bound.append((module, key, value, vars(module).get(key, ABSENT)))
         setattr(module, key, value)
 
     def counted(self, ours: Function, theirs: Function) -> Any:
@@ -275,6 +276,9 @@ class Slots:
                 home = getattr(module, "__name__", type(module).__name__)
                 raise RuntimeError(f"{home}.{name} is not ours any more: undo in the reverse order of binding.")
         for module, name, value, theirs in self._bound:
+            if theirs is ABSENT:
+                delattr(module, name)
+                continue
             setattr(module, name, theirs)
             for late, key in names_of(value, getattr(module, "__name__", "")):
                 setattr(late, key, theirs)

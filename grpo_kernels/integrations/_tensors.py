@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .. import Exact, LogitTransform, LossOutput, Objective, Options, TokenBatch, TokenSets, token_logprobs
+from .. import (
+    Cispo,
+    Clip,
+    Exact,
+    LogitTransform,
+    LossOutput,
+    Objective,
+    Options,
+    Sapo,
+    TokenBatch,
+    TokenSets,
+    Vespo,
+    token_logprobs,
+)
+from ..checks import require, require_one_of
 from ..distributed import VocabShard
 from ..formulas.divergence import divergence_at
 from ..layout import of_a_leaf
@@ -17,6 +32,8 @@ from ._swap import NotCovered
 Tensor = torch.Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Of the losses that TRL and Liger name alike those that clip.
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
 def plain(*tensors: Tensor | None) -> None:
@@ -62,6 +79,30 @@ def world() -> Any:
     """The group of all ranks, for trainers in which no group means all ranks, as in torch.distributed; None without one."""
     ready = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.group.WORLD if ready else None
+
+
+# ---- objectives
+
+
+def two_sided(owner: str, low: float, high: float, delta: float | None, name: str, name_of_high: str) -> Clip:
+    """A trainer's clip with a bound of both sides, or None; `name` is what the trainer calls that. Raises ValueError for a bound
+    within the clip range, which trainers take in ways of their own."""
+    bound = math.inf if delta is None else delta
+    require(bound >= 1 + high, name, delta, f"below 1 + {name_of_high}, {1 + high}, it is {owner}'s own.")
+    return Clip(low, high, bound)
+
+
+def surrogate_of(
+    loss_type: str, low: float, high: float, delta: float | None, sapo: tuple[float, float], vespo: tuple[float, ...]
+) -> Any:
+    """The surrogate of TRL's and Liger's `loss_type`. As they have it, `high` is CISPO's cap, an absolute ratio."""
+    require_one_of("loss_type", loss_type, (*CLIPPED, "cispo", "sapo", "vespo"))
+    if loss_type in CLIPPED:
+        return Clip(min(low, 1.0), high, math.inf if delta is None else delta)  # below 0 there is no ratio to be clipped
+    if loss_type == "vespo":
+        k_pos, lambda_pos, k_neg, lambda_neg = vespo
+        return Vespo(k_pos, max(lambda_pos, 1e-4), k_neg, max(lambda_neg, 1e-4))
+    return Cispo(high) if loss_type == "cispo" else Sapo(*sapo)
 
 
 # ---- batches, denominators, metrics

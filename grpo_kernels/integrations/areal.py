@@ -60,4 +60,6 @@ def gather_logprobs_entropy(
 def _scored(logits: Tensor, labels: Tensor, temperature: float, group: Any, entropy: bool) -> tuple[Tensor, Tensor | None]:
     plain(logits)
     shard = even_shard(logits.shape[-1], group)
-    return token_logprobs(logits, labels, transform=LogitTransform(temperature), entropy=entropy, options=Options(shard=shard))
+    transform, options = LogitTransform(temperature), Options(shard=shard)
+    found = token_logprobs(logits, labels, transform=transform, entropy=entropy, options=options)
+    return found.logps, found.entropy

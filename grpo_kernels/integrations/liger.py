@@ -34,28 +34,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import (
-    Cispo,
-    Clip,
-    Head,
-    Kl,
-    LogitTransform,
-    Objective,
-    Sapo,
-    TokenBatch,
-    Vespo,
-    grpo_loss,
-    linear_grpo_loss,
-    linear_logprobs,
-    token_logprobs,
-)
-from ..checks import require, require_number, require_one_of
+from .. import Head, Kl, LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from ..checks import require
 from ..formulas.ops import bounded_exp
 from ..formulas.token_stage import TokenRows
 from ..layout import of_a_leaf, values_are_checked
+from ..presets import PRESETS
 from ..rows.run import total
 from ._swap import Adapter, Slots, Trial
-from ._tensors import at_least_one, divergence_of, teaching
+from ._tensors import CLIPPED, at_least_one, divergence_of, surrogate_of, teaching
 
 __all__ = [
     "LIGER_VERSION", "LigerFusedLinearGRPOLoss", "LigerFusedLinearJSD", "bind", "fused_selective_log_softmax", "liger_objective", "patch",
@@ -80,12 +67,6 @@ COPIES = {"liger-kernel": ADAPTER.tested, "trl": ("1.13",)}
 #: What trainers call the attribute that holds Liger's object, the newest first.
 ATTRIBUTES = ("liger_loss", "liger_grpo_loss")
 
-AGGREGATES = {
-    "grpo": "seq-mean-token-mean", "bnpo": "token-mean", "dr_grpo": "constant", "dapo": "token-mean", "cispo": "token-mean",
-    "sapo": "seq-mean-token-mean", "luspo": "seq-mean-token-sum", "vespo": "token-mean",
-}  # fmt: skip
-#: Loss types that are not clipped: they have a ratio of their own.
-UNCLIPPED = ("cispo", "sapo", "vespo")
 #: Loss types whose denominator is the token count of all micro-batches and ranks.
 GLOBAL_COUNT = ("dapo", "cispo", "vespo")
 
@@ -113,32 +94,21 @@ def liger_objective(
     sapo_temperatures   (for A > 0, for the others).
     vespo        (k, lambda) for A >= 0, then for the others.
     max_completion_length   tokens, which dr_grpo divides by; nothing to the others."""
-    require_one_of("loss_type", loss_type, AGGREGATES)
-    level, budget = importance_sampling_level, max_completion_length if loss_type == "dr_grpo" else None
+    surrogate = surrogate_of(loss_type, epsilon_low, epsilon_high, delta, sapo_temperatures, vespo)
+    level, kl = importance_sampling_level, Kl("k3", weighting="ratio" if use_bias_correction_kl else "none")
     require(level in ("token", "sequence"), "importance_sampling_level", level, 'it must be "token" or "sequence".')
     # Liger's own message, because callers match on it.
     remedy = f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}. Use importance_sampling_level='token' instead."
-    require(level == "token" or loss_type not in UNCLIPPED, "importance_sampling_level", level, remedy)
-    remedy = "dr_grpo divides by it: pass the completion budget, a whole number of tokens."
-    require(budget is not None or loss_type != "dr_grpo", "max_completion_length", budget, remedy)
-    # Below 0 there is no ratio to be clipped.
-    surrogate: Any = (
-        Clip(min(epsilon_low, 1.0), epsilon_high, math.inf if delta is None else delta) if loss_type not in UNCLIPPED else None
-    )
-    if loss_type == "cispo":
-        surrogate = Cispo(epsilon_high)
-        if epsilon_high < 1:
-            warnings.warn(
-                f"epsilon_high={epsilon_high} is CISPO's cap, an absolute ratio: below 1 it caps on-policy tokens too. "
-                "The paper's value is near 5.", stacklevel=3,
-            )  # fmt: skip
-    elif loss_type == "sapo":
-        surrogate = Sapo(*sapo_temperatures)
-    elif loss_type == "vespo":
-        surrogate = Vespo(vespo[0], max(vespo[1], 1e-4), vespo[2], max(vespo[3], 1e-4))
-    kl = Kl("k3", weighting="ratio" if use_bias_correction_kl else "none")
-    own = "sequence-sum" if loss_type == "vespo" else level
-    return Objective(surrogate, level=own, aggregate=AGGREGATES[loss_type], beta=beta, kl=kl, max_tokens=budget)
+    require(level == "token" or loss_type in CLIPPED, "importance_sampling_level", level, remedy)
+    if loss_type == "cispo" and epsilon_high < 1:
+        warnings.warn(
+            f"epsilon_high={epsilon_high} is CISPO's cap, an absolute ratio: below 1 it caps on-policy tokens too. "
+            "The paper's value is near 5.", stacklevel=3,
+        )  # fmt: skip
+    return Objective(
+        surrogate, level="sequence-sum" if loss_type == "vespo" else level, aggregate=PRESETS[loss_type].aggregate, beta=beta, kl=kl,
+        max_tokens=max_completion_length if loss_type == "dr_grpo" else None,
+    )  # fmt: skip
 
 
 # ---- Liger's tensors as a TokenBatch and a denominator
@@ -155,35 +125,21 @@ def as_bool(name: str, mask: Tensor | None) -> Tensor | None:
 
 
 def token_batch(
-    ids: Tensor,
-    advantages: Tensor,
-    named: dict[str, Tensor | None],
-    weights: Tensor | None,
-    objective: Objective,
-    padding: int = 0,
+    ids: Tensor, advantages: Tensor, objective: Objective, *, padding: int = 0, weights: Tensor | None, **fields: Tensor | None
 ) -> TokenBatch:
-    """Liger's tensors as a TokenBatch, with `padding` masked positions after the last one. named: mask, log-probs of the old policy
-    and of the reference under the names that the caller gave them, in this order."""
-    shape = ids.shape
-    for name, x in named.items():
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name} has shape {list(x.shape)}, but the token ids have {list(shape)}: they must be the same.")
-    mask, old, ref = named.values()
-    if weights is not None:
-        of_sequences = weights.shape in (shape[:1], (*shape[:1], 1))
-        if not of_sequences and weights.shape != shape:
-            raise ValueError(f"vllm_is_ratio has shape {list(weights.shape)}: pass [B], [B, 1] or {list(shape)}.")
-        if objective.surrogate.absorbs_weights and of_sequences:
-            # A weight of a sequence enters its ratio once: at its first trained token.
-            trained = torch.ones(shape, dtype=torch.bool, device=ids.device) if mask is None else mask
-            first = trained & (trained.cumsum(1) == 1)
-            weights = torch.where(first, weights.reshape(-1, 1).clamp(min=1e-8), 1.0)
+    """Liger's tensors as a TokenBatch, with `padding` masked positions after the last one; `fields` are those of TokenBatch."""
+    shape, mask = ids.shape, fields["mask"]
+    if weights is not None and objective.surrogate.absorbs_weights and weights.numel() == len(ids):
+        # A weight of a sequence enters its ratio once: at its first trained token.
+        trained = torch.ones(shape, dtype=torch.bool, device=ids.device) if mask is None else mask
+        first = trained & (trained.cumsum(1) == 1)
+        weights = torch.where(first, weights.reshape(-1, 1).clamp(min=1e-8), 1.0)
 
     def padded(x: Any) -> Any:
         return x if x is None or not padding or x.shape != shape else torch.nn.functional.pad(x, (0, padding))
 
-    others = {"mask": mask, "old_logps": old, "ref_logps": ref, "weights": weights}
-    return TokenBatch(padded(ids), padded(advantages).to(torch.float32), **{name: padded(x) for name, x in others.items()})
+    given = {name: padded(x) for name, x in (fields | {"weights": weights}).items()}
+    return TokenBatch(padded(ids), padded(advantages).to(torch.float32), **given)
 
 
 def denominator(loss_type: str, batch: TokenBatch, num_items: float | Tensor | None) -> float | Tensor | None:
@@ -195,7 +151,7 @@ def denominator(loss_type: str, batch: TokenBatch, num_items: float | Tensor | N
         count = torch.full((), batch.rows, device=batch.targets.device) if batch.mask is None else batch.mask.sum()
         num_items = count.to(torch.float32)
         dist.all_reduce(num_items)
-    return at_least_one(num_items.to(torch.float32) / world if isinstance(num_items, Tensor) else num_items / world)
+    return at_least_one(num_items / world)
 
 
 # ---- masked positions as Liger's chunked loss counts them
@@ -256,9 +212,6 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
 
     def __post_init__(self, any_version: bool) -> None:
         super().__init__()
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "delta"):
-            value = getattr(self, name)
-            require(value is None or value > 0, name, value, "it must be positive.")
         if importlib.util.find_spec("liger_kernel") and (version := ADAPTER.untested(any_version)):
             self.register_forward_pre_hook(torch.compiler.disable(_beside_ligers(Trial(version))), with_kwargs=True)
 
@@ -311,20 +264,16 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             if said:
                 warnings.warn(message, stacklevel=2)
         ref = None if objective.beta == 0 else ref_per_token_logps
-        if objective.beta != 0 and ref is None:
-            if ref_input is None or ref_weight is None:
-                raise ValueError(
-                    f"ref_per_token_logps and ref_input are None, but beta={self.beta} wants a reference: pass one of them "
-                    "(ref_input with ref_weight), or set beta=0."
-                )
+        if objective.beta != 0 and ref is None and ref_input is not None and ref_weight is not None:
             with torch.no_grad():
                 read = None if padded == "luspo" else mask
                 ref, _ = linear_logprobs(ref_input, Head(ref_weight, ref_bias), ids, mask=read, transform=transform)
         weights = vllm_is_ratio
         if padded == "vespo" and weights is not None and mask is not None and weights.shape == ids.shape:
             weights = weights_with_padding(weights, mask)
-        named = {"attention_mask": mask, "old_per_token_logps": old_per_token_logps, "ref_per_token_logps": ref}
-        batch = token_batch(ids, advantages, named, weights, objective)
+        batch = token_batch(
+            ids, advantages, objective, mask=mask, old_logps=old_per_token_logps, ref_logps=ref, weights=weights
+        )
         if padded == "luspo":
             own = linear_logprobs(_input, Head(lin_weight, bias), ids, transform=transform)[0].reshape(-1)
             rows = rows_with_padding(batch, objective)
@@ -367,10 +316,9 @@ def _beside_ligers(trial: Trial) -> Callable[[Any, Any, Any], None]:
 
 
 def _like(module: Any, released: Callable[..., Any]) -> Any:
-    """Liger's object with the options of ours. An option that it lacks is left out where ours has the default, and an error where
-    it has another value."""
-    known, own = inspect.signature(released).parameters, [f for f in fields(module) if not f.kw_only]
-    options = {f.name: getattr(module, f.name) for f in own if f.name in known or getattr(module, f.name) != f.default}
+    """Liger's object with the options of ours that are not the defaults. One that it lacks is an error."""
+    own = {f.name: f.default for f in fields(module) if not f.kw_only}
+    options = {name: getattr(module, name) for name, default in own.items() if getattr(module, name) != default}
     # Without a KL Liger asks for a reference all the same, unless use_ref_model says that there is none.
     return released(**options | {"compiled": False, "use_ref_model": module.use_ref_model and module.beta != 0})
 
@@ -417,31 +365,25 @@ def triton_grpo_loss(
     num_items_in_batch   tokens of all micro-batches and ranks, as in `LigerFusedLinearGRPOLoss`.
     eps_low and eps_high are the epsilon_low and epsilon_high of `liger_objective`, `temperature` divides the logits, and
     everything else is as in `LigerFusedLinearGRPOLoss`. Raises ValueError naming what is wrong."""
-    for name, value in (("logits", logits), ("completion_ids", completion_ids), ("advantages", advantages)):
-        require(isinstance(value, Tensor), name, value, "pass a tensor.")
     require(inplace in (True, False, "forward"), "inplace", inplace, 'it must be True, False or "forward".')
-    taken = delta is None or loss_type not in UNCLIPPED
-    require(taken, "delta", delta, f"two-sided clipping means nothing to loss_type={loss_type!r}: leave it None.")
+    remedy = f"two-sided clipping means nothing to loss_type={loss_type!r}: leave it None."
+    require(delta is None or loss_type in CLIPPED, "delta", delta, remedy)
     B, L = completion_ids.shape
-    if logits.dim() != 3 or logits.shape[:2] != (B, L + 1):
-        raise ValueError(
-            f"logits has shape {list(logits.shape)}, but completion_ids has {list(completion_ids.shape)}: logits must be "
-            f"[{B}, {L + 1}, V], the last position being that of the token after the completion."
-        )
     objective = liger_objective(
         loss_type, importance_sampling_level=importance_sampling_level, beta=beta, epsilon_low=eps_low, epsilon_high=eps_high,
         delta=delta, use_bias_correction_kl=use_bias_correction_kl, sapo_temperatures=(sapo_temperature_pos, sapo_temperature_neg),
         vespo=(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
         max_completion_length=max(L, 1) if max_completion_length is None else max_completion_length,
     )  # fmt: skip
-    if beta != 0 and ref_logp is None:
-        raise ValueError(f"ref_logp is None, but beta={beta}: pass the reference's log-probs, or set beta=0.")
     mask = as_bool("completion_mask", completion_mask)
     if mask is None:
         mask = torch.ones((B, L), dtype=torch.bool, device=completion_ids.device)
     # The extra position is masked. A view of the logits without it would cost a second copy of the gradient.
-    named = {"completion_mask": mask, "old_logp": old_logp, "ref_logp": ref_logp if beta != 0 else None}
-    batch, transform = token_batch(completion_ids, advantages, named, vllm_is_ratio, objective, 1), LogitTransform(temperature)
+    batch = token_batch(
+        completion_ids, advantages, objective, padding=1, mask=mask, old_logps=old_logp, ref_logps=ref_logp if beta != 0 else None,
+        weights=vllm_is_ratio,
+    )  # fmt: skip
+    transform = LogitTransform(temperature)
     normalizer = denominator(loss_type, batch, num_items_in_batch) if reduce else 1.0
     rows = (objective if reduce else replace(objective, aggregate="token-sum")).token_rows(batch, normalizer)
     how = False if of_a_leaf(logits) else inplace
@@ -594,7 +536,6 @@ class LigerFusedLinearJSD(torch.nn.Module):
         accum_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        require_number("jsd_beta", jsd_beta, "the teacher's share is a number in [0, 1].", 0.0, 1.0)
         self.jsd_beta, self.temperature, self.ignore_index, self.accum_dtype = jsd_beta, temperature, ignore_index, accum_dtype
         self.objective = Objective.preset("distillation", kl=divergence_of(float(jsd_beta)))
         self.transform = LogitTransform(temperature)

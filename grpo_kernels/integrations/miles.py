@@ -115,8 +115,6 @@ def local_sets(logits: Tensor, sampling_mask: Any, response_indices: Sequence[in
         response_indices if isinstance(response_indices, Tensor) else [*response_indices], dtype=torch.int64
     )
     sets = _sets("sampling_mask", sampling_mask, options.get("response_length", len(sampling_mask)))
-    if len(index) != len(logits):
-        raise ValueError(f"response_indices has {len(index)} tokens, but logits has {len(logits)} rows: there is one for each.")
     return sets[index].to(logits.device)
 
 

@@ -36,7 +36,6 @@ import torch
 
 from .. import (
     Cispo,
-    Clip,
     Exact,
     Kl,
     LossOutput,
@@ -55,7 +54,7 @@ from ..formulas.ops import bounded_exp
 from ..losses import objective_loss
 from ..rewards.corrections import importance_weights, rejection_mask
 from ._swap import Adapter
-from ._tensors import at_ids, divergence_over, numbers, shard_of
+from ._tensors import at_ids, divergence_over, numbers, shard_of, two_sided
 
 Tensor = torch.Tensor
 
@@ -130,8 +129,6 @@ class PolicyLoss:
         self.force_on_policy_ratio = force_on_policy_ratio
         self.use_on_policy_kl_approximation = use_on_policy_kl_approximation
         self.positive_example_nll_weight = positive_example_nll_weight
-        #: Whether the KL is weighted with another ratio than the policy term, or runs over more than that.
-        self.kl_apart = objective.beta != 0 and (use_on_policy_kl_approximation or bool(self.rules))
         tokens = objective.aggregate == "token-mean"
         self.loss_type = interfaces.LossType.TOKEN_LEVEL if tokens else interfaces.LossType.SEQUENCE_LEVEL
         self.input_type = interfaces.LossInputType.LOGIT
@@ -152,15 +149,13 @@ class PolicyLoss:
         cls, theirs: Any, *, inplace: bool = False, megatron: bool = False, sampling_params: Any = None
     ) -> PolicyLoss:  # fmt: skip
         """This loss with the settings of `theirs`, a `ClippedPGLossFn`. Raises ValueError for unsupported ones."""
-        clip_c, low, high = theirs.ratio_clip_c, theirs.ratio_clip_min, theirs.ratio_clip_max
+        clip_c, high = theirs.ratio_clip_c, theirs.ratio_clip_max
         remedy = "with disable_ppo_ratio it bounds no ratio: set one of them only."
         require(clip_c is None or not theirs.disable_ppo_ratio, "ratio_clip_c", clip_c, remedy)
-        remedy = f"below 1 + ratio_clip_max, {1 + high}, it is NeMo-RL's own."
-        require(clip_c is None or clip_c >= 1 + high, "ratio_clip_c", clip_c, remedy)
+        surrogate: Any = two_sided("NeMo-RL", theirs.ratio_clip_min, high, clip_c, "ratio_clip_c", "ratio_clip_max")
         sequences, kind = theirs.sequence_level_importance_ratios, theirs.truncated_importance_sampling_type
-        surrogate: Any = Clip(low, high, math.inf if clip_c is None else clip_c)
         if theirs.use_cispo or theirs.disable_ppo_ratio:
-            surrogate = Cispo(1 + high, 1 - low) if theirs.use_cispo else PolicyGradient()
+            surrogate = Cispo(1 + high, 1 - theirs.ratio_clip_min) if theirs.use_cispo else PolicyGradient()
 
         def finite(x: float | None) -> float:
             return math.inf if x is None else x
@@ -202,18 +197,17 @@ class PolicyLoss:
         tokens, sequences = (x.to(torch.float32) for x in (global_valid_toks, global_valid_seqs))
         D = tokens if self.objective.aggregate == "token-mean" else sequences
         filtered, dropped = self._filtered(logits, batch, shard)
-        kl: Tensor | None = None
-        if self.kl_apart or (self.force_on_policy_ratio and self.importance is not None):  # whose weights need the log-probs
-            out, kl, weights, outside = self._over_logps(logits, filtered, D, shard)
+        if self.force_on_policy_ratio and self.importance is not None:  # whose weights are those of the policy's log-probs
+            with torch.no_grad():
+                own = token_logprobs(logits, batch.targets, mask=mask, kept=filtered.kept, options=Options(shard=shard))[0]
+            weights, outside = self._weights(replace(batch, old_logps=own))
         else:
             weights, outside = self._weights(batch)
-            filtered = filtered if weights is None else replace(filtered, weights=weights)
-            out = grpo_loss(logits, filtered, self.objective, normalizer=D, inplace=self.inplace, options=Options(shard=shard))
-        loss = out.loss if kl is None else out.loss + kl
+        loss, out = self._loss(logits, replace(filtered, weights=weights), D, shard)
         named = self._metrics(out, batch, data["sample_mask"], (tokens, sequences), weights, outside)
         named |= {"loss": loss, "positive_nll_loss": -torch.where(positive, out.logps, 0.0).sum() / positive.sum().clamp(min=1)}
-        if kl is not None:
-            named["kl_penalty"] = kl / self.objective.beta
+        if loss is not out.loss:
+            named["kl_penalty"] = (loss - out.loss) / self.objective.beta
         if dropped is not None:
             named["outside_sampling_set"] = (dropped & mask).sum() / tokens.clamp(min=1)
         return loss, numbers(named)
@@ -254,40 +248,33 @@ class PolicyLoss:
         kept = TokenSets.cat([sets, alone]).take(rows + lacking * len(targets))
         return replace(batch, kept=kept), lacking.view(batch.targets.shape)
 
-    def _over_logps(
-        self, logits: Tensor, batch: TokenBatch, D: Tensor, shard: VocabShard | None
-    ) -> tuple[LossOutput, Tensor | None, Tensor | None, Tensor | None]:
-        """(the loss without a KL that is apart, that KL's part of it, the weights, what is outside their bounds)."""
-        mass = batch.kept is not None and self.kl_apart
+    def _loss(self, logits: Tensor, batch: TokenBatch, D: Tensor, shard: VocabShard | None) -> tuple[Tensor, LossOutput]:
+        """(the loss, the result that it is of): without a KL over more than the sets, or weighted by the ratio to the sampler."""
+        spec, whole = self.objective, batch.kept is not None and self.objective.beta != 0
+        inplace, on_policy = self.inplace and not whole, spec.beta != 0 and self.use_on_policy_kl_approximation
+        if not whole and not on_policy:
+            out = grpo_loss(logits, batch, spec, normalizer=D, inplace=inplace, options=Options(shard=shard))
+            return out.loss, out
         scored = token_logprobs(
-            logits, batch.targets, mask=batch.mask, entropy=self.objective.needs_entropy, options=Options(shard=shard), kept=batch.kept,
-            inplace=self.inplace and not mass, also=("log_kept_mass",) if mass else (),
+            logits, batch.targets, mask=batch.mask, entropy=spec.needs_entropy, options=Options(shard=shard), kept=batch.kept,
+            inplace=inplace, also=("log_kept_mass",) if whole else (),
         )  # fmt: skip
         logps, entropy = scored
-        weights, outside = self._weights(batch if batch.old_logps is not None else replace(batch, old_logps=logps.detach()))
-        policy = replace(self.objective, beta=0.0) if self.kl_apart else self.objective
-        out = objective_loss(logps, replace(batch, weights=weights), policy, entropy=entropy, normalizer=D)
-        whole = logps + scored.also["log_kept_mass"] if mass else logps
-        return out, self._kl(whole, batch, D) if self.kl_apart else None, weights, outside
-
-    def _kl(self, logps: Tensor, batch: TokenBatch, D: Tensor) -> Tensor:
-        """The KL's part of the loss, of log-probs over the vocabulary."""
-        spec, weight = self.objective.kl_spec, self.objective.token_rows(batch, D).kl_weight
-        if not self.use_on_policy_kl_approximation:
-            alone = Objective(
-                PolicyGradient(), aggregate=self.objective.aggregate, beta=self.objective.beta, kl=self.objective.kl
-            )
-            silent = replace(batch, advantages=torch.zeros_like(batch.advantages), old_logps=None, nll_weights=None, kept=None)
-            return objective_loss(logps, silent, alone, normalizer=D).loss
-        # Weighted by the ratio to the sampler. Unlike `Kl`, NeMo-RL bounds the weighted value. Masked positions may hold any value.
+        out = objective_loss(logps, batch, replace(spec, beta=0.0), entropy=entropy, normalizer=D)
+        logps = logps + scored.also["log_kept_mass"] if whole else logps
+        if not on_policy:
+            alone = replace(spec, surrogate=PolicyGradient(), level="token", filters=(), entropy_coef=0.0)
+            silent = replace(batch, advantages=torch.zeros_like(logps), old_logps=None, nll_weights=None, kept=None)
+            return out.loss + objective_loss(logps, silent, alone, normalizer=D).loss, out
+        # Unlike `Kl`, NeMo-RL bounds the weighted value. Masked positions may hold any value.
         mask, *given = batch.mask, batch.ref_logps, batch.sampler_logps
         ref, sampler = (torch.where(mask, x, logps.detach()) for x in given)  # type: ignore[arg-type]
-        d = ref - logps
-        bounded = d.clamp(-spec.clamp_log, spec.clamp_log)
+        kl, d = spec.kl_spec, ref - logps
+        bounded = d.clamp(-kl.clamp_log, kl.clamp_log)
         r = (logps - sampler).exp().nan_to_num(0.0, 0.0, 0.0)
         r = torch.where(d == bounded, r, r.detach())
-        value, _ = spec.function(logps, sampler, logps + bounded)
-        return ((r * value).clamp(-spec.clamp, spec.clamp).reshape(-1) * weight).sum()
+        value = (r * kl.function(logps, sampler, logps + bounded)[0]).clamp(-kl.clamp, kl.clamp)
+        return out.loss + (value.reshape(-1) * spec.token_rows(batch, D).kl_weight).sum(), out
 
     def _weights(self, batch: TokenBatch) -> tuple[Tensor | None, Tensor | None]:
         """The weights of the correction and which tokens are outside its bounds, both [B, S]; None without a correction."""

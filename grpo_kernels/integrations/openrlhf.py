@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from .. import Clip, LogitTransform, Objective, TokenBatch, token_logprobs
+from .. import LogitTransform, Objective, TokenBatch, token_logprobs
 from ..checks import require, require_one_of
 from ..losses import objective_loss
 from ..rewards.corrections import importance_weights, rejection_mask
 from ._swap import Adapter, Slots
-from ._tensors import at_least_one, entropy_from_logits, left_out, masked_mean, plain, scored_batch
+from ._tensors import at_least_one, entropy_from_logits, left_out, masked_mean, plain, scored_batch, two_sided
 
 Tensor = torch.Tensor
 
@@ -85,8 +85,6 @@ class PolicyLoss(torch.nn.Module):
         super().__init__()
         require_one_of("policy_loss_type", policy_loss_type, ("ppo", "gspo"))
         require_one_of("vllm_is_correction_type", vllm_is_correction_type, TYPES)
-        remedy = f"below 1 + clip_eps_high, {1 + clip_eps_high}, it is OpenRLHF's own."
-        require(dual_clip is None or dual_clip >= 1 + clip_eps_high, "dual_clip", dual_clip, remedy)
         self.reports_filter, level = is_correction_level is not None, is_correction_level
         if level is None:
             level, is_correction_mode = TYPES[vllm_is_correction_type] if enable_vllm_is_correction else ("off", "mask")
@@ -100,7 +98,7 @@ class PolicyLoss(torch.nn.Module):
         self.policy_loss_type = policy_loss_type
         self.objective = Objective.preset(
             "gspo" if policy_loss_type == "gspo" else "grpo", numerics="openrlhf", count_empty=False,
-            surrogate=Clip(clip_eps_low, clip_eps_high, math.inf if dual_clip is None else dual_clip),
+            surrogate=two_sided("OpenRLHF", clip_eps_low, clip_eps_high, dual_clip, "dual_clip", "clip_eps_high"),
             aggregate="token-mean" if self.token_level_loss else "seq-mean-token-mean",
         )  # fmt: skip
 

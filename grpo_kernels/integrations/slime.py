@@ -33,12 +33,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import Cispo, Clip, Kl, Objective, Options, TokenBatch, TokenSets
+from .. import Cispo, Kl, Objective, Options, TokenBatch, TokenSets
 from ..checks import require
 from ..formulas.ops import bounded_exp
 from ..losses import objective_loss
 from ._swap import Adapter, Slots
-from ._tensors import entropy_kind, even_shard, in_a_column, plain, response_sets, scored_batch, world
+from ._tensors import entropy_kind, even_shard, in_a_column, plain, response_sets, scored_batch, two_sided, world
 
 Tensor = torch.Tensor
 
@@ -152,8 +152,7 @@ def objective_of(args: Any) -> Objective:
         value = getattr(args, name, None)
         require(not value, name, value, "this loss has no such term: keep slime's own, and use bind() alone.")
     high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
-    delta = math.inf if getattr(args, "eps_clip_c", None) is None else args.eps_clip_c
-    require(delta >= 1 + high, "eps_clip_c", delta, f"below 1 + eps_clip_high, {1 + high}, it is slime's own.")
+    clip = two_sided("slime", args.eps_clip, high, getattr(args, "eps_clip_c", None), "eps_clip_c", "eps_clip_high")
     estimator, kind = args.advantage_estimator, args.kl_loss_type
     gspo, low_var = estimator == "gspo", kind == "low_var_kl"
     unbiased = args.use_kl_loss and getattr(args, "use_unbiased_kl", False)
@@ -161,7 +160,7 @@ def objective_of(args: Any) -> Objective:
     require(not (unbiased and (gspo or low_var)), "use_unbiased_kl", unbiased, remedy)
     kl = Kl("k3" if low_var else kind, weighting="ratio" if unbiased else "none", clamp=10.0 if low_var else math.inf)
     return Objective(
-        Cispo(cap=1 + high, low=1 - args.eps_clip) if estimator == "cispo" else Clip(args.eps_clip, high, delta),
+        Cispo(cap=1 + high, low=1 - args.eps_clip) if estimator == "cispo" else clip,
         level="sequence" if gspo else "token", aggregate="token-sum", kl=kl,
         beta=float(args.kl_loss_coef) if args.use_kl_loss else 0.0, entropy_coef=float(args.entropy_coef),
     )  # fmt: skip

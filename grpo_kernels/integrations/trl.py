@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import types
 import warnings
 from collections import Counter
@@ -41,8 +40,6 @@ from typing import Any
 import torch
 
 from .. import (
-    Cispo,
-    Clip,
     EntropyQuantile,
     Head,
     LogitTransform,
@@ -50,18 +47,16 @@ from .. import (
     Objective,
     OffPolicySequences,
     Options,
-    Sapo,
     Sparse,
     TokenBatch,
     TokenSets,
-    Vespo,
     linear_grpo_loss,
     linear_logprobs,
 )
 from ..architectures import language_model
 from ..model import plain_head
-from ._swap import Adapter, Differs, NotCovered, Slots, Trial, alike, read_closure, replaced_inside, same_arguments
-from ._tensors import divergence_of, plain, teaching, world
+from ._swap import Adapter, Differs, NotCovered, Slots, alike, read_closure, replaced_inside, same_arguments
+from ._tensors import divergence_of, plain, surrogate_of, teaching, world
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_divergence", "fused_lm_head", "patch"]  # noqa: F822
 
@@ -109,7 +104,7 @@ def patch(
     Raises TypeError for an object that is not a GRPOTrainer, RuntimeError for one that is patched already or has another
     loss or forward than TRL's, and ValueError for a head that is not a plain Linear, such as one with a LoRA.
     """
-    version = check_trl(any_version)
+    check_trl()
     from trl import GRPOTrainer
 
     if not isinstance(trainer, GRPOTrainer):
@@ -121,11 +116,11 @@ def patch(
             f"{type(trainer).__name__} has a _compute_loss of its own, which this patch would replace by GRPOTrainer's: for the "
             "log-probs of any trainer use integrations.trl.fused_lm_head."
         )
-    return FusedLoss(trainer, strict, skip_inactive, replay, version, sparse_step)
+    return FusedLoss(trainer, strict, skip_inactive, replay, any_version, sparse_step)
 
 
-def check_trl(any_version: bool = False) -> str | None:
-    """The result of `Adapter.untested` for the installed TRL. Raises RuntimeError for a version that cannot be patched."""
+def check_trl() -> None:
+    """Raise RuntimeError for a TRL that cannot be patched."""
     import trl
     from trl.trainer import utils
 
@@ -136,45 +131,39 @@ def check_trl(any_version: bool = False) -> str | None:
             "TRL 1.14 takes our log-probs by integrations.trl.fused_lm_head(), TRL 0.17 to 1.13 our loss by "
             "integrations.liger.patch(trainer)."
         )
-    return ADAPTER.untested(any_version)
 
 
-class FusedLoss:
-    """What `patch` returns.
+class FusedLoss(Slots):
+    """What `patch` returns: `Slots` of one trainer.
 
-    counts   Counter of micro-batches and calls:
+    counts   of micro-batches and calls:
              "fused"          losses in one pass
              "scored"         forwards without gradients (old policy, reference) through `linear_logprobs`
              "TRL: <reason>"  losses left to TRL's own code
     """
 
     def __init__(
-        self, trainer: Any, strict: bool, skip_inactive: bool, replay: bool = False, version: str | None = None,
-        sparse_step: float = 0.0,
-    ) -> None:  # fmt: skip
-        self.trial, self.counts = Trial(version, self.undo), Counter[str]()
-        self.trainer, self.strict, self.skip_inactive, self.sparse_step = trainer, strict, skip_inactive, sparse_step
+        self, trainer: Any, strict: bool, skip_inactive: bool, replay: bool, any_version: bool, sparse_step: float
+    ) -> None:
+        super().__init__(ADAPTER, strict, any_version)
+        self.trainer, self.skip_inactive, self.sparse_step = trainer, skip_inactive, sparse_step
         self._columns()  # refuses a wrong step now
         self.replay = Replay(trainer) if replay else None
         models = [
             language_model(trainer.accelerator.unwrap_model(x)) for x in (trainer.model, trainer.ref_model) if x is not None
         ]
         self._forwards = [Forward(model, self.counts, self.replay) for model in models]
-        for part in self._parts():
-            part.install()
-        self._theirs = trainer._compute_loss
-        trainer._compute_loss, trainer.fused_loss = self._compute_loss, self
-
-    def _parts(self) -> list[Any]:
-        return [*self._forwards, *([self.replay] if self.replay else [])]
+        self._theirs, self._paths = trainer._compute_loss, [LOSS]
+        ours = {"_compute_loss": self._compute_loss, "fused_loss": self} | (self.replay.ours if self.replay else {})
+        for name, value in ours.items():
+            self.put(trainer, name, value)
+        for forward in self._forwards:
+            forward.install()
 
     def undo(self) -> None:
-        """Restore the trainer and its models. Raises RuntimeError on a second call."""
-        if vars(self.trainer).get("fused_loss") is not self:
-            raise RuntimeError("this patch was undone already.")
-        for part in self._parts():
-            part.remove()
-        del self.trainer._compute_loss, self.trainer.fused_loss
+        super().undo()
+        for forward in self._forwards:
+            forward.remove()
 
     def _columns(self) -> Sparse | None:
         """How columns are drawn for the gradient of the head; None: the gradient is dense."""
@@ -256,9 +245,8 @@ def _trainer_class() -> type:
         there, args and kwargs to TRL."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            names = [name for name in inspect.signature(patch).parameters if name in kwargs]
-            options = {name: kwargs.pop(name) for name in names}
-            check_trl(options.get("any_version", False))
+            options = {name: kwargs.pop(name) for name in inspect.signature(patch).parameters if name in kwargs}
+            check_trl()
             super().__init__(*args, **kwargs)
             patch(self, **options)
 
@@ -336,24 +324,16 @@ def objective_of(settings: tuple[tuple[str, Any], ...]) -> tuple[str, Objective 
     if not vespo:
         changes["level"] = level
     try:
+        surrogate = surrogate_of(
+            s.loss_type, s.epsilon_low, s.epsilon_high, s.delta, (s.sapo_temperature_pos, s.sapo_temperature_neg),
+            (s.vespo_k_pos, s.vespo_lambda_pos, s.vespo_k_neg, s.vespo_lambda_neg),
+        )  # fmt: skip
         return "", Objective.preset(
-            s.loss_type, numerics="trl", surrogate=_surrogate(s), beta=s.beta, filters=tuple(filters), entropy_coef=s.entropy_coef,
+            s.loss_type, numerics="trl", surrogate=surrogate, beta=s.beta, filters=tuple(filters), entropy_coef=s.entropy_coef,
             **changes,
         )  # fmt: skip
     except ValueError as error:
         return str(error), None
-
-
-def _surrogate(s: Any) -> Any:
-    if s.loss_type == "cispo":
-        return Cispo(s.epsilon_high)
-    if s.loss_type == "sapo":
-        return Sapo(s.sapo_temperature_pos, s.sapo_temperature_neg)
-    if s.loss_type == "vespo":
-        return Vespo(s.vespo_k_pos, max(s.vespo_lambda_pos, 1e-4), s.vespo_k_neg, max(s.vespo_lambda_neg, 1e-4))
-    if s.loss_type not in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
-        raise ValueError(f"loss_type={s.loss_type!r}")
-    return Clip(s.epsilon_low, s.epsilon_high, math.inf if s.delta is None else s.delta)
 
 
 def accumulation(trainer: Any) -> float:
@@ -553,7 +533,9 @@ class Forward:
 
         def score(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
             entropy, how = "entropy" in self.outputs, self.transform
-            return linear_logprobs(hidden, Head(weight, bias), labels, mask=mask, transform=how, entropy=entropy, kept=kept)
+            head = Head(weight, bias)
+            found = linear_logprobs(hidden, head, labels, mask=mask, transform=how, entropy=entropy, kept=kept)
+            return found.logps, found.entropy
 
         log_probs, entropy = self.head(self.hidden(args, kwargs)[0][:, :-1], score)
         self.counts["scored"] += 1
@@ -601,13 +583,6 @@ class Replay:
         self._record: Any = None  # lists of ids, and of each completion which tokens they are of
         self._scored: TokenSets | None = None  # of all completions, while they are scored
         self._taken = 0  # completions that were scored already
-
-    def install(self) -> None:
-        vars(self.trainer).update(self.ours)
-
-    def remove(self) -> None:
-        for name in self.ours:
-            delattr(self.trainer, name)
 
     def rows(self, labels: Tensor) -> TokenSets | None:
         """The sets of the next labels [b, L] that are scored, of which the last belong to completions; None where nothing of a
@@ -714,21 +689,14 @@ def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
     import trl
     from trl.trainer import utils
 
-    path = ADAPTER.replaces["log_probs"]
-    theirs: Any = getattr(utils, "_ChunkedLogProbFunction", None)
-    if getattr(theirs, "grpo_kernels", False):
-        raise RuntimeError("the fused LM head of TRL is ours already: call undo() on what fused_lm_head() returned.")
-    if not (isinstance(theirs, type) and issubclass(theirs, torch.autograd.Function)):
-        raise RuntimeError(
-            f"{path} is {theirs!r}: another package has taken the slot (undo that), or this TRL has none (trl is "
-            f"{trl.__version__}: install {ADAPTER.tested[-1]})."
-        )
-    # Without ctx and the hidden states, which are called hidden or last_hidden.
-    given, taken = ([*inspect.signature(f).parameters] for f in (theirs.forward, log_probs))
+    path, theirs = ADAPTER.replaces["log_probs"], getattr(utils, "_ChunkedLogProbFunction", None)
+    # Without ctx and the hidden states, which are called hidden or last_hidden. What is ours already is refused by `bind`.
+    known = getattr(theirs, "theirs", theirs)
+    given, taken = ([*inspect.signature(f).parameters] for f in (getattr(known, "forward", abs), log_probs))
     if given[2:] not in (taken[1:], taken[1:-1]):
         raise RuntimeError(
-            f"trl is {trl.__version__}, whose {path} takes ({', '.join(given[1:])}), but ours takes ({', '.join(taken)}) and returns as "
-            f"many results as there are in TRL {ADAPTER.tested[-1]}: install that one."
+            f"trl is {trl.__version__}, where {path} is {known!r} and takes ({', '.join(given[1:])}), but ours takes "
+            f"({', '.join(taken)}): another package has taken the slot (undo that), or install TRL {ADAPTER.tested[-1]}."
         )
     slots = Slots(ADAPTER, strict, any_version)
     slots.bind(log_probs if given[-1] == "outputs" else log_probs_and_entropy, str(path), attribute="apply")

@@ -82,6 +82,7 @@ from ._tensors import (
     numbers,
     plain,
     scored_batch,
+    two_sided,
 )
 
 Tensor = torch.Tensor
@@ -161,8 +162,6 @@ def policy_loss(objective: str | Objective) -> PolicyLoss:
     if fixed is not None:
         remedy = f"beta={fixed.beta} and entropy_coef={fixed.entropy_coef}: verl adds KL and entropy itself: pass 0.0."
         require(fixed.beta == 0 and not fixed.needs_entropy, "objective", objective, remedy)
-        remedy = "verl's policy loss is not told which prompt a row is of: pass another one."
-        require(fixed.aggregate != "group-mean", "aggregate", fixed.aggregate, remedy)
 
     def loss(
         old_log_prob: Tensor,
@@ -198,12 +197,8 @@ def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> O
     require_one_of("loss_agg_mode", loss_agg_mode, AGGREGATES)
     options, c = config.policy_loss, config.clip_ratio_c
     low, high = (config.clip_ratio if x is None else x for x in (config.clip_ratio_low, config.clip_ratio_high))
-    if name == "vanilla":
-        require(c >= 1 + high, "clip_ratio_c", c, f"below 1 + clip_ratio_high, {1 + high}, it is verl's own.")
-    if name == "dro":
-        require(options.dro_beta is not None, "dro_beta", None, "DRO needs policy_loss.dro_beta, the weight of its penalty.")
     surrogates: dict[str, Callable[[], Any]] = {
-        "vanilla": lambda: Clip(low, high, delta=c), "gspo": lambda: Clip(low, high), "gpg": PolicyGradient,
+        "vanilla": lambda: two_sided("verl", low, high, c, "clip_ratio_c", "clip_ratio_high"), "gspo": lambda: Clip(low, high), "gpg": PolicyGradient,
         "clip_cov": lambda: ClipCov(low, high, options.clip_cov_ratio, options.clip_cov_lb, options.clip_cov_ub),
         "kl_cov": lambda: KlCov(options.ppo_kl_coef, options.kl_cov_ratio), "geo_mean": lambda: Gmpo(low, high),
         "cispo": lambda: Cispo(cap=1 + high, low=1 - low), "sapo": lambda: Sapo(config.tau_pos, config.tau_neg),

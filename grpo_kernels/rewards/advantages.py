@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..checks import LARGEST, SMALLEST, require, require_number
-from .groups import Groups, group_ids, warn_of_single_completions
-from .tensors import check_choice, check_eps, read_lengths, read_rewards, read_weights
-
-Tensor = torch.Tensor
+from ..checks import LARGEST, SMALLEST, require, require_number, require_one_of
+from .groups import Grouped, Groups, group_ids, grouped, warn_of_single_completions
+from .tensors import Tensor, read_lengths, read_rewards, read_weights, weighted_sum
 
 BASELINES = ("mean", "leave-one-out", "length", "none")
 SCALES = ("group", "batch", "none", "mean", "others")
@@ -83,93 +80,91 @@ def group_advantages(
     Raises ValueError, naming the index, for NaN or infinite rewards (where `values_are_checked`), for group sizes that do not
     divide B, and for arguments that exclude each other.
     """
-    check_choice("baseline", baseline, BASELINES)
-    check_choice("scale", scale, SCALES)
-    check_choice("combine", combine, COMBINATIONS)
-    check_choice("singleton", singleton, ("zero", "raw"))
+    require_one_of("baseline", baseline, BASELINES)
+    require_one_of("scale", scale, SCALES)
+    require_one_of("combine", combine, COMBINATIONS)
+    require_one_of("singleton", singleton, ("zero", "raw"))
     require(baseline != "none" or scale == "none", "scale", scale, "without a baseline it must be 'none'; see returns.whiten.")
     require(combine == "sum" or reward_weights is not None, "combine", combine, "it takes rewards [B, K] and reward_weights.")
-    check_eps(eps)
+    _check_eps(eps)
     r, scored = read_rewards(rewards, missing, several=reward_weights is not None)
-    n = len(r)
     given = "None" if lengths is None else "given"
     require((lengths is None) == (baseline != "length"), "lengths", given, "baseline='length' takes it, no other does.")
-    tokens = None if lengths is None else read_lengths(lengths, n, r.device)
+    tokens = None if lengths is None else read_lengths(lengths, len(r), r.device)
     factors = [] if reward_weights is None else read_weights(reward_weights, r)
-    ids = group_ids(n, r.device, group_size, groups)
-    if n == 0:
-        return torch.zeros(0, dtype=dtype, device=r.device)
+    within = Groups(group_ids(len(r), r.device, group_size, groups))
     if baseline != "none" and singleton == "zero":
-        warn_of_single_completions(ids, group_size)
-    within = Groups(ids)
+        warn_of_single_completions(within, group_size)
 
-    normalised = _Normalisation(within, tokens, baseline, scale, eps, unbiased, singleton)
+    def normalised(r: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
+        """(advantages [B] of one function, where they are set to exactly 0)."""
+        g = Grouped(within, r, scored)
+        above, zero = _above_baseline(g, baseline, tokens)
+        divisor = _divisor(g, scale, unbiased, eps)
+        zero = zero | (g.mean <= 0) if scale == "mean" else zero
+        if singleton == "raw":
+            alone = scored & (g.size == 1)
+            above, zero = torch.where(alone, r, above), zero & ~alone
+            divisor = divisor if scale in ("none", "batch") else torch.where(alone, 1.0 + eps, divisor)
+        return torch.where(zero, 0.0, above / divisor), zero
+
     if r.dim() == 1:
         return normalised(r, scored)[0].to(dtype)
     if combine == "sum":
-        return normalised(_weighted_sum(r.unbind(1), factors), scored.any(1))[0].to(dtype)
+        return normalised(weighted_sum(r.unbind(1), factors), scored.any(1))[0].to(dtype)
     parts, zeros = zip(*map(normalised, r.unbind(1), scored.unbind(1)), strict=True)
-    total = _weighted_sum(parts, factors)
-    mean, std = _mean_and_std(total, scored.any(1), unbiased)
-    return torch.where(torch.stack(zeros).all(0), 0.0, (total - mean) / (std + eps)).to(dtype)
+    total = Grouped(Groups(), weighted_sum(parts, factors), scored.any(1))
+    return torch.where(torch.stack(zeros).all(0), 0.0, (total.values - total.mean) / (total.std(unbiased) + eps)).to(dtype)
 
 
-@dataclass(frozen=True, eq=False)
-class _Normalisation:
-    """The normalisation of `group_advantages` for the rewards [B] of one function. Its fields are arguments of
-    `group_advantages`."""
+def _above_baseline(g: Grouped, baseline: str, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(rewards minus the baseline [B], where they count for nothing)."""
+    if baseline == "none":
+        return g.values, ~g.counted
+    zero = ~g.counted | g.equal
+    if baseline == "leave-one-out":
+        return g.centred * g.size / (g.size - 1.0).clamp(min=1.0), zero
+    if tokens is None:
+        return g.centred, zero
+    weights = torch.where(g.counted, tokens, 0.0)
+    total = g.within.sum(weights)
+    return g.centred - g.within.sum(weights * g.centred) / total, zero | (total == 0)
 
-    within: Groups
-    tokens: Tensor | None
-    baseline: str
-    scale: str
-    eps: float
-    unbiased: bool
-    singleton: str
 
-    def __call__(self, r: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
-        """(advantages [B], where they are set to exactly 0)."""
-        within, scale = self.within, self.scale
-        size = within.sum(scored.double())
-        mean = within.sum(r) / size.clamp(min=1.0)
-        lowest, highest = within.extremes(r, scored)
-        zero = ~scored if self.baseline == "none" else ~scored | (highest == lowest)
-        centred = torch.where(zero, 0.0, r - mean)
-        advantages, untold = self._above_baseline(r, scored, centred, size)
-        zero = zero | untold | (mean <= 0) if scale == "mean" else zero | untold
-        divided = self._divided(advantages, r, scored, centred, size, mean)
-        if self.singleton == "raw":
-            alone = scored & (size == 1)
-            zero = zero & ~alone
-            divided = torch.where(alone, r if scale in ("none", "batch") else r / (1.0 + self.eps), divided)
-        if scale == "batch":
-            divided = divided / (_mean_and_std(r, scored, self.unbiased)[1] + self.eps)
-        return torch.where(zero, 0.0, divided), zero
+def _divisor(g: Grouped, scale: str, unbiased: bool, eps: float) -> Tensor | float:
+    if scale == "group":
+        return g.std(unbiased) + eps
+    if scale == "batch":
+        return Grouped(Groups(), g.values, g.counted).std(unbiased) + eps
+    if scale == "mean":
+        return g.mean + eps
+    if scale == "others":
+        std, equal = _std_of_others(g, unbiased)
+        return torch.where(equal, 1.0, std + eps)
+    return 1.0
 
-    def _above_baseline(self, r: Tensor, scored: Tensor, centred: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-        """(rewards minus the baseline [B], where there is no baseline)."""
-        nowhere = torch.zeros_like(scored)
-        if self.baseline == "none":
-            return r, nowhere
-        if self.baseline == "leave-one-out":
-            return centred * size / (size - 1.0).clamp(min=1.0), nowhere
-        if self.tokens is None:
-            return centred, nowhere
-        counted = torch.where(scored, self.tokens, 0.0)
-        total = self.within.sum(counted)
-        return centred - self.within.sum(counted * centred) / total, total == 0
 
-    def _divided(self, advantages: Tensor, r: Tensor, scored: Tensor, centred: Tensor, size: Tensor, mean: Tensor) -> Tensor:
-        """Advantages divided by the scale of their group."""
-        if self.scale == "group":
-            squares = self.within.sum(centred * centred)
-            return advantages / ((squares / (size - int(self.unbiased)).clamp(min=1.0)).sqrt() + self.eps)
-        if self.scale == "mean":
-            return advantages / (mean + self.eps)
-        if self.scale == "others":
-            std, equal = _std_of_others(self.within, r, scored, centred, size, self.unbiased)
-            return torch.where(equal, advantages, advantages / (std + self.eps))
-        return advantages
+def _std_of_others(g: Grouped, unbiased: bool) -> tuple[Tensor, Tensor]:
+    """([B] std of the group's other scored rewards, where those are exactly equal or fewer than 2).
+
+    Leaving out r subtracts n/(n-1) (r - mean)^2 from the sum of squares. For the r furthest from the mean this subtraction cancels,
+    so the sum over the other rewards is computed directly. The second result is needed because rounding may give equal rewards a
+    std other than 0."""
+    within, others = g.within, (g.size - 1.0).clamp(min=1.0)
+    highest = within.max_of_others(torch.where(g.counted, g.values, -math.inf))
+    lowest = -within.max_of_others(torch.where(g.counted, -g.values, -math.inf))
+    squares = (within.sum(g.centred * g.centred) - g.centred * g.centred * g.size / others).clamp(min=0.0)
+    furthest = g.centred.abs() == within.max(g.centred.abs())
+    furthest &= within.sum(furthest.double()) == 1
+    rest = g.counted & ~furthest
+    mean = within.sum(torch.where(rest, g.values, 0.0)) / others
+    around = torch.where(rest, g.values - mean, 0.0)
+    squares = torch.where(furthest, within.sum(around * around), squares)
+    return (squares / (g.size - 1.0 - int(unbiased)).clamp(min=1.0)).sqrt(), highest <= lowest
+
+
+def _check_eps(eps: float) -> None:
+    require_number("eps", eps, "it is added to a standard deviation and must be finite and >= 0.", 0, LARGEST)
 
 
 def pass_at_k_advantages(
@@ -185,20 +180,13 @@ def pass_at_k_advantages(
 
     Arguments as in `group_advantages`, scale "group" or "none". Two that share the best reward get 0, and so does a group
     of one (verl raises). Raises ValueError as `group_advantages` does."""
-    check_choice("scale", scale, ("group", "none"))
-    check_eps(eps)
-    r, _ = read_rewards(rewards)
-    ids = group_ids(len(r), r.device, group_size, groups)
-    if len(r) == 0:
-        return torch.zeros(0, device=r.device, dtype=torch.float32)
-    warn_of_single_completions(ids, group_size)
-    within = Groups(ids)
-    size = within.sum(torch.ones_like(r))
-    second = within.max_of_others(r)
-    lead = torch.where((r > second) & (size > 1), r - second, 0.0)
-    if scale == "group":
-        centred = r - within.sum(r) / size
-        lead = lead / ((within.sum(centred * centred) / (size - int(unbiased)).clamp(min=1.0)).sqrt() + eps)
+    require_one_of("scale", scale, ("group", "none"))
+    _check_eps(eps)
+    g = grouped(rewards, group_size, groups)
+    warn_of_single_completions(g.within, group_size)
+    second = g.within.max_of_others(g.values)
+    lead = torch.where((g.values > second) & (g.size > 1), g.values - second, 0.0)
+    lead = lead / (g.std(unbiased) + eps) if scale == "group" else lead
     return torch.where(lead > 0, lead, 0.0).to(torch.float32)
 
 
@@ -234,26 +222,16 @@ def a2po_values(rewards: Tensor, *, group_size: int | None = None, groups: Tenso
     beta > 0 (TRL's beta1). A small one approaches the best reward, a large one the mean. Raises ValueError as
     `group_advantages` does."""
     require_number("beta", beta, "it divides the rewards and must be a finite number above 0.", SMALLEST, LARGEST)
-    r, _ = read_rewards(rewards)
-    ids = group_ids(len(r), r.device, group_size, groups)
-    if len(r) == 0:
-        return torch.zeros(0, device=r.device, dtype=torch.float32)
-    within = Groups(ids)
-    best = within.max(r)
-    mean = within.sum(torch.exp((r - best) / beta)) / within.sum(torch.ones_like(r))
-    return (best + beta * mean.log()).to(torch.float32)
+    g = grouped(rewards, group_size, groups)
+    mean = g.within.sum(torch.exp((g.values - g.highest) / beta)) / g.size
+    return (g.highest + beta * mean.log()).to(torch.float32)
 
 
 def zero_variance(rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None) -> Tensor:
     """bool [B]: True where all rewards of the group are exactly equal (max == min), so that the group gives no gradient.
 
     NaN counts as not scored; a group with no reward at all is True. Raises ValueError as `group_advantages` does."""
-    r, scored = read_rewards(rewards, "skip")
-    ids = group_ids(len(r), r.device, group_size, groups)
-    if len(r) == 0:
-        return torch.zeros(0, dtype=torch.bool, device=r.device)
-    lowest, highest = Groups(ids).extremes(r, scored)
-    return highest <= lowest
+    return grouped(rewards, group_size, groups, missing="skip").equal
 
 
 def group_metrics(
@@ -273,63 +251,17 @@ def group_metrics(
 
     A group without any reward is left out. Raises ValueError as `group_advantages` does."""
     low, high = extremes
-    r, scored = read_rewards(rewards, "skip")
-    ids = group_ids(len(r), r.device, group_size, groups)
-    names = ("zero_variance", "all_wrong", "all_correct", "reward_mean", "reward_std", "group_std", "missing")
-    if len(r) == 0:
-        return {name: torch.zeros((), device=r.device, dtype=torch.float32) for name in names}
-    within = Groups(ids)
-    size = within.sum(scored.double())
-    lowest, highest = within.extremes(r, scored)
-    centred = torch.where(scored & (highest > lowest), r - within.sum(r) / size, 0.0)
-    std = (within.sum(centred * centred) / (size - 1.0).clamp(min=1.0)).sqrt()
+    g = grouped(rewards, group_size, groups, missing="skip")
+    batch = Grouped(Groups(), g.values, g.counted)
     # Each completion stands for 1/size of its group, so a sum over completions counts groups.
-    share = torch.where(scored, 1.0 / size, 0.0)
-    count = share.sum().clamp(min=1.0)
-
-    def over_groups(values: Tensor) -> Tensor:
-        return (share * values).sum() / count
-
-    shares = (over_groups((highest == lowest).double()), over_groups((highest <= low).double()))
-    values = (*shares, over_groups((lowest >= high).double()), *_mean_and_std(r, scored, True), over_groups(std))
-    return {name: v.to(torch.float32) for name, v in zip(names, (*values, (~scored).double().mean()), strict=True)}
-
-
-# ---- pieces
-
-
-def _weighted_sum(columns: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
-    """Adds the terms one by one, so that equal rows have exactly equal sums. A matrix product may add different rows in
-    different orders."""
-    total = torch.zeros_like(columns[0])
-    for column, factor in zip(columns, factors, strict=True):
-        total = total + factor * column
-    return total
-
-
-def _mean_and_std(values: Tensor, counted: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
-    """0-d mean and std of the values that are counted."""
-    n = counted.sum()
-    mean = torch.where(counted, values, 0.0).sum() / n.clamp(min=1)
-    centred = torch.where(counted, values - mean, 0.0)
-    return mean, ((centred * centred).sum() / (n - int(unbiased)).clamp(min=1)).sqrt()
-
-
-def _std_of_others(
-    within: Groups, r: Tensor, scored: Tensor, centred: Tensor, size: Tensor, unbiased: bool
-) -> tuple[Tensor, Tensor]:
-    """([B] std of the group's other scored rewards, where those are exactly equal or fewer than 2).
-
-    Leaving out r subtracts n/(n-1) (r - mean)^2 from the sum of squares. For the r furthest from the mean this subtraction cancels,
-    so the sum over the other rewards is computed directly. The second result is needed because rounding may give equal rewards a
-    std other than 0."""
-    highest = within.max_of_others(torch.where(scored, r, -math.inf))
-    lowest = -within.max_of_others(torch.where(scored, -r, -math.inf))
-    own = centred * centred * size / (size - 1.0).clamp(min=1.0)
-    squares = (within.sum(centred * centred) - own).clamp(min=0.0)
-    furthest = centred.abs() == within.max(centred.abs())
-    furthest &= within.sum(furthest.double()) == 1
-    rest = torch.where(scored & ~furthest, r, 0.0)
-    around = torch.where(scored & ~furthest, r - within.sum(rest) / (size - 1.0).clamp(min=1.0), 0.0)
-    squares = torch.where(furthest, within.sum(around * around), squares)
-    return (squares / (size - 1.0 - int(unbiased)).clamp(min=1.0)).sqrt(), highest <= lowest
+    share = torch.where(g.counted, 1.0 / g.size, 0.0)
+    of_groups = {
+        "zero_variance": g.equal,
+        "all_wrong": g.highest <= low,
+        "all_correct": g.lowest >= high,
+        "group_std": g.std(True),
+    }
+    metrics = {name: (share * values).sum() / share.sum().clamp(min=1.0) for name, values in of_groups.items()}
+    metrics |= {"reward_mean": batch.mean, "reward_std": batch.std(True)}
+    metrics["missing"] = (~g.counted).double().sum() / max(len(g.values), 1)
+    return {name: value.to(torch.float32) for name, value in metrics.items()}

@@ -53,6 +53,7 @@ import torch
 from ..batch import TokenBatch
 from ..checks import LARGEST, SMALLEST, refuse_unknown, require, require_number, require_one_of
 from ..layout import as_mask, sequence_ids
+from .groups import Grouped, Groups
 
 Tensor = torch.Tensor
 
@@ -161,11 +162,8 @@ def off_policy_sequence_mask(batch: TokenBatch, logps: Tensor, *, delta: float) 
     Sources: DeepSeek-V3.2 arXiv 2512.02556, section 3.1; TRL's `off_policy_mask_threshold`.
     """
     require_number("delta", delta, "the largest mean log-ratio is a finite number.", -LARGEST, LARGEST)
-    if not isinstance(logps, Tensor) or logps.numel() != batch.rows:
-        got = list(logps.shape) if isinstance(logps, Tensor) else type(logps).__name__
-        raise ValueError(f"logps is {got}, but targets has shape {list(batch.targets.shape)}: they must be the same.")
     tokens = _sequence_tokens(batch, "off_policy_sequence_mask")
-    now = torch.where(_trained(batch), logps.detach().reshape(-1).to(torch.float32), 0.0)
+    now = torch.where(_trained(batch), _like_targets(batch, "logps", logps).to(torch.float32), 0.0)
     sampler = batch.flat("old_logps") if batch.sampler_logps is None else batch.flat("sampler_logps")
     advantages = batch.flat("advantages")
     assert advantages is not None
@@ -207,13 +205,12 @@ def without_truncated(mask: Tensor, finished: Tensor, *, cu_seqlens: Tensor | No
     if not isinstance(mask, Tensor) or mask.dim() != (2 if cu_seqlens is None else 1):
         got = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"mask has {got}: pass [B, T], or packed [N] with cu_seqlens.")
-    sequences = mask.shape[:1] if cu_seqlens is None else torch.Size([cu_seqlens.numel() - 1])
-    if not isinstance(finished, Tensor) or finished.shape != sequences or finished.is_floating_point():
+    sequences = len(mask) if cu_seqlens is None else cu_seqlens.numel() - 1
+    if not isinstance(finished, Tensor) or finished.shape != (sequences,) or finished.is_floating_point():
         got = f"{finished.dtype} {list(finished.shape)}" if isinstance(finished, Tensor) else type(finished).__name__
-        raise ValueError(f"finished is {got}: pass one bool per sequence, {list(sequences)}.")
-    done = finished != 0
-    done = done[:, None] if cu_seqlens is None else done[sequence_ids(cu_seqlens, mask.numel())]
-    return as_mask("mask", mask, mask.shape) & done
+        raise ValueError(f"finished is {got}: pass one bool per sequence, [{sequences}].")
+    done = finished[:, None] if cu_seqlens is None else finished[sequence_ids(cu_seqlens, mask.numel())]
+    return as_mask("mask", mask, mask.shape) & (done != 0)
 
 
 def correction_metrics(
@@ -242,48 +239,39 @@ def correction_metrics(
     for name, bound in (("low", low), ("high", high)):
         if bound is not None:
             require_number(name, bound, "the bound is a ratio >= 0.", 0)
-    x, trained, sampler = _log_weights(batch), _trained(batch), batch.flat("sampler_logps")
-    assert sampler is not None
-    n = trained.sum().to(torch.float64)
+    x, trained = _log_weights(batch), _trained(batch)
 
     def mean(values: Tensor, among: Tensor = trained) -> Tensor:
-        return torch.where(among, values, 0.0).sum() / among.sum().clamp(min=1)
+        return torch.where(among, values, 0.0).sum(dtype=torch.float64) / among.sum().clamp(min=1)
 
-    def largest(values: Tensor) -> Tensor:
-        none = torch.full((1,), -torch.inf, dtype=values.dtype, device=values.device)  # max of an empty tensor raises
-        return torch.where(n > 0, torch.cat([none, torch.where(trained, values, -torch.inf)]).max(), 0.0)
-
-    w = x.exp()
-    ratio = mean(w)
+    w = v = x.exp()
+    ratio, sizes = (Grouped(Groups(), torch.where(trained, y, 0.0), trained) for y in (w, x.abs()))
     metrics = {
-        "ratio_mean": ratio,
-        "ratio_min": -largest(-w),
-        "ratio_max": largest(w),
-        "ratio_std": mean((w - ratio).square()).sqrt(),
+        "ratio_mean": ratio.mean,
+        "ratio_min": ratio.lowest,
+        "ratio_max": ratio.highest,
+        "ratio_std": ratio.std(unbiased=False),
         "kl_k1": mean(-x),
         "kl_k3": mean(w - 1.0 - x),
         "chi2_token": mean((2.0 * x).clamp(max=BOUND).exp() - 1.0),
-        "abs_log_ratio_mean": mean(x.abs()),
-        "abs_log_ratio_max": largest(x.abs()),
-        "share_unscored": mean(sampler.isnan().to(torch.float64)),
+        "abs_log_ratio_mean": sizes.mean,
+        "abs_log_ratio_max": sizes.highest,
+        "share_unscored": mean(batch.flat("sampler_logps").isnan()),  # type: ignore[union-attr]
     }
     if low is not None:
-        metrics["share_below"] = mean((w < low).to(torch.float64))
+        metrics["share_below"] = mean(w < low)
     if high is not None:
-        metrics["share_above"] = mean((w > high).to(torch.float64))
+        metrics["share_above"] = mean(w > high)
     if weights is not None:
-        if not isinstance(weights, Tensor) or weights.shape != batch.targets.shape:
-            got = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-            raise ValueError(f"weights is {got}, but targets has shape {list(batch.targets.shape)}: they must be the same.")
-        w = weights.detach().reshape(-1).to(torch.float64)
-        metrics["share_rejected"] = mean((w == 0).to(torch.float64))
-    square = mean(w.square())
-    metrics["ess"] = torch.where(square > 0, mean(w).square() / square, 0.0)
+        v = _like_targets(batch, "weights", weights).to(torch.float64)
+        metrics["share_rejected"] = mean(v == 0)
+    square = mean(v.square())
+    metrics["ess"] = torch.where(square > 0, mean(v).square() / square, 0.0)
     if batch.sequences is not None:
         tokens, total = batch.sequence_sum(trained), batch.sequence_sum(x)
         metrics["log_ppl_difference"] = mean(-total / tokens.clamp(min=1.0), tokens > 0)
         metrics["chi2_sequence"] = mean((2.0 * total).clamp(max=BOUND).exp() - 1.0, tokens > 0)
-    return {name: value.to(torch.float32) for name, value in metrics.items()}
+    return {name: torch.where(ratio.size > 0, value, 0.0).to(torch.float32) for name, value in metrics.items()}
 
 
 # ---- the parts
@@ -323,14 +311,18 @@ def _sequence_tokens(batch: TokenBatch, what: str) -> Tensor:
 def _sequence_extreme(batch: TokenBatch, values: Tensor, which: str) -> Tensor:
     """Largest or smallest of flat `values` among each sequence's trained tokens, fp64 [B]; -inf or inf where there is none."""
     nothing = -torch.inf if which == "max" else torch.inf
-    values = torch.where(_trained(batch), values, nothing)
-    if batch.cu_seqlens is None:
-        values = torch.nn.functional.pad(values.view(batch.targets.shape), (0, 1), value=nothing)  # T may be 0
-        extremes = values.amax(1) if which == "max" else values.amin(1)
-    else:
-        offsets = batch.cu_seqlens.to(torch.int64)
-        extremes = torch.segment_reduce(values, which, offsets=offsets, initial=nothing, unsafe=True)
+    extremes = torch.full_like(batch.lengths, nothing)
+    owner = batch.spread(torch.arange(len(extremes), device=extremes.device))
+    extremes = extremes.scatter_reduce(0, owner, torch.where(_trained(batch), values, nothing), f"a{which}")
     return batch.over_context(extremes, which.upper())
+
+
+def _like_targets(batch: TokenBatch, name: str, x: object) -> Tensor:
+    """Flat [N], of a tensor with a number for each token."""
+    if not isinstance(x, Tensor) or x.numel() != batch.rows:
+        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} is {got}, but targets has shape {list(batch.targets.shape)}: they must be the same.")
+    return x.detach().reshape(-1)
 
 
 def _per_token(batch: TokenBatch, values: Tensor) -> Tensor:

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
-
-import torch
 
 from ..checks import refuse_unknown, require, require_one_of
 from .advantages import gpg_scale, greedy_baseline_advantages, group_advantages, pass_at_k_advantages
 from .returns import at_last_token, discounted_returns, gae, optimal_token_advantages, process_advantages, whiten
-
-Tensor = torch.Tensor
+from .tensors import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,175 +31,125 @@ class Evidence:
     old_logps, sum_squares   per token: log-probs under the policy that sampled, and the sum of its squared probabilities."""
 
     rewards: Tensor
-    group_size: int | None = field(default=None, kw_only=True)
-    groups: Tensor | None = field(default=None, kw_only=True)
-    columns: Tensor | None = field(default=None, kw_only=True)
-    reward_weights: Sequence[float] | Tensor | None = field(default=None, kw_only=True)
-    lengths: Tensor | None = field(default=None, kw_only=True)
-    greedy_rewards: Tensor | None = field(default=None, kw_only=True)
-    mask: Tensor | None = field(default=None, kw_only=True)
-    cu_seqlens: Tensor | None = field(default=None, kw_only=True)
-    steps: Tensor | None = field(default=None, kw_only=True)
-    values: Tensor | None = field(default=None, kw_only=True)
-    old_logps: Tensor | None = field(default=None, kw_only=True)
-    sum_squares: Tensor | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    group_size: int | None = None
+    groups: Tensor | None = None
+    columns: Tensor | None = None
+    reward_weights: Sequence[float] | Tensor | None = None
+    lengths: Tensor | None = None
+    greedy_rewards: Tensor | None = None
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    steps: Tensor | None = None
+    values: Tensor | None = None
+    old_logps: Tensor | None = None
+    sum_squares: Tensor | None = None
 
+    @property
+    def prompts(self) -> dict[str, Any]:
+        return {"group_size": self.group_size, "groups": self.groups}
 
-_FIELDS = frozenset(f.name for f in fields(Evidence))
+    @property
+    def tokens(self) -> dict[str, Any]:
+        return {"mask": self.mask, "cu_seqlens": self.cu_seqlens}
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """Computes advantages from an Evidence: calls `function` with the fields that it takes and with `options`, which a call may
-    override.
+    """Computes advantages from an Evidence: calls `function` with it and with `options`, which a call may override.
 
-    needs    fields that must be given: parameters of the function without a default.
-    passes_to   functions whose options it takes too."""
+    passes_to   functions whose options it takes too.
+    needs       fields that must be given.   per_token   whether the advantages are those of tokens."""
 
     name: str
     function: Callable[..., Tensor]
-    options: Mapping[str, Any] = field(default_factory=dict)
     passes_to: tuple[Callable[..., Any], ...] = ()
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return tuple(name for name, p in self._takes.items() if p.default is p.empty)
-
-    @property
-    def per_token(self) -> bool:
-        return "mask" in self.needs or "steps" in self.needs
+    options: Mapping[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ("rewards",)
+    per_token: bool = False
 
     @property
     def option_names(self) -> set[str]:
         known = (p for function in (self.function, *self.passes_to) for p in inspect.signature(function).parameters.values())
-        return {p.name for p in known if p.kind is p.KEYWORD_ONLY} - _FIELDS
+        return {p.name for p in known if p.kind is p.KEYWORD_ONLY} - {f.name for f in fields(Evidence)}
 
     def __call__(self, evidence: Evidence, **options: Any) -> Tensor:
         """fp32 [B], or per token. Raises ValueError where evidence is missing, TypeError for an option that it does not have."""
         for name in self.needs:
             require(getattr(evidence, name) is not None, name, None, f"the advantages {self.name!r} are estimated from it.")
         refuse_unknown(f"the advantages {self.name!r}", options, sorted(self.option_names))
-        given = {name: getattr(evidence, name) for name in self._takes}
-        return self.function(**given, **{**self.options, **options})
-
-    @property
-    def _takes(self) -> dict[str, inspect.Parameter]:
-        return {name: p for name, p in inspect.signature(self.function).parameters.items() if name in _FIELDS}
+        return self.function(evidence, **{**self.options, **options})
 
 
 # ---- estimators that combine several functions
 
 
-def _group(
-    rewards: Tensor,
-    *,
-    group_size: int | None = None,
-    groups: Tensor | None = None,
-    lengths: Tensor | None = None,
-    mask: Tensor | None = None,
-    reward_weights: Sequence[float] | Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    if isinstance(rewards, Tensor) and rewards.dim() == 2:  # of several functions, before they are added up
-        options["reward_weights"] = reward_weights
+def _group(e: Evidence, **options: Any) -> Tensor:
+    if isinstance(e.rewards, Tensor) and e.rewards.dim() == 2:  # of several functions, before they are added up
+        options["reward_weights"] = e.reward_weights
     if options.get("baseline") == "length":
-        options["lengths"] = lengths if lengths is not None or mask is None else mask.reshape(len(rewards), -1).sum(1)
-    return group_advantages(rewards, group_size=group_size, groups=groups, **options)
+        options["lengths"] = e.lengths if e.lengths is not None or e.mask is None else e.mask.reshape(len(e.rewards), -1).sum(1)
+    return group_advantages(e.rewards, **e.prompts, **options)
 
 
-def _gdpo(
-    columns: Tensor,
-    reward_weights: Sequence[float] | Tensor,
-    *,
-    group_size: int | None = None,
-    groups: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
+def _gdpo(e: Evidence, **options: Any) -> Tensor:
     """Each reward function normalised by itself (GDPO, arXiv 2601.05242)."""
-    return group_advantages(columns, reward_weights=reward_weights, group_size=group_size, groups=groups, **options)
+    return group_advantages(e.columns, reward_weights=e.reward_weights, **e.prompts, **options)  # type: ignore[arg-type]
 
 
-def _gpg(rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None, **options: Any) -> Tensor:
+def _gpg(e: Evidence, **options: Any) -> Tensor:
     """Centred rewards times B / (completions in groups whose rewards differ) (GPG, arXiv 2504.02546)."""
-    which: dict[str, Any] = {"group_size": group_size, "groups": groups}
-    return gpg_scale(rewards, **which) * group_advantages(rewards, **which, **options)
+    return gpg_scale(e.rewards, **e.prompts) * group_advantages(e.rewards, **e.prompts, **options)
 
 
-def _reinforce_pp(
-    rewards: Tensor,
-    mask: Tensor,
-    *,
-    group_size: int | None = None,
-    groups: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    baseline: str = "none",
-    gamma: float = 1.0,
-    **whitening: Any,
-) -> Tensor:
+def _reinforce_pp(e: Evidence, *, baseline: str = "none", gamma: float = 1.0, **whitening: Any) -> Tensor:
     """Discounted returns of the completion's reward, minus the baseline of its group if given, whitened over all tokens
     (REINFORCE++, arXiv 2501.03262)."""
-    centred = group_advantages(rewards, group_size=group_size, groups=groups, baseline=baseline, scale="none")
-    per_token = at_last_token(centred, mask=mask, cu_seqlens=cu_seqlens)
-    return whiten(discounted_returns(per_token, gamma=gamma, mask=mask, cu_seqlens=cu_seqlens), mask, **whitening)
+    centred = group_advantages(e.rewards, **e.prompts, baseline=baseline, scale="none")
+    return whiten(discounted_returns(at_last_token(centred, **e.tokens), gamma=gamma, **e.tokens), e.mask, **whitening)
 
 
-def _gae(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    *,
-    cu_seqlens: Tensor | None = None,
-    gamma: float = 1.0,
-    lam: float | Tensor = 0.95,
-    **whitening: Any,
-) -> Tensor:
+def _gae(e: Evidence, *, gamma: float = 1.0, lam: float | Tensor = 0.95, **whitening: Any) -> Tensor:
     """Generalised advantages of the completion's reward and a critic, whitened over all tokens."""
-    per_token = at_last_token(rewards, mask=mask, cu_seqlens=cu_seqlens)
-    return whiten(gae(per_token, values, gamma=gamma, lam=lam, mask=mask, cu_seqlens=cu_seqlens)[0], mask, **whitening)
+    known: dict[str, Any] = {"values": e.values, "gamma": gamma, "lam": lam, **e.tokens}
+    return whiten(gae(at_last_token(e.rewards, **e.tokens), **known)[0], e.mask, **whitening)
 
 
-def _process(
-    steps: Tensor,
-    *,
-    group_size: int | None = None,
-    groups: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    return process_advantages(steps, group_size=group_size, groups=groups, cu_seqlens=cu_seqlens, **options)
+def _process(e: Evidence, **options: Any) -> Tensor:
+    return process_advantages(e.steps, **e.prompts, cu_seqlens=e.cu_seqlens, **options)  # type: ignore[arg-type]
 
 
-def _optimal_token(
-    rewards: Tensor,
-    old_logps: Tensor,
-    sum_squares: Tensor,
-    mask: Tensor,
-    *,
-    group_size: int | None = None,
-    groups: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    which: dict[str, Any] = {"mask": mask, "cu_seqlens": cu_seqlens}
-    per_token = at_last_token(rewards, **which)
-    return optimal_token_advantages(per_token, old_logps, sum_squares, group_size=group_size, groups=groups, **which)
+def _optimal_token(e: Evidence) -> Tensor:
+    known: dict[str, Any] = {"old_logps": e.old_logps, "sum_squares": e.sum_squares, **e.prompts, **e.tokens}
+    return optimal_token_advantages(at_last_token(e.rewards, **e.tokens), **known)
 
 
+def _pass_at_k(e: Evidence, **options: Any) -> Tensor:
+    return pass_at_k_advantages(e.rewards, **e.prompts, **options)
+
+
+def _remax(e: Evidence) -> Tensor:
+    return greedy_baseline_advantages(e.rewards, e.greedy_rewards)  # type: ignore[arg-type]
+
+
+_OF_GROUP = (group_advantages,)
+_OF_TOKENS: dict[str, Any] = {"passes_to": (whiten,), "per_token": True}
 #: The names are those of the papers. Options are arguments of the functions: Dr. GRPO is "group" with scale="none".
 ADVANTAGES: dict[str, Estimator] = {
     entry.name: entry
     for entry in (
-        Estimator("group", _group, {}, (group_advantages,)),
-        Estimator("rloo", _group, {"baseline": "leave-one-out", "scale": "none"}, (group_advantages,)),
-        Estimator("opo", _group, {"baseline": "length", "scale": "none"}, (group_advantages,)),
-        Estimator("maxrl", _group, {"scale": "mean", "eps": 0.0}, (group_advantages,)),
-        Estimator("gdpo", _gdpo, {"combine": "gdpo"}, (group_advantages,)),
-        Estimator("pass_at_k", pass_at_k_advantages),
-        Estimator("gpg", _gpg, {"scale": "none"}, (group_advantages,)),
-        Estimator("remax", greedy_baseline_advantages),
-        Estimator("reinforce_pp", _reinforce_pp, {}, (whiten,)),
-        Estimator("gae", _gae, {}, (whiten,)),
-        Estimator("process", _process, {}, (process_advantages, group_advantages)),
-        Estimator("optimal_token", _optimal_token),
+        Estimator("group", _group, _OF_GROUP),
+        Estimator("rloo", _group, _OF_GROUP, {"baseline": "leave-one-out", "scale": "none"}),
+        Estimator("opo", _group, _OF_GROUP, {"baseline": "length", "scale": "none"}),
+        Estimator("maxrl", _group, _OF_GROUP, {"scale": "mean", "eps": 0.0}),
+        Estimator("gdpo", _gdpo, _OF_GROUP, {"combine": "gdpo"}, ("columns", "reward_weights")),
+        Estimator("pass_at_k", _pass_at_k, (pass_at_k_advantages,)),
+        Estimator("gpg", _gpg, _OF_GROUP, {"scale": "none"}),
+        Estimator("remax", _remax, needs=("rewards", "greedy_rewards")),
+        Estimator("reinforce_pp", _reinforce_pp, needs=("rewards", "mask"), **_OF_TOKENS),
+        Estimator("gae", _gae, needs=("rewards", "values", "mask"), **_OF_TOKENS),
+        Estimator("process", _process, (process_advantages, group_advantages), needs=("steps",), per_token=True),
+        Estimator("optimal_token", _optimal_token, needs=("rewards", "old_logps", "sum_squares", "mask"), per_token=True),
     )
 }
 

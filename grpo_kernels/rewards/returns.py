@@ -15,13 +15,13 @@ import torch
 
 from ..checks import LARGEST, require, require_number, require_one_of
 from ..formulas.kl import Kl, as_kl, kl_terms
-from ..layout import as_mask, check_offsets, per_token, sequence_ids, values_are_checked
+from ..layout import as_mask, check_offsets, per_token, sequence_ids
 from .advantages import group_advantages
-from .groups import Groups, group_ids
-from .tensors import read_rewards
+from .groups import Grouped, Groups, group_ids
+from .tensors import Tensor, finite, float_tensor, read_rewards
 
-Tensor = torch.Tensor
-
+SHARE = "it must be a number in [0, 1]."
+FINITE = "it must be finite wherever the mask is True."
 GUARDS = ("add", "floor", "std")
 
 #: `whiten(advantages, mask, **WHITENING["verl"])` whitens as that trainer does (TRL: as its RLOO does, over sequences).
@@ -44,7 +44,7 @@ def discounted_returns(
 
     With gamma = 1 and whitening this is REINFORCE++ (arXiv 2501.03262). Raises ValueError naming the argument."""
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
-    _check_share("gamma", gamma)
+    require_number("gamma", gamma, SHARE, 0, 1)
     r = tokens.values("rewards", rewards)
     return tokens.shaped(tokens.to_go(gamma, r))
 
@@ -68,13 +68,13 @@ def gae(
 
     Not whitened (verl and NeMo-RL do it next, see `whiten`). Raises ValueError naming the argument."""
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
-    _check_share("gamma", gamma)
+    require_number("gamma", gamma, SHARE, 0, 1)
     r, v = tokens.values("rewards", rewards), tokens.values("values", values)
     decay: float | Tensor
     if isinstance(lam, Tensor):
         decay = gamma * per_token("lam", lam, tokens.shape, cu_seqlens).to(torch.float64)
     else:
-        _check_share("lam", lam)
+        require_number("lam", lam, SHARE, 0, 1)
         decay = gamma * lam
     # The value at t if t is trained, else at the next trained token. Shifted by one this is V_{t+1}.
     at_or_after = tokens.backwards(torch.where(tokens.trained, 0.0, 1.0), v)
@@ -103,7 +103,7 @@ def process_advantages(
 
     Raises ValueError naming the argument."""
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
-    _check_share("gamma", gamma)
+    require_number("gamma", gamma, SHARE, 0, 1)
     ids = group_ids(tokens.sequences, rewards.device, group_size, groups)[tokens.sequence]
     steps = torch.where(tokens.trained, rewards.detach().reshape(-1), math.nan)
     normalised = group_advantages(steps, groups=ids, **{"missing": "skip", **options}, dtype=torch.float64)
@@ -147,14 +147,14 @@ def kl_in_reward(
     tokens = _Tokens("logps", logps, mask, cu_seqlens)
     require_number("beta", beta, "the weight of the KL is a finite number >= 0.", 0, LARGEST)
     require_one_of("per", per, ("token", "sequence"))
-    _float_tensor("rewards", rewards)
+    float_tensor("rewards", rewards)
     how = as_kl(kl)
     plain = how.weighting == "none" and not how.straight_through and how.estimator != "distillation"
     require(plain, "kl", kl, "in a reward only the value of an estimator is used: leave out options of its gradient.")
     logp, ref_logp = tokens.values("logps", logps), tokens.values("ref_logps", ref_logps)
     penalty = beta * kl_terms(logp, logp, ref_logp, torch.zeros_like(logp), how.clamps, **how.formula)[0]
     if rewards.shape == (tokens.sequences,) and rewards.shape != tokens.shape:
-        whole = _finite("rewards", rewards.detach().to(torch.float64))
+        whole = finite("rewards", rewards.detach().to(torch.float64), FINITE)
         if per == "sequence":
             return (whole - tokens.total(penalty)).to(torch.float32)
         r = tokens.at_last(whole)
@@ -195,16 +195,11 @@ def optimal_token_advantages(
     path = tokens.so_far(torch.where(tokens.trained, energy, 0.0))
     step = tokens.so_far(tokens.trained.double()).to(torch.int64)  # 1 at the first trained token
     ids = group_ids(tokens.sequences, rewards.device, group_size, groups)[tokens.sequence]
-    if not len(returns):
-        return tokens.shaped(returns)
     # One peer group for each prompt and step. Untrained tokens have step 0.
     group = Groups(ids).group * (len(ids) + 1)
-    peers = Groups(group + torch.where(tokens.trained, step, 0))
-    baseline = peers.sum(returns * path) / (peers.sum(path) + 1e-8)
-    alone = peers.sum(tokens.trained.double()) == 1
-    lowest, highest = peers.extremes(returns, tokens.trained)
-    advantages = torch.where(alone, returns, torch.where(lowest == highest, 0.0, returns - baseline))
-    return tokens.shaped(advantages)
+    peers = Grouped(Groups(group + torch.where(tokens.trained, step, 0)), returns, tokens.trained)
+    baseline = peers.within.sum(returns * path) / (peers.within.sum(path) + 1e-8)
+    return tokens.shaped(torch.where(peers.size == 1, returns, torch.where(peers.equal, 0.0, returns - baseline)))
 
 
 def whiten(
@@ -228,23 +223,17 @@ def whiten(
     Equal values give exactly 0 (their value with shift_mean=False). Raises ValueError naming the argument."""
     require_one_of("guard", guard, GUARDS)
     require_number("eps", eps, "it keeps the divisor from 0 and must be finite and >= 0.", 0, LARGEST)
-    shape = _float_tensor("values", values).shape
+    shape = float_tensor("values", values).shape
     trained = torch.ones_like(values, dtype=torch.bool) if mask is None else as_mask("mask", mask, shape)
-    x = _finite("values", torch.where(trained, values.detach().to(torch.float64), 0.0))
-    if x.numel() == 0:
-        return x.to(torch.float32)
-    n = trained.sum()
-    lowest, highest = torch.where(trained, x, math.inf).min(), torch.where(trained, x, -math.inf).max()
-    equal = lowest >= highest
-    mean = torch.where(equal, highest, x.sum() / n.clamp(min=1))
-    centred = torch.where(trained & ~equal, x - mean, 0.0)
-    variance = (centred * centred).sum() / (n - int(unbiased)).clamp(min=1)
+    x = Grouped(Groups(), finite("values", torch.where(trained, values.detach().to(torch.float64), 0.0), FINITE), trained)
+    variance = x.variance(unbiased)
     if guard == "std":
         divisor = variance.sqrt() + eps
     else:
         divisor = (variance + eps if guard == "add" else variance.clamp(min=eps)).sqrt()
-    white = torch.where(equal, 0.0, centred / divisor)
-    return torch.where(trained, white if shift_mean else white + mean, 0.0).to(torch.float32)
+    white = torch.where(x.equal, 0.0, x.centred / divisor)
+    white = white if shift_mean else white + torch.where(x.equal, x.highest, x.mean)
+    return torch.where(trained, white, 0.0).to(torch.float32)
 
 
 # ---- tokens of sequences
@@ -254,31 +243,32 @@ class _Tokens:
     """Flat tokens [N]: the sequence of each, whether it is trained, and recurrences along the sequences."""
 
     def __init__(self, name: str, like: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        self.shape = _float_tensor(name, like).shape
-        self.cu_seqlens = cu_seqlens
-        n, device = like.numel(), like.device
+        self.shape, n = float_tensor(name, like).shape, like.numel()
         if cu_seqlens is None:
             if like.dim() not in (1, 2):
                 raise ValueError(f"{name} has shape {list(self.shape)}: pass [B, T], or packed [N] with cu_seqlens.")
-            self.sequences = self.shape[0] if like.dim() == 2 else 1
             self.longest = self.shape[-1]
-            self.sequence = torch.arange(n, device=device) // max(self.longest, 1)
+            cu_seqlens = torch.arange(like[..., :1].numel() + 1, device=like.device) * self.longest
         else:
             check_offsets(name, like, cu_seqlens)
-            self.sequences, self.longest = cu_seqlens.numel() - 1, n
-            self.sequence = sequence_ids(cu_seqlens, n)
-        self.followed = torch.zeros(n, dtype=torch.bool, device=device)
+            self.longest = n
+        self.offsets = cu_seqlens.to(torch.int64)
+        self.sequences = len(self.offsets) - 1
+        self.sequence = sequence_ids(self.offsets, n)
+        self.followed = torch.zeros(n, dtype=torch.bool, device=like.device)
         self.followed[:-1] = self.sequence[1:] == self.sequence[:-1]
-        trained = torch.ones(n, dtype=torch.bool, device=device)
+        trained = torch.ones_like(self.followed)
         self.trained = trained if mask is None else as_mask("mask", mask, self.shape).reshape(-1)
 
     def values(self, name: str, x: Tensor) -> Tensor:
         """fp64 [N], 0 where not trained."""
-        if _float_tensor(name, x).shape != self.shape:
+        if float_tensor(name, x).shape != self.shape:
             raise ValueError(
                 f"{name} has shape {list(x.shape)}, but the tokens have {list(self.shape)}: they must be the same."
             )
-        return _finite(name, torch.where(self.trained, x.detach().reshape(-1).to(torch.float64), 0.0))
+        return finite(
+            name, torch.where(self.trained, x.detach().reshape(-1).to(torch.float64), 0.0).view(self.shape), FINITE
+        ).view(-1)
 
     def shaped(self, x: Tensor) -> Tensor:
         return torch.where(self.trained, x, 0.0).to(torch.float32).view(self.shape)
@@ -291,25 +281,25 @@ class _Tokens:
         """y_t = x_t + decay_t y_{t+1} within each sequence."""
         return _scan(torch.where(self.followed, decay, 0.0), x, self.longest)
 
+    def to_end(self, x: Tensor) -> Tensor:
+        """Sum of x over the sequence from each token on."""
+        return self.backwards(torch.ones_like(x), x)
+
     def to_go(self, decay: float | Tensor, x: Tensor) -> Tensor:
         """y_t = x_t + decay y_{t+1} over the trained tokens. An untrained token takes over the value of the next token."""
         return self.backwards(torch.where(self.trained, decay * torch.ones_like(x), 1.0), x)
 
     def so_far(self, x: Tensor) -> Tensor:
         """Sum of x over the sequence up to and including each token."""
-        follows = torch.cat((self.followed[-1:], self.followed[:-1]))  # the very last token has no next one
-        return _scan(follows.double().flip(0), x.flip(0), self.longest).flip(0)
+        return self.total(x)[self.sequence] - self.to_end(x) + x
 
     def at_last(self, x: Tensor) -> Tensor:
         """x [B] at the last trained token of each sequence, 0 at the others."""
-        left = self.backwards(torch.ones_like(self.trained, dtype=torch.float64), self.trained.double())  # from here to the end
-        return torch.where(self.trained & (left == 1), x[self.sequence], 0.0)
+        return torch.where(self.trained & (self.to_end(self.trained.double()) == 1), x[self.sequence], 0.0)
 
     def total(self, x: Tensor) -> Tensor:
         """Sum over each sequence, [B]."""
-        if self.cu_seqlens is None:
-            return x.view(self.sequences, -1).sum(1) if len(x) else x.new_zeros(self.sequences)
-        return torch.segment_reduce(x, "sum", offsets=self.cu_seqlens.to(torch.int64), initial=0, unsafe=True)
+        return torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0, unsafe=True)
 
 
 def _scan(decay: Tensor, x: Tensor, length: int) -> Tensor:
@@ -320,25 +310,3 @@ def _scan(decay: Tensor, x: Tensor, length: int) -> Tensor:
         decay = torch.cat((decay[:-reach] * decay[reach:], torch.zeros_like(decay[-reach:])))
         reach *= 2
     return x
-
-
-# ---- arguments
-
-
-def _float_tensor(name: str, x: object) -> Tensor:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise ValueError(f"{name} is {x.dtype if isinstance(x, Tensor) else type(x).__name__}: pass a floating-point tensor.")
-    return x
-
-
-def _finite(name: str, x: Tensor) -> Tensor:
-    if values_are_checked(x):
-        bad = ~torch.isfinite(x)
-        if bad.any():
-            at = bad.nonzero()[0].tolist()
-            raise ValueError(f"{name} is {float(x[tuple(at)])} at {at}: it must be finite wherever the mask is True.")
-    return x
-
-
-def _check_share(name: str, value: float) -> None:
-    require_number(name, value, "it must be a number in [0, 1].", 0, 1)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..checks import LARGEST, require_number, require_one_of
+from ..checks import require_one_of
 from ..layout import values_are_checked
 
 Tensor = torch.Tensor
 
 
-def as_rewards(name: str, rewards: Tensor | Sequence[Any]) -> Tensor:
+def as_rewards(name: str, rewards: Any) -> Tensor:
     """Rewards as a tensor, of a list or an array those of its numbers. Raises ValueError where they are no real numbers."""
     try:
         tensor = rewards if isinstance(rewards, Tensor) else torch.as_tensor(rewards, dtype=torch.float64)
@@ -26,7 +27,7 @@ def as_rewards(name: str, rewards: Tensor | Sequence[Any]) -> Tensor:
 
 
 def read_rewards(
-    rewards: Tensor | Sequence[Any], missing: str = "raise", *, several: bool = False, name: str = "rewards"
+    rewards: Any, missing: str = "raise", *, several: bool = False, name: str = "rewards"
 ) -> tuple[Tensor, Tensor]:
     """(rewards in fp64 with missing ones set to 0, a mask of those not missing); [B], or [B, K] of `several` functions."""
     rewards = as_rewards(name, rewards)
@@ -36,18 +37,27 @@ def read_rewards(
         )
         hint = " (those of K functions, [B, K], go with reward_weights.)" if name == "rewards" and not several else ""
         raise ValueError(f"{name} has shape {list(rewards.shape)}: pass {shape_needed}.{hint}")
-    check_choice("missing", missing, ("raise", "skip"))
+    require_one_of("missing", missing, ("raise", "skip"))
     r = rewards.detach().to(torch.float64)
-    if values_are_checked(r):
-        bad = ~torch.isfinite(r) if missing == "raise" else torch.isinf(r)
+    missed = torch.isnan(r) if missing == "skip" else torch.zeros_like(r, dtype=torch.bool)
+    r = torch.where(missed, 0.0, r)
+    return finite(name, r, "give every completion a finite number, or leave it out."), ~missed
+
+
+def finite(name: str, x: Tensor, remedy: str, low: float = -math.inf) -> Tensor:
+    """x, whose first value that is NaN, infinite or below `low` is refused where `values_are_checked`."""
+    if values_are_checked(x):
+        bad = ~(torch.isfinite(x) & (x >= low))
         if bad.any():
             at = bad.nonzero()[0].tolist()
-            value = float(r[tuple(at)])
-            raise ValueError(f"{name}{at}={value} is not finite: give every completion a number, or leave it out.")
-    if missing == "raise":
-        return r, torch.ones_like(r, dtype=torch.bool)
-    scored = ~torch.isnan(r)
-    return torch.where(scored, r, 0.0), scored
+            raise ValueError(f"{name}{at}={float(x[tuple(at)])}: {remedy}")
+    return x
+
+
+def float_tensor(name: str, x: object) -> Tensor:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise ValueError(f"{name} is {x.dtype if isinstance(x, Tensor) else type(x).__name__}: pass a floating-point tensor.")
+    return x
 
 
 def read_lengths(lengths: Tensor, n: int, device: torch.device) -> Tensor:
@@ -56,12 +66,7 @@ def read_lengths(lengths: Tensor, n: int, device: torch.device) -> Tensor:
         got = list(lengths.shape) if isinstance(lengths, Tensor) else type(lengths).__name__
         raise ValueError(f"lengths is {got}: pass the number of tokens of each completion, a tensor [{n}].")
     tokens = lengths.detach().to(device=device, dtype=torch.float64)
-    if values_are_checked(tokens):
-        bad = ~((tokens >= 0) & torch.isfinite(tokens))
-        if bad.any():
-            at = int(bad.nonzero()[0])
-            raise ValueError(f"lengths[{at}]={float(tokens[at])}: a number of tokens is finite and >= 0.")
-    return tokens
+    return finite("lengths", tokens, "a number of tokens is finite and >= 0.", low=0.0)
 
 
 def read_weights(weights: Sequence[float] | Tensor, r: Tensor) -> Sequence[Tensor]:
@@ -75,9 +80,10 @@ def read_weights(weights: Sequence[float] | Tensor, r: Tensor) -> Sequence[Tenso
     return factors.unbind()
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    require_one_of(name, value, choices)
-
-
-def check_eps(eps: float) -> None:
-    require_number("eps", eps, "it is added to a standard deviation and must be finite and >= 0.", 0, LARGEST)
+def weighted_sum(columns: Sequence[Tensor], factors: Sequence[Any]) -> Tensor:
+    """Adds the terms one by one, so that equal rows have exactly equal sums. A matrix product may add different rows in
+    different orders."""
+    total = torch.zeros_like(columns[0])
+    for column, factor in zip(columns, factors, strict=True):
+        total = total + factor * column
+    return total

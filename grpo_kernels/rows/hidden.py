@@ -2,8 +2,9 @@
 
 A chunk of rows is projected to fp32 logits, the row kernel computes their gradient, and two products turn the gradients of a
 block of chunks into d_hidden and d_weight. That is three products if the loss is known in the forward (`fused`). If the slopes
-are known only later, it is one product in `forward`, and three in `backward` for rows with a gradient. Rows that are not visited
-are not projected.
+are known only later, it is one product in `forward`, and three in `backward` for rows with a gradient. Where log-probs alone get a
+gradient, `forward` makes it for a slope of 1 (`Whole.ahead`), and `backward` multiplies each row by its slope: two products with a
+frozen head, three with one that is trained. Rows that are not visited are not projected.
 """
 
 from __future__ import annotations
@@ -81,7 +82,22 @@ class Hidden(Stream):
 
     def stats(self, whole: Whole) -> Found:
         with torch.autocast(self.hidden.device.type, enabled=False):
-            return Engine(self, (whole.ahead, False, False), Parts(whole, whole.ahead)).forward(whole)
+            return Engine(self, (whole.ahead, False, False), Parts(whole)).forward(whole)
+
+    def work(self, whole: Whole | None, d_hidden: int, d_weight: int, rounded: bool) -> Work:
+        """What a pass over rows computes; `d_hidden` and `d_weight` are the bytes of their elements, 0 where they are not made."""
+        weight, dtype = self.weight, self.dtype
+        others = 0 if whole is None else 1 if whole.one else len(whole.others) + 2 * bool(whole.others)
+        return Work(
+            self.vocab, weight.shape[1], keeps_rows(dtype, self.hidden.device), d_hidden, d_weight, rounded,
+            1 if self.shard is None else self.shard.ranks, others * self.vocab, dtype == torch.float16,
+            d_hidden_parts(weight, self.vocab, dtype) if d_hidden else 0,
+        )  # fmt: skip
+
+    def is_one_block(self, rows: int) -> bool:
+        """Whether the gradients of the logits of so many rows are there at one time, as products take them."""
+        work = self.work(None, 4, self.weight.element_size(), self.into is None)
+        return not work.scaled and rows <= work.plan(self.hidden.device.type, rows, rows < self.hidden.shape[0]).block
 
     def check_there(self) -> None:
         """Raise RuntimeError where the weight was taken away after the forward."""
@@ -94,7 +110,7 @@ class Hidden(Stream):
             )
 
     def gradients(self, wanted: tuple[bool, ...], parts: Parts) -> Engine:
-        if parts.slots or parts.whole is None or not parts.whole.ahead:
+        if parts.slots or parts.whole is None:
             self.check_there()
         return Engine(self, wanted, parts)
 
@@ -124,8 +140,8 @@ class Engine(Gradients):
 
     def __init__(self, stream: Hidden, wanted: tuple[bool, ...] = (False, False, False), parts: Parts | None = None) -> None:
         parts = parts or Parts(None)
-        self.stream, self.wanted, self.whole, self.summed_later = stream, wanted, parts.whole, parts.twice
-        self.backend = stream.backend
+        self.stream, self.wanted, self.whole, self.backend = stream, wanted, parts.whole, stream.backend
+        self.summed_later = parts.twice or (parts.whole is not None and parts.whole.ahead)
         self.rounded = not (parts.twice or parts.slots) and stream.into is None
         self.hidden = stream.hidden.detach()
         # The gradient of the logits stays fp32 if the bias needs its sum, or if the row kernel cannot narrow it in place.
@@ -134,6 +150,7 @@ class Engine(Gradients):
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
         self.slots: tuple[Ragged, Tensor] | None = None  # and the gradient of the logits at them
+        self.block: Tensor | None = None  # the gradients of logits, where they are kept
         self._made: dict[int, Products] = {}
         if wanted[0]:
             # fp32 for fp16: the loss scale is applied later, and fp16 would underflow before.
@@ -146,16 +163,10 @@ class Engine(Gradients):
 
     @functools.cached_property
     def work(self) -> Work:
-        """What a pass computes. A backward that has no product left does not look at the weight, which may be gone."""
-        stream, whole, wanted = self.stream, self.whole, self.wanted
-        weight, dtype = stream.weight, stream.dtype
-        others = 0 if whole is None else 1 if whole.one else len(whole.others) + 2 * bool(whole.others)
-        return Work(
-            stream.vocab, weight.shape[1], keeps_rows(dtype, self.hidden.device),
-            0 if self.d_hidden is None else self.d_hidden.element_size(), weight.element_size() if wanted[1] else 0,
-            self.rounded, 1 if stream.shard is None else stream.shard.ranks, others * stream.vocab,
-            dtype == torch.float16, d_hidden_parts(weight, stream.vocab, dtype) if wanted[0] else 0,
-        )  # fmt: skip
+        """What this pass computes. A backward that has no product left does not look at the weight, which may be gone."""
+        d_hidden = 0 if self.d_hidden is None else self.d_hidden.element_size()
+        d_weight = self.stream.weight.element_size() if self.wanted[1] else 0
+        return self.stream.work(self.whole, d_hidden, d_weight, self.rounded)
 
     @functools.cached_property
     def chunk_rows(self) -> int:
@@ -207,7 +218,10 @@ class Engine(Gradients):
             del d_logits
         if partials is None:
             partials = Partials.not_read(whole.names, n, device, whole.one)
-        return Found(partials, apart, () if draws is None else draws.tensors(), self.d_hidden if whole.ahead else None)
+        if whole.keeps and self.block is None:  # no row can have a slope
+            self.block = self.hidden.new_empty(0, self.stream.columns)
+        of_slope_1 = (self.d_hidden if whole.ahead else None, self.block)
+        return Found(partials, apart, () if draws is None else draws.tensors(), *of_slope_1)
 
     def fused(self, whole: Whole, stage: TokenStage, gradients: bool) -> FusedRows:
         """Losses of the rows of a token stage, with `gradients` collected or not."""
@@ -244,11 +258,12 @@ class Engine(Gradients):
                 self.add(drawn, gradient_at(drawn, logits, step, own, found.partials, slopes, transform))
             return
         if found.ahead is not None and self.d_hidden is not None:
-            self.d_hidden.addcmul_(slopes.target[:, None], found.ahead)
-            if len(slopes.names) == 1:
-                return
-            self.stream.check_there()
-            slopes = slopes.with_("target", torch.zeros_like(slopes.target))
+            factors = slopes.target[:, None]  # a row with a factor of 0 has no gradient, whatever it holds
+            self.d_hidden += torch.where(factors == 0, 0.0, factors * found.ahead)
+            if found.block is not None:
+                self._add_of_block(whole, found.block, slopes.target)
+            return
+        self.stream.check_there()
         index, n = whole.rows()[: whole.active], whole.targets.numel()
         slots = None if at_ids is None or whole.at is None else self.stream.own(whole.at)
         if index.device.type == "cpu":
@@ -320,7 +335,8 @@ class Engine(Gradients):
         """For each chunk of the rows that are visited: (the rows of its pass, as `_chunks` has them, whether they get a gradient).
         The first `active` rows may have one, None: all of them."""
         index = whole.rows()
-        for some, wanted in ((index[:active], gradients), (index[:0] if active is None else index[active:], False)):
+        passes = [(index[:active], gradients), (index[:0] if active is None else index[active:], False)]
+        for some, wanted in passes[::-1] if whole.keeps else passes:  # what is kept may lie in the memory of the last logits
             self._start()
             for at, hidden in self._chunks(some):
                 yield some, at, hidden, wanted
@@ -376,6 +392,8 @@ class Engine(Gradients):
             d_logits, self._block, self._filled = self._block, None, 0
             at, hidden = self._hidden(index, self.summed, self.summed + d_logits.shape[0])
         self.summed += len(hidden)
+        if self.whole is not None and self.whole.keeps:
+            self.block = d_logits
         if self.d_hidden is not None:
             if self.summed_later:
                 self.d_hidden.index_add_(0, self._places(at), self.products.d_hidden(d_logits))
@@ -384,6 +402,18 @@ class Engine(Gradients):
         if self.wanted[1]:
             last = self.rounded and self.summed == index.numel()
             self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden, last)
+
+    def _add_of_block(self, whole: Whole, block: Tensor, factors: Tensor) -> None:
+        """Add the gradient of the weight from that of a block of logits of slope 1: each row's factor is in its hidden states."""
+        if not self.wanted[1] or not len(block):
+            return
+        self.stream.check_there()
+        index = whole.rows()[: whole.active]
+        at = index if self._gathers(index) else slice(None)
+        hidden = (self.hidden[at].to(torch.float32) * factors[at, None]).to(self.products.dtype)
+        into = self.stream.into
+        total = self.d_weight if into is None or self.d_weight is not None else into.sum_of_chunks
+        self.d_weight = self.products.add_d_weight(total, block, hidden, self.rounded)
 
     # ---- gradients
 

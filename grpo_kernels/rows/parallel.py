@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's part of a vocabulary that the ranks of a group share: `shard=` of the four loss and log-prob functions.
+    """This rank's part of a vocabulary that the ranks of a group share: `Options(shard=)`.
 
         shard = VocabShard.of(lm_head.weight, group)  # once; all ranks of the group call
         out = linear_grpo_loss(hidden, lm_head.weight, batch, objective, options=Options(shard=shard))

@@ -387,14 +387,10 @@ class Slopes(NamedTuple):
             if slope is not None:
                 yield slope[rows] * (weight * factor)
 
-    def with_(self, name: str, x: Tensor) -> Slopes:
-        """The slopes with x [n] in the place of this one."""
-        return Slopes.stacked({**dict(zip(self.names, self.values, strict=True)), name: x})
-
     def plus(self, name: str, x: Tensor) -> Slopes:
         """The slopes with x [n] added to this one."""
         own = self.get(name)
-        return self.with_(name, x if own is None else own + x)
+        return Slopes.stacked({**dict(zip(self.names, self.values, strict=True)), name: x if own is None else own + x})
 
     @property
     def nonzero(self) -> Tensor:

@@ -118,8 +118,8 @@ class Rows:
                 of_visit += ["at logits", "at used"]
             if isinstance(visit, Whole) and visit.sparse is not None:
                 of_visit += DRAWS
-            if isinstance(visit, Whole) and visit.ahead:
-                of_visit.append("ahead")
+            if isinstance(visit, Whole):
+                of_visit += [name for name, there in (("ahead", visit.ahead), ("block", visit.keeps)) if there]
             names += [f"{i} {name}" for name in of_visit]
         return tuple(names)
 
@@ -142,20 +142,19 @@ class Rows:
                 at = _logits_at(stream, visit)
                 values.append(at.log_probs(found.partials, visit.read, stream.transform))
                 saved += [at.logits, at.used]
-            saved += [*found.draws, *(() if found.ahead is None else (found.ahead,))]
+            saved += [*found.draws, *(x for x in (found.ahead, found.block) if x is not None)]
         return *values, *saved
 
     def pull(self, given: Given, known: dict[str, Tensor], upstream: dict[str, Tensor], wanted: tuple[bool, ...]) -> Tensors:
         stream = self.stream.of(given.tensors, given.transform)
         wholes = [read.visit for read in self.reads if isinstance(read.visit, Whole)]
         sets = len(self.reads) > len(wholes)
-        twice = len(wholes) > 1 or any(x.ahead or (sets and x.all_rows) for x in wholes)
+        twice = len(wholes) > 1 or (sets and wholes[0].all_rows if wholes else False)
         sampled = any(x.sparse is not None for x in wholes)
         gradients = stream.gradients(wanted, Parts(wholes[0] if wholes else None, twice, sets or sampled))
         few: list[tuple[Ragged, Tensor]] = []  # of rows with sets: added when visits over the vocabulary have written all rows
-        for i, (visit, _, with_gradient) in enumerate(
-            self.reads
-        ):  # those with sets come first: they read logits that may be written over
+        # Visits of sets come first: they read logits that may be written over.
+        for i, (visit, _, with_gradient) in enumerate(self.reads):
             given_to = {name.partition(" ")[2]: x for name, x in upstream.items() if name.startswith(f"{i} ")}
             d_at, d_outside = given_to.pop("at", None), given_to.pop("outside", None)
             if not given_to and d_at is None and d_outside is None:
@@ -186,7 +185,7 @@ class Rows:
             Partials(known[f"{i} apart {k}"], other.names, other.kind, other.mixture) for k, other in enumerate(visit.apart)
         )
         draws = tuple(known[f"{i} {name}"] for name in DRAWS if f"{i} {name}" in known)
-        return Found(partials, apart, draws, known.get(f"{i} ahead"))
+        return Found(partials, apart, draws, known.get(f"{i} ahead"), known.get(f"{i} block"))
 
     def without_tensors(self) -> Rows:
         return Rows(self.stream.of((), self.stream.transform), self.reads)

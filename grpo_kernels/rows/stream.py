@@ -285,8 +285,10 @@ class Whole:
     at      further ids of rows, whose log-probs are wanted.
     sparse  how columns are drawn for the gradient; None: it has all. `padded`: see `selection.Draws`.
     all_rows  whether rows with sets are among them, which are visited over their sets as well.
-    ahead   whether the gradient of hidden states is made while the logits are there, of log-probs with slope 1. What arrives at
-            them later is a factor of each row. For a head without a gradient."""
+    ahead   whether the gradient of hidden states is made in the forward, as if the slope of each log-prob were 1; the slope, which
+            is known later, multiplies it.
+    keeps   whether the gradient of the logits, made likewise, is kept for that of the weight, which is then a product with hidden
+            states times these factors. The rows that can have a slope are one block."""
 
     targets: Tensor
     read: Tensor | None
@@ -299,6 +301,7 @@ class Whole:
     padded: bool = False
     all_rows: bool = False
     ahead: bool = False
+    keeps: bool = False
 
     @property
     def one(self) -> Other | None:
@@ -331,13 +334,14 @@ class Parts(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a visit has made: partials, those beside each of `Whole.apart`, columns that were drawn, see `Draws.tensors`, and the
-    gradient of hidden states of `Whole.ahead`, fp32 [n, H]."""
+    """What a visit has made: partials, those beside each of `Whole.apart`, columns that were drawn, see `Draws.tensors`, the
+    gradient of hidden states of `Whole.ahead`, fp32 [n, H], and that of logits of `Whole.keeps`, [active, V]."""
 
     partials: Partials
     apart: tuple[Partials, ...] = ()
     draws: tuple[Tensor, ...] = ()
     ahead: Tensor | None = None
+    block: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 import torch
 
 from .. import EntropyQuantile, Exact, Objective, TokenBatch
-from ..checks import near_name
+from ..checks import LARGEST, SMALLEST, near_name, require, require_number, require_one_of
 from ..presets import NUMERICS, PRESETS
 from ..rewards.advantages import BASELINES, SCALES
 from ..rewards.advantages import NUMERICS as CONSTANTS
 from ..rewards.corrections import CORRECTIONS
 from ..rewards.estimators import ADVANTAGES, Evidence, lookup
-from . import require
+from . import require as package
 
 #: What the trainer knows beside the rewards, for estimators of advantages; it has no critic.
 KNOWN = ("rewards", "columns", "reward_weights", "mask", "greedy_rewards", "old_logps", "sum_squares")
@@ -283,35 +283,30 @@ class Computation:
 # ---- what is right
 
 
-#: Fields, what holds of their values, and how it is said.
-RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+#: Fields, the ends of their range, and how it is said.
+RANGES: tuple[tuple[str, float, float, str], ...] = (
     (
         "steps prompts_per_step group_size num_updates max_prompt_tokens max_new_tokens",
-        lambda x: x >= 1,
+        1,
+        LARGEST,
         "it must be at least 1.",
     ),
     (
         "ref_refresh_steps micro_batch top_k warmup_steps weight_decay eval_steps checkpoint_steps sample_every sample_count",
-        lambda x: x >= 0,
+        0,
+        LARGEST,
         "it must be 0 or more.",
     ),
-    ("beta lr", lambda x: 0 <= x < math.inf, "it must be a finite number >= 0."),
-    (
-        "temperature",
-        lambda x: 0 < x < math.inf,
-        "it divides the logits and must be above 0; for greedy use eval_temperature=0.",
-    ),
-    ("eval_temperature", lambda x: 0 <= x < math.inf, "it must be 0 (greedy) or above."),
-    ("top_p entropy_share", lambda x: 0 < x <= 1, "it is a share in (0, 1]; 1 switches it off."),
-    ("min_p", lambda x: 0 <= x <= 1, "it must be in [0, 1]; 0 switches it off."),
-    ("entropy_coef", math.isfinite, "it must be finite."),
-    ("entropy_target", lambda x: 0 <= x < math.inf, "it is an entropy in nats; 0 switches it off."),
-    ("sparse_step", lambda x: x == 0 or 1 / 4096 <= x <= 1, "it is in [1/4096, 1]; 0 switches it off."),
-    ("betas", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x), "give two numbers in [0, 1)."),
-    ("max_grad_norm", lambda x: x > 0, "it must be above 0; inf switches clipping off."),
-    ("eval_prompts", lambda x: x >= 1, "it must be at least 1; eval_steps=0 switches evaluation off."),
-    ("keep_checkpoints", lambda x: x >= 2, "keep at least 2, so that a damaged one has a predecessor."),
-    ("prompt_template", lambda x: "{prompt}" in x, "it must contain {prompt}."),
+    ("beta lr", 0, LARGEST, "it must be a finite number >= 0."),
+    ("temperature", SMALLEST, LARGEST, "it divides the logits and must be above 0; for greedy use eval_temperature=0."),
+    ("eval_temperature", 0, LARGEST, "it must be 0 (greedy) or above."),
+    ("top_p entropy_share", SMALLEST, 1, "it is a share in (0, 1]; 1 switches it off."),
+    ("min_p", 0, 1, "it must be in [0, 1]; 0 switches it off."),
+    ("entropy_coef", -LARGEST, LARGEST, "it must be finite."),
+    ("entropy_target", 0, LARGEST, "it is an entropy in nats; 0 switches it off."),
+    ("max_grad_norm", SMALLEST, math.inf, "it must be above 0; inf switches clipping off."),
+    ("eval_prompts", 1, LARGEST, "it must be at least 1; eval_steps=0 switches evaluation off."),
+    ("keep_checkpoints", 2, LARGEST, "keep at least 2, so that a damaged one has a predecessor."),
 )
 
 
@@ -331,24 +326,24 @@ class TrainConfig(
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value, choices = getattr(self, f.name), f.metadata.get("choices")
-            if choices and not {f.default, *choices}.issuperset(value if isinstance(value, list) else [value]):
-                self._refuse(f.name, f"it must be one of {', '.join(choices)}.")
-        for names, holds, remedy in RULES:
+            value, choices = getattr(self, f.name), f.metadata.get("choices", ())
+            for each in value if isinstance(value, list) else [value]:
+                if choices and each is not None:
+                    require_one_of(f.name, each, choices)
+        for names, low, high, remedy in RANGES:
             for name in names.split():
-                value = getattr(self, name)
-                if value is not None and not holds(value):
-                    self._refuse(name, remedy)
+                if getattr(self, name) is not None:
+                    require_number(name, getattr(self, name), remedy, low, high)
         for name, right, remedy in self._relations():
-            if not right:
-                self._refuse(name, remedy)
+            require(right, name, getattr(self, name), remedy)
         self._try_estimators()
 
-    def _refuse(self, name: str, remedy: str) -> None:
-        raise ValueError(f"{name}={getattr(self, name)!r}: {remedy}")
-
     def _relations(self) -> Iterator[tuple[str, bool, str]]:
-        """A field, whether it goes together with the others, and the remedy."""
+        """A field, whether it is right beside the others, and the remedy."""
+        yield "betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "give two numbers in [0, 1)."
+        yield "prompt_template", "{prompt}" in self.prompt_template, "it must contain {prompt}."
+        in_range = self.sparse_step == 0 or 1 / 4096 <= self.sparse_step <= 1
+        yield "sparse_step", in_range, "it is in [1/4096, 1]; 0 switches it off."
         scorers = len(self.rewards) + (self.reward_model is not None)
         yield "rewards", scorers > 0, "name a reward function, or set reward_model."
         weighted = self.reward_weights is None or len(self.reward_weights) == scorers
@@ -389,9 +384,8 @@ class TrainConfig(
         )  # fmt: skip
         batch = TokenBatch(mask.long(), two, mask=mask, old_logps=tokens, sampler_logps=tokens)
         estimate = self.estimator(self.advantages)
-        lacking = [name for name in estimate.func.needs if name not in KNOWN]
-        if lacking:
-            self._refuse("advantages", f"it takes {', '.join(lacking)}, of which this trainer has none.")
+        lacking = ", ".join(name for name in estimate.func.needs if name not in KNOWN)
+        require(not lacking, "advantages", self.advantages, f"it takes {lacking}, of which this trainer has none.")
         try:
             estimate(evidence)
             self.corrected(batch, finished=mask[:, 0])
@@ -487,7 +481,7 @@ ELSEWHERE = {
 def parse(argv: list[str]) -> TrainConfig:
     """The config of a command line and of the YAML file that its --config names, over which the command line wins. Raises
     ValueError for what is wrong."""
-    parser = require("transformers").HfArgumentParser(
+    parser = package("transformers").HfArgumentParser(
         TrainConfig.__bases__,
         formatter_class=argparse.HelpFormatter,
         prog="python -m grpo_kernels train",
@@ -528,7 +522,7 @@ def _read(parser: argparse.ArgumentParser, argv: list[str], into: argparse.Names
 
 def _of_file(path: str) -> list[str]:
     """What a YAML file says as arguments of the command line; null is the default."""
-    yaml = require("yaml")
+    yaml = package("yaml")
     try:
         options = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -546,5 +540,5 @@ def write(config: TrainConfig, path: Path) -> None:
     """All options of a run, group by group."""
     text = "# All options of this run. Another one like it: python -m grpo_kernels train --config THIS_FILE --out FOLDER\n"
     values = {f.name: getattr(config, f.name) for group in TrainConfig.__bases__ for f in fields(group)}
-    text += require("yaml").safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
+    text += package("yaml").safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
     path.write_text(text, encoding="utf-8")

@@ -107,48 +107,42 @@ def encode(rows: list[Row], tokenizer: Any, config: TrainConfig, which: str, tel
 def render(prompt: Any, tokenizer: Any, config: TrainConfig) -> tuple[str, list[int]]:
     """(text, ids) of a prompt that is a text, or a conversation: messages {"role": ..., "content": ...}, of which an assistant's
     last one is continued."""
-    if isinstance(prompt, str) and prompt.strip():
+    plain = isinstance(prompt, str) and bool(prompt.strip())
+    text, special = "", False  # tokens, which a template writes itself
+    if plain:
         text = config.prompt_template.replace("{prompt}", prompt)
-        if not config.chat:
-            # A text may come with its special tokens, and a beginning-of-text token must not come twice.
-            begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-            return _with_ids(text, tokenizer, special=not begun)
-        prompt = [{"role": "user", "content": text}]
-    elif not _is_conversation(prompt):
-        raise ValueError(f"prompt={prompt!r:.80}: it must be a text that is not empty, or a list of messages with their roles.")
+        # A text may come with its special tokens, and a beginning-of-text token must not come twice.
+        special = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
     elif config.prompt_template != "{prompt}":
         raise ValueError(
-            f"prompt_template={config.prompt_template!r} goes around a text, but this prompt is a list of messages: write it into "
-            "the messages."
+            f"prompt_template={config.prompt_template!r} goes around a text, but this prompt is {prompt!r:.80}: write it into the "
+            "messages."
         )
-    if not tokenizer.chat_template:
-        why = "chat=True" if config.chat else "the prompt is a list of messages"
-        raise ValueError(f"{why}, but the tokenizer has no chat template: use a chat model, or prompts that are text.")
-    # A data set fills the keys that other messages have with None.
-    messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
-    goes_on = messages[-1]["role"] == "assistant"
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
-        )
-    except Exception as error:  # of the template's own language
-        raise ValueError(f"the tokenizer's chat template refuses the messages: {error}") from error
-    return _with_ids(text, tokenizer, special=False)  # which the template writes itself
-
-
-def _is_conversation(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, (list, tuple))
-        and len(prompt) > 0
-        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in prompt)
-    )
-
-
-def _with_ids(text: str, tokenizer: Any, special: bool) -> tuple[str, list[int]]:
+    if not plain or config.chat:
+        text, special = conversation([{"role": "user", "content": text}] if plain else prompt, tokenizer), False
     ids = tokenizer(text, add_special_tokens=special)["input_ids"]
     if not ids:
         raise ValueError(f"prompt={text!r:.80} has no tokens: leave the row out.")
     return text, ids
+
+
+def conversation(prompt: Any, tokenizer: Any) -> str:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"prompt={prompt!r:.80} goes through the tokenizer's chat template, and it has none: use a chat model, or texts without chat."
+        )
+    try:
+        # A data set fills the keys that other messages have with None.
+        messages = [{"role": m["role"]} | {key: value for key, value in m.items() if value is not None} for m in prompt]
+        goes_on = messages[-1]["role"] == "assistant"
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
+        )
+    except Exception as error:  # of the template's own language, too
+        raise ValueError(
+            f"prompt={prompt!r:.80}: it must be a text that is not empty, or a list of messages with their roles that the chat template "
+            f"takes ({type(error).__name__}: {error})."
+        ) from error
 
 
 def prompts_of_step(rows: list[Row], step: int, count: int, seed: int) -> list[Row]:

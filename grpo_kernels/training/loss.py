@@ -179,6 +179,13 @@ def check_recomputing(model: Any) -> None:
 # ---- micro-batches
 
 
+def pieces(rows: Tensor, size: int, ranks: Ranks) -> list[Tensor]:
+    """`rows` cut into pieces of `size` (0: all), as many on every rank as on the one that has the most; those beyond are empty."""
+    counts = ranks.gather(len(rows))
+    size = size or max(counts)
+    return [rows[at : at + size] for at in range(0, max(counts), size)]
+
+
 class Part(NamedTuple):
     """Some completions, with the inputs of their loss."""
 
@@ -187,24 +194,23 @@ class Part(NamedTuple):
 
 
 def micro_batches(completions: Completions, batch: TokenBatch, config: TrainConfig, ranks: Ranks) -> tuple[list[Part], float]:
-    """Parts of `config.micro_batch` completions, as many on every rank as on the one that has the most; and the share of
-    completions that was left out because nothing pulls at them."""
-
-    def part(rows: Tensor, mask: Tensor | None = batch.mask) -> Part:
-        weights, some = None if batch.weights is None else batch.weights[rows], completions[rows]
-        assert mask is not None
-        return Part(some, TokenBatch(some.targets, batch.advantages[rows], mask=mask[rows], weights=weights, kept=some.kept))
-
-    total, device = len(completions.ids), completions.ids.device
-    kept = torch.arange(total, device=device)
-    nothing = part(kept[:1], torch.zeros_like(completions.mask))  # for a rank that has no completions left in a pass
+    """Parts of `config.micro_batch` completions, as many on every rank; and the share of completions that was left out because
+    nothing pulls at them."""
+    assert batch.mask is not None
+    total = len(completions.ids)
+    kept = torch.arange(total, device=completions.ids.device)
     if config.drop_zero_variance:
         has_gradient = (batch.advantages.reshape(total, -1) != 0).any(1)
         if not ranks.any(bool(has_gradient.any())):
             has_gradient[0] = ranks.main  # an update of nothing is still one: the optimizer's averages decay
         kept = kept[has_gradient]
+    parts = []
+    for rows in pieces(kept, config.micro_batch, ranks):
+        mask = batch.mask[rows]
+        if not len(rows):  # a pass for the others
+            rows, mask = kept.new_zeros(1), torch.zeros_like(batch.mask[:1])
+        weights, some = None if batch.weights is None else batch.weights[rows], completions[rows]
+        of_loss = TokenBatch(some.targets, batch.advantages[rows], mask=mask, weights=weights, kept=some.kept)
+        parts.append(Part(some, of_loss))
     counts, totals = zip(*ranks.gather((len(kept), total)), strict=True)
-    size = config.micro_batch or max(counts)
-    parts = [part(kept[at : at + size]) for at in range(0, len(kept), size)]
-    parts += [nothing] * (-(-max(counts) // size) - len(parts))
     return parts, 1 - sum(counts) / sum(totals)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import resource
 import sys
 import time
@@ -19,7 +21,6 @@ from . import require
 from .config import TRACKERS, TrainConfig, write
 from .data import Row
 from .loss import LossParts
-from .output import JsonLines, OutputFolder, read_metrics
 from .ranks import Ranks
 from .rewards import Scores, pair
 
@@ -50,16 +51,15 @@ def combine(parts: list[dict[str, float]]) -> dict[str, float]:
     loss = math.fsum(p["loss"] for p in parts)
     parts = [p for p in parts if p["tokens"] > 0] or parts[:1]  # the extremes of nothing are not the batch's
     tokens = math.fsum(p["tokens"] for p in parts)
-    metrics = {"loss": loss, "tokens": tokens}
-    for name in [name for name in parts[0] if name not in metrics]:
+    metrics = {}
+    for name in parts[0]:
         values = [p[name] for p in parts]
         mean = math.fsum(p[name] * p["tokens"] for p in parts) / max(tokens, 1.0)
         metrics[name] = max(values) if name.endswith("_max") else min(values) if name.endswith("_min") else mean
     # (sum of ratios)^2 / (tokens * sum of their squares), of which each part has its own.
     sums = [p["ratio_mean"] * p["tokens"] for p in parts]
     squares = math.fsum(s * s / max(p["tokens"] * p["ess"], 1e-30) for s, p in zip(sums, parts, strict=True))
-    metrics["ess"] = math.fsum(sums) ** 2 / max(tokens * squares, 1e-30)
-    return metrics
+    return metrics | {"loss": loss, "tokens": tokens, "ess": math.fsum(sums) ** 2 / max(tokens * squares, 1e-30)}
 
 
 class Stopwatch:
@@ -83,6 +83,54 @@ class Stopwatch:
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else process
         parts = {f"{part}_seconds": value for part, value in self.seconds.items()}
         return {"seconds": seconds, **parts, "tokens_per_second": tokens / seconds, "peak_memory_gb": peak / 1e9}
+
+
+# ---- files of one JSON object per line, where a crash at any moment costs nothing that was complete
+
+
+class JsonLines:
+    """A file of objects with a "step", whole on disk when a line is written."""
+
+    def __init__(self, path: Path, resume_at: int) -> None:
+        """Lines of steps from `resume_at` on, which a resumed run writes again, are dropped."""
+        if path.exists():
+            draft = path.with_suffix(".draft")
+            kept = [line for line in read_metrics(path, tell=True) if line["step"] < resume_at]
+            draft.write_text("".join(map(_dump, kept)))
+            draft.replace(path)
+        self.file = open(path, "a")
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        self.file.write(_dump({"step": step, **values}))
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def read_metrics(path: Path, tell: bool = False) -> list[dict[str, Any]]:
+    """All complete lines, without what a crash while writing leaves: a partial last line, or NUL bytes. tell: say how many others
+    are damaged."""
+    found, damaged = [], 0
+    for text in path.read_text(errors="replace").splitlines(keepends=True):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if isinstance(line, dict) and isinstance(line.get("step"), int) and text.endswith("\n"):
+            found.append(line)
+        else:
+            damaged += text.endswith("\n")
+    if damaged and tell:
+        print(f"{path}: {damaged} damaged lines are left out", file=sys.stderr)
+    return found
+
+
+def _dump(line: dict[str, Any]) -> str:
+    """A line of JSON; NaN and infinity, which JSON lacks, become null."""
+    known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+    return json.dumps(known, allow_nan=False) + "\n"
 
 
 # ---- where they go
@@ -128,9 +176,9 @@ class RunLog:
     """What rank 0, which alone has the files, keeps of a run: options, metrics and samples, and at the end a picture.
     With `config.progress` it shows how the run goes, a line for each step."""
 
-    def __init__(self, config: TrainConfig, folder: OutputFolder, ranks: Ranks, trackers: Sequence[Tracker]) -> None:
-        self.config, self.folder, self.ranks, self.given = config, folder, ranks, trackers
-        self.taken: list[Line] = []  # samples of the step at hand
+    def __init__(self, config: TrainConfig, out: Path, ranks: Ranks, trackers: Sequence[Tracker]) -> None:
+        self.config, self.out, self.ranks, self.given = config, out, ranks, trackers
+        self.samples: JsonLines | None = None
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
@@ -144,20 +192,21 @@ class RunLog:
                 self._close()
 
     def _open(self, at: int) -> None:
-        config, folder = self.config, self.folder
-        write(config, folder.config)
-        self.metrics, self.samples = JsonLines(folder.metrics, at), JsonLines(folder.samples, at)
-        named = [Dashboard(name, config, folder.path, at) for name in config.log_to if name in TRACKERS]
+        write(self.config, self.out / "config.yaml")
+        self.metrics, self.samples = (JsonLines(self.out / f"{name}.jsonl", at) for name in ("metrics", "samples"))
+        named = [Dashboard(name, self.config, self.out, at) for name in self.config.log_to if name in TRACKERS]
         self.trackers: list[Tracker] = [*named, *self.given]
 
     def _close(self) -> None:
         self.metrics.close()
-        self.samples.close()
+        if self.samples is not None:
+            self.samples.close()
         self.ask_trackers("is not closed", lambda tracker: tracker.close())
+        picture = self.out / "curves.png"
         try:
-            plot(read_metrics(self.folder.metrics), self.folder.picture)
+            plot(read_metrics(self.out / "metrics.jsonl"), picture)
         except Exception as error:  # without a picture a run is one all the same
-            print(f"{self.folder.picture} is not drawn: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"{picture} is not drawn: {type(error).__name__}: {error}", file=sys.stderr)
 
     def ask_trackers(self, failed: str, act: Callable[[Tracker], None]) -> None:
         """One that fails is left out from then on, with a message: the run is worth more."""
@@ -168,39 +217,41 @@ class RunLog:
                 self.trackers.remove(tracker)
                 print(f"{type(tracker).__name__} {failed}: {type(error).__name__}: {error}", file=sys.stderr)
 
-    def take_samples(self, step: int, rows: list[Row], scores: Scores, advantages: Tensor) -> None:
+    def keep_samples(self, step: int, rows: list[Row], scores: Scores, advantages: Tensor) -> None:
         """The first completions of a batch every so many steps, to look at, from what has come to the host anyway. Of advantages
         [B, T] a completion's is the mean."""
+        if self.config.sample_every and step % self.config.sample_every == 0:
+            self.ranks.on_main(lambda: self._keep_samples(step, rows, scores, advantages))
+
+    def _keep_samples(self, step: int, rows: list[Row], scores: Scores, advantages: Tensor) -> None:
         config, totals = self.config, scores.totals
-        due = config.sample_every and step % config.sample_every == 0
-        for i, text in enumerate(scores.texts[: config.sample_count] if due else ()):  # rank 0 has the first ones of all
+        if self.samples is None:  # a step outside of a run
+            return
+        for i, text in enumerate(scores.texts[: config.sample_count]):  # rank 0 has the first ones of all
             length, rewards = scores.lengths[i], dict(zip(scores.names, scores.each[:, i].tolist(), strict=True))
-            own = advantages[i, ..., :length].mean() if advantages.dim() > 1 else advantages[i]
-            prompt = rows[i // config.group_size]["prompt"]
-            numbers = {"tokens": length, "reward": totals[i].item(), "rewards": rewards, "advantage": own.item()}
-            self.taken.append({"prompt": prompt, "completion": text} | numbers)
+            advantage = float(advantages[i, ..., :length].mean() if advantages.dim() > 1 else advantages[i])
+            reward, prompt = totals[i].item(), rows[i // config.group_size]["prompt"]
+            numbers = {"tokens": length, "reward": reward, "rewards": rewards, "advantage": advantage}
+            self.samples.log(step, {"prompt": prompt, "completion": text, **numbers})
+            each = ", ".join(f"{name} {value:.3g}" for name, value in rewards.items())
+            parts = f" ({each})" if len(rewards) > 1 else ""
+            self.show(
+                f"step {step}: reward {reward:.3g}{parts}, advantage {advantage:+.3g}, {length} tokens{pair(prompt, text)}"
+            )
 
     def write(self, line: Line) -> None:
-        """The metrics of a step, with the samples that were taken in it."""
+        """The metrics of a step."""
         self.ranks.on_main(lambda: self._write(**line))
 
     def _write(self, step: int, **metrics: Any) -> None:
         self.metrics.log(step, metrics)
         self.ask_trackers("gets no more metrics", lambda tracker: tracker.log(step, metrics))
-        for sample in self.taken:
-            self.samples.log(step, sample)
-            each = ", ".join(f"{name} {value:.3g}" for name, value in sample["rewards"].items())
-            parts = f" ({each})" if len(sample["rewards"]) > 1 else ""
-            numbers = f"reward {sample['reward']:.3g}{parts}, advantage {sample['advantage']:+.3g}, {sample['tokens']} tokens"
-            self.show(f"step {step}: {numbers}{pair(sample['prompt'], sample['completion'])}")
-        self.taken = []
         if "accuracy" in metrics:
             self.show(f"step {step}: held-out accuracy {metrics['accuracy']:.3f} ({metrics['accuracy_counts']})")
-        if "loss" not in metrics:  # the last evaluation alone
-            return
-        main = {k: metrics[k] for k in ("reward", "kl", "entropy", "completion_length") if k in metrics}
-        told = ", ".join(f"{name} {value:.3g}" for name, value in main.items())
-        self.show(f"step {step}: {told}, {metrics['seconds']:.1f} s, {step + 1} of {self.config.steps} done")
+        if "loss" in metrics:  # and not the last evaluation alone
+            names = ("reward", "kl", "entropy", "completion_length")
+            told = ", ".join(f"{name} {metrics[name]:.3g}" for name in names if name in metrics)
+            self.show(f"step {step}: {told}, {metrics['seconds']:.1f} s, {step + 1} of {self.config.steps} done")
 
     def show(self, text: str) -> None:
         if self.config.progress:
@@ -234,30 +285,30 @@ def plot(lines: list[Line], picture: Path) -> None:
     draft.replace(picture)
 
 
-def write_summary(folder: OutputFolder) -> None:
+def write_summary(out: Path) -> None:
     """Evaluations before and after, reward, where the time went, speed, memory, files: lines of text."""
-    lines = read_metrics(folder.metrics)
+    lines = read_metrics(out / "metrics.jsonl")
     steps, evaluations = [line for line in lines if "seconds" in line], [line for line in lines if "accuracy" in line]
+
+    def total(name: str, some: list[Line] = steps) -> float:
+        return math.fsum(line.get(name) or 0.0 for line in some)
+
     told = {"steps": str(len(steps))}
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
         told["held-out accuracy"] = f"{first['accuracy']:.3f} -> {last['accuracy']:.3f} ({last['accuracy_counts']})"
         told["held-out reward"] = f"{first['eval_reward']:.4g} -> {last['eval_reward']:.4g}"
     if steps:
-        tenth = max(1, len(steps) // 10)
-        begin, end = (_sum(some, "reward") / tenth for some in (steps[:tenth], steps[-tenth:]))
+        tenth, whole = max(1, len(steps) // 10), total("seconds")
+        begin, end = total("reward", steps[:tenth]) / tenth, total("reward", steps[-tenth:]) / tenth
         told["reward"] = f"{begin:.4g} -> {end:.4g} (means of {tenth})"
-        whole, parts = _sum(steps, "seconds"), ("sampling", "reward", "gradient", "optimizer")
-        shares = ", ".join(f"{name} {_sum(steps, f'{name}_seconds') / whole:.0%}" for name in parts)
+        parts = ("sampling", "reward", "gradient", "optimizer")
+        shares = ", ".join(f"{name} {total(f'{name}_seconds') / whole:.0%}" for name in parts)
         told["time of the steps"] = f"{whole:.1f} s: {shares}"
-        told["evaluations"] = f"{_sum(evaluations, 'eval_seconds'):.1f} s"
+        told["evaluations"] = f"{total('eval_seconds', evaluations):.1f} s"
         tokens = math.fsum(line["tokens_per_second"] * line["seconds"] for line in steps)
         told["speed"] = f"{tokens / whole:.0f} sampled tokens a second, of whole steps"
         told["peak memory"] = f"{max(line['peak_memory_gb'] for line in steps):.2f} GB"
-    files = [folder.metrics, folder.samples, folder.picture, folder.config, folder.checkpoints, folder.model]
-    told["files"] = f"{folder.path}: " + ", ".join(path.name for path in files if path.exists())
-    folder.summary.write_text("".join(f"{name:<20}{text}\n" for name, text in told.items()))
-
-
-def _sum(lines: list[Line], name: str) -> float:
-    return math.fsum(line.get(name) or 0.0 for line in lines)
+    files = ("metrics.jsonl", "samples.jsonl", "curves.png", "config.yaml", "checkpoints", "model")
+    told["files"] = f"{out}: " + ", ".join(name for name in files if (out / name).exists())
+    (out / "summary.txt").write_text("".join(f"{name:<20}{text}\n" for name, text in told.items()))

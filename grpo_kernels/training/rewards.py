@@ -15,8 +15,8 @@ torch, Python and NumPy that everybody shares come back when a run is resumed; a
 
 from __future__ import annotations
 
-import importlib
 import math
+import pkgutil
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from ..rewards.estimators import Evidence
+from ..rewards.tensors import weighted_sum
 from . import require
 
 Tensor = torch.Tensor
@@ -68,12 +69,11 @@ def resolve(name: str) -> RewardFunction:
     """A reward function by its name in REWARDS, or as module:function."""
     if name in REWARDS:
         return REWARDS[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ValueError(f"rewards={name!r}: it must be one of {', '.join(REWARDS)}, or module:function.")
     try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        function = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"rewards={name!r} cannot be imported ({error}): check the module path and the function's name."
         ) from error
@@ -232,15 +232,7 @@ class Scores:
     @property
     def totals(self) -> Tensor:
         """[B]: the weighted sum of all rewards."""
-        return self.weighted(range(len(self.names)))
-
-    def weighted(self, chosen: Iterable[int]) -> Tensor:
-        """Of some functions, term by term, so that equal completions have equal sums; a matrix product may add them in different
-        orders."""
-        total = torch.zeros_like(self.each[0])
-        for k in chosen:
-            total = total + self.weights[k] * self.each[k]
-        return total
+        return weighted_sum(self.each.unbind(), self.weights)
 
     def summary(self, group_size: int) -> dict[str, float]:
         totals = self.totals
@@ -261,13 +253,10 @@ class Scores:
         step rewards of a group are normalised together, and the advantage of a token is the sum of the normalised rewards of the
         steps that end at it or later; times the weight, it is added to the outcome's advantage."""
         outcomes = [k for k, steps in enumerate(self.steps) if steps is None]
-        rewards, mask = self.weighted(outcomes), torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
-        total = estimate(
-            Evidence(
-                rewards, group_size=group_size, columns=self.each[outcomes].T, reward_weights=[self.weights[k] for k in outcomes],
-                mask=mask, **known,
-            )
-        )  # fmt: skip
+        weights, columns = [self.weights[k] for k in outcomes], self.each[outcomes]
+        rewards = weighted_sum(columns.unbind(), weights) if outcomes else torch.zeros_like(self.each[0])
+        known["mask"] = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
+        total = estimate(Evidence(rewards, group_size=group_size, columns=columns.T, reward_weights=weights, **known))
         for weight, steps in zip(self.weights, self.steps, strict=True):
             if steps is not None:
                 total = total[:, None] if total.dim() == 1 else total
@@ -278,16 +267,15 @@ class Scores:
 def score(names: list[str], weights: list[float], values: list[list[Any]], lengths: list[int], texts: list[str]) -> Scores:
     """The scores of a whole batch from what `call` returned, of all ranks, for each of the functions."""
     names = [name if name not in names[:k] else f"{name}#{names[:k].count(name) + 1}" for k, name in enumerate(names)]
-    steps = [step_rewards(name, rewards, lengths) for name, rewards in zip(names, values, strict=True)]
-    sums = [torch.tensor(v, dtype=torch.float64) if s is None else s.nansum(1) for v, s in zip(values, steps, strict=True)]
-    return Scores(names, weights, lengths, torch.stack(sums), steps, texts)
-
-
-def step_rewards(name: str, values: list[Any], lengths: list[int]) -> Tensor | None:
-    """Process rewards as fp64 [B, T], NaN where no step ends; None for outcome rewards."""
-    lists = sum(isinstance(v, list) for v in values)
-    if lists not in (0, len(values)):
-        raise ValueError(f"reward {name} returned numbers in one process and lists in another: return lists everywhere.")
-    width = max(lengths)
-    rows = [[math.nan if r is None else r for r in v] + [math.nan] * (width - len(v)) for v in values if lists]
-    return torch.tensor(rows, dtype=torch.float64) if lists else None
+    each, steps = list[Tensor](), list[Tensor | None]()
+    for name, rewards in zip(names, values, strict=True):
+        lists = sum(isinstance(r, list) for r in rewards)
+        if lists not in (0, len(rewards)):
+            raise ValueError(f"reward {name} returned numbers in one process and lists in another: return lists everywhere.")
+        if lists:
+            pad = [math.nan] * max(lengths)
+            rewards = [([math.nan if r is None else r for r in row] + pad)[: len(pad)] for row in rewards]
+        table = torch.tensor(rewards, dtype=torch.float64)
+        each.append(table.nansum(1) if lists else table)
+        steps.append(table if lists else None)
+    return Scores(names, weights, lengths, torch.stack(each), steps, texts)

@@ -1,23 +1,31 @@
-"""The state of a run: saved, resumed from, and saved once more when the run is asked to stop."""
+"""What a run keeps on disk, and how it stops: the folder that belongs to it, its checkpoints, the state in them, and signals.
+
+A checkpoint is a file `step-00000120-DIGEST.pt`, with the beginning of the SHA-256 of its content in its name. It is written under
+another name and renamed, so a file with the right name was complete when it appeared. It is on the disk, with its name, before an
+older one is removed: a crash at any moment costs nothing that was complete."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
 import os
 import random
+import re
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import IO, Any, cast
 
 import torch
 
 from ..rewards.entropy import AdaptiveEntropyCoef
-from . import output, require
+from . import require
 from .config import TrainConfig
-from .output import OutputFolder
 from .ranks import ParallelModel, Ranks
 
 #: What may differ between a run and its continuation without changing the steps.
@@ -27,6 +35,136 @@ FREE_TO_CHANGE = {
 }  # fmt: skip
 #: Seconds within which a launcher and its batch system may pass on one and the same signal.
 ECHO = 3.0
+
+
+class OutputFolder:
+    """`config.out`, which belongs to this run from `take` to `release`, or until its process ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.lock: IO[str] | None = None
+
+    def take(self, resume: bool) -> None:
+        """Make the folder, and find out now rather than at the first checkpoint that it cannot be written, that another run
+        writes there, or that it holds a run which this one does not continue."""
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.hold()
+        except OSError as error:
+            raise ValueError(f"out={str(self.path)!r} cannot be written ({error}): choose another folder.") from error
+        if not resume and (listed(self.checkpoints) or (self.path / "metrics.jsonl").exists()):
+            self.release()
+            raise ValueError(f"out={str(self.path)!r} holds a run: continue it with resume, or choose another folder.")
+
+    def hold(self) -> None:
+        """Lock the folder against other runs. The operating system releases the lock when this process ends, even after a crash."""
+        if self.lock is not None:
+            return
+        file = open(self.path / ".lock", "a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            owner = file.read().strip()
+            file.close()
+            raise ValueError(
+                f"out={str(self.path)!r} is in use by {owner}: wait for that run to end, or choose another folder."
+            ) from error
+        except OSError as error:  # a file system without locks
+            print(f"out={str(self.path)!r} is not safe from a second run: it cannot be locked ({error})", file=sys.stderr)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        file.flush()
+        self.lock = file
+
+    def release(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
+            self.lock = None
+
+    def check_space(self, needed: int) -> None:
+        """Raise ValueError unless `needed` bytes are free where the run writes."""
+        free = shutil.disk_usage(self.path).free
+        if free < needed:
+            raise ValueError(
+                f"out={str(self.path)!r} has {free / 1e6:.0f} MB free, and the run writes up to {needed / 1e6:.0f} MB: "
+                "make room, lower keep_checkpoints, or choose another folder."
+            )
+
+
+# ---- checkpoints
+
+
+def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
+    """Write the checkpoint of a step and drop all but the newest `keep`."""
+    for path in listed(folder):
+        with contextlib.suppress(Exception):
+            if step_of(path) == step and read(path):
+                return  # the same step is the same state
+    draft = folder / "draft.pt"
+    with open(draft, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    final = draft.rename(folder / f"step-{step:08d}-{_digest(draft)}.pt")
+    descriptor = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a file system that does not do that for folders
+        os.fsync(descriptor)  # before the older ones go: a crash of the machine must not leave neither
+    os.close(descriptor)
+    # Newer ones than this, and others of its step, were passed over by the run that writes it: they are damaged.
+    good = [path for path in listed(folder) if step_of(path) < step] + [final]
+    for path in set(listed(folder)) - set(good[-keep:]):
+        try:
+            path.unlink()
+        except OSError as error:  # the run that saves is worth more than the room
+            print(f"old checkpoint not removed: {error}", file=sys.stderr)
+
+
+def load_newest(folder: Path) -> dict[str, Any]:
+    """The newest intact checkpoint, {} if there is none at all. Those passed over are told; where there is nothing else, and where
+    checkpoints have another form, ValueError: a fresh start would drop them."""
+    for path in reversed(listed(folder)):
+        try:
+            return read(path)
+        except Exception as error:  # whatever the bytes of a file may lead to
+            print(f"checkpoint passed over: {path}: {error}", file=sys.stderr)
+    if any(folder.glob("step-*")):
+        raise ValueError(
+            f"{str(folder)!r} holds damaged checkpoints only, or those of another version: mend or remove them, or choose another folder."
+        )
+    return {}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint. Raises whatever error the file leads to where it is not what `save` wrote."""
+    if _digest(path) not in path.name:
+        raise ValueError("the file does not match the checksum in its name")
+    # The checksum says that the file is the one written; weights_only keeps it from being a program.
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(state, dict) or state.get("step") != step_of(path):
+        raise ValueError("the file does not hold a run of that step")
+    return state
+
+
+def listed(folder: Path) -> list[Path]:
+    """Checkpoints, oldest first. Copies under other names are not listed."""
+    return sorted((p for p in folder.glob("step-*.pt") if re.fullmatch(r"step-\d{8,}-[0-9a-f]{16}\.pt", p.name)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.split("-")[1])
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()[:16]
+
+
+# ---- the state of a run
 
 
 @dataclass
@@ -51,7 +189,7 @@ class Saved:
             "rng": self.ranks.gather(rng),
             "config": asdict(self.config),
         }
-        self.ranks.on_main(lambda: output.save(self.folder.checkpoints, step, state, self.config.keep_checkpoints))
+        self.ranks.on_main(lambda: save(self.folder.checkpoints, step, state, self.config.keep_checkpoints))
 
     def restore(self) -> tuple[int, dict[str, Any]]:
         """Continue from the newest intact checkpoint: model, optimizer, reference, random states. Returns the steps done and the
@@ -59,7 +197,7 @@ class Saved:
         whole: dict[str, Any] = {}  # on rank 0, which alone reads
 
         def read() -> dict[str, Any]:
-            whole.update(output.load_newest(self.folder.checkpoints))
+            whole.update(load_newest(self.folder.checkpoints))
             self.tell_changes(whole.get("config", {}))
             small = {name: whole.get(name) for name in ("step", "entropy_coef", "rng")}
             return small | {"refers": bool(whole.get("reference"))}
@@ -95,7 +233,7 @@ class Saved:
         model, moments = sum(size.values()), 2 * sum(size[p] for p in size if p.requires_grad)
         frozen = [] if self.reference is None else self.reference.model.parameters()
         each = model + moments + sum(p.numel() * p.element_size() for p in frozen)
-        there = len(output.listed(self.folder.checkpoints))
+        there = len(listed(self.folder.checkpoints))
         self.folder.check_space(model + each * max(self.config.keep_checkpoints + 1 - there, 1))
 
     def save_model(self, tokenizer: Any) -> None:
@@ -103,8 +241,8 @@ class Saved:
         state = self.policy.state()[0] if self.policy.sharded else None
 
         def write() -> None:
-            self.policy.model.save_pretrained(self.folder.model, state_dict=state)
-            tokenizer.save_pretrained(self.folder.model)
+            self.policy.model.save_pretrained(self.folder.path / "model", state_dict=state)
+            tokenizer.save_pretrained(self.folder.path / "model")
 
         self.ranks.on_main(write)
 
@@ -131,7 +269,7 @@ def set_random_state(states: dict[str, Any], device: torch.device) -> None:
 # ---- a request to stop: SIGINT or SIGTERM, from a keyboard, a launcher or a batch system
 
 
-@contextmanager
+@contextlib.contextmanager
 def stop_after_step() -> Iterator[list[int]]:
     """Collects SIGINT and SIGTERM, so that the step at hand ends whole; a second signal, `ECHO` seconds later, acts at once."""
     received: list[int] = []

@@ -6,28 +6,19 @@ import copy
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from ..checks import require
 from ..rows import backends
-from . import require
+from . import require as package
 from .config import TRACKERS, TrainConfig
 from .data import FILE_LOADERS, Row, encode, load_rows
 from .ranks import Ranks
 from .rewards import RewardFunction, RewardModel, resolve
 
 RowLists = tuple[list[Row], list[Row]]
-
-
-class Loaded(NamedTuple):
-    model: Any
-    tokenizer: Any
-    rewards: list[RewardFunction]
-    train_rows: list[Row]
-    eval_rows: list[Row]
-    reference: Any  # a frozen model, or None
 
 
 def check(config: TrainConfig, model: Any, tokenizer: Any, rows: RowLists | None, teacher: Any) -> torch.device:
@@ -45,11 +36,29 @@ def check(config: TrainConfig, model: Any, tokenizer: Any, rows: RowLists | None
     own = set() if model is None else set(map(id, model.parameters()))
     if teacher is not None and any(id(p) in own for p in teacher.parameters()):
         raise ValueError("teacher shares parameters with model, and is frozen: pass a copy of it, copy.deepcopy(model).")
-    for wrong, message in _conflicts(config, device, teacher is not None):
-        if wrong:
-            raise ValueError(message)
-    for package in ("matplotlib", "yaml"):
-        require(package)
+    objective, on_gpu, attention = config.objective, device.type == "cuda", config.attn_implementation
+    remedy = "a model is passed as well: leave one of them out."
+    require(config.teacher is None or teacher is None, "teacher", config.teacher, remedy)
+    taught = config.teacher is not None or teacher is not None
+    remedy = "set it above 0, and ref_refresh_steps to 0: at 0 nothing looks at the teacher, and a refresh copies the policy over it."
+    require(not taught or (objective.beta > 0 and config.ref_refresh_steps == 0), "beta", config.beta, remedy)
+    remedy = "it learns from a teacher: name one, or pass it to Trainer."
+    require(taught or "distillation" not in config.preset, "preset", config.preset, remedy)
+    remedy = (
+        "the head of a reference in shards is gathered in its own forward only: use parallel='ddp', or an estimator such as k3."
+    )
+    require(objective.exact is None or config.parallel != "fsdp2", "kl", config.kl, remedy)
+    remedy = f"it runs on a GPU with dtype='bfloat16', but device is {device} and dtype={config.dtype!r}: use 'sdpa'."
+    flash = attention.startswith("flash_attention")
+    require(not flash or (on_gpu and config.dtype != "float32"), "attn_implementation", attention, remedy)
+    remedy = f"liger-kernel's model kernels run on a GPU, but device is {device}; leave liger off."
+    require(on_gpu or not config.liger, "liger", config.liger, remedy)
+    for name in filter(TRACKERS.__contains__, config.log_to):
+        for needed in (name, "accelerate"):
+            remedy = f"{needed} is not installed: pip install {needed}, or leave it out."
+            require(importlib.util.find_spec(needed) is not None, "log_to", name, remedy)
+    for needed in ("matplotlib", "yaml"):
+        package(needed)
     return device
 
 
@@ -61,68 +70,33 @@ def pick_device(name: str) -> torch.device:
         device = torch.device("meta")
     if device.type == "cpu":
         return device
-    if device.type != "cuda":
-        raise ValueError(f"device={name!r}: it must be auto, cpu, cuda or one of several as in cuda:1.")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device={name!r}: torch sees no CUDA device here; use device='cpu' or 'auto'.")
+    require(device.type == "cuda", "device", name, "it must be auto, cpu, cuda or one of several as in cuda:1.")
+    require(torch.cuda.is_available(), "device", name, "torch sees no CUDA device here; use device='cpu' or 'auto'.")
     count, local = torch.cuda.device_count(), os.environ.get("LOCAL_RANK")
     if device.index is None:
         # A launcher may show each process all devices of the machine, or its own alone.
         return torch.device("cuda", torch.cuda.current_device() if local is None else int(local) % count)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(f"device={name!r}: of several processes each has a device of its own; use device='cuda' or 'auto'.")
-    if device.index >= count:
-        raise ValueError(f"device={name!r}: torch sees {count} CUDA devices here, of which the last is cuda:{count - 1}.")
+    remedy = "of several processes each has a device of its own; use device='cuda' or 'auto'."
+    require(int(os.environ.get("WORLD_SIZE", "1")) == 1, "device", name, remedy)
+    remedy = f"torch sees {count} CUDA devices here, of which the last is cuda:{count - 1}."
+    require(device.index < count, "device", name, remedy)
     return device
 
 
 def check_name(field: str, name: str | None) -> None:
     """Raise ValueError for a path that is not there. What looks like a path is never asked of the Hub, which without a network
     would take minutes to say no."""
-    if name == "":
-        raise ValueError(f"{field}='': name one with --{field}, in the config or its file, or pass it to Trainer.")
+    require(name != "", field, name, f"name one with --{field}, in the config or its file, or pass it to Trainer.")
     if name is None or os.path.exists(name):
         return
     owner, slash, _ = name.partition("/")
     hub = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) and os.path.splitext(name)[1] not in FILE_LOADERS
-    if not hub:
-        raise ValueError(f"{field}={name!r}: there is no such file or folder, and the Hub has no such names.")
-    if slash and os.path.isdir(owner):
-        raise ValueError(
-            f"{field}={name!r}: the folder {owner!r} is here and has no {name.rpartition('/')[2]!r}. If the Hub's is meant, "
-            f"start the run where there is no folder {owner!r}."
-        )
-
-
-def _conflicts(config: TrainConfig, device: torch.device, teacher: bool) -> Iterator[tuple[bool, str]]:
-    """Whether something does not go together, and what to say then."""
-    named, asked = config.teacher is not None, config.attn_implementation
-    yield named and teacher, f"teacher={config.teacher!r}, but a model is passed as well: leave one of them out."
-    unseen = config.objective.beta == 0 or config.ref_refresh_steps > 0
-    yield (
-        (named or teacher) and unseen,
-        "teacher is given, but at beta=0 nothing looks at it, and with ref_refresh_steps the policy would be copied over it: set beta "
-        "above 0 and ref_refresh_steps to 0.",
+    require(bool(hub), field, name, "there is no such file or folder, and the Hub has no such names.")
+    remedy = (
+        f"the folder {owner!r} is here and has no {name.rpartition('/')[2]!r}. If the Hub's is meant, start the run where there is no "
+        f"folder {owner!r}."
     )
-    missing = "distillation" in config.preset and not (named or teacher)
-    yield missing, f"preset={config.preset!r}: it learns from a teacher: name one, or pass it to Trainer."
-    yield (
-        config.objective.exact is not None and config.parallel == "fsdp2",
-        f"kl={config.kl!r}: the head of a reference in shards is gathered in its own forward only: use parallel='ddp', or an "
-        "estimator such as k3.",
-    )
-    remedy = f"they run on a GPU with dtype='bfloat16', but device is {device} and dtype={config.dtype!r}: use 'sdpa'."
-    flash = asked.startswith("flash_attention") and (device.type != "cuda" or config.dtype == "float32")
-    yield flash, f"attn_implementation={asked!r}: {remedy}"
-    remedy = f"liger-kernel's model kernels run on a GPU, but device is {device}; leave liger off."
-    yield config.liger and device.type != "cuda", f"liger=True: {remedy}"
-    wanted = [("attn_implementation", "flash_attention_2", "flash_attn")] if asked == "flash_attention_2" else []
-    wanted += [("liger", "True", "liger_kernel")] if config.liger else []
-    trackers = [name for name in config.log_to if name in TRACKERS]
-    wanted += [("log_to", name, package) for name in trackers for package in (name, "accelerate")]
-    for field, value, package in wanted:
-        absent = importlib.util.find_spec(package) is None
-        yield absent, f"{field}={value!r}, but {package} is not installed: pip install {package}, or leave it out."
+    require(not (slash and os.path.isdir(owner)), field, name, remedy)
 
 
 def load(
@@ -133,9 +107,10 @@ def load(
     rows: RowLists | None,
     rewards: list[RewardFunction] | None,
     teacher: Any,
-) -> Loaded:
-    """Load what the caller did not pass, from the sources that the config names; models with float32 parameters."""
-    transformers = require("transformers")
+) -> tuple[Any, Any, list[RewardFunction], list[Row], list[Row], Any]:
+    """(model, tokenizer, rewards, training rows, held-out rows, reference): what the caller did not pass is loaded from the sources
+    that the config names, models with float32 parameters. The reference is a frozen model, or None."""
+    transformers = package("transformers")
     attention = config.attn_implementation
     if attention == "auto":
         flash = importlib.util.find_spec("flash_attn") and ranks.device.type == "cuda" and config.dtype != "float32"
@@ -159,7 +134,7 @@ def load(
     if config.liger:
         # The losses stay ours: liger's would replace the model's forward.
         own = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-        require("transformers.integrations.liger").apply_liger_kernel(model, own)
+        package("transformers.integrations.liger").apply_liger_kernel(model, own)
     if config.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5
         (enable or model.gradient_checkpointing_enable)()
@@ -175,4 +150,4 @@ def load(
             sizes = f"the teacher has a vocabulary of {of_teacher}, the model of {own_size}"
             raise ValueError(f"teacher: {sizes}: they must have the same tokenizer.")
     reference = teacher or (copy.deepcopy(model) if config.objective.beta else None)
-    return Loaded(model, tokenizer, rewards, train_rows, eval_rows, reference)
+    return model, tokenizer, rewards, train_rows, eval_rows, reference

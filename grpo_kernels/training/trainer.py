@@ -31,13 +31,12 @@ from ..rewards.entropy import AdaptiveEntropyCoef
 from . import require, setup
 from .config import TrainConfig, parse
 from .data import Row, prompts_of_step
-from .loss import Losses, LossParts, check_recomputing, micro_batches, recomputing
-from .output import OutputFolder
+from .loss import Losses, LossParts, check_recomputing, micro_batches, pieces, recomputing
 from .ranks import ParallelModel, Ranks
 from .report import RunLog, Stopwatch, Tracker, of_update, write_summary
 from .rewards import RewardFunction, Scores
 from .rollouts import Completions, Rollouts
-from .saving import Saved, random_state, stop_after_step
+from .saving import OutputFolder, Saved, random_state, stop_after_step
 
 __all__ = ["LossParts", "TrainConfig", "Trainer"]
 
@@ -74,17 +73,19 @@ class Trainer:
         self.folder = OutputFolder(self.out)
         self.ranks.on_main(lambda: self.folder.take(config.resume))
         try:
-            self.start(setup.load(config, self.ranks, model, tokenizer, rows, rewards, teacher))
+            self.start(*setup.load(config, self.ranks, model, tokenizer, rows, rewards, teacher))
         except BaseException:
             self.folder.release()
             raise
-        self.log, self.watch = RunLog(config, self.folder, self.ranks, trackers), Stopwatch()
+        self.log, self.watch = RunLog(config, self.out, self.ranks, trackers), Stopwatch()
         self.step, self.stopped_by, self.mid_update = 0, 0, False  # steps done; the signal that stopped the run, if one did
         self.rng = random_state(self.device)
 
-    def start(self, loaded: setup.Loaded) -> None:
+    def start(
+        self, model: Any, tokenizer: Any, rewards: list[RewardFunction], train: list[Row], held_out: list[Row], reference: Any
+    ) -> None:
         config, ranks = self.config, self.ranks
-        self.model, self.tokenizer, self.rewards, self.train_rows, self.eval_rows, reference = loaded
+        self.model, self.tokenizer, self.train_rows, self.eval_rows = model, tokenizer, train, held_out
         self.reference = None if reference is None else ParallelModel(reference, ranks, config.parallel, frozen=True)
         self.policy = ParallelModel(self.model, ranks, config.parallel)
         self.optimizer = torch.optim.AdamW(
@@ -96,7 +97,7 @@ class Trainer:
         self.losses = Losses(config, self.policy, self.reference, self.device)
         if config.gradient_checkpointing:
             self.policy.without_gradients(check_recomputing)
-        self.rollouts = Rollouts(config, self.policy, self.tokenizer, self.rewards, ranks)
+        self.rollouts = Rollouts(config, self.policy, self.tokenizer, rewards, ranks)
         self.saved = Saved(config, self.folder, ranks, self.policy, self.reference, self.optimizer, self.entropy_coef)
         ranks.on_main(self.saved.check_space)
 
@@ -114,8 +115,7 @@ class Trainer:
         scores = self.rollouts.score(rows, completions, config.group_size)
         self.watch.lap("reward")
         advantages = self.advantages(rows, completions, scores)
-        if self.ranks.main:
-            self.log.take_samples(self.step, rows, scores, advantages)
+        self.log.keep_samples(self.step, rows, scores, advantages)
         metrics = self.update(completions, advantages)
         self.step += 1
         if self.reference is not None and config.ref_refresh_steps and self.step % config.ref_refresh_steps == 0:
@@ -193,12 +193,9 @@ class Trainer:
 
     def of_policy(self, function: Any, completions: Completions) -> Tensor:
         """Numbers per token [B, T] under the current policy, 0 at padding."""
-        count = len(completions.ids)
-        size = self.config.micro_batch or count
-        parts = [completions[at : at + size] for at in range(0, count, size)]
-        parts += [completions[:1]] * (max(self.ranks.gather(len(parts))) - len(parts))  # every rank makes as many passes
-        passes = [self.policy.without_gradients(function, part) for part in parts]
-        return torch.cat(passes)[:count]
+        every = torch.arange(len(completions.ids), device=self.device)
+        parts = [completions[rows if len(rows) else every[:1]] for rows in pieces(every, self.config.micro_batch, self.ranks)]
+        return torch.cat([self.policy.without_gradients(function, part) for part in parts])[: len(every)]
 
     def move(self, lr: float) -> dict[str, float]:
         """The optimizer step."""
@@ -224,7 +221,7 @@ class Trainer:
             self.take_steps()
             if self.step == self.config.steps:
                 self.saved.save_model(self.tokenizer)
-            self.ranks.on_main(lambda: write_summary(self.folder))
+            self.ranks.on_main(lambda: write_summary(self.out))
         finally:
             self.folder.release()
         if self.step < self.config.steps and self.ranks.main:
@@ -272,7 +269,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     done = trainer.train()
-    if config.progress and trainer.ranks.main and trainer.folder.summary.exists():
-        print(trainer.folder.summary.read_text(), end="")
+    if config.progress and trainer.ranks.main:
+        print((trainer.out / "summary.txt").read_text(), end="")
     trainer.close()
     return trainer.ranks.leave(0 if done else 128 + trainer.stopped_by)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from support import meta_device, on_device
+from support import on_device
 from support.processes import for_its_own_pytest
 
 pytest.importorskip("triton")
@@ -26,27 +27,16 @@ pytest.importorskip("triton")
 
 from benchmarks import gpu_counters, gpu_kit, gpu_plan, gpu_stages, suites, tune
 from benchmarks.gpu_plan import CALLS, CASES, Stage
-from benchmarks.launches import compiling
 from benchmarks.measure import DeviceLost
-from benchmarks.providers import Provider, Unavailable, providers
-from grpo_kernels import TokenBatch, TokenSets, use
+from benchmarks.providers import providers
 
 ROOT = Path(__file__).parents[2]
 Choice = tune.Choice
 
 
-def python(code: str) -> list[str]:
-    return [sys.executable, "-c", code]
-
-
 def in_archive(path: Path) -> dict[str, str]:
     with tarfile.open(path) as tar:
         return {m.name: tar.extractfile(m).read().decode(errors="replace") for m in tar if m.isfile()}  # type: ignore[union-attr]
-
-
-@pytest.fixture
-def kit(tmp_path: Path) -> gpu_kit.Kit:
-    return gpu_kit.Kit(tmp_path / "out", tmp_path / "work")
 
 
 @pytest.fixture
@@ -64,26 +54,23 @@ def stage(tmp_path: Path) -> Callable[..., Any]:
     [
         ("", "ok"),
         ("raise SystemExit(3)", "exit status 3"),
-        ("raise ValueError", "exit status 1"),
         ("os.abort()", "ended by SIGABRT"),
+        ("hang()", "out of time after 2 s"),
     ],
 )
-def test_a_stage_that_ends(end: str, outcome: str, tmp_path: Path) -> None:
-    code = python(f"import os; print('said', flush=True); {end}")
-    assert gpu_kit.run_stage(code, tmp_path / "log", 30, dict(os.environ)) == outcome
-    assert "said" in (tmp_path / "log").read_text()
-
-
-def test_a_stage_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time limit is reached once the child has written its process id, however long that takes."""
-    child = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
-    log = tmp_path / "log"
-    monkeypatch.setattr(gpu_kit, "PACK_EVERY", 0.1)
-    now = lambda: 2.0 * log.read_text().endswith("\n") if log.exists() else 0.0  # noqa: E731
-    monkeypatch.setattr(gpu_kit, "time", SimpleNamespace(monotonic=now))
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    assert gpu_kit.run_stage(python(code), log, 2, dict(os.environ)) == "out of time after 2 s"
-    status = Path(f"/proc/{int(log.read_text())}/stat")
+def test_how_a_stage_ends(end: str, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs with its children. The time limit is reached once the child has written its process id, however long that
+    takes."""
+    log, child = tmp_path / "log", "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+    hang = f"import os, subprocess, sys; hang = lambda: subprocess.run([sys.executable, '-c', {child!r}])"
+    if "hang" in end:
+        now = lambda: 2.0 * log.read_text().endswith("\n") if log.exists() else 0.0  # noqa: E731
+        monkeypatch.setattr(gpu_kit, "PACK_EVERY", 0.1)
+        monkeypatch.setattr(gpu_kit, "time", SimpleNamespace(monotonic=now))
+    assert (
+        gpu_kit.run_stage([sys.executable, "-c", f"{hang}; {end}"], log, 2 if "hang" in end else 30, {**os.environ}) == outcome
+    )
+    status = Path(f"/proc/{log.read_text().strip() or 0}/stat")
     for _ in range(300):  # whoever inherits it has to collect it
         if not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z":
             return
@@ -91,100 +78,87 @@ def test_a_stage_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypat
     pytest.fail("the stage's child is still running")
 
 
-def saying(work: Path, name: str) -> str:
-    """Code of a stage that writes its results."""
-    found = json.dumps({"lines": [f"found by {name}"]})
-    return f"import pathlib, os, time; pathlib.Path({str(work / 'json' / name)!r} + '.json').write_text({found!r}); "
+class Runs:
+    """In place of stages: each writes its results, takes `spends` and ends as `ends` say. `seconds`: their limits, in order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now, self.seconds, self.ends, self.spends = 0.0, {}, {}, {}  # type: ignore[var-annotated]
+        patch.setattr(gpu_kit, "time", SimpleNamespace(monotonic=lambda: self.now, time=time.time))
+        patch.setattr(gpu_kit, "run_stage", self.run)
+        patch.setattr(gpu_kit.Kit, "command", lambda kit, stage, seconds: [stage, str(kit.work)])
+
+    def run(self, command: list[str], log: Path, seconds: float, *_: Any) -> str:
+        name, work = command
+        self.seconds[name] = seconds
+        self.now += min(seconds, self.spends.get(name, 0.1))
+        (Path(work) / "json" / f"{name}.json").write_text(json.dumps({"lines": [f"found by {name}"]}))
+        log.write_text(f"log of {name}")
+        return self.ends.get(name, "ok")
+
+    def __call__(self, out: Path, options: str) -> list[str]:
+        self.seconds.clear()
+        status = gpu_kit.main(["--out", str(out), "--minutes", "10", *options.split()])
+        assert status == any(name in self.ends for name in self.seconds)
+        return [*self.seconds]
 
 
-def test_stages_go_on_after_a_crash_and_a_hang_and_time_is_kept_for_them(
-    kit: gpu_kit.Kit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a stage had written before is kept. Of 10 seconds the first two may not use the 8 that are the last one's, so that
-    nothing is left for the third."""
-    codes = {"crashes": "os.abort()", "hangs": "time.sleep(100)", "late": "", "kept": "print('log of kept')"}
-    seconds, now = {}, [0.0]
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(monkeypatch)
 
-    def command(self: Any, stage: str, limit: float) -> list[str]:
-        seconds[stage] = limit
-        return python(saying(kit.work, stage) + codes[stage])
 
-    def clock() -> float:
-        """Moves on while the second stage, which has written its results, hangs."""
-        now[0] += 0.1 if (kit.work / "json" / "hangs.json").exists() and "kept" not in seconds else 0.0
-        return now[0]
-
-    monkeypatch.setattr(gpu_kit.Kit, "command", command)
-    monkeypatch.setattr(gpu_kit, "time", SimpleNamespace(monotonic=clock, time=time.time))
-    monkeypatch.setattr(gpu_kit, "PACK_EVERY", 0.1)
+def test_time_is_kept_for_later_stages_and_what_was_found_is_packed(runs: Runs, tmp_path: Path) -> None:
+    """Of 10 seconds the first two may not use the 8 that are the last one's, so that nothing is left for the third."""
+    kit, runs.ends, runs.spends = gpu_kit.Kit(tmp_path / "out", tmp_path / "work"), {"crashes": "ended"}, {"hangs": 100.0}
     gpu_kit.run(kit, [*(Stage(name, 600, 0) for name in ("crashes", "hangs", "late")), Stage("kept", 300, 240)], minutes=1 / 6)
-    crashed, hung, *rest = (kit.stages[name]["status"] for name in codes)
-    assert crashed == "ended by SIGABRT" and hung.startswith("out of time") and rest == ["no time left", "ok"]
-    assert 1 < seconds["crashes"] < 2 and 7 < seconds["kept"] <= 8
+    assert [one["status"] for one in kit.stages.values()] == ["ended", "ok", "no time left", "ok"]
+    assert 1 < runs.seconds["crashes"] < 2 and 7 < runs.seconds["kept"] <= 8
     text, results = (kit.out / "summary.md").read_text(), in_archive(kit.out / "results.tar.gz")
-    assert all(f"found by {name}" in text and f"json/{name}.json" in results for name in ("crashes", "hangs", "kept"))
+    assert all(f"found by {name}" in text and f"json/{name}.json" in results for name in runs.seconds)
     assert json.loads(results["json/kit.json"]) == kit.stages
-    assert "log of kept" in in_archive(kit.out / "logs.tar.gz")["logs/kept.txt"]
+    assert in_archive(kit.out / "logs.tar.gz")["logs/kept.txt"] == "log of kept"
+
+
+def test_a_call_goes_on_where_an_earlier_one_was(runs: Runs, tmp_path: Path) -> None:
+    """From its results. A stage that failed, or that is named, is run again; so is what each machine needs."""
+    out, home, runs.ends = tmp_path / "out", tmp_path / "home.tar.gz", {"counters": "exit status 1"}
+    assert runs(out, "--call 1") == [stage.name for stage in CALLS[1]]
+    (out / "results.tar.gz").rename(home)
+    assert runs(out, f"--call 1 --resume {home}") == ["install", "counters", "plots"]
+    assert "found by env" in (out / "summary.md").read_text()
+    assert runs(out, f"--resume {home} --stages env") == ["env"]
+    assert runs(out, f"--resume {home} --suites logits sparse") == ["install", "suites", "plots"]
+    assert "comparison" in runs(out, f"--call 3 --resume {home}")  # a call still has its own to make
+    for wrong in ("--resume none.tar.gz", "--wheels /no/such", "--suites logit", "--suites logits --stages env"):
+        with pytest.raises(SystemExit):
+            runs(out, wrong)
 
 
 def test_the_plan_fits_its_calls_and_names_what_there_is() -> None:
     names = [stage.name for stages in CALLS.values() for stage in stages if stage.name not in gpu_kit.AGAIN]
-    parts = {"small", "peers", "long_rows"}  # of other stages
-    assert len(names) == len(set(names)) and {*names, *(x.name for x in gpu_kit.ASKED)} | parts == gpu_stages.STAGES.keys()
-    for stages in CALLS.values():
-        assert 400 < sum(stage.kept for stage in stages) < 500  # seconds of ten minutes
-        assert all(stage.kept <= stage.most for stage in stages)
+    of_others = {"small"}
+    assert len(names) == len(set(names)) and {*names, *(x.name for x in gpu_kit.ASKED)} | of_others == gpu_stages.STAGES.keys()
+    for stages in CALLS.values():  # seconds of ten minutes
+        assert 400 < sum(stage.kept for stage in stages) < 500 and all(stage.kept <= stage.most for stage in stages)
     assert sorted((*gpu_plan.COMPARED, *gpu_plan.FURTHER)) == sorted(suites.SUITES)
     assert {*gpu_plan.HEADLINE, *gpu_plan.REHEARSED_SUITES} <= {*suites.SUITES}
     assert sum(cases.share for cases in CASES.values()) == pytest.approx(1)
     files, folder = {file for cases in CASES.values() for file in cases.files}, ROOT / "tests"
-    assert all((folder / file).is_file() for file in files)
     assert {str(file.relative_to(folder)) for file in folder.glob("*/*triton_cases.py")} <= files
+    assert all((folder / file).is_file() for file in files)
 
 
-def test_a_call_goes_on_where_an_earlier_one_was(kit: gpu_kit.Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its folder or from its results. A stage that failed, or that is named, is run again; so is what each machine
-    needs."""
-    ran: list[str] = []
-
-    def command(self: Any, stage: str, seconds: float) -> list[str]:
-        ran.append(stage)
-        return python(saying(self.work, stage) + "raise ValueError" * (stage == "counters"))
-
-    def call(options: str) -> list[str]:
-        ran.clear()
-        assert gpu_kit.main(["--out", str(kit.out), "--minutes", "1", *options.split()]) == ("counters" in ran)
-        return [*ran]
-
-    monkeypatch.setattr(gpu_kit.Kit, "command", command)
-    assert call("--call 1") == [stage.name for stage in CALLS[1]]
-    home, work = tmp_path / "home.tar.gz", f"--work {tmp_path / 'again'}"
-    (kit.out / "results.tar.gz").rename(home)
-    assert call(f"--call 1 --resume {home} {work}") == ["install", "counters", "plots"]
-    assert "found by env" in (kit.out / "summary.md").read_text() and (tmp_path / "again" / "json" / "env.json").exists()
-    assert call(f"--call 1 {work} --stages env") == ["env"]
-    assert call(f"{work} --suites logits sparse") == ["install", "suites", "plots"]
-    assert "comparison" in call(f"--call 3 {work}")  # a call still has its own to make
-    for wrong in ("--resume none.tar.gz", "--wheels /no/such", "--suites logit", "--suites logits --stages env"):
-        with pytest.raises(SystemExit):
-            call(f"--call 1 {wrong}")
-
-
-def test_results_are_few_files_with_plain_names(kit: gpu_kit.Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages may be writing meanwhile: of two files one is half written, another disappears between listing and reading."""
-    (kit.work / "results" / "a-gpu" / "plots").mkdir(parents=True)
-    inside = [*(f"results/a-gpu/plots/{name}.png" for name in suites.SUITES), "json/kit.json", "json/whole.json", "tables.md"]
-    for name in (*inside, "json/half.part", "json/gone.json"):
-        (kit.work / name).write_text("{}")
+def test_a_file_that_is_written_or_deleted_meanwhile_does_not_spoil_the_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has plain files, those of folders too."""
     read = Path.read_bytes
-    monkeypatch.setattr(
-        Path, "read_bytes", lambda path: path.unlink() or read(path) if path.name == "gone.json" else read(path)
-    )
-    gpu_kit.pack(kit)
-    found = {path.name for path in kit.out.iterdir()}
-    pictures = {f"{name}.png" for name in gpu_kit.PICTURES}
-    assert found == {*pictures, "logs.tar.gz", "results.tar.gz", "summary.md"} and len(found) <= 8
-    assert (kit.out / "summary.md").read_text().endswith("{}") and in_archive(kit.out / "results.tar.gz").keys() == {*inside}
+    (tmp_path / "json").mkdir()
+    for name in ("json/whole.json", "json/half.part", "json/gone.json", "tables.md"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path.with_name(path.name.replace("gone", "none"))))
+    gpu_kit.archive(tmp_path / "all.tar.gz", tmp_path, ("json", "tables.md"))
+    assert in_archive(tmp_path / "all.tar.gz") == {"json/whole.json": "{}", "tables.md": "{}"}
 
 
 # ---- conclusions
@@ -200,49 +174,37 @@ def cell(limit: float, *rows: dict, **shape: Any) -> dict[str, Any]:
 
 
 def test_targets_are_read_off_the_results_and_what_is_missing_is_not_met() -> None:
+    """Half of the rows are due two thirds of the products; the target is set against all three of all rows."""
     wrong = row("TRL kernel + loss", 9.0, status="wrong")
-    logits = [row("grpo_kernels, in place", 1.0), row("Liger GRPO loss", 3.3), wrong, row("copy", 1.0)]
-    found = {
-        "logits": {"cells": [cell(9.0, vocab=128256), cell(1.0, *logits)]},
-        "hidden": {"cells": [cell(40.0, row("grpo_kernels", 60.0, extra_mb=3500.0))]},
-        # Half of the rows are due two thirds of the products; the target is set against all three of all rows.
-        "active": {"cells": [cell(40.0), cell(26.7, row("grpo_kernels", 28.0), active=0.5)]},
+    logits = cell(1.0, row("grpo_kernels, in place", 1.0), row("Liger GRPO loss", 3.3), wrong, row("copy", 1.0))
+    active = [cell(40.0), cell(26.7, row("grpo_kernels", 28.0), active=0.5)]
+    cells = {
+        "logits": [cell(9.0, vocab=128256), logits],
+        "hidden": [cell(40.0, row("grpo_kernels", 60.0, extra_mb=3500.0))],
+        "active": active,
     }
-    waits = {"a": None, "b": "batch.py:3", "c": "batch.py:3"}
-    counters = {"recompilations": 0, "waits": waits, "documented": {"c": "it has to"}, "graphs": {"a": None, "b": "refused"}}
+    counters = {
+        "recompilations": 0, "waits": {"a": None, "b": "batch.py:3", "c": "batch.py:3"}, "documented": {"c": "it has to"},
+        "graphs": {"a": None, "b": "refused"},
+    }  # fmt: skip
     tests = {"groups": {"x": {"largest": {"logps": 2e-6, "d_hidden": 1e-3}}}}
-    seen = {t.what: t.met for t in gpu_kit.targets(found, counters, tests)}
-    for words, met in (
-        ("in place / copy", True), ("same, Liger GRPO", True), ("TRL kernel", None), ("/ three products", False), ("extra memory", True),
-        ("half of the rows", True), ("recompilations", True), ("make the host wait", False), ("documented", True), ("CUDA graph", False),
-        ("log-probs from hidden states", True),
-    ):  # fmt: skip
-        assert [value for what, value in seen.items() if words in what] == [met], words
-    assert all(t.met is None for t in gpu_kit.targets({}, {}, {}))
+    met = [target.met for target in gpu_kit.targets({suite: {"cells": of} for suite, of in cells.items()}, counters, tests)]
+    assert met == [True, True, None, False, True, None, None, True, True, False, True, False, True]
+    assert all(target.met is None for target in gpu_kit.targets({}, {}, {}))
 
 
 def test_targets_and_workloads_speak_of_providers_that_there_are() -> None:
     """If a provider is renamed, its target must not silently become "not measured"."""
-    found: dict[str, dict] = {}
-    for suite, contract, hidden in (("logits", "logits", None), ("hidden", "hidden", 4096), ("active", "hidden", 4096)):
-        rows = [row(one.name, 1.0, extra_mb=1.0) for one in providers(contract)]
-        found[suite] = {"cells": [cell(1.0, *rows, active=share, hidden=hidden) for share in (1.0, 0.5)]}
-    counters = {"recompilations": 0, "waits": {}, "graphs": {}}
-    missing = [t.what for t in gpu_kit.targets(found, counters, {}) if t.met is None]
-    assert missing == ["log-probs from hidden states, error"]
-    for workload in tune.workloads(small=False):
-        assert workload.candidate(tune.settings(workload.kind, True)[0]).contracts
+    rows = [row(one.name, 1.0, extra_mb=1.0) for contract in ("logits", "hidden") for one in providers(contract)]
+    cells = [cell(1.0, *rows, active=share) for share in (1.0, 0.5)]
+    met = [t.met for t in gpu_kit.targets({x: {"cells": cells} for x in ("logits", "hidden", "active")}, {}, {})]
+    assert None not in met[:8] and met[8:] == [None] * 5
+    assert all(w.candidate(tune.settings(w.kind, True)[0]).contracts for w in tune.workloads(small=False))
 
 
 @pytest.mark.parametrize(
     ("status", "ran", "outcome", "well"),
-    [
-        (0, 3, "passed", True),
-        (None, 3, "passed", True),
-        (None, 2, "passed", False),
-        (None, 3, "failed", False),
-        (1, 3, "passed", False),
-    ],
+    [(None, 3, "passed", True), (None, 2, "passed", False), (None, 3, "failed", False), (1, 3, "passed", False)],
 )
 def test_no_time_for_all_combinations_is_no_failure(
     status: int | None, ran: int, outcome: str, well: bool, stage: Any, monkeypatch: pytest.MonkeyPatch
@@ -262,20 +224,20 @@ def test_no_time_for_all_combinations_is_no_failure(
     monkeypatch.setattr(found, "python", run)
     gpu_stages.correctness(found)
     assert found.well is well and limits == sorted(limits) and 0.9 * 60 < limits[-1] < 60
-    for (name, cases), line in zip(CASES.items(), (x for x in found.found["lines"] if " ran, " in x), strict=True):
+    for name, cases in CASES.items():
         n, group = len(cases.files), found.found["groups"][name]
-        assert line.startswith(f"{name}: ") and f"{n * ran} of {n * 5} ran, {n * 3} have" in line
-        assert group["largest"] == {"test_it, off": ran - 1} and len(group["failed"]) == n * ran * (outcome == "failed")
+        assert (group["ran"], group["collected"], group["first"], len(group["failed"])) == (
+            n * ran, n * 5, n * 3, n * ran * (outcome == "failed"),
+        )  # fmt: skip
+        assert group["largest"] == {"test_it, off": ran - 1}
 
 
 def test_a_run_that_is_cut_off_has_seen_every_value_of_every_parameter() -> None:
     """Objectives of one pass, each of which has a kernel of its own, come before the others."""
-    Item = type("Item", (), {})
+    Item = type("Item", (), {"__init__": lambda self, **fields: vars(self).update(fields)})
 
     def item(test: str, **params: Any) -> Any:
-        one = Item()
-        vars(one).update(nodeid=f"{test}{[*params.values()]}", path=test, callspec=SimpleNamespace(params=params))
-        return one
+        return Item(nodeid=f"{test}{[*params.values()]}", path=test, callspec=SimpleNamespace(params=params))
 
     items = [item("product", x=x, n=n) for x in "abc" for n in range(4)]
     found = on_device.in_waves(items + [item("losses", name=x) for x in ("gspo", "dapo", "cispo")])
@@ -307,34 +269,31 @@ def test_tuning_goes_on_after_a_candidate_that_breaks_cuda_and_after_a_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only settings that were right everywhere are ranked. The last candidate of this measurement is the fastest."""
-    names, tried = [str(s) for s in tune.settings("visit", small=False)], []
-    monkeypatch.setattr(tune, "compile_all", lambda jobs, workers: None)
-    monkeypatch.setattr(tune, "details", lambda cell, markdown: "")
+    names, tried, stop = [str(s) for s in tune.settings("visit", small=False)], [], {}
 
-    def tuned(file: str, failure: type[Any] | None = None, at: int = 99, of: str = "logits-forward") -> dict[str, Any]:
-        tried.clear()
+    def measured(cell: Any, device: str, *, candidates: list[Any], known: dict | None, save: Any, **_: Any) -> dict:
+        rows: list[dict] = []
+        for name in (c.name for c in candidates if not c.limit):
+            if (cell.contract, name) in stop and name not in (known or {}):
+                raise stop[cell.contract, name]
+            tried.append(name)
+            rows.append(row(name, 999.0 - names.index(name), status="failed" if name in (known or {}) else "ok"))
+            save({"providers": rows, "unfinished": True})
+        return {"providers": rows}
 
-        def measured(cell: Any, device: str, *, candidates: list[Any], known: dict | None, save: Any, **_: Any) -> dict:
-            rows: list[dict] = []
-            for i, name in enumerate(c.name for c in candidates if not c.limit):
-                wrong = name in (known or {})
-                if i == at and failure is not None and cell.contract == of and not wrong:
-                    raise failure(name, "broke CUDA")
-                tried.append(name)
-                rows.append(row(name, 1000.0 - i) | ({"status": "failed"} if wrong else {}))
-                save({"providers": rows, "unfinished": True})
-            return {"providers": rows}
-
-        monkeypatch.setattr(tune, "measure", measured)
+    def tuned(file: str, *failure: Any) -> dict[str, Any]:
+        """After a failure of (contract, candidate)."""
+        stop.clear(), tried.clear(), stop.update([failure] if failure else [])
         assert tune.main(["--kind", "visit", "--json", str(tmp_path / file)]) == (suites.LOST_DEVICE if failure else 0)
         return json.loads((tmp_path / file).read_text())["visit"]
 
-    for at, of in ((3, "logits-forward"), (5, "logits")):  # of either cell
-        tuned("a", DeviceLost, at, of)
-    ranked = [name for name, _ in tuned("a")["ranking"]]
-    assert ranked == [name for name in reversed(names) if name not in (names[3], names[5])]
+    for function, value in (("compile_all", lambda *_: None), ("details", lambda *_, **__: ""), ("measure", measured)):
+        monkeypatch.setattr(tune, function, value)
+    for contract, name in (("logits-forward", names[3]), ("logits", names[5])):  # of either cell
+        tuned("a", (contract, name), DeviceLost(name, "broke CUDA"))
+    assert [name for name, _ in tuned("a")["ranking"]] == [x for x in reversed(names) if x not in (names[3], names[5])]
     with pytest.raises(KeyboardInterrupt):
-        tuned("b", KeyboardInterrupt, 5)
+        tuned("b", ("logits-forward", names[5]), KeyboardInterrupt())
     cut = json.loads((tmp_path / "b").read_text())["visit"]
     assert [name for name, _ in cut["ranking"]] == names[4::-1] and cut["best"] is not None
     assert tuned("b") and len(tried) == 2 * len(names)  # nothing of the first cell was whole
@@ -342,19 +301,20 @@ def test_tuning_goes_on_after_a_candidate_that_breaks_cuda_and_after_a_cut(
 
 
 def test_later_stages_run_with_what_was_clearly_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    choice, visit, before = Choice(256, 8, programs=2, grid=1.0), Choice(32, 1), dict(tune.backend.launch.LAUNCH)
-    best = {"fused": (choice._asdict(), 0.1), "visit": (visit._asdict(), 0.01), "chunk": ({"mib": 7, "block": 9}, 0.5)}
-    found = {kind: {"ranking": [("x", 1.0), ("now", 1 + by)], "best": one, "now": "now"} for kind, (one, by) in best.items()}
+    fused, visit = (Choice(256, 8, programs=2, grid=1.0), Choice(32, 1))
+    best = {"fused": (fused._asdict(), 1.1), "visit": (visit._asdict(), 1.01), "chunk": ({"mib": 7, "block": 9}, 1.5)}
+    found = {kind: {"ranking": [("x", 1.0), ("now", now)], "best": one, "now": "now"} for kind, (one, now) in best.items()}
+    (tmp_path / "choices.json").write_text(json.dumps(tune.winners(found)))
+    tables = [(tune.backend.launch, "LAUNCH"), (tune.blocks, "CHUNK_BYTES"), (tune.blocks, "BLOCK_BYTES")]
+    launch, chunk, block = (dict(getattr(*table)) for table in tables)
     *lines, table = tune.summary(found | {"fused32": {"ranking": [], "best": None, "now": "now"}})
     assert "10.0 % slower" in lines[0] and "no setting was right" in lines[-1]
-    assert eval(table.removeprefix("LAUNCH = "), {"Choice": Choice}) == before | {"fused": choice, "visit": visit}
-    for module, name in ((tune.backend.launch, "LAUNCH"), (tune.blocks, "CHUNK_BYTES"), (tune.blocks, "BLOCK_BYTES")):
+    assert eval(table.removeprefix("LAUNCH = "), {"Choice": Choice}) == launch | {"fused": fused, "visit": visit}
+    for module, name in tables:
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
-    chunk, path = tune.blocks.CHUNK_BYTES, tmp_path / "choices.json"
-    expected = chunk | {"cuda": 7 << 20}
-    path.write_text(json.dumps(tune.winners(found)))
-    assert tune.apply(path).keys() == {"fused", "chunk"} and before | {"fused": choice} == tune.backend.launch.LAUNCH
-    assert chunk == expected and tune.blocks.BLOCK_BYTES["cuda"] == 9 << 20
+    assert tune.apply(tmp_path / "choices.json").keys() == {"fused", "chunk"}
+    expected = [launch | {"fused": fused}, chunk | {"cuda": 7 << 20}, block | {"cuda": 9 << 20}]
+    assert [getattr(*table) for table in tables] == expected
 
 
 # ---- code that only runs on CUDA
@@ -364,10 +324,10 @@ def test_later_stages_run_with_what_was_clearly_faster(tmp_path: Path, monkeypat
 def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stand-ins for the parts of torch.cuda that the stages use; the list receives the sync debug modes that were set."""
     modes: list[str] = []
+    stream, none = SimpleNamespace(wait_stream=lambda other: None), lambda: None
     event = type(
         "Event", (), {"synchronize": lambda self: None, "__init__": lambda self, over: setattr(self, "query", lambda: over)}
     )
-    stream, none = SimpleNamespace(wait_stream=lambda other: None), lambda: None
     for name, value in {
         "synchronize": none, "set_sync_debug_mode": modes.append, "Stream": lambda: stream, "current_stream": lambda: stream,
         "stream": contextlib.nullcontext, "graph": contextlib.nullcontext, "Event": event,
@@ -396,8 +356,8 @@ def test_the_first_wait_is_found_and_the_mode_taken_back(cuda: list[str]) -> Non
 @pytest.mark.parametrize(
     ("scale", "exact", "said"),
     [
-        (2.0, True, "None"), (2.001, True, "other bits"), (2.001, False, "None"), (2.5, False, "off by 2.5e-01"),
-        (float("nan"), False, "off by nan"), (None, True, "other bits"), (None, False, "off by"),
+        (2.0, True, "None"), (2.001, True, "other bits"), (2.001, False, "None"), (float("nan"), False, "off by nan"),
+        (None, False, "off by"),
     ],
 )  # fmt: skip
 def test_a_replay_is_compared_with_a_plain_call(
@@ -421,62 +381,34 @@ def test_a_replay_is_compared_with_a_plain_call(
 @pytest.mark.parametrize(
     ("name", "wait", "differs", "well"),
     [
-        ("grpo_loss", False, None, True), ("grpo_loss", False, "a replay is off by 1.0e+00", False), ("grpo_loss", True, None, False),
+        ("grpo_loss", False, "a replay is off by 1.0e+00", False), ("grpo_loss", True, None, False),
         ("linear_logprobs, masked", True, None, True),  # documented
     ],
 )  # fmt: skip
 def test_counters_on_a_gpu(
     name: str, wait: bool, differs: str | None, well: bool, cuda: list[str], stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole stage except CUDA itself, with the CPU's backend."""
+    """The whole stage except CUDA itself, with the CPU's backend; kernels that have run are found."""
     found, event = stage("counters"), torch.cuda.Event(not wait)  # type: ignore[call-arg]
-    found.device, call = "cpu", lambda: event.synchronize()
-    stand_ins = {"recompilations": 0, "losses": {name: call}, "graphed": {name: None}, "replay_differs": differs}
+    found.device = "cpu"
+    stand_ins = {
+        "recompilations": 0,
+        "losses": {name: lambda: event.synchronize()},
+        "graphed": {name: None},
+        "replay_differs": differs,
+    }
     for function, value in stand_ins.items():
         monkeypatch.setattr(gpu_stages, function, lambda *_, value=value: value)
+    compiled = SimpleNamespace(n_regs=7, n_spills=1, module=1, metadata=SimpleNamespace(shared=2, num_warps=4))
+    caches = {0: compiled, 1: SimpleNamespace(module=None)}  # the second was compiled for another GPU
+    monkeypatch.setitem(tune.backend._stats_kernel.device_caches, "test", [caches])
     gpu_stages.counters(found)
     assert found.found["graphs"] == {name: differs} and found.well is well
     waits = {name: wait, "TokenBatch, masked": False, "TokenBatch": False}
     assert {x: bool(at) for x, at in found.found["waits"].items()} == waits
     assert any(name in line and "documented" in line for line in found.found["lines"]) is (name in gpu_counters.WAITS)
-
-
-def test_what_is_documented_to_wait_waits_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device whose tensors have no values. Row counts, whatever they are, are on its host."""
-    module = torch.get_device_module
-    on_meta = lambda kind: SimpleNamespace() if torch.device(kind).type == "meta" else module(kind)  # noqa: E731
-    monkeypatch.setattr(torch, "get_device_module", on_meta)
-
-    def sets_of(ids: torch.Tensor, offsets: torch.Tensor) -> TokenSets:
-        rows = offsets.numel() - 1
-        size = ids.numel() // rows
-        return meta_device.on_meta(TokenSets.from_counts(torch.arange(size).repeat(rows), torch.full((rows,), size)))
-
-    monkeypatch.setattr(gpu_counters, "TokenSets", sets_of)
-    monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: batch.rows // 2)
-    calls = gpu_counters.calls(gpu_counters.Given.of("meta", (4, 2), 131, 8, torch.float32))
-    meta_device.make_device(monkeypatch)
-    waiting = gpu_counters.WAITS.keys() - {"TokenBatch and linear_grpo_loss"}  # which waits for those counts
-    assert waiting < calls.keys()
-    for name, call in calls.items():
-        with use(backend="eager"), pytest.raises(meta_device.WAITS) if name in waiting else contextlib.nullcontext():
-            call()
-
-
-def test_what_is_captured_gives_gradients_and_kernels_that_ran_are_found() -> None:
-    for name, one in gpu_counters.graphed("cpu", 8, 131, 8, torch.float32).items():
-        found = one.step()
-        assert len(found) > 1 and all(x.isfinite().all() and x.any() for x in found) and one.given.is_leaf, name
-    kernel, compiled = (
-        tune.backend._stats_kernel,
-        SimpleNamespace(n_regs=7, n_spills=1, module=1, metadata=SimpleNamespace(shared=2, num_warps=4)),
-    )
-    kernel.device_caches["test"] = [{0: compiled, 1: SimpleNamespace(module=None)}]  # the second was compiled for another GPU
-    try:
-        (found,) = [x for x in gpu_counters.loaded_kernels() if x["registers"] == 7]
-    finally:
-        del kernel.device_caches["test"]
-    assert found == {"kernel": "_stats_kernel", "registers": 7, "spills": 1, "shared": 2, "warps": 4}
+    kernel = {"kernel": "_stats_kernel", "registers": 7, "spills": 1, "shared": 2, "warps": 4}
+    assert [x for x in found.found["loaded"] if x["registers"] == 7] == [kernel]
 
 
 # ---- suites, peers, processes
@@ -485,88 +417,33 @@ def test_what_is_captured_gives_gradients_and_kernels_that_ran_are_found() -> No
 def test_a_suite_that_breaks_costs_only_itself(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each suite is a process. If a provider breaks it, it is run again without that provider; if it hangs, the others keep
     their time. The headline takes first cells only."""
-    found, asked, limits = stage("comparison"), [], []
-    lost = {"logits": [gpu_stages.LOST_DEVICE, gpu_stages.LOST_DEVICE, 0], "hidden": [1], "active": [None]}
+    asked: list[tuple[str, float, bool]] = []
+    ends = {"logits": [gpu_stages.LOST_DEVICE, gpu_stages.LOST_DEVICE, 0], "hidden": [1], "active": [None]}
 
     def run(kit: Any, *command: str, seconds: float, **_: Any) -> int | None:
-        asked.append(command[command.index("--suite") + 1])
-        limits.append(seconds)
-        assert command[command.index("--choices") + 1].endswith("choices.json") and ("--first" in command) is (kit is not found)
-        return lost.get(asked[-1], [0]).pop(0) if kit is found else 0
+        assert command[command.index("--choices") + 1].endswith("choices.json")
+        asked.append((command[command.index("--suite") + 1], seconds, "--first" in command))
+        return ends.get(asked[-1][0], [0]).pop(0)
 
     monkeypatch.setattr(gpu_stages.Kit, "python", run)
-    gpu_stages.comparison(found)
-    assert asked == ["logits", "logits", *gpu_plan.COMPARED] and not found.well
-    assert all(limit < 0.41 * 60 for limit in limits[:-2]) and limits[-1] > 50
-    outcomes = {line.split(":")[0]: line.rsplit(", ", 1)[1] for line in found.found["lines"]}
-    assert outcomes == dict.fromkeys(gpu_plan.COMPARED, "ok") | {"hidden": "exit status 1", "active": "took too long"}
-    asked.clear()
-    gpu_stages.headline(stage("headline"))
-    assert asked == [*gpu_plan.HEADLINE]
+    kit = stage("comparison")
+    gpu_stages.compare(kit)
+    assert [line.rsplit(", ", 1)[1] for line in kit.found["lines"]] == ["ok", "exit status 1", "took too long", "ok"]
+    assert [name for name, *_ in asked] == ["logits", "logits", *gpu_plan.COMPARED] and not kit.well
+    assert all(seconds < 0.41 * 60 for _, seconds, _ in asked[:-2]) and asked[-1][1] > 50
+    ends |= {name: [0] for name in gpu_plan.HEADLINE}
+    gpu_stages.compare(stage("headline"))
+    assert [first for *_, first in asked] == [False] * 6 + [True] * len(gpu_plan.HEADLINE)
 
 
-def test_a_contender_or_a_wheel_that_does_not_install_costs_only_itself(
-    stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(case: Any) -> Any:
-        raise Unavailable("not installed: pip install that")
-
-    fine: Any = lambda case: None  # noqa: E731
-    every = {"here": (fine,), "gone": (missing,), "far": (fine, ("cuda",))}
-    found = [Provider(name, ("logits",), *how) for name, how in every.items()]
-    monkeypatch.setattr(gpu_stages, "providers", lambda contract: found)
-    kit = stage("peers", rehearse=True)
-    gpu_stages.peers(kit)
-    reasons = {"here": None, "gone": "not installed: pip install that", "far": "runs on cuda only"}
-    assert kit.found["reasons"] == reasons and kit.well
-    for name in ("bad.whl", "good.whl"):
-        (tmp_path / name).touch()
+def test_a_wheel_that_does_not_install_costs_only_itself(stage: Any, tmp_path: Path) -> None:
+    (tmp_path / "bad.whl").touch()
+    with zipfile.ZipFile(tmp_path / "good.whl", "w") as wheel:
+        wheel.writestr("good/__init__.py", "")
     kit = stage("install", wheels=tmp_path)
-    monkeypatch.setattr(kit, "python", lambda *command: int(any("bad.whl" in part for part in command)))
     gpu_stages.install(kit)
-    assert kit.found["wheels"] == {"bad.whl": "exit status 1", "good.whl": "ok"} and not kit.well
-
-
-def test_children_time_out_and_inherit(stage: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UNWANTED", "1")
-    found = stage("env")
-    assert found.python("-c", "import time; time.sleep(60)", seconds=0.2) is None
-    code = "import os; print('variables', os.environ.get('UNWANTED'), os.environ['WANTED'])"
-    assert found.python("-c", code, UNWANTED="", WANTED="2") == 0 and "variables None 2" in capfd.readouterr().out
-
-
-TABLE = """==PROF== Disconnected from process 9
-"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum"
-"","","byte","byte"
-"0","_fused_kernel","311164928","622329856"
-"1","_fused_kernel","933494784","622329856"
-"""
-
-
-@pytest.mark.parametrize("counts", [True, False])
-def test_ncu_counts_the_bytes_of_the_fused_kernel(
-    counts: bool, stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it may, and of that kernel alone."""
-    found = stage("traffic")
-    monkeypatch.setattr(gpu_stages.shutil, "which", lambda *_, **__: "ncu")
-
-    def child(*command: str) -> int:
-        assert command[0] == "ncu" and command[-4:-2] == ("benchmarks.gpu_stages", "long_rows")
-        Path(command[command.index("--log-file") + 1]).write_text(TABLE if counts else "==ERROR== ERR_NVGPUCTRPERM\n")
-        return 0
-
-    monkeypatch.setattr(found, "child", child)
-    gpu_stages.traffic(found)
-    said = (
-        ["1.00 x of them read, 2.00 x written", "1.50 x of them read, 1.00 x written"] if counts else ["0 of 2 kernels counted"]
-    )
-    assert len(found.found["lines"]) == len(said) and found.well
-    assert all(line.endswith(end) for line, end in zip(found.found["lines"], said, strict=True))
-    monkeypatch.setattr(gpu_stages, "ROWS", {torch.bfloat16: 2, torch.float32: 2})
-    with tune.on_triton(), compiling("sm_90") as launches:
-        gpu_stages.long_rows(stage("long_rows", rehearse=True))
-    assert [name for name, _ in launches] == ["_fused_kernel"] * 2
+    assert [line[:20] for line in kit.found["lines"]] == ["bad.whl is not insta", "good.whl is installe"] and not kit.well
+    assert (tmp_path / "site" / "good" / "__init__.py").exists()
 
 
 # ---- a rehearsal
@@ -574,7 +451,7 @@ def test_ncu_counts_the_bytes_of_the_fused_kernel(
 #: What cannot run without a GPU.
 WITHOUT_A_GPU = {
     "waits of the host", "host time of a call", "CUDA graphs", "registers of the kernels as loaded",
-    "compute-sanitizer, which is not installed", "bytes of device memory, which ncu counts on a GPU",
+    "compute-sanitizer, which is not installed",
     *(f"suite {name}" for name in suites.SUITES if name not in gpu_plan.REHEARSED_SUITES),
 }  # fmt: skip
 
@@ -587,7 +464,8 @@ def test_rehearsal_of_everything(tmp_path: Path) -> None:
     for call, stages in CALLS.items():
         out = tmp_path / str(call)
         command = [sys.executable, "-m", "benchmarks.gpu_kit", "--out", str(out), "--rehearse", "--call", str(call), *home]
-        done = subprocess.run(command, cwd=ROOT, env=for_its_own_pytest(), capture_output=True, text=True, timeout=900)
+        command += ["--minutes", "60"]  # of a CPU, which may have other work
+        done = subprocess.run(command, cwd=ROOT, env=for_its_own_pytest(), capture_output=True, text=True, timeout=3600)
         assert done.returncode == 0, done.stdout[-6000:]
         home = ["--resume", str(out / "results.tar.gz")]
         summary, results = (out / "summary.md").read_text(), in_archive(out / "results.tar.gz")

@@ -52,9 +52,6 @@ LOSSES: dict[str, tuple[Callable[[], Objective], dict[str, Any], tuple[int, int]
     "token level, inactive rows skipped": (lambda: Objective.preset("reinforce"), {"skip_inactive": True}, (ACTIVE, ACTIVE)),
     "with a KL every row is active": (lambda: Objective.preset("reinforce", beta=0.1), {}, (N, N)),
     "with a bonus every row is active": (lambda: Objective.preset("reinforce", entropy_coef=0.1), {}, (N, N)),
-    "sequence levels project active rows twice": (
-        lambda: Objective(level="sequence-token", surrogate=Objective.preset("importance_sampling").surrogate), {}, (N + ACTIVE, ACTIVE)
-    ),
 }  # fmt: skip
 
 

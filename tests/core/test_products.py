@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels import Objective, Options, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels import (
+    Objective,
+    Options,
+    TokenBatch,
+    TokenSets,
+    linear_divergence,
+    linear_grpo_loss,
+    linear_logprobs,
+)
 from support.inside import count_products, in_chunks
 
 Tensor = torch.Tensor
@@ -35,13 +44,16 @@ def batch() -> TokenBatch:
 
 @pytest.mark.parametrize("beta", [0.0, 0.1], ids=["", "kl"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("chunks", [True, False], ids=["chunks", "one block"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_rows_in_the_products_of_a_loss(
-    level: str, frozen: bool, beta: float, backend: str, monkeypatch: pytest.MonkeyPatch
+    level: str, chunks: bool, frozen: bool, beta: float, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_chunks(monkeypatch, 4)
+    if chunks:
+        in_chunks(monkeypatch, 4)
     with_gradient = N if beta else ACTIVE
-    again = with_gradient if level != "token" and not frozen else 0  # a slope waits for its sequence, and so does d_weight
+    # A slope waits for its sequence. Until it is known the gradients of one block are kept, and of more are made again.
+    again = with_gradient if level != "token" and not frozen and chunks else 0
     hidden, weight = leaves(frozen)
     rows = count_products(monkeypatch)
     linear_grpo_loss(
@@ -51,19 +63,50 @@ def test_rows_in_the_products_of_a_loss(
     assert rows == Counter(expected)
 
 
-@pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
-def test_rows_in_the_products_of_log_probs_of_a_frozen_head(
-    entropy: bool, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two products; the logits come again only for rows where a gradient arrives at the entropy."""
+SETS = TokenSets.from_lists([[1, 2]] + [[]] * (B * T - 1))
+ONE, TEACHER = TokenSets.from_lists([[3, 4]] * (B * T)), torch.full((2 * B * T,), -1.0)
+#: Calls of log-probs with a frozen head -> rows in the products of logits and hidden states, in units of N. What has a gradient
+#: beside them, or is not what the loss reads, is not made ahead.
+FROZEN: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "log-probs": ({}, (1, 1)),
+    "entropy without a gradient": ({"entropy": "detached", "also": ("top_prob",)}, (1, 1)),
+    "entropy": ({"entropy": True}, (2, 1)),
+    "sum of squares": ({"also": ("sum_squares",)}, (2, 1)),
+    "entropy over the vocabulary": (
+        {"entropy": "detached", "kept": SETS, "options": Options(entropy_over="vocabulary", missing="include")}, (1, 0)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_rows_in_the_products_of_log_probs_of_a_frozen_head(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     in_chunks(monkeypatch, 4)
-    few = (torch.arange(B) < 2)[:, None]
-    again = int((MASK & few).sum()) if entropy else 0
+    given, (projected, with_gradient) = FROZEN[name]
+    options = replace(given.get("options", Options()), backend=backend)
     (hidden, weight), b = leaves(True), batch()
     rows = count_products(monkeypatch)
-    logps, H_of = linear_logprobs(hidden, weight, b.targets, mask=MASK, entropy=entropy, options=Options(backend))
-    (logps.sum() + (0.0 if H_of is None else (H_of * few).sum())).backward()
-    assert rows == Counter({"logits": N + again, "d_hidden": N + again})
+    only_set = name == "entropy over the vocabulary"
+    found = linear_logprobs(hidden, weight, b.targets, mask=MASK, **{**given, "options": options})
+    (found.logps[0, 0] if only_set else found.logps.sum()).backward()
+    expected = Counter({"logits": projected * N, "d_hidden": with_gradient * N})
+    assert rows == +expected
+
+
+@pytest.mark.parametrize("teachers", [1, 2])
+def test_teachers_at_some_ids_make_nothing_ahead(teachers: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (hidden, weight), rows = leaves(True), count_products(monkeypatch)
+    given = [(ONE.with_values(TEACHER), 1.0)] * teachers
+    linear_divergence(hidden, weight, given, mask=MASK, options=Options(backend)).sum().backward()
+    assert rows == Counter({"logits": (1 + 2 * teachers) * N, "d_hidden": teachers * N})
+
+
+def test_a_row_without_a_slope_may_hold_anything(backend: str) -> None:
+    (hidden, weight), b = leaves(True), batch()
+    with torch.no_grad():
+        hidden[1, 4] = torch.inf
+    logps, _ = linear_logprobs(hidden, weight, b.targets, options=Options(backend))
+    torch.where(MASK, logps, 0.0).sum().backward()
+    assert not MASK[1, 4] and hidden.grad is not None and (hidden.grad[1, 4] == 0).all() and hidden.grad[1, 0].any()
 
 
 def test_without_products_the_weight_may_be_gone(backend: str) -> None:
@@ -87,3 +130,21 @@ def test_without_products_the_weight_may_be_gone(backend: str) -> None:
     gone(weight)
     with pytest.raises(RuntimeError, match="weight is gone before the backward"):
         entropy.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_kept_block_gives_the_gradient_of_logits_that_are_made_again(
+    dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside rows without a gradient, whose logits use the same memory."""
+    found = []
+    for chunks in (False, True):
+        if chunks:
+            in_chunks(monkeypatch, 4)
+        hidden, weight = (x.detach().to(dtype).requires_grad_() for x in leaves(False))
+        linear_grpo_loss(hidden, weight, batch(), Objective.preset("gspo"), options=Options(backend)).loss.backward()
+        found.append((hidden.grad, weight.grad))
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2.0**-6}[dtype]
+    for one, other in zip(*found, strict=True):
+        assert one is not None and other is not None and other.any()
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * float(other.abs().max()))

@@ -11,7 +11,6 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,39 +22,39 @@ from support.processes import WITHOUT, finish, start
 CPU, Tensor, ROOT = torch.device("cpu"), torch.Tensor, Path(__file__).parents[2]
 backends, cpu_products = doctor.backends, doctor.cpu_products
 FACTS = doctor.facts(CPU)[0]
-NOTHING: dict[str, Any] = {"available": True, "passed": True, "value_error": 0.0, "gradient_error": {}, "seconds": 0.0, "warnings": [], "checks": []}  # fmt: skip
+NOTHING = {"available": True, "passed": True, "value_error": 0.0, "gradient_error": {}, "seconds": 0.0, "warnings": [], "checks": []}  # fmt: skip
 
 
 class Sound:
     """A machine without problems, but for what a test says: its facts, its self-test and its step."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, monkeypatch, capsys):
         self.set, self.capsys = functools.partial(monkeypatch.setattr, doctor), capsys
         self.know()
         self.set("self_test", lambda name, device: NOTHING)
         monkeypatch.setattr(backends, "unavailable", lambda name: None)
         monkeypatch.setattr(backends, "native_backend", lambda device: ("cpu", None))
 
-    def know(self, *findings: Finding) -> None:
+    def know(self, *findings):
         self.set("facts", lambda device: (FACTS | {"native": FACTS["native"] | {"path": "there"}}, list(findings)))
 
-    def says(self, *options: str, healthy: bool = True) -> str:
+    def says(self, *options, healthy=True):
         assert doctor.main(options) == (0 if healthy else 1)
         return self.capsys.readouterr().out
 
-    def reports(self, *options: str, healthy: bool = True) -> dict[str, Any]:
+    def reports(self, *options, healthy=True):
         return json.loads(self.says("--json", *options, healthy=healthy))
 
 
 @pytest.fixture
-def sound(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sound:
+def sound(monkeypatch, capsys):
     return Sound(monkeypatch, capsys)
 
 
 # ---- the report
 
 
-def test_the_report_is_what_is_documented(sound: Sound, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_is_what_is_documented(sound, monkeypatch):
     """With the self-test of the eager backend, and a backend that is gone though the module is there."""
     sound.set("self_test", self_test.self_test)
     monkeypatch.setattr(backends, "unavailable", lambda name: None if name == "eager" else f"{name} is gone")
@@ -71,7 +70,7 @@ def test_the_report_is_what_is_documented(sound: Sound, monkeypatch: pytest.Monk
     assert 1e-7 < eager["gradient_error"]["float32"] < 1e-4 < eager["gradient_error"]["bfloat16"] < 1e-2
 
 
-def test_the_text_names_every_backend_and_setting_and_advice_is_no_failure(sound: Sound) -> None:
+def test_the_text_names_every_backend_and_setting_and_advice_is_no_failure(sound):
     sound.know(Finding("it is slow", "wait", False))
     sound.set("self_test", lambda name, device: NOTHING | {"warnings": ["a smaller tile"]})
     out = sound.says("--quick")
@@ -93,7 +92,7 @@ def test_the_text_names_every_backend_and_setting_and_advice_is_no_failure(sound
 @pytest.mark.parametrize(
     "failure, remedy", [("d_logits is off by 1e+00", "report it"), ("Failed to find C compiler. Please", "set CC")]
 )
-def test_a_wrong_backend_is_named_and_not_timed(failure: str, remedy: str, sound: Sound) -> None:
+def test_a_wrong_backend_is_named_and_not_timed(failure, remedy, sound):
     check = {
         "case": "a case",
         "level": "logits",
@@ -111,7 +110,7 @@ def test_a_wrong_backend_is_named_and_not_timed(failure: str, remedy: str, sound
     assert report["backends"]["cpu"]["checks"][0]["errors"] == {"d_logits": "nan"}  # JSON has no NaN
 
 
-def test_without_compiled_module_triton_and_optional_packages_it_says_how_to_get_them(tmp_path: Path) -> None:
+def test_without_compiled_module_triton_and_optional_packages_it_says_how_to_get_them(tmp_path):
     missing = ("grpo_kernels._cpu", "triton", "transformers", "trl", "numpy")
     code = f"""{WITHOUT.format(missing=missing)}
 import json
@@ -135,22 +134,22 @@ open(sys.argv[1], "w").write(json.dumps(reports))
 Fault = Callable[[str, Tensor, torch.dtype], Tensor]
 
 
-def scaled(by: float, *where: Any) -> Fault:
+def scaled(by, *where):
     """Part of a tensor, times a factor."""
 
-    def fault(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def fault(name, x, dtype):
         x[where] *= by
         return x
 
     return fault
 
 
-def rounded(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(name, x, dtype):
     return x.bfloat16().double()
 
 
 #: What results of these names have -> the vocabularies or dtypes whose checks find it, and no others.
-FAULTS: dict[str, tuple[str, Fault, set[Any]]] = {
+FAULTS = {
     "a lost row of logits": ("d_logits", scaled(0.0, 0, 0), {1003, 128_257}),
     "a lost row of hidden states": ("d_hidden", scaled(0.0, 0, 0), {1003, 128_257}),
     "a lost row of the weight": ("d_weight", scaled(0.0, slice(None, None, 2)), {1003, 128_257}),
@@ -166,10 +165,10 @@ FAULTS: dict[str, tuple[str, Fault, set[Any]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_self_test_detects_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_detects_a_fault(fault, monkeypatch):
     ours, (prefix, change, where) = self_test.results, FAULTS[fault]
 
-    def results(case: Any, level: str, x: Any, *_: Any) -> dict[str, Tensor]:
+    def results(case, level, x, *_):
         found = ours(case, level, x, "eager", CPU)
         return {n: change(n, tensor, x.weight.dtype) if n.startswith(prefix) else tensor for n, tensor in found.items()}
 
@@ -184,7 +183,7 @@ def test_the_self_test_detects_a_fault(fault: str, monkeypatch: pytest.MonkeyPat
     [(0, {"beta": 0.0}), (0, {"entropy_coef": 0.0}), (2, {"level": "token"}), (3, {"beta": 0.08})],
     ids=str,
 )
-def test_the_self_test_knows_the_formulas(case: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_knows_the_formulas(case, changes, monkeypatch):
     """They stand in it in plain PyTorch: an objective of ours that computes something else fails its case alone."""
     ours, asked = self_test.results, self_test.CASES[case]
     other = replace(asked, objective=replace(asked.objective, **changes))
@@ -192,8 +191,8 @@ def test_the_self_test_knows_the_formulas(case: int, changes: dict[str, Any], mo
     assert {check["case"] for check in self_test.self_test("eager", CPU)["checks"] if check["failure"]} == {asked.name}
 
 
-def test_a_check_that_raises_costs_itself_only_and_errors_that_are_not_numbers_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(case: Any, *_: Any) -> None:
+def test_a_check_that_raises_costs_itself_only_and_errors_that_are_not_numbers_fail(monkeypatch):
+    def broken(case, *_):
         raise RuntimeError("Failed to find C compiler\nmore")
 
     assert {"cannot run" in str(check["failure"]) for check in self_test.self_test("triton", CPU)["checks"]} == {True}
@@ -205,7 +204,7 @@ def test_a_check_that_raises_costs_itself_only_and_errors_that_are_not_numbers_f
     assert self_test.beyond_limits({"loss": 0.0, "d_logits": 1e-2}, torch.bfloat16) is None
 
 
-def test_errors_of_a_small_row_are_relative_to_that_row() -> None:
+def test_errors_of_a_small_row_are_relative_to_that_row():
     wanted = torch.tensor([[1.0, -1.0], [0.05, -0.05], [0.0, 0.0]])
     lost, written = wanted * torch.tensor([[1.0], [0.0], [1.0]]), wanted + torch.tensor([[0.0], [0.0], [0.1]])
     for name, found, error in (
@@ -221,7 +220,7 @@ def test_errors_of_a_small_row_are_relative_to_that_row() -> None:
 
 
 @pytest.mark.parametrize("level", ["logits", "hidden", "products"])
-def test_contenders_compute_the_same(level: str, backend: str) -> None:
+def test_contenders_compute_the_same(level, backend):
     shape = step.Step("hidden" if level == "products" else level, 64, None if level == "logits" else 32, 5_021, "float32")
     eager, *others = step.contenders(shape, backend, CPU)
     if level == "products":
@@ -230,7 +229,7 @@ def test_contenders_compute_the_same(level: str, backend: str) -> None:
             with cpu_products.using(name):
                 others = step.contenders(replace(shape, level=level), backend, CPU)
                 assert others[0].name == name and {c.name for c in others} == able
-    wanted: Any = eager.run()
+    wanted = eager.run()
     assert all(g.abs().max() > 1e-4 for g in wanted)
     for contender in others * 2:  # what is overwritten is restored
         contender.restore()
@@ -241,7 +240,7 @@ def test_contenders_compute_the_same(level: str, backend: str) -> None:
     ("free", "fast", "shape"),
     [(64e9, True, (256, 151_936, 896, "bfloat16")), (64e9, False, (256, 151_936, 896, "float32")), (3e9, True, (256, 32_000, 512, "bfloat16"))],
 )  # fmt: skip
-def test_shapes(free: float, fast: bool, shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes(free, fast, shape, monkeypatch):
     """From hidden states on a CPU in bf16, where plain PyTorch may be faster, but not where its products of bf16 take minutes; of a
     model's size, smaller where there is less memory."""
     monkeypatch.setattr(step, "memory_available", lambda: free)
@@ -251,7 +250,7 @@ def test_shapes(free: float, fast: bool, shape: Any, monkeypatch: pytest.MonkeyP
     assert step._shape("logits", CPU).dtype == "float32"
 
 
-def test_without_memory_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_nothing_is_timed(monkeypatch):
     assert step.torch_has_bf16() == ("avx512f" in machine.processor()[1])
     monkeypatch.setattr(step, "memory_available", lambda: 5e7)
     none = step.measure("logits", "eager", CPU)
@@ -259,7 +258,7 @@ def test_without_memory_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert doctor._text_of_step(none) == "a step from logits was not timed: only 0.1 GB of memory are free"
 
 
-def test_a_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_measured(monkeypatch):
     monkeypatch.setattr(step, "SIZES", {"cpu": ((128, 50_021, 32),)})
     monkeypatch.setattr(step, "MOST", step.LEAST)
     found = step.measure("logits", "eager", CPU)
@@ -272,12 +271,12 @@ def test_a_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     [([], []), ([10.0, 30_000.0], []), ([], [5.0, 5.0, 20_000.0]), ([10.0 * 1.5**i for i in range(20)], [5.0 * 1.5**i for i in range(20)])],
     ids=["none", "in eager PyTorch", "in ours", "a machine that becomes slower"],
 )  # fmt: skip
-def test_a_stall_is_no_speed_up(eager: list[float], ours: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stall_is_no_speed_up(eager, ours, monkeypatch):
     """What the process waits for in one run changes neither the number of rounds nor what they say together."""
     now, order = [0.0], []
     monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    def run(name: str, left: Any) -> None:
+    def run(name, left):
         order.append(name)
         now[0] += next(left) / 1e3
 
@@ -295,14 +294,14 @@ def test_a_stall_is_no_speed_up(eager: list[float], ours: list[float], monkeypat
         ((0.3, 0.9, 1.4), 9, "unsteady"), ((1.0, 3.0, 69.7), 9, "unsteady"), ((1.04, 1.1, 1.2), 9, "alike"), ((1.9, 2.0, 2.1), 9, "faster"), (None, 9, "alike"),
     ],
 )  # fmt: skip
-def test_when_a_step_is_slower_and_when_nobody_can_tell(gain: Any, runs: int, verdict: str) -> None:
+def test_when_a_step_is_slower_and_when_nobody_can_tell(gain, runs, verdict):
     assert step.Timing("ours", 5.0, runs, gain).verdict == verdict
 
 
-def timed_as(**gains: tuple[float, float, float]) -> Callable[..., step.Step]:
+def timed_as(**gains):
     """A step whose second contender has this gain at a level, and at others one of 2."""
 
-    def measure(level: str, backend: str, device: torch.device) -> step.Step:
+    def measure(level, backend, device):
         gain = gains.get(level, (1.9, 2.0, 2.1))
         names = ("avx512bf16", "fp32") if level == "products" else ("eager PyTorch", "ours")
         timings = [step.Timing(names[0], 10.0, 9), step.Timing(names[1], 10.0 / gain[1], 9, gain)]
@@ -326,15 +325,15 @@ THREADS = Finding("8 threads on 1", "set 1", False, slows=True)
     ids=["threads", "unknown", "eager", "products"],
 )  # fmt: skip
 def test_slower_than_plain_pytorch_is_a_problem_with_reason_and_way_out(
-    known: list[Finding],
-    auto: str,
-    level: str,
-    products: Any,
-    why: str,
-    remedy: str,
-    sound: Sound,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    known,
+    auto,
+    level,
+    products,
+    why,
+    remedy,
+    sound,
+    monkeypatch,
+):
     sound.know(*known)
     sound.set("measure", timed_as(products=products, **{level: SLOW}))
     monkeypatch.setattr(backends, "native_backend", lambda device: ("cpu", None if auto == "cpu" else "not built"))
@@ -346,7 +345,7 @@ def test_slower_than_plain_pytorch_is_a_problem_with_reason_and_way_out(
     assert "all is well" not in out and out.endswith("there are problems, see above\n") and "14.3 ms  0.7 times as fast" in out
 
 
-def test_times_that_spread_are_not_judged_and_a_step_that_fails_is_reported(sound: Sound) -> None:
+def test_times_that_spread_are_not_judged_and_a_step_that_fails_is_reported(sound):
     sound.set("measure", timed_as(logits=(0.7, 2.0, 69.7)))
     out = sound.says()
     assert out.count("too unsteady to compare: 0.7 to 69.7 times as fast in 9 rounds") == 2 and "idle machine" in out
@@ -354,7 +353,7 @@ def test_times_that_spread_are_not_judged_and_a_step_that_fails_is_reported(soun
     sound.set("measure", timed_as())
     assert sound.says().endswith("\nall is well\n") and sound.reports()["step"][0]["timings"][1]["gain"] == [1.9, 2.0, 2.1]
 
-    def measure(level: str, backend: str, device: torch.device) -> step.Step:
+    def measure(level, backend, device):
         raise RuntimeError("CUDA out of memory. Tried")
 
     sound.set("measure", measure)
@@ -368,35 +367,35 @@ def test_times_that_spread_are_not_judged_and_a_step_that_fails_is_reported(soun
 # ---- findings: what is asked -> the one finding in these words, or none
 
 
-def compiled(**changes: Any) -> list[Finding]:
+def compiled(**changes):
     """About the compiled module. `file`: None, where it is missing."""
     origin = {"kind": "install", "shadows": None, "source": None} | changes.pop("origin", {})
     given = {"isa": None, "flags": frozenset(), "needed": True, "file": None, "reason": "it was not built"} | changes
-    module: Any = None if given["file"] is None else SimpleNamespace(__file__=given["file"])
+    module = None if given["file"] is None else SimpleNamespace(__file__=given["file"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "built_from", lambda path: given.get("built", native.sources(native.PACKAGE.parent)))
         return native.module_findings(given, module, origin, given["flags"], given["needed"])
 
 
-def machine_of(**changes: Any) -> list[Finding]:
+def machine_of(**changes):
     known = {"torch_threads": 8, "usable_processors": 8, "processors": 8, "load": 1.0}
     return machine.thread_findings(known | changes, {k: v for k, v in changes.items() if k.isupper()})
 
 
-def gpu_of(capability: str, present: bool = True) -> list[Finding]:
+def gpu_of(capability, present=True):
     """ "": there is none."""
     devices = [{"name": "H200", "capability": capability}] if capability else []
     return machine.gpu_findings({"available": bool(capability), "reason": "built without", "devices": devices}, present)
 
 
-def settings_of(gpu: bool = False, **environ: str) -> list[Finding]:
+def settings_of(gpu=False, **environ):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: gpu)
         patch.setattr(cpu_products, "engines", lambda: {"amx": "no tiles", "torch": None})
         return environment.setting_findings(environ)
 
 
-def versions_of(**installed: str) -> list[Finding]:
+def versions_of(**installed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(environment, "version", installed.get)
         return environment.version_findings()
@@ -404,7 +403,7 @@ def versions_of(**installed: str) -> list[Finding]:
 
 BF16 = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
 HERE = {"file": str(native.PACKAGE / "_cpu.so"), "isa": "avx512bf16", "flags": BF16}
-FINDINGS: list[tuple[Callable[..., list[Finding]], dict[str, Any], str | None]] = [
+FINDINGS = [
     (compiled, {}, "grave: the compiled module is missing.*was not built.*force-reinstall grpo_kernels.*C\\+\\+17 compiler"),
     (compiled, {"needed": False}, "slight: the compiled module is missing"),  # a GPU has kernels of its own
     (compiled, {"origin": {"kind": "checkout"}}, f"-e {native.PACKAGE.parent}"),
@@ -446,20 +445,20 @@ FINDINGS: list[tuple[Callable[..., list[Finding]], dict[str, Any], str | None]] 
 ]  # fmt: skip
 
 
-def name_of(x: Any) -> str | None:
+def name_of(x):
     return x.__name__ if callable(x) else str(x)[:60] if isinstance(x, dict) else "" if isinstance(x, str) else None
 
 
 @pytest.mark.parametrize(("function", "given", "expected"), FINDINGS, ids=name_of)
-def test_findings(function: Callable[..., list[Finding]], given: dict[str, Any], expected: str | None) -> None:
+def test_findings(function, given, expected):
     found = [f"{'grave' if f.grave else 'slight'}: {f.problem} -> {f.remedy}" for f in function(**given)]
     assert found == [] if expected is None else len(found) == 1 and re.search(expected, found[0]), found
 
 
-def test_a_module_that_is_out_of_date_does_not_end_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_is_out_of_date_does_not_end_the_report(monkeypatch):
     """Nor does a setting that names no products; no function of it is called that it may lack."""
 
-    def wrong() -> str:
+    def wrong():
         raise AttributeError("module 'grpo_kernels._cpu' has no attribute 'processor'")
 
     monkeypatch.setattr(native, "load", lambda: SimpleNamespace(__file__="_cpu.so", isa=lambda: "avx2"))
@@ -478,7 +477,7 @@ def test_a_module_that_is_out_of_date_does_not_end_the_report(monkeypatch: pytes
         (str(ROOT), True, ("editable install", None)),
     ],
 )
-def test_a_checkout_that_hides_an_installed_package_is_named(url: str, editable: bool, seen: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_a_checkout_that_hides_an_installed_package_is_named(url, editable, seen, monkeypatch):  # fmt: skip
     direct = json.dumps({"url": f"file://{url}", "dir_info": {"editable": editable}})
     distribution = SimpleNamespace(read_text=lambda name: direct, locate_file=lambda name: f"/site/{name}")
     monkeypatch.setattr(metadata, "distribution", lambda name: distribution)
@@ -486,7 +485,7 @@ def test_a_checkout_that_hides_an_installed_package_is_named(url: str, editable:
     assert (found["kind"], found["shadows"], found["source"]) == (*seen, url)
 
 
-def test_a_processor_that_the_kernels_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_that_the_kernels_do_not_serve(monkeypatch):
     """It runs in eager PyTorch: nothing to build would help."""
     monkeypatch.setattr(cpu._cpu, "isa", lambda: "")
     assert "AVX2" in str(cpu.available())
@@ -507,7 +506,7 @@ def test_a_processor_that_the_kernels_do_not_serve(monkeypatch: pytest.MonkeyPat
     ],
     ids=["none", "of groups above"],
 )  # fmt: skip
-def test_limits_of_control_groups(files: dict[str, str], limits: tuple[float, float], tmp_path: Path) -> None:
+def test_limits_of_control_groups(files, limits, tmp_path):
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text + "\n")
@@ -518,7 +517,7 @@ def test_limits_of_control_groups(files: dict[str, str], limits: tuple[float, fl
     ("kind", "unserved", "capability"),
     [("xpu", None, "xpu"), ("xpu", "no driver", None), ("cuda", "no compiler", "9.0"), ("mps", "no driver", None)],
 )
-def test_an_accelerator_counts_where_tritons_driver_serves_it(kind: str, unserved: str | None, capability: str | None, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_an_accelerator_counts_where_tritons_driver_serves_it(kind, unserved, capability, monkeypatch):  # fmt: skip
     """By the driver, not by the name; but a GPU of CUDA that Triton cannot use is not passed over."""
     monkeypatch.setattr(machine, "_accelerator", lambda: kind)
     monkeypatch.setattr(backends, "native_backend", lambda device: ("triton", unserved))
@@ -535,14 +534,7 @@ def test_an_accelerator_counts_where_tritons_driver_serves_it(kind: str, unserve
     )
 
 
-def test_adapters_are_compared_with_the_versions_that_they_accept() -> None:
-    from grpo_kernels.integrations import verl
-
-    tested = environment.tested_trainers()
-    assert tested["verl"] == verl.ADAPTER.tested and {"trl", "openrlhf", "prime-rl", "skyrl", "unsloth_zoo"} <= set(tested)
-
-
-def test_every_setting_that_the_package_reads_is_described() -> None:
+def test_every_setting_that_the_package_reads_is_described():
     package = native.PACKAGE.rglob("*.py")
     read = {name for path in package for name in re.findall(r"\bGRPO_KERNELS_[A-Z_]+[A-Z]\b", path.read_text())}
     assert read - {"GRPO_KERNELS_TEST"} == {name for name in environment.SETTINGS if name.startswith("GRPO_KERNELS_")}

@@ -15,7 +15,14 @@ import torch.distributed as dist
 
 from grpo_kernels import Objective, Options, TokenSets
 from grpo_kernels.integrations import areal, nemo_rl, skyrl, slime, verl
-from support.trainers import stand_in, their_file, without_trainers
+from support.trainers import (
+    refused,
+    stand_in,
+    their_file,
+    value_and_gradient,
+    values_and_slopes,
+    without_trainers,
+)
 
 N, H, WIDTH = 11, 6, 13
 V = 2 * WIDTH  # the last ids are padding of the head: no target, but in the softmax, as they are for the trainers
@@ -50,16 +57,7 @@ def own(x, rank, dim=-1):
     return x.split(WIDTH, dim)[rank].clone()
 
 
-def graded(f, *inputs):
-    """The results of f, and the gradients of a weighted sum of them with respect to the inputs. One weight is 0."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    made = f(*leaves)
-    outputs = [x for x in (made if isinstance(made, tuple) else (made,)) if x is not None]
-    loss = sum((x * torch.linspace(-1, 1, x.numel()).view(x.shape)).sum() for x in outputs if x.requires_grad)
-    return [x.detach() for x in outputs], list(torch.autograd.grad(loss, leaves))
-
-
-def assert_close(got, want):
+def same(got, want):
     for a, b in zip(got, want, strict=True):
         assert b.any()
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(b.abs().max()))
@@ -103,22 +101,21 @@ OF_HEADS = {
 def check_logits(rank, ranks):
     """Values on this rank, and its columns of the gradient."""
     for call in OF_LOGITS.values():
-        values, (gradient,) = graded(lambda x, call=call: call(x, dist.group.WORLD), own(LOGITS, rank))
-        expected, (whole,) = graded(lambda x, call=call: call(x, alone()), LOGITS)
-        assert all(x.dtype == torch.float32 for x in values)
-        assert_close([*values, gradient], [*expected, own(whole, rank)])
+        *values, gradient = values_and_slopes(lambda x, call=call: call(x, dist.group.WORLD), own(LOGITS, rank))
+        *expected, whole = values_and_slopes(lambda x, call=call: call(x, alone()), LOGITS)
+        same([*values, gradient], [*expected, own(whole, rank)])
 
 
 def check_heads(rank, ranks):
     """The gradient of hidden is this rank's share: the shares of all add up to it."""
     for call in OF_HEADS.values():
-        values, (d_hidden, d_weight) = graded(
+        *values, d_hidden, d_weight = values_and_slopes(
             lambda h, w, call=call: call(h, w, dist.group.WORLD), HIDDEN, own(WEIGHT, rank, 0)
         )
-        expected, (whole, whole_weight) = graded(lambda h, w, call=call: call(h, w, alone()), HIDDEN, WEIGHT)
+        *expected, whole, whole_weight = values_and_slopes(lambda h, w, call=call: call(h, w, alone()), HIDDEN, WEIGHT)
         assert (d_hidden - whole).abs().max() > 0.1
         dist.all_reduce(d_hidden)
-        assert_close([*values, d_weight, d_hidden], [*expected, own(whole_weight, rank, 0), whole])
+        same([*values, d_weight, d_hidden], [*expected, own(whole_weight, rank, 0), whole])
     leaf = own(WEIGHT, rank, 0).requires_grad_()
     assert not of_skyrl(HIDDEN, leaf, dist.group.WORLD, True).requires_grad
     with pytest.raises(ValueError, match=r"is \[0, \d+\): pass the group"):
@@ -132,11 +129,11 @@ def beside_itself(name, bind, call, *inputs, beside=None, **stubs):
         home = their_file(name, monkeypatch, **stubs)
         for module, names in (beside or {}).items():
             stand_in(module, **names)
-        theirs = graded(functools.partial(call, home), *inputs)
+        theirs = values_and_slopes(functools.partial(call, home), *inputs)
         with bind(strict=True) as slots:
-            ours = graded(functools.partial(call, home), *inputs)
+            ours = values_and_slopes(functools.partial(call, home), *inputs)
         assert slots.counts == {"fused": 1}
-    assert_close((*ours[0], *ours[1]), (*theirs[0], *theirs[1]))
+    same(ours, theirs)
 
 
 def check_areal_itself(rank, ranks):
@@ -163,6 +160,7 @@ def check_skyrl_itself(rank, ranks):
 
 
 def nemo_case(vocab):
+    """Logits, and a micro-batch beside them."""
     g = torch.Generator().manual_seed(11)
     ids, logits, mask = (
         torch.randint(vocab - 3, (3, 6), generator=g),
@@ -170,24 +168,10 @@ def nemo_case(vocab):
         torch.ones(3, 6),
     )
     ids[0, 1:3], mask[1, 3:] = torch.tensor([vocab - 4, 0]), 0
-    logps = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    near = {name: torch.nn.functional.pad(logps + 0.3 * torch.randn(3, 5, generator=g), (1, 0)) for name in (
-        "prev_logprobs", "reference_policy_logprobs", "generation_logprobs")}  # fmt: skip
-    fields = {
-        "input_ids": ids,
-        "token_mask": mask,
-        "sample_mask": torch.tensor([1.0, 1.0, 0.0]),
-        "advantages": torch.randn(3, 6, generator=g),
-    }
-    return logits, fields | near
-
-
-def nemo_run(loss_fn, logits, fields, **more):
-    leaf = logits.detach().clone().requires_grad_()
-    given = {"global_valid_seqs": torch.tensor(7.0), "global_valid_toks": torch.tensor(31.0)}
-    loss, metrics = loss_fn(logits=leaf * 1.0, data=fields, **given, **more)  # a model's output
-    gradient = torch.autograd.grad(loss, leaf)[0]
-    return [loss.detach()[None], gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient], metrics
+    names = ("prev_logprobs", "reference_policy_logprobs", "generation_logprobs", "advantages")
+    return logits, {"input_ids": ids, "token_mask": mask, "sample_mask": torch.tensor([1.0, 1.0, 0.0])} | {
+        name: torch.randn(3, 6, generator=g) - 2.0 * (name != "advantages") for name in names
+    }  # fmt: skip
 
 
 def check_nemo_rl(rank, ranks):
@@ -197,30 +181,38 @@ def check_nemo_rl(rank, ranks):
 
     mesh, asked = init_device_mesh("cpu", (ranks,)), []
     (odd, fields), (even, even_fields) = nemo_case(V - 1), nemo_case(V)
-    part, group = own(even, rank), {"vocab_parallel_group": dist.group.WORLD}
+    group, counts = {"vocab_parallel_group": dist.group.WORLD}, (torch.tensor(7.0), torch.tensor(31.0))
+
+    def run(loss_fn, logits, fields=even_fields, **more):
+        """(loss and gradient, metrics)"""
+        (loss, metrics), gradient = value_and_gradient(lambda x: loss_fn(x * 1.0, fields, *counts, **more), logits)
+        return [loss[None].double(), gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient], metrics
+
+    def cut(x, placement=Shard(-1)):  # noqa: B008
+        return distribute_tensor(x, mesh, [placement])
+
     with without_trainers("nemo_rl", "megatron"):
         kinds = {"LossType": SimpleNamespace(TOKEN_LEVEL=1, SEQUENCE_LEVEL=2), "LossInputType": SimpleNamespace(LOGIT="logit")}
         stand_in("nemo_rl.algorithms.loss.interfaces", **kinds)
         stand_in("megatron.core.parallel_state", get_tensor_model_parallel_group=lambda: asked.append(rank) or dist.group.WORLD)
         for name, changes, inplace in (("dapo", {"beta": 0.1}, False), ("gspo", {"beta": 0.05, "entropy_coef": 0.02}, True)):
-            objective = Objective.preset(name, numerics="nemo-rl", **changes)
+            objective, importance = Objective.preset(name, numerics="nemo-rl", **changes), {"mode": "truncate", "high": 1.2}
             plain, megatron = (
-                nemo_rl.PolicyLoss(objective, importance={"mode": "truncate", "high": 1.2}, inplace=inplace, megatron=m)
-                for m in (False, True)
+                nemo_rl.PolicyLoss(objective, importance=importance, inplace=inplace, megatron=m) for m in (False, True)
             )
-            (loss, gradient), metrics = nemo_run(plain, even, even_fields)
+            (loss, gradient), metrics = run(plain, even)
+            part, of_part = own(even, rank), ([loss, own(gradient, rank)], metrics)
             for got, want in (
-                (nemo_run(plain, distribute_tensor(odd, mesh, [Shard(-1)]), fields), nemo_run(plain, odd, fields)),
-                (nemo_run(megatron, part, even_fields), ([loss, own(gradient, rank)], metrics)),
-                (nemo_run(plain, part, even_fields, **group), ([loss, own(gradient, rank)], metrics)),
+                (run(plain, cut(odd), fields), run(plain, odd, fields)), (run(megatron, part), of_part), (run(plain, part, **group), of_part),
             ):  # fmt: skip
-                assert_close(got[0], want[0])
+                same(got[0], want[0])
                 assert got[1] == pytest.approx(want[1], rel=1e-5, abs=1e-7)
         assert len(asked) == 2
-        for placement in (Replicate(), Shard(0)):
-            with pytest.raises(ValueError, match="logits is a DTensor with placements"):
-                nemo_run(plain, distribute_tensor(odd, mesh, [placement]), fields)
-        objective = Objective.preset("dapo", numerics="nemo-rl", beta=0.0)
-        filtered = nemo_rl.PolicyLoss(objective, sampling_params=SimpleNamespace(top_k=3, top_p=1.0))
-        with pytest.raises(ValueError, match="a filter needs whole rows of logits"):
-            nemo_run(filtered, part, even_fields, **group)
+        filtered = nemo_rl.PolicyLoss(
+            Objective.preset("dapo", numerics="nemo-rl", beta=0.0), sampling_params=SimpleNamespace(top_k=3, top_p=1.0)
+        )
+        refused(
+            (lambda: run(plain, cut(odd, Replicate()), fields), "logits is a DTensor with placements"),
+            (lambda: run(plain, cut(odd, Shard(0)), fields), "logits is a DTensor with placements"),
+            (lambda: run(filtered, part, **group), "a filter needs whole rows of logits"),
+        )

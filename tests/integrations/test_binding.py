@@ -3,6 +3,7 @@ as all others do it."""
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from importlib import metadata
@@ -73,6 +74,25 @@ def test_what_went_wrong_inside_comes_first(home):
         areal.bind(strict=True),
     ):
         pass
+
+
+def test_the_version_of_the_trainer_is_asked_for(home, monkeypatch):
+    """One that was not tested, or is not known, is no obstacle."""
+
+    def version(known, package):
+        assert package == "areal"
+        if known is None:
+            raise metadata.PackageNotFoundError(package)
+        return known
+
+    monkeypatch.delenv("GRPO_KERNELS_ANY_VERSION", raising=False)
+    said = {"1.0.4": None, "1.0.4.1": None, "1.0.41": "areal 1.0.41 was not tested", None: "areal, whose version is not known"}
+    for known, message in said.items():
+        monkeypatch.setattr(metadata, "version", functools.partial(version, known))
+        for any_version in (False, True):
+            with areal.bind(any_version=any_version) as slots:
+                found = slots.trial.version
+            assert found is None if any_version or message is None else message in found
 
 
 def test_nothing_stays_bound_after_an_error():
@@ -170,7 +190,8 @@ def test_importing_adapters_imports_no_trainer():
     finish(start(
         "import sys, grpo_kernels, grpo_kernels.losses, grpo_kernels.distributed\n"
         "assert not any('integrations' in name for name in sys.modules)\n"
-        "from grpo_kernels.integrations import areal, liger, miles, nemo_rl, openrlhf, prime_rl, skyrl, slime, trl, unsloth, verl\n"
+        "from grpo_kernels.integrations import adapters, trl\n"
+        "assert [*adapters()] == 'areal liger miles nemo_rl openrlhf prime_rl skyrl slime trl unsloth verl'.split()\n"
         "assert not {'trl', 'transformers', 'triton', 'liger_kernel', 'verl'} & {*sys.modules}\n"
         "try: trl.Trainer2\n"
         "except AttributeError as error: assert 'Trainer2' in str(error)\n"

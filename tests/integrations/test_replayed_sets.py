@@ -11,7 +11,7 @@ import torch
 
 from grpo_kernels import TokenSets
 from grpo_kernels.integrations import miles, prime_rl, skyrl, slime
-from support.trainers import H, V, assert_same, log_softmax_of, stand_in, value_and_gradient
+from support.trainers import H, V, assert_scored, log_softmax_of, refused, stand_in
 
 parametrize = pytest.mark.parametrize
 
@@ -30,24 +30,6 @@ def over(logits, ids, sets, target=False):
 
 def entropies(logits):
     return log_softmax_of(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))[1]
-
-
-def assert_scored(score, exact, leaf):
-    """The weighted sum of log-probs and entropies (None: not asked for)."""
-
-    def total(found):
-        up = torch.linspace(-1, 2, found[0].numel(), dtype=found[0].dtype).view(found[0].shape)
-        return (found[0] * up).sum() + sum(0.3 * (x * up).sum() for x in found[1:2] if x is not None)
-
-    assert_same(
-        value_and_gradient(lambda x: total(score(x)), leaf), value_and_gradient(lambda x: total(exact(x)), leaf, torch.float64)
-    )
-
-
-def refused(*calls):
-    for call, message in calls:
-        with pytest.raises(ValueError, match=message):
-            call()
 
 
 # ---- slime
@@ -197,7 +179,8 @@ def test_miles(miles_homes, kind):
         assert {*slots.counts} == {"fused"}
         refused(
             (score(kind(partial)), "no ids for response token 5"), (score(kind([*SETS[:5], [10]])), r"targets\[5\]=7 is not in its kept set"),
-            (lambda: miles_homes[0].build_local_sampling_mask(logits, kind(SETS), range(5), tp_rank=0), "5 tokens, but logits has 6 rows"),
+            (lambda: miles_homes[1].calculate_log_probs_and_entropy(logits, TOKENS, None, sampling_mask=miles_homes[0].build_local_sampling_mask(
+                logits, kind(SETS), range(5), tp_rank=0)), "6 tokens, but kept have 5 rows"),
             (score(kind(SETS), true_on_policy=True), "true_on_policy=True: with replay"),
         )  # fmt: skip
     with miles.bind(arguments(), missing="include", entropy_over="kept"):
@@ -260,7 +243,7 @@ SUPPORT = SUPPORT.masked_fill(
 SUPPORT[..., 0] = SAMPLED
 SUPPORT[1, :, 1:], SUPPORT[:, 2] = -1, -1
 HAS = (SUPPORT >= 0).any(-1)
-LEAVES = {"logits": HIDDEN @ WEIGHT.T, "hidden": HIDDEN, "weight": WEIGHT}
+LOGITS = HIDDEN @ WEIGHT.T
 
 
 def lists_of(padded):
@@ -273,50 +256,40 @@ def skyrl_replay():
     return f"{SKYRL}.sample_support_replay"
 
 
-@parametrize("leaf", LEAVES)
+@parametrize("leaves", [[LOGITS], [HIDDEN, WEIGHT]], ids=("logits", "hidden"))
 @parametrize("gradient", [None, False, True], ids=("older", "newer", "newer, entropy with a gradient"))
-def test_skyrl(skyrl_replay, leaf, gradient):
+def test_skyrl(skyrl_replay, leaves, gradient):
     """By the function of older versions, and by that of newer ones, with the entropy of the set; 0 where there is none."""
-    names = (
-        {"sample_support_logprobs": len}
-        if gradient is None
-        else {"sample_support_scores": len, "SampleSupportScores": SimpleNamespace}
-    )
-    home = stand_in(skyrl_replay, **names)
+    newer = {"sample_support_scores": len, "SampleSupportScores": SimpleNamespace}
+    home = stand_in(skyrl_replay, **{"sample_support_logprobs": len} if gradient is None else newer)
 
-    def source(x):
-        return {"logits": (x, None), "hidden": (x, WEIGHT.to(x)), "weight": (HIDDEN.to(x), x)}[leaf]
+    def call(rows, weight=None, sets=SUPPORT, **more):
+        given = {"lm_head_weight": weight, "temperature": 0.7, "chunk_size": 3, **BOUNDS} | more
+        return (home.sample_support_logprobs if gradient is None else home.sample_support_scores)(rows, SAMPLED, sets, **given)
 
-    def ours(x):
-        rows, weight = source(x)
-        given = {"lm_head_weight": weight, "temperature": 0.7, "chunk_size": 3, **BOUNDS}
+    def ours(*leaves):
         if gradient is None:
-            (logps, valid), entropy = home.sample_support_logprobs(rows, SAMPLED, SUPPORT, **given), None
+            (logps, valid), entropy = call(*leaves), None
         else:
-            found = home.sample_support_scores(
-                rows, SAMPLED, SUPPORT, compute_entropy=True, entropy_requires_grad=gradient, **given
-            )
+            found = call(*leaves, compute_entropy=True, entropy_requires_grad=gradient)
             logps, entropy, valid = found.logprobs, found.entropy, found.valid_mask
-            assert entropy.requires_grad is gradient
         assert torch.equal(valid, HAS) and (logps[~HAS] == 0).all() and (logps[1] == 0).all()
         return logps, entropy
 
-    def exact(x):
-        rows, weight = source(x)
+    def exact(rows, weight=None):
         logits = (rows if weight is None else rows @ weight.T) / 0.7
-        logps, entropy = (
-            torch.where(HAS, y.view(SHAPE), 0.0) for y in over(logits.flatten(0, 1), SAMPLED.flatten(), lists_of(SUPPORT))
-        )
+        found = over(logits.flatten(0, 1), SAMPLED.flatten(), lists_of(SUPPORT))
+        logps, entropy = (torch.where(HAS, y.view(SHAPE), 0.0) for y in found)
         return logps, None if gradient is None else entropy if gradient else entropy.detach()
 
     with skyrl.bind(replay=True, strict=True) as slots:
-        assert_scored(ours, exact, LEAVES[leaf])
+        assert_scored(ours, exact, *leaves)
         assert {*slots.counts} == {"fused"}
         if gradient:
-            call = lambda sets=SUPPORT, **more: home.sample_support_scores(LEAVES["logits"], SAMPLED, sets, **BOUNDS | more)  # noqa: E731
-            assert call(compute_entropy=False).entropy is None
+            assert call(*leaves).entropy is None
             refused(
-                (lambda: call(vocab_end_index=V + 1), rf"vocab_end_index={V + 1}"), (lambda: call(SUPPORT[:, 1:]), "support_ids has shape"),
+                (lambda: call(*leaves, vocab_end_index=V + 1), rf"vocab_end_index={V + 1}"),
+                (lambda: call(*leaves, sets=SUPPORT[:, 1:]), "support_ids has shape"),
             )  # fmt: skip
 
 
@@ -328,7 +301,7 @@ def test_skyrl_scores_what_is_no_set_itself(skyrl_replay, fault):
     sets[0, 1, 1:] = sets[0, 1, 1:] if twice else -1
     home = stand_in(skyrl_replay, sample_support_logprobs=lambda *args, **_: calls.append(args) or "theirs")
     with skyrl.bind(replay=True) as slots:
-        assert home.sample_support_logprobs(LEAVES["logits"], SAMPLED, sets, **BOUNDS) == "theirs"
+        assert home.sample_support_logprobs(LOGITS, SAMPLED, sets, **BOUNDS) == "theirs"
     assert slots.counts == {f"SkyRL: {fault}": 1} and len(calls) == 1
 
 
@@ -368,16 +341,15 @@ def test_prime_rl(prime_rl_head, more):
     assert 0 < sum(map(bool, scored)) < sum(map(bool, sets)) < 24
     with prime_rl.bind() as slots:
         apply = prime_rl_head._SequenceChunkedLogProbEntropyFn.apply
-        for leaf, pair in ((STATES, lambda x: (x, WEIGHT.to(x))), (WEIGHT, lambda x: (STATES.to(x), x))):
-            assert_scored(
-                lambda x, pair=pair: apply(*pair(x), LABELS, INVERSE, 8, REPLAYED, *more)[:1],
-                lambda x, pair=pair: over(pair(x)[0] @ pair(x)[1].T * INVERSE[:, None], LABELS, scored)[:1], leaf,
-            )  # fmt: skip
-        out = apply(STATES, WEIGHT, LABELS, INVERSE, 8, REPLAYED, *more)
-        assert len(out) == 2 + len(more) and (not more or out[2] is None)
-        torch.testing.assert_close(out[1].double(), entropies(STATES @ WEIGHT.T * INVERSE[:, None]), rtol=1e-5, atol=1e-5)
+
+        def exact(hidden, weight):
+            logits = hidden @ weight.T * INVERSE[:, None]
+            return over(logits, LABELS, scored)[0], entropies(logits).detach()
+
+        assert_scored(lambda h, w: apply(h, w, LABELS, INVERSE, 8, REPLAYED, *more), exact, STATES, WEIGHT)
+        assert len(apply(STATES, WEIGHT, LABELS, INVERSE, 8, REPLAYED, *more)) == 2 + len(more)
         assert apply(STATES, WEIGHT, LABELS, INVERSE, 8, REPLAYED, True) == "theirs"
-        assert slots.counts == {"fused": 3, "prime-rl: score centring": 1}
+        assert slots.counts == {"fused": 2, "prime-rl: score centring": 1}
     with prime_rl.bind(entropy_over="kept", missing="include"):  # entropy over the set; a label that joins its set
         found = prime_rl_head._SequenceChunkedLogProbEntropyFn.apply(STATES, WEIGHT, LABELS, INVERSE, 8, REPLAYED)
     want = over(STATES @ WEIGHT.T * INVERSE[:, None], LABELS, sets, target=True)

@@ -41,14 +41,6 @@ def exact_of(beta, tail="bin"):
     return Exact("jsd", mixture=beta, tail=tail) if 0 < beta < 1 else Exact("reverse" if beta else "forward", tail=tail)
 
 
-def both(mine, theirs, leaf=STUDENT):
-    assert_same(value_and_gradient(mine, leaf), value_and_gradient(theirs, leaf))
-
-
-def with_leaf(parts, i, x):
-    return [*parts[:i], x, *parts[i + 1 :]]
-
-
 # ---- from hidden states
 
 
@@ -57,21 +49,20 @@ def module():
     return pytest.importorskip("trl.trainer.distillation_trainer")
 
 
-@parametrize("row", pairs(beta=BETAS, items=ITEMS, leaf=(0, 1, 2), how=(
+@parametrize("row", pairs(beta=BETAS, items=ITEMS, how=(
     {}, {"temperature": 0.7, "student_logit_scale": 0.5, "teacher_final_logit_softcapping": 4.0},
     {"temperature": 1.5, "student_final_logit_softcapping": 6.0, "teacher_logit_scale": 1.2})), ids=label)  # fmt: skip
 def test_trls_loss(module, row):
     """Its other results too: the sum of the entropies, and the number of tokens. The slot is filled, and restored."""
-    theirs = module._chunked_divergence_loss
+    theirs, (th, tw, tb) = module._chunked_divergence_loss, HEADS[1]
 
-    def loss(x):
-        (h, w, b), (th, tw, tb) = with_leaf(HEADS[0], row["leaf"], x), HEADS[1]
-        given = {"student_lm_head_bias": b, "teacher_lm_head_bias": tb}
-        return module._chunked_divergence_loss(h, th, w, tw, MASK, row["beta"], row["items"], **given, **row["how"])
+    def loss(h, w, b):
+        given = {"student_lm_head_bias": b, "teacher_lm_head_bias": tb, **row["how"]}
+        return module._chunked_divergence_loss(h, th, w, tw, MASK, row["beta"], row["items"], **given)
 
-    want = value_and_gradient(loss, HEADS[0][row["leaf"]])
+    want = value_and_gradient(loss, HEADS[0])
     with ours_of_trl.fused_divergence(strict=True) as slot:
-        mine = value_and_gradient(loss, HEADS[0][row["leaf"]])
+        mine = value_and_gradient(loss, HEADS[0])
         with pytest.raises(RuntimeError, match=r"ours already|takes"):
             ours_of_trl.fused_divergence()
     assert dict(slot.counts) == {"fused": 1} and module._chunked_divergence_loss is theirs
@@ -80,17 +71,17 @@ def test_trls_loss(module, row):
     assert int(mine[0][2]) == int(want[0][2]) == int(MASK.sum())
 
 
-@parametrize("ours", [True, False], ids=("ours", "TRL's"))
-def test_fp16_autocast_on_a_cpu_rounds_nothing(module, ours):
+def test_fp16_autocast_on_a_cpu_rounds_nothing():
     """TRL's own function rounds states, heads and logits to fp16; ours gives the same bits with autocast and without."""
-    function, found = ours_of_trl.divergence_loss if ours else module._chunked_divergence_loss, []
+    (th, tw, _), found = HEADS[1], []
+
+    def loss(h, w, b):
+        return ours_of_trl.divergence_loss(h, th, w, tw, MASK, 0.3, student_lm_head_bias=b)[0]
+
     for autocast in (False, True):
-        leaves = [x.clone().requires_grad_() for x in HEADS[0]]
         with torch.autocast("cpu", torch.float16, enabled=autocast):
-            loss = function(leaves[0], HEADS[1][0], leaves[1], HEADS[1][1], MASK, 0.3, student_lm_head_bias=leaves[2])[0]
-        found.append(torch.autograd.grad(loss, leaves))
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b) if ours else (a - b).abs().max() > 1e-4 * a.abs().max()
+            found.append(value_and_gradient(loss, HEADS[0])[1])
+    assert all(map(torch.equal, *found))
 
 
 def test_a_logit_of_minus_infinity_gives_no_nan():
@@ -102,26 +93,21 @@ def test_a_logit_of_minus_infinity_gives_no_nan():
     assert loss > 0 and torch.isfinite(gradient).all()
 
 
-@parametrize("leaf", [0, 1], ids=("hidden", "weight"))
 @parametrize("beta", BETAS)
-def test_ligers_loss_by_its_name(beta, leaf):
+def test_ligers_loss_by_its_name(beta):
     """Against Liger's loss in plain torch, whose fused kernel needs a GPU, and which masks its cross-entropy only."""
     theirs = pytest.importorskip("liger_kernel.chunked_loss").LigerFusedLinearJSDLoss(
         weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, temperature=0.8, compiled=False
     )
-    ours, keep = liger.LigerFusedLinearJSD(beta, temperature=0.8), MASK.view(-1)
+    ours, keep, labels = liger.LigerFusedLinearJSD(beta, temperature=0.8), MASK.view(-1), LABELS.view(-1)
     student, rows, weight = [HEADS[0][0].flatten(0, 1), HEADS[0][1]], HEADS[1][0].flatten(0, 1), HEADS[1][1]
-
-    def their_own(x):
-        h, w = with_leaf(student, leaf, x)
-        return theirs(h[keep], w, rows[keep], weight, LABELS.view(-1)[keep])
-
-    both(lambda x: ours(*with_leaf(student, leaf, x), rows, weight, LABELS.view(-1)), their_own, student[leaf])
-    with pytest.raises(ValueError, match=r"jsd_beta=1\.5"):
+    mine = value_and_gradient(lambda h, w: ours(h, w, rows, weight, labels), student)
+    assert_same(mine, value_and_gradient(lambda h, w: theirs(h[keep], w, rows[keep], weight, labels[keep]), student))
+    with pytest.raises(ValueError, match=r"mixture=1\.5"):
         liger.LigerFusedLinearJSD(1.5)
 
 
-# ---- TRL's losses of logits
+# ---- TRL's losses of logits, which are ours by another name (docs/divergences.md)
 
 
 def trl(name, trainer):
@@ -131,15 +117,12 @@ def trl(name, trainer):
         return getattr(importlib.import_module(f"trl.experimental.{name}.{name}_trainer"), trainer)
 
 
-def mean(z, teacher, exact, count=None, temperature=1.0):
-    found = token_divergence(z, teacher, exact, mask=MASK, transform=LogitTransform(temperature)).sum()
-    return found / (MASK.sum() if count is None else count)
+def mean(teacher, exact, count=None, temperature=1.0):
+    def loss(z):
+        found = token_divergence(z, teacher, exact, mask=MASK, transform=LogitTransform(temperature)).sum()
+        return found / (MASK.sum() if count is None else count)
 
-
-def known_at(ids, valid=None):
-    """The teacher's log-probs at these ids of each token, without invalid ids."""
-    kept = ids if valid is None else ids.masked_fill(~valid, -1)
-    return TokenSets.from_padded(kept.flatten(0, 1), values=TEACHER_LOGPS.gather(-1, ids).flatten(0, 1))
+    return loss
 
 
 WHOLE = {"gkd": "GKDTrainer", "gold": "GOLDTrainer", "iw_opd": "IWOPDTrainer"}
@@ -148,40 +131,40 @@ WHOLE = {"gkd": "GKDTrainer", "gold": "GOLDTrainer", "iw_opd": "IWOPDTrainer"}
 @parametrize("row", pairs(name=WHOLE, beta=BETAS, items=ITEMS, temperature=(1.0, 0.7, 1.6)), ids=label)
 def test_whole_rows(row):
     """And TRL's defect: NaN of an id that both heads rule out."""
-    theirs, beta = trl(row["name"], WHOLE[row["name"]]).generalized_jsd_loss, row["beta"]
-    exact, given = exact_of(beta), {"beta": beta, "temperature": row["temperature"], "num_items_in_batch": row["items"]}
-    both(lambda z: mean(z, TEACHER, exact, row["items"], row["temperature"]), lambda z: theirs(z, TEACHER, LABELS, **given))
-    masked = [torch.where(torch.arange(V) == 4, -torch.inf, x) for x in (STUDENT, TEACHER)]
-    assert theirs(*masked, LABELS, beta=beta).isnan()
-    value, gradient = value_and_gradient(lambda z: token_divergence(z, masked[1], exact).sum(), masked[0])
-    without = [torch.cat([x[..., :4], x[..., 5:]], -1) for x in (STUDENT, TEACHER)]
-    assert_close(value, token_divergence(*without, exact).sum())
-    assert gradient.isfinite().all() and not gradient[..., 4].any()
+    theirs, exact = trl(row["name"], WHOLE[row["name"]]).generalized_jsd_loss, exact_of(row["beta"])
+    given = {"beta": row["beta"], "temperature": row["temperature"], "num_items_in_batch": row["items"]}
+    ours = mean(TEACHER, exact, row["items"], row["temperature"])
+    assert_same(value_and_gradient(ours, STUDENT), value_and_gradient(lambda z: theirs(z, TEACHER, LABELS, **given), STUDENT))
+    masked = [x.index_fill(-1, torch.tensor([4]), -torch.inf) for x in (STUDENT, TEACHER)]
+    value, gradient = value_and_gradient(mean(masked[1], exact), masked[0])
+    assert theirs(*masked, LABELS, beta=row["beta"]).isnan() and value.isfinite() and gradient.isfinite().all()
 
 
 @parametrize("tail", ["bin", "renormalise"])
 @parametrize("beta", BETAS)
 def test_a_teacher_at_some_ids(beta, tail):
     """IW-OPD picks the ids from both sides; async distillation has what a server sent."""
-    add_tail, exact = tail == "bin", exact_of(beta, tail)
-    of_student, of_teacher = STUDENT.topk(3)[1], TEACHER.topk(3)[1]
+    exact, of_student, of_teacher = exact_of(beta, tail), STUDENT.topk(3)[1], TEACHER.topk(3)[1]
     ids = {0.0: of_teacher, 1.0: of_student}.get(beta, torch.cat([of_teacher, of_student], -1))
-    sets = known_at(ids, ~torch.tril(ids[..., :, None] == ids[..., None, :], -1).any(-1))
-    theirs, how = (
-        trl("iw_opd", "IWOPDTrainer").generalized_jsd_loss,
-        {"beta": beta, "temperature": 0.8, "top_k": 3, "add_tail": add_tail},
-    )
-    both(lambda z: mean(z, sets, exact, temperature=0.8), lambda z: theirs(z, 0.8 * TEACHER, LABELS, **how))
+    how = {"beta": beta, "temperature": 0.8, "top_k": 3, "add_tail": tail == "bin"}
+    theirs, chunk = trl("iw_opd", "IWOPDTrainer").generalized_jsd_loss, trl("async_distillation", "_jsd_loss_chunk")
+    repeated = torch.tril(ids[..., :, None] == ids[..., None, :], -1).any(-1)
+    served = TEACHER.topk(K)[1]
 
-    served, chunk = TEACHER.topk(K)[1], trl("async_distillation", "_jsd_loss_chunk")
-    of_teacher = served[MASK], TEACHER_LOGPS.gather(-1, served)[MASK], torch.ones(int(MASK.sum()), K, dtype=torch.bool)
+    def known_at(ids, repeated):
+        kept = ids.masked_fill(repeated, -1).flatten(0, 1)
+        return TokenSets.from_padded(kept, values=TEACHER_LOGPS.gather(-1, ids).flatten(0, 1))
 
     def of_chunk(z):
-        return (
-            chunk(z[MASK], torch.eye(V), torch.zeros(V), 1.0, None, *of_teacher, beta, 1.0, add_tail, None, 1)[0] / MASK.sum()
-        )
+        logps, every = TEACHER_LOGPS.gather(-1, served)[MASK], torch.ones(int(MASK.sum()), K, dtype=torch.bool)
+        heads = z[MASK], torch.eye(V), torch.zeros(V), 1.0, None, served[MASK], logps, every
+        return chunk(*heads, beta, 1.0, tail == "bin", None, 1)[0] / MASK.sum()
 
-    both(lambda z: mean(z, known_at(served), exact), of_chunk)
+    for ours, own in (
+        (mean(known_at(ids, repeated), exact, temperature=0.8), lambda z: theirs(z, 0.8 * TEACHER, LABELS, **how)),
+        (mean(known_at(served, served < 0), exact), of_chunk),
+    ):
+        assert_same(value_and_gradient(ours, STUDENT), value_and_gradient(own, STUDENT))
 
 
 # ---- verl's losses over a teacher's largest

@@ -1,13 +1,11 @@
 """Two processes, each with data of its own, on gloo: DDP and FSDP2 (`fully_shard`) with TRL's trainer and our loss in it.
 
-Gradients are compared with those of TRL's own loss in one process on the whole batch. All scenarios run in one pair of processes,
-which write what they found; the tests read it. (accelerate's FSDP on a CPU silently becomes DDP: modules are sharded here by
-`fully_shard` itself.)"""
+Gradients are compared with those of TRL's own loss in one process on the whole batch. (accelerate's FSDP on a CPU silently becomes
+DDP: modules are sharded here by `fully_shard` itself.)"""
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing import assert_close
 
 pytest.importorskip("trl", minversion="1.16.0")
 
@@ -35,7 +34,6 @@ STEPS = {
     "quantile": {"loss_type": "dapo", "top_entropy_quantile": 0.3, "accumulation": 1},
 }
 LAYOUTS = ("ddp", "root", "tied", "norm and head", "head alone")
-CASES = [(step, layout) for layout in LAYOUTS for step in STEPS if step == "dapo" or layout in ("ddp", "head alone")]
 RUN = {"num_iterations": 2, "gradient_accumulation_steps": 2, "beta": 0.1, "epsilon": 0.1, "steps": 4}
 RUNS = {"plain": {}, "quantile and bonus": {"top_entropy_quantile": 0.3, "entropy_coef": 0.05}}
 
@@ -101,42 +99,50 @@ def wrapped(model, layout):
     return model, sync
 
 
-def off(got, want):
+def off(model, want):
     """The largest error of each gradient, relative to its largest element."""
+    got = gradients(model)
     assert got.keys() == want.keys()
     return {name: float((got[name] - want[name]).abs().max() / want[name].abs().max()) for name in want}
 
 
-def steps(folder, rank, results):
-    for name, layout in CASES:
-        options, model_name = STEPS[name], "tied" if layout == "tied" else "untied"
-        want = torch.load(folder / f"{name} {model_name}.pt")
-        trainer = step_trainer(folder, model_name, options, options.get("accumulation", 2))
-        fused = patch(trainer, strict=True)
-        model, sync = wrapped(trainer.model, layout)
-        loss = torch.tensor(accumulate(trainer, model, rank, RANKS, sync))
-        got = gradients(model)
-        dist.all_reduce(loss)
-        results[f"{name}, {layout}"] = {
-            "off": max(off(got, want["gradients"]).values()), "loss": [float(loss) / RANKS, want["loss"]],
-            "checksum": float(sum(g.double().abs().sum() for g in got.values())),
-            "fused": fused.counts["fused"] / trainer.current_gradient_accumulation_steps,
-            "parameter": type(next(trainer.model.parameters())).__name__,
-        }  # fmt: skip
+def alike_on_ranks(value):
+    found = [None] * RANKS
+    dist.all_gather_object(found, value)
+    return found[0] == found[1]
 
 
-def slot(folder, rank, results):
-    """TRL's own loss with a head that is wrapped alone: with TRL's fused head, and with ours in its slot."""
-    want = torch.load(folder / "dapo untied.pt")["gradients"]
+def check_gradients(folder, rank):
+    """On both ranks, in all parameters, over two micro-batches, one of which has no tokens on one rank."""
+    for layout in LAYOUTS:
+        for name in STEPS if layout in ("ddp", "head alone") else ["dapo"]:
+            options, model_name = STEPS[name], "tied" if layout == "tied" else "untied"
+            want_loss, want = torch.load(folder / f"{name} {model_name}.pt")
+            trainer = step_trainer(folder, model_name, options, options.get("accumulation", 2))
+            fused = patch(trainer, strict=True)
+            model, sync = wrapped(trainer.model, layout)
+            loss = torch.tensor(accumulate(trainer, model, rank, RANKS, sync))
+            dist.all_reduce(loss)
+            assert max(off(model, want).values()) < 2e-5, (name, layout)
+            assert fused.counts == {"fused": trainer.current_gradient_accumulation_steps}
+            assert float(loss) / RANKS == pytest.approx(want_loss, rel=1e-5, abs=1e-6)
+            assert type(next(trainer.model.parameters())).__name__ == ("Parameter" if layout == "ddp" else "DTensor")
+            assert alike_on_ranks({n: float(g.double().abs().sum()) for n, g in gradients(model).items()})
+
+
+def check_slot(folder, rank):
+    """TRL's own loss with a head that is wrapped alone. TRL's defect: it takes the gradient of the gathered head for the same on
+    all ranks, and each keeps its own data's for its shard. Ours in its slot makes it the mean."""
     for name, context in (("TRL's", nullcontext), ("ours", lambda: fused_lm_head(strict=True))):
         with context():
             trainer = step_trainer(folder, "untied", STEPS["dapo"], 2)
             model, sync = wrapped(trainer.model, "head alone")
             accumulate(trainer, model, rank, RANKS, sync)
-        results[f"slot, {name}"] = off(gradients(model), want)
+        errors = off(model, torch.load(folder / "dapo untied.pt")[1])
+        assert errors["lm_head.weight"] > 0.1 if name == "TRL's" else max(errors.values()) < 2e-5
 
 
-def scores(folder, rank, results):
+def check_scores(folder, rank):
     """Log-probs without gradients from a sharded head."""
     trainer, inputs = step_trainer(folder, "untied", {}, 1), step_inputs()
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)[rank * 4 : rank * 4 + 4]
@@ -144,81 +150,50 @@ def scores(folder, rank, results):
         want = trainer.model(ids, labels=ids, fused_lm_head=True).log_probs
         fused = patch(trainer)
         got = wrapped(trainer.model, "head alone")[0](ids, labels=ids, fused_lm_head=True).log_probs
-    results["scored"] = [float((got - want).abs().max()), fused.counts["scored"]]
+    assert_close(got, want, rtol=0, atol=1e-5)
+    assert fused.counts == {"scored": 1}
 
 
-def runs(folder, rank, results):
-    """Whole runs under accelerate's DDP; each rank samples answers to prompts of its own."""
-    for name, options in RUNS.items():
-        histories, weights = [], []
+def check_runs(folder, rank):
+    """Whole runs under accelerate's DDP; each rank samples answers to prompts of its own, and the ranks stay together."""
+    for options in RUNS.values():
+        trained = []
         for cls, keywords in ((GRPOTrainer, {}), (FusedGRPOTrainer, {"strict": True})):
-            trainer = trl_cases.make_trainer(str(folder / "tied"), folder / "out", cls, keywords=keywords, **RUN, **options)
-            trainer.train()
-            histories.append(trl_cases.history(trainer))
-            weights.append(float(sum(p.double().abs().sum() for p in trainer.model.parameters())))
-        results[f"run, {name}"] = {
-            "histories": histories, "weights": weights, "counts": dict(trainer.fused_loss.counts), "wrapper": type(trainer.model_wrapped).__name__,
-            "first tokens": trainer._buffered_inputs[0]["completion_ids"][:, 0].tolist(),
-        }  # fmt: skip
+            trained.append(
+                trl_cases.make_trainer(str(folder / "tied"), folder / "out", cls, keywords=keywords, **RUN, **options)
+            )
+            trained[-1].train()
+        theirs, ours = trained
+        logged, counts = trl_cases.history(ours), ours.fused_loss.counts
+        trl_cases.assert_same_history(logged, trl_cases.history(theirs), 2e-4)
+        assert len([h for h in logged if "grad_norm" in h]) == RUN["steps"] and logged[0]["grad_norm"] > 1e-2
+        assert counts["fused"] == RUN["steps"] * 2 and {*counts} <= {"fused", "scored"}
+        assert type(ours.model_wrapped).__name__ == "DistributedDataParallel"
+        assert alike_on_ranks([float(p.double().abs().sum()) for p in ours.model.parameters()])
+        assert not alike_on_ranks(ours._buffered_inputs[0]["completion_ids"][:, 0].tolist())
 
 
 def main(rank, path):
     os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "TOKENIZERS_PARALLELISM": "false"}
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # accelerate asks for it, and then takes the group that is there
     torch.set_num_threads(1)
-    folder, results = Path(path), {}
+    folder = Path(path)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)  # which accelerate uses
     gc.freeze()  # accelerate collects garbage before every training
-    for part in (runs, steps, slot, scores):
-        part(folder, rank, results)
-    (folder / f"rank{rank}.json").write_text(json.dumps(results))
+    for check in (check_runs, check_gradients, check_slot, check_scores):
+        check(folder, rank)
     dist.barrier()
 
 
-# ---- the tests
+# ---- the test
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
+def test_two_ranks(tmp_path):
     for name, tied in (("tied", True), ("untied", False)):
-        trl_cases.save_model(folder / name, tie_word_embeddings=tied)
+        trl_cases.save_model(tmp_path / name, tie_word_embeddings=tied)
         for step, options in STEPS.items():  # TRL's own loss, one process, the whole batch
             if name == "untied" or step == "dapo":
-                trainer = step_trainer(folder, name, options, 1)
+                trainer = step_trainer(tmp_path, name, options, 1)
                 loss = accumulate(trainer, trainer.model, 0, 1, lambda _: nullcontext())
-                torch.save({"loss": loss, "gradients": gradients(trainer.model)}, folder / f"{step} {name}.pt")
-    finish(start_ranks(RANKS, main, str(folder)))
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
-
-
-@pytest.mark.parametrize("step, layout", CASES)
-def test_gradients_are_those_of_one_process(results, step, layout):
-    """On both ranks, in all parameters, over two micro-batches, one of which has no tokens on one rank."""
-    found = [r[f"{step}, {layout}"] for r in results]
-    for rank in found:
-        assert rank["off"] < 2e-5 and rank["fused"] == 1
-        assert rank["loss"][0] == pytest.approx(rank["loss"][1], rel=1e-5, abs=1e-6)
-        assert rank["parameter"] == ("Parameter" if layout == "ddp" else "DTensor")
-    assert found[0]["checksum"] == pytest.approx(found[1]["checksum"], rel=1e-12)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_runs_under_ddp(results, run):
-    """TRL's trainer and ours log the same on each rank, and the ranks stay together."""
-    found = [r[f"run, {run}"] for r in results]
-    for rank in found:
-        theirs, ours = rank["histories"]
-        trl_cases.assert_same_history(ours, theirs, 2e-4)
-        assert len([h for h in ours if "grad_norm" in h]) == RUN["steps"] and ours[0]["grad_norm"] > 1e-2
-        assert rank["counts"] == {"fused": RUN["steps"] * 2, "scored": rank["counts"]["scored"]}
-        assert rank["wrapper"] == "DistributedDataParallel"
-    assert found[0]["weights"][1] == found[1]["weights"][1] and found[0]["first tokens"] != found[1]["first tokens"]
-
-
-def test_slot_and_scores_with_a_head_wrapped_alone(results):
-    """TRL's defect: it takes the gradient of the gathered head for the same on all ranks, and each keeps its own data's for its
-    shard. Ours in its slot makes it the mean."""
-    for rank in results:
-        assert rank["slot, TRL's"]["lm_head.weight"] > 0.1 and max(rank["slot, ours"].values()) < 2e-5
-        assert rank["scored"][0] < 1e-5 and rank["scored"][1] == 1
+                torch.save((loss, gradients(trainer.model)), tmp_path / f"{step} {name}.pt")
+    finish(start_ranks(RANKS, main, str(tmp_path)))

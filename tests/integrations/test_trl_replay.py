@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 pytest.importorskip("trl", minversion="1.16.0")
 
@@ -14,6 +15,7 @@ import transformers
 
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch
 from support import oracle, trl_cases
+from support.trainers import exact
 from support.trl_cases import EOS, PAD
 
 TOP_K, TEMPERATURE = 4, 0.9
@@ -57,19 +59,16 @@ def make(path, tmp_path, monkeypatch):
     return made
 
 
-def exact(model, inputs, kept):
-    """Logits of the completions, and log-probs in float64, over kept [B, T, K], whose padding is -1."""
+def logps_of(model, inputs, kept=None):
+    """Log-probs [B, T] of the completions over kept [B, T, K], whose padding is -1; over all where there are none."""
     ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
     T = inputs["completion_ids"].shape[1]
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, -T - 1 : -1]
-    keep = None if kept is None else sets_of(kept, logits.shape[-1])
-    logps = oracle.log_probs(logits, inputs["completion_ids"], oracle.Transform(temperature=TEMPERATURE), keep=keep)[1]
-    return logits, logps.view(ids.shape[0], T)
-
-
-def sets_of(kept, vocab):
-    keep = torch.zeros(*kept.shape[:2], vocab + 1, dtype=torch.bool).scatter(2, kept.long() % (vocab + 1), True)[..., :-1]
-    return keep | ~keep.any(-1, keepdim=True)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, -T - 1 : -1] / TEMPERATURE
+    if kept is not None:
+        V = logits.shape[-1]
+        keep = torch.zeros(*kept.shape[:2], V + 1, dtype=torch.bool).scatter(2, kept.long() % (V + 1), True)[..., :-1]
+        logits = logits.masked_fill(~(keep | ~keep.any(-1, keepdim=True)), -torch.inf)
+    return logits.log_softmax(-1).gather(2, inputs["completion_ids"][..., None])[..., 0]
 
 
 def test_log_probs_ratio_and_gradient(make, path):
@@ -77,16 +76,16 @@ def test_log_probs_ratio_and_gradient(make, path):
     trainer.model.train()
     inputs = trainer._generate_and_score_completions(PROMPTS)
     mask, policy = inputs["completion_mask"].bool(), transformers.AutoModelForCausalLM.from_pretrained(path).double()
-    record = sampled([p["prompt"] for p in PROMPTS], trainer)
+    record, sets = sampled([p["prompt"] for p in PROMPTS], trainer), inputs["kept_ids"]
     for b, kept in enumerate(record["sampling_mask"]):
         assert inputs["completion_ids"][b, : len(kept)].tolist() == record["completion_ids"][b]
-        assert inputs["kept_ids"][b, : len(kept)].tolist() == kept and (inputs["kept_ids"][b, len(kept) :] == -1).all()
+        assert sets[b, : len(kept)].tolist() == kept and (sets[b, len(kept) :] == -1).all()
     with torch.no_grad():
-        over_sets, over_all = (exact(policy, inputs, kept)[1][mask] for kept in (inputs["kept_ids"], None))
+        over_sets, over_all = (logps_of(policy, inputs, kept)[mask] for kept in (sets, None))
     sampler = torch.tensor([x for row in record["logprobs"] for x in row]).double()
     for name in ("old", "ref"):  # ratio 1; the reference is the same model still
-        torch.testing.assert_close(inputs[f"{name}_per_token_logps"][mask].double(), over_sets, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(over_sets, sampler, rtol=1e-5, atol=1e-5)
+        assert_close(inputs[f"{name}_per_token_logps"][mask].double(), over_sets, rtol=1e-5, atol=1e-5)
+    assert_close(over_sets, sampler, rtol=1e-5, atol=1e-5)
     assert (over_all - sampler).abs().mean() > 0.1  # as it would be
 
     with torch.no_grad():  # the step that makes the samples off-policy
@@ -97,24 +96,17 @@ def test_log_probs_ratio_and_gradient(make, path):
     inputs["advantages"] = torch.linspace(-1, 1, 16)
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
-    logits, _ = exact(policy, inputs, None)
-    spec = oracle.Spec(
-        eps_low=args.epsilon,
-        eps_high=args.epsilon,
-        beta=args.beta,
-        kl_weighting="ratio" if args.use_bias_correction_kl else "none",
-    )
-    want, slopes = oracle.loss(
-        spec, logits.detach(), inputs["completion_ids"], mask=mask, transform=oracle.Transform(temperature=TEMPERATURE),
-        keep=sets_of(inputs["kept_ids"], logits.shape[-1]), advantages=inputs["advantages"], old_logps=inputs["old_per_token_logps"],
-        ref_logps=inputs["ref_per_token_logps"], normalizer=float(inputs["num_items_in_batch"]) / 2,
-    )  # fmt: skip
-    logits.backward(slopes)
-    assert args.loss_type == "dapo" and float(loss.detach()) == pytest.approx(float(want.loss), rel=1e-4)
+    old, ref = (inputs[f"{name}_per_token_logps"].double() for name in ("old", "ref"))
+    weighting = "ratio" if args.use_bias_correction_kl else "none"
+    spec = oracle.Spec(eps_low=args.epsilon, eps_high=args.epsilon, beta=args.beta, kl_weighting=weighting)
+    want = exact(
+        spec, logps_of(policy, inputs, sets), advantages=inputs["advantages"], mask=mask, old_logps=old, ref_logps=ref,
+        normalizer=float(inputs["num_items_in_batch"]) / 2,
+    ).loss  # fmt: skip
+    want.backward()
+    assert args.loss_type == "dapo" and float(loss.detach()) == pytest.approx(float(want.detach()), rel=1e-4)
     for (name, ours), theirs in zip(trainer.model.named_parameters(), policy.parameters(), strict=True):
-        torch.testing.assert_close(
-            ours.grad.double(), theirs.grad, rtol=1e-3, atol=1e-5 * float(theirs.grad.abs().max()), msg=name
-        )
+        assert_close(ours.grad.double(), theirs.grad, rtol=1e-3, atol=1e-5 * float(theirs.grad.abs().max()), msg=name)
     assert trainer.fused_loss.counts == {"scored": 4, "fused": 1}  # old policy and reference, in two batches each
 
 

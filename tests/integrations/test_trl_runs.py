@@ -25,6 +25,7 @@ from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_lm_head, log_p
 from grpo_kernels.model import FusedLMHead
 from support import trl_cases
 from support.pairs import label, pairs
+from support.trainers import assert_scored
 from support.trl_cases import assert_same_history, history
 
 parametrize = pytest.mark.parametrize
@@ -265,8 +266,10 @@ def test_refused_trainers(make):
     with pytest.raises(RuntimeError, match="not TRL's fused LM head"):
         patch(shared)
     fused.undo()
-    with pytest.raises(RuntimeError, match="undone already"):
-        fused.undo()
+    fused.undo()  # nothing happens
+    with pytest.raises(RuntimeError, match="no call was fused in this block"), patch(trainer, strict=True):
+        pass
+    assert "fused_loss" not in vars(trainer)
 
 
 def test_trainable_tokens_of_a_tied_head_are_refused(make):
@@ -324,26 +327,25 @@ def test_undo_below_accelerates_forward(train):
     assert steps == [1, 1, 1]
 
 
+#: A call for log-probs: of a prompt, of two completions, of padding before and after them.
+IDS = torch.tensor([[0, 3, 4, 5, 6], [2, 3, 9, 5, 0]])
+LABELS = torch.tensor([[-100, -100, 4, 5, 6], [-100, -100, 9, -100, -100]])
+CALL = {"input_ids": IDS, "attention_mask": (IDS != 0).long(), "labels": LABELS, "fused_lm_head": True}
+
+
 def test_scored_log_probs(make):
     """Calls without gradients, and calls that TRL does not make: with gradients, or with shifted labels."""
     trainer = make(**KL)
-    ids = torch.tensor([[0, 3, 4, 5, 6], [2, 3, 9, 5, 0]])
-    labels = ids.masked_fill(ids == 0, -100)
-    labels[:, 1] = -100
-    calls = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels, "fused_lm_head": True}
     for model, entropy in ((trainer.model, True), (trainer.ref_model, False)):
         with torch.no_grad():
-            want = model(**calls)
-            fused = patch(trainer)
-            got = model(**calls)
+            want, fused = model(**CALL), patch(trainer)
+            got, by_items = model(**CALL), model(**CALL, num_items_in_batch=11)
+            model(**CALL | {"labels": None, "shift_labels": LABELS})
+        model(**CALL)  # with gradients
         for name in ("log_probs", "label_mask", "loss", "entropy"):
             assert_close(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-6)
-        assert (got.entropy is not None) == entropy and fused.counts == {"scored": 1}
-        model(**calls)  # with gradients
-        with torch.no_grad():
-            assert_close(model(**calls, num_items_in_batch=11).loss, want.loss * want.label_mask.sum() / 11)
-            model(**{**calls, "labels": None, "shift_labels": labels})
-        assert fused.counts == {"scored": 2}
+        assert_close(by_items.loss, want.loss * want.label_mask.sum() / 11)
+        assert (got.entropy is not None) == entropy and fused.counts == {"scored": 2}
         fused.undo()
 
 
@@ -383,31 +385,21 @@ def test_the_first_step_of_an_untested_version_is_compared(make, train, untested
     assert_same_history(history(one), history(want), 2e-4)
 
 
-def other_head(change):
-    own = getattr(utils, SLOT)
-
-    class Head(own):
-        @staticmethod
-        @functools.wraps(own.forward)
-        def forward(ctx, hidden, *args, **kwargs):
-            return own.forward(ctx, change * hidden, *args, **kwargs)
-
-    return Head
+class OtherHead(getattr(utils, SLOT)):
+    @staticmethod
+    @functools.wraps(getattr(utils, SLOT).forward)
+    def forward(ctx, hidden, *args, **kwargs):
+        return ChunkedLogProbFunction.forward(ctx, 1.01 * hidden, *args, **kwargs)
 
 
-@parametrize("what, message", [
-    ("loss", "the fused loss, tensor"), ("slopes", "the gradient of the fused loss"), ("log-probs", "log_probs, tensor 0 of 1"),
-])  # fmt: skip
+@parametrize("what, message", [("loss", "the fused loss, tensor"), ("log-probs", "log_probs, tensor 0 of 1")])
 def test_other_arithmetic_of_an_untested_version_is_refused(make, untested, monkeypatch, what, message):
+    """Of slopes too, as in strict mode: see test_trl_losses."""
     theirs = GRPOTrainer._compute_loss
-
-    def changed(own, model, inputs):
-        loss = theirs(own, model, inputs)
-        return loss + 0.01 if what == "loss" else loss + 0.02 * (loss - loss.detach()) if what == "slopes" else loss
-
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", changed)
-    if what == "log-probs":
-        monkeypatch.setattr(utils, SLOT, other_head(1.01))
+    if what == "loss":
+        monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *args: theirs(*args) + 0.01)
+    else:
+        monkeypatch.setattr(utils, SLOT, OtherHead)
     one = make(steps=1, beta=0.05)
     before = [p.clone() for p in one.model.parameters()]
     patch(one)
@@ -459,31 +451,35 @@ def test_older_versions_name_the_obstacle(make, monkeypatch):
 # ---- the slot of the fused LM head
 
 
-def called(function, *more, with_bias=True):
-    """(log-probs, entropy or None, other results, gradients)"""
-    g = torch.Generator().manual_seed(1)
-    leaves = [torch.randn(*shape, generator=g).requires_grad_() for shape in ((9, 16), (33, 16), (33,))[: 2 + with_bias]]
-    targets = torch.randint(0, 33, (9,), generator=g)
-    targets[:5] = torch.nn.functional.linear(*leaves)[:5].argmax(-1)
-    logps, entropy, *others = function.apply(*leaves, *[None] * (not with_bias), targets, 0.8, 7, *more)
-    up = torch.linspace(-1, 1, 9)
-    loss = (logps * up).sum() + (0 if entropy is None else (entropy * up.flip(0)).sum())
-    assert not any(x is not None and x.requires_grad for x in others)
-    return [logps, entropy, others, *torch.autograd.grad(loss, leaves)]
+G = torch.Generator().manual_seed(1)
+LEAVES = HIDDEN, WEIGHT, BIAS = [torch.randn(*shape, generator=G) for shape in ((9, 16), (33, 16), (33,))]
+TARGETS = torch.randint(0, 33, (9,), generator=G)
+TARGETS[:5] = torch.nn.functional.linear(*LEAVES)[:5].argmax(-1)
+
+
+def applied(function, *more):
+    """A call of TRL's function of its head, or of ours."""
+
+    def call(hidden, weight, bias=None):
+        logps, entropy, *others = function.apply(hidden, weight, bias, TARGETS, 0.8, 7, *more)
+        assert not any(x is not None and x.requires_grad for x in others)
+        return logps, entropy, *others
+
+    return call
 
 
 @parametrize("row", pairs(
-    outputs=((), ("entropy",), ("entropy", "log_sum_sq_probs"), ("entropy", "is_top1")), softcap=(None, 1.5), scale=(1.0, 0.3), with_bias=(True, False),
+    outputs=((), ("entropy",), ("entropy", "log_sum_sq_probs"), ("entropy", "is_top1")), softcap=(None, 1.5), scale=(1.0, 0.3), leaves=(2, 3),
 ), ids=label)  # fmt: skip
 def test_slot_is_trls_function(row):
     """Values and gradients, for each selection of outputs; `is_top1` feeds SFT's mean_token_accuracy, `log_sum_sq_probs` the
     weights of WPO."""
-    given = row["softcap"], row["scale"], ("log_probs", *row["outputs"])
+    more = row["softcap"], row["scale"], ("log_probs", *row["outputs"])
     with fused_lm_head(strict=True) as slot:
-        got = called(getattr(utils, SLOT), *given, with_bias=row["with_bias"])
+        ours, theirs = (applied(function, *more) for function in (getattr(utils, SLOT), ChunkedLogProbFunction))
+        assert_scored(ours, theirs, *LEAVES[: row["leaves"]], dtype=torch.float32)
         with pytest.raises(RuntimeError, match="ours already"):
             fused_lm_head()
-    assert_close(got, called(ChunkedLogProbFunction, *given, with_bias=row["with_bias"]), rtol=2e-5, atol=2e-5)
     assert slot.counts == {"fused": 1} and getattr(utils, SLOT) is ChunkedLogProbFunction
 
 
@@ -491,8 +487,7 @@ def test_the_slot_of_trl_1_14(monkeypatch, untested):
     """Two results, log-probs and entropies, both with slopes; compared in the first call under another version."""
     monkeypatch.setattr(utils, SLOT, Older)
     with fused_lm_head(strict=True) as slot, pytest.warns(UserWarning, match="They agree"):
-        got = called(getattr(utils, SLOT), 1.5, 0.3)
-    assert_close(got, called(Older, 1.5, 0.3), rtol=1e-5, atol=1e-6)
+        assert_scored(applied(getattr(utils, SLOT), 1.5, 0.3), applied(Older, 1.5, 0.3), *LEAVES)
     assert slot.counts == {"fused": 1} and getattr(utils, SLOT) is Older
     monkeypatch.setattr(utils, SLOT, len)
     with pytest.raises(RuntimeError, match="another package has taken the slot"):
@@ -500,25 +495,25 @@ def test_the_slot_of_trl_1_14(monkeypatch, untested):
 
 
 def test_slot_labels_and_no_rows():
-    hidden, weight, targets = torch.randn(9, 16).requires_grad_(), torch.randn(33, 16).requires_grad_(), torch.arange(9)
-    targets[3] = -100
-    logps, entropy, *_ = log_probs(hidden, weight, None, targets, 1.0, 7, outputs=("log_probs", "entropy"))
+    hidden, targets = HIDDEN.clone().requires_grad_(), TARGETS.index_fill(0, torch.tensor([3]), -100)
+    logps, entropy, *_ = log_probs(hidden, WEIGHT, None, targets, 1.0, 7, outputs=("log_probs", "entropy"))
     (d_hidden,) = torch.autograd.grad(logps.sum() + entropy.sum(), hidden)
     assert logps[3] == 0 and entropy[3] == 0 and not d_hidden[3].any() and d_hidden[2].any()
-    none = log_probs(hidden[:0], weight, None, targets[:0], 1.0, 7, outputs=())[0]
-    assert none.shape == (0,) and not torch.autograd.grad(none.sum(), weight)[0].any()
+    none = log_probs(hidden[:0], WEIGHT, None, targets[:0], 1.0, 7, outputs=())[0]
+    assert none.shape == (0,) and not torch.autograd.grad(none.sum(), hidden)[0].any()
 
 
 LEFT = {
-    "mean_logits asked for": lambda h, w: (h, w, 1.0, ("log_probs", "entropy", "mean_logits")),
-    "logit_scale is 0": lambda h, w: (h, w, 0.0, ("entropy",)), "ZeRO-3": lambda h, w: (h, setattr(w, "ds_id", 3) or w, 1.0, ("entropy",)),
+    "mean_logits asked for": (WEIGHT, 1.0, ("log_probs", "entropy", "mean_logits")), "logit_scale is 0": (WEIGHT, 0.0, ("entropy",)),
+    "ZeRO-3": (torch.nn.Parameter(WEIGHT.clone()), 1.0, ("entropy",)),
 }  # fmt: skip
+LEFT["ZeRO-3"][0].ds_id = 3
 
 
 @parametrize("reason", LEFT)
 def test_slot_hands_over_what_it_does_not_make(reason):
-    h, w, scale, outputs = LEFT[reason](torch.randn(9, 16), torch.randn(33, 16))
-    given = h, w, None, torch.arange(9), 0.8, 7, None, scale, outputs
+    weight, scale, outputs = LEFT[reason]
+    given = HIDDEN, weight, None, TARGETS, 0.8, 7, None, scale, outputs
     with fused_lm_head() as slot:
         got = getattr(utils, SLOT).apply(*given)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(got, ChunkedLogProbFunction.apply(*given), strict=True))
@@ -540,15 +535,12 @@ def test_slot_in_a_run(train, cls):
 def test_slot_projects_no_padding_on_a_cpu(make):
     """There TRL hands prompts and padding over as well, where a Triton device gets the completions' rows only: their states may
     be NaN."""
-    model, ids, found = make().model, torch.tensor([[0, 3, 4, 5, 6], [2, 3, 9, 5, 0]]), []
-    labels = torch.tensor([[-100, -100, 4, 5, 6], [-100, -100, 9, -100, -100]])
-    calls = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels, "fused_lm_head": True}
-    unread = torch.nn.functional.pad(labels[:, 1:] == -100, (0, 1), value=True)[..., None]
+    model, found = make().model, []
+    unread = torch.nn.functional.pad(LABELS[:, 1:] == -100, (0, 1), value=True)[..., None]
     for context, rows in ((nullcontext, unread & False), (fused_lm_head, unread)):
         hook = model.model.norm.register_forward_hook(lambda m, a, out, rows=rows: out.masked_fill(rows, torch.nan))
-        model.zero_grad()
         with context():
-            out = model(**calls)
+            out = model(**CALL)
         out.log_probs.sum().backward()
         hook.remove()
         found.append([out.log_probs.detach(), out.entropy.detach()])

@@ -14,13 +14,13 @@ import torch
 from test_policy_losses import config_of_verl, core
 from torch.testing import assert_close
 
-from grpo_kernels import Objective, TokenBatch, group_advantages, grpo_loss
+from grpo_kernels import TokenBatch, group_advantages
 from grpo_kernels.integrations import verl
 from grpo_kernels.rewards.advantages import NUMERICS, gpg_scale, greedy_baseline_advantages, pass_at_k_advantages
 from grpo_kernels.rewards.corrections import importance_weights, rejection_mask
 from grpo_kernels.rewards.returns import WHITENING, discounted_returns, gae, optimal_token_advantages, whiten
 from support.pairs import label, pairs
-from support.trainers import DATA, MASK, B, T, value_and_gradient
+from support.trainers import DATA, MASK, B, T, assert_same, value_and_gradient
 
 parametrize = pytest.mark.parametrize
 
@@ -29,7 +29,7 @@ def test_these_are_all_losses_and_estimators_of_verl():
     """One that a new verl adds is noticed here."""
     own = {name for name in core().POLICY_LOSS_REGISTRY if not name.startswith("fused_")}
     assert own == {*verl.LOSSES, "bypass_mode"}
-    tested = {name.partition(",")[0] for name in (*OUTCOMES, *RETURNS)}
+    tested = {name.partition(",")[0] for name in ADVANTAGES}
     assert {str(getattr(name, "value", name)) for name in core().ADV_ESTIMATOR_REGISTRY} == tested | {"gae"}
 
 
@@ -75,52 +75,39 @@ def test_rollout_correction(row):
 
 @parametrize("i, name", [*enumerate(verl.LOSSES)])
 def test_the_actor_loss_from_logits(lots_in_order, monkeypatch, i, name):
-    """verl's `ppo_loss`, which adds entropy and KL to the tensor that it is given, in place: with its loss, with ours from its
-    registry, and as one objective of `grpo_loss`."""
-    algorithms, vocabulary, prompt, weights = core(), 11, 3, DATA.weights if i % 2 else None
+    """verl's `ppo_loss`, which adds entropy and KL to the tensor that it is given, in place: with its loss, and with ours from its
+    registry."""
+    algorithms, prompt, mode = core(), 3, [*verl.AGGREGATES][i % 5]
     from tensordict import NonTensorData, TensorDict
     from verl.workers.utils.losses import ppo_loss
 
-    own_mode = name in ("sapo", "geo_mean")
-    g, mode = torch.Generator().manual_seed(11), "seq-mean-token-mean" if own_mode else [*verl.AGGREGATES][i % 5]
-    base, ids = 1.2 * torch.randn(B, T, vocabulary, generator=g), torch.randint(vocabulary, (B, T), generator=g)
-    logps = torch.log_softmax(base, -1).gather(2, ids[..., None])[..., 0]
-    old, ref = (logps + DATA.old - DATA.logps).clamp(max=-0.005), logps + DATA.ref - DATA.logps
+    def packed(x):
+        return torch.cat([torch.nn.functional.pad(row, (prompt - 1, 1)) for row in x])
+
+    logits, ids = 1.2 * torch.randn(B, T, 11), torch.randint(11, (B, T))
+    logps = torch.log_softmax(logits, -1).gather(2, ids[..., None])[..., 0]
     fields = {
         "prompts": torch.ones(B, prompt, dtype=torch.int64), "responses": ids, "attention_mask": torch.ones(B, prompt + T, dtype=torch.int64),
-        "response_mask": MASK.long(), "old_log_probs": old, "advantages": DATA.advantages, "ref_log_prob": ref,
-    } | ({} if weights is None else {"rollout_is_weights": weights})  # fmt: skip
+        "response_mask": MASK.long(), "old_log_probs": (logps + DATA.old - DATA.logps).clamp(max=-0.005), "advantages": DATA.advantages,
+        "ref_log_prob": logps + DATA.ref - DATA.logps, **({"rollout_is_weights": DATA.weights} if i % 2 else {}),
+    }  # fmt: skip
 
     def actor(x, loss_mode):
         log_p = torch.log_softmax(x, -1)
-        out = {"log_probs": log_p.gather(2, ids[..., None])[..., 0], "entropy": -(log_p.exp() * log_p).sum(-1)}
-        packed = {n: torch.cat([torch.nn.functional.pad(row, (prompt - 1, 1)) for row in v]) for n, v in out.items()}
+        out = {"log_probs": packed(log_p.gather(2, ids[..., None])[..., 0]), "entropy": packed(-(log_p.exp() * log_p).sum(-1))}
         whole = TensorDict(fields, batch_size=[B])
         whole.set_non_tensor("dp_size", 1)
         for key in ("batch_num_tokens", "global_batch_size"):
             whole.set(key, NonTensorData(None, batch_size=[B]))
         how = {"loss_mode": loss_mode, "loss_agg_mode": mode, "entropy_coeff": 0.03, "use_kl_loss": True, "kl_loss_coef": 0.2}
-        return ppo_loss(config_of_verl({}, **how), packed, whole)
+        loss, metrics = ppo_loss(config_of_verl({}, **how), out, whole)
+        return loss, {k: float(v.aggregate() if hasattr(v, "aggregate") else v) for k, v in metrics.items()}
 
     monkeypatch.setattr(algorithms, "POLICY_LOSS_REGISTRY", algorithms.POLICY_LOSS_REGISTRY.copy())
     verl.register("mine_")
-    want, mine = (value_and_gradient(lambda x, n=n: actor(x, n), base) for n in (name, f"mine_{name}"))
-    numbers = [
-        {k: float(v.aggregate() if hasattr(v, "aggregate") else v) for k, v in found[0][1].items()} for found in (mine, want)
-    ]
-    assert numbers[0] == pytest.approx(numbers[1], rel=1e-5, abs=1e-6) and numbers[0]["kl_loss"] != 0
-    changes = {"aggregate": verl.AGGREGATES[mode]} | ({"max_tokens": T} if mode.endswith("norm") else {})
-    if name == "geo_mean":  # a plain mean over sequences, and of KL and bonus the mode of the actor
-        changes = {"count_empty": False, "kl_aggregate": mode, "entropy_aggregate": mode}
-    objective = Objective.preset(verl.LOSSES[name], numerics="verl", beta=0.2, entropy_coef=0.03, **changes)
-    batch = TokenBatch(ids, DATA.advantages, mask=MASK, old_logps=old, ref_logps=ref, weights=weights)
-    found = [mine]
-    if name != "geo_mean" or weights is None:  # whose weights are those of sequences
-        D = float(B) if name == "geo_mean" else None
-        found.append(value_and_gradient(lambda x: grpo_loss(x, batch, objective, normalizer=D).loss, base))
-    for loss, gradient in found:
-        loss = loss[0] if isinstance(loss, tuple) else loss
-        assert_close((loss, gradient), (want[0][0], want[1]), rtol=1e-4, atol=1e-5 * float(want[1].abs().max()))
+    want, mine = (value_and_gradient(lambda x, n=n: actor(x, n), logits) for n in (name, f"mine_{name}"))
+    assert_same(mine, want, 1e-4)
+    assert mine[0][1] == pytest.approx(want[0][1], rel=1e-5, abs=1e-6) and mine[0][1]["kl_loss"] != 0
 
 
 def test_the_fused_forward():
@@ -202,60 +189,54 @@ TWO_REWARDS = {
     "batch": {"prompts": torch.ones(10, 2), "attention_mask": (torch.arange(8) < (2 + WHOLE.sum(1))[:, None]).long()},
 }  # fmt: skip
 PAIRED = torch.where(INDEX == 2, 1, INDEX)  # verl refuses a group of one
+G = torch.Generator().manual_seed(8)
+TOKENS, LOGPS = torch.where(HOLED, torch.randn(HOLED.shape, generator=G), 0.0), -2 * torch.rand(HOLED.shape, generator=G)
+SQUARES, WEIGHTS, VALUES = (torch.rand(HOLED.shape, generator=G) for _ in range(3))
+SCORED = {"old_log_probs": LOGPS, "sum_pi_squared": SQUARES}
+
+
+def returns(gamma):
+    return whitened(discounted_returns(TOKENS, gamma=gamma, mask=HOLED), HOLED)
+
+
+def optimal(mask, weights=None):
+    return optimal_token_advantages(TOKENS, LOGPS, SQUARES, groups=INDEX, weights=weights, mask=mask)
+
+
 #: verl's name -> its options, and our way to write it, [B] or [B, T]. A completion alone in its group has its raw reward.
-OUTCOMES = {
-    **{f"{name}, {scale}": ({"norm_adv_by_std_in_grpo": scale != "none"}, lambda scale=scale: groups(**{"scale": "none"} if scale == "none" else {}))
-       for name in ("grpo", "grpo_vectorized") for scale in ("std", "none")},
+ADVANTAGES = {
+    "grpo": ({}, groups), "grpo, no std": ({"norm_adv_by_std_in_grpo": False}, lambda: groups(scale="none")),
+    "grpo_vectorized": ({}, groups), "grpo_vectorized, no std": ({"norm_adv_by_std_in_grpo": False}, lambda: groups(scale="none")),
     "rloo": ({}, lambda: groups(baseline="leave-one-out", scale="none")),
     "rloo_vectorized": ({}, lambda: group_advantages(REWARDS, groups=INDEX, baseline="leave-one-out", scale="none")),
     "opo": ({}, lambda: groups(baseline="length", scale="none", lengths=WHOLE.sum(1))), "gpg": ({}, lambda: gpg_scale(REWARDS) * groups(scale="none")),
     "reinforce_plus_plus_baseline": ({}, lambda: whitened(groups(scale="none"))), "gdpo": ({}, lambda: whitened(groups())),
     "gdpo, two rewards": (TWO_REWARDS, lambda: whitened(0.7 * groups() + 0.4 * groups(OTHER))),
     "remax": ({"reward_baselines": REWARDS.flip(0)}, lambda: greedy_baseline_advantages(REWARDS, REWARDS.flip(0))),
-    **{f"grpo_passk, {scale}": ({"config": {"norm_adv_by_std_in_grpo": scale == "group"}, "index": PAIRED},
+    **{f"grpo_passk, {scale}": ({"config": {"norm_adv_by_std_in_grpo": scale == "group"}, "index": PAIRED.numpy()},
                                 lambda scale=scale: pass_at_k_advantages(REWARDS, groups=PAIRED, scale=scale)) for scale in ("group", "none")},
+    **{f"reinforce_plus_plus, {gamma}": ({"config": SimpleNamespace(gamma=gamma)}, lambda gamma=gamma: returns(gamma)) for gamma in (1.0, 0.9)},
+    "optimal_token_baseline": (SCORED, lambda: optimal(WHOLE)), "tir_optimal_token_baseline": (SCORED, lambda: optimal(HOLED)),
+    "optimal_token_baseline, weights": (SCORED | {"rollout_is_weights": WEIGHTS}, lambda: optimal(WHOLE, WEIGHTS)),
 }  # fmt: skip
 
 
-def theirs_of(name, rewards, mask, index=INDEX, **options):
-    """verl's estimator; rewards [B] lie on the last token of a completion, as its reward managers put them."""
-    if rewards.dim() == 1:
-        rewards = torch.zeros(mask.shape).scatter(1, mask.sum(1, keepdim=True) - 1, rewards[:, None])
-    estimator = core().get_adv_estimator_fn(name.partition(",")[0])
-    return estimator(token_level_rewards=rewards, response_mask=mask.float(), index=index.numpy(), **options)[0]
-
-
-@parametrize("what", OUTCOMES)
-def test_outcome_advantages(what):
-    options, mine = OUTCOMES[what]
-    want, got = theirs_of(what, REWARDS, WHOLE, **options), mine()
-    assert_close(torch.where(WHOLE, got[:, None] if got.dim() == 1 else got, 0.0), want, rtol=2e-5, atol=1e-6)
+@parametrize("what", ADVANTAGES)
+def test_advantages(what):
+    """Rewards of completions lie on the last token, as verl's reward managers put them."""
+    (options, mine), of_tokens = ADVANTAGES[what], what.startswith(("reinforce_plus_plus,", "optimal", "tir"))
+    mask, rewards = HOLED if what.startswith(("reinforce_plus_plus,", "tir")) else WHOLE, TOKENS
+    if not of_tokens:
+        rewards = torch.zeros(WHOLE.shape).scatter(1, WHOLE.sum(1, keepdim=True) - 1, REWARDS[:, None])
+    estimator, given = core().get_adv_estimator_fn(what.partition(",")[0]), {"index": INDEX.numpy()} | options
+    want, got = estimator(token_level_rewards=rewards, response_mask=mask.float(), **given)[0], mine()
+    assert_close(torch.where(mask, got[:, None] if got.dim() == 1 else got, 0.0), want * mask, rtol=2e-5, atol=1e-5)
     assert len(want.unique()) > 3
-
-
-G = torch.Generator().manual_seed(8)
-TOKENS, LOGPS = torch.where(HOLED, torch.randn(HOLED.shape, generator=G), 0.0), -2 * torch.rand(HOLED.shape, generator=G)
-SQUARES, WEIGHTS = LOGPS.exp() ** 2 + 0.1 * torch.rand(HOLED.shape, generator=G), torch.rand(HOLED.shape, generator=G) + 0.5
-SCORED = {"old_log_probs": LOGPS, "sum_pi_squared": SQUARES}
-RETURNS = {
-    **{f"reinforce_plus_plus, {gamma}": (HOLED, {"config": SimpleNamespace(gamma=gamma)}, lambda gamma=gamma: whitened(
-        discounted_returns(TOKENS, gamma=gamma, mask=HOLED), HOLED)) for gamma in (1.0, 0.9)},
-    **{f"{name}, {w is not None}": (mask, SCORED | {"rollout_is_weights": w}, lambda mask=mask, w=w: optimal_token_advantages(
-        TOKENS, LOGPS, SQUARES, groups=INDEX, weights=w, mask=mask)) for w in (None, WEIGHTS) for name, mask in (
-        ("optimal_token_baseline", WHOLE), ("tir_optimal_token_baseline", HOLED))},
-}  # fmt: skip
-
-
-@parametrize("what", RETURNS)
-def test_token_advantages(what):
-    mask, options, mine = RETURNS[what]
-    assert_close(mine(), theirs_of(what, TOKENS, mask, **options), rtol=1e-5, atol=1e-5)
 
 
 @parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0)])
 def test_gae(gamma, lam):
-    values = torch.randn(HOLED.shape, generator=torch.Generator().manual_seed(6))
-    want = core().compute_gae_advantage_return(TOKENS, values, HOLED.float(), gamma, lam)
-    advantages, returns = gae(TOKENS, values, gamma=gamma, lam=lam, mask=HOLED)
-    for a, b in zip((whitened(advantages, HOLED), returns), want, strict=True):
+    want = core().compute_gae_advantage_return(TOKENS, VALUES, HOLED.float(), gamma, lam)
+    advantages, returned = gae(TOKENS, VALUES, gamma=gamma, lam=lam, mask=HOLED)
+    for a, b in zip((whitened(advantages, HOLED), returned), want, strict=True):
         assert_close(a[HOLED], b[HOLED], rtol=1e-5, atol=1e-5)

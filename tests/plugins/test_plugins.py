@@ -14,16 +14,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 import grpo_kernels
 from grpo_kernels import plugins as _once
 from grpo_kernels.integrations import liger
 from grpo_kernels.plugins.__main__ import main
-from support.trainers import V, stand_in, without_trainers
+from support.trainers import H, V, stand_in, without_trainers
 
 SOURCE = Path(grpo_kernels.__file__).parents[1]
 ENTRY = metadata.EntryPoint("grpo_kernels", "grpo_kernels.plugins.verl", "verl.plugins")
+REGISTRY = "verl.trainer.ppo.core_algos"
+#: A batch of Liger's loss, and options of it.
+GIVEN = torch.randn(2, 5, H), torch.randn(V, H), torch.randint(V, (2, 5)), torch.ones(2, 5), torch.tensor([1.0, -0.5])
+OPTIONS = {"beta": 0.0, "compiled": False, "temperature": 0.8, "loss_type": "bnpo", "use_ref_model": False}
 
 
 @pytest.fixture(autouse=True)
@@ -50,19 +53,8 @@ def said(caplog):
     return [record.getMessage() for record in caplog.records if record.name == _once.LOG.name]
 
 
-@pytest.fixture
-def registry(monkeypatch):
-    """What is added to that of a stand-in for verl, which has one loss of its own."""
-    losses = {}
-    every = {"vanilla": len}
-
-    def register(name):
-        return lambda function: losses.setdefault(name, every.setdefault(name, function))
-
-    monkeypatch.setattr(metadata, "version", lambda _: "0.9.1")
-    with without_trainers("verl"):
-        stand_in("verl.trainer.ppo.core_algos", POLICY_LOSS_REGISTRY=every, register_policy_loss=register)
-        yield losses
+def is_ours(x):
+    return getattr(x, "grpo_kernels", False)
 
 
 # ---- verl
@@ -73,19 +65,6 @@ def test_the_entry_point_is_that_of_the_project():
     if not project.exists():
         pytest.skip("not a checkout")
     assert f'[project.entry-points."{ENTRY.group}"]\n{ENTRY.name} = "{ENTRY.value}"\n' in project.read_text()
-
-
-def test_verl_imports_the_entry_point(registry, caplog):
-    """It loads the module and calls nothing; a second import, under another name too, adds nothing. Nothing is said."""
-    module = ENTRY.load()
-    first = dict(registry)
-    assert {"fused_vanilla", "fused_dapo"} <= {*first}
-    del sys.modules[ENTRY.module]
-    ENTRY.load()
-    spec = importlib.util.spec_from_file_location("grpo_kernels.plugins.again", str(module.__file__))
-    assert spec is not None and spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert registry == first and not said(caplog)
 
 
 CORE_ALGOS = """
@@ -99,33 +78,37 @@ def register_policy_loss(name):
 
 
 @pytest.fixture
-def on_disk(registry, tmp_path, monkeypatch):
-    """The file of verl's registry, of a package that nothing has imported."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
-        del sys.modules[name]
+def core_algos(tmp_path, monkeypatch):
+    """Writes the file of verl's registry, of a package that nothing has imported."""
     home = tmp_path / "verl" / "trainer" / "ppo"
     home.mkdir(parents=True)
     for folder in (home, home.parent, home.parents[1]):
         (folder / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(metadata, "version", lambda _: "0.9.1")
     before = [*sys.meta_path]
-    yield home / "core_algos.py"
+    with without_trainers("verl"):
+        yield lambda fails: (home / "core_algos.py").write_text(f"FAILS = {fails}{CORE_ALGOS}")
     sys.meta_path[:] = before
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_import_verl_does_not_wait_for_its_registry(on_disk, times):
-    """The registry of a verl on the disk is imported by verl, and has our losses then."""
-    on_disk.write_text("FAILS = False" + CORE_ALGOS)
+@pytest.mark.parametrize("imported", [False, True])
+def test_verl_imports_the_entry_point(core_algos, imported, caplog):
+    """It loads the module and calls nothing. `import verl` does not wait for its registry, which has our losses as soon as it is
+    there. A second import, under another name too, adds nothing. Nothing is said."""
+    core_algos(False)
     finders = [*sys.meta_path]
-    for _ in range(times):
-        ENTRY.load()
-        del sys.modules[ENTRY.module]
-    assert "verl.trainer.ppo.core_algos" not in sys.modules
-    import verl.trainer.ppo.core_algos as theirs  # type: ignore[import-not-found]
-
-    assert {"vanilla", "fused_vanilla", "fused_dapo"} <= {*theirs.POLICY_LOSS_REGISTRY}
-    assert sys.meta_path == finders
+    if imported:
+        importlib.import_module(REGISTRY)
+    module = ENTRY.load()
+    del sys.modules[ENTRY.module]
+    ENTRY.load()
+    assert (REGISTRY in sys.modules) == imported
+    first = {**importlib.import_module(REGISTRY).POLICY_LOSS_REGISTRY}
+    assert {"vanilla", "fused_vanilla", "fused_dapo"} <= {*first} and sys.meta_path == finders
+    spec = importlib.util.spec_from_file_location("grpo_kernels.plugins.again", str(module.__file__))
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert first == sys.modules[REGISTRY].POLICY_LOSS_REGISTRY and not said(caplog)
 
 
 def test_only_the_first_rank_reports(monkeypatch, caplog):
@@ -134,16 +117,16 @@ def test_only_the_first_rank_reports(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("imported", [False, True])
-def test_an_error_that_verl_would_hide_is_logged(on_disk, imported, caplog):
+def test_an_error_that_verl_would_hide_is_logged(core_algos, imported, caplog):
     """verl goes on without our losses."""
-    on_disk.write_text("FAILS = True" + CORE_ALGOS)
+    core_algos(True)
     if imported:
-        importlib.import_module("verl.trainer.ppo.core_algos")
+        importlib.import_module(REGISTRY)
         with pytest.raises(ValueError, match="no fused_vanilla"):
             ENTRY.load()
     else:
         ENTRY.load()
-        importlib.import_module("verl.trainer.ppo.core_algos")
+        importlib.import_module(REGISTRY)
     (record,) = (record for record in caplog.records if record.name == _once.LOG.name)
     assert record.levelno == logging.ERROR and "plugin verl failed: no fused_vanilla here" in record.getMessage()
 
@@ -159,15 +142,13 @@ def test_verls_own_loader(tmp_path, modules, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: grpo_kernels\nVersion: 9\n")
     (info / "entry_points.txt").write_text(f"[{ENTRY.group}]\n{ENTRY.name} = {ENTRY.value}\n")
     code = (
-        "import sys, verl\n"
-        "assert 'verl.trainer.ppo.core_algos' not in sys.modules\n"
+        f"import sys, verl\nassert {REGISTRY!r} not in sys.modules\n"
         "from verl.trainer.ppo.core_algos import get_policy_loss_fn\n"
         "from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy as head\n"
         "print(get_policy_loss_fn('fused_vanilla').__module__, getattr(head, 'grpo_kernels', False))\n"
     )
-    environment = os.environ | {
-        "VERL_USE_EXTERNAL_MODULES": modules, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SOURCE), *sys.path]),
-    }  # fmt: skip
+    paths = os.pathsep.join([str(tmp_path), str(SOURCE), *sys.path])
+    environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": modules, "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split()[-2:] == ["grpo_kernels.integrations.verl", str(bool(modules))]
@@ -178,82 +159,66 @@ def test_verls_own_loader(tmp_path, modules, monkeypatch):
 
 
 def test_slime_and_miles_call_a_function_at_their_start(caplog):
-    calls = []
-    home = stand_in("slime.utils.ppo_utils", calculate_log_probs_and_entropy=lambda *_, **__: calls.append("slime"))
+    """Twice, which changes nothing; slime's arguments ask for replay."""
+    name = "calculate_log_probs_and_entropy"
+    homes = [
+        stand_in(home, **{name: len}) for home in ("slime.utils.ppo_utils", "miles.backends.training_utils.loss_hub.math_utils")
+    ]
     masks = stand_in("slime.backends.megatron_utils.loss", _build_topp_keep_mask=lambda *_, **__: None)
-    maths = stand_in(
-        "miles.backends.training_utils.loss_hub.math_utils",
-        calculate_log_probs_and_entropy=lambda *_, **__: calls.append("miles"),
-    )
     for _ in range(2):
         loaded("grpo_kernels.plugins.slime.init")(SimpleNamespace(rollout_top_p=0.9))
         loaded("grpo_kernels.plugins.miles.init")(SimpleNamespace())
-    logits, tokens = torch.randn(3, V), torch.tensor([4, 0, 2])
-    logps, _ = home.calculate_log_probs_and_entropy(logits, tokens, None)
-    assert_close(logps[:, 0], torch.log_softmax(logits, -1)[range(3), tokens])
-    assert getattr(masks._build_topp_keep_mask, "grpo_kernels", False)  # top-p: replay
+    assert all(is_ours(getattr(home, name)) for home in homes) and is_ours(masks._build_topp_keep_mask)
     assert callable(loaded("grpo_kernels.plugins.slime.loss"))
-    assert getattr(maths.calculate_log_probs_and_entropy, "grpo_kernels", False) and not calls
     assert [line.split(" run ")[0].split()[-1] for line in said(caplog)] == ["slime", "miles"]
 
 
 def test_prime_rl_imports_a_loss_and_gets_the_head_too(caplog):
     home = stand_in("prime_rl.trainer.models.layers.lm_head", _SequenceChunkedLogProbEntropyFn=SimpleNamespace(apply=len))
     stand_in("prime_rl.trainer.rl.loss", LossOutputs=SimpleNamespace)
-    loss = loaded("grpo_kernels.plugins.prime_rl.loss")
-    hidden, weight, labels = torch.randn(4, 8), torch.randn(V, 8), torch.tensor([1, 0, 5, 9])
-    logps, _ = home._SequenceChunkedLogProbEntropyFn.apply(hidden, weight, labels, torch.full((4,), 1 / 0.7), 512)
-    assert_close(logps, torch.log_softmax(hidden @ weight.T / 0.7, -1)[range(4), labels])
+    loss, logps = loaded("grpo_kernels.plugins.prime_rl.loss"), torch.tensor([-1.0, -2.0, -0.5, -3.0])
     inputs = SimpleNamespace(
         trainer_logprobs=logps, inference_logprobs=logps - 0.1, ref_logprobs=None, advantages=torch.ones(4),
         loss_mask=torch.tensor([True, True, True, False]), loss_weights=None,
     )  # fmt: skip
     out = loss(inputs, objective="importance_sampling")
-    assert_close(out.loss, -3 * torch.tensor(0.1).exp())
-    assert len(said(caplog)) == 1
+    torch.testing.assert_close(out.loss, -3 * torch.tensor(0.1).exp())
+    assert is_ours(home._SequenceChunkedLogProbEntropyFn) and len(said(caplog)) == 1
 
 
 # ---- ms-swift: a file; axolotl: a class
 
 
-def test_ms_swift_runs_the_file(capsys, caplog, monkeypatch):
+def run_swift(file_path, monkeypatch):
     """By ms-swift's own function where it is installed; else as that does it, under a name of its own."""
-    chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
-    assert main(["ms_swift"]) == 0
-    path = capsys.readouterr().out.strip()
-    assert [file.name for file in Path(path).parent.glob("*.py")] == ["__init__.py"]
     try:
         from swift.utils.utils import import_external_file
     except ImportError:
+        monkeypatch.syspath_prepend(os.path.dirname(file_path))
+        spec = importlib.util.spec_from_file_location("_swift_external_0", file_path)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    else:
+        import_external_file(file_path)
+    for name in [name for name in sys.modules if name.startswith("_swift_external_")]:
+        del sys.modules[name]
 
-        def import_external_file(file_path):
-            monkeypatch.syspath_prepend(os.path.dirname(file_path))
-            spec = importlib.util.spec_from_file_location("_swift_external_0", file_path)
-            assert spec is not None and spec.loader is not None
-            spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
+def test_ms_swift_runs_the_file(capsys, caplog, monkeypatch):
+    chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
+    assert main(["ms_swift"]) == 0
+    path, theirs = capsys.readouterr().out.strip(), chunked.LigerFusedLinearGRPOLoss
+    assert [file.name for file in Path(path).parent.glob("*.py")] == ["__init__.py"]
     monkeypatch.setattr(metadata, "version", lambda _: liger.LIGER_VERSION)
-    theirs = chunked.LigerFusedLinearGRPOLoss
     for _ in range(2):
-        import_external_file(path)
-        for name in [name for name in sys.modules if name.startswith("_swift_external_")]:
-            del sys.modules[name]
+        run_swift(path, monkeypatch)
     # ms-swift has put the folder of the file first on the path, where a trainer's name is that trainer's.
-    assert not any(
-        importlib.machinery.PathFinder.find_spec(name, sys.path[:1]) for name in ("verl", "slime", "miles", "axolotl")
-    )
+    find = importlib.machinery.PathFinder.find_spec
+    assert not any(find(name, sys.path[:1]) for name in ("verl", "slime", "miles", "axolotl"))
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss  # as ms-swift does where it makes the loss
 
-    assert LigerFusedLinearGRPOLoss is not theirs and len(said(caplog)) == 1
-    options = {
-        "beta": 0.0, "compiled": False, "epsilon_high": 0.28, "temperature": 0.8, "loss_type": "grpo", "use_ref_model": False,
-    }  # fmt: skip
-    given = {"_input": torch.randn(2, 5, 8), "lin_weight": torch.randn(V, 8), "selected_token_ids": torch.randint(V, (2, 5)),
-             "attention_mask": torch.ones(2, 5), "advantages": torch.tensor([1.0, -0.5]), "bias": None,
-             "old_per_token_logps": None, "ref_per_token_logps": None, "vllm_is_ratio": None}  # fmt: skip
-    assert_close(LigerFusedLinearGRPOLoss(**options)(**given)[0], theirs(**options)(**given)[0])
+    torch.testing.assert_close(LigerFusedLinearGRPOLoss(**OPTIONS)(*GIVEN)[0], theirs(**OPTIONS)(*GIVEN)[0])
     slots = _once.DONE["ms_swift"]
-    assert slots.counts == {"fused": 1}
+    assert slots.counts == {"fused": 1} and len(said(caplog)) == 1
     slots.undo()
     assert chunked.LigerFusedLinearGRPOLoss is theirs
     assert main(["no_such"]) == 2 and "ms_swift" in capsys.readouterr().err
@@ -282,13 +247,10 @@ def test_axolotl_makes_the_class_and_hands_it_the_trainer(monkeypatch, caplog):
     monkeypatch.setattr(metadata, "version", lambda _: liger.LIGER_VERSION)
     with pytest.raises(RuntimeError, match="in axolotl: use_liger_loss=True"):
         plugin.post_trainer_create({}, trainer)
-    theirs = trainer.liger_loss = chunked.LigerFusedLinearGRPOLoss(
-        beta=0.0, compiled=False, temperature=0.7, loss_type="bnpo", use_ref_model=False
-    )
+    theirs = trainer.liger_loss = chunked.LigerFusedLinearGRPOLoss(**OPTIONS)
     for _ in range(2):
         plugin.post_trainer_create({"grpo_kernels_strict": True}, trainer)
-    given = torch.randn(2, 5, 8), torch.randn(V, 8), torch.randint(V, (2, 5)), torch.ones(2, 5), torch.tensor([1.0, -1.0])
-    assert_close(trainer.liger_loss(*given)[0], theirs(*given)[0])
+    torch.testing.assert_close(trainer.liger_loss(*GIVEN)[0], theirs(*GIVEN)[0])
     assert trainer.fused_loss.strict and trainer.fused_loss.counts == {"fused": 1}
     assert [loaded(name)().grpo_kernels_strict for name in settings] == [False]
     plugin.post_trainer_create({}, SimpleNamespace())

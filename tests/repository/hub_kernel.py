@@ -91,45 +91,30 @@ sys.modules[__name__] = sys.modules[{id!r}]
 def sources() -> dict[str, str]:
     """{path in a build: text}, of the package without the rooms that are left out."""
     package = ROOT / NAME
-    found = {}
-    for path in sorted([*package.rglob("*.py"), package / "py.typed"]):
-        inside = path.relative_to(package)
-        if inside.parts[0] not in (*LEFT_OUT, "__main__.py"):
-            found[str(inside)] = path.read_text()
+    paths = [path.relative_to(package) for path in sorted([*package.rglob("*.py"), package / "py.typed"])]
+    found = {str(path): (package / path).read_text() for path in paths if path.parts[0] not in (*LEFT_OUT, "__main__.py")}
     found["__init__.py"] += "\nfrom . import layers as layers\n"
     return found | {"_ops.py": OPS, "layers.py": LAYERS}
-
-
-def digest(file: Path) -> str:
-    return base64.b64encode(hashlib.sha256(file.read_bytes()).digest()).decode()
 
 
 def build(out: Path, version: int, backends: Sequence[str] = BACKENDS) -> list[Path]:
     """Write the builds, and return their folders. Another version of the same sources has another id."""
     files = sources()
     content = hashlib.sha256(json.dumps([version, files]).encode()).hexdigest()[:8]
-    folders = []
-    for backend in backends:
-        folder = out / "build" / f"torch-{backend}"
+    folders = [out / "build" / f"torch-{backend}" for backend in backends]
+    for backend, folder in zip(backends, folders, strict=True):
         shutil.rmtree(folder, ignore_errors=True)
         name = f"{NAME}_{backend}_v{version}_{content}"
-        for path, text in {**files, f"{NAME}/__init__.py": REDIRECT.format(id=name)}.items():
+        own = {**files, f"{NAME}/__init__.py": REDIRECT.format(id=name)}
+        for path, text in own.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)
+        digests = {path: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for path, text in own.items()}
         metadata = {
-            "id": name,
-            "name": NAME.replace("_", "-"),
-            "version": version,
-            "license": "Apache-2.0",
-            "python-depends": [],
-            "backend": {"type": backend},
-            "digest": {
-                "algorithm": "sha256",
-                "files": {str(f.relative_to(folder)): digest(f) for f in sorted(folder.rglob("*")) if f.is_file()},
-            },
-        }
+            "id": name, "name": NAME.replace("_", "-"), "version": version, "license": "Apache-2.0", "python-depends": [],
+            "backend": {"type": backend}, "digest": {"algorithm": "sha256", "files": digests},
+        }  # fmt: skip
         (folder / "metadata.json").write_text(json.dumps(metadata, indent=2, sort_keys=True) + "\n")
-        folders.append(folder)
     return folders
 
 

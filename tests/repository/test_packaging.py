@@ -10,7 +10,6 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 import torch
 from hub_kernel import build
 
-import grpo_kernels
+import grpo_kernels.rows.compile
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
@@ -34,8 +33,7 @@ SCOPE = re.compile(r"\b(namespace|struct|class|union|enum)\b[^;{}()]*$")
 
 def compiled_per_processor() -> list[Path]:
     """The sources of `add_kernels`, and the headers that they include."""
-    cmake = (ROOT / "CMakeLists.txt").read_text()
-    kernels = cmake[cmake.index("function(add_kernels") :]
+    _, _, kernels = (ROOT / "CMakeLists.txt").read_text().partition("function(add_kernels")
     found = [ROOT / name for name in dict.fromkeys(re.findall(r"csrc/\w+\.cpp", kernels))]
     for path in found:
         included = [CSRC / name for name in re.findall(r'#include "(\w+\.h)"', path.read_text())]
@@ -56,9 +54,13 @@ def visible_functions(source: str) -> list[str]:
             scopes.append(head)
         elif match[0] == "{":
             member = bool(scopes) and not scopes[-1].startswith("namespace")
-            shared = member or re.search(r"\binline\b|^template", head)
-            kept = "always_inline" in head or ("static" in head.split() and not member)
-            if "(" in head and shared and not kept and not {"namespace", "body"} & {*scopes}:
+            kept = re.search(r"always_inline" if member else r"always_inline|\bstatic\b", head)
+            if (
+                "(" in head
+                and not kept
+                and not {"namespace", "body"} & {*scopes}
+                and (member or re.search(r"\binline\b|^template", head))
+            ):
                 found.append(head)
             scopes.append("body")
     return found
@@ -106,13 +108,10 @@ def test_kernels_are_launched_on_the_device_of_their_data() -> None:
     def launches(node: ast.AST) -> set[ast.AST]:
         return {x for x in ast.walk(node) if isinstance(x, ast.Call) and ast.unparse(x.func) in ("run", "launch.run")}
 
-    found = 0
-    for path in (ROOT / "grpo_kernels/rows/backends/triton").glob("*.py"):
-        tree = ast.parse(path.read_text())
-        guards = [x for x in ast.walk(tree) if isinstance(x, ast.With) and "on_device(" in ast.unparse(x.items[0])]
-        assert launches(tree) == set().union(*map(launches, guards)), path
-        found += len(launches(tree))
-    assert found >= 3
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "grpo_kernels/rows/backends/triton").glob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    guards = [x for x in nodes if isinstance(x, ast.With) and "on_device(" in ast.unparse(x.items[0])]
+    assert set().union(*map(launches, guards)) == set().union(*map(launches, trees)) and len(guards) >= 3
 
 
 # ---- the wheel, and the build for the `kernels` library
@@ -126,53 +125,51 @@ def test_no_upper_pins() -> None:
 
 
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+def builds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two versions, in a repository each."""
-    yield [build(tmp_path_factory.mktemp(f"v{version}"), version, ["cpu"])[0] for version in (1, 2)]
-    for name in [name for name in sys.modules if name.startswith("grpo_kernels_cpu_v")]:
-        del sys.modules[name]
+    return [build(tmp_path_factory.mktemp(f"v{version}"), version, ["cpu"])[0] for version in (1, 2)]
 
 
-def loaded(folder: Path) -> Any:
+def described(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "metadata.json").read_text())
+
+
+def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """As the library's loader does: by the file of the build, under its id."""
-    name = json.loads((folder / "metadata.json").read_text())["id"]
+    name = described(folder)["id"]
     spec: Any = importlib.util.spec_from_file_location(name, folder / "__init__.py")
-    sys.modules[name] = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
     spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
 
 
 @pytest.mark.filterwarnings("ignore:grpo_kernels falls back to eager PyTorch")
-def test_two_builds_live_side_by_side_and_compute_the_loss(builds: list[Path]) -> None:
+def test_two_builds_live_side_by_side_and_compute_the_loss(builds: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """And a layer takes the place of a forward, with the weight of the module that it is put into."""
-    one, two = map(loaded, builds)
-    assert len({one.rows.compile.NAMESPACE, two.rows.compile.NAMESPACE, "grpo_kernels"}) == 3
-    assert len({one.TokenBatch, two.TokenBatch, grpo_kernels.TokenBatch}) == 3
+    kernels = [loaded(folder, monkeypatch) for folder in builds]
+    assert len({grpo_kernels.rows.compile.NAMESPACE, *(kernel.rows.compile.NAMESPACE for kernel in kernels)}) == 3
     hidden, weight = torch.randn(2, 5, 8, requires_grad=True), torch.randn(31, 8, requires_grad=True)
     targets, advantages = torch.randint(31, (2, 5)), torch.tensor([1.0, -0.5])
     logps = torch.log_softmax(hidden.double() @ weight.double().T, -1).gather(-1, targets[..., None])[..., 0]
-    wanted = -((logps - logps.detach()).exp() * advantages[:, None]).mean()
-    slopes = torch.autograd.grad(wanted, (hidden, weight))
-    for kernel in (one, two):
+    slopes = torch.autograd.grad(-((logps - logps.detach()).exp() * advantages[:, None]).mean(), (hidden, weight))
+    head = SimpleNamespace(weight=weight, bias=None)
+    for kernel in kernels:
         given = kernel.TokenBatch(targets, advantages), kernel.Objective.preset("dapo", beta=0.0)
-        out = kernel.layers.LinearGRPOLoss.forward(SimpleNamespace(weight=weight, bias=None), hidden, *given)
-        torch.testing.assert_close(torch.autograd.grad(out.loss, (hidden, weight)), slopes, rtol=1e-4, atol=1e-6)
-        found = kernel.layers.LinearLogProbs.forward(SimpleNamespace(weight=weight, bias=None), hidden, targets)
+        loss = kernel.layers.LinearGRPOLoss.forward(head, hidden, *given).loss
+        torch.testing.assert_close(torch.autograd.grad(loss, (hidden, weight)), slopes, rtol=1e-4, atol=1e-6)
+        found = kernel.layers.LinearLogProbs.forward(head, hidden, targets)
         torch.testing.assert_close(found, logps.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_build_is_relocatable_and_its_digests_are_those_of_its_files(builds: list[Path]) -> None:
+def test_a_build_is_relocatable_and_its_digests_are_those_of_its_files(builds: list[Path], tmp_path: Path) -> None:
     """Nothing inside is imported by its absolute name. A rebuild gives the same; another version another id."""
-    first, again = builds[0], build(builds[0].parents[2] / "again", 1, ["cpu"])[0]
-    told, same, other = (json.loads((folder / "metadata.json").read_text()) for folder in (first, again, builds[1]))
-    digests = {
-        name: base64.b64encode(hashlib.sha256((again / name).read_bytes()).digest()).decode()
-        for name in told["digest"]["files"]
-    }
-    assert (
-        told == same and told["digest"]["files"] == digests and len(digests) == sum(f.is_file() for f in again.rglob("*")) - 1
-    )
-    assert other["id"] != told["id"] and told["id"].isidentifier()
-    for path in again.rglob("*.py"):
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and not node.level]
-        assert not [node.module for node in nodes if str(node.module).startswith("grpo_kernels")], path
+    (again,) = build(tmp_path, 1, ["cpu"])
+    files = {str(path.relative_to(again)): path.read_bytes() for path in again.rglob("*") if path.is_file()}
+    del files["metadata.json"]
+    digests = {name: base64.b64encode(hashlib.sha256(data).digest()).decode() for name, data in files.items()}
+    assert described(again) == described(builds[0]) and described(again)["digest"]["files"] == digests
+    assert described(builds[1])["id"] != described(again)["id"] and described(again)["id"].isidentifier()
+    nodes = [node for name, data in files.items() if name.endswith(".py") for node in ast.walk(ast.parse(data))]
+    assert not [
+        x.module for x in nodes if isinstance(x, ast.ImportFrom) and not x.level and x.module.startswith("grpo_kernels")
+    ]  # type: ignore[union-attr]

@@ -13,35 +13,29 @@ Files = dict[str, str]  # path in the package -> text
 
 def imports(path: str, text: str, files: Files) -> Iterator[str]:
     """The files that a file imports, wherever it does. `from .a import b` is an import of a/b.py if that exists, else of a."""
-    folder = Path(NAME, path).parent
-
-    def visit(node: ast.AST) -> Iterator[str]:
-        if isinstance(node, ast.ImportFrom) or isinstance(node, ast.Import):
-            level = getattr(node, "level", 0)
-            base = "/".join(folder.parts[: len(folder.parts) + 1 - level]) if level else ""
-            module = getattr(node, "module", None)
-            inside = "/".join(filter(None, (base, (module or "").replace(".", "/"))))
-            names = [f"{inside}/{alias.name}" if module or level else alias.name.replace(".", "/") for alias in node.names]
-            for name in names:
-                wanted = [f"{part}{end}".removeprefix(f"{NAME}/") for part in (name, inside) for end in (".py", "/__init__.py")]
-                yield from [target for target in wanted if target in files][:1]
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child)
-
-    yield from visit(ast.parse(text))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            level, module = getattr(node, "level", 0), (getattr(node, "module", None) or "").split(".")
+            base = Path(NAME, path).parts[:-level] if level else ()
+            for alias in node.names:
+                inside = Path(*base, *module)
+                for part in (inside.joinpath(*alias.name.split(".")), inside):
+                    wanted = (
+                        [str(part.relative_to(NAME) / "__init__.py"), f"{part.relative_to(NAME)}.py"]
+                        if NAME in part.parts[:1]
+                        else []
+                    )
+                    if known := [target for target in wanted if target in files]:
+                        yield known[0]
+                        break
 
 
 def circles(files: Files) -> list[set[str]]:
     """Groups of files that all reach each other, the largest first."""
-    edges = {path: {*imports(path, text, files)} for path, text in files.items()}
-    reached: dict[str, set[str]] = {}
-    for start in files:
-        queue, seen = [*edges[start]], set()
-        while queue:
-            if (at := queue.pop()) not in seen:
-                seen.add(at)
-                queue += edges[at]
-        reached[start] = seen
+    reached = {path: {*imports(path, text, files)} for path, text in files.items()}
+    for between in files:  # paths through each file in turn
+        for path in files:
+            reached[path] |= reached[between] if between in reached[path] else set()
     found = {frozenset(b for b in reached[a] if a in reached[b]) for a in files}
     return sorted((set(circle) for circle in found if circle), key=len, reverse=True)
 

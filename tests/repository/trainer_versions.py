@@ -18,7 +18,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -118,31 +117,35 @@ print("RESULT", trl.__version__, place, "compared" if said else "known", f"{apar
 """
 
 
+def run(environment: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+
+
 def trl_result(environment: dict[str, str]) -> str:
     """Of the three adapters, the one for which this TRL has a place."""
-    with tempfile.TemporaryDirectory() as elsewhere:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", RUN], cwd=elsewhere, env=environment, capture_output=True, text=True
-        )
-    found = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    if done.returncode == 0 and found and found[0] == ["none"]:
+    # TRL 1.15 has its head as Triton kernels alone.
+    done = run(environment | {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"}, "-W", "ignore", "-c", RUN)
+    found = re.findall(r"^RESULT \S+ (.*)", done.stdout, re.MULTILINE)
+    if done.returncode or not found:
+        said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith(" ")] or ["no output"]
+        return f"failed: {said[-1][:160]}"
+    if found[0] == "none":
         return "none: it has no place for any of ours, and they say so"
-    if done.returncode == 0 and found:
-        adapter, first, apart = found[0]
-        return f"{adapter}; {first}; {apart} apart"
-    said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith(" ")] or ["no output"]
-    return f"failed: {said[-1][:160]}"
+    return "{}; {}; {} apart".format(*found[0].split())
 
 
 def test_result(trainer: Trainer, environment: dict[str, str]) -> str:
     """What the tests came to, with the names of those that failed, or why none ran."""
     files = [f"{TESTS}{file}.py" for file in trainer.files]
-    command = [sys.executable, "-m", "pytest", "-q", "-rfEs", "-p", "no:cacheprovider", *files, "-k", trainer.select]
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    found = versions.outcome((done.stdout.strip().splitlines() or [""])[-1])
+    # The tests compare number by number themselves: the adapter's own comparison would only hide what they find.
+    done = run(
+        environment | {OVERRIDE: "1"}, "-m", "pytest", "-q", "-rfEs", "-p", "no:cacheprovider", *files, "-k", trainer.select
+    )
+    lines = done.stdout.strip().splitlines() or ["no output"]
+    found = versions.outcome(lines[-1])
     if done.returncode not in (0, 1) or not found["passed"] + found["failed"]:
         reasons = re.findall(r"^(?:SKIPPED \[\d+\] \S+ |ERROR \S+ - )(.*)$", done.stdout, re.MULTILINE)
-        return f"failed: {(reasons or done.stdout.strip().splitlines()[-1:] or ['no output'])[0][:160]}"
+        return f"failed: {(reasons or lines[-1:])[0][:160]}"
     names = sorted({name.partition("[")[0] for name in re.findall(r"^(?:FAILED|ERROR) \S+?::(\S+)", done.stdout, re.MULTILINE)})
     print(done.stdout[-6000:] if names else "", file=sys.stderr)
     counts = ", ".join(f"{found[word]} {word}" for word in ("passed", "failed", "skipped") if found[word])
@@ -151,38 +154,28 @@ def test_result(trainer: Trainer, environment: dict[str, str]) -> str:
 
 def installed(name: str, folders: Sequence[Path]) -> str:
     """The version of a package that is imported where `folders` come first."""
-    for found in metadata.distributions(name=name, path=[*map(str, folders), *sys.path]):
-        return found.version
-    return "-"
+    found = metadata.distributions(name=name, path=[*map(str, folders), *sys.path])
+    return next((one.version for one in found), "-")
 
 
 def line(argument: str, beside: Sequence[Path]) -> tuple[str, dict[str, Any]]:
     """The name of the line, and its fields."""
     folder = Path(argument).resolve()
-    infos = {path.name.partition("-")[0]: path for path in folder.glob("*.dist-info")} if folder.is_dir() else {}
-    package = next((name for name in MODULES if name in infos), argument)
+    inside = {path.name.removesuffix(".dist-info").partition("-")[::2] for path in folder.glob("*.dist-info")}
+    package, version = next(((name, version) for name, version in inside if name in MODULES), (argument, ""))
     if package not in MODULES:
         sys.exit(f"{argument} is no folder with the metadata of a known trainer, nor one of {', '.join(MODULES)}")
     trainer, adapter = TRAINERS[MODULES[package]], adapters()[MODULES[package]]
-    if package in infos:
-        version = infos[package].name.removesuffix(".dist-info").partition("-")[2]
-    else:
-        contract = adapter.tested[-1] if adapter.tested else trainer.version
-        version = contract if trainer.contract else metadata.version(package)
-    paths = [*([folder] if package in infos else []), ROOT, ROOT / "tests", *beside]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
-    if package == "trl":  # TRL 1.15 has its head as Triton kernels alone
-        result = trl_result(environment | {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"})
-        ran = "two steps of GRPO, its own loss and ours"
-    else:
-        # The tests compare number by number themselves: the adapter's own comparison would only hide what they find.
-        result = test_result(trainer, environment | {OVERRIDE: "1"})
-        ran = trainer.contract or "its own functions and ours: " + ", ".join(f"`test_{file}`" for file in trainer.files)
+    folders = [*([folder] if version else []), ROOT, ROOT / "tests", *beside]
+    if not version:
+        version = (adapter.tested or (trainer.version,))[-1] if trainer.contract else metadata.version(package)
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "HF_HUB_OFFLINE": "1"}
+    theirs = "its own functions and ours: " + ", ".join(f"`test_{file}`" for file in trainer.files)
     return f"{package} {version}", {
         "trainer": {"Liger": "Liger-Kernel", "Unsloth": "Unsloth (zoo)"}.get(adapter.trainer, adapter.trainer),
         "version": version,
-        "ran": ran,
-        "result": result,
+        "ran": "two steps of GRPO, its own loss and ours" if package == "trl" else trainer.contract or theirs,
+        "result": trl_result(environment) if package == "trl" else test_result(trainer, environment),
         "beside": ", ".join(f"{name} {installed(name, beside)}" for name in ("torch", "transformers", *trainer.beside)),
     }
 
@@ -194,10 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--beside", nargs="+", type=Path, default=[], metavar="FOLDER", help="packages that trainers import")
     parser.add_argument("--write", action="store_true", help="keep the lines in benchmarks/results and docs/versions.md")
     options = parser.parse_args(arguments)
-    lines = {}
+    lines, today = {}, datetime.date.today().isoformat()
     for argument in options.trainers:
         name, fields = line(argument, [folder.resolve() for folder in options.beside])
-        lines[name] = fields | {"date": datetime.date.today().isoformat()}
+        lines[name] = fields | {"date": today}
         print(f"{name}: {fields['result']}", file=sys.stderr, flush=True)
         if options.write:
             versions.write("trainers", {name: fields})

@@ -17,6 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
+from benchmarks.results import load  # noqa: E402
 from benchmarks.tables import render, replace_block  # noqa: E402
 from grpo_kernels.integrations import adapters  # noqa: E402
 
@@ -34,7 +35,7 @@ QUICK = (
     "rows/test_triton_compiled.py", "rows/test_triton_compile.py", "benchmarks/test_resources.py::test_budgets",
 )  # fmt: skip
 
-Record = dict[str, dict[str, dict[str, Any]]]  # part -> line -> fields
+Record = dict[str, dict[str, Any]]  # line -> fields
 
 
 # ---- what a run of pytest came to
@@ -42,37 +43,18 @@ Record = dict[str, dict[str, dict[str, Any]]]  # part -> line -> fields
 
 def outcome(summary: str) -> dict[str, int]:
     """The numbers in the last line that pytest prints; errors are failures."""
-    found = {
-        word: int(m[1]) if (m := re.search(rf"(\d+) {word}", summary)) else 0
-        for word in ("passed", "failed", "error", "skipped")
-    }
-    found["failed"] += found.pop("error")
-    return found
+    found = {word: sum(map(int, re.findall(rf"(\d+) {word}", summary))) for word in ("passed", "failed", "error", "skipped")}
+    return found | {"failed": found["failed"] + found.pop("error")}
 
 
 def tested(done: subprocess.CompletedProcess[str]) -> dict[str, int]:
     """The same of a process, whose failures are printed. SystemExit if it ended before its tests, or found none."""
-    lines = done.stdout.strip().splitlines() or [""]
-    if done.returncode not in (0, 1) or not (found := outcome(lines[-1]))["passed"] + found["failed"]:
+    found = outcome((done.stdout.strip().splitlines() or [""])[-1])
+    if done.returncode not in (0, 1) or not found["passed"] + found["failed"]:
         sys.exit(f"pytest ended with {done.returncode}\n{done.stdout[-6000:]}")
     if found["failed"]:
         print(done.stdout[-12000:], file=sys.stderr)
     return found
-
-
-# ---- the file
-
-
-def load(file: Path = FILE) -> Record:
-    return json.loads(file.read_text()) if file.exists() else {}
-
-
-def keep(part: str, lines: dict[str, dict[str, Any]], file: Path = FILE) -> None:
-    """These lines, and of the others those that are there already."""
-    record = load(file)
-    today = datetime.date.today().isoformat()
-    record[part] = record.get(part, {}) | {name: fields | {"date": today} for name, fields in lines.items()}
-    file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
 # ---- the tables
@@ -84,15 +66,20 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def environments(lines: Iterable[tuple[str, dict[str, Any]]]) -> str:
     """From the oldest torch to the newest, then what was run."""
-    found = sorted(lines, key=lambda line: (numbers(line[1]["torch"]), numbers(line[1]["triton"]), numbers(line[1]["python"])))
+    found = sorted(lines, key=lambda line: [numbers(line[1][key]) for key in ("torch", "triton", "python")])
     rows = ["environment Python torch triton NumPy wheel passed failed skipped seconds tests date".split()]
     for name, c in found:
-        counts = (f"{c[key]:,}" for key in ("passed", "failed", "skipped"))
-        what = (c[key] for key in ("python", "torch", "triton", "numpy", "wheel"))
-        rows.append([name, *what, *counts, f"{c['seconds']:.0f}", c["tests"], c["date"]])
-    parts = {name.partition(".py")[0]: " in part" if "::" in name else "" for name in QUICK}
-    quick = ", ".join(f"`{file}`{part}" for file, part in parts.items())
-    return f"{render(rows, markdown=True)}\n\nquick: of {quick} so many cases that every value of each parameter occurs. all: every test of the package."
+        shown = (
+            "{python}|{torch}|{triton}|{numpy}|{wheel}|{passed:,}|{failed:,}|{skipped:,}|{seconds:.0f}|{tests}|{date}".format(
+                **c
+            )
+        )
+        rows.append([name, *shown.split("|")])
+    parts = [f"`{name.partition('.py')[0]}`" + " in part" * ("::" in name) for name in QUICK]
+    quick = (
+        f"quick: of {', '.join(parts)} so many cases that every value of each parameter occurs. all: every test of the package."
+    )
+    return f"{render(rows, markdown=True)}\n\n{quick}"
 
 
 def trainers(lines: Iterable[tuple[str, dict[str, Any]]]) -> str:
@@ -100,8 +87,7 @@ def trainers(lines: Iterable[tuple[str, dict[str, Any]]]) -> str:
     newest_first = sorted(lines, key=lambda line: numbers(line[1]["version"]), reverse=True)
     found = sorted(newest_first, key=lambda line: line[1]["trainer"].lower())
     rows = [["trainer", "what ran", "result", "beside", "date"]]
-    rows += [[f"{c['trainer']} {c['version']}", c["ran"], c["result"], c["beside"], c["date"]] for _, c in found]
-    return text_of(rows)
+    return text_of(rows + [[f"{c['trainer']} {c['version']}", c["ran"], c["result"], c["beside"], c["date"]] for _, c in found])
 
 
 def text_of(rows: list[list[str]]) -> str:
@@ -114,13 +100,13 @@ def declared() -> str:
     for name, adapter in adapters().items():
         homes: dict[str, list[str]] = {}
         for path in adapter.replaces.values():
-            paths = [path] if isinstance(path, str) else path
-            home = " or ".join(f"`{each.rpartition('.')[0]}`" for each in paths)
-            homes.setdefault(home, []).append(f"`{paths[0].rpartition('.')[2]}`")
-        replaced = (
-            "; ".join(f"{', '.join(names)} of {home}" for home, names in homes.items()) or "none: an object for its own hook"
-        )
-        rows.append([adapter.trainer, f"`{name}`", f"`{adapter.package}`", ", ".join(adapter.tested) or "-", replaced])
+            places = [each.rpartition(".") for each in ([path] if isinstance(path, str) else path)]
+            homes.setdefault(" or ".join(f"`{home}`" for home, _, _ in places), []).append(f"`{places[0][2]}`")
+        replaced = "; ".join(f"{', '.join(names)} of {home}" for home, names in homes.items())
+        rows.append([
+            adapter.trainer, f"`{name}`", f"`{adapter.package}`", ", ".join(adapter.tested) or "-",
+            replaced or "none: an object for its own hook",
+        ])  # fmt: skip
     return text_of(rows)
 
 
@@ -131,33 +117,28 @@ def configured() -> str:
     return text_of(rows)
 
 
-#: Page -> block -> what it shows.
-OF_ADAPTERS = {
-    ROOT / "grpo_kernels" / "integrations" / "README.md": ("adapters", declared),
-    ROOT / "docs" / "adoption.md": ("configured", configured),
-}
+# ---- the file and the pages
 
 
-def of_adapters(page: Path) -> str:
-    """The text of a page with its table of adapters replaced."""
-    name, table = OF_ADAPTERS[page]
-    return replace_block(page.read_text(), page.name, name, table(), COMMAND)
+def blocks() -> dict[Path, dict[str, str]]:
+    """{page: {name: text}} of what stands between a page's markers."""
+    record = load(FILE)
+    return {
+        PAGE: {"environments": environments(record["environments"].items()), "trainers": trainers(record["trainers"].items())},
+        ROOT / "grpo_kernels" / "integrations" / "README.md": {"adapters": declared()},
+        ROOT / "docs" / "adoption.md": {"configured": configured()},
+    }
 
 
-def updated(text: str, record: Record) -> str:
-    """The page with its tables replaced."""
-    for part, table in (("environments", environments), ("trainers", trainers)):
-        text = replace_block(text, PAGE.name, part, table(record.get(part, {}).items()), COMMAND)
-    return text
-
-
-def write(part: str, lines: dict[str, dict[str, Any]]) -> None:
-    """Keep these lines and bring the page up to date."""
-    keep(part, lines)
-    PAGE.write_text(updated(PAGE.read_text(), load()))
+def write(part: str = "trainers", lines: Record | None = None) -> None:
+    """Keep these lines, of today, beside the others that are there, and bring the pages up to date."""
+    record, today = load(FILE), datetime.date.today().isoformat()
+    record[part] |= {name: fields | {"date": today} for name, fields in (lines or {}).items()}
+    FILE.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    for page, parts in blocks().items():
+        for name, text in parts.items():
+            page.write_text(replace_block(page.read_text(), page.name, name, text, COMMAND))
 
 
 if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text(), load()))
-    for page in OF_ADAPTERS:
-        page.write_text(of_adapters(page))
+    write()

@@ -7,10 +7,8 @@ import itertools
 import math
 import random
 import warnings
-from collections.abc import Callable
 from functools import partial
 from math import inf, nan
-from typing import Any
 
 import pytest
 import torch
@@ -45,7 +43,7 @@ from support.advantage_oracle import Ragged, close
 from support.fuzz import MANY
 from support.oracle import kl_estimate
 from support.pairs import label, pairs
-from support.refused import Refused, refusals
+from support.refused import refusals
 
 Tensor = torch.Tensor
 assert_close = torch.testing.assert_close
@@ -81,7 +79,7 @@ AXES = {
 
 @pytest.mark.filterwarnings("ignore:all advantages are 0")
 @pytest.mark.parametrize("case", pairs(**AXES), ids=label)
-def test_group_advantages(case: Any) -> None:
+def test_group_advantages(case):
     """Every pair of options; what is 0 is exactly 0, and the order of rewards changes only the last bits of a sum."""
     rewards, size = REWARDS[case["rewards"]]()
     options = {**case, "eps": case["eps"] * size, "missing": "skip"}
@@ -104,7 +102,7 @@ def test_group_advantages(case: Any) -> None:
 
 
 @pytest.mark.nightly
-def test_group_advantages_at_random() -> None:
+def test_group_advantages_at_random():
     draw = random.Random(0)
     for _ in range(MANY):
         test_group_advantages({name: draw.choice(values) for name, values in AXES.items()})
@@ -117,64 +115,66 @@ def test_group_advantages_at_random() -> None:
     ),
     ids=label,
 )
-def test_equal_rewards_are_exactly_zero(case: Any) -> None:
+def test_equal_rewards_are_exactly_zero(case):
     """The rounded mean of n equal rewards need not be that reward: the residue over eps would be an advantage of 1e-3."""
     baseline, scale, reward, dtype = case.values()
+    options = {"baseline": baseline, "scale": scale, "eps": 1e-9, "singleton": "raw"}
     for n in range(2, 65, 3):
-        lengths = torch.randint(1, 40, (2 * n,)) if baseline == "length" else None
-        options: Any = {"baseline": baseline, "scale": scale, "eps": 1e-9, "lengths": lengths, "singleton": "raw"}
+        options["lengths"] = torch.randint(1, 40, (2 * n,)) if baseline == "length" else None
         rewards = torch.cat([torch.full((n,), reward), reward * torch.rand(n)]).to(dtype)
         got = group_advantages(rewards, group_size=n, **options)
-        assert not got[:n].any() and (got[n:].any() or rewards.max() <= 0 or reward < 0), n
+        assert not got[:n].any() and (got[n:].any() or reward < 0), n
         several = torch.tensor([[reward, 0.1, 0.3]] * 2 * n, dtype=dtype)
         assert not group_advantages(several, group_size=n, reward_weights=[0.1, 0.7, 0.3], combine="gdpo", **options).any(), n
 
 
 @pytest.mark.parametrize("combine", ["sum", "gdpo"])
 @pytest.mark.parametrize("baseline, missing", [("mean", False), ("leave-one-out", True)])
-def test_several_rewards(combine: str, baseline: str, missing: bool) -> None:
+def test_several_rewards(combine, baseline, missing):
     rewards, weights = torch.randn(14, 3) * torch.tensor([1.0, 100.0, 1.0]), [1.0, 0.1, 2.0]
     rewards[torch.tensor(IDS) == 2, 2] = 0.7  # one function cannot tell the answers to a prompt apart
     if missing:
         rewards[1, 0] = rewards[5, 1] = rewards[3] = nan
     rows = [[None if math.isnan(r) else r for r in row] for row in rewards.tolist()]
     options = {"baseline": baseline, "missing": "skip"}
-    want = oracle.gdpo(rows, weights, IDS, **options) if combine == "gdpo" else oracle.group_advantages(oracle.summed(rows, weights), IDS, **options)  # type: ignore[arg-type] # fmt: skip
+    want = oracle.gdpo(rows, weights, IDS, **options) if combine == "gdpo" else oracle.group_advantages(oracle.summed(rows, weights), IDS, **options)  # fmt: skip
     for kind in (list, torch.tensor):
         got = group_advantages(rewards, groups=torch.tensor(IDS), reward_weights=kind(weights), combine=combine, **options)
         close(got, want)
     assert got.abs().max() > 0.5 and (got[3] == 0) == missing
 
 
-def standardised(eps: float, **how: bool) -> Any:
-    return lambda r: (r - r.mean()) / (r.std(**how) + eps)
-
-
-def of_others(r: Tensor) -> Tensor:
-    others = [torch.cat((r[:i], r[i + 1 :])) for i in range(len(r))]
-    return torch.stack([(x - o.mean()) / (o.std() + 1e-6) for x, o in zip(r, others, strict=True)])
-
-
-#: The trainers' own lines, for a group.
-TRAINERS = {
-    "trl": standardised(1e-4),
-    **dict.fromkeys(("verl", "skyrl", "slime"), standardised(1e-6)),
-    "openrlhf": standardised(1e-9),
-    "areal": standardised(1e-5),
-    "torchtitan": standardised(1e-6, unbiased=False),
-    "prime-rl": lambda r: r - r.mean(),
-    "nemo-rl": of_others,
+#: What the trainers add to the std of a group; None: they divide by none.
+EPS = {
+    "trl": 1e-4,
+    "verl": 1e-6,
+    "skyrl": 1e-6,
+    "slime": 1e-6,
+    "openrlhf": 1e-9,
+    "areal": 1e-5,
+    "torchtitan": 1e-6,
+    "prime-rl": None,
 }
 
 
+def theirs(name, x):
+    """The trainers' own lines, for a group."""
+    if name == "nemo-rl":
+        others = [torch.cat((x[:i], x[i + 1 :])) for i in range(len(x))]
+        return torch.stack([(r - o.mean()) / (o.std() + 1e-6) for r, o in zip(x, others, strict=True)])
+    eps = EPS[name]
+    return (x - x.mean()) / (1.0 if eps is None else x.std(unbiased=name != "torchtitan") + eps)
+
+
 @pytest.mark.parametrize("name", NUMERICS)
-def test_trainers_formulas(name: str) -> None:
+def test_trainers_formulas(name):
     """Where eps matters too, and for a group of one, whose mean verl and SkyRL take for 0 and its std for 1. TRL lets go of
     completions that were not scored."""
     for size in (1.0, 1e-4):
         groups = size * torch.randn(4, 6)
         got = group_advantages(groups.view(-1), group_size=6, **NUMERICS[name])
-        assert_close(got, torch.cat([*map(TRAINERS[name], groups)]), rtol=1e-3 if size < 1 else 2e-5, atol=2e-6 * size)
+        wanted = torch.cat([theirs(name, group) for group in groups])
+        assert_close(got, wanted, rtol=1e-3 if size < 1 else 2e-5, atol=2e-6 * size)
     alone = group_advantages([3.0, 1.0, 0.0], groups=torch.tensor([0, 1, 1]), **NUMERICS[name])[0]
     assert float(alone) == (pytest.approx(3 / (1 + 1e-6)) if name in ("verl", "skyrl") else 0.0)
     if name == "trl":
@@ -182,14 +182,14 @@ def test_trainers_formulas(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"group_size": 8}, {"groups": torch.zeros(0, dtype=torch.int64)}], ids=["size", "groups"])
-def test_no_rewards(options: Any) -> None:
+def test_no_rewards(options):
     for function in (group_advantages, pass_at_k_advantages, a2po_values, zero_variance):
         assert function(torch.zeros(0), **options).shape == (0,)
     assert set(map(float, group_metrics(torch.zeros(0), **options).values())) == {0.0}
 
 
 @pytest.mark.parametrize("scale", ["group", "none"])
-def test_pass_at_k(scale: str) -> None:
+def test_pass_at_k(scale):
     rewards, ids, order = torch.randn(20).double(), torch.arange(20) // 5, torch.randperm(20)
     rewards[5:10] = torch.tensor([0.7, 0.1, 0.7, 0.3, 0.7], dtype=torch.float64)  # three best
     rewards[10:15] = 0.7
@@ -203,7 +203,7 @@ def test_pass_at_k(scale: str) -> None:
     assert_close(pass_at_k_advantages(rewards[order], groups=ids[order], scale=scale), got[order])
 
 
-def test_greedy_baseline_and_gpg() -> None:
+def test_greedy_baseline_and_gpg():
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
     assert greedy_baseline_advantages(rewards, 0.7 * rewards.flip(0)).tolist() == pytest.approx(
         [1, 0, -0.7, -0.7, 1, 1, 0, -0.7]
@@ -213,7 +213,7 @@ def test_greedy_baseline_and_gpg() -> None:
 
 
 @pytest.mark.parametrize("beta", [0.01, 0.5, 100.0])
-def test_a2po_values(beta: float) -> None:
+def test_a2po_values(beta):
     rewards = torch.where(torch.tensor(IDS) == 1, 0.7, torch.randn(14)).double()
     got = a2po_values(rewards, groups=torch.tensor(IDS), beta=beta)
     groups = [[r for r, h in zip(rewards.tolist(), IDS, strict=True) if h == g] for g in IDS]
@@ -222,7 +222,7 @@ def test_a2po_values(beta: float) -> None:
     assert got[1] == torch.tensor(0.7) and a2po_values(torch.tensor([1e4, 0.0]), group_size=2, beta=0.01).isfinite().all()
 
 
-def test_group_metrics() -> None:
+def test_group_metrics():
     rewards = torch.tensor([1, 1, 1, 0, 0, nan, 0, 1, 1, 0.5, 0.5, 0.5, nan, nan, nan])
     scored = [1, 1, 1, 0, 0, 0, 1, 1, 0.5, 0.5, 0.5]
     expected = {
@@ -230,7 +230,7 @@ def test_group_metrics() -> None:
         "reward_mean": oracle.mean(scored), "reward_std": oracle.std(scored), "group_std": oracle.std([0, 1, 1]) / 4,
     }  # fmt: skip
     assert {name: float(v) for name, v in group_metrics(rewards, group_size=3).items()} == pytest.approx(expected)
-    signed = group_metrics(torch.tensor([-1.0, -1.0, 0.5, -1.0]), group_size=2, extremes=(-1.0, 1.0))
+    signed = group_metrics(torch.tensor([-1.0, nan, 0.5, -1.0]), group_size=2, extremes=(-1.0, 1.0))
     assert signed["all_wrong"] == 0.5 and signed["all_correct"] == 0
     nothing = group_metrics([nan] * 4, group_size=2)
     assert nothing.pop("missing") == 1.0 and set(map(float, nothing.values())) == {0.0}
@@ -243,10 +243,10 @@ def test_group_metrics() -> None:
 
 @pytest.mark.parametrize("which", [{"group_size": 1}, {"groups": torch.tensor([7, 3, 5])}], ids=["group_size", "groups"])
 @pytest.mark.parametrize("name", ["group", "rloo", "pass_at_k"])
-def test_groups_of_one_completion_are_warned_of_once(name: str, which: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_one_completion_are_warned_of_once(name, which, monkeypatch):
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
 
-    def estimated(rewards: list[float], **options: Any) -> Tensor:
+    def estimated(rewards, **options):
         return TokenBatch.from_rewards(torch.zeros(3, 2, dtype=torch.int64), rewards, estimator=name, **options).advantages
 
     with warnings.catch_warnings(record=True) as seen:
@@ -266,7 +266,7 @@ def test_groups_of_one_completion_are_warned_of_once(name: str, which: Any, monk
 # ---- tokens
 
 
-def agree(rows: Ragged, function: Any, want: Any, *tensors: Tensor, **options: Any) -> None:
+def agree(rows, function, want, *tensors, **options):
     """Padded and packed rows give what the oracle gives."""
     given = {"mask": rows.mask, **options}
     flat = {k: x[rows.inside] if torch.is_tensor(x) and x.shape == rows.mask.shape else x for k, x in given.items()}
@@ -277,17 +277,17 @@ def agree(rows: Ragged, function: Any, want: Any, *tensors: Tensor, **options: A
 
 
 @pytest.fixture(params=[[5, 1, 0, 9, 2, 33, 1], [1, 1], [12, 0, 3, 7]], ids=str)
-def rows(request: pytest.FixtureRequest) -> Ragged:
+def rows(request):
     return Ragged(request.param)
 
 
-def at_end(rewards: Tensor, mask: Tensor) -> Tensor:
+def at_end(rewards, mask):
     """At the last trained token of each sequence."""
     return torch.where(mask & (mask.cumsum(1) == mask.sum(1, keepdim=True)), rewards[:, None], 0.0)
 
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.97, 0.95), (0.9, 0.0), (0.0, 0.5)])
-def test_returns_and_gae(rows: Ragged, gamma: float, lam: float) -> None:
+def test_returns_and_gae(rows, gamma, lam):
     rewards, values = rows.random(), rows.random()
     agree(rows, discounted_returns, [oracle.returns_to_go(rows.lists(rewards), gamma)], rewards, gamma=gamma)
     want = oracle.gae(rows.lists(rewards), rows.lists(values), gamma, lam)
@@ -296,7 +296,7 @@ def test_returns_and_gae(rows: Ragged, gamma: float, lam: float) -> None:
 
 
 @pytest.mark.parametrize("case", pairs(gamma=[1.0, 0.9], scale=["group", "none"], order=[1, -1]), ids=label)
-def test_process_advantages(rows: Ragged, case: Any) -> None:
+def test_process_advantages(rows, case):
     gamma, scale, order = case.values()
     rewards = torch.where(torch.rand(rows.mask.shape) > 0.5, rows.random(), nan)
     groups = [i // 2 for i in range(len(rewards))][::order]
@@ -306,19 +306,19 @@ def test_process_advantages(rows: Ragged, case: Any) -> None:
 
 
 #: Estimators -> log p(token), log q(token) -> the estimate.
-KLS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+KLS = {
     **{kind: partial(kl_estimate, kind) for kind in ("k1", "k2", "k3", "abs")},
     Kl("k3", clamp_log=1.0, clamp=0.6): lambda p, q: kl_estimate("k3", p, q, 1.0).clamp(max=0.6),
 }
 
 
 @pytest.mark.parametrize("kl", KLS, ids=str)
-def test_kl_in_reward(rows: Ragged, kl: str | Kl) -> None:
+def test_kl_in_reward(rows, kl):
     """Of rewards of tokens and of whole completions, which go to the last trained token."""
     logps, ref_logps, rewards = rows.random(), rows.random(), rows.random()
     outcome = torch.randn(len(rows.mask)).double()
     penalty = torch.where(rows.mask, 0.3 * KLS[kl](logps, ref_logps), 0.0)
-    given: dict[str, Any] = {"beta": 0.3, "kl": kl}
+    given = {"beta": 0.3, "kl": kl}
     agree(rows, kl_in_reward, [rows.lists(rewards - penalty)], rewards, logps, ref_logps, **given)
     if outcome.numel() < rows.mask.sum():
         agree(rows, kl_in_reward, [rows.lists(at_end(outcome, rows.mask) - penalty)], outcome, logps, ref_logps, **given)
@@ -327,7 +327,7 @@ def test_kl_in_reward(rows: Ragged, kl: str | Kl) -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_optimal_token_advantages(rows: Ragged, weighted: bool) -> None:
+def test_optimal_token_advantages(rows, weighted):
     """Exactly 0 where all outcomes are equal."""
     groups = [i % 3 for i in range(len(rows.mask))]
     rewards, logps, weights = rows.random(), rows.poisoned(-rows.random().abs()), rows.poisoned(rows.random().abs())
@@ -344,7 +344,7 @@ def test_optimal_token_advantages(rows: Ragged, weighted: bool) -> None:
 
 @pytest.mark.parametrize("size", [1.0, 1e-4])
 @pytest.mark.parametrize("case", pairs(guard=GUARDS, unbiased=[True, False], shift_mean=[True, False]), ids=label)
-def test_whiten(rows: Ragged, size: float, case: Any) -> None:
+def test_whiten(rows, size, case):
     x = rows.random() * size + 3.0
     rows.check(
         whiten(x, rows.mask, **case), [oracle.whiten(x[rows.mask].tolist(), eps=1e-8, **case)] if rows.mask.any() else []
@@ -356,7 +356,7 @@ def test_whiten(rows: Ragged, size: float, case: Any) -> None:
 
 
 @pytest.mark.parametrize("name", WHITENING)
-def test_whitening_of_the_trainers(name: str) -> None:
+def test_whitening_of_the_trainers(name):
     for x in (torch.randn(50), 1e-4 * torch.randn(50)):
         variance = x.double().var(unbiased=name in ("trl", "verl", "skyrl"))
         divisor = {"trl": variance.sqrt() + 1e-4, "verl": (variance + 1e-8).sqrt()}
@@ -370,7 +370,7 @@ def test_whitening_of_the_trainers(name: str) -> None:
 B, T = 8, 3
 
 
-def evidence_of(device: str = "cpu") -> Evidence:
+def evidence_of(device="cpu"):
     rewards = torch.tensor([0.1, 0.5, 0.2, 0.9, 0.0, 1.0, 0.3, 0.3])
     mask = torch.arange(T) < torch.tensor([3, 1, 2, 3, 3, 2, 1, 3])[:, None]
     given = {
@@ -381,11 +381,11 @@ def evidence_of(device: str = "cpu") -> Evidence:
     return Evidence(group_size=4, reward_weights=[1.0, 2.0], **{name: x.to(device) for name, x in given.items()})
 
 
-def in_groups(e: Evidence, **options: Any) -> Tensor:
+def in_groups(e, **options):
     return group_advantages(e.rewards, group_size=4, **options)
 
 
-def returned(e: Evidence, gamma: float = 1.0, **options: Any) -> Tensor:
+def returned(e, gamma=1.0, **options):
     return discounted_returns(at_end(in_groups(e, scale="none", **options), e.mask), gamma=gamma, mask=e.mask)
 
 
@@ -417,7 +417,7 @@ EXPECTED = [
 
 
 @pytest.mark.parametrize("name, options, function", EXPECTED)
-def test_a_name_is_its_function(name: str, options: Any, function: Any) -> None:
+def test_a_name_is_its_function(name, options, function):
     """Also in a batch, where what it needs to know goes beside the fields, and of rewards of any kind."""
     evidence = evidence_of()
     assert set(ADVANTAGES) == {name for name, *_ in EXPECTED}
@@ -440,7 +440,7 @@ def test_a_name_is_its_function(name: str, options: Any, function: Any) -> None:
     assert all(torch.equal(x, wanted) for x in found)
 
 
-def test_as_many_sequences_as_tokens() -> None:
+def test_as_many_sequences_as_tokens():
     """An advantage of a sequence is not read as one of a token."""
     offsets = torch.tensor([0, 0, 2, 3])
     batch = TokenBatch.from_rewards(
@@ -449,7 +449,7 @@ def test_as_many_sequences_as_tokens() -> None:
     assert objective_loss(torch.tensor([1.0, 2.0, 4.0]), batch, Objective(PolicyGradient(), aggregate="token-sum")).loss == 3
 
 
-def test_no_estimator_waits_for_the_device() -> None:
+def test_no_estimator_waits_for_the_device():
     """Meta tensors have no data, so reading a value raises. On a GPU such a read would make the host wait."""
     e, x, ids = evidence_of("meta"), torch.zeros(2, 4, device="meta"), torch.zeros(8, dtype=torch.int64, device="meta")
     for estimator in ADVANTAGES.values():
@@ -473,7 +473,7 @@ ONES, FOUR, TWO = torch.ones(2, 3), torch.zeros(4), torch.ones(4, 2)
 ALONE = {"evidence": Evidence(FOUR, group_size=2, greedy_rewards=FOUR)}
 WITHOUT = Evidence(FOUR, group_size=2)
 
-REFUSED: Refused = [
+REFUSED = [
     (
         group_advantages,
         {"rewards": FOUR, "group_size": 2},
@@ -525,7 +525,7 @@ REFUSED: Refused = [
             "gamma=1.5": {"gamma": 1.5},
             "lam=-1": {"lam": -1},
             r"values has shape \[3\]": {"values": ONES[0]},
-            r"rewards is nan at \[1\]": {"rewards": torch.tensor([0.0, nan])},
+            r"rewards\[1\]=nan": {"rewards": torch.tensor([0.0, nan])},
             "rewards is torch.int64": {"rewards": ONES.long()},
             r"mask has shape \[2\]": {"mask": torch.ones(2).bool()},
             r"rewards has shape \[1, 2, 3\]": {"rewards": ONES[None]},
@@ -560,7 +560,7 @@ REFUSED: Refused = [
             "guard='max'": {"guard": "max"},
             "eps=-1": {"eps": -1},
             "values is list": {"values": [1.0]},
-            r"values is inf at \[0, 1\]": {"values": torch.tensor([[0.0, inf]])},
+            r"values\[0, 1\]=inf": {"values": torch.tensor([[0.0, inf]])},
         },
     ),
     (
@@ -588,5 +588,5 @@ REFUSED: Refused = [
 
 
 @refusals(REFUSED)
-def test_refusals(refused: Callable[[], None]) -> None:
+def test_refusals(refused):
     refused()

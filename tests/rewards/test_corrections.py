@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf, nan
-from typing import Any
 
 import pytest
 import torch
@@ -28,13 +26,13 @@ from grpo_kernels.rewards.corrections import (
 from support import advantage_oracle as oracle
 from support.advantage_oracle import Ragged
 from support.pairs import label, pairs
-from support.refused import Refused, refusals
+from support.refused import refusals
 
 Tensor = torch.Tensor
 ADVANTAGES = [1.0, -1.0, -1.0, -0.5, -2.0, -0.3, -1.0]
 
 
-def ratios(wild: bool = False) -> tuple[Ragged, Tensor]:
+def ratios(wild=False):
     """Sequences and their log-ratios: an empty one, one token, holes in the mask, one fully masked, a token that was not scored,
     and `wild` ones beyond all bounds."""
     rows = Ragged([6, 0, 1, 9, 4, 5, 3])
@@ -47,14 +45,14 @@ def ratios(wild: bool = False) -> tuple[Ragged, Tensor]:
     return rows, x
 
 
-def batch_of(rows: Ragged, x: Tensor, packed: bool = False, **changes: Any) -> TokenBatch:
+def batch_of(rows, x, packed=False, **changes):
     """With numbers of every kind where the mask is not set."""
     old, sampler = (rows.poisoned(value).float() for value in (torch.full(x.shape, -2.0), -2.0 - x))
     fields = {"targets": x.new_zeros(x.shape).long(), "mask": rows.mask, "old_logps": old, "sampler_logps": sampler}
     if packed:
         fields = {name: value[rows.inside] for name, value in fields.items()} | {"cu_seqlens": rows.cu_seqlens}
     # [B, 1]: one of [B] would be read as one of [N] where the two are equal.
-    return TokenBatch(**{"advantages": torch.tensor(ADVANTAGES)[: len(x), None], **fields, **changes})  # type: ignore[arg-type]
+    return TokenBatch(**{"advantages": torch.tensor(ADVANTAGES)[: len(x), None], **fields, **changes})
 
 
 both = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -68,7 +66,7 @@ both = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"]
     ),
     ids=label,
 )  # fmt: skip
-def test_importance_weights(case: Any) -> None:
+def test_importance_weights(case):
     level, mode, (low, high), normalize, packed, wild = case.values()
     rows, x = ratios(wild)
     got = importance_weights(batch_of(rows, x, packed), level=level, mode=mode, low=low, high=high, normalize=normalize)
@@ -81,7 +79,7 @@ def test_importance_weights(case: Any) -> None:
     pairs(metric=METRICS, over=OVER, bounds=["low", "high", "low high"], packed=[False, True], wild=[False, True]),
     ids=label,
 )
-def test_rejection_mask(case: Any) -> None:
+def test_rejection_mask(case):
     """With bounds half-way between two values that occur, so that rounding decides nothing."""
     metric, over, given, packed, wild = case.values()
     rows, x = ratios(wild)
@@ -94,7 +92,7 @@ def test_rejection_mask(case: Any) -> None:
     assert 0 < got.sum() < rows.mask.sum()
 
 
-def test_bounds_are_inclusive() -> None:
+def test_bounds_are_inclusive():
     one = Ragged([2])
     one.mask = one.inside
     batch = batch_of(one, torch.tensor([[0.5, -0.5]]))
@@ -110,7 +108,7 @@ def test_bounds_are_inclusive() -> None:
 
 @both
 @pytest.mark.parametrize("delta", [0.0, 0.05, 0.5])
-def test_off_policy_sequence_mask(delta: float, packed: bool) -> None:
+def test_off_policy_sequence_mask(delta, packed):
     """Log-probs in the shape of targets or flat; without a sampler the old ones stand in, and without those nothing has moved."""
     rows, x = ratios()
     moved = [-oracle.mean(row) if row else 0.0 for row in oracle.log_weights(rows.lists(x))]
@@ -130,7 +128,7 @@ def test_off_policy_sequence_mask(delta: float, packed: bool) -> None:
 
 @both
 @pytest.mark.parametrize("threshold", [1e-9, 0.003, 0.04, 0.3, 1.0, 100.0])
-def test_second_moment_mask(threshold: float, packed: bool) -> None:
+def test_second_moment_mask(threshold, packed):
     """In eighths too, where ties and means exactly at the threshold occur; at least one token is kept."""
     two = Ragged([4, 4])
     for rows, x in (
@@ -147,7 +145,7 @@ def test_second_moment_mask(threshold: float, packed: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_without_truncated(dtype: torch.dtype) -> None:
+def test_without_truncated(dtype):
     mask, finished = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 1, 0]]).to(dtype), torch.tensor([1, 0, 1]).to(dtype)
     packed = without_truncated(mask.view(-1), finished, cu_seqlens=torch.tensor([0, 3, 6, 9]))
     whole = without_truncated(mask, finished)
@@ -156,7 +154,7 @@ def test_without_truncated(dtype: torch.dtype) -> None:
 
 
 @both
-def test_correction_metrics(packed: bool) -> None:
+def test_correction_metrics(packed):
     rows, ratio = ratios()
     batch, totals = (
         batch_of(rows, ratio, packed),
@@ -192,7 +190,7 @@ def test_correction_metrics(packed: bool) -> None:
 # ---- properties of all corrections
 
 #: Whether a sequence alone has the numbers that it has among others, and the call.
-CALLS: dict[str, tuple[bool, Callable[[TokenBatch], Tensor]]] = {
+CALLS = {
     "weights, token": (False, partial(importance_weights, high=1.5, normalize=True)),
     "weights, sequence": (False, partial(importance_weights, level="sequence", mode="mask", high=1.5, normalize=True)),
     "weights, geometric": (False, partial(importance_weights, level="geometric", high=1.5, normalize=True)),
@@ -200,7 +198,7 @@ CALLS: dict[str, tuple[bool, Callable[[TokenBatch], Tensor]]] = {
         f"rejection, {metric}, {over}": (True, partial(rejection_mask, metric=metric, over=over, low=-0.5, high=1.2))
         for metric, over in zip(("k3", "k1", "k2", "ratio", "k1"), OVER, strict=True)
     },
-    "off-policy": (True, lambda b: off_policy_sequence_mask(b, b.old_logps, delta=0.1)),  # type: ignore[arg-type]
+    "off-policy": (True, lambda b: off_policy_sequence_mask(b, b.old_logps, delta=0.1)),
     "second moment": (False, partial(second_moment_mask, threshold=0.04)),
     "metrics": (False, lambda b: torch.stack(list(correction_metrics(b, low=0.5, high=2.0).values()))),
 }
@@ -208,13 +206,13 @@ every_call = pytest.mark.parametrize("name", CALLS)
 
 
 @every_call
-def test_what_is_masked_has_no_effect(name: str) -> None:
+def test_what_is_masked_has_no_effect(name):
     """Nor has the place of a sequence; without a look at the others it keeps its numbers alone, too."""
     alone, call = CALLS[name]
     rows, x = ratios()
     batch, whole = batch_of(rows, x), call(batch_of(rows, x))
 
-    def of(i: list[int], **changes: Tensor) -> TokenBatch:
+    def of(i, **changes):
         names = ("targets", "advantages", "mask", "old_logps", "sampler_logps")
         return TokenBatch(**{name: changes.get(name, getattr(batch, name))[i] for name in names})
 
@@ -227,7 +225,7 @@ def test_what_is_masked_has_no_effect(name: str) -> None:
 
 
 @every_call
-def test_everything_stays_finite(name: str) -> None:
+def test_everything_stays_finite(name):
     wild = torch.tensor([-inf, inf, nan, -1e30, 1e30, -200.0, 0.0, -1e-30])
     fields = {"old_logps": wild.expand(8, 8), "sampler_logps": wild[:, None].expand(8, 8)}
     batch = TokenBatch(torch.zeros(8, 8, dtype=torch.int64), -torch.ones(8), **fields)
@@ -238,14 +236,14 @@ def test_everything_stays_finite(name: str) -> None:
 
 @every_call
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0], [1, 2]], ids=str)
-def test_empty_batches(name: str, lengths: list[int]) -> None:
+def test_empty_batches(name, lengths):
     rows = Ragged(lengths)
     rows.mask = rows.inside & False
     assert not any(CALLS[name][1](batch_of(rows, torch.randn(rows.mask.shape), packed)).any() for packed in (False, True))
 
 
 @every_call
-def test_corrections_do_not_wait_for_the_device(name: str) -> None:
+def test_corrections_do_not_wait_for_the_device(name):
     """Meta tensors have no data, so reading a value raises. On a GPU such a read would make the host wait."""
     x = torch.zeros(3, 5, device="meta")
     CALLS[name][1](TokenBatch(x.long(), x[:, 0], old_logps=x, sampler_logps=x.clone(), mask=x == 0))
@@ -268,7 +266,7 @@ def test_corrections_do_not_wait_for_the_device(name: str) -> None:
         ("m2po", partial(second_moment_mask, threshold=0.04)),
     ],
 )
-def test_a_correction_is_its_function(name: str, function: Any) -> None:
+def test_a_correction_is_its_function(name, function):
     """It multiplies the weights that are there, of tokens or of sequences, or cuts the mask."""
     batch = batch_of(*ratios())
     once = CORRECTIONS[name](batch).weights
@@ -287,7 +285,7 @@ FLAT = TokenBatch(torch.zeros(6, dtype=torch.int64), torch.zeros(6), old_logps=t
 BOOLS = torch.ones(2, 3).bool()
 GOOD = {"batch": batch_of(*ratios())}
 #: A call that is fine, and what its message says if these arguments are others.
-REFUSED: Refused = [
+REFUSED = [
     (
         importance_weights,
         GOOD,
@@ -355,5 +353,5 @@ REFUSED: Refused = [
 
 
 @refusals(REFUSED)
-def test_refusals(refused: Callable[[], None]) -> None:
+def test_refusals(refused):
     refused()

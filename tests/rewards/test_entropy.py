@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from math import inf, nan
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +11,14 @@ import torch
 from grpo_kernels import TokenBatch
 from grpo_kernels.rewards.corrections import importance_weights
 from grpo_kernels.rewards.entropy import AdaptiveEntropyCoef, entropy_threshold
-from support.refused import Refused, refusals
+from support.refused import refusals
 
 Tensor = torch.Tensor
 LOWEST = torch.finfo(torch.float32).min
 
 
 @pytest.mark.parametrize("count, share", [(1, 0.2), (2, 0.73), (5, 1.0), (11, 1e-9), (300, 0.05), (300, 0.2), (100, 0.5)])
-def test_threshold_is_torchs_quantile(count: int, share: float) -> None:
+def test_threshold_is_torchs_quantile(count, share):
     """Of trained tokens, with ties; what is masked or not finite does not count."""
     entropy, mask = 3 * torch.rand(20, 20), torch.zeros(20, 20, dtype=torch.int64)
     entropy[:, ::7] = 0.5
@@ -34,12 +32,12 @@ def test_threshold_is_torchs_quantile(count: int, share: float) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (3, 4)])
-def test_no_tokens_keep_all(shape: tuple[int, ...]) -> None:
+def test_no_tokens_keep_all(shape):
     assert float(entropy_threshold(torch.rand(shape), torch.zeros(shape, dtype=torch.bool), 0.2)) == LOWEST
 
 
 @pytest.mark.slow
-def test_more_than_torch_quantile_takes() -> None:
+def test_more_than_torch_quantile_takes():
     n = 2**24 + 3
     entropy = torch.arange(n, dtype=torch.int32).flip(0).to(torch.float32)  # above 2^24 fp32 holds even numbers only
     with pytest.raises(RuntimeError, match="too large"):
@@ -47,7 +45,7 @@ def test_more_than_torch_quantile_takes() -> None:
     assert float(entropy_threshold(entropy, torch.ones(n, dtype=torch.bool), 0.25)) == pytest.approx(0.75 * (n - 1), abs=1)
 
 
-def test_threshold_waits_for_nothing() -> None:
+def test_threshold_waits_for_nothing():
     """Meta tensors have no data, so reading a value raises."""
     assert entropy_threshold(torch.rand(3, 4, device="meta"), torch.ones(3, 4, device="meta"), 0.2).shape == ()
 
@@ -58,29 +56,29 @@ def test_threshold_waits_for_nothing() -> None:
 SIZES = (((2, 9), (4, 3)), ((3, 7), (0, 5)))
 
 
-def batch_of(case: int, rank: int) -> TokenBatch:
+def batch_of(case, rank):
     """Its old log-probs are entropies but for their sign."""
     g, size = torch.Generator().manual_seed(10 * case + rank), SIZES[case][rank]
     x, mask = -3 * torch.rand(size, generator=g), torch.rand(size, generator=g) < 0.7
     return TokenBatch(mask.long() * 0, torch.ones(len(x)), mask=mask, old_logps=x, sampler_logps=torch.full_like(x, -1.0))
 
 
-def one_rank(rank: int, store: str) -> None:
+def one_rank(rank, store):
     torch.set_num_threads(1)
     dist = torch.distributed
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     world = dist.group.WORLD
     for case in range(len(SIZES)):
         batches = [batch_of(case, r) for r in range(2)]
-        own, every = batches[rank], torch.cat([-b.old_logps[b.mask] for b in batches]).double()  # type: ignore[operator, index]
+        own, every = batches[rank], torch.cat([-b.old_logps[b.mask] for b in batches]).double()
         for share in (0.2, 0.5, 1.0):
-            got = entropy_threshold(-own.old_logps, own.mask, share, world)  # type: ignore[operator, arg-type]
+            got = entropy_threshold(-own.old_logps, own.mask, share, world)
             assert float(got) == pytest.approx(float(torch.quantile(every, 1 - share)), rel=1e-6)
         assert float(entropy_threshold(own.targets.float(), own.targets, 0.2, world)) == LOWEST
         for level in ("token", "sequence"):
             raw = [importance_weights(b, level=level) for b in batches]
             unit = [w[b.mask] if level == "token" else w.amax(1) for w, b in zip(raw, batches, strict=True) if w.numel()]
-            assert all(b.mask.any(1).all() for b in batches)  # type: ignore[union-attr] # so that every sequence counts
+            assert all(b.mask.any(1).all() for b in batches)  # so that every sequence counts
             got = importance_weights(own, level=level, normalize=True, process_group=world)
             torch.testing.assert_close(got, raw[rank] / torch.cat(unit).mean(), rtol=1e-5, atol=0)
     dist.barrier()
@@ -88,48 +86,29 @@ def one_rank(rank: int, store: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_of_different_size(tmp_path: Path) -> None:
+def test_ranks_of_different_size(tmp_path):
     torch.multiprocessing.spawn(one_rank, (str(tmp_path / "store"),), nprocs=2)
 
 
 # ---- the coefficient
 
 
-class Trl:
-    """The rule of TRL 1.16 (trl/trainer/grpo_trainer.py, `use_adaptive_entropy`), retold with its defaults."""
-
-    def __init__(
-        self, target: float = 0.2, step: float = 0.005, low: float = 0.0, high: float = 1.0, initial: float = 0.0
-    ) -> None:
-        self.coef, self.target, self.step, self.low, self.high = initial, target, step, low, high
-        self.last = inf
-
-    @property
-    def applied(self) -> float:
-        return self.coef if self.last <= self.target else 0.0
-
-    def update(self, entropy: float) -> None:
-        moved = self.coef + (self.step if entropy <= self.target else -self.step)
-        self.coef, self.last = min(max(moved, self.low), self.high), entropy
-
-
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"initial": 0.1},
-        {"step": 0.3, "low": 0.1, "high": 0.5, "initial": 0.2},
-        {"target": 0.35, "step": 0.05, "high": 0.2},
-    ],
+    [{}, {"initial": 0.1}, {"step": 0.3, "low": 0.1, "high": 0.5, "initial": 0.2}, {"target": 0.35, "step": 0.05, "high": 0.2}],
     ids=str,
 )
-def test_the_coefficient_moves_as_trls_does(options: dict[str, float]) -> None:
-    """Also at the target; it is not applied before the first update, and a new run continues where the checkpoint was."""
-    ours, theirs, applied = AdaptiveEntropyCoef(**options), Trl(**options), set()
+def test_the_coefficient_moves_as_trls_does(options):
+    """The rule of TRL 1.16 (trl/trainer/grpo_trainer.py, `use_adaptive_entropy`), retold with its defaults. Also at the target;
+    it is not applied before the first update, and a new run continues where the checkpoint was."""
+    trl = {"target": 0.2, "step": 0.005, "low": 0.0, "high": 1.0, "initial": 0.0} | options
+    ours, coef, last, applied = AdaptiveEntropyCoef(**options), trl["initial"], inf, set()
     for i, entropy in enumerate([0.5, 0.2, 0.1, 0.1, 0.3, 0.15, *[0.2001] * 4, 0.0, *(torch.rand(30) / 2).tolist()]):
-        assert ours.coef == theirs.applied and ours.state_dict() == {"coef": theirs.coef, "entropy": theirs.last}
+        assert ours.coef == (coef if last <= trl["target"] else 0.0)
+        assert ours.state_dict() == {"coef": coef, "entropy": last}
         ours.update(torch.tensor(entropy, dtype=torch.float64) if i % 2 else entropy)
-        theirs.update(entropy)
+        moved = coef + (trl["step"] if entropy <= trl["target"] else -trl["step"])
+        coef, last = min(max(moved, trl["low"]), trl["high"]), entropy
         applied.add(ours.coef)
         state, ours = ours.state_dict(), AdaptiveEntropyCoef(**options)
         ours.load_state_dict(state)
@@ -139,7 +118,7 @@ def test_the_coefficient_moves_as_trls_does(options: dict[str, float]) -> None:
 # ---- refusals
 
 ONES = torch.ones(3)
-REFUSED: Refused = [
+REFUSED = [
     (
         entropy_threshold,
         {"entropy": ONES, "mask": ONES, "share": 0.2},
@@ -177,13 +156,13 @@ REFUSED: Refused = [
 
 
 @refusals(REFUSED)
-def test_refusals(refused: Callable[[], None]) -> None:
+def test_refusals(refused):
     refused()
 
 
-def test_what_is_refused_changes_nothing() -> None:
+def test_what_is_refused_changes_nothing():
     coef = AdaptiveEntropyCoef()
-    for call in (lambda: coef.update(math.nan), lambda: coef.load_state_dict({"coef": 0.1, "entropy": "a"})):  # type: ignore[dict-item]
+    for call in (lambda: coef.update(math.nan), lambda: coef.load_state_dict({"coef": 0.1, "entropy": "a"})):
         with pytest.raises(ValueError, match="entropy="):
             call()
     assert coef.state_dict() == {"coef": 0.0, "entropy": inf}

@@ -119,6 +119,11 @@ def saved_steps(out: Path) -> list[Path]:
     return sorted((out / "checkpoints").glob("step-*"))
 
 
+def saved(out: Path, which: int = -1) -> dict[str, Any]:
+    """The state in one of them, as a rule the newest."""
+    return torch.load(saved_steps(out)[which], weights_only=True)
+
+
 def undrawn(patch: pytest.MonkeyPatch) -> None:
     """An empty file stands for the picture of a run: drawing takes as long as the steps of a short one."""
     figure = mock.MagicMock(savefig=lambda path, **_: Path(path).write_bytes(b""))

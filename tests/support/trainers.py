@@ -148,23 +148,41 @@ def exact(spec: oracle.Spec, logps: Tensor, data: Data = DATA, entropy: Tensor |
     return oracle.objective(spec, logps.reshape(-1), flat, oracle.sequences_of(logps, None), **given)
 
 
-def value_and_gradient(f: Callable[[Tensor], Any], x: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor]:
-    """What `f` returns, its loss detached, and the gradient of that in float64."""
-    x = x.detach().to(dtype, copy=True).requires_grad_()
-    result = f(x)
+def value_and_gradient(f: Callable[..., Any], x: Tensor | list[Tensor], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """What `f` returns, its loss detached, and the gradient of that in float64; those of each where `x` is a list."""
+    every = [x] if isinstance(x, Tensor) else x
+    leaves = [y.detach().to(dtype, copy=True).requires_grad_() for y in every]
+    result = f(*leaves)
     loss, *others = (result,) if isinstance(result, Tensor) else result
-    gradient = torch.autograd.grad(loss, x)[0].double()
-    return (loss.detach(), *others) if others else loss.detach(), gradient
+    gradients = [y.double() for y in torch.autograd.grad(loss, leaves)]
+    return (loss.detach(), *others) if others else loss.detach(), gradients[0] if isinstance(x, Tensor) else gradients
 
 
 def assert_same(got: Any, want: Any, rtol: float = 2e-5) -> None:
-    """(loss, ...) and gradient, ours and theirs: the loss within roundings of its terms, which are of the size of its gradients."""
-    (ours, gradient), (theirs, expected) = got, want
-    ours, theirs = (x[0] if isinstance(x, tuple) else x for x in (ours, theirs))
-    scale = float(expected.abs().max())
-    assert scale > 0
-    assert_close(ours.double(), theirs.double(), rtol=rtol, atol=rtol * min(scale, 1.0))
-    assert_close(gradient, expected, rtol=rtol, atol=rtol / 10 * scale)
+    """(loss, ...) and gradients, ours and theirs: the loss within roundings of its terms, which are of the gradients' size."""
+    ours, theirs = (x[0] if isinstance(x, tuple) else x for x in (got[0], want[0]))
+    mine, expected = ([x] if isinstance(x, Tensor) else x for x in (got[1], want[1]))
+    sizes = [float(x.abs().max()) for x in expected]
+    assert max(sizes) > 0
+    assert_close(ours.double(), theirs.double(), rtol=rtol, atol=rtol * min(max(sizes), 1.0))
+    for a, b, size in zip(mine, expected, sizes, strict=True):
+        assert_close(a, b, rtol=rtol, atol=rtol / 10 * size)
+
+
+def values_and_slopes(f: Callable[..., Any], *leaves: Tensor, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """What `f` gives but for None, and the gradients of a weighted sum of it, in float64."""
+    leaves = tuple(x.detach().to(dtype, copy=True).requires_grad_() for x in leaves)
+    out = f(*leaves)
+    found = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
+    loss = sum((x * torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view(x.shape)).sum() for x in found if x.requires_grad)
+    return [x.detach().double() for x in (*found, *torch.autograd.grad(loss, leaves))]
+
+
+def assert_scored(ours: Any, theirs: Any, *leaves: Tensor, dtype: torch.dtype = torch.float64, rtol: float = 2e-5) -> None:
+    """Our function in fp32, and what it has to give, in value and gradients."""
+    found, wanted = values_and_slopes(ours, *leaves), values_and_slopes(theirs, *leaves, dtype=dtype)
+    for a, b in zip(found, wanted, strict=True):
+        assert_close(a, b, rtol=rtol, atol=rtol * max(1e-3, float(b.abs().max())))
 
 
 def same_metrics(got: Any, want: Any, rel: float = 1e-4) -> None:
@@ -174,3 +192,10 @@ def same_metrics(got: Any, want: Any, rel: float = 1e-4) -> None:
         return {name: x if x is None else number(float(x)) for name, x in named.items()}
 
     assert of(got, float) == of(want, lambda x: pytest.approx(x, rel=rel, abs=1e-5))
+
+
+def refused(*calls: tuple[Callable[[], Any], str], error: type[Exception] = ValueError) -> None:
+    """Each call raises the error, with a message that matches."""
+    for call, message in calls:
+        with pytest.raises(error, match=message):
+            call()

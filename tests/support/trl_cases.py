@@ -10,6 +10,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else TRL calls home
 
+import pytest
 import tokenizers
 import torch
 import transformers
@@ -88,10 +89,7 @@ def history(trainer: Any) -> list[dict[str, float]]:
 
 def assert_same_history(got: list[dict[str, float]], want: list[dict[str, float]], tolerance: float) -> None:
     """Every number of every step, by name; relative to the number, or to 1 where it is smaller."""
-    assert len(got) == len(want)
     for step, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert list(a) == list(b), f"step {step}: {sorted(set(a) ^ set(b))}"
-        for name in b:
-            x, y = (math.nan if v is None else v for v in (a[name], b[name]))
-            same = (math.isnan(x) and math.isnan(y)) or abs(x - y) <= tolerance * max(1.0, abs(y))
-            assert same, f"step {step}: {name} is {a[name]}, TRL's {b[name]}"
+        assert [*a] == [*b], step
+        ours, theirs = ({name: math.nan if x is None else x for name, x in logged.items()} for logged in (a, b))
+        assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance, nan_ok=True), step

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 
 @pytest.fixture(scope="package", autouse=True)
-def undrawn() -> Iterator[pytest.MonkeyPatch]:
+def undrawn():
     pytest.importorskip("matplotlib")
     from support import runs
 
@@ -18,7 +16,7 @@ def undrawn() -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.fixture
-def drawn(undrawn: pytest.MonkeyPatch) -> Iterator[None]:
+def drawn(undrawn):
     """For tests of the picture itself."""
     from support import runs
 

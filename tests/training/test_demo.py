@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ TINY = demo.Size(vocab=101, top_k=7, width=32, layers=1, warm_up=2, steps=3, pro
 # ---- the arithmetic
 
 
-def terms(prompt: str) -> list[int]:
+def terms(prompt):
     """What the answer of a problem adds up, read from the prompt alone."""
     story = re.fullmatch(r"[a-z]{2} had (\d+) (got|lost) (\d+)\?", prompt)
     if story:
@@ -33,7 +30,7 @@ def terms(prompt: str) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_answers_are_right_and_no_held_out_sum_occurs_in_training(seed: int) -> None:
+def test_answers_are_right_and_no_held_out_sum_occurs_in_training(seed):
     """In any order or text; slips are in stories alone."""
     parts = arithmetic.problems(4000, seed)
     training, held_out = ({tuple(sorted(terms(row["prompt"]))) for row in rows} for rows in parts)
@@ -44,7 +41,7 @@ def test_answers_are_right_and_no_held_out_sum_occurs_in_training(seed: int) -> 
     assert parts == arithmetic.problems(4000, seed) != arithmetic.problems(4000, seed + 1)
 
 
-def test_the_tokenizer_spells_every_character_and_reads_back() -> None:
+def test_the_tokenizer_spells_every_character_and_reads_back():
     tok = arithmetic.tokenizer()
     assert tok.decode(tok(arithmetic.CHARS)["input_ids"]) == arithmetic.CHARS and tok.tokenize("12+3=") == list("12+3=")
     assert len(tok) == len(set(arithmetic.CHARS)) and tok.decode([tok.eos_token_id], skip_special_tokens=True) == ""
@@ -54,12 +51,12 @@ def test_the_tokenizer_spells_every_character_and_reads_back() -> None:
 
 
 @pytest.fixture(autouse=True)
-def easy(monkeypatch: pytest.MonkeyPatch) -> None:
+def easy(monkeypatch):
     """The share of digits is rewarded, which a policy that knows nothing gets some of."""
     monkeypatch.setattr(demo, "exact", lambda prompts, texts, **_: [sum(c.isdigit() for c in text) / 3 for text in texts])
 
 
-def test_both_losses_make_the_same_steps_over_sets_of_k_ids() -> None:
+def test_both_losses_make_the_same_steps_over_sets_of_k_ids():
     record = demo.run(0, TINY, demo.side, progress=False)
     fused, plain = (record["sides"][name] for name in demo.LOSSES)
     assert fused["reward"] == plain["reward"] and len({*fused["reward"]}) > 1
@@ -67,17 +64,17 @@ def test_both_losses_make_the_same_steps_over_sets_of_k_ids() -> None:
     assert fused["accuracy"] == plain["accuracy"] and fused["kept"] == plain["kept"] == [TINY.top_k, TINY.top_k]
 
 
-def started(tmp_path: Path, name: str = "fused") -> Iterator[demo.Line]:
+def started(tmp_path, name="fused"):
     demo.warm_up(0, TINY, tmp_path / "warm.pt", progress=False)
     lines = demo.side(name, tmp_path / "warm.pt", 0, TINY)
     next(lines)
     return lines
 
 
-def test_equal_rows_of_the_table_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_rows_of_the_table_are_refused(tmp_path, monkeypatch):
     """Top-k then keeps the whole vocabulary, and nothing is learned."""
 
-    def with_equal_rows(model: Any, *_: Any) -> float:
+    def with_equal_rows(model, *_):
         torch.nn.init.constant_(model.get_input_embeddings().weight, 0.1)
         return 0.0
 
@@ -87,9 +84,9 @@ def test_equal_rows_of_the_table_are_refused(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", demo.LOSSES)
-def test_the_plain_loss_runs_no_kernel(tmp_path: Path, name: str) -> None:
+def test_the_plain_loss_runs_no_kernel(tmp_path, name):
     """Otherwise both sides could be ours: no loss and no log-prob of the package is computed."""
-    called: set[str] = set()
+    called = set()
     lines = started(tmp_path, name)
     sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_name) if event == "call" else None)
     try:
@@ -100,7 +97,7 @@ def test_the_plain_loss_runs_no_kernel(tmp_path: Path, name: str) -> None:
     assert ours == ({"linear_grpo_loss"} if name == "fused" else set()) and line["grad_norm"] > 0
 
 
-def test_docs_show_the_committed_record_and_what_it_says_is_so(tmp_path: Path, drawn: None) -> None:
+def test_docs_show_the_committed_record_and_what_it_says_is_so(tmp_path, drawn):
     """Table, sentences and picture; a record in which the two curves part says so."""
     record = json.loads(demo_report.FILE.read_text())
     assert demo_report.insert(demo_report.PAGE.read_text(), record) == demo_report.PAGE.read_text()
@@ -112,23 +109,14 @@ def test_docs_show_the_committed_record_and_what_it_says_is_so(tmp_path: Path, d
     held = json.loads(demo_report.described(record))
     assert held["fused"] == [run["sides"]["fused"]["reward"] for run in record["runs"]]
     assert (tmp_path / "a.svg").stat().st_size > 5000
-    for side in sides:
-        plain = side is sides[1] or side is sides[-1]
-        side["seconds"], side["loss_seconds"], side["peak_mib"] = ([3.0], [1.5], [700.0]) if plain else ([0.5], [0.25], [20.0])
-        side["sampling_seconds"], side["accuracy"] = [0.25], [0.25, 0.75]
-    record["runs"] = [record["runs"][0], record["runs"][-1]]
+    assert "the rewards of all 144 steps are the same" in demo_report.text(record)
     sides[-1]["reward"][1] += 0.25
-    text, rows = demo_report.text(record), demo_report.table(record)
-    assert rows[4][2:5] == ["3.00", "0.25", "1500"] and rows[4][6:] == ["700", "25.0%", "75.0%"]
-    for sentence in (
-        "in 95 of 96 steps", "at most 0.250 apart in the others", "+50.0, +50.0 points", "250 ms instead of 1500",
-        "0.50 s instead of 3.00", "20 MiB instead of 700", "50% of the fused step", "of 151,936 ids",
-    ):  # fmt: skip
-        assert sentence in text
+    for sentence in ("in 143 of 144 steps", "at most 0.250 apart in the others", "of 151,936 ids"):
+        assert sentence in demo_report.text(record)
 
 
 @pytest.mark.slow
-def test_the_command_runs_each_loss_in_a_process_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_runs_each_loss_in_a_process_of_its_own(tmp_path, capsys):
     assert demo.main(["--seed", "3", "--out", str(tmp_path)], size=TINY) == 0
     record = json.loads((tmp_path / "demo.json").read_text())
     assert (tmp_path / "demo.svg").exists() and f"{tmp_path}/demo.svg" in capsys.readouterr().out

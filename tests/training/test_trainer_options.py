@@ -10,7 +10,6 @@ import signal
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 SMALL = flags(steps=2, prompts_per_step=2, group_size=2, max_new_tokens=2, eval_steps=0)
 
 
-def refusal(capsys: Any, *arguments: str) -> str:
+def refusal(capsys, *arguments):
     """What a command that is wrong prints."""
     assert command_line(["train", *arguments]) == 2
     return capsys.readouterr().err
@@ -43,7 +42,7 @@ def refusal(capsys: Any, *arguments: str) -> str:
 # ---- the command line, and files of options
 
 
-def test_the_help_has_every_option_with_default_and_unit(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_has_every_option_with_default_and_unit(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "4000")  # a line for each option
     with pytest.raises(SystemExit, match="0"):
         command_line(["train", "--help"])
@@ -53,41 +52,41 @@ def test_the_help_has_every_option_with_default_and_unit(capsys: Any, monkeypatc
     assert " --max-new-tokens TOKENS budget of a completion (default: 256)\n" in text
 
 
-def test_options_are_written_and_read_again(tmp_path: Path) -> None:
+def test_options_are_written_and_read_again(tmp_path):
     """Every text and number comes back; what the command line says wins, default values and empty lists too."""
-    strange = [
-        "--prompt-template",
-        "  a: 'b' #\n\t{prompt}\u2028é\x07 ",
-        "--dataset_config",
-        "null",
-        "--train-split",
-        "1e3",
-        "--no-replay",
-    ]
-    strange += shlex.split(
-        "--lr 1e-6 --max-grad-norm inf --weight-decay 1e-300 --rewards exact number --reward-weights 0.1 1e22"
+    strange = ["--prompt-template", "  a: 'b' #\n\t{prompt}\u2028é\x07 "]
+    numbers = "--lr 1e-6 --max-grad-norm inf --weight-decay 1e-300 --rewards exact number --reward-weights 0.1 1e22"
+    others = (
+        "--dataset_config null --train-split 1e3 --no-replay --corrections tis:high=3 --sample-every 0 --no-progress --chat"
     )
-    first = parse([*strange, *shlex.split("--corrections tis:high=3 --sample-every 0 --no-progress --chat --out run")])
+    first = parse([*strange, *numbers.split(), *others.split()])
     assert first.replay is False and first.chat and not first.progress and first.max_grad_norm == float("inf")
     write(first, tmp_path / "config.yaml")
-    assert parse(["--config", f"{tmp_path}/config.yaml"]) == first
-    again = parse(
-        ["--config", f"{tmp_path}/config.yaml", *shlex.split("--lr 1e-5 --weight_decay 0.0 --corrections --progress true")]
-    )
-    assert again == replace(first, lr=1e-5, weight_decay=0.0, corrections=[], progress=True)
+    again = ["--config", f"{tmp_path}/config.yaml"]
+    assert parse(again) == first
+    changed = parse([*again, *"--lr 1e-5 --weight_decay 0.0 --corrections --progress true".split()])
+    assert changed == replace(first, lr=1e-5, weight_decay=0.0, corrections=[], progress=True)
 
 
-def test_the_example_of_the_documentation_runs(tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_example_of_the_documentation_runs(tok, tmp_path, monkeypatch, capsys):
     """The YAML of docs/training.md as it stands, but for the model, the data, how much and where; names with dashes, numbers as
     1e-6 and null are options too. It tells how it goes, and what it came to."""
     (example,) = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text(example + "min-p: 1e-1\nbeta: null\nbetas: [0.8, 1e-1]\nmax_grad_norm: 7\n")
-    small = [*on_disk(tok, tmp_path), *SMALL, *shlex.split("--chat false --dtype float32 --log-to jsonl --out run")]
+    small = [*on_disk(tok, tmp_path), *SMALL, *"--chat false --dtype float32 --log-to jsonl --out run".split()]
     assert command_line(["train", "--config", "a.yaml", *small]) == 0
     told, written = capsys.readouterr(), yaml.safe_load(Path("run/config.yaml").read_text())
-    found = [written[name] for name in ("preset", "lr", "chat", "min_p", "beta", "betas", "max_grad_norm")]
-    assert found == ["dapo", 1e-6, False, 0.1, None, [0.8, 0.1], 7.0] and isinstance(written["max_grad_norm"], float)
+    wanted = {
+        "preset": "dapo",
+        "lr": 1e-6,
+        "chat": False,
+        "min_p": 0.1,
+        "beta": None,
+        "betas": [0.8, 0.1],
+        "max_grad_norm": 7.0,
+    }
+    assert wanted.items() <= written.items() and isinstance(written["max_grad_norm"], float)
     assert Path("run/summary.txt").read_text() in told.out and "step 0: reward" in told.err and "2 of 2 done" in told.err
 
 
@@ -108,7 +107,7 @@ def test_the_example_of_the_documentation_runs(tok: Any, tmp_path: Path, monkeyp
         ("steps: !!python/name:os.system", "cannot be read: could not determine a constructor"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, capsys: Any, text: str, message: str) -> None:
+def test_what_is_wrong_in_a_file_is_named(tmp_path, capsys, text, message):
     path = tmp_path / "run.yaml"
     path.write_text(text)
     found = refusal(capsys, "--config", str(path))
@@ -181,9 +180,9 @@ REFUSED = [
     ("--device meta", "device='meta': it must be auto, cpu, cuda or"),
     ("--device cuda", "device='cuda': torch sees no CUDA device"),
     ("--backend tritn", "backend='tritn': it must be one of auto, eager, cpu, triton"),
-    ("--attn-implementation flash_attention_2", "attn_implementation='flash_attention_2': they run on a GPU"),
+    ("--attn-implementation flash_attention_2", "attn_implementation='flash_attention_2': it runs on a GPU"),
     ("--liger", "liger=True: liger-kernel's model kernels run on a GPU"),
-    ("--log-to jsonl wandb", "log_to='wandb', but wandb is not installed: pip install wandb"),
+    ("--log-to jsonl wandb", "log_to='wandb': wandb is not installed: pip install wandb"),
     ("--model ''", "model='': name one"),
     ("--dataset ''", "dataset='': name one"),
     ("--model ./modles/mine", "model='./modles/mine': there is no such file or folder"),
@@ -194,8 +193,8 @@ REFUSED = [
     ("--reward-model runs/rm/final", "reward_model='runs/rm/final': there is no such"),
     ("--teacher runs/teacher/final --beta 0.1", "teacher='runs/teacher/final': there is no such"),
     ("--preset distillation", "preset='distillation': it learns from a teacher: name one"),
-    ("--teacher org/name", "teacher is given, but at beta=0 nothing looks at it"),
-    ("--teacher org/name --beta 0.1 --ref-refresh-steps 3", "set beta above 0 and ref_refresh_steps to 0"),
+    ("--teacher org/name", "beta=None: set it above 0, and ref_refresh_steps to 0: at 0 nothing looks at the teacher"),
+    ("--teacher org/name --beta 0.1 --ref-refresh-steps 3", "beta=0.1: set it above 0, and ref_refresh_steps to 0"),
     ("--beta 0.1 --kl exact --parallel fsdp2", "kl='exact': the head of a reference in shards .*use parallel='ddp'"),
     ("--out file/run", "out='file/run' cannot be written"),
 ]
@@ -203,17 +202,8 @@ REFUSED = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 @pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[arguments for arguments, _ in REFUSED])
-def test_what_is_wrong_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: str, message: str
-) -> None:
-    """With option, value and remedy. Nothing asks the Hub, which without a network would take minutes; nothing is loaded."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("the Hub is asked")
-
-    for owner in ("transformers.AutoModelForCausalLM", "transformers.AutoTokenizer"):
-        monkeypatch.setattr(f"{owner}.from_pretrained", refuse)
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
+def test_what_is_wrong_is_refused_at_once(tmp_path, monkeypatch, capsys, arguments, message):
+    """With option, value and remedy, before anything is loaded: there are no such model and data."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
@@ -223,31 +213,17 @@ def test_what_is_wrong_is_refused_at_once(
     assert not Path("runs").exists()
 
 
-def test_a_value_that_is_none_of_the_choices_names_them() -> None:
-    for name, value in (
-        ("preset", "a2po"),
-        ("numerics", "prime-rl"),
-        ("loss", "fused"),
-        ("dtype", "int8"),
-        ("log_to", ["paper"]),
-    ):
-        with pytest.raises(ValueError, match=f"{name}=.*: it must be one of "):
-            TrainConfig(**{name: value})
-
-
 #: Signals that `stop` sends to its process.
-SENT: list[int] = []
+SENT = []
 
 
-def stop(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+def stop(prompts, completions, **_):
     for number in SENT:
         os.kill(os.getpid(), number)
     return [0.0] * len(prompts)
 
 
-def test_a_run_from_the_command_line_says_how_it_ended(
-    tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_run_from_the_command_line_says_how_it_ended(tok, tmp_path, monkeypatch, capsys):
     """0: done. 2: an argument is wrong. 128 + signal: interrupted, to be resumed."""
     options = flags(steps=3, rewards=f"{__name__}:stop", out=tmp_path / "run", dtype="bfloat16")
     argv = [*on_disk(tok, tmp_path), *SMALL, *options, "--no-progress", "--gradient-checkpointing"]
@@ -262,69 +238,68 @@ def test_a_run_from_the_command_line_says_how_it_ended(
 
 # ---- what is passed from Python
 
-
-PASSED: list[tuple[dict[str, Any], str]] = [
+MODEL = tiny(tokenizer())
+PASSED = [
     ({"rows": ([], [])}, "there are no training rows: name a data set"),
     ({"rows": (PROMPTS, []), "eval_steps": 5}, "there are no held-out rows: name an eval_split"),
     ({"rewards": ["nothing"]}, "it must be one of exact, number, or module:function"),
     ({"rewards": ["json:nothing"]}, "rewards='json:nothing' cannot be imported"),
     ({"rewards": ["json:__name__"]}, "rewards='json:__name__' is a str: name a function"),
+    ({"preset": "a2po"}, "preset='a2po': it must be one of "),
+    ({"log_to": ["paper"]}, "log_to='paper': it must be one of jsonl, tensorboard"),
     ({"tokenizer": None}, "model and tokenizer go together"),
+    ({"teacher": MODEL, "beta": 0.1}, "teacher.*pass a copy of it, copy.deepcopy"),
+    ({"teacher": tiny(tokenizer(), vocab_size=31), "beta": 0.1}, "teacher.*a vocabulary of 31, the model of 30"),
 ]
 
 
 @pytest.mark.parametrize(("given", "message"), PASSED, ids=[message for _, message in PASSED])
-def test_what_is_passed_and_does_not_go_together_is_refused(
-    tok: Any, tmp_path: Path, given: dict[str, Any], message: str
-) -> None:
+def test_what_is_passed_and_does_not_go_together_is_refused(tok, tmp_path, given, message):
     passed = {"tokenizer": tok, "rows": (PROMPTS, []), **given}
-    settings = config(tmp_path, **{name: passed.pop(name) for name in given if name in ("rewards", "eval_steps")})
+    options = {name: passed.pop(name) for name in given.keys() - {"tokenizer", "rows", "teacher"}}
     with pytest.raises(ValueError, match=message):
-        Trainer(settings, model=tiny(tok), **passed)
+        Trainer(config(tmp_path, **options), model=MODEL, **passed)
+    assert all(p.requires_grad for p in MODEL.parameters())
 
 
-def test_a_teacher_is_another_model_of_the_same_tokenizer(tok: Any, tmp_path: Path) -> None:
-    model = tiny(tok)
-    for teacher, message in (
-        (model, "pass a copy of it, copy.deepcopy"),
-        (tiny(tok, vocab_size=31), "a vocabulary of 31, the model of 30"),
-    ):
-        with pytest.raises(ValueError, match=f"teacher.*{message}"):
-            trainer(tok, tmp_path, model=model, teacher=teacher, beta=0.1)
-    assert all(p.requires_grad for p in model.parameters())
-
-
-def test_a_missing_package_is_noticed_before_training(tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_noticed_before_training(tok, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match="the trainer needs matplotlib, which is not installed: pip install"):
         trainer(tok, tmp_path / "run")
 
 
-def test_beta_and_its_defaults() -> None:
+def test_beta_and_its_defaults():
     """0 in the papers, and where a trainer's numerics have one, that; a top-k that leaves one token may go without replay."""
     assert TrainConfig().objective.beta == 0 == TrainConfig(numerics="liger", beta=0.0).objective.beta
     assert TrainConfig(numerics="liger").objective.beta > 0 and TrainConfig(kl="k3", beta=0.0).objective.beta == 0
     assert not TrainConfig(top_k=1, replay=False).replays and TrainConfig(top_k=2).replays
 
 
-def test_each_process_of_a_machine_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("is_available", True), ("device_count", 4), ("current_device", 3)):
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    assert [str(pick_device(name)) for name in ("auto", "cuda", "cuda:1", "cpu")] == ["cuda:3", "cuda:3", "cuda:1", "cpu"]
-    with pytest.raises(ValueError, match="device='cuda:4': torch sees 4 CUDA devices here, of which the last is cuda:3"):
-        pick_device("cuda:4")
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert str(pick_device("auto")) == str(pick_device("cuda")) == "cuda:2"
-    with pytest.raises(ValueError, match="device='cuda:1': of several processes each has a device of its own"):
-        pick_device("cuda:1")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a launcher that hides the devices of the others
-    assert str(pick_device("cuda")) == "cuda:0"
+@pytest.mark.parametrize(
+    ("name", "environment", "count", "device"),
+    [
+        ("auto", {}, 4, "cuda:3"), ("cuda", {}, 4, "cuda:3"), ("cuda:1", {}, 4, "cuda:1"), ("cpu", {}, 4, "cpu"),
+        ("cuda:4", {}, 4, "device='cuda:4': torch sees 4 CUDA devices here, of which the last is cuda:3"),
+        ("auto", {"LOCAL_RANK": "2"}, 4, "cuda:2"), ("cuda", {"LOCAL_RANK": "2"}, 4, "cuda:2"),
+        ("cuda", {"LOCAL_RANK": "2"}, 1, "cuda:0"),  # a launcher that hides the devices of the others
+        ("cuda:1", {"WORLD_SIZE": "8"}, 4, "device='cuda:1': of several processes each has a device of its own"),
+    ],
+)  # fmt: skip
+def test_each_process_of_a_machine_has_a_device_of_its_own(monkeypatch, name, environment, count, device):
+    for of_torch, value in (("is_available", True), ("device_count", count), ("current_device", 3)):
+        monkeypatch.setattr(torch.cuda, of_torch, lambda value=value: value)
+    for variable, text in environment.items():
+        monkeypatch.setenv(variable, text)
+    if device.startswith("device"):
+        with pytest.raises(ValueError, match=device):
+            pick_device(name)
+    else:
+        assert str(pick_device(name)) == device
 
 
-def test_a_model_whose_logits_are_not_known_is_refused(tok: Any, tmp_path: Path) -> None:
+def test_a_model_whose_logits_are_not_known_is_refused(tok, tmp_path):
     class Doubled(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return 2 * super().forward(x)
 
     doubled, hooked, whole = (tiny(tok) for _ in range(3))
@@ -349,7 +324,7 @@ TEMPLATE = (
 Seen = list[tuple[str, str | None]]
 
 
-def seen(tok: Any, rows: Any = None, **changes: Any) -> tuple[Seen, Seen]:
+def seen(tok, rows=None, **changes):
     """(prompt, answer) of training rows and of held-out ones, as a run has them; the ids are those of the prompt."""
     settings = TrainConfig(**{"dataset": "d", **changes})
     found = []
@@ -360,18 +335,18 @@ def seen(tok: Any, rows: Any = None, **changes: Any) -> tuple[Seen, Seen]:
     return found[0], found[1]
 
 
-def chat_tokenizer(template: str | None = TEMPLATE) -> Any:
+def chat_tokenizer(template=TEMPLATE):
     tok = tokenizer()
     tok.chat_template = template
     return tok
 
 
-def in_lines(path: Path, rows: list[Any]) -> str:
+def in_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
+def test_conversations_go_through_the_chat_template(tmp_path):
     """Rows that are passed, and a file in TRL's format, which gives the keys of all messages to each, None where it lacks one."""
     user, answer = {"role": "user", "content": "2"}, {"role": "assistant", "content": "3", "tool_calls": "x"}
     talk = [{"role": "system", "content": "1"}, user, answer]
@@ -382,34 +357,32 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
     assert seen(tok, (texts, []), chat=True, prompt_template="0+{prompt}")[0] == [("=0+1+", None), ("=0+2+", None)]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        (None, r"prompt=None: it must be a text"),
-        ("  \n", r"it must be a text that is not empty"),
-        ([], r"prompt=\[\]: it must be"),
-        (["a"], r"prompt=\['a'\]: it must be a text that is not empty, or a list of messages"),
-        ([{"role": "user"}, {"content": "x"}], "a list of messages with their roles"),
-        ([{"role": "tool", "content": "x"}], "the tokenizer's chat template refuses the messages"),
-        ([{"role": "user", "content": "x"}], r"prompt_template='a \{prompt\}' goes around a text"),
-    ],
-)
-def test_a_row_that_is_no_prompt_is_named(prompt: Any, message: str) -> None:
-    rows, good = [{"prompt": "1+1="}, {"prompt": prompt}], [{"prompt": "1+1="}]
-    changes = {"prompt_template": "a {prompt}"} if "template=" in message else {}
-    for which, given in (("training", (rows, good)), ("held-out", (good, rows))):
-        with pytest.raises(ValueError, match=f"row 1 of the {which} rows: .*{message}"):
-            seen(chat_tokenizer(), given, **changes)
+USER = [{"role": "user", "content": "x"}]
+NO_PROMPTS = [
+    (None, {}, "prompt=None: it must be a text"),
+    ("  \n", {}, "it must be a text that is not empty"),
+    ([], {}, r"prompt=\[\]: it must be"),
+    (["a"], {}, r"prompt=\['a'\]: it must be a text that is not empty, or a list of messages with their roles"),
+    ([{"role": "user"}, {"content": "x"}], {}, r"the chat template takes \(KeyError: 'role'\)"),
+    ([{"role": "tool", "content": "x"}], {}, r"the chat template takes \(Undef"),
+    (USER, {"prompt_template": "a {prompt}"}, r"prompt_template='a \{prompt\}' goes around a text"),
+    (USER, {"tok": tokenizer()}, "prompt=.*'x'.*goes through the tokenizer's chat template, and it has none"),
+    ("1+1=", {"tok": tokenizer(), "chat": True}, "'1.1='.*goes through the tokenizer's chat template, and it has none"),
+]
 
 
-def test_chat_needs_a_template(tok: Any) -> None:
-    for prompt, chat, why in (("1", True, "chat=True"), ([{"role": "user", "content": "1"}], False, "the prompt is a list")):
-        with pytest.raises(ValueError, match=f"{why}.*, but the tokenizer has no chat template"):
-            seen(tok, ([{"prompt": prompt}], []), chat=chat)
+@pytest.mark.parametrize(("prompt", "changes", "message"), NO_PROMPTS, ids=[message for *_, message in NO_PROMPTS])
+def test_a_row_that_is_no_prompt_is_named(prompt, changes, message):
+    good = [] if "chat" in changes else [{"prompt": "1+1="}]
+    for which, rows in (("training", (0, 1)), ("held-out", (1, 0))):
+        given = [[*good, {"prompt": prompt}], good]
+        if good or which == "training":
+            with pytest.raises(ValueError, match=f"row {len(good)} of the {which} rows: .*{message}"):
+                seen(**{"tok": chat_tokenizer(), "rows": [given[i] for i in rows], **changes})
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE], ids=["without a template", "with one"])
-def test_a_text_gets_its_beginning_of_text_token_once(template: str | None) -> None:
+def test_a_text_gets_its_beginning_of_text_token_once(template):
     from tokenizers.processors import TemplateProcessing
 
     tok = chat_tokenizer(template)
@@ -421,7 +394,7 @@ def test_a_text_gets_its_beginning_of_text_token_once(template: str | None) -> N
 
 
 @pytest.mark.parametrize("configuration", ["main", None, "socratic"])
-def test_data_laid_out_as_gsm8k(tok: Any, tmp_path: Path, configuration: str | None) -> None:
+def test_data_laid_out_as_gsm8k(tok, tmp_path, configuration):
     """Two configurations, two splits, question and answer columns."""
     card = "---\nconfigs:\n"
     for name, first in (("main", 0), ("socratic", 5)):
@@ -440,7 +413,7 @@ def test_data_laid_out_as_gsm8k(tok: Any, tmp_path: Path, configuration: str | N
 
 
 @pytest.mark.parametrize(("name", "rows", "held_out"), [("p.parquet", 24, 2), ("p.json", 5, 1), ("p.jsonl", 12, 5)])
-def test_data_in_one_file_holds_out_its_end(tok: Any, tmp_path: Path, name: str, rows: int, held_out: int) -> None:
+def test_data_in_one_file_holds_out_its_end(tok, tmp_path, name, rows, held_out):
     """A tenth, and at least one; or as many as is said."""
     data, path = datasets.Dataset.from_list(PROMPTS[:rows]), str(tmp_path / name)
     data.to_parquet(path) if name == "p.parquet" else data.to_json(path)
@@ -460,9 +433,7 @@ def test_data_in_one_file_holds_out_its_end(tok: Any, tmp_path: Path, name: str,
         ('{"prompt": "1"}\n', {"dataset": "p.txt"}, "a file must end in one of"),
     ],
 )
-def test_a_file_that_is_no_data_set_is_refused(
-    tok: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, changes: dict[str, Any], message: str
-) -> None:
+def test_a_file_that_is_no_data_set_is_refused(tok, tmp_path, monkeypatch, text, changes, message):
     monkeypatch.chdir(tmp_path)
     for name in ("p.jsonl", "p.txt"):
         Path(name).write_text(text)
@@ -470,7 +441,7 @@ def test_a_file_that_is_no_data_set_is_refused(
         seen(tok, **{"dataset": str(tmp_path / "p.jsonl"), **changes})
 
 
-def test_rows_splits_and_answers_that_are_not_needed(tok: Any, tmp_path: Path, capsys: Any) -> None:
+def test_rows_splits_and_answers_that_are_not_needed(tok, tmp_path, capsys):
     """Without evaluations no row is held out, and no split for them has to be there; a row may lack its answer. Long prompts are
     left out with a count."""
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": None}, {"prompt": "1+2+3+4=", "answer": "10"}]

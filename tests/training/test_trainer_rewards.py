@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,14 +21,14 @@ Lists = list[list[int]]
 ASKED = Asked(list("abcd"), ["x", "y\n", "z", "w"], [[1], [2, 3], [4, 5, 6], [7]], {})
 
 
-def shown(i: int) -> str:
+def shown(i):
     return f"\n  prompt     {ASKED.prompts[i]!r}\n  completion {ASKED.completions[i]!r}"
 
 
-def graded(values: Any) -> Any:
+def graded(values):
     """What comes of a function that returns these for `ASKED`, or what they are of the ids."""
 
-    def graded(prompts: list[str], completions: list[str], *, completion_ids: Lists) -> Any:
+    def graded(prompts, completions, *, completion_ids):
         return values(completion_ids) if callable(values) else values
 
     return call(graded, ASKED)
@@ -59,7 +57,7 @@ def graded(values: Any) -> Any:
     ],
     ids=str,
 )  # fmt: skip
-def test_wrong_rewards_raise(values: Any, which: int | None, message: str) -> None:
+def test_wrong_rewards_raise(values, which, message):
     """One of a single completion shows it with its prompt."""
     with pytest.raises(ValueError) as caught:
         graded(values)
@@ -67,7 +65,7 @@ def test_wrong_rewards_raise(values: Any, which: int | None, message: str) -> No
     assert message in said and (which is None or said.endswith(shown(which)))
 
 
-def test_numbers_of_numpy_and_torch_are_rewards() -> None:
+def test_numbers_of_numpy_and_torch_are_rewards():
     numpy = pytest.importorskip("numpy")
     numbers = [1, 0, 2, 2.5]
     for values in (numbers, numpy.array(numbers), torch.tensor(numbers), (torch.tensor(1), numpy.float32(0), 2, 2.5)):
@@ -75,13 +73,13 @@ def test_numbers_of_numpy_and_torch_are_rewards() -> None:
     assert call(exact, Asked([], [], [], {"answer": []})) == [] != graded([(torch.tensor(1),), [None, 1], [0] * 3, [2]])
 
 
-def dividing(ids: Lists) -> list[float]:
+def dividing(ids):
     if ids == [[1]]:
         raise KeyError("another error, of a lone completion")
     return [1 / (len(each) != 3) for each in ids]
 
 
-def together(ids: Lists) -> list[float]:
+def together(ids):
     if len(ids) > 1:
         raise OSError("too many")
     return [0.0]
@@ -98,13 +96,11 @@ NONE = "OSError: too many\nWith none of the 4 completions alone it was seen to f
     ],
     ids=["of one", "of none", "slow"],
 )  # fmt: skip
-def test_an_error_in_a_reward_function_shows_the_completion_that_caused_it(
-    monkeypatch: pytest.MonkeyPatch, function: Any, seconds: float, calls: int, said: str, which: int
-) -> None:
+def test_an_error_in_a_reward_function_shows_the_completion_that_caused_it(monkeypatch, function, seconds, calls, said, which):
     """The function is asked about each completion alone until it fails in the same way, or for ten seconds."""
-    found: list[Lists] = []
+    found = []
 
-    def timed(ids: Lists) -> Any:
+    def timed(ids):
         found.append(ids)
         yield from function(ids)  # when it is read
 
@@ -114,12 +110,10 @@ def test_an_error_in_a_reward_function_shows_the_completion_that_caused_it(
     assert str(caught.value) == f"reward graded raised {said}{shown(which)}" and len(found) == calls
 
 
-def test_reward_functions_get_the_columns_of_their_prompt(tok: Any, tmp_path: Path) -> None:
+def test_reward_functions_get_the_columns_of_their_prompt(tok, tmp_path):
     """And the sampled ids, of which the completion is the text without the end."""
 
-    def check(
-        prompts: list[str], completions: list[str], *, answer: list[str], completion_ids: Lists, **others: Any
-    ) -> list[float]:
+    def check(prompts, completions, *, answer, completion_ids, **others):
         assert all(eval(prompt.rstrip("=")) == int(a) for prompt, a in zip(prompts, answer, strict=True))
         assert prompts[0] == prompts[3] != prompts[4] and len(prompts) == 12 and not others
         assert completions == [tok.decode(ids).rstrip(".") for ids in completion_ids]
@@ -129,7 +123,7 @@ def test_reward_functions_get_the_columns_of_their_prompt(tok: Any, tmp_path: Pa
     assert metrics["zero_variance_groups"] == 1.0 and metrics["grad_norm"] == 0.0 and metrics["reward"] == 0.5
 
 
-def test_final_numbers_and_exact_answers() -> None:
+def test_final_numbers_and_exact_answers():
     right = {
         "so 3 + 4 = 7.\n#### 1,234": "1234", "first \\boxed{3}, then \\boxed{-2.50}": "-2.5", "5 and then 42.": "42",
         "#### $18 a day": "18",
@@ -147,13 +141,13 @@ SHOWN = {"1\n+\x1b[2J\u202e" + "2" * 232: None, LONG: "'\\n" + "1" * 119 + "' ..
 
 
 @pytest.mark.parametrize("prompt", SHOWN, ids=["escapes", "long"])
-def test_texts_are_shown_on_a_line_without_their_middle(prompt: str) -> None:
+def test_texts_are_shown_on_a_line_without_their_middle(prompt):
     with pytest.raises(ValueError) as caught:
         call(lambda *_, **__: [None], Asked([prompt], ["x"], [[1]], {}))
     assert f"\n  prompt     {SHOWN[prompt] or repr(prompt)}\n" in str(caught.value)
 
 
-def test_reward_model(tok: Any, tmp_path: Path) -> None:
+def test_reward_model(tok, tmp_path):
     """Its scores are the classifier's logit on prompt + completion, whatever the padding."""
     torch.manual_seed(3)
     settings = transformers.Qwen3Config(**(tiny(tok).config.to_dict() | {"num_labels": 1}))
@@ -161,7 +155,7 @@ def test_reward_model(tok: Any, tmp_path: Path) -> None:
     for part in (classifier, tok):
         part.save_pretrained(tmp_path / "rm")
     watch = Watch(None)
-    options: dict[str, Any] = {"reward_model": str(tmp_path / "rm"), "reward_weights": [0.0, 2.0]}
+    options = {"reward_model": str(tmp_path / "rm"), "reward_weights": [0.0, 2.0]}
     metrics = trainer(tok, tmp_path / "run", rewards=[watch.told(varied)], **options).train_step()
     texts = [p + c for p, c in zip(watch.calls[0].prompts, watch.calls[0].completions, strict=True)]
     scores = torch.cat([classifier(input_ids=torch.tensor([tok(text)["input_ids"]])).logits[0] for text in texts]).detach()

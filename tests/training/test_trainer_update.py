@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,14 +25,14 @@ from support.runs import PROMPTS, lines, tiny, trainer, varied
 
 Tensor = torch.Tensor
 DAPO = Spec(eps_high=0.28)
-CUT: dict[str, Any] = {"top_k": 9, "top_p": 0.8}
-HOT: dict[str, Any] = {"num_updates": 2, "lr": 3e-3}
+CUT = {"top_k": 9, "top_p": 0.8}
+HOT = {"num_updates": 2, "lr": 3e-3}
 
 
 # ---- models and rewards
 
 
-def causal(name: str, tok: Any, **changes: Any) -> Any:
+def causal(name, tok, **changes):
     """A small model of another architecture."""
     torch.manual_seed(5)
     settings = getattr(transformers, f"{name}Config")(
@@ -42,23 +41,23 @@ def causal(name: str, tok: Any, **changes: Any) -> Any:
     return getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(settings)
 
 
-def gpt2(tok: Any) -> Any:
+def gpt2(tok):
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.3)
     return causal("GPT2", tok, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.1, **drops)
 
 
-def opt(tok: Any) -> Any:
+def opt(tok):
     """Its layers draw their dropout themselves, by their own training flag."""
     sizes = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "word_embed_proj_dim": 32}
     return causal("OPT", tok, dropout=0.3, init_std=0.1, max_position_embeddings=64, **sizes)
 
 
-def softcapped(tok: Any) -> Any:
+def softcapped(tok):
     sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
     return causal("Gemma2", tok, num_key_value_heads=1, initializer_range=0.5, final_logit_softcapping=1.5, **sizes)
 
 
-def seeing(tok: Any) -> Any:
+def seeing(tok):
     """A model of images and text with a tiny one as its language model: its vocabulary stands in the config of its text."""
     text = tiny(tok, seed=5)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "projection_dim": 16}
@@ -71,49 +70,49 @@ def seeing(tok: Any) -> Any:
     return model
 
 
-def another(tok: Any) -> Any:
+def another(tok):
     return tiny(tok, seed=5, hidden_size=48)
 
 
-def with_three_ends(tok: Any) -> Any:
+def with_three_ends(tok):
     model = tiny(tok)
     model.generation_config.eos_token_id = [3, 5]
     return model
 
 
-def of_steps(prompts: list[str], completions: list[str], *, completion_ids: list[list[int]], **_: Any) -> list[list[Any]]:
+def of_steps(prompts, completions, *, completion_ids, **_):
     """A process reward at every other token."""
     return [[float(i % 2 == 0) if t % 2 == 0 else None for t, i in enumerate(ids)] for ids in completion_ids]
 
 
-def some_alike(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+def some_alike(prompts, completions, **_):
     """The completions of one prompt differ in reward, those of the others do not."""
     score = varied(prompts, completions)
     return [s + 0.1 * i if p == prompts[0] else 0.7 for i, (p, s) in enumerate(zip(prompts, score, strict=True))]
 
 
-def alike(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+def alike(prompts, completions, **_):
     return [0.7] * len(prompts)
 
 
 # ---- advantages by another way, from the rewards [K][B] of a step
 
 
-def scaled(**options: Any) -> Any:
-    def advantages(plain: Plain, rewards: list[list[float]]) -> list[float]:
+def scaled(**options):
+    def advantages(plain, rewards):
         return estimators.group_advantages(rewards[0], plain.groups, **options)
 
     return advantages
 
 
-def beside_steps(plain: Plain, rewards: list[list[Any]]) -> list[list[float]]:
+def beside_steps(plain, rewards):
     """An outcome of weight 1, and steps of weight 0.5."""
     outcome = plain.of_groups([rewards[0], [0.0] * len(plain.ids)])
     steps = estimators.process_advantages(rewards[1], plain.groups)
     return [[a + 0.5 * s for s in row] for a, row in zip(outcome, steps, strict=True)]
 
 
-def over_greedy(plain: Plain, rewards: list[list[float]]) -> list[float]:
+def over_greedy(plain, rewards):
     ends = [plain.tok.eos_token_id]
     firsts = range(0, len(plain.ids), plain.c.group_size)
     texts = [plain.tok.decode(plain.greedy(plain.prompts[i], ends), skip_special_tokens=True) for i in firsts]
@@ -121,17 +120,17 @@ def over_greedy(plain: Plain, rewards: list[list[float]]) -> list[float]:
     return [r - base[group] for r, group in zip(rewards[0], plain.groups, strict=True)]
 
 
-def optimal_token(plain: Plain, rewards: list[list[float]]) -> list[list[float]]:
+def optimal_token(plain, rewards):
     at_end = [[0.0] * (len(ids) - 1) + [r] for r, ids in zip(rewards[0], plain.ids, strict=True)]
     logps, squares = ([x.tolist() for x in each] for each in (plain.old, plain.squares))
     return estimators.optimal_token_advantages(at_end, logps, squares, plain.groups)
 
 
-def of_each_reward(plain: Plain, rewards: list[list[float]]) -> list[float]:
+def of_each_reward(plain, rewards):
     return estimators.gdpo([*zip(*rewards, strict=True)], [1.0, 3.0], plain.groups)
 
 
-def no_reward(plain: Plain, rewards: list[list[float]]) -> list[float]:
+def no_reward(plain, rewards):
     return [0.0] * len(plain.ids)
 
 
@@ -152,18 +151,18 @@ class Case:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def of_kl(kl: str, **changes: Any) -> Case:
+def of_kl(kl, **changes):
     """Surrogate and exact divergence to a teacher, at weight 0.5."""
     settings = {"preset": "dapo", "beta": 0.5, "kl": kl, "micro_batch": 5, **HOT, **changes}
     return Case(settings, Spec(eps_high=0.28, beta=0.5), teacher=another)
 
 
-def truncated(weight: float) -> Callable[[Tensor, bool], Tensor]:
+def truncated(weight):
     return lambda gap, ended: gap.exp().clamp(max=weight)
 
 
 KL = Spec(aggregate="seq-mean-token-mean", beta=0.1)
-CASES: dict[str, Case] = {
+CASES = {
     # updates, passes, prompts and the reference over steps
     "one update": Case({"temperature": 0.7}, steps=2, metrics={"ratio_max": 1.0, "ratio_min": 1.0, "dropped": 0.0}),
     "updates": Case({"num_updates": 3, "lr": 1e-2, "micro_batch": 5, "temperature": 1.3}),
@@ -222,7 +221,7 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_is_the_plain_one(tok: Any, tmp_path: Path, name: str) -> None:
+def test_a_step_is_the_plain_one(tok, tmp_path, name):
     """Of each optimizer step: the gradients of all parameters, and what the metrics say of the last."""
     case = CASES[name]
     model, teacher = case.model(tok), case.teacher and case.teacher(tok)
@@ -257,7 +256,7 @@ def test_a_step_is_the_plain_one(tok: Any, tmp_path: Path, name: str) -> None:
 # ---- relations
 
 
-def gradients_of(tok: Any, out: Path, **options: Any) -> tuple[list[dict[str, Tensor]], dict[str, float]]:
+def gradients_of(tok, out, **options):
     model = options.pop("model", None) or tiny(tok)
     watch = Watch(model)
     options = {"rewards": (varied,)} | options
@@ -274,9 +273,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("option", "name"), [(option, name) for option, names in OTHERS.items() for name in names.split()])
-def test_pieces_of_a_batch_have_its_gradient(tok: Any, tmp_path: Path, option: str, name: str) -> None:
+def test_pieces_of_a_batch_have_its_gradient(tok, tmp_path, option, name):
     """With objectives of each level and mean, every estimator and every correction; most have a gradient of their own."""
-    base: dict[str, Any] = {"beta": 0.1, "entropy_coef": 0.01, "top_p": 0.9, "replay": False, "max_new_tokens": 6, **HOT}
+    base = {"beta": 0.1, "entropy_coef": 0.01, "top_p": 0.9, "replay": False, "max_new_tokens": 6, **HOT}
     own = {"corrections": [name]} if option == "correction" else {option: name}
     (_, whole), metrics = gradients_of(tok, tmp_path / "a", loss="eager", **base, **own)
     (_, cut), of_cut = gradients_of(tok, tmp_path / "b", micro_batch=5, **base, **own)
@@ -288,7 +287,7 @@ def test_pieces_of_a_batch_have_its_gradient(tok: Any, tmp_path: Path, option: s
     assert (apart > 1e-6 * metrics["grad_norm"] ** 2) == (name != "m2po"), apart
 
 
-def test_layers_that_recompute_run_twice(tok: Any, tmp_path: Path) -> None:
+def test_layers_that_recompute_run_twice(tok, tmp_path):
     """Once in the forward and once in the backward pass; and afterwards nothing is in training mode."""
     for checkpointing in (False, True):
         model, calls = tiny(tok), list[bool]()
@@ -297,9 +296,9 @@ def test_layers_that_recompute_run_twice(tok: Any, tmp_path: Path) -> None:
         assert sum(calls) == 1 + checkpointing and not any(module.training for module in model.modules())
 
 
-def test_entropy_is_held_up_by_a_moving_weight(tok: Any, tmp_path: Path) -> None:
+def test_entropy_is_held_up_by_a_moving_weight(tok, tmp_path):
     """A target above any entropy: the weight rises by 0.005 an update once the first entropy was seen, and survives a resume."""
-    options: dict[str, Any] = {"entropy_target": 50.0, "checkpoint_steps": 1, "lr": 0.0, "rewards": [alike], "num_updates": 2}
+    options = {"entropy_target": 50.0, "checkpoint_steps": 1, "lr": 0.0, "rewards": [alike], "num_updates": 2}
     assert (
         trainer(tok, tmp_path / "a", steps=2, **options).train()
         and trainer(tok, tmp_path / "a", resume=True, steps=3, **options).train()
@@ -324,7 +323,7 @@ LOGITS[2:8] = torch.tensor([0.5, 0.3, 0.1, 0.05, 0.03, 0.02]).log()
     ],
     ids=str,
 )  # fmt: skip
-def test_tokens_come_as_often_as_they_should(options: dict[str, Any]) -> None:
+def test_tokens_come_as_often_as_they_should(options):
     """By 4,800 numbers that fill the unit interval evenly; what is cut off never comes, and nothing else is missing."""
     even, settings = (torch.arange(4800, dtype=torch.float64) + 0.5) / 4800, TrainConfig(**options)
     ids, logps, sets = draw(LOGITS[None].float(), lambda: even, copies=4800, **options)
@@ -340,7 +339,7 @@ def test_tokens_come_as_often_as_they_should(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("number", "token"), [(0.0, 3), (0.2499999, 3), (0.25, 5), (0.7499999, 5), (0.75, 6), (1 - 2**-53, 6), (1.0, 5)]
 )
-def test_a_number_chooses_its_token_and_never_one_that_cannot_come(number: float, token: int) -> None:
+def test_a_number_chooses_its_token_and_never_one_that_cannot_come(number, token):
     """The cumulative probabilities are 0 up to token 3, then 1/4, 1/4, 3/4, 1, and 1 to the last, at which rounding could point."""
     logits = torch.full((1, 30), -200.0)
     logits[0, 3:7] = torch.tensor([1.0, 1e-9, 2.0, 1.0]).log() - torch.tensor([0.0, 200.0, 0.0, 0.0])
@@ -350,11 +349,11 @@ def test_a_number_chooses_its_token_and_never_one_that_cannot_come(number: float
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
-def test_evaluations_are_greedy_and_without_cuts(tok: Any, tmp_path: Path, temperature: float) -> None:
+def test_evaluations_are_greedy_and_without_cuts(tok, tmp_path, temperature):
     """One completion of each held-out prompt, before the step and after it: token by token that of the model without cache, padding
     or batch; or at a temperature, from the whole vocabulary."""
     model, watch, prompts = tiny(tok), Watch(None), [row["prompt"] for row in PROMPTS[16:23]]
-    options: dict[str, Any] = {"eval_steps": 1, "eval_prompts": 7, "steps": 1, "lr": 0.0, "max_new_tokens": 6, "top_k": 2}
+    options = {"eval_steps": 1, "eval_prompts": 7, "steps": 1, "lr": 0.0, "max_new_tokens": 6, "top_k": 2}
     t = trainer(tok, tmp_path, model=model, rewards=[watch.told(varied)], eval_temperature=temperature, **options)
     assert t.train()
     before, _, after = (dict(zip(call.prompts, call.ids, strict=True)) for call in watch.calls)
@@ -364,7 +363,7 @@ def test_evaluations_are_greedy_and_without_cuts(tok: Any, tmp_path: Path, tempe
     assert temperature == 0 or len({i for ids in before.values() for i in ids}) > 14
 
 
-def test_an_epoch_visits_every_prompt() -> None:
+def test_an_epoch_visits_every_prompt():
     rows = [{"prompt": str(i)} for i in range(10)]
     visited = [row["prompt"] for step in range(5) for row in prompts_of_step(rows, step, 4, seed=0)]
     assert sorted(visited[:10]) == sorted(visited[10:]) == [row["prompt"] for row in rows]
@@ -372,8 +371,8 @@ def test_an_epoch_visits_every_prompt() -> None:
     assert [row["prompt"] for row in prompts_of_step(rows, 0, 25, seed=0)][:20] == visited
 
 
-def test_seed_and_step_decide_what_is_sampled(tok: Any, tmp_path: Path) -> None:
-    def sampled(name: str, **options: Any) -> list[Any]:
+def test_seed_and_step_decide_what_is_sampled(tok, tmp_path):
+    def sampled(name, **options):
         watch = Watch(None)
         t = trainer(tok, tmp_path / name, rewards=[watch.told(varied)], rows=(PROMPTS[:1], []), lr=0.0, **options)
         for _ in range(3):
@@ -387,7 +386,7 @@ def test_seed_and_step_decide_what_is_sampled(tok: Any, tmp_path: Path) -> None:
 # ---- the optimizer, and a run that learns
 
 
-def test_the_optimizer_is_adamw_with_clipping_and_the_schedule(tok: Any, tmp_path: Path) -> None:
+def test_the_optimizer_is_adamw_with_clipping_and_the_schedule(tok, tmp_path):
     """Three steps of two updates, compared with torch's own over the gradients of the run."""
     model, settings = tiny(tok), {"betas": [0.8, 0.95], "weight_decay": 0.1, "lr": 1e-2}
     watch, own = Watch(model), [p.detach().clone().requires_grad_() for p in model.parameters()]
@@ -416,15 +415,13 @@ def test_the_optimizer_is_adamw_with_clipping_and_the_schedule(tok: Any, tmp_pat
     ],
     ids=str,
 )
-def test_learning_rates_by_their_number(options: dict[str, Any], rates: list[float]) -> None:
+def test_learning_rates_by_their_number(options, rates):
     settings = TrainConfig(steps=2, num_updates=3, lr=2.0, **options)
     assert [settings.lr_at(i) for i in range(7)] == pytest.approx([2 * rate for rate in rates], abs=1e-6)
 
 
 @pytest.mark.parametrize(("reward", "drop"), [(alike, False), (alike, True), (varied, False)], ids=["alike", "dropped", "nan"])
-def test_nothing_moves_without_advantages_or_with_a_gradient_that_is_not_finite(
-    tok: Any, tmp_path: Path, reward: Any, drop: bool
-) -> None:
+def test_nothing_moves_without_advantages_or_with_a_gradient_that_is_not_finite(tok, tmp_path, reward, drop):
     """The first is an update of zero gradient, also where nothing is left of the batch; the second is skipped."""
     model, broken = tiny(tok), reward is varied
     before = [p.detach().clone() for p in model.parameters()]
@@ -436,16 +433,16 @@ def test_nothing_moves_without_advantages_or_with_a_gradient_that_is_not_finite(
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
-def test_a_layer_whose_dropout_recomputing_switches_on_is_refused(tok: Any, tmp_path: Path) -> None:
+def test_a_layer_whose_dropout_recomputing_switches_on_is_refused(tok, tmp_path):
     with pytest.raises(ValueError, match="gradient_checkpointing=True switches on the dropout of OPTForCausalLM"):
         trainer(tok, tmp_path, model=opt(tok), gradient_checkpointing=True)
 
 
-def test_columns_of_the_head_are_drawn_anew_in_each_piece_and_update(tok: Any, tmp_path: Path) -> None:
+def test_columns_of_the_head_are_drawn_anew_in_each_piece_and_update(tok, tmp_path):
     """Of completions of one token each, whose rows of logits are the same: a piece draws about half of the columns."""
     one = {"prompts_per_step": 1, "group_size": 8, "max_new_tokens": 1, "num_updates": 2, "lr": 0.0}
 
-    def heads(name: str, **options: Any) -> tuple[Tensor, float]:
+    def heads(name, **options):
         gradients, metrics = gradients_of(tok, tmp_path / name, **one, **options)
         return torch.stack([g["lm_head.weight"] for g in gradients]), metrics["loss"]
 
@@ -456,7 +453,7 @@ def test_columns_of_the_head_are_drawn_anew_in_each_piece_and_update(tok: Any, t
 
 
 @pytest.mark.parametrize("preset", ["distillation", "sampled_distillation"])
-def test_a_teacher_by_its_path_is_the_one_that_is_passed(tok: Any, tmp_path: Path, preset: str) -> None:
+def test_a_teacher_by_its_path_is_the_one_that_is_passed(tok, tmp_path, preset):
     another(tok).save_pretrained(tmp_path / "teacher")
     teachers = (another(tok), str(tmp_path / "teacher"), tiny(tok, seed=3))
     kl = [trainer(tok, tmp_path / str(i), teacher=t, preset=preset).train_step()["kl"] for i, t in enumerate(teachers)]

@@ -36,7 +36,7 @@ WITH_ENTROPY = partials_of(("entropy",))
 
 
 @functools.lru_cache(maxsize=256)
-def unknown(names: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
+def others_than(known: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
     """Names that kernels do not know, and that no second visit makes."""
     return tuple(name for name in names if name not in known and name not in OF_SECOND_VISIT)
 
@@ -66,7 +66,8 @@ class Backend(ABC):
 
     writes_behind_reads   rows are processed from first to last element, so that a narrower gradient may be written into the memory
                           of its row's logits, from the same address on.
-    makes_all             whether it knows all partials and slopes. The kernels of others know OF_KERNELS and SLOPES_OF_KERNELS."""
+    makes_all             whether `stats` and `pull` take all partials and slopes. The kernels of others know OF_KERNELS and
+                          SLOPES_OF_KERNELS."""
 
     writes_behind_reads: bool
     makes_all = False
@@ -129,7 +130,7 @@ class Backend(ABC):
 
     def first_visit(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
         """All partials of `names` but those of a second visit. Eager makes what the kernels do not know."""
-        partials, others = self.stats(rows, names), unknown(names, OF_KERNELS)
+        partials, others = self.stats(rows, names), others_than(OF_KERNELS, names)
         if others and not self.makes_all:
             of_eager = load("eager").Kernels().stats(rows, (*names[:ALWAYS], *others))
             partials.put(others, of_eager.values[ALWAYS:])
@@ -144,7 +145,7 @@ class Backend(ABC):
 
     def gradient(self, rows: LogitRows, partials: Partials, slopes: Slopes, out: Tensor) -> None:
         """`pull`, by eager where the kernels do not know a slope."""
-        known = self.makes_all or not unknown(slopes.names, SLOPES_OF_KERNELS)
+        known = self.makes_all or not others_than(SLOPES_OF_KERNELS, slopes.names)
         (self if known else load("eager").Kernels()).pull(rows, partials, slopes, out)
 
     def two_visits(self, rows: LogitRows, stage: TokenStage, out: Tensor | None, block_rows: int) -> FusedRows:
@@ -214,9 +215,9 @@ def use(*, backend: str | None = None, strict: bool | None = None) -> Iterator[N
         with grpo_kernels.use(backend="eager"):
             out = linear_grpo_loss(hidden, weight, batch, objective)
 
-    backend   "auto", "eager", "cpu" or "triton"; None leaves it as it is outside. A call's own `backend=` takes precedence.
-    strict    True: a fallback to eager PyTorch raises RuntimeError. False: it warns, unless the call says strict=True. None
-              leaves it as it is outside.
+    backend   "auto", "eager", "cpu" or "triton"; None leaves it as it is outside. `Options(backend=)` of a call takes precedence.
+    strict    True: a fallback to eager PyTorch raises RuntimeError. False: it warns, unless the call says
+              `Options(strict=True)`. None leaves it as it is outside.
 
     Blocks nest, and hold in their own thread or task. In the environment of a process GRPO_KERNELS_BACKEND and
     GRPO_KERNELS_STRICT=1 say the same; a block takes precedence over them. The backward of a loss runs where its forward ran.
