@@ -48,12 +48,12 @@ class Cases(NamedTuple):
 CASES = {
     "Triton kernels": Cases(
         (
-            "vocabulary/triton_cases.py", "vocabulary/test_row_kernels.py", "vocabulary/test_two_row_kernels.py",
-            "vocabulary/test_sparse.py", "vocabulary/test_selection.py",
+            "rows/triton_cases.py", "rows/test_row_kernels.py", "rows/test_two_row_kernels.py",
+            "rows/test_sparse.py", "rows/test_selection.py",
         ),
         12, 0.25,
     ),
-    "real sizes": Cases(("vocabulary/triton_recipes.py",), 3, 0.4),
+    "real sizes": Cases(("rows/triton_recipes.py",), 3, 0.4),
     "objectives": Cases(
         (
             "core/test_objectives.py", "core/test_combinations.py", "core/test_relations.py", "core/test_rows.py",

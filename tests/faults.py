@@ -41,8 +41,8 @@ SETS = "tests/core/test_sets_and_teachers.py"
 RANKS = "tests/core/test_ranks.py"
 SPARSE = "tests/core/test_sparse_gradients.py"
 MEMORY = "tests/core/test_callers_memory.py"
-HOSTILE = "tests/vocabulary/test_sanitizers.py"
-COMPILED = "tests/vocabulary/test_triton_compiled.py"
+HOSTILE = "tests/rows/test_sanitizers.py"
+COMPILED = "tests/rows/test_triton_compiled.py"
 HARNESS = "tests/benchmarks/test_benchmark_harness.py"
 RESULTS = "tests/benchmarks/test_benchmark_results.py"
 KIT = "tests/benchmarks/test_gpu_kit.py"
@@ -55,7 +55,7 @@ FAULTS: list[Fault] = [
         ("squares are shared once", 'share * share * parts["squares"]', 'share * parts["squares"]'),
         (
             "ids of a part are not moved to its place", "ids + starts, last", "ids, last",
-            "tests/vocabulary/test_vocab_parallel.py",
+            "tests/rows/test_vocab_parallel.py",
         ),
         ("a sign in the slope of the softcap", "(1.0 - torch.tanh(x * (self.scale", "(1.0 + torch.tanh(x * (self.scale"),
         ("half the slope of the sum of squares", 'slopes["prob"] = 2.0 * given', 'slopes["prob"] = 1.0 * given'),
@@ -144,7 +144,7 @@ FAULTS: list[Fault] = [
         ("first_row is not counted", "starts(sparse.seed, places + sparse.first_row)", "starts(sparse.seed, places)", SPARSE),
         (
             "targets of a shard are not moved", "own = whole.targets if shard is None else whole.targets - shard.start",
-            "own = whole.targets", "tests/vocabulary/test_vocab_parallel.py",
+            "own = whole.targets", "tests/rows/test_vocab_parallel.py",
         ),
         ("rows whose slopes cancel are left out", "nonzero = nonzero.index_fill(0, slots.rows[at_ids != 0], True)", "pass"),
         ("the bias gets nothing from sets", "self.backend.add_hidden_rows(values, slots, ones, self.d_bias[:, None])", "pass"),
@@ -158,7 +158,7 @@ FAULTS: list[Fault] = [
         ("a gradient is made ahead for rows that can have none", "whole.active if whole.ahead else None", "None", PRODUCTS),
         ("a bias of its own is not looked at", " and _same(self.bias, other.bias)", ""),
     ),
-    *of("grpo_kernels/rows/products.py", "tests/vocabulary/test_blocks.py",
+    *of("grpo_kernels/rows/products.py", "tests/rows/test_blocks.py",
         ("earlier blocks leave nothing", "before = own if several else 0", "before = 0"),
         (
             "the gradient of a chunk starts one row late", "logits.view(torch.bfloat16)[:, : logits.shape[1]]",
@@ -173,13 +173,13 @@ FAULTS: list[Fault] = [
             "dtype = self._gradient_dtype", COST,
         ),
     ),
-    *of("grpo_kernels/rows/memory.py", "tests/vocabulary/test_memory.py",
+    *of("grpo_kernels/rows/memory.py", "tests/rows/test_memory.py",
         ("memory is given out twice", "if block.lease() is None and size", "if size"),
         ("zeros are not written", "return empty(shape, dtype, device).zero_()", "return empty(shape, dtype, device)", MEMORY),
     ),
     *of("grpo_kernels/rows/selection.py", SPARSE,
         (
-            "the generator shifts by another number", "_shifted(x, 27)", "_shifted(x, 26)", "tests/vocabulary/test_selection.py",
+            "the generator shifts by another number", "_shifted(x, 27)", "_shifted(x, 26)", "tests/rows/test_selection.py",
         ),
         ("the target counts with the step", "torch.where(is_target, p, p.clamp(min=step))", "p.clamp(min=step)"),
         ("logits stay when rows are sorted", "ids, logits = ids[order], logits[order]", "ids = ids[order]"),
@@ -192,7 +192,7 @@ FAULTS: list[Fault] = [
             "torch.cat([values, of_others])", SPARSE,
         ),
     ),
-    *of("grpo_kernels/rows/parallel.py", "tests/vocabulary/test_vocab_parallel.py",
+    *of("grpo_kernels/rows/parallel.py", "tests/rows/test_vocab_parallel.py",
         ("a rank counts its own mass twice", "everyone[:, -1:] < start", "everyone[:, -1:] <= start"),
         ("the gradient of padding is left as it was", "padding[at // out.shape[1], at % out.shape[1]] = 0", "pass"),
         (
@@ -858,7 +858,7 @@ FAULTS: list[Fault] = [
             "first = p >= job.count;",
         ),
     ),
-    *of("csrc/select.h", "tests/vocabulary/test_selection.py",
+    *of("csrc/select.h", "tests/rows/test_selection.py",
         (
             "the target's mass counts", "if (has_target && units[target - j] < WHOLE_STEP) sum -= int64_t(units[target - j]);",
             "",
@@ -872,13 +872,13 @@ FAULTS: list[Fault] = [
         ),
         (
             "every block of rows is the first", "* PANEL_COLUMNS + b * BLOCK_UNITS * PANEL_COLUMNS", "* PANEL_COLUMNS",
-            "tests/vocabulary/test_cpu_products.py",
+            "tests/rows/test_cpu_products.py",
         ),
     ),
     *of("csrc/program.cpp", "tests/formulas/test_program.py",
         ("a NaN is no minimum", 'return a < b || a != a ? a : b; }\nfloat larger', 'return a < b ? a : b; }\nfloat larger'),
     ),
-    *of("csrc/arguments.h", HOSTILE,
+    *of("csrc/arguments.h", "tests/rows/test_raw_pointers.py",
         ("a vector of another length is taken", 'require(count == rows, "count", count, "one value a row is needed.");', ""),
         (
             "rows behind the last are taken",

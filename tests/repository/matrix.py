@@ -31,7 +31,7 @@ RUNNER = ("pytest", "hypothesis")
 REPOSITORY = (
     *(f"benchmarks/{file.name}" for file in (ROOT / "tests" / "benchmarks").glob("test_*.py") if file.stem != "test_resources"),
     "repository",
-    "vocabulary/test_sanitizers.py",
+    "rows/test_sanitizers.py",
 )
 
 

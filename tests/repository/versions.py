@@ -31,8 +31,8 @@ COMMAND = "python tests/repository/versions.py"
 QUICK = (
     "core/test_objectives.py", "core/test_combinations.py", "core/test_rows.py", "core/test_autograd.py",
     "core/test_sets_and_teachers.py", "core/test_cost.py", "core/test_compile.py",
-    "vocabulary/test_row_kernels.py", "vocabulary/test_two_row_kernels.py",
-    "vocabulary/test_triton_compiled.py", "vocabulary/test_triton_compile.py", "benchmarks/test_resources.py::test_budgets",
+    "rows/test_row_kernels.py", "rows/test_two_row_kernels.py",
+    "rows/test_triton_compiled.py", "rows/test_triton_compile.py", "benchmarks/test_resources.py::test_budgets",
 )  # fmt: skip
 
 Record = dict[str, dict[str, Any]]  # line -> fields

@@ -1,7 +1,7 @@
 """AMX for tests: the processor's, or on others the emulator of amx_emulator.cpp, which executes what the compiler made of
 csrc/products_amx.cpp. As a plugin it makes tiles the engine of every product of a test run:
 
-    GRPO_KERNELS_PRODUCTS=amx python -m pytest -p support.amx tests/vocabulary/test_linear_engine.py
+    GRPO_KERNELS_PRODUCTS=amx python -m pytest -p support.amx tests/core/test_combinations.py
 """
 
 from __future__ import annotations

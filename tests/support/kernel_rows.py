@@ -23,6 +23,7 @@ from support.inside import executor, executors
 from support.largest import note
 
 Tensor = torch.Tensor
+Found = tuple[dict[str, Tensor], Tensor]  # statistics or values of a loss, [n] each, and the gradient of the logits
 
 TRITON = "triton" in os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "").split()
 KERNELS = ["triton"] if TRITON else executors()
@@ -91,14 +92,16 @@ class Rows:
         """As the loss of a divergence has its slopes."""
         return replace(self, slopes={"logps": torch.zeros(self.count), "divergence": self.slopes["divergence"]})
 
-    def row(self, i: int) -> Rows:
-        def alone(x: Tensor) -> Tensor:
-            return x.reshape(self.count, 1, -1)[at].clone()
+    def at(self, lo: int, hi: int) -> Rows:
+        """Some of its rows alone, [hi - lo, 1, V] in memory of their own."""
 
-        at = slice(i, i + 1)
-        second = None if self.second is None else self.second.at(at)._replace(logits=alone(self.second.logits))
-        slopes, read = {name: x[at] for name, x in self.slopes.items()}, None if self.read is None else self.read[at]
-        return Rows(alone(self.logits), self.transform.at(at), second, read, self.targets[at], slopes)
+        def alone(x: Tensor) -> Tensor:
+            return x.reshape(self.count, 1, x.shape[-1])[rows].clone()
+
+        rows = slice(lo, hi)
+        second = None if self.second is None else self.second.at(rows)._replace(logits=alone(self.second.logits))
+        slopes, read = {name: x[rows] for name, x in self.slopes.items()}, None if self.read is None else self.read[rows]
+        return Rows(alone(self.logits), self.transform.at(rows), second, read, self.targets[rows], slopes)
 
 
 def beside(r: Rows, logits: Tensor, second: tuple[str, float], transform: RowTransform = PLAIN) -> Rows:
@@ -130,10 +133,8 @@ def slopes_of(stats: Partials, slopes: dict[str, Tensor]) -> Slopes:
     return Slopes.of(values, slopes)
 
 
-def visited(
-    kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None
-) -> tuple[dict[str, Tensor], Tensor]:
-    """(statistics, gradient) in two visits: the statistics, and what is pulled through them."""
+def visited(kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None) -> Found:
+    """In two visits: the statistics, and what is pulled through them."""
     stats, of = stats_of(kernels, r, part), slice(*part) if part else slice(None)
     out = torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format) if out is None else out
     kernels.pull(given(r, part), stats, slopes_of(stats, {name: x[of] for name, x in r.slopes.items()}), out)
@@ -150,14 +151,14 @@ def stage_of(r: Rows, surrogate: Surrogate | None = None) -> TokenStage:
     return Objective(surrogate or PolicyGradient(), entropy_coef=0.0 if bonus is None else 0.3).stage(rows)
 
 
-def fused(kernels: Backend, r: Rows, out: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
-    """(values, gradient) of the loss in one call."""
+def fused(kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None) -> Found:
+    """The loss in one call."""
     out = torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format) if out is None else out
-    found = kernels.fused(given(r), stage_of(r), out)
+    found = kernels.fused(given(r, part), stage_of(r).at(slice(*part)) if part else stage_of(r), out)
     return {name: x for name, x in found._asdict().items() if x is not None}, out
 
 
-def ways(r: Rows) -> list[tuple[Callable[..., tuple[dict[str, Tensor], Tensor]], Rows]]:
+def ways(r: Rows) -> list[tuple[Callable[..., Found], Rows]]:
     """What kernels make of rows, each with the slopes that it takes: all statistics in two visits; losses in one call, with an
     entropy bonus and without, of the divergence alone where there is one."""
     names = ("logps", "entropy") + ("divergence",) * (r.second is not None)
@@ -167,71 +168,80 @@ def ways(r: Rows) -> list[tuple[Callable[..., tuple[dict[str, Tensor], Tensor]],
 # ---- in float64
 
 
-def exact(r: Rows, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], Tensor]:
-    """(statistics and losses, gradient [n, V]) by autograd in a dtype; 0 where a row is not read."""
+def exact(r: Rows, dtype: torch.dtype = torch.float64) -> Found:
+    """Statistics and losses, and the gradient [n, V], by autograd in a dtype: NaN of a target that is no id, 0 where a row is not
+    read."""
     live = torch.ones(r.count, dtype=torch.bool) if r.read is None else r.read
-    leaf = r.logits.detach().reshape(r.count, -1)[live].to(dtype).requires_grad_()
+    leaf = r.logits.detach().reshape(r.count, r.logits.shape[-1])[live].to(dtype).requires_grad_()
     log_p = transformed(leaf, r.transform.at(live)).log_softmax(-1)
-    p = log_p.exp()
-    finite = log_p.masked_fill(p == 0, 0.0)
+    p, targets = log_p.exp(), r.targets[live]
+    finite, no_id = log_p.masked_fill(p == 0, 0.0), torch.where((targets < 0) | (targets >= leaf.shape[-1]), torch.nan, 1.0)
     found = {
-        "logps": log_p.gather(1, r.targets[live][:, None])[:, 0], "entropy": -(p * finite).sum(-1),
-        "sum_squares": p.square().sum(-1), "top_prob": p.amax(-1),
+        "logps": log_p.gather(1, torch.where(no_id.isnan(), 0, targets)[:, None])[:, 0] * no_id.to(dtype),
+        "entropy": -(p * finite).sum(-1), "sum_squares": p.square().sum(-1), "top_prob": p.amax(-1),
     }  # fmt: skip
     if r.second is not None:
-        w = r.second.logits.reshape(r.count, -1)[live].to(dtype)
+        w = r.second.logits.reshape(r.count, leaf.shape[-1])[live].to(dtype)
         log_q = transformed(w, r.second.transform.at(live)).log_softmax(-1)
         found["divergence"] = oracle.divergence(log_p, log_q, r.second.kind, r.second.mixture)
     slopes = {name: x[live].to(dtype) for name, x in r.slopes.items()}
-    found["losses"] = sum(
-        torch.where(slopes[name] == 0, 0.0, slopes[name] * found[name]) for name in slopes if name != "sum_squares"
-    )  # type: ignore[assignment]
-    (gradient,) = torch.autograd.grad(sum((slopes[name] * found[name]).sum() for name in slopes), leaf)  # type: ignore[union-attr]
+    found["losses"] = torch.zeros(len(leaf), dtype=dtype)
+    for name in slopes.keys() - {"sum_squares"}:
+        left_out = (slopes[name] == 0) & (name == "divergence")
+        found["losses"] = found["losses"] + torch.where(left_out, 0.0, slopes[name] * found[name])
+    (gradient,) = torch.autograd.grad(sum((x * found[name]).sum() for name, x in slopes.items()), leaf)  # type: ignore[union-attr]
 
-    def spread(x: Tensor) -> Tensor:
-        return torch.zeros(r.count, *x.shape[1:], dtype=torch.float64).masked_scatter(
+    def spread(x: Tensor, elsewhere: float = 0.0) -> Tensor:
+        return torch.full((r.count, *x.shape[1:]), elsewhere, dtype=torch.float64).masked_scatter(
             live.view(-1, *[1] * (x.dim() - 1)), x.detach().double()
         )
 
-    return {name: spread(x) for name, x in found.items()}, spread(gradient)
+    return {name: spread(x, float(name == "top_prob")) for name, x in found.items()}, spread(gradient)
 
 
-def check(r: Rows, found: tuple[dict[str, Tensor], Tensor], what: str = "") -> None:
-    """No further from float64 than a careful computation in fp32, but for a rounding or two."""
-    (values, gradient), (right, steep), (naive, theirs) = found, exact(r), exact(r, torch.float32)
-    for name, x in values.items():
-        y, off = right[name], (naive[name] - right[name]).abs()
-        infinite = y.isinf() | y.isnan()
-        assert torch.equal(x.isinf(), y.isinf()), (what, name)
-        slack = 1.5 * off[~infinite].amax() if (~infinite).any() else 0.0
-        room = slack + 8 * EPS * (1 + y.abs()) if name != "divergence" else off + 3e-6 * y + 1e-12
-        error = (x.double() - y).abs()
-        assert (error <= room)[~infinite].all(), f"{what} {name}: off by {(error - room)[~infinite].max():.3g} beyond the room"
-        assert name not in ("divergence", "entropy", "sum_squares") or (x[~infinite] >= 0).all()
-        note(name, (error / (1 + y.abs()))[~infinite])
-    gradient, exactly = gradient.reshape(r.count, -1), steep
-    z = transformed(r.logits.double().reshape(r.count, -1), r.transform)
+def check(r: Rows, *found: Found) -> None:
+    """None of them is further from float64 than a careful computation in fp32, but for a rounding or two. NaN shows, but
+    in losses without a slope."""
+    (right, exactly), (naive, theirs) = exact(r), exact(r, torch.float32)
+    z = transformed(r.logits.double().reshape(exactly.shape), r.transform)
     counts = z.isfinite() & (z > z.nan_to_num(neginf=-1e300).amax(-1, keepdim=True) - 200.0)  # others have no probability
     size = torch.where(counts, z.abs(), 0.0).amax(-1, keepdim=True).clamp(min=1.0)
-    t, slopes = r.transform.inv_temperature, {name: x.double().abs() for name, x in r.slopes.items()}
-    of_slopes = sum(x if name == "logps" else x * (1 + right[name].abs()) for name, x in slopes.items())
-    t = (t.double() if isinstance(t, Tensor) else torch.tensor(t)).view(-1, 1)
-    unit = EPS * (4 + size) * of_slopes.view(-1, 1) * abs(r.transform.scale) * t.abs()  # type: ignore[union-attr]
+    rounded = 0.0 if r.transform is PLAIN else 0.5 * EPS * size[:, 0]  # of transformed logits
+    for values, _ in found:
+        for name, x in values.items():
+            y, off = right[name], (naive[name] - right[name]).abs()
+            known, broken = y.isfinite(), y.isnan()
+            assert torch.equal(x[~broken].isinf(), y[~broken].isinf()), name
+            assert name == "losses" or not x[broken].isfinite().any(), name
+            slack = 1.5 * off[known].amax() if known.any() else 0.0
+            room = slack + 8 * EPS * (1 + y.abs()) + rounded if name != "divergence" else off + 3e-6 * y + 1e-12
+            error = (x.double() - y).abs()
+            assert (error <= room)[known].all(), f"{name}: off by {(error - room)[known].max():.3g} beyond the room"
+            assert name not in ("divergence", "entropy", "sum_squares") or (x[known] >= 0).all()
+            note(name, (error / (1 + y.abs()))[known])
+    t = r.transform.inv_temperature
+    t = (t if isinstance(t, Tensor) else torch.tensor(t)).double().view(-1, 1).abs()
+    of_slopes = torch.zeros(r.count, 1, dtype=torch.float64)
+    for name, slope in r.slopes.items():
+        size_of = 1.0 if name == "logps" else 1 + right[name].abs()
+        of_slopes[:, 0] += torch.where(slope == 0, 0.0, slope.double().abs() * size_of)
+    steepest, fine = exactly.abs().amax(-1, keepdim=True), exactly.isfinite().all(-1)
+    room = (theirs - exactly).abs().amax(-1, keepdim=True) + EPS * (4 + size) * of_slopes * abs(r.transform.scale) * t
     if r.second is not None:  # the divergence is taken off each log-ratio, which cancels where it is large
-        unit = unit + 1e-6 * exactly.abs().amax(-1, keepdim=True)
-    stored = UNIT[gradient.dtype] * exactly.abs() + (2.0**-24 if gradient.dtype == torch.float16 else 0.0)
-    room = stored + (theirs - exactly).abs().amax(-1, keepdim=True) + unit
-    fine = exactly.isfinite().all(-1)
-    error = (gradient.double() - exactly).abs()
-    note("gradients", ((error - stored) / (of_slopes.view(-1, 1) + 1e-30))[fine])  # type: ignore[union-attr]
-    assert (error <= room)[fine].all(), f"{what} gradient: {(error - room)[fine].max():.3g} beyond the room"
+        room = room + 1e-6 * steepest
+    for _, gradient in found:
+        gradient = gradient.reshape(exactly.shape)
+        stored = UNIT[gradient.dtype] * exactly.abs() + (2.0**-24 if gradient.dtype == torch.float16 else 0.0)
+        error = (gradient.double() - exactly).abs() - stored
+        note("gradients", (error / (of_slopes + 1e-30))[fine])
+        assert (error <= room)[fine].all(), f"gradient: {(error - room)[fine].max():.3g} beyond the room"
 
 
-def same(found: tuple[dict[str, Tensor], Tensor], expected: tuple[dict[str, Tensor], Tensor], what: object = "") -> None:
+def same(found: Found, expected: Found, what: object = "") -> None:
     """The same bits, NaN as NaN."""
-    for name, x in found[0].items():
-        assert torch.equal(x.nan_to_num(7e30), expected[0][name].nan_to_num(7e30)), (what, name)
-    assert torch.equal(found[1].nan_to_num(7e30), expected[1].nan_to_num(7e30)), (what, "gradient")
+    theirs = {**expected[0], "gradient": expected[1]}
+    for name, x in {**found[0], "gradient": found[1]}.items():
+        assert torch.equal(x.nan_to_num(7e30), theirs[name].nan_to_num(7e30)), (what, name)
 
 
 def row_pairs(vocab: int) -> tuple[Tensor, Tensor]:

@@ -554,7 +554,7 @@ def _add_others(
             x = oracle.project(other, torch.float64)
             hidden = h.clone()
             hidden[~p.trained.view(p.shape)] = math.nan
-            given = {"hidden": VIEWS[r.view](hidden), "weight": w}
+            given = {"hidden": VIEWS[r.view](hidden), "weight": VIEWS[r.view](w)}
         else:
             dtype = (torch.float32, torch.bfloat16)[(i + r.seed) % 2]
             x = torch.where(rows.isfinite(), rows, 0.0) + 0.3 * normal(n, V) if kind == "near" else 3.0 * normal(n, V)

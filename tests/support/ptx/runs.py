@@ -16,7 +16,7 @@ from grpo_kernels.diagnosis import numbers
 from support.processes import for_its_own_pytest
 
 ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "tests" / "vocabulary"
+FOLDER = ROOT / "tests" / "rows"
 CASES = [
     FOLDER / f"{name}.py"
     for name in ("triton_cases", "test_row_kernels", "test_two_row_kernels", "test_selection", "test_sparse")

@@ -12,7 +12,8 @@ import pytest
 
 from grpo_kernels.rows.backends import cpu
 from support import amx
-from support.processes import finish, start
+from support.fuzz import MANY
+from support.processes import for_its_own_pytest
 
 if cpu.available() is not None:
     pytest.skip(cpu.available() or "", allow_module_level=True)
@@ -21,9 +22,9 @@ from grpo_kernels import _cpu
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-MANY = os.environ.get("GRPO_KERNELS_FUZZ", "3000")
 
-#: Runs Python code with another build of the module in place of the installed one.
+#: Python code with another build of the module in place of the installed one, which it asks for a number of threads; torch itself
+#: keeps to one.
 WITH_MODULE = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("grpo_kernels._cpu", sys.argv[1])
@@ -31,12 +32,14 @@ sys.modules["grpo_kernels._cpu"] = module = importlib.util.module_from_spec(spec
 spec.loader.exec_module(module)
 from grpo_kernels.rows.backends import cpu
 assert cpu._cpu is module
-import pytest, torch
-if len(sys.argv) > 2 and sys.argv[2].startswith("threads="):
-    threads = int(sys.argv.pop(2).removeprefix("threads="))
-    torch.get_num_threads = lambda: threads  # which the module is asked to take; torch itself keeps to one
-sys.exit(pytest.main(sys.argv[2:]))
 """
+TESTS = f"""{WITH_MODULE}
+import pytest, torch
+threads = int(sys.argv[2])
+torch.get_num_threads = lambda: threads
+sys.exit(pytest.main(sys.argv[3:]))
+"""
+FUZZ = f"{WITH_MODULE}\nimport fuzz_kernels\nfuzz_kernels.main(*sys.argv[2:])"
 
 #: Stands in for the OpenMP runtime that torch loads, whose own waiting the thread sanitizer does not see: each team is one of
 #: new threads, which it does see.
@@ -56,37 +59,47 @@ extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads,
 }
 """
 
-#: Two hundred threads are wanted where the memory has room for the stacks of a few.
-WITHOUT_THREADS = """
-import resource, sys
-import numpy as np
-from fuzz_kernels import FP16, PAGE, load
-module = load(sys.argv[1])
-rows, vocab = 400, 16384
-logits = np.random.default_rng(0).standard_normal((rows, vocab)).astype(np.float16)
-targets, outs = np.zeros(rows, np.int64), [np.full((4, rows), np.nan, np.float32) for _ in range(2)]
-used = int(open("/proc/self/statm").read().split()[0]) * PAGE
-own = module.LogitRows(logits.ctypes.data, FP16, (1, rows, vocab), (0, vocab, 1), 0, rows, 1.0, 0.0, 1.0, 0)
+#: Without torch, whose threads these would be: many are wanted, where the memory may have room for the stacks of a few.
+THREADS = """
+import ctypes, importlib.util, resource, sys
+spec = importlib.util.spec_from_file_location("_cpu", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+rows, vocab, room = 400, 16384, int(sys.argv[2])
+logits, targets = ((ctypes.c_uint16 * vocab) * rows)(), (ctypes.c_int64 * rows)()
+for i in range(rows):
+    logits[i][:] = [0x3C00 + (7 * i + j) % 1024 for j in range(vocab)]
+outs = [((ctypes.c_float * rows) * 4)() for _ in range(2)]
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+own = module.LogitRows(ctypes.addressof(logits), 2, (1, rows, vocab), (0, vocab, 1), 0, rows, 1.0, 0.0, 1.0, 0)
 for out, threads in zip(outs, (1, 200)):
-    if threads > 1:
-        resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), used + (100 << 20)))
-    to = module.Named(out.ctypes.data, out.shape, (rows, 1), 0b1111)
-    module.stats(own, None, targets.ctypes.data, 0, to, threads)
-assert np.isfinite(outs[0]).all() and np.array_equal(*outs)
+    if threads > 1 and room:
+        resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+    module.stats(own, None, ctypes.addressof(targets), 0, module.Named(ctypes.addressof(out), (4, rows), (rows, 1), 0b1111), threads)
+assert bytes(outs[0]) == bytes(outs[1]) and all(x > 1 for x in outs[0][1])
 """
 
 
-def fuzz(module: str, seed: int, calls: int | str, **environment: str) -> None:
+def run(code: str, module: str, *arguments: str, **environment: str) -> str:
+    """What code prints that runs with a build of the module."""
+    command = [sys.executable, "-c", code, module, *arguments]
+    paths = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+    found = subprocess.run(
+        command, env=for_its_own_pytest() | {"PYTHONPATH": paths} | environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert found.returncode == 0, f"{found.returncode}: {arguments}\n{found.stdout[-6000:]}\n{found.stderr[-6000:]}"
+    return found.stdout
+
+
+def fuzz(module: str, seed: int, calls: int, **environment: str) -> None:
     library = amx.emulator() if "LD_PRELOAD" not in environment else None  # a sanitizer sees no access of tiles
-    command = [sys.executable, str(HERE / "fuzz_kernels.py"), module, str(seed), "0", str(calls), str(library or "")]
-    run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-    assert run.returncode == 0, f"{' '.join(command)}: {run.returncode}\n{run.stdout[-1500:]}\n{run.stderr[-6000:]}"
-    assert run.stdout.endswith(f"{calls} calls were right\n")
+    said = run(FUZZ, module, str(seed), "0", str(calls), str(library or ""), **environment)
+    assert said.endswith(f"{calls} calls were right\n")
 
 
 def test_hostile_calls() -> None:
-    """Guard pages around every buffer, wild values and sizes, float64 and the other bytes compared; see fuzz_kernels.py."""
-    fuzz(_cpu.__file__, 1, 400)
+    """Guard pages around every tensor, wild values and sizes, results compared with float64; see fuzz_kernels.py."""
+    fuzz(_cpu.__file__, 1, 70)
 
 
 @pytest.mark.nightly
@@ -96,7 +109,7 @@ def test_many_hostile_calls(seed: int) -> None:
 
 
 def test_threads_that_cannot_be_had_are_done_without() -> None:
-    finish(start(WITHOUT_THREADS, _cpu.__file__))
+    run(THREADS, _cpu.__file__, str(100 << 20))
 
 
 # ---- sanitizers
@@ -128,15 +141,13 @@ def build(folder: Path, sanitizers: str) -> str:
     return str(next(folder.glob("_cpu*.so")))
 
 
-def run_tests(module: str, *arguments: str, **environment: str) -> None:
+def run_tests(module: str, threads: int, *arguments: str, **environment: str) -> None:
     """pytest with another build of the module; no test is skipped. What a sanitizer says goes past pytest."""
-    command = [sys.executable, "-c", WITH_MODULE, module, *arguments, "-q", "-x", "--capture=sys", "-p", "no:cacheprovider"]
-    own = {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"} | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path))
-    }
-    run = subprocess.run(command, env=own | environment, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, f"{run.stdout[-6000:]}\n{run.stderr[-6000:]}"
-    assert " passed" in run.stdout and "skipped" not in run.stdout, run.stdout
+    options = ("-q", "-x", "--capture=sys", "-p", "no:cacheprovider")
+    said = run(
+        TESTS, module, str(threads), *(str(HERE / x) if x.endswith(".py") else x for x in arguments), *options, **environment
+    )
+    assert " passed" in said and "skipped" not in said, said
 
 
 @pytest.mark.slow
@@ -148,11 +159,16 @@ def test_addresses_and_undefined_behaviour(tmp_path: Path) -> None:
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
     module = build(tmp_path, "address,undefined")
-    fuzz(module, 4, 1000, **environment)
-    tests = [str(HERE / name) for name in ("test_row_kernels.py", "test_two_row_kernels.py", "test_cpu_products.py")]
-    # Of the sparse products those of this module in this process, and no backend twice.
-    tests += [str(HERE / "test_sparse.py"), "-k", "not (eager or triton)"]
-    run_tests(module, *tests, **environment)
+    fuzz(module, 4, 300, **environment)
+    tests = (
+        "test_row_kernels.py",
+        "test_two_row_kernels.py",
+        "test_cpu_products.py",
+        "test_raw_pointers.py",
+        "test_selection.py",
+        "test_sparse.py",
+    )
+    run_tests(module, 1, *tests, "-k", "not (eager or triton)", **environment)  # and no backend twice
 
 
 @pytest.mark.slow
@@ -160,12 +176,12 @@ def test_races(tmp_path: Path) -> None:
     """The threads of parallel.h, its own where no OpenMP is loaded and those of a team, with the thread sanitizer."""
     environment = {"LD_PRELOAD": runtime("libtsan.so"), "TSAN_OPTIONS": "halt_on_error=1", "OPENBLAS_NUM_THREADS": "1"}
     module = build(tmp_path / "module", "thread")
-    fuzz(module, 5, 300, **environment)
+    run(THREADS, module, "0", **environment)
     team = tmp_path / "team.so"
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fsanitize=thread", "-x", "c++", "-", "-o", str(team)]
     subprocess.run(["g++", *flags], input=TEAM, text=True, check=True)
     environment |= {"LD_PRELOAD": f"{environment['LD_PRELOAD']}:{team}", "OMP_NUM_THREADS": "1"}
-    names = ("test_row_kernels.py", "test_two_row_kernels.py", "test_cpu_products.py", "test_selection.py")
+    fuzz(module, 5, 100, **environment)
+    tests = ("test_row_kernels.py", "test_two_row_kernels.py", "test_cpu_products.py", "test_selection.py")
     # Without those that limit the memory of a process, which the sanitizer's own has no room in.
-    tests = [*(str(HERE / name) for name in names), "-k", "cpu and not (triton or memory)"]
-    run_tests(module, "threads=4", *tests, **environment)
+    run_tests(module, 4, *tests, "-k", "cpu and not (triton or memory)", **environment)

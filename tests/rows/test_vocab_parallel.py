@@ -1,13 +1,16 @@
-"""Vocabularies cut over the ranks of a group, beside what test_ranks.py asks: run by test_vocab_parallel.py."""
+"""Vocabulary-parallel heads and logits equal whole ones, on 1, 2 and 4 ranks, beside what test_ranks asks, and by merging
+parts in one process."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -23,13 +26,17 @@ from grpo_kernels import (
     token_logprobs,
 )
 from grpo_kernels.distributed import VocabShard
+from grpo_kernels.rows import backends
 from grpo_kernels.rows import hidden as linear
 from grpo_kernels.rows import products as blocks
+from grpo_kernels.rows.parallel import on_shard
+from grpo_kernels.rows.partials import merge
 from support.bits import same_bits
 from support.collectives import counted
 from support.doors import compare, run
+from support.kernel_rows import Rows, visited
 from support.oracle import Answer
-from support.processes import WHOLE_PRODUCTS
+from support.processes import WHOLE_PRODUCTS, checks_of, run_whole_products
 from support.recipes import Problem, Recipe, covering, problem
 
 Tensor = torch.Tensor
@@ -104,20 +111,6 @@ def check_any_cut(rank: int, ranks: int) -> None:
             assert all(same_bits(x, theirs[name]) for theirs in everywhere(found.values) for name, x in found.values.items()), (
                 recipe
             )
-
-
-def check_the_largest_ids(rank: int, ranks: int) -> None:
-    """They count from the first column of the vocabulary, whoever holds them; of equal ones the lowest."""
-    logits = torch.randn(40, 64, generator=torch.Generator().manual_seed(2))
-    logits[::4, [9, 50]] = 9.0
-    shard = VocabShard.of(torch.empty(64 // ranks, 1), vocab=64)
-    for backend in BACKENDS:
-        own = logits.chunk(ranks, 1)[rank]
-        more = token_logprobs(
-            own, torch.zeros(40).long(), also=("top_id", "top_prob"), options=Options(shard=shard, backend=backend)
-        ).also
-        assert more["top_id"].tolist() == logits.argmax(1).tolist()
-        torch.testing.assert_close(more["top_prob"], logits.softmax(1).amax(1))
 
 
 LOSS = Recipe(source="hidden", objective="grpo, k3 and entropy", vocab=V, bias="plain", lengths=(7, 4, 2, 0, 6, 1, 5, 3))
@@ -216,33 +209,54 @@ def check_collectives(rank: int, ranks: int) -> None:
 
 def check_equal_chunks(rank: int, ranks: int) -> None:
     """Ranks of unequal width take the same number of chunks, or they would wait for each other forever."""
-    g = torch.Generator().manual_seed(3)
-    hidden, weight, targets = (
-        torch.randn(700, H, generator=g),
-        torch.randn(V, H, generator=g),
-        torch.randint(V, (700,), generator=g),
-    )
-    expected = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    p = problem(replace(LOSS, door="logprobs", objective="dapo", lengths=(700,)))
     with mock.patch.dict(blocks.CHUNK_BYTES, cpu=128 * 4 * V):
         for widths, shard in cuts(rank, ranks):
-            logps, _ = linear_logprobs(hidden, cut(weight, widths, rank, 0), targets, options=Options(shard=shard))
-            torch.testing.assert_close(logps.double(), expected, rtol=2e-6, atol=2e-6)
+            mine = part(p, widths, rank)
+            compare(mine, without_padding(run(mine, shard=shard), mine))
+
+
+def each_way(rank: int, ranks: int) -> Iterator[tuple[list[int], Options]]:
+    """However the vocabulary is cut, and with each backend."""
+    for widths, shard in cuts(rank, ranks):
+        for backend in BACKENDS:
+            yield widths, Options(shard=shard, backend=backend)
 
 
 def check_misuse_shows(rank: int, ranks: int) -> None:
     """NaN on one rank, or parts that overlap, are no finite log-prob on any."""
-    g = torch.Generator().manual_seed(4)
-    logits, targets = torch.randn(9, V, generator=g), torch.randint(V, (9,), generator=g)
-    for widths, shard in cuts(rank, ranks):
+    logits, targets = torch.randn(9, V, generator=torch.Generator().manual_seed(4)), torch.arange(9)
+    for widths, options in each_way(rank, ranks):
         for broken, columns in ((0, slice(None)), (0, slice(1, 2)), (ranks - 1, slice(None))):
             if widths[broken] > 1 and sum(widths[:broken]) < V:
-                for backend in BACKENDS:
-                    mine = cut(logits, widths, rank, -1)
-                    mine[:, columns] = torch.nan if rank == broken else mine[:, columns]
-                    logps, entropy = token_logprobs(mine, targets, entropy=True, options=Options(shard=shard, backend=backend))
-                    assert logps.isnan().all() and entropy is not None and entropy.isnan().all()
+                mine = cut(logits, widths, rank, -1)
+                mine[:, columns] = torch.nan if rank == broken else mine[:, columns]
+                logps, entropy = token_logprobs(mine, targets, entropy=True, options=options)
+                assert logps.isnan().all() and entropy is not None and entropy.isnan().all()
     if ranks > 1:
         assert token_logprobs(logits, targets, options=Options(shard=VocabShard(0, V)))[0].isnan().all()
+
+
+def check_extremes(rank: int, ranks: int) -> None:
+    """Parts that hold only -inf, a peaked row, logits of 1e4, a row of only -inf; the largest ids count from the first column of
+    the vocabulary, whoever holds them, and of equal ones it is the lowest."""
+    logits = torch.randn(7, V, generator=torch.Generator().manual_seed(4))
+    logits[0, 20:] = logits[1, :50] = logits[6] = -torch.inf
+    logits[2] *= 1e4
+    logits[3, 7] = 80.0
+    logits[4, [9, 50]] = 9.0
+    targets = torch.tensor([3, 55, int(logits[2].argmax()), 7, 1, 60, 5])
+    log_p = logits.double().log_softmax(-1)
+    entropy = -torch.where(log_p == -torch.inf, 0.0, log_p.exp() * log_p).sum(-1)
+    right = {"logps": log_p.gather(1, targets[:, None])[:, 0], "entropy": entropy, "top_prob": log_p.exp().amax(1)}
+    for widths, options in each_way(rank, ranks):
+        found = token_logprobs(
+            cut(logits, widths, rank, -1), targets, entropy=True, also=("top_id", "top_prob"), options=options
+        )
+        for name, x in {"logps": found.logps, "entropy": found.entropy, "top_prob": found.also["top_prob"]}.items():
+            assert x[6].isnan()
+            torch.testing.assert_close(x[:6].double(), right[name][:6], rtol=1e-6, atol=2e-6)
+        assert found.also["top_id"][:6].tolist() == logits[:6].argmax(1).tolist()
 
 
 def check_nothing_to_do(rank: int, ranks: int) -> None:
@@ -269,25 +283,6 @@ def check_nothing_to_do(rank: int, ranks: int) -> None:
                 assert not out.logps.any() and not out.entropy.any()
             for leaf in (hidden, weight, logits):
                 assert leaf.grad is not None and leaf.grad.shape == leaf.shape and not leaf.grad.any()
-
-
-def check_extremes(rank: int, ranks: int) -> None:
-    """Parts that hold only -inf, a peaked row, logits of 1e4, a row of only -inf."""
-    logits = torch.randn(6, V, generator=torch.Generator().manual_seed(4))
-    logits[0, 20:] = logits[1, :50] = logits[4] = -torch.inf
-    logits[2] *= 1e4
-    logits[3, 7] = 80.0
-    targets, rows = torch.tensor([3, 55, int(logits[2].argmax()), 7, 1, 60]), torch.tensor([0, 1, 2, 3, 5])
-    log_p = logits.double().log_softmax(-1)
-    entropy = -torch.where(log_p == -torch.inf, 0.0, log_p.exp() * log_p).sum(-1)
-    for widths, shard in cuts(rank, ranks):
-        for backend in BACKENDS:
-            found = token_logprobs(
-                cut(logits, widths, rank, -1), targets, entropy=True, options=Options(shard=shard, backend=backend)
-            )
-            for x, y in zip(found[:2], (log_p.gather(1, targets[:, None])[:, 0], entropy), strict=True):
-                assert x is not None and x[4].isnan()
-                torch.testing.assert_close(x[rows].double(), y[rows], rtol=1e-6, atol=2e-6)
 
 
 def check_bad_input(rank: int, ranks: int) -> None:
@@ -333,3 +328,37 @@ def check_managed_parameters(rank: int, ranks: int) -> None:
         calls.append(lambda: linear_logprobs(hidden, other, targets))
     for call in calls:
         refused(call, "call FusedLMHead")
+
+
+# ---- in pytest's own process
+
+
+@pytest.mark.parametrize("check", checks_of(__name__))
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_on_ranks(on_ranks: Callable[..., dict[str, str]], ranks: int, check: str) -> None:
+    assert on_ranks(__name__, ranks)[check] == "ok", on_ranks(__name__, ranks)[check]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_whole_products(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every recipe with each way to cut its vocabulary."""
+    run_whole_products(__name__, ranks, tmp_path, monkeypatch)
+
+
+def test_no_part_has_the_target() -> None:
+    partials = torch.tensor([[[0.0], [1.0], [torch.nan]], [[1.0], [2.0], [torch.nan]]])
+    assert merge(partials, ("max", "sum", "target"), None).logps.isnan().all()
+
+
+def test_a_shards_backend_takes_a_range_of_rows(backend: str) -> None:
+    """As every backend does: the block by block visits of a loss ask for it. Padding of those rows becomes 0, others stay."""
+    vocab, n = 61, 12
+    module = on_shard(backends.load(backend).Kernels(), VocabShard(0, vocab - 3))  # three columns are padding
+    r = Rows(torch.randn(2, 6, vocab), targets=torch.randint(vocab - 3, (n,)))
+    (whole, gradient), out = visited(module, r), torch.full_like(r.logits, torch.nan)
+    part, _ = visited(module, r, out, (5, n - 4))
+    assert all(torch.equal(x, whole[name][5 : n - 4]) for name, x in part.items())
+    all_rows, some_rows = gradient.view(n, vocab), out.view(n, vocab)
+    assert torch.equal(some_rows[5:-4], all_rows[5:-4]) and not all_rows[:, -3:].any() and all_rows.abs().max() > 0.1
+    assert some_rows[:5].isnan().all() and some_rows[-4:].isnan().all()

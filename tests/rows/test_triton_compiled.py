@@ -1,6 +1,6 @@
 """The cases of the Triton kernels, in processes of their own: they execute the code that Triton compiles for a GPU (support/ptx).
 
-    GRPO_KERNELS_TRITON_36=FOLDER python -m pytest -m compiled tests/vocabulary/test_triton_compiled.py
+    GRPO_KERNELS_TRITON_36=FOLDER python -m pytest -m compiled tests/rows/test_triton_compiled.py
 
 runs all of them for each target, with warps in three orders, with the Triton that is installed and with 3.6 from that folder
 (`pip install --no-deps --target FOLDER triton==3.6.0`). `python tests/repository/compiled.py` writes what that came to."""

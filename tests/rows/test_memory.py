@@ -58,37 +58,27 @@ def large_pages_on_request() -> None:
 
 
 @pytest.mark.usefixtures("large_pages_on_request")
-def test_new_gradients_of_logits_are_in_large_pages(backend: str) -> None:
-    batch = TokenBatch(torch.randint(VOCAB, (ROWS,)), torch.randn(ROWS))
-    leaf = torch.randn(ROWS, VOCAB).requires_grad_()
-    (gradient,) = torch.autograd.grad(
-        grpo_loss(leaf, batch, Objective.preset("dapo"), options=Options(backend=backend)).loss, leaf
-    )
-    assert_large(gradient)
-    del gradient
-    (gradient,) = torch.autograd.grad(token_logprobs(leaf, batch.targets, options=Options(backend=backend))[0].sum(), leaf)
-    assert_large(gradient)
-
-
-@pytest.mark.usefixtures("large_pages_on_request")
-def test_so_are_those_of_logits_without_the_last_position(backend: str) -> None:
-    logits = torch.randn(2, ROWS // 2 + 1, VOCAB).requires_grad_()[:, :-1]
-    batch = TokenBatch(torch.randint(VOCAB, logits.shape[:2]), torch.randn(logits.shape[:2]))
-    (gradient,) = torch.autograd.grad(
-        grpo_loss(logits, batch, Objective.preset("dapo"), options=Options(backend=backend)).loss, logits
-    )
-    assert_large(gradient)
-
-
-@pytest.mark.usefixtures("large_pages_on_request")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_gradient_of_a_head_is_in_large_pages(dtype: torch.dtype, backend: str) -> None:
-    batch = TokenBatch(torch.randint(VOCAB, (6,)), torch.randn(6))
-    hidden, weight = (torch.randn(n, WIDTH).to(dtype).requires_grad_() for n in (6, VOCAB))
-    loss = linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), options=Options(backend=backend)).loss
-    assert_large(torch.autograd.grad(loss, weight)[0])
-    logps, _ = linear_logprobs(hidden, weight, batch.targets, options=Options(backend=backend))
-    assert_large(torch.autograd.grad(logps.sum(), weight)[0])
+@pytest.mark.parametrize("source", ["logits", "logits without the last position", "head", "bf16 head"])
+def test_new_gradients_are_in_large_pages(source: str, backend: str) -> None:
+    shape = (2, 3) if "head" in source else (2, ROWS // 2)
+    batch, options = TokenBatch(torch.randint(VOCAB, shape), torch.randn(shape)), Options(backend=backend)
+    if "head" in source:
+        dtype = torch.bfloat16 if "bf16" in source else torch.float32
+        front = [torch.randn(*rows, WIDTH, dtype=dtype).requires_grad_() for rows in (shape, (VOCAB,))]
+        loss, logprobs = linear_grpo_loss, linear_logprobs
+    else:
+        last = "last" in source
+        front, loss, logprobs = (
+            [torch.randn(2, ROWS // 2 + last, VOCAB).requires_grad_()[:, : ROWS // 2]],
+            grpo_loss,
+            token_logprobs,
+        )  # type: ignore[assignment]
+    for value in (
+        loss(*front, batch, Objective.preset("dapo"), options=options).loss,
+        logprobs(*front, batch.targets, options=options).logps.sum(),
+    ):
+        (gradient,) = torch.autograd.grad(value, front[-1])
+        assert_large(gradient)
 
 
 def new(count: int = 16 * MIB) -> Tensor:

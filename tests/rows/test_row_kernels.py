@@ -65,7 +65,7 @@ def drawn(
 
 def check_each_way(module: Backend, r: Rows) -> None:
     for way, one in ways(r):
-        check(one, way(module, one), str(way))
+        check(one, way(module, one))
 
 
 SIZES = (7, 257, 1, 531) if TRITON else (*range(1, 68), 127, 128, 129, 1000, 4111, 32_001)
@@ -173,7 +173,7 @@ def test_a_gradient_of_another_dtype(module: Backend, dtype: torch.dtype, second
         r = drawn(1003 if second is None else 291, of_logits, second=second)
         for way, one in ways(r):
             found = way(module, one, out=torch.full(r.logits.shape, math.nan, dtype=dtype))
-            check(one, found, str(way))
+            check(one, found)
             if module.writes_behind_reads and dtype.itemsize < of_logits.itemsize:
                 logits = r.logits.clone()
                 narrow = logits.view(dtype)[..., : r.logits.shape[-1]]
@@ -184,7 +184,7 @@ def test_a_gradient_of_another_dtype(module: Backend, dtype: torch.dtype, second
 def test_a_row_depends_on_nothing_but_itself(module: Backend, second: Any) -> None:
     """Bit by bit: not on threads, on the range of rows, on the rows beside it, on what a thread's memory held before."""
     for dtype in SOME if second is None else SOME[:1]:
-        vocab = V if TRITON else 20_011 if second is None else 2085
+        vocab = 2085 if second and not TRITON else 20_011 if in_cpp(module) else V
         t = torch.linspace(0.5, 2.0, 12)
         r = drawn(vocab, dtype, (3, 4), second, transform=PLAIN._replace(inv_temperature=t))
         expected = [way(module, one) for way, one in ways(r)]
@@ -203,7 +203,7 @@ def test_a_row_depends_on_nothing_but_itself(module: Backend, second: Any) -> No
         assert torch.equal(out, expected[0][1])
         for (way, one), (values, gradient) in zip(ways(r), expected, strict=True):
             for i in (0, 5, 11):
-                found = way(module, one.row(i))
+                found = way(module, one.at(i, i + 1))
                 assert all(torch.equal(x[0], values[name][i]) for name, x in found[0].items())
                 assert torch.equal(found[1].view(-1), gradient.view(12, -1)[i])
 
@@ -260,19 +260,19 @@ def test_what_cannot_be_computed_shows_in_its_row(module: Backend, at: int) -> N
     """NaN, +inf, a row of only -inf, a target that is no id; rows beside it keep their bits, and memory around is not written."""
     for dtype in SOME:
         r = drawn(1003, dtype, (1, 6))
-        for way, one in ways(r):
-            values, gradient = way(module, one)
-            bad = replace(one, logits=r.logits.clone(), targets=r.targets.clone())
-            bad.logits[0, 1, at], bad.logits[0, 2, at], bad.logits[0, 3] = math.nan, math.inf, -math.inf
-            bad.targets[4] = (-1, 1003, 1 << 60)[(at + 1) % 3]
-            around = torch.full((3, 6, 1003), 7.0).to(dtype)
-            out = around[1:2]
-            found, _ = way(module, bad, out)
-            for name, x in found.items():
-                assert x[[1, 2]].isnan().all() and torch.equal(x[[0, 5]], values[name][[0, 5]]), name
-            assert found["logps"][1:5].isnan().all() and found["entropy"][1:4].isnan().all()
-            assert out[0, 1:3].isnan().all() and torch.equal(out[0, [0, 5]], gradient[0, [0, 5]])
-            assert (around[[0, 2]] == 7.0).all()
+        bad = replace(r, logits=r.logits.clone(), targets=r.targets.clone())
+        bad.logits[0, 1, at], bad.logits[0, 2, at], bad.logits[0, 3] = math.nan, math.inf, -math.inf
+        bad.targets[4] = (-1, 1003, 1 << 60)[(at + 1) % 3]
+        for (way, one), (_, spoiled) in zip(ways(r), ways(bad), strict=True):
+            (values, gradient), around = way(module, one), torch.full((3, 6, 1003), 7.0).to(dtype)
+            found, out = way(module, spoiled, around[1:2])
+            check(spoiled, (found, out))
+            fine = [0, 5]
+            same(
+                ({name: x[fine] for name, x in found.items()}, out[0, fine]),
+                ({k: x[fine] for k, x in values.items()}, gradient[0, fine]),
+            )
+            assert found["logps"][1:5].isnan().all() and out[0, 1:3].isnan().all() and (around[[0, 2]] == 7.0).all()
 
 
 def test_every_nan_pattern_shows(module: Backend) -> None:

@@ -81,13 +81,14 @@ def products(hidden: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, 
     )
 
 
-def check(got: Tensor, a: Tensor, b: Tensor, start: Tensor | float = 0.0) -> None:
+def check(got: Tensor, a: Tensor, b: Tensor, start: Tensor | float = 0.0, engine: str = "") -> None:
     """got = start + a @ b."""
     begin = torch.as_tensor(start).double()
     exact, size = begin + a.double() @ b.double(), begin.abs() + a.double().abs() @ b.double().abs()
-    worst = ((got.double() - exact).abs() / size).max().item()
-    split = a.dtype == FP32 and cpu_products._engine_for(FP32) == "amx"
-    assert worst <= (SPLIT_TOLERANCE if split else TOLERANCE), worst
+    split = a.dtype == FP32 and (engine or cpu_products._engine_for(FP32)) == "amx"
+    stored = 2.0**-8 * exact.abs() if got.dtype == BF16 else 0.0
+    beyond = (got.double() - exact).abs() - stored - (SPLIT_TOLERANCE if split else TOLERANCE) * size
+    assert (beyond <= 1e-37).all(), beyond.max()
 
 
 @pytest.mark.parametrize("n, h, v", SHAPES)
@@ -107,16 +108,6 @@ def test_values(n: int, h: int, v: int, dtype: torch.dtype) -> None:
         rounded = product(cpu_products.d_weight, of, hidden, start, shape=(v, h), dtype=BF16)
         assert torch.equal(rounded, total.bfloat16())
         assert torch.equal(product(cpu_products.d_weight, of, hidden, None, shape=(v, h), dtype=BF16), d_weight.bfloat16())
-
-
-def test_the_result_is_not_rounded_to_bf16(dtype: torch.dtype) -> None:
-    """A gradient beside operands in bf16 is."""
-    hidden, weight, gradient = operands(16, 256, 300, dtype)
-    for got in products(hidden, weight, gradient):
-        assert (got != got.bfloat16().float()).float().mean() > 0.9
-    gradient *= torch.logspace(-30, 30, 300)
-    for fp32, rounded in zip(products(hidden, weight, gradient), products(hidden, weight, gradient.to(dtype)), strict=True):
-        assert torch.equal(fp32, rounded)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -1,0 +1,317 @@
+"""Random calls of the C++ kernels with hostile sizes, strides, values and addresses; run by test_sanitizers.py.
+
+    PYTHONPATH=tests:. python tests/rows/fuzz_kernels.py SEED FIRST CALLS [EMULATOR]
+
+Everything that a kernel gets lies between protected pages, next to the end of one or the beginning of the other, and what it must
+not write is read-only; rows that it must not read are protected, too. So an access one byte too far ends the process, which is why
+this is one of its own. Results are compared with float64 as the tests of the kernels do it. Every instruction set runs, AMX by way
+of the library EMULATOR. Call number i depends only on SEED and i."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from test_selection import expected, ids_of, partials_of, probabilities
+from test_sparse import check as check_slots
+
+from grpo_kernels.rows.backends import cpu, cpu_products
+from grpo_kernels.rows.partials import LogitRows, RowTransform
+from support import amx
+from support.bits import same_bits
+from support.kernel_rows import DTYPES, KINDS, PLAIN, Found, Rows, beside, check, same, ways
+from support.slots import slots_of
+
+Tensor = torch.Tensor
+Draw = random.Random
+
+PAGE = mmap.PAGESIZE
+#: Of bytes that nobody has written: a number near the end of fp32 and bf16, a NaN of fp16, an id that no vocabulary has.
+UNWRITTEN = 0x7F
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def protect(address: int, size: int, mode: int) -> None:
+    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), mode) != 0:
+        raise OSError(ctypes.get_errno(), "mprotect")
+
+
+class Memory:
+    """Tensors between protected pages."""
+
+    def __init__(self, size: int = 64 << 20) -> None:
+        self.draw, self.bytes = Draw(), torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was taken."""
+        self.used = PAGE
+        self.taken: list[tuple[Tensor, int, Tensor]] = []  # pages, where the tensor begins in them, the tensor
+        protect(self.bytes.data_ptr(), len(self.bytes), 0)
+
+    def strided(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if math.prod(shape) else 0
+        size = extent * dtype.itemsize
+        pages = self.bytes[self.used :][: max(-(-size // PAGE), 1) * PAGE]
+        self.used += len(pages) + PAGE
+        protect(pages.data_ptr(), len(pages), mmap.PROT_READ | mmap.PROT_WRITE)
+        first = self.draw.choice([0, len(pages) - size])
+        made = pages.fill_(UNWRITTEN)[first : first + size].view(dtype).as_strided(shape, strides)
+        self.taken.append((pages, first, made))
+        return made
+
+    def empty(self, *shape: Any, dtype: torch.dtype = torch.float32, **_: Any) -> Tensor:
+        """Stands in for torch.empty."""
+        shape = shape if not shape or isinstance(shape[0], int) else tuple(shape[0])
+        return self.strided(shape, [math.prod(shape[i + 1 :]) for i in range(len(shape))], dtype)
+
+    def holding(self, x: Tensor) -> Tensor:
+        return self.strided(x.shape, x.stride(), x.dtype).copy_(x)
+
+    def matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Random numbers, rows apart or not."""
+        stride = columns + self.draw.choice([0, 0, 1, 16, 37])
+        return self.strided((rows, columns), (stride, 1), dtype).copy_(torch.randn(rows, columns))
+
+    def rows(self, x: Tensor, layout: str) -> Tensor:
+        """A copy of x [A, T, V] as rows of logits may lie."""
+        (A, T, V), size, gap = x.shape, x.element_size(), self.draw.randrange(70)
+        step = {"gaps": V + gap, "pages": -(-V * size // PAGE) * PAGE // size}.get(layout, V)
+        strides = (step, step * A, 1) if layout == "transposed" else (step * T + gap * (layout == "gaps"), step, 1)
+        return self.strided((A, T, V), strides, x.dtype).copy_(x)
+
+    @contextmanager
+    def guarded(self, *written: Tensor, unread: Sequence[Tensor] = ()) -> Iterator[None]:
+        """While a kernel runs: what it makes is taken from here, vectors that it is given are copied to here, and of the rest it
+        may write only `written`. `unread`: rows on pages of their own."""
+        vector, named = cpu.vector, cpu.named
+
+        def here(x: Tensor | None) -> Tensor | None:
+            inside = x is None or 0 <= x.data_ptr() - self.bytes.data_ptr() < len(self.bytes)
+            return x if inside or not x.is_contiguous() else self.holding(x)  # type: ignore[union-attr]
+
+        before, of_written = len(self.taken), {x.data_ptr() for x in written}
+        for pages, first, _ in self.taken:
+            if pages.data_ptr() + first not in of_written:
+                protect(pages.data_ptr(), len(pages), mmap.PROT_READ)
+        for row in unread:
+            protect(row.data_ptr() // PAGE * PAGE, -(-row.nbytes // PAGE) * PAGE, 0)
+        with (
+            mock.patch.object(torch, "empty", self.empty),
+            mock.patch.object(cpu, "vector", lambda name, x, *more: vector(name, here(x), *more)),
+            mock.patch.object(cpu, "named", lambda name, x, *more: named(name, here(x), *more)),
+        ):
+            yield
+        for i, (pages, first, x) in enumerate(self.taken):
+            protect(pages.data_ptr(), len(pages), mmap.PROT_READ | mmap.PROT_WRITE)
+            if i >= before or pages.data_ptr() + first in of_written:
+                elements = torch.zeros(len(pages), dtype=torch.bool)
+                strides = [stride * x.itemsize for stride in x.stride()]
+                elements.as_strided((*x.shape, x.itemsize), (*strides, 1), first).fill_(True)
+                assert (elements | (pages == UNWRITTEN)).all(), f"bytes beside {list(x.shape)} {x.stride()} were written"
+
+
+def threads(draw: Draw) -> None:
+    """How many the module is asked to take; torch itself keeps to one."""
+    count = draw.choice([1, 2, 3, 8, 1000])
+    torch.get_num_threads = lambda: count
+
+
+# ---- rows of logits
+
+VOCABULARIES = [1, 2, 3, 15, 16, 17, 33, 64, 65, 129, 1031, 2047, 2048, 2049, 4100, 16500]
+WILD = torch.tensor([math.nan, math.inf, -math.inf, 1e4, -1e4, 0.0])
+
+
+def numbers(kind: str, *shape: int) -> Tensor:
+    x, rare = 3.0 * torch.randn(shape), torch.rand(shape)
+    if kind == "wild":
+        return torch.where(rare < 0.02, WILD[torch.randint(len(WILD), shape)], x)
+    return torch.where(rare < 0.4, -math.inf, x) if kind == "masked" else x
+
+
+def transform(draw: Draw, n: int, absurd: bool) -> RowTransform:
+    scale = draw.choice([30.0, 1e-4, 0.0, math.nan, math.inf] if absurd else [1.0, 1.0, 0.5, -2.0])
+    inverse = torch.tensor([1e-2, 1e3, math.nan, 0.0] if absurd else [1.0, 1 / 0.7, 2.0])
+    t = inverse[torch.randint(len(inverse), (n,))]
+    return RowTransform(
+        scale, draw.choice([0.0, 1e-3, 1e30] if absurd else [0.0, 0.0, 30.0]), t if draw.random() < 0.5 else float(inverse[0])
+    )
+
+
+def drawn_rows(draw: Draw, absurd: bool) -> tuple[Rows, tuple[int, int]]:
+    """A call, and which of its rows it is about."""
+    vocab = draw.choice(VOCABULARIES)
+    A, T = draw.randint(1, 3), draw.randint(1, 5 if vocab < 2000 else 2)
+    n, kind = A * T, draw.choice(["plain", "plain", "wild", "masked"])
+    lo = draw.randrange(n)
+    nowhere = torch.tensor([-1, -100, vocab, 2**62, -(2**63)])[torch.randint(5, (n,))]
+    targets = torch.where(torch.rand(n) < 0.1, nowhere, torch.randint(vocab, (n,)))
+    read = torch.rand(n) < 0.8 if draw.random() < 0.5 else None
+    r = Rows(numbers(kind, A, T, vocab).to(draw.choice(DTYPES)), transform(draw, n, absurd), None, read, targets)
+    if draw.random() < 0.5:
+        other = r.logits.float() if draw.random() < 0.5 else numbers(kind, A, T, vocab)
+        r = beside(r, other.to(draw.choice(DTYPES)), draw.choice(KINDS))
+    r.slopes = {name: x * (torch.rand(n) < 0.8) for name, x in r.slopes.items()}
+    return r, (lo, lo if draw.random() < 0.05 else draw.randint(lo + 1, n))
+
+
+def gradient_for(memory: Memory, logits: Tensor, layout: str) -> Tensor:
+    """Where the gradient goes: elsewhere, into the logits, or narrower there."""
+    dtype, where = memory.draw.choice(DTYPES), memory.draw.choice(["apart", "in place", "narrower, in place"])
+    if where == "apart":
+        return memory.rows(torch.full(logits.shape, 7.0, dtype=dtype), layout)
+    return logits.view(dtype)[..., : logits.shape[-1]] if where != "in place" and dtype.itemsize < logits.itemsize else logits
+
+
+def rows(memory: Memory) -> None:
+    """Statistics, gradients and losses of rows, beside a second stream or not."""
+    draw = memory.draw
+    absurd, layouts = draw.random() < 0.2, draw.choices(["dense", "gaps", "transposed", "pages"], k=3)
+    r, part = drawn_rows(draw, absurd)
+    print(f"rows {part} of {list(r.logits.shape)} {layouts}, {r.logits.dtype}, {r.transform}", flush=True)
+    outside = [i for i in range(r.count) if not part[0] <= i < part[1]]
+    unread = [i for i in range(r.count) if i in outside or (r.read is not None and not r.read[i])]
+    for way, one in ways(r):
+        found: list[Found] = []
+        for isa in cpu._cpu.isas():
+            cpu._cpu.use_isa(isa)
+            memory.begin()
+            logits, second, hidden = memory.rows(r.logits, layouts[0]), r.second, list[Tensor]()
+            if second is not None:
+                second = second._replace(logits=memory.rows(second.logits, layouts[1]))
+            out = gradient_for(memory, logits, layouts[2])
+            apart = out.data_ptr() != logits.data_ptr()
+            for x, layout, gone in (
+                (logits, layouts[0], unread if apart else outside),
+                (second and second.logits, layouts[1], unread),
+            ):
+                hidden += [x[divmod(i, x.shape[1])] for i in gone] if x is not None and layout == "pages" else []
+            before = out.clone()
+            with memory.guarded(out, unread=hidden):
+                values, _ = way(cpu.Kernels(), replace(one, logits=logits, second=second), out, part)
+            gradient, kept = (x.reshape(r.count, -1) if r.count else x for x in (out, before))
+            assert same_bits(gradient[outside], kept[outside]), "rows that were not asked for"
+            found.append(({name: x.clone() for name, x in values.items()}, gradient[slice(*part)].clone()))
+        if not absurd:
+            check(one.at(*part), *found)
+
+
+def select(memory: Memory) -> None:
+    """Columns of rows are those of whole numbers, where probabilities are known to the last bit."""
+    draw, layout = memory.draw, memory.draw.choice(["dense", "gaps", "transposed", "pages"])
+    r, part = drawn_rows(draw, False)
+    step = draw.choice([1.0, 0.5, 1 / 16, 1 / 256, 1 / 4096])
+    cpu._cpu.use_isa(draw.choice(cpu._cpu.isas()))
+    plain = draw.random() < 0.7
+    own = LogitRows(memory.rows(r.logits, layout), r.targets, None, PLAIN if plain else r.transform).cut(*part)
+    starts, kernels = torch.randint(2**40, (own.n,)), cpu.Kernels()
+    print(f"columns of {own.n} rows of {list(r.logits.shape)} {layout}, {r.logits.dtype}, {step}", flush=True)
+    with memory.guarded():
+        partials = partials_of(kernels, own)
+        drawn, masses = kernels.select(own, partials, step, starts), kernels.masses(own, partials, step)
+    if plain:
+        p = probabilities(kernels, own)[slice(*part)]
+        assert (ids_of(drawn), masses.tolist()) == expected(p, own.targets, starts, step)
+    logits = own.logits.reshape(r.count, -1)[slice(*part)].float()
+    for ids, x, taken in zip(ids_of(drawn), logits, drawn.logits, strict=True):
+        assert same_bits(taken[: len(ids)], x[ids])
+
+
+def scale(memory: Memory) -> None:
+    dtype, factor = memory.draw.choice(DTYPES), memory.draw.choice([0.3, 0.0, math.nan])
+    x = numbers("wild", memory.draw.choice([0, 1, 2, 15, 17, 1000, 200_003])).to(dtype)
+    print(f"scale {list(x.shape)} {dtype} {factor}", flush=True)
+    for isa in cpu._cpu.isas():
+        cpu._cpu.use_isa(isa)
+        scaled = memory.holding(x)
+        with memory.guarded(scaled):
+            cpu.Kernels().scale_(scaled, torch.tensor(factor))
+        same(({}, scaled), ({}, (x.float() * torch.tensor(factor)).to(dtype)))
+
+
+# ---- products
+
+SIZES = (1, 2, 5, 6, 7, 31, 33, 63, 64, 65, 129, 191, 193, 511, 513, 1030, 0)
+
+
+def product(memory: Memory, engines: Sequence[str]) -> None:
+    """One of the three products, of bf16 or fp32 operands."""
+    from test_cpu_products import check  # which is for processors that have them
+
+    draw, (single, half) = memory.draw, DTYPES[:2]
+    (n, h, v), engine, dtype = draw.choices(SIZES, k=3), draw.choice(engines), draw.choice((single, half))
+    which, start = draw.choice(["logits", "d_hidden", "d_weight"]), draw.choice(["none", "out", "other"])
+    print(f"{which} by {engine}, {n} x {h} x {v}, {dtype}, {start}", flush=True)
+    hidden, weight = memory.matrix(n, h, dtype), memory.matrix(v, h, dtype)
+    gradient = memory.matrix(n, v, draw.choice((single, dtype)))
+    rounded, begin = gradient.to(dtype), None
+    shape = {"logits": (n, v), "d_hidden": (n, h), "d_weight": (v, h)}[which]
+    out = memory.matrix(*shape, half if which == "d_weight" and start == "other" else single)
+    if which == "logits":
+        begin, (a, b) = memory.holding(torch.randn(v)) if start != "none" else None, (hidden, weight.T)
+        operands = (hidden, weight, begin)
+    elif which == "d_hidden":
+        operands, (a, b) = (gradient, weight), (rounded, weight)
+    else:
+        begin = {"none": None, "out": out}.get(start, memory.matrix(v, h, single))
+        operands, (a, b) = (gradient, hidden, begin), (rounded.T, hidden)
+    added = 0.0 if begin is None else begin.clone()
+    with memory.guarded(out):
+        getattr(cpu_products, which)(*operands, out, by=engine)
+    check(out, a, b, added, engine)
+
+
+def sparse(memory: Memory) -> None:
+    """The three products over slots, of which some are not used."""
+    draw = memory.draw
+    n, v, most = draw.choice([1, 2, 5, 17, 60]), draw.choice([1, 2, 5, 17, 60]), draw.choice([1, 3, 12])
+    h, (own, other) = draw.choice([0, 1, 2, 3, 15, 16, 17, 33, 64, 100, 129, 1023, 1025, 2100]), draw.choices(DTYPES, k=2)
+    cpu._cpu.use_isa(draw.choice(cpu._cpu.isas()))
+    print(f"slots, {n} x {h} x {v}, {own} {other}, {cpu._cpu.isa()}", flush=True)
+    slots = slots_of(
+        [
+            [draw.choice([draw.randrange(v), draw.randrange(v), -draw.randint(1, 5)]) for _ in range(draw.randrange(most + 1))]
+            for _ in range(n)
+        ]
+    )
+    hidden, weight, d_hidden, d_weight = (
+        memory.matrix(k, h, dtype) for k, dtype in ((n, own), (v, other), (n, other), (v, own))
+    )
+    with memory.guarded(d_hidden, d_weight):
+        check_slots(cpu.Kernels(), slots, hidden, weight, d_hidden, d_weight)
+
+
+def main(seed: str, first: str, calls: str, emulator: str = "") -> None:
+    engines = [name for name in cpu._cpu.products() if name != "amx"]
+    if emulator:
+        amx.install(Path(emulator))
+        cpu._cpu.ask_for_tiles()  # granted where the processor has them
+        engines = cpu._cpu.products()
+    torch.set_num_threads(1)
+    memory = Memory()
+    kinds: list[Callable[[Memory], None]] = [rows, rows, sparse, rows, select, scale]
+    if cpu._cpu.has_products():
+        kinds += [lambda memory: product(memory, engines)]
+    for i in range(int(first), int(first) + int(calls)):
+        memory.begin()
+        memory.draw.seed(f"{seed} {i}")
+        torch.manual_seed(memory.draw.randrange(2**60))
+        threads(memory.draw)
+        print(i, end=": ", flush=True)
+        kinds[i % len(kinds)](memory)
+    print(f"{calls} calls were right")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

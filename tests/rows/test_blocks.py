@@ -1,0 +1,333 @@
+"""The engine's code for a GPU, run on a CPU with stand-ins for the products: blocks of chunks, their products, their memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_kernels import Objective, Options, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels.distributed import VocabShard
+from grpo_kernels.rows import backends
+from grpo_kernels.rows import products as blocks
+from grpo_kernels.rows.backends import eager
+from grpo_kernels.rows.partials import LogitRows
+from grpo_kernels.rows.products import Plan, Work
+from support import oracle
+from support.bits import same_bits
+from support.doors import batch_of, compare, exact_of, objective_of, run
+from support.gpu_products import LiveBytes, NoRows, Product, of_a_gpu
+from support.oracle import Answer
+from support.recipes import Problem, Recipe, problem
+
+Tensor = torch.Tensor
+GIB = 1 << 30
+V, H, CHUNK, BLOCK = 71, 16, 64, 128
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+QWEN = Work(151936, 4096, apart=True, d_hidden=2, d_weight=2)
+
+
+# ---- rows of a chunk and of a block
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_the_peak_is_flat_in_the_number_of_rows(gathered: bool) -> None:
+    """8192 x 4096 x 151,936 in bf16: at most 3.6 GiB; of any other number of rows as much, but for d_hidden."""
+    plan = QWEN.plan("cuda", 8192, gathered)
+    assert QWEN.peak(plan, 8192, gathered) <= 3.6 * GIB
+    assert plan == ((512, 3072) if gathered else (512, 8192))  # no fp32 sum of d_weight, where there is room without it
+    beside = {}
+    for rows in (1, 512, 3072, 3073, 8000, 8193, 10**5, 10**7):
+        work = QWEN.plan("cuda", rows, gathered)
+        assert work.chunk == 512 and work.block % 512 in (0, rows % 512)
+        beside[rows] = QWEN.peak(work, rows, gathered) - 2 * 4096 * rows
+    assert list(beside.values()) == sorted(beside.values()) and beside[8193] == beside[10**7] < 3.52 * GIB
+
+
+@pytest.mark.parametrize(("vocab", "width"), [(32000, 2048), (128256, 8192), (151936, 1536), (262144, 2304)])
+@pytest.mark.parametrize("d_weight", [0, 2, 4])
+def test_one_block_takes_no_more_than_many(d_weight: int, vocab: int, width: int) -> None:
+    work = Work(vocab, width, apart=True, d_hidden=2, d_weight=d_weight)
+    many = work.plan("cuda", 10**8, gathered=True)
+    limit = work.peak(many, 10**8) - 2 * width * 10**8
+    assert many.chunk >= 512 and many.block % many.chunk == 0 and many.block >= 1024
+    for rows in range(64, 40000, 777):
+        plan = work.plan("cuda", rows)
+        assert plan.chunk == many.chunk and plan.block >= many.block
+        assert work.peak(plan, rows) - 2 * width * rows <= limit
+        assert plan.block == many.block or plan.block == rows
+
+
+def test_where_gradients_lie_in_the_logits_a_block_is_a_chunk() -> None:
+    work = QWEN._replace(apart=False)
+    for device, size in (("cpu", 160 << 20), ("cuda", 1200 << 20), ("xpu", 1200 << 20)):
+        plan = work.plan(device, 10**6)
+        assert plan == Plan(plan.chunk, plan.chunk) and plan == work.plan(device, 5)
+        assert size - 64 * 4 * 151936 < 4 * 151936 * plan.chunk <= size
+
+
+def test_sums_of_d_hidden_beside_its_result_are_counted() -> None:
+    """On a CPU with AMX: in the rows of a chunk and in the peak of its product."""
+    work = QWEN._replace(apart=False, d_weight=0)
+    beside = work._replace(parts=3)
+    plan, smaller = work.plan("cpu", 0), beside.plan("cpu", 0)
+    assert plan.chunk == 256 and smaller.chunk == 192  # 160 MiB / 4 / 151,936 = 276; / (151,936 + 3 * 4096) = 255
+    assert beside.peak(smaller, 192) == work.peak(smaller, 192) + 3 * 192 * 4096 * 4
+    assert beside._replace(d_hidden=0).peak(smaller, 192) == work._replace(d_hidden=0).peak(smaller, 192)
+
+
+# ---- memory
+
+
+def head(rows: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, TokenBatch]:
+    """A head of meta tensors: large ones need no memory."""
+    shapes = ((1, rows, 4096), (151936, 4096))
+    hidden, weight = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes)
+    vector = torch.empty(1, rows, device="meta")
+    return hidden, weight, TokenBatch(vector.to(torch.int64), vector, ref_logps=vector)
+
+
+@pytest.fixture
+def no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "pick", lambda *_: NoRows())
+
+
+SIZES = [(layer, BF16, rows) for layer in (1, 2) for rows in (700, 8192, 8193, 20000)] + [(2, FP16, 700), (2, FP16, 8193)]
+
+
+@pytest.mark.parametrize("layer, dtype, rows", SIZES, ids=str)
+@pytest.mark.usefixtures("no_rows")
+def test_bytes_that_are_alive_are_those_of_the_model(layer: int, dtype: torch.dtype, rows: int) -> None:
+    """A whole call and its backward, nothing of which waits for the device: without values it would fail. In fp16 d_weight is fp32
+    until the factor of the backward is known; the last part of the sum is beside it, and d_hidden as it is handed over."""
+    hidden, weight, batch = head(rows, dtype)
+    with of_a_gpu() as made, LiveBytes() as live:
+        if layer == 2:
+            linear_grpo_loss(hidden, weight, batch, Objective(beta=0.1)).loss.backward()
+        else:
+            linear_logprobs(hidden, weight, batch.targets)[0].sum().backward()
+    half = dtype == FP16
+    work = QWEN._replace(d_hidden=4, scaled=True) if half else QWEN
+    plan = work.plan("cuda", rows, gathered=False)
+    expected = work.peak(plan, rows, gathered=False)
+    assert expected <= live.peak <= expected + (100 + 2 * 4096 * half) * rows  # vectors
+    assert half or len(made) == (3 - layer) * -(-rows // 512) + 2 * -(-rows // plan.block)
+    assert half or rows > 8193 or live.peak <= 3.6 * GIB
+    assert hidden.grad is not None and weight.grad is not None and weight.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("frozen", ["weight", "hidden", "weight_grad"])
+@pytest.mark.usefixtures("no_rows")
+def test_what_is_not_wanted_takes_no_memory(frozen: str) -> None:
+    """Of 6000 rows, of which 5120 have a gradient; with a frozen head it is fp32, and made before its factors are known."""
+    hidden, weight, batch = head(6000)
+    total = torch.empty(151936, 4096, device="meta") if frozen == "weight_grad" else None
+    (hidden if frozen == "hidden" else weight).requires_grad_(frozen == "weight_grad")
+    work = QWEN._replace(**{"hidden": {"d_hidden": 0}, "weight": {"d_weight": 0, "d_hidden": 4}}.get(frozen, {"d_weight": 0}))
+    index = torch.empty(5120, dtype=torch.int64, device="meta")
+    with of_a_gpu() as made, LiveBytes() as live, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo_kernels.losses._split_rows", lambda *_: (index, 5120))
+        linear_grpo_loss(hidden, weight, batch, Objective.preset("gspo"), options=Options(weight_grad=total)).loss.backward()
+    kinds = {p.m == 151936 for p in made if 151936 in (p.m, p.k)}
+    assert kinds == {"hidden": {True}, "weight": {False}, "weight_grad": {True, False}}[frozen]
+    expected = work.peak(work.plan("cuda", 5120), 5120) + work.d_hidden * 4096 * 880
+    assert expected <= live.peak <= expected + 100 * 6000
+    assert total is None or all(p.added for p in made if p.m == 151936)
+
+
+# ---- numbers
+
+
+class Poisoned(eager.Kernels):
+    """The eager row kernels, on the layout of a GPU's: logits are read once, and no other memory is used for them or for rows
+    of gradients that products have taken."""
+
+    writes_behind_reads = False
+
+    def pull(self, rows: LogitRows, partials: Any, slopes: Any, out: Tensor) -> None:
+        super().pull(rows, partials, slopes, out)
+        self._after(rows.logits, out)
+
+    def fused(self, rows: LogitRows, stage: Any, out: Tensor | None) -> Any:
+        # Not by its own pull, which would poison what is read again.
+        found = eager.Kernels().fused(rows, stage, out)
+        self._after(rows.logits, out)
+        return found
+
+    def _after(self, logits: Tensor, out: Tensor | None) -> None:
+        if out is logits or (out is not None and out.data_ptr() == logits.data_ptr()):
+            return  # fp16, whose gradients are scaled to fit
+        assert out is None or (out.dtype == BF16 and out.stride(1) * 2 % 128 == 0)
+        logits.fill_(torch.nan)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 64 rows, in blocks of 128 where they are several."""
+    monkeypatch.setitem(blocks.CHUNK_BYTES, "cpu", 4 * V * CHUNK)
+    monkeypatch.setitem(blocks.BLOCK_BYTES, "cpu", 2 * V * BLOCK)
+    monkeypatch.setattr(backends, "pick", lambda *_: Poisoned())
+
+
+#: Every row has a gradient.
+ROWS = Recipe(
+    source="hidden", objective="reinforce", given="on-policy", lengths=(300,), vocab=V, width=H, dtype="bfloat16", mask="none",
+    spread=2.0, seed=1,
+)  # fmt: skip
+LAYERS = [ROWS, replace(ROWS, door="logprobs", also="nothing")]
+layers = pytest.mark.parametrize("recipe", LAYERS, ids=lambda recipe: recipe.door)
+
+
+def made_by(recipe: Recipe, adds: bool = True, **options: Any) -> tuple[list[Product], dict[str, Tensor]]:
+    """The products of a call that is right, and its gradients."""
+    p, _ = problem(recipe), exact_of(recipe)
+    with of_a_gpu(adds) as made:
+        found = run(p, **options)
+    compare(p, found)
+    return made, found.gradients
+
+
+def with_advantages(p: Problem, advantages: Tensor) -> tuple[Problem, Answer]:
+    """The problem with others, and its answer."""
+    changed = replace(p, fields={**p.fields, "advantages": advantages}, seen={**p.seen, "advantages": advantages.double()})
+    return changed, oracle.answer(changed)
+
+
+def expected_products(n: int, block: int, gradients: tuple[str, ...] = ("hidden", "weight")) -> list[Product]:
+    """In order: the logits of each chunk of a block, then the block's two products."""
+    found, several = [], n > block
+    for lo in range(0, n, block):
+        rows = min(block, n - lo)
+        found += [Product(min(CHUNK, rows - i), H, V, FP32) for i in range(0, rows, CHUNK)]
+        if "hidden" in gradients:
+            found.append(Product(rows, V, H, FP32))
+        if "weight" in gradients:
+            found.append(Product(V, rows, H, FP32 if several else BF16, added=lo > 0))
+    return found
+
+
+@pytest.mark.parametrize("bias", ["none", "plain"])
+@pytest.mark.parametrize(("n", "block"), [(150, 150), (300, 128)], ids=["one block", "three blocks"])
+@layers
+@pytest.mark.usefixtures("small")
+def test_products_and_gradients(recipe: Recipe, n: int, block: int, bias: str) -> None:
+    """Log-probs are there before anything arrives at them: logits are computed again."""
+    made, _ = made_by(replace(recipe, lengths=(n,), bias=bias))
+    first = [] if recipe.door == "loss" else [p for p in expected_products(n, n) if p.n == V]
+    assert made == first + expected_products(n, block)
+
+
+@pytest.mark.parametrize("bias", ["none", "plain"])
+@pytest.mark.parametrize("n", [150, 300], ids=["one block", "three blocks"])
+@pytest.mark.parametrize("size", [1e-11, 1.0, 1e7])
+@pytest.mark.usefixtures("small")
+def test_gradients_that_fp16_has_no_room_for(size: float, n: int, bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too small or too large for it before the factor of the backward; rows of very different slopes, and of none. In the same
+    products as bf16, but that d_weight is fp32, in parts."""
+    monkeypatch.setattr(blocks, "WEIGHT_BLOCK_BYTES", 4 * H * 40)
+    recipe = replace(ROWS, lengths=(n,), bias=bias, dtype="float16", normalizer=1 / size, upstream=1 / size)
+    advantages = torch.randn(1, n)
+    advantages[:, ::7] *= 2.0**-30
+    advantages[:, 3] = 0.0
+    p, exact = with_advantages(problem(recipe), advantages)
+    with of_a_gpu() as made:
+        found = run(p).gradients
+    assert {x.dtype for x in made} == {FP32} and not any(x.added for x in made)
+    kept = n - 1  # rows that have a gradient
+    assert [x.m for x in made if x.n == H and x.k != V] == [40, 31] * -(-kept // (n if n < 200 else BLOCK))
+    for name, gradient in found.items():
+        assert (gradient.double() - exact.gradients[name]).norm() < 5e-4 * exact.gradients[name].norm(), name
+    rows = (found["hidden"] - exact.gradients["hidden"]).norm(dim=-1) / exact.gradients["hidden"].norm(dim=-1)
+    assert rows[advantages != 0].median() < 5e-4 and not found["hidden"][0, 3].any()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_gradient_of_fp16_that_is_not_finite_stays_so() -> None:
+    recipe = replace(ROWS, lengths=(150,), dtype="float16")
+    p, _ = with_advantages(problem(recipe), torch.ones(1, 150).index_fill(1, torch.tensor(5), torch.inf))
+    with of_a_gpu():
+        found = run(p).gradients
+    assert not found["weight"].isfinite().any()
+    assert (found["hidden"][0].isfinite() == (torch.arange(150) != 5)[:, None]).all()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_torch_whose_addmm_takes_no_fp32_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.9: the same numbers, a few rows of the weight at a time."""
+    monkeypatch.setattr(blocks, "WEIGHT_BLOCK_BYTES", 4 * H * 30)
+    (made, right), (parts, found) = made_by(ROWS), made_by(ROWS, adds=False)
+    assert any(p.added for p in made) and not any(p.added for p in parts)
+    assert [p.m for p in parts if p.k == 128 and p.n == H] == [V, 30, 30, 11]
+    assert all(same_bits(right[name], found[name]) for name in ("hidden", "weight"))
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+@pytest.mark.usefixtures("small")
+def test_a_frozen_part_takes_no_product(frozen: str) -> None:
+    made, found = made_by(replace(ROWS, frozen=frozen))
+    (other,) = found
+    assert made == expected_products(300, BLOCK, (other,)) and same_bits(found[other], made_by(ROWS)[1][other])
+
+
+@layers
+@pytest.mark.usefixtures("small")
+def test_memory_of_the_callers_is_added_to(recipe: Recipe) -> None:
+    """By every product where the factor of the backward is known; else by what they have made, in fp32."""
+    p, expected = problem(recipe), made_by(recipe)[1]["weight"]
+    memory = torch.randn(V, H + 8)
+    total, start = memory[:, :H], memory.clone()
+    hidden, weight = (p.given[name].clone().requires_grad_() for name in ("hidden", "weight"))
+    options = Options(weight_grad=total)
+    with of_a_gpu() as made:
+        if recipe.door == "loss":
+            linear_grpo_loss(hidden, weight, batch_of(p), objective_of(recipe), options=options).loss.backward()
+        else:
+            linear_logprobs(hidden, weight, p.targets, options=options)[0].backward(p.upstream["logps"].float())
+    of_weight = [x for x in made if x.m == V]
+    assert [x.added for x in of_weight] == [recipe.door != "loss", True, True] and all(x.dtype == FP32 for x in of_weight)
+    assert weight.grad is None and same_bits(memory[:, H:], start[:, H:])
+    torch.testing.assert_close((total - start[:, :H]).to(BF16), expected, rtol=2**-7, atol=2e-6)
+
+
+@layers
+@pytest.mark.usefixtures("small")
+def test_rows_without_a_gradient_are_in_no_product_of_it(recipe: Recipe) -> None:
+    """Masked rows in none at all; rows of no advantage in that of the logits."""
+    idle = (torch.arange(300) % 3 == 0) & (recipe.door == "loss")
+    p, exact = with_advantages(problem(replace(recipe, mask="some")), torch.randn(300).masked_fill(idle, 0.0)[None])
+    with of_a_gpu() as made:
+        found = run(p)
+    for name, gradient in found.gradients.items():
+        assert (gradient - exact.gradients[name]).norm() < 6e-3 * exact.gradients[name].norm()
+    trained, live = int(p.trained.sum()), int((p.trained & ~idle).sum())
+    logits, of_hidden, of_weight = ([x for x in made if V == at(x)] for at in (lambda x: x.n, lambda x: x.k, lambda x: x.m))
+    assert sum(x.m for x in logits) == (trained if recipe.door == "loss" else 2 * trained)
+    assert sum(x.m for x in of_hidden) == sum(x.k for x in of_weight) == live < 300
+    assert not found.gradients["hidden"][0, ~p.trained].any()
+
+
+@pytest.mark.usefixtures("small")
+def test_fp32_parameters_under_autocast_get_a_sum_that_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = replace(ROWS, lengths=(150,), dtype="float32")
+    exact = exact_of(recipe)[0].gradients
+    monkeypatch.setattr("grpo_kernels.streams.compute_dtype", lambda hidden: BF16)
+    with of_a_gpu() as made:
+        found = run(problem(recipe)).gradients
+    assert {x.dtype for x in made} == {FP32} and [x.m for x in made] == [64, 64, 22, 150, V]
+    for name, gradient in found.items():
+        assert (gradient - exact[name]).norm() < 6e-3 * exact[name].norm()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_part_of_the_vocabulary_whose_last_columns_are_padding() -> None:
+    """Chunks are those of the whole vocabulary; padding is no id, and its gradient is 0."""
+    recipe = replace(ROWS, vocab=V - 7)
+    p, _ = problem(recipe), exact_of(recipe)
+    padded = torch.cat([p.given["weight"], torch.randn(7, H).to(BF16)])
+    with of_a_gpu() as made:
+        found = run(replace(p, given={**p.given, "weight": padded}), shard=VocabShard(0, V - 7))
+    assert {x.m for x in made if x.k == H} == {CHUNK, 300 % CHUNK}
+    assert not found.gradients["weight"][-7:].any()
+    compare(p, replace(found, gradients={**found.gradients, "weight": found.gradients["weight"][:-7]}))
