@@ -49,7 +49,7 @@ def run(start: tuple[Any, list[Any], list[Any]], tok: Any, seed: int, **changes:
     with experiments.trainer(start, tok, **settings) as trainer:
         outside = watched(trainer)
         assert trainer.train()
-        lines = read_metrics(trainer.folder.metrics)
+        lines = read_metrics(trainer.folder.path / "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
     of_steps = {
         name: [line[of] for line in steps]

@@ -119,7 +119,7 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
 
 def _ahead(stream: Stream, whole: Whole, at_once: bool) -> Whole:
     """The visit of rows of which log-probs alone have a gradient, with what is made of it in the forward: that of hidden states
-    where the head is frozen; where it is trained, and `at_once` allows it, that of the logits too, if they are one block."""
+    where the head is frozen, or `at_once` allows it; that of the logits for one that is trained, if they are one block."""
     if not isinstance(stream, Hidden) or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return whole
     hidden, weight, bias = stream.tensors
@@ -127,9 +127,11 @@ def _ahead(stream: Stream, whole: Whole, at_once: bool) -> Whole:
         return whole
     if not weight.requires_grad:
         return replace(whole, ahead=True)
+    if not at_once:
+        return whole
     assert whole.index is not None
-    keeps = at_once and stream.is_one_block(whole.index.numel() if whole.active is None else whole.active)
-    return replace(whole, ahead=keeps, keeps=keeps)
+    keeps = stream.is_one_block(whole.index.numel() if whole.active is None else whole.active)
+    return replace(whole, ahead=True, keeps=keeps)  # ahead either way, so that a row's gradient does not depend on the others
 
 
 def _of_visit(values: dict[str, Tensor], i: int) -> dict[str, Tensor]:

@@ -262,6 +262,11 @@ class Engine(Gradients):
             self.d_hidden += torch.where(factors == 0, 0.0, factors * found.ahead)
             if found.block is not None:
                 self._add_of_block(whole, found.block, slopes.target)
+            if found.block is not None or not self.wanted[1]:
+                return
+            complete, self.d_hidden = self.d_hidden, None
+            self.backward(whole, found, slopes, at_ids)  # of the weight alone
+            self.d_hidden = complete
             return
         self.stream.check_there()
         index, n = whole.rows()[: whole.active], whole.targets.numel()
