@@ -131,7 +131,8 @@ def _ahead(stream: Stream, whole: Whole, at_once: bool) -> Whole:
         return whole
     assert whole.index is not None
     keeps = stream.is_one_block(whole.index.numel() if whole.active is None else whole.active)
-    return replace(whole, ahead=True, keeps=keeps)  # ahead either way, so that a row's gradient does not depend on the others
+    # On a CPU, where products do not depend on the number of rows, a row's gradient must not either: it is made ahead in any case.
+    return replace(whole, ahead=keeps or hidden.device.type == "cpu", keeps=keeps)
 
 
 def _of_visit(values: dict[str, Tensor], i: int) -> dict[str, Tensor]:
