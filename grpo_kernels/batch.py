@@ -155,7 +155,8 @@ class TokenBatch:
                     raise ValueError("advantages is None: pass a float tensor [B] or [B, T]; see group_advantages.")
                 continue
             if not isinstance(value, Tensor):
-                raise ValueError(f"{name} is a {type(value).__name__}: pass a tensor on {targets.device}.")
+                logps = ".logps of it" if hasattr(value, "logps") else f"a tensor on {targets.device}"
+                raise ValueError(f"{name} is a {type(value).__name__}: pass {logps}.")
             if value.device != targets.device:
                 raise ValueError(f"{name} is on {value.device}, but targets is on {targets.device}: move it there.")
             if name == "advantages" and not (value.dtype == torch.bool or value.is_floating_point() or value.is_complex()):

@@ -220,4 +220,6 @@ def refuse_keywords(function: Callable[..., Any], given: dict[str, Any], known: 
             remedy = f"Pass options=Options({name}=...)."
         elif name == "bias" and "weight" in known:
             remedy = "Pass Head(weight, bias) as weight."
+        elif name in ("temperature", "softcap", "scale") and "transform" in known:
+            remedy = f"Pass transform=LogitTransform({name}=...)."
         refuse_unknown(function.__name__, [name], known, remedy)

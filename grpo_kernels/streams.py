@@ -88,12 +88,12 @@ def hidden_stream(
         if x is None and name == "bias":
             continue
         if isinstance(x, torch.nn.Module):
-            raise ValueError(
-                f"{name} is the module {type(x).__name__}: pass its tensor, {name}=lm_head.{name if name != 'hidden' else 'weight'}."
-            )
+            tensor = "Head(lm_head.weight, lm_head.bias)" if getattr(x, "bias", None) is not None else "lm_head.weight"
+            raise ValueError(f"{name} is the module {type(x).__name__}: pass its tensor, {tensor}.")
         if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} is {got}: pass a float32, bfloat16 or float16 tensor.")
+            of = f", its {name}.last_hidden_state" if hasattr(x, "last_hidden_state") else ""
+            raise ValueError(f"{name} is {got}: pass a float32, bfloat16 or float16 tensor{of}.")
         if x.device != device:
             raise ValueError(f"{name} is on {x.device}, but targets is on {device}: move one of them.")
     hidden = _local("hidden", hidden, partial=shard is not None and not shard.reduce_hidden)
