@@ -235,5 +235,3 @@ def test_pip_install_and_then_the_commands_of_the_readme_in_the_same_folder(sdis
     done = command("grpo_kernels", "doctor", "--quick")
     assert done.returncode == 0 and "hides the installed package" in done.stdout and str(site) in done.stdout, done.stdout
     assert "  cpu      ok: " in done.stdout and "missing" not in done.stdout
-    done = command("benchmarks.side_by_side")
-    assert done.returncode == 0 and "skipped" not in done.stdout and done.stdout.count("fused, in place") == 2, done.stderr
