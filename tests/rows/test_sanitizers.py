@@ -168,7 +168,8 @@ def test_addresses_and_undefined_behaviour(tmp_path: Path) -> None:
         "test_selection.py",
         "test_sparse.py",
     )
-    run_tests(module, 1, *tests, "-k", "not (eager or triton)", **environment)  # and no backend twice
+    # No backend twice, and not what counts the pages that are given back: the sanitizer keeps them for a while.
+    run_tests(module, 1, *tests, "-k", "not (eager or triton or without_memory)", **environment)
 
 
 @pytest.mark.slow
