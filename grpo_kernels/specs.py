@@ -213,13 +213,18 @@ def refuse_keywords(function: Callable[..., Any], given: dict[str, Any], known: 
     parameters, unless given."""
     known = known or [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     for name in given:
-        of_head = name in ("bias", "weight_grad", "sparse")  # of no use beside logits
-        if name in known or (of_head and "logits" in known):
-            pass
-        elif name in (f.name for f in fields(Options)):
-            remedy = f"Pass options=Options({name}=...)."
-        elif name == "bias" and "weight" in known:
-            remedy = "Pass Head(weight, bias) as weight."
-        elif name in ("temperature", "softcap", "scale") and "transform" in known:
-            remedy = f"Pass transform=LogitTransform({name}=...)."
-        refuse_unknown(function.__name__, [name], known, remedy)
+        if name not in known:
+            refuse_unknown(function.__name__, [name], known, _place_of(name, known) or remedy)
+
+
+def _place_of(name: str, known: Sequence[str]) -> str:
+    """Where a keyword belongs that a function with the parameters `known` does not have; "" where it belongs nowhere."""
+    if name in ("bias", "weight_grad", "sparse") and "logits" in known:  # of a head, which logits are without
+        return ""
+    if name in (f.name for f in fields(Options)):
+        return f"Pass options=Options({name}=...)."
+    if name == "bias" and "weight" in known:
+        return "Pass Head(weight, bias) as weight."
+    if name in ("temperature", "softcap", "scale") and "transform" in known:
+        return f"Pass transform=LogitTransform({name}=...)."
+    return ""

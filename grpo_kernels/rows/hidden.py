@@ -257,16 +257,17 @@ class Engine(Gradients):
                 step, transform = whole.sparse.step, self.stream.transform
                 self.add(drawn, gradient_at(drawn, logits, step, own, found.partials, slopes, transform))
             return
+        if self.stream.into is not None and self.d_weight is None:  # all factors are in the slopes
+            self.d_weight = self.stream.into.sum_of_chunks
         if found.ahead is not None and self.d_hidden is not None:
             factors = slopes.target[:, None]  # a row with a factor of 0 has no gradient, whatever it holds
             self.d_hidden += torch.where(factors == 0, 0.0, factors * found.ahead)
             if found.block is not None:
                 self._add_of_block(whole, found.block, slopes.target)
-            if found.block is not None or not self.wanted[1]:
-                return
-            complete, self.d_hidden = self.d_hidden, None
-            self.backward(whole, found, slopes, at_ids)  # of the weight alone
-            self.d_hidden = complete
+            elif self.wanted[1]:
+                complete, self.d_hidden = self.d_hidden, None
+                self.backward(whole, found, slopes, at_ids)  # of the weight alone
+                self.d_hidden = complete
             return
         self.stream.check_there()
         index, n = whole.rows()[: whole.active], whole.targets.numel()
@@ -276,8 +277,6 @@ class Engine(Gradients):
             if slots is not None and at_ids is not None:  # slopes of several ids may cancel in the sum of their row
                 nonzero = nonzero.index_fill(0, slots.rows[at_ids != 0], True)
             index = index[nonzero[index]]
-        if self.stream.into is not None and self.d_weight is None:  # all factors are in the slopes
-            self.d_weight = self.stream.into.sum_of_chunks
         self._start()
         for at, hidden in self._chunks(index):
             rows = self._rows(whole, at, hidden)
@@ -416,9 +415,7 @@ class Engine(Gradients):
         index = whole.rows()[: whole.active]
         at = index if self._gathers(index) else slice(None)
         hidden = (self.hidden[at].to(torch.float32) * factors[at, None]).to(self.products.dtype)
-        into = self.stream.into
-        total = self.d_weight if into is None or self.d_weight is not None else into.sum_of_chunks
-        self.d_weight = self.products.add_d_weight(total, block, hidden, self.rounded)
+        self.d_weight = self.products.add_d_weight(self.d_weight, block, hidden, self.rounded)
 
     # ---- gradients
 

@@ -162,7 +162,6 @@ class Partials(NamedTuple):
 
     values   fp32 [q, n], a row for each of `names`.
     kind, mixture   of the divergence, as `Second` has them; "" without one.
-    draws    columns that were drawn while the logits were there, see `selection.Draws.tensors`.
 
     A row of only -inf has max -inf and sum 0; its log-prob and entropy are NaN, as torch's log_softmax has it. A NaN among the
     logits is a NaN in sum, whatever max is."""
@@ -171,7 +170,6 @@ class Partials(NamedTuple):
     names: tuple[str, ...]
     kind: str = ""
     mixture: float = 0.0
-    draws: tuple[Tensor, ...] = ()
 
     @classmethod
     def empty(cls, names: tuple[str, ...], n: int, device: torch.device, second: Any = None) -> Partials:
