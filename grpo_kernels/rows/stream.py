@@ -537,8 +537,7 @@ class ListedRows(NamedTuple):
             of_rows = (self.targets, read, partials, slopes, self.transform)
             at_ids, slopes = ids.gradients(d_term[listed.rows] * of_term, None, *of_rows)
             backend.gradient(rows, partials.at(self.at), slopes.at(self.at), out)
-            used = here.ids >= 0 if read is None else (here.ids >= 0) & read[self.ids.rows]
-            write_at(out, here.positions(out.shape[1]), at_ids, used)
+            write_at(out, here.positions(out.shape[1]), at_ids, here.ids >= 0)
         losses = losses if read is None else torch.where(read, losses, 0.0)
         return FusedRows(*(x[self.at] for x in (logps, entropy, losses)))
 
