@@ -46,7 +46,6 @@ COMPILED = "tests/rows/test_triton_compiled.py"
 HARNESS = "tests/benchmarks/test_benchmark_harness.py"
 RESULTS = "tests/benchmarks/test_benchmark_results.py"
 KIT = "tests/benchmarks/test_gpu_kit.py"
-EXPERIMENTS = "tests/benchmarks/test_experiments.py"
 
 # fmt: off
 FAULTS: list[Fault] = [
@@ -984,13 +983,6 @@ FAULTS: list[Fault] = [
     *of("benchmarks/plots.py", RESULTS, ("bars show another quantile", '_rounded(row["ms"]), ', '_rounded(row["p80"]), ')),
     *of("benchmarks/machine.py", RESULTS, ("AMX is no kind of its own", '{"amx_tile", "amx_bf16"}', '{"amx_tile", "amx_bf17"}')),
     *of("benchmarks/__main__.py", RESULTS, ("a broken promise exits with 0", "if unmeasured or not kept:", "if unmeasured:")),
-    *of("benchmarks/experiments.py", EXPERIMENTS,
-        ("results of other settings are kept", 'if record["settings"] == self.settings', "if True"),
-        ("the variance is biased", "vectors.var(0).sum())", "vectors.var(0, correction=0).sum())"),
-    ),
-    *of("benchmarks/sparse_training.py", EXPERIMENTS, ("noise of all batches", "- dense).square().mean(0)", "- dense).square().sum(0)")),
-    *of("benchmarks/exact_kl.py", EXPERIMENTS, ("noise is shown as bias", "math.sqrt(max(distance, 0.0))", "math.sqrt(max(noise, 0.0))")),
-    *of("benchmarks/replay.py", EXPERIMENTS, ("an arm is another", '{"replay": False, "ratio_to": "sampler"}', '{"ratio_to": "sampler"}')),
     *of("benchmarks/tune.py", KIT,
         ("noise replaces the package's setting", "> (1 + GAIN) * min", "> (1 + 0 * GAIN) * min"),
         ("a setting that failed is ranked", "for cell in timed)]", "for cell in timed[:1])]"),

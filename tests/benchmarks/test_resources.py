@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from benchmarks import assembly, host_time, resources
+from benchmarks import assembly, experiments, resources
 from benchmarks.assembly import code, loops
 from benchmarks.launches import (
     OBJECTIVES,
@@ -150,12 +150,7 @@ def test_bytes_and_instructions_per_logit(target: str, case: Case, read: int, wr
 
 
 def test_what_is_kept_of_a_kernel(fused: Report) -> None:
-    """Two visits, the second of which writes; the outcome of the budgets, and the table of the command."""
-    first, second = resources.visits("sm_90", (Case("fused"),))
-    assert (first["writes"], second["writes"], first["registers"]) == (False, True, fused.registers)
-    issued = sum(first["issued"].values()) + sum(second["issued"].values())
-    assert issued == pytest.approx(fused.issued(*assembly.PIPES), abs=0.02)
-    assert [(x["together"], x["loads"]) for x in (first, second)] == [(x.in_flight, len(x.loads)) for x in fused.loops]
+    """The outcome of the budgets, and the table of the command."""
     found = resources.outcome([(fused, []), (replace(fused, spilled=8), ["bytes spilled 8, at most 0"])])
     assert (found["kernels"], found["spilled"], len(found["beyond"])) == (2, 8, 1) and found["in flight"] == fused.in_flight > 8
     head, line = resources.shown([(fused, [])])
@@ -166,11 +161,11 @@ def test_what_is_kept_of_a_kernel(fused: Report) -> None:
 def test_operations_of_the_host_in_a_loss_in_place(what: str, most: int) -> None:
     """One kernel, and a microsecond or two of the host for each operation: views, weights, vectors that a mask cuts, the
     sum."""
-    with host_time.as_on_a_gpu() as launched:
-        call = host_time.losses()[what]
+    with experiments.as_on_a_gpu() as launched:
+        call = experiments.losses()[what]
         call()
         launched.clear()
-        names = host_time.operations(call)
+        names = experiments.operations(call)
     assert launched == ["_fused_kernel"] and len(names) <= most, names
     # A mask is the weight of each token: ones beside it would be read by nobody.
     assert sum(name.startswith("aten.ones") for name in names) == (what == "without"), names
