@@ -4,8 +4,9 @@
                                  [--stages NAME ...] [--suites NAME ...] [--rehearse]
 
 docs/gpu.md says what to run and which results each call gives. The script runs from the source tree, on a machine with torch
-and Triton, without network. The wheels of other projects come in a folder and are installed into a temporary one. gpu_plan.py
-lists the stages of each call. Each stage is a process with a time limit, a log and a JSON file, so that a crash or a hang does
+and Triton, without network. The wheels of other projects come in a folder and are installed into a temporary one. CALLS has
+the stages of each call; a new part of the package registers in CASES, its files of tests, and its suites in HEADLINE, COMPARED
+or FURTHER. Each stage is a process with a time limit, a log and a JSON file, so that a crash or a hang does
 not affect the others. Most of the time that later stages need is reserved for them. After each stage, and every 20 seconds, DIR
 is updated with all results so far: summary.md, results.tar.gz (the JSON files and pictures), logs.tar.gz and a few of the
 pictures. `--resume` starts from the results of an earlier call: stages that ended well are not run again unless --stages names
@@ -34,11 +35,82 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu_plan import BRINGS, CALLS, COMPARED, FURTHER, Stage
-
 ROOT = Path(__file__).parent.parent
 PICTURES = ("logits", "hidden", "active", "length")  # beside the three other files
 PACK_EVERY = 20.0  # seconds
+
+# ---- the stages, their order and time limits
+
+
+class Stage(NamedTuple):
+    name: str
+    most: float  # seconds in a call of ten minutes; scaled for other calls
+    kept: float  # of these, reserved: earlier stages may not use them
+
+
+#: The calls, the most important first. Each takes ten minutes, on a machine that keeps nothing between calls.
+CALLS = {
+    1: (
+        Stage("install", 60, 10), Stage("env", 120, 80), Stage("correctness", 300, 170), Stage("counters", 90, 60),
+        Stage("headline", 240, 140), Stage("plots", 40, 25),
+    ),
+    2: (Stage("tune", 570, 480),),
+    3: (Stage("install", 60, 10), Stage("comparison", 520, 430), Stage("plots", 40, 25)),
+    4: (
+        Stage("install", 60, 10), Stage("memcheck", 150, 90), Stage("further", 400, 350),
+        Stage("plots", 40, 25),
+    ),
+}  # fmt: skip
+BRINGS = {
+    1: "copy and product rates; every kernel and objective against float64; recompilations, waits of the host, CUDA graphs, "
+    "registers as loaded; first times of the loss from logits and from hidden states, and which peers run",
+    2: "the fastest launches, which call 3 runs with",
+    3: "the tables of the targets, with all peers",
+    4: "memory checks, all other suites",
+}
+
+
+class Cases(NamedTuple):
+    files: tuple[str, ...]  # under tests/
+    processes: int  # at a time: oracles in float64 take gigabytes at real sizes
+    share: float  # of the time
+
+
+#: Kernels first: everything else depends on them.
+CASES = {
+    "Triton kernels": Cases(
+        (
+            "rows/triton_cases.py", "rows/test_row_kernels.py", "rows/test_two_row_kernels.py",
+            "rows/test_sparse.py", "rows/test_selection.py",
+        ),
+        12, 0.25,
+    ),
+    "real sizes": Cases(("rows/triton_recipes.py",), 3, 0.4),
+    "objectives": Cases(
+        (
+            "core/test_objectives.py", "core/test_combinations.py", "core/test_relations.py", "core/test_rows.py",
+            "core/test_autograd.py", "core/test_sparse_gradients.py", "core/test_sets_and_teachers.py",
+        ),
+        12, 0.35,
+    ),
+}  # fmt: skip
+#: The part of each group that a rehearsal runs, of tests whose bounds its interpreter keeps: it truncates to bf16, a GPU rounds.
+REHEARSED = (
+    "nothing_to_do or which_unaligned or (test_products and bf16) or (an_objective_is and gspo) or same_bits_again or (slope and not digits) "
+    "or offsets_beyond or (shares_near and triton) or no_bit"
+)
+
+#: Suites of the benchmarks, the most important first: the first cell of each in call 1, those of the targets, all others.
+HEADLINE = ("logits", "hidden", "kept")
+COMPARED = ("logits", "hidden", "active", "kept")
+FURTHER = (
+    "step", "divergence", "sparse", "logits-divergence", "length", "cross-entropy", "hidden-frozen", "logits-forward", "hidden-forward",
+    "divergence-forward", "divergence-jsd", "rows", "vocab",
+)  # fmt: skip
+REHEARSED_SUITES = ("kept", "length")  # of them, on a CPU
+
+
+# ---- a call
 
 
 class Kit:

@@ -26,17 +26,17 @@ import torch
 
 from benchmarks import tune as tuning
 from benchmarks.gpu_counters import (
+    CAPTURED,
     WAITS,
-    batch_of,
+    batches,
+    calls,
     first_wait,
-    graphed,
     host_ms,
     loaded_kernels,
-    losses,
     recompilations,
     replay_differs,
 )
-from benchmarks.gpu_plan import CASES, COMPARED, FURTHER, HEADLINE, REHEARSED, REHEARSED_SUITES
+from benchmarks.gpu_kit import CASES, COMPARED, FURTHER, HEADLINE, REHEARSED, REHEARSED_SUITES
 from benchmarks.harness import interleaved
 from benchmarks.machine import gpu_state, machine
 from benchmarks.results import ROOT, load, save
@@ -218,28 +218,24 @@ def counters(kit: Kit) -> None:
         kit.add(recompilations=recompilations(kit.device, vocab, width, **few))
         count = kit.found["recompilations"]
         kit.say(f"recompilations over random lengths and schedules: {count}", well=count == 0)
-        calls = losses(kit.device, 8 if kit.rehearse else 512, vocab, width, torch.float32 if kit.rehearse else torch.bfloat16)
+        made = calls(kit.device, 8 if kit.rehearse else 128, vocab, width, "float32" if kit.rehearse else "bfloat16")
         if kit.rehearse:
-            kept = graphed(kit.device, 8, vocab, width, torch.float32)
-            wrong = [name for name, one in kept.items() if not all(x.isfinite().all() for x in one.step())]
-            kit.say(f"{len(kept)} steps to capture, run without a graph; not finite: {wrong or 'none'}", well=not wrong)
+            wrong = [name for name, one in made.items() if not all(x.isfinite().all() for x in one.step())]
+            kit.say(f"{len(made)} calls, run without a graph; not finite: {wrong or 'none'}", well=not wrong)
             kit.leave_out("waits of the host", "host time of a call", "CUDA graphs", "registers of the kernels as loaded")
             return
-    calls |= {
-        "TokenBatch, masked": lambda: batch_of((4, 64), vocab, kit.device),
-        "TokenBatch": lambda: batch_of((4, 64), vocab, kit.device, masked=False),
-    }
+    steps = {name: one.step for name, one in made.items()} | batches(kit.device, 128, vocab, width)
     waits = {}
-    for name, call in calls.items():
-        waits[name] = first_wait(call)
+    for name, step in steps.items():
+        waits[name] = first_wait(step)
         kit.add(waits=waits, documented=WAITS)
         reason = f" (documented: {WAITS[name]})" if name in WAITS else ""
         kit.say(f"host waits, {name}{reason}: {waits[name] or 'none'}"[:400], well=waits[name] is None or name in WAITS)
-    kit.add(host_ms={name: round(host_ms(call), 3) for name, call in calls.items()})
+    kit.add(host_ms={name: round(host_ms(step), 3) for name, step in steps.items()})
     kit.say("host time, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in kit.found["host_ms"].items()))
     graphs: dict[str, str | None] = {}
-    for name, one in graphed(kit.device, 512, vocab, width).items():
-        graphs[name] = replay_differs(one)
+    for name in CAPTURED:
+        graphs[name] = replay_differs(made[name])
         kit.add(graphs=graphs)
         kit.say(f"CUDA graph, {name}: {graphs[name] or 'replayed as a plain call'}", well=graphs[name] is None)
     kit.add(loaded=loaded_kernels())
@@ -328,9 +324,9 @@ def memcheck(kit: Kit) -> None:
 def small(kit: Kit) -> None:
     """Runs every kernel once with aligned and once with unaligned rows, for the sanitizer."""
     with on_triton(kit.rehearse):
-        for dtype in (torch.float32,) if kit.rehearse else (torch.float32, torch.bfloat16, torch.float16):
+        for dtype in ("float32",) if kit.rehearse else ("float32", "bfloat16", "float16"):
             for vocab in (272, 1031):
-                losses(kit.device, 8, vocab, 16, dtype)
+                calls(kit.device, 8, vocab, 16, dtype)
     kit.say("small calls: done")
 
 

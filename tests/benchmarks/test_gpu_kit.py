@@ -25,8 +25,8 @@ from support.processes import for_its_own_pytest
 pytest.importorskip("triton")
 
 
-from benchmarks import gpu_counters, gpu_kit, gpu_plan, gpu_stages, suites, tune
-from benchmarks.gpu_plan import CALLS, CASES, Stage
+from benchmarks import gpu_counters, gpu_kit, gpu_stages, suites, tune
+from benchmarks.gpu_kit import CALLS, CASES, Stage
 from benchmarks.measure import DeviceLost
 from benchmarks.providers import providers
 
@@ -140,8 +140,8 @@ def test_the_plan_fits_its_calls_and_names_what_there_is() -> None:
     assert len(names) == len(set(names)) and {*names, *(x.name for x in gpu_kit.ASKED)} | of_others == gpu_stages.STAGES.keys()
     for stages in CALLS.values():  # seconds of ten minutes
         assert 400 < sum(stage.kept for stage in stages) < 500 and all(stage.kept <= stage.most for stage in stages)
-    assert sorted((*gpu_plan.COMPARED, *gpu_plan.FURTHER)) == sorted(suites.SUITES)
-    assert {*gpu_plan.HEADLINE, *gpu_plan.REHEARSED_SUITES} <= {*suites.SUITES}
+    assert sorted((*gpu_kit.COMPARED, *gpu_kit.FURTHER)) == sorted(suites.SUITES)
+    assert {*gpu_kit.HEADLINE, *gpu_kit.REHEARSED_SUITES} <= {*suites.SUITES}
     assert sum(cases.share for cases in CASES.values()) == pytest.approx(1)
     files, folder = {file for cases in CASES.values() for file in cases.files}, ROOT / "tests"
     assert {str(file.relative_to(folder)) for file in folder.glob("*/*triton_cases.py")} <= files
@@ -375,7 +375,7 @@ def test_a_replay_is_compared_with_a_plain_call(
             into.copy_(value)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=replay))
-    assert said in str(gpu_counters.replay_differs(gpu_counters.Captured(given, step, exact)))
+    assert said in str(gpu_counters.replay_differs(gpu_counters.Made(given, step, exact)))
 
 
 @pytest.mark.parametrize(
@@ -391,12 +391,9 @@ def test_counters_on_a_gpu(
     """The whole stage except CUDA itself, with the CPU's backend; kernels that have run are found."""
     found, event = stage("counters"), torch.cuda.Event(not wait)  # type: ignore[call-arg]
     found.device = "cpu"
-    stand_ins = {
-        "recompilations": 0,
-        "losses": {name: lambda: event.synchronize()},
-        "graphed": {name: None},
-        "replay_differs": differs,
-    }
+    made = {name: SimpleNamespace(step=lambda: event.synchronize())}
+    stand_ins = {"recompilations": 0, "calls": made, "batches": {}, "replay_differs": differs}
+    monkeypatch.setattr(gpu_stages, "CAPTURED", (name,))
     for function, value in stand_ins.items():
         monkeypatch.setattr(gpu_stages, function, lambda *_, value=value: value)
     compiled = SimpleNamespace(n_regs=7, n_spills=1, module=1, metadata=SimpleNamespace(shared=2, num_warps=4))
@@ -404,8 +401,7 @@ def test_counters_on_a_gpu(
     monkeypatch.setitem(tune.backend._stats_kernel.device_caches, "test", [caches])
     gpu_stages.counters(found)
     assert found.found["graphs"] == {name: differs} and found.well is well
-    waits = {name: wait, "TokenBatch, masked": False, "TokenBatch": False}
-    assert {x: bool(at) for x, at in found.found["waits"].items()} == waits
+    assert {x: bool(at) for x, at in found.found["waits"].items()} == {name: wait}
     assert any(name in line and "documented" in line for line in found.found["lines"]) is (name in gpu_counters.WAITS)
     kernel = {"kernel": "_stats_kernel", "registers": 7, "spills": 1, "shared": 2, "warps": 4}
     assert [x for x in found.found["loaded"] if x["registers"] == 7] == [kernel]
@@ -429,11 +425,11 @@ def test_a_suite_that_breaks_costs_only_itself(stage: Any, monkeypatch: pytest.M
     kit = stage("comparison")
     gpu_stages.compare(kit)
     assert [line.rsplit(", ", 1)[1] for line in kit.found["lines"]] == ["ok", "exit status 1", "took too long", "ok"]
-    assert [name for name, *_ in asked] == ["logits", "logits", *gpu_plan.COMPARED] and not kit.well
+    assert [name for name, *_ in asked] == ["logits", "logits", *gpu_kit.COMPARED] and not kit.well
     assert all(seconds < 0.41 * 60 for _, seconds, _ in asked[:-2]) and asked[-1][1] > 50
-    ends |= {name: [0] for name in gpu_plan.HEADLINE}
+    ends |= {name: [0] for name in gpu_kit.HEADLINE}
     gpu_stages.compare(stage("headline"))
-    assert [first for *_, first in asked] == [False] * 6 + [True] * len(gpu_plan.HEADLINE)
+    assert [first for *_, first in asked] == [False] * 6 + [True] * len(gpu_kit.HEADLINE)
 
 
 def test_a_wheel_that_does_not_install_costs_only_itself(stage: Any, tmp_path: Path) -> None:
@@ -452,7 +448,7 @@ def test_a_wheel_that_does_not_install_costs_only_itself(stage: Any, tmp_path: P
 WITHOUT_A_GPU = {
     "waits of the host", "host time of a call", "CUDA graphs", "registers of the kernels as loaded",
     "compute-sanitizer, which is not installed",
-    *(f"suite {name}" for name in suites.SUITES if name not in gpu_plan.REHEARSED_SUITES),
+    *(f"suite {name}" for name in suites.SUITES if name not in gpu_kit.REHEARSED_SUITES),
 }  # fmt: skip
 
 
