@@ -1,7 +1,7 @@
 """Checks, tunes and measures everything on a GPU, in calls of ten minutes, the most important stages first:
 
     python3 -m benchmarks.gpu_kit --out DIR [--call 1] [--wheels DIR] [--resume results.tar.gz] [--minutes 10]
-                                 [--stages NAME ...] [--suites NAME ...] [--rehearse]
+                                 [--stages NAME ...] [--rehearse]
 
 docs/gpu.md says what to run and which results each call gives. The script runs from the source tree, on a machine with torch
 and Triton, without network. The wheels of other projects come in a folder and are installed into a temporary one. CALLS has
@@ -61,13 +61,6 @@ CALLS = {
         Stage("plots", 40, 25),
     ),
 }  # fmt: skip
-BRINGS = {
-    1: "copy and product rates; every kernel and objective against float64; recompilations, waits of the host, CUDA graphs, "
-    "registers as loaded; first times of the loss from logits and from hidden states, and which peers run",
-    2: "the fastest launches, which call 3 runs with",
-    3: "the tables of the targets, with all peers",
-    4: "memory checks, all other suites",
-}
 
 
 class Cases(NamedTuple):
@@ -116,10 +109,8 @@ REHEARSED_SUITES = ("kept", "length")  # of them, on a CPU
 class Kit:
     """One call: its folders, and the outcome of each stage."""
 
-    def __init__(
-        self, out: Path, work: Path, wheels: Path | None = None, rehearse: bool = False, suites: Sequence[str] = ()
-    ) -> None:
-        self.out, self.work, self.wheels, self.rehearse, self.asked = out, work, wheels, rehearse, suites
+    def __init__(self, out: Path, work: Path, wheels: Path | None = None, rehearse: bool = False) -> None:
+        self.out, self.work, self.wheels, self.rehearse = out, work, wheels, rehearse
         for folder in (out, *(work / name for name in ("json", "logs", "site", "results"))):
             folder.mkdir(parents=True, exist_ok=True)
         self.stages: dict[str, dict] = self.found("kit")  # name -> {"status", "seconds"}, of earlier calls too
@@ -135,8 +126,6 @@ class Kit:
         command += ["--seconds", f"{0.95 * seconds:.0f}"]  # the stage should stop by itself after this
         if self.wheels is not None:
             command += ["--wheels", str(self.wheels)]
-        if stage == "suites":
-            command += ["--suites", *self.asked]
         return command + (["--rehearse"] if self.rehearse else [])
 
     def found(self, name: str) -> dict[str, Any]:
@@ -319,14 +308,10 @@ def summary(kit: Kit) -> str:
 
 #: Stages of every call: the machine is a new one, and the pictures show what was added.
 AGAIN = ("install", "plots")
-#: In place of a call's, with --suites.
-ASKED = (Stage("install", 60, 10), Stage("suites", 600, 500), Stage("plots", 40, 25))
 
 
 def chosen(kit: Kit, call: int, names: Sequence[str] | None) -> list[Stage]:
     """The stages of a call that have not ended well before, or those of these names from all calls."""
-    if kit.asked:
-        return list(ASKED)
     if names is None:
         stages = CALLS[call]
         return [stage for stage in stages if stage.name in AGAIN or kit.stages.get(stage.name, {}).get("status") != "ok"]
@@ -350,26 +335,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 if all stages ended well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = list(dict.fromkeys(stage.name for stages in CALLS.values() for stage in stages))
-    brings = "; ".join(f"{call}: {text}" for call, text in BRINGS.items())
     parser.add_argument("--out", type=Path, required=True, help="folder for what comes back: at most 8 files")
-    parser.add_argument("--call", type=int, choices=CALLS, default=1, help=f"what is run (default 1). {brings}")
+    parser.add_argument("--call", type=int, choices=CALLS, default=1, help="see docs/gpu.md (default 1)")
     parser.add_argument("--wheels", type=existing("dir"), help="folder with the peers' wheels")
     parser.add_argument("--resume", type=existing("file"), metavar="ARCHIVE", help="results.tar.gz of an earlier call")
     parser.add_argument("--minutes", type=float, default=10.0, help="for everything")
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument(
-        "--stages", nargs="+", choices=names, metavar="STAGE", help=f"these in place of a call's: {', '.join(names)}"
-    )
-    suites = (*COMPARED, *FURTHER)
-    text = f"these suites of the benchmarks in place of a call's stages: {', '.join(suites)}"
-    only.add_argument("--suites", nargs="+", choices=suites, default=(), metavar="SUITE", help=text)
+    parser.add_argument("--stages", nargs="+", choices=names, metavar="STAGE", help=f"in place of a call's: {', '.join(names)}")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, small, with Triton's interpreter")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as work:
         if args.resume is not None:
             with tarfile.open(args.resume) as tar:
                 tar.extractall(work, filter="data")
-        kit = Kit(args.out.resolve(), Path(work), args.wheels, args.rehearse, args.suites)
+        kit = Kit(args.out.resolve(), Path(work), args.wheels, args.rehearse)
         stages = chosen(kit, args.call, args.stages)
         run(kit, stages, args.minutes)
         print("\n" + summary(kit))  # last: a caller may see the end of the output only

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,8 @@ from benchmarks.tables import details
 class Kit:
     """One running stage: its folder, its time limit, and its results."""
 
-    def __init__(
-        self,
-        stage: str,
-        work: Path,
-        seconds: float,
-        wheels: Path | None = None,
-        rehearse: bool = False,
-        suites: Sequence[str] = (),
-    ) -> None:
-        self.stage, self.work, self.wheels, self.rehearse, self.asked = stage, work, wheels, rehearse, suites
+    def __init__(self, stage: str, work: Path, seconds: float, wheels: Path | None = None, rehearse: bool = False) -> None:
+        self.stage, self.work, self.wheels, self.rehearse = stage, work, wheels, rehearse
         self.device = "cpu" if rehearse else "cuda"
         self.deadline = time.monotonic() + seconds
         self.found: dict[str, Any] = {"lines": []}
@@ -280,7 +272,7 @@ COMPARISONS = {"headline": (HEADLINE, "--first"), "comparison": (COMPARED,), "fu
 def compare(kit: Kit) -> None:
     """Runs suites of the benchmarks with the settings that the tuner has found, each suite in its own process. A provider that
     breaks CUDA ends its process; the next process continues without that provider."""
-    results, (names, *options) = kit.work / "results", COMPARISONS.get(kit.stage, (kit.asked,))
+    results, (names, *options) = kit.work / "results", COMPARISONS[kit.stage]
     if kit.rehearse:
         kit.leave_out(*(f"suite {name}" for name in names if name not in REHEARSED_SUITES))
         names, options = [name for name in names if name in REHEARSED_SUITES], [*options, "--quick", "--without-native"]
@@ -349,7 +341,7 @@ def plots(kit: Kit) -> None:
 
 STAGES: dict[str, Callable[[Kit], None]] = {
     stage.__name__: stage for stage in (install, env, correctness, counters, tune, memcheck, small, plots)
-} | dict.fromkeys((*COMPARISONS, "suites"), compare)
+} | dict.fromkeys(COMPARISONS, compare)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -359,7 +351,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seconds", type=float, default=600.0, help="that it may take")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install")
-    parser.add_argument("--suites", nargs="+", default=[], help="for the stage of that name")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, small")
     args = parser.parse_args(argv)
     if not args.rehearse and not torch.cuda.is_available():

@@ -26,14 +26,12 @@ from triton.runtime.jit import JITFunction
 from benchmarks.assembly import PIPES, Loop, code, row_loops, taken
 from benchmarks.launches import (
     KINDS,
-    OTHER_QUICK,
     QUICK,
     TARGETS,
     Case,
     backend,
     cases,
     compiling,
-    other_cases,
 )
 from benchmarks.report import BUDGETS
 from benchmarks.results import load, save
@@ -236,7 +234,7 @@ def main() -> int:
     args = parser.parse_args()
     if not isinstance(backend._stats_kernel, JITFunction):
         parser.error("TRITON_INTERPRET=1 is set: there is nothing to compile. Unset it.")
-    every = [*QUICK, *OTHER_QUICK] if args.quick else [*cases(), *other_cases()]
+    every = QUICK if args.quick else cases()
     failed = []
     for target in args.target:
         found = [*judge_all([target], every)]

@@ -17,12 +17,9 @@ from triton.runtime.jit import JITFunction
 from benchmarks import assembly, experiments, resources
 from benchmarks.assembly import code, loops
 from benchmarks.launches import (
+    KINDS,
     OBJECTIVES,
-    OF_TWO,
-    OTHER_QUICK,
-    PRODUCTS,
     QUICK,
-    SELECTIONS,
     SHORT,
     TARGETS,
     TRANSFORMS,
@@ -30,7 +27,6 @@ from benchmarks.launches import (
     backend,
     cases,
     compiling,
-    other_cases,
 )
 from benchmarks.resources import Report, broken, report
 
@@ -44,7 +40,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 def test_budgets(target: str) -> None:
     """No spills, no fp64, wide accesses, registers and threads as `LAUNCH` intends, and hardly any shared memory: GPUs lend a
     program 48 KiB and more."""
-    for case in [*QUICK, *OTHER_QUICK[1::2]] if target == "sm_90" else QUICK:
+    for case in QUICK if target == "sm_90" else QUICK[:12]:
         found = report(target, case)
         assert not broken(case, found), (target, str(case), broken(case, found))
         assert target not in ("sm_80", "gfx942") or found.shared <= 1024
@@ -53,20 +49,20 @@ def test_budgets(target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_budgets_of_every_kernel(target: str) -> None:
-    results = list(resources.judge_all([target], [*cases(), *other_cases()]))
+    results = list(resources.judge_all([target], cases()))
     assert not [(found.target, found.kernel, found.case, failures) for found, failures in results if failures]
 
 
 def test_the_cases_are_what_the_library_launches() -> None:
     """Each has a name of its own; every kernel in all dtypes, layouts and transforms."""
-    for every, quick in ((cases(), QUICK), (other_cases(), OTHER_QUICK)):
-        assert {*quick} < {*every} and len({(case.kernel, str(case)) for case in every}) == len(every)
+    every = cases()
+    assert {*QUICK} < {*every} and len({(case.kernel, str(case)) for case in every}) == len(every)
     for kernel in ("stats", "pull", "fused"):
-        these = [case for case in cases() if case.kernel == kernel]
+        these = [case for case in every if case.kernel == kernel]
         assert {case.transform for case in these} == {*TRANSFORMS} and {case.logits for case in these} == {FP32, BF16, FP16}
         assert len({(case.vocab > SHORT, case.aligned, case.entropy) for case in these}) == 8
-    assert {case.objective for case in cases()} == {*OBJECTIVES} >= {"grpo", "cispo", "grpo + k1", "grpo + k3"}
-    assert {case.kernel for case in other_cases()} == {kernel for kernel, _ in OF_TWO} | {*PRODUCTS} | {*SELECTIONS}
+    assert {case.objective for case in every} == {*OBJECTIVES} >= {"grpo", "cispo", "grpo + k1", "grpo + k3"}
+    assert {case.kernel for case in every} == {*KINDS}
 
 
 # ---- budgets can be broken
@@ -107,7 +103,7 @@ def test_a_broken_budget_is_named(fused: Report, change: dict, words: str) -> No
 def test_budgets_know_the_kernel_and_its_dtypes(fused: Report) -> None:
     """All loads of a tile of both streams are in flight, half of them for a mixture. A narrowed gradient has narrower
     stores."""
-    narrow, of_jsd = replace(fused, loops=(loop(in_flight=8, store=64),)), OTHER_QUICK[4]
+    narrow, of_jsd = replace(fused, loops=(loop(in_flight=8, store=64),)), QUICK[16]
     assert not broken(Case("fused", FP32, BF16), narrow) and broken(Case("fused", FP32, FP32), narrow)
     half = replace(report("sm_90", of_jsd), loops=(loop(in_flight=2),))
     reverse: Any = replace(of_jsd, divergence="reverse")
