@@ -21,7 +21,7 @@ from benchmarks import __main__ as command
 from benchmarks import harness, machine, report, results, suites
 from benchmarks import measure as measuring
 from benchmarks.cases import CLIP, CONTRACTS, Case, Cell, errors, make_case, policy_loss
-from benchmarks.measure import DeviceLost, Run, derived, measure, outside_gate
+from benchmarks.measure import DeviceLost, Run, measure, outside_gate
 from benchmarks.providers import Provider, Unavailable, providers
 from benchmarks.results import RESULTS
 from benchmarks.tables import details
@@ -87,41 +87,26 @@ def one_row(factor: float) -> Callable[[Found], Found]:
 
 WRONG: dict[str, Found] = {
     "a row of zeros": {"change": one_row(0.0)},
-    "a row's sign": {"change": one_row(-1.0)},
     "a row of NaN": {"change": one_row(math.nan)},
     "k1 for k3": {"loss": lambda p, b, beta: policy_loss(p, b, 0.0) + beta * (p - b.ref_logps).mean()},
-}
-SMALL: dict[str, Found] = {
-    "gradient": {"change": lambda found: found | {"d_logits": 1.01 * found["d_logits"]}},
-    "loss": {"change": lambda found: found | {"loss": found["loss"] + 0.001}},
+    "a gradient by 1 %": {"change": lambda found: found | {"d_logits": 1.01 * found["d_logits"]}},
+    "a loss by 0.001": {"change": lambda found: found | {"loss": found["loss"] + 0.001}},
 }
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_a_contender_that_computes_something_else_shows_its_error_and_is_not_timed(dtype: torch.dtype) -> None:
-    every = WRONG | (SMALL if dtype == FP32 else {})
-    rows = quickly(tiny(dtype=dtype, rows=1024), [contender("right"), *(contender(x, **how) for x, how in every.items())])
+    """In 16 bits a small error is rounding."""
+    every = [name for name in WRONG if dtype == FP32 or " by " not in name]
+    rows = quickly(tiny(dtype=dtype, rows=1024), [contender("right"), *(contender(x, **WRONG[x]) for x in every)])
     assert rows["right"]["status"] == "ok" and rows["right"]["ms"] > 0
     for row in (rows[name] for name in every):
         assert row["status"] == "wrong" and "off by" in row["reason"] and "ms" not in row, row
-        assert not ("row" in row["name"] and row["errors"]["d_logits, worst row"] < 0.9)
-
-
-@pytest.mark.parametrize(
-    ("contract", "dtype", "name", "right"),
-    [
-        ("logits-divergence", BF16, "d_logits, worst row", 0.5),  # logits that nearly agree
-        ("logits-forward", BF16, "entropy", 0.1), ("step", BF16, "gradients", 0.09), ("sparse", FP32, "d_weight", 0.4),  # noise
-    ],
-)  # fmt: skip
-def test_what_rounding_or_noise_explains_passes(contract: str, dtype: torch.dtype, name: str, right: float) -> None:
-    gate = [outside_gate(tiny(contract, dtype), {name: x}, contract == "sparse") for x in (right, 2.5 * right, math.nan)]
-    assert gate[0] is None and all(name in str(why) for why in gate[1:])
 
 
 def test_errors_by_hand() -> None:
     """Log-probs: the largest difference. The loss: by the scale. A gradient: relative, of all rows and of the worst, whose norm
-    counts as a fifth of the usual one at least. A model: its worst parameter."""
+    counts as a fifth of the usual one at least. Where logits nearly agree, a row may be off by more."""
     d_x, norm = torch.tensor([[3.0, 4.0], [0.0, 5.0], [0.0, 0.1]]), 50.01**0.5
     want = {"loss": torch.ones(()), "logps": torch.zeros(3), "d_x": d_x}
     found = {
@@ -132,8 +117,9 @@ def test_errors_by_hand() -> None:
     off = errors(found, want, scale=2.0)
     assert (off["loss"], off["logps"]) == (0.25, 0.25) and off["d_x"] == pytest.approx(0.1 / norm, rel=1e-5)
     assert off["d_x, worst row"] == pytest.approx(0.1 / (0.2 * norm / 3**0.5), rel=1e-5)
-    model = [torch.ones(1000), torch.full((3,), 1e-6)]
-    assert errors({"gradients": [model[0], torch.zeros(3)]}, {"gradients": model}) == {"gradients": 1.0}
+    for contract, most in (("logits", 0.3), ("logits-divergence", 0.6)):
+        gate = [outside_gate(tiny(contract, BF16), {"d_logits, worst row": x * most}) for x in (0.9, 1.1, math.nan)]
+        assert [why is None for why in gate] == [True, False, False]
 
 
 # ---- who takes part, and why not
@@ -142,20 +128,18 @@ def test_errors_by_hand() -> None:
 def test_who_is_not_timed_has_a_reason() -> None:
     """A provider of another contract, as its name says, is timed and not checked."""
     expected = {
-        "raises": ("failed", "KeyError: 'no such thing'", {"change": lambda _: fail(KeyError("no such thing"))}),
-        "absent": ("skipped", "pip install it", {"change": lambda _: fail(Unavailable("pip install it"))}),
-        "incomplete": ("failed", "d_logits", {"change": lambda found: {"loss": found["loss"]}}),
-        "elsewhere": ("skipped", "runs on cuda only", {"devices": ("cuda",)}),
-        "narrow": ("skipped", "does not take float32", {"dtypes": (BF16,)}),
-        "huge": ("skipped", "would need 1000000 GB", {"memory": lambda cell: 1e15}),
-        "known": ("failed", "broke CUDA", {}),
-        "other": ("ok", "", {"change": lambda found: found | {"loss": found["loss"] + 1}, "beside": True}),
+        "raises": ("KeyError: 'no such thing'", {"change": lambda _: fail(KeyError("no such thing"))}),
+        "absent": ("pip install it", {"change": lambda _: fail(Unavailable("pip install it"))}),
+        "elsewhere": ("runs on cuda only", {"devices": ("cuda",)}),
+        "narrow": ("does not take float32", {"dtypes": (BF16,)}),
+        "huge": ("would need 1000000 GB", {"memory": lambda cell: 1e15}),
+        "known": ("broke CUDA", {}),
+        "other": ("", {"change": lambda found: found | {"loss": found["loss"] + 1}, "beside": True}),
     }
-    rows = quickly(tiny(), [contender(name, **how) for name, (*_, how) in expected.items()], known={"known": "broke CUDA"})
+    rows = quickly(tiny(), [contender(name, **how) for name, (_, how) in expected.items()], known={"known": "broke CUDA"})
     text = details(rows.pop(""), markdown=False)
     for name, row in rows.items():
-        status, reason, _ = expected[name]
-        assert row["status"] == status and reason in row.get("reason", "") and ("ms" in row) is (status == "ok"), row
+        assert expected[name][0] in row.get("reason", "") and ("ms" in row) is (name == "other"), row
         assert name in text and row.get("reason", "") in text
 
 
@@ -200,14 +184,6 @@ def test_broken_cuda_is_told_from_a_failure(monkeypatch: pytest.MonkeyPatch) -> 
         measuring._attempt(contender("reckless"), "cuda", lost)
 
 
-def test_what_compiles_for_long_comes_last_and_each_is_saved_at_once() -> None:
-    """An interrupted call loses only the rest of its cell. The table keeps the usual order."""
-    names, saved = ["torch.compile", "right"], []
-    quickly(tiny(), [*map(contender, names)], save=saved.append)
-    assert [[row["name"] for row in part["providers"]] for part in saved] == [["right"], names]
-    assert saved[0]["unfinished"] and 1 < saved[0]["providers"][0]["runs"] <= 5
-
-
 # ---- limits
 
 
@@ -243,22 +219,6 @@ def test_a_limit_is_the_product_that_it_is_named_by() -> None:
     assert seen == expected.keys()
 
 
-@pytest.mark.parametrize(
-    ("contract", "changes", "rates"),
-    [
-        ("logits", {"rows": 16000, "dtype": BF16}, {"gbps_2u": 64.0}),  # of 32 MB
-        ("logits-forward", {"rows": 16000}, {"gbps_1u": 64.0}),
-        ("hidden", {"active": 0.5}, {"tflops": 0.8, "flop_convention": "(2+4a)NHV, a=0.5"}),  # N H V = 2e8
-        ("hidden-frozen", {}, {"tflops": 0.8, "flop_convention": "4NHV"}),
-        ("hidden-forward", {"active": 0.5}, {"tflops": 0.4, "flop_convention": "2NHV"}),
-    ],
-)  # fmt: skip
-def test_rates_follow_from_times(contract: str, changes: dict, rates: dict) -> None:
-    size = {} if contract.startswith("logits") else {"rows": 1600, "hidden": 125}
-    found = derived(tiny(contract, **{"vocab": 1000} | size | changes), 1.0)
-    assert found.pop("flop_convention", "") == rates.pop("flop_convention", "") and found == pytest.approx(rates)
-
-
 # ---- inputs
 
 
@@ -284,28 +244,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_rounds_are_interleaved_rotated_and_timed_alone(clock: list[float]) -> None:
-    """A warm-up, then three rounds. What is restored before a run is not timed; a run's time is its own."""
+    """A warm-up, then three rounds. What is restored before a run is not timed; a time is the median, with quantiles."""
     order: list[str] = []
+    lengths = {"a": [99.0, 10.0, 40.0, 20.0], "b": [99.0, 5.0, 5.0, 5.0], "c": [99.0, 7.0, 8.0, 9.0]}
 
     def spend(name: str, ms: float) -> None:
         order.append(name)
         clock[0] += ms / 1e3
 
-    lengths = {"a": 10.0, "b": 20.0, "c": 40.0}
-    runs = {name: lambda name=name: spend(name, lengths[name]) for name in lengths}
+    runs = {name: lambda name=name: spend(name, lengths[name].pop(0)) for name in lengths}
     found = harness.interleaved(runs, "cpu", lambda name: spend(name.upper(), 1e5), seconds=0.0, least=3)
     assert "".join(order) == "AaBbCc" + "BbCcAa" + "CcAaBb" + "AaBbCc"
-    assert {name: one["ms"] for name, one in found.items()} == pytest.approx(lengths)
-
-
-@pytest.mark.parametrize(("times", "middle", "ends"), [((1.0, 4.0, 2.0), 2.0, (1.4, 3.2)), ((3.0,), 3.0, (3.0, 3.0))])
-def test_times_are_medians_with_quantiles(
-    times: tuple[float, ...], middle: float, ends: tuple, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ticks = iter([99.0, *times])  # a warm-up
-    monkeypatch.setattr(harness, "timed", lambda run, device: (None, next(ticks), 1.0))
-    found = harness.interleaved({"x": lambda: None}, "cpu", seconds=1e9, most=len(times))["x"]
-    assert (found["ms"], found["runs"]) == (middle, len(times)) and (found["p20"], found["p80"]) == pytest.approx(ends)
+    assert [one["ms"] for one in found.values()] == pytest.approx([20.0, 5.0, 8.0])
+    assert (found["a"]["p20"], found["a"]["p80"], found["a"]["runs"]) == pytest.approx((14.0, 32.0, 3))
 
 
 def test_on_cuda_the_cache_is_flushed_first_and_only_the_run_is_timed(
@@ -402,20 +353,10 @@ def test_the_code_is_every_file_that_a_figure_depends_on() -> None:
     assert "benchmarks/tables.py" not in counted and any(name.endswith(".cpp") for name in counted)
 
 
-def test_a_run_that_is_cut_off_goes_on_and_a_file_is_whole(planned: Planned) -> None:
+def test_a_cell_that_is_cut_off_or_cannot_be_measured_does_not_cost_the_others(planned: Planned) -> None:
     planned.failure = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         planned()
-    planned.failure = None
-    assert planned() == [1, 2] and [cell.dtype for cell, *_ in planned.log] == [FP32, BF16]
-    path = planned.out / "suite.json"
-    results.save(path, {"cells": []})
-    with pytest.raises(TypeError):
-        results.save(path, {"cells": [object()]})
-    assert results.load(path) == {"cells": []}
-
-
-def test_a_cell_that_cannot_be_measured_does_not_cost_the_others(planned: Planned) -> None:
     planned.cells.append(Cell("logits", 32, 512, FP16))
     planned.failure = MemoryError("no room")
     assert planned() == [1, 2] and re.fullmatch(r"(?s).*bfloat16.*no room", *planned.unmeasured)
@@ -444,16 +385,15 @@ def test_a_provider_that_breaks_cuda_is_left_out_the_next_time(planned: Planned,
 def test_the_command_measures_with_current_kernels_only_and_ends_with_the_promise(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    outcome: Any = [([], []), (True, "")]  # of a run, of the promise
-    monkeypatch.setattr(command, "run", lambda suites, how: outcome[0])
-    monkeypatch.setattr(command, "promise", lambda *where: outcome[1])
-    monkeypatch.setattr(machine, "findings", lambda needed: [])
-    for outcome[:] in ([([], []), (False, "broken")], [([], ["hidden: no room"]), (True, "kept")]):
+    stale: list[Finding] = []
+    monkeypatch.setattr(machine, "findings", lambda needed: stale)
+    for unmeasured, promise in (([], (False, "broken")), (["hidden: no room"], (True, "kept"))):
+        monkeypatch.setattr(command, "run", lambda *_, unmeasured=unmeasured: ([], unmeasured))
+        monkeypatch.setattr(command, "promise", lambda *_, promise=promise: promise)
         with pytest.raises(SystemExit, match="1"):
             command.main(["--device", "cpu"])
-        printed = capsys.readouterr().out
-        assert printed.endswith(f"\n{outcome[1][1]}\n") and all(x in printed for x in outcome[0][1])
-    monkeypatch.setattr(machine, "findings", lambda needed: [Finding("it is stale", "build it", True, blocks=True)])
+        assert capsys.readouterr().out.endswith(f"\n{promise[1]}\n")
+    stale.append(Finding("it is stale", "build it", True, blocks=True))
     with pytest.raises(SystemExit, match=r"Nothing was measured\.\nit is stale\n  -> build it"):
         command.main(["--device", "cpu"])
 
@@ -481,23 +421,20 @@ EAGER, TRL, OURS = "eager PyTorch", "TRL fused head + loss", "grpo_kernels"
 
 
 @pytest.mark.parametrize(
-    ("times", "rows", "status", "kept"),
+    ("name", "ms", "rows", "kept"),
     [
-        ({EAGER: 9.6}, 64, "ok", True), ({"torch.compile": 5.0}, 64, "ok", False), ({"torch linear_cross_entropy + loss": 5.0}, 64, "ok", False),
-        ({TRL: 5.0}, 64, "ok", True),  # another project
-        ({EAGER: 5.0}, 48, "ok", True), ({EAGER: 5.0}, 64, "wrong", True),
-        ({EAGER: 5.0, f"{OURS}, eager backend": 4.0}, 64, "ok", False), ({EAGER: 5.0, f"{OURS}, layer 1 + loss": 5.0}, 64, "ok", True),
+        (EAGER, 9.6, 64, True), ("torch.compile", 5.0, 64, False), (TRL, 5.0, 64, True), (EAGER, 5.0, 48, True),
+        (f"{OURS}, eager backend", 4.0, 64, False),
     ],
 )  # fmt: skip
 def test_a_promise_is_broken_by_what_pytorch_would_do_sooner(
-    times: dict, rows: int, status: str, kept: bool, tmp_path: Path
+    name: str, ms: float, rows: int, kept: bool, tmp_path: Path
 ) -> None:
-    """Of a cell whose other providers take 10 ms."""
+    """Of a cell in which the others take 10 ms, and eager PyTorch 5 where our own eager backend is beside it."""
     record = results.load(next(RESULTS.glob("*/hidden.json")))
-    right = {"status": "ok", "p20": 9.0, "p80": 11.0, "runs": 5, "x_limit": 1.0, "errors": {"loss": 0.0}, "reason": "off"}
-    every = {OURS: 10.0, EAGER: 10.0, TRL: 10.0} | times
-    providers = [{"name": name} | right | {"ms": ms, "status": status if name in times else "ok"} for name, ms in every.items()]
-    cell = record["cells"][0] | {"rows": rows, "providers": providers}
+    right = {"status": "ok", "p20": 9.0, "p80": 11.0, "runs": 5, "x_limit": 1.0, "errors": {"loss": 0.0}}
+    times = {OURS: 10.0, EAGER: 5.0 if "backend" in name else 10.0, TRL: 10.0} | {name: ms}
+    cell = record["cells"][0] | {"rows": rows, "providers": [right | {"name": x, "ms": ms} for x, ms in times.items()]}
     results.save(tmp_path / "a" / "hidden.json", record | {"cells": [cell]})
     found, text = report.promise(tmp_path, "a")
     assert found is kept and (rows == 64 or "none of 0 cells" in text) and ("2.00 times as long" in text) is not kept
@@ -507,11 +444,10 @@ def test_a_promise_is_broken_by_what_pytorch_would_do_sooner(
 def test_of_every_machine_that_was_measured_the_promise_is_kept_and_the_front_has_the_answers(kind: str) -> None:
     kept, text = report.promise(RESULTS, kind)
     assert kept and "none of 0" not in text, text
-    asked, ratios = report.asked(RESULTS, kind), [x.ratio for x in report.standings(RESULTS, kind)]
-    assert [len(of) for of in asked.values()] == [2, 2, 2, 2, 1, 1]
-    assert [of[0].ratio for of in [*asked.values()][-2:]] == [max(ratios), min(ratios)]
-    records = [results.load(path) for path in MEASURED if path.parent.name == kind]
-    assert {one["machine"]["kind"] for record in records for one in (record, *record["cells"])} == {kind}
+    *asked, strongest, weakest = report.asked(RESULTS, kind).values()
+    ratios = [x.ratio for x in report.standings(RESULTS, kind)]
+    assert [len(of) for of in asked] == [2, 2, 2, 2] and [strongest[0].ratio, weakest[0].ratio] == [max(ratios), min(ratios)]
+    assert {results.load(path)["machine"]["kind"] for path in MEASURED if path.parent.name == kind} == {kind}
 
 
 def test_pages_and_pictures_show_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
