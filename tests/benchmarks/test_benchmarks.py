@@ -190,9 +190,8 @@ def test_broken_cuda_is_told_from_a_failure(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_limit_of_parts_is_the_sum_of_the_fastest_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the ratio to the limit is that to the fastest of them."""
     times = {"right": 66.0, "a, slow": 30.0, "a, fast": 10.0, "b, only": 20.0, "copy": 33.0, "b, broken": 1.0}
-    monkeypatch.setattr(
-        measuring, "interleaved", lambda runs, *_, **__: {n: {"ms": times[n], "p20": 1.0, "p80": 9.0, "runs": 5} for n in runs}
-    )
+    found = {name: {"ms": ms, "p20": 1.0, "p80": 9.0, "runs": 5} for name, ms in times.items()}
+    monkeypatch.setattr(measuring, "interleaved", lambda runs, *_, **__: {name: found[name] for name in runs})
 
     def way(name: str) -> Provider:
         made = lambda case: fail() if "broken" in name else Run(lambda: None)  # noqa: E731
@@ -201,7 +200,6 @@ def test_a_limit_of_parts_is_the_sum_of_the_fastest_ways(monkeypatch: pytest.Mon
     rows = quickly(tiny(), [contender("right"), *map(way, [*times][1:])])
     assert rows[""]["limit"] == {"name": "products", "ms": 30.0} and rows["products"]["of"] == ["a, fast", "b, only"]
     assert (rows["right"]["x_limit"], rows["right"]["x_copy"]) == (2.2, 2.0) and rows["copy"]["x_limit"] == 1.1
-    assert quickly(tiny(), [contender("right"), way("b, broken")])["products"]["status"] == "failed"
 
 
 def test_a_limit_is_the_product_that_it_is_named_by() -> None:
@@ -228,8 +226,7 @@ def test_old_log_probs_keep_away_from_the_clip_bounds() -> None:
     off = case.logits.detach().double().log_softmax(-1).gather(1, case.batch.targets[:, None])[:, 0] - case.batch.old_logps
     assert all((off - math.log(1 + bound)).abs().min() > 0.05 for bound in (-CLIP[0], CLIP[1]))
     assert all(x.float().mean() > 0.15 for x in (off.abs() < 0.15, off > 0.15, off < -0.15))
-    advantages = case.batch.advantages.view(16, 64)
-    assert (advantages == advantages[:, :1]).all() and (advantages[:, 0] != 0).sum() == 2
+    assert (case.batch.advantages.view(16, 64) != 0).sum(1).sort().values.tolist() == [0] * 14 + [64] * 2
 
 
 # ---- clocks, memory and counters

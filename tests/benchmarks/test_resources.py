@@ -197,30 +197,23 @@ ret @@ 7 0
 def test_loads_in_flight_are_read_from_the_barriers() -> None:
     """Copies into shared memory until their group is waited for. An AMD wait leaves a number of accesses outstanding."""
 
-    def nvidia(lines: Sequence[str]) -> assembly.Loop:
-        return assembly.Loop(tuple(assembly._nvidia(lines)))
+    def loop(lines: Sequence[str], read: Any = assembly._nvidia) -> assembly.Loop:
+        return assembly.Loop(tuple(read(lines)))
 
     (lines,) = loops(ISSUED)
-    loop = nvidia(lines)
-    assert (loop.loads, loop.stores, loop.in_flight, loop.local) == ([128, 128], [64], 2, 0)
-    assert loop.issued == {"memory": 3, "fp32": 2, "special": 1, "other": 1}
-    first, at = lines[0], [i for i, line in enumerate(lines) if "LDG" in line]
-    assert nvidia([*lines[: at[1]], lines[at[1] + 1], lines[at[1]], *lines[at[1] + 2 :]]).in_flight == 1, (
-        first
-    )  # load, wait, load
-    assert nvidia([*lines[:2], "STL.64 [R1], R4 @@ 7 0", "LDL R4, [R1+0x8] @@ 3 0", *lines[2:]]).local == 2
+    found = loop(lines)
+    assert (found.loads, found.stores, found.in_flight, found.local) == ([128, 128], [64], 2, 0)
+    assert found.issued == {"memory": 3, "fp32": 2, "special": 1, "other": 1}
+    again = [i for i, line in enumerate(lines) if "LDG" in line][1]
+    waited = [*lines[:again], lines[again + 1], lines[again], *lines[again + 2 :]]  # load, wait, load
+    assert loop(waited).in_flight == 1 and loop([*lines, "STL.64 [R1], R4 @@ 7 0", "LDL R4, [R1+0x8] @@ 3 0"]).local == 2
     for left, in_flight in ((2, 4), (1, 3), (0, 2)):
-        (lines,) = loops(COPIED.format(left=left))
-        loop = nvidia(lines)
-        assert (loop.loads, loop.stores, loop.in_flight, loop.issued["memory"]) == ([128, 128], [], in_flight, 2)
-    load, one, none, use = (
-        "global_load_dwordx4 v[0:3], v4, s[0:1]",
-        "s_waitcnt vmcnt(1)",
-        "s_waitcnt vmcnt(0)",
-        "v_exp_f32_e32 v8, v0",
-    )
+        found = loop(loops(COPIED.format(left=left))[0])
+        assert (found.loads, found.stores, found.in_flight, found.issued["memory"]) == ([128, 128], [], in_flight, 2)
+    load, use = "global_load_dwordx4 v[0:3], v4, s[0:1]", "v_exp_f32_e32 v8, v0"
+    one, none = (f"s_waitcnt vmcnt({n})" for n in (1, 0))
     for amd, in_flight in (([load, load, one, use, none, use], 2), ([load, none, load, none, use], 1)):
-        assert assembly.Loop(tuple(assembly._amd(amd))).in_flight == in_flight
+        assert loop(amd, assembly._amd).in_flight == in_flight
 
 
 def test_occupancy_agrees_with_the_compiler() -> None:
