@@ -57,12 +57,11 @@ def test_the_cases_are_what_the_library_launches() -> None:
     """Each has a name of its own; every kernel in all dtypes, layouts and transforms."""
     every = cases()
     assert {*QUICK} < {*every} and len({(case.kernel, str(case)) for case in every}) == len(every)
+    assert {case.kernel for case in every} == {*KINDS} and {case.objective for case in every} == {*OBJECTIVES}
     for kernel in ("stats", "pull", "fused"):
         these = [case for case in every if case.kernel == kernel]
         assert {case.transform for case in these} == {*TRANSFORMS} and {case.logits for case in these} == {FP32, BF16, FP16}
         assert len({(case.vocab > SHORT, case.aligned, case.entropy) for case in these}) == 8
-    assert {case.objective for case in every} == {*OBJECTIVES} >= {"grpo", "cispo", "grpo + k1", "grpo + k3"}
-    assert {case.kernel for case in every} == {*KINDS}
 
 
 # ---- budgets can be broken
@@ -145,12 +144,9 @@ def test_bytes_and_instructions_per_logit(target: str, case: Case, read: int, wr
     assert every <= most
 
 
-def test_what_is_kept_of_a_kernel(fused: Report) -> None:
-    """The outcome of the budgets, and the table of the command."""
+def test_the_outcome_of_the_budgets(fused: Report) -> None:
     found = resources.outcome([(fused, []), (replace(fused, spilled=8), ["bytes spilled 8, at most 0"])])
     assert (found["kernels"], found["spilled"], len(found["beyond"])) == (2, 8, 1) and found["in flight"] == fused.in_flight > 8
-    head, line = resources.shown([(fused, [])])
-    assert len(head) == len(line) and line[1] == str(fused.registers)
 
 
 @pytest.mark.parametrize(("what", "most"), [("with a mask", 26), ("without", 18)])
