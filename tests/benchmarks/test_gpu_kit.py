@@ -144,32 +144,20 @@ def cell(limit: float, *rows: dict, **shape: Any) -> dict[str, Any]:
 
 
 def test_targets_are_read_off_the_results_and_what_is_missing_is_not_met() -> None:
-    """Half of the rows are due two thirds of the products; the target is set against all three of all rows."""
-    wrong = row("TRL kernel + loss", 9.0, status="wrong")
-    logits = cell(1.0, row("grpo_kernels, in place", 1.0), row("Liger GRPO loss", 3.3), wrong, row("copy", 1.0))
-    active = [cell(40.0), cell(26.7, row("grpo_kernels", 28.0), active=0.5)]
-    cells = {
-        "logits": [cell(9.0, vocab=128256), logits],
-        "hidden": [cell(40.0, row("grpo_kernels", 60.0, extra_mb=3500.0))],
-        "active": active,
-    }
+    """Of the providers that there are: if one is renamed, its target must not silently become "not measured". Half of the rows
+    are due two thirds of the products; the target is set against all three of all rows."""
+    times = {"copy": 1.0, "grpo_kernels, in place": 1.0, "Liger GRPO loss": 1.3}
+    every = {x: [row(p.name, times.get(p.name, 60.0), extra_mb=3500.0) for p in providers(x)] for x in ("logits", "hidden")}
+    found = {x: {"cells": [cell(9.0, vocab=128256), cell(40.0, *rows)]} for x, rows in every.items()}
+    found["active"] = {"cells": [cell(40.0), cell(26.7, row("grpo_kernels", 28.0), active=0.5)]}
     counters = {
         "recompilations": 0, "waits": {"a": None, "b": "batch.py:3", "c": "batch.py:3"}, "documented": {"c": "it has to"},
         "graphs": {"a": None, "b": "refused"},
     }  # fmt: skip
     tests = {"groups": {"x": {"largest": {"logps": 2e-6, "d_hidden": 1e-3}}}}
-    met = [target.met for target in gpu_kit.targets({suite: {"cells": of} for suite, of in cells.items()}, counters, tests)]
-    assert met == [True, True, None, False, True, None, None, True, True, False, True, False, True]
+    met = [target.met for target in gpu_kit.targets(found, counters, tests)]
+    assert met == [True, False, True, False, True, False, False, True, True, False, True, False, True]
     assert all(target.met is None for target in gpu_kit.targets({}, {}, {}))
-
-
-def test_targets_and_workloads_speak_of_providers_that_there_are() -> None:
-    """If a provider is renamed, its target must not silently become "not measured"."""
-    rows = [row(one.name, 1.0, extra_mb=1.0) for contract in ("logits", "hidden") for one in providers(contract)]
-    cells = [cell(1.0, *rows, active=share) for share in (1.0, 0.5)]
-    met = [t.met for t in gpu_kit.targets({x: {"cells": cells} for x in ("logits", "hidden", "active")}, {}, {})]
-    assert None not in met[:8] and met[8:] == [None] * 5
-    assert all(w.candidate(tune.settings(w.kind, True)[0]).contracts for w in tune.workloads(small=False))
 
 
 @pytest.mark.parametrize(("ran", "failed", "well"), [(3, 0, True), (2, 0, False), (3, 1, False)])
@@ -197,8 +185,9 @@ def test_no_time_for_all_combinations_is_no_failure(
 
 def test_every_choice_of_a_launch_is_tuned_and_put_back() -> None:
     """Each entry of the package's tables has candidates that fit, its own first, and a workload that runs its kernel."""
-    kinds = {*tune.backend.launch.LAUNCH, "chunk"}
-    assert kinds == {*tune.KINDS} == {w.kind for w in tune.workloads(small=False)}
+    kinds, workloads = {*tune.backend.launch.LAUNCH, "chunk"}, tune.workloads(small=False)
+    assert kinds == {*tune.KINDS} == {w.kind for w in workloads}
+    assert all(w.candidate(tune.settings(w.kind, True)[0]).contracts for w in workloads)
     for kind in kinds:
         now, *others = every = tune.settings(kind, small=False)
         assert others and len({*map(str, every)}) == len(every) and tune.setting_of(kind, now.choice._asdict()) == now
