@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -259,20 +260,20 @@ def test_rounds_are_interleaved_rotated_and_timed_alone(clock: list[float]) -> N
 def test_on_cuda_the_cache_is_flushed_first_and_only_the_run_is_timed(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log: list[str] = []
-    noted = lambda what: lambda *_: log.append(what)  # noqa: E731
-    event = {"record": noted("record"), "synchronize": noted("wait"), "elapsed_time": lambda end: 0.5}
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: SimpleNamespace(**event))
-    monkeypatch.setattr(torch.cuda, "_sleep", noted("sleep"))
+    log = MagicMock()
+    log.cuda.Event.return_value.elapsed_time.return_value = 0.5
+    monkeypatch.setattr(harness, "torch", log)
     monkeypatch.setattr(harness, "_clocks_per_ms", lambda: 2e6)
-    monkeypatch.setattr(harness, "_flush_buffer", lambda: SimpleNamespace(zero_=noted("flush")))
+    monkeypatch.setattr(harness, "_flush_buffer", lambda: log)
 
     def run() -> None:
         clock[0] += 0.25
-        log.append("run")
+        log.run()
 
     found = harness.interleaved({"one": run}, "cuda", seconds=0.0, least=1)["one"]
-    assert log == 2 * ["flush", "sleep", "record", "run", "record", "wait"] and (found["ms"], found["host_ms"]) == (0.5, 250.0)
+    calls = [name.removeprefix("cuda.").removeprefix("Event().") for name, *_ in log.mock_calls]
+    assert calls == 2 * ["zero_", "_sleep", "Event", "Event", "record", "run", "record", "synchronize", "elapsed_time"]
+    assert (found["ms"], found["host_ms"]) == (0.5, 250.0)
 
 
 def test_memory_is_that_of_the_run() -> None:

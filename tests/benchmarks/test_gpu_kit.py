@@ -3,7 +3,6 @@ conclusions, the tuner, the lines that only run on CUDA (with stand-ins), and a 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -235,22 +235,14 @@ def test_later_stages_run_with_what_was_clearly_faster(tmp_path: Path, monkeypat
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stand-ins for the parts of torch.cuda that the stages use; the list receives the sync debug modes that were set."""
-    modes: list[str] = []
-    stream, none = SimpleNamespace(wait_stream=lambda other: None), lambda: None
-    event = type(
-        "Event", (), {"synchronize": lambda self: None, "__init__": lambda self, over: setattr(self, "query", lambda: over)}
-    )
-    for name, value in {
-        "synchronize": none, "set_sync_debug_mode": modes.append, "Stream": lambda: stream, "current_stream": lambda: stream,
-        "stream": contextlib.nullcontext, "graph": contextlib.nullcontext, "Event": event,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    return modes
+def cuda(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """In place of torch.cuda; an event is over or not."""
+    over = {"synchronize": lambda self: None, "__init__": lambda self, over: setattr(self, "query", lambda: over)}
+    monkeypatch.setattr(torch, "cuda", MagicMock(Event=type("Event", (), over)))
+    return torch.cuda  # type: ignore[return-value]
 
 
-def test_the_first_wait_is_found_and_the_mode_taken_back(cuda: list[str]) -> None:
+def test_the_first_wait_is_found_and_the_mode_taken_back(cuda: MagicMock) -> None:
     """An event that is over costs nothing, one that is not is a wait that torch's mode does not see."""
 
     def raises(text: str) -> Any:
@@ -263,7 +255,7 @@ def test_the_first_wait_is_found_and_the_mode_taken_back(cuda: list[str]) -> Non
     assert "a synchronizing event" in str(gpu_counters.first_wait(lambda: event(False).synchronize()))
     with pytest.raises(RuntimeError, match="out of memory"):
         gpu_counters.first_wait(lambda: raises("out of memory"))
-    assert cuda == ["error", "default"] * 5
+    assert [call.args for call in cuda.set_sync_debug_mode.call_args_list] == [("error",), ("default",)] * 5
     event(False).synchronize()
 
 
@@ -275,7 +267,7 @@ def test_the_first_wait_is_found_and_the_mode_taken_back(cuda: list[str]) -> Non
     ],
 )  # fmt: skip
 def test_a_replay_is_compared_with_a_plain_call(
-    scale: float | None, exact: bool, said: str, cuda: list[str], monkeypatch: pytest.MonkeyPatch
+    scale: float | None, exact: bool, said: str, cuda: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stand-in's replay repeats the step with another factor on the memory of the captured run, or does nothing."""
     given, makes = torch.ones(8), []
@@ -288,7 +280,7 @@ def test_a_replay_is_compared_with_a_plain_call(
         for into, value in zip(makes[1], step(scale), strict=True) if scale is not None else ():  # the second was captured
             into.copy_(value)
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=replay))
+    cuda.CUDAGraph.return_value.replay = replay
     assert said in str(gpu_counters.replay_differs(gpu_counters.Made(given, step, exact)))
 
 
