@@ -25,17 +25,6 @@ from typing import Any
 import torch
 
 from benchmarks import tune as tuning
-from benchmarks.gpu_counters import (
-    CAPTURED,
-    WAITS,
-    batches,
-    calls,
-    first_wait,
-    host_ms,
-    loaded_kernels,
-    recompilations,
-    replay_differs,
-)
 from benchmarks.gpu_kit import CASES, COMPARED, FURTHER, HEADLINE, REHEARSED, REHEARSED_SUITES
 from benchmarks.harness import interleaved
 from benchmarks.machine import gpu_state, machine
@@ -204,33 +193,35 @@ def tally(report: Path) -> dict:
 def counters(kit: Kit) -> None:
     """Counts compilations over lengths and schedules and waits of the host; times the host; captures CUDA graphs; and reads off
     the kernels that have run by then. (The budgets of all others are checked without a GPU: `python -m benchmarks.resources`.)"""
+    from benchmarks import gpu_counters as on  # needs the tests' pytest, as `small` does
+
     rows, vocab, width = (8, 272, 8) if kit.rehearse else (64, 16384, 256)  # Python draws the sets of ids, row by row
     few = {"lengths": 2, "schedules": 2, "longest": 2} if kit.rehearse else {}
     with on_triton(kit.rehearse):
-        kit.add(recompilations=recompilations(kit.device, min(vocab, 2048), width, **few))
+        kit.add(recompilations=on.recompilations(kit.device, min(vocab, 2048), width, **few))
         count = kit.found["recompilations"]
         kit.say(f"recompilations over random lengths and schedules: {count}", well=count == 0)
-        made = calls(kit.device, rows, vocab, width, "float32" if kit.rehearse else "bfloat16")
+        made = on.calls(kit.device, rows, vocab, width, "float32" if kit.rehearse else "bfloat16")
         if kit.rehearse:
             wrong = [name for name, one in made.items() if not all(x.isfinite().all() for x in one.step())]
             kit.say(f"{len(made)} calls, run without a graph; not finite: {wrong or 'none'}", well=not wrong)
             kit.leave_out("waits of the host", "host time of a call", "CUDA graphs", "registers of the kernels as loaded")
             return
-    steps = {name: one.step for name, one in made.items()} | batches(kit.device, rows, vocab, width)
+    steps = {name: one.step for name, one in made.items()} | on.batches(kit.device, rows, vocab, width)
     waits = {}
     for name, step in steps.items():
-        waits[name] = first_wait(step)
-        kit.add(waits=waits, documented=WAITS)
-        reason = f" (documented: {WAITS[name]})" if name in WAITS else ""
-        kit.say(f"host waits, {name}{reason}: {waits[name] or 'none'}"[:400], well=waits[name] is None or name in WAITS)
-    kit.add(host_ms={name: round(host_ms(step), 3) for name, step in steps.items()})
+        waits[name] = on.first_wait(step)
+        kit.add(waits=waits, documented=on.WAITS)
+        reason = f" (documented: {on.WAITS[name]})" if name in on.WAITS else ""
+        kit.say(f"host waits, {name}{reason}: {waits[name] or 'none'}"[:400], well=waits[name] is None or name in on.WAITS)
+    kit.add(host_ms={name: round(on.host_ms(step), 3) for name, step in steps.items()})
     kit.say("host time, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in kit.found["host_ms"].items()))
     graphs: dict[str, str | None] = {}
-    for name in CAPTURED:
-        graphs[name] = replay_differs(made[name])
+    for name in on.CAPTURED:
+        graphs[name] = on.replay_differs(made[name])
         kit.add(graphs=graphs)
         kit.say(f"CUDA graph, {name}: {graphs[name] or 'replayed as a plain call'}", well=graphs[name] is None)
-    kit.add(loaded=loaded_kernels())
+    kit.add(loaded=on.loaded_kernels())
     for k in kit.found["loaded"]:
         kit.say("{kernel}: {registers} registers, {spills} spilled, {shared} bytes shared, {warps} warps".format(**k))
 
@@ -315,10 +306,12 @@ def memcheck(kit: Kit) -> None:
 
 def small(kit: Kit) -> None:
     """Runs every kernel once with aligned and once with unaligned rows, for the sanitizer."""
+    from benchmarks import gpu_counters as on
+
     with on_triton(kit.rehearse):
         for dtype in ("float32",) if kit.rehearse else ("float32", "bfloat16", "float16"):
             for vocab in (272, 1031):
-                calls(kit.device, 8, vocab, 16, dtype)
+                on.calls(kit.device, 8, vocab, 16, dtype)
     kit.say("small calls: done")
 
 

@@ -284,6 +284,21 @@ def test_a_replay_is_compared_with_a_plain_call(
     assert said in str(gpu_counters.replay_differs(gpu_counters.Made(given, step, exact)))
 
 
+@pytest.mark.parametrize(("waiting", "well"), [("linear_logprobs, masked", True), ("grpo_loss", False)])
+def test_counters_on_a_gpu(waiting: str, well: bool, cuda: MagicMock, stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait is a failure unless it is documented."""
+    found, event = stage("counters"), torch.cuda.Event(False)  # type: ignore[call-arg]
+    found.device = "cpu"
+    steps = {"token_logprobs": lambda: None, waiting: lambda: event.synchronize()}
+    made = {name: SimpleNamespace(step=step) for name, step in steps.items()}
+    for function, value in {"recompilations": 0, "calls": made, "batches": {}, "replay_differs": None}.items():
+        monkeypatch.setattr(gpu_counters, function, lambda *_, value=value: value)
+    monkeypatch.setattr(gpu_counters, "CAPTURED", (waiting,))
+    gpu_stages.counters(found)
+    assert found.well is well and {name for name, wait in found.found["waits"].items() if wait} == {waiting}
+    assert found.found["host_ms"].keys() == made.keys() and found.found["graphs"] == {waiting: None}
+
+
 def test_a_suite_that_breaks_costs_only_itself(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each suite is a process. If a provider breaks it, it is run again without that provider; if it hangs, the others keep
     their time."""
