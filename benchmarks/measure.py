@@ -186,7 +186,7 @@ def derived(cell: Cell, ms: float) -> Row:
     if cell.hidden is None:
         rate = cell.rows * cell.vocab * cell.dtype.itemsize / 1e6 / ms
         return {"gbps_1u": rate} if cell.contract == "logits-forward" else {"gbps_2u": 2 * rate}
-    backward = {"hidden-frozen": 2, "hidden-forward": 0}.get(cell.contract, 4)
+    backward = {"hidden-frozen": 2, "gspo-frozen": 2, "hidden-forward": 0}.get(cell.contract, 4)
     a = cell.active_rows / cell.rows
     convention = f"{2 + backward}NHV" if a == 1 or not backward else f"(2+{backward}a)NHV, a={a:g}"
     return {"tflops": (2 + backward * a) * cell.rows * cell.hidden * cell.vocab / ms / 1e9, "flop_convention": convention}

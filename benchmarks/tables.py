@@ -133,7 +133,13 @@ def entropy(cell: Cell) -> str:
 
 
 def size(cell: Cell) -> str:
-    return " x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x]) + entropy(cell)
+    return " x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x]) + of_loss(cell) + entropy(cell)
+
+
+def of_loss(cell: Cell) -> str:
+    """Which loss it is, in a suite that has several."""
+    names = {"gspo": "GSPO", "gspo-frozen": "GSPO with a frozen head", "vespo": "VESPO"}
+    return f", {names[cell['contract']]}" if cell["contract"] in names else ""
 
 
 def fixed(cell: Cell, varied: str) -> str:

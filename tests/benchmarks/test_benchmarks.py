@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +64,7 @@ def contender(name: str, change: Any = lambda found: found, loss: Any = policy_l
 
     def call(case: Case) -> Found:
         logps = case.logits.float().log_softmax(-1).gather(1, case.batch.targets[:, None])[:, 0]
-        return change(case.gradients(loss(logps, case.batch, case.cell.beta)))
+        return change(case.gradients(loss(logps, case.batch, case.cell)))
 
     return Provider(name, ("logits",), lambda case: Run(lambda: call(case), case.restore), **how)
 
@@ -89,7 +90,9 @@ def one_row(factor: float) -> Callable[[Found], Found]:
 WRONG: dict[str, Found] = {
     "a row of zeros": {"change": one_row(0.0)},
     "a row of NaN": {"change": one_row(math.nan)},
-    "k1 for k3": {"loss": lambda p, b, beta: policy_loss(p, b, 0.0) + beta * (p - b.ref_logps).mean()},
+    "k1 for k3": {
+        "loss": lambda p, b, cell: policy_loss(p, b, replace(cell, contract="hidden")) + cell.beta * (p - b.ref_logps).mean()
+    },
     "a gradient by 1 %": {"change": lambda found: found | {"d_logits": 1.01 * found["d_logits"]}},
     "a loss by 0.001": {"change": lambda found: found | {"loss": found["loss"] + 0.001}},
 }
@@ -291,7 +294,7 @@ def test_new_graphs_and_kernels_are_counted_and_torch_compile_has_not_seen_the_s
     """It would generalise from two of them, and be timed with a graph for any number of rows."""
     knobs = pytest.importorskip("triton").knobs
     former, graph = knobs.compilation.listener, torch.compile(policy_loss, backend="eager")
-    compiled = contender("compiled", loss=lambda p, b, beta: graph(p, b, beta))
+    compiled = contender("compiled", loss=lambda p, b, cell: graph(p, b, cell))
     with torch.compiler.set_stance("default"):
         for rows in (32, 48, 64):
             with harness.compilations() as count:
