@@ -235,7 +235,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "token_weights are dropped", 'rows = rows.weighted(per_token("token_weights"', '(per_token("token_weights"',
-            "tests/core/test_objective.py",
+            OBJECTIVES,
         ),
         ("ess without weights", "else ratio * rows.weights", "else ratio", OBJECTIVES),
         ("masked tokens count as zero advantages", "(trained & (rows.advantages == 0))", "(rows.advantages == 0)", OBJECTIVES),
