@@ -15,7 +15,7 @@ from grpo_kernels import Exact, LogitTransform, LossOutput, Objective, Options, 
 from grpo_kernels.architectures import language_model
 from grpo_kernels.batch import shift_targets
 from grpo_kernels.model import FusedLMHead
-from support.gradients import take_gradients
+from support.heads import take_gradients
 from support.models import VOCAB, build
 
 transformers = pytest.importorskip("transformers")
