@@ -377,7 +377,7 @@ FAULTS: list[Fault] = [
             "LogitTransform(temperature)", "tests/core/test_head.py",
         ),
     ),
-    *of("grpo_kernels/architectures.py", "tests/core/test_architectures.py",
+    *of("grpo_kernels/architectures.py", "tests/core/test_model.py",
         ("a model's divisor multiplies", "Logits(scale=1.0 / getattr(config, entry))", "Logits(scale=getattr(config, entry))"),
     ),
     *of("grpo_kernels/layout.py", OBJECTIVES,
