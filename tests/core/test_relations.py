@@ -136,13 +136,6 @@ def test_in_place_gives_the_same_bits(recipe: Recipe, dtype: str, backend: str) 
     assert_same_bits(run(problem(recipe), backend=backend), run(beside, backend=backend), "in place")
 
 
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.kept == "none" and r.others == () and r.also != "at"], ids=str)
-def test_sets_without_ids_are_no_sets(recipe: Recipe, backend: str) -> None:
-    p = problem(recipe)
-    empty = replace(p, recipe=replace(recipe, kept="empty"), sets=[[]] * len(p.ids))
-    compare(p, run(empty, backend=backend))
-
-
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.door == "loss"], ids=str)
 def test_rows_that_are_skipped_contribute_nothing(recipe: Recipe, backend: str) -> None:
     skipping, reading = (problem(legal(replace(recipe, skip_inactive=skip))) for skip in (True, False))

@@ -127,16 +127,7 @@ def test_rows_with_sets_go_their_own_way(backend: str) -> None:
     assert_near(drawn(p, backend), {name: x + parts[1][name] for name, x in parts[0].items()}, 1e-6)
 
 
-@pytest.mark.parametrize("memory", ["float32", "of weight"])
-def test_memory_of_the_callers_is_added_to(memory: str, backend: str) -> None:
-    recipe = replace(ROWS, dtype="bfloat16")
-    assert_near(drawn(replace(recipe, weight_grad=memory), backend), drawn(recipe, backend), 2**-6)
-
-
-def test_a_frozen_part_and_no_gradient_at_all(backend: str) -> None:
-    found = drawn(ROWS, backend)
-    for frozen in ("hidden", "weight"):
-        assert_same(drawn(replace(ROWS, frozen=frozen), backend), {k: x for k, x in found.items() if k != frozen})
+def test_without_a_gradient_nothing_is_drawn(backend: str) -> None:
     p = problem(ROWS)
     with nothing_is_drawn(backend), torch.no_grad():
         few, dense = (named(call_of(p, backend=backend, **how)(*p.given.values())) for how in ({"sparse": Sparse()}, {}))
