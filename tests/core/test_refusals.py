@@ -45,7 +45,6 @@ from grpo_kernels.token_sets import check_sets
 from support.bits import snapshot
 from support.doors import in_options
 from support.inside import values_unseen
-from support.meta_device import on_meta
 
 Tensor = torch.Tensor
 Call = Callable[[], Any]
@@ -282,7 +281,7 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
     (linear, {
         f"targets[1, 2]|{2**40}|[0, 11)|mask": {"targets": with_ids(2**40)},
         "is on meta, the rows are on cpu": {
-            "weight": WEIGHT.clone().requires_grad_(), "options": Options(sparse=Sparse(seed=on_meta(torch.tensor(0))))
+            "weight": WEIGHT.clone().requires_grad_(), "options": Options(sparse=Sparse(seed=torch.tensor(0, device="meta")))
         },
         "do not bound": {"objective": EXACT, "reference": TEACHER, "options": SPARSE},
         "reference: bias has shape [10]": {"objective": EXACT, "reference": (*TEACHER, BIAS[:-1])},
@@ -388,7 +387,7 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
     (functools.partial(check_sets, "kept"), {
         "targets of shape [2, 3] has 6 tokens, but kept have 5 rows": {"sets": FIVE, "targets": IDS[:2, :3], "vocab": 10},
         "targets is torch.float32: pass a tensor of integers": {"sets": FIVE, "targets": torch.zeros(5), "vocab": 10},
-        "kept are on cpu, but targets is on meta: pass sets.to('meta')": {"sets": FIVE, "targets": on_meta(IDS.view(-1)[:5]), "vocab": 10},
+        "kept are on cpu, but targets is on meta: pass sets.to('meta')": {"sets": FIVE, "targets": IDS.view(-1)[:5].to("meta"), "vocab": 10},
         "kept holds id 9 in row 2: it is outside|[0, 9)": {"sets": FIVE[1:], "targets": IDS[0], "vocab": 9},
     }),
     (FIVE.mask, {"ids holds id 9 in row 3": {"vocab": 9}, "vocab=0: the size of the vocabulary is a whole number": 0}),
