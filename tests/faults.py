@@ -55,7 +55,7 @@ FAULTS: list[Fault] = [
         ("squares are shared once", 'share * share * parts["squares"]', 'share * parts["squares"]'),
         (
             "ids of a part are not moved to its place", "ids + starts, last", "ids, last",
-            "tests/rows/test_vocab_parallel.py",
+            RANKS,
         ),
         ("a sign in the slope of the softcap", "(1.0 - torch.tanh(x * (self.scale", "(1.0 + torch.tanh(x * (self.scale"),
         ("half the slope of the sum of squares", 'slopes["prob"] = 2.0 * given', 'slopes["prob"] = 1.0 * given'),
@@ -144,7 +144,7 @@ FAULTS: list[Fault] = [
         ("first_row is not counted", "starts(sparse.seed, places + sparse.first_row)", "starts(sparse.seed, places)", SPARSE),
         (
             "targets of a shard are not moved", "own = whole.targets if shard is None else whole.targets - shard.start",
-            "own = whole.targets", "tests/rows/test_vocab_parallel.py",
+            "own = whole.targets", RANKS,
         ),
         ("rows whose slopes cancel are left out", "nonzero = nonzero.index_fill(0, slots.rows[at_ids != 0], True)", "pass"),
         ("the bias gets nothing from sets", "self.backend.add_hidden_rows(values, slots, ones, self.d_bias[:, None])", "pass"),
@@ -192,7 +192,7 @@ FAULTS: list[Fault] = [
             "torch.cat([values, of_others])", SPARSE,
         ),
     ),
-    *of("grpo_kernels/rows/parallel.py", "tests/rows/test_vocab_parallel.py",
+    *of("grpo_kernels/rows/parallel.py", RANKS,
         ("a rank counts its own mass twice", "everyone[:, -1:] < start", "everyone[:, -1:] <= start"),
         ("the gradient of padding is left as it was", "padding[at // out.shape[1], at % out.shape[1]] = 0", "pass"),
         (

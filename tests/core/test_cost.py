@@ -29,9 +29,8 @@ from grpo_kernels import (
     linear_logprobs,
     token_logprobs,
 )
-from support.allocations import Allocations
 from support.doors import in_options
-from support.inside import blocks_of_a_row, count_products, in_chunks
+from support.inside import Allocations, blocks_of_a_row, count_products, in_chunks
 
 Tensor = torch.Tensor
 B, T, V, H = 8, 7, 811, 96
@@ -163,20 +162,6 @@ def test_kept_sets_cost_no_product_and_no_gradient_of_the_weights_size(backend: 
         assert not rows and not [shape for shape in seen.shapes if 300 in shape] and weight.grad is None
         others = torch.ones(300, dtype=torch.bool).index_fill(0, torch.tensor(ids), False)
         assert total[others].isnan().all() and total[ids].isfinite().all() and total[ids].any(1).all()
-
-
-@pytest.mark.parametrize("name", ["gspo", "log-probs"])
-def test_where_the_factor_is_known_products_add_straight_into_the_given_memory(name: str, backend: str) -> None:
-    x, of, total = leaves(), batch(), torch.zeros(V, H)
-    if name == "gspo":
-        out = loss(x, Objective.preset("gspo"), of, weight_grad=total, backend=backend)
-    else:
-        out = linear_logprobs(x["hidden"], x["weight"], of.targets, options=Options(weight_grad=total, backend=backend))[
-            0
-        ].sum()
-    with Allocations() as seen:
-        out.backward()
-    assert total.any() and (V, H) not in seen.shapes
 
 
 def test_sixteen_bit_gradients_are_summed_in_fp32(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from grpo_kernels import TokenSets, token_set_rules
 from grpo_kernels.batch import shift_sets
-from support.allocations import Allocations
+from support.inside import Allocations
 from support.pairs import label, pairs
 
 Tensor = torch.Tensor

@@ -304,16 +304,6 @@ def of_sequences(p: Problem, sequences: list[int]) -> Problem:
     )  # fmt: skip
 
 
-def cut(p: Problem, rank: int) -> Problem:
-    """The problem as a rank sees it that has some columns of the vocabulary. The first rank has most, of some recipes all."""
-    r = p.recipe
-    part = r.vocab // (2 * r.ranks) if r.seed % 4 else 0
-    ends = [0, *(r.vocab - (r.ranks - i - 1) * part for i in range(r.ranks))]
-    columns = slice(ends[rank], ends[rank + 1])
-    others = [replace(other, given=sliced(other.given, columns)) for other in p.others]
-    return replace(p, given=sliced(p.given, columns), others=others, columns=columns)
-
-
 def sliced(tensors: dict[str, Tensor], columns: slice) -> dict[str, Tensor]:
     """The part of logits, weight and bias that belongs to these columns of the vocabulary."""
     part = {"logits": lambda x: x[..., columns], "weight": lambda x: x[columns], "bias": lambda x: x[columns]}
