@@ -30,9 +30,9 @@ from grpo_kernels.formulas.token_stage import TokenRows, random_inputs, token_te
 from grpo_kernels.rows.backends import cpu
 from support.doors import run
 from support.objectives import OBJECTIVES
-from support.options import FILTERS, SURROGATES
 from support.pairs import pairs
 from support.recipes import Recipe, legal, problem
+from support.stages import FILTERS, SURROGATES
 
 if cpu.available() is not None:
     pytest.skip(cpu.available() or "", allow_module_level=True)

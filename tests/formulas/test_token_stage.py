@@ -16,12 +16,11 @@ from grpo_kernels.formulas.kl import WEIGHTINGS, Kl
 from grpo_kernels.formulas.surrogates import Dro, Surrogate
 from support import stages
 from support.doors import batch_of, exact_of
-from support.fuzz import MANY
 from support.objectives import OBJECTIVES
-from support.options import AGGREGATES, BONUSES, BOUNDS, FILTERS, KLS, LEVELS, SURROGATES, Option
 from support.oracle import Spec
-from support.pairs import pairs
+from support.pairs import MANY, pairs
 from support.recipes import Recipe, problem
+from support.stages import AGGREGATES, BONUSES, BOUNDS, FILTERS, KLS, LEVELS, SURROGATES, Option
 
 Tensor = torch.Tensor
 

@@ -29,8 +29,7 @@ from grpo_kernels.rows.backends import cpu, cpu_products
 from grpo_kernels.rows.partials import LogitRows, RowTransform
 from support import amx
 from support.bits import same_bits
-from support.kernel_rows import DTYPES, KINDS, PLAIN, Found, Rows, beside, check, same, ways
-from support.slots import slots_of
+from support.kernel_rows import DTYPES, KINDS, PLAIN, Found, Rows, beside, check, same, slots_of, ways
 
 Tensor = torch.Tensor
 Draw = random.Random

@@ -11,9 +11,8 @@ import torch
 
 from grpo_kernels.rows.backends import Backend, eager
 from grpo_kernels.rows.ragged import Ragged
-from support.kernel_rows import DTYPES, EPS, KERNELS, TRITON, UNIT, kernels
+from support.kernel_rows import DTYPES, EPS, KERNELS, TRITON, UNIT, kernels, matrix, random_slots, slots_of, values_for
 from support.largest import note
-from support.slots import matrix, random_slots, slots_of, values_for
 
 Tensor = torch.Tensor
 EAGER = eager.Kernels()

@@ -13,8 +13,7 @@ import torch
 from grpo_kernels.formulas.surrogates import Cispo, Clip, Custom, PolicyGradient, ops
 from grpo_kernels.objective import Objective
 from grpo_kernels.rows.partials import LogitRows, RowTransform, Second
-from support.kernel_rows import Rows, visited
-from support.slots import random_slots, values_for
+from support.kernel_rows import Rows, random_slots, values_for, visited
 
 pytest.importorskip("triton")
 

@@ -21,8 +21,7 @@ from grpo_kernels.presets import PRESETS
 from grpo_kernels.rows.backends import triton
 from grpo_kernels.rows.backends.triton.launch import INTERPRETED, LAUNCH, Choice, choose
 from grpo_kernels.rows.partials import RowTransform
-from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, given, same, visited
-from support.slots import matrix, slots_of
+from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, given, matrix, same, slots_of, visited
 
 Tensor = torch.Tensor
 WIDTH = 0.5
