@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..formulas.token_stage import TokenStage
+from ..formulas.token_stage import JointStage, TokenStage
 from .backends import FusedRows
 from .memory import converted
 from .partials import Partials, RowTransform, Slopes
@@ -118,8 +118,8 @@ class Rows:
                 of_visit += ["at logits", "at used"]
             if isinstance(visit, Whole) and visit.sparse is not None:
                 of_visit += DRAWS
-            if isinstance(visit, Whole):
-                of_visit += [name for name, there in (("ahead", visit.ahead), ("block", visit.keeps)) if there]
+            if isinstance(visit, Whole) and visit.ahead:
+                of_visit.append("ahead")
             names += [f"{i} {name}" for name in of_visit]
         return tuple(names)
 
@@ -142,7 +142,7 @@ class Rows:
                 at = _logits_at(stream, visit)
                 values.append(at.log_probs(found.partials, visit.read, stream.transform))
                 saved += [at.logits, at.used]
-            saved += [*found.draws, *(x for x in (found.ahead, found.block) if x is not None)]
+            saved += [*found.draws, *(() if found.ahead is None else (found.ahead,))]
         return *values, *saved
 
     def pull(self, given: Given, known: dict[str, Tensor], upstream: dict[str, Tensor], wanted: tuple[bool, ...]) -> Tensors:
@@ -185,7 +185,7 @@ class Rows:
             Partials(known[f"{i} apart {k}"], other.names, other.kind, other.mixture) for k, other in enumerate(visit.apart)
         )
         draws = tuple(known[f"{i} {name}"] for name in DRAWS if f"{i} {name}" in known)
-        return Found(partials, apart, draws, known.get(f"{i} ahead"), known.get(f"{i} block"))
+        return Found(partials, apart, draws, known.get(f"{i} ahead"))
 
     def without_tensors(self) -> Rows:
         return Rows(self.stream.of((), self.stream.transform), self.reads)
@@ -353,7 +353,7 @@ class OneVisit:
     stream: Stream
     whole: Whole | None  # rows over the vocabulary; None: there are none
     sets: OverSets | None
-    stage: TokenStage
+    stage: TokenStage | JointStage  # the latter without sets
     gradients: bool
 
 
@@ -367,7 +367,9 @@ class _FusedLoss(torch.autograd.Function):
         parts = Parts(visit.whole, False, visit.sets is not None)
         gradients = stream.gradients(wanted, parts) if any(wanted) else None
         of_sets = few = None
-        if visit.sets is not None:  # first, as the others may write over logits that it reads
+        if visit.sets is not None and isinstance(
+            visit.stage, TokenStage
+        ):  # first, as the others may write over logits that it reads
             of_sets, few = visit.sets.fused(stream, visit.stage, gradients is not None)
         result = of_sets
         if visit.whole is not None:
