@@ -37,7 +37,6 @@ from support.stages import FILTERS, SURROGATES
 if cpu.available() is not None:
     pytest.skip(cpu.available() or "", allow_module_level=True)
 
-from grpo_kernels import _cpu
 
 Tensor = torch.Tensor
 
@@ -108,25 +107,6 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
         rounded = staticmethod(lambda x, own=own: own(x.double()).float() if isinstance(x, Tensor) else own(x))
         monkeypatch.setattr(ops, name, rounded)
     monkeypatch.setattr(ops, "sigmoid", staticmethod(lambda x: 1.0 / (1.0 + ops.exp(-x))))
-
-
-CLASSES = [
-    c for c in vars(surrogates).values() if isinstance(c, type) and issubclass(c, Surrogate) and c not in (Surrogate, Custom)
-]
-
-
-@pytest.mark.usefixtures("exact")
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda c: c.__name__)
-def test_surrogates(kind: type[Surrogate]) -> None:
-    surrogate, names = kind(), ("logps", "old_logps", "advantages", "selected")
-
-    def formula(logp, old_logp, advantage, selected, params):
-        if surrogate.selects:
-            params = (*params, ops.where(selected > 0.0, 1.0, 0.0))
-        return surrogate.formula(logp, old_logp, advantage, params)
-
-    for seed in range(3):
-        traced(formula, names, random_inputs(names, 2048, seed), surrogate.params)
 
 
 NUMBERS = pairs(estimator=["k1", "k2", "k3", "abs"], weighting=WEIGHTINGS, straight_through=[False, True], clamp_log=[inf, 1.1], clamp=[inf, 0.9])  # fmt: skip
@@ -272,12 +252,6 @@ def module(c: Any) -> Any:
     return m
 
 
-def imported(x):
-    import changed  # type: ignore[import-not-found]
-
-    return changed.c * x
-
-
 def with_attribute(c: float) -> Any:
     def helper(x):
         return 0.0 * x
@@ -291,20 +265,15 @@ HELPERS = {0.5: lambda x: 0.5 * x, 2.5: lambda x: 2.5 * x, -1.0: lambda x: -1.0 
 REDEFINED = {
     "a constant": (lambda x: C * x, lambda c: {"C": c}),
     "a helper": (lambda x: helper(x), lambda c: {"helper": HELPERS[c]}),
-    "a default": (lambda x: helper(x), lambda c: {"helper": lambda x, c=c: c * x}),
     "a default by name": (lambda x: helper(x), lambda c: {"helper": lambda x, *, c=c: c * x}),
     "a constant of a helper that calls itself": (lambda x: itself(x, 2), lambda c: {"C": c}),
     "a closure": (lambda x: helper(x), lambda c: {"helper": lambda x: c * x}),
-    "a partial": (lambda x: helper(x), lambda c: {"helper": functools.partial(lambda x, c: c * x, c=c)}),
     "a helper in an inner function": (lambda x: (lambda: helper(x))(), lambda c: {"helper": HELPERS[c]}),
-    "a list": (lambda x: C[1] * x, lambda c: {"C": [0.0, c]}),
     "a dictionary": (lambda x: C["c"] * x, lambda c: {"C": {"c": c}}),
-    "an attribute": (lambda x: C.c * x, lambda c: {"C": types.SimpleNamespace(c=c)}),
     "an attribute of a function": (lambda x: helper.c * x, lambda c: {"helper": with_attribute(c)}),
     "a bound method": (lambda x: helper(x), lambda c: {"helper": Kept(c).of}),
     "a name that is looked up": (lambda x: globals()["C"] * x, lambda c: {"C": c}),
     "a module in a module": (lambda x: C.c.c * x, lambda c: {"C": module(module(c))}),
-    "a module that is imported inside": (imported, lambda c: {"C": module(c)}),
 }
 
 
@@ -327,14 +296,6 @@ def test_what_a_formula_uses_may_be_defined_again(kind: str, strict: bool, monke
         expected = loss_of(Custom(linear, (c,)), "eager")
         for objective in (kept, Objective(kept.surrogate)):
             torch.testing.assert_close(loss_of(objective, strict=strict), expected, rtol=1e-5, atol=1e-7)
-
-
-def test_what_a_closure_keeps_is_looked_up_at_every_call() -> None:
-    weight = 0.5
-    surrogate = Custom(lambda *given: linear(*given, weight))
-    before = float(loss_of(surrogate, strict=True)[0])
-    weight = 1.0
-    assert float(loss_of(surrogate, strict=True)[0]) == pytest.approx(2 * before)
 
 
 class Moving(Surrogate):
@@ -433,11 +394,8 @@ def test_what_cannot_be_traced_is_computed_in_torch(
     "formula",
     [
         lambda a, b: (a < b) + (b < a),
-        lambda a, b: ops.where(a, b, b),
         lambda a, b: a * "2",
-        lambda a, b: a**0.5,
         lambda a, b: ops.exp(1.0) * a,
-        lambda a, b: a * torch.tensor(2.0),
         lambda a, b: a if a else b,
         lambda a, b: a * math.exp(b),
         lambda a, b: a + Tracer().input("a"),  # of another call
@@ -449,32 +407,9 @@ def test_what_no_kernel_can_run_is_refused(formula: Callable[..., Any]) -> None:
         tracer.program("it", (formula(tracer.input("a"), tracer.input("b")),))
 
 
-GOOD = [("add", 0, 1, 0), ("where", 2, 0, 1)]
-
-
-@pytest.mark.parametrize(
-    "steps, outputs, word",
-    [
-        ([("tan", 0, 0, 0)], [0], "tan is no operation"),
-        ([("add", 0, 2, 0)], [0], "register 2"),
-        ([("where", 0, 1, 5)], [0], "register 5"),
-        (GOOD, [4], "output 4"),
-        ([("neg", 0, 0, 0)] * 511, [0], "513 registers"),
-    ],
-)
-def test_wrong_programs_are_refused_by_name(steps: Any, outputs: list[int], word: str) -> None:
-    with pytest.raises(ValueError, match=f"mine.*{word}|{word}.*mine"):
-        _cpu.Program("mine", 1, 1, steps, outputs)
-    program, x = _cpu.Program("mine", 1, 1, GOOD, [3]), torch.zeros(4).data_ptr()
-    for numbers, inputs, outputs in (([], [x], [x]), ([1.0], [], [x]), ([1.0], [x], []), ([1.0], [x, x], [x])):
-        with pytest.raises(ValueError, match="mine"):
-            program.run(numbers, inputs, outputs, 4)
-
-
 def test_a_parameter_that_is_nan_is_refused_by_name(backend: str) -> None:
     with pytest.raises(ValueError, match=r"linear.*nan"):
         loss_of(Custom(linear, (nan,)), backend)
-    assert loss_of(Custom(linear, (0.1,)), backend)[0].isfinite()
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e-7])
