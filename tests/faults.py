@@ -46,6 +46,7 @@ RANKS = "tests/core/test_ranks.py"
 SPARSE = "tests/core/test_sparse_gradients.py"
 MEMORY = "tests/core/test_callers_memory.py"
 HOSTILE = "tests/rows/test_sanitizers.py"
+TWO_ROWS = "tests/rows/test_two_row_kernels.py"
 COMPILED = "tests/rows/test_triton_compiled.py"
 HARNESS = "tests/benchmarks/test_benchmark_harness.py"
 RESULTS = "tests/benchmarks/test_benchmark_results.py"
@@ -70,8 +71,8 @@ FAULTS: list[Fault] = [
         ("masked rows keep a top_prob", 'if "top_prob" in values and read is not None:', "if False:", SETS),
     ),
     *of("grpo_kernels/rows/divergence.py", COMBINATIONS,
-        ("a wrong coefficient of psi", "1 / 24, 1 / 120", "1 / 24, 1 / 210", SETS),
-        ("a wrong coefficient of phi", "squared * (1 / 5 +", "squared * (1 / 7 +", SETS),
+        ("a wrong coefficient of psi", "1 / 24, 1 / 120", "1 / 24, 1 / 210", TWO_ROWS),
+        ("a wrong coefficient of phi", "squared * (1 / 5 +", "squared * (1 / 7 +", TWO_ROWS),
         ("the sign of the distance of two rows", "(z - w) - apart", "(z - w) + apart"),
         ("the mixture's shares are those of the other stream", "-log_ratio, 1.0 - mixture)", "-log_ratio, mixture)"),
         ("the share of the student is that of the teacher", "p = (1.0 - mixture) * p", "p = mixture * p"),

@@ -180,16 +180,6 @@ def test_fp16_keeps_gradients_that_only_a_loss_scale_brings_into_its_range(name:
         assert "hidden" in name or (y[large].abs() * small).min() < 2.0**-14
 
 
-def test_one_row_of_logits_for_all_sequences(backend: str) -> None:
-    """The gradient of an expanded tensor is the sum over those that share it."""
-    call = ready("loss of logits", backend)
-    one = call.leaves[0].detach()[:1].clone().requires_grad_()
-    whole = call.leaves[0] = one.detach().expand_as(call.leaves[0]).clone().requires_grad_()
-    (of_each,) = call.gradients()
-    call.gradients(call.values(one.expand_as(whole)))
-    torch.testing.assert_close(one.grad, of_each.sum(0, keepdim=True), rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("preset", ["dapo", "cispo", "reinforce"])
 def test_a_token_without_weight_adds_nothing_whatever_it_holds(preset: str, backend: str) -> None:
     """A sampler that rejected a token may have no log-prob for it, and a grammar may forbid it."""

@@ -35,33 +35,21 @@ Tensor = torch.Tensor
 # ---- what shares memory
 
 
-def elements(x: Tensor) -> set[int]:
-    """The addresses of all bytes of all elements."""
-    at = torch.tensor([x.data_ptr()])
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        at = (at[:, None] + x.element_size() * stride * torch.arange(size)).reshape(-1)
-    return {byte for first in at.tolist() for byte in range(first, first + x.element_size())}
-
-
 def view_of(memory: Tensor, draw: random.Random) -> Tensor:
-    memory = draw.choice([memory, memory.view(torch.int16), memory.view(torch.uint8)])
     shape = [draw.choice([0, 1, 2, 2, 3, 4, 5]) for _ in range(draw.choice([1, 2, 2, 3]))]
-    strides = [draw.choice([0, 1, 1, 2, 3, 4, 6, 8, 12, 24]) for _ in shape]
-    extent = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if 0 not in shape else 0
-    return memory.as_strided(shape, strides, draw.randrange(min(24, memory.numel() - extent)))
+    return memory.as_strided(shape, [draw.choice([0, 1, 1, 2, 3, 4, 6, 8, 12, 24]) for _ in shape], draw.randrange(24))
 
 
 def test_overlap_is_exact() -> None:
-    """Against the sets of bytes: strided, interleaved and expanded views of two dtypes and more; and views that are often taken."""
-    draw, memory, found = random.Random(0), torch.zeros(400), {True: 0, False: 0}
+    """Of strided, interleaved and expanded views, whose elements are their own addresses."""
+    draw, memory, found = random.Random(0), torch.arange(400), {True: 0, False: 0}
     for _ in range(1500):
         x, y = view_of(memory, draw), view_of(memory, draw)
         found[overlap(x, y)] += 1
-        assert overlap(x, y) == bool(elements(x) & elements(y)), (x.shape, x.stride(), y.shape, y.stride(), y.dtype)
+        assert overlap(x, y) == bool({*x.reshape(-1).tolist()} & {*y.reshape(-1).tolist()}), (x.shape, x.stride(), y.stride())
     assert min(found.values()) > 150, found
-    z = torch.zeros(64, 100, 130)
-    for x, y in ((z[..., :128], z[..., 128:]), (z[::2], z[1::2]), (z, torch.empty(0)), (z.to("meta"), z.to("meta"))):
-        assert not overlap(x, y) and not overlap(y, x)
+    bytes_of = memory.view(torch.int32)
+    assert overlap(memory[2:4], bytes_of[5:6]) and not overlap(memory[2:4], bytes_of[8:])
 
 
 # ---- logits with `inplace=`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from grpo_kernels import (
     Sparse,
     TokenBatch,
     grpo_loss,
-    linear_grpo_loss,
     linear_logprobs,
 )
 from grpo_kernels.distributed import VocabShard
@@ -183,34 +182,6 @@ def test_sparse_gradients_are_one_graph_for_all_seeds_and_lengths() -> None:
         drawn = gradients(compiled, targets, Options(sparse=Sparse(1 / 16, number.fill_(seed))))
         close(drawn, gradients(loss, targets, Options(sparse=Sparse(1 / 16, seed))))
     assert counter.frame_count <= 4
-
-
-def test_no_gradient_is_made_where_none_is_wanted() -> None:
-    """Under no_grad, and of leaves without gradients: evaluation that forgot no_grad."""
-    _, given, batch = small()
-    q, of_hidden, _ = small("hidden")
-    graphs: list[torch.fx.GraphModule] = []
-
-    def look(module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        graphs.append(module)
-        return module.forward
-
-    def loss(logits: Tensor) -> Tensor:
-        return grpo_loss(logits, batch, DEFAULT).loss
-
-    def values(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_grpo_loss(hidden, weight, batch_of(q), DEFAULT).loss + linear_logprobs(hidden, weight, q.targets)[0].sum()
-
-    compiled, other = (torch.compile(f, backend=look, fullgraph=True) for f in (loss, values))
-    with torch.no_grad():
-        close(compiled(given["logits"].clone().requires_grad_()), loss(given["logits"]))
-    compiled(given["logits"])
-    found, expected = (f(of_hidden["hidden"], of_hidden["weight"]) for f in (other, values))
-    close(found, expected, rtol=1e-5)
-    assert not found.requires_grad and len(graphs) == 3
-    for each in graphs:
-        names = [str(n.target) for n in each.graph.nodes]
-        assert any("grpo_kernels" in name for name in names) and not any("pull" in name for name in names)
 
 
 def test_what_a_graph_reads_when_it_runs() -> None:

@@ -206,7 +206,7 @@ def test_a_temperature_on_a_view_makes_no_copy(entropy: bool | str, backend: str
 # ---- the peak, in a process of its own: no [N, V] at any N, and no [V, H] unless its gradient is wanted
 
 MIB = 1 << 20
-VOCAB, WIDTH, CHUNK, SMALL, LARGE = 32001, 128, 64, 192, 640
+VOCAB, WIDTH, CHUNK, SMALL, LARGE = 32001, 128, 64, 192, 448
 CHUNK_BYTES, HEAD_BYTES = 4 * VOCAB * CHUNK, 4 * VOCAB * WIDTH
 MEASURE = f"""
 import ctypes, json, torch
@@ -248,7 +248,7 @@ def peaks() -> dict[str, float]:
     """Bytes above what was there before, by `call`."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("measures as Linux does")
-    kinds = [(layer, dtype) for layer in (1, 2) for dtype in ("float32", "bfloat16", "float16")]
+    kinds = [(layer, dtype) for layer in (1, 2) for dtype in ("float32", "bfloat16")]
     calls = [call(layer, dtype, n) for layer, dtype in kinds for n in (SMALL, LARGE)]
     calls += [call(layer, dtype, LARGE, **more) for layer, dtype in kinds for more in ({"grad": False}, {"sparse": True})]
     calls += [call(layer, "float32", SMALL, frozen=True) for layer in (1, 2)]
@@ -266,7 +266,7 @@ def call(layer: int, dtype: str, n: int, **more: Any) -> str:
     return json.dumps({"layer": layer, "dtype": dtype, "n": n, **more})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layer", [1, 2])
 def test_the_peak_is_flat_in_the_number_of_rows(layer: int, dtype: str) -> None:
     """Beyond the gradients one chunk of logits; for a 16-bit head also the block of it that is in fp32, and the next."""

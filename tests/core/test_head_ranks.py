@@ -386,28 +386,6 @@ def check_weight_grad_beside_fsdp2(rank: int, ranks: int) -> None:
     assert_close(gradients(model) | {"lm_head.weight": reduced(total)}, mean(True), 2e-5, "FSDP2 without the head")
 
 
-def check_megatron(rank: int, ranks: int) -> None:
-    """A hook after the gradient was accumulated, which adds it to main_grad unless the flag is set, and drops it, as Megatron's
-    does; then one reduction of main_grad."""
-    for kept in (True, False):
-        model, total = with_memory(fused(Case(bias=False)))
-        weight: Any = model.lm_head.weight
-        weight.main_grad, weight.grad_added_to_main_grad = total, False
-        seen = []
-
-        def hook(p: Any, seen: list[bool] = seen) -> None:
-            seen.append(p.grad is not None and p.grad.shape == p.shape)
-            if not p.grad_added_to_main_grad:
-                p.main_grad.add_(p.grad)
-            p.grad = None
-
-        weight.register_post_accumulate_grad_hook(hook)
-        for _ in range(2):
-            model(micro_batch(rank, kept)).loss.backward()
-        assert seen == [True, True] and weight.grad is None and weight.grad_added_to_main_grad is True
-        assert_close({"head": reduced(total)}, {"head": 2 * mean(kept)["lm_head.weight"]}, 2e-5, "Megatron")
-
-
 # ---- ZeRO-3
 
 

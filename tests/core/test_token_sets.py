@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import random
 from itertools import pairwise
 from typing import Any
 
@@ -131,18 +130,6 @@ def test_lists_of_sequences(sequences: list[Any], data: st.DataObject) -> None:
 # ---- ids that occur twice
 
 
-@examples
-@given(rows=ROWS.filter(any), seed=st.integers(0, 2**31))
-def test_an_id_twice_is_always_seen(rows: list[list[int]], seed: int) -> None:
-    """Wherever the second stands, and whatever the order."""
-    rng = random.Random(seed)
-    row = rng.choice([i for i, ids in enumerate(rows) if ids])
-    spoiled = [*rows[row]]
-    spoiled.insert(rng.randint(0, len(spoiled)), rng.choice(spoiled))
-    with pytest.raises(ValueError, match=rf"twice in row {row} "):
-        build([*rows[:row], spoiled, *rows[row + 1 :]])
-
-
 # ---- rows
 
 
@@ -176,15 +163,6 @@ def test_parts_put_together_are_the_whole(rows: list[list[int]], more: list[list
         assert torch.equal(whole.values, torch.cat([sets.values, others.values]))  # type: ignore[arg-type, list-item]
     wide = TokenSets.cat([build([[2**40]]), build([[1]], dtype=torch.int32)])
     assert wide.ids.dtype == torch.int64 and lists(wide) == [[2**40], [1]]
-
-
-@examples
-@given(rows=ROWS, dtype=DTYPES, ids=DTYPES, data=st.data())
-def test_contains(rows: list[list[int]], dtype: torch.dtype, ids: torch.dtype, data: st.DataObject) -> None:
-    """A row without ids holds everything, ids out of range too."""
-    targets = [data.draw(st.sampled_from([*row, -100, 0, 41])) for row in rows]
-    expected = [not row or target in row for row, target in zip(rows, targets, strict=True)]
-    assert build(rows, dtype=ids).contains(torch.tensor(targets, dtype=dtype)).tolist() == expected
 
 
 @examples

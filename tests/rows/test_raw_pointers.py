@@ -154,6 +154,19 @@ def test_a_wrong_tensor_does_not_reach_a_triton_kernel() -> None:
     assert not_refused(kernels, functions | of_slots, ("too short",), False) == []
 
 
+@no_module
+def test_rows_that_cannot_be_are_refused() -> None:
+    """By the module: no address or one that is not aligned, no dtype, sizes and strides beyond memory, rows behind the last."""
+    at = torch.zeros(64).data_ptr()
+    right = (at, 0, (2, 2, 4), (8, 4, 1), 0, 4)
+    cpu._cpu.Memory(*right)
+    for place, wrong in (
+        (0, 0), (0, at + 1), (1, 3), (2, (2, 2, -1)), (2, (2**40, 2**40, 4)), (3, (2**62, 4, 1)), (3, (8, 4, 2)), (4, -1), (5, 5),
+    ):  # fmt: skip
+        with pytest.raises(ValueError):
+            cpu._cpu.Memory(*right[:place], wrong, *right[place + 1 :])
+
+
 # ---- without assertions
 
 OPTIMISED = """

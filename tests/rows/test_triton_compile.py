@@ -93,18 +93,6 @@ def test_what_a_target_has_alone_is_behind_a_barrier(
     assert pair in unordered(without_barriers(assembly), before, STORE)  # the walk finds what there is to find
 
 
-@pytest.mark.parametrize("kernel", ["pull", "fused"])
-def test_the_ends_of_a_peeled_row_are_loaded_before_they_are_stored(kernel: str) -> None:
-    """In place: all warps load what lies outside of its 16-byte boundaries, and one stores it. Only this is of 16 bits where the
-    rest of the row is read, once statistics are there, by 128 (on NVIDIA's)."""
-    with compiling("sm_90") as launches:
-        Case(kernel, vocab=151937, stride=151937).launch()
-    ((_, compiled),) = launches
-    assembly = code(compiled)
-    assert (16, 16) not in unordered(assembly, LOAD, STORE)
-    assert (16, 16) in unordered(without_barriers(assembly), LOAD, STORE)
-
-
 def test_minimum_and_maximum_of_a_formula_keep_nan() -> None:
     """The hardware's default drops it, as no test on a CPU would show: a row of NaN would get a finite loss."""
     with compiling("sm_90") as launches:

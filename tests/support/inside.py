@@ -174,13 +174,6 @@ def rows_of_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor)
     return [whole_rows(hidden), whole_rows(weight), bias]
 
 
-def multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """A GPU of so many multiprocessors: each takes the next row when it is done with one."""
-    launch = backends.load("triton").launch  # type: ignore[attr-defined]
-    monkeypatch.setattr(launch, "LAUNCH", {kind: choice._replace(grid=1.0) for kind, choice in launch.LAUNCH.items()})
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: count)
-
-
 class Allocations(TorchDispatchMode):
     """The shapes of all tensors that operators return in this context, except for views of existing ones."""
 

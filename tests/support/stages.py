@@ -156,6 +156,9 @@ KLS = options(
     kl("abs", weighting="detached-ratio", clamp_log=0.9),
     kl("k1", weighting="score", clamp=0.8),
     kl("k1", weighting="ratio", straight_through=True),
+    kl("k2", weighting="score"),
+    kl("k3", straight_through=True, clamp=0.7),
+    kl("abs"),
     kl("distillation"),
 )
 AGGREGATES = options(
