@@ -206,7 +206,7 @@ def test_a_temperature_on_a_view_makes_no_copy(entropy: bool | str, backend: str
 # ---- the peak, in a process of its own: no [N, V] at any N, and no [V, H] unless its gradient is wanted
 
 MIB = 1 << 20
-VOCAB, WIDTH, CHUNK, SMALL, LARGE = 32001, 128, 64, 192, 448
+VOCAB, WIDTH, CHUNK, SMALL, LARGE = 32001, 128, 64, 128, 512
 CHUNK_BYTES, HEAD_BYTES = 4 * VOCAB * CHUNK, 4 * VOCAB * WIDTH
 MEASURE = f"""
 import ctypes, json, torch
