@@ -116,18 +116,16 @@ def test_a_batch_goes_to_another_device(missing: str | None) -> None:
 
 
 def test_shift_never_crosses_a_sequence() -> None:
-    """Of padded ids, and of packed ones whose sequences are known in three ways; a mask is that of the tokens."""
-    at, cuts = torch.arange(10, 21), [0, 4, 4, 5, 11]
-    positions, segments = torch.tensor([0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5]), torch.tensor([7, 7, 7, 7, 2, 5, 5, 5, 5, 5, 5])
+    """Of padded ids, and of packed ones whose sequences are known in two ways; a mask is that of the tokens."""
+    at, cuts, segments = torch.arange(10, 21), [0, 4, 4, 5, 11], torch.tensor([7, 7, 7, 7, 2, 5, 5, 5, 5, 5, 5])
     completion = torch.tensor([0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1]).bool()
     expected = [row for lo, hi in pairwise(cuts) for row in [*range(lo + 1, hi), None][: hi - lo]]
-    known: list[dict[str, Tensor]] = [{"cu_seqlens": torch.tensor(cuts)}, {"segment_ids": segments}]
-    for given in (*known, {"cu_seqlens": torch.tensor(cuts).int()}, {"segment_ids": (positions == 0).cumsum(-1)}):
+    known: list[dict[str, Tensor]] = [{"cu_seqlens": torch.tensor(cuts).int()}, {"segment_ids": segments}]
+    for given in known:
         targets, mask = shift_targets(at, mask=completion, **given)
         assert mask.tolist() == [row is not None and bool(completion[row]) for row in expected]
         assert all(row is None or target == at[row] for target, row in zip(targets.tolist(), expected, strict=True))
     two = {"segment_ids": torch.stack([segments, torch.zeros_like(segments)])}
     assert shift_targets(at.repeat(2, 1), **two)[1].tolist() == [[row is not None for row in expected], [True] * 10 + [False]]
-    targets, mask = shift_targets(torch.tensor([[5, 6, 7, 8], [9, 1, 2, 3]]), mask=torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]]))
-    assert targets.tolist() == [[6, 7, 8, 0], [1, 2, 3, 0]]
-    assert mask.int().tolist() == [[0, 1, 1, 0], [1, 1, 0, 0]]
+    targets, mask = shift_targets(torch.tensor([[5, 6, 7], [9, 1, 2]]), mask=torch.tensor([[0, 1, 1], [0, 1, 0]]))
+    assert targets.tolist() == [[6, 7, 0], [1, 2, 0]] and mask.int().tolist() == [[1, 1, 0], [1, 0, 0]]

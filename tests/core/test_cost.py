@@ -55,21 +55,12 @@ def loss(x: dict[str, Tensor], objective: Objective, of: TokenBatch | None = Non
     return linear_grpo_loss(x["hidden"], Head(x["weight"], x["bias"]), of or batch(), objective, **in_options(**options)).loss
 
 
-#: (objective, fields of its batch or options) -> rows in (logits, d_hidden, d_weight): those that count, and those with a gradient
-LOSSES: dict[str, tuple[Callable[[], Objective], dict[str, Any], tuple[int, int]]] = {
-    "token level": (lambda: Objective.preset("reinforce"), {}, (N, ACTIVE)),
-    "token level, inactive rows skipped": (lambda: Objective.preset("reinforce"), {"skip_inactive": True}, (ACTIVE, ACTIVE)),
-    "with a KL every row is active": (lambda: Objective.preset("reinforce", beta=0.1), {}, (N, N)),
-    "with a bonus every row is active": (lambda: Objective.preset("reinforce", entropy_coef=0.1), {}, (N, N)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_rows_in_the_products_of_a_loss(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, options, (projected, with_gradient) = LOSSES[name]
+@pytest.mark.parametrize("skip", [False, True])
+def test_inactive_rows_that_are_skipped_are_in_no_product(skip: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else enters products: test_products.py."""
     rows = count_products(monkeypatch)
-    loss(leaves(), make(), backend=backend, **options).backward()
-    assert rows == {"logits": projected, "d_hidden": with_gradient, "d_weight": with_gradient}
+    loss(leaves(), Objective.preset("reinforce"), backend=backend, skip_inactive=skip).backward()
+    assert rows == {"logits": ACTIVE if skip else N, "d_hidden": ACTIVE, "d_weight": ACTIVE}
 
 
 def test_rows_in_the_products_of_log_probs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,29 +36,23 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_three_ways_to_call(bias: bool) -> None:
     linear = nn.Linear(H, V, bias=bias)
-    transform = LogitTransform(softcap=3.0, scale=1.5)
-    head = FusedLMHead(linear, transform=transform)
+    head = FusedLMHead(linear, transform=LogitTransform(softcap=3.0, scale=1.5))
     hidden, batch = rows(1)
-    hidden.requires_grad_()
+    wanted = [hidden.requires_grad_(), *linear.parameters()]
+    given = hidden, Head(linear.weight, linear.bias)
+    whole = LogitTransform(0.7, softcap=3.0, scale=1.5)
     assert torch.equal(head(hidden), linear(hidden))
-    for kind, mine in (("log-probs", head(hidden, batch.targets, mask=batch.mask, entropy="detached", temperature=0.7)),
-                       ("loss", head(hidden, batch, OBJECTIVE, temperature=0.7, normalizer=9.0, metrics=True))):  # fmt: skip
-        whole = LogitTransform(0.7, softcap=3.0, scale=1.5)
-        if kind == "loss":
-            out = linear_grpo_loss(hidden, Head(linear.weight, linear.bias), batch, OBJECTIVE, transform=whole, normalizer=9.0)
-            value, theirs, logps = mine.loss, out.loss, out.logps
-            assert mine.metrics.keys() == out.metrics.keys() and torch.equal(mine.metrics["kl"], out.metrics["kl"])
-        else:
-            logps, entropy = linear_logprobs(
-                hidden, Head(linear.weight, linear.bias), batch.targets, mask=batch.mask, transform=whole, entropy=True
-            )
-            assert torch.equal(mine.entropy, entropy) and not mine.entropy.requires_grad
-            value, theirs = mine.logps.sum(), logps.sum()
-        assert torch.equal(mine.logps, logps) and torch.equal(value, theirs)
-        wanted = [hidden, *linear.parameters()]
-        for a, b in zip(torch.autograd.grad(value, wanted), torch.autograd.grad(theirs, wanted), strict=True):
+    found = head(hidden, batch.targets, mask=batch.mask, entropy="detached", temperature=0.7)
+    logps, entropy = linear_logprobs(*given, batch.targets, mask=batch.mask, transform=whole, entropy=True)
+    assert torch.equal(found.entropy, entropy) and not found.entropy.requires_grad  # type: ignore[arg-type]
+    loss = head(hidden, batch, OBJECTIVE, temperature=0.7, normalizer=9.0, metrics=True)
+    out = linear_grpo_loss(*given, batch, OBJECTIVE, transform=whole, normalizer=9.0)
+    assert loss.metrics.keys() == out.metrics.keys() and torch.equal(loss.metrics["kl"], out.metrics["kl"])
+    assert torch.equal(loss.logps, out.logps) and head(hidden, batch, OBJECTIVE, normalizer=9.0).metrics is None
+    for mine, theirs in ((found.logps.sum(), logps.sum()), (loss.loss, out.loss)):
+        assert torch.equal(mine, theirs)
+        for a, b in zip(torch.autograd.grad(mine, wanted), torch.autograd.grad(theirs, wanted), strict=True):
             assert torch.equal(a, b) and float(b.norm()) > 0
-    assert head(hidden, batch, OBJECTIVE, normalizer=9.0).metrics is None
 
 
 def test_it_is_the_same_layer() -> None:

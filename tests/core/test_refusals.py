@@ -142,7 +142,6 @@ BATCH: Wrong = {
     "mask|torch.float32|.bool()": PER_TOKEN,
     "groups|[3, 4]|one integer id per sequence|[3]": IDS,
     "groups|torch.float32|integer": ONES,
-    "groups|[3]|cu_seqlens": {"targets": IDS.view(-1), "advantages": torch.ones(B * T), "groups": IDS[:, 0]},
     "cu_seqlens|[3, 4]|packed": torch.tensor([0, 12]),
     "targets has shape [1, 12]. Pass targets[0], and the same of what goes with it.": {
         "targets": IDS.view(1, -1), "advantages": torch.ones(1, B * T), "cu_seqlens": torch.tensor([0, 12])
@@ -167,21 +166,16 @@ OFFSETS: Wrong = {
     "cu_seqlens|[0, 5, 11]|12": [0, 5, 11],
     "cu_seqlens|[0, 7, 5, 12]|rise": [0, 7, 5, 12],
     "cu_seqlens|torch.float32|int32": [0.0, 12.0],
-    "cu_seqlens|[1, 2]|[B + 1]": [[0, 12]],
-    "advantages|[3]|[12]|[2]": {"cu_seqlens": [0, 5, 12], "advantages": ONES},
-    "groups|[3]|[2]": {"cu_seqlens": [0, 5, 12], "groups": IDS[:, 0]},
 }
 
 #: Keywords of both functions of logits.
 OF_LOGITS: Wrong = {
     "logits|[3, 3, 11]|[3, 4]|logits[:, :-1]": LOGITS[:, :-1],
-    "logits|[12, 11]|[3, 4]|must be": LOGITS.view(-1, V),
     "logits|[3, 4, 0]|vocabulary is empty": LOGITS[..., :0],
     "logits|torch.int64|float32, bfloat16 or float16": LOGITS.long(),
     "logits|list|tensor": [1.0],
     "logits|meta|cpu|move": LOGITS.to("meta"),
     "temperature|[4]|[3, 4]": {"transform": transform(torch.ones(T))},
-    "temperature|meta|cpu|move": {"transform": transform(ONES.to("meta"))},
     "temperature|0.0|above 0": {"transform": transform(torch.tensor([1.0, 0.0, 1.0]))},
     "temperature|-2.0|above 0": {"transform": transform(torch.tensor(-2.0))},
     "transform is 0.7: pass a LogitTransform, for example LogitTransform(temperature=0.7)": 0.7,
@@ -197,10 +191,8 @@ OF_HIDDEN: Wrong = {
     "hidden|[3, 4, 8]|weight|[8, 11]|[V, H]": {"weight": WEIGHT.t()},
     "hidden|[3, 4, 11]|[11, 8]|logits|grpo_loss": LOGITS,
     "hidden|[3, 5, 8]|[3, 4]|ids[:, 1:]": HIDDEN.repeat(1, 2, 1)[:, :5],
-    "hidden|[12, 8]|[3, 4]|must be": HIDDEN.view(-1, H),
     "hidden has shape [11, 8], but targets has [3, 4]": {"hidden": WEIGHT, "weight": HIDDEN.view(-1, H)},
     "bias|[10]|[11, 8]|must be [11]": BIAS[:-1],
-    "bias|torch.int64|float32, bfloat16 or float16": BIAS.long(),
     "it looks sharded|weight|[0]|ZeRO-3|GatheredParameters|full_tensor": {"weight": torch.empty(0)},
     "weight|[88]|sharded|FSDP|full_tensor": WEIGHT.view(-1),
     "weight|torch.int8|float32, bfloat16 or float16": WEIGHT.to(torch.int8),
@@ -214,18 +206,17 @@ OF_HIDDEN: Wrong = {
     "weight_grad is [11, 7] on cpu: pass a tensor like weight, [11, 8]": torch.zeros(V, 7),
     "weight_grad has dtype torch.bfloat16: pass float32": torch.zeros(V, H).bfloat16(),
     "must not require grad": {"weight_grad": torch.zeros(V, H, requires_grad=True)},
-    "weight_grad is str": "main",
     "does not require grad: leave it out for a frozen head": {"weight": WEIGHT.detach(), "weight_grad": torch.zeros(V, H)},
     "weight_grad |no two rows in one memory": torch.zeros(1, H).expand(V, H),
 }
 
 #: Fields of an objective. The message begins with the name of the first.
 OBJECTIVES: list[dict[str, Any]] = [
-    {"surrogate": "clip"}, {"surrogate": Clip}, {"level": "group"}, {"aggregate": "mean"},
+    {"surrogate": "clip"}, {"level": "group"}, {"aggregate": "mean"},
     {"kl_aggregate": "mean"}, {"entropy_aggregate": "token_mean"}, {"beta": -0.1}, {"beta": NAN}, {"beta": "0.1"},
     {"kl": "k4"}, {"kl": None}, {"entropy_coef": INF}, {"max_tokens": 0}, {"max_tokens": 2.5},
     {"filters": [EntropyFloor(1.0)]}, {"filters": (Clip(),)}, {"log_ratio_bounds": 20.0}, {"log_ratio_bounds": (-20.0,)},
-    {"log_ratio_bounds": [-20.0, 20.0]}, {"log_ratio_bounds": (0.0, 20.0)}, {"log_ratio_bounds": (-20.0, -1.0)},
+    {"log_ratio_bounds": (-20.0, -1.0)},
     {"log_ratio_bounds": (-20.0, NAN)}, {"log_ratio_bounds": (-20.0, 20.0), "surrogate": Dro()},
     *({"level": level, "surrogate": one} for one, known in (
         (Vespo(), "sequence-sum"), (Gmpo(), "sequence"), (A2po(), "sequence-sum"), (Dro(), "token"), (ClipCov(), "token"), (KlCov(), "token"),
@@ -258,7 +249,6 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
         "batch|dict|TokenBatch": {"of": {"targets": IDS}},
         "objective|str|Objective.preset": "grpo",
         "normalizer|[2]|0-d": torch.ones(2),
-        "normalizer|-1.0|above 0": -1.0,
         "normalizer=0.0: the denominator": torch.tensor(0.0),
         "normalizer=-1": {"objective": Objective(beta=0.1), "ref_logps": PER_TOKEN, "normalizer": Denominators(1.0, -1.0, 1.0)},
         "kept holds id 12 in row 0: it is outside of the vocabulary [0, 11)": sets([[12]]),
@@ -284,12 +274,10 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
             "weight": WEIGHT.clone().requires_grad_(), "options": Options(sparse=Sparse(seed=torch.tensor(0, device="meta")))
         },
         "do not bound": {"objective": EXACT, "reference": TEACHER, "options": SPARSE},
-        "reference: bias has shape [10]": {"objective": EXACT, "reference": (*TEACHER, BIAS[:-1])},
         "ref_logps are log-probs of the sampled tokens": {"objective": EXACT, "ref_logps": PER_TOKEN, "reference": TEACHER},
         "with beta=0 nothing looks at it": {"reference": TEACHER},
         "batch.ref_logps are both given": {"objective": Objective(beta=0.1), "ref_logps": PER_TOKEN, "reference": TEACHER},
         "reference is list: pass (hidden, weight)": {"objective": Objective(beta=0.1), "reference": [*TEACHER]},
-        "reference: hidden has shape [3, 4, 7] and weight [11, 8]": {"objective": EXACT, "reference": (HIDDEN[..., 1:], WEIGHT)},
         "reference is TokenSets without values": {"objective": EXACT, "reference": KEPT},
         "the values of row 0 are log-probs of 2 in all": {"objective": EXACT, "reference": sets([[0, 1]], 0.0)},
         **{
@@ -303,11 +291,9 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
         },
     }),
     (logps, {
-        "targets[1, 2]|-1|[0, 11)|mask": with_ids(-1),
         "logits|[3, 4, 11]|[12]|must be": {"targets": IDS.view(-1)},
         "targets|torch.float32|int64": IDS.float(),
         "mask|[3]|[3, 4]|the same": ONES > 0,
-        "mask|meta|cpu|move": (IDS > 1).to("meta"),
         "mask is a list: pass a bool tensor": [1, 1],
         "entropy|'yes'|\"detached\"": "yes",
     }),
@@ -359,19 +345,15 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
         "divergence is None, but kl=Exact": {"objective": EXACT},
         "divergence is given, but kl='k3'": PER_TOKEN,
         "logps is torch.float32 [3, 3]: pass floats of targets' shape, [3, 4]": PER_TOKEN[:, 1:],
-        "entropy is torch.float32 [3]": ONES,
         "entropy is None, but the objective has an entropy bonus": {"objective": Objective(entropy_coef=0.1)},
         "token_weights has shape [4]": torch.ones(T),
         "objective is a str": "dapo",
     }),
     (head, {
-        "targets is None": {"objective": PACKED},
         "pass a TokenBatch with an Objective": {"targets": batch()},
         "metrics=True": {"targets": IDS, "metrics": True},
-        "temperature|0.0": {"targets": IDS, "temperature": 0.0},
         "transform is an option of this call": {"targets": IDS, "transform": LogitTransform(scale=2.0)},
         "bias is an option": {"targets": batch(), "objective": PACKED, "bias": BIAS},
-        "weight is an": {"targets": IDS, "weight": None},
     }),
     (global_normalizer, {
         "batches=[]": {"objective": PACKED, "batches": []},
@@ -406,7 +388,6 @@ SETS: list[tuple[Callable[..., Any], dict[str, Any], Wrong]] = [
         "ids has shape [3, 1]|TokenSets.from_padded": IDS[:, :1],
         "offsets is torch.bool: pass int32 or int64 [rows + 1]": torch.tensor([False, True]),
         "offsets has shape [0]: pass [rows + 1], a single 0 for no row": IDS[0, :0],
-        "offsets is on meta, but ids is on cpu: move one of them": torch.tensor([0, 3]).to("meta"),
         "offsets[0]=1: the ids of row 0 start at 0": torch.tensor([1, 3]),
         "offsets[1]=2, offsets[2]=1: row 1 ends before it starts|the number of ids, 3": torch.tensor([0, 2, 1, 3]),
         "offsets[2]=2, but there are 3 ids": torch.tensor([0, 1, 2]),
@@ -414,7 +395,6 @@ SETS: list[tuple[Callable[..., Any], dict[str, Any], Wrong]] = [
         "ids is 4 twice in row 0 (offsets 0 to 2)": torch.tensor([4, 4, 1]),
         "values is list: pass a float tensor, one number for each id, or None": [0.0, 1.0, 2.0],
         "values has shape [4], but ids has [3]: they must be the same": torch.zeros(4),
-        "values is on meta, but ids is on cpu": torch.zeros(3, device="meta"),
         "values is NaN in row 1 (values[2], id 1)": torch.tensor([0.0, -INF, NAN]),
     }),
     (TokenSets.whole, {}, {
@@ -433,7 +413,6 @@ SETS: list[tuple[Callable[..., Any], dict[str, Any], Wrong]] = [
         "counts is list: pass int32 or int64 [rows]": [1, 2],
         "counts has shape [3, 4]: pass one number for each row, [rows]; of [B, T], counts.flatten()": IDS,
         "counts is -1 in row 1: a number of ids is at least 0": torch.tensor([2, -1, 2]),
-        "counts adds up to 2, but there are 3 ids": torch.tensor([1, 1]),
     }),
     (TokenSets.from_padded, {"ids": torch.tensor([[1, 2], [3, -1]])}, {
         "ids has shape [4]: pass padded sets, [rows, K] or [B, T, K]": IDS[0],
@@ -454,7 +433,6 @@ SETS: list[tuple[Callable[..., Any], dict[str, Any], Wrong]] = [
         "cu_seqlens is given without generated": {"lists": [[1]], "cu_seqlens": torch.tensor([0, 1])},
         "generated is list: pass a bool tensor": {"lists": [[[1]]], "generated": [[True]]},
         "generated is shape [1, 2, 3]: pass a bool tensor": {"lists": [[[1]]], "generated": MASK[None]},
-        "lists has 1 sequences, but generated has 2": {"lists": [[[1], [2]]], **RECORDS},
         "lists[0] has 1 records, but generated marks 2 tokens of sequence 0": {"lists": [[[1]], [[2]]], **RECORDS},
         "cu_seqlens=[0, 2]: it must rise": {"lists": [[[1]]], "generated": MASK[0], "cu_seqlens": torch.tensor([0, 2])},
     }),

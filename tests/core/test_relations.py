@@ -122,17 +122,6 @@ def test_with_our_products_a_row_depends_on_no_other(
         assert_same_bits(run(p, backend=backend), whole, f"{rows} at a time", PER_ROW)
 
 
-@pytest.mark.parametrize(
-    "recipe", [r for r in RECIPES if r.source == "logits" and r.over == "kept" and len(r.others) < 2], ids=str
-)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_in_place_gives_the_same_bits(recipe: Recipe, dtype: str, backend: str) -> None:
-    recipe = legal(replace(recipe, dtype=dtype, inplace=True, view="rows apart", also="entropy"))
-    assert recipe.inplace
-    beside = problem(replace(recipe, inplace=False))
-    assert_same_bits(run(problem(recipe), backend=backend), run(beside, backend=backend), "in place")
-
-
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.door == "loss"], ids=str)
 def test_rows_that_are_skipped_contribute_nothing(recipe: Recipe, backend: str) -> None:
     skipping, reading = (problem(legal(replace(recipe, skip_inactive=skip))) for skip in (True, False))

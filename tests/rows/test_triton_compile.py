@@ -19,8 +19,8 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from benchmarks.assembly import LOAD, STORE, accesses, bits, blocks, code, loops, taken
-from benchmarks.launches import KERNELS, TARGETS, Beside, Case, compiling, device_name, token_rows
+from benchmarks.assembly import LOAD, STORE, accesses, bits, blocks, code
+from benchmarks.launches import KERNELS, Beside, Case, compiling, device_name, token_rows
 from grpo_kernels.rows.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(
@@ -165,18 +165,6 @@ def test_each_formula_has_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
 
 # ---- sparse products
 
-SPARSE_KERNELS = (
-    backend._slot_logits_kernel, backend._add_weight_rows_kernel, backend._add_hidden_rows_kernel, backend._add_pieces_kernel,
-)  # fmt: skip
-
-#: Dtypes of hidden states and weight.
-PAIRS = (
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.float32, torch.float16),
-)
-
 
 def launch_sparse(n: int, vocab: int, width: int, hidden: torch.dtype, weight: torch.dtype, gap: int = 0) -> None:
     slots = random_slots(n, vocab)
@@ -186,22 +174,3 @@ def launch_sparse(n: int, vocab: int, width: int, hidden: torch.dtype, weight: t
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "PIECE", 4)  # so that an id may be cut
         KERNELS.add_hidden_rows(values_for(slots), slots, x, y)
-
-
-@pytest.mark.parametrize("gap", (0, 1))
-@pytest.mark.parametrize("target", TARGETS)
-def test_budgets_of_sparse_products(target: str, gap: int) -> None:
-    """No spills, no fp64, at least four programs of 128 threads by registers and, where rows are aligned, wide accesses."""
-    for hidden, weight in PAIRS[: 2 if gap else 4]:
-        with compiling(target) as launches:
-            launch_sparse(7, 40, 64, hidden, weight, gap)
-        assert [name for name, _ in launches] == [kernel.__name__ for kernel in SPARSE_KERNELS]
-        for name, kernel in launches:
-            assembly, used = code(kernel), taken(kernel)
-            said = (target, name, hidden, weight, used)
-            assert used["spilled"] == used["stack"] == 0 and used["registers"] <= 128, said
-            assert not re.search(r"\.f64|_f64", assembly), said
-            if gap == 0 and hidden == weight:
-                loads = max(width for loop in loops(assembly) for width in accesses(LOAD, loop))
-                stores = max(bits(m[0]) for m in re.finditer(STORE, assembly))
-                assert (loads, stores) == (128, 32 if kernel is launches[0][1] else 128), (*said, loads, stores)

@@ -15,8 +15,7 @@ import triton as language
 from triton.runtime.errors import PTXASError
 from triton.runtime.interpreter import InterpretedFunction
 
-from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
-from grpo_kernels.formulas.surrogates import Custom
+from grpo_kernels import Options, grpo_loss
 from grpo_kernels.rows import backends
 from grpo_kernels.rows.backends import triton
 from support.doors import batch_of, compare, objective_of, run
@@ -184,39 +183,3 @@ def test_what_the_compiler_refuses_goes_elsewhere(error: Exception, refuse: Refu
     assert len(messages(caught.list)) == len(KERNELS) and all(
         f"{type(error).__name__}: " in m and gist in m and "\n" not in m for m in messages(caught.list)
     )
-
-
-def by_torch(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
-    return -advantage * torch.tanh(logp), -advantage * (1 - torch.tanh(logp) ** 2)
-
-
-def test_a_formula_that_is_no_program_runs_under_torch(refuse: Refuse) -> None:
-    objective, launches, x = Objective(Custom(by_torch)), refuse(), torch.randn(7, 1031)
-    batch = TokenBatch(torch.randint(1031, (7,)), torch.randn(7))
-
-    def gradient(**options: Any) -> Tensor:
-        leaf = x.clone().requires_grad_()
-        return torch.autograd.grad(grpo_loss(leaf, batch, objective, options=Options(**options)).loss, leaf)[0]
-
-    with pytest.warns(RuntimeWarning) as caught:
-        found = [gradient() for _ in range(2)]
-    (message,) = messages(caught.list)
-    assert "by_torch cannot run in the kernels: torch.tanh" in message and "second visit" in message
-    assert {name for name, _ in launches} >= {"stats", "pull"} and not any(n == "fused" for n, _ in launches)
-    torch.testing.assert_close(found[1], gradient(backend="eager"), rtol=1e-5, atol=1e-8)
-    for options in ({"strict": True}, {"backend": "triton"}):
-        with pytest.raises(ValueError, match="by_torch cannot run in the kernels"):
-            gradient(**options)
-
-
-def test_a_value_error_that_is_no_refused_formula_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a defect, or the caller's mistake: falling back would hide it behind a warning about speed."""
-
-    def broken(*_: Any) -> Any:
-        raise ValueError("something else is wrong")
-
-    monkeypatch.setattr(triton.Kernels, "fused", broken)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        with pytest.raises(ValueError, match="something else is wrong"):
-            right()
