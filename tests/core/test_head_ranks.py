@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -326,64 +325,42 @@ def check_what_bypasses_the_hooks(rank: int, ranks: int) -> None:
 # ---- memory of the caller's for the gradient of the weight
 
 
-def micro_batch(rank: int, kept: bool) -> TokenBatch:
+def micro_batch(rank: int) -> TokenBatch:
+    """With sets in every other row."""
     batch = DATA[rank, rank]
-    lists = [[i % V, 5, 9] if i % 2 else [] for i in range(batch.rows)]
-    return replace(batch, kept=TokenSets.from_lists([sorted({*ids}) for ids in lists])) if kept else batch
+    return replace(batch, kept=TokenSets.from_lists([sorted({i % V, 5, 9}) if i % 2 else [] for i in range(batch.rows)]))
 
 
-def mean(kept: bool) -> dict[str, Tensor]:
-    """The gradients of one process, over ranks."""
-    whole = fused(Case(bias=False))
-    for rank in range(RANKS):
-        (whole(micro_batch(rank, kept)).loss / RANKS).backward()
-    return gradients(whole)
-
-
-def with_memory(model: Model, total: Tensor | None = None) -> tuple[Model, Tensor]:
-    total = torch.zeros(V, H) if total is None else total
-    model.options = Options(weight_grad=total)
-    return model, total
-
-
-def reduced(total: Tensor) -> Tensor:
-    torch.distributed.all_reduce(total)
-    return total / RANKS
-
-
-def check_weight_grad_beside_ddp(rank: int, ranks: int) -> None:
-    """As documented, what DDP reduces is not what was added. With the head left to the caller the memory is reduced once, after two
-    micro-batches."""
-    model, total = with_memory(fused(Case(bias=False)))
-    wrapped, _ = ddp()(model)
-    wrapped(micro_batch(rank, True)).loss.backward()
-    found, want = gradients(model), mean(True)
-    assert not found.pop("lm_head.weight").any() and total.any()
-    assert_close(found, {name: x for name, x in want.items() if name in found}, 2e-5, "beside the head")
-    for kept in (True, False):
-        (model, total), want = with_memory(fused(Case(bias=False))), mean(kept)
-        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["lm_head.weight"])
-        wrapped, sync = ddp()(model)
-        for last in (False, True):
-            with sync(last):
-                wrapped(micro_batch(rank, kept)).loss.backward()
-        found = gradients(model) | {"lm_head.weight": reduced(total)}
-        assert_close(found, {name: 2 * x for name, x in want.items()}, 2e-5, "the head alone")
-
-
-def check_weight_grad_beside_fsdp2(rank: int, ranks: int) -> None:
-    """Refused where it gathers the head, in its own group or in the root's; with the head left whole it works."""
+def check_weight_grad(rank: int, ranks: int) -> None:
+    """With the head left to the caller, by DDP or FSDP2, its memory is reduced once, after two micro-batches. Refused where FSDP2
+    gathers the head, in its own group or in the root's."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    for layout, kept in itertools.product(("root", "head alone"), (True, False)):
-        model, _ = with_memory(fused(Case(bias=False)))
-        with pytest.raises(ValueError, match="FSDP gathers this weight"):
-            fsdp2(layout)(model)[0](micro_batch(rank, kept))
-    model, total = with_memory(fused(Case(bias=False)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)), ignored_params={model.lm_head.weight})
-    model(micro_batch(rank, True)).loss.backward()
-    assert_close(gradients(model) | {"lm_head.weight": reduced(total)}, mean(True), 2e-5, "FSDP2 without the head")
+    def left_out(model: nn.Module) -> tuple[Any, Sync]:
+        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["lm_head.weight"])
+        return ddp()(model)
+
+    def whole_head(model: nn.Module) -> tuple[Any, Sync]:
+        mesh, ignored = init_device_mesh("cpu", (ranks,)), {model.lm_head.weight}
+        return fully_shard(model, mesh=mesh, ignored_params=ignored), lambda last: nullcontext()
+
+    alone = fused(Case(bias=False))
+    for each in range(RANKS):
+        (2 * alone(micro_batch(each)).loss / RANKS).backward()
+    for wrap in (left_out, whole_head, fsdp2("root"), fsdp2("head alone")):
+        model, total = fused(Case(bias=False)), torch.zeros(V, H)
+        model.options = Options(weight_grad=total)
+        wrapped, sync = wrap(model)
+        if wrap not in (left_out, whole_head):
+            with pytest.raises(ValueError, match="FSDP gathers this weight"):
+                wrapped(micro_batch(rank))
+            continue
+        for last in (False, True):
+            with sync(last):
+                wrapped(micro_batch(rank)).loss.backward()
+        torch.distributed.all_reduce(total)
+        assert_close(gradients(model) | {"lm_head.weight": total / RANKS}, gradients(alone), 2e-5, wrap)
 
 
 # ---- ZeRO-3

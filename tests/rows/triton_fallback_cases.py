@@ -15,7 +15,8 @@ import triton as language
 from triton.runtime.errors import PTXASError
 from triton.runtime.interpreter import InterpretedFunction
 
-from grpo_kernels import Options, grpo_loss
+from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
+from grpo_kernels.formulas.surrogates import Custom
 from grpo_kernels.rows import backends
 from grpo_kernels.rows.backends import triton
 from support.doors import batch_of, compare, objective_of, run
@@ -183,3 +184,17 @@ def test_what_the_compiler_refuses_goes_elsewhere(error: Exception, refuse: Refu
     assert len(messages(caught.list)) == len(KERNELS) and all(
         f"{type(error).__name__}: " in m and gist in m and "\n" not in m for m in messages(caught.list)
     )
+
+
+def by_torch(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
+    return -advantage * torch.tanh(logp), -advantage * (1 - torch.tanh(logp) ** 2)
+
+
+def test_a_formula_that_is_no_program_runs_under_torch(refuse: Refuse) -> None:
+    launches, batch = refuse(), TokenBatch(torch.randint(1031, (7,)), torch.randn(7))
+    given = torch.randn(7, 1031).requires_grad_(), batch, Objective(Custom(by_torch))
+    with pytest.warns(RuntimeWarning, match=r"second visit.*by_torch cannot run in the kernels: torch\.tanh"):
+        grpo_loss(*given).loss.backward()
+    assert {name for name, _ in launches} == {"stats", "pull"}
+    with pytest.raises(ValueError, match="by_torch cannot run in the kernels"):
+        grpo_loss(*given, options=Options(backend="triton"))
