@@ -217,6 +217,8 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/rows/run.py", SETS,
+        ("rows with a set are not in their sequence", "stage.terms(*of_all(*of_others))", "stage.terms(*of_others)", COMBINATIONS),
+        ("slopes of rows with a set are dropped", 'Slopes.stacked({"target": slopes})', 'Slopes.stacked({"target": torch.zeros_like(slopes)})', COMBINATIONS),
         ("a teacher that was written to is not noticed", "if problem.versions() != ctx.versions:", "if False:"),
         (
             "passes are summed in 16 bits", "twice = len(wholes) > 1 or (sets and wholes[0].all_rows if wholes else False)",

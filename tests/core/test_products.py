@@ -76,6 +76,19 @@ def test_rows_in_the_products_of_a_loss(
 
 
 SETS = TokenSets.from_lists([[1, 2]] + [[]] * (B * T - 1))
+
+
+@pytest.mark.parametrize("chunks", [True, False], ids=["chunks", "one block"])
+def test_rows_beside_one_with_a_set(chunks: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is in no product. Without it its sequence fits into a block."""
+    if chunks:
+        in_chunks(monkeypatch, 4)
+    (hidden, weight), rows = leaves(False), count_products(monkeypatch)
+    b = replace(batch(), kept=SETS, missing="include")
+    linear_grpo_loss(hidden, weight, b, Objective.preset("gspo"), options=Options(backend)).loss.backward()
+    assert rows == Counter({"logits": N - 1, "d_hidden": ACTIVE - 1, "d_weight": ACTIVE - 1})
+
+
 ONE, TEACHER = TokenSets.from_lists([[3, 4]] * (B * T)), torch.full((2 * B * T,), -1.0)
 #: Calls of log-probs with a frozen head -> rows in the products of logits and hidden states, in units of N. What has a gradient
 #: beside them, or is not what the loss reads, is not made ahead.
