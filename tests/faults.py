@@ -155,7 +155,7 @@ FAULTS: list[Fault] = [
         ("rows without a gradient have no log-probs", "index[active:], False)):", "index[:0], False)):", COST),
         ("what arrives at a gradient made ahead is dropped", "_multiplied(found.ahead.clone(), slopes.target)", "found.ahead"),
         ("a row without a slope is not left out", ".masked_fill_((factors == 0)[:, None], 0.0)", "", PRODUCTS),
-        ("a log-prob of NaN has a gradient before its slope", "torch.where(partials.logps.isnan(), 0.0, 1.0)", "torch.ones_like(partials.max)", PRODUCTS),
+        ("a log-prob of NaN has a gradient before its slope", "(~partials.logps.isnan()).to(torch.float32)", "torch.ones_like(partials.max)", PRODUCTS),
         ("a log-prob of NaN has no slope", "torch.where(logps.isnan() & (of_logps != 0), torch.nan, of_logps)", "of_logps", PRODUCTS),
         ("the weight's gradient of a block has no slopes", "_multiplied(hidden.clone(), factors)", "hidden"),
         ("slopes are written into the hidden states", "_multiplied(hidden.clone(), factors)", "_multiplied(hidden, factors)", PRODUCTS),
