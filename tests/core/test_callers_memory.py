@@ -128,16 +128,6 @@ def memory() -> Tensor:
     return torch.zeros(61, 8)
 
 
-def test_a_second_backward_adds_nothing(backend: str) -> None:
-    total = memory()
-    loss = with_memory("some", backend, into=total).values()["loss"]
-    loss.backward(retain_graph=True)
-    once = total.clone()
-    with pytest.raises(RuntimeError, match="already handed over"):
-        loss.backward()
-    assert once.any() and same_bits(total, once)
-
-
 @pytest.mark.parametrize("into", [True, False], ids=["weight_grad", "autograd"])
 @pytest.mark.parametrize("kept", ["all", "none"])
 def test_hidden_states_that_change_before_the_backward(kept: str, into: bool, backend: str) -> None:

@@ -25,7 +25,6 @@ from grpo_kernels import (
     grpo_loss,
     linear_logprobs,
 )
-from grpo_kernels.distributed import VocabShard
 from grpo_kernels.formulas.surrogates import Surrogate
 from support.doors import batch_of, by_func, compare, objective_of, run
 from support.inside import rows_of_head, rows_of_logits, traced_stages
@@ -113,22 +112,6 @@ def small(source: str = "logits", **changes: Any) -> tuple[Problem, dict[str, Te
     """A problem, what it gives, and its batch."""
     p = problem(plain(source=source, mask="none", lengths=(5, 5, 5), **changes))
     return p, p.given, batch_of(p)
-
-
-def test_a_group_breaks_the_graph_and_torch_func_has_none() -> None:
-    _, given, batch = small()
-
-    def loss(logits: Tensor) -> Tensor:
-        return grpo_loss(logits, batch, DEFAULT, options=Options(shard=VocabShard(0, logits.shape[-1]))).loss
-
-    with pytest.raises(ValueError, match=r"shard is given under torch\.func"):
-        torch.func.grad(loss)(given["logits"])
-    leaves = [given["logits"].clone().requires_grad_() for _ in range(2)]
-    torch.compile(loss, backend="aot_eager")(leaves[0]).backward()
-    loss(leaves[1]).backward()
-    close(leaves[0].grad, leaves[1].grad)
-    with pytest.raises(Exception, match="disable"):
-        graph(loss)(given["logits"])
 
 
 # ---- what compiles again, and what a graph holds
@@ -222,8 +205,8 @@ class Tilted(Surrogate):
         return (self.tilt,)
 
 
-def test_objectives_in_graphs_are_told_apart_and_not_forgotten() -> None:
-    """By fields that a repr does not show; beside thousands of others; with denominators of which one is None."""
+def test_objectives_in_graphs_are_told_apart() -> None:
+    """By fields that a repr does not show; with denominators of which one is None."""
     _, given, batch = small()
     batch = replace(batch, nll_weights=None)
 
@@ -234,11 +217,7 @@ def test_objectives_in_graphs_are_told_apart_and_not_forgotten() -> None:
         plain_loss, tilted = (f(given["logits"], Objective(Tilted(tilt))) for tilt in (0.0, 2.0))
         close(tilted, 3.0 * plain_loss)
         assert plain_loss.abs() > 1e-3
-    objective, compiled = Objective.preset("dapo", entropy_coef=0.123), graph(loss)
-    before = compiled(given["logits"], objective)
-    schedule = [Objective.preset("dapo", entropy_coef=1e-4 * i) for i in range(1, 2001)]
-    close(compiled(given["logits"], objective), before)
-    assert len({o.entropy_coef for o in schedule}) == 2000
+    compiled = graph(loss)
     own = Objective(entropy_coef=0.1)
     for many in (Denominators(3.0, None, 5.0), Denominators(3.0, torch.tensor(4.0), None)):
         close(compiled(given["logits"], own, many), loss(given["logits"], own, many))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,7 +24,6 @@ from grpo_kernels.rows import parallel as shard_of_rows
 from support.doors import batch_of, compare, exact_of, objective_of, run
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
-from support.processes import WHOLE_PRODUCTS, run_whole_products
 from support.recipes import KINDS, Problem, Recipe, covering, legal, problem, sliced
 
 Tensor = torch.Tensor
@@ -141,7 +139,7 @@ def same_as_whole(p: Problem, mine: Tensor, objective: Objective | None = None) 
 def check_every_objective(rank: int, ranks: int) -> None:
     """Any cut gives the loss and gradients of whole sequences, with the default normaliser, from logits and from hidden states."""
     for i, name in enumerate(name for name in OBJECTIVES if name not in WHOLE_BATCH):
-        if ranks == 4 and name not in KINDS and not WHOLE_PRODUCTS:
+        if ranks == 4 and name not in KINDS:
             continue  # which two ranks have
         p, cut_by = problem(recipe(name, source=("logits", "hidden")[i % 2])), owners(ranks)
         for owner in cut_by if i % 4 == 0 else [cut_by[i % 2]]:
@@ -346,21 +344,19 @@ def each_value(recipes: list[Recipe]) -> list[Recipe]:
 
 def check_any_cut(rank: int, ranks: int) -> None:
     """All ranks have the same values. With reduce_hidden=False each has its own gradient of hidden states, and they add up."""
-    recipes = covering(ranks=ranks) if ranks == 2 or WHOLE_PRODUCTS else []
-    for i, recipe in enumerate(recipes if WHOLE_PRODUCTS else each_value(recipes)):
-        p, kinds = problem(recipe), list(widths_of(recipe.vocab, ranks).values())
-        for widths in kinds if WHOLE_PRODUCTS else [kinds[i % 3]]:
-            mine, shard = columns_of(p, widths, rank), VocabShard.of(torch.empty(widths[rank], 1), vocab=recipe.vocab)
-            shard = replace(shard, reduce_hidden=i % 4 > 0)
-            found = run(mine, backend=BACKENDS[i % 2], shard=shard)
-            if "hidden" in found.gradients and not shard.reduce_hidden:
-                share = found.gradients["hidden"].float()
-                dist.all_reduce(share)
-                found.gradients["hidden"] = share.to(p.clean["hidden"].dtype)
-            compare(mine, without_padding(found, mine))
-            everyone: list[Any] = [None] * ranks
-            dist.all_gather_object(everyone, found.values)
-            assert all(torch.equal(x, everyone[0][name]) for name, x in found.values.items()), f"{recipe}: ranks disagree"
+    for i, recipe in enumerate(each_value(covering(ranks=2)) if ranks == 2 else []):
+        p, widths = problem(recipe), list(widths_of(recipe.vocab, ranks).values())[i % 3]
+        mine, shard = columns_of(p, widths, rank), VocabShard.of(torch.empty(widths[rank], 1), vocab=recipe.vocab)
+        shard = replace(shard, reduce_hidden=i % 4 > 0)
+        found = run(mine, backend=BACKENDS[i % 2], shard=shard)
+        if "hidden" in found.gradients and not shard.reduce_hidden:
+            share = found.gradients["hidden"].float()
+            dist.all_reduce(share)
+            found.gradients["hidden"] = share.to(p.clean["hidden"].dtype)
+        compare(mine, without_padding(found, mine))
+        everyone: list[Any] = [None] * ranks
+        dist.all_gather_object(everyone, found.values)
+        assert all(torch.equal(x, everyone[0][name]) for name, x in found.values.items()), f"{recipe}: ranks disagree"
 
 
 def check_sparse_gradients(rank: int, ranks: int) -> None:
@@ -492,10 +488,3 @@ def check_bad_input(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_ranks(on_ranks: Callable[..., dict[str, str]], ranks: int, check: str) -> None:
     assert on_ranks(MODULE, ranks)[check] == "ok", on_ranks(MODULE, ranks)[check]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_whole_products(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every objective on four ranks, and every recipe with each way to cut its vocabulary."""
-    run_whole_products(MODULE, ranks, tmp_path, monkeypatch)

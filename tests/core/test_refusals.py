@@ -393,7 +393,6 @@ SETS: list[tuple[Callable[..., Any], dict[str, Any], Wrong]] = [
         "offsets[2]=2, but there are 3 ids": torch.tensor([0, 1, 2]),
         "ids is -1 in row 1 (ids[2]): ids are at least 0|from_padded": torch.tensor([4, 6, -1]),
         "ids is 4 twice in row 0 (offsets 0 to 2)": torch.tensor([4, 4, 1]),
-        "values is list: pass a float tensor, one number for each id, or None": [0.0, 1.0, 2.0],
         "values has shape [4], but ids has [3]: they must be the same": torch.zeros(4),
         "values is NaN in row 1 (values[2], id 1)": torch.tensor([0.0, -INF, NAN]),
     }),
@@ -402,7 +401,6 @@ SETS: list[tuple[Callable[..., Any], dict[str, Any], Wrong]] = [
     }),
     (TokenSets.cat, {}, {
         "parts is an empty list: pass a list of TokenSets": [],
-        "parts is a list with a Tensor: pass a list of TokenSets": [FIVE, IDS],
         "parts=['cpu', 'meta']: they are on different devices: move them to one": [FIVE, FIVE.to("meta")],
         "parts[1] has no values, but others have": [sets([[1]]), FIVE],
     }),
@@ -410,12 +408,10 @@ SETS: list[tuple[Callable[..., Any], dict[str, Any], Wrong]] = [
         "values has shape [5], but ids has [6]": torch.zeros(5),
     }),
     (TokenSets.from_counts, {"ids": torch.tensor([3, 4, 5])}, {
-        "counts is list: pass int32 or int64 [rows]": [1, 2],
         "counts has shape [3, 4]: pass one number for each row, [rows]; of [B, T], counts.flatten()": IDS,
         "counts is -1 in row 1: a number of ids is at least 0": torch.tensor([2, -1, 2]),
     }),
     (TokenSets.from_padded, {"ids": torch.tensor([[1, 2], [3, -1]])}, {
-        "ids has shape [4]: pass padded sets, [rows, K] or [B, T, K]": IDS[0],
         "ids is torch.float32: pass int32 or int64 [rows, K]": PER_TOKEN,
         "values has shape [2], but ids has [2, 2]": torch.zeros(2),
         "values is NaN in row 0 (values[1], id 2)": torch.tensor([[0, NAN], [0, NAN]]),
@@ -431,7 +427,6 @@ SETS: list[tuple[Callable[..., Any], dict[str, Any], Wrong]] = [
         "values has 1 rows, but lists has 2": {"lists": [[1], [2]], "values": [[0.5]]},
         "values has 1 numbers in row 1, but lists has 2 ids there": {"lists": [[1], [2, 3]], "values": [[1.0], [1.0]]},
         "cu_seqlens is given without generated": {"lists": [[1]], "cu_seqlens": torch.tensor([0, 1])},
-        "generated is list: pass a bool tensor": {"lists": [[[1]]], "generated": [[True]]},
         "generated is shape [1, 2, 3]: pass a bool tensor": {"lists": [[[1]]], "generated": MASK[None]},
         "lists[0] has 1 records, but generated marks 2 tokens of sequence 0": {"lists": [[[1]], [[2]]], **RECORDS},
         "cu_seqlens=[0, 2]: it must rise": {"lists": [[[1]]], "generated": MASK[0], "cu_seqlens": torch.tensor([0, 2])},
@@ -455,10 +450,8 @@ SETS: list[tuple[Callable[..., Any], dict[str, Any], Wrong]] = [
 #: Rows that are asked for -> what the message must say.
 ROWS: dict[str, Any] = {
     "pass a slice, integers, or a bool of the shape of targets. For one row, ": 3,
-    "rows is torch.int64 []: pass a slice": torch.tensor(0),
     "rows is torch.float32 [3]: pass a slice": ONES,
     "row 5 is asked for, but there are 5": torch.tensor([0, 5]),
-    "row -6 is asked for, but there are 5": torch.tensor([-6]),
     "the mask has 12 elements, but there are 5 rows": IDS > 3,
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +17,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from benchmarks.launches import KERNELS, compiling
 from grpo_kernels.rows import backends
 from grpo_kernels.rows.backends import eager
 from grpo_kernels.rows.backends import triton as backend
-from grpo_kernels.rows.partials import LogitRows, partials_of
 
 compiles = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
@@ -78,26 +75,3 @@ def test_the_device_is_the_one_that_tritons_driver_serves(served: str, monkeypat
     with pytest.raises(RuntimeError, match="finds no device that it has a driver for"):
         backends.pick("auto", torch.device(served), strict=True)
     backend.launch.driver_failure.cache_clear()
-
-
-@compiles
-def test_refused_by_the_assembler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    options, asked = backend.launch.options, []
-
-    def too_much(threads: int, *more: Any) -> dict[str, Any]:
-        asked.append(threads)
-        return options(threads, *more) | ({"ptx_options": "--no-such-option"} if threads > 256 else {})
-
-    monkeypatch.setattr(backend.launch, "options", too_much)
-    backend.launch._launch.cache_clear()
-    logits, targets = torch.zeros(1, 2, 30000), torch.zeros(2, dtype=torch.int64)
-    with compiling("sm_90") as launches:
-        with pytest.warns(
-            RuntimeWarning, match=r"stats does not run with a tile of 1024 x 4 .*PTXASError: .*no-such-option.* 256 x 4"
-        ):
-            KERNELS.stats(LogitRows(logits, targets), partials_of(()))
-        KERNELS.stats(LogitRows(logits, targets), partials_of(()))
-    assert [kernel.metadata.num_warps for _, kernel in launches] == [8, 8] and launches[0][1] is launches[1][1]
-    assert asked == [512, 512, 256]  # two accesses, one, half the threads; then what is known to run, which is not made again
-    backend.launch._launch.cache_clear()
-    assert "no-such-option" in capsys.readouterr().out  # Triton's own report

@@ -214,15 +214,6 @@ def random_recipe(rng: random.Random, **fixed: Any) -> Recipe:
     return legal(Recipe(**{**chosen, "seed": rng.randrange(10**6), **fixed}))
 
 
-def smallest(recipe: Recipe, fails: Callable[[Recipe], bool]) -> Recipe:
-    """The recipe with as many plain values as it can have and still fail."""
-    for name in (*AXES, "mode", "ranks"):
-        plainer = legal(replace(recipe, **{name: getattr(Recipe(), name)}))
-        if plainer != recipe and fails(plainer):
-            recipe = plainer
-    return recipe
-
-
 # ---- the tensors of a recipe
 
 
