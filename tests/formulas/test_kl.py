@@ -52,7 +52,6 @@ def test_small_distances_keep_their_digits(kl: Kl, slope: Callable[[Tensor], Ten
     "call, message",
     [
         *((lambda name=name: Objective(kl=name), "^(kl|estimator)=") for name in ("k4", "+", None)),
-        *((lambda name=name: Kl(weighting=name), "^weighting=") for name in ("sequence", None)),
         *((lambda bound=bound: Kl(clamp_log=bound), "^clamp_log=") for bound in (0.0, nan)),
         *((lambda bound=bound: Kl(clamp=bound), "^clamp=") for bound in (-1.0, "10")),
         *(

@@ -15,13 +15,11 @@ from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
 from grpo_kernels.formulas import surrogates
 from grpo_kernels.formulas.ops import bounded_exp, ops
 from grpo_kernels.formulas.surrogates import (
-    A2po,
     Cispo,
     Clip,
     ClipCov,
     Custom,
     Dro,
-    Gmpo,
     KlCov,
     Sapo,
     Surrogate,
@@ -163,11 +161,8 @@ PARAMETERS = {
     Cispo: {"cap": (0.0, nan), "low": (-0.1, 6.0, nan)},
     Sapo: {"tau_pos": (0.0, inf), "tau_neg": (0.0, nan)},
     Vespo: {"k_pos": (-1.0, inf), "lambda_pos": (1e-5, inf), "k_neg": (-1.0, nan), "lambda_neg": (-1.0, "2")},
-    Gmpo: {"eps_low": (-0.1, nan), "eps_high": (-0.1, None)},
     Dro: {"beta": (-1.0, inf, nan)},
-    A2po: {"beta": (0.0, inf)},
     ClipCov: {"eps_low": (2.0,), "eps_high": (inf,), "share": (-0.1, 1.1, nan), "low": (nan,), "high": (1.0, 0.5)},
-    KlCov: {"coef": (-1.0, inf), "share": (-0.1, 1.1)},
 }
 
 
