@@ -23,6 +23,7 @@ from grpo_kernels import (
     Sparse,
     TokenBatch,
     TokenSets,
+    grpo_loss,
     linear_grpo_loss,
     use,
 )
@@ -126,11 +127,14 @@ def test_a_wait_of_the_device_is_noticed() -> None:
 
 def marked(batch: TokenBatch) -> TokenBatch:
     """On the device, its row counts with the host, which has those of a GPU by then."""
-    marks = {kind: batch.marked(kind) for kind in batch._kinds}
     made = TokenBatch(**{name: on_meta(getattr(batch, name)) for name in TokenBatch.__dataclass_fields__})
-    numbers = {kind: batch.rows if mark is None else int(mark.sum()) for kind, mark in marks.items()}
-    object.__setattr__(made, "_numbers", numbers)
+    object.__setattr__(made, "_numbers", {kind: batch.counts(kind) for kind in batch._kinds})
     return made
+
+
+def known_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokenBatch, "counts", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind])
+    monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: sum(batch.counts(kind)))
 
 
 def moved(x: Any) -> Any:
@@ -152,7 +156,7 @@ def runs(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, **options: Any) -> lis
     f, after, given = arguments_of(p, **options)
     after, given = moved(after), moved(given)
     front = [torch.empty_like(x, device="meta").requires_grad_() for x in p.given.values()]
-    monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind])
+    known_counts(monkeypatch)
     make_device(monkeypatch)
     with use(backend="eager"):
         out = called(f, after, given)(*front)
@@ -188,6 +192,9 @@ CALLS = [
     for r in of_values(covering(vocab=61, width=8, frozen="nothing", inplace=False, lengths=(5, 2, 0, 4)))
     if not is_documented(r)
 ]
+CALLS += [
+    Recipe(objective=name, source="hidden", normalizer=9.0) for name in ("gspo", "off-policy sequences", "clip-cov", "gmpo")
+]
 CALLS += [Recipe(objective=name, skip_inactive=len(name) % 2 > 0) for name in OBJECTIVES if "exact" not in name]
 CALLS += [
     legal(Recipe(objective=name, kept="some", missing=missing, source=source, weight_grad=grad, skip_inactive=grad != "none"))
@@ -204,8 +211,21 @@ def test_no_call_waits(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("meta")
+@pytest.mark.parametrize("source", ["logits", "hidden"])
+def test_terms_at_listed_ids_wait_for_nothing(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem(Recipe(source=source, objective="dapo"))
+    sets = TokenSets.from_lists([[1, 5, 7][: i % 4] for i in range(p.targets.numel())]).with_values(None)
+    batch = marked(replace(batch_of(p), logp_terms=sets.with_values(torch.randn(sets.ids.numel()))))
+    known_counts(monkeypatch)
+    front = [torch.empty_like(x, device="meta").requires_grad_() for x in p.given.values()]
+    call = linear_grpo_loss if source == "hidden" else grpo_loss
+    call(*front, batch, Objective.preset("dapo"), options=Options("eager")).loss.backward()  # type: ignore[operator]
+    assert all(x.grad is not None for x in front)
+
+
+@pytest.mark.usefixtures("meta")
 def test_what_goes_before_a_loss_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind])
+    known_counts(monkeypatch)
     batch, rewards = marked(batch_of(problem(Recipe(objective="grpo, k3 and entropy", kept="some")))), on_meta(torch.ones(4))
     TokenBatch.from_rewards(batch.targets, rewards, group_size=2, mask=batch.mask, kept=batch.kept, missing="mask")
     importance_weights(batch, level="sequence")
