@@ -438,7 +438,7 @@ class Engine(Gradients):
 
     def _of_slope_1(self, rows: LogitRows, partials: Partials, d_logits: Tensor) -> None:
         """Write the gradient of the log-probs. Of a log-prob of NaN it is 0, so that its slope says whether it is one."""
-        of_logps = torch.where(partials.logps.isnan(), 0.0, 1.0)
+        of_logps = (~partials.logps.isnan()).to(torch.float32)
         self.backend.gradient(rows, partials, Slopes.stacked({"target": of_logps}), d_logits[None])
 
     def _kept(self, d_logits: Tensor) -> Tensor:

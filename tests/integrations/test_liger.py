@@ -26,8 +26,7 @@ from liger_kernel import chunked_loss as chunked
 from grpo_kernels import Cispo, Head, LogitTransform, Objective, TokenBatch, linear_grpo_loss
 from grpo_kernels.integrations import liger
 from support.pairs import label, pairs
-from support.trainers import assert_same, value_and_gradient
-from support.trl_family import CLIPPED, CONSTANTS, LOSS_TYPES, different
+from support.trainers import CLIPPED, CONSTANTS, LOSS_TYPES, assert_same, different, value_and_gradient
 
 parametrize = pytest.mark.parametrize
 

@@ -21,9 +21,8 @@ from grpo_kernels.rewards.advantages import NUMERICS
 from grpo_kernels.rewards.corrections import importance_weights, without_truncated
 from support import trl_cases
 from support.pairs import label, pairs
-from support.trainers import assert_same, value_and_gradient
+from support.trainers import CLIPPED, CONSTANTS, LOSS_TYPES, assert_same, different, value_and_gradient
 from support.trl_cases import EOS, LENGTH, PAD
-from support.trl_family import CLIPPED, CONSTANTS, LOSS_TYPES, different
 
 parametrize = pytest.mark.parametrize
 

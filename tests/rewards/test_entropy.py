@@ -11,7 +11,7 @@ import torch
 from grpo_kernels import TokenBatch
 from grpo_kernels.rewards.corrections import importance_weights
 from grpo_kernels.rewards.entropy import AdaptiveEntropyCoef, entropy_threshold
-from support.refused import refusals
+from support.pairs import refusals
 
 Tensor = torch.Tensor
 LOWEST = torch.finfo(torch.float32).min

@@ -214,15 +214,6 @@ def random_recipe(rng: random.Random, **fixed: Any) -> Recipe:
     return legal(Recipe(**{**chosen, "seed": rng.randrange(10**6), **fixed}))
 
 
-def smallest(recipe: Recipe, fails: Callable[[Recipe], bool]) -> Recipe:
-    """The recipe with as many plain values as it can have and still fail."""
-    for name in (*AXES, "mode", "ranks"):
-        plainer = legal(replace(recipe, **{name: getattr(Recipe(), name)}))
-        if plainer != recipe and fails(plainer):
-            recipe = plainer
-    return recipe
-
-
 # ---- the tensors of a recipe
 
 
@@ -302,16 +293,6 @@ def of_sequences(p: Problem, sequences: list[int]) -> Problem:
         transform=some(p.transform), keep=None if p.keep is None else p.keep[rows],
         sequences=[list(range(T * i, T * i + T)) for i in range(len(sequences))],
     )  # fmt: skip
-
-
-def cut(p: Problem, rank: int) -> Problem:
-    """The problem as a rank sees it that has some columns of the vocabulary. The first rank has most, of some recipes all."""
-    r = p.recipe
-    part = r.vocab // (2 * r.ranks) if r.seed % 4 else 0
-    ends = [0, *(r.vocab - (r.ranks - i - 1) * part for i in range(r.ranks))]
-    columns = slice(ends[rank], ends[rank + 1])
-    others = [replace(other, given=sliced(other.given, columns)) for other in p.others]
-    return replace(p, given=sliced(p.given, columns), others=others, columns=columns)
 
 
 def sliced(tensors: dict[str, Tensor], columns: slice) -> dict[str, Tensor]:
