@@ -847,8 +847,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "the two divergences of a mixture change places",
-            "second.mixture * kl.teacher + (1.0 - second.mixture) * kl.student",
-            "second.mixture * kl.student + (1.0 - second.mixture) * kl.teacher",
+            "second.mixture * teacher + (1.0 - second.mixture) * student",
+            "second.mixture * student + (1.0 - second.mixture) * teacher",
         ),
     ),
     *of("csrc/sparse.h", COMBINATIONS,

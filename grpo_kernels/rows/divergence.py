@@ -21,6 +21,9 @@ Tensor = torch.Tensor
 
 KINDS = ("reverse", "forward", "jsd")
 
+#: Kinds whose terms take p and q themselves, and so both sums: those of `mixed_terms` are made in a second visit.
+OF_BOTH_SUMS = ("jsd",)
+
 #: Up to here psi is a polynomial; its terms are 1 / (k + 2)!.
 SMALL = 0.5
 PSI = (1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040, 1 / 40320, 1 / 362880)
@@ -85,11 +88,17 @@ def merged_sums(
     return whole_cross.sum(0), torch.where(f == 0, g * teacher_total, whole_excess).sum(0)
 
 
-def mixed_terms(p: Tensor, q: Tensor, log_ratio: Tensor, mixture: float) -> tuple[Tensor, Tensor]:
-    """m - p + p log(p/m) and m - q + q log(q/m) of each column, which sum up to KL(p||m) and KL(q||m). `log_ratio` is
-    log p - log q, of any value where both are 0."""
+def mixed_terms(kind: str, p: Tensor, q: Tensor, log_ratio: Tensor, mixture: float) -> tuple[Tensor, Tensor]:
+    """The terms of each column whose sums are MIXED of a kind, `log_ratio` being log p - log q, of any value where both are 0:
+
+    jsd   m - p + p log(p/m) and m - q + q log(q/m), which sum up to KL(p||m) and KL(q||m)"""
     log_ratio = log_ratio.clamp(-FAR, FAR)
     return _mixed(p, q, log_ratio, mixture), _mixed(q, p, -log_ratio, 1.0 - mixture)
+
+
+def of_mixed(kind: str, student: Tensor, teacher: Tensor, mixture: float) -> Tensor:
+    """The divergence from the sums of `mixed_terms`."""
+    return mixture * teacher + (1.0 - mixture) * student
 
 
 def _mixed(p: Tensor, q: Tensor, log_ratio: Tensor, share: float) -> Tensor:
