@@ -38,7 +38,7 @@ struct Stream {
 };
 
 // The stream that a divergence compares with, and what is known of both rows, per row.
-enum Direction : int { REVERSE = 0, FORWARD = 1, JSD = 2 };
+enum Direction : int { REVERSE = 0, FORWARD = 1, JSD = 2, TV = 3 };
 
 struct Second {
     Stream stream;

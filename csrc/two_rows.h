@@ -100,6 +100,23 @@ struct Mixture : Column {
     }
 };
 
+// Half the sign of p - q, 0 where they are equal.
+INLINED F half_sign(F D) { return choose(not_below(all(0.0f), magnitude(D)), all(0.0f), with_sign_of(all(0.5f), D)); }
+
+// p and q of the total variation.
+struct Variation : Column {
+    F half;
+
+    INLINED Variation(F D, F, F) : Column(D), half(half_sign(D)) {}
+
+    // The factor of p in the gradient.
+    INLINED F factor() const { return half; }
+    // p times that factor, and |p - q| / 2, divided by M.
+    INLINED void terms(F& of_student, F& of_teacher) const {
+        of_student = mul(half, choose(student_larger, all(1.0f), ratio)), of_teacher = mul(all(-0.5f), less);
+    }
+};
+
 // The columns of a kind whose terms take the sums of both rows, of which inverse and teacher_inverse are 1 / the sum.
 template <class Of> struct BothSums {
     const Shifts& shifts;
@@ -153,6 +170,7 @@ void rescale(double f, double g, double a, double sum, double other_sum, double&
 //   reverse   p and p d
 //   forward   p and p - q where p and q are near each other; elsewhere -p and -q, where the sign marks this case
 //   jsd       p and p (log p - log m), both divided by the sum of the row
+//   tv        p and p sign(p - q) / 2, likewise
 INLINED void keep_terms(const Kept& kept, int64_t j, F of_p, F of_k, const float* slopes, int count) {
     if (slopes) of_p = mul(of_p, load(slopes)), of_k = mul(of_k, load(slopes));
     if (count >= W) {
@@ -313,7 +331,9 @@ void stats_of_rows(const StatsJob& job, int64_t i) {
 struct MixedSums {
     float student, teacher;
 
-    float divergence(const Second& second) const { return float(second.mixture * teacher + (1.0 - second.mixture) * student); }
+    float divergence(const Second& second) const {
+        return second.direction == TV ? teacher : float(second.mixture * teacher + (1.0 - second.mixture) * student);
+    }
 };
 
 template <class Of, bool KEEPS>
@@ -345,7 +365,8 @@ MixedSums mixed_sums(const Fetched& student, const Fetched& teacher, int64_t voc
 template <bool KEEPS>
 MixedSums mixed_sums(const Fetched& student, const Fetched& teacher, int64_t vocab, const Known& of, float log_sums, const Second& second,
                      Kept* kept) {
-    return mixed_sums<Mixture, KEEPS>(student, teacher, vocab, of, log_sums, second.mixture, kept);
+    const auto sums = second.direction == TV ? mixed_sums<Variation, KEEPS> : mixed_sums<Mixture, KEEPS>;
+    return sums(student, teacher, vocab, of, log_sums, second.mixture, kept);
 }
 
 Known known_of(const Vectors<PARTIALS>& of, int64_t i) {
@@ -368,6 +389,7 @@ void mixed(const MixedJob& job, int64_t i) {
 //   reverse   ... = D_j - center
 //   forward   ... = 1 - q_j / p_j
 //   jsd       ... = log p_j - log m_j - center
+//   tv        ... = sign(p_j - q_j) / 2 - center
 struct Coefficients {
     F k0, k1, k2, teacher, of_q, log_sums, b, rest_of_b;
 };
@@ -386,6 +408,8 @@ template <int DIRECTION, bool CLOSE, int N> INLINED void gradients(const float* 
         const F factor = fma_where(keep[k], of.k1, x[k], fma(of.k2, e[k], of.k0)), D = add(d[k], of.log_sums);
         if (DIRECTION == REVERSE) {
             g[k] = mul_where(keep[k], e[k], fma(of.teacher, d[k], factor));
+        } else if (DIRECTION == TV) {
+            g[k] = mul_where(keep[k], e[k], fma(of.teacher, half_sign(D), factor));
         } else if (DIRECTION == JSD) {
             g[k] = mul_where(keep[k], e[k], fma(of.teacher, Mixture(D, of.b, of.rest_of_b).factor(), factor));
         } else {
@@ -403,6 +427,7 @@ double gradient_of_divergence(const Second& teacher, double x, double logp, doub
     if (x < EXP_CUTOFF) return teacher.direction == FORWARD ? -exp(logq) : 0.0;
     if (teacher.direction == REVERSE) return p * (log_ratio - center);
     if (teacher.direction == FORWARD) return -p * expm1(-log_ratio);
+    if (teacher.direction == TV) return p * (0.5 * ((log_ratio > 0) - (log_ratio < 0)) - center);
     return (1 - b) * p * (-log1p(b * expm1(-log_ratio)) - center);
 }
 
@@ -440,7 +465,7 @@ struct PairGradient {
 
     bool infinite() const { return spec.direction == REVERSE && center == INFINITY; }  // the gradient is then infinite wherever p is not 0
     double k0() const {
-        const double constant = spec.direction == REVERSE ? log_sums - center : spec.direction == JSD ? -center : 0.0;
+        const double constant = spec.direction == REVERSE ? log_sums - center : spec.direction == FORWARD ? 0.0 : -center;
         return own.k0 + per_p * constant;
     }
     // As in RowGradient: false if either row has a NaN or +inf.
@@ -506,7 +531,8 @@ void write_gradient(const Fetched& student, const Fetched& teacher, const PairGr
     switch (gradient.spec.direction) {
         case REVERSE: return write_gradient<REVERSE>(student, teacher, gradient, out);
         case FORWARD: return write_gradient<FORWARD>(student, teacher, gradient, out);
-        default: return write_gradient<JSD>(student, teacher, gradient, out);
+        case JSD: return write_gradient<JSD>(student, teacher, gradient, out);
+        default: return write_gradient<TV>(student, teacher, gradient, out);
     }
 }
 

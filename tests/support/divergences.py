@@ -26,6 +26,6 @@ def of_listed_ids(exact: Exact, log_p: Tensor, sets: TokenSets) -> Tensor:
     elif exact.tail == "renormalise":
         lp, lq = lp.log_softmax(1), lq.log_softmax(1)
     value = oracle.divergence(lp, lq, exact.direction, exact.share)
-    if exact.tail == "generalised" and exact.direction != "jsd":  # the masses of a mixture cancel
+    if exact.tail == "generalised" and exact.direction in ("reverse", "forward"):  # of the others the masses cancel
         value = value + {"reverse": 1, "forward": -1}[exact.direction] * (q - p)
     return torch.where(used, value, 0.0)

@@ -197,13 +197,22 @@ def _against_mixture(student_larger, distance, r, psi, less, b, rest_of_b):
 
 
 @triton.jit
+def _half_sign(d):
+    """Half the sign of p - q, 0 where they are equal or neither is a number."""
+    return tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, 0.0))
+
+
+@triton.jit
 def _mixed_terms(z, w, base, teacher_base, log_sums, down, teacher_down, b, rest_of_b, DIRECTION: tl.constexpr):
     """The terms of `mixed_terms` in rows/divergence.py, both divided by the larger of p and q, and that."""
     d = _between(z, w, base, teacher_base) + log_sums
     student_larger = d >= 0.0
     distance = tl.minimum(tl.abs(d), _BEYOND)
     r, psi, less = _decay(distance)
-    of_student, of_teacher = _against_mixture(student_larger, distance, r, psi, less, b, rest_of_b)
+    if DIRECTION == "tv":
+        of_student, of_teacher = _half_sign(d) * tl.where(student_larger, 1.0, r), -0.5 * less
+    else:
+        of_student, of_teacher = _against_mixture(student_larger, distance, r, psi, less, b, rest_of_b)
     larger = _exp(tl.where(student_larger, z - base, w - teacher_base)) * tl.where(student_larger, down, teacher_down)
     return of_student, of_teacher, larger
 
@@ -215,6 +224,8 @@ def _slope_of_divergence(p, q, d, center, b, rest_of_b, DIRECTION: tl.constexpr)
         return tl.where(tl.abs(d) <= _SMALL, p * (d - _psi(d)), p - q)
     elif DIRECTION == "jsd":
         return rest_of_b * p * (_log_against(d, b, rest_of_b) - center)
+    elif DIRECTION == "tv":
+        return p * (_half_sign(d) - center)
     else:
         return tl.where(p == 0.0, 0.0, p * (d - center))
 
