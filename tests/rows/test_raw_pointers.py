@@ -202,7 +202,7 @@ def test_arguments_that_cannot_be_right_are_refused() -> None:
     table: list[tuple[Any, tuple[Any, ...], dict[int, Any]]] = [
         (m.Memory, rows, of_rows),
         (m.LogitRows, (*rows, 1.0, 0.0, 1.0, maybe), of_rows),
-        (m.Second, (own, 0, 0.5, maybe, maybe, maybe), {1: dtypes}),
+        (m.Second, (own, 0, 0.5, maybe, maybe, maybe), {1: (-1, 4)}),
         (m.Named, (b, (3, 4), (4, 1), 0b111), {1: [(2, 4), (3, huge)], 2: [(huge, 1), (4, 2)], 3: (0b11, 0)}),
         (m.Matrix, (a, 0, (4, 4), (4, 1)), {1: dtypes, 2: [(-1, 4), (4, huge), (2**40, 2**40)], 3: [(huge, 1), (4, 2)]}),
         (m.Slots, (c, c, 4), {2: sizes}),

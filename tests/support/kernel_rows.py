@@ -211,7 +211,8 @@ def first_order(r: Rows) -> tuple[Any, Any]:
     log_ratio, d, apart = z.log_softmax(-1) - w.log_softmax(-1), (z - top) - (w - top_w), (top - top_w).abs()
     size = (z - w).abs() + apart + (log_ratio - d).abs() + (p * d.abs()).nan_to_num(0.0).sum(-1, keepdim=True)
     of_each = z.abs() + w.abs() + top.abs() + top_w.abs() + 1.0
-    rounding = 4 * EPS * torch.where((apart > 4.0) | (transforms != (PLAIN, PLAIN)), size + of_each, size)
+    near_and_plain = (apart <= 4.0) & all(t is PLAIN for t in transforms)
+    rounding = 4 * EPS * torch.where(near_and_plain, size, size + of_each)
     rounding = torch.where(log_ratio.isfinite(), rounding, 0.0)
     near = ((log_ratio != 0) & (log_ratio.abs() <= rounding)).double()
     t = r.transform.inv_temperature
