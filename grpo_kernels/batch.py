@@ -58,12 +58,12 @@ class Counts:
             values.copy_(counts, non_blocking=True)
             event = module.Event()
             event.record()
-        self.device, self.known = counts.device, list[int]()
+        self.counts, self.known = counts, list[int]()
         self.sent: tuple[Tensor, Any] | None = (values, event)
 
     def on_host(self) -> list[int]:
         if self.sent is not None:
-            _refuse_capture(self.device)
+            _refuse_capture(self.counts.device)
             values, event = self.sent
             event.synchronize()
             self.known, self.sent = values.tolist(), None
@@ -317,18 +317,27 @@ class TokenBatch:
         return alive if mask is None else alive & mask
 
     def count(self, kind: str, marked: Tensor | None = None) -> int:
-        """Number of rows of a kind, as a Python number. `marked`: what `marked(kind)` returned, if the caller has it already.
-        On a CPU the rows are counted now; on a GPU the number was sent to the host when the batch was made.
-
-        On a GPU, a write that torch does not see (through DLPack or `.data`, or in inference mode, or between replays of a graph)
-        makes that number stale. An asynchronous assertion on the device then stops the program; the host does not wait for it."""
+        """Number of rows of a kind, as a Python number; see `counts`."""
         marked = self.marked(kind) if marked is None else marked
         if not sends_ahead(self.targets.device):
             return self.rows if marked is None else int(marked.sum())
-        count = self._counts().on_host()[self._kinds.index(kind)]
-        if marked is not None:
-            torch._assert_async(marked.sum() == count, f"the rows of a TokenBatch that are {kind} {UNSEEN}")
-        return count
+        return sum(self.counts(kind, marked))
+
+    def counts(self, kind: str, marked: Tensor | None = None) -> tuple[int, ...]:
+        """Number of rows of a kind in each sequence of this process, or in all where the sequences are not known, as Python
+        numbers. `marked`: what `marked(kind)` returned, if the caller has it already. On a CPU the rows are counted now; on a
+        GPU the numbers were sent to the host when the batch was made.
+
+        On a GPU, a write that torch does not see (through DLPack or `.data`, or in inference mode, or between replays of a graph)
+        makes these numbers stale. An asynchronous assertion on the device then stops the program; the host does not wait for it."""
+        own = self._of_sequences(self.marked(kind) if marked is None else marked)
+        if not sends_ahead(self.targets.device):
+            return tuple(own.tolist())
+        place, size = self._kinds.index(kind), own.numel()
+        counts, of_kind = self._counts(), slice(place * size, (place + 1) * size)
+        sent = tuple(counts.on_host()[of_kind])
+        torch._assert_async((own == counts.counts[of_kind]).all(), f"the rows of a TokenBatch that are {kind} {UNSEEN}")
+        return sent
 
     @property
     def _kinds(self) -> tuple[str, ...]:
@@ -358,11 +367,12 @@ class TokenBatch:
         return known[1]
 
     def _count_rows(self) -> Counts:
-        marks = [self.marked(kind) for kind in self._kinds]
-        counts = [
-            torch.full((), self.rows, device=self.targets.device) if m is None else m.sum() for m in marks
-        ]  # no host sync
-        return Counts(torch.stack(counts))
+        return Counts(torch.cat([self._of_sequences(self.marked(kind)) for kind in self._kinds]))  # no host sync
+
+    def _of_sequences(self, marked: Tensor | None) -> Tensor:
+        """int64 [B]: how many of these rows each sequence has; [1] where the sequences are not known."""
+        marked = torch.ones_like(flat(self.targets), dtype=torch.bool) if marked is None else marked
+        return marked.sum()[None] if self.sequences is None else self._own_sum(marked).to(torch.int64)
 
     def _exchanged(self, name: str, own: Tensor, *sources: Tensor | None) -> Tensor:
         """`own` [B], sums over this rank's tokens, summed over the ranks that share the sequences. The result is cached, and

@@ -12,10 +12,10 @@ from .batch import TokenBatch, sends_ahead, whole
 from .checks import describe, nearest, require
 from .formulas.divergence import Exact
 from .formulas.ops import bounded_exp
-from .formulas.token_stage import TokenRows
+from .formulas.token_stage import JointStage, TokenRows
 from .layout import check_targets, per_token, values_are_checked
 from .objective import Denominators, Objective
-from .rows.backends import is_strict
+from .rows.backends import WITH_ENTROPY, is_strict
 from .rows.hidden import Hidden
 from .rows.partials import RowTransform
 from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
@@ -262,8 +262,8 @@ def linear_grpo_loss(
                  With kl=Exact(...) also `TokenSets` with a teacher's log-probs, or a list of pairs (one of these, weight).
     options      backend, strict mode, a shard, memory for the gradient of weight, sparse gradients, sets: see `Options`.
 
-    Three products for rows that get a gradient (two with a frozen head), one for other trained rows, none for masked ones;
-    sequence levels take three or four (two). Logits are fp32, a chunk of rows at a time, and the gradient of the weight is
+    Three products for rows that get a gradient (two with a frozen head; four of a sequence that is longer than a block, at a
+    sequence level), one for other trained rows, none for masked ones. Logits are fp32, a chunk of rows at a time, and the gradient of the weight is
     summed in fp32. Over kept sets a row costs a dot product for each id of its set. docs/functions.md has costs and memory. The
     gradients are handed over once, as in `grpo_loss`.
     Raises ValueError naming the argument that is wrong."""
@@ -327,10 +327,11 @@ def _loss(
     if exact is not None:
         rows = scaled_by_temperature(rows, exact, stream.transform)
     late = late or over is not None or sparse is not None or is_traced() or bool(seconds.known)
-    if objective.one_pass and not late:
+    joint = isinstance(stream, Hidden) and not seconds.others and _slopes_scale(stream, objective, kept)
+    if not late and (objective.one_pass or joint):
         return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited)
     with_gradient = ("entropy",) if objective.needs_entropy else ()
-    asked = Asked(("entropy",), with_gradient, kept, over, seconds, exact, rows=visited, sparse=sparse, at_once=True)
+    asked = Asked(("entropy",), with_gradient, kept, over, seconds, exact, rows=visited, sparse=sparse)
     found = statistics_of(stream, asked, rows.targets, rows.read, options)
     kl_apart = over is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
     own = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
@@ -352,11 +353,36 @@ def _in_one_visit(
         read = rows.read if kept is None else kept.others(rows.read)
         over_vocabulary = Whole(rows.targets, read, (), others, index, active)
     if kept is not None:
-        over_sets = OverSets(kept, rows.targets, (), others)
-    visit = OneVisit(stream, over_vocabulary, over_sets, objective.stage(rows), torch.is_grad_enabled())
+        over_sets = OverSets(kept, rows.targets, WITH_ENTROPY, others)
+    log_ratio: Tensor | None = None
+
+    def terms(logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal log_ratio
+        log_ratio = objective.log_ratio(logps, rows, batch)
+        return objective.token_stage(logps, entropy, rows, batch, log_ratio)[:2]
+
+    groups = () if objective.one_pass else _groups(batch, objective, active)
+    stage = objective.stage(rows) if objective.one_pass else JointStage(terms, groups)
+    visit = OneVisit(stream, over_vocabulary, over_sets, stage, torch.is_grad_enabled())
     loss, logps, entropy, divergence = fused_loss(visit, stream.tensors)
     divergence = None if divergence is None else divergence.view(shape)
-    return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, divergence=divergence)
+    return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, log_ratio, divergence=divergence)
+
+
+def _slopes_scale(stream: Hidden, objective: Objective, kept: KeptRows | None) -> bool:
+    """Whether each row's gradient is its slope times a row that does not depend on other rows, and the products with the head wait
+    for slopes. With a frozen head those that wait for nothing are all there are, see `Whole.ahead`; over sets there are none."""
+    _, weight, bias = stream.tensors
+    of_bias, has_all = bias is not None and bias.requires_grad, kept is not None and kept.has_all
+    waits = torch.is_grad_enabled() and weight.requires_grad and not has_all
+    return waits and not of_bias and not objective.needs_entropy
+
+
+def _groups(batch: TokenBatch, objective: Objective, active: int | None) -> tuple[int, ...]:
+    """The rows of `JointStage.groups`: sequences, or all rows where slopes wait for more, or for other ranks."""
+    if objective.by_sequence and batch.context_group is None:
+        return batch.counts(objective.active_rows if batch.kept is None else whole(objective.active_rows))
+    return () if active is None else (active,)
 
 
 def _over(objective: Objective, options: Options, seconds: Seconds) -> tuple[str, ...] | None:

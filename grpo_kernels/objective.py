@@ -158,6 +158,11 @@ class Objective:
         return self.__dict__["_one_pass"]
 
     @property
+    def by_sequence(self) -> bool:
+        """True where a token's slope depends on the tokens of its sequence at most."""
+        return not self.surrogate.selects and all(f.one_pass or f.by_sequence for f in self.filters)
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether entropy has a gradient."""
         return self.entropy_coef != 0

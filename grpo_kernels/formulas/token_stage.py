@@ -258,6 +258,16 @@ class TokenStage(NamedTuple):
         return result
 
 
+class JointStage(NamedTuple):
+    """The token stage of an objective whose slopes wait for other tokens: those of their sequence, or the whole batch.
+
+    terms   (losses, d loss / d log-prob), fp32 [n], from log-probs and entropies [n]: of each group for which they are there.
+    groups  the number of rows of each group that can have a gradient; groups follow one another."""
+
+    terms: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    groups: tuple[int, ...]
+
+
 def _nothing(logp, old_logp, advantage, params):
     return 0.0 * logp, 0.0 * logp
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..formulas.token_stage import TokenStage
+from ..formulas.token_stage import JointStage, TokenStage
 from ..layout import plain
 from ..token_sets import TokenSets
 from .backends import Backend, FusedRows
@@ -286,9 +286,7 @@ class Whole:
     sparse  how columns are drawn for the gradient; None: it has all. `padded`: see `selection.Draws`.
     all_rows  whether rows with sets are among them, which are visited over their sets as well.
     ahead   whether the gradient of hidden states is made in the forward, as if the slope of each log-prob were 1; the slope, which
-            is known later, multiplies it.
-    keeps   whether the gradient of the logits, made likewise, is kept for that of the weight, which is then a product with hidden
-            states times these factors. The rows that can have a slope are one block."""
+            is known later, multiplies it."""
 
     targets: Tensor
     read: Tensor | None
@@ -301,7 +299,6 @@ class Whole:
     padded: bool = False
     all_rows: bool = False
     ahead: bool = False
-    keeps: bool = False
 
     @property
     def one(self) -> Other | None:
@@ -334,14 +331,13 @@ class Parts(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a visit has made: partials, those beside each of `Whole.apart`, columns that were drawn, see `Draws.tensors`, the
-    gradient of hidden states of `Whole.ahead`, fp32 [n, H], and that of logits of `Whole.keeps`, [active, V]."""
+    """What a visit has made: partials, those beside each of `Whole.apart`, columns that were drawn, see `Draws.tensors`, and the
+    gradient of hidden states of `Whole.ahead`, fp32 [n, H]."""
 
     partials: Partials
     apart: tuple[Partials, ...] = ()
     draws: tuple[Tensor, ...] = ()
     ahead: Tensor | None = None
-    block: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -405,8 +401,9 @@ class Stream(ABC):
         `whole.at`, in place of what the slopes say there."""
 
     @abstractmethod
-    def fused(self, whole: Whole, stage: TokenStage, gradients: Any) -> FusedRows:
-        """Losses of all rows of a token stage, and their gradients; `gradients` None leaves these out."""
+    def fused(self, whole: Whole, stage: TokenStage | JointStage, gradients: Any) -> FusedRows:
+        """Losses of all rows of a token stage, and their gradients; `gradients` None leaves these out. Logits take no JointStage:
+        they are there, and cost no product to read again."""
 
 
 def at_all_ranks(stream: Stream, slots: Ragged) -> Tensor:
@@ -597,7 +594,8 @@ class Logits(Stream):
             used = here.ids >= 0 if whole.read is None else (here.ids >= 0) & whole.read[here.rows]
             write_at(out, here.positions(out.shape[1]), at_ids, used)
 
-    def fused(self, whole: Whole, stage: TokenStage, gradients: LogitsGradient | None) -> FusedRows:
+    def fused(self, whole: Whole, stage: TokenStage | JointStage, gradients: LogitsGradient | None) -> FusedRows:
+        assert isinstance(stage, TokenStage)
         rows, out, n = self._rows(whole), None if gradients is None else gradients.rows(), whole.targets.numel()
         if not whole.apart:
             return self.backend.fused(rows, stage, out)
