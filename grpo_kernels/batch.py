@@ -18,6 +18,7 @@ from .token_sets import TokenSets, check_sets, narrowed, outside, without_set
 
 Tensor = torch.Tensor
 
+SETS = ("kept", "logp_terms", "prob_terms")
 KINDS = ("trained", "contributing", "sequences")
 
 
@@ -107,6 +108,9 @@ class TokenBatch:
                  ratio, entropy, KL and gradient are then over the set; old_logps, ref_logps and sampler_logps have to be over
                  the same sets. A row without ids runs over the whole vocabulary.
     missing      of a target that its kept set lacks: "include", "full", "mask" or "raise"; None: see `Options`.
+    logp_terms   `TokenSets` with values c: adds sum_v c_v log p_v over the ids that are listed for a row to its policy term, or
+                 what `Objective(listed=)` makes of these. A row without ids has no such term.
+    prob_terms   likewise with values r: adds sum_v r_v p_v. Given both, the ids are the same. No gradient flows to values.
 
     With a context_group, the tokens' losses of all ranks add up to those of the whole sequences, and so do gradients. What
     needs a sequence costs an all-reduce of B numbers: its length (once a batch; from hidden states also whether it holds a
@@ -139,6 +143,8 @@ class TokenBatch:
     context_group: Any = field(default=None, kw_only=True)
     kept: TokenSets | None = field(default=None, kw_only=True)
     missing: str | None = field(default=None, kw_only=True)
+    logp_terms: TokenSets | None = field(default=None, kw_only=True)
+    prob_terms: TokenSets | None = field(default=None, kw_only=True)
     __repr__ = describe
 
     def __post_init__(self) -> None:
@@ -148,7 +154,7 @@ class TokenBatch:
             raise ValueError(f"targets is {got}: pass an int64 tensor of token ids, [B, T] or packed [N].")
         if targets.dim() not in (1, 2):
             raise ValueError(f"targets has shape {list(targets.shape)}: pass [B, T], or packed [N] with cu_seqlens.")
-        for name in (f.name for f in fields(self) if f.name not in ("targets", "context_group", "kept", "missing")):
+        for name in (f.name for f in fields(self) if f.name not in ("targets", "context_group", "missing", *SETS)):
             value = getattr(self, name)
             if value is None:
                 if name == "advantages":
@@ -179,6 +185,15 @@ class TokenBatch:
             check_sets("kept", self.kept, targets)
             object.__setattr__(self, "_given_mask", self.mask)
             object.__setattr__(self, "mask", narrowed(self.kept, targets, self.mask, self.missing))
+        for name in ("logp_terms", "prob_terms"):
+            sets = getattr(self, name)
+            if sets is not None:
+                check_sets(name, sets, targets)
+                require(sets.values is not None, name, sets, "give each id its coefficient: sets.with_values(...).")
+        if self.logp_terms is not None and self.prob_terms is not None:
+            same = self.logp_terms.same_ids(self.prob_terms)
+            remedy = "they list other ids than logp_terms: list the ids of both in both, with the value 0 where one has none."
+            require(same, "prob_terms", self.prob_terms, remedy)
         for name in ("advantages", "weights", "nll_weights"):
             value = getattr(self, name)
             if value is not None:
@@ -306,7 +321,11 @@ class TokenBatch:
             return without if marked is None else marked & without
         advantages, weights = self.flat("advantages"), self.flat("weights")  # 0 where masked
         assert advantages is not None
-        contributing = advantages != 0 if weights is None else (advantages != 0) & (weights != 0)
+        contributing = advantages != 0
+        if self.listed is not None:
+            has_ids = self.listed.counts > 0
+            contributing = contributing | (has_ids if mask is None else has_ids & mask)
+        contributing = contributing if weights is None else contributing & (weights != 0)
         nll_weights = self.flat("nll_weights")
         if nll_weights is not None:
             contributing = contributing | (nll_weights != 0)
@@ -350,6 +369,11 @@ class TokenBatch:
         lacking, given = outside(self.kept, self.targets), self.__dict__["_given_mask"]
         given = torch.ones_like(lacking) if given is None else flat(given)
         return (lacking & given).sum() / given.sum().clamp(min=1).to(torch.float32)
+
+    @property
+    def listed(self) -> TokenSets | None:
+        """The ids of `logp_terms` and `prob_terms`."""
+        return self.prob_terms if self.logp_terms is None else self.logp_terms
 
     @property
     def without_set(self) -> Tensor:

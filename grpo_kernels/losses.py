@@ -11,6 +11,7 @@ import torch
 from .batch import TokenBatch, sends_ahead, whole
 from .checks import describe, nearest, require
 from .formulas.divergence import Exact
+from .formulas.listed import ListedTerms
 from .formulas.ops import bounded_exp
 from .formulas.token_stage import JointStage, TokenRows
 from .layout import check_targets, per_token, values_are_checked
@@ -18,9 +19,10 @@ from .objective import Denominators, Objective
 from .rows.backends import WITH_ENTROPY, is_strict
 from .rows.hidden import Hidden
 from .rows.partials import RowTransform
+from .rows.ragged import Ragged
 from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
 from .rows.sets import KeptRows, OverSets
-from .rows.stream import Logits, Seconds, Whole
+from .rows.stream import Logits, Seconds, Whole, slots_of
 from .specs import (
     DEFAULTS,
     IDENTITY,
@@ -47,7 +49,7 @@ from .streams import (
     seconds_of,
     squared,
 )
-from .token_sets import TokenSets
+from .token_sets import TokenSets, check_ids
 
 Tensor = torch.Tensor
 
@@ -263,9 +265,9 @@ def linear_grpo_loss(
     options      backend, strict mode, a shard, memory for the gradient of weight, sparse gradients, sets: see `Options`.
 
     Three products for rows that get a gradient (two with a frozen head; four of a sequence that is longer than a block, at a
-    sequence level), one for other trained rows, none for masked ones. Logits are fp32, a chunk of rows at a time, and the gradient of the weight is
-    summed in fp32. Over kept sets a row costs a dot product for each id of its set. docs/functions.md has costs and memory. The
-    gradients are handed over once, as in `grpo_loss`.
+    sequence level), one for other trained rows, none for masked ones. Logits are fp32, a chunk of rows at a time; the gradient
+    of the weight is summed in fp32. Over kept sets a row costs a dot product for each id of its set. docs/functions.md has costs
+    and memory. The gradients are handed over once, as in `grpo_loss`.
     Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(linear_grpo_loss, unknown)
@@ -328,14 +330,20 @@ def _loss(
         rows = scaled_by_temperature(rows, exact, stream.transform)
     late = late or over is not None or sparse is not None or is_traced() or bool(seconds.known)
     joint = isinstance(stream, Hidden) and not seconds.others and _slopes_scale(stream, objective, kept)
+    listed, at = objective.listed_terms(batch), None
+    if batch.listed is not None:
+        refuse_sparse(options, "the gradients of ids of logp_terms and prob_terms would be among the columns drawn once more")
+        check_ids("prob_terms" if batch.logp_terms is None else "logp_terms", batch.listed, stream.vocab)
+        at, late, joint = slots_of(batch.listed), late or kept is not None or bool(seconds.others), False
     if not late and (objective.one_pass or joint):
-        return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited)
+        return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited, listed, at)
     with_gradient = ("entropy",) if objective.needs_entropy else ()
-    asked = Asked(("entropy",), with_gradient, kept, over, seconds, exact, rows=visited, sparse=sparse)
+    asked = Asked(("entropy",), with_gradient, kept, over, seconds, exact, at, rows=visited, sparse=sparse)
     found = statistics_of(stream, asked, rows.targets, rows.read, options)
     kl_apart = over is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
     own = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
-    out = _loss_of_logps(found.logps, found.named["entropy"], batch, objective, own)
+    beside = None if listed is None else (listed, found.named["at"])
+    out = _loss_of_logps(found.logps, found.named["entropy"], batch, objective, own, beside)
     out = _with_divergence(out, found.named.get("divergence"))
     if found.whole_logps is None:
         return out
@@ -345,13 +353,13 @@ def _loss(
 
 def _in_one_visit(
     stream: Logits | Hidden, batch: TokenBatch, objective: Objective, rows: TokenRows, kept: KeptRows | None, seconds: Seconds,
-    visited: tuple[Tensor, int] | None,
+    visited: tuple[Tensor, int] | None, listed: ListedTerms | None, at: Ragged | None,
 ) -> LossOutput:  # fmt: skip
     shape, others, (index, active) = batch.targets.shape, seconds.others, visited or (None, None)
     over_vocabulary, over_sets = None, None
     if kept is None or not kept.has_all:
         read = rows.read if kept is None else kept.others(rows.read)
-        over_vocabulary = Whole(rows.targets, read, (), others, index, active)
+        over_vocabulary = Whole(rows.targets, read, (), others, index, active, at)
     if kept is not None:
         over_sets = OverSets(kept, rows.targets, WITH_ENTROPY, others)
     log_ratio: Tensor | None = None
@@ -362,7 +370,7 @@ def _in_one_visit(
         return objective.token_stage(logps, entropy, rows, batch, log_ratio)[:2]
 
     groups = () if objective.one_pass else _groups(batch, objective, active)
-    stage = objective.stage(rows) if objective.one_pass else JointStage(terms, groups)
+    stage = objective.stage(rows, listed) if objective.one_pass else JointStage(terms, groups)
     visit = OneVisit(stream, over_vocabulary, over_sets, stage, torch.is_grad_enabled())
     loss, logps, entropy, divergence = fused_loss(visit, stream.tensors)
     divergence = None if divergence is None else divergence.view(shape)
@@ -405,7 +413,7 @@ def _kl_over_vocabulary(logps: Tensor, objective: Objective, rows: TokenRows) ->
     value, _, _, slope = objective.kl_terms(logps.detach(), replace(rows, old_logps=None), torch.zeros_like(logps))
     weight = rows.kl_weight
     assert weight is not None
-    return applied(_TokenStage, logps, None, weight * value, weight * slope, None)
+    return applied(_TokenStage, logps, None, None, weight * value, weight * slope, None, None)
 
 
 def _with_divergence(out: LossOutput, divergence: Tensor | None) -> LossOutput:
@@ -419,32 +427,47 @@ def _with_divergence(out: LossOutput, divergence: Tensor | None) -> LossOutput:
 
 
 def _loss_of_logps(
-    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows
+    logps: Tensor,
+    entropy: Tensor | None,
+    batch: TokenBatch,
+    objective: Objective,
+    rows: TokenRows,
+    listed: tuple[ListedTerms, Tensor] | None = None,
 ) -> LossOutput:
-    """The loss of flat log-probs and entropy [n]: the token stage alone."""
+    """The loss of flat log-probs and entropy [n], and of the log-probs [k] of listed ids: the token stage alone."""
     L, H = logps.detach(), None if entropy is None else entropy.detach()
     x = None if objective.one_pass else objective.log_ratio(L, rows, batch)
-    losses, d_logps, d_entropy = objective.token_stage(L, H, rows, batch, x)
-    loss = applied(_TokenStage, logps, entropy, losses, d_logps, d_entropy)
+    if listed is None:
+        losses, d_logps, d_entropy, _ = objective.token_stage(L, H, rows, batch, x)
+        loss = applied(_TokenStage, logps, entropy, None, losses, d_logps, d_entropy, None)
+    else:
+        terms, at = listed
+        term, slopes = terms.of(at.detach(), rows.advantages)
+        losses, d_logps, d_entropy, d_term = objective.token_stage(L, H, rows, batch, x, term)
+        loss = applied(_TokenStage, logps, entropy, at, losses, d_logps, d_entropy, d_term[terms.rows] * slopes)
     H = torch.full_like(L, math.nan) if H is None else H
     shape = batch.targets.shape
     return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x)
 
 
 class _TokenStage(torch.autograd.Function):
-    """The sum of per-token losses, differentiable in log-probs and entropy: their slopes were computed beside the losses."""
+    """The sum of per-token losses, differentiable in log-probs, entropy and log-probs of listed ids: their slopes were computed
+    beside the losses."""
 
     @staticmethod
-    def forward(logps: Tensor, entropy: Tensor | None, losses: Tensor, d_logps: Tensor, d_entropy: Tensor | None) -> Tensor:
+    def forward(
+        logps: Tensor, entropy: Tensor | None, at: Tensor | None, losses: Tensor, d_logps: Tensor, d_entropy: Tensor | None,
+        d_at: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         return total(losses)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[3:])
+        ctx.save_for_backward(*inputs[4:])
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradient_once(_times, d_loss, *ctx.saved_tensors), None, None, None
+        return *gradient_once(_times, d_loss, *ctx.saved_tensors), None, None, None, None
 
 
 def _times(d_loss: Tensor, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -503,6 +526,11 @@ def objective_loss(
 
     Value and gradient are those of `grpo_loss`. Raises ValueError naming the argument that is wrong."""
     check_specs(batch, objective)
+    if batch.listed is not None:
+        raise ValueError(
+            "logp_terms and prob_terms need log-probs of their ids, which objective_loss does not have: leave them out, or use "
+            "grpo_loss or linear_grpo_loss."
+        )
     for name, x in (("logps", logps), ("entropy", entropy), ("divergence", divergence)):
         if x is not None and (x.shape != batch.targets.shape or not x.is_floating_point()):
             raise ValueError(

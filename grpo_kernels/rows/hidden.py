@@ -28,6 +28,7 @@ from .stream import (
     Found,
     Gradients,
     LateGradient,
+    ListedRows,
     Parts,
     Stream,
     WeightGradient,
@@ -226,13 +227,16 @@ class Engine(Gradients):
         result: FusedRows | None = None
         n = whole.targets.numel()
         for some, at, hidden, wanted in self._visited(whole, gradients, whole.active):
-            rows, own = self._rows(whole, at, hidden), stage if len(hidden) == n else stage.at(at)
+            rows = self._rows(whole, at, hidden)
             d_logits = self._gradient(rows.logits[0], some) if wanted else None
             out = None if d_logits is None else d_logits[None]
-            if whole.apart:
+            if whole.at is not None:
+                part = self._fused_listed(whole, stage, rows, self._places(at), out)
+            elif whole.apart:
+                own = stage.at(at)
                 part = fused_beside(self.backend, rows, own, out, self._places(at), whole.apart, self.logits_of)
             else:
-                part = self.backend.fused(rows, own, out)
+                part = self.backend.fused(rows, stage if len(hidden) == n else stage.at(at), out)
             if len(hidden) == n and result is None:  # all rows at once
                 result = part
             else:
@@ -244,6 +248,16 @@ class Engine(Gradients):
                 self._accumulate(at, hidden, d_logits, some)
             del d_logits
         return FusedRows.zeros(n, self.hidden.device, whole.others or None) if result is None else result
+
+    def _fused_listed(self, whole: Whole, stage: TokenStage, rows: LogitRows, at: Tensor, out: Tensor | None) -> FusedRows:
+        """`fused` of a chunk beside listed ids, whose logits are among those of the chunk."""
+        listed, shard = ListedRows.of(whole, stage, self.stream.transform, at), self.stream.shard
+        here = self.stream.own(listed.ids).in_chunk(listed.at, listed.targets.numel())
+        logits = rows.logits[0].new_zeros(here.ids.shape)
+        if self.stream.columns:  # else of a rank without a part of the vocabulary
+            logits = torch.where(here.ids >= 0, rows.logits[0][here.rows, here.ids.clamp(min=0)], 0.0)
+        logits = logits if shard is None else shard.sum_over_ranks(logits)
+        return listed.fused(self.backend, rows, logits, out, here)
 
     def fused_jointly(self, whole: Whole, stage: JointStage, gradients: bool) -> FusedRows:
         """`fused` of rows that wait for the log-probs of their group. The rows that have no gradient come first, as groups may wait

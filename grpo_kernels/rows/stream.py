@@ -15,7 +15,7 @@ import torch
 from ..formulas.token_stage import JointStage, TokenStage
 from ..layout import plain
 from ..token_sets import TokenSets
-from .backends import Backend, FusedRows
+from .backends import WITH_ENTROPY, Backend, FusedRows
 from .memory import empty, zeros
 from .parallel import VocabShard
 from .partials import OUTSIDE, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
@@ -202,6 +202,11 @@ class Other:
         return partials_of(("divergence",), self.kind)
 
 
+def slots_of(sets: TokenSets) -> Ragged:
+    """The ids of sets, all of them in use."""
+    return Ragged(sets.ids.to(torch.int64), sets.offsets, sets.row_of).plain()
+
+
 class Known(NamedTuple):
     """A teacher that is known at some ids of each row: sets with its log-probs as values; and its weight in each row."""
 
@@ -210,7 +215,7 @@ class Known(NamedTuple):
 
     @property
     def slots(self) -> Ragged:
-        return Ragged(self.sets.ids.to(torch.int64), self.sets.offsets, self.sets.row_of).plain()
+        return slots_of(self.sets)
 
 
 class Seconds(NamedTuple):
@@ -488,6 +493,56 @@ def pull_beside(
     out.copy_(gradient)
 
 
+class ListedRows(NamedTuple):
+    """Rows of a visit and the ids that are listed for them, for a loss with terms in the log-probs of these. On a CPU these rows
+    alone; elsewhere, where the host does not know how many ids they have, all rows of the visit, with the others' ids not in use.
+
+    at   int64 [r]: which of the rows they are."""
+
+    targets: Tensor
+    read: Tensor | None
+    ids: Ragged
+    stage: TokenStage
+    transform: RowTransform
+    at: Tensor
+
+    @classmethod
+    def of(cls, whole: Whole, stage: TokenStage, transform: RowTransform, at: Tensor) -> ListedRows:
+        """The rows `at`, int64 [r]."""
+        slots, listed = whole.at, stage.listed
+        assert slots is not None and listed is not None
+        if at.device.type != "cpu":
+            these = torch.zeros_like(whole.targets, dtype=torch.bool).index_fill(0, at, True)
+            return cls(whole.targets, whole.read, slots.only(these), stage, transform, at)
+        ids, which = slots.taken(at)
+        read = None if whole.read is None else whole.read[at]
+        own = stage.at(at)._replace(listed=listed.taken(which, ids.rows, ids.offsets))
+        return cls(whole.targets[at], read, ids, own, transform.at(at), torch.arange(at.numel()))
+
+    def fused(self, backend: Backend, rows: LogitRows, logits: Tensor, out: Tensor | None, here: Ragged) -> FusedRows:
+        """`fused` of a backend: statistics, token stage in torch, gradient. `rows`: these rows' logits; `logits` fp32 [k]: those at
+        the ids; `here`: the ids as this process's columns in `out`."""
+        listed, read = self.stage.listed, self.read
+        assert listed is not None
+        partials = Partials.not_read(WITH_ENTROPY, self.targets.numel(), self.at.device)
+        partials.values[:, self.at] = backend.visit(rows, WITH_ENTROPY).values
+        logps, entropy = partials.softmax(True)
+        ids = LogitsAt(self.ids, logits, self.ids.ids >= 0)
+        of_ids = torch.where(ids.used, ids.log_probs(partials, read, self.transform), 0.0)
+        term, of_term = listed.of(of_ids, self.stage.rows.advantages)
+        losses, d_logps, d_entropy, d_term = self.stage.terms(logps, entropy, term)
+        if out is not None:
+            upstream = {"logps": d_logps} if d_entropy is None else {"logps": d_logps, "entropy": d_entropy}
+            slopes = Slopes.of({"entropy": entropy}, upstream, read)
+            of_rows = (self.targets, read, partials, slopes, self.transform)
+            at_ids, slopes = ids.gradients(d_term[listed.rows] * of_term, None, *of_rows)
+            backend.gradient(rows, partials.at(self.at), slopes.at(self.at), out)
+            used = here.ids >= 0 if read is None else (here.ids >= 0) & read[self.ids.rows]
+            write_at(out, here.positions(out.shape[1]), at_ids, used)
+        losses = losses if read is None else torch.where(read, losses, 0.0)
+        return FusedRows(*(x[self.at] for x in (logps, entropy, losses)))
+
+
 def sums_outside(backend: Backend, z: Tensor, slots: Ragged, rows: LogitRows) -> Tensor:
     """fp32 [2, r]: max and sum of transformed rows z [r, V] without the columns of `slots`, which -inf replaces. 1 minus the
     probability of these columns would be the rounding of that, where they have nearly all of it."""
@@ -597,12 +652,17 @@ class Logits(Stream):
     def fused(self, whole: Whole, stage: TokenStage | JointStage, gradients: LogitsGradient | None) -> FusedRows:
         assert isinstance(stage, TokenStage)
         rows, out, n = self._rows(whole), None if gradients is None else gradients.rows(), whole.targets.numel()
-        if not whole.apart:
+        if not whole.apart and whole.at is None:
             return self.backend.fused(rows, stage, out)
-        result = FusedRows.zeros(n, self.logits.device, whole.apart)
+        result = FusedRows.zeros(n, self.logits.device, whole.apart or None)
         for lo, hi, _ in self._blocks(n):
-            of, block = slice(lo, hi), self._block(rows, lo, hi)
-            to, at = None if out is None else self._block(rows, lo, hi, out).logits, self._places(lo, hi)
+            of, at = slice(lo, hi), self._places(lo, hi)
+            if whole.at is not None:
+                listed = ListedRows.of(whole, stage, self.transform, at)
+                here = listed.ids if listed.at is at else listed.ids._replace(rows=at[listed.ids.rows])
+                result.put(of, listed.fused(self.backend, rows.cut(lo, hi), self.at(here), out, here))
+                continue
+            block, to = self._block(rows, lo, hi), None if out is None else self._block(rows, lo, hi, out).logits
             result.put(of, fused_beside(self.backend, block, stage.at(of), to, at, whole.apart, _rows_of))
         return result
 

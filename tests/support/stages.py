@@ -25,7 +25,7 @@ def run(
     objective: Objective, batch: TokenBatch, logps: Tensor, entropy: Tensor | None = None, normalizer: Any = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(losses, slopes of the log-probs, slopes of the entropies) [n]."""
-    return objective.token_stage(logps, entropy, objective.token_rows(batch, normalizer), batch)
+    return objective.token_stage(logps, entropy, objective.token_rows(batch, normalizer), batch)[:3]
 
 
 def exact(
