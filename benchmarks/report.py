@@ -1,13 +1,13 @@
 """The report: everything in README.md and docs/ that is made from result files or from the code, RESULTS.md, and the pictures.
 
-    python -m benchmarks.report [--write] [--results DIR]
+    python -m benchmarks.report [--write | --check] [--results DIR]
 
-Prints RESULTS.md, or writes all pages and pictures. Tests compare them with the code and the files."""
+Prints RESULTS.md, or writes or checks all pages and pictures."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import html
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import results
+from benchmarks.experiments import EXPERIMENTS
 from benchmarks.results import RESULTS, ROOT
 from benchmarks.suites import EAGER, OURS, SUITES
 from benchmarks.tables import (
@@ -49,10 +50,8 @@ FIGURES = DOCS / "benchmarks.md"
 COMMAND = "python -m benchmarks.report --write"
 #: Pictures that the page of figures shows.
 PICTURES = ("logits", "hidden", "length", "active")
-#: Modules of experiments, each with the page that its tables stand on.
-EXPERIMENTS = ("swaps", "crossover", "vocab_parallel", "host_time", "replay", "exact_kl", "sparse_training")
-#: Files of what `benchmarks.resources` has counted in machine code, by version of Triton and by target.
-BUDGETS, INSTRUCTIONS = RESULTS / "budgets.json", RESULTS / "instructions.json"
+#: What `benchmarks.resources` has found of the budgets, by version of Triton and by target.
+BUDGETS = RESULTS / "budgets.json"
 
 
 # ---- presets
@@ -76,17 +75,6 @@ def presets() -> str:
         aggregate = f"{objective.aggregate} (over {DENOMINATORS[objective.aggregate]})"
         trainers = ", ".join(trainer for trainer, known in NUMERICS.items() if name in known)
         rows.append([f"`{name}`", policy, level, aggregate, trainers])
-    return render(rows, markdown=True).replace("---:", "---")
-
-
-def presets_by_surrogate() -> str:
-    """The presets' names only, grouped by their surrogate."""
-    names: dict[str, list[str]] = {}
-    for name, objective in PRESETS.items():
-        names.setdefault(type(objective.surrogate).__name__, []).append(f"`{name}`")
-    alone = {surrogate: of for surrogate, of in names.items() if len(of) == 1}
-    rows = [["policy term", "presets"], *([f"`{x}`", ", ".join(of)] for x, of in names.items() if x not in alone)]
-    rows.append(["one each: " + ", ".join(f"`{surrogate}`" for surrogate in alone), ", ".join(of for (of,) in alone.values())])
     return render(rows, markdown=True).replace("---:", "---")
 
 
@@ -254,22 +242,7 @@ def gpus(folder: Path, page: Path = FIGURES) -> str:
     return "\n\n".join([*tables, pictures(folder, "cuda", page)])
 
 
-# ---- what was counted in machine code
-
-
-def instructions() -> Table:
-    """Of Triton's newest version on Hopper: what a thread issues for a logit in each visit of a row, and its loads before the
-    first wait, of all in a round of the loop."""
-    record = results.load(INSTRUCTIONS)
-    head = "of a thread for a logit", "visit", "instructions", "exponentials", "fp32", "memory", "registers x threads"
-    lines = [[*head, "loads before the first wait"]]
-    ways = record[max(record, key=numbers)]["targets"]["sm_90"]
-    for name, visit in ((name, visit) for name, way in ways.items() if name.startswith(OURS) for visit in way["visits"]):
-        issued = [sum(visit["issued"].values()), *(visit["issued"][pipe] for pipe in ("special", "fp32", "memory"))]
-        held = f"{visit['registers']} x {visit['threads']}" + f", {visit['spilled']} B spilled" * bool(visit["spilled"])
-        what = f"{visit['kernel']}, {'read and write' if visit['writes'] else 'read'}"
-        lines.append([name, what, *(f"{x:.2f}" for x in issued), held, f"{visit['together']} of {visit['loads']}"])
-    return lines
+# ---- the budgets of the compiled kernels
 
 
 def budgets() -> Table:
@@ -288,9 +261,8 @@ def budgets() -> Table:
 def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
     """{page: {name: text}} of what stands between a page's markers."""
     divergences = {"Reverse": "divergence", "Forward": "divergence-forward", "Jensen-Shannon": "divergence-jsd"}
-    counted = {"counts": instructions, "budgets": budgets}
     return {
-        README: {"front": front(folder), "presets_by_surrogate": presets_by_surrogate()},
+        README: {"front": front(folder), "preset_names": ", ".join(f"`{name}`" for name in PRESETS) + "."},
         DOCS / "objectives.md": {"presets": presets()},
         DOCS / "divergences.md": {
             "divergences_cpu": "\n\n".join(f"**{kind}.** {figures(folder, suite)}" for kind, suite in divergences.items()),
@@ -304,7 +276,7 @@ def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
             "plots_cpu": pictures(folder),
             "gpus": gpus(folder),
         },
-        DOCS / "gpu.md": {name: render(table(), markdown=True) for name, table in counted.items()},
+        DOCS / "gpu.md": {"budgets": render(budgets(), markdown=True)},
     }
 
 
@@ -315,14 +287,12 @@ Generated by `{COMMAND}` from the files in `results/`; `python -m benchmarks` me
 All contenders of a table run interleaved in one process, each checked against float64 first: implementations that fail the
 check are not timed. `ms` is the median of `runs`, `p20` and `p80` are quantiles. The limit is what the hardware needs for the
 least that the contract asks for, measured in the same run: one read and one write of the logits (a copy, or in place), or the
-bare matrix products, each by the fastest way known (torch.mm, oneDNN, ours, ours in chunks). Where the runs of a contender are
-of two kinds, such as with and without page faults, both times are shown with their shares. GB/s count the logits read (1U),
-read and written once (2U), or read twice and written (3U), whatever a contender really moves; TFLOP/s count the products that
+bare matrix products, each by the fastest way known (torch.mm, oneDNN, ours, ours in chunks). GB/s count the logits read (1U)
+or read and written once (2U), whatever a contender really moves; TFLOP/s count the products that
 are due (N rows, H hidden size, V vocabulary, a the share of rows with a gradient). `extra MB` is the peak beyond the inputs,
 results included. The error of the loss is relative to the mean absolute advantage, those of log-probs and entropies are the
 largest, those of gradients relative in the Euclidean norm: of all rows, and of the worst row; of a model's gradients that of
-the worst parameter. `compiles` counts compilations at three further row counts after the first, `syncs` waits of the host for a
-GPU."""
+the worst parameter."""
 
 
 def report(folder: Path = RESULTS) -> str:
@@ -349,12 +319,8 @@ def pages(folder: Path = RESULTS) -> Iterator[tuple[Path, Callable[[], str]]]:
     yield REPORT, lambda: report(folder)
     for page, parts in blocks(folder).items():
         yield page, lambda page=page, parts=parts: updated(page, parts)
-    for experiment in experiments():
+    for experiment in EXPERIMENTS.values():
         yield experiment.page, experiment.updated
-
-
-def experiments() -> list[Any]:
-    return [importlib.import_module(f"benchmarks.{name}").EXPERIMENT for name in EXPERIMENTS]
 
 
 def updated(page: Path, parts: dict[str, str]) -> str:
@@ -364,23 +330,36 @@ def updated(page: Path, parts: dict[str, str]) -> str:
     return text
 
 
+def stale() -> list[Path]:
+    """Pages and pictures that are not those of the result files and of the code."""
+    from benchmarks import plots
+
+    old = [
+        path for path, shown in plots.pictures(RESULTS).items() if plots.described(shown) not in html.unescape(path.read_text())
+    ]
+    return old + [page for page, made in pages() if made() != page.read_text()]
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="update pictures, README.md, docs/ and benchmarks/RESULTS.md")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--write", action="store_true", help="update pictures, README.md, docs/ and benchmarks/RESULTS.md")
+    what.add_argument("--check", action="store_true", help="name what --write would change, and exit with 1 if there is any")
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="folder of result files; of others, --write makes pictures alone"
     )
     args = parser.parse_args(argv)
     folder = args.results.resolve()
+    if args.check:
+        old = stale()
+        raise SystemExit("\n".join(["out of date:", *map(str, old)]) if old else 0)
     if not args.write:
         print(report(folder))
         return
     from benchmarks import plots
 
-    written = plots.write(folder)
+    written = [plots.save(shown, path) for path, shown in plots.pictures(folder).items()]
     if folder == RESULTS:
-        for experiment in experiments():
-            experiment.draw()
         for page, made in pages():
             page.write_text(made())
             written.append(page)

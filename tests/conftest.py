@@ -42,7 +42,7 @@ LONG = (
     "rows/test_cpu_products.py", "rows/test_two_row_kernels.py", "rows/test_triton_fallback.py",
     "core/test_ranks.py", "core/test_waits.py", "core/test_head_ranks.py",
     "integrations/test_liger.py", "integrations/test_trl_ranks.py", "benchmarks/test_gpu_kit.py",
-    "benchmarks/test_benchmark_harness.py", "diagnosis/test_doctor.py", "training/test_trainer_resume.py",
+    "benchmarks/test_benchmarks.py", "diagnosis/test_doctor.py", "training/test_trainer_resume.py",
     "rows/test_triton_compile.py",
 )  # fmt: skip
 

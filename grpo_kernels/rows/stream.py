@@ -27,6 +27,8 @@ Tensors = tuple[Any, ...]  # of tensors and None
 
 #: Bytes of the rows that are taken at a time, as fp32, out of logits that are there, beside several second streams.
 BLOCK_BYTES = {"cpu": 16 << 20, "cuda": 300 << 20}
+#: Devices whose values the host reads without a wait.
+READ_AT_ONCE = ("cpu",)
 
 
 # ---- gradients, which may be computed in the backward, once its factor is known, because they are sparse or come in parts
@@ -511,7 +513,7 @@ class ListedRows(NamedTuple):
         """The rows `at`, int64 [r]."""
         slots, listed = whole.at, stage.listed
         assert slots is not None and listed is not None
-        if at.device.type != "cpu":
+        if at.device.type not in READ_AT_ONCE:
             these = torch.zeros_like(whole.targets, dtype=torch.bool).index_fill(0, at, True)
             return cls(whole.targets, whole.read, slots.only(these), stage, transform, at)
         ids, which = slots.taken(at)
@@ -537,8 +539,7 @@ class ListedRows(NamedTuple):
             of_rows = (self.targets, read, partials, slopes, self.transform)
             at_ids, slopes = ids.gradients(d_term[listed.rows] * of_term, None, *of_rows)
             backend.gradient(rows, partials.at(self.at), slopes.at(self.at), out)
-            used = here.ids >= 0 if read is None else (here.ids >= 0) & read[self.ids.rows]
-            write_at(out, here.positions(out.shape[1]), at_ids, used)
+            write_at(out, here.positions(out.shape[1]), at_ids, here.ids >= 0)
         losses = losses if read is None else torch.where(read, losses, 0.0)
         return FusedRows(*(x[self.at] for x in (logps, entropy, losses)))
 

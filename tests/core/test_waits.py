@@ -20,7 +20,9 @@ from grpo_kernels import (
     Options,
     Sparse,
     TokenBatch,
+    TokenSets,
     group_advantages,
+    grpo_loss,
     linear_grpo_loss,
     loss_from_model,
     use,
@@ -65,11 +67,14 @@ def test_a_wait_of_the_device_is_noticed() -> None:
 
 def marked(batch: TokenBatch) -> TokenBatch:
     """On the device, its row counts with the host, which has those of a GPU by then."""
-    marks = {kind: batch.marked(kind) for kind in batch._kinds}
     made = TokenBatch(**{name: on_meta(getattr(batch, name)) for name in TokenBatch.__dataclass_fields__})
-    numbers = {kind: batch.rows if mark is None else int(mark.sum()) for kind, mark in marks.items()}
-    object.__setattr__(made, "_numbers", numbers)
+    object.__setattr__(made, "_numbers", {kind: batch.counts(kind) for kind in batch._kinds})
     return made
+
+
+def known_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokenBatch, "counts", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind])
+    monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: sum(batch.counts(kind)))
 
 
 def moved(x: Any) -> Any:
@@ -91,7 +96,7 @@ def runs(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, **options: Any) -> lis
     f, after, given = arguments_of(p, **options)
     after, given = moved(after), moved(given)
     front = [torch.empty_like(x, device="meta").requires_grad_() for x in p.given.values()]
-    monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind])
+    known_counts(monkeypatch)
     make_device(monkeypatch)
     with use(backend="eager"):
         out = called(f, after, given)(*front)
@@ -127,6 +132,9 @@ CALLS = [
     for r in of_values(covering(vocab=61, width=8, frozen="nothing", inplace=False, lengths=(5, 2, 0, 4)))
     if not is_documented(r)
 ]
+CALLS += [
+    Recipe(objective=name, source="hidden", normalizer=9.0) for name in ("gspo", "off-policy sequences", "clip-cov", "gmpo")
+]
 CALLS += [Recipe(objective=name, skip_inactive=len(name) % 2 > 0) for name in OBJECTIVES if "exact" not in name]
 CALLS += [
     legal(Recipe(objective=name, kept="some", missing=missing, source=source, weight_grad=grad, skip_inactive=grad != "none"))
@@ -138,6 +146,21 @@ CALLS += [
 @pytest.mark.parametrize("recipe", CALLS, ids=str)
 def test_no_call_waits(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(runs(recipe, monkeypatch)) == len(problem(recipe).given) - (recipe.weight_grad != "none")
+
+
+@pytest.mark.usefixtures("meta")
+@pytest.mark.parametrize("source", ["logits", "hidden"])
+def test_terms_at_listed_ids_wait_for_nothing(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem(Recipe(source=source, objective="dapo"))
+    sets = TokenSets.from_lists([[1, 5, 7][: i % 4] for i in range(p.targets.numel())]).with_values(None)
+    of = replace(batch_of(p), logp_terms=sets.with_values(torch.randn(sets.ids.numel())))
+    batch = marked(of)
+    known_counts(monkeypatch)
+    names = ("hidden", "weight") if source == "hidden" else ("logits",)
+    front = [torch.empty_like(p.given[name], device="meta").requires_grad_() for name in names]
+    call = linear_grpo_loss if source == "hidden" else grpo_loss
+    call(*front, batch, Objective.preset("dapo"), options=Options("eager")).loss.backward()  # type: ignore[operator]
+    assert all(x.grad is not None for x in front)
 
 
 @pytest.mark.parametrize("preset", ["dapo", "gspo"])
@@ -170,7 +193,7 @@ def batch_on_meta() -> TokenBatch:
 @pytest.mark.usefixtures("meta")
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_denominators_wait_for_nothing(name: str, batch_on_meta: TokenBatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind])
+    known_counts(monkeypatch)
     batch = replace(batch_on_meta, groups=torch.empty(4, dtype=torch.int64, device="meta"))
     object.__setattr__(batch, "_numbers", batch_on_meta.__dict__["_numbers"])
     global_normalizer(OBJECTIVES[name][0](), [batch, batch])
@@ -178,7 +201,7 @@ def test_denominators_wait_for_nothing(name: str, batch_on_meta: TokenBatch, mon
 
 @pytest.mark.usefixtures("meta")
 def test_what_goes_before_a_loss_waits_for_nothing(batch_on_meta: TokenBatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind])
+    known_counts(monkeypatch)
     batch, rewards = batch_on_meta, torch.empty(4, device="meta")
     logps = torch.empty(batch.targets.shape, device="meta", requires_grad=True)
     TokenBatch.from_rewards(batch.targets, rewards, group_size=2, mask=batch.mask, kept=batch.kept, missing="mask")
@@ -193,7 +216,7 @@ def test_loss_from_model_waits_for_nothing(batch_on_meta: TokenBatch, monkeypatc
 
     model, shape = build("LlamaForCausalLM").to("meta"), batch_on_meta.targets.shape
     model.model.forward = lambda input_ids: (model.model.embed_tokens(input_ids),)  # that of transformers waits
-    monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind])
+    known_counts(monkeypatch)
     make_device(monkeypatch)
     ids = torch.empty(shape, dtype=torch.int64, device="meta")
     with use(backend="eager"):
