@@ -399,7 +399,7 @@ FAULTS: list[Fault] = [
         ("a comparison of nothing counts", "        told = told or bool(size > 0)\n", "        told = True\n"),
         (
             "experimental: a function that was replaced inside a call stays", "    finally:\n        setattr(home, name, theirs)",
-            "    finally:\n        pass", "tests/integrations/test_trl_replay.py",
+            "    finally:\n        pass", "tests/integrations/test_trl_losses.py",
         ),
         (
             "the second place of a trainer's function is not looked at", "            if len(every) > 1 and error.name is not None and home.startswith(error.name):",
@@ -583,11 +583,11 @@ FAULTS: list[Fault] = [
         ),
         (
             "TRL replay: sets of the first completions for all batches", "index[:, length - tokens :] = (torch.arange(b * tokens) + self._taken * tokens).view(b, tokens)",
-            "index[:, length - tokens :] = torch.arange(b * tokens).view(b, tokens)", "tests/integrations/test_trl_replay.py",
+            "index[:, length - tokens :] = torch.arange(b * tokens).view(b, tokens)", "tests/integrations/test_trl_losses.py",
         ),
         (
             "TRL replay: tool tokens take sets of sampled ones", "row[: len(is_generated)] = torch.as_tensor(is_generated) != 0",
-            "row[: len(is_generated)] = True", "tests/integrations/test_trl_replay.py",
+            "row[: len(is_generated)] = True", "tests/integrations/test_trl_losses.py",
         ),
         (
             "TRL distillation: divisor ignored", "normalizer=num_items_in_batch,",
