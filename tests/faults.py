@@ -384,10 +384,10 @@ FAULTS: list[Fault] = [
         ("the first token of a sequence is of the one before", "rows, right=True)", "rows, right=False)"),
         ("rows that touch overlap", "if step < extent:", "if step <= extent:", AUTOGRAD),
     ),
-    *of("grpo_kernels/integrations/__init__.py", "tests/integrations/test_binding.py",
+    *of("grpo_kernels/integrations/__init__.py", "tests/integrations/test_bound_functions.py",
         ("adapters(): one is left out", 'if not module.name.startswith("_")', 'if not module.name.startswith(("_", "slime"))'),
     ),
-    *of("grpo_kernels/integrations/_swap.py", "tests/integrations/test_binding.py",
+    *of("grpo_kernels/integrations/_swap.py", "tests/integrations/test_bound_functions.py",
         (
             "undo leaves late imports bound", '            for late, key in names_of(value, getattr(module, "__name__", "")):\n                setattr(late, key, theirs)\n',
             "",
@@ -411,7 +411,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "slopes of a result that has none there are compared", "if a.requires_grad and b.requires_grad]",
-            "if a.requires_grad]", "tests/integrations/test_bound_functions.py tests/integrations/test_binding.py",
+            "if a.requires_grad]", "tests/integrations/test_bound_functions.py",
         ),
         (
             "undo leaves attributes that were not there", "            if theirs is ABSENT:\n                delattr(module, name)\n                continue\n",
