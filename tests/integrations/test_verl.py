@@ -1,5 +1,5 @@
-"""verl 0.9.1 itself, where it is installed, beside ours, on a CPU: corrections of the sampler, advantages, the actor's loss from
-logits and the fused forward. Its policy losses are in test_policy_losses, its distillation losses in test_trainer_distillation.
+"""verl 0.9.1 itself, where it is installed, beside ours, on a CPU: corrections of the sampler, advantages and the fused
+forward. Its policy losses are in test_policy_losses, its distillation losses in test_trainer_distillation.
 
     pip install --no-deps verl==0.9.1 && pip install ray tensordict omegaconf hydra-core codetiming orjson pylatexenc"""
 
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_policy_losses import config_of_verl, core
+from test_policy_losses import core
 from torch.testing import assert_close
 
 from grpo_kernels import TokenBatch, group_advantages
@@ -20,7 +20,7 @@ from grpo_kernels.rewards.advantages import NUMERICS, gpg_scale, greedy_baseline
 from grpo_kernels.rewards.corrections import importance_weights, rejection_mask
 from grpo_kernels.rewards.returns import WHITENING, discounted_returns, gae, optimal_token_advantages, whiten
 from support.pairs import label, pairs
-from support.trainers import DATA, MASK, B, T, assert_same, value_and_gradient
+from support.trainers import DATA, MASK
 
 parametrize = pytest.mark.parametrize
 
@@ -71,43 +71,6 @@ def test_rollout_correction(row):
     weights = importance_weights(batch, level=row["level"], mode=mode, low=low, high=high, normalize=row["normalize"])
     assert torch.equal(kept.bool(), mine) and 0 < int(mine.sum()) < int(MASK.sum()) and (weights[MASK] != 1).any()
     assert_close(proto.batch["rollout_is_weights"], weights, rtol=1e-5, atol=1e-6)
-
-
-@parametrize("i, name", [*enumerate(verl.LOSSES)])
-def test_the_actor_loss_from_logits(lots_in_order, monkeypatch, i, name):
-    """verl's `ppo_loss`, which adds entropy and KL to the tensor that it is given, in place: with its loss, and with ours from its
-    registry."""
-    algorithms, prompt, mode = core(), 3, [*verl.AGGREGATES][i % 5]
-    from tensordict import NonTensorData, TensorDict
-    from verl.workers.utils.losses import ppo_loss
-
-    def packed(x):
-        return torch.cat([torch.nn.functional.pad(row, (prompt - 1, 1)) for row in x])
-
-    logits, ids = 1.2 * torch.randn(B, T, 11), torch.randint(11, (B, T))
-    logps = torch.log_softmax(logits, -1).gather(2, ids[..., None])[..., 0]
-    fields = {
-        "prompts": torch.ones(B, prompt, dtype=torch.int64), "responses": ids, "attention_mask": torch.ones(B, prompt + T, dtype=torch.int64),
-        "response_mask": MASK.long(), "old_log_probs": (logps + DATA.old - DATA.logps).clamp(max=-0.005), "advantages": DATA.advantages,
-        "ref_log_prob": logps + DATA.ref - DATA.logps, **({"rollout_is_weights": DATA.weights} if i % 2 else {}),
-    }  # fmt: skip
-
-    def actor(x, loss_mode):
-        log_p = torch.log_softmax(x, -1)
-        out = {"log_probs": packed(log_p.gather(2, ids[..., None])[..., 0]), "entropy": packed(-(log_p.exp() * log_p).sum(-1))}
-        whole = TensorDict(fields, batch_size=[B])
-        whole.set_non_tensor("dp_size", 1)
-        for key in ("batch_num_tokens", "global_batch_size"):
-            whole.set(key, NonTensorData(None, batch_size=[B]))
-        how = {"loss_mode": loss_mode, "loss_agg_mode": mode, "entropy_coeff": 0.03, "use_kl_loss": True, "kl_loss_coef": 0.2}
-        loss, metrics = ppo_loss(config_of_verl({}, **how), out, whole)
-        return loss, {k: float(v.aggregate() if hasattr(v, "aggregate") else v) for k, v in metrics.items()}
-
-    monkeypatch.setattr(algorithms, "POLICY_LOSS_REGISTRY", algorithms.POLICY_LOSS_REGISTRY.copy())
-    verl.register("mine_")
-    want, mine = (value_and_gradient(lambda x, n=n: actor(x, n), logits) for n in (name, f"mine_{name}"))
-    assert_same(mine, want, 1e-4)
-    assert mine[0][1] == pytest.approx(want[0][1], rel=1e-5, abs=1e-6) and mine[0][1]["kl_loss"] != 0
 
 
 def test_the_fused_forward():
