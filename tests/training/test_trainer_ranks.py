@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -79,8 +78,6 @@ RUNS = {
         {"prompts_per_step": 5, "micro_batch": 5, "num_updates": 2, "beta": 0.1, "advantages": "optimal_token", "top_k": 12,
          "top_p": 0.9, "min_p": 0.01, "ratio_to": "sampler", "entropy_over": "vocabulary"},
     ),
-    "greedy": ("fsdp2", (evens,), {"advantages": "remax", "corrections": ["sequence_mask"], "top_k": 9}),
-    "quantile": ("ddp", (evens,), {"entropy_share": 0.3, "eval_steps": 2, "eval_prompts": 1, "eval_temperature": 1.0}),
 }  # fmt: skip
 
 
@@ -108,9 +105,6 @@ def layouts(folder, rank):
         if layout == "ddp":
             first, second = t.ranks.gather(float(sum(p.detach().double().abs().sum() for p in t.model.parameters())))
             assert first == second
-    for layout in ("ddp", "fsdp2"):
-        options = {"dtype": "bfloat16", "gradient_checkpointing": True, "steps": 2, "eval_steps": 0}
-        run(folder / f"bf16 {layout}", "uneven", parallel=layout, **options)
     # Without a prompt to evaluate a rank samples all the same, and has nothing.
     completions = make(folder / "one row", "uneven", own=rank).rollouts.sample([PROMPTS[0] | {"prompt_ids": [1, 2]}], 3)
     assert len(completions.ids) == len(completions.tokens) == (0 if rank else 3)
@@ -214,8 +208,6 @@ def assert_same_run(got, want):
     pairs = [*zip(lines(got), lines(want), strict=True)]
     assert pairs
     for found, expected in pairs:
-        if want.name == "quantile":  # of which "kept" says nothing where it is one over ranks
-            expected.pop("kept", None)
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
     found = weights(got)
     for name, value in weights(want).items():
@@ -228,18 +220,10 @@ def test_curve_and_parameters_are_those_of_one_process(folder, alone, name):
 
 
 def test_the_runs_hold_the_cases_that_they_are_about(alone):
-    """Steps without any advantage, and with one on one rank only; a KL; a ratio that is not 1; an evaluation; sets."""
-    masked, uneven, steps, sets = (lines(alone / name) for name in ("masked", "uneven", "steps", "sets"))
-    assert {line["dropped"] for line in masked} >= {0.875, 0.5} and steps[-1]["entropy_coef"] > 0 and "accuracy" in uneven[-1]
-    assert all(line["kl"] > 1e-6 for line in uneven[1:-1]) and all(line["kept_mass"] < 0.95 for line in sets)
-    assert all(line["ratio_max"] > 1 + 1e-3 for line in [*uneven[1:-1], *sets])
-
-
-def test_half_precision(folder):
-    """The two layouts compute the same, and another thing than single precision."""
-    assert_same_run(folder / "bf16 ddp", folder / "bf16 fsdp2")
-    half, full = (lines(path)[0] for path in (folder / "bf16 ddp", folder / "uneven"))
-    assert half["grad_norm"] != full["grad_norm"] == pytest.approx(half["grad_norm"], rel=3e-2)
+    """Steps without any advantage, and with one on one rank only; a ratio that is not 1; sets."""
+    assert {line["dropped"] for line in lines(alone / "masked")} >= {0.875, 0.5}
+    for line in [*lines(alone / "uneven")[1:-1], *lines(alone / "sets")]:
+        assert line["ratio_max"] > 1 + 1e-3 and line.get("kept_mass", 0) < 0.95
 
 
 @pytest.mark.parametrize("name", ["half ddp", "half fsdp2", "ddp then fsdp2", "one then fsdp2"])
@@ -322,52 +306,3 @@ def test_launchers(tmp_path, monkeypatch, launcher):
     arguments = command(tmp_path, out=tmp_path / "run", parallel="fsdp2")
     finish(launch([sys.executable, "-m", module, *rest, "-m", "grpo_kernels", "train", *arguments], tmp_path))
     assert_as_alone(tmp_path, tmp_path / "run", monkeypatch)
-
-
-#: Of Slurm's commands, what the batch script uses, for one node: tasks, their names, signals to them.
-SLURM = {
-    "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> requeued; fi',
-    "scancel": "kill -TERM $(cat tasks)",
-    "srun": """
-shift
-: > tasks
-for i in 0 1; do
-  SLURM_PROCID=$i SLURM_LOCALID=$i SLURM_NTASKS=2 "$@" &
-  echo $! >> tasks
-done
-status=0
-for task in $(cat tasks); do wait $task || status=$?; done
-exit $status
-""",
-}
-
-
-@pytest.mark.slow
-def test_the_batch_script_of_slurm(tmp_path):
-    """With stand-ins for Slurm's commands: a job that is told of its end saves and goes back into the queue, and then goes on."""
-    script = ROOT / "examples" / "train.slurm"
-    (tmp_path / "bin").mkdir()
-    for name, text in SLURM.items():
-        (tmp_path / "bin" / name).write_text("#!/bin/bash\n" + text)
-        (tmp_path / "bin" / name).chmod(0o755)
-
-    def job(steps):
-        return launch(
-            ["bash", str(script), *command(tmp_path, steps=steps, checkpoint_steps=0, eval_steps=0)], tmp_path, OUT=f"{tmp_path}/run",
-            SLURM_JOB_ID="7", SLURM_JOB_NODELIST="here", PATH=f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        )  # fmt: skip
-
-    metrics, first = tmp_path / "run" / "metrics.jsonl", job(10_000)
-    deadline = time.monotonic() + 200
-    while (
-        (not metrics.exists() or metrics.read_text().count("\n") < 2) and first.poll() is None and time.monotonic() < deadline
-    ):
-        time.sleep(0.05)
-    first.send_signal(signal.SIGUSR1)
-    finish(first)
-    done = len(lines(tmp_path / "run"))
-    assert (tmp_path / "requeued").read_text().split() == ["requeue", "7"] and done >= 2
-    assert [path.name[:13] for path in saved_steps(tmp_path / "run")] == [f"step-{done:08d}"]
-    finish(job(done + 2))
-    assert [line["step"] for line in lines(tmp_path / "run")] == list(range(done + 2))
-    assert (tmp_path / "run" / "model").exists() and len((tmp_path / "requeued").read_text().splitlines()) == 1
