@@ -734,7 +734,7 @@ FAULTS: list[Fault] = [
         ("a correction forgets the weights", "weights if before is None else weights * before.view(weights.shape)", "weights"),
         ("metrics of nothing are not 0", "torch.where(ratio.size > 0, value, 0.0)", "value", "tests/rewards/test_corrections.py"),
     ),
-    *of("grpo_kernels/rewards/entropy.py", "tests/rewards/test_entropy.py",
+    *of("grpo_kernels/rewards/entropy.py", "tests/rewards/test_corrections.py",
         ("a quantile off by one", "position = (1.0 - share) * (count - 1)", "position = (1.0 - share) * count"),
         ("masked tokens in the quantile", "(mask.reshape(-1) != 0) & values.isfinite()", "values.isfinite()"),
         (
