@@ -3,7 +3,7 @@
     python tests/faults.py [PART OF A NAME OR FILE ...] [--all]
 
 copies the project, puts in one fault after the other, builds what is compiled where that is the faulty part, and runs the tests
-that are named beside it, or with --all the whole quick suite. It ends with the faults that no test found. `test_faults.py` sees
+that are named beside it, or with --all the whole quick suite. It ends with the faults that no test found. `test_structure.py` sees
 to it that every fault still fits the code."""
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def run(kind, options, mask=MASK, bias=True, upstream=1.0, **given):
     except (TypeError, ValueError) as error:
         if kind is Ours or metadata.version("liger-kernel") == liger.LIGER_VERSION:
             raise
-        pytest.skip(f"this Liger has not all of it: {error}")  # see tests/repository/trainer_versions.py
+        pytest.skip(f"this Liger has not all of it: {error}")  # see tests/repository/versions.py
 
 
 def same(got, want, rtol=3e-4):
