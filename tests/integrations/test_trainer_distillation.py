@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_kernels import Exact, LogitTransform, TokenSets, token_divergence
+from grpo_kernels import Exact, TokenSets
 from grpo_kernels.integrations import liger
 from grpo_kernels.integrations import trl as ours_of_trl
 from grpo_kernels.integrations import verl as ours_of_verl
@@ -34,11 +33,6 @@ TEACHER_LOGPS = torch.log_softmax(TEACHER, -1)
 HEADS = [
     [torch.randn(B, T, h, generator=G), 0.4 * torch.randn(V, h, generator=G), torch.randn(V, generator=G)] for h in (16, 24)
 ]
-
-
-def exact_of(beta, tail="bin"):
-    """TRL's and Liger's beta: 0 is the forward KL, 1 the reverse, in between the jsd with that mixture."""
-    return Exact("jsd", mixture=beta, tail=tail) if 0 < beta < 1 else Exact("reverse" if beta else "forward", tail=tail)
 
 
 # ---- from hidden states
@@ -83,39 +77,6 @@ def test_ligers_loss_by_its_name(beta):
     assert_same(mine, value_and_gradient(lambda h, w: theirs(h[keep], w, rows[keep], weight, labels[keep]), student))
     with pytest.raises(ValueError, match=r"mixture=1\.5"):
         liger.LigerFusedLinearJSD(1.5)
-
-
-# ---- TRL's losses of logits, which are ours by another name (docs/divergences.md)
-
-
-def trl(name, trainer):
-    pytest.importorskip("trl")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return getattr(importlib.import_module(f"trl.experimental.{name}.{name}_trainer"), trainer)
-
-
-def mean(teacher, exact, count=None, temperature=1.0):
-    def loss(z):
-        found = token_divergence(z, teacher, exact, mask=MASK, transform=LogitTransform(temperature)).sum()
-        return found / (MASK.sum() if count is None else count)
-
-    return loss
-
-
-WHOLE = {"gkd": "GKDTrainer", "gold": "GOLDTrainer", "iw_opd": "IWOPDTrainer"}
-
-
-@parametrize("row", pairs(name=WHOLE, beta=BETAS, items=ITEMS, temperature=(1.0, 0.7, 1.6)), ids=label)
-def test_whole_rows(row):
-    """And TRL's defect: NaN of an id that both heads rule out."""
-    theirs, exact = trl(row["name"], WHOLE[row["name"]]).generalized_jsd_loss, exact_of(row["beta"])
-    given = {"beta": row["beta"], "temperature": row["temperature"], "num_items_in_batch": row["items"]}
-    ours = mean(TEACHER, exact, row["items"], row["temperature"])
-    assert_same(value_and_gradient(ours, STUDENT), value_and_gradient(lambda z: theirs(z, TEACHER, LABELS, **given), STUDENT))
-    masked = [x.index_fill(-1, torch.tensor([4]), -torch.inf) for x in (STUDENT, TEACHER)]
-    value, gradient = value_and_gradient(mean(masked[1], exact), masked[0])
-    assert theirs(*masked, LABELS, beta=row["beta"]).isnan() and value.isfinite() and gradient.isfinite().all()
 
 
 # ---- verl's losses over a teacher's largest

@@ -300,16 +300,6 @@ def test_strict_compares_small_bonuses_and_lets_no_nan_pass(trainer, run, plain,
         run(case_of(), plain | {"old_per_token_logps": spoiled})
 
 
-def test_what_is_left_to_trl_is_counted_and_warns_once(trainer, run, plain, recwarn):
-    case = case_of("vespo", importance_sampling_level="sequence", beta=0.3, use_bias_correction_kl=True)
-    fused = patch(trainer)
-    got = [run(case, plain) for _ in range(2)]
-    assert got[0][0][0] == got[1][0][0] == run(case, plain, method=OWN)[0][0]
-    assert fused.counts == {"TRL: VESPO's KL weighted by the ratio of the sequence": 2}
-    assert len([w for w in recwarn if "left to TRL's own code: VESPO's KL" in str(w.message)]) == 1
-    fused.undo()
-
-
 # ---- over the sets that tokens were sampled from: old policy, reference and loss, against float64
 
 TOP_K = 4

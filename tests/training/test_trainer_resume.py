@@ -6,8 +6,6 @@ import os
 import pickle
 import shutil
 import signal
-import time
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -109,25 +107,6 @@ def test_a_signal_ends_the_step_and_saves(tok, tmp_path, straight, number):
     t = t if number == signal.SIGINT else resumed(tok, tmp_path)
     assert t.train() and t.stopped_by == 0
     assert_same(tmp_path, straight)
-
-
-@pytest.mark.parametrize(("seconds", "ended"), [(3.0, "after the step"), (3.1, "at once")])
-def test_one_signal_passed_on_twice_is_one(tok, tmp_path, monkeypatch, seconds, ended):
-    now, found = [100.0], "at once"
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background of a shell ignores it
-
-    def twice():
-        signalled(signal.SIGTERM)()
-        now[0] += seconds
-        signalled(signal.SIGINT)()
-
-    t = begun(tok, tmp_path, acting(twice, 1))
-    with suppress(KeyboardInterrupt):
-        assert not t.train() and t.stopped_by == signal.SIGTERM
-        found = "after the step"
-    signal.signal(signal.SIGINT, before)
-    assert found == ended
 
 
 def test_a_run_that_fails_keeps_its_steps(tok, tmp_path, straight):
