@@ -348,22 +348,6 @@ def test_findings(function, given, expected):
 # ---- facts
 
 
-@pytest.mark.parametrize(
-    ("files", "limits"),
-    [
-        ({}, (torch.inf, torch.inf)),
-        ({"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000", "a/b/memory.max": "max", "a/memory.max": "1000",
-          "a/memory.current": "700", "a/memory.stat": "anon 400\ninactive_file 200\n"}, (1.5, 500)),
-    ],
-    ids=["none", "of groups above"],
-)  # fmt: skip
-def test_limits_of_control_groups(files, limits, tmp_path):
-    for path, text in files.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text + "\n")
-    assert machine.cgroup_limits(tmp_path, "4:memory:/x\n0::/a/b\n") == limits
-
-
 def test_every_setting_that_the_package_reads_is_described():
     package = native.PACKAGE.rglob("*.py")
     read = {name for path in package for name in re.findall(r"\bGRPO_KERNELS_[A-Z_]+[A-Z]\b", path.read_text())}
