@@ -4,7 +4,6 @@ own."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from importlib import metadata
 from types import SimpleNamespace
@@ -114,7 +113,7 @@ def of_triton(function, row, logits, mask, ref=REF, **more):
 @parametrize("row", GRID, ids=label)
 def test_every_way_to_the_loss(row):
     """Liger and ours with as_liger, number by number under masks too; ours, and Liger where it counts no padding; ours, and ours
-    of logits, reduced or summed up from the losses of tokens."""
+    of logits."""
     options, given, loss_type, upstream = options_of(row), arguments_of(row), row["loss_type"], row["upstream"]
     mask = MASK | (row["mask"] == "full")
     kind = {"float": torch.float32, "long": torch.int64}.get(row["mask"], torch.bool)
@@ -129,27 +128,18 @@ def test_every_way_to_the_loss(row):
         whole = given | {"mask": torch.ones(B, T)}
         same(run(Ours, options, **whole), run(Theirs, options, **whole))
 
-    lengths, D = mask.sum(1, keepdim=True), None
-    if row["items"] is not None and loss_type in ("dapo", "cispo", "vespo"):
-        D = float(row["items"])
     names, temperature = [*REFERENCE][: 2 + row["reference"].endswith("bias")], row["temperature"]
     ref = REF if row["reference"] == "logps" else logps_of(*(REFERENCE[name] for name in names), temperature=temperature)
-    share = {"grpo": 1 / lengths / B, "sapo": 1 / lengths / B, "luspo": 1 / B, "dr_grpo": 1 / B / 9}.get(
-        loss_type, 1 / (D or float(lengths.sum()))
-    )
 
-    def of_logits(*leaves, reduce):
+    def of_logits(*leaves):
         logits = torch.cat([torch.nn.functional.linear(*leaves), LAST], 1) * 1.0
         before = logits.detach().clone()
-        out = of_triton(liger.triton_grpo_loss, row, logits, mask, ref, reduce=reduce, inplace=row["inplace"])
-        overwritten = row["inplace"] == "forward" and reduce and options["importance_sampling_level"] == "token"
+        out = of_triton(liger.triton_grpo_loss, row, logits, mask, ref, reduce=True, inplace=row["inplace"])
+        overwritten = row["inplace"] == "forward" and options["importance_sampling_level"] == "token"
         assert torch.equal(logits, before) != (overwritten and loss_type != "vespo")
-        if reduce:
-            return upstream * out[0], out[1]
-        return upstream * (out[0] * share).sum(), [x.sum() / lengths.sum() for x in out[1:] if x is not None]
+        return upstream * out[0], out[1]
 
-    for reduce in (True, False):
-        same(value_and_gradient(functools.partial(of_logits, reduce=reduce), LEAVES[: 2 + row["bias"]]), want)
+    same(value_and_gradient(of_logits, LEAVES[: 2 + row["bias"]]), want)
 
 
 def test_signatures():

@@ -1,6 +1,8 @@
 """Policy losses with the arguments of OpenRLHF, SkyRL, verl, slime and prime-rl, in value, gradient and metrics: a table of what
 each trainer computes, in the words of the float64 oracle (support/oracle.py), and the trainer's own loss where it is on the
-path."""
+path.
+
+    pip install --no-deps verl==0.9.1 && pip install ray tensordict omegaconf hydra-core codetiming orjson pylatexenc"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from grpo_kernels import Cispo, Clip, Objective, Sapo
 from grpo_kernels.integrations import openrlhf, prime_rl, skyrl, slime, verl
@@ -463,6 +466,55 @@ def test_gspo_aggregates_as_this_verl_does(registry):
     for theirs, mode, want in ((by_mode, "token-mean", "token-mean"), (asked, "seq-mean-token-sum", "seq-mean-token-mean")):
         registry["gspo"] = theirs
         assert verl.objective_of("gspo", config, mode).aggregate == want
+
+
+def test_these_are_all_losses_of_verl():
+    """One that a new verl adds is noticed here."""
+    assert {name for name in core().POLICY_LOSS_REGISTRY if not name.startswith("fused_")} == {*verl.LOSSES, "bypass_mode"}
+
+
+def test_the_fused_forward():
+    """verl's own patched forward, impl_backend=triton, against its torch backend: packed rows, rolled labels, temperature."""
+    core()
+    transformers = pytest.importorskip("transformers")
+    from verl.models.transformers.dense_common import forward_with_torch_backend, forward_with_triton_backend
+
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
+        vocab_size=211, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        tie_word_embeddings=True, attn_implementation="eager",
+    ))  # fmt: skip
+    ids, positions, results = torch.randint(211, (1, 14)), torch.cat([torch.arange(8), torch.arange(6)])[None], []
+    given = {
+        "input_ids": ids,
+        "position_ids": positions,
+        "shift_labels": torch.roll(ids, -1, 1),
+        "return_dict": True,
+        "use_cache": False,
+    }
+    with verl.bind(strict=True) as slots:
+        for forward in (forward_with_torch_backend, forward_with_triton_backend):
+            model.zero_grad()
+            out = forward(model, temperature=0.7, **given)
+            ((out.log_probs * torch.linspace(-1, 1, 14)).sum() + 0.3 * out.entropy.square().sum()).backward()
+            results.append(
+                [x.detach().float().flatten() for x in (out.log_probs, out.entropy, model.lm_head.weight.grad.clone())]
+            )
+    assert slots.counts == {"fused": 1}
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want, rtol=2e-5, atol=1e-5 * float(want.abs().max()))
+
+
+def test_sets_from_the_non_tensor_batch():
+    """They are cut and reordered with the batch, and go to the tokens that were sampled."""
+    np = pytest.importorskip("numpy")
+    mask, record = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0]]), np.empty(3, dtype=object)
+    record[:] = [[[4, 1], [7]], None, [[2, 6, 8]]]
+    data = SimpleNamespace(batch={"response_mask": mask}, non_tensor_batch={"sampling_mask": record})
+    kept = [[i for i in row if i >= 0] for row in verl.kept_sets(data).padded().tolist()]
+    assert kept == [[4, 1], [], [7], [], [], [], [2, 6, 8], [], []] and verl.kept_sets(data, "other") is None
+    record[0] = [[2]] * 4
+    refused((lambda: verl.kept_sets(data), r"lists\[0\] has 4 records, but generated marks"))
 
 
 # ---- slime

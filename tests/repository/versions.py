@@ -205,7 +205,7 @@ FUNCTIONS, LOSSES, SETS = "bound_functions", "policy_losses", "replayed_sets"
 #: By module of the adapter, which declares the rest.
 TRAINERS = {
     "trl": Trainer(beside=("liger-kernel",)),
-    "verl": Trainer(("verl", LOSSES, "trainer_distillation"), "test_verl.py or test_verl_itself or (verl and itself)"),
+    "verl": Trainer((LOSSES, "trainer_distillation"), "verl and (itself or fused_forward or all_losses)"),
     "liger": Trainer(("liger",), "every_way"),
     "openrlhf": Trainer((FUNCTIONS, LOSSES), "openrlhf and (own_file or itself)"),
     "areal": Trainer((FUNCTIONS,), "areal and own_file"),

