@@ -199,39 +199,24 @@ def timed_as(**gains):
     return measure
 
 
-SLOW, SAME = (0.69, 0.7, 0.71), (1.0, 1.0, 1.0)
-THREADS = Finding("8 threads on 1", "set 1", False, slows=True)
-
-
 @pytest.mark.parametrize(
-    ("known", "auto", "level", "products", "why", "remedy"),
+    ("known", "auto", "why"),
     [
-        ([THREADS], "cpu", "logits", SAME, "8 threads on 1", "set 1; run again"),
-        ([Finding("old trl", "x", False)], "cpu", "logits", SLOW, "nothing that doctor knows explains it", "run again on an idle machine"),
-        ([], "eager", "logits", SLOW, 'backend="auto" takes eager here', "native kernels"),
-        ([], "cpu", "hidden", (1.9, 2.0, 2.1), "a step by fp32 takes 5 ms, by avx512bf16, which is in use, 10 ms", "set GRPO_KERNELS_PRODUCTS=fp32"),
+        ([Finding("8 threads on 1", "set 1", False, slows=True)], "cpu", "8 threads on 1"),
+        ([Finding("old trl", "x", False)], "cpu", "nothing that doctor knows explains it"), ([], "eager", 'backend="auto" takes eager here'),
     ],
-    ids=["threads", "unknown", "eager", "products"],
+    ids=["threads", "unknown", "eager"],
 )  # fmt: skip
-def test_slower_than_plain_pytorch_is_a_problem_with_reason_and_way_out(
-    known,
-    auto,
-    level,
-    products,
-    why,
-    remedy,
-    sound,
-    monkeypatch,
-):
+def test_slower_than_plain_pytorch_is_a_problem_with_reason_and_way_out(known, auto, why, sound, monkeypatch):
     sound.know(*known)
-    sound.set("measure", timed_as(products=products, **{level: SLOW}))
+    sound.set("measure", timed_as(products=(1.0, 1.0, 1.0), logits=(0.69, 0.7, 0.71)))
     monkeypatch.setattr(backends, "native_backend", lambda device: ("cpu", None if auto == "cpu" else "not built"))
     (slow,) = sound.reports(healthy=False)["problems"]
-    said = "ours is slower than plain PyTorch: 14 ms where that takes 10 ms (0.7 times as fast)"
-    assert slow["problem"].startswith(f"a step from {level}: {said}") and why in slow["problem"]
-    assert remedy in slow["remedy"] and "objective_loss" in slow["remedy"]
-    out = sound.says(healthy=False)
-    assert "all is well" not in out and out.endswith("there are problems, see above\n") and "14.3 ms  0.7 times as fast" in out
+    assert (
+        "a step from logits: ours is slower than plain PyTorch: 14 ms where that takes 10 ms" in slow["problem"]
+        and why in slow["problem"]
+    )
+    assert "objective_loss" in slow["remedy"] and sound.says(healthy=False).endswith("there are problems, see above\n")
 
 
 def test_times_that_spread_are_not_judged(sound):

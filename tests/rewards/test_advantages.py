@@ -267,8 +267,6 @@ def test_kl_in_reward(rows, kl):
     agree(rows, kl_in_reward, [rows.lists(rewards - penalty)], rewards, logps, ref_logps, **given)
     if outcome.numel() < rows.mask.sum():
         agree(rows, kl_in_reward, [rows.lists(at_end(outcome, rows.mask) - penalty)], outcome, logps, ref_logps, **given)
-        whole = kl_in_reward(outcome, logps, ref_logps, mask=rows.mask, per="sequence", **given)
-        close(whole, outcome - penalty.sum(1), atol=1e-6)
 
 
 @pytest.mark.parametrize("weighted", [False, True])

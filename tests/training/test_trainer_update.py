@@ -138,7 +138,6 @@ CASES = {
     "one update": Case({"temperature": 0.7}, steps=2, metrics={"ratio_max": 1.0, "ratio_min": 1.0, "dropped": 0.0}),
     "updates": Case({"num_updates": 3, "lr": 1e-2, "micro_batch": 5, "temperature": 1.3}),
     "reference refreshed": Case({"beta": 0.1, "ref_refresh_steps": 1, "loss": "logits", "micro_batch": 5, **HOT}, KL, steps=3),
-    "eager": Case({"beta": 0.1, "loss": "eager", "micro_batch": 7, **HOT}, KL),
     # denominators
     "dapo": Case({"preset": "dapo", "micro_batch": 5, **HOT}, DAPO),
     "dr_grpo": Case({"preset": "dr_grpo", "micro_batch": 5, **HOT}, Spec(aggregate="constant", max_tokens=4)),
@@ -150,12 +149,10 @@ CASES = {
     "entropy share": Case({"preset": "dapo", "entropy_share": 0.3}, Spec(eps_high=0.28, entropy_share=0.3), metrics={"kept": 0.3}),
     # sets
     "sets": Case({"beta": 0.1, "micro_batch": 5, **CUT, **HOT}, KL, steps=2),
-    "sets, logits": Case({"beta": 0.1, "loss": "logits", "temperature": 0.7, "min_p": 0.1, **CUT, **HOT}, KL),
     "no replay": Case({"replay": False, "ratio_to": "sampler", "top_p": 0.6, "micro_batch": 5, **HOT}),
     # divergences, teachers
     "reverse": of_kl("exact", temperature=0.7),
     "reverse, logits, sets": of_kl("exact", loss="logits", top_p=0.8, temperature=1.3, entropy_over="vocabulary"),
-    "k3 to a teacher": Case({"beta": 0.1, **CUT}, KL, teacher=softcapped),
     "distillation": Case({"preset": "distillation", "temperature": 0.7, **HOT}, Spec(beta=1.0), no_reward, teacher=softcapped),
     # advantages
     "steps": Case({"reward_weights": [1.0, 0.5], **HOT}, GRPO, beside_steps, rewards=(varied, of_steps)),
