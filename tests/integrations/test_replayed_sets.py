@@ -110,17 +110,6 @@ class Record:
         return self.tokens
 
 
-class Later(Record):
-    """As its later versions, whose tensors are private."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self._parts = vars(self).pop("ids"), vars(self).pop("offsets")
-
-    def _as_tensors(self):
-        return self._parts
-
-
 def arguments(**changes):
     return SimpleNamespace(**{"rollout_top_p": 0.9, "rollout_top_k": -1, "use_kl_loss": False, "kl_coef": 0.0} | changes)
 
@@ -148,8 +137,7 @@ def miles_scores(homes, logits, record, order=range(6), **options):
     return logps[back, 0], entropy[back]
 
 
-@parametrize("kind", [Record, Later])
-def test_miles(miles_homes, kind):
+def test_miles(miles_homes):
     logits, partial = 2 * torch.randn(6, V, generator=torch.Generator().manual_seed(1)), [*SETS[:5], []]
 
     def score(record, order=range(6), **options):
@@ -158,13 +146,13 @@ def test_miles(miles_homes, kind):
     with miles.bind(arguments(), strict=True) as slots:
         for order in (range(6), [0, 5, 4, 2, 1, 3]):
             exact = lambda x: (over(x / 1.3, TOKENS, SETS)[0], entropies(x / 1.3))  # noqa: E731
-            assert_scored(score(kind(SETS), order, temperature=1.3), exact, logits)
-        got = score(kind(partial, partial=True))()[0]
+            assert_scored(score(Record(SETS), order, temperature=1.3), exact, logits)
+        got = score(Record(partial, partial=True))()[0]
         torch.testing.assert_close(got.double(), over(logits, TOKENS, partial)[0], rtol=1e-5, atol=1e-5)
         assert {*slots.counts} == {"fused"}
         refused(
-            (score(kind(partial)), "no ids for response token 5"),
-            (score(kind([*SETS[:5], [10]])), r"targets\[5\]=7 is not in its kept set"),
+            (score(Record(partial)), "no ids for response token 5"),
+            (score(Record([*SETS[:5], [10]])), r"targets\[5\]=7 is not in its kept set"),
         )
 
 
@@ -189,7 +177,7 @@ def test_miles_with_other_arguments_is_refused_when_it_is_bound(miles_homes):
 
 
 def test_miles_records_of_a_packed_batch():
-    sets = miles.kept_sets([Record(SETS[:2]), Later([[4, 5], []], partial=True)], [4, 3], [2, 2])
+    sets = miles.kept_sets([Record(SETS[:2]), Record([[4, 5], []], partial=True)], [4, 3], [2, 2])
     assert sets.padded().tolist() == [[-1] * 3, [3, 1, 14], [9, -1, -1], [-1] * 3, [4, 5, -1], [-1] * 3, [-1] * 3]
     refused((lambda: miles.kept_sets([Record([[1], []])], [5], [2]), r"masks\[0\] has no ids for response token 1"))
 

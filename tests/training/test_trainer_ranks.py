@@ -131,7 +131,7 @@ def continued(folder, rank):
 
 
 def stopped(folder, rank):
-    """A signal that one rank alone gets, a reward function that fails on one rank alone, and arguments that are wrong."""
+    """A signal that one rank alone gets, and a reward function that fails on one rank alone."""
     found = {}
 
     def evens_at(act):
@@ -152,13 +152,9 @@ def stopped(folder, rank):
 
     t = make(folder / "signal", "uneven", rewards=[evens_at(lambda: os.kill(os.getpid(), signal.SIGTERM))])
     found["signal"] = [t.train(), len(lines(t.out)), t.stopped_by]
-    (folder / "file").touch()
-    for name, options in (
-        ("grader", {"rewards": [evens_at(gone)], "parallel": "fsdp2"}), ("few", {"prompts_per_step": 1}), ("file/run", {}),
-    ):  # fmt: skip
-        with pytest.raises((RuntimeError, ValueError)) as caught:
-            make(folder / name, "uneven", **options).train()
-        found[name] = str(caught.value)
+    with pytest.raises(RuntimeError) as caught:
+        make(folder / "grader", "uneven", rewards=[evens_at(gone)], parallel="fsdp2").train()
+    found["grader"] = str(caught.value)
     return found
 
 
@@ -253,9 +249,6 @@ def test_what_happens_to_one_process_happens_to_all(folder):
     assert first["signal"] == second["signal"] == [False, 3, signal.SIGTERM]
     assert second["grader"].startswith("reward evens raised RuntimeError: the grader is gone\nWith completion 0 of 8 alone")
     assert first["grader"] == f"process 1 of the run failed: RuntimeError: {second['grader']}"
-    assert "prompts_per_step=1: the 2 processes of this run take a prompt each" in first["few"] == second["few"]
-    assert second["file/run"] == f"process 0 of the run failed: ValueError: {first['file/run']}"
-    assert first["file/run"].startswith("out=") and "cannot be written" in first["file/run"]
 
 
 # ---- launchers

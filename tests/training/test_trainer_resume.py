@@ -212,16 +212,6 @@ def test_lines_that_a_crash_leaves(tok, three, straight, capsys):
     assert lines(other) == lines(straight)[1:] and "metrics.jsonl: 4 damaged lines are left out" in capsys.readouterr().err
 
 
-def test_what_lies_beside_the_checkpoints_stays(tok, three, straight):
-    """Files with similar names."""
-    mine = {"step-00000003-good.pt", "step-00000001-0123456789abcdef.pt.bak", "draft-of-my-paper"}
-    for name in mine:
-        (three / "checkpoints" / name).write_text("mine")
-    assert resumed(tok, three).train()
-    assert_same(three, straight)
-    assert mine < {path.name for path in (three / "checkpoints").iterdir()}
-
-
 def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(tok, tmp_path, monkeypatch):
     """A crash of the machine at any moment leaves one: content and name are synced before what they replace is removed."""
     events = []
