@@ -110,7 +110,7 @@ def test_bounds_are_inclusive():
 @both
 @pytest.mark.parametrize("delta", [0.0, 0.05, 0.5])
 def test_off_policy_sequence_mask(delta, packed):
-    """Without a sampler the old log-probs stand in."""
+    """Without a sampler the old log-probs stand in, and without those nothing has moved."""
     rows, x = ratios()
     moved = [-oracle.mean(row) if row else 0.0 for row in oracle.log_weights(rows.lists(x))]
     keep = torch.tensor([float(a >= 0 or m <= delta) for a, m in zip(ADVANTAGES, moved, strict=True)])
@@ -118,6 +118,8 @@ def test_off_policy_sequence_mask(delta, packed):
     for given in (batch, replace(batch, old_logps=batch.sampler_logps, sampler_logps=None)):
         got = off_policy_sequence_mask(given, batch.old_logps, delta=delta)
         rows.check(got, rows.lists(keep[:, None].expand(x.shape)))
+    still = off_policy_sequence_mask(replace(batch, old_logps=None, sampler_logps=None), batch.old_logps, delta=delta)
+    rows.check(still, rows.lists(torch.ones_like(x)))
     assert 0 < keep.sum() < 7
 
 
