@@ -36,12 +36,11 @@ from support.runs import (
     seed,
     tiny,
     trainer,
-    undrawn,
     varied,
     weights,
 )
 
-BEFORE_THE_RANKS = ("torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "matplotlib.figure")
+BEFORE_THE_RANKS = ("torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3")
 ROOT = Path(__file__).parents[2]
 
 
@@ -162,11 +161,9 @@ def main(rank, path, argv, port):
     torch.set_num_threads(1)
     folder = Path(path)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    with pytest.MonkeyPatch.context() as patch:
-        undrawn(patch)
-        layouts(folder, rank)
-        continued(folder, rank)
-        torch.save(stopped(folder, rank), folder / f"rank{rank}.pt")
+    layouts(folder, rank)
+    continued(folder, rank)
+    torch.save(stopped(folder, rank), folder / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
@@ -247,7 +244,7 @@ def test_a_resumed_run_of_two_processes_is_bitwise_the_same(folder):
 def test_what_happens_to_one_process_happens_to_all(folder):
     first, second = (torch.load(folder / f"rank{rank}.pt") for rank in (0, 1))
     assert first["signal"] == second["signal"] == [False, 3, signal.SIGTERM]
-    assert second["grader"].startswith("reward evens raised RuntimeError: the grader is gone\nWith completion 0 of 8 alone")
+    assert second["grader"] == "reward evens raised RuntimeError: the grader is gone"
     assert first["grader"] == f"process 1 of the run failed: RuntimeError: {second['grader']}"
 
 
@@ -271,7 +268,7 @@ def assert_as_alone(folder, out, monkeypatch):
     assert command_line(["train", *command(folder, out=alone)]) == 0
     assert_same_run(out, alone)
     state = saved(out)
-    assert len(state["rng"]) == 2 and state["config"]["parallel"] == "fsdp2" and (out / "curves.png").exists()
+    assert len(state["rng"]) == 2 and state["config"]["parallel"] == "fsdp2"
 
 
 def test_a_run_of_two_processes_from_the_command_line(folder, monkeypatch):

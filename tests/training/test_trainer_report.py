@@ -75,20 +75,14 @@ def test_accuracy_says_what_it_counts(tok, tmp_path):
     assert found == [[step, 5 / 8, "three >= 1, 8 prompts", pytest.approx((4 * 3.0 + 1.0 + 3 * 0.5) / 8)] for step in (0, 1)]
 
 
-def test_metrics_are_json_whatever_is_in_them(tok, tmp_path, drawn):
-    """A gradient that is not finite: its norm is null, and the picture is drawn from the rest."""
+def test_metrics_are_json_whatever_is_in_them(tok, tmp_path):
+    """A gradient that is not finite: its norm is null."""
     model = tiny(tok)
     model.lm_head.weight.register_hook(lambda g: g * float("nan"))
     assert trainer(tok, tmp_path, model=model, steps=2).train()
     texts = (tmp_path / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for text in texts]
     assert [line["grad_norm"] for line in found] == [None, None] and found[0]["skipped"] == 1.0
-    assert (tmp_path / "curves.png").stat().st_size > 5000
-
-
-def test_a_picture_that_fails_ends_no_run(tok, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("matplotlib.figure.Figure", lambda **_: [][0])
-    assert trainer(tok, tmp_path).train() and "curves.png is not drawn: IndexError" in capsys.readouterr().err
 
 
 # ---- samples
@@ -156,30 +150,9 @@ def test_numbers_of_torch_and_process_rewards_are_rewards():
     assert graded([(torch.tensor(1),), [None, 1], [0] * 3, [2]])[1] == [None, 1.0]
 
 
-def dividing(ids):
-    if ids == [[1]]:
-        raise KeyError("another error, of a lone completion")
-    return [1 / (len(each) != 3) for each in ids]
-
-
-def together(ids):
-    if len(ids) > 1:
-        raise OSError("too many")
-    return [0.0]
-
-
-NONE = "OSError: too many\nWith none of the 4 completions alone it was seen to fail alike. The first of them:"
-
-
-@pytest.mark.parametrize(
-    ("function", "said", "which"),
-    [(dividing, "ZeroDivisionError: division by zero\nWith completion 2 of 4 alone it fails alike:", 2), (together, NONE, 0)],
-)
-def test_an_error_in_a_reward_function_shows_the_completion_that_caused_it(function, said, which):
-    """The function is asked about each completion alone until it fails in the same way."""
-    with pytest.raises(RuntimeError) as caught:
-        graded(function)
-    assert str(caught.value) == f"reward graded raised {said}{shown(which)}"
+def test_an_error_in_a_reward_function_names_it():
+    with pytest.raises(RuntimeError, match=r"^reward graded raised ZeroDivisionError: division by zero$"):
+        graded(lambda ids: 1 / 0)
 
 
 def test_reward_functions_get_the_columns_of_their_prompt(tok, tmp_path):

@@ -103,14 +103,14 @@ def test_a_signal_ends_the_step_and_saves(tok, tmp_path, straight, number):
     before = signal.getsignal(number)
     t = begun(tok, tmp_path, acting(signalled(number), 2), checkpoint_steps=0)
     assert not t.train() and t.stopped_by == number and signal.getsignal(number) is before
-    assert len(lines(tmp_path)) == 3 and (tmp_path / "curves.png").exists() and not (tmp_path / "model").exists()
+    assert len(lines(tmp_path)) == 3 and not (tmp_path / "model").exists()
     t = t if number == signal.SIGINT else resumed(tok, tmp_path)
     assert t.train() and t.stopped_by == 0
     assert_same(tmp_path, straight)
 
 
 def test_a_run_that_fails_keeps_its_steps(tok, tmp_path, straight):
-    with pytest.raises(RuntimeError, match="ZeroDivisionError: division by zero\nWith none of the 12 completions alone"):
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: division by zero"):
         begun(tok, tmp_path, acting(lambda: 1 / 0, 2), checkpoint_steps=0).train()
     assert [line["step"] for line in lines(tmp_path)] == [0, 1]
     assert resumed(tok, tmp_path).train()
