@@ -18,6 +18,7 @@ from .token_sets import TokenSets, check_sets, narrowed, outside, without_set
 
 Tensor = torch.Tensor
 
+SETS = ("kept", "logp_terms", "prob_terms")
 KINDS = ("trained", "contributing", "sequences")
 
 
@@ -58,12 +59,12 @@ class Counts:
             values.copy_(counts, non_blocking=True)
             event = module.Event()
             event.record()
-        self.device, self.known = counts.device, list[int]()
+        self.counts, self.known = counts, list[int]()
         self.sent: tuple[Tensor, Any] | None = (values, event)
 
     def on_host(self) -> list[int]:
         if self.sent is not None:
-            _refuse_capture(self.device)
+            _refuse_capture(self.counts.device)
             values, event = self.sent
             event.synchronize()
             self.known, self.sent = values.tolist(), None
@@ -107,6 +108,9 @@ class TokenBatch:
                  ratio, entropy, KL and gradient are then over the set; old_logps, ref_logps and sampler_logps have to be over
                  the same sets. A row without ids runs over the whole vocabulary.
     missing      of a target that its kept set lacks: "include", "full", "mask" or "raise"; None: see `Options`.
+    logp_terms   `TokenSets` with values c: adds sum_v c_v log p_v over the ids that are listed for a row to its policy term, or
+                 what `Objective(listed=)` makes of these. A row without ids has no such term.
+    prob_terms   likewise with values r: adds sum_v r_v p_v. Given both, the ids are the same. No gradient flows to values.
 
     With a context_group, the tokens' losses of all ranks add up to those of the whole sequences, and so do gradients. What
     needs a sequence costs an all-reduce of B numbers: its length (once a batch; from hidden states also whether it holds a
@@ -139,6 +143,8 @@ class TokenBatch:
     context_group: Any = field(default=None, kw_only=True)
     kept: TokenSets | None = field(default=None, kw_only=True)
     missing: str | None = field(default=None, kw_only=True)
+    logp_terms: TokenSets | None = field(default=None, kw_only=True)
+    prob_terms: TokenSets | None = field(default=None, kw_only=True)
     __repr__ = describe
 
     def __post_init__(self) -> None:
@@ -148,7 +154,7 @@ class TokenBatch:
             raise ValueError(f"targets is {got}: pass an int64 tensor of token ids, [B, T] or packed [N].")
         if targets.dim() not in (1, 2):
             raise ValueError(f"targets has shape {list(targets.shape)}: pass [B, T], or packed [N] with cu_seqlens.")
-        for name in (f.name for f in fields(self) if f.name not in ("targets", "context_group", "kept", "missing")):
+        for name in (f.name for f in fields(self) if f.name not in ("targets", "context_group", "missing", *SETS)):
             value = getattr(self, name)
             if value is None:
                 if name == "advantages":
@@ -179,6 +185,15 @@ class TokenBatch:
             check_sets("kept", self.kept, targets)
             object.__setattr__(self, "_given_mask", self.mask)
             object.__setattr__(self, "mask", narrowed(self.kept, targets, self.mask, self.missing))
+        for name in ("logp_terms", "prob_terms"):
+            sets = getattr(self, name)
+            if sets is not None:
+                check_sets(name, sets, targets)
+                require(sets.values is not None, name, sets, "give each id its coefficient: sets.with_values(...).")
+        if self.logp_terms is not None and self.prob_terms is not None:
+            same = self.logp_terms.same_ids(self.prob_terms)
+            remedy = "they list other ids than logp_terms: list the ids of both in both, with the value 0 where one has none."
+            require(same, "prob_terms", self.prob_terms, remedy)
         for name in ("advantages", "weights", "nll_weights"):
             value = getattr(self, name)
             if value is not None:
@@ -306,7 +321,11 @@ class TokenBatch:
             return without if marked is None else marked & without
         advantages, weights = self.flat("advantages"), self.flat("weights")  # 0 where masked
         assert advantages is not None
-        contributing = advantages != 0 if weights is None else (advantages != 0) & (weights != 0)
+        contributing = advantages != 0
+        if self.listed is not None:
+            has_ids = self.listed.counts > 0
+            contributing = contributing | (has_ids if mask is None else has_ids & mask)
+        contributing = contributing if weights is None else contributing & (weights != 0)
         nll_weights = self.flat("nll_weights")
         if nll_weights is not None:
             contributing = contributing | (nll_weights != 0)
@@ -317,18 +336,27 @@ class TokenBatch:
         return alive if mask is None else alive & mask
 
     def count(self, kind: str, marked: Tensor | None = None) -> int:
-        """Number of rows of a kind, as a Python number. `marked`: what `marked(kind)` returned, if the caller has it already.
-        On a CPU the rows are counted now; on a GPU the number was sent to the host when the batch was made.
-
-        On a GPU, a write that torch does not see (through DLPack or `.data`, or in inference mode, or between replays of a graph)
-        makes that number stale. An asynchronous assertion on the device then stops the program; the host does not wait for it."""
+        """Number of rows of a kind, as a Python number; see `counts`."""
         marked = self.marked(kind) if marked is None else marked
         if not sends_ahead(self.targets.device):
             return self.rows if marked is None else int(marked.sum())
-        count = self._counts().on_host()[self._kinds.index(kind)]
-        if marked is not None:
-            torch._assert_async(marked.sum() == count, f"the rows of a TokenBatch that are {kind} {UNSEEN}")
-        return count
+        return sum(self.counts(kind, marked))
+
+    def counts(self, kind: str, marked: Tensor | None = None) -> tuple[int, ...]:
+        """Number of rows of a kind in each sequence of this process, or in all where the sequences are not known, as Python
+        numbers. `marked`: what `marked(kind)` returned, if the caller has it already. On a CPU the rows are counted now; on a
+        GPU the numbers were sent to the host when the batch was made.
+
+        On a GPU, a write that torch does not see (through DLPack or `.data`, or in inference mode, or between replays of a graph)
+        makes these numbers stale. An asynchronous assertion on the device then stops the program; the host does not wait for it."""
+        own = self._of_sequences(self.marked(kind) if marked is None else marked)
+        if not sends_ahead(self.targets.device):
+            return tuple(own.tolist())
+        place, size = self._kinds.index(kind), own.numel()
+        counts, of_kind = self._counts(), slice(place * size, (place + 1) * size)
+        sent = tuple(counts.on_host()[of_kind])
+        torch._assert_async((own == counts.counts[of_kind]).all(), f"the rows of a TokenBatch that are {kind} {UNSEEN}")
+        return sent
 
     @property
     def _kinds(self) -> tuple[str, ...]:
@@ -341,6 +369,11 @@ class TokenBatch:
         lacking, given = outside(self.kept, self.targets), self.__dict__["_given_mask"]
         given = torch.ones_like(lacking) if given is None else flat(given)
         return (lacking & given).sum() / given.sum().clamp(min=1).to(torch.float32)
+
+    @property
+    def listed(self) -> TokenSets | None:
+        """The ids of `logp_terms` and `prob_terms`."""
+        return self.prob_terms if self.logp_terms is None else self.logp_terms
 
     @property
     def without_set(self) -> Tensor:
@@ -358,11 +391,12 @@ class TokenBatch:
         return known[1]
 
     def _count_rows(self) -> Counts:
-        marks = [self.marked(kind) for kind in self._kinds]
-        counts = [
-            torch.full((), self.rows, device=self.targets.device) if m is None else m.sum() for m in marks
-        ]  # no host sync
-        return Counts(torch.stack(counts))
+        return Counts(torch.cat([self._of_sequences(self.marked(kind)) for kind in self._kinds]))  # no host sync
+
+    def _of_sequences(self, marked: Tensor | None) -> Tensor:
+        """int64 [B]: how many of these rows each sequence has; [1] where the sequences are not known."""
+        marked = torch.ones_like(flat(self.targets), dtype=torch.bool) if marked is None else marked
+        return marked.sum()[None] if self.sequences is None else self._own_sum(marked).to(torch.int64)
 
     def _exchanged(self, name: str, own: Tensor, *sources: Tensor | None) -> Tensor:
         """`own` [B], sums over this rank's tokens, summed over the ranks that share the sequences. The result is cached, and

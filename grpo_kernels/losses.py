@@ -11,16 +11,18 @@ import torch
 from .batch import TokenBatch, sends_ahead, whole
 from .checks import describe, nearest, require
 from .formulas.divergence import Exact
+from .formulas.listed import ListedTerms
 from .formulas.ops import bounded_exp
-from .formulas.token_stage import TokenRows
+from .formulas.token_stage import JointStage, TokenRows
 from .layout import check_targets, per_token, values_are_checked
 from .objective import Denominators, Objective
-from .rows.backends import is_strict
+from .rows.backends import WITH_ENTROPY, is_strict
 from .rows.hidden import Hidden
 from .rows.partials import RowTransform
+from .rows.ragged import Ragged
 from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
 from .rows.sets import KeptRows, OverSets
-from .rows.stream import Logits, Seconds, Whole
+from .rows.stream import Logits, Seconds, Whole, slots_of
 from .specs import (
     DEFAULTS,
     IDENTITY,
@@ -47,7 +49,7 @@ from .streams import (
     seconds_of,
     squared,
 )
-from .token_sets import TokenSets
+from .token_sets import TokenSets, check_ids
 
 Tensor = torch.Tensor
 
@@ -262,10 +264,10 @@ def linear_grpo_loss(
                  With kl=Exact(...) also `TokenSets` with a teacher's log-probs, or a list of pairs (one of these, weight).
     options      backend, strict mode, a shard, memory for the gradient of weight, sparse gradients, sets: see `Options`.
 
-    Three products for rows that get a gradient (two with a frozen head), one for other trained rows, none for masked ones;
-    sequence levels take three or four (two). Logits are fp32, a chunk of rows at a time, and the gradient of the weight is
-    summed in fp32. Over kept sets a row costs a dot product for each id of its set. docs/functions.md has costs and memory. The
-    gradients are handed over once, as in `grpo_loss`.
+    Three products for rows that get a gradient (two with a frozen head; four of a sequence that is longer than a block, at a
+    sequence level), one for other trained rows, none for masked ones. Logits are fp32, a chunk of rows at a time; the gradient
+    of the weight is summed in fp32. Over kept sets a row costs a dot product for each id of its set. docs/functions.md has costs
+    and memory. The gradients are handed over once, as in `grpo_loss`.
     Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(linear_grpo_loss, unknown)
@@ -327,14 +329,21 @@ def _loss(
     if exact is not None:
         rows = scaled_by_temperature(rows, exact, stream.transform)
     late = late or over is not None or sparse is not None or is_traced() or bool(seconds.known)
-    if objective.one_pass and not late:
-        return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited)
+    joint = isinstance(stream, Hidden) and not seconds.others and _slopes_scale(stream, objective, kept)
+    listed, at = objective.listed_terms(batch), None
+    if batch.listed is not None:
+        refuse_sparse(options, "the gradients of ids of logp_terms and prob_terms would be among the columns drawn once more")
+        check_ids("prob_terms" if batch.logp_terms is None else "logp_terms", batch.listed, stream.vocab)
+        at, late, joint = slots_of(batch.listed), late or kept is not None or bool(seconds.others), False
+    if not late and (objective.one_pass or joint):
+        return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited, listed, at)
     with_gradient = ("entropy",) if objective.needs_entropy else ()
-    asked = Asked(("entropy",), with_gradient, kept, over, seconds, exact, rows=visited, sparse=sparse, at_once=True)
+    asked = Asked(("entropy",), with_gradient, kept, over, seconds, exact, at, rows=visited, sparse=sparse)
     found = statistics_of(stream, asked, rows.targets, rows.read, options)
     kl_apart = over is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
     own = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
-    out = _loss_of_logps(found.logps, found.named["entropy"], batch, objective, own)
+    beside = None if listed is None else (listed, found.named["at"])
+    out = _loss_of_logps(found.logps, found.named["entropy"], batch, objective, own, beside)
     out = _with_divergence(out, found.named.get("divergence"))
     if found.whole_logps is None:
         return out
@@ -344,19 +353,44 @@ def _loss(
 
 def _in_one_visit(
     stream: Logits | Hidden, batch: TokenBatch, objective: Objective, rows: TokenRows, kept: KeptRows | None, seconds: Seconds,
-    visited: tuple[Tensor, int] | None,
+    visited: tuple[Tensor, int] | None, listed: ListedTerms | None, at: Ragged | None,
 ) -> LossOutput:  # fmt: skip
     shape, others, (index, active) = batch.targets.shape, seconds.others, visited or (None, None)
     over_vocabulary, over_sets = None, None
     if kept is None or not kept.has_all:
         read = rows.read if kept is None else kept.others(rows.read)
-        over_vocabulary = Whole(rows.targets, read, (), others, index, active)
+        over_vocabulary = Whole(rows.targets, read, (), others, index, active, at)
     if kept is not None:
-        over_sets = OverSets(kept, rows.targets, (), others)
-    visit = OneVisit(stream, over_vocabulary, over_sets, objective.stage(rows), torch.is_grad_enabled())
+        over_sets = OverSets(kept, rows.targets, WITH_ENTROPY, others)
+    log_ratio: Tensor | None = None
+
+    def terms(logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal log_ratio
+        log_ratio = objective.log_ratio(logps, rows, batch)
+        return objective.token_stage(logps, entropy, rows, batch, log_ratio)[:2]
+
+    groups = () if objective.one_pass else _groups(batch, objective, active)
+    stage = objective.stage(rows, listed) if objective.one_pass else JointStage(terms, groups)
+    visit = OneVisit(stream, over_vocabulary, over_sets, stage, torch.is_grad_enabled())
     loss, logps, entropy, divergence = fused_loss(visit, stream.tensors)
     divergence = None if divergence is None else divergence.view(shape)
-    return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, divergence=divergence)
+    return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, log_ratio, divergence=divergence)
+
+
+def _slopes_scale(stream: Hidden, objective: Objective, kept: KeptRows | None) -> bool:
+    """Whether each row's gradient is its slope times a row that does not depend on other rows, and the products with the head wait
+    for slopes. With a frozen head those that wait for nothing are all there are, see `Whole.ahead`; over sets there are none."""
+    _, weight, bias = stream.tensors
+    of_bias, has_all = bias is not None and bias.requires_grad, kept is not None and kept.has_all
+    waits = torch.is_grad_enabled() and weight.requires_grad and not has_all
+    return waits and not of_bias and not objective.needs_entropy
+
+
+def _groups(batch: TokenBatch, objective: Objective, active: int | None) -> tuple[int, ...]:
+    """The rows of `JointStage.groups`: sequences, or all rows where slopes wait for more, or for other ranks."""
+    if objective.by_sequence and batch.context_group is None:
+        return batch.counts(objective.active_rows if batch.kept is None else whole(objective.active_rows))
+    return () if active is None else (active,)
 
 
 def _over(objective: Objective, options: Options, seconds: Seconds) -> tuple[str, ...] | None:
@@ -379,7 +413,7 @@ def _kl_over_vocabulary(logps: Tensor, objective: Objective, rows: TokenRows) ->
     value, _, _, slope = objective.kl_terms(logps.detach(), replace(rows, old_logps=None), torch.zeros_like(logps))
     weight = rows.kl_weight
     assert weight is not None
-    return applied(_TokenStage, logps, None, weight * value, weight * slope, None)
+    return applied(_TokenStage, logps, None, None, weight * value, weight * slope, None, None)
 
 
 def _with_divergence(out: LossOutput, divergence: Tensor | None) -> LossOutput:
@@ -393,32 +427,47 @@ def _with_divergence(out: LossOutput, divergence: Tensor | None) -> LossOutput:
 
 
 def _loss_of_logps(
-    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows
+    logps: Tensor,
+    entropy: Tensor | None,
+    batch: TokenBatch,
+    objective: Objective,
+    rows: TokenRows,
+    listed: tuple[ListedTerms, Tensor] | None = None,
 ) -> LossOutput:
-    """The loss of flat log-probs and entropy [n]: the token stage alone."""
+    """The loss of flat log-probs and entropy [n], and of the log-probs [k] of listed ids: the token stage alone."""
     L, H = logps.detach(), None if entropy is None else entropy.detach()
     x = None if objective.one_pass else objective.log_ratio(L, rows, batch)
-    losses, d_logps, d_entropy = objective.token_stage(L, H, rows, batch, x)
-    loss = applied(_TokenStage, logps, entropy, losses, d_logps, d_entropy)
+    if listed is None:
+        losses, d_logps, d_entropy, _ = objective.token_stage(L, H, rows, batch, x)
+        loss = applied(_TokenStage, logps, entropy, None, losses, d_logps, d_entropy, None)
+    else:
+        terms, at = listed
+        term, slopes = terms.of(at.detach(), rows.advantages)
+        losses, d_logps, d_entropy, d_term = objective.token_stage(L, H, rows, batch, x, term)
+        loss = applied(_TokenStage, logps, entropy, at, losses, d_logps, d_entropy, d_term[terms.rows] * slopes)
     H = torch.full_like(L, math.nan) if H is None else H
     shape = batch.targets.shape
     return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x)
 
 
 class _TokenStage(torch.autograd.Function):
-    """The sum of per-token losses, differentiable in log-probs and entropy: their slopes were computed beside the losses."""
+    """The sum of per-token losses, differentiable in log-probs, entropy and log-probs of listed ids: their slopes were computed
+    beside the losses."""
 
     @staticmethod
-    def forward(logps: Tensor, entropy: Tensor | None, losses: Tensor, d_logps: Tensor, d_entropy: Tensor | None) -> Tensor:
+    def forward(
+        logps: Tensor, entropy: Tensor | None, at: Tensor | None, losses: Tensor, d_logps: Tensor, d_entropy: Tensor | None,
+        d_at: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         return total(losses)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[3:])
+        ctx.save_for_backward(*inputs[4:])
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradient_once(_times, d_loss, *ctx.saved_tensors), None, None, None
+        return *gradient_once(_times, d_loss, *ctx.saved_tensors), None, None, None, None
 
 
 def _times(d_loss: Tensor, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -477,6 +526,11 @@ def objective_loss(
 
     Value and gradient are those of `grpo_loss`. Raises ValueError naming the argument that is wrong."""
     check_specs(batch, objective)
+    if batch.listed is not None:
+        raise ValueError(
+            "logp_terms and prob_terms need log-probs of their ids, which objective_loss does not have: leave them out, or use "
+            "grpo_loss or linear_grpo_loss."
+        )
     for name, x in (("logps", logps), ("entropy", entropy), ("divergence", divergence)):
         if x is not None and (x.shape != batch.targets.shape or not x.is_floating_point()):
             raise ValueError(

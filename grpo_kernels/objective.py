@@ -18,8 +18,9 @@ from .formulas.divergence import Exact
 from .formulas.filters import TRUST_REGIONS, EntropyFloor, Filter, OffPolicySequences, TrustRegion, check_filters
 from .formulas.keys import is_own
 from .formulas.kl import Kl, as_kl, kl_terms
+from .formulas.listed import ListedFunction, ListedTerms, logp_term, prob_term
 from .formulas.surrogates import LEVELS, Clip, Surrogate, check_log_ratio_bounds
-from .formulas.token_stage import TokenFormula, TokenRows, TokenStage, ratio_of_kl
+from .formulas.token_stage import Terms, TokenFormula, TokenRows, TokenStage, ratio_of_kl
 from .layout import flat, values_are_checked
 from .published import preset_fields
 
@@ -77,6 +78,8 @@ class Objective:
     filters       see filters.py: which tokens are left out of the policy term. At most one filter of each kind.
     log_ratio_bounds  (low, high): the log-ratio at the objective's level is clamped, with no slope outside, as torch.clamp
                   has it (verl: -20, 20). None: it is bounded in the exponent only, at 60, and keeps its slope.
+    listed        what the terms of a batch's `logp_terms` are: a function (logp, values, advantage, sums) -> (term, slope) of
+                  listed ids, see formulas/listed.py. They are weighted, filtered and aggregated like the policy term.
     kl_aggregate, entropy_aggregate  None: like `aggregate`, with the same D. Otherwise their own, over this batch unless
                   `normalizer` is a Denominators.
 
@@ -96,6 +99,7 @@ class Objective:
     kl_aggregate: str | None = None
     entropy_aggregate: str | None = None
     count_empty: bool = True
+    listed: ListedFunction = logp_term
 
     def __post_init__(self) -> None:
         if not isinstance(self.surrogate, Surrogate):
@@ -156,6 +160,11 @@ class Objective:
     def one_pass(self) -> bool:
         """True where a token's slope depends on that token alone, so that a kernel reads each row of logits once."""
         return self.__dict__["_one_pass"]
+
+    @property
+    def by_sequence(self) -> bool:
+        """True where a token's slope depends on the tokens of its sequence at most."""
+        return not self.surrogate.selects and all(f.one_pass or f.by_sequence for f in self.filters)
 
     @property
     def needs_entropy(self) -> bool:
@@ -361,9 +370,19 @@ class Objective:
         }
         return TokenFormula(chosen, numbers, self.needs_entropy)
 
-    def stage(self, rows: TokenRows) -> TokenStage:
+    def stage(self, rows: TokenRows, listed: ListedTerms | None = None) -> TokenStage:
         """The token stage of an objective of one pass, for the kernels. `rows`: what `token_rows` returned, or some of it."""
-        return TokenStage(self.formula, rows)
+        return TokenStage(self.formula, rows, listed)
+
+    def listed_terms(self, batch: TokenBatch) -> ListedTerms | None:
+        """The terms of a batch in the log-probs of listed ids; None: it lists none."""
+        sets = batch.listed
+        if sets is None:
+            return None
+        parts = [(self.listed, batch.logp_terms), (prob_term, batch.prob_terms)]
+        values = ((function, of.values) for function, of in parts if of is not None and of.values is not None)
+        given = tuple((function, x.detach().to(torch.float32)) for function, x in values)
+        return ListedTerms(given, sets.row_of, sets.offsets)
 
     def token_stage(
         self,
@@ -372,26 +391,29 @@ class Objective:
         rows: TokenRows,
         batch: TokenBatch | None = None,
         log_ratio: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(losses, d_logps, d_entropy), each fp32 [n] (d_entropy None without a bonus): sum(losses) is the loss.
+        listed: Tensor | None = None,
+    ) -> Terms:
+        """Losses and slopes of flat rows: sum(losses) is the loss.
 
         logps and entropy are fp32 [n], exactly 0 where masked. `batch` supplies the sequences; a one-pass objective does not
-        need it and can take any slice of rows. `log_ratio`: the result of the method of that name, if the caller has it."""
+        need it and can take any slice of rows. `log_ratio`: the result of the method of that name, if the caller has it. `listed`
+        fp32 [n]: each row's terms in the log-probs of listed ids."""
         if self.one_pass:
-            return self.stage(rows).terms(logps, entropy)
+            return self.stage(rows).terms(logps, entropy, listed)
         assert batch is not None
         x = self.log_ratio(logps, rows, batch) if log_ratio is None else log_ratio
-        rows, numbers = self._filtered(logps, entropy, rows, batch), {}
+        rows, numbers = self._filtered(logps, entropy, rows, batch), dict[str, Any]()
         if self.surrogate.selects:
             old = logps if rows.old_logps is None else rows.old_logps
             selected = self.surrogate.select(logps, old, rows.advantages, rows.mask)
             numbers["surrogate_params"] = (*self.surrogate.params, selected)
-        losses, d_logps, d_ratio, d_entropy = self.formula.terms(logps, entropy, x, rows, **numbers)
+        numbers["listed"] = listed
+        losses, d_logps, d_ratio, d_entropy, d_listed = self.formula.terms(logps, entropy, x, rows, **numbers)
         if self.through_sequence:
             # The log-ratio is a mean or sum over tokens: its slope goes back to these tokens.
             d_ratio = torch.where(rows.mask, self._over_sequences(d_ratio, batch), 0.0)
             d_logps = d_logps + d_ratio * self.surrogate.in_sequence(_own_log_ratio(logps, rows), rows.advantages)[1]
-        return losses, d_logps, d_entropy if self.needs_entropy else None
+        return Terms(losses, d_logps, d_entropy if self.needs_entropy else None, d_listed)
 
     def log_ratio(self, logps: Tensor, rows: TokenRows, batch: TokenBatch) -> Tensor:
         """logp - old_logp at this objective's level, fp32 [n]: per token, or the mean or sum over the sequence's trained

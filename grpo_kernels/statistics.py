@@ -35,8 +35,7 @@ class Asked(NamedTuple):
     exact    which divergence that is.
     at       further ids of rows, whose log-probs are wanted.
     rows     (index, active) of `Whole`, where the caller knows them.
-    sparse   how columns are drawn for the gradient.
-    at_once  whether the backward comes next and once, so that the gradient of a block of logits may be kept for it."""
+    sparse   how columns are drawn for the gradient."""
 
     names: tuple[str, ...] = ()
     with_gradient: tuple[str, ...] = ()
@@ -47,7 +46,6 @@ class Asked(NamedTuple):
     at: Ragged | None = None
     rows: tuple[Tensor, int] | None = None
     sparse: Sparse | None = None
-    at_once: bool = False
 
 
 class Statistics(NamedTuple):
@@ -61,7 +59,7 @@ class Statistics(NamedTuple):
 def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | None, options: Options) -> Statistics:
     """Statistics of the rows of a stream. The name "lse" asks for "log_kept_mass" in its place: the log of the probability that
     the whole row gives to its set, 0 of a row without a set."""
-    names, with_gradient, kept, over, (others, known), exact, at, _, sparse, _ = asked
+    names, with_gradient, kept, over, (others, known), exact, at, _, sparse = asked
     if kept is not None and over is not None and isinstance(stream, Logits) and stream.inplace:
         raise ValueError(
             "inplace=True, but rows with a set are wanted over the vocabulary too, which needs the logits for two gradients: pass "
@@ -75,7 +73,8 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
     targets, read = plain(targets), None if read is None else plain(read)  # under torch.func they may have wrappers
     if others:
         names, with_gradient = (*names, "divergence"), (*with_gradient, "divergence")
-    beside = known[0] if len(known) == 1 and known[0].weight is None and not others else None  # in the same visit
+    alone = len(known) == 1 and known[0].weight is None and not others and at is None
+    beside = known[0] if alone else None  # in the same visit
     if beside is not None:
         at, outside = beside.slots, _outside(exact)
         names, with_gradient = (*names, *outside), (*with_gradient, *outside)
@@ -102,7 +101,7 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         whole = replace(whole, at=at.only(~kept.has).plain()) if at is not None and kept is not None and over is None else whole
         whole = _indexed(stream, whole, asked, read)
         if not (with_gradient or others or known or whole.all_rows or sparse is not None or at is not None):
-            whole = _ahead(stream, whole, asked.at_once and kept is None)
+            whole = replace(whole, ahead=_with_frozen_head(stream))
         reads.append(Read(whole, names, with_gradient))
     for teacher in () if beside is not None else known:
         reads.append(_of_known(stream, teacher, exact, targets, read))
@@ -117,22 +116,12 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
     return Statistics(logps, named, whole_logps)
 
 
-def _ahead(stream: Stream, whole: Whole, at_once: bool) -> Whole:
-    """The visit of rows of which log-probs alone have a gradient, with what is made of it in the forward: that of hidden states
-    where the head is frozen, or `at_once` allows it; that of the logits for one that is trained, if they are one block."""
+def _with_frozen_head(stream: Stream) -> bool:
+    """Whether the hidden states alone have a gradient. Where it is one of log-probs alone, the forward can make it."""
     if not isinstance(stream, Hidden) or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-        return whole
-    hidden, weight, bias = stream.tensors
-    if not hidden.requires_grad or (bias is not None and bias.requires_grad):
-        return whole
-    if not weight.requires_grad:
-        return replace(whole, ahead=True)
-    if not at_once:
-        return whole
-    assert whole.index is not None
-    keeps = stream.is_one_block(whole.index.numel() if whole.active is None else whole.active)
-    # On a CPU, where products do not depend on the number of rows, a row's gradient must not either: it is made ahead in any case.
-    return replace(whole, ahead=keeps or hidden.device.type == "cpu", keeps=keeps)
+        return False
+    hidden, *head = stream.tensors
+    return hidden.requires_grad and not any(x is not None and x.requires_grad for x in head)
 
 
 def _of_visit(values: dict[str, Tensor], i: int) -> dict[str, Tensor]:

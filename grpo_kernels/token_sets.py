@@ -336,6 +336,11 @@ class TokenSets:
             read_facts(self.ids, self.offsets, values, "offsets")
         return self._of(self.ids, self.offsets, values, self._starts, self._largest, self._lengths)
 
+    def same_ids(self, other: TokenSets) -> bool:
+        """Whether the sets of the other are the same, in the same order; waits for a device, unless their ids are one tensor."""
+        same = self.ids is other.ids or (self.ids.shape == other.ids.shape and torch.equal(self.ids, other.ids))
+        return self._starts == other._starts and same
+
     def __copy__(self) -> TokenSets:
         return self._apply(lambda x: x)
 

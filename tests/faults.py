@@ -8,10 +8,14 @@ to it that every fault still fits the code."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shutil
+import site
 import subprocess
 import sys
 import tempfile
+import venv
 from pathlib import Path
 from typing import NamedTuple
 
@@ -148,13 +152,17 @@ FAULTS: list[Fault] = [
         ),
         ("rows whose slopes cancel are left out", "nonzero = nonzero.index_fill(0, slots.rows[at_ids != 0], True)", "pass"),
         ("the bias gets nothing from sets", "self.backend.add_hidden_rows(values, slots, ones, self.d_bias[:, None])", "pass"),
-        ("rows without a gradient have no log-probs", "index[active:], False)]", "index[:0], False)]", COST),
-        (
-            "what arrives at a gradient made ahead is dropped", "factors * found.ahead)", "found.ahead)",
-        ),
-        ("a row without a slope is not left out", "torch.where(factors == 0, 0.0, factors * found.ahead)", "factors * found.ahead", PRODUCTS),
-        ("a kept block has no factors", "(self.hidden[at].to(torch.float32) * factors[at, None])", "self.hidden[at]"),
-        ("what is kept of a block is written over", "passes[::-1] if whole.keeps else passes", "passes", PRODUCTS),
+        ("rows without a gradient have no log-probs", "index[active:], False)):", "index[:0], False)):", COST),
+        ("what arrives at a gradient made ahead is dropped", "_multiplied(found.ahead.clone(), slopes.target)", "found.ahead"),
+        ("a row without a slope is not left out", ".masked_fill_((factors == 0)[:, None], 0.0)", "", PRODUCTS),
+        ("a log-prob of NaN has a gradient before its slope", "torch.where(partials.logps.isnan(), 0.0, 1.0)", "torch.ones_like(partials.max)", PRODUCTS),
+        ("a log-prob of NaN has no slope", "torch.where(logps.isnan() & (of_logps != 0), torch.nan, of_logps)", "of_logps", PRODUCTS),
+        ("the weight's gradient of a block has no slopes", "_multiplied(hidden.clone(), factors)", "hidden"),
+        ("slopes are written into the hidden states", "_multiplied(hidden.clone(), factors)", "_multiplied(hidden, factors)", PRODUCTS),
+        ("rows without a gradient are left out of their sequence", "active if gradients else 0, index.numel(), False)", "active, active, False)", PRODUCTS),
+        ("a run of groups is longer than a block", "end - runs[-1][0] > limit", "rows > limit", PRODUCTS),
+        ("an earlier run is rounded like the last", "self.rounded and self.is_last and", "self.rounded and", PRODUCTS),
+        ("groups beyond a block are left out", "if i and not is_block:", "if False:"),
         ("a gradient is made ahead for rows that can have none", "whole.active if whole.ahead else None", "None", PRODUCTS),
         ("a bias of its own is not looked at", " and _same(self.bias, other.bias)", ""),
     ),
@@ -209,6 +217,8 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/rows/run.py", SETS,
+        ("rows with a set are not in their sequence", "stage.terms(*of_all(*of_others))", "stage.terms(*of_others)", COMBINATIONS),
+        ("slopes of rows with a set are dropped", 'Slopes.stacked({"target": slopes})', 'Slopes.stacked({"target": torch.zeros_like(slopes)})', COMBINATIONS),
         ("a teacher that was written to is not noticed", "if problem.versions() != ctx.versions:", "if False:"),
         (
             "passes are summed in 16 bits", "twice = len(wholes) > 1 or (sets and wholes[0].all_rows if wholes else False)",
@@ -1027,10 +1037,25 @@ def run(fault: Fault, copy: Path, everything: bool) -> bool:
             for module in (copy / "build" / "faults").glob("_cpu*.so"):
                 shutil.copy(module, copy / "grpo_kernels")
         tests = [] if everything else fault.tests.split()
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-        return subprocess.run(command, cwd=copy, capture_output=True, timeout=1800).returncode == 1
+        command = [copy / ".venv" / "bin" / "python", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+        env = {**os.environ, "PYTHONPATH": str(copy)}
+        return subprocess.run(command, cwd=copy, env=env, capture_output=True, timeout=1800).returncode == 1
     finally:
         path.write_text(text)
+
+
+def project(folder: Path) -> Path:
+    """A copy of the project with the compiled module, and a Python of its own: one that has all packages but this project, which
+    may be installed in such a way that it is imported in place of the copy."""
+    copy = folder / "project"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "dist"))
+    module = importlib.util.find_spec("grpo_kernels._cpu")
+    if module is not None and module.origin is not None:
+        shutil.copy(module.origin, copy / "grpo_kernels")
+    venv.create(copy / ".venv", with_pip=False, symlinks=True)
+    (packages,) = (copy / ".venv" / "lib").glob("*/site-packages")
+    (packages / "all.pth").write_text("\n".join(site.getsitepackages()))
+    return copy
 
 
 def main(words: list[str]) -> None:
@@ -1038,8 +1063,7 @@ def main(words: list[str]) -> None:
     chosen = [f for f in FAULTS if not words or any(word in f.what or word in f.file for word in words)]
     missed = []
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "project"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "dist"))
+        copy = project(Path(folder))
         if any(f.file.startswith("csrc") for f in chosen):
             subprocess.run(
                 ["cmake", "-S", str(copy), "-B", str(copy / "build" / "faults"), f"-DPython_EXECUTABLE={sys.executable}"],

@@ -65,6 +65,8 @@ class Filter:
     computes the decision. A filter that you write leaves it False."""
 
     one_pass: bool = False
+    #: True: a token's own sequence decides, and no other.
+    by_sequence: bool = False
     #: True: tokens that are left out of the policy term are left out of the entropy bonus too.
     filters_entropy: bool = False
 
@@ -152,6 +154,7 @@ class OffPolicySequences(Filter):
     (DeepSeek-V3.2, arXiv 2512.02556; TRL's `off_policy_mask_threshold`). Without sampler_logps, old_logps stand in."""
 
     delta: float = 0.5
+    by_sequence = True
 
     def __post_init__(self) -> None:
         require_number("delta", self.delta, "the largest mean log-ratio is a finite number.", -LARGEST, LARGEST)

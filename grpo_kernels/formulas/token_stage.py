@@ -1,6 +1,6 @@
 """The token stage: from log-probs and entropies to the loss and its slopes.
 
-    loss_t = policy_weight_t * surrogate_t + kl_weight_t * KL_t - entropy_weight_t * entropy_t - nll_weight_t * logp_t
+    loss_t = policy_weight_t * (surrogate_t + listed_t) + kl_weight_t * KL_t - entropy_weight_t * entropy_t - nll_weight_t * logp_t
 
 `token_terms` is that line for one token, given the log-ratio at the objective's level. `TokenStage` is what the kernels get of a
 loss: this line with its functions, numbers and inputs, as a program (program.py) or, in torch, as it stands here. Steps that need
@@ -19,6 +19,7 @@ import torch
 from ..checks import describe
 from .keys import is_own, key_of
 from .kl import Kl, kl_terms
+from .listed import ListedTerms
 from .ops import ops
 from .program import FormulaRefused, Program, Tracer, refusal, same_numbers
 
@@ -68,9 +69,9 @@ def token_terms(
     logp, entropy, log_ratio, old_logp, ref_logp, anchor_logp, advantage,
     policy_weight, kl_weight, entropy_weight, nll_weight,
     surrogate_params, trust_params, entropy_floor, ratio_bounds, kl_clamps,
-    SURROGATE, DETACHED, LEVEL, TRUST, KL_TERMS, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH,
+    SURROGATE, DETACHED, LEVEL, TRUST, KL_TERMS, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH, listed=None,
 ):
-    """(loss, d loss / d logp, d loss / d log-ratio, d loss / d entropy) of a token; None leaves a term out.
+    """(loss, d loss / d logp, d loss / d log-ratio, d loss / d entropy, d loss / d listed) of a token; None leaves a term out.
 
     log_ratio is the one at LEVEL. d loss / d log-ratio is nonzero only where the gradient flows through the log-ratio of a
     sequence; at the other levels, and for a detached ratio, d loss / d logp is the whole slope. TRUST compares with
@@ -97,6 +98,8 @@ def token_terms(
     out = policy_weight == 0.0
     loss = ops.where(out, 0.0, policy_weight * loss)
     d_logp = ops.where(out, 0.0, policy_weight * slope)
+    if listed is not None:
+        loss = loss + ops.where(out, 0.0, policy_weight * listed)
     d_ratio = zero
     if LEVEL == "sequence" or LEVEL == "sequence-sum":
         if not DETACHED:
@@ -120,7 +123,7 @@ def token_terms(
     if nll_weight is not None:
         loss = loss - ops.where(nll_weight == 0.0, 0.0, nll_weight * logp)
         d_logp = d_logp - nll_weight
-    return loss, d_logp, d_ratio, d_entropy
+    return loss, d_logp, d_ratio, d_entropy, policy_weight
 # fmt: on
 
 
@@ -159,8 +162,8 @@ class TokenFormula:
 
     def terms(
         self, logps: Tensor, entropy: Tensor | None, log_ratio: Tensor, rows: TokenRows, **numbers: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`token_terms` [n] of flat rows in torch; `numbers`: those that are others than usual."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """`token_terms` [n] of flat rows in torch; `numbers`: arguments that are others than usual."""
         old = logps if rows.old_logps is None else rows.old_logps
         return token_terms(
             logps, entropy, log_ratio, old, rows.ref_logps, old if rows.sampler_logps is None else rows.sampler_logps,
@@ -177,12 +180,23 @@ class TokenFormula:
         return parameters
 
 
+class Terms(NamedTuple):
+    """What the token stage makes of rows, each fp32 [n]."""
+
+    losses: Tensor
+    d_logps: Tensor
+    d_entropy: Tensor | None  # None without a bonus
+    d_listed: Tensor  # d loss / d the row's term in the log-probs of listed ids
+
+
 class TokenStage(NamedTuple):
     """The token stage of an objective whose slopes depend on one token alone, for these rows. `rows.divergence_weight` is the
-    weight of the divergence from a second stream, where there is one."""
+    weight of the divergence from a second stream, where there is one. `listed`: terms in further log-probs, of all rows of a
+    batch: they are computed in torch."""
 
     formula: TokenFormula
     rows: TokenRows
+    listed: ListedTerms | None = None
 
     @classmethod
     def divergence_alone(cls, targets: Tensor, weight: Tensor) -> TokenStage:
@@ -194,11 +208,11 @@ class TokenStage(NamedTuple):
         """That of these rows only."""
         return self._replace(rows=self.rows[rows])
 
-    def terms(self, logps: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(losses, d loss / d log-prob, d loss / d entropy or None without a bonus), each fp32 [n], in torch."""
+    def terms(self, logps: Tensor, entropy: Tensor | None, listed: Tensor | None = None) -> Terms:
+        """The terms of these rows in torch. `listed` fp32 [n]: those in the log-probs of listed ids."""
         old = logps if self.rows.old_logps is None else self.rows.old_logps
-        losses, d_logps, _, d_entropy = self.formula.terms(logps, entropy, logps - old, self.rows)
-        return losses, d_logps, d_entropy if self.formula.bonus else None
+        losses, d_logps, _, *others = self.formula.terms(logps, entropy, logps - old, self.rows, listed=listed)
+        return Terms(losses, d_logps, others[0] if self.formula.bonus else None, others[1])
 
     def program(self) -> tuple[Program, list[float]]:
         """(the program, its numbers): (loss, d loss / d log-prob, d loss / d entropy) from the log-prob, the entropy and those of
@@ -223,7 +237,7 @@ class TokenStage(NamedTuple):
         inputs = random_inputs(program.inputs)
         results = run(program, numbers, inputs)
         named = dict(zip(program.inputs, inputs, strict=True))
-        loss, d_logp, _, d_entropy = _terms(named, self.formula.numbers, self.formula.chosen)
+        loss, d_logp, _, d_entropy, _ = _terms(named, self.formula.numbers, self.formula.chosen)
         for what, x, expected in zip(("loss", "d_logp", "d_entropy"), results, (loss, d_logp, d_entropy), strict=True):
             expected = torch.as_tensor(expected, dtype=torch.float32).expand_as(x)
             off = ~same_numbers(x, expected, 1e-4)
@@ -256,6 +270,16 @@ class TokenStage(NamedTuple):
             theirs = {name: x for name, x in formula.chosen.items() if callable(x) and not is_own(x)}
             formula._programs[present] = tuple(theirs.values()), tuple(keys[name] for name in theirs), result
         return result
+
+
+class JointStage(NamedTuple):
+    """The token stage of an objective whose slopes wait for other tokens: those of their sequence, or the whole batch.
+
+    terms   (losses, d loss / d log-prob), fp32 [n], from log-probs and entropies [n]: of each group for which they are there.
+    groups  the number of rows of each group that can have a gradient; groups follow one another."""
+
+    terms: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    groups: tuple[int, ...]
 
 
 def _nothing(logp, old_logp, advantage, params):
@@ -296,7 +320,7 @@ def _traced(chosen: dict[str, Any], present: tuple[str, ...], shape: tuple[tuple
         for name, count in shape
     }
     try:
-        loss, d_logp, _, d_entropy = _terms(given, parameters, chosen)
+        loss, d_logp, _, d_entropy, _ = _terms(given, parameters, chosen)
         return tracer.program(name, (loss, d_logp, d_entropy))
     except Exception as error:  # a formula may do anything with a symbol
         return refusal(name, error)

@@ -446,7 +446,7 @@ class LossCall:
             return
         gradients = torch.autograd.grad(theirs, self.read, allow_unused=True, materialize_grads=True)
         flat = [x.detach().reshape(-1) for x in self.read]
-        ours = self.objective.token_stage(flat[0], flat[1], rows, self.batch)[1:]
+        ours = self.objective.token_stage(flat[0], flat[1], rows, self.batch)[1:3]
         for name, mine, want, floor in zip(("log-probs", "entropies"), ours, gradients, (terms, 0.0), strict=True):
             what, mine = (
                 f"the gradient of the fused loss with respect to the {name}",

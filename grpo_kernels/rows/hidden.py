@@ -2,21 +2,24 @@
 
 A chunk of rows is projected to fp32 logits, the row kernel computes their gradient, and two products turn the gradients of a
 block of chunks into d_hidden and d_weight. That is three products if the loss is known in the forward (`fused`). If the slopes
-are known only later, it is one product in `forward`, and three in `backward` for rows with a gradient. Where log-probs alone get a
-gradient, `forward` makes it for a slope of 1 (`Whole.ahead`), and `backward` multiplies each row by its slope: two products with a
-frozen head, three with one that is trained. Rows that are not visited are not projected.
+are known only later, it is one product in `forward`, and three in `backward` for rows with a gradient.
+
+The gradient of a row is one slope times a vector that is known at once. So rows that wait for the log-probs of others get the one
+for a slope of 1 (`fused_jointly`); their slopes multiply what the products make of a block, or what they take: three products.
+Likewise `forward` makes the gradient of hidden states where the head is frozen (`Whole.ahead`), and `backward` multiplies it: two
+products. Rows that are not visited are not projected.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
-from ..formulas.token_stage import TokenStage
-from .backends import FusedRows
+from ..formulas.token_stage import JointStage, TokenStage
+from .backends import WITH_ENTROPY, FusedRows
 from .partials import OUTSIDE, LogitRows, Partials, Slopes
 from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
 from .ragged import Ragged, merged, write_at
@@ -25,6 +28,7 @@ from .stream import (
     Found,
     Gradients,
     LateGradient,
+    LogitsAt,
     Parts,
     Stream,
     WeightGradient,
@@ -32,6 +36,7 @@ from .stream import (
     Whole,
     beside,
     fused_beside,
+    fused_listed,
     pull_beside,
     sums_outside,
 )
@@ -94,19 +99,14 @@ class Hidden(Stream):
             d_hidden_parts(weight, self.vocab, dtype) if d_hidden else 0,
         )  # fmt: skip
 
-    def is_one_block(self, rows: int) -> bool:
-        """Whether the gradients of the logits of so many rows are there at one time, as products take them."""
-        work = self.work(None, 4, self.weight.element_size(), self.into is None)
-        return not work.scaled and rows <= work.plan(self.hidden.device.type, rows, rows < self.hidden.shape[0]).block
-
     def check_there(self) -> None:
         """Raise RuntimeError where the weight was taken away after the forward."""
         emptied = self.shard is None if self.weight.numel() == 0 else self.weight.untyped_storage().nbytes() == 0
         if emptied:
             raise RuntimeError(
                 "weight is gone before the backward, which computes the logits again: keep it gathered until after it (ZeRO-3: "
-                "deepspeed.zero.GatheredParameters around both; FSDP: reshard_after_forward=False), or use linear_grpo_loss with "
-                "an objective of one pass (Objective.one_pass), whose gradient is made in the forward."
+                "deepspeed.zero.GatheredParameters around both; FSDP: reshard_after_forward=False), or use linear_grpo_loss, whose "
+                "gradient is made in the forward."
             )
 
     def gradients(self, wanted: tuple[bool, ...], parts: Parts) -> Engine:
@@ -115,14 +115,17 @@ class Hidden(Stream):
         return Engine(self, wanted, parts)
 
     def pull(self, whole: Whole, found: Found, slopes: Slopes, gradients: Engine, at_ids: Tensor | None) -> None:
+        if self.into is not None and gradients.d_weight is None:  # all factors are in the slopes
+            gradients.d_weight = self.into.sum_of_chunks
         with torch.autocast(self.hidden.device.type, enabled=False):
             gradients.backward(whole, found, slopes, at_ids)
 
-    def fused(self, whole: Whole, stage: TokenStage, gradients: Engine | None) -> FusedRows:
+    def fused(self, whole: Whole, stage: TokenStage | JointStage, gradients: Engine | None) -> FusedRows:
+        engine = Engine(self, parts=Parts(whole)) if gradients is None else gradients
         with torch.autocast(self.hidden.device.type, enabled=False):
-            return (Engine(self, parts=Parts(whole)) if gradients is None else gradients).fused(
-                whole, stage, gradients is not None
-            )
+            if isinstance(stage, JointStage):
+                return engine.fused_jointly(whole, stage, gradients is not None)
+            return engine.fused(whole, stage, gradients is not None)
 
 
 def _same(x: Tensor | None, y: Tensor | None) -> bool:
@@ -150,7 +153,7 @@ class Engine(Gradients):
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
         self.slots: tuple[Ragged, Tensor] | None = None  # and the gradient of the logits at them
-        self.block: Tensor | None = None  # the gradients of logits, where they are kept
+        self.is_last = True  # whether this pass is the last that adds to the gradients
         self._made: dict[int, Products] = {}
         if wanted[0]:
             # fp32 for fp16: the loss scale is applied later, and fp16 would underflow before.
@@ -210,7 +213,7 @@ class Engine(Gradients):
                 partials.put(OUTSIDE, sums_outside(self.backend, z, slots, rows), at)
             d_logits = self._gradient(rows.logits[0], some) if wanted else None
             if d_logits is not None:
-                self.backend.gradient(rows, part, Slopes.stacked({"target": torch.ones_like(part.max)}), d_logits[None])
+                self._of_slope_1(rows, part, d_logits)
             del rows  # before the next chunk's are made
             if d_logits is not None:
                 d_logits = self._kept(d_logits)
@@ -218,23 +221,23 @@ class Engine(Gradients):
             del d_logits
         if partials is None:
             partials = Partials.not_read(whole.names, n, device, whole.one)
-        if whole.keeps and self.block is None:  # no row can have a slope
-            self.block = self.hidden.new_empty(0, self.stream.columns)
-        of_slope_1 = (self.d_hidden if whole.ahead else None, self.block)
-        return Found(partials, apart, () if draws is None else draws.tensors(), *of_slope_1)
+        return Found(partials, apart, () if draws is None else draws.tensors(), self.d_hidden if whole.ahead else None)
 
     def fused(self, whole: Whole, stage: TokenStage, gradients: bool) -> FusedRows:
         """Losses of the rows of a token stage, with `gradients` collected or not."""
         result: FusedRows | None = None
         n = whole.targets.numel()
         for some, at, hidden, wanted in self._visited(whole, gradients, whole.active):
-            rows, own = self._rows(whole, at, hidden), stage if len(hidden) == n else stage.at(at)
+            rows = self._rows(whole, at, hidden)
             d_logits = self._gradient(rows.logits[0], some) if wanted else None
             out = None if d_logits is None else d_logits[None]
-            if whole.apart:
+            if whole.at is not None:
+                part = self._fused_listed(whole, stage, rows, self._places(at), out)
+            elif whole.apart:
+                own = stage.at(at)
                 part = fused_beside(self.backend, rows, own, out, self._places(at), whole.apart, self.logits_of)
             else:
-                part = self.backend.fused(rows, own, out)
+                part = self.backend.fused(rows, stage if len(hidden) == n else stage.at(at), out)
             if len(hidden) == n and result is None:  # all rows at once
                 result = part
             else:
@@ -247,6 +250,71 @@ class Engine(Gradients):
             del d_logits
         return FusedRows.zeros(n, self.hidden.device, whole.others or None) if result is None else result
 
+    def _fused_listed(self, whole: Whole, stage: TokenStage, rows: LogitRows, at: Tensor, out: Tensor | None) -> FusedRows:
+        """`fused` of a chunk beside listed ids, whose logits are among those of the chunk."""
+        slots, n, shard = whole.at, whole.targets.numel(), self.stream.shard
+        assert slots is not None
+        here = self.stream.own(slots).in_chunk(at, n)
+        logits = rows.logits[0].new_zeros(here.ids.shape)
+        if self.stream.columns:  # else of a rank without a part of the vocabulary
+            logits = torch.where(here.ids >= 0, rows.logits[0][here.rows, here.ids.clamp(min=0)], 0.0)
+        logits = logits if shard is None else shard.sum_over_ranks(logits)
+        ids = LogitsAt(slots, logits, slots.in_chunk(at, n).ids >= 0)
+        return fused_listed(self.stream, whole, stage, rows, at, ids, out, here)
+
+    def fused_jointly(self, whole: Whole, stage: JointStage, gradients: bool) -> FusedRows:
+        """`fused` of rows that wait for the log-probs of their group. The rows that have no gradient come first, as groups may wait
+        for them too. A run of groups is one block, whose products wait for its slopes; or it is too long for that, and the
+        logits of its rows are computed again, once these are known."""
+        index, n = whole.rows(), whole.targets.numel()
+        active = index.numel() if whole.active is None else whole.active
+        runs = self._runs(stage.groups if gradients else (), active)
+        partials = Partials.not_read(WITH_ENTROPY, n, self.hidden.device)
+        losses: Tensor | None = None
+
+        def slopes() -> Tensor:
+            nonlocal losses
+            logps, entropy = partials.softmax(True)
+            losses, of_logps = stage.terms(logps, entropy)
+            return torch.where(logps.isnan() & (of_logps != 0), torch.nan, of_logps)
+
+        for i, (first, end, is_block) in enumerate([(active if gradients else 0, index.numel(), False), *runs]):
+            some, self.is_last = index[first:end], i == len(runs)
+            self._start()
+            for at, hidden in self._chunks(some):
+                rows = self._rows(whole, at, hidden)
+                part = self.backend.visit(rows, WITH_ENTROPY)
+                partials.values[:, at] = part.values
+                if not is_block:
+                    continue
+                d_logits = self._gradient(rows.logits[0], some)
+                self._of_slope_1(rows, part, d_logits)
+                del rows
+                d_logits = self._kept(d_logits)
+                self._accumulate(at, hidden, d_logits, some, slopes)
+                del d_logits
+            if i and not is_block:
+                of_run = replace(whole, index=some, active=None)
+                self.backward(of_run, Found(partials), Slopes.stacked({"target": slopes()}), None)
+        if losses is None:
+            slopes()
+        assert losses is not None
+        logps, entropy = partials.softmax(True)
+        return FusedRows(logps, entropy, losses)
+
+    def _runs(self, groups: tuple[int, ...], active: int) -> list[tuple[int, int, bool]]:
+        """(the first row, the end, whether that is one block) of as many groups at a time as are one, or are none."""
+        limit = 0 if self.work.scaled else self.work.plan(self.hidden.device.type, active, active < len(self.hidden)).block
+        runs: list[tuple[int, int, bool]] = []
+        end = 0
+        for rows in groups:
+            first, end = end, end + rows
+            is_block = rows <= limit
+            if runs and runs[-1][2] == is_block and not (is_block and end - runs[-1][0] > limit):
+                first = runs.pop()[0]
+            runs.append((first, end, is_block))
+        return runs
+
     def backward(self, whole: Whole, found: Found, slopes: Slopes, at_ids: Tensor | None) -> None:
         """Add the gradients of the rows that are visited; their logits are computed again."""
         if whole.sparse is not None:
@@ -257,17 +325,8 @@ class Engine(Gradients):
                 step, transform = whole.sparse.step, self.stream.transform
                 self.add(drawn, gradient_at(drawn, logits, step, own, found.partials, slopes, transform))
             return
-        if self.stream.into is not None and self.d_weight is None:  # all factors are in the slopes
-            self.d_weight = self.stream.into.sum_of_chunks
         if found.ahead is not None and self.d_hidden is not None:
-            factors = slopes.target[:, None]  # a row with a factor of 0 has no gradient, whatever it holds
-            self.d_hidden += torch.where(factors == 0, 0.0, factors * found.ahead)
-            if found.block is not None:
-                self._add_of_block(whole, found.block, slopes.target)
-            elif self.wanted[1]:
-                complete, self.d_hidden = self.d_hidden, None
-                self.backward(whole, found, slopes, at_ids)  # of the weight alone
-                self.d_hidden = complete
+            self.d_hidden += _multiplied(found.ahead.clone(), slopes.target)
             return
         self.stream.check_there()
         index, n = whole.rows()[: whole.active], whole.targets.numel()
@@ -339,8 +398,7 @@ class Engine(Gradients):
         """For each chunk of the rows that are visited: (the rows of its pass, as `_chunks` has them, whether they get a gradient).
         The first `active` rows may have one, None: all of them."""
         index = whole.rows()
-        passes = [(index[:active], gradients), (index[:0] if active is None else index[active:], False)]
-        for some, wanted in passes[::-1] if whole.keeps else passes:  # what is kept may lie in the memory of the last logits
+        for some, wanted in ((index[:active], gradients), (index[:0] if active is None else index[active:], False)):
             self._start()
             for at, hidden in self._chunks(some):
                 yield some, at, hidden, wanted
@@ -381,14 +439,22 @@ class Engine(Gradients):
             return self.products.gradient_buffer(logits, self.exact)
         return self._block[self._filled : self._filled + logits.shape[0]]
 
+    def _of_slope_1(self, rows: LogitRows, partials: Partials, d_logits: Tensor) -> None:
+        """Write the gradient of the log-probs. Of a log-prob of NaN it is 0, so that its slope says whether it is one."""
+        of_logps = torch.where(partials.logps.isnan(), 0.0, 1.0)
+        self.backend.gradient(rows, partials, Slopes.stacked({"target": of_logps}), d_logits[None])
+
     def _kept(self, d_logits: Tensor) -> Tensor:
         """The gradients of a finished chunk as the products take them."""
         if self.d_bias is not None:
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
         return d_logits if self._block is None else self.products.keep(d_logits, self._block, self._filled)
 
-    def _accumulate(self, at: slice | Tensor, hidden: Tensor, d_logits: Tensor, index: Tensor) -> None:
-        """Called when the gradients of a chunk are complete. Those of a whole block go into d_hidden and d_weight."""
+    def _accumulate(
+        self, at: slice | Tensor, hidden: Tensor, d_logits: Tensor, index: Tensor, slopes: Callable[[], Tensor] | None = None
+    ) -> None:
+        """Called when the gradients of a chunk are complete. Those of a whole block go into d_hidden and d_weight, times the
+        `slopes` of its rows, of [n], which are known by then."""
         if self._block is not None:
             self._filled += len(hidden)
             if self._filled < self._block.shape[0]:
@@ -396,26 +462,15 @@ class Engine(Gradients):
             d_logits, self._block, self._filled = self._block, None, 0
             at, hidden = self._hidden(index, self.summed, self.summed + d_logits.shape[0])
         self.summed += len(hidden)
-        if self.whole is not None and self.whole.keeps:
-            self.block = d_logits
-        if self.d_hidden is not None:
-            if self.summed_later:
-                self.d_hidden.index_add_(0, self._places(at), self.products.d_hidden(d_logits))
-            else:
-                self.d_hidden[at] = self.products.d_hidden(d_logits).to(self.d_hidden.dtype)
+        factors = None if slopes is None else slopes()[at]
+        if self.d_hidden is not None and self.summed_later:
+            self.d_hidden.index_add_(0, self._places(at), _multiplied(self.products.d_hidden(d_logits), factors))
+        elif self.d_hidden is not None:
+            self.d_hidden[at] = _multiplied(self.products.d_hidden(d_logits), factors).to(self.d_hidden.dtype)
         if self.wanted[1]:
-            last = self.rounded and self.summed == index.numel()
+            last = self.rounded and self.is_last and self.summed == index.numel()
+            hidden = hidden if factors is None else _multiplied(hidden.clone(), factors)
             self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden, last)
-
-    def _add_of_block(self, whole: Whole, block: Tensor, factors: Tensor) -> None:
-        """Add the gradient of the weight from that of a block of logits of slope 1: each row's factor is in its hidden states."""
-        if not self.wanted[1] or not len(block):
-            return
-        self.stream.check_there()
-        index = whole.rows()[: whole.active]
-        at = index if self._gathers(index) else slice(None)
-        hidden = (self.hidden[at].to(torch.float32) * factors[at, None]).to(self.products.dtype)
-        self.d_weight = self.products.add_d_weight(self.d_weight, block, hidden, self.rounded)
 
     # ---- gradients
 
@@ -444,6 +499,11 @@ class Engine(Gradients):
             like = (self.backend, stream.weight.shape, stream.weight.dtype)
             d_weight = WeightGradient(*like, self.d_weight, stream.into, device, hidden, slots, values)
         return self.d_hidden, d_weight, self.d_bias
+
+
+def _multiplied(rows: Tensor, factors: Tensor | None) -> Tensor:
+    """Multiply rows [r, H] by a factor each, fp32 [r]; None: by none. A row with a factor of 0 is 0, whatever it holds."""
+    return rows if factors is None else rows.mul_(factors[:, None]).masked_fill_((factors == 0)[:, None], 0.0)
 
 
 def _products(stream: Hidden) -> Products:

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..formulas.token_stage import TokenStage
+from ..formulas.token_stage import JointStage, TokenStage
 from .backends import FusedRows
 from .memory import converted
 from .partials import Partials, RowTransform, Slopes
 from .ragged import Ragged
 from .sets import OverSets
-from .stream import Found, LogitsAt, Parts, Stream, Whole, at_all_ranks, times
+from .stream import Found, Gradients, LogitsAt, Parts, Stream, Whole, at_all_ranks, times
 
 Tensor = torch.Tensor
 Tensors = tuple[Any, ...]
@@ -118,8 +118,8 @@ class Rows:
                 of_visit += ["at logits", "at used"]
             if isinstance(visit, Whole) and visit.sparse is not None:
                 of_visit += DRAWS
-            if isinstance(visit, Whole):
-                of_visit += [name for name, there in (("ahead", visit.ahead), ("block", visit.keeps)) if there]
+            if isinstance(visit, Whole) and visit.ahead:
+                of_visit.append("ahead")
             names += [f"{i} {name}" for name in of_visit]
         return tuple(names)
 
@@ -142,7 +142,7 @@ class Rows:
                 at = _logits_at(stream, visit)
                 values.append(at.log_probs(found.partials, visit.read, stream.transform))
                 saved += [at.logits, at.used]
-            saved += [*found.draws, *(x for x in (found.ahead, found.block) if x is not None)]
+            saved += [*found.draws, *(() if found.ahead is None else (found.ahead,))]
         return *values, *saved
 
     def pull(self, given: Given, known: dict[str, Tensor], upstream: dict[str, Tensor], wanted: tuple[bool, ...]) -> Tensors:
@@ -185,7 +185,7 @@ class Rows:
             Partials(known[f"{i} apart {k}"], other.names, other.kind, other.mixture) for k, other in enumerate(visit.apart)
         )
         draws = tuple(known[f"{i} {name}"] for name in DRAWS if f"{i} {name}" in known)
-        return Found(partials, apart, draws, known.get(f"{i} ahead"), known.get(f"{i} block"))
+        return Found(partials, apart, draws, known.get(f"{i} ahead"))
 
     def without_tensors(self) -> Rows:
         return Rows(self.stream.of((), self.stream.transform), self.reads)
@@ -353,8 +353,44 @@ class OneVisit:
     stream: Stream
     whole: Whole | None  # rows over the vocabulary; None: there are none
     sets: OverSets | None
-    stage: TokenStage
+    stage: TokenStage | JointStage
     gradients: bool
+
+    def of_rows(self, gradients: Gradients | None) -> tuple[FusedRows, tuple[Ragged, Tensor] | None]:
+        """(losses of all rows, slots and the gradient of the logits at them); the gradients of the other rows are collected."""
+        stream, whole, sets, stage = self.stream, self.whole, self.sets, self.stage
+        if sets is None:
+            assert whole is not None
+            return stream.fused(whole, stage, gradients), None
+        if isinstance(stage, JointStage):
+            return self._jointly(sets, stage, gradients)
+        of_sets, few = sets.fused(stream, stage, gradients is not None)  # first: the others may write over logits that it reads
+        if whole is None:
+            return of_sets, few
+        has, pairs = sets.kept.has, zip(of_sets, stream.fused(whole, stage, gradients), strict=True)
+        return FusedRows(*(torch.where(has, x, y) for x, y in pairs if x is not None and y is not None)), few
+
+    def _jointly(
+        self, sets: OverSets, stage: JointStage, gradients: Gradients | None
+    ) -> tuple[FusedRows, tuple[Ragged, Tensor] | None]:
+        """The same of rows that wait for each other: log-probs over sets are there first, and their gradient is made last."""
+        found, has = sets.stats(self.stream), sets.kept.has
+        of_sets, slopes = found.partials.softmax(True), torch.zeros(())
+
+        def of_all(*of_others: Tensor) -> tuple[Tensor, Tensor]:
+            logps, entropy = (torch.where(has, x, y) for x, y in zip(of_sets, of_others, strict=True))
+            return logps, entropy
+
+        def terms(*of_others: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal slopes
+            losses, slopes = stage.terms(*of_all(*of_others))
+            return losses, slopes
+
+        assert self.whole is not None
+        result = self.stream.fused(self.whole, stage._replace(terms=terms), gradients)
+        result = FusedRows(*of_all(result.logps, result.entropy), result.losses)
+        few = None if gradients is None else sets.pull(self.stream, found, Slopes.stacked({"target": slopes}), None)
+        return result, few
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -366,18 +402,9 @@ class _FusedLoss(torch.autograd.Function):
         stream = visit.stream  # whose tensors these are
         parts = Parts(visit.whole, False, visit.sets is not None)
         gradients = stream.gradients(wanted, parts) if any(wanted) else None
-        of_sets = few = None
-        if visit.sets is not None:  # first, as the others may write over logits that it reads
-            of_sets, few = visit.sets.fused(stream, visit.stage, gradients is not None)
-        result = of_sets
-        if visit.whole is not None:
-            result = stream.fused(visit.whole, visit.stage, gradients)
-            if of_sets is not None and visit.sets is not None:
-                has, pairs = visit.sets.kept.has, zip(of_sets, result, strict=True)
-                result = FusedRows(*(torch.where(has, x, y) for x, y in pairs if x is not None and y is not None))
+        result, few = visit.of_rows(gradients)
         if few is not None and gradients is not None:
             gradients.add(*few)
-        assert result is not None
         ctx.gradients = (None,) * len(tensors) if gradients is None else gradients.made()
         ctx.versions = [g._version if isinstance(g, Tensor) else None for g in ctx.gradients]
         ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in tensors], stream.backend

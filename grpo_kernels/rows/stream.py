@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..formulas.token_stage import TokenStage
+from ..formulas.token_stage import JointStage, TokenStage
 from ..layout import plain
 from ..token_sets import TokenSets
-from .backends import Backend, FusedRows
+from .backends import WITH_ENTROPY, Backend, FusedRows
 from .memory import empty, zeros
 from .parallel import VocabShard
 from .partials import OUTSIDE, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
@@ -202,6 +202,11 @@ class Other:
         return partials_of(("divergence",), self.kind)
 
 
+def slots_of(sets: TokenSets) -> Ragged:
+    """The ids of sets, all of them in use."""
+    return Ragged(sets.ids.to(torch.int64), sets.offsets, sets.row_of).plain()
+
+
 class Known(NamedTuple):
     """A teacher that is known at some ids of each row: sets with its log-probs as values; and its weight in each row."""
 
@@ -210,7 +215,7 @@ class Known(NamedTuple):
 
     @property
     def slots(self) -> Ragged:
-        return Ragged(self.sets.ids.to(torch.int64), self.sets.offsets, self.sets.row_of).plain()
+        return slots_of(self.sets)
 
 
 class Seconds(NamedTuple):
@@ -286,9 +291,7 @@ class Whole:
     sparse  how columns are drawn for the gradient; None: it has all. `padded`: see `selection.Draws`.
     all_rows  whether rows with sets are among them, which are visited over their sets as well.
     ahead   whether the gradient of hidden states is made in the forward, as if the slope of each log-prob were 1; the slope, which
-            is known later, multiplies it.
-    keeps   whether the gradient of the logits, made likewise, is kept for that of the weight, which is then a product with hidden
-            states times these factors. The rows that can have a slope are one block."""
+            is known later, multiplies it."""
 
     targets: Tensor
     read: Tensor | None
@@ -301,7 +304,6 @@ class Whole:
     padded: bool = False
     all_rows: bool = False
     ahead: bool = False
-    keeps: bool = False
 
     @property
     def one(self) -> Other | None:
@@ -334,14 +336,13 @@ class Parts(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a visit has made: partials, those beside each of `Whole.apart`, columns that were drawn, see `Draws.tensors`, the
-    gradient of hidden states of `Whole.ahead`, fp32 [n, H], and that of logits of `Whole.keeps`, [active, V]."""
+    """What a visit has made: partials, those beside each of `Whole.apart`, columns that were drawn, see `Draws.tensors`, and the
+    gradient of hidden states of `Whole.ahead`, fp32 [n, H]."""
 
     partials: Partials
     apart: tuple[Partials, ...] = ()
     draws: tuple[Tensor, ...] = ()
     ahead: Tensor | None = None
-    block: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -405,8 +406,9 @@ class Stream(ABC):
         `whole.at`, in place of what the slopes say there."""
 
     @abstractmethod
-    def fused(self, whole: Whole, stage: TokenStage, gradients: Any) -> FusedRows:
-        """Losses of all rows of a token stage, and their gradients; `gradients` None leaves these out."""
+    def fused(self, whole: Whole, stage: TokenStage | JointStage, gradients: Any) -> FusedRows:
+        """Losses of all rows of a token stage, and their gradients; `gradients` None leaves these out. Logits take no JointStage:
+        they are there, and cost no product to read again."""
 
 
 def at_all_ranks(stream: Stream, slots: Ragged) -> Tensor:
@@ -489,6 +491,40 @@ def pull_beside(
             backend.pull(own, partials, Slopes.stacked({"target": torch.zeros_like(slope), "divergence": slope}), memory)
             _add(gradient, here, memory, 1)
     out.copy_(gradient)
+
+
+def fused_listed(
+    stream: Stream,
+    whole: Whole,
+    stage: TokenStage,
+    rows: LogitRows,
+    at: Tensor,
+    ids: LogitsAt,
+    out: Tensor | None,
+    here: Ragged,
+) -> FusedRows:
+    """`fused` of a backend for the rows `at` of a visit, whose loss has terms in the log-probs of listed ids: statistics, token
+    stage in torch, gradient.
+
+    ids   those of the visit, in use where they are of these rows.
+    here  the same as columns of this process in `out`."""
+    partials, backend, listed = Partials.not_read(WITH_ENTROPY, whole.targets.numel(), at.device), stream.backend, stage.listed
+    assert listed is not None
+    partials.values[:, at] = backend.visit(rows, WITH_ENTROPY).values
+    logps, entropy = partials.softmax(True)
+    of_ids = torch.where(ids.used, ids.log_probs(partials, whole.read, stream.transform), 0.0)
+    term, of_term = listed.of(of_ids, stage.rows.advantages)
+    losses, d_logps, d_entropy, d_term = stage.terms(logps, entropy, term)
+    if out is not None:
+        upstream = {"logps": d_logps} if d_entropy is None else {"logps": d_logps, "entropy": d_entropy}
+        slopes = Slopes.of({"entropy": entropy}, upstream, whole.read)
+        of_rows = (whole.targets, whole.read, partials, slopes, stream.transform)
+        at_ids, slopes = ids.gradients(d_term[listed.rows] * of_term, None, *of_rows)
+        backend.gradient(rows, partials.at(at), slopes.at(at), out)
+        used = here.ids >= 0 if whole.read is None else (here.ids >= 0) & whole.read[ids.slots.rows]
+        write_at(out, here.positions(out.shape[1]), at_ids, used)
+    losses = losses if whole.read is None else torch.where(whole.read, losses, 0.0)
+    return FusedRows(logps[at], entropy[at], losses[at])
 
 
 def sums_outside(backend: Backend, z: Tensor, slots: Ragged, rows: LogitRows) -> Tensor:
@@ -597,14 +633,21 @@ class Logits(Stream):
             used = here.ids >= 0 if whole.read is None else (here.ids >= 0) & whole.read[here.rows]
             write_at(out, here.positions(out.shape[1]), at_ids, used)
 
-    def fused(self, whole: Whole, stage: TokenStage, gradients: LogitsGradient | None) -> FusedRows:
+    def fused(self, whole: Whole, stage: TokenStage | JointStage, gradients: LogitsGradient | None) -> FusedRows:
+        assert isinstance(stage, TokenStage)
         rows, out, n = self._rows(whole), None if gradients is None else gradients.rows(), whole.targets.numel()
-        if not whole.apart:
+        if not whole.apart and whole.at is None:
             return self.backend.fused(rows, stage, out)
-        result = FusedRows.zeros(n, self.logits.device, whole.apart)
+        result = FusedRows.zeros(n, self.logits.device, whole.apart or None)
+        logits_at = None if whole.at is None else self.at(whole.at)
         for lo, hi, _ in self._blocks(n):
-            of, block = slice(lo, hi), self._block(rows, lo, hi)
-            to, at = None if out is None else self._block(rows, lo, hi, out).logits, self._places(lo, hi)
+            of, at = slice(lo, hi), self._places(lo, hi)
+            if whole.at is not None and logits_at is not None:
+                here = whole.at.only((torch.arange(n, device=at.device) >= lo) & (torch.arange(n, device=at.device) < hi))
+                ids = LogitsAt(whole.at, logits_at, here.ids >= 0)
+                result.put(of, fused_listed(self, whole, stage, rows.cut(lo, hi), at, ids, out, here))
+                continue
+            block, to = self._block(rows, lo, hi), None if out is None else self._block(rows, lo, hi, out).logits
             result.put(of, fused_beside(self.backend, block, stage.at(of), to, at, whole.apart, _rows_of))
         return result
 

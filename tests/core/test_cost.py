@@ -165,11 +165,12 @@ def test_kept_sets_cost_no_product_and_no_gradient_of_the_weights_size(backend: 
         assert total[others].isnan().all() and total[ids].isfinite().all() and total[ids].any(1).all()
 
 
-@pytest.mark.parametrize("name", ["gspo", "log-probs"])
+@pytest.mark.parametrize("name", ["an entropy bonus", "log-probs"])
 def test_where_the_factor_is_known_products_add_straight_into_the_given_memory(name: str, backend: str) -> None:
     x, of, total = leaves(), batch(), torch.zeros(V, H)
-    if name == "gspo":
-        out = loss(x, Objective.preset("gspo"), of, weight_grad=total, backend=backend)
+    if name == "an entropy bonus":
+        objective = Objective.preset("gspo", entropy_coef=0.1)
+        out = loss(x, objective, of, weight_grad=total, backend=backend)
     else:
         out = linear_logprobs(x["hidden"], x["weight"], of.targets, options=Options(weight_grad=total, backend=backend))[
             0

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from grpo_kernels import (
+    EntropyQuantile,
     Objective,
+    OffPolicySequences,
     Options,
     TokenBatch,
     TokenSets,
@@ -18,6 +20,7 @@ from grpo_kernels import (
     linear_grpo_loss,
     linear_logprobs,
 )
+from grpo_kernels.formulas.filters import Filter
 from support.inside import count_products, in_chunks
 
 Tensor = torch.Tensor
@@ -26,7 +29,16 @@ MASK = torch.arange(T) < torch.tensor([5, 3, 0, 4, 5, 1])[:, None]
 ADVANTAGES = torch.tensor([1.3, 0.0, 2.0, -0.7, 0.0, 0.6])
 N, ACTIVE = int(MASK.sum()), int(MASK[ADVANTAGES != 0].sum())
 
-LEVELS = {"token": "dapo", "sequence": "gspo", "geometric mean": "gmpo", "sum": "vespo"}
+#: The longest of a row's groups is the sequence, but where something is chosen from the whole batch.
+LEVELS = {
+    "token": Objective.preset("dapo"),
+    "sequence": Objective.preset("gspo"),
+    "sequence and token": Objective.preset("gspo", level="sequence-token"),
+    "geometric mean": Objective.preset("gmpo"),
+    "sum": Objective.preset("vespo"),
+    "mask of a sequence": Objective.preset("dapo", filters=(OffPolicySequences(),)),
+    "choice of a batch": Objective.preset("dapo", filters=(EntropyQuantile(1.0),)),
+}
 
 
 def leaves(frozen: bool) -> tuple[Tensor, Tensor]:
@@ -52,18 +64,31 @@ def test_rows_in_the_products_of_a_loss(
     if chunks:
         in_chunks(monkeypatch, 4)
     with_gradient = N if beta else ACTIVE
-    # A slope waits for its sequence. Until it is known the gradients of one block are kept, and of more are made again.
-    again = with_gradient if level != "token" and not frozen and chunks else 0
+    # A slope waits for its group. Until it is known the gradients of a block are kept, and of a longer group are made again.
+    longer = with_gradient if level == "choice of a batch" else 10 if beta else 5
+    again = longer if level != "token" and not frozen and chunks else 0
     hidden, weight = leaves(frozen)
     rows = count_products(monkeypatch)
-    linear_grpo_loss(
-        hidden, weight, batch(), Objective.preset(LEVELS[level], beta=beta), options=Options(backend)
-    ).loss.backward()
+    objective = replace(LEVELS[level], beta=beta)
+    linear_grpo_loss(hidden, weight, batch(), objective, options=Options(backend)).loss.backward()
     expected = {"logits": N + again, "d_hidden": with_gradient, "d_weight": 0 if frozen else with_gradient}
     assert rows == Counter(expected)
 
 
 SETS = TokenSets.from_lists([[1, 2]] + [[]] * (B * T - 1))
+
+
+@pytest.mark.parametrize("chunks", [True, False], ids=["chunks", "one block"])
+def test_rows_beside_one_with_a_set(chunks: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is in no product. Without it its sequence fits into a block."""
+    if chunks:
+        in_chunks(monkeypatch, 4)
+    (hidden, weight), rows = leaves(False), count_products(monkeypatch)
+    b = replace(batch(), kept=SETS, missing="include")
+    linear_grpo_loss(hidden, weight, b, Objective.preset("gspo"), options=Options(backend)).loss.backward()
+    assert rows == Counter({"logits": N - 1, "d_hidden": ACTIVE - 1, "d_weight": ACTIVE - 1})
+
+
 ONE, TEACHER = TokenSets.from_lists([[3, 4]] * (B * T)), torch.full((2 * B * T,), -1.0)
 #: Calls of log-probs with a frozen head -> rows in the products of logits and hidden states, in units of N. What has a gradient
 #: beside them, or is not what the loss reads, is not made ahead.
@@ -109,6 +134,31 @@ def test_a_row_without_a_slope_may_hold_anything(backend: str) -> None:
     assert not MASK[1, 4] and hidden.grad is not None and (hidden.grad[1, 4] == 0).all() and hidden.grad[1, 0].any()
 
 
+class AllButTheFirst(Filter):
+    """A filter of a user, which may look at the whole batch."""
+
+    def keep(self, logps: Tensor, *_: Any) -> Tensor:
+        return torch.arange(len(logps)) > 0
+
+
+def test_a_row_that_is_not_chosen_may_hold_anything(backend: str) -> None:
+    """Of a trained head too, whose products are made before it is known which rows have a slope."""
+    found = []
+    for held in (0.0, torch.inf):
+        (hidden, weight), b = leaves(False), batch()
+        with torch.no_grad():
+            hidden[0, 0] = held
+        objective = Objective.preset("reinforce", filters=(AllButTheFirst(),))
+        linear_grpo_loss(hidden, weight, b, objective, options=Options(backend)).loss.backward()
+        found.append((hidden.grad, weight.grad))
+    for x, y in zip(*found, strict=True):
+        assert x is not None and x.any() and torch.equal(x, y)
+    with torch.no_grad():
+        hidden[0, 1], hidden.grad = torch.inf, None  # one that is chosen
+    linear_grpo_loss(hidden, weight, b, objective, options=Options(backend)).loss.backward()
+    assert hidden.grad is not None and hidden.grad[0, 1].isnan().all() and not hidden.grad[1:].isnan().any()
+
+
 def test_without_products_the_weight_may_be_gone(backend: str) -> None:
     """As ZeRO-3 and FSDP leave it after the forward of the module that owns it. An entropy needs it."""
 
@@ -117,13 +167,16 @@ def test_without_products_the_weight_may_be_gone(backend: str) -> None:
 
     results: list[Any] = []
     for take_away in (lambda _: None, gone):
-        (hidden, weight), b = leaves(True), batch()
+        (hidden, weight), (_, trained), b = leaves(True), leaves(False), batch()
         logps, _ = linear_logprobs(hidden, weight, b.targets, mask=MASK, options=Options(backend))
-        loss = linear_grpo_loss(hidden, weight, b, Objective.preset("gspo"), options=Options(backend)).loss
-        take_away(weight)
+        gathered, loss = trained * 1.0, torch.zeros(())
+        for head in (weight, gathered):
+            loss = loss + linear_grpo_loss(hidden, head, b, Objective.preset("gspo"), options=Options(backend)).loss
+            take_away(head)
         (logps.sum() + loss).backward()
-        results.append(hidden.grad)
-    assert results[0].any() and torch.equal(*results)
+        results.append((hidden.grad, trained.grad))
+    for x, y in zip(*results, strict=True):
+        assert x.any() and torch.equal(x, y)
     (hidden, weight), b = leaves(True), batch()
     _, entropy = linear_logprobs(hidden, weight, b.targets, entropy=True, options=Options(backend))
     assert entropy is not None
@@ -132,17 +185,26 @@ def test_without_products_the_weight_may_be_gone(backend: str) -> None:
         entropy.sum().backward()
 
 
+@pytest.mark.parametrize("mask", [MASK, None], ids=["some rows", "all rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_kept_block_gives_the_gradient_of_logits_that_are_made_again(
-    dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+def test_slopes_of_a_kept_block_are_those_of_logits_that_are_made_again(
+    dtype: torch.dtype, mask: Tensor | None, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside rows without a gradient, whose logits use the same memory."""
-    found = []
+    """All rows in one block, and sequences of which some fit in one, two of them in the same, and some do not."""
+    found, options = [], Options(backend)
     for chunks in (False, True):
         if chunks:
             in_chunks(monkeypatch, 4)
         hidden, weight = (x.detach().to(dtype).requires_grad_() for x in leaves(False))
-        linear_grpo_loss(hidden, weight, batch(), Objective.preset("gspo"), options=Options(backend)).loss.backward()
+        before = hidden.detach().clone()
+        with torch.no_grad():
+            logps, _ = linear_logprobs(hidden, weight, batch().targets, mask=mask, options=options)
+        advantages = ADVANTAGES if mask is not None else ADVANTAGES + 0.1  # none is 0
+        old = logps - 1e-4 * torch.arange(B * T).view(B, T)
+        of = replace(batch(), advantages=advantages, mask=mask, old_logps=old)
+        out = linear_grpo_loss(hidden, weight, of, Objective.preset("gspo"), options=options)
+        out.loss.backward()
+        assert torch.equal(out.logps, logps) and torch.equal(hidden.detach(), before)
         found.append((hidden.grad, weight.grad))
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2.0**-6}[dtype]
     for one, other in zip(*found, strict=True):

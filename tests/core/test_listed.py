@@ -1,0 +1,271 @@
+"""Terms in the log-probs of listed ids, against float64 and autograd."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from grpo_kernels import (
+    LogitTransform,
+    Objective,
+    Options,
+    Sparse,
+    TokenBatch,
+    TokenSets,
+    grpo_loss,
+    linear_grpo_loss,
+    token_logprobs,
+)
+from grpo_kernels.distributed import VocabShard
+from grpo_kernels.formulas.listed import ScoreCentering
+from grpo_kernels.formulas.surrogates import PolicyGradient
+from grpo_kernels.losses import objective_loss
+from support.inside import count_products, in_chunks
+
+Tensor = torch.Tensor
+B, T, V, H = 4, 5, 61, 8
+MODULE = "test_listed"
+MASK = torch.arange(T) < torch.tensor([5, 3, 0, 4])[:, None]
+
+
+def case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, TokenBatch]:
+    """Hidden states, a weight, and a batch in which some rows list no id, some their target, and one sequence has no advantage."""
+    g = torch.Generator().manual_seed(3)
+    hidden, weight = 2 * torch.randn(B, T, H, generator=g), torch.randn(V, H, generator=g)
+    targets = torch.randint(V, (B, T), generator=g)
+    lists = [torch.randperm(V, generator=g)[: i % 7 * (i != 16)].tolist() for i in range(B * T)]
+    for i in (3, 10, 17):
+        lists[i] = [int(targets.view(-1)[i]), *(x for x in lists[i] if x != int(targets.view(-1)[i]))]
+    sets = TokenSets.from_lists(lists)
+    c, r = torch.randn(2, sets.ids.numel(), generator=g)
+    old = (hidden @ weight.t()).log_softmax(-1).gather(-1, targets[..., None])[..., 0] - 0.1 * torch.randn(B, T, generator=g)
+    batch = TokenBatch(
+        targets, torch.tensor([1.0, -0.7, 0.4, 0.0]), mask=MASK, old_logps=old, weights=torch.rand(B, T, generator=g),
+        logp_terms=sets.with_values(c), prob_terms=sets.with_values(r),
+    )  # fmt: skip
+    return hidden.to(dtype), weight.to(dtype), batch
+
+
+def terms_of(batch: TokenBatch, log_p: Tensor, advantages: Tensor, function: Any = None) -> Tensor:
+    """[n], of log-probs [n, V]: both forms, by their definition."""
+    total = torch.zeros(len(log_p), dtype=torch.float64)
+    for name, form in (("logp_terms", function or (lambda x, v, a: v * x)), ("prob_terms", lambda x, v, a: v * x.exp())):
+        sets = getattr(batch, name)
+        for i in range(len(log_p) if sets is not None else 0):
+            span = slice(int(sets.offsets[i]), int(sets.offsets[i + 1]))
+            total[i] = total[i] + form(log_p[i, sets.ids[span].long()], sets.values[span].double(), advantages[i]).sum()
+    return total
+
+
+def exact(logits: Tensor, batch: TokenBatch, level: str, bonus: float = 0.0, function: Any = None) -> Tensor:
+    """The loss in float64."""
+    log_p = logits.reshape(B * T, V).log_softmax(-1)
+    mask, A = MASK.reshape(-1), batch.advantages[:, None].expand(B, T).reshape(-1).double()
+    w = batch.weights.reshape(-1).double()  # type: ignore[union-attr]
+    logp = log_p.gather(1, batch.targets.reshape(-1, 1))[:, 0]
+    old = logp.detach() if batch.old_logps is None else batch.old_logps.reshape(-1).double()
+    x = torch.where(mask, logp - old, 0.0)
+    if level == "sequence":
+        lengths = MASK.sum(1).clamp(min=1)
+        x = (x.view(B, T).sum(1) / lengths)[:, None].expand(B, T).reshape(-1)
+    policy = -torch.min(x.exp() * A, x.exp().clamp(0.8, 1.2) * A)
+    entropy = -(log_p.exp() * log_p).sum(1)
+    loss = w * (policy + terms_of(batch, log_p, A, function)) - bonus * entropy
+    return torch.where(mask, loss, 0.0).sum() / mask.sum()
+
+
+def objective(level: str, **more: Any) -> Objective:
+    return replace(Objective.preset("grpo"), level=level, aggregate="token-mean", **more)
+
+
+WAYS = [("logits", "token"), ("hidden", "token"), ("logits", "sequence"), ("hidden", "sequence")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bonus", [0.0, 0.1], ids=["", "bonus"])
+@pytest.mark.parametrize(("source", "level"), WAYS)
+def test_value_and_gradient(
+    source: str, level: str, bonus: float, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_chunks(monkeypatch, 4)
+    hidden, weight, batch = case(dtype)
+    transform = LogitTransform(temperature=0.8, softcap=20.0)
+    spec, options = objective(level, entropy_coef=bonus), Options(backend)
+    given = (hidden, weight) if source == "hidden" else ((hidden @ weight.t()),)
+    ours = [x.clone().requires_grad_() for x in given]
+    call = linear_grpo_loss if source == "hidden" else grpo_loss
+    out = call(*ours, batch, spec, transform=transform, options=options)  # type: ignore[operator]
+    (2.0 * out.loss).backward()
+    theirs = [x.double().requires_grad_() for x in given]
+    z = theirs[0] @ theirs[1].t() if source == "hidden" else theirs[0]
+    loss = exact(20.0 * torch.tanh(z / 20.0) / 0.8, batch, level, bonus)
+    (2.0 * loss).backward()
+    room = 2e-6 if dtype == torch.float32 else 2.0**-7
+    assert abs(float(out.loss) - float(loss)) < 2e-5
+    for x, y in zip(ours, theirs, strict=True):
+        assert x.grad is not None and y.grad is not None and not x.grad[~MASK].any() if x is ours[0] else True
+        torch.testing.assert_close(x.grad.double(), y.grad, rtol=0, atol=room * float(y.grad.abs().max()))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_rows_in_products(frozen: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three products, two with a frozen head. Of the sequence without an advantage those rows have a gradient that list ids."""
+    in_chunks(monkeypatch, 4)
+    hidden, weight, batch = case()
+    assert batch.logp_terms is not None
+    lists = (batch.logp_terms.counts > 0).view(B, T) & MASK
+    active = int(((batch.advantages != 0)[:, None] & MASK | lists).sum())
+    assert int(((batch.advantages != 0)[:, None] & MASK).sum()) < active < int(MASK.sum())
+    rows = count_products(monkeypatch)
+    leaves = hidden.requires_grad_(), weight.requires_grad_(not frozen)
+    linear_grpo_loss(*leaves, batch, objective("token"), options=Options(backend)).loss.backward()
+    assert +rows == +Counter({"logits": int(MASK.sum()), "d_hidden": active, "d_weight": 0 if frozen else active})
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("source", ["logits", "hidden"])
+def test_over_kept_sets(source: str, level: str, backend: str) -> None:
+    """A row without a set runs over the vocabulary."""
+    hidden, weight, batch = case()
+    logits, lists = hidden @ weight.t(), batch.logp_terms
+    assert lists is not None
+    every = [[*lists.ids[lists.row_of == i].tolist(), *range(i % 5)] for i in range(B * T)]
+    kept = TokenSets.from_lists(
+        [sorted({int(t), *ids}) if ids else [] for t, ids in zip(batch.targets.view(-1), every, strict=True)]
+    )
+    batch = replace(batch, kept=kept, old_logps=None)
+    given = (hidden, weight) if source == "hidden" else (logits,)
+    ours, theirs = ([x.to(d, copy=True).requires_grad_() for x in given] for d in (torch.float32, torch.float64))
+    call = linear_grpo_loss if source == "hidden" else grpo_loss
+    out = call(*ours, batch, objective(level), options=Options(backend))  # type: ignore[operator]
+    out.loss.backward()
+    z = theirs[0] @ theirs[1].t() if source == "hidden" else theirs[0]
+    inside = kept.mask(V) | (kept.counts == 0)[:, None]
+    loss = exact(torch.where(inside.view(B, T, V), z, -1e4), batch, level)
+    loss.backward()
+    assert abs(float(out.loss) - float(loss)) < 1e-5
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x.grad.double(), y.grad, rtol=0, atol=2e-6 * float(y.grad.abs().max()))  # type: ignore[union-attr]
+
+
+def test_values_are_combined_before_they_are_rounded(backend: str) -> None:
+    """A target of probability .999 that is listed, in bf16: 1 - p keeps its digits, and so does a sum of two slopes that cancel."""
+    logits = torch.zeros(2, 40)
+    logits[:, 7] = 10.6
+    sets = TokenSets.from_lists([[7], [7, 9]], values=[[0.999], [1.0, -2.0]])
+    batch = TokenBatch(torch.tensor([7, 7]), torch.ones(2), logp_terms=sets)
+    leaf = logits.bfloat16().requires_grad_()
+    grpo_loss(leaf, batch, Objective(PolicyGradient(), aggregate="token-sum"), options=Options(backend)).loss.backward()
+    z = leaf.detach().double().requires_grad_()
+    log_p = z.log_softmax(1)
+    (-log_p[0, 7] - log_p[1, 7] + 0.999 * log_p[0, 7] + log_p[1, 7] - 2 * log_p[1, 9]).backward()
+    torch.testing.assert_close(leaf.grad.double(), z.grad, rtol=2**-8, atol=1e-9)  # type: ignore[union-attr]
+
+
+def test_a_function_of_ones_own(backend: str) -> None:
+    """In place of c log p: KL to what is listed, over the ids alone, times the advantage; and over given memory the same."""
+
+    def kl(logp: Tensor, values: Tensor, advantage: Tensor, sums: Any) -> tuple[Tensor, Tensor]:
+        p = logp.exp()
+        return advantage * p * (logp - values), advantage * p * (logp - values + 1.0)
+
+    hidden, weight, batch = case()
+    spec = objective("token", listed=kl)
+    z = (hidden @ weight.t()).double().requires_grad_()
+    exact(z, batch, "token", function=lambda x, v, a: a * x.exp() * (x - v)).backward()
+    found = []
+    for inplace in (False, True):
+        leaf = (hidden @ weight.t()).requires_grad_()
+        grpo_loss(leaf * 1.0, batch, spec, inplace=inplace, options=Options(backend)).loss.backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0].double(), z.grad, rtol=0, atol=2e-6 * float(z.grad.abs().max()))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("weight", ["none", "min", "clip", "mask"])
+@pytest.mark.parametrize("tail", [False, True], ids=["over all ids", "with a tail"])
+def test_score_centering_has_no_drift(tail: bool, weight: str) -> None:
+    """The mean of the gradient over the sampler's tokens is 0, though the sampler is not the policy: with weights, over all of
+    its ids, or over its head where p / q of the tail is one number."""
+    V, head, A, cap = 9, 4 if tail else 9, 1.7, 1.1
+    g = torch.Generator().manual_seed(1)
+    z = torch.randn(V, generator=g, dtype=torch.float64)
+    p = z.softmax(0)
+    q = (z + 0.5 * torch.randn(V, generator=g, dtype=torch.float64)).softmax(0)
+    if tail:
+        q = torch.cat([q[:head], p[head:] * (1 - q[:head].sum()) / p[head:].sum()])
+    f = {
+        "none": torch.ones_like, "min": lambda x: x.clamp(max=cap), "clip": lambda x: x.clamp(1 / cap, cap),
+        "mask": lambda x: torch.where((x >= 1 / cap) & (x <= cap), x, 0.0),
+    }[weight](p / q)  # fmt: skip
+    sets = TokenSets.from_lists([list(range(head))] * V, values=[q[:head].log().tolist()] * V)
+    batch = TokenBatch(torch.arange(V), torch.full((V,), A), nll_weights=None, logp_terms=sets)
+    centered = objective_of(ScoreCentering(weight, cap, tail))
+    leaf = z.float().repeat(V, 1).requires_grad_()
+    grpo_loss(leaf, batch, centered).loss.backward()
+    assert leaf.grad is not None
+    # The policy term has the weight 1, of a token y it is to have f(p_y / q_y).
+    of_token = -A * (torch.eye(V, dtype=torch.float64) - p)
+    drift = (q[:, None] * (leaf.grad.double() - of_token + f[:, None] * of_token)).sum(0)
+    assert drift.abs().max() < 1e-6 < 1e-3 < (q[:, None] * f[:, None] * of_token).sum(0).abs().max()
+
+
+def objective_of(listed: Any) -> Objective:
+    return Objective(PolicyGradient(), aggregate="token-sum", listed=listed)
+
+
+def check_a_shard_of_the_vocabulary(rank: int, ranks: int) -> None:
+    """From logits and hidden states, as one rank has it."""
+    hidden, weight, batch = case()
+    columns = (slice(0, 44), slice(44, V))[rank]
+    for level in ("token", "sequence"):
+        spec, found = objective(level, entropy_coef=0.1), []
+        for shard in (None, VocabShard(columns.start, V)):
+            x, w = hidden.clone().requires_grad_(), (weight if shard is None else weight[columns]).clone().requires_grad_()
+            z = (hidden @ weight.t()) if shard is None else (hidden @ weight.t())[..., columns].contiguous()
+            z.requires_grad_()
+            for out in (
+                linear_grpo_loss(x, w, batch, spec, options=Options(shard=shard)),
+                grpo_loss(z, batch, spec, options=Options(shard=shard)),
+            ):
+                out.loss.backward()
+            assert w.grad is not None and z.grad is not None
+            found.append((out.loss, x.grad, w.grad if shard else w.grad[columns], z.grad if shard else z.grad[..., columns]))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("check", [name for name in list(globals()) if name.startswith("check_")])
+def test_on_ranks(on_ranks: Callable[..., dict[str, str]], check: str) -> None:
+    assert on_ranks(MODULE, 2)[check] == "ok", on_ranks(MODULE, 2)[check]
+
+
+def test_refusals() -> None:
+    hidden, weight, batch = case()
+    sets = batch.logp_terms
+    assert sets is not None
+    with pytest.raises(ValueError, match=r"logp_terms.*give each id its coefficient"):
+        replace(batch, logp_terms=sets.with_values(None))
+    with pytest.raises(ValueError, match=r"prob_terms.*list the ids of both in both"):
+        replace(batch, prob_terms=TokenSets.from_lists([[1]] * (B * T), values=[[1.0]] * (B * T)))
+    with pytest.raises(ValueError, match=r"logp_terms.*19 rows"):
+        replace(batch, logp_terms=sets[:-1])
+    for call, given in ((grpo_loss, (hidden @ weight.t(),)), (linear_grpo_loss, (hidden, weight))):
+        beyond = sets.with_values(sets.values)
+        wide = TokenSets(beyond.ids + 30, beyond.offsets, beyond.values)
+        with pytest.raises(ValueError, match="logp_terms"):
+            call(*given, replace(batch, logp_terms=wide, prob_terms=None), objective("token"))  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"sparse.*logp_terms and prob_terms"):
+        linear_grpo_loss(hidden, weight, batch, objective("token"), options=Options(sparse=Sparse(1 / 16)))
+    logps, _ = token_logprobs(hidden @ weight.t(), batch.targets)
+    with pytest.raises(ValueError, match="objective_loss does not have"):
+        objective_loss(logps, batch, objective("token"))
+    with pytest.raises(ValueError, match="cap"):
+        ScoreCentering("min", 0.5)
