@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 from grpo_kernels.integrations import areal, liger, miles, nemo_rl, openrlhf, prime_rl, skyrl, slime, trl, unsloth, verl
 from support.processes import finish, start
@@ -301,18 +300,6 @@ def test_an_argument_of_a_newer_trainer_is_refused_not_swallowed():
     for function in CALLED:
         taken = [p for p in inspect.signature(function).parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         assert not taken, function
-
-
-# ---- what one trainer alone has
-
-
-def test_verls_packed_rows_come_back_flat():
-    """As verl's own functions return them: [N] from hidden states with labels [1, N], and from logits [N, V] with such."""
-    want = log_softmax_of(FLAT, ROWS)[0].float()
-    assert_close(verl.logprobs_from_logits(FLAT, ROWS[None]), want, rtol=1e-5, atol=1e-6)
-    logps, entropy = verl.linear_cross_entropy(FLAT[None], torch.eye(V), ROWS[None])
-    assert_close(logps, want, rtol=1e-5, atol=1e-6)
-    assert entropy.shape == want.shape
 
 
 # ---- how functions are replaced, restored, and compared under a version that was not tested: by AReaL's adapter, as by all others
