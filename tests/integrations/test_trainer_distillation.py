@@ -199,6 +199,5 @@ def test_what_is_registered_or_refused(verl, monkeypatch):
         assert (found == 1).all() and metrics == {"told": 1}
     monkeypatch.setattr(metadata, "version", lambda _: "99.1")
     monkeypatch.delenv("GRPO_KERNELS_ANY_VERSION", raising=False)
-    for untested in (register, bind):
-        with pytest.raises(RuntimeError, match=r"verl 99\.1 was not tested.*install verl 0\.9\.1"):
-            untested()
+    with pytest.raises(RuntimeError, match=r"verl 99\.1 was not tested"):
+        bind()

@@ -185,14 +185,13 @@ def test_reward_model(tok, tmp_path):
     """Its scores are the classifier's logit on prompt + completion, whatever the padding."""
     torch.manual_seed(3)
     settings = transformers.Qwen3Config(**(tiny(tok).config.to_dict() | {"num_labels": 1}))
-    classifier = transformers.Qwen3ForSequenceClassification(settings).eval()
+    classifier, watch = transformers.Qwen3ForSequenceClassification(settings).eval(), Watch(None)
     for part in (classifier, tok):
         part.save_pretrained(tmp_path / "rm")
-    watch = Watch(None)
     options = {"reward_model": str(tmp_path / "rm"), "reward_weights": [0.0, 2.0]}
     metrics = trainer(tok, tmp_path / "run", rewards=[watch.told(varied)], **options).train_step()
-    asked = zip(watch.calls[0].prompts, watch.calls[0].completions, strict=True)
-    scores = [classifier(input_ids=torch.tensor([tok(p + c)["input_ids"]])).logits.item() for p, c in asked]
+    texts = map(str.__add__, watch.calls[0].prompts, watch.calls[0].completions)
+    scores = [classifier(input_ids=torch.tensor([tok(text)["input_ids"]])).logits.item() for text in texts]
     assert metrics["reward"] == pytest.approx(2 * statistics.mean(scores), abs=1e-5) and statistics.pstdev(scores) > 1e-3
 
 

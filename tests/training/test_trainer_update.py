@@ -336,9 +336,8 @@ def test_nothing_moves_without_advantages_or_with_a_gradient_that_is_not_finite(
     if broken:
         model.lm_head.weight.register_hook(lambda g: g * math.nan)
     metrics = trainer(tok, tmp_path, model=model, rewards=[reward], drop_zero_variance=drop).train_step()
-    assert metrics["skipped"] == broken and (broken or (metrics["grad_norm"] == 0 and metrics["zero_variance_groups"] == 1))
-    assert metrics["dropped"] == pytest.approx(11 / 12 if drop else 0)
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert metrics["skipped"] == broken and metrics["dropped"] == pytest.approx(11 / 12 if drop else 0)
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 def test_a_layer_whose_dropout_recomputing_switches_on_is_refused(tok, tmp_path):
