@@ -56,8 +56,6 @@ KEPT, SIX = SimpleNamespace(top_k=12, top_p=0.8, temperature=1.0), SimpleNamespa
 MEAN, SEQUENCE, FORCED = "seq-mean-token-mean", {"level": "sequence"}, {"force_on_policy_ratio": True}
 #: name -> objective, what it is, options of PolicyLoss.
 NEMO = {
-    "tokens": (preset("dapo", beta=0.0), Spec(eps_high=0.28), {}),
-    "sequences, gspo": (preset("gspo", beta=0.0), Spec(level="sequence", aggregate=MEAN), {}),
     "sequences, gspo, corrected": (preset("gspo", beta=0.0), Spec(level="sequence", aggregate=MEAN), truncated(0.5, 1.1, **SEQUENCE)),
     "kl, truncated weights": (preset("grpo", beta=0.1), Spec(beta=0.1), truncated(0.8, 1.3)),
     "sequences, kl, icepop": (preset("grpo", beta=0.1, aggregate=MEAN), Spec(beta=0.1, aggregate=MEAN), truncated(0.7, 1.4, "mask")),
@@ -67,7 +65,6 @@ NEMO = {
     "forced on policy": (preset("gspo", beta=0.0), Spec(aggregate=MEAN), FORCED | truncated(0.8, 1.3, **SEQUENCE)),
     "on-policy kl": (preset("grpo", beta=0.3, kl=Kl("k3", "score", clamp_log=0.6, clamp=0.1)), Spec(), {"use_on_policy_kl_approximation": True}),
     "positive examples": (preset("dapo", beta=0.05), Spec(eps_high=0.28, beta=0.05), {"positive_example_nll_weight": 0.4}),
-    "filtered": (preset("dapo", beta=0.0), Spec(eps_high=0.28), {"sampling_params": KEPT}),
     "filtered, kl over the vocabulary": (preset("grpo", beta=0.3), Spec(beta=0.3), {"sampling_params": KEPT, **truncated(0.8, 1.3)}),
     "filtered, sequences, on-policy kl": (preset("gspo", beta=0.3, kl=Kl("k3", "score", clamp_log=0.6, clamp=10.0)), Spec(level="sequence", aggregate=MEAN),
                                           {"sampling_params": SIX, "use_on_policy_kl_approximation": True}),
