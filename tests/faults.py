@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
-import site
 import subprocess
 import sys
 import tempfile
@@ -1039,7 +1039,10 @@ def run(fault: Fault, copy: Path, everything: bool) -> bool:
         tests = [] if everything else fault.tests.split()
         command = [copy / ".venv" / "bin" / "python", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
         env = {**os.environ, "PYTHONPATH": str(copy)}
-        return subprocess.run(command, cwd=copy, env=env, capture_output=True, timeout=1800).returncode == 1
+        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, timeout=1800)
+        return done.returncode == 1 and bool(
+            re.search(rb"\d (failed|error)", done.stdout)
+        )  # a Python without pytest ends with 1, too
     finally:
         path.write_text(text)
 
@@ -1054,7 +1057,7 @@ def project(folder: Path) -> Path:
         shutil.copy(module.origin, copy / "grpo_kernels")
     venv.create(copy / ".venv", with_pip=False, symlinks=True)
     (packages,) = (copy / ".venv" / "lib").glob("*/site-packages")
-    (packages / "all.pth").write_text("\n".join(site.getsitepackages()))
+    (packages / "all.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     return copy
 
 
