@@ -454,10 +454,7 @@ def test_what_cannot_be_compared_is_refused_when_it_is_bound(newer):
     ):
         with pytest.raises(RuntimeError, match="cannot be compared with ours in the first step"):
             bind(**options)
-        with bind(**options, any_version=True):
-            if bind is openrlhf.bind:
-                entropy = sys.modules["openrlhf.models.utils"].compute_entropy(FLAT)
-                torch.testing.assert_close(entropy, log_softmax_of(FLAT, ROWS, 0.5)[1].float(), rtol=1e-5, atol=1e-6)
+        bind(**options, any_version=True).undo()
     assert sys.modules["slime.utils.ppo_utils"].calculate_log_probs_and_entropy is len
 
 

@@ -237,6 +237,15 @@ def test_the_same_results_as_interpreted_triton(tmp_path):
             assert float((own - theirs).abs().max() / own.abs().max()) < 1e-4, what
 
 
+def test_the_example(monkeypatch, capsys):
+    """examples/liger_swap.py, smaller: it asserts what it claims."""
+    swap = pytest.importorskip("examples.liger_swap")
+    for name, value in (("VOCAB", 300), ("WIDTH", 16), ("peak_memory", lambda run, device: (run(), 0)[1])):
+        monkeypatch.setattr(swap, name, value)
+    swap.main()
+    assert "gradient differs from autograd's by" in capsys.readouterr().out
+
+
 def two_ranks(rank, store):
     """Without num_items_in_batch both average their token counts over the ranks, of which one has none."""
     import torch.distributed as dist

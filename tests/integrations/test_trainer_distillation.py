@@ -174,14 +174,6 @@ def test_verls_losses(verl, name, repeated):
         assert_same(mine, value_and_gradient(of(own, given_to("forward_kl_topk")[2]), ROWS))
 
 
-def test_another_loss_is_left_to_verl(verl, monkeypatch):
-    """verl's own function does not read loss_mode, and its callers need not have it."""
-    monkeypatch.setattr(verl, "compute_forward_kl_topk", forward_kl_topk)
-    with ours_of_verl.bind_distillation() as slots:
-        verl.compute_forward_kl_topk(ROWS, *given_to(SimpleNamespace(distillation_loss=SimpleNamespace()))[2])
-    assert slots.counts == {"verl: loss_mode=None": 1}
-
-
 def test_what_is_registered_or_refused(verl, monkeypatch):
     """A second import registers the same again. A registered loss finds what the forward has computed, if ours is bound."""
     register, bind = ours_of_verl.register_distillation, ours_of_verl.bind_distillation
