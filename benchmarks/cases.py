@@ -27,6 +27,9 @@ CONTRACTS = {
     "logits-forward": "log-probs and entropy of given logits [N, V], no gradient",
     "hidden": "DAPO loss from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
     "hidden-frozen": "DAPO loss from hidden states with a frozen head: value, gradient of the hidden states",
+    "gspo": "GSPO loss from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
+    "gspo-frozen": "GSPO loss from hidden states with a frozen head: value, gradient of the hidden states",
+    "vespo": "VESPO loss from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
     "hidden-forward": "log-probs from hidden states and the head's weight, no gradient",
     "kept": "DAPO loss over kept sets from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
     "sparse": "DAPO loss from hidden states [N, H] of rows of a mean entropy and the head's weight [V, H]: value, gradients of both",
@@ -41,6 +44,10 @@ CONTRACTS = {
 DIRECTIONS = {
     "divergence": "reverse", "divergence-forward": "forward", "divergence-jsd": "jsd", "logits-divergence": "reverse"
 }  # fmt: skip
+
+
+#: Those whose ratio is that of a sequence.
+OF_SEQUENCES = ("gspo", "gspo-frozen", "vespo")
 
 
 @dataclass(frozen=True)
@@ -149,15 +156,29 @@ class Case:
 # ---- losses in plain PyTorch
 
 
-def policy_loss(logps: Tensor, batch: TokenBatch, beta: float) -> Tensor:
+def policy_loss(logps: Tensor, batch: TokenBatch, cell: Cell) -> Tensor:
     """What a trainer does with log-probs: ratio, clip, KL (k3), mean over tokens."""
-    ratio = torch.exp(logps - batch.old_logps)
+    log_ratio, beta = logps - batch.old_logps, cell.beta
+    if cell.contract in OF_SEQUENCES:
+        of_sequence = log_ratio.view(cell.sequences, -1)
+        if cell.contract == "vespo":
+            return _vespo(of_sequence.sum(1), logps.view_as(of_sequence), batch.advantages.view_as(of_sequence))
+        log_ratio = of_sequence.mean(1, keepdim=True).expand_as(of_sequence).reshape(logps.shape)
+    ratio = torch.exp(log_ratio)
     low, high = CLIP
     loss = -torch.min(ratio * batch.advantages, ratio.clamp(1 - low, 1 + high) * batch.advantages)
     if beta:
         d = batch.ref_logps - logps
         loss = loss + beta * (torch.exp(d) - d - 1)
     return loss.sum() / logps.numel()
+
+
+def _vespo(log_w: Tensor, logps: Tensor, advantages: Tensor) -> Tensor:
+    """-sg(exp(lambda + k log w - lambda w)) A log p, with k and lambda by the sign of A, mean over tokens."""
+    log_w = log_w[:, None].clamp(math.log(1e-8), 20.0)
+    k, rate = torch.where(advantages >= 0, 2.0, 3.0), torch.where(advantages >= 0, 3.0, 2.0)
+    weight = torch.exp(rate + k * log_w - rate * log_w.exp()).detach()
+    return -(weight * advantages * logps).mean()
 
 
 def mean_divergence(direction: str, z: Tensor, w: Tensor) -> Tensor:
@@ -195,7 +216,7 @@ def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
     if kept is not None:
         case.weight_grad = torch.zeros(weight.shape, device=device)
     hidden.requires_grad_(cell.contract != "hidden-forward")
-    weight.requires_grad_(cell.contract not in ("hidden-forward", "hidden-frozen"))
+    weight.requires_grad_(cell.contract != "hidden-forward" and not cell.contract.endswith("-frozen"))
     return case
 
 
@@ -316,7 +337,11 @@ def tokens(case: Case, g: torch.Generator) -> TokenBatch:
     active = torch.randperm(cell.sequences, **random) < round(cell.active * cell.sequences)
     advantages = torch.where(active, size, 0.0).repeat_interleave(cell.length)
     ref_logps = now + 1.5 * torch.randn(cell.rows, **random) if cell.beta else None
-    return TokenBatch(targets, advantages, old_logps=now - log_ratios(cell.rows, g), ref_logps=ref_logps, kept=kept)
+    ends = None
+    if cell.contract in OF_SEQUENCES:
+        ends = torch.arange(0, cell.rows + 1, cell.length, dtype=torch.int32, device=targets.device)
+    old_logps = now - log_ratios(cell.rows, g)
+    return TokenBatch(targets, advantages, old_logps=old_logps, ref_logps=ref_logps, kept=kept, cu_seqlens=ends)
 
 
 def log_ratios(rows: int, g: torch.Generator) -> Tensor:
@@ -369,6 +394,7 @@ def reference(case: Case) -> Result:
     )
     teachers = _rows_of_logits(teacher, 8)
     loss, logps, entropy = torch.zeros((), **wide), torch.empty(cell.rows, **wide), torch.empty(cell.rows, **wide)
+    slopes = None if cell.contract not in OF_SEQUENCES else _slopes(own, batch)
     for part, z in _rows_of_logits(own, 8):
         z = z.double().requires_grad_(bool(found))
         with torch.enable_grad():
@@ -376,8 +402,12 @@ def reference(case: Case) -> Result:
                 value = mean_divergence(DIRECTIONS[cell.contract], z, next(teachers)[1].double())
             else:
                 logps[part] = chosen = _chosen(z, batch.targets[part])
-                plain = cell.contract == "cross-entropy"
-                value = -chosen.mean() if plain else policy_loss(chosen, _part(batch, part), cell.beta)
+                if slopes is not None:
+                    value = (slopes[1][part] * chosen).mean() + slopes[0] - (slopes[1][part] * chosen.detach()).mean()
+                elif cell.contract == "cross-entropy":
+                    value = -chosen.mean()
+                else:
+                    value = policy_loss(chosen, _part(batch, part), cell)
         if not found:
             entropy[part] = entropies(z)
             continue
@@ -392,6 +422,15 @@ def reference(case: Case) -> Result:
             found["d_weight"].addmm_(d_logits.t(), own.hidden[part])
     results = {"loss": loss} | found if found else {"logps": logps} | ({"entropy": entropy} if case.hidden is None else {})
     return {name: x.float() for name, x in results.items()}
+
+
+def _slopes(case: Case, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """The loss, and its slopes [N] in log-probs times N, which wait for whole sequences."""
+    now = torch.cat([_chosen(z.double(), batch.targets[part]) for part, z in _rows_of_logits(case, 8)])
+    with torch.enable_grad():
+        leaf = now.requires_grad_()
+        loss = policy_loss(leaf, batch, case.cell)
+        return loss.detach(), len(now) * torch.autograd.grad(loss, leaf)[0]
 
 
 def _part(batch: TokenBatch, part: slice) -> TokenBatch:

@@ -1,7 +1,8 @@
-"""The measurements of the stages `counters` and `resources` of the GPU kit. For calls of every public function: what they
-compile, where they make the host wait, how much host time they take, and whether a CUDA graph of them gives the same result.
+"""The measurements of the stages `counters` and `memcheck` of the GPU kit. For calls of every public function, which are recipes
+of the tests: what they compile, where they make the host wait, how much host time they take, and whether a CUDA graph of them
+gives the same result.
 
-A new entry point of the package registers in `calls`, and in CAPTURED if it is to be captured."""
+A new entry point of the package registers in RECIPES, and in CAPTURED if it is to be captured."""
 
 from __future__ import annotations
 
@@ -11,30 +12,23 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
 from triton.runtime.jit import JITFunction
 
 from benchmarks.harness import compilations
-from grpo_kernels import (
-    Exact,
-    LogitTransform,
-    Objective,
-    Options,
-    Sparse,
-    TokenBatch,
-    TokenSets,
-    grpo_loss,
-    linear_divergence,
-    linear_grpo_loss,
-    linear_logprobs,
-    token_divergence,
-    token_logprobs,
-)
+from benchmarks.results import ROOT
+from grpo_kernels import LogitTransform, Objective, Sparse
 from grpo_kernels.formulas.surrogates import Clip
+
+sys.path.insert(0, str(ROOT / "tests"))
+from support.doors import Call, arguments_of, batch_of, called
+from support.on_device import OnDevice
+from support.recipes import Recipe, problem
 
 Tensor = torch.Tensor
 
@@ -57,133 +51,120 @@ def loaded_kernels() -> list[dict]:
 
 # ---- calls
 
-
-def batch_of(
-    shape: tuple[int, int], vocab: int, device: str, masked: bool = True, kept: int = 0, reference: bool = True
-) -> TokenBatch:
-    """A batch of [B, T] random tokens. Half of the sequences have advantage 0, and one token of each is masked. kept: how
-    many ids the set of each token has; 0: no sets. reference: whether there are log-probs of a reference."""
-    targets, mask = torch.randint(vocab, shape, device=device), torch.ones(shape, dtype=torch.bool, device=device)
-    mask[:, 0] = False
-    advantages = torch.randn(shape[0], device=device)
-    advantages[::2] = 0.0
-    old, ref = torch.randn(2, *shape, device=device) - 8
-    sets = None
-    if kept:
-        ids = (targets.view(-1, 1) + torch.arange(kept, device=device) * (vocab // kept)) % vocab
-        sets = TokenSets(ids.view(-1), torch.arange(0, ids.numel() + 1, kept, device=device))
-    given = {"mask": mask if masked else None, "ref_logps": ref if reference else None, "kept": sets}
-    return TokenBatch(targets, advantages, old_logps=old, **given)
-
-
-#: Ids of a wide set: more than rows that are padded to one width have.
-WIDE = 100
-
-
-class Given:
-    """What the calls take."""
-
-    def __init__(self, device: str, shape: tuple[int, int], vocab: int, width: int, dtype: torch.dtype) -> None:
-        leaves = ((*shape, vocab), (*shape, width), (vocab, width))
-        self.logits, self.hidden, self.weight = (torch.randn(x, device=device).to(dtype).requires_grad_() for x in leaves)
-        self.batch, self.alone = (batch_of(shape, vocab, device, reference=reference) for reference in (True, False))
-        self.kept, self.wide = (batch_of(shape, vocab, device, kept=ids) for ids in (4, WIDE))
-        self.head = self.hidden, self.weight
-        self.second = self.hidden.detach().roll(1, 0), self.weight  # a reference with the same head
-
-
-DAPO = Objective.preset("dapo", beta=0.04)
-EXACT = Objective.preset("dapo", beta=0.04, kl=Exact("jsd"))
-#: A call with its backward: values and gradients.
-Step = Callable[[], tuple[Tensor, ...]]
-
-
-def losses(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Step]:
-    """The calls; each has been made once."""
-    found = calls(Given(device, (4, max(2, rows // 4)), vocab, width, dtype))
-    for call in found.values():
-        call()
-    return found
-
-
-def calls(on: Given) -> dict[str, Step]:
-    """{entry point: a call of it}."""
-    logits, head, batch, second = on.logits, on.head, on.batch, on.second
-    frozen, device = tuple(x.detach() for x in head), logits.device
-    seeded = Options(sparse=Sparse(seed=torch.zeros((), dtype=torch.int64, device=device)))
-
-    def pulled(value: Tensor, *given: Tensor, beside: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
-        total = value.sum() + sum(x.sum() for x in beside)
-        return value.detach(), *(x.detach() for x in beside), *torch.autograd.grad(total, given)
-
-    def loss(over: TokenBatch, objective: Objective = DAPO, **more: Any) -> tuple[Tensor, ...]:
-        return pulled(linear_grpo_loss(*head, over, objective, **more).loss, *head)
-
-    def of_logits(**more: Any) -> tuple[Tensor, ...]:
-        found = token_logprobs(logits, batch.targets, entropy=True, **more)
-        return pulled(found.logps, logits, beside=(found.entropy, *found.also.values()))  # type: ignore[arg-type]
-
-    def several() -> tuple[Tensor, ...]:
-        found = linear_logprobs(*head, batch.targets, at=on.kept.kept)
-        return pulled(found.logps, *head, beside=(found.also["at"],))
-
-    shape, vocab = (batch.targets.shape[0], batch.targets.shape[1]), logits.shape[-1]
-    teachers = [(second, 0.5), (second, 0.25)]
-    return {
-        "grpo_loss": lambda: pulled(grpo_loss(logits, batch, DAPO).loss, logits),
-        "grpo_loss, in place": lambda: pulled(grpo_loss(logits * 1, batch, DAPO, inplace=True).loss, logits),
-        "grpo_loss, metrics": lambda: tuple(grpo_loss(logits.detach(), batch, DAPO).metrics.values()),
-        "linear_grpo_loss": lambda: loss(batch),
-        "TokenBatch and linear_grpo_loss": lambda: (linear_grpo_loss(*head, batch_of(shape, vocab, str(device)), DAPO).loss,),
-        "linear_grpo_loss, kept sets": lambda: loss(on.kept),
-        "linear_grpo_loss, wide kept sets": lambda: loss(on.wide),
-        "linear_grpo_loss, sparse": lambda: loss(batch, options=Options(sparse=Sparse())),
-        "linear_grpo_loss, sparse with a seed": lambda: loss(batch, options=seeded),
-        "linear_grpo_loss, divergence": lambda: loss(on.alone, EXACT, reference=second),
-        "linear_grpo_loss, several teachers": lambda: loss(on.alone, EXACT, reference=teachers),
-        "token_logprobs": of_logits,
-        "token_logprobs, masked": lambda: of_logits(mask=batch.mask),
-        "token_logprobs, masked, several ids": lambda: of_logits(mask=batch.mask, at=on.kept.kept),
-        "linear_logprobs, no gradient": lambda: (linear_logprobs(*frozen, batch.targets)[0],),
-        "linear_logprobs, masked": lambda: (linear_logprobs(*frozen, batch.targets, mask=batch.mask)[0],),
-        "linear_logprobs, several ids": several,
-        "token_divergence": lambda: pulled(token_divergence(logits, logits.detach().roll(1, 0), "forward"), logits),
-        "linear_divergence": lambda: pulled(linear_divergence(*head, second, "jsd"), *head),
-        "linear_divergence, masked": lambda: (linear_divergence(*frozen, second, "jsd", mask=batch.mask),),
-        "linear_divergence, several teachers": lambda: (linear_divergence(*frozen, teachers[:1], "jsd"),),
-    }
-
-
-def recompilations(device: str, vocab: int, width: int, lengths: int = 30, schedules: int = 10, longest: int = 300) -> int:
-    """Counts the kernels and graphs that random lengths and schedules compile, after one call of each entry point."""
-    draw = random.Random(0)
-
-    def step(length: int, low: float, high: float, beta: float, temperature: float) -> None:
-        objective = Objective.preset("dapo", surrogate=Clip(low, high), beta=beta)
-        how: dict[str, Any] = {"transform": LogitTransform(temperature=temperature)}
-        on = Given(device, (2, length), vocab, width, torch.bfloat16)
-        torch.autograd.grad(grpo_loss(on.logits, on.batch, objective, **how).loss * 2.0, on.logits)
-        for batch in (on.batch, on.kept):
-            torch.autograd.grad(linear_grpo_loss(*on.head, batch, objective, **how).loss * 2.0, on.head)
-        torch.autograd.grad(token_logprobs(on.logits, on.batch.targets, **how)[0].sum(), on.logits)
-
-    kinds = [
-        (draw.random(), draw.random(), draw.random() + 1e-3, draw.choice((1.0, 0.5, draw.random() + 0.1)))
-        for _ in range(schedules)
-    ]
-    step(min(longest, 33), *kinds[0])
-    with compilations() as count:
-        for i in range(lengths):
-            step(min(longest, draw.choice((1, 16, draw.randint(2, 300)))), *kinds[i % schedules])
-        return count()
-
-
-#: The calls that are documented to make the host wait, and why.
+HEAD, ALL = {"source": "hidden"}, {"mask": "none"}
+LOGPS, DIVERGENCE = {"door": "logprobs"}, {"door": "divergence", "others": ("whole",)}
+EXACT = {**HEAD, "objective": "dapo, exact", "exact": "jsd"}
+#: {entry point: a call of it}. Where nothing else is said some tokens are masked.
+RECIPES = {
+    "grpo_loss": Recipe(objective="dapo, k3"),
+    "grpo_loss, in place": Recipe(objective="dapo, k3", inplace=True),
+    "linear_grpo_loss": Recipe(**HEAD, objective="dapo, k3"),
+    "linear_grpo_loss, kept sets": Recipe(**HEAD, kept="some"),
+    "linear_grpo_loss, wide kept sets": Recipe(**HEAD, kept="long"),
+    "linear_grpo_loss, sparse": Recipe(**HEAD),
+    "linear_grpo_loss, sparse with a seed": Recipe(**HEAD),
+    "linear_grpo_loss, divergence": Recipe(**EXACT, others=("whole",)),
+    "linear_grpo_loss, several teachers": Recipe(**EXACT, others=("whole", "near")),
+    "token_logprobs": Recipe(**LOGPS, **ALL),
+    "token_logprobs, masked": Recipe(**LOGPS),
+    "token_logprobs, masked, several ids": Recipe(**LOGPS, also="at"),
+    "linear_logprobs": Recipe(**LOGPS, **ALL, **HEAD),
+    "linear_logprobs, masked": Recipe(**LOGPS, **HEAD),
+    "linear_logprobs, several ids": Recipe(**LOGPS, **ALL, **HEAD, also="at"),
+    "token_divergence": Recipe(**DIVERGENCE, exact="forward"),
+    "linear_divergence": Recipe(**DIVERGENCE, **ALL, **HEAD, exact="jsd"),
+    "linear_divergence, masked": Recipe(**DIVERGENCE, **HEAD, exact="jsd"),
+    "linear_divergence, several teachers": Recipe(**ALL, **HEAD, door="divergence", others=("whole", "near"), exact="jsd"),
+}
+#: Those that are documented to make the host wait, and why.
 WAITS = {
     "linear_logprobs, masked": "rows are picked by the mask",
     "linear_divergence, masked": "rows are picked by the mask",
     "TokenBatch and linear_grpo_loss": "row counts, sent to the host when the batch is made, are needed right after",
 }
+#: Those that a trainer would capture in a CUDA graph.
+CAPTURED = (
+    *(name for name in RECIPES if name.startswith(("grpo_loss", "token_logprobs"))), "linear_grpo_loss", "linear_grpo_loss, kept sets",
+    "linear_grpo_loss, wide kept sets", "linear_grpo_loss, sparse with a seed", "linear_grpo_loss, divergence",
+    "linear_grpo_loss, several teachers", "linear_divergence",
+)  # fmt: skip
+#: A call with its backward: values and gradients.
+Step = Callable[[], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A call whose tensors are made. given: the one that is overwritten before a replay. exact: whether a replay gives the same
+    bits; products may run another kernel while they are captured."""
+
+    given: Tensor
+    step: Step
+    exact: bool
+
+
+def calls(device: str, rows: int, vocab: int, width: int, dtype: str = "bfloat16") -> dict[str, Made]:
+    """The calls of RECIPES over four sequences of equal length; each has been made once."""
+    found = {}
+    with OnDevice(device):
+        for name, recipe in RECIPES.items():
+            size = {"lengths": (rows // 4,) * 4, "vocab": vocab, "width": width, "dtype": dtype}
+            sparse = Sparse(seed=torch.zeros((), dtype=torch.int64)) if "seed" in name else Sparse()
+            options = {"sparse": sparse} if "sparse" in name else {}
+            call = Call(replace(recipe, **size), **options)
+            found[name] = Made(call.leaves[0].detach(), stepped(call), recipe.source == "logits")
+            found[name].step()
+    return found
+
+
+def stepped(call: Call) -> Step:
+    def step() -> tuple[Tensor, ...]:
+        values = call.values(*([call.leaves[0] * 1] if call.p.recipe.inplace else ()))
+        total = values["loss"] if "loss" in values else sum(x.sum() for x in values.values() if x.requires_grad)
+        return *(x.detach() for x in values.values()), *torch.autograd.grad(total, call.leaves)
+
+    return step
+
+
+def batches(device: str, rows: int, vocab: int, width: int) -> dict[str, Callable[[], Any]]:
+    """A batch that is made, alone and in a call."""
+    with OnDevice(device):
+        masked, whole = (
+            problem(Recipe(**HEAD, mask=mask, lengths=(rows // 4,) * 4, vocab=vocab, width=width)) for mask in ("some", "none")
+        )
+        function, (_, objective), given = arguments_of(masked)
+    return {
+        "TokenBatch, masked": lambda: batch_of(masked), "TokenBatch": lambda: batch_of(whole),
+        "TokenBatch and linear_grpo_loss": lambda: function(*masked.given.values(), batch_of(masked), objective, **given),
+    }  # fmt: skip
+
+
+def recompilations(device: str, vocab: int, width: int, lengths: int = 30, schedules: int = 10, longest: int = 300) -> int:
+    """Counts the kernels and graphs that random lengths and schedules compile, after one call of each entry point."""
+    draw = random.Random(0)
+    entries = [RECIPES[name] for name in ("grpo_loss", "linear_grpo_loss", "linear_grpo_loss, kept sets", "token_logprobs")]
+
+    def step(length: int, low: float, high: float, beta: float, temperature: float) -> None:
+        objective = Objective.preset("dapo", surrogate=Clip(low, high), beta=beta)
+        for recipe in entries:
+            call = Call(replace(recipe, lengths=(length, length), vocab=vocab, width=width, dtype="bfloat16"))
+            function, after, given = arguments_of(call.p, objective=objective)
+            call.call = called(function, after, given | {"transform": LogitTransform(temperature=temperature)})
+            stepped(call)()
+        problem.cache_clear()
+
+    kinds = [
+        (draw.random(), draw.random(), draw.random() + 1e-3, draw.choice((1.0, 0.5, draw.random() + 0.1)))
+        for _ in range(schedules)
+    ]
+    with OnDevice(device):
+        step(min(longest, 33), *kinds[0])
+        with compilations() as count:
+            for i in range(lengths):
+                step(min(longest, draw.choice((1, 16, draw.randint(2, 300)))), *kinds[i % schedules])
+            return count()
+
+
+# ---- waits and time of the host
 
 
 def first_wait(step: Callable[[], Any]) -> str | None:
@@ -224,39 +205,11 @@ def host_ms(call: Callable[[], Any], runs: int = 30) -> float:
 
 # ---- CUDA graphs
 
-
-#: The calls that a trainer would capture, and whether their results must be equal bit by bit; if not, products may run another
-#: kernel while they are captured.
-CAPTURED = {
-    "grpo_loss": True, "grpo_loss, in place": True, "token_logprobs": True, "token_logprobs, masked, several ids": True,
-    "linear_grpo_loss": False, "linear_grpo_loss, kept sets": False, "linear_grpo_loss, wide kept sets": False,
-    "linear_grpo_loss, sparse with a seed": False, "linear_grpo_loss, divergence": False,
-    "linear_grpo_loss, several teachers": False, "linear_divergence": False,
-}  # fmt: skip
-
-
-class Captured(NamedTuple):
-    """A call for a CUDA graph: `step` reads the tensor, which is overwritten before the replay."""
-
-    given: Tensor
-    step: Step
-    exact: bool
-
-
-def graphed(device: str, rows: int, vocab: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Captured]:
-    on = Given(device, (4, rows // 4), vocab, width, dtype)
-    steps = calls(on)
-    return {
-        name: Captured(on.hidden if name.startswith("linear") else on.logits, steps[name], exact)
-        for name, exact in CAPTURED.items()
-    }
-
-
 #: The largest difference of a replay from a plain call, if products run another kernel: gradients are bf16.
 REPLAYED = 1e-2
 
 
-def replay_differs(what: Captured) -> str | None:
+def replay_differs(what: Made) -> str | None:
     """Captures a step, replays it on another input and compares with a plain call; None, or what is wrong, in words."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

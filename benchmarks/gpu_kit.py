@@ -1,11 +1,12 @@
 """Checks, tunes and measures everything on a GPU, in calls of ten minutes, the most important stages first:
 
     python3 -m benchmarks.gpu_kit --out DIR [--call 1] [--wheels DIR] [--resume results.tar.gz] [--minutes 10]
-                                 [--stages NAME ...] [--suites NAME ...] [--rehearse]
+                                 [--stages NAME ...] [--rehearse]
 
 docs/gpu.md says what to run and which results each call gives. The script runs from the source tree, on a machine with torch
-and Triton, without network. The wheels of other projects come in a folder and are installed into a temporary one. gpu_plan.py
-lists the stages of each call. Each stage is a process with a time limit, a log and a JSON file, so that a crash or a hang does
+and Triton, without network. The wheels of other projects come in a folder and are installed into a temporary one. CALLS has
+the stages of each call; a new part of the package registers in CASES, its files of tests, and its suites in HEADLINE, COMPARED
+or FURTHER. Each stage is a process with a time limit, a log and a JSON file, so that a crash or a hang does
 not affect the others. Most of the time that later stages need is reserved for them. After each stage, and every 20 seconds, DIR
 is updated with all results so far: summary.md, results.tar.gz (the JSON files and pictures), logs.tar.gz and a few of the
 pictures. `--resume` starts from the results of an earlier call: stages that ended well are not run again unless --stages names
@@ -34,20 +35,82 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu_plan import BRINGS, CALLS, COMPARED, FURTHER, Stage
-
 ROOT = Path(__file__).parent.parent
 PICTURES = ("logits", "hidden", "active", "length")  # beside the three other files
 PACK_EVERY = 20.0  # seconds
+
+# ---- the stages, their order and time limits
+
+
+class Stage(NamedTuple):
+    name: str
+    most: float  # seconds in a call of ten minutes; scaled for other calls
+    kept: float  # of these, reserved: earlier stages may not use them
+
+
+#: The calls, the most important first. Each takes ten minutes, on a machine that keeps nothing between calls.
+CALLS = {
+    1: (
+        Stage("install", 60, 10), Stage("env", 120, 80), Stage("correctness", 300, 170), Stage("counters", 90, 60),
+        Stage("headline", 240, 140), Stage("plots", 40, 25),
+    ),
+    2: (Stage("tune", 570, 480),),
+    3: (Stage("install", 60, 10), Stage("comparison", 520, 430), Stage("plots", 40, 25)),
+    4: (
+        Stage("install", 60, 10), Stage("memcheck", 150, 90), Stage("further", 400, 350),
+        Stage("plots", 40, 25),
+    ),
+}  # fmt: skip
+
+
+class Cases(NamedTuple):
+    files: tuple[str, ...]  # under tests/
+    processes: int  # at a time: oracles in float64 take gigabytes at real sizes
+    share: float  # of the time
+
+
+#: Kernels first: everything else depends on them.
+CASES = {
+    "Triton kernels": Cases(
+        (
+            "rows/triton_cases.py", "rows/test_row_kernels.py", "rows/test_two_row_kernels.py",
+            "rows/test_sparse.py", "rows/test_selection.py",
+        ),
+        12, 0.25,
+    ),
+    "real sizes": Cases(("rows/triton_recipes.py",), 3, 0.4),
+    "objectives": Cases(
+        (
+            "core/test_objectives.py", "core/test_combinations.py", "core/test_relations.py", "core/test_rows.py",
+            "core/test_autograd.py", "core/test_sparse_gradients.py",
+        ),
+        12, 0.35,
+    ),
+}  # fmt: skip
+#: The part of each group that a rehearsal runs, of tests whose bounds its interpreter keeps: it truncates to bf16, a GPU rounds.
+REHEARSED = (
+    "nothing_to_do or which_unaligned or (test_products and bf16) or (an_objective_is and gspo) or same_bits_again or (slope and not digits) "
+    "or offsets_beyond or (shares_near and triton) or no_bit"
+)
+
+#: Suites of the benchmarks, the most important first: the first cell of each in call 1, those of the targets, all others.
+HEADLINE = ("logits", "hidden", "kept")
+COMPARED = ("logits", "hidden", "active", "kept")
+FURTHER = (
+    "step", "divergence", "sparse", "logits-divergence", "length", "cross-entropy", "hidden-frozen", "logits-forward", "hidden-forward",
+    "divergence-forward", "divergence-jsd", "rows", "vocab",
+)  # fmt: skip
+REHEARSED_SUITES = ("kept", "length")  # of them, on a CPU
+
+
+# ---- a call
 
 
 class Kit:
     """One call: its folders, and the outcome of each stage."""
 
-    def __init__(
-        self, out: Path, work: Path, wheels: Path | None = None, rehearse: bool = False, suites: Sequence[str] = ()
-    ) -> None:
-        self.out, self.work, self.wheels, self.rehearse, self.asked = out, work, wheels, rehearse, suites
+    def __init__(self, out: Path, work: Path, wheels: Path | None = None, rehearse: bool = False) -> None:
+        self.out, self.work, self.wheels, self.rehearse = out, work, wheels, rehearse
         for folder in (out, *(work / name for name in ("json", "logs", "site", "results"))):
             folder.mkdir(parents=True, exist_ok=True)
         self.stages: dict[str, dict] = self.found("kit")  # name -> {"status", "seconds"}, of earlier calls too
@@ -63,8 +126,6 @@ class Kit:
         command += ["--seconds", f"{0.95 * seconds:.0f}"]  # the stage should stop by itself after this
         if self.wheels is not None:
             command += ["--wheels", str(self.wheels)]
-        if stage == "suites":
-            command += ["--suites", *self.asked]
         return command + (["--rehearse"] if self.rehearse else [])
 
     def found(self, name: str) -> dict[str, Any]:
@@ -247,14 +308,10 @@ def summary(kit: Kit) -> str:
 
 #: Stages of every call: the machine is a new one, and the pictures show what was added.
 AGAIN = ("install", "plots")
-#: In place of a call's, with --suites.
-ASKED = (Stage("install", 60, 10), Stage("suites", 600, 500), Stage("plots", 40, 25))
 
 
 def chosen(kit: Kit, call: int, names: Sequence[str] | None) -> list[Stage]:
     """The stages of a call that have not ended well before, or those of these names from all calls."""
-    if kit.asked:
-        return list(ASKED)
     if names is None:
         stages = CALLS[call]
         return [stage for stage in stages if stage.name in AGAIN or kit.stages.get(stage.name, {}).get("status") != "ok"]
@@ -278,26 +335,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 if all stages ended well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = list(dict.fromkeys(stage.name for stages in CALLS.values() for stage in stages))
-    brings = "; ".join(f"{call}: {text}" for call, text in BRINGS.items())
     parser.add_argument("--out", type=Path, required=True, help="folder for what comes back: at most 8 files")
-    parser.add_argument("--call", type=int, choices=CALLS, default=1, help=f"what is run (default 1). {brings}")
+    parser.add_argument("--call", type=int, choices=CALLS, default=1, help="see docs/gpu.md (default 1)")
     parser.add_argument("--wheels", type=existing("dir"), help="folder with the peers' wheels")
     parser.add_argument("--resume", type=existing("file"), metavar="ARCHIVE", help="results.tar.gz of an earlier call")
     parser.add_argument("--minutes", type=float, default=10.0, help="for everything")
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument(
-        "--stages", nargs="+", choices=names, metavar="STAGE", help=f"these in place of a call's: {', '.join(names)}"
-    )
-    suites = (*COMPARED, *FURTHER)
-    text = f"these suites of the benchmarks in place of a call's stages: {', '.join(suites)}"
-    only.add_argument("--suites", nargs="+", choices=suites, default=(), metavar="SUITE", help=text)
+    parser.add_argument("--stages", nargs="+", choices=names, metavar="STAGE", help=f"in place of a call's: {', '.join(names)}")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, small, with Triton's interpreter")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as work:
         if args.resume is not None:
             with tarfile.open(args.resume) as tar:
                 tar.extractall(work, filter="data")
-        kit = Kit(args.out.resolve(), Path(work), args.wheels, args.rehearse, args.suites)
+        kit = Kit(args.out.resolve(), Path(work), args.wheels, args.rehearse)
         stages = chosen(kit, args.call, args.stages)
         run(kit, stages, args.minutes)
         print("\n" + summary(kit))  # last: a caller may see the end of the output only

@@ -18,25 +18,14 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import tune as tuning
-from benchmarks.gpu_counters import (
-    WAITS,
-    batch_of,
-    first_wait,
-    graphed,
-    host_ms,
-    loaded_kernels,
-    losses,
-    recompilations,
-    replay_differs,
-)
-from benchmarks.gpu_plan import CASES, COMPARED, FURTHER, HEADLINE, REHEARSED, REHEARSED_SUITES
+from benchmarks.gpu_kit import CASES, COMPARED, FURTHER, HEADLINE, REHEARSED, REHEARSED_SUITES
 from benchmarks.harness import interleaved
 from benchmarks.machine import gpu_state, machine
 from benchmarks.results import ROOT, load, save
@@ -47,16 +36,8 @@ from benchmarks.tables import details
 class Kit:
     """One running stage: its folder, its time limit, and its results."""
 
-    def __init__(
-        self,
-        stage: str,
-        work: Path,
-        seconds: float,
-        wheels: Path | None = None,
-        rehearse: bool = False,
-        suites: Sequence[str] = (),
-    ) -> None:
-        self.stage, self.work, self.wheels, self.rehearse, self.asked = stage, work, wheels, rehearse, suites
+    def __init__(self, stage: str, work: Path, seconds: float, wheels: Path | None = None, rehearse: bool = False) -> None:
+        self.stage, self.work, self.wheels, self.rehearse = stage, work, wheels, rehearse
         self.device = "cpu" if rehearse else "cuda"
         self.deadline = time.monotonic() + seconds
         self.found: dict[str, Any] = {"lines": []}
@@ -212,37 +193,35 @@ def tally(report: Path) -> dict:
 def counters(kit: Kit) -> None:
     """Counts compilations over lengths and schedules and waits of the host; times the host; captures CUDA graphs; and reads off
     the kernels that have run by then. (The budgets of all others are checked without a GPU: `python -m benchmarks.resources`.)"""
-    vocab, width = (272, 8) if kit.rehearse else (32768, 256)
+    from benchmarks import gpu_counters as on  # needs the tests' pytest, as `small` does
+
+    rows, vocab, width = (8, 272, 8) if kit.rehearse else (64, 16384, 256)  # Python draws the sets of ids, row by row
     few = {"lengths": 2, "schedules": 2, "longest": 2} if kit.rehearse else {}
     with on_triton(kit.rehearse):
-        kit.add(recompilations=recompilations(kit.device, vocab, width, **few))
+        kit.add(recompilations=on.recompilations(kit.device, min(vocab, 2048), width, **few))
         count = kit.found["recompilations"]
         kit.say(f"recompilations over random lengths and schedules: {count}", well=count == 0)
-        calls = losses(kit.device, 8 if kit.rehearse else 512, vocab, width, torch.float32 if kit.rehearse else torch.bfloat16)
+        made = on.calls(kit.device, rows, vocab, width, "float32" if kit.rehearse else "bfloat16")
         if kit.rehearse:
-            kept = graphed(kit.device, 8, vocab, width, torch.float32)
-            wrong = [name for name, one in kept.items() if not all(x.isfinite().all() for x in one.step())]
-            kit.say(f"{len(kept)} steps to capture, run without a graph; not finite: {wrong or 'none'}", well=not wrong)
+            wrong = [name for name, one in made.items() if not all(x.isfinite().all() for x in one.step())]
+            kit.say(f"{len(made)} calls, run without a graph; not finite: {wrong or 'none'}", well=not wrong)
             kit.leave_out("waits of the host", "host time of a call", "CUDA graphs", "registers of the kernels as loaded")
             return
-    calls |= {
-        "TokenBatch, masked": lambda: batch_of((4, 64), vocab, kit.device),
-        "TokenBatch": lambda: batch_of((4, 64), vocab, kit.device, masked=False),
-    }
+    steps = {name: one.step for name, one in made.items()} | on.batches(kit.device, rows, vocab, width)
     waits = {}
-    for name, call in calls.items():
-        waits[name] = first_wait(call)
-        kit.add(waits=waits, documented=WAITS)
-        reason = f" (documented: {WAITS[name]})" if name in WAITS else ""
-        kit.say(f"host waits, {name}{reason}: {waits[name] or 'none'}"[:400], well=waits[name] is None or name in WAITS)
-    kit.add(host_ms={name: round(host_ms(call), 3) for name, call in calls.items()})
+    for name, step in steps.items():
+        waits[name] = on.first_wait(step)
+        kit.add(waits=waits, documented=on.WAITS)
+        reason = f" (documented: {on.WAITS[name]})" if name in on.WAITS else ""
+        kit.say(f"host waits, {name}{reason}: {waits[name] or 'none'}"[:400], well=waits[name] is None or name in on.WAITS)
+    kit.add(host_ms={name: round(on.host_ms(step), 3) for name, step in steps.items()})
     kit.say("host time, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in kit.found["host_ms"].items()))
     graphs: dict[str, str | None] = {}
-    for name, one in graphed(kit.device, 512, vocab, width).items():
-        graphs[name] = replay_differs(one)
+    for name in on.CAPTURED:
+        graphs[name] = on.replay_differs(made[name])
         kit.add(graphs=graphs)
         kit.say(f"CUDA graph, {name}: {graphs[name] or 'replayed as a plain call'}", well=graphs[name] is None)
-    kit.add(loaded=loaded_kernels())
+    kit.add(loaded=on.loaded_kernels())
     for k in kit.found["loaded"]:
         kit.say("{kernel}: {registers} registers, {spills} spilled, {shared} bytes shared, {warps} warps".format(**k))
 
@@ -284,7 +263,7 @@ COMPARISONS = {"headline": (HEADLINE, "--first"), "comparison": (COMPARED,), "fu
 def compare(kit: Kit) -> None:
     """Runs suites of the benchmarks with the settings that the tuner has found, each suite in its own process. A provider that
     breaks CUDA ends its process; the next process continues without that provider."""
-    results, (names, *options) = kit.work / "results", COMPARISONS.get(kit.stage, (kit.asked,))
+    results, (names, *options) = kit.work / "results", COMPARISONS[kit.stage]
     if kit.rehearse:
         kit.leave_out(*(f"suite {name}" for name in names if name not in REHEARSED_SUITES))
         names, options = [name for name in names if name in REHEARSED_SUITES], [*options, "--quick", "--without-native"]
@@ -327,10 +306,12 @@ def memcheck(kit: Kit) -> None:
 
 def small(kit: Kit) -> None:
     """Runs every kernel once with aligned and once with unaligned rows, for the sanitizer."""
+    from benchmarks import gpu_counters as on
+
     with on_triton(kit.rehearse):
-        for dtype in (torch.float32,) if kit.rehearse else (torch.float32, torch.bfloat16, torch.float16):
+        for dtype in ("float32",) if kit.rehearse else ("float32", "bfloat16", "float16"):
             for vocab in (272, 1031):
-                losses(kit.device, 8, vocab, 16, dtype)
+                on.calls(kit.device, 8, vocab, 16, dtype)
     kit.say("small calls: done")
 
 
@@ -353,7 +334,7 @@ def plots(kit: Kit) -> None:
 
 STAGES: dict[str, Callable[[Kit], None]] = {
     stage.__name__: stage for stage in (install, env, correctness, counters, tune, memcheck, small, plots)
-} | dict.fromkeys((*COMPARISONS, "suites"), compare)
+} | dict.fromkeys(COMPARISONS, compare)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -363,7 +344,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seconds", type=float, default=600.0, help="that it may take")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install")
-    parser.add_argument("--suites", nargs="+", default=[], help="for the stage of that name")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, small")
     args = parser.parse_args(argv)
     if not args.rehearse and not torch.cuda.is_available():

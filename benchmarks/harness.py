@@ -35,7 +35,7 @@ def interleaved(
     most: int = 50,
     attempt: Callable[[str, Callable[[], float]], float | None] = lambda name, run: run(),
 ) -> dict[str, dict]:
-    """{name: {ms, p20, p80, runs, modes if there are two, on CUDA host_ms}}. Each round runs every contender once; the order
+    """{name: {ms, p20, p80, runs, on CUDA host_ms}}. Each round runs every contender once; the order
     rotates from round to round. host_ms: the median time of the host in the call, which the GPU need not wait for.
 
     `before(name)` runs untimed before each run, for example to restore inputs that were overwritten. A contender stops
@@ -115,24 +115,7 @@ def _flush_buffer() -> torch.Tensor:
 
 def _summary(times: list[float]) -> dict:
     cuts = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times * 4
-    two = modes(times)
-    return {"ms": statistics.median(times), "p20": cuts[0], "p80": cuts[3], "runs": len(times)} | (
-        {"modes": two} if two else {}
-    )
-
-
-def modes(times: list[float]) -> list[list[float]]:
-    """[[ms, share of the runs], [ms, share]] of two kinds of runs, the fast ones first; [] if there is only one kind.
-
-    There are two kinds if the runs fall into two groups of at least a fifth each, every slow run takes at least 1.3 times as
-    long as any fast one, and the gap between the groups is larger than the range of either."""
-    ordered, least = sorted(times), max(2, len(times) / 5)
-    gaps = [(ordered[i] - ordered[i - 1], i) for i in range(1, len(ordered)) if least <= i <= len(ordered) - least]
-    gap, at = max(gaps, default=(0.0, 0))
-    fast, slow = ordered[:at], ordered[at:]
-    if not fast or slow[0] < 1.3 * fast[-1] or gap < max(fast[-1] - fast[0], slow[-1] - slow[0]):
-        return []
-    return [[statistics.median(group), len(group) / len(ordered)] for group in (fast, slow)]
+    return {"ms": statistics.median(times), "p20": cuts[0], "p80": cuts[3], "runs": len(times)}
 
 
 # ---- memory

@@ -269,9 +269,9 @@ DTYPES = (
 )
 
 
-def cases() -> list[Case]:
-    """The launches of the library. Layouts, transforms and objectives are varied one at a time: the first two change the
-    loops over a row, an objective changes only arithmetic on a few scalars."""
+def of_one_stream() -> list[Case]:
+    """Layouts, transforms and objectives are varied one at a time: the first two change the loops over a row, an objective
+    changes only arithmetic on a few scalars."""
     launches: dict[Case, None] = {}  # in order, once
     for (logits, gradient), entropy in product(DTYPES, (False, True)):
         base = Case("stats", logits, gradient, entropy=entropy)
@@ -295,23 +295,6 @@ def cases() -> list[Case]:
     for dtype, padding in product((torch.float32, torch.bfloat16, torch.float16), (0, 16, 1)):
         launches[Case("scale_", dtype, dtype, stride=151936 + padding)] = None
     return list(launches)
-
-
-#: A few of each kernel, to compile in seconds.
-QUICK = [
-    Case("stats"),
-    Case("stats", torch.float32, torch.float32, entropy=True),
-    Case("stats", torch.float16, torch.float16, vocab=50257, stride=50257),
-    Case("pull", entropy=True),
-    Case("pull", torch.float32, torch.float32, transform="softcap"),
-    Case("pull", torch.float32, torch.bfloat16),
-    Case("fused"),
-    Case("fused", torch.float32, torch.bfloat16, entropy=True, objective="grpo + k3"),
-    Case("fused", torch.float32, torch.float32, transform="softcap", entropy=True),
-    Case("fused", vocab=50257, stride=50257),
-    Case("fused", vocab=1024, stride=1024),
-    Case("scale_"),
-]
 
 
 # ---- the other kernels
@@ -427,8 +410,8 @@ PAIRS = (
 )  # fmt: skip
 #: The kernels of each direction.
 OF_TWO = (
-    ("two_stats", "reverse"), ("two_stats", "forward"), ("mixed", "jsd"),
-    ("two_pull", "reverse"), ("two_pull", "forward"), ("two_pull", "jsd"),
+    ("two_stats", "reverse"), ("two_stats", "forward"), ("mixed", "jsd"), ("mixed", "tv"),
+    ("two_pull", "reverse"), ("two_pull", "forward"), ("two_pull", "jsd"), ("two_pull", "tv"),
 )  # fmt: skip
 PRODUCTS = tuple(kernel for kernel, kind in KINDS.items() if kind.launch == "slots")
 SELECTIONS = tuple(kernel for kernel, kind in KINDS.items() if kind.launch == "select")
@@ -439,14 +422,8 @@ def beside(kernel: str, divergence: str, logits: torch.dtype, teacher: torch.dty
     return Beside(kernel, logits, gradient if kernel == "two_pull" else logits, teacher=teacher, divergence=divergence)
 
 
-def of_two(divergence: str, transform: str = "linear") -> tuple[Case, ...]:
-    """The launches that make a divergence of two rows of bf16 logits and its gradient."""
-    kernels = ("two_stats", *(kernel for kernel, kind in OF_TWO[2:] if kind == divergence))
-    return tuple(replace(beside(kernel, divergence, HALF, HALF, HALF), transform=transform) for kernel in kernels)
-
-
-def other_cases() -> list[Case]:
-    """Layouts, transforms and further sums are varied one at a time."""
+def of_others() -> list[Case]:
+    """Of two streams, of kept sets and of the selection. Layouts, transforms and further sums are varied one at a time."""
     launches: dict[Case, None] = {}
     for kernel, divergence in OF_TWO:
         for dtypes in PAIRS:
@@ -472,7 +449,25 @@ def other_cases() -> list[Case]:
     return list(launches)
 
 
-OTHER_QUICK: list[Case] = [
+def cases() -> list[Case]:
+    """The launches of the library."""
+    return [*of_one_stream(), *of_others()]
+
+
+#: A few of each kernel, to compile in seconds.
+QUICK: list[Case] = [
+    Case("stats"),
+    Case("stats", torch.float32, torch.float32, entropy=True),
+    Case("stats", torch.float16, torch.float16, vocab=50257, stride=50257),
+    Case("pull", entropy=True),
+    Case("pull", torch.float32, torch.float32, transform="softcap"),
+    Case("pull", torch.float32, torch.bfloat16),
+    Case("fused"),
+    Case("fused", torch.float32, torch.bfloat16, entropy=True, objective="grpo + k3"),
+    Case("fused", torch.float32, torch.float32, transform="softcap", entropy=True),
+    Case("fused", vocab=50257, stride=50257),
+    Case("fused", vocab=1024, stride=1024),
+    Case("scale_"),
     beside("two_stats", "reverse", HALF, HALF, HALF),
     beside("two_stats", "forward", SINGLE, SINGLE, SINGLE),
     beside("mixed", "jsd", SINGLE, HALF, HALF),

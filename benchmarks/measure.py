@@ -179,20 +179,17 @@ def outside_gate(cell: Cell, found: dict[str, float], drawn: bool = False) -> st
 
 
 def derived(cell: Cell, ms: float) -> Row:
-    """Rates from a time. GB/s: as if the logits were read and written once (2U), or read twice and written once (3U).
-    TFLOP/s: of the products that are needed, where rows of zero advantage (a share 1 - a) take part in the first product
-    only; "tflops_dense" counts all rows in all products."""
+    """Rates from a time. GB/s: as if the logits were read once (1U), or read and written once (2U). TFLOP/s: of the products
+    that are needed, where rows of zero advantage (a share 1 - a) take part in the first product only."""
     if cell.contract in ("step", "kept", "sparse", *DIRECTIONS):  # whose work is not known before, or has no one rate
         return {}
     if cell.hidden is None:
         rate = cell.rows * cell.vocab * cell.dtype.itemsize / 1e6 / ms
-        return {"gbps_1u": rate} if cell.contract == "logits-forward" else {"gbps_2u": 2 * rate, "gbps_3u": 3 * rate}
-    backward = {"hidden-frozen": 2, "hidden-forward": 0}.get(cell.contract, 4)
+        return {"gbps_1u": rate} if cell.contract == "logits-forward" else {"gbps_2u": 2 * rate}
+    backward = {"hidden-frozen": 2, "gspo-frozen": 2, "hidden-forward": 0}.get(cell.contract, 4)
     a = cell.active_rows / cell.rows
-    product = cell.rows * cell.hidden * cell.vocab / ms / 1e9
     convention = f"{2 + backward}NHV" if a == 1 or not backward else f"(2+{backward}a)NHV, a={a:g}"
-    rates = {"tflops": (2 + backward * a) * product, "flop_convention": convention}
-    return rates | ({"tflops_dense": (2 + backward) * product} if a < 1 and backward else {})
+    return {"tflops": (2 + backward * a) * cell.rows * cell.hidden * cell.vocab / ms / 1e9, "flop_convention": convention}
 
 
 def _attempt(provider: Provider, device: str, step: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Pictures, SVG and PNG, for light and dark pages: of result files, and of experiments.
+"""Pictures of result files, SVG and PNG, for light and dark pages.
 
 A picture is described by plain numbers, {"title", "panels", "notes"}, which its file contains, so that a test can compare them
 with the result file. A panel has "bars", [[name, value, label], ...], or "curves", {name: [x, y]}. The same description gives
@@ -169,28 +169,23 @@ def _draw_bars(axes: Axes, panel: Record) -> None:
 
 
 def _draw_curves(axes: Axes, panel: Record, names: list[str]) -> None:
-    """A mean line of each, thin ones of what it is the mean of. Each is thinner than those before, so that equal ones are
-    seen."""
+    """Each line is thinner than those before, so that equal ones are seen."""
     axes.set_xlabel(panel["x"])
     axes.grid(color=TEXT, alpha=0.2, linewidth=0.5)
-    for i, (name, (x, y, *thin)) in enumerate(panel["curves"].items()):
+    for i, (name, (x, y)) in enumerate(panel["curves"].items()):
         style: dict[str, Any] = {"color": HIGHLIGHT if name == OURS else VARIANT, "linestyle": "-"}
         if name.startswith("products"):
             style = {"color": TEXT, "linestyle": "--"}
         elif name in names:
             again, place = divmod(names.index(name), len(COLOURS))
             style = {"color": COLOURS[place], "linestyle": ":" if again else "-"}
-        axes.plot(x, y, linewidth=max(1.0, 2.6 - 0.5 * i), marker="o" if len(x) < 12 else "", markersize=3, label=name, **style)
-        for curve in thin:
-            axes.plot(x, curve, linewidth=0.5, alpha=0.5, **style)
-    log = panel.get("log", "")
-    axes.set_xscale("log" if "x" in log else "linear")
-    axes.set_yscale("log" if "y" in log else "linear")
+        axes.plot(x, y, linewidth=max(1.0, 2.6 - 0.5 * i), marker="o", markersize=3, label=name, **style)
+    for scale in (axes.set_xscale, axes.set_yscale):
+        scale("log" if panel["log"] else "linear")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
     ticks = sorted({x for curve in panel["curves"].values() for x in curve[0]})
-    if len(ticks) < 12:
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xticks(ticks, [_short(x) for x in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(ticks, [_short(x) for x in ticks])
 
 
 def _short(x: float) -> str:
@@ -204,32 +199,27 @@ def _short(x: float) -> str:
 
 
 def described(shown: Picture) -> str:
-    """The field Description of a picture's file; without the single lines that a mean is drawn over."""
-    panels = [
-        panel | {"curves": {name: of[:2] for name, of in panel["curves"].items()}} if "curves" in panel else panel
-        for panel in shown["panels"]
-    ]
-    return json.dumps(shown | {"panels": panels}, separators=(",", ":"))
+    """The field Description of a picture's file."""
+    return json.dumps(shown, separators=(",", ":"))
 
 
-def save(shown: Picture, path: Path, *others: str) -> list[Path]:
-    """`path` with .svg, and with other endings."""
+def save(shown: Picture, path: Path) -> Path:
+    """The picture as `path`, an SVG, and beside it as a PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
     page, about = draw(shown), {"Title": shown["title"], "Description": described(shown)}
     with matplotlib.rc_context(STYLE):
-        page.savefig(path.with_suffix(".svg"), metadata={"Date": None, **about})
-        for other in others:
-            page.savefig(path.with_suffix(other), dpi=160, metadata=about)
-    return [path.with_suffix(end) for end in (".svg", *others)]
+        page.savefig(path, metadata={"Date": None, **about})
+        page.savefig(path.with_suffix(".png"), dpi=160, metadata=about)
+    return path
 
 
-def write(folder: Path) -> list[Path]:
-    """<machine>/plots/<suite>.svg and .png of every result file, and the front's."""
-    written = []
+def pictures(folder: Path) -> dict[Path, Picture]:
+    """{<machine>/plots/<suite>.svg: the picture of each result file, and the front's}"""
+    found = {}
     for machine in machines(folder):
         records = {path.stem: results.load(path) for path in sorted((folder / machine).glob("*.json"))}
-        shown = {name: of_suite(record) for name, record in records.items() if record["cells"]}
-        first = of_front(folder, machine)
-        for name, one in (shown | ({"front": first} if first else {})).items():
-            written += save(one, folder / machine / "plots" / name, ".png")
-    return written
+        shown = {name: of_suite(record) for name, record in records.items() if record["cells"]} | {
+            "front": of_front(folder, machine)
+        }
+        found |= {folder / machine / "plots" / f"{name}.svg": one for name, one in shown.items() if one}
+    return found

@@ -7,7 +7,7 @@ Compiles the kernels for each target as the library launches them, and reads the
 budget (see `broken`) is exceeded. Nothing is timed. Figures per logit are counted in the machine code of the loops over a row,
 see `benchmarks/assembly.py`; not those of `scale_` and of the sparse products, whose loops do more. Run it with each version of
 Triton that is supported, because they order loads differently. `--write` saves the outcome of the budgets in
-results/budgets.json and what WAYS issue for a logit in results/instructions.json, for docs/gpu.md."""
+results/budgets.json, for docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -19,27 +19,21 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
-import torch
 import triton
 from triton.runtime.jit import JITFunction
 
 from benchmarks.assembly import PIPES, Loop, code, row_loops, taken
 from benchmarks.launches import (
     KINDS,
-    OTHER_QUICK,
     QUICK,
     TARGETS,
     Case,
-    Selecting,
     backend,
     cases,
     compiling,
-    of_two,
-    other_cases,
 )
-from benchmarks.report import BUDGETS, INSTRUCTIONS
+from benchmarks.report import BUDGETS
 from benchmarks.results import load, save
 from benchmarks.tables import Record, Table, render
 from grpo_kernels.diagnosis import numbers
@@ -200,37 +194,6 @@ def outcome(found: Sequence[Judged]) -> Record:
     }
 
 
-# ---- instructions
-
-#: Ways to compute the gradient of logits.
-WAYS = {
-    "grpo_kernels, in place": (Case("fused"),),
-    "grpo_kernels, in place, odd vocabulary": (Case("fused", vocab=128257, stride=128257),),
-    "grpo_kernels, in place, softcap": (Case("fused", transform="softcap"),),
-    "grpo_kernels, layer 1 + loss": (Case("stats"), Case("pull")),
-    "grpo_kernels, fp32 logits of a chunk -> bf16": (Case("fused", torch.float32),),
-    "grpo_kernels, KL of two logits": of_two("reverse"),
-    "grpo_kernels, JSD of two logits": of_two("jsd"),
-    "grpo_kernels, KL of two logits, softcap": of_two("reverse", "softcap"),
-    "grpo_kernels, JSD of two logits, softcap": of_two("jsd", "softcap"),
-    "grpo_kernels, columns of a sparse gradient": (Selecting("select", torch.float32),),
-}
-
-
-def visits(target: str, cases: Sequence[Case]) -> list[Record]:
-    """Each visit of a row by each kernel, in the order of their launches: instructions that a thread issues for a logit in the
-    steady state of a row, the loads of a thread before it waits for the first and all of them, and what it holds."""
-    return [
-        {
-            "kernel": found.kernel, "writes": bool(loop.stores),
-            "issued": {pipe: round(loop.issued[pipe] / found.elements(loop), 3) for pipe in PIPES}, "together": loop.in_flight,
-            "loads": len(loop.loads), "registers": found.registers, "spilled": found.spilled + found.stack,
-            "threads": found.threads,
-        }
-        for found in (report(target, case) for case in cases) for loop in found.loops
-    ]  # fmt: skip
-
-
 # ---- the command
 
 
@@ -267,33 +230,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--quick", action="store_true", help="a few kernels of each kind")
-    parser.add_argument(
-        "--write", action="store_true", help=f"and this version's outcome into {BUDGETS.name}, {INSTRUCTIONS.name}"
-    )
+    parser.add_argument("--write", action="store_true", help=f"and this version's outcome into {BUDGETS.name}")
     args = parser.parse_args()
     if not isinstance(backend._stats_kernel, JITFunction):
         parser.error("TRITON_INTERPRET=1 is set: there is nothing to compile. Unset it.")
-    every = [*QUICK, *OTHER_QUICK] if args.quick else [*cases(), *other_cases()]
+    every = QUICK if args.quick else cases()
     failed = []
     for target in args.target:
         found = [*judge_all([target], every)]
         print(f"\n{target}, Triton {triton.__version__}\n{render(shown(found), markdown=False)}", flush=True)
         failed += [f"{target} {r.kernel} {r.case}: {'; '.join(failures)}" for r, failures in found if failures]
         if args.write:
-            _keep(BUDGETS, target, outcome(found))
-            _keep(INSTRUCTIONS, target, {way: {"visits": visits(target, cases)} for way, cases in WAYS.items()}, "targets")
+            kept = load(BUDGETS)
+            kept.setdefault(triton.__version__, {})[target] = outcome(found)
+            save(BUDGETS, kept)
     print(f"\n{len(every) * len(args.target)} kernels, {len(failed)} beyond their budgets", *failed, sep="\n")
     return 1 if failed else 0
-
-
-def _keep(file: Any, target: str, found: Record, *under: str) -> None:
-    """In place of what was found for this version of Triton and target."""
-    record = load(file)
-    at = record.setdefault(triton.__version__, {})
-    for name in under:
-        at = at.setdefault(name, {})
-    at[target] = found
-    save(file, record)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import results
-from benchmarks.cases import CONTRACTS, Cell
+from benchmarks.cases import CONTRACTS, OF_SEQUENCES, Cell
 from benchmarks.machine import machine
 from benchmarks.measure import DeviceLost, measure
 from benchmarks.providers import first_line, providers
@@ -119,6 +119,9 @@ def _entropies(shape: Shape, *entropies: float, **more: Any) -> Plan:
     return [one for entropy in entropies for one in plan("sparse", shape, entropy=entropy, **more)]
 
 
+SEQUENCES = (
+    OURS, EAGER, "torch.compile", "TRL fused head + loss", "Liger fused linear GRPO", "torch linear_cross_entropy + loss"
+)  # fmt: skip
 KEPT = ("grpo_kernels, into weight_grad", OURS, "pairs in PyTorch, autograd")
 DIVERGENCES = (OURS, "TRL chunked divergence + mean")
 SPARSE = (OURS, *(f"grpo_kernels, sparse 1/{fraction}" for fraction in (64, 256, 1024)))
@@ -153,6 +156,15 @@ SUITES = {
         _head("divergence-jsd", "The same, Jensen-Shannon"),
         _logits("logits-divergence", "Exact KL to a teacher, from logits"),
         _head("hidden-frozen", "Loss from hidden states, frozen head"),
+        Suite(
+            "hidden-sequence", "Losses of sequence levels from hidden states: GSPO, with a frozen head, and VESPO", "gspo",
+            [
+                one
+                for contract in OF_SEQUENCES
+                for one in plan(contract, (256, 1024, QWEN), only=SEQUENCES) + plan(contract, MANY, only=SEQUENCES[:3])
+            ],
+            [one for contract in OF_SEQUENCES for one in gpu(contract, LARGE)],
+        ),
         _head("hidden-forward", "Log-probs from hidden states"),
         Suite(
             "cross-entropy", "Cross-entropy from hidden states", "cross-entropy",

@@ -69,13 +69,6 @@ def figure(x: float | None, digits: int = 3) -> str:
     return f"{x:,.{max(0, places)}f}"
 
 
-def milliseconds(row: Row) -> str:
-    """The median; where there are two kinds of runs, the median of each and its share."""
-    if not row.get("modes"):
-        return figure(row["ms"])
-    return " or ".join(f"{figure(ms)} ({share:.0%})" for ms, share in row["modes"])
-
-
 def times(x: float | None) -> str:
     return "" if x is None else f"{x:.2f}" if x < 100 else f"{x:.0f}"
 
@@ -140,7 +133,13 @@ def entropy(cell: Cell) -> str:
 
 
 def size(cell: Cell) -> str:
-    return " x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x]) + entropy(cell)
+    return " x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x]) + of_loss(cell) + entropy(cell)
+
+
+def of_loss(cell: Cell) -> str:
+    """Which loss it is, in a suite that has several."""
+    names = {"gspo": "GSPO", "gspo-frozen": "GSPO with a frozen head", "vespo": "VESPO"}
+    return f", {names[cell['contract']]}" if cell["contract"] in names else ""
 
 
 def fixed(cell: Cell, varied: str) -> str:
@@ -215,13 +214,13 @@ def comparison(cells: list[Cell]) -> str:
     for name in dict.fromkeys(row["name"] for cell in cells for row in cell["providers"]):
         rows = [(cell, row) for cell in cells for row in [named(cell, name)]]
         found = [row for _, row in rows if row]
-        shown = [[milliseconds(row), times(ratio(cell, row)), megabytes(row)] if row else ["", "", ""] for cell, row in rows]
+        shown = [[figure(row["ms"]), times(ratio(cell, row)), megabytes(row)] if row else ["", "", ""] for cell, row in rows]
         errors = " / ".join(filter(None, map(worst, found)))
         lines += [[label(found[0]), *(x for three in shown for x in three), errors]] if found else []
     return "\n\n".join([render(lines, markdown=True), *reasons(cells)])
 
 
-RATES = {"gbps_1u": "GB/s (1U)", "gbps_2u": "GB/s (2U)", "gbps_3u": "GB/s (3U)", "tflops_dense": "as if dense"}
+RATES = {"gbps_1u": "GB/s (1U)", "gbps_2u": "GB/s (2U)"}
 
 
 def details(cell: Cell, markdown: bool = True) -> str:
@@ -237,12 +236,11 @@ def details(cell: Cell, markdown: bool = True) -> str:
         return lambda row: f"{row['errors'][name]:.0e}" if name in row.get("errors", {}) else ""
 
     columns: dict[str, Callable[[Row], str]] = {
-        f"{size(cell)}, {DTYPES[cell['dtype']]}{share}": label, "ms": milliseconds, "p20": of("p20"), "p80": of("p80"),
+        f"{size(cell)}, {DTYPES[cell['dtype']]}{share}": label, "ms": of("ms"), "p20": of("p20"), "p80": of("p80"),
         "runs": of("runs", str), "host ms": of("host_ms"), f"x {limit(cell)}": lambda row: times(ratio(cell, row)),
         "x copy": of("x_copy", times), **{head: of(key) for key, head in RATES.items()}, f"TFLOP/s ({convention})": of("tflops"),
         "% of limit": lambda row: f"{100 / (ratio(cell, row) or math.inf):.0f}" if cell["limit"] else "", "extra MB": megabytes,
         **({f"error of {name}": error(name) for name in errors} if markdown else {"error": worst}),
-        "compiles": of("compiles", str), "syncs": of("syncs", str),
     }  # fmt: skip
     table = [[*columns], *([show(row) for show in columns.values()] for row in rows)]
     kept = [i for i in range(len(columns)) if i == 0 or any(line[i] for line in table[1:])]
@@ -254,14 +252,9 @@ def details(cell: Cell, markdown: bool = True) -> str:
 
 
 def ways(row: Row) -> str:
-    """The parts of a limit, and the ways to compute them that took longer, in ms."""
-    parts = []
-    for name in row["of"]:
-        part, _, way = name.partition(", ")
-        others = [(x.partition(", ")[2], ms) for x, ms in row["ways"].items() if x.startswith(f"{part}, ") and x != name]
-        slower = ", ".join(f"{x} {ms:.3g}" for x, ms in others if not isinstance(ms, str))
-        parts.append(f"{part} {row['ways'][name]:.3g} by {way}" + (f" ({slower})" if slower else ""))
-    return "; ".join(parts)
+    """The time of each way to compute a part of a limit; the fastest of each part counts."""
+    timed = {name: f"{ms:.3g}" for name, ms in row["ways"].items() if not isinstance(ms, str)}
+    return "; ".join(f"{name} {ms}" + " (counts)" * (name in row["of"]) for name, ms in timed.items())
 
 
 def by_dtype(cells: Iterable[Cell]) -> list[list[Cell]]:

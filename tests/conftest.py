@@ -36,13 +36,13 @@ PACKAGE = grpo_kernels.__name__
 
 #: The slowest files. They run first, so that at the end of a run no process has to wait for the other's last file.
 LONG = (
-    "rows/test_triton_compiled.py", "rows/test_vocab_parallel.py", "training/test_trainer_ranks.py",
+    "rows/test_triton_compiled.py", "core/test_ranks.py", "training/test_trainer_ranks.py",
     "core/test_compile.py", "core/test_cost.py", "integrations/test_trl_runs.py", "core/test_relations.py",
     "core/test_combinations.py", "core/test_package.py", "benchmarks/test_resources.py", "rows/test_row_kernels.py",
     "rows/test_cpu_products.py", "rows/test_two_row_kernels.py", "rows/test_triton_fallback.py",
-    "core/test_ranks.py", "core/test_waits.py", "core/test_head_ranks.py",
+    "core/test_waits.py", "core/test_head_ranks.py",
     "integrations/test_liger.py", "integrations/test_trl_ranks.py", "benchmarks/test_gpu_kit.py",
-    "benchmarks/test_benchmark_harness.py", "diagnosis/test_doctor.py", "training/test_trainer_resume.py",
+    "benchmarks/test_benchmarks.py", "diagnosis/test_doctor.py", "training/test_trainer_resume.py",
     "rows/test_triton_compile.py",
 )  # fmt: skip
 

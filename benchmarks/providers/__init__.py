@@ -111,7 +111,7 @@ def with_loss(case: Case, logps: Logps) -> Callable[[], Result]:
         return torch.no_grad()(alone)
     if contract == "cross-entropy":
         return lambda: case.gradients(-of_targets().mean())
-    return lambda: case.gradients(policy_loss(of_targets(), batch, case.cell.beta))
+    return lambda: case.gradients(policy_loss(of_targets(), batch, case.cell))
 
 
 def peer(module: str, package: str) -> ModuleType:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.cases import CLIP, Case, Result
+from benchmarks.cases import CLIP, OF_SEQUENCES, Case, Result
 from benchmarks.providers import BETAS, Run, peer, provider
 
 Call = Callable[[], Result]
@@ -38,12 +38,18 @@ def triton_loss(case: Case) -> Run:
     return Run(run, restore)
 
 
-@provider("Liger fused linear GRPO", "hidden", "hidden-frozen", "step")
+@provider("Liger fused linear GRPO", "hidden", "hidden-frozen", *OF_SEQUENCES, "step")
 def fused_linear(case: Case) -> Call:
     """It takes one advantage per sequence only."""
     module = peer("liger_kernel.chunked_loss", "liger-kernel")
+    level = "sequence" if case.cell.contract in ("gspo", "gspo-frozen") else "token"
     loss_of = module.LigerFusedLinearGRPOLoss(
-        beta=0.0, use_ref_model=False, epsilon_low=CLIP[0], epsilon_high=CLIP[1], loss_type="dapo"
+        beta=0.0,
+        use_ref_model=False,
+        epsilon_low=CLIP[0],
+        epsilon_high=CLIP[1],
+        importance_sampling_level=level,
+        loss_type="vespo" if case.cell.contract == "vespo" else "dapo",
     )
     shape, batch = (case.cell.sequences, case.cell.length), case.batch
     assert batch.old_logps is not None

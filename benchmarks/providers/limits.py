@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import Case
+from benchmarks.cases import OF_SEQUENCES, Case
 from benchmarks.providers import BETAS, Run, Unavailable, provider
 from benchmarks.providers.ours import loss_of, native, objective
 from grpo_kernels import Options
@@ -155,12 +155,15 @@ def _backward(case: Case, way: type[_Torch], of_weight: bool) -> Run:
     return Run(run, run.make)
 
 
-BACKWARD = ("hidden", "hidden-frozen", "sparse", "cross-entropy", *BETAS)
+BACKWARD = ("hidden", "hidden-frozen", *OF_SEQUENCES, "sparse", "cross-entropy", *BETAS)
 PARTS: dict[str, tuple[tuple[str, ...], Callable[[Case, type[_Torch]], Run]]] = {
     "teacher logits": (tuple(BETAS), lambda case, way: Run(way(case.ref_weight, case.ref_hidden).logits)),
     "logits": ((*BACKWARD, "hidden-forward"), lambda case, way: Run(way(case.weight, case.hidden).logits)),
     "d_hidden": (BACKWARD, lambda case, way: _backward(case, way, of_weight=False)),
-    "d_weight": (tuple(x for x in BACKWARD if x != "hidden-frozen"), lambda case, way: _backward(case, way, of_weight=True)),
+    "d_weight": (
+        tuple(x for x in BACKWARD if not x.endswith("-frozen")),
+        lambda case, way: _backward(case, way, of_weight=True),
+    ),
 }
 WAYS: dict[str, tuple[type[_Torch], tuple[str, ...]]] = {
     "torch.mm": (_Torch, ("cpu", "cuda")),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import DIRECTIONS, Case, Result, Tensor
+from benchmarks.cases import DIRECTIONS, OF_SEQUENCES, Case, Result, Tensor
 from benchmarks.machine import NATIVE
 from benchmarks.providers import BETAS, Logps, Unavailable, logps_provider, provider
 from grpo_kernels import (
@@ -44,6 +44,9 @@ def native(case: Case) -> str:
 def objective(case: Case) -> Objective:
     if case.cell.contract in DIRECTIONS:
         return Objective.preset("distillation", kl=Exact(DIRECTIONS[case.cell.contract]))
+    if case.cell.contract in OF_SEQUENCES:
+        level = {"preset": "vespo"} if case.cell.contract == "vespo" else {"preset": "dapo", "level": "sequence"}
+        return Objective.preset(level.pop("preset"), aggregate="token-mean", **level)
     return Objective.preset("reinforce" if case.cell.contract == "cross-entropy" else "dapo", beta=case.cell.beta)
 
 
@@ -96,7 +99,7 @@ loss(", new gradient", "logits")
 loss(", in place, upstream 0.5", "logits", inplace=True, upstream=0.5)
 loss(", new gradient, upstream 0.5", "logits", upstream=0.5)
 loss(", into weight_grad", "kept", into=True)
-loss("", "hidden", "hidden-frozen", "sparse", "kept", "cross-entropy", *BETAS)
+loss("", "hidden", "hidden-frozen", *OF_SEQUENCES, "sparse", "kept", "cross-entropy", *BETAS)
 loss(", upstream 0.5", "hidden", "hidden-frozen", upstream=0.5)
 
 

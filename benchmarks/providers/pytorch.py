@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.cases import DIRECTIONS, HALF, Case, Cell, Result, mean_divergence, policy_loss
+from benchmarks.cases import DIRECTIONS, HALF, OF_SEQUENCES, Case, Cell, Result, mean_divergence, policy_loss
 from benchmarks.providers import BETAS, Logps, Unavailable, logps_provider, provider
 from grpo_kernels import TokenBatch
 
@@ -31,9 +31,9 @@ def logps_of(*inputs: Tensor, targets: Tensor, upcast: bool = True, entropy: boo
     return (logps, -(log_p.exp() * log_p).sum(-1)) if entropy else logps
 
 
-def loss_of(*inputs: Tensor, batch: TokenBatch, beta: float) -> Tensor:
+def loss_of(*inputs: Tensor, batch: TokenBatch, cell: Cell) -> Tensor:
     targets = batch.targets
-    return policy_loss(logps_of(*inputs, targets=targets.view(-1)).view(targets.shape), batch, beta)
+    return policy_loss(logps_of(*inputs, targets=targets.view(-1)).view(targets.shape), batch, cell)
 
 
 def _mean(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def _logps(case: Case, upcast: bool = True, function: Callable[..., Any] = logps
     return lambda *inputs: function(*inputs, targets=case.batch.targets.view(-1), upcast=upcast, entropy=entropy)
 
 
-LOSSES, FORWARD = ("logits", "hidden", "hidden-frozen"), ("logits-forward", "hidden-forward")
+LOSSES, FORWARD = ("logits", "hidden", "hidden-frozen", *OF_SEQUENCES), ("logits-forward", "hidden-forward")
 
 
 @logps_provider("eager PyTorch", *LOSSES, *FORWARD, "step", suffix="", memory=whole_logits)
@@ -72,7 +72,7 @@ def compiled_forward(case: Case) -> Logps:
 @provider("torch.compile", *LOSSES, "step", memory=whole_logits)
 def compiled_loss(case: Case) -> Call:
     loss = compiled(loss_of)
-    return lambda: case.gradients(loss(*case.inputs(), batch=case.batch, beta=case.cell.beta))
+    return lambda: case.gradients(loss(*case.inputs(), batch=case.batch, cell=case.cell))
 
 
 # ---- cross-entropies
@@ -112,7 +112,9 @@ def _register(name: str, how: dict[str, Any] | None) -> None:
 
     if name in ("", "auto"):
         # In chunks it takes minutes on a CPU with reduction="none" and 16 bits.
-        logps_provider(label, "hidden", memory=memory, devices=("cpu", "cuda") if how is None else ("cuda",))(logps)
+        logps_provider(label, "hidden", *OF_SEQUENCES, memory=memory, devices=("cpu", "cuda") if how is None else ("cuda",))(
+            logps
+        )
 
 
 provider("eager PyTorch", "cross-entropy", memory=whole_logits)(lambda case: _cross_entropy(case, _mean))
@@ -153,7 +155,7 @@ def masked(case: Case) -> Call:
     def run() -> Result:
         logits = (case.hidden @ case.weight.t()).float().masked_fill(outside, -torch.inf)
         chosen = logits.gather(1, case.batch.targets[:, None])[:, 0]
-        return case.gradients(policy_loss(chosen - logits.logsumexp(1), case.plain_batch, case.cell.beta))
+        return case.gradients(policy_loss(chosen - logits.logsumexp(1), case.plain_batch, case.cell))
 
     return run
 
@@ -175,6 +177,6 @@ def pairs(case: Case) -> Call:
         z = torch.full(ids.shape, -torch.inf, device=dots.device).masked_scatter(inside, dots)
         log_probs = z.gather(1, target[several, None])[:, 0] - z.logsumexp(1)
         logps = torch.zeros(case.cell.rows, device=dots.device).index_put((several,), log_probs)
-        return case.gradients(policy_loss(logps, case.plain_batch, case.cell.beta))
+        return case.gradients(policy_loss(logps, case.plain_batch, case.cell))
 
     return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.cases import Case, Result
+from benchmarks.cases import OF_SEQUENCES, Case, Result
 from benchmarks.providers import BETAS, Logps, logps_provider, peer, provider
 
 
@@ -14,7 +14,7 @@ def kernel(case: Case) -> Logps:
     return lambda logits: function(logits, case.batch.targets)
 
 
-@logps_provider("TRL fused head", "hidden", "hidden-frozen", "hidden-forward", "step")
+@logps_provider("TRL fused head", "hidden", "hidden-frozen", *OF_SEQUENCES, "hidden-forward", "step")
 def head(case: Case) -> Logps:
     chunk = peer("trl.trainer.utils", "trl")._CHUNKED_LOGPROB_CHUNK_SIZE  # the backward imports this module as well
     function = peer("trl.kernels.chunked_logprob", "trl").ChunkedLogProbFunction

@@ -103,6 +103,10 @@ class ListedTerms(NamedTuple):
             terms, slopes = terms + term, slopes + slope
         return self._sums(terms), slopes
 
+    def taken(self, which: Tensor, rows: Tensor, offsets: Tensor) -> ListedTerms:
+        """The terms of other rows, whose ids are `which` of these, [m]."""
+        return ListedTerms(tuple((function, values[which]) for function, values in self.parts), rows, offsets)
+
     def _sums(self, x: Tensor) -> Tensor:
         total = torch.segment_reduce(x.to(torch.float64), "sum", offsets=self.offsets, initial=0, unsafe=True)
         return total.to(torch.float32)

@@ -28,7 +28,7 @@ from .stream import (
     Found,
     Gradients,
     LateGradient,
-    LogitsAt,
+    ListedRows,
     Parts,
     Stream,
     WeightGradient,
@@ -36,7 +36,6 @@ from .stream import (
     Whole,
     beside,
     fused_beside,
-    fused_listed,
     pull_beside,
     sums_outside,
 )
@@ -252,15 +251,13 @@ class Engine(Gradients):
 
     def _fused_listed(self, whole: Whole, stage: TokenStage, rows: LogitRows, at: Tensor, out: Tensor | None) -> FusedRows:
         """`fused` of a chunk beside listed ids, whose logits are among those of the chunk."""
-        slots, n, shard = whole.at, whole.targets.numel(), self.stream.shard
-        assert slots is not None
-        here = self.stream.own(slots).in_chunk(at, n)
+        listed, shard = ListedRows.of(whole, stage, self.stream.transform, at), self.stream.shard
+        here = self.stream.own(listed.ids).in_chunk(listed.at, listed.targets.numel())
         logits = rows.logits[0].new_zeros(here.ids.shape)
         if self.stream.columns:  # else of a rank without a part of the vocabulary
             logits = torch.where(here.ids >= 0, rows.logits[0][here.rows, here.ids.clamp(min=0)], 0.0)
         logits = logits if shard is None else shard.sum_over_ranks(logits)
-        ids = LogitsAt(slots, logits, slots.in_chunk(at, n).ids >= 0)
-        return fused_listed(self.stream, whole, stage, rows, at, ids, out, here)
+        return listed.fused(self.backend, rows, logits, out, here)
 
     def fused_jointly(self, whole: Whole, stage: JointStage, gradients: bool) -> FusedRows:
         """`fused` of rows that wait for the log-probs of their group. The rows that have no gradient come first, as groups may wait
@@ -304,7 +301,8 @@ class Engine(Gradients):
 
     def _runs(self, groups: tuple[int, ...], active: int) -> list[tuple[int, int, bool]]:
         """(the first row, the end, whether that is one block) of as many groups at a time as are one, or are none."""
-        limit = 0 if self.work.scaled else self.work.plan(self.hidden.device.type, active, active < len(self.hidden)).block
+        plan = self.work.plan(self.hidden.device.type, active, active < len(self.hidden))
+        limit = 0 if self.work.scaled else plan.block if self.work.apart else plan.chunk
         runs: list[tuple[int, int, bool]] = []
         end = 0
         for rows in groups:
@@ -441,7 +439,7 @@ class Engine(Gradients):
 
     def _of_slope_1(self, rows: LogitRows, partials: Partials, d_logits: Tensor) -> None:
         """Write the gradient of the log-probs. Of a log-prob of NaN it is 0, so that its slope says whether it is one."""
-        of_logps = torch.where(partials.logps.isnan(), 0.0, 1.0)
+        of_logps = (~partials.logps.isnan()).to(torch.float32)
         self.backend.gradient(rows, partials, Slopes.stacked({"target": of_logps}), d_logits[None])
 
     def _kept(self, d_logits: Tensor) -> Tensor:

@@ -42,6 +42,14 @@ class Ragged(NamedTuple):
         here = (self.rows >= lo) & (self.rows < hi)
         return self._replace(ids=torch.where(here, self.ids, -1), rows=torch.where(here, self.rows - lo, 0))
 
+    def taken(self, at: Tensor) -> tuple[Ragged, Tensor]:
+        """(those of the rows `at`, int64 [r], counted as their places in `at`; which of the slots they are). Waits for a device."""
+        counts = self.offsets.diff()[at]
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        rows = torch.arange(at.numel(), device=at.device).repeat_interleave(counts)
+        which = torch.arange(rows.numel(), device=at.device) + (self.offsets[at] - offsets[:-1])[rows]
+        return Ragged(self.ids[which], offsets, rows), which
+
     def in_chunk(self, at: Tensor, n: int) -> Ragged:
         """Those of the rows `at`, of n, counted as their places in `at`; the others are not in use."""
         place = torch.full((n,), -1, device=at.device).index_copy_(0, at, torch.arange(at.numel(), device=at.device))[self.rows]

@@ -27,6 +27,8 @@ Tensors = tuple[Any, ...]  # of tensors and None
 
 #: Bytes of the rows that are taken at a time, as fp32, out of logits that are there, beside several second streams.
 BLOCK_BYTES = {"cpu": 16 << 20, "cuda": 300 << 20}
+#: Devices whose values the host reads without a wait.
+READ_AT_ONCE = ("cpu",)
 
 
 # ---- gradients, which may be computed in the backward, once its factor is known, because they are sparse or come in parts
@@ -493,38 +495,53 @@ def pull_beside(
     out.copy_(gradient)
 
 
-def fused_listed(
-    stream: Stream,
-    whole: Whole,
-    stage: TokenStage,
-    rows: LogitRows,
-    at: Tensor,
-    ids: LogitsAt,
-    out: Tensor | None,
-    here: Ragged,
-) -> FusedRows:
-    """`fused` of a backend for the rows `at` of a visit, whose loss has terms in the log-probs of listed ids: statistics, token
-    stage in torch, gradient.
+class ListedRows(NamedTuple):
+    """Rows of a visit and the ids that are listed for them, for a loss with terms in the log-probs of these. On a CPU these rows
+    alone; elsewhere, where the host does not know how many ids they have, all rows of the visit, with the others' ids not in use.
 
-    ids   those of the visit, in use where they are of these rows.
-    here  the same as columns of this process in `out`."""
-    partials, backend, listed = Partials.not_read(WITH_ENTROPY, whole.targets.numel(), at.device), stream.backend, stage.listed
-    assert listed is not None
-    partials.values[:, at] = backend.visit(rows, WITH_ENTROPY).values
-    logps, entropy = partials.softmax(True)
-    of_ids = torch.where(ids.used, ids.log_probs(partials, whole.read, stream.transform), 0.0)
-    term, of_term = listed.of(of_ids, stage.rows.advantages)
-    losses, d_logps, d_entropy, d_term = stage.terms(logps, entropy, term)
-    if out is not None:
-        upstream = {"logps": d_logps} if d_entropy is None else {"logps": d_logps, "entropy": d_entropy}
-        slopes = Slopes.of({"entropy": entropy}, upstream, whole.read)
-        of_rows = (whole.targets, whole.read, partials, slopes, stream.transform)
-        at_ids, slopes = ids.gradients(d_term[listed.rows] * of_term, None, *of_rows)
-        backend.gradient(rows, partials.at(at), slopes.at(at), out)
-        used = here.ids >= 0 if whole.read is None else (here.ids >= 0) & whole.read[ids.slots.rows]
-        write_at(out, here.positions(out.shape[1]), at_ids, used)
-    losses = losses if whole.read is None else torch.where(whole.read, losses, 0.0)
-    return FusedRows(logps[at], entropy[at], losses[at])
+    at   int64 [r]: which of the rows they are."""
+
+    targets: Tensor
+    read: Tensor | None
+    ids: Ragged
+    stage: TokenStage
+    transform: RowTransform
+    at: Tensor
+
+    @classmethod
+    def of(cls, whole: Whole, stage: TokenStage, transform: RowTransform, at: Tensor) -> ListedRows:
+        """The rows `at`, int64 [r]."""
+        slots, listed = whole.at, stage.listed
+        assert slots is not None and listed is not None
+        if at.device.type not in READ_AT_ONCE:
+            these = torch.zeros_like(whole.targets, dtype=torch.bool).index_fill(0, at, True)
+            return cls(whole.targets, whole.read, slots.only(these), stage, transform, at)
+        ids, which = slots.taken(at)
+        read = None if whole.read is None else whole.read[at]
+        own = stage.at(at)._replace(listed=listed.taken(which, ids.rows, ids.offsets))
+        return cls(whole.targets[at], read, ids, own, transform.at(at), torch.arange(at.numel()))
+
+    def fused(self, backend: Backend, rows: LogitRows, logits: Tensor, out: Tensor | None, here: Ragged) -> FusedRows:
+        """`fused` of a backend: statistics, token stage in torch, gradient. `rows`: these rows' logits; `logits` fp32 [k]: those at
+        the ids; `here`: the ids as this process's columns in `out`."""
+        listed, read = self.stage.listed, self.read
+        assert listed is not None
+        partials = Partials.not_read(WITH_ENTROPY, self.targets.numel(), self.at.device)
+        partials.values[:, self.at] = backend.visit(rows, WITH_ENTROPY).values
+        logps, entropy = partials.softmax(True)
+        ids = LogitsAt(self.ids, logits, self.ids.ids >= 0)
+        of_ids = torch.where(ids.used, ids.log_probs(partials, read, self.transform), 0.0)
+        term, of_term = listed.of(of_ids, self.stage.rows.advantages)
+        losses, d_logps, d_entropy, d_term = self.stage.terms(logps, entropy, term)
+        if out is not None:
+            upstream = {"logps": d_logps} if d_entropy is None else {"logps": d_logps, "entropy": d_entropy}
+            slopes = Slopes.of({"entropy": entropy}, upstream, read)
+            of_rows = (self.targets, read, partials, slopes, self.transform)
+            at_ids, slopes = ids.gradients(d_term[listed.rows] * of_term, None, *of_rows)
+            backend.gradient(rows, partials.at(self.at), slopes.at(self.at), out)
+            write_at(out, here.positions(out.shape[1]), at_ids, here.ids >= 0)
+        losses = losses if read is None else torch.where(read, losses, 0.0)
+        return FusedRows(*(x[self.at] for x in (logps, entropy, losses)))
 
 
 def sums_outside(backend: Backend, z: Tensor, slots: Ragged, rows: LogitRows) -> Tensor:
@@ -639,13 +656,12 @@ class Logits(Stream):
         if not whole.apart and whole.at is None:
             return self.backend.fused(rows, stage, out)
         result = FusedRows.zeros(n, self.logits.device, whole.apart or None)
-        logits_at = None if whole.at is None else self.at(whole.at)
         for lo, hi, _ in self._blocks(n):
             of, at = slice(lo, hi), self._places(lo, hi)
-            if whole.at is not None and logits_at is not None:
-                here = whole.at.only((torch.arange(n, device=at.device) >= lo) & (torch.arange(n, device=at.device) < hi))
-                ids = LogitsAt(whole.at, logits_at, here.ids >= 0)
-                result.put(of, fused_listed(self, whole, stage, rows.cut(lo, hi), at, ids, out, here))
+            if whole.at is not None:
+                listed = ListedRows.of(whole, stage, self.transform, at)
+                here = listed.ids if listed.at is at else listed.ids._replace(rows=at[listed.ids.rows])
+                result.put(of, listed.fused(self.backend, rows.cut(lo, hi), self.at(here), out, here))
                 continue
             block, to = self._block(rows, lo, hi), None if out is None else self._block(rows, lo, hi, out).logits
             result.put(of, fused_beside(self.backend, block, stage.at(of), to, at, whole.apart, _rows_of))

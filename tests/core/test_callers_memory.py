@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import random
 import re
 from collections.abc import Callable
@@ -33,42 +31,25 @@ from support.inside import overlap
 from support.recipes import Recipe
 
 Tensor = torch.Tensor
-MIB = 1 << 20
 
 # ---- what shares memory
 
 
-def elements(x: Tensor) -> set[int]:
-    """The addresses of all bytes of all elements."""
-    at = torch.tensor([x.data_ptr()])
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        at = (at[:, None] + x.element_size() * stride * torch.arange(size)).reshape(-1)
-    return {byte for first in at.tolist() for byte in range(first, first + x.element_size())}
-
-
 def view_of(memory: Tensor, draw: random.Random) -> Tensor:
-    memory = draw.choice([memory, memory.view(torch.int16), memory.view(torch.uint8)])
     shape = [draw.choice([0, 1, 2, 2, 3, 4, 5]) for _ in range(draw.choice([1, 2, 2, 3]))]
-    strides = [draw.choice([0, 1, 1, 2, 3, 4, 6, 8, 12, 24]) for _ in shape]
-    extent = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if 0 not in shape else 0
-    return memory.as_strided(shape, strides, draw.randrange(min(24, memory.numel() - extent)))
+    return memory.as_strided(shape, [draw.choice([0, 1, 1, 2, 3, 4, 6, 8, 12, 24]) for _ in shape], draw.randrange(24))
 
 
 def test_overlap_is_exact() -> None:
-    """Against the sets of bytes: strided, interleaved and expanded views of two dtypes and more; and views that are often taken."""
-    draw, memory, found = random.Random(0), torch.zeros(400), {True: 0, False: 0}
+    """Of strided, interleaved and expanded views, whose elements are their own addresses."""
+    draw, memory, found = random.Random(0), torch.arange(400), {True: 0, False: 0}
     for _ in range(1500):
         x, y = view_of(memory, draw), view_of(memory, draw)
         found[overlap(x, y)] += 1
-        assert overlap(x, y) == bool(elements(x) & elements(y)), (x.shape, x.stride(), y.shape, y.stride(), y.dtype)
+        assert overlap(x, y) == bool({*x.reshape(-1).tolist()} & {*y.reshape(-1).tolist()}), (x.shape, x.stride(), y.stride())
     assert min(found.values()) > 150, found
-    z = torch.zeros(64, 100, 130)
-    apart = [(z[..., :128], z[..., 128:]), (z[::2], z[1::2]), (z[:, ::2], z[:, 1::2]), (z[..., ::2], z[..., 1::2])]
-    apart += [(z, z.clone()), (z, torch.empty(0)), (z.to("meta"), z.to("meta"))]
-    for x, y in apart:
-        assert not overlap(x, y) and not overlap(y, x)
-    for x, y in ((z[:, :-1], z[:, 1:]), (z.transpose(0, 1), z[3, 4:5])):
-        assert overlap(x, y) and overlap(y, x)
+    bytes_of = memory.view(torch.int32)
+    assert overlap(memory[2:4], bytes_of[5:6]) and not overlap(memory[2:4], bytes_of[8:])
 
 
 # ---- logits with `inplace=`
@@ -89,11 +70,8 @@ def loss(logits: Tensor, teacher: Any = None, transform: Any = None, normalizer:
 IN_PLACE: list[tuple[str, Callable[[Tensor], Any]]] = [
     ("ref_logits", lambda x: loss(x[:, 1:, :V], x[:, :-1, :V])),
     ("ref_logits[0]", lambda x: loss(x[..., :V], (x[..., 8:], LogitTransform(2.0)))),
-    ("ref_logits", lambda x: loss(x.view(torch.bfloat16)[..., :V], x.view(torch.bfloat16)[..., 20 : 20 + V])),
-    ("ref_logits[1][0]", lambda x: loss(x[:, 1:, :V], [(x[:, 1:, :V].clone(), 1.0), (x[:, :-1, :V], 1.0)])),
     ("ref_logits[0][1]", lambda x: loss(x[..., :V], [(torch.zeros(B, T, V), x[..., 3])])),
     ("batch.advantages", lambda x: loss(x[..., :V], advantages=x[..., 0])),
-    ("batch.old_logps", lambda x: loss(x[..., :V], old_logps=x[..., V - 1])),
     ("transform.temperature", lambda x: loss(x[..., :V], transform=LogitTransform(x[..., 0]))),
     ("normalizer", lambda x: loss(x[..., :V], normalizer=x[0, 0, 0])),
     ("ref_logits", lambda x: token_divergence(x[:, 1:, :V], x[:, :-1, :V], inplace=True)),
@@ -109,13 +87,6 @@ def test_in_place_over_what_is_read_is_refused(name: str, make: Callable[[Tensor
     with pytest.raises(ValueError, match=f"inplace=True, but logits shares memory with {re.escape(name)}: "):
         make(memory)
     assert same_bits(memory, before)
-
-
-def test_columns_beside_the_logits_are_free() -> None:
-    """As those of a head with one more output, which are never written."""
-    x = torch.rand(B, T, V + 8)
-    want = loss(x[..., :V].clone(), old_logps=-x[..., V], advantages=x[..., V + 1].clone()).loss
-    assert torch.equal(loss(x[..., :V], old_logps=x[..., V].neg_(), advantages=x[..., V + 1]).loss, want)
 
 
 # ---- `weight_grad=`
@@ -148,16 +119,6 @@ def test_a_gradient_is_not_added_to_what_is_read(each: str, memory: str, name: s
     assert all(same_bits(x.detach(), before[key]) for key, x in m.items())
 
 
-def test_a_gradient_beside_the_weight_in_one_buffer(backend: str) -> None:
-    """As allocators that hold parameters and gradients in one block have them."""
-    block, hidden = torch.randn(2, V, H), torch.randn(B * T, H)
-    weight, total, expected = block[0].requires_grad_(), block[1].detach(), block[1].detach().clone()
-    logps, _ = linear_logprobs(hidden, weight, IDS.view(-1), options=Options(backend=backend))
-    (gradient,) = torch.autograd.grad(logps.sum(), weight)
-    linear_logprobs(hidden, weight, IDS.view(-1), options=Options(weight_grad=total, backend=backend))[0].sum().backward()
-    torch.testing.assert_close(total, expected + gradient)
-
-
 def with_memory(kept: str, backend: str, objective: str = "dapo", into: Tensor | None = None) -> Call:
     """A loss from hidden states with memory for the weight's gradient, or without."""
     return Call(Recipe(source="hidden", objective=objective, kept=kept, seed=4), backend=backend, weight_grad=into)
@@ -165,16 +126,6 @@ def with_memory(kept: str, backend: str, objective: str = "dapo", into: Tensor |
 
 def memory() -> Tensor:
     return torch.zeros(61, 8)
-
-
-def test_a_second_backward_adds_nothing(backend: str) -> None:
-    total = memory()
-    loss = with_memory("some", backend, into=total).values()["loss"]
-    loss.backward(retain_graph=True)
-    once = total.clone()
-    with pytest.raises(RuntimeError, match="already handed over"):
-        loss.backward()
-    assert once.any() and same_bits(total, once)
 
 
 @pytest.mark.parametrize("into", [True, False], ids=["weight_grad", "autograd"])
@@ -227,23 +178,3 @@ def test_a_large_gradient_over_many_ids_is_zero_elsewhere(backend: str) -> None:
         assert weight.grad is not None and weight.grad[:20].any(1).all() and not weight.grad.view(-1, 140, 64)[:, 20:].any()
         weight.grad.fill_(1.0)
         weight.grad = None
-
-
-def resident_bytes(x: Tensor) -> int:
-    """How much of the memory of x is there, in whole pages."""
-    storage = x.untyped_storage()
-    first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    pages = (storage.data_ptr() + storage.nbytes() - first) // mmap.PAGESIZE
-    found = (ctypes.c_ubyte * pages)()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * mmap.PAGESIZE), found) == 0
-    return mmap.PAGESIZE * sum(page & 1 for page in found)
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mincore"), reason="the system does not say which pages are there")
-def test_the_pages_of_a_fresh_gradient_over_sets_are_not_touched(backend: str) -> None:
-    batch = TokenBatch(torch.tensor([3, 70]), torch.ones(2), kept=TokenSets.from_lists([[3, 200], [70, 8]]))
-    hidden, weight = torch.randn(2, 64, requires_grad=True), torch.zeros(400_000, 64, requires_grad=True)  # 102 MB
-    linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), options=Options(backend=backend)).loss.backward()
-    assert weight.grad is not None and weight.grad[[3, 200, 70, 8]].any(1).all()
-    assert resident_bytes(weight.grad) < 8 * MIB < weight.grad.nbytes
-    assert resident_bytes(torch.ones(400_000, 64)) > 90 * MIB

@@ -23,8 +23,8 @@ LOGPS = Recipe(door="logprobs")
 ITSELF = Recipe(objective="dapo, exact", others=("itself",), inplace=True, seed=1)
 #: Recipes, each with all combinations of the values of some axes: rows with and without sets beside a second stream, several of
 #: those beside a term of likelihood; real vocabularies, and more rows than a dimension of a grid has; sets of one to thousands of
-#: ids; impossible logits and those at the ends of a dtype; a teacher that is the same logits, which are overwritten; no rows, and
-#: no trained row.
+#: ids; impossible logits, those at the ends of a dtype and, from hidden states, beyond fp16; a teacher that is the same logits,
+#: which are overwritten; no rows, and no trained row.
 TABLE: list[tuple[Recipe, dict[str, tuple[Any, ...]]]] = [
     (Recipe(objective="dapo, exact", kept="some", missing="full", others=("near",)), {"seed": (0, 1)}),
     (Recipe(objective="dapo, exact", others=("whole", "near")), {}),
@@ -33,6 +33,7 @@ TABLE: list[tuple[Recipe, dict[str, tuple[Any, ...]]]] = [
     (replace(LOGPS, lengths=(1,), vocab=1_000_003), {}),
     (Recipe(lengths=(9,), vocab=4000, kept="long"), {"door": ("loss", "logprobs"), "source": AXES["source"]}),
     (LOGPS, {"extreme": ("absent", "ends"), "dtype": AXES["dtype"], "vocab": (7, 300, 9000)}),
+    (replace(LOGPS, source="hidden", dtype="float16", spread=5e4), {"transform": ("none", "everything")}),
     (ITSELF, {"exact": AXES["exact"], "dtype": ("float32", "bfloat16"), "objective": ("dapo, exact", "gspo, exact")}),
     (ITSELF, {"exact": AXES["exact"], "kept": ("some",)}),
     (replace(ITSELF, others=("itself", "itself")), {"exact": AXES["exact"]}),

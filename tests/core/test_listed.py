@@ -26,6 +26,7 @@ from grpo_kernels.distributed import VocabShard
 from grpo_kernels.formulas.listed import ScoreCentering
 from grpo_kernels.formulas.surrogates import PolicyGradient
 from grpo_kernels.losses import objective_loss
+from grpo_kernels.rows import stream
 from support.inside import count_products, in_chunks
 
 Tensor = torch.Tensor
@@ -111,6 +112,27 @@ def test_value_and_gradient(
     for x, y in zip(ours, theirs, strict=True):
         assert x.grad is not None and y.grad is not None and not x.grad[~MASK].any() if x is ours[0] else True
         torch.testing.assert_close(x.grad.double(), y.grad, rtol=0, atol=room * float(y.grad.abs().max()))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("source", ["logits", "hidden"])
+def test_where_the_host_does_not_know_counts_the_numbers_are_the_same(
+    source: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose rows are not cut out."""
+    in_chunks(monkeypatch, 4)
+    monkeypatch.setitem(stream.BLOCK_BYTES, "cpu", 4 * 3 * V)
+    found = []
+    for known in (("cpu",), ()):
+        monkeypatch.setattr(stream, "READ_AT_ONCE", known)
+        hidden, weight, batch = case()
+        given = (hidden, weight) if source == "hidden" else (hidden @ weight.t(),)
+        leaves = [x.requires_grad_() for x in given]
+        call = linear_grpo_loss if source == "hidden" else grpo_loss
+        out = call(*leaves, batch, objective("token", entropy_coef=0.1), options=Options(backend))  # type: ignore[operator]
+        out.loss.backward()
+        found.append([out.loss, out.logps, *(x.grad for x in leaves)])
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])

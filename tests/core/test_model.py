@@ -1,22 +1,33 @@
-"""loss_from_model against grpo_loss on the logits of the model's own forward: tiny models with random weights."""
+"""loss_from_model against grpo_loss on the logits of the model's own forward, and LogitTransform.of against what each architecture
+does to them: tiny models with random weights."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from grpo_kernels import Exact, LogitTransform, LossOutput, Objective, Options, TokenBatch, grpo_loss, loss_from_model
+from grpo_kernels import (
+    Exact,
+    Head,
+    LogitTransform,
+    LossOutput,
+    Objective,
+    TokenBatch,
+    grpo_loss,
+    linear_logprobs,
+    loss_from_model,
+)
 from grpo_kernels.architectures import language_model
 from grpo_kernels.batch import shift_targets
 from grpo_kernels.model import FusedLMHead
-from support.gradients import take_gradients
-from support.models import VOCAB, build
+from support.heads import take_gradients
+from support.models import MODELS, SLOW, SPECIAL, VOCAB, build
 
 transformers = pytest.importorskip("transformers")
 
@@ -85,27 +96,6 @@ def test_a_model_as_the_reference_has_its_own_head(names: tuple[str, str]) -> No
     assert all(p.grad is None for p in reference.parameters())
 
 
-def test_models_with_weights_as_teachers() -> None:
-    """The loss is the weighted sum of the losses to each, and so is its gradient."""
-    policy, *teachers = (build(name) for name in ("LlamaForCausalLM", "Gemma2ForCausalLM", "GraniteForCausalLM"))
-    inputs, completion = make_inputs()
-    targets, mask = shift_targets(inputs["input_ids"], mask=completion)
-    batch, objective = TokenBatch(targets, torch.ones(B), mask=mask), Objective.preset("distillation")
-    weights = (0.25, torch.linspace(0.0, 2.0, targets.shape[0]))
-
-    def gradient_of(reference: Any) -> tuple[Tensor, Tensor]:
-        out = loss_from_model(policy, batch=batch, objective=objective, reference=reference, **inputs)
-        assert out.divergence is not None
-        return out.divergence, torch.autograd.grad(out.loss, policy.get_output_embeddings().weight)[0]
-
-    found, gradient = gradient_of(list(zip(teachers, weights, strict=True)))
-    first, second = (gradient_of([(teacher, weight)]) for teacher, weight in zip(teachers, weights, strict=True))
-    assert first[0].abs().max() > 1e-3 and second[0].abs().max() > 1e-3
-    torch.testing.assert_close(found, first[0] + second[0])
-    torch.testing.assert_close(gradient, first[1] + second[1])
-    torch.testing.assert_close(gradient_of(teachers[0])[0] * 0.25, first[0])
-
-
 def test_targets_may_be_the_last_tokens() -> None:
     model, (inputs, completion) = build("GraniteForCausalLM"), make_inputs()
     batch = make_batch(inputs["input_ids"][:, -6:], completion[:, -6:])
@@ -125,15 +115,6 @@ def test_packed_sequences(flat: bool) -> None:
     mine = loss_from_model(model, ids if flat else ids[None], batch, OBJECTIVE, position_ids=positions)
     logits = torch.cat([model(input_ids=part[None]).logits[0] for part in ids.split([5, 6])])
     assert_same(mine, grpo_loss(logits, batch, OBJECTIVE), model)
-
-
-def test_the_gradient_of_the_head_is_added_to_memory_of_the_callers() -> None:
-    model, given, found = build("LlamaForCausalLM"), aligned(), []
-    total = torch.zeros_like(model.lm_head.weight)
-    for into in (None, total):
-        loss_from_model(model, options=Options(weight_grad=into), **given).loss.backward()
-        found.append(take_gradients(model))
-    torch.testing.assert_close(found[1] | {"lm_head.weight": total}, found[0])
 
 
 # ---- wrappers around a model
@@ -203,25 +184,20 @@ def test_sixteen_bits(how: str) -> None:
     """Against fp32: within what rounding to 16 bits moves the model's own forward by."""
     inputs, completion = make_inputs()
     targets, mask = shift_targets(inputs["input_ids"], mask=completion)
-    batch = make_batch(targets, mask)
-    exact = loss_from_model(build("LlamaForCausalLM"), batch=batch, objective=OBJECTIVE, **inputs)
-    model = build("LlamaForCausalLM")
+    model, batch = build("LlamaForCausalLM"), make_batch(targets, mask)
+    exact = loss_from_model(model, batch=batch, objective=OBJECTIVE, **inputs).logps
     if how != "autocast":
         model.bfloat16()
-    theirs = model(**inputs).logits.float()
-    if how == "bf16 with an fp32 head":
-        model.lm_head = build("LlamaForCausalLM").lm_head
-    with torch.autocast("cpu", torch.bfloat16) if how == "autocast" else contextlib.nullcontext():
-        if how == "autocast":
-            theirs = model(**inputs).logits.float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        naive = grpo_loss(model(**inputs).logits.float(), batch, OBJECTIVE).logps
+        if how == "bf16 with an fp32 head":
+            model.lm_head = build("LlamaForCausalLM").lm_head
         mine = loss_from_model(model, batch=batch, objective=OBJECTIVE, **inputs)
-    naive = grpo_loss(theirs, batch, OBJECTIVE)
-    error = (naive.logps - exact.logps).abs().max()
-    assert error > 1e-4 and (mine.logps - exact.logps).abs().max() <= 1.5 * error
+    error = (naive - exact).abs().max()
+    assert error > 1e-4 and (mine.logps - exact).abs().max() <= 1.5 * error
     if how == "bf16 with an fp32 head":  # in whose products nothing is rounded
-        hidden = model.model(**inputs)[0].float()
-        wide = grpo_loss((hidden @ model.lm_head.weight.t()).detach(), batch, OBJECTIVE)
-        torch.testing.assert_close(mine.logps, wide.logps, rtol=1e-5, atol=1e-5)
+        logits = model.model(**inputs)[0].float() @ model.lm_head.weight.t()
+        torch.testing.assert_close(mine.logps, grpo_loss(logits, batch, OBJECTIVE).logps, rtol=1e-5, atol=1e-5)
     mine.loss.backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 
@@ -243,13 +219,11 @@ UNSHIFTED = {"targets": IDS, "mask": COMPLETION}
 BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "targets that were not shifted": (UNSHIFTED, r"batch.targets\[0, 3\]=.* follows in input_ids.*shift_targets"),
     "the first tokens, not the last": ({"targets": IDS[:, :4], "mask": None}, r"batch.targets\[0, 0\]=.* follows"),
-    "no mask": ({"mask": None}, r"batch.mask is None.*shift_targets"),
     "a last token that is trained on": (
         {"targets": IDS.roll(-1, 1), "mask": torch.ones(B, T, dtype=torch.bool)},
         r"batch.targets\[0, 8\]=.*nothing follows",
     ),
     "other sequences": ({"targets": IDS[:2], "mask": None}, r"\[2, 9\] and input_ids \[3, 9\]"),
-    "longer targets": ({"targets": IDS.repeat(1, 2), "mask": None}, r"\[3, 18\] and input_ids \[3, 9\]"),
     "text": ({"input_ids": "text"}, "input_ids is str"),
     "hidden states": ({"input_ids": torch.ones(B, T)}, "input_ids is torch.float32"),
     "labels": ({"labels": IDS}, "labels is given, but it is not used here"),
@@ -271,26 +245,12 @@ MISSPELT = {
 }  # fmt: skip
 
 
-def test_how_to_compute_is_said_in_the_options() -> None:
-    with pytest.raises(TypeError, match=r"'strict' is no argument of loss_from_model. Pass options=Options\(strict=...\)"):
-        loss_from_model(build("LlamaForCausalLM"), **aligned(strict=True))
-
-
 @pytest.mark.parametrize("name", MISSPELT)
 def test_a_keyword_that_the_model_does_not_name_is_refused(name: str) -> None:
     """Those of transformers take anything, and do nothing with it."""
     hint = f"Did you mean {MISSPELT[name]}\\?.*" if MISSPELT[name] else ""
     with pytest.raises(TypeError, match=f"'{name}' is no argument of loss_from_model.*{hint}LlamaModel.*model_kwargs"):
         loss_from_model(build("LlamaForCausalLM"), **aligned(**{name: torch.ones(B, T)}))
-
-
-def test_a_keyword_that_the_reference_does_not_name_is_refused() -> None:
-    given = aligned(token_type_ids=torch.zeros(B, T, dtype=torch.int64))
-    given["objective"] = Objective(beta=0.1)
-    model, reference = build("GPT2LMHeadModel"), build("LlamaForCausalLM")
-    assert loss_from_model(model, reference=build("GPT2LMHeadModel"), **given).loss != 0
-    with pytest.raises(TypeError, match=r"token_type_ids.*LlamaModel"):
-        loss_from_model(model, reference=reference, **given)
 
 
 def test_model_kwargs_go_to_the_model_as_they_are() -> None:
@@ -305,29 +265,6 @@ def test_model_kwargs_go_to_the_model_as_they_are() -> None:
         loss_from_model(model, **aligned(model_kwargs={"attention_mask": torch.ones(B, T)}))
 
 
-def test_a_batch_and_an_objective_that_changed_places() -> None:
-    given = aligned()
-    given["batch"], given["objective"] = given["objective"], given["batch"]
-    with pytest.raises(ValueError, match="batch is an Objective and objective a TokenBatch"):
-        loss_from_model(build("LlamaForCausalLM"), **given)
-
-
-def test_a_sequence_does_not_predict_the_next_one() -> None:
-    ids, offsets = torch.arange(3, 14), torch.tensor([0, 5, 11])
-    targets, mask = shift_targets(ids)
-    batch = TokenBatch(targets, torch.ones(11), mask=mask, cu_seqlens=offsets)
-    with pytest.raises(ValueError, match=r"batch.targets\[4\]=8, but there nothing follows"):
-        loss_from_model(build("LlamaForCausalLM"), ids[None], batch, Objective())
-
-
-def test_what_is_masked_may_be_anything() -> None:
-    inputs, completion = make_inputs()
-    targets, mask = shift_targets(inputs["input_ids"], mask=completion)
-    model, poisoned = build("LlamaForCausalLM"), torch.where(mask, targets, -100)
-    found = [loss_from_model(model, **aligned(targets=x, mask=mask)).loss for x in (targets, poisoned)]
-    assert torch.equal(*found) and found[0] != 0
-
-
 def prompted(model: Any) -> Any:
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(model, peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
@@ -338,63 +275,34 @@ def hooked_above(model: Any) -> Any:
     return model
 
 
-def doubled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward as people put it on a model, which says that it wraps the other one."""
+def replaced(model: Any) -> Any:
+    """With a forward as people put it on a model, which says that it wraps the other one."""
+    forward = model.forward
 
     @functools.wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def doubled(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)
         out.logits = 2 * out.logits
         return out
 
-    return call
-
-
-def replaced(model: Any, *wrappers: Callable[[Any], Any]) -> Any:
-    model.forward = doubled(model.forward)
-    for wrap in wrappers:
-        model = wrap(model)
-    return model
-
-
-def hooked_by_accelerate(model: Any) -> Any:
-    accelerate = pytest.importorskip("accelerate")
-
-    class Doubles(accelerate.hooks.ModelHook):  # type: ignore[misc, name-defined]
-        def post_forward(self, module: Any, output: Any) -> Any:
-            output.logits = 2 * output.logits
-            return output
-
-    accelerate.hooks.add_hook_to_module(model, Doubles())
-    return model
-
-
-def hooked_above_lora(model: Any) -> Any:
-    model = lora(model)
-    model.register_forward_hook(lambda module, args, out: out)
-    return model
+    model.forward = doubled
+    return prepared(model)
 
 
 class Mine(nn.Module):
-    pass
+    """Of one's own: its forward may do anything."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "LoRA on the head": (lambda model: lora(model, target_modules=["lm_head"]), "carries an adapter"),
     "prompt tuning": (prompted, "PromptTuningConfig, whose prompt"),
     "a hooked model": (hooked_above, "the model, a LlamaForCausalLM, has hooks"),
-    "a replaced forward": (replaced, "model is a LlamaForCausalLM whose forward was replaced .*del model.forward"),
-    "a replaced forward, under accelerate": (
-        lambda model: replaced(model, prepared),
-        "LlamaForCausalLM whose forward was replaced",
-    ),
-    "a replaced forward, under LoRA": (lambda model: replaced(model, lora), "LlamaForCausalLM whose forward was replaced"),
-    "a replaced forward of LoRA": (lambda model: replaced(lora(model)), "PeftModelForCausalLM whose forward was replaced"),
-    "a hook of one's own in accelerate": (hooked_by_accelerate, "LlamaForCausalLM whose forward was replaced"),
-    "a hook above LoRA": (hooked_above_lora, "the model, a PeftModelForCausalLM, has hooks"),
+    "a replaced forward, under accelerate": (replaced, "LlamaForCausalLM whose forward was replaced .*del model.forward"),
     "DataParallel": (nn.DataParallel, r"DataParallel, whose forward must be called.*FusedLMHead"),
     "torch.compile": (torch.compile, r"OptimizedModule, whose forward must be called.*FusedLMHead"),
-    "the base model": (lambda model: model.model, "LlamaModel.*its class is not listed"),
     "a model of one's own": (lambda model: Mine(), "Mine.*its class is not listed"),
 }
 
@@ -413,49 +321,65 @@ def test_an_encoder_is_refused() -> None:
         loss_from_model(transformers.T5ForConditionalGeneration(config), **aligned(transform=LogitTransform()))
 
 
-def test_a_model_that_is_not_known_takes_a_transform() -> None:
+def test_what_ranks_share_is_refused(mesh: Any) -> None:
+    """A head that FSDP shards, alone or in the model's group, and sequences."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, given = build("LlamaForCausalLM"), aligned()
+    fully_shard(model.lm_head, mesh=mesh)
+    with pytest.raises(ValueError, match="FusedLMHead"):
+        loss_from_model(model, **given)
+    fully_shard(whole := build("LlamaForCausalLM"), mesh=mesh)
+    with pytest.raises(ValueError, match="FusedLMHead"):
+        loss_from_model(whole, **given)
+    given["batch"] = replace(given["batch"], context_group=torch.distributed.group.WORLD)
+    with pytest.raises(ValueError, match="batch has a context_group"):
+        loss_from_model(build("LlamaForCausalLM"), **given)
+
+
+# ---- what each architecture does to its logits
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS])
+@torch.no_grad()
+def test_log_probs_of_hidden_states_are_those_of_the_models_own_forward(name: str) -> None:
+    """Hidden states and the head's weight, as the README has it, on models with a softcap or a scale and on plain ones."""
+    model, ids = build(name), torch.randint(3, VOCAB, (2, 7))
+    log_p = (model(input_ids=ids, use_cache=False).logits[:, :-1].float() / 0.7).log_softmax(-1)
+    expected = log_p.gather(-1, ids[:, 1:, None])[..., 0]
+    hidden, head = model.base_model(input_ids=ids, use_cache=False)[0][:, :-1], model.get_output_embeddings()
+    transform = LogitTransform.of(model, temperature=0.7)
+    logps, _ = linear_logprobs(hidden, Head(head.weight, head.bias), ids[:, 1:], transform=transform)
+    torch.testing.assert_close(logps, expected, rtol=1e-5, atol=1e-5)
+    without, _ = linear_logprobs(hidden, Head(head.weight, head.bias), ids[:, 1:], transform=LogitTransform(0.7))
+    assert ((without - expected).abs().max() > 0.01) == (name in SPECIAL), "the transform decides nothing here"
+
+
+def test_a_model_that_is_not_known_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"Mine.*its class is not listed.*LogitTransform\(softcap"):
+        LogitTransform.of(Mine())
     base = transformers.LlamaForCausalLM
 
     class Scaled(base):  # type: ignore[misc, valid-type]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             out = super().forward(*args, **kwargs)
-            out.logits = 0.3 * out.logits
+            out.logits = 2 * out.logits
             return out
 
-    model, (inputs, _) = Scaled(build("LlamaForCausalLM").config).eval(), make_inputs()
-    given = aligned(transform=LogitTransform(scale=0.3))
-    theirs = grpo_loss(model(**inputs).logits, given["batch"], given["objective"])
+    class Renamed(base):  # type: ignore[misc, valid-type]
+        pass
+
+    config = build("LlamaForCausalLM").config
+    model, given = Scaled(config).eval(), aligned(transform=LogitTransform(scale=2.0))
+    with pytest.raises(ValueError, match=r"Scaled.*its class is not listed"):
+        LogitTransform.of(model)
+    theirs = grpo_loss(model(**make_inputs()[0]).logits, given["batch"], given["objective"])
     assert_same(loss_from_model(model, **given), theirs, model)
-    with pytest.raises(ValueError, match="Scaled"):
-        loss_from_model(model, **aligned())
+    assert LogitTransform.of(Renamed(config)).scale == 1.0
 
 
-def test_without_a_look_at_values_the_device_notices_targets_that_do_not_follow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU nobody waits for the comparison; the device stops the program. A CPU does so at once."""
-    monkeypatch.setattr("grpo_kernels.model.values_are_checked", lambda tensor: False)
-    model = build("LlamaForCausalLM")
-    assert loss_from_model(model, **aligned()).loss != 0
-    with pytest.raises(RuntimeError, match="not the tokens that follow in input_ids"):
-        loss_from_model(model, **aligned(**UNSHIFTED))
-
-
-def test_a_head_that_fsdp_shards_is_refused(mesh: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    model = build("LlamaForCausalLM")
-    fully_shard(model.lm_head, mesh=mesh)
-    with pytest.raises(ValueError, match="FusedLMHead"):
-        loss_from_model(model, **aligned())
-    model = build("LlamaForCausalLM")
-    fully_shard(model, mesh=mesh)
-    with pytest.raises(ValueError, match="FusedLMHead"):
-        loss_from_model(model, **aligned())
-
-
-def test_sequences_that_ranks_share_are_refused(mesh: Any) -> None:
-    given = aligned()
-    given["batch"] = TokenBatch(
-        given["batch"].targets, torch.ones(B), mask=given["batch"].mask, context_group=torch.distributed.group.WORLD
-    )
-    with pytest.raises(ValueError, match="batch has a context_group"):
-        loss_from_model(build("LlamaForCausalLM"), **given)
+def test_it_is_found_inside_wrappers() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    for wrap in (torch.compile, nn.DataParallel, lambda model: peft.get_peft_model(model, config)):
+        assert LogitTransform.of(wrap(build("CohereForCausalLM"))).scale == 0.3

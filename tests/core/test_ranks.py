@@ -1,29 +1,30 @@
-"""What several ranks share: sequences whose tokens lie on them, batches in data-parallel shards, and parts of a vocabulary, against
-the float64 answers of whole problems."""
+"""What several ranks share: sequences whose tokens lie on them, batches in data-parallel shards, and parts of a vocabulary, of
+logits and of heads, against the float64 answers of whole problems; and what they send each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_kernels import LossOutput, Objective, Options, TokenBatch, grpo_loss, linear_grpo_loss
+from grpo_kernels import Objective, Options, Sparse, TokenBatch, TokenSets, grpo_loss, linear_logprobs, token_logprobs
 from grpo_kernels.distributed import VocabShard, global_normalizer
 from grpo_kernels.formulas.filters import EntropyQuantile
-from grpo_kernels.losses import objective_loss
 from grpo_kernels.rewards.corrections import importance_weights, off_policy_sequence_mask, rejection_mask
-from support.collectives import counted
-from support.doors import batch_of, call_of, compare, exact_of, objective_of, run
+from grpo_kernels.rows import hidden as linear
+from grpo_kernels.rows import parallel as shard_of_rows
+from support.doors import batch_of, compare, exact_of, objective_of, run
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
-from support.processes import WHOLE_PRODUCTS, run_whole_products
-from support.recipes import KINDS, Problem, Recipe, covering, cut, legal, problem, sliced
+from support.recipes import KINDS, Problem, Recipe, covering, legal, problem, sliced
 
 Tensor = torch.Tensor
 MODULE = "test_ranks"
@@ -31,6 +32,29 @@ LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)
 GROUPS = torch.tensor([0, 0, 1, 2, 2, 3, 4, 4])
 AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-mean", "token-sum", "constant")
 WHOLE_BATCH = ("clip-cov", "kl-cov", "entropy quantile, bonus of its own")  # they look at all tokens
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, list[int]]]:
+    """Bytes of each collective, by name; any other than these two fails."""
+    sizes: dict[str, list[int]] = {"all_gather": [], "all_reduce": []}
+    gather, reduce = shard_of_rows.all_gather, dist.all_reduce
+
+    def all_gather(out: Tensor, x: Tensor, group: Any) -> None:
+        sizes["all_gather"].append(x.numel() * x.element_size())
+        gather(out, x, group)
+
+    def all_reduce(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes["all_reduce"].append(x.numel() * x.element_size())
+        return reduce(x, *args, **kwargs)
+
+    others = ("all_gather", "broadcast", "barrier", "reduce_scatter_tensor", "all_to_all_single", "all_gather_object")
+    refuse = {name: mock.Mock(side_effect=AssertionError(f"a collective of its own: {name}")) for name in others}
+    with (
+        mock.patch.object(shard_of_rows, "all_gather", all_gather),
+        mock.patch.multiple(dist, all_reduce=all_reduce, **refuse),
+    ):
+        yield sizes
 
 
 def recipe(name: str, **changes: Any) -> Recipe:
@@ -115,10 +139,10 @@ def same_as_whole(p: Problem, mine: Tensor, objective: Objective | None = None) 
 def check_every_objective(rank: int, ranks: int) -> None:
     """Any cut gives the loss and gradients of whole sequences, with the default normaliser, from logits and from hidden states."""
     for i, name in enumerate(name for name in OBJECTIVES if name not in WHOLE_BATCH):
-        if ranks == 4 and name not in KINDS and not WHOLE_PRODUCTS:
+        if ranks == 4 and name not in KINDS:
             continue  # which two ranks have
-        p, cuts = problem(recipe(name, source=("logits", "hidden")[i % 2])), owners(ranks)
-        for owner in cuts if i % 4 == 0 else [cuts[i % 2]]:
+        p, cut_by = problem(recipe(name, source=("logits", "hidden")[i % 2])), owners(ranks)
+        for owner in cut_by if i % 4 == 0 else [cut_by[i % 2]]:
             agree(p, owner == rank)
 
 
@@ -165,19 +189,6 @@ def check_quantile_over_ranks(rank: int, ranks: int) -> None:
         agree(p, owner == rank, objective=replace(objective_of(p.recipe), filters=quantile))
 
 
-def check_from_log_probs(rank: int, ranks: int) -> None:
-    p = problem(recipe("rloo"))
-    objective, logps = objective_of(p.recipe), exact_of(p.recipe)[0].values["logps"].float().view(p.shape)
-    whole = logps.clone().requires_grad_()
-    objective_loss(whole, batch_of(p), objective).loss.backward()
-    for owner in owners(ranks):
-        mine = owner == rank
-        leaf = logps[mine].clone().requires_grad_()
-        objective_loss(leaf, batch_of(part(p, mine)), objective).loss.backward()
-        assert leaf.grad is not None and whole.grad is not None
-        torch.testing.assert_close(leaf.grad, whole.grad[mine], rtol=1e-5, atol=1e-7)
-
-
 def check_a_mask_that_was_written(rank: int, ranks: int) -> None:
     """What the ranks have told each other of a batch is told again where all of them wrote to what it depends on."""
     g = torch.Generator().manual_seed(rank)
@@ -196,37 +207,17 @@ def check_a_mask_that_was_written(rank: int, ranks: int) -> None:
     assert before != loss(kept) and torch.equal(loss(kept), loss(batch()))
 
 
-def check_metrics_are_no_collective(rank: int, ranks: int) -> None:
-    """Metrics need no other rank: one rank may read them alone."""
-    for name in ("gspo", "off-policy sequences"):
-        p = problem(recipe(name))
-        q = part(p, owners(ranks)[0] == rank)
-        out, whole = (call_of(x)(x.given["logits"]) for x in (q, p))
-        if rank == 0:
-            assert all(x.isfinite() for x in out.metrics.values())
-        dist.barrier()
-        means = (out.metrics["ratio_mean"] * out.metrics["tokens"]).clone()
-        dist.all_reduce(means)
-        torch.testing.assert_close(means, whole.metrics["ratio_mean"] * whole.metrics["tokens"], rtol=1e-5, atol=0)
-
-
 def check_collectives(rank: int, ranks: int) -> None:
-    """Lengths once a batch, from hidden states contributing sequences as well; the ratio and its slope once a loss; none at token
-    level."""
+    """Lengths once a batch; the ratio and its slope once a loss; none at token level."""
     p = problem(recipe("dapo, k3"))
     q, gspo = part(p, owners(ranks)[0] == rank), Objective(level="sequence", aggregate="token-sum")
-
-    def from_hidden(leaf: Tensor, batch: TokenBatch, objective: Objective) -> LossOutput:
-        return linear_grpo_loss(leaf, torch.eye(leaf.shape[-1]), batch, objective)
-
-    for loss, once_a_batch in ((grpo_loss, 1), (from_hidden, 2)):
-        leaf, batch = q.given["logits"].clone().requires_grad_(), batch_of(q)
-        for first in (True, False):
-            with counted() as sizes:
-                out = loss(leaf, batch, gspo)
-                out.loss.backward()
-                assert out.metrics["ratio_mean"] > 0
-            assert sizes == {"all_gather": [], "all_reduce": [8 * len(LENGTHS)] * (2 + once_a_batch * first)}, sizes
+    leaf, batch = q.given["logits"].clone().requires_grad_(), batch_of(q)
+    for first in (True, False):
+        with counted() as sizes:
+            out = grpo_loss(leaf, batch, gspo)
+            out.loss.backward()
+            assert out.metrics["ratio_mean"] > 0  # metrics are of a rank alone
+        assert sizes == {"all_gather": [], "all_reduce": [8 * len(LENGTHS)] * (2 + first)}, sizes
     with counted() as sizes:
         grpo_loss(leaf, batch_of(q), Objective(aggregate="token-mean"), normalizer=20.0).loss.backward()
     assert sizes == {"all_gather": [], "all_reduce": []}, sizes
@@ -237,7 +228,6 @@ CORRECTIONS: dict[str, Callable[[TokenBatch, Tensor], Tensor]] = {
     "product": lambda b, now: importance_weights(b, level="sequence", high=2.0),
     "geometric": lambda b, now: importance_weights(b, level="geometric", mode="mask", low=0.5, high=2.0),
     "largest": lambda b, now: rejection_mask(b, over="max", high=3.0),
-    "smallest": lambda b, now: rejection_mask(b, over="min", low=0.5),
     "mean": lambda b, now: rejection_mask(b, over="mean", low=0.8, high=1.5),
     "off-policy": lambda b, now: off_policy_sequence_mask(b, now, delta=0.1),
 }
@@ -255,11 +245,11 @@ def check_corrections(rank: int, ranks: int) -> None:
 
 def check_data_parallel_shards(rank: int, ranks: int) -> None:
     """Whole sequences on each rank, of unequal numbers of tokens, one rank's without any: the sum over ranks is the batch."""
-    cuts = {2: [0, 3, 8], 4: [0, 2, 3, 4, 8]}[ranks]
+    ends = {2: [0, 3, 8], 4: [0, 2, 3, 4, 8]}[ranks]
     for name in ("dapo, k3", "grpo, k3 and entropy", "gspo", "luspo", "off-policy sequences"):
         p = problem(recipe(name))
-        offsets, own = p.fields["cu_seqlens"], slice(*cuts[rank : rank + 2])
-        lo, hi = (int(offsets[cut]) for cut in cuts[rank : rank + 2])
+        offsets, own = p.fields["cu_seqlens"], slice(*ends[rank : rank + 2])
+        lo, hi = (int(offsets[cut]) for cut in ends[rank : rank + 2])
         mine = (torch.arange(len(p.ids)) >= lo) & (torch.arange(len(p.ids)) < hi)
         one_each = p.fields["advantages"].shape[0] == len(mine)
         fields = {"cu_seqlens": offsets[own.start : own.stop + 1] - lo, "groups": None, "context_group": None}
@@ -289,12 +279,60 @@ def check_tensor_and_context_parallel(rank: int, ranks: int) -> None:
 
 # ---- a vocabulary that is cut
 
+V, H = 61, 8
+BACKENDS = ("eager", "cpu")
+BEFORE_THE_RANKS = ("torch.distributed.tensor.parallel",)
+DIMS = {"logits": -1, "weight": 0, "bias": 0}
 #: Axes of what ranks have to exchange.
 EXCHANGED = "mask kept missing over others exact tail also weight_grad transform extreme spread".split()
+HEAD = Recipe(source="hidden", objective="grpo, k3 and entropy", vocab=V, bias="plain", lengths=LENGTHS)
+
+
+def widths_of(vocab: int, ranks: int) -> dict[str, list[int]]:
+    """Of the ranks' parts: with padding at the end, uneven with an empty part, a part of padding only."""
+    even, rest = -(-vocab // ranks), [vocab - (ranks - 2), *[1] * (ranks - 2)]
+    return {"padded": [even] * ranks, "empty": [0, *rest], "only padding": [*rest, 5]}
+
+
+def cuts(rank: int, ranks: int, vocab: int = V) -> Iterator[tuple[list[int], VocabShard]]:
+    for widths in widths_of(vocab, ranks).values():
+        yield widths, VocabShard.of(torch.empty(widths[rank], 1), vocab=vocab)
+
+
+def cut(x: Tensor, widths: list[int], rank: int, dim: int, padding: float = 0.0) -> Tensor:
+    """This rank's part of `x` along `dim`, padded to the sum of the widths."""
+    extra = sum(widths) - x.shape[dim]
+    pad = torch.full_like(x.movedim(dim, 0)[:1].expand(extra, *x.movedim(dim, 0).shape[1:]), padding).movedim(0, dim)
+    return torch.cat([x.detach(), pad], dim).split(widths, dim)[rank].clone()
+
+
+def columns_of(p: Problem, widths: list[int], rank: int) -> Problem:
+    """The problem as a rank sees it that has some columns; whatever the padding of logits and of teachers holds."""
+
+    def of(tensors: dict[str, Tensor], padding: float) -> dict[str, Tensor]:
+        own = {
+            name: cut(x, widths, rank, DIMS[name], padding if name == "logits" else 0.0)
+            for name, x in tensors.items()
+            if name in DIMS
+        }
+        return {**tensors, **own}
+
+    lo, end = sum(widths[:rank]), p.recipe.vocab
+    others = [replace(other, given=of(other.given, 50.0)) for other in p.others]
+    return replace(p, given=of(p.given, math.nan), others=others, columns=slice(min(lo, end), min(lo + widths[rank], end)))
+
+
+def without_padding(found: Answer, p: Problem) -> Answer:
+    """Its gradient is 0."""
+    width, kept = p.columns.stop - p.columns.start, dict(found.gradients)
+    for name in kept.keys() & DIMS.keys():
+        assert not kept[name].narrow(DIMS[name], width, kept[name].shape[DIMS[name]] - width).any(), name
+        kept[name] = kept[name].narrow(DIMS[name], 0, width)
+    return replace(found, gradients=kept)
 
 
 def each_value(recipes: list[Recipe]) -> list[Recipe]:
-    """Some of them, in which each value of these axes meets both sources."""
+    """Some of them, in which each value of what is exchanged meets both sources."""
     met: set[tuple[str, str, Any]] = set()
     found = []
     for r in recipes:
@@ -304,21 +342,143 @@ def each_value(recipes: list[Recipe]) -> list[Recipe]:
     return found
 
 
-def check_parts_of_a_vocabulary(rank: int, ranks: int) -> None:
+def check_any_cut(rank: int, ranks: int) -> None:
     """All ranks have the same values. With reduce_hidden=False each has its own gradient of hidden states, and they add up."""
-    recipes = covering(ranks=2) if ranks == 2 else []
-    for i, recipe in enumerate(recipes if WHOLE_PRODUCTS else each_value(recipes)):
-        p = cut(problem(recipe), rank)
-        shard = VocabShard(p.columns.start, recipe.vocab, reduce_hidden=i % 3 > 0)
-        found = run(p, backend=("eager", "cpu")[i % 2], shard=shard)
+    for i, recipe in enumerate(each_value(covering(ranks=2)) if ranks == 2 else []):
+        p, widths = problem(recipe), list(widths_of(recipe.vocab, ranks).values())[i % 3]
+        mine, shard = columns_of(p, widths, rank), VocabShard.of(torch.empty(widths[rank], 1), vocab=recipe.vocab)
+        shard = replace(shard, reduce_hidden=i % 4 > 0)
+        found = run(mine, backend=BACKENDS[i % 2], shard=shard)
         if "hidden" in found.gradients and not shard.reduce_hidden:
             share = found.gradients["hidden"].float()
             dist.all_reduce(share)
             found.gradients["hidden"] = share.to(p.clean["hidden"].dtype)
-        compare(p, found)
+        compare(mine, without_padding(found, mine))
         everyone: list[Any] = [None] * ranks
         dist.all_gather_object(everyone, found.values)
         assert all(torch.equal(x, everyone[0][name]) for name, x in found.values.items()), f"{recipe}: ranks disagree"
+
+
+def check_sparse_gradients(rank: int, ranks: int) -> None:
+    """The ranks draw what one process draws from whole rows."""
+    p, options = problem(HEAD), {"sparse": Sparse(1 / 16, 3)}
+    for backend in BACKENDS:
+        expected = run(p, backend=backend, **options)
+        for widths, shard in cuts(rank, ranks):
+            mine = columns_of(p, widths, rank)
+            found = without_padding(run(mine, backend=backend, shard=shard, **options), mine)
+            for name, x in found.gradients.items():
+                want = expected.gradients[name] if name == "hidden" else expected.gradients[name][mine.columns]
+                torch.testing.assert_close(x, want, rtol=1e-4, atol=1e-5)
+
+
+def check_dtensors(rank: int, ranks: int) -> None:
+    """The head that parallelize_module has cut, hidden states that are replicated, logits that are a DTensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    p, of_logits = problem(HEAD), problem(replace(HEAD, source="logits", bias="none"))
+    model = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(H, V)})
+    with torch.no_grad():
+        model["lm_head"].weight.copy_(p.given["weight"])
+        model["lm_head"].bias.copy_(p.given["bias"])
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel()})
+    head = {"weight": model["lm_head"].weight, "bias": model["lm_head"].bias}
+    logits = distribute_tensor(of_logits.given["logits"], mesh, [Shard(2)])
+    partial = replace(VocabShard.of(head["weight"]), reduce_hidden=False)
+    for whole, given, own in (
+        (p, head, VocabShard.of(head["weight"])),
+        (p, {**head, "hidden": distribute_tensor(p.given["hidden"], mesh, [Replicate()])}, partial),
+        (of_logits, {"logits": logits}, VocabShard.of(logits, dim=-1)),
+    ):
+        found = run(replace(whole, given={**whole.given, **given}), backend="auto", shard=own)
+        full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.gradients.items()}
+        compare(whole, replace(found, gradients=full))
+    refused(lambda: VocabShard.of(distribute_tensor(p.given["weight"], mesh, [Shard(1)])), "must be cut by Shard(0)")
+    refused(lambda: run(replace(p, given={**p.given, **head})), "shard=VocabShard.of(weight)")
+
+
+def refused(call: Callable[[], Any], words: str) -> None:
+    """By every rank, before anything is exchanged."""
+    try:
+        call()
+    except ValueError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+def check_collectives_of_a_cut_vocabulary(rank: int, ranks: int) -> None:
+    """One exchange a call from logits, one a chunk from hidden states and another for sets, one sum of d_hidden, whatever the parts
+    are; ranks of unequal width take the same number of chunks, or they would wait for each other forever."""
+    plain, make = replace(HEAD, objective="dapo, k3", bias="none"), linear.Engine.__init__
+
+    def small(self: linear.Engine, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.chunk_rows = 10
+
+    def chunks_of(rows: int) -> list[int]:
+        return [16 * x.numel() for x in torch.arange(rows).tensor_split(-(-rows // 10))]
+
+    p, some = problem(plain), problem(replace(plain, kept="some"))
+    n, d_hidden = 16 * p.ids.numel(), [4 * p.given["hidden"].numel()]
+    without = sum(not ids and bool(on) for ids, on in zip(some.sets or [], some.trained, strict=True))
+    for widths, shard in cuts(rank, ranks):
+        for q, gathered, reduced in (
+            (problem(replace(plain, source="logits")), [n], []),
+            (problem(replace(plain, source="logits", kept="some")), [n, n], []),
+            (p, chunks_of(int(p.trained.sum())), d_hidden),
+            (some, [n, *chunks_of(without)], d_hidden),
+        ):
+            with counted() as sizes, mock.patch.object(linear.Engine, "__init__", small):
+                run(columns_of(q, widths, rank), backend="auto", shard=shard)
+            assert (sorted(sizes["all_gather"]), sizes["all_reduce"]) == (sorted(gathered), reduced), (q.recipe, sizes)
+
+
+def check_extremes(rank: int, ranks: int) -> None:
+    """Parts that hold only -inf, a peaked row, logits of 1e4, a row of only -inf; the largest ids count from the first column of
+    the vocabulary, whoever holds them, and of equal ones it is the lowest."""
+    logits = torch.randn(7, V, generator=torch.Generator().manual_seed(4))
+    logits[0, 20:] = logits[1, :50] = logits[6] = -torch.inf
+    logits[2] *= 1e4
+    logits[3, 7] = 80.0
+    logits[4, [9, 50]] = 9.0
+    targets = torch.tensor([3, 55, int(logits[2].argmax()), 7, 1, 60, 5])
+    log_p = logits.double().log_softmax(-1)
+    entropy = -torch.where(log_p == -torch.inf, 0.0, log_p.exp() * log_p).sum(-1)
+    right = {"logps": log_p.gather(1, targets[:, None])[:, 0], "entropy": entropy, "top_prob": log_p.exp().amax(1)}
+    ways = [(widths, Options(shard=shard, backend=x)) for widths, shard in cuts(rank, ranks) for x in BACKENDS]
+    for widths, options in ways:
+        found = token_logprobs(
+            cut(logits, widths, rank, -1), targets, entropy=True, also=("top_id", "top_prob"), options=options
+        )
+        for name, x in {"logps": found.logps, "entropy": found.entropy, "top_prob": found.also["top_prob"]}.items():
+            assert x[6].isnan()
+            torch.testing.assert_close(x[:6].double(), right[name][:6], rtol=1e-6, atol=2e-6)
+        assert found.also["top_id"][:6].tolist() == logits[:6].argmax(1).tolist()
+
+
+def check_bad_input(rank: int, ranks: int) -> None:
+    """Refused by every rank; and NaN on one rank, or parts that overlap, are no finite log-prob on any."""
+    widths = widths_of(V, ranks)["padded"]
+    shard = VocabShard.of(torch.empty(widths[rank], 1), vocab=V)
+    hidden, weight, padding = torch.zeros(2, H), torch.zeros(widths[rank], H), torch.tensor([0, V])  # which is no token
+    sets = TokenSets.from_lists([[0], [1, V]])
+    for call, words in (
+        (lambda: linear_logprobs(hidden, weight, padding, options=Options(shard=shard)), f"outside the vocabulary [0, {V})"),
+        (lambda: linear_logprobs(hidden, weight, padding % V, kept=sets, options=Options(shard=shard)), f"kept holds id {V} in row 1"),
+        (lambda: linear_logprobs(hidden, weight, padding % V, options=Options(shard=3)), "shard=3: pass a VocabShard"),  # type: ignore[arg-type]
+        (lambda: VocabShard(-1, 5), "start=-1"), (lambda: VocabShard(0, 0), "vocab=0"),
+        (lambda: VocabShard.of(weight, vocab=sum(widths) + 1), f"the ranks hold {sum(widths)} rows in all"),
+    ):  # fmt: skip
+        refused(call, words)
+    logits = torch.randn(9, V, generator=torch.Generator().manual_seed(4))
+    mine = cut(logits, widths, rank, -1)
+    mine[:, :1] = torch.nan if rank == 0 else mine[:, :1]
+    for x, own in ((mine, shard), (logits, VocabShard(0, V))):
+        assert token_logprobs(x, torch.arange(9), options=Options(shard=own))[0].isnan().all()
 
 
 # ---- the tests
@@ -328,10 +488,3 @@ def check_parts_of_a_vocabulary(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_ranks(on_ranks: Callable[..., dict[str, str]], ranks: int, check: str) -> None:
     assert on_ranks(MODULE, ranks)[check] == "ok", on_ranks(MODULE, ranks)[check]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_whole_products(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every objective on four ranks, and every pair of a cut vocabulary."""
-    run_whole_products(MODULE, ranks, tmp_path, monkeypatch)

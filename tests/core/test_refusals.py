@@ -23,7 +23,6 @@ from grpo_kernels import (
     Sparse,
     TokenBatch,
     TokenSets,
-    group_advantages,
     grpo_loss,
     linear_divergence,
     linear_grpo_loss,
@@ -46,7 +45,6 @@ from grpo_kernels.token_sets import check_sets
 from support.bits import snapshot
 from support.doors import in_options
 from support.inside import values_unseen
-from support.meta_device import on_meta
 
 Tensor = torch.Tensor
 Call = Callable[[], Any]
@@ -132,24 +130,18 @@ def wrong(says: str, value: Any) -> dict[str, Any]:
 #: Fields of a batch.
 BATCH: Wrong = {
     "targets|[3, 4, 8]|[B, T]": torch.zeros(B, T, 8, dtype=torch.int64),
-    "targets|[]|[B, T]": torch.tensor(3),
     "targets|torch.float32|int64": PER_TOKEN,
     "targets|list|int64 tensor": [1],
     "advantages|[4]|[3, 4], [3] or [3, 1]": torch.ones(T),
-    "advantages|[1, 4]|[3, 4]": torch.ones(1, T),
-    "advantages|[4, 3]|[3, 4]": torch.ones(T, B),
     "advantages|torch.bool|floating-point": ONES > 0,
     "advantages|list|tensor": [1.0],
     "advantages|None|group_advantages": None,
     "advantages|[3]|[12]|cu_seqlens": {"targets": IDS.view(-1)},
-    "weights|[4]|[3, 4], [3] or [3, 1]": torch.ones(T),
     "nll_weights|[4]|[3, 4], [3] or [3, 1]": torch.ones(T),
     "mask|[3, 5]|[3, 4]|the same": torch.ones(B, T + 1).bool(),
     "mask|torch.float32|.bool()": PER_TOKEN,
     "groups|[3, 4]|one integer id per sequence|[3]": IDS,
     "groups|torch.float32|integer": ONES,
-    "groups|list|tensor": [0, 0, 1],
-    "groups|[3]|cu_seqlens": {"targets": IDS.view(-1), "advantages": torch.ones(B * T), "groups": IDS[:, 0]},
     "cu_seqlens|[3, 4]|packed": torch.tensor([0, 12]),
     "targets has shape [1, 12]. Pass targets[0], and the same of what goes with it.": {
         "targets": IDS.view(1, -1), "advantages": torch.ones(1, B * T), "cu_seqlens": torch.tensor([0, 12])
@@ -172,34 +164,24 @@ BATCH: Wrong = {
 OFFSETS: Wrong = {
     "cu_seqlens|[1, 12]|from 0": [1, 12],
     "cu_seqlens|[0, 5, 11]|12": [0, 5, 11],
-    "cu_seqlens|[0, 5, 13]|12": [0, 5, 13],
     "cu_seqlens|[0, 7, 5, 12]|rise": [0, 7, 5, 12],
     "cu_seqlens|torch.float32|int32": [0.0, 12.0],
-    "cu_seqlens|[1, 2]|[B + 1]": [[0, 12]],
-    "advantages|[3]|[12]|[2]": {"cu_seqlens": [0, 5, 12], "advantages": ONES},
-    "groups|[3]|[2]": {"cu_seqlens": [0, 5, 12], "groups": IDS[:, 0]},
 }
 
 #: Keywords of both functions of logits.
 OF_LOGITS: Wrong = {
     "logits|[3, 3, 11]|[3, 4]|logits[:, :-1]": LOGITS[:, :-1],
-    "logits|[12, 11]|[3, 4]|must be": LOGITS.view(-1, V),
-    "logits|[3, 4]|vocabulary": LOGITS[..., 0],
     "logits|[3, 4, 0]|vocabulary is empty": LOGITS[..., :0],
     "logits|torch.int64|float32, bfloat16 or float16": LOGITS.long(),
-    "logits|torch.float64|float32, bfloat16 or float16": LOGITS.double(),
     "logits|list|tensor": [1.0],
     "logits|meta|cpu|move": LOGITS.to("meta"),
     "temperature|[4]|[3, 4]": {"transform": transform(torch.ones(T))},
-    "temperature|meta|cpu|move": {"transform": transform(ONES.to("meta"))},
     "temperature|0.0|above 0": {"transform": transform(torch.tensor([1.0, 0.0, 1.0]))},
     "temperature|-2.0|above 0": {"transform": transform(torch.tensor(-2.0))},
-    "temperature|nan|above 0": {"transform": transform(PER_TOKEN * NAN)},
     "transform is 0.7: pass a LogitTransform, for example LogitTransform(temperature=0.7)": 0.7,
     "backend|'cuda-fast'|eager, cpu, triton": "cuda-fast",
     "inplace=True|[3, 4, 11]|[0, 11, 1]|inplace=False": {"logits": LOGITS[:1].expand(B, T, V), "inplace": True},
     "inplace=True|[4, 1, 1]|share memory|inplace=False": {"logits": torch.zeros(23).as_strided((B, T, V), (T, 1, 1)), "inplace": True},
-    "inplace=True|[88, 22, 2]|inplace=False": {"logits": torch.zeros(B, T, 2 * V)[..., ::2], "inplace": True},
     "no product to": {"options": SPARSE},
 }  # fmt: skip
 
@@ -208,22 +190,14 @@ OF_HIDDEN: Wrong = {
     "hidden|[3, 4, 8]|weight|[11, 7]|must agree": {"weight": WEIGHT[:, :-1]},
     "hidden|[3, 4, 8]|weight|[8, 11]|[V, H]": {"weight": WEIGHT.t()},
     "hidden|[3, 4, 11]|[11, 8]|logits|grpo_loss": LOGITS,
-    "hidden|[3, 3, 8]|[3, 4]|hidden[:, :-1]": HIDDEN[:, :-1],
     "hidden|[3, 5, 8]|[3, 4]|ids[:, 1:]": HIDDEN.repeat(1, 2, 1)[:, :5],
-    "hidden|[12, 8]|[3, 4]|must be": HIDDEN.view(-1, H),
     "hidden has shape [11, 8], but targets has [3, 4]": {"hidden": WEIGHT, "weight": HIDDEN.view(-1, H)},
-    "hidden|[3, 4]|hidden size": HIDDEN[..., 0],
     "bias|[10]|[11, 8]|must be [11]": BIAS[:-1],
-    "bias|[1, 11]|must be [11]": BIAS[None],
-    "bias|torch.int64|float32, bfloat16 or float16": BIAS.long(),
     "it looks sharded|weight|[0]|ZeRO-3|GatheredParameters|full_tensor": {"weight": torch.empty(0)},
     "weight|[88]|sharded|FSDP|full_tensor": WEIGHT.view(-1),
-    "weight|[0, 8]|sharded|full_tensor": WEIGHT[:0],
     "weight|torch.int8|float32, bfloat16 or float16": WEIGHT.to(torch.int8),
     "weight is the module Linear: pass its tensor, Head(lm_head.weight, lm_head.bias)": torch.nn.Linear(H, V),
     "hidden|dict|tensor": {"hidden": {"last_hidden_state": HIDDEN}},
-    "temperature|0.0|above 0": {"transform": transform(torch.zeros(B))},
-    "backend|'blas'|eager, cpu, triton": "blas",
     **{
         f"{name}|torch.float64|float32, bfloat16 or float16": {name: x.double()}
         for name, x in (("hidden", HIDDEN), ("weight", WEIGHT))
@@ -232,18 +206,17 @@ OF_HIDDEN: Wrong = {
     "weight_grad is [11, 7] on cpu: pass a tensor like weight, [11, 8]": torch.zeros(V, 7),
     "weight_grad has dtype torch.bfloat16: pass float32": torch.zeros(V, H).bfloat16(),
     "must not require grad": {"weight_grad": torch.zeros(V, H, requires_grad=True)},
-    "weight_grad is str": "main",
     "does not require grad: leave it out for a frozen head": {"weight": WEIGHT.detach(), "weight_grad": torch.zeros(V, H)},
     "weight_grad |no two rows in one memory": torch.zeros(1, H).expand(V, H),
 }
 
 #: Fields of an objective. The message begins with the name of the first.
 OBJECTIVES: list[dict[str, Any]] = [
-    {"surrogate": "clip"}, {"surrogate": Clip}, {"level": "group"}, {"aggregate": "mean"}, {"aggregate": None},
-    {"kl_aggregate": "mean"}, {"entropy_aggregate": "token_mean"}, {"beta": -0.1}, {"beta": NAN}, {"beta": INF}, {"beta": "0.1"},
-    {"kl": "k4"}, {"kl": None}, {"entropy_coef": INF}, {"entropy_coef": "0"}, {"max_tokens": 0}, {"max_tokens": 2.5},
+    {"surrogate": "clip"}, {"level": "group"}, {"aggregate": "mean"},
+    {"kl_aggregate": "mean"}, {"entropy_aggregate": "token_mean"}, {"beta": -0.1}, {"beta": NAN}, {"beta": "0.1"},
+    {"kl": "k4"}, {"kl": None}, {"entropy_coef": INF}, {"max_tokens": 0}, {"max_tokens": 2.5},
     {"filters": [EntropyFloor(1.0)]}, {"filters": (Clip(),)}, {"log_ratio_bounds": 20.0}, {"log_ratio_bounds": (-20.0,)},
-    {"log_ratio_bounds": [-20.0, 20.0]}, {"log_ratio_bounds": (0.0, 20.0)}, {"log_ratio_bounds": (-20.0, -1.0)},
+    {"log_ratio_bounds": (-20.0, -1.0)},
     {"log_ratio_bounds": (-20.0, NAN)}, {"log_ratio_bounds": (-20.0, 20.0), "surrogate": Dro()},
     *({"level": level, "surrogate": one} for one, known in (
         (Vespo(), "sequence-sum"), (Gmpo(), "sequence"), (A2po(), "sequence-sum"), (Dro(), "token"), (ClipCov(), "token"), (KlCov(), "token"),
@@ -256,16 +229,12 @@ LACKING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ref_logps is None|beta=0.1|beta=0", {"beta": 0.1}, {}),
     ("sampler_logps is None", {"filters": (TrustRegion(anchor="sampler"),)}, {}),
     ("max_tokens is None|constant|normalizer=", {"aggregate": "constant"}, CUT),
-    ("max_tokens is None", {"kl_aggregate": "constant", "beta": 1.0}, {**CUT, **REF}),
     ("groups is None", {"aggregate": "group-mean"}, CUT),
-    ("groups is None", {"entropy_aggregate": "group-mean", "entropy_coef": 0.1}, CUT),
     *(("cu_seqlens is None|seq-mean", {"aggregate": f"seq-mean-token-{how}"}, {}) for how in ("mean", "sum")),
     ("cu_seqlens is None", {"aggregate": "constant", "max_tokens": 5}, {}),
     ("cu_seqlens is None", {"kl_aggregate": MEAN, "beta": 1.0}, REF),
-    ("cu_seqlens is None", {"entropy_aggregate": MEAN, "entropy_coef": 1.0}, {}),
     *(("cu_seqlens is None|sequence|pass", {"level": f"sequence{more}"}, {}) for more in ("", "-token", "-sum")),
     ("cu_seqlens is None", {"filters": (OffPolicySequences(),)}, {}),
-    ("weights has shape [1]", {"surrogate": Vespo(), "level": "sequence-sum"}, {**CUT, "weights": torch.ones(1)}),
     ("weights holds negative numbers", {"surrogate": Vespo(), "level": "sequence-sum"}, {**CUT, "weights": -torch.ones(B * T)}),
 ]  # fmt: skip
 
@@ -280,14 +249,10 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
         "batch|dict|TokenBatch": {"of": {"targets": IDS}},
         "objective|str|Objective.preset": "grpo",
         "normalizer|[2]|0-d": torch.ones(2),
-        "normalizer|-1.0|above 0": -1.0,
-        "normalizer|nan|finite": NAN,
-        "normalizer='3': the denominator": "3",
         "normalizer=0.0: the denominator": torch.tensor(0.0),
         "normalizer=-1": {"objective": Objective(beta=0.1), "ref_logps": PER_TOKEN, "normalizer": Denominators(1.0, -1.0, 1.0)},
         "kept holds id 12 in row 0: it is outside of the vocabulary [0, 11)": sets([[12]]),
         "targets[0, 1]=1 is not in its kept set": {"kept": sets([[0]]), "missing": "raise"},
-        "targets[2, 0]=8 is not in its kept set": {"kept": TokenSets.from_lists([[]] * 8 + [[0]] * 4), "strict": True},
         "the batch says missing='full'": {"kept": KEPT, "missing": "full", "options": Options(missing="mask")},
         "two gradients": {"kept": KEPT, "inplace": True, "options": Options(entropy_over="vocabulary")},
         **{
@@ -301,65 +266,43 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
         "ref_logits is a whole distribution|kl='k3' is an estimate": {"objective": Objective(beta=0.1), "ref_logits": LOGITS},
         "ref_logits='Tensor': with beta=0": LOGITS,
         "ref_logits has a vocabulary of 10, but the policy has 11": {"objective": EXACT, "ref_logits": LOGITS[..., :-1] + 1, "inplace": True},
-        "ref_logits: logits has shape": {"objective": EXACT, "ref_logits": LOGITS[:, 1:]},
         "reference_over='kept'|reference_over=\"vocabulary\"": {"objective": EXACT, "kept": KEPT, "ref_logits": sets([[1]])},
     }),
     (linear, {
         f"targets[1, 2]|{2**40}|[0, 11)|mask": {"targets": with_ids(2**40)},
-        "batch|dict|TokenBatch": {"of": {"targets": IDS}},
-        "objective|str|Objective.preset": "grpo",
-        "normalizer|0|above 0": 0,
         "is on meta, the rows are on cpu": {
-            "weight": WEIGHT.clone().requires_grad_(), "options": Options(sparse=Sparse(seed=on_meta(torch.tensor(0))))
+            "weight": WEIGHT.clone().requires_grad_(), "options": Options(sparse=Sparse(seed=torch.tensor(0, device="meta")))
         },
         "do not bound": {"objective": EXACT, "reference": TEACHER, "options": SPARSE},
-        "reference=None|needs the whole distribution": {"objective": EXACT},
-        "reference holds id 11 in row 0": {"objective": EXACT, "reference": TOO_HIGH},
-        "reference: bias has shape [10]": {"objective": EXACT, "reference": (*TEACHER, BIAS[:-1])},
-        "reference is a whole distribution": {"objective": Objective(beta=0.1), "reference": sets([[1]])},
         "ref_logps are log-probs of the sampled tokens": {"objective": EXACT, "ref_logps": PER_TOKEN, "reference": TEACHER},
         "with beta=0 nothing looks at it": {"reference": TEACHER},
         "batch.ref_logps are both given": {"objective": Objective(beta=0.1), "ref_logps": PER_TOKEN, "reference": TEACHER},
         "reference is list: pass (hidden, weight)": {"objective": Objective(beta=0.1), "reference": [*TEACHER]},
-        "reference is tuple: pass (hidden, weight)": {"objective": Objective(beta=0.1), "reference": TEACHER[:1]},
-        "reference has a vocabulary of 9, but the policy has 11": {"objective": EXACT, "reference": (HIDDEN, OTHER[:-2])},
-        "reference: hidden has shape [3, 4, 7] and weight [11, 8]": {"objective": EXACT, "reference": (HIDDEN[..., 1:], WEIGHT)},
         "reference is TokenSets without values": {"objective": EXACT, "reference": KEPT},
         "the values of row 0 are log-probs of 2 in all": {"objective": EXACT, "reference": sets([[0, 1]], 0.0)},
         **{
             says: {"objective": Objective.preset("distillation"), "reference": teachers} for says, teachers in {
                 "reference=[]: a list of teachers holds at least one pair": [],
                 "reference[0] is Tensor: a list of teachers holds pairs (teacher, weight)": [HIDDEN],
-                "reference[0] is tuple: a list of teachers holds pairs": [([(TEACHER, 1.0)], 1.0)],
                 "reference[1][1]=-0.5: the weight of a teacher is a finite number >= 0": [(TEACHER, 1.0), (TEACHER, -0.5)],
-                "reference[0][1]='half'": [(TEACHER, "half")],
-                "reference[0][1]=nan: weights of teachers are finite": [(TEACHER, ONES * NAN)],
                 "reference[0][1] has shape [3, 5]": [(TEACHER, torch.ones(B, T + 1))],
                 "reference has a vocabulary of 10, but the policy has 11": [(TEACHER, 1.0), ((HIDDEN, OTHER[1:]), 1.0)],
             }.items()
         },
     }),
     (logps, {
-        "targets[1, 2]|-1|[0, 11)|mask": with_ids(-1),
-        "those go to linear_grpo_loss or linear_logprobs": {"targets": IDS + 40},
         "logits|[3, 4, 11]|[12]|must be": {"targets": IDS.view(-1)},
         "targets|torch.float32|int64": IDS.float(),
         "mask|[3]|[3, 4]|the same": ONES > 0,
-        "mask|torch.float32|.bool()": PER_TOKEN,
-        "mask|meta|cpu|move": (IDS > 1).to("meta"),
         "mask is a list: pass a bool tensor": [1, 1],
         "entropy|'yes'|\"detached\"": "yes",
     }),
     (linear_logps, {
         "targets[1, 2]|12|[0, 11)|mask": with_ids(12),
-        "targets|torch.float32|int64": IDS.float(),
-        "mask|[3]|[3, 4]|the same": ONES > 0,
-        "entropy|'no'|\"detached\"": "no",
         "ids of at=": {"at": KEPT, "options": SPARSE},
     }),
     (functools.partial(token_divergence, LOGITS), {
         "no product": {"ref_logits": LOGITS, "options": SPARSE},
-        "ref_logits is None|needs the whole": None,
         "divergence='k3'": {"ref_logits": LOGITS, "divergence": "k3"},
         "inplace=True, but each teacher that is known at some ids": {"ref_logits": [(sets([[1]]), 1.0)], "inplace": True},
     }),
@@ -369,18 +312,13 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
     (LogitTransform, {
         "temperature|requires grad|.detach()": ONES.clone().requires_grad_(),
         "temperature|torch.int64|float": IDS[:, 0],
-        "temperature='1': it divides the logits": "1",
         "temperature|-1|above 0": -1,
-        "temperature|inf|finite": INF,
         "softcap|0.0|None": 0.0,
         "scale|0.0|not 0": 0.0,
-        "scale=nan: it multiplies the logits|finite": NAN,
     }),
     (Clip, {
-        "eps_low|1.5|[0, 1]": 1.5,
         "eps_high|-0.2|>= 0": -0.2,
         "delta=1.0: the two-sided bound is above 1": 1.0,
-        "delta=None: the two-sided bound": None,
     }),
     (Cispo, {"cap|0.0|above 0": 0.0, "low|3.0|[0, cap]": {"cap": 2.0, "low": 3.0}}),
     (Objective.preset, {
@@ -393,9 +331,7 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
     }),
     (Exact, {
         "mixture=0.5: \"reverse\" has none": 0.5,
-        "mixture=1.0": {"direction": "jsd", "mixture": 1.0},
         "direction='backward'": "backward",
-        "tail='drop'": "drop",
         "temperature_squared=2": 2,
     }),
     (Sparse, {
@@ -409,31 +345,20 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
         "divergence is None, but kl=Exact": {"objective": EXACT},
         "divergence is given, but kl='k3'": PER_TOKEN,
         "logps is torch.float32 [3, 3]: pass floats of targets' shape, [3, 4]": PER_TOKEN[:, 1:],
-        "logps is torch.int64": IDS,
-        "entropy is torch.float32 [3]": ONES,
         "entropy is None, but the objective has an entropy bonus": {"objective": Objective(entropy_coef=0.1)},
-        "entropy is None": {"objective": Objective(filters=(EntropyFloor(1.0),))},
         "token_weights has shape [4]": torch.ones(T),
         "objective is a str": "dapo",
-        "batch is a NoneType": None,
     }),
     (head, {
-        "targets is None": {"objective": PACKED},
-        "targets is None ": {"normalizer": 3.0},
         "pass a TokenBatch with an Objective": {"targets": batch()},
-        "targets is a Tensor": {"targets": IDS, "objective": PACKED},
         "metrics=True": {"targets": IDS, "metrics": True},
-        "hidden has shape": {"targets": IDS[:, 1:]},
-        "temperature|0.0": {"targets": IDS, "temperature": 0.0},
         "transform is an option of this call": {"targets": IDS, "transform": LogitTransform(scale=2.0)},
         "bias is an option": {"targets": batch(), "objective": PACKED, "bias": BIAS},
-        "weight is an": {"targets": IDS, "weight": None},
     }),
     (global_normalizer, {
         "batches=[]": {"objective": PACKED, "batches": []},
         "objective='str'": {"objective": "grpo", "batches": batch()},
         "reduce=True, but torch.distributed is not initialised": {"objective": PACKED, "batches": batch(), "reduce": True},
-        "cu_seqlens is None": {"objective": Objective(entropy_aggregate=MEAN, entropy_coef=0.1), "batches": packed()},
     }),
     (functools.partial(shift_targets, IDS.view(-1)), {
         "both given": {**CUT, "segment_ids": IDS.view(-1)},
@@ -444,7 +369,7 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
     (functools.partial(check_sets, "kept"), {
         "targets of shape [2, 3] has 6 tokens, but kept have 5 rows": {"sets": FIVE, "targets": IDS[:2, :3], "vocab": 10},
         "targets is torch.float32: pass a tensor of integers": {"sets": FIVE, "targets": torch.zeros(5), "vocab": 10},
-        "kept are on cpu, but targets is on meta: pass sets.to('meta')": {"sets": FIVE, "targets": on_meta(IDS.view(-1)[:5]), "vocab": 10},
+        "kept are on cpu, but targets is on meta: pass sets.to('meta')": {"sets": FIVE, "targets": IDS.view(-1)[:5].to("meta"), "vocab": 10},
         "kept holds id 9 in row 2: it is outside|[0, 9)": {"sets": FIVE[1:], "targets": IDS[0], "vocab": 9},
     }),
     (FIVE.mask, {"ids holds id 9 in row 3": {"vocab": 9}, "vocab=0: the size of the vocabulary is a whole number": 0}),
@@ -461,22 +386,14 @@ SETS: list[tuple[Callable[..., Any], dict[str, Any], Wrong]] = [
         "ids is list: pass int32 or int64 [nnz]": [1, 2, 3],
         "ids is torch.float32: pass int32 or int64": ONES,
         "ids has shape [3, 1]|TokenSets.from_padded": IDS[:, :1],
-        "ids has shape []": torch.tensor(1),
         "offsets is torch.bool: pass int32 or int64 [rows + 1]": torch.tensor([False, True]),
         "offsets has shape [0]: pass [rows + 1], a single 0 for no row": IDS[0, :0],
-        "offsets has shape [1, 4]": IDS[:1],
-        "offsets is on meta, but ids is on cpu: move one of them": torch.tensor([0, 3]).to("meta"),
         "offsets[0]=1: the ids of row 0 start at 0": torch.tensor([1, 3]),
         "offsets[1]=2, offsets[2]=1: row 1 ends before it starts|the number of ids, 3": torch.tensor([0, 2, 1, 3]),
-        "offsets[1]=9, offsets[2]=3: row 1 ends before it starts": torch.tensor([0, 9, 3]),
         "offsets[2]=2, but there are 3 ids": torch.tensor([0, 1, 2]),
-        "offsets[2]=5, but there are 3 ids": torch.tensor([0, 1, 5]),
         "ids is -1 in row 1 (ids[2]): ids are at least 0|from_padded": torch.tensor([4, 6, -1]),
         "ids is 4 twice in row 0 (offsets 0 to 2)": torch.tensor([4, 4, 1]),
-        "values is list: pass a float tensor, one number for each id, or None": [0.0, 1.0, 2.0],
-        "values is torch.int64: pass a float tensor": IDS[0, 1:],
         "values has shape [4], but ids has [3]: they must be the same": torch.zeros(4),
-        "values is on meta, but ids is on cpu": torch.zeros(3, device="meta"),
         "values is NaN in row 1 (values[2], id 1)": torch.tensor([0.0, -INF, NAN]),
     }),
     (TokenSets.whole, {}, {
@@ -484,84 +401,57 @@ SETS: list[tuple[Callable[..., Any], dict[str, Any], Wrong]] = [
     }),
     (TokenSets.cat, {}, {
         "parts is an empty list: pass a list of TokenSets": [],
-        "parts is a list with a Tensor: pass a list of TokenSets": [FIVE, IDS],
         "parts=['cpu', 'meta']: they are on different devices: move them to one": [FIVE, FIVE.to("meta")],
         "parts[1] has no values, but others have": [sets([[1]]), FIVE],
     }),
     (FIVE.with_values, {}, {
         "values has shape [5], but ids has [6]": torch.zeros(5),
-        "values is NaN in row 3 (values[3], id 2)": torch.tensor([0, 0, 0, NAN, 0, 0]),
     }),
     (TokenSets.from_counts, {"ids": torch.tensor([3, 4, 5])}, {
-        "counts is list: pass int32 or int64 [rows]": [1, 2],
-        "counts is torch.float32: pass int32 or int64 [rows]": ONES,
         "counts has shape [3, 4]: pass one number for each row, [rows]; of [B, T], counts.flatten()": IDS,
         "counts is -1 in row 1: a number of ids is at least 0": torch.tensor([2, -1, 2]),
-        "counts adds up to 2, but there are 3 ids": torch.tensor([1, 1]),
-        "counts adds up to 4, but there are 3 ids": torch.tensor([1, 3]),
-        "counts is on meta, but ids is on cpu": torch.tensor([1, 2]).to("meta"),
     }),
     (TokenSets.from_padded, {"ids": torch.tensor([[1, 2], [3, -1]])}, {
-        "ids has shape [4]: pass padded sets, [rows, K] or [B, T, K]": IDS[0],
         "ids is torch.float32: pass int32 or int64 [rows, K]": PER_TOKEN,
         "values has shape [2], but ids has [2, 2]": torch.zeros(2),
-        "values has shape list, but ids has [2, 2]": [0.0, 1.0],
         "values is NaN in row 0 (values[1], id 2)": torch.tensor([[0, NAN], [0, NAN]]),
         "ids is -100 in row 1 (ids[2])": torch.tensor([[1, 2], [-100, 3]]),
     }),
     (TokenSets.from_lists, {}, {
         "lists is a Tensor: pass a list of lists": PER_TOKEN,
-        "lists is a str: pass a list of lists": "12",
         "lists is not one list of numbers for each row|generated=": [1, 2],
-        "lists is not one list of numbers for each row|generated= ": [[[1], [2]], [[3]]],
         "lists holds torch.float32: pass lists of integer ids": [[1.5]],
-        "lists holds torch.bool: pass lists of integer ids": [[True]],
         "lists holds ids up to 2147483648: from lists ids become int32": [[2**31]],
         "ids is -1 in row 1": {"lists": [[1], [3, -1]]},
         "ids is 3 twice in row 1": {"lists": [[], [3, 3]]},
         "values has 1 rows, but lists has 2": {"lists": [[1], [2]], "values": [[0.5]]},
         "values has 1 numbers in row 1, but lists has 2 ids there": {"lists": [[1], [2, 3]], "values": [[1.0], [1.0]]},
-        "values is NaN in row 1 (values[1], id 2)": {"lists": [[1], [2]], "values": [[1.0], [NAN]]},
         "cu_seqlens is given without generated": {"lists": [[1]], "cu_seqlens": torch.tensor([0, 1])},
-        "generated is list: pass a bool tensor": {"lists": [[[1]]], "generated": [[True]]},
-        "generated has dtype torch.float32": {"lists": [[[1]]], "generated": PER_TOKEN},
         "generated is shape [1, 2, 3]: pass a bool tensor": {"lists": [[[1]]], "generated": MASK[None]},
-        "lists has 1 sequences, but generated has 2": {"lists": [[[1], [2]]], **RECORDS},
         "lists[0] has 1 records, but generated marks 2 tokens of sequence 0": {"lists": [[[1]], [[2]]], **RECORDS},
-        "lists[1] has 2 records, but generated marks 1 ": {"lists": [[[1], [2]], [[2], [3]]], **RECORDS},
-        "lists[0] has 1 records, but generated marks 2": {"lists": [[1]], "generated": MASK[0]},
         "cu_seqlens=[0, 2]: it must rise": {"lists": [[[1]]], "generated": MASK[0], "cu_seqlens": torch.tensor([0, 2])},
     }),
     (TokenSets.from_logits, {"logits": TWO, "top_k": 1}, {
         "logits is list: pass a float tensor [..., V]": [[1.0]],
         "logits is torch.int64 [3, 4]": IDS,
         "logits is torch.float32 [2, 0]": TWO[:, :0],
-        "logits is torch.float32 []": torch.tensor(1.0),
         "all -inf in row 1": {"logits": TWO.index_fill(1, torch.tensor(0), 0.0) / TWO[:, 1:]},
-        "all -inf in row 0": {"logits": torch.tensor([[-INF, -INF], [1.0, 0.0]])},
         "top_k=1.5: it is a number of ids; None, 0 or -1 keeps all": 1.5,
-        "top_k=-2": -2,
         "top_p=0.0: it is a probability above 0, at most 1; None keeps all. A greedy sampler is top_k=1": 0.0,
-        "top_p=1.01": 1.01,
         "min_p=-0.1: it is a share of the largest probability in [0, 1]": -0.1,
-        "min_p=1.1": 1.1,
         "order='trl': samplers truncate differently: pass \"vllm\" or \"sglang\"": "trl",
-        "temperature=0.0": 0.0,
         "temperature is 0.0 at row 1": torch.tensor([1.0, 0.0]),
         "temperature has shape [3]": ONES,
         "temperature is on meta, but the logits are on cpu": ONES[:2].to("meta"),
         "targets is torch.int64 [3]: pass integers of the logits' leading shape, [2]": IDS[:, 0],
-        "targets is torch.float32 [2]": ONES[:2],
     }),
 ]  # fmt: skip
 
 #: Rows that are asked for -> what the message must say.
 ROWS: dict[str, Any] = {
     "pass a slice, integers, or a bool of the shape of targets. For one row, ": 3,
-    "rows is torch.int64 []: pass a slice": torch.tensor(0),
     "rows is torch.float32 [3]: pass a slice": ONES,
     "row 5 is asked for, but there are 5": torch.tensor([0, 5]),
-    "row -6 is asked for, but there are 5": torch.tensor([-6]),
     "the mask has 12 elements, but there are 5 rows": IDS > 3,
 }
 
@@ -631,22 +521,14 @@ MADE = (
 #: A call with a keyword that it does not know, and what the message must say of it.
 UNKNOWN: list[tuple[Callable[..., Any], str, str]] = [
     (batch, "old_logprobs", "Did you mean old_logps?"),
-    (batch, "completion_mask", ""),
     (functools.partial(TokenBatch.from_rewards, IDS, ONES, group_size=3), "masks", "Did you mean mask?"),
-    (functools.partial(TokenBatch.from_rewards, IDS, ONES, group_size=3), "unbiassed", "Did you mean unbiased?"),
     (Objective, "agregate", "Did you mean aggregate?"),
-    (Objective, "epsilon", ""),
     (functools.partial(Objective.preset, "grpo"), "betta", "Did you mean beta? It has surrogate, "),
-    (functools.partial(Objective.preset, "grpo"), "epsilon", "surrogate=Clip(eps_low=0.2, "),
-    *((kind, "epsilon", "Did you mean eps_low?") for kind in (Clip, Gmpo, ClipCov)),
+    (Clip, "epsilon", "Did you mean eps_low?"),
     (LogitTransform, "temprature", "Did you mean temperature?"),
-    (LogitTransform, "bias", ""),
     (Exact, "directon", "Did you mean direction?"),
     (Options, "stict", "Did you mean strict?"),
-    (Options, "sparce", "Did you mean sparse?"),
     (Sparse, "seeds", "Did you mean seed?"),
-    (Kl, "estimater", "Did you mean estimator?"),
-    (TrustRegion, "hihg", "Did you mean high?"),
     (functools.partial(Head, WEIGHT), "biass", "Did you mean bias?"),
     (functools.partial(ADVANTAGES["group"], Evidence(ONES, group_size=3)), "scales", "Did you mean scale?"),
     (functools.partial(CORRECTIONS["tis"], batch()), "hihg", "Did you mean high?"),
@@ -654,8 +536,6 @@ UNKNOWN: list[tuple[Callable[..., Any], str, str]] = [
     *((f, "normaliser", "Did you mean normalizer?") for f in (loss, linear)),
     *((f, "strict", "Pass options=Options(strict=...).") for f in MADE),
     *((f, "bias", "Pass Head(weight, bias) as weight.") for f in MADE[1::2]),
-    (functools.partial(head, batch(), PACKED), "normaliser", ""),
-    (functools.partial(group_advantages, ONES, group_size=3), "normalize", ""),
 ]
 
 
@@ -664,15 +544,6 @@ def test_unknown_keywords(call: Callable[..., Any], keyword: str, says: str) -> 
     with pytest.raises(TypeError) as error:
         call(**{keyword: 0.2})
     assert f"'{keyword}'" in str(error.value) and says in str(error.value)
-
-
-@pytest.mark.parametrize("call, given", [
-    (batch, [IDS, ONES, IDS > 3]), (grpo_loss, [LOGITS, batch(), PACKED, LogitTransform()]), (token_logprobs, [LOGITS, IDS, IDS > 3]),
-    (linear_logprobs, [HIDDEN, WEIGHT, IDS, BIAS]), (linear_grpo_loss, [HIDDEN, WEIGHT, batch(), PACKED, BIAS]), (group_advantages, [ONES, 3]),
-])  # fmt: skip
-def test_options_are_keywords(call: Callable[..., Any], given: list[Any]) -> None:
-    with pytest.raises(TypeError, match="positional"):
-        call(*given)
 
 
 # ---- the remedies work
@@ -691,15 +562,6 @@ def test_what_is_masked_may_be_wrong() -> None:
     assert divergence.isfinite().all()
     weights = torch.where(mask, 1.0, -1.0)  # beside a logarithm
     assert loss(Objective.preset("vespo"), mask=mask, weights=weights).loss.isfinite()
-
-
-def test_what_is_switched_off_is_not_asked_for() -> None:
-    """Without a KL or a bonus their aggregates and the reference do not matter."""
-    plain = loss(of=packed(), logits=LOGITS.view(-1, V)).loss
-    for off in ({"kl_aggregate": "constant"}, {"entropy_aggregate": "group-mean"}, {"kl": Kl("k1", "ratio")}):
-        objective = Objective(aggregate="token-sum", **off)
-        assert torch.equal(loss(objective, LOGITS.view(-1, V), of=packed(**REF)).loss, plain)
-        assert float(global_normalizer(objective, [packed(), packed()])) == 1.0
 
 
 #: Every function that makes a loss of a batch and an objective.

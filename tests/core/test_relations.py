@@ -12,10 +12,8 @@ other strides, where 128-bit accesses become single ones (a slice of the vocabul
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,10 +36,9 @@ from support.doors import (
     pull,
     run,
 )
-from support.inside import in_chunks, multiprocessors, our_products
+from support.inside import in_chunks, our_products
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
-from support.processes import interpreted
 from support.recipes import DTYPES, KINDS, Recipe, legal, of_sequences, problem, random_recipe
 
 Tensor = torch.Tensor
@@ -125,24 +122,6 @@ def test_with_our_products_a_row_depends_on_no_other(
         assert_same_bits(run(p, backend=backend), whole, f"{rows} at a time", PER_ROW)
 
 
-@pytest.mark.parametrize(
-    "recipe", [r for r in RECIPES if r.source == "logits" and r.over == "kept" and len(r.others) < 2], ids=str
-)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_in_place_gives_the_same_bits(recipe: Recipe, dtype: str, backend: str) -> None:
-    recipe = legal(replace(recipe, dtype=dtype, inplace=True, view="rows apart", also="entropy"))
-    assert recipe.inplace
-    beside = problem(replace(recipe, inplace=False))
-    assert_same_bits(run(problem(recipe), backend=backend), run(beside, backend=backend), "in place")
-
-
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.kept == "none" and r.others == () and r.also != "at"], ids=str)
-def test_sets_without_ids_are_no_sets(recipe: Recipe, backend: str) -> None:
-    p = problem(recipe)
-    empty = replace(p, recipe=replace(recipe, kept="empty"), sets=[[]] * len(p.ids))
-    compare(p, run(empty, backend=backend))
-
-
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.door == "loss"], ids=str)
 def test_rows_that_are_skipped_contribute_nothing(recipe: Recipe, backend: str) -> None:
     skipping, reading = (problem(legal(replace(recipe, skip_inactive=skip))) for skip in (True, False))
@@ -152,8 +131,6 @@ def test_rows_that_are_skipped_contribute_nothing(recipe: Recipe, backend: str) 
 
 
 ROWS = [(x, v, d) for v, d in ((61, "float32"), (5003, "bfloat16"), (40_009, "float32"), (40_009, "bfloat16")) for x in CALLS]
-if "TRITON_INTERPRET" in os.environ:  # the second of several tiles
-    ROWS = [(CALLS[1], 1031, "bfloat16"), (CALLS[0], 9001, "float32"), (CALLS[2], 40, "float32")]
 OF_ROWS = [Recipe(lengths=(1,) * 7, vocab=v, dtype=d, transform="temperature", **x) for x, v, d in ROWS]
 BY_ROWS = [
     legal(replace(r, layout="padded", lengths=(3, 1, 4, 2), mask="some", weight_grad="none"))
@@ -204,21 +181,10 @@ def test_sequences_do_not_see_each_other(recipe: Recipe, backend: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", OF_ROWS, ids=str)
-def test_a_row_depends_on_no_other(recipe: Recipe, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each a sequence, beside masked ones of NaN; in Triton on one or three multiprocessors, which take row after row."""
+def test_a_row_depends_on_no_other(recipe: Recipe, backend: str) -> None:
+    """Each a sequence, beside masked ones of NaN."""
     torch.set_num_threads(1 if backend == "triton" else 7)
     in_parts(recipe, backend)
-    if backend == "triton":
-        whole = run(problem(recipe), backend=backend)
-        for count in (1, 3):
-            multiprocessors(monkeypatch, count)
-            assert_same_bits(run(problem(recipe), backend=backend), whole, f"on {count} multiprocessors")
-
-
-def test_triton_rows_depend_on_no_other() -> None:
-    """The test above, in Triton's interpreter."""
-    pytest.importorskip("triton")
-    interpreted(Path(f"{__file__}::test_a_row_depends_on_no_other"))
 
 
 @pytest.mark.parametrize("rows", [1, 5])

@@ -5,30 +5,57 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import random
-from dataclasses import FrozenInstanceError
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels import TokenSets, token_set_rules
-from grpo_kernels.batch import shift_sets, shift_targets
-from grpo_kernels.token_sets import check_sets
-from support.allocations import Allocations
-from support.inside import values_unseen
+from grpo_kernels.batch import shift_sets
+from support.inside import Allocations
 from support.pairs import label, pairs
-from support.sets import ROWS, SOME, assert_facts, build, examples, ints, lists, number
 
 Tensor = torch.Tensor
 INF, NAN = math.inf, math.nan
 DTYPES = st.sampled_from([torch.int32, torch.int64])
 BOUND = st.none() | st.integers(-10, 10)
+SOME = [[3, 1], [], [7], [2, 9, 4], []]
+#: For tests of random sets, on busy machines too.
+examples = settings(max_examples=60, deadline=None)
+
+#: Rows as lists of ids, in any order, each once; with empty ones and without any.
+ROWS = st.lists(st.lists(st.integers(0, 40), max_size=6, unique=True), max_size=8)
+
+
+def number(row: int, token: int) -> float:
+    """The value of an id in these tests."""
+    return row + token / 64
+
+
+def build(rows: list[list[int]], values: bool = False, dtype: torch.dtype = torch.int64) -> TokenSets:
+    ids = torch.tensor([token for row in rows for token in row], dtype=dtype)
+    offsets = torch.tensor([sum(map(len, rows[:i])) for i in range(len(rows) + 1)])
+    numbers = [number(i, token) for i, row in enumerate(rows) for token in row]
+    return TokenSets(ids, offsets, torch.tensor(numbers, dtype=torch.float32) if values else None)
+
+
+def lists(sets: TokenSets) -> list[list[int]]:
+    cuts = sets.offsets.tolist()
+    return [sets.ids[a:b].tolist() for a, b in pairwise(cuts)]
+
+
+def assert_facts(sets: TokenSets, rows: list[list[int]], bound: bool = False) -> None:
+    """Asserts the ids and the facts that the host knows. bound: the known largest id may be an upper bound."""
+    assert lists(sets) == rows and sets.offsets.dtype == torch.int64
+    assert sets.rows == len(sets) == len(rows)
+    assert sets.empty_rows == sum(not row for row in rows)
+    assert sets.longest == max(map(len, rows), default=0)
+    largest = max((token for row in rows for token in row), default=-1)
+    assert sets.largest_id >= largest if bound else sets.largest_id == largest
+    assert all(type(fact) is int for fact in (sets.rows, sets.empty_rows, sets.longest, sets.largest_id))
 
 
 def assert_part(part: TokenSets, rows: list[list[int]], index: list[int], bound: bool = True) -> None:
@@ -71,95 +98,18 @@ def test_every_format_gives_the_same_sets(rows: list[list[int]], dtype: torch.dt
     assert sets.mask(41).tolist() == [[not row or token in row for token in range(41)] for row in rows]
 
 
-def test_padding_of_a_batch() -> None:
-    ids = torch.tensor([[[5, 2, -1], [-1, -1, -1]], [[7, -1, -1], [1, 3, 8]]])
-    expected = [[5, 2], [], [7], [1, 3, 8]]
-    assert_facts(TokenSets.from_padded(ids), expected)
-    assert_facts(TokenSets.from_padded(ids.transpose(0, 1)), [expected[i] for i in (0, 2, 1, 3)])  # a strided one
-    assert_facts(TokenSets.from_padded(ids[:, :, :0]), [[]] * 4)
-    assert TokenSets.from_lists(SOME, device="meta").ids.device.type == "meta"
-
-
-@examples
-@given(
-    sequences=st.lists(st.none() | st.lists(st.tuples(st.booleans(), st.none() | st.just([2, 1]) | st.just([7]))), max_size=4),
-    data=st.data(),
-)
-def test_lists_of_sequences(sequences: list[Any], data: st.DataObject) -> None:
+def test_lists_of_sequences() -> None:
     """Each token either has a record or was not generated. Sequences without records may have any mask."""
-    T = max((len(s) for s in sequences if s is not None), default=0) + 2
-    expected: list[list[list[int]]] = []
-    records: list[Any] = []
-    generated = torch.zeros(len(sequences), T, dtype=torch.bool)
-    for b, tokens in enumerate(sequences):
-        if tokens is None:
-            generated[b] = torch.tensor(data.draw(st.lists(st.booleans(), min_size=T, max_size=T)))
-        for t, (is_generated, _) in enumerate(tokens or []):
-            generated[b, t] = is_generated
-        own = [list(record or []) if is_generated else [] for is_generated, record in tokens or []]
-        expected.append(own + [[]] * (T - len(own)))
-        records.append(None if tokens is None else [record for is_generated, record in tokens if is_generated])
+    generated = torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]]).bool()
+    records: list[Any] = [[[2, 1], None], [[7], [2, 1], []], None, [[3], [4], [5], [6]]]
+    expected = [[[], [2, 1], [], []], [[7], [], [2, 1], []], [[]] * 4, [[3], [4], [5], [6]]]
     assert_facts(TokenSets.from_lists(records, generated=generated), [row for rows in expected for row in rows])
     # Packed: the same rows, with each sequence cut to another length.
-    lengths = [T - (b % 2) for b in range(len(sequences))]
-    packed = torch.cat([generated.new_zeros(0), *(generated[b, :n] for b, n in enumerate(lengths))])
-    rows = [row for own, n in zip(expected, lengths, strict=True) for row in own[:n]]
-    assert_facts(TokenSets.from_lists(records, generated=packed, cu_seqlens=torch.tensor([0, *lengths]).cumsum(0)), rows)
-    if None not in records:
-        assert_facts(TokenSets.from_lists([record for own in records for record in own], generated=packed), rows)
-
-
-def test_fields() -> None:
-    sets = TokenSets(torch.tensor([5, 2], dtype=torch.int32), torch.tensor([0, 2, 2], dtype=torch.int32), torch.zeros(2).half())
-    assert repr(sets) == "TokenSets(ids=int32 [2], offsets=int64 [3], values=float16 [2])"
-    assert repr(build(SOME)) == "TokenSets(ids=int64 [6], offsets=int64 [6])"
-    with pytest.raises(FrozenInstanceError):
-        sets.ids = sets.ids  # type: ignore[misc]
-    assert sets == sets and build(SOME) != build(SOME)  # by identity, as a key wants it
-    strided = TokenSets(torch.arange(8)[::2], torch.tensor([0, 4]))
-    assert strided.ids.is_contiguous() and lists(strided) == [[0, 2, 4, 6]]
-    for rows in (3, 0):
-        assert_facts(TokenSets.whole(rows), [[]] * rows)
-    assert TokenSets.whole(2, device="meta").offsets.device.type == "meta"
-
-
-# ---- ids that occur twice
-
-
-@examples
-@given(rows=ROWS.filter(any), seed=st.integers(0, 2**31))
-def test_an_id_twice_is_always_seen(rows: list[list[int]], seed: int) -> None:
-    """Wherever the second stands, and whatever the order."""
-    rng = random.Random(seed)
-    row = rng.choice([i for i, ids in enumerate(rows) if ids])
-    spoiled = [*rows[row]]
-    spoiled.insert(rng.randint(0, len(spoiled)), rng.choice(spoiled))
-    with pytest.raises(ValueError, match=rf"twice in row {row} "):
-        build([*rows[:row], spoiled, *rows[row + 1 :]])
-
-
-class Operators(TorchDispatchMode):
-    """Names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(function.__name__.partition(".")[0])
-        return function(*args, **(kwargs or {}))
-
-
-def test_ids_that_ascend_are_not_sorted_and_large_ones_do_not_overflow() -> None:
-    """In their rows: as vLLM's do. Sorting is for those by weight, as SGLang's are."""
-    for rows, sorts in (([[2, 5], [1, 9], [], [3]], False), ([[2, 5], [9, 1]], True)):
-        with Operators() as seen:
-            build(rows)
-        assert any("sort" in name for name in seen.names) == sorts
-    big = 2**63 - 1
-    assert TokenSets(ints(big, 0, big), ints(0, 2, 3)).largest_id == big
-    with pytest.raises(ValueError, match=f"ids is {big} twice in row 1"):
-        TokenSets(ints(0, big, 0, big), ints(0, 1, 4))
+    packed = torch.cat([generated[b, : 4 - b % 2] for b in range(4)])
+    records[1], records[3] = records[1][:2], records[3][:3]
+    rows = [row for b in range(4) for row in expected[b][: 4 - b % 2]]
+    assert_facts(TokenSets.from_lists(records, generated=packed, cu_seqlens=torch.tensor([0, 4, 7, 11, 14])), rows)
+    assert_facts(TokenSets.from_lists(records[0] + records[1], generated=packed[:7]), rows[:7])
 
 
 # ---- rows
@@ -198,23 +148,6 @@ def test_parts_put_together_are_the_whole(rows: list[list[int]], more: list[list
 
 
 @examples
-@given(rows=ROWS, dtype=DTYPES, ids=DTYPES, data=st.data())
-def test_contains(rows: list[list[int]], dtype: torch.dtype, ids: torch.dtype, data: st.DataObject) -> None:
-    """A row without ids holds everything, ids out of range too."""
-    targets = [data.draw(st.sampled_from([*row, -100, 0, 41])) for row in rows]
-    expected = [not row or target in row for row, target in zip(rows, targets, strict=True)]
-    assert build(rows, dtype=ids).contains(torch.tensor(targets, dtype=dtype)).tolist() == expected
-
-
-def test_targets_and_masks_of_a_batch() -> None:
-    sets = build([[3, 1], [], [7], [2, 9, 4]])
-    assert sets.contains(torch.tensor([[1, 5], [8, 2]])).tolist() == [True, True, False, True]
-    assert lists(sets[torch.tensor([[True, False], [False, True]])]) == [[3, 1], [2, 9, 4]]
-    check_sets("kept", build([[99], [3]])[1:], ints(0), 4)  # the larger id is in a row that was cut off
-    check_sets("kept", TokenSets.whole(2), ints(0, 0), 1)
-
-
-@examples
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4), data=st.data())
 def test_shifted_packed(lengths: list[int], data: st.DataObject) -> None:
     """The target of a row is in the set of a row, wherever its token has a record."""
@@ -230,103 +163,19 @@ def test_shifted_packed(lengths: list[int], data: st.DataObject) -> None:
         assert shifted.values.tolist() == [number(i, token) for i in index if i >= 0 for token in rows[i]]
 
 
-def test_shifted_padded() -> None:
-    """As the targets are: where a token of a completion has a record, its row has it."""
-    ids = torch.tensor([[8, 8, 1, 2], [8, 3, 4, 0]])
-    shifted = shift_sets(build([[8], [], [1, 5], [2], [7, 3], [6, 3], [4], []]), ids)
-    assert lists(shifted) == [[], [1, 5], [2], [], [6, 3], [4], [], []]
-    targets, mask = shift_targets(ids, mask=torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]]))
-    assert (shifted.contains(targets) | ~mask.flatten()).all()
-
-
 # ---- copies, devices, modes
 
 
-def test_copies() -> None:
-    """A deep copy of values that are computed has no history; a shallow one has the tensors themselves. A slice is sent alone."""
+def test_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deep copy of values that are computed has no history. A slice is sent alone."""
     sets = build(SOME).with_values(torch.arange(6.0, requires_grad=True) * 2)
-    shallow = copy.copy(sets)
-    assert shallow is not sets and shallow.values is sets.values and shallow.ids is sets.ids
-    for other in (pickle.loads(pickle.dumps(sets)), copy.deepcopy(sets)):
+    assert copy.copy(sets).values is sets.values
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self + 0)  # there is no GPU to pin for
+    for other in (pickle.loads(pickle.dumps(sets)), copy.deepcopy(sets), sets.pin_memory()):
         assert_facts(other, SOME)
-        assert other.values.tolist() == [0, 2, 4, 6, 8, 10] and not other.values.requires_grad
+        assert other.values.tolist() == [0, 2, 4, 6, 8, 10] and other.ids is not sets.ids
     long = build([[*range(1000)], [3], []], True)
     assert len(pickle.dumps(long[1:])) < len(pickle.dumps(long)) / 4
-    assert_part(pickle.loads(pickle.dumps(long[1:])), [[*range(1000)], [3], []], [1, 2])
-    assert pickle.loads(pickle.dumps(build(SOME))).values is None
-
-
-def test_values_can_be_replaced_and_carry_a_gradient() -> None:
-    sets, weights = build(SOME, True), torch.arange(6.0, requires_grad=True)
-    changed = sets.with_values(weights * 2)
-    assert_facts(changed, SOME)
-    assert changed.values is not None and sets.with_values(None).values is None and sets.values is not None
-    changed.values.sum().backward()
-    assert weights.grad is not None and weights.grad.tolist() == [2.0] * 6
-
-
-def test_devices_and_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self + 0)  # there is no GPU to pin for
-    sets = build(SOME, True)
-    pinned, moved = sets.pin_memory(), sets.to("meta")
-    for name in ("ids", "offsets", "values"):
-        mine, there = getattr(pinned, name), getattr(moved, name)
-        assert torch.equal(mine, getattr(sets, name)) and mine is not getattr(sets, name) and there.device.type == "meta"
-    assert [getattr(moved, name) for name in ("rows", "longest", "empty_rows", "largest_id")] == [5, 3, 2, 9]
-    assert lists(sets.to(torch.device("cpu"))) == SOME
-
-
-def test_sets_made_in_inference_mode_can_be_trained_on() -> None:
-    with torch.inference_mode():
-        made = TokenSets.cat([build(SOME, True), build(SOME, True)])
-        assert lists(made[[3, 0]]) == [SOME[3], SOME[0]]
-    assert made.values is not None and not any(x.is_inference() for x in (made.ids, made.offsets, made.values))
-    weight = torch.randn(10, requires_grad=True)
-    (weight[made.ids] * made.values).sum().backward()
-    assert weight.grad is not None and weight.grad[3] == 2 * number(0, 3)
-
-
-def use(sets: TokenSets, targets: Tensor) -> list[Tensor]:
-    """Everything that is promised not to wait for a device."""
-    part = TokenSets.cat([sets[2:], sets[:1], sets.with_values(sets.values)])
-    facts = (part.rows, part.longest, part.empty_rows, part.largest_id)
-    assert facts == (9, 3, 3, 9) and all(type(fact) is int for fact in facts)
-    check_sets("kept", sets, targets, 10)
-    asked = [part.ids, part.offsets, part.counts, part.row_of, part.padded(), part.mask(12), sets.contains(targets)]
-    return [*asked, sets.to(sets.ids.device).counts]
-
-
-def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meta and fake tensors have no values that the host could ask for. What comes out has the shapes of the real thing."""
-    sets, targets, mode = build(SOME, True), ints(0, 1, 2, 3, 4), FakeTensorMode()
-    expected = [(x.shape, x.dtype) for x in use(sets, targets)]
-    assert [(x.shape, x.dtype) for x in use(sets.to("meta"), targets.to("meta"))] == expected
-    values_unseen(monkeypatch)
-    fakes = sets._apply(mode.from_tensor), mode.from_tensor(targets)
-    with mode:
-        assert [(x.shape, x.dtype) for x in use(*fakes)] == expected
-
-
-def test_compiled() -> None:
-    """What a loss asks of sets is one graph, of slices too, and new sizes compile nothing after the first few."""
-    graphs: list[Any] = []
-
-    def count(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    def ask(sets: TokenSets, targets: Tensor, x: Tensor) -> Tensor:
-        check_sets("kept", sets, targets, 50)
-        sums = torch.zeros(sets.rows).index_add(0, sets.row_of, x[sets.ids])
-        return sums + sets.contains(targets) + sets.counts + sets.longest + 0.5 * sets.empty_rows
-
-    compiled, x, known = torch.compile(ask, backend=count, fullgraph=True), torch.randn(50), 0
-    for seed in range(8):
-        rows = [torch.randperm(40)[: (i * (seed + 2)) % (5 + seed)].tolist() for i in range(4 + seed)]
-        sets, targets = build([[1], *rows])[1:], torch.arange(len(rows))
-        torch.testing.assert_close(compiled(sets, targets, x), ask(sets, targets, x))
-        known = len(graphs) if seed == 2 else known
-    assert len(graphs) == known
 
 
 # ---- from logits: the ids that samplers keep, in the order of each sampler, in float64, one row at a time
@@ -442,36 +291,6 @@ def test_of_a_model(case: Any) -> None:
     assert kept(logits, temperature=given, order=order, targets=targets, **rules) == expected
 
 
-#: Logits, rules -> the ids that vLLM keeps, and SGLang if it keeps others.
-PROBS = [math.log(p) for p in (0.5, 0.25, 0.15, 0.1)]
-TIES, EQUAL = [0.0, 1.0, 1.0, 0.0, 1.0, 0.0], [2.0, 2.0, 2.0, 2.0, -INF, -INF]
-BY_HAND: dict[str, tuple[list[float], dict[str, Any], list[int], list[int] | None]] = {
-    "of the two largest .6 is the first, of all both": (PROBS, {"top_k": 2, "top_p": 0.6}, [0], [0, 1]),
-    "of those above .25 of the largest .8 is two, of all three": (PROBS, {"top_p": 0.8, "min_p": 0.25}, [0, 1], [0, 1, 2]),
-    "at top-k all that are equal stay": (TIES, {"top_k": 2}, [1, 2, 4], None),
-    "of equal ones those with small ids, as many as are needed": (EQUAL, {"top_p": 0.5}, [0, 1], None),
-    "above three quarters": (EQUAL, {"top_p": 0.76}, [0, 1, 2, 3], None),
-    "min_p of 1": (TIES, {"min_p": 1.0}, [1, 2, 4], None),
-    "more ties than are looked at first": ([0.0] * 1000, {"top_p": 0.75}, [*range(750)], None),
-    "vLLM is never colder than 0.01": ([1.0, 0.999, 0.0], {"min_p": 0.5, "temperature": 1e-4}, [0, 1], [0]),
-    **{
-        f"banned ids, {rules}": ([1.0, -INF, 0.5, -INF, 0.2], rules, [0, 2, 4], None)
-        for rules in ({"top_k": 4}, {"top_p": 1 - 2**-53}, {"min_p": 1e-300}, {"top_k": 4, "min_p": 1e-300})
-    },
-    **{
-        f"nothing is left out, {rules}": (TIES, rules, [], None)
-        for rules in ({}, {"top_k": 6}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}, {"top_k": -1}, {"top_k": 7})
-    },
-}  # fmt: skip
-
-
-@ORDERS
-@pytest.mark.parametrize("name", BY_HAND)
-def test_by_hand(name: str, order: str) -> None:
-    logits, rules, vllm, sglang = BY_HAND[name]
-    assert kept(torch.tensor(logits), order=order, **rules) == [vllm if order == "vllm" or sglang is None else sglang]
-
-
 @pytest.mark.parametrize("rules", [{"top_k": 3}, {"top_p": 0.7, "min_p": 0.01}], ids=str)
 def test_strides_and_chunks(rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of any strides and leading shape, cut into chunks: the same sets; and a row is named as in the batch."""
@@ -479,18 +298,14 @@ def test_strides_and_chunks(rules: dict[str, Any], monkeypatch: pytest.MonkeyPat
     expected, _ = oracle(full[:, :-1], "vllm", **rules)
     spoiled = full.clone()
     spoiled[2, 1, 0] = NAN
-    targets = torch.arange(24).view(3, 8) % 20
-    whole = kept(full, targets=targets, **rules)
     for chunk in (1, 60, 10_000):
         monkeypatch.setattr(token_set_rules, "CHUNK", chunk)
-        for logits in (full[:, :-1], full[:, :-1].clone(), full[:, :-1].reshape(-1, 20), full.mT.contiguous().mT[:, :-1]):
+        for logits in (full[:, :-1], full[:, :-1].reshape(-1, 20), full.mT.contiguous().mT[:, :-1], full[None, :, :-1]):
             assert_facts(TokenSets.from_logits(logits, **rules), expected)
-        assert kept(full, targets=targets, **rules) == whole
-        for x in (spoiled[:, :-1], spoiled.expand(2, 3, 8, 20)[1, :, :-1], spoiled[:, :7].clone()):
+        for x in (spoiled[:, :-1], spoiled.expand(2, 3, 8, 20)[1, :, :-1]):
             with pytest.raises(ValueError, match="in row 15"):
                 TokenSets.from_logits(x, **rules)
-    assert kept(full[0, 0], **rules) == expected[:1] and kept(full[None, :2, :-1], **rules) == expected[:14]
-    assert kept(full[:, :0], **rules) == kept(full[:0, :, 1:], **rules) == []
+    assert kept(full[0, 0], **rules) == expected[:1] and kept(full[:, :0], **rules) == []
 
 
 @ORDERS
@@ -503,17 +318,3 @@ def test_no_copy_of_the_logits(order: str, rules: dict[str, Any], monkeypatch: p
         sets = TokenSets.from_logits(full[:, :-1], order=order, **rules)
     largest = max(map(math.prod, made.shapes))
     assert len(sets.ids) < 2000 and 500 <= largest <= max(4 * 500, 2 * len(sets.ids))
-
-
-def test_gradient_and_inference_and_ties_of_a_lone_top_k() -> None:
-    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(7)).requires_grad_()
-    expected = kept(logits, top_p=0.6)
-    with torch.inference_mode():
-        sets = TokenSets.from_logits(logits * 1, top_p=0.6, temperature=torch.ones(5))
-    assert lists(sets) == expected and not sets.ids.is_inference() and not sets.ids.requires_grad
-    for temperature in (0.7, 1.0):
-        assert kept(logits, top_k=6, temperature=temperature) == oracle(logits.detach(), "vllm", top_k=6)[0]
-        tied = logits.detach().clone()
-        tied[3] = 1.0
-        sets = TokenSets.from_logits(tied, top_k=6, temperature=temperature)
-        assert sets.mask(40).sum(-1).tolist() == [6, 6, 6, 40, 6] and (tied[3] == 1.0).all()

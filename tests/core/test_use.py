@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import Head, Objective, Options, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels import Head, Objective, Options, TokenBatch, linear_grpo_loss, linear_logprobs, token_logprobs
 from support.bits import same_bits
 from support.inside import backends_that_run, only_eager
 
@@ -65,14 +64,6 @@ def test_the_environment_says_it_too_and_a_block_goes_first(ran: list[str], monk
     assert ran == ["eager", "cpu"]
 
 
-def test_a_loss_in_a_graph_and_its_backward(ran: list[str]) -> None:
-    batch, objective = TokenBatch(IDS, torch.ones(3)), Objective()
-    compiled = torch.compile(lambda x: grpo_loss(x, batch, objective).loss, fullgraph=True, backend="aot_eager")
-    with grpo_kernels.use(backend="eager"):
-        compiled(LOGITS.clone().requires_grad_()).backward()
-    assert ran == ["eager"]
-
-
 def test_a_backend_that_is_asked_for_never_falls_back() -> None:
     """RuntimeError, because the input is right and the machine is not; with the reason and the way out."""
     with pytest.raises(RuntimeError, match=r'backend="triton" cannot run: .*backend="auto"'):
@@ -99,14 +90,15 @@ def test_a_fallback_warns_once_and_is_an_error_in_strict_mode(monkeypatch: pytes
 
 # ---- DTensors
 
-LINEAR: dict[str, Callable[..., Any]] = {
-    "loss": lambda hidden, weight, bias: linear_grpo_loss(hidden, Head(weight, bias), TokenBatch(IDS, torch.ones(3)), Objective()).loss,
-    "log-probs": lambda hidden, weight, bias: linear_logprobs(hidden, Head(weight, bias), IDS)[0].square().sum(),
-}  # fmt: skip
+
+def value(hidden: Any, weight: Any, bias: Any) -> Tensor:
+    """Of both functions from hidden states."""
+    head = Head(weight, bias)
+    loss = linear_grpo_loss(hidden, head, TokenBatch(IDS, torch.ones(3)), Objective()).loss
+    return loss + linear_logprobs(hidden, head, IDS)[0].square().sum()
 
 
-@pytest.mark.parametrize("name", LINEAR)
-def test_replicated_dtensors_are_taken_as_their_local_tensors(name: str, mesh: Any, backend: str) -> None:
+def test_replicated_dtensors_are_taken_as_their_local_tensors(mesh: Any, backend: str) -> None:
     """Plain, one of them or all: the same values, and gradients of the kind of their tensor."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
@@ -116,26 +108,23 @@ def test_replicated_dtensors_are_taken_as_their_local_tensors(name: str, mesh: A
             leaves[i] = distribute_tensor(leaves[i], mesh, [Replicate()])
         leaves = [x.requires_grad_() for x in leaves]
         with grpo_kernels.use(backend=backend):
-            LINEAR[name](*leaves).backward()
+            value(*leaves).backward()
         assert all(isinstance(x.grad, DTensor) == (i in distributed) for i, x in enumerate(leaves))
         return [x.grad.full_tensor() if i in distributed else x.grad for i, x in enumerate(leaves)]
 
     expected = gradients()
-    for distributed in ((0,), (1,), (2,), (1, 2), (0, 1, 2)):
+    for distributed in ((0,), (1, 2), (0, 1, 2)):
         assert all(map(same_bits, gradients(*distributed), expected)) and all(x.any() for x in expected), distributed
 
 
-@pytest.mark.parametrize("name", LINEAR)
-def test_sharded_dtensors_are_refused_and_the_remedy_works(name: str, mesh: Any) -> None:
+def test_sharded_dtensors_are_refused_and_the_remedy_works(mesh: Any) -> None:
     """With a gradient that lands in the shards."""
     from torch.distributed.tensor import Partial, Shard, distribute_tensor
 
     weight = distribute_tensor(WEIGHT.clone(), mesh, [Shard(0)]).requires_grad_()
-    bias = distribute_tensor(BIAS.clone(), mesh, [Shard(0)])
-    for what, given in (("weight", (weight, BIAS)), ("bias", (WEIGHT, bias))):
-        with pytest.raises(
-            ValueError, match=rf"{what} is a DTensor.*Shard\(dim=0\).*full_tensor\(grad_placements=\[Partial\(\)\]\)"
-        ):
-            LINEAR[name](HIDDEN, *given)
-    LINEAR[name](HIDDEN, weight.full_tensor(grad_placements=[Partial()]), BIAS).backward()
+    with pytest.raises(
+        ValueError, match=r"weight is a DTensor.*Shard\(dim=0\).*full_tensor\(grad_placements=\[Partial\(\)\]\)"
+    ):
+        value(HIDDEN, weight, BIAS)
+    value(HIDDEN, weight.full_tensor(grad_placements=[Partial()]), BIAS).backward()
     assert weight.grad is not None and weight.grad.placements == (Shard(0),) and weight.grad.to_local().any()

@@ -1,24 +1,21 @@
-"""KL estimators with their weights: values and slopes against autograd through the oracle, expectations against exact sums."""
+"""KL estimators with their weights: values and slopes against autograd through the oracle."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf, nan
+from math import nan
 from typing import Any
 
 import pytest
 import torch
 
 from grpo_kernels import Objective
-from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl, check_kl
+from grpo_kernels.formulas.kl import Kl, check_kl
 from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.surrogates import NoPolicyTerm
-from support import oracle, stages
-from support.oracle import Spec
-from support.pairs import label, pairs
+from support import stages
 
 Tensor = torch.Tensor
-F64 = torch.float64
 assert_close = torch.testing.assert_close
 
 
@@ -26,97 +23,6 @@ def terms(kl: Any, logp: Tensor, old: Tensor, ref: Tensor, level: str = "token")
     """Value and slope of each token, fp32, of an objective that has nothing but the KL; two tokens are a sequence."""
     objective = Objective(NoPolicyTerm(), level=level, aggregate="token-sum", beta=1.0, kl=kl)
     return stages.run(objective, stages.packed(len(logp), 2, old_logps=old, ref_logps=ref), logp.float())[:2]
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_an_estimator_and_its_slope(name: str) -> None:
-    """In fp64, dense around a distance of 0, and on both sides of where distillation keeps a token."""
-    d = torch.cat(
-        [torch.linspace(-8, 8, 161, dtype=F64), *(torch.tensor([10.0**-k, -(10.0**-k)], dtype=F64) for k in range(2, 12))]
-    )
-    logp = -0.1 - 3.0 * torch.rand(d.shape, dtype=F64)
-    old, leaf = -0.1 - 3.0 * torch.rand(d.shape, dtype=F64), logp.clone().requires_grad_()
-    expected = oracle.kl_term(Spec(kl=name), leaf, old, logp + d, leaf - old)
-    (slope,) = torch.autograd.grad(expected.sum(), leaf)
-    value, ours = Kl(name).function(logp, old, logp + d)
-    assert_close(value, expected.detach(), rtol=1e-11, atol=1e-11)
-    assert_close(torch.as_tensor(ours, dtype=F64).expand_as(d), slope, rtol=1e-11, atol=1e-11)
-    check_kl(name, detached=name == "distillation")
-    kept = logp.exp() - old.exp() >= -0.2
-    assert 0.1 < kept.double().mean() < 0.9
-
-
-WEIGHTED = pairs(
-    estimator=["k1", "k2", "k3", "abs"],
-    weighting=WEIGHTINGS,
-    straight_through=[False, True],
-    clamps=[(inf, inf), (3.0, inf), (inf, 2.0), (5.0, 4.5), (1.5, 10.0)],
-    level=["token", "sequence", "sequence-token", "sequence-sum"],
-)
-
-
-def of(case: Any) -> tuple[Kl, str, Spec]:
-    """A Kl, a level, and the oracle's words for them; without an advantage there is no other term."""
-    name, how, straight, (clamp_log, clamp), level = case.values()
-    spec = Spec(
-        "importance-sampling", level=level, aggregate="token-sum", beta=1.0, kl=name, kl_weighting=how,
-        straight_through=straight, clamp_log=clamp_log, clamp=clamp,
-    )  # fmt: skip
-    return Kl(name, how, straight, clamp_log, clamp), level, spec
-
-
-@pytest.mark.parametrize("case", WEIGHTED, ids=label)
-def test_value_and_slope(case: Any) -> None:
-    """With numbers that fp32 holds exactly: distances from -8 to 8, on both sides of the clamps and on them, ratios from e^-3 to
-    e^3. At level "sequence" a part of the slope goes through the ratio to the other token."""
-    kl, level, spec = of(case)
-    kinks = torch.tensor([k for c in (3.0, 5.0, 1.5, 2.0, 4.5) for k in (c, -c)])
-    d = torch.cat([torch.arange(-64, 64) / 8, *(kinks + s * 2.0**-k for s in (-1, 1) for k in range(4, 18, 4))])
-    logp = -torch.randint(8, 32, d.shape) / 8
-    old, ref = logp - torch.tensor([-3.0, -0.5, 0.0, 0.75, 3.0, 1.0, 0.25]).repeat(len(d))[: len(d)], logp + d
-    batch = stages.packed(len(d), 2, advantages=0 * d, old_logps=old, ref_logps=ref)
-    expected, slope, _ = stages.exact(spec, batch, logp, 0 * d)
-    value, ours = terms(kl, logp, old, ref, level)
-    assert_close(value.double(), expected.kl, rtol=3e-6, atol=3e-6)
-    assert_close(ours.double(), slope, rtol=3e-6, atol=2e-5)
-    assert value.count_nonzero() > 100 and ours.count_nonzero() > 25
-
-
-REVERSE = "KL(policy || reference)"
-
-
-@pytest.mark.parametrize(
-    "kl, mean, gradient",
-    [
-        (Kl("k1"), REVERSE, "nothing"),
-        (Kl("k2"), "its mean", REVERSE),
-        (Kl("k3"), REVERSE, "KL(reference || policy)"),
-        (Kl("abs", straight_through=True), None, REVERSE),
-        (Kl("k3", straight_through=True), REVERSE, REVERSE),
-        (Kl("k1", "score"), REVERSE, REVERSE),
-        (Kl("k3", "score"), REVERSE, REVERSE),
-        (Kl("k1", "ratio"), REVERSE, REVERSE),
-        (Kl("k3", "ratio"), REVERSE, REVERSE),
-        (Kl("k2", "score"), "its mean", "its mean"),
-        (Kl("k2", "ratio"), "its mean", "its mean"),
-    ],
-    ids=str,
-)
-def test_expected_value_and_gradient(kl: Kl, mean: str | None, gradient: str) -> None:
-    """The expectation over samples of the policy, or of another policy with the ratio as weight, is the documented one."""
-    logits, other, ref = (torch.randn(40, dtype=F64) for _ in range(3))
-    log_p, log_q = logits.requires_grad_().log_softmax(0), ref.log_softmax(0)
-    log_old = other.log_softmax(0) if kl.weighting == "ratio" else log_p.detach()
-    value, slope = terms(kl, log_p.detach(), log_old, log_q)
-    (ours,) = torch.autograd.grad((log_old.exp() * slope * log_p).sum(), logits, retain_graph=True)
-    known = {
-        "nothing": 0 * log_p.sum(),
-        REVERSE: (log_p.exp() * (log_p - log_q)).sum(),
-        "KL(reference || policy)": (log_q.exp() * (log_q - log_p)).sum(),
-        "its mean": (log_p.exp() * (log_p - log_q) ** 2 / 2).sum(),
-    }
-    assert_close(ours, *torch.autograd.grad(known[gradient], logits), rtol=2e-5, atol=1e-6)
-    assert mean is None or float((log_old.exp() * value).sum().detach()) == pytest.approx(float(known[mean].detach()), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -142,23 +48,10 @@ def test_small_distances_keep_their_digits(kl: Kl, slope: Callable[[Tensor], Ten
 # ---- the specification
 
 
-def test_names() -> None:
-    for name, kl in (
-        ("k3", Kl()),
-        ("k1+", Kl("k1", straight_through=True)),
-        ("abs", Kl("abs")),
-        (Kl("k2"), Kl("k2")),
-    ):
-        assert Objective(kl=name).kl_spec == kl
-    assert set(ESTIMATORS) == {"k1", "k2", "k3", "abs", "distillation"}
-
-
 @pytest.mark.parametrize(
     "call, message",
     [
-        *((lambda name=name: Objective(kl=name), "^(kl|estimator)=") for name in ("k4", "k3++", "", "+", 3, None)),
-        *((lambda name=name: Kl(name), "^estimator=") for name in ("k5", None)),
-        *((lambda name=name: Kl(weighting=name), "^weighting=") for name in ("sequence", None)),
+        *((lambda name=name: Objective(kl=name), "^(kl|estimator)=") for name in ("k4", "+", None)),
         *((lambda bound=bound: Kl(clamp_log=bound), "^clamp_log=") for bound in (0.0, nan)),
         *((lambda bound=bound: Kl(clamp=bound), "^clamp=") for bound in (-1.0, "10")),
         *(
@@ -166,7 +59,6 @@ def test_names() -> None:
             for own in ({"weighting": "ratio"}, {"straight_through": True}, {"clamp": 10.0})
         ),
         # Unpacked, a tensor of two tokens would look like a pair (value, slope).
-        (lambda: Kl(lambda a, b, c: c - a), r"returned a Tensor \[3\].*return value and slope of each token"),
         (lambda: Objective(kl=lambda a, b, c: c - a), r"returned a Tensor \[3\].*return value and slope of each token"),
         (lambda: check_kl("distillation"), "slope of the KL estimator distillation is"),  # of a detached weight
         (

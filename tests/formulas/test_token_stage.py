@@ -1,8 +1,11 @@
-"""The token stage against the oracle: every objective, every pair of options, and changes that must not affect a result."""
+"""The token stage against the oracle: every objective, every pair of options, and which tokens filters keep."""
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from math import inf, nan
 from typing import Any
@@ -11,19 +14,21 @@ import pytest
 import torch
 
 from grpo_kernels import Objective, TokenBatch
-from grpo_kernels.formulas.filters import TrustRegion
+from grpo_kernels.formulas.filters import TRUST_REGIONS, EntropyFloor, EntropyQuantile, Filter, OffPolicySequences, TrustRegion
 from grpo_kernels.formulas.kl import WEIGHTINGS, Kl
-from grpo_kernels.formulas.surrogates import Dro, Surrogate
-from support import stages
+from grpo_kernels.formulas.surrogates import Custom, Dro, ImportanceSampling, Surrogate
+from support import oracle, stages
 from support.doors import batch_of, exact_of
-from support.fuzz import MANY
 from support.objectives import OBJECTIVES
-from support.options import AGGREGATES, BONUSES, BOUNDS, FILTERS, KLS, LEVELS, SURROGATES, Option
-from support.oracle import Spec
-from support.pairs import pairs
+from support.oracle import Margin, Spec
+from support.pairs import MANY, pairs
 from support.recipes import Recipe, problem
+from support.stages import AGGREGATES, BONUSES, BOUNDS, FILTERS, KLS, LEVELS, SURROGATES, Option, packed, run
 
 Tensor = torch.Tensor
+#: Of which no number lies at a bound of an option.
+SEED = 1
+ONE = Custom(lambda logp, old_logp, advantage, params: (1.0 + 0.0 * logp, 1.0 + 0.0 * logp))
 
 
 #: Of sequences, one of them empty.
@@ -57,114 +62,65 @@ def test_huge_log_ratios_are_finite(surrogate: Surrogate) -> None:
     for level, sign, kl in product(surrogate.levels, (1.0, -1.0, 0.0), [*kls, Kl("distillation"), None]):
         given = {"old_logps": logps - far.clamp(-1e5), "ref_logps": logps + far.flip(0), "advantages": torch.full((n,), sign)}
         objective = Objective(surrogate, level=level, beta=0.1 if kl else 0.0, kl=kl or "k3")
-        losses, slopes, _ = stages.run(objective, stages.packed(n, 5, **given), logps)
+        losses, slopes, _ = stages.run(objective, packed(n, 5, **given), logps)
         assert losses.isfinite().all() and slopes.isfinite().all(), (level, sign, kl)
         assert sign or kl or not surrogate.zero_at_zero_advantage or not (losses.any() or slopes.any())
 
 
-# ---- sequences
-
-Columns = dict[str, Tensor]
-
-
-def sequences() -> Columns:
-    """Five sequences of up to four tokens: one masked, one without rows, one with a hole. Per token [B, T], but for `groups`;
-    log-probs and entropies are far from every bound of the options."""
-    g = torch.Generator().manual_seed(5)
-    shape = (5, 4)
-    mask = torch.arange(4) < torch.tensor([3, 2, 0, 4, 2])[:, None]
-    inside = mask.clone()
-    mask[1] = mask[3, 1] = False
-    logps = -0.3 - 1.5 * torch.rand(shape, generator=g)
-    old = torch.minimum(logps - 0.8 * torch.randn(shape, generator=g), torch.tensor(-0.05))
-    columns = {
-        "inside": inside,
-        "mask": mask,
-        "logps": logps,
-        "old_logps": old,
-        "ref_logps": logps + torch.randn(shape, generator=g),
-        "weights": 0.4 + torch.rand(shape, generator=g),
-        "sampler_logps": torch.minimum(old + 0.5 * torch.randn(shape, generator=g), torch.tensor(-0.04)),
-        "nll_weights": 0.1 * torch.rand(shape, generator=g),
-        "entropy": 1.6 * torch.rand(shape, generator=g),
-        "advantages": torch.tensor([1.2, 0.7, 0.4, -0.9, 0.0])[:, None] + torch.tensor([0.3, -0.2, 0.1, 0.05]),
-        "groups": torch.tensor([3, 1, 1, 3, 0]),
-    }
-    columns["weights"][0, 1] = 0.0
-    return columns
-
-
-def arranged(
-    x: Columns, packed: bool = False, rubbish: float = nan, without: tuple[str, ...] = ()
-) -> tuple[TokenBatch, Tensor, Tensor]:
-    """(batch, log-probs, entropies) with `rubbish` where the mask is not set."""
-    x = {k: v for k, v in x.items() if k not in without}
-    inside, groups, mask = x.pop("inside"), x.pop("groups"), x.get("mask", torch.tensor(True))
-    flat = {
-        k: torch.where(mask, v, 0.0 if k in ("logps", "entropy") else rubbish).to(v.dtype) for k, v in x.items() if k != "mask"
-    }
-    if "mask" in x:
-        flat["mask"] = mask
-    if packed:
-        flat = {k: v[inside] for k, v in flat.items()}
-        flat["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), inside.sum(1).cumsum(0)])
-    logps, entropy = (flat.pop(k) for k in ("logps", "entropy"))
-    return (
-        TokenBatch(torch.zeros(logps.shape, dtype=torch.int64), groups=groups, **flat),
-        logps.reshape(-1),
-        entropy.reshape(-1),
-    )
-
-
 # ---- every pair of options
 
+#: layout, mask, fields that a batch lacks, normaliser
 BATCHES = [
-    Option("whole", {}, {}),
-    Option("on policy", {"without": ("old_logps",)}, {}),
-    Option("no weights", {"without": ("weights", "nll_weights")}, {"normalizer": 7.0}),
-    Option("no mask", {"without": ("mask",)}, {}),
-    Option("no sampler", {"without": ("sampler_logps",)}, {"normalizer": 3.5}),
-]
+    ("padded", "some", "", None), ("packed", "some", "", None), ("packed", "some", "old_logps", None),
+    ("padded", "some", "weights nll_weights", 7.0), ("packed", "none", "", None), ("padded", "some", "sampler_logps", 3.5),
+]  # fmt: skip
 AXES = {
-    "surrogate": SURROGATES,
-    "level": LEVELS,
-    "filter": FILTERS,
-    "kl": KLS,
-    "aggregate": AGGREGATES,
-    "bonus": BONUSES,
-    "bounds": BOUNDS[:2],
-    "batch": BATCHES,
-}
+    "surrogate": SURROGATES, "level": LEVELS, "filter": FILTERS, "kl": KLS, "aggregate": AGGREGATES, "bonus": BONUSES,
+    "bounds": BOUNDS[:2], "batch": BATCHES,
+}  # fmt: skip
+
+
+@cache
+def batch_with(layout: str, mask: str, without: str) -> tuple[TokenBatch, Tensor, Tensor]:
+    """(batch, log-probs, entropies) of five sequences, one of them without rows; what is masked is rubbish."""
+    p = problem(
+        Recipe(
+            objective="dppo-kl to the sampler, k3",
+            lengths=(3, 2, 0, 6, 4),
+            vocab=5,
+            spread=1.5,
+            layout=layout,
+            mask=mask,
+            seed=SEED,
+        )
+    )
+    fields: dict[str, Any] = {"groups": torch.tensor([3, 1, 1, 3, 0]), **dict.fromkeys(without.split())}
+    logps, entropy = (exact_of(p.recipe)[0].values[name].float().reshape(-1) for name in ("logps", "entropy"))
+    return replace(batch_of(p), **fields), logps, entropy
 
 
 def check_combination(case: Any) -> float:
     """Right, or refused with a ValueError, expected, by the objective or by token_rows, before there are any log-probs. Returns how
     near a number lies to a bound."""
-    margin = inf
-    (surrogate, theirs), level, *options, of_batch = case.values()
-    filters = case["filter"].ours.get("filters", ())
-    regions = [f for f in filters if isinstance(f, TrustRegion)]
+    (surrogate, theirs), level, *options, (layout, mask, without, normalizer) = case.values()
+    regions = [f for f in case["filter"].ours.get("filters", ()) if isinstance(f, TrustRegion)]
     level = level if level in surrogate.levels else surrogate.levels[0]
     level = "token" if regions and "token" in surrogate.levels else level
     ours, spec = {"level": level}, {"level": level, **theirs}
     for option in options:
         ours.update(option.ours)
         spec.update(option.theirs)
-    without, normalizer = of_batch.ours.get("without", ()), of_batch.theirs.get("normalizer")
+    given = batch_with(layout, mask, without)
     refused = (
         bool(regions and level != "token")
         or any(f.anchor == "sampler" and "sampler_logps" in without for f in regions)
         or (isinstance(surrogate, Dro) and "log_ratio_bounds" in ours)
     )
-    for packed in (False, True):
-        # Without a mask padding would be trained on, and that of the packed rows is gone.
-        made = arranged(sequences(), packed or "mask" in without, without=without)
-        if refused:
-            with pytest.raises(ValueError, match=r"^\w+(=| is None)"):
-                Objective(surrogate, **ours).token_rows(made[0], normalizer)
-        else:
-            margin = min(margin, stages.check(Spec(**spec), Objective(surrogate, **ours), *made, normalizer).margin)
-    return margin
+    if refused:
+        with pytest.raises(ValueError, match=r"^\w+(=| is None)"):
+            Objective(surrogate, **ours).token_rows(given[0], normalizer)
+        return inf
+    return stages.check(Spec(**spec), Objective(surrogate, **ours), *given, normalizer).margin
 
 
 def words(case: Any) -> str:
@@ -185,5 +141,101 @@ def test_random_combinations_are_right_or_raise() -> None:
 
 @pytest.mark.parametrize("option", FILTERS[1:], ids=lambda option: option.name)
 def test_a_filter_drops_some_and_keeps_some(option: Option) -> None:
-    kept = stages.exact(Spec(**option.theirs), *arranged(sequences(), True))[0].kept
+    kept = stages.exact(Spec(**option.theirs), *batch_with("packed", "some", ""))[0].kept
     assert 0 < kept.sum() < kept.numel()
+
+
+# ---- filters
+
+
+def kept(f: Filter, logps: Any, entropy: Any = None, **fields: Any) -> list[bool]:
+    """The tokens of two sequences that still have a policy term: those that the filter says it keeps."""
+    logps, n = torch.as_tensor(logps), len(logps)
+    batch = packed(n, n // 2, **{k: torch.as_tensor(x) for k, x in fields.items()})
+    objective = Objective(ONE, filters=(f,))
+    found = (run(objective, batch, logps, entropy)[0] != 0).tolist()
+    assert (
+        found
+        == (f.keep(logps, entropy, objective.token_rows(batch), batch) & (True if batch.mask is None else batch.mask)).tolist()
+    )
+    return found
+
+
+@pytest.mark.parametrize("low, high", [(0.2, 0.2), (0.05, 0.3), (inf, 0.1), (0.5, inf)])
+@pytest.mark.parametrize("kind", sorted(TRUST_REGIONS))
+def test_trust_region_on_a_grid(kind: str, low: float, high: float) -> None:
+    """Probabilities under the policy and the anchor, a hair inside and outside of the bounds too, and all signs of the advantage,
+    against the definition token by token."""
+    q = torch.linspace(0.02, 0.98, 23, dtype=torch.float64).repeat_interleave(34)
+    near = torch.tensor([high, -low, high * 0.51, -low * 0.51], dtype=torch.float64).repeat_interleave(2) + torch.tensor(
+        [1e-5, -1e-5] * 4
+    )
+    p = torch.cat([torch.linspace(0.011, 0.991, 26), near]).repeat(23)
+    p = torch.where(torch.arange(len(p)) % 34 < 26, p, q + p).clamp(1e-3, 0.999)
+    seen = set()
+    for a in (-1.3, 0.0, 0.8):
+        x, y = p.float().log(), q.float().log()
+        found = kept(TrustRegion(kind, low, high), x, old_logps=y, advantages=torch.full_like(x, a))
+        for keep, logp, anchor in zip(found, x.tolist(), y.tolist(), strict=True):
+            margin = Margin()
+            expected = oracle.trusts(kind, low, high, logp, anchor, a, margin)
+            assert keep == expected or margin.smallest < 1e-6, (math.exp(logp), math.exp(anchor), a)
+            seen.add((expected, a > 0))
+    assert len(seen) == 4 or inf in (low, high)
+
+
+@pytest.mark.parametrize("kind", sorted(TRUST_REGIONS))
+def test_a_token_that_has_not_moved(kind: str) -> None:
+    """It is inside a region of no width, p - q = 0 <= 0; the region of ratios is open, as its source has it. One that the
+    sampler did not score is dropped whatever its advantage is."""
+    for low, high in ((0.0, 0.0), (0.0, 0.5), (0.5, 0.0)):
+        assert kept(TrustRegion(kind, low, high), [-0.7] * 2, old_logps=[-0.7] * 2) == [kind != "ratio"] * 2
+    for a in (1.0, -1.0, 0.0):
+        f = TrustRegion(kind, anchor="sampler")
+        assert kept(f, [-0.5] * 4, sampler_logps=[nan, -0.5, -0.5, nan], advantages=[a] * 4) == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "f", [TrustRegion("tv", 0.0, 0.0), TrustRegion("ratio"), EntropyFloor(99.0), OffPolicySequences(-9999.0)], ids=str
+)
+def test_a_filtered_token_keeps_its_kl_and_its_place_in_the_denominator(f: Filter) -> None:
+    """And it may be anything: its weight and its ratio overflow, and it still contributes exactly 0."""
+    advantages, weights, old, ref, logps = (
+        torch.full((6,), x) for x in (-3e38, 3e38, -1e3 if "tv" not in str(f) else 1e3, -2.0, -0.8)
+    )
+    batch = packed(advantages=advantages, weights=weights, old_logps=old, ref_logps=ref)
+    for beta in (0.0, 0.5):
+        objective = Objective(ImportanceSampling(), filters=(f,), beta=beta, kl="k2")
+        losses, slopes, _ = run(objective, batch, logps, torch.ones(6))
+        torch.testing.assert_close(losses, torch.full((6,), beta * 1.2**2 / 2 / 6))
+        torch.testing.assert_close(slopes, torch.full((6,), beta * 1.2 / 6))
+        assert float(objective.normalizer(batch)) == 6
+
+
+@dataclass(frozen=True)
+class EverySecond(Filter):
+    """A filter of a user."""
+
+    def keep(self, logps: Tensor, entropy: Tensor | None, rows: Any, batch: TokenBatch | None) -> Tensor:
+        return torch.arange(len(logps)) % 2 == 0
+
+
+def test_a_filter_of_yours_is_not_passed_over() -> None:
+    assert kept(EverySecond(), [-1.0] * 6) == [True, False] * 3
+
+
+#: What each field refuses.
+PARAMETERS = {
+    TrustRegion: {"kind": ("kl2", None, 3), "low": (-0.1, nan, "0.2"), "high": (-0.1, nan, None), "anchor": ("ref", None)},
+    EntropyFloor: {"threshold": (nan, inf, None)},
+    EntropyQuantile: {"share": (0.0, -0.1, 1.1, nan)},
+    OffPolicySequences: {"delta": (nan, inf, "0.5")},
+}
+
+
+@pytest.mark.parametrize("kind", PARAMETERS, ids=lambda kind: kind.__name__)
+def test_bad_parameters_name_the_field(kind: type[Filter]) -> None:
+    for name, values in PARAMETERS[kind].items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"^{name}="):
+                kind(**{name: value})

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_kernels import Exact, TokenSets
+from grpo_kernels import Exact
 from grpo_kernels.integrations import liger
 from grpo_kernels.integrations import trl as ours_of_trl
 from grpo_kernels.integrations import verl as ours_of_verl
-from support.divergences import of_listed_ids
+from support import oracle
 from support.pairs import label, pairs
 from support.trainers import assert_same, stand_in, value_and_gradient, without_trainers
 
@@ -159,8 +159,9 @@ def test_verls_losses(verl, name, repeated):
         log_p = torch.log_softmax(z[0], -1)
         if alone:
             return ((values.double().exp() * (values.double() - log_p.gather(-1, ids))).sum(-1) * up).sum()
-        sets = TokenSets.from_padded(torch.where(distinct[:, None], ids, -1), values=values)
-        return (of_listed_ids(exact, log_p, sets) * up).sum()
+        listed = [row if one_each else [] for row, one_each in zip(ids.tolist(), distinct, strict=True)]
+        log_q = torch.zeros(log_p.shape, dtype=log_p.dtype).scatter(-1, ids, values.to(log_p.dtype))
+        return (oracle.listed_divergence(log_p, log_q, listed, exact.direction, exact.share, exact.tail) * up).sum()
 
     own = verl.compute_forward_kl_topk
     with ours_of_verl.bind_distillation(strict=True) as slots:

@@ -23,9 +23,8 @@ from grpo_kernels import Cispo, Objective
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, objective_of, patch, settings_of
 from support import oracle, trl_cases
 from support.pairs import label, pairs
-from support.trainers import assert_same, exact
+from support.trainers import CLIPPED, CONSTANTS, LOSS_TYPES, assert_same, exact
 from support.trl_cases import EOS, LENGTH, PAD
-from support.trl_family import CLIPPED, CONSTANTS, LOSS_TYPES
 
 parametrize = pytest.mark.parametrize
 

@@ -20,7 +20,7 @@ from trl import GRPOTrainer
 
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_lm_head, patch
 from support import trl_cases
-from support.gradients import gradients
+from support.heads import gradients
 from support.processes import finish, start_ranks
 
 RANKS, SEQUENCES = 2, 8

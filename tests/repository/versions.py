@@ -49,7 +49,7 @@ COMMAND = "python tests/repository/versions.py"
 #: Triton makes of them, with its budgets.
 QUICK = (
     "core/test_objectives.py", "core/test_combinations.py", "core/test_rows.py", "core/test_autograd.py",
-    "core/test_sets_and_teachers.py", "core/test_cost.py", "core/test_compile.py",
+    "core/test_cost.py", "core/test_compile.py",
     "rows/test_row_kernels.py", "rows/test_two_row_kernels.py",
     "rows/test_triton_compiled.py", "rows/test_triton_compile.py", "benchmarks/test_resources.py::test_budgets",
 )  # fmt: skip

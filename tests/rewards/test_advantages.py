@@ -38,8 +38,7 @@ from grpo_kernels.rewards.returns import (
 from support import advantage_oracle as oracle
 from support.advantage_oracle import Ragged, close
 from support.oracle import kl_estimate
-from support.pairs import label, pairs
-from support.refused import refusals
+from support.pairs import label, pairs, refusals
 
 Tensor = torch.Tensor
 assert_close = torch.testing.assert_close

@@ -26,8 +26,7 @@ from grpo_kernels.rewards.corrections import (
 from grpo_kernels.rewards.entropy import AdaptiveEntropyCoef, entropy_threshold
 from support import advantage_oracle as oracle
 from support.advantage_oracle import Ragged
-from support.pairs import label, pairs
-from support.refused import refusals
+from support.pairs import label, pairs, refusals
 
 Tensor = torch.Tensor
 ADVANTAGES = [1.0, -1.0, -1.0, -0.5, -2.0, -0.3, -1.0]

@@ -22,15 +22,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from test_selection import expected, ids_of, partials_of, probabilities
-from test_sparse import check as check_slots
 
 from grpo_kernels.rows.backends import cpu, cpu_products
-from grpo_kernels.rows.partials import LogitRows, RowTransform
+from grpo_kernels.rows.partials import RowTransform
 from support import amx
 from support.bits import same_bits
-from support.kernel_rows import DTYPES, KINDS, PLAIN, Found, Rows, beside, check, same, ways
-from support.slots import slots_of
+from support.kernel_rows import DTYPES, KINDS, Found, Rows, beside, check, ways
 
 Tensor = torch.Tensor
 Draw = random.Random
@@ -207,39 +204,6 @@ def rows(memory: Memory) -> None:
             check(one.at(*part), *found)
 
 
-def select(memory: Memory) -> None:
-    """Columns of rows are those of whole numbers, where probabilities are known to the last bit."""
-    draw, layout = memory.draw, memory.draw.choice(["dense", "gaps", "transposed", "pages"])
-    r, part = drawn_rows(draw, False)
-    step = draw.choice([1.0, 0.5, 1 / 16, 1 / 256, 1 / 4096])
-    cpu._cpu.use_isa(draw.choice(cpu._cpu.isas()))
-    plain = draw.random() < 0.7
-    own = LogitRows(memory.rows(r.logits, layout), r.targets, None, PLAIN if plain else r.transform).cut(*part)
-    starts, kernels = torch.randint(2**40, (own.n,)), cpu.Kernels()
-    print(f"columns of {own.n} rows of {list(r.logits.shape)} {layout}, {r.logits.dtype}, {step}", flush=True)
-    with memory.guarded():
-        partials = partials_of(kernels, own)
-        drawn, masses = kernels.select(own, partials, step, starts), kernels.masses(own, partials, step)
-    if plain:
-        p = probabilities(kernels, own)[slice(*part)]
-        assert (ids_of(drawn), masses.tolist()) == expected(p, own.targets, starts, step)
-    logits = own.logits.reshape(r.count, -1)[slice(*part)].float()
-    for ids, x, taken in zip(ids_of(drawn), logits, drawn.logits, strict=True):
-        assert same_bits(taken[: len(ids)], x[ids])
-
-
-def scale(memory: Memory) -> None:
-    dtype, factor = memory.draw.choice(DTYPES), memory.draw.choice([0.3, 0.0, math.nan])
-    x = numbers("wild", memory.draw.choice([0, 1, 2, 15, 17, 1000, 200_003])).to(dtype)
-    print(f"scale {list(x.shape)} {dtype} {factor}", flush=True)
-    for isa in cpu._cpu.isas():
-        cpu._cpu.use_isa(isa)
-        scaled = memory.holding(x)
-        with memory.guarded(scaled):
-            cpu.Kernels().scale_(scaled, torch.tensor(factor))
-        same(({}, scaled), ({}, (x.float() * torch.tensor(factor)).to(dtype)))
-
-
 # ---- products
 
 SIZES = (1, 2, 5, 6, 7, 31, 33, 63, 64, 65, 129, 191, 193, 511, 513, 1030, 0)
@@ -272,26 +236,6 @@ def product(memory: Memory, engines: Sequence[str]) -> None:
     check(out, a, b, added, engine)
 
 
-def sparse(memory: Memory) -> None:
-    """The three products over slots, of which some are not used."""
-    draw = memory.draw
-    n, v, most = draw.choice([1, 2, 5, 17, 60]), draw.choice([1, 2, 5, 17, 60]), draw.choice([1, 3, 12])
-    h, (own, other) = draw.choice([0, 1, 2, 3, 15, 16, 17, 33, 64, 100, 129, 1023, 1025, 2100]), draw.choices(DTYPES, k=2)
-    cpu._cpu.use_isa(draw.choice(cpu._cpu.isas()))
-    print(f"slots, {n} x {h} x {v}, {own} {other}, {cpu._cpu.isa()}", flush=True)
-    slots = slots_of(
-        [
-            [draw.choice([draw.randrange(v), draw.randrange(v), -draw.randint(1, 5)]) for _ in range(draw.randrange(most + 1))]
-            for _ in range(n)
-        ]
-    )
-    hidden, weight, d_hidden, d_weight = (
-        memory.matrix(k, h, dtype) for k, dtype in ((n, own), (v, other), (n, other), (v, own))
-    )
-    with memory.guarded(d_hidden, d_weight):
-        check_slots(cpu.Kernels(), slots, hidden, weight, d_hidden, d_weight)
-
-
 def main(seed: str, first: str, calls: str, emulator: str = "") -> None:
     engines = [name for name in cpu._cpu.products() if name != "amx"]
     if emulator:
@@ -300,7 +244,7 @@ def main(seed: str, first: str, calls: str, emulator: str = "") -> None:
         engines = cpu._cpu.products()
     torch.set_num_threads(1)
     memory = Memory()
-    kinds: list[Callable[[Memory], None]] = [rows, rows, sparse, rows, select, scale]
+    kinds: list[Callable[[Memory], None]] = [rows, rows]
     if cpu._cpu.has_products():
         kinds += [lambda memory: product(memory, engines)]
     for i in range(int(first), int(first) + int(calls)):

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from grpo_kernels import Objective, Options, TokenBatch, linear_grpo_loss, linear_logprobs
-from grpo_kernels.distributed import VocabShard
 from grpo_kernels.rows import backends
 from grpo_kernels.rows import products as blocks
 from grpo_kernels.rows.backends import eager
 from grpo_kernels.rows.partials import LogitRows
-from grpo_kernels.rows.products import Plan, Work
+from grpo_kernels.rows.products import Work
 from support import oracle
 from support.bits import same_bits
 from support.doors import batch_of, compare, exact_of, objective_of, run
@@ -44,38 +43,6 @@ def test_the_peak_is_flat_in_the_number_of_rows(gathered: bool) -> None:
         assert work.chunk == 512 and work.block % 512 in (0, rows % 512)
         beside[rows] = QWEN.peak(work, rows, gathered) - 2 * 4096 * rows
     assert list(beside.values()) == sorted(beside.values()) and beside[8193] == beside[10**7] < 3.52 * GIB
-
-
-@pytest.mark.parametrize(("vocab", "width"), [(32000, 2048), (128256, 8192), (151936, 1536), (262144, 2304)])
-@pytest.mark.parametrize("d_weight", [0, 2, 4])
-def test_one_block_takes_no_more_than_many(d_weight: int, vocab: int, width: int) -> None:
-    work = Work(vocab, width, apart=True, d_hidden=2, d_weight=d_weight)
-    many = work.plan("cuda", 10**8, gathered=True)
-    limit = work.peak(many, 10**8) - 2 * width * 10**8
-    assert many.chunk >= 512 and many.block % many.chunk == 0 and many.block >= 1024
-    for rows in range(64, 40000, 777):
-        plan = work.plan("cuda", rows)
-        assert plan.chunk == many.chunk and plan.block >= many.block
-        assert work.peak(plan, rows) - 2 * width * rows <= limit
-        assert plan.block == many.block or plan.block == rows
-
-
-def test_where_gradients_lie_in_the_logits_a_block_is_a_chunk() -> None:
-    work = QWEN._replace(apart=False)
-    for device, size in (("cpu", 160 << 20), ("cuda", 1200 << 20), ("xpu", 1200 << 20)):
-        plan = work.plan(device, 10**6)
-        assert plan == Plan(plan.chunk, plan.chunk) and plan == work.plan(device, 5)
-        assert size - 64 * 4 * 151936 < 4 * 151936 * plan.chunk <= size
-
-
-def test_sums_of_d_hidden_beside_its_result_are_counted() -> None:
-    """On a CPU with AMX: in the rows of a chunk and in the peak of its product."""
-    work = QWEN._replace(apart=False, d_weight=0)
-    beside = work._replace(parts=3)
-    plan, smaller = work.plan("cpu", 0), beside.plan("cpu", 0)
-    assert plan.chunk == 256 and smaller.chunk == 192  # 160 MiB / 4 / 151,936 = 276; / (151,936 + 3 * 4096) = 255
-    assert beside.peak(smaller, 192) == work.peak(smaller, 192) + 3 * 192 * 4096 * 4
-    assert beside._replace(d_hidden=0).peak(smaller, 192) == work._replace(d_hidden=0).peak(smaller, 192)
 
 
 # ---- memory
@@ -248,16 +215,6 @@ def test_gradients_that_fp16_has_no_room_for(size: float, n: int, bias: str, mon
 
 
 @pytest.mark.usefixtures("small")
-def test_a_gradient_of_fp16_that_is_not_finite_stays_so() -> None:
-    recipe = replace(ROWS, lengths=(150,), dtype="float16")
-    p, _ = with_advantages(problem(recipe), torch.ones(1, 150).index_fill(1, torch.tensor(5), torch.inf))
-    with of_a_gpu():
-        found = run(p).gradients
-    assert not found["weight"].isfinite().any()
-    assert (found["hidden"][0].isfinite() == (torch.arange(150) != 5)[:, None]).all()
-
-
-@pytest.mark.usefixtures("small")
 def test_a_torch_whose_addmm_takes_no_fp32_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.9: the same numbers, a few rows of the weight at a time."""
     monkeypatch.setattr(blocks, "WEIGHT_BLOCK_BYTES", 4 * H * 30)
@@ -293,45 +250,3 @@ def test_memory_of_the_callers_is_added_to(recipe: Recipe) -> None:
     assert [x.added for x in of_weight] == [recipe.door != "loss", True, True] and all(x.dtype == FP32 for x in of_weight)
     assert weight.grad is None and same_bits(memory[:, H:], start[:, H:])
     torch.testing.assert_close((total - start[:, :H]).to(BF16), expected, rtol=2**-7, atol=2e-6)
-
-
-@layers
-@pytest.mark.usefixtures("small")
-def test_rows_without_a_gradient_are_in_no_product_of_it(recipe: Recipe) -> None:
-    """Masked rows in none at all; rows of no advantage in that of the logits."""
-    idle = (torch.arange(300) % 3 == 0) & (recipe.door == "loss")
-    p, exact = with_advantages(problem(replace(recipe, mask="some")), torch.randn(300).masked_fill(idle, 0.0)[None])
-    with of_a_gpu() as made:
-        found = run(p)
-    for name, gradient in found.gradients.items():
-        assert (gradient - exact.gradients[name]).norm() < 6e-3 * exact.gradients[name].norm()
-    trained, live = int(p.trained.sum()), int((p.trained & ~idle).sum())
-    logits, of_hidden, of_weight = ([x for x in made if V == at(x)] for at in (lambda x: x.n, lambda x: x.k, lambda x: x.m))
-    assert sum(x.m for x in logits) == (trained if recipe.door == "loss" else 2 * trained)
-    assert sum(x.m for x in of_hidden) == sum(x.k for x in of_weight) == live < 300
-    assert not found.gradients["hidden"][0, ~p.trained].any()
-
-
-@pytest.mark.usefixtures("small")
-def test_fp32_parameters_under_autocast_get_a_sum_that_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = replace(ROWS, lengths=(150,), dtype="float32")
-    exact = exact_of(recipe)[0].gradients
-    monkeypatch.setattr("grpo_kernels.streams.compute_dtype", lambda hidden: BF16)
-    with of_a_gpu() as made:
-        found = run(problem(recipe)).gradients
-    assert {x.dtype for x in made} == {FP32} and [x.m for x in made] == [64, 64, 22, 150, V]
-    for name, gradient in found.items():
-        assert (gradient - exact[name]).norm() < 6e-3 * exact[name].norm()
-
-
-@pytest.mark.usefixtures("small")
-def test_a_part_of_the_vocabulary_whose_last_columns_are_padding() -> None:
-    """Chunks are those of the whole vocabulary; padding is no id, and its gradient is 0."""
-    recipe = replace(ROWS, vocab=V - 7)
-    p, _ = problem(recipe), exact_of(recipe)
-    padded = torch.cat([p.given["weight"], torch.randn(7, H).to(BF16)])
-    with of_a_gpu() as made:
-        found = run(replace(p, given={**p.given, "weight": padded}), shard=VocabShard(0, V - 7))
-    assert {x.m for x in made if x.k == H} == {CHUNK, 300 % CHUNK}
-    assert not found.gradients["weight"][-7:].any()
-    compare(p, replace(found, gradients={**found.gradients, "weight": found.gradients["weight"][:-7]}))

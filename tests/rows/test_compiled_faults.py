@@ -54,12 +54,6 @@ def _reverse_in_place(x, PLANTED: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(x + at, old)
 
 
-@triton.jit
-def _every_program_writes(x, PLANTED: tl.constexpr, BLOCK: tl.constexpr):
-    step = BLOCK - 1 if PLANTED else BLOCK
-    tl.store(x + tl.program_id(0) * step + tl.arange(0, BLOCK), 1.0)
-
-
 compiled = pytest.mark.skipif(not isinstance(_planted, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile")
 
 
@@ -107,12 +101,6 @@ def test_the_old_value_is_needed(planted: str, order: int) -> None:
     assert faults == ({DEVICE} if planted else set())
     if not planted:
         assert torch.equal(x, torch.arange(256.0).flip(0))
-
-
-@compiled
-@pytest.mark.parametrize("planted", (False, True))
-def test_programs_that_write_the_same(planted: bool) -> None:
-    assert outcome(_every_program_writes[(3,)], torch.zeros(96), planted, 32, num_warps=1) == ({PROGRAMS} if planted else set())
 
 
 def without(ptx: str, which: int) -> str:

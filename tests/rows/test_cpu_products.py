@@ -32,10 +32,10 @@ SHAPES = [
     (1, 7, 1031),
     (7, 63, 65),
     (63, 65, 7),
-    (65, 1000, 1031),
+    (33, 520, 1031),
     (64, 128, 192),
     (1031, 65, 63),
-    (12, 1537, 512),
+    (12, 1537, 130),
     (3, 640, 2049),
     (2, 33, 16500),
 ]
@@ -110,17 +110,6 @@ def test_values(n: int, h: int, v: int, dtype: torch.dtype) -> None:
         assert torch.equal(product(cpu_products.d_weight, of, hidden, None, shape=(v, h), dtype=BF16), d_weight.bfloat16())
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_nan_and_inf_reach_their_rows_and_columns_only(bad: float, dtype: torch.dtype) -> None:
-    hidden, weight, gradient = operands(9, 70, 130, dtype)
-    whole = products(hidden, weight, gradient)
-    hidden[4, 69], gradient[5, 129] = bad, bad
-    reached = [torch.zeros(x.shape, dtype=torch.bool) for x in whole]
-    reached[0][4] = reached[1][5] = reached[2][129] = reached[2][:, 69] = True
-    for before, after, where in zip(whole, products(hidden, weight, gradient), reached, strict=True):
-        assert not after[where].isfinite().any() and torch.equal(after[~where], before[~where])
-
-
 def test_results_depend_on_no_threads_and_a_row_on_no_other(dtype: torch.dtype) -> None:
     for n, h, v in ((35, 280, 700), (3, 17, 16500)):
         hidden, weight, gradient = operands(n, h, v, dtype)
@@ -135,11 +124,6 @@ def test_results_depend_on_no_threads_and_a_row_on_no_other(dtype: torch.dtype) 
             assert torch.equal(d_weight, whole[2][rows])
 
 
-def test_no_rows(dtype: torch.dtype) -> None:
-    logits, d_hidden, d_weight = products(*operands(0, 70, 100, dtype))
-    assert logits.shape == (0, 100) and d_hidden.shape == (0, 70) and torch.equal(d_weight, torch.zeros(100, 70))
-
-
 # ---- the choice
 
 FEATURES, SAVED = amx.INTEL[1:]
@@ -150,17 +134,13 @@ AMD, INTEL = "AuthenticAMD", "GenuineIntel"
     "found, allowed, agree, engine, reason",
     [
         ((INTEL, FEATURES, SAVED), True, True, "amx", None),
-        ((INTEL, FEATURES | 3, SAVED | 7), True, True, "amx", None),
         ((AMD, FEATURES, SAVED), True, True, "amx", None),
         ((AMD, 0, SAVED), True, True, "avx512bf16", "has no AMX"),
         ((INTEL, 0, SAVED), True, True, "fp32", "has no AMX"),
         ((INTEL, 1 << 24, SAVED), True, True, "fp32", "has no AMX"),  # tiles of int8 only
-        ((INTEL, 1 << 22, SAVED), True, True, "fp32", "has no AMX"),
         ((INTEL, FEATURES, 1 << 17), True, True, "fp32", "does not save"),
-        ((INTEL, FEATURES, 1 << 18), True, True, "fp32", "does not save"),
         ((INTEL, FEATURES, SAVED), False, True, "fp32", "does not let"),
         ((INTEL, FEATURES, SAVED), True, False, "fp32", "differ"),
-        ((AMD, FEATURES, SAVED), False, True, "avx512bf16", "does not let"),
     ],
 )
 def test_the_engine_of_a_processor(
@@ -171,35 +151,6 @@ def test_the_engine_of_a_processor(
         why_not = cpu_products.engines()
         assert (why_not["amx"] is None) == (reason is None) and (reason or "") in (why_not["amx"] or "")
         assert cpu_products.available() is None and why_not["avx512bf16"] is why_not["fp32"] is why_not["torch"] is None
-
-
-def test_tiles_that_have_not_run_on_any_processor_are_taken_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor are they tried."""
-    with amx.processor(amx.INTEL, has_run=False):
-        with monkeypatch.context() as patch:
-            patch.setattr(cpu_products._cpu, "ask_for_tiles", lambda: pytest.fail("asked"))
-            assert cpu_products.engine() == cpu_products.automatic() == "fp32"
-            with cpu_products.using("avx512bf16"):
-                assert cpu_products.engine() == "avx512bf16"
-        with cpu_products.using("amx"):
-            assert cpu_products.engine() == "amx"
-
-
-def test_without_avx512_bf16_products_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_products._cpu, "has_products", lambda: False)
-    with amx.processor(amx.INTEL):
-        assert cpu_products.engine() == "torch" and "AVX512_BF16" in (cpu_products.available() or "")
-        with pytest.raises(ValueError, match=r"=fp32: this processor has no AVX512_BF16 .* one of torch\."):
-            cpu_products.using("fp32").__enter__()
-
-
-def test_what_matters_last_is_asked_last_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The permission is for good: it is not asked for where there are no tiles. A processor is looked at once."""
-    with amx.processor((INTEL, 0, 0)):
-        monkeypatch.setattr(cpu_products._cpu, "ask_for_tiles", lambda: pytest.fail("asked"))
-        assert cpu_products.engine() == "fp32"
-        monkeypatch.setattr(cpu_products._cpu, "processor", lambda: pytest.fail("looked again"))
-        assert cpu_products.engine() == "fp32" and cpu_products.engines()["torch"] is None
 
 
 @pytest.mark.parametrize("setting", ["auto", "", *cpu_products.ENGINES])
@@ -258,22 +209,6 @@ def test_tiles_agree_and_are_released() -> None:
         assert cpu_products.engines()["amx"] is None and cpu_products.engine() == "amx"
         if emulator is not None:
             assert emulator.amx_executed() > 100_000 and emulator.amx_configured() == 0
-
-
-def test_the_sums_of_d_hidden_take_a_sixteenth_of_the_logits() -> None:
-    with amx.processor(amx.INTEL), cpu_products.using("amx"):
-        for vocab, width, parts in (
-            (16384, 1024, 0),
-            (16385, 1024, 2),
-            (151936, 1024, 10),
-            (151936, 4096, 3),
-            (151936, 4097, 2),
-        ):
-            assert cpu_products.d_hidden_parts(BF16, width, vocab) == parts
-            assert parts * width <= vocab / 16 + 2 * max(width, 1024)
-        assert cpu_products.d_hidden_parts(FP32, 1024, 151936) == 0
-        with cpu_products.using("avx512bf16"):
-            assert cpu_products.d_hidden_parts(BF16, 1024, 151936) == 0
 
 
 # ---- memory

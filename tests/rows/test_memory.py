@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import mmap
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -110,48 +108,3 @@ def test_memory_of_a_live_gradient_is_not_reused(backend: str) -> None:
         del gradient
     assert len({view.data_ptr() for view, _ in held}) == len(held)
     assert all(same_bits(view, values) and view.any() for view, values in held)
-
-
-def test_a_bounded_number_of_blocks_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many tensors there were at a time; the other memory goes back with its tensors."""
-    made: list[weakref.ref[Any]] = []
-
-    def mapped(size: int, make: Callable[[int], mmap.mmap] = memory._mapped) -> mmap.mmap:
-        block = make(size)
-        made.append(weakref.ref(block))
-        return block
-
-    def alive() -> int:
-        return sum(block() is not None for block in made)
-
-    monkeypatch.setattr(memory, "_mapped", mapped)
-    held = [new() for _ in range(memory.KEPT + 4)]
-    assert alive() == len(held) == len(made)
-    del held
-    assert alive() == memory.KEPT
-    memory.release()
-    assert alive() == 0
-
-
-def test_released_memory_that_is_in_use_stays_valid() -> None:
-    x = new().fill_(3)
-    memory.release()
-    assert new().data_ptr() != x.data_ptr() and bool((x == 3).all())
-
-
-def test_small_tensors_and_refusals_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(size: int) -> Any:
-        raise OSError("Cannot allocate memory")
-
-    monkeypatch.setattr(memory, "_mapped", refuse)
-    assert new(memory.LARGE_BYTES // 4 - 1).isnan().all()  # poisoned like all of torch's
-    assert new().isnan().all()
-
-
-def test_conversion_keeps_values_and_layout() -> None:
-    x = torch.randn(30, 7).t()
-    assert memory.converted(x, torch.float32) is x
-    y = memory.converted(x, torch.bfloat16)
-    assert same_bits(y, x.to(torch.bfloat16)) and y.stride() == x.stride()
-    large = torch.randn(9 * MIB)
-    assert same_bits(memory.converted(large, torch.float64), large.double())

@@ -1,16 +1,13 @@
-"""What stands between tensors and kernels that take addresses: what the module refuses, checks that `python -O` leaves in, and
-rows in one piece."""
+"""What stands between tensors and kernels that take addresses: wrong tensors are refused, also by `python -O`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels import Options, linear_logprobs
 from grpo_kernels.formulas.token_stage import NOTHING, TokenRows, TokenStage
 from grpo_kernels.rows.backends import cpu, cpu_products, load
 from grpo_kernels.rows.partials import SLOPES, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
@@ -157,101 +154,17 @@ def test_a_wrong_tensor_does_not_reach_a_triton_kernel() -> None:
     assert not_refused(kernels, functions | of_slots, ("too short",), False) == []
 
 
-# ---- the module itself
-
-
-class Maybe(int):
-    """An address that may be 0."""
-
-
-def wrong(x: Any) -> Iterator[int]:
-    """Addresses that cannot be right."""
-    if isinstance(x, int) and x > 1 << 20:
-        yield from (x + 1,) if isinstance(x, Maybe) else (x + 1, 0)
-
-
 @no_module
-def test_arguments_that_cannot_be_right_are_refused() -> None:
-    """Each line: what makes an object or calls, right arguments, and for a place among them what else is wrong there than the
-    addresses and the number of threads, which comes last."""
-    m, memory = cpu._cpu, torch.zeros(3, 96, dtype=torch.int64)
-    a, b, c = (x.data_ptr() for x in memory)
-    maybe, huge, sizes, dtypes = Maybe(c), 2**62, (-1, -(2**63), 2**62), (-1, 3)
-    shapes = [(2, 2, 0), *((2, 2, size) for size in sizes), (2, -1, 4), (2**40, 2**40, 4)]
-    strides = [(huge, 4, 1), (8, -(2**63), 1), (8, 4, 2)]
-    of_rows: dict[int, Any] = {1: dtypes, 2: shapes, 3: strides, 4: (1, *sizes), 5: (5, *sizes)}
-    rows = (a, 0, (2, 2, 4), (8, 4, 1), 0, 4)
-
-    def named(bits: int, n: int = 4) -> Any:
-        return m.Named(b, (bits.bit_count(), n), (n, 1), bits)
-
-    def matrix(dtype: int = 0, rows: int = 4, columns: int = 4) -> Any:
-        return m.Matrix(a, dtype, (rows, columns), (columns, 1))
-
-    def logits(n: int, vocab: int) -> Any:
-        return m.LogitRows(a, 0, (1, n, vocab), (n * vocab, vocab, 1), 0, n, 1.0, 0.0, 1.0, 0)
-
-    def program(numbers: int, inputs: int, outputs: int) -> Any:
-        return m.Program("x", numbers, inputs, [], [0] * outputs)
-
-    own, square, slots, out = logits(4, 4), matrix(), m.Slots(c, c, 4), m.Memory(a, 0, (1, 4, 4), (16, 4, 1), 0, 4)
-    second, unknown = m.Second(own, 0, 0.0, c, c, c), m.Second(own, 2, 0.5, 0, 0, 0)
-    others = [m.Second(logits(*shape), 0, 0.0, c, c, c) for shape in ((2, 4), (4, 3))]
-    outs = [m.Memory(a, 0, (1, 2, 4), (8, 4, 1), 0, 2), m.Memory(a, 0, (1, 4, 3), (12, 3, 1), 0, 4)]
-    three, short, low, narrow = named(0b111), named(0b111, 3), matrix(1), matrix(0, 4, 3)
-    table: list[tuple[Any, tuple[Any, ...], dict[int, Any]]] = [
-        (m.Memory, rows, of_rows),
-        (m.LogitRows, (*rows, 1.0, 0.0, 1.0, maybe), of_rows),
-        (m.Second, (own, 0, 0.5, maybe, maybe, maybe), {1: dtypes}),
-        (m.Named, (b, (3, 4), (4, 1), 0b111), {1: [(2, 4), (3, huge)], 2: [(huge, 1), (4, 2)], 3: (0b11, 0)}),
-        (m.Matrix, (a, 0, (4, 4), (4, 1)), {1: dtypes, 2: [(-1, 4), (4, huge), (2**40, 2**40)], 3: [(huge, 1), (4, 2)]}),
-        (m.Slots, (c, c, 4), {2: sizes}),
-        (m.stats, (own, None, c, 0, three, 1), {1: others, 4: (named(0b11), named(0b10111), named(1 << 20), short)}),
-        (m.stats, (own, second, c, 0, named(0b1111000111), 1), {4: (three, named(0b111000111))}),
-        (m.mixed, (own, second, 0, named(0b11000011), named(0b11), 1), {1: (unknown, *others), 3: (three,), 4: (named(0b1),)}),
-        (m.pull, (own, None, c, three, named(1), out, 1), {3: (named(0b11),), 4: (named(0b10), named(1, 3)), 5: outs}),
-        (m.pull, (own, second, c, named(0b11000111), named(0b10001), out, 1), {1: (unknown, *others), 3: (three,), 4: (named(1),)}),
-        (
-            m.fused, (program(0, 2, 3), [], [], False, own, None, c, 0, out, three, 1),
-            {
-                0: (program(1, 2, 3), program(0, 2, 1), program(0, 3, 3)), 1: ([1.0],), 2: ([c],), 5: (second, *others), 8: outs,
-                9: (named(0b11), short, named(1 << 20)),
-            },
-        ),
-        (m.scale, (a, 0, 4, 2.0, 1), {1: dtypes, 2: sizes}),
-        (m.select, (own, c, three, 2.0**35, c, 4, Maybe(a), b, maybe, 1), {2: (named(0b1),), 5: sizes}),
-        (m.slot_logits, (square, square, slots, b, 1), {1: (narrow,)}),
-        *((add, (b, slots, square, square, 1), {3: (narrow,)}) for add in (m.add_weight_rows, m.add_hidden_rows)),
-    ]  # fmt: skip
-    if m.has_products():
-        ends = (narrow, matrix(0, 3, 4), matrix(2))
-        table += [
-            (m.logits_product, ("fp32", square, square, maybe, square, 1), {0: ("torch",), 1: (narrow, low), 2: (narrow, low), 4: (*ends, low)}),
-            (m.d_hidden, ("fp32", square, square, square, 1), {0: ("torch",), 1: (narrow, low), 2: ends, 3: (*ends, low)}),
-            (m.d_weight, ("fp32", square, square, None, square, 1), {1: (ends[1], low), 2: ends[1:], 3: (*ends, low), 4: ends}),
-        ]  # fmt: skip
-    for make, right, places in table:
-        make(*right)
-        for place, x in enumerate(right):
-            threads = (0, -1) if place == len(right) - 1 and not isinstance(make, type) else ()
-            for value in (*wrong(x), *places.get(place, ()), *threads):
-                with pytest.raises(ValueError):
-                    make(*right[:place], value, *right[place + 1 :])
-                    pytest.fail(f"{make} took {value} as argument {place}")
-
-
-# ---- heads of any strides: `view` of recipes
-
-
-def test_main_grad_of_a_transposed_parameter(backend: str) -> None:
-    """The flag is that of the parameter, of which kernels take a copy."""
-    weight: Any = torch.nn.Parameter(torch.randn(H, V).t())
-    given, options = (torch.randn(N, H), weight, torch.arange(N)), Options(backend=backend)
-    (want,) = torch.autograd.grad(linear_logprobs(*given, options=options).logps.sum(), weight)
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(V, H), False
-    linear_logprobs(*given, options=replace(options, weight_grad=weight.main_grad)).logps.sum().backward()
-    assert weight.grad_added_to_main_grad is True
-    torch.testing.assert_close(weight.main_grad, want)
+def test_rows_that_cannot_be_are_refused() -> None:
+    """By the module: no address or one that is not aligned, no dtype, sizes and strides beyond memory, rows behind the last."""
+    at = torch.zeros(64).data_ptr()
+    right = (at, 0, (2, 2, 4), (8, 4, 1), 0, 4)
+    cpu._cpu.Memory(*right)
+    for place, wrong in (
+        (0, 0), (0, at + 1), (1, 3), (2, (2, 2, -1)), (2, (2**40, 2**40, 4)), (3, (2**62, 4, 1)), (3, (8, 4, 2)), (4, -1), (5, 5),
+    ):  # fmt: skip
+        with pytest.raises(ValueError):
+            cpu._cpu.Memory(*right[:place], wrong, *right[place + 1 :])
 
 
 # ---- without assertions

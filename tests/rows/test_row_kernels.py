@@ -15,7 +15,6 @@ import torch
 
 from grpo_kernels.formulas.surrogates import Custom
 from grpo_kernels.rows.backends import Backend
-from grpo_kernels.rows.partials import partials_of
 from support.kernel_rows import (
     COOL,
     DTYPES,
@@ -28,13 +27,11 @@ from support.kernel_rows import (
     Rows,
     beside,
     check,
-    exact,
     fused,
     given,
     in_cpp,
     kernels,
     same,
-    slopes_of,
     stage_of,
     stats_of,
     visited,
@@ -68,7 +65,7 @@ def check_each_way(module: Backend, r: Rows) -> None:
         check(one, way(module, one))
 
 
-SIZES = (7, 257, 1, 531) if TRITON else (*range(1, 68), 127, 128, 129, 1000, 4111, 32_001)
+SIZES = (7, 257, 1, 531) if TRITON else (*range(1, 68, 3), 16, 64, 127, 128, 129, 1000, 4111, 32_001)
 BOTH = [] if TRITON else [(vocab, dtype, name) for vocab in (65, 1003) for dtype in DTYPES for name in TRANSFORMS]
 
 
@@ -165,47 +162,26 @@ def test_where_rows_lie(module: Backend, view: str, second: Any) -> None:
             whole.copy_(before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@each_stream
-def test_a_gradient_of_another_dtype(module: Backend, dtype: torch.dtype, second: Any) -> None:
-    """Apart and, where the backend says that it may, narrower at the beginning of its row of logits: the same but for rounding."""
-    for of_logits in SOME if second is None else (torch.float32,):
-        r = drawn(1003 if second is None else 291, of_logits, second=second)
-        for way, one in ways(r):
-            found = way(module, one, out=torch.full(r.logits.shape, math.nan, dtype=dtype))
-            check(one, found)
-            if module.writes_behind_reads and dtype.itemsize < of_logits.itemsize:
-                logits = r.logits.clone()
-                narrow = logits.view(dtype)[..., : r.logits.shape[-1]]
-                same(way(module, replace(one, logits=logits), out=narrow), found, "narrower, in place")
-
-
 @each_stream
 def test_a_row_depends_on_nothing_but_itself(module: Backend, second: Any) -> None:
-    """Bit by bit: not on threads, on the range of rows, on the rows beside it, on what a thread's memory held before."""
+    """Bit by bit: not on threads, on the range of rows, on the rows beside it."""
     for dtype in SOME if second is None else SOME[:1]:
         vocab = 2085 if second and not TRITON else 20_011 if in_cpp(module) else V
-        t = torch.linspace(0.5, 2.0, 12)
-        r = drawn(vocab, dtype, (3, 4), second, transform=PLAIN._replace(inv_temperature=t))
-        expected = [way(module, one) for way, one in ways(r)]
-        for threads in (2, 3, 8):
-            torch.set_num_threads(threads)
-            for way, one in ways(drawn(7, dtype, (1, threads), second)):
-                way(module, one)
-            for (way, one), right in zip(ways(r), expected, strict=True):
-                same(way(module, one), right, threads)
-        torch.set_num_threads(1)
-        out = torch.full_like(r.logits, math.nan)
-        for lo, hi in ((0, 1), (1, 6), (6, 11), (11, 12)):
-            part, _ = visited(module, r, out, (lo, hi))
-            assert all(torch.equal(x, expected[0][0][name][lo:hi]) for name, x in part.items())
-            assert out.view(12, -1)[hi:].isnan().all(), "rows that were not asked for"
-        assert torch.equal(out, expected[0][1])
-        for (way, one), (values, gradient) in zip(ways(r), expected, strict=True):
-            for i in (0, 5, 11):
-                found = way(module, one.at(i, i + 1))
-                assert all(torch.equal(x[0], values[name][i]) for name, x in found[0].items())
-                assert torch.equal(found[1].view(-1), gradient.view(12, -1)[i])
+        r = drawn(vocab, dtype, (3, 4), second, transform=PLAIN._replace(inv_temperature=torch.linspace(0.5, 2.0, 12)))
+        for way, one in ways(r):
+            values, gradient = way(module, one)
+            torch.set_num_threads(3)
+            same(way(module, one), (values, gradient), "threads")
+            torch.set_num_threads(1)
+            out = torch.full_like(r.logits, math.nan)
+            for lo, hi in ((0, 1), (1, 6), (6, 12)):
+                part, _ = way(module, one, out, (lo, hi))
+                assert all(torch.equal(x, values[name][lo:hi]) for name, x in part.items())
+                assert out.view(12, -1)[hi:].isnan().all(), "rows that were not asked for"
+                found, alone = way(module, one.at(lo, hi))
+                assert all(torch.equal(x, values[name][lo:hi]) for name, x in found.items())
+                assert torch.equal(alone.view(hi - lo, -1), gradient.view(12, -1)[lo:hi])
+            assert torch.equal(out, gradient)
 
 
 @each_stream
@@ -214,12 +190,10 @@ def test_rows_that_are_not_read(module: Backend, second: Any) -> None:
     read = torch.tensor([True, False, True, True, False, True])
     t = torch.tensor([0.8, math.nan, 1.0, 1.2, math.inf, 1.0])
     for dtype in SOME:
-        clean = drawn(
-            1000, dtype, second=second, read=read, transform=PLAIN._replace(inv_temperature=torch.where(read, t, 1.0))
-        )
-        for way, one in ways(clean):
+        fine = PLAIN._replace(inv_temperature=torch.where(read, t, 1.0))
+        for way, one in ways(drawn(1000, dtype, second=second, read=read, transform=fine)):
             bad = replace(
-                one, logits=one.logits.clone(), targets=one.targets.clone(), transform=one.transform._replace(inv_temperature=t)
+                one, logits=one.logits.clone(), targets=one.targets.clone(), transform=PLAIN._replace(inv_temperature=t)
             )
             bad.logits.view(6, -1)[~read] = torch.tensor([math.nan, math.inf])[:, None].to(dtype)
             bad.targets[~read] = torch.tensor([2**40, -100])
@@ -227,32 +201,10 @@ def test_rows_that_are_not_read(module: Backend, second: Any) -> None:
             if bad.second is not None:
                 bad.second = bad.second._replace(logits=bad.second.logits.clone())
                 bad.second.logits.view(6, -1)[~read] = math.nan
-            values, gradient = way(module, bad)
-            same((values, gradient), expected)
-            for name, x in values.items():
+            same(way(module, bad), expected)
+            for name, x in expected[0].items():
                 assert name == "top_prob" or (not x[~read].any() and x[read].all()), name
-            assert gradient.view(6, -1).any(1).tolist() == read.tolist()
-            if way is fused:
-                same(fused(module, bad, out=bad.logits), expected, "in place")
-        stats = stats_of(module, clean)
-        nothing = {"sum": 1.0, "teacher_sum": 1.0, "top": -1}
-        assert all((stats.get(name)[~read] == nothing.get(name, 0.0)).all() for name in stats.names)  # type: ignore[index]
-
-
-@each_stream
-def test_rows_without_a_slope_are_not_looked_at(module: Backend, second: Any) -> None:
-    """Again: the gradient is 0. Of a row in which the divergence has no weight its stream may hold anything."""
-    r, last = drawn(1000, second=second), "divergence" if second else "logps"
-    r.slopes = {"logps": torch.zeros(6), last: torch.tensor([0.0, 1.0, 0.0, 0.0, 2.0, 0.0])}
-    none, stats = r.slopes[last] == 0, stats_of(module, r)
-    assert not fused(module, r)[1].view(6, -1)[none].any()
-    losses, out = fused(module, r)[0]["losses"], torch.full_like(r.logits, math.nan)
-    if r.second is not None:
-        r.second.logits.view(6, -1)[none] = math.nan
-        assert not in_cpp(module) or torch.equal(fused(module, r)[0]["losses"], losses)  # the others look at both streams
-    r.logits.view(6, -1)[none] = math.nan
-    module.pull(given(r), stats, slopes_of(stats, {last: r.slopes[last]}), out)
-    assert not out.view(6, -1)[none].any() and out.view(6, -1)[~none].all()
+            assert expected[1].view(6, -1).any(1).tolist() == read.tolist()
 
 
 @pytest.mark.parametrize("at", [0, 500, 1002])
@@ -275,42 +227,16 @@ def test_what_cannot_be_computed_shows_in_its_row(module: Backend, at: int) -> N
             assert found["logps"][1:5].isnan().all() and out[0, 1:3].isnan().all() and (around[[0, 2]] == 7.0).all()
 
 
-def test_every_nan_pattern_shows(module: Backend) -> None:
-    payloads = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1, 0x7FC001FF], dtype=torch.int32).view(torch.float32)
-    r = drawn(40, shape=(1, 5))
-    r.logits[0, torch.arange(5), 17] = payloads
-    assert stats_of(module, r).logps.isnan().all()
-
-
-def test_sums_of_a_million_terms_and_exponentials_between_powers_of_2(module: Backend) -> None:
-    """Rows of an element at 0 and one at d: the sum and the entropy's term show exp(d)."""
+def test_sums_of_a_million_terms(module: Backend) -> None:
     r = Rows(2 * torch.rand(1, 1, 4099 if TRITON else 1 << 20))
     d, stats = r.logits.double() - r.logits.double().max(), stats_of(module, r)
     for name, terms in (("sum", d.exp()), ("weighted", d * d.exp()), ("squares", (2 * d).exp())):
         assert abs(stats.get(name) / terms.sum() - 1) < 1e-6, name  # type: ignore[operator]
-    assert stats.max == r.logits.max()
-    some = torch.tensor([0.0, -0.3, -17.3, -60.0, -86.99, -87.01, -1e4, -math.inf])
-    d = torch.cat([some, torch.linspace(-86.9, 0, 50 if TRITON else 5000)])
-    stats = stats_of(module, Rows(torch.stack([torch.zeros_like(d), d], -1)[None]))
-    exp, wide = d.double().exp(), d.double().clamp(min=-1e9)
-    assert ((stats.sum - 1 - exp).abs() <= 2.5e-7).all()
-    assert ((stats.get("weighted") - wide * exp).abs() <= (3e-7 + 1e-7 * wide.abs()) * (wide * exp).abs() + 1e-35).all()
-
-
-def test_fewer_statistics_are_the_same(module: Backend) -> None:
-    r = drawn()
-    more = stats_of(module, r)
-    for names in ((), ("entropy",), ("top_id",)):
-        fewer = module.stats(given(r), partials_of(names))
-        assert fewer.names == partials_of(names) and all(torch.equal(fewer.get(name), more.get(name)) for name in fewer.names)
-    logits = torch.zeros(1, 3, 300)
-    logits[0, 0, [17, 40, 299]], logits[0, 1] = 3.0, -math.inf
-    assert stats_of(module, Rows(logits)).top_id.tolist() == [17, 0, 0], "the first of equal ones"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scale(module: Backend, dtype: torch.dtype) -> None:
-    for shape in ((1,), (37,), (3, V), (2, 3, 531 if TRITON else 40_000)):
+    for shape in ((37,), (2, 3, 531 if TRITON else 40_000)):
         for factor in (0.3, 0.0, -2.0):
             x = torch.randn(shape).to(dtype)
             x.view(-1)[0] = math.nan
@@ -344,8 +270,3 @@ def test_a_slope_beyond_fp32_is_no_finite_gradient(module: Backend) -> None:
         r.slopes = {"logps": torch.ones(2), "entropy": torch.full((2,), -coefficient)}
         module.fused(given(r), stage_of(r, Custom(steep, (factor,))), r.logits)
         assert not r.logits.isfinite().any()
-
-
-def test_what_is_compared_is_not_trivial() -> None:
-    (values, gradient) = exact(drawn(transform=COOL))
-    assert all(x.abs().min() > 1e-3 for x in values.values()) and (gradient.abs().amax(-1) > 1e-2).all()

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_kernels.rows.backends import cpu
 from support import amx
-from support.fuzz import MANY
+from support.pairs import MANY
 from support.processes import for_its_own_pytest
 
 if cpu.available() is not None:

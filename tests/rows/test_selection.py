@@ -11,7 +11,7 @@ import torch
 from grpo_kernels.rows.backends import Backend
 from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform, Slopes
 from grpo_kernels.rows.selection import BITS, Drawn, capacity, per_unit, starts
-from support.kernel_rows import DTYPES, KERNELS, TRITON, kernels
+from support.kernel_rows import DTYPES, KERNELS, kernels
 
 Tensor = torch.Tensor
 
@@ -98,41 +98,6 @@ def test_transforms(module: Backend) -> None:
         p = rows.transform.of(rows.logits[0].double(), torch.arange(9)[:, None]).softmax(-1).float()
         found = ids_of(module.select(rows, partials_of(module, rows), STEP, first))
         assert found == expected(p, rows.targets, first, STEP)[0]
-
-
-def test_parts_of_a_row_draw_what_the_row_does(module: Backend) -> None:
-    """The running sum of a part goes on from the mass of the parts before; rows may lie apart, and there may be none."""
-    rows, first = rows_of(1000)
-    partials = partials_of(module, rows)
-    whole = ids_of(module.select(rows, partials, STEP, first))
-    found: list[list[int]] = [[] for _ in whole]
-    for lo, hi in ((0, 300), (300, 301), (301, 1000)):
-        part = LogitRows(rows.logits[..., lo:hi], rows.targets - lo)
-        for row, ids in zip(found, ids_of(module.select(part, partials, STEP, first)), strict=True):
-            row += [lo + j for j in ids]
-        first = first + module.masses(part, partials, STEP)
-    assert found == whole
-    none = LogitRows(rows.logits[:, :0], rows.targets[:0])
-    assert module.select(none, partials.at(slice(0, 0)), STEP, first[:0]).ids.shape == (0, capacity(STEP))
-
-
-def test_how_often_a_column_is_drawn(module: Backend) -> None:
-    """Of offsets at equal distances a column gets its share, to one."""
-    rows = rows_of(40)[0]._replace(targets=torch.full((9,), -1))
-    partials, p = partials_of(module, rows), probabilities(module, rows)
-    often, counts = 16 if TRITON else 512, torch.zeros_like(p)
-    for k in range(often):
-        for row, ids in enumerate(ids_of(module.select(rows, partials, STEP, torch.full((9,), k * (2**BITS // often))))):
-            counts[row, ids] += 1
-    assert ((counts - often * (p / STEP).clamp(max=1)).abs() <= 1.001).all()
-    assert counts.max() == often and counts[0].max() < often and (TRITON or counts[0].min() > 0)
-
-
-def test_rows_without_probabilities(module: Backend) -> None:
-    rows = LogitRows(torch.zeros(1, 4, 70), torch.tensor([9, 10, 11, -1]))
-    rows.logits[0, 0, 3], rows.logits[0, 1, 4], rows.logits[0, 2] = torch.nan, torch.inf, -torch.inf
-    drawn = module.select(rows, partials_of(module, rows), 1.0, torch.zeros(4, dtype=torch.int64))
-    assert ids_of(drawn)[:3] == [[9], [10], [11]]
 
 
 def test_starts_are_those_of_splitmix() -> None:

@@ -13,16 +13,14 @@ import torch
 from grpo_kernels.formulas.surrogates import Cispo, Clip, Custom, PolicyGradient, ops
 from grpo_kernels.objective import Objective
 from grpo_kernels.rows.partials import LogitRows, RowTransform, Second
-from grpo_kernels.rows.ragged import Ragged
-from support.kernel_rows import Rows, visited
-from support.slots import random_slots, values_for
+from support.kernel_rows import Rows, random_slots, values_for, visited
 
 pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from benchmarks.assembly import LOAD, STORE, accesses, bits, blocks, code, loops, taken
-from benchmarks.launches import KERNELS, TARGETS, Beside, Case, compiling, device_name, token_rows
+from benchmarks.assembly import LOAD, STORE, accesses, bits, blocks, code
+from benchmarks.launches import KERNELS, Beside, Case, compiling, device_name, token_rows
 from grpo_kernels.rows.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(
@@ -95,18 +93,6 @@ def test_what_a_target_has_alone_is_behind_a_barrier(
     assert pair in unordered(without_barriers(assembly), before, STORE)  # the walk finds what there is to find
 
 
-@pytest.mark.parametrize("kernel", ["pull", "fused"])
-def test_the_ends_of_a_peeled_row_are_loaded_before_they_are_stored(kernel: str) -> None:
-    """In place: all warps load what lies outside of its 16-byte boundaries, and one stores it. Only this is of 16 bits where the
-    rest of the row is read, once statistics are there, by 128 (on NVIDIA's)."""
-    with compiling("sm_90") as launches:
-        Case(kernel, vocab=151937, stride=151937).launch()
-    ((_, compiled),) = launches
-    assembly = code(compiled)
-    assert (16, 16) not in unordered(assembly, LOAD, STORE)
-    assert (16, 16) in unordered(without_barriers(assembly), LOAD, STORE)
-
-
 def test_minimum_and_maximum_of_a_formula_keep_nan() -> None:
     """The hardware's default drops it, as no test on a CPU would show: a row of NaN would get a finite loss."""
     with compiling("sm_90") as launches:
@@ -116,33 +102,6 @@ def test_minimum_and_maximum_of_a_formula_keep_nan() -> None:
     assembly = code(kernel)
     # exp(min(x, 60)), min(r, delta) A, clip(r): the lane reductions of the row's maximum use the plain form.
     assert assembly.count("min.NaN.f32") >= 4 and assembly.count("max.NaN.f32") >= 1 and "min.f32" not in assembly
-
-
-def test_tiles_stay_in_registers_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not beside tanh of fp32 rows, nor single elements at the end of an odd vocabulary in padded rows."""
-    kept = []
-    monkeypatch.setattr(backend.launch, "run", lambda kernel, tile, *_: kept.append(tile(0).flags["KEPT"]))
-    single, half = torch.float32, torch.bfloat16
-    with compiling("sm_90"):
-        for case in (
-            Case("fused", single, half), Case("fused", single, half, transform="softcap"), Case("fused", transform="softcap"),
-            Case("fused", vocab=50264, stride=50272), Case("fused", vocab=50257, stride=50272),
-        ):  # fmt: skip
-            case.launch()
-    assert kept == [3, 0, 1, 1, 0]
-
-
-def test_tiles_are_copied_ahead_where_there_are_others_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From sm_90 on; not for rows that are loaded at once."""
-    taken = []
-    monkeypatch.setattr(backend.launch, "run", lambda kernel, tile, *_: taken.append(tile(0).flags["STAGES"]))
-    for target, stages in (("sm_80", 1), ("sm_90", 3), ("sm_100", 3), ("gfx942", 1)):
-        with compiling(target):
-            for case in (Case("fused"), Case("pull", torch.float32), Case("stats"), Case("fused", vocab=50257, stride=50257)):
-                case.launch()
-            Case("fused", vocab=16384, stride=16384).launch()
-        assert taken == [stages] * 4 + [1], target
-        taken.clear()
 
 
 def variants() -> dict[str, int]:
@@ -206,18 +165,6 @@ def test_each_formula_has_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
 
 # ---- sparse products
 
-SPARSE_KERNELS = (
-    backend._slot_logits_kernel, backend._add_weight_rows_kernel, backend._add_hidden_rows_kernel, backend._add_pieces_kernel,
-)  # fmt: skip
-
-#: Dtypes of hidden states and weight.
-PAIRS = (
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.float32, torch.float16),
-)
-
 
 def launch_sparse(n: int, vocab: int, width: int, hidden: torch.dtype, weight: torch.dtype, gap: int = 0) -> None:
     slots = random_slots(n, vocab)
@@ -227,61 +174,3 @@ def launch_sparse(n: int, vocab: int, width: int, hidden: torch.dtype, weight: t
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "PIECE", 4)  # so that an id may be cut
         KERNELS.add_hidden_rows(values_for(slots), slots, x, y)
-
-
-@pytest.mark.parametrize("gap", (0, 1))
-@pytest.mark.parametrize("target", TARGETS)
-def test_budgets_of_sparse_products(target: str, gap: int) -> None:
-    """No spills, no fp64, at least four programs of 128 threads by registers and, where rows are aligned, wide accesses."""
-    for hidden, weight in PAIRS[: 2 if gap else 4]:
-        with compiling(target) as launches:
-            launch_sparse(7, 40, 64, hidden, weight, gap)
-        assert [name for name, _ in launches] == [kernel.__name__ for kernel in SPARSE_KERNELS]
-        for name, kernel in launches:
-            assembly, used = code(kernel), taken(kernel)
-            said = (target, name, hidden, weight, used)
-            assert used["spilled"] == used["stack"] == 0 and used["registers"] <= 128, said
-            assert not re.search(r"\.f64|_f64", assembly), said
-            if gap == 0 and hidden == weight:
-                loads = max(width for loop in loops(assembly) for width in accesses(LOAD, loop))
-                stores = max(bits(m[0]) for m in re.finditer(STORE, assembly))
-                assert (loads, stores) == (128, 32 if kernel is launches[0][1] else 128), (*said, loads, stores)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_program_without_an_id_ends_after_one_load(target: str) -> None:
-    with compiling(target) as launches:
-        launch_sparse(7, 40, 64, torch.bfloat16, torch.float32)
-    body, successors = blocks(code(launches[2][1]))
-    # The fewest accesses on a way from the entry to each block, and from there to the end.
-    fewest, stack = {0: accesses(f"{LOAD}|{STORE}", body[0])}, [0]
-    while stack:
-        at = stack.pop()
-        for block in successors[at]:
-            found = fewest[at] + accesses(f"{LOAD}|{STORE}", body[block])
-            if block not in fewest or len(found) < len(fewest[block]):
-                fewest[block] = found
-                stack.append(block)
-    ends = [fewest[i] for i, block in enumerate(body) if i in fewest and any(re.match(r"ret;|s_endpgm", x) for x in block)]
-    assert min(ends, key=len) == ([] if target == "gfx942" else [64]), ends  # AMD: by a scalar load
-
-
-@pytest.mark.parametrize("vocab", (3, 200))
-def test_there_are_programs_for_as_many_ids_as_there_can_be(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of padded slots no more than the vocabulary has ids; the places are those where the used ones begin."""
-    width, grids = 64, []
-    monkeypatch.setattr(backend.launch, "run", lambda kernel, launch, grid, *_: grids.append(grid(launch(0))))
-    g = torch.Generator().manual_seed(0)
-    for m in (1, 40, 400, 8000):
-        ids = torch.randint(-vocab, vocab, (m,), generator=g).clamp(min=-1).to(torch.int32).sort().values
-        found = backend.first_places(ids, min(m, vocab)).tolist()
-        listed = ids.tolist()
-        want = [listed.index(i) for i in sorted(set(listed)) if i >= 0]
-        assert found == want + [m] * (min(m, vocab) - len(want))
-        slots = Ragged(ids.to(torch.int64), torch.tensor([0, m]), torch.zeros(m, dtype=torch.int64))
-        with compiling("sm_90"):
-            KERNELS.add_hidden_rows(torch.ones(m), slots, torch.zeros(1, width), torch.zeros(vocab, width))
-        # A block of columns has them all; of many slots, an id may have programs for every PIECE of its own.
-        cut = [m // backend.PIECE] * 2 if m >= 2 * backend.PIECE else [0]
-        assert grids == [min(m, vocab) + cut[0], *cut[1:]], m
-        grids.clear()

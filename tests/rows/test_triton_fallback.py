@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,15 +15,11 @@ pytest.importorskip("triton")
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
-from benchmarks.launches import KERNELS, compiling
 from grpo_kernels.rows import backends
 from grpo_kernels.rows.backends import eager
 from grpo_kernels.rows.backends import triton as backend
-from grpo_kernels.rows.backends.triton.launch import KernelFailure
-from grpo_kernels.rows.partials import LogitRows, partials_of
 
 compiles = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
@@ -62,20 +57,12 @@ def test_auto_alone_may_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("served", ["cuda", "xpu"])
 def test_the_device_is_the_one_that_tritons_driver_serves(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is called: "cuda" for NVIDIA and AMD, "xpu" for Intel."""
-
-    class Driver:
-        @staticmethod
-        def is_active() -> bool:
-            return True
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget(served, "some", 32)
-
-        def get_active_torch_device(self) -> torch.device:
-            return torch.device(served, 0)
-
-    monkeypatch.setattr(triton.backends, "backends", {served: SimpleNamespace(driver=Driver)})
-    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    active = SimpleNamespace(
+        get_current_target=lambda: GPUTarget(served, "some", 32), get_active_torch_device=lambda: torch.device(served, 0)
+    )
+    driver = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+    monkeypatch.setattr(triton.backends, "backends", {served: driver})
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
     backend.launch.driver_failure.cache_clear()
     assert type(backends.pick("auto", torch.device(served))) is backend.OrEager
     assert type(backends.pick("triton", torch.device(served))) is backend.Kernels
@@ -88,77 +75,3 @@ def test_the_device_is_the_one_that_tritons_driver_serves(served: str, monkeypat
     with pytest.raises(RuntimeError, match="finds no device that it has a driver for"):
         backends.pick("auto", torch.device(served), strict=True)
     backend.launch.driver_failure.cache_clear()
-
-
-def test_triton_that_cannot_start_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there is no C compiler."""
-
-    class Broken:
-        @property
-        def active(self) -> Any:
-            raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
-
-    monkeypatch.setattr(triton.backends, "backends", {"any": SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))})
-    monkeypatch.setattr(backend.launch, "INTERPRETED", False)
-    monkeypatch.setattr(triton.runtime, "driver", Broken())
-    backend.launch.driver_failure.cache_clear()
-    assert backend.available() == "Triton cannot start (RuntimeError: Failed to find C compiler.)"
-    monkeypatch.undo()
-    backend.launch.driver_failure.cache_clear()
-
-
-@compiles
-def test_refused_by_the_assembler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    options, asked = backend.launch.options, []
-
-    def too_much(threads: int, *more: Any) -> dict[str, Any]:
-        asked.append(threads)
-        return options(threads, *more) | ({"ptx_options": "--no-such-option"} if threads > 256 else {})
-
-    monkeypatch.setattr(backend.launch, "options", too_much)
-    backend.launch._launch.cache_clear()
-    logits, targets = torch.zeros(1, 2, 30000), torch.zeros(2, dtype=torch.int64)
-    with compiling("sm_90") as launches:
-        with pytest.warns(
-            RuntimeWarning, match=r"stats does not run with a tile of 1024 x 4 .*PTXASError: .*no-such-option.* 256 x 4"
-        ):
-            KERNELS.stats(LogitRows(logits, targets), partials_of(()))
-        KERNELS.stats(LogitRows(logits, targets), partials_of(()))
-    assert [kernel.metadata.num_warps for _, kernel in launches] == [8, 8] and launches[0][1] is launches[1][1]
-    assert asked == [512, 512, 256]  # two accesses, one, half the threads; then what is known to run, which is not made again
-    backend.launch._launch.cache_clear()
-    assert "no-such-option" in capsys.readouterr().out  # Triton's own report
-
-
-@compiles
-@pytest.mark.parametrize("where", ("pass", "launch"))
-def test_a_failed_pass_is_told_from_a_failed_launch(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are RuntimeErrors."""
-    error, made, make = RuntimeError("PassManager::run failed"), [], CUDABackend.make_llir
-
-    def fails(self: Any, *arguments: Any) -> Any:
-        made.append(arguments)
-        if where == "pass":
-            raise error
-        return make(self, *arguments)
-
-    monkeypatch.setattr(CUDABackend, "make_llir", fails)
-    logits, targets = torch.zeros(1, 2, 1000), torch.zeros(2, dtype=torch.int64)
-    with compiling("sm_90"):
-        compile_only = JITFunction.run
-
-        def launch(self: Any, *arguments: Any, warmup: bool, **options: Any) -> Any:
-            kernel = compile_only(self, *arguments, warmup=warmup, **options)
-            if not warmup:
-                raise error
-            return kernel
-
-        monkeypatch.setattr(JITFunction, "run", launch)
-        with pytest.raises(RuntimeError) as raised:
-            KERNELS.stats(LogitRows(logits, targets), partials_of(()))
-        monkeypatch.setattr(JITFunction, "run", compile_only)
-    if where == "launch":
-        assert raised.value is error and len(made) == 1 and not backend.launch._remembered
-    else:
-        assert isinstance(raised.value, KernelFailure) and raised.value.__cause__ is error
-        assert len(made) == 4  # two tiles, each compiled once more to see that it is the compiler

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_kernels.rows.backends import Backend
-from grpo_kernels.rows.partials import Partials, RowTransform, Second, merge
+from grpo_kernels.rows.partials import RowTransform, Second
 from support.kernel_rows import (
     CAPPED,
     COOL,
@@ -23,6 +23,7 @@ from support.kernel_rows import (
     Rows,
     check,
     exact,
+    first_order,
     fused,
     given,
     in_cpp,
@@ -30,7 +31,6 @@ from support.kernel_rows import (
     row_pairs,
     same,
     stage_of,
-    stats_of,
     visited,
     ways,
 )
@@ -67,7 +67,8 @@ def check_closely(module: Backend, r: Rows, rtol: float, of_gradient: float) -> 
         values, gradient = way(module, r.divergence_alone)
         assert (values["divergence"] >= 0).all()
         torch.testing.assert_close(values["divergence"].double(), right["divergence"], rtol=rtol, atol=0.0)
-        assert ((gradient[0] - steep).norm(dim=-1) <= of_gradient * steep.norm(dim=-1)).all()
+        error = ((gradient[0] - steep).abs() - first_order(r.divergence_alone)[1]).clamp(min=0.0)
+        assert (error.norm(dim=-1) <= of_gradient * steep.norm(dim=-1)).all()
 
 
 @each_kind
@@ -105,30 +106,22 @@ def test_shares_near_an_end(module: Backend, mixture: float) -> None:
     check_closely(module, two(z, w, "jsd", mixture), 3e-6, 2e-5)
 
 
-FAR = (-60.0, -88.0, -100.0, -300.0, -715.0, -2000.0, -1e30)
-
-
-@each_kind
-def test_targets_that_hardly_are(module: Backend, kind: str, mixture: float) -> None:
-    """The column of a target, which is formed apart, is one like any other; also where one side has no probability there."""
-    z, w = torch.randn(2, 2 * len(FAR), V)
-    z[: len(FAR), 0], w[len(FAR) :, 0] = torch.tensor(FAR), torch.tensor(FAR)
-    r = two(z, w, kind, mixture, targets=torch.zeros(2 * len(FAR), dtype=torch.int64))
-    check_each_way(module, r)
-    for way, one in ((visited, r.only("divergence")), (fused, r.divergence_alone)):
-        elsewhere = way(module, replace(one, targets=torch.full_like(r.targets, 9)))[1]
-        torch.testing.assert_close(way(module, one)[1], elsewhere, rtol=1e-5, atol=1e-7)
-    front, behind = torch.randn(2, len(FAR), V)
-    front[:, 0], behind[:, 0] = torch.tensor(FAR), -math.inf
-    z, w = (behind, front) if kind == "forward" else (front, behind)
-    values, gradient = visited(module, two(z, w, kind, mixture, targets=torch.zeros(len(FAR), dtype=torch.int64)))
-    finite = values["divergence"].isfinite()
-    assert finite[FAR.index(-300.0) :].all() and gradient[0, finite].isfinite().all()
+def test_a_total_variation_by_hand(module: Backend) -> None:
+    """p (sg - E_p[sg]) / 2; between equal rows the sign is 0, and between disjoint ones the value is 1."""
+    p = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [1.0, 0.0, 0.0]])
+    q = torch.tensor([[0.2, 0.3, 0.5], [0.2, 0.4, 0.4], [0.6, 0.3, 0.1], [0.0, 0.5, 0.5]])
+    r = replace(two(p.log(), q.log(), "tv", 0.0), slopes={"logps": torch.zeros(4), "divergence": torch.ones(4)})
+    by_hand = torch.tensor([[0.21, -0.14, -0.07], [0.25, -0.15, -0.1], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    for way in (visited, fused):
+        values, gradient = way(module, r)
+        torch.testing.assert_close(values["divergence"], torch.tensor([0.5, 0.3, 0.0, 1.0]), rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(gradient[0], by_hand, rtol=1e-5, atol=1e-7)
+        assert values["divergence"][2] == 0 and not gradient[0, 2].any()
 
 
 @each_kind
 def test_what_is_impossible_or_no_number(module: Backend, kind: str, mixture: float) -> None:
-    """-inf in both streams counts nothing; where only the second distribution is 0 a KL is infinite, and a JSD is not. NaN and rows
+    """-inf in both streams counts nothing; where only the second distribution is 0 a KL is infinite, others are not. NaN and rows
     of only -inf show, in either stream; a row that is not read is 0."""
     z, w = torch.randn(2, 9, 300 if TRITON else 2100)
     z[:, 3], w[:, 3] = -math.inf, -math.inf
@@ -142,29 +135,20 @@ def test_what_is_impossible_or_no_number(module: Backend, kind: str, mixture: fl
         check(one, (values, gradient))
         found = values["divergence"]
         assert found.isnan().tolist() == [True] * 4 + [False] * 5
-        assert found.isinf().tolist() == [kind != "jsd" and i == 5 for i in range(9)]
+        assert found.isinf().tolist() == [kind in ("reverse", "forward") and i == 5 for i in range(9)]
         assert gradient[0, : 4 if in_cpp(module) else 2].isnan().any(-1).all() and gradient[0, [4, 6, 7]].isfinite().all()
         assert found[8] == 0 and not gradient[0, 8].any() and not gradient[0, [4, 6, 7], 3].any()
 
 
 @each_kind
-def test_maxima_that_rise_apart_and_logits_of_1e30(module: Backend, kind: str, mixture: float) -> None:
-    """The terms of each block are relative to other maxima, of either row, some far below the last. A row of 1e30 keeps the
-    differences of the row beside it."""
+def test_maxima_that_rise_apart(module: Backend, kind: str, mixture: float) -> None:
+    """The terms of each block are relative to other maxima, of either row, some far below the last."""
     vocab = 400 if TRITON else 5000
     up, early, late = torch.arange(vocab) * (250.0 / vocab), torch.full((vocab,), -3e4), torch.full((vocab,), -200.0)
     early[: vocab // 3], late[2 * vocab // 3 :] = torch.randn(vocab // 3), torch.randn(vocab - 2 * vocab // 3)
     z = torch.stack([up, up, -up, torch.randn(vocab), early, late, torch.randn(vocab)])
     w = torch.stack([up + 0.1 * torch.randn(vocab), -up, up, up, torch.randn(vocab), late + 1.0, early.clamp(min=-300)])
     check_each_way(module, two(z, w, kind, mixture))
-    rising = torch.randn(4, vocab).sort(-1).values * 3.0
-    rising[:, 0] = -2.0
-    level = torch.tensor([1e30, -1e30, 3e38, 1e30])[:, None].expand(4, vocab).contiguous()
-    level[3, 5] = 0.0  # and an id of no probability
-    for z, w in (
-        ((rising, level), (level, rising)) if kind == "jsd" else [(rising, level) if kind == "forward" else (level, rising)]
-    ):
-        check_closely(module, two(z, w, kind, mixture, targets=torch.zeros(4, dtype=torch.int64)), 1e-5, 1e-5)
 
 
 @each_kind
@@ -180,57 +164,3 @@ def test_a_gradient_over_the_second_stream(module: Backend, kind: str, mixture: 
     shared = replace(r, logits=memory, second=r.second._replace(logits=memory))  # type: ignore[union-attr]
     if not type(module).__module__.endswith("eager"):
         same(visited(module, shared, out=memory), found)
-
-
-def merged_parts(module: Backend, r: Rows, *ends: int) -> tuple[Partials, list[Rows], list[Partials]]:
-    """The partials of rows from those of their parts, which end at these columns; the parts, and theirs."""
-    columns = [slice(lo, hi) for lo, hi in zip((0, *ends), (*ends, r.logits.shape[-1]), strict=True)]
-    parts = [
-        replace(
-            r,
-            logits=r.logits[..., c],
-            targets=r.targets - c.start,
-            second=r.second._replace(logits=r.second.logits[..., c]),  # type: ignore[union-attr]
-        )
-        for c in columns
-    ]
-    found = [stats_of(module, part) for part in parts]
-    names = tuple(name for name in found[0].names if not name.startswith("mixed"))
-    starts = torch.tensor([[c.start] * r.count for c in columns], dtype=torch.int32)
-    return merge(torch.stack([x.values[: len(names)] for x in found]), names, None, starts, r.second), parts, found
-
-
-@pytest.mark.parametrize("floor", [-math.inf, torch.finfo(torch.float32).min, -1e30, -2e4, -300.0])
-@each_kind
-def test_parts_of_rows_merge(module: Backend, kind: str, mixture: float, floor: float) -> None:
-    """Also parts that a number masks, in both streams or in the one that may be 0 there, and rows that are nearly equal."""
-    z, w = row_pairs(V)
-    near = 3.0 * torch.randn(4, V)
-    z, w = torch.cat([z, near, z[:4]]), torch.cat([w, near + 1e-5 * torch.randn(4, V), w[:4]])
-    z[-1, :50] = w[-1, :50] = (w if kind == "forward" else z)[-2, :50] = z[-3, 90:] = w[-3, 90:] = floor
-    r = two(z, w, kind, mixture)
-    merged, parts, _ = merged_parts(module, r, 50, 90)
-    whole, (right, _) = stats_of(module, r), exact(r)
-    assert torch.equal(merged.top_id, whole.top_id)
-    for name, atol in (("logps", 1e-5), ("entropy", 1e-6), ("sum_squares", 1e-6)):
-        torch.testing.assert_close(getattr(merged, name).double(), right[name], rtol=1e-5, atol=atol)
-    torch.testing.assert_close(merged.log_sums, whole.log_sums, rtol=2e-5, atol=2e-6)
-    if kind == "jsd":
-        of_student, of_second = sum(module.mixed(given(part), merged) for part in parts)  # type: ignore[misc]
-        found = mixture * of_second + (1 - mixture) * of_student
-    else:
-        found = merged.divergence
-    torch.testing.assert_close(found.double(), right["divergence"], rtol=1e-4, atol=1e-6 if floor > -math.inf else 1e-12)
-
-
-@pytest.mark.parametrize("kind", ["reverse", "forward"])
-def test_a_part_without_probability_may_have_an_impossible_id(module: Backend, kind: str) -> None:
-    """Its own KL is infinite, and in the row its probabilities are 0."""
-    front, behind = torch.randn(2, 2, V)
-    front[:, :50] -= 400.0
-    behind[:, 10] = -math.inf
-    r = two(*((front, behind) if kind == "reverse" else (behind, front)), kind, 0.0)
-    merged, _, found = merged_parts(module, r, 50)
-    whole = stats_of(module, r).divergence
-    assert found[0].divergence.isinf().all() and whole.isfinite().all()
-    torch.testing.assert_close(merged.divergence, whole, rtol=1e-5, atol=1e-6)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_selection import partials_of, rows_of
 from test_sparse import close
 
 from grpo_kernels.formulas.filters import TRUST_REGIONS, EntropyFloor, TrustRegion
@@ -22,8 +21,7 @@ from grpo_kernels.presets import PRESETS
 from grpo_kernels.rows.backends import triton
 from grpo_kernels.rows.backends.triton.launch import INTERPRETED, LAUNCH, Choice, choose
 from grpo_kernels.rows.partials import RowTransform
-from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, given, same, visited
-from support.slots import matrix, slots_of
+from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, given, matrix, same, slots_of, visited
 
 Tensor = torch.Tensor
 WIDTH = 0.5
@@ -101,17 +99,6 @@ def test_the_family_compiles_to_what_torch_runs(name: str, old: bool) -> None:
         assert want.abs().max() > 1e-3 and (got - want).abs().max() <= 3e-6 * want.abs().max()
 
 
-def by_torch(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
-    return -advantage * torch.tanh(logp), -advantage
-
-
-def test_a_formula_that_is_no_program_is_refused() -> None:
-    r = drawn(7)
-    stage = Objective(Custom(by_torch)).stage(TokenRows(r.targets, None, torch.ones(3), torch.ones(3)))
-    with pytest.raises(ValueError, match=r"by_torch .*torch.tanh"):
-        backend.fused(given(r), stage, None)
-
-
 # ---- launches
 
 CHOICES = {
@@ -175,15 +162,6 @@ def test_which_unaligned_gradients_go_by_16_bytes() -> None:
     check(r, fused(backend, r, beside[:1, :2]))
 
 
-@pytest.mark.parametrize("V", (1031, 1027, 1024))
-def test_what_is_promised_of_addresses_holds(V: int) -> None:
-    """By `multiple_of`. Where it does not hold, an access is made that no GPU allows, as the executor reports."""
-    for i, of in enumerate(DTYPES):
-        for into in (of, DTYPES[i - 1]):
-            r = with_bonus(drawn(V, of, 4))
-            check(r, fused(backend, r, torch.full(r.logits.shape, math.nan, dtype=into)))
-
-
 @pytest.mark.parametrize("V", (1031, 20003))
 def test_a_row_has_the_same_bits_wherever_it_lies(V: int) -> None:
     """Unaligned rows start at every distance from a 16-byte boundary."""
@@ -214,14 +192,15 @@ def test_an_id_with_many_slots_is_summed_in_pieces(width: int, monkeypatch: pyte
     """Of 16 slots here, the last longer. Its bits do not depend on what other ids have, nor on how columns go to programs."""
     monkeypatch.setattr(triton, "PIECE", 16)
     counts = {0: 31, 1: 32, 2: 5, 3: 33, 4: 161, 5: 1, 7: 48}
-    ids = torch.tensor([id for id, count in counts.items() for _ in range(count)] + [-1] * 19)
+    ids = torch.tensor([id for id, count in counts.items() for _ in range(count)])
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
-    slots = slots_of([[id] for id in ids.tolist()])
-    values, hidden = torch.randn(len(ids)), matrix(len(ids), width, torch.float32, 4)
-    zeros = torch.zeros(8, width)
-    used = ids >= 0
-    terms = values.double()[used, None] * hidden.double()[used]
-    want, size = (zeros.double().index_add(0, ids[used], x) for x in (terms, terms.abs()))
+    slots, values, hidden = (
+        slots_of([[id] for id in ids.tolist()]),
+        torch.randn(len(ids)),
+        matrix(len(ids), width, torch.float32, 4),
+    )
+    terms, zeros = values.double()[:, None] * hidden.double(), torch.zeros(8, width)
+    want, size = (zeros.double().index_add(0, ids, x) for x in (terms, terms.abs()))
     out = zeros.clone()
     backend.add_hidden_rows(values, slots, hidden, out)
     close(out, want, size + 1e-30, 40)  # of a piece, and of pieces: fewer roundings than slots
@@ -230,11 +209,3 @@ def test_an_id_with_many_slots_is_summed_in_pieces(width: int, monkeypatch: pyte
         alone = zeros.clone()
         backend.add_hidden_rows(values, slots._replace(ids=torch.where(ids == id, id, -1)), hidden, alone)
         assert torch.equal(alone[id], out[id]) and not alone[torch.arange(8) != id].any(), id
-
-
-def test_tiles_of_any_size_select_the_same_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    (rows, first), found = rows_of(1000), []
-    for threads, accesses in ((32, 1), (256, 2)):
-        monkeypatch.setitem(LAUNCH, "select", Choice(threads, accesses))
-        found.append(backend.select(rows, partials_of(backend, rows), 1 / 100, first))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and (found[0].ids >= 0).sum() > 100

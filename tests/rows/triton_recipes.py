@@ -118,43 +118,30 @@ def test_products(name: str, shape: tuple[int, int, int], record_property: Calla
     (kind, dtype), (rows, vocab, width) = PRODUCTS[name], shape
     plain = (torch.randn(vocab, width) / width**0.5).to(dtype)
     for weight, bias in (
-        (plain, None),
-        (plain.t().contiguous().t(), torch.randn(vocab).to(dtype)),
         (torch.cat([plain, plain], 1)[:, :width], None),
+        (plain.t().contiguous().t(), torch.randn(vocab).to(dtype)),
     ):
         products = kind(weight, bias)
         hidden = torch.randn(rows, width).to(products.dtype)
         logits = products.logits(hidden)
-        found = {"logits": relative(logits, hidden.double() @ weight.double().t() + (0 if bias is None else bias.double()))}
         block = products.gradient_rows(rows)
         d_logits = products.gradient_buffer(logits, True) if block is None or kind is HalfProducts else block
         given = d_logits.copy_(1e-9 * torch.randn(rows, vocab)).double()
         d_logits = d_logits if block is None else products.keep(d_logits, block, 0)
-        found["d_hidden"] = relative(products.d_hidden(d_logits), given @ weight.double())
-        d_weight = given.t() @ hidden.double()
-        found["d_weight"] = relative(products.add_d_weight(None, d_logits, hidden, last=True), d_weight)
         total = products.add_d_weight(products.add_d_weight(None, d_logits, hidden, last=False), d_logits, hidden, last=True)
+        # The gradients of rows are rounded on their way into the products of fp16.
+        room = 5e-4 if kind is HalfProducts else 5e-5
+        for what, found, exact, limit in (
+            ("logits", logits, hidden.double() @ weight.double().t() + (0 if bias is None else bias.double()), 1e-5),
+            ("d_hidden", products.d_hidden(d_logits), given @ weight.double(), room),
+            (
+                "d_weight",
+                products.add_d_weight(None, d_logits, hidden, last=True),
+                given.t() @ hidden.double(),
+                4e-3 if name == "bf16" else room,
+            ),
+            ("sum of d_weight", total, 2 * given.t() @ hidden.double(), room),
+        ):
+            record_property(what, relative(found, exact))
+            assert relative(found, exact) < limit, what
         assert logits.dtype == total.dtype == torch.float32
-        found["sum of d_weight"] = relative(total, 2 * d_weight)
-        for what, error in found.items():
-            record_property(what, error)
-        limits = {"logits": 1e-5, "d_hidden": 5e-5, "d_weight": 4e-3 if name == "bf16" else 5e-5, "sum of d_weight": 5e-5}
-        if kind is HalfProducts:  # the gradients of rows are rounded on their way into the products
-            limits |= dict.fromkeys(("d_hidden", "d_weight", "sum of d_weight"), 5e-4)
-        assert all(error < limits[what] for what, error in found.items()), found
-
-
-@pytest.mark.parametrize("objective", ["dapo, k3", "gspo"])
-def test_compiled(objective: str) -> None:
-    """The operators in a graph of torch.compile, their backward included."""
-
-    def compiled(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(*x: Tensor) -> Tensor:
-            with contextlib.ExitStack() as stack:
-                if torch.overrides._get_current_function_mode() is not None:  # of the plugin: no part of what is compiled
-                    stack.enter_context(torch.overrides._pop_mode_temporarily())
-                return torch.compile(f, fullgraph=True, backend="aot_eager")(*x)
-
-        return call
-
-    check(Recipe(objective=objective, vocab=VOCABULARIES[0], mode="compile"), backend="triton", call=compiled)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from grpo_kernels.rows import products
 from grpo_kernels.rows.backends import FusedRows, eager
 from grpo_kernels.rows.partials import LogitRows, Partials
+from support.inside import overlap
 
 Tensor = torch.Tensor
 MM = torch.mm
@@ -69,27 +70,14 @@ class GpuProducts:
         if out is not None:
             assert out.dtype == dtype and out.shape == (a.shape[0], b.shape[1])
             assert out.stride(1) == 1 and out.stride(0) >= out.shape[1]
-            assert not any(overlaps(out, x) for x in (a, b)), "a product writes where it reads"
+            assert not any(overlap(out, x) for x in (a, b)), "a product writes where it reads"
         return dtype
-
-
-def overlaps(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have a byte between the first and the last of the other."""
-    if StorageWeakRef(a.untyped_storage()).cdata != StorageWeakRef(b.untyped_storage()).cdata:
-        return False
-    (a_lo, a_hi), (b_lo, b_hi) = map(_span, (a, b))
-    return a_lo < b_hi and b_lo < a_hi
 
 
 def apart_or_in_place(logits: Tensor, out: Tensor) -> bool:
     """Whether a row kernel may write a gradient there: element for element over its logits, or elsewhere."""
     same = out.dtype == logits.dtype and out.stride() == logits.stride() and out.storage_offset() == logits.storage_offset()
-    return out.shape == logits.shape and (same or not overlaps(logits, out))
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    lo = x.storage_offset() * x.element_size()
-    return lo, lo + (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
+    return out.shape == logits.shape and (same or not overlap(logits, out))
 
 
 @contextlib.contextmanager

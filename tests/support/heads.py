@@ -1,4 +1,4 @@
-"""A small model with a head, which is called in each of its ways, for tests of FusedLMHead."""
+"""A small model with a head, which is called in each of its ways, for tests of FusedLMHead; and the gradients of any model."""
 
 from __future__ import annotations
 
@@ -110,3 +110,19 @@ def value_of(out: Any, batch: TokenBatch) -> Tensor:
         assert batch.mask is not None
         out = HeadLogprobs(torch.where(batch.mask, logps, 0.0), torch.where(batch.mask, entropy, 0.0))
     return (batch.advantages[:, None] * out.logps - 0.1 * out.entropy).sum() / NORMALIZER
+
+
+# ---- the gradients that a backward pass has stored in a model
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the gradients, whole where they are sharded, under the names that the model has without a wrapper for ranks."""
+    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: getattr(x, "full_tensor", lambda x=x: x)().clone() for name, x in found.items()}
+
+
+def take_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The same, and removes them from the model."""
+    found = gradients(model)
+    model.zero_grad(set_to_none=True)
+    return found

@@ -1,4 +1,4 @@
-"""What tests see and change of the package's inside, in one place: chunks, products, instruction sets."""
+"""What tests see and change of the package's inside, in one place: chunks, products, instruction sets, memory that is allocated."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels import Sparse
 from grpo_kernels.layout import logit_rows, whole_rows
@@ -173,8 +174,17 @@ def rows_of_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor)
     return [whole_rows(hidden), whole_rows(weight), bias]
 
 
-def multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """A GPU of so many multiprocessors: each takes the next row when it is done with one."""
-    launch = backends.load("triton").launch  # type: ignore[attr-defined]
-    monkeypatch.setattr(launch, "LAUNCH", {kind: choice._replace(grid=1.0) for kind, choice in launch.LAUNCH.items()})
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: count)
+class Allocations(TorchDispatchMode):
+    """The shapes of all tensors that operators return in this context, except for views of existing ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, leaves = func(*args, **(kwargs or {})), torch.utils._pytree.tree_leaves
+        known = {x.untyped_storage().data_ptr() for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for x in leaves(out):
+            if isinstance(x, torch.Tensor) and x.numel() and x.untyped_storage().data_ptr() not in known:
+                self.shapes.append(tuple(x.shape))
+        return out

@@ -1,11 +1,17 @@
-"""Cases that hold every pair of options, in place of the product of all options."""
+"""Cases of parametrised tests: every pair of options in place of the product of all, refusals as tables, how many random ones."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import combinations
 from typing import Any
+
+import pytest
+
+#: Random cases that a test draws.
+MANY = int(os.environ.get("GRPO_KERNELS_FUZZ", "3000"))
 
 
 def pairs(**axes: Iterable[Any]) -> list[dict[str, Any]]:
@@ -40,3 +46,23 @@ def pairs(**axes: Iterable[Any]) -> list[dict[str, Any]]:
 def label(case: dict[str, Any]) -> str:
     """Name a case in the list of tests by its values."""
     return " ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in case.items())
+
+
+#: A call that is fine, and what its message must say where some of its arguments are others.
+Refused = list[tuple[Callable[..., Any], dict[str, Any], dict[str, dict[str, Any]]]]
+
+
+def refusals(table: Refused) -> Any:
+    """Parametrise a test by functions that check one refusal each; unknown keywords raise TypeError, all else ValueError."""
+
+    def checked(call: Callable[..., Any], given: dict[str, Any], message: str, changes: dict[str, Any]) -> None:
+        call(**given)
+        with pytest.raises(TypeError if "no argument" in message else ValueError, match=message):
+            call(**{**given, **changes})
+
+    cases = [
+        pytest.param(lambda row=(call, given, message, changes): checked(*row), id=message)
+        for call, given, messages in table
+        for message, changes in messages.items()
+    ]
+    return pytest.mark.parametrize("refused", cases)

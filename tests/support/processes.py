@@ -16,9 +16,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-#: Whether checks on ranks take the whole products of what they combine, as the tests that are marked `slow` ask for.
-WHOLE_PRODUCTS = os.environ.get("GRPO_KERNELS_WHOLE_PRODUCTS") == "1"
-
 #: Makes `import NAME` fail as if it were not installed; without "grpo_kernels._cpu" no installed copy offers one either.
 WITHOUT = """
 import gc, importlib.metadata, sys
@@ -147,13 +144,6 @@ def run_checks(module: str, ranks: int, folder: Path) -> dict[str, str]:
                 found[name] = said
             found.setdefault(name, said)
     return found
-
-
-def run_whole_products(module: str, ranks: int, folder: Path, monkeypatch: Any) -> None:
-    """All checks of a module, each with every combination of what it is about."""
-    monkeypatch.setenv("GRPO_KERNELS_WHOLE_PRODUCTS", "1")
-    found = run_checks(module, ranks, folder)
-    assert set(found.values()) == {"ok"}, found
 
 
 def check_as_rank(rank: int, module: str, ranks: int, folder: str) -> None:

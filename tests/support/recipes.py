@@ -55,7 +55,7 @@ class Recipe:
     others: tuple[
         str, ...
     ] = ()  # second distributions: whole, near, listed, own: with a transform of its own, itself: the same logits under it
-    exact: str = "reverse"  # reverse, forward, jsd, jsd .1
+    exact: str = "reverse"  # reverse, forward, jsd, jsd .1, tv
     tail: str = "bin"  # of listed ids: bin, ignore, renormalise, generalised
     squared: bool = False  # divergence times the temperature's square
     also: str = "entropy"  # of log-probs: nothing, entropy, detached, sum_squares, at: further ids, log_kept_mass, all
@@ -100,7 +100,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "missing": ("include", "full", "mask"),
     "over": ("kept", "entropy", "reference"),
     "others": ((), ("whole",), ("near",), ("listed",), ("own", "listed"), ("whole", "near")),
-    "exact": ("reverse", "forward", "jsd", "jsd .1"),
+    "exact": ("reverse", "forward", "jsd", "jsd .1", "tv"),
     "tail": ("bin", "ignore", "renormalise", "generalised"),
     "squared": (False, True),
     "also": ("entropy", "nothing", "detached", "sum_squares", "at", "log_kept_mass", "all"),
@@ -214,15 +214,6 @@ def random_recipe(rng: random.Random, **fixed: Any) -> Recipe:
     return legal(Recipe(**{**chosen, "seed": rng.randrange(10**6), **fixed}))
 
 
-def smallest(recipe: Recipe, fails: Callable[[Recipe], bool]) -> Recipe:
-    """The recipe with as many plain values as it can have and still fail."""
-    for name in (*AXES, "mode", "ranks"):
-        plainer = legal(replace(recipe, **{name: getattr(Recipe(), name)}))
-        if plainer != recipe and fails(plainer):
-            recipe = plainer
-    return recipe
-
-
 # ---- the tensors of a recipe
 
 
@@ -302,16 +293,6 @@ def of_sequences(p: Problem, sequences: list[int]) -> Problem:
         transform=some(p.transform), keep=None if p.keep is None else p.keep[rows],
         sequences=[list(range(T * i, T * i + T)) for i in range(len(sequences))],
     )  # fmt: skip
-
-
-def cut(p: Problem, rank: int) -> Problem:
-    """The problem as a rank sees it that has some columns of the vocabulary. The first rank has most, of some recipes all."""
-    r = p.recipe
-    part = r.vocab // (2 * r.ranks) if r.seed % 4 else 0
-    ends = [0, *(r.vocab - (r.ranks - i - 1) * part for i in range(r.ranks))]
-    columns = slice(ends[rank], ends[rank + 1])
-    others = [replace(other, given=sliced(other.given, columns)) for other in p.others]
-    return replace(p, given=sliced(p.given, columns), others=others, columns=columns)
 
 
 def sliced(tensors: dict[str, Tensor], columns: slice) -> dict[str, Tensor]:

@@ -153,6 +153,7 @@ CASES = {
     # divergences, teachers
     "reverse": of_kl("exact", temperature=0.7),
     "reverse, logits, sets": of_kl("exact", loss="logits", top_p=0.8, temperature=1.3, entropy_over="vocabulary"),
+    "tv": of_kl("exact-tv"),
     "distillation": Case({"preset": "distillation", "temperature": 0.7, **HOT}, Spec(beta=1.0), no_reward, teacher=softcapped),
     # advantages
     "steps": Case({"reward_weights": [1.0, 0.5], **HOT}, GRPO, beside_steps, rewards=(varied, of_steps)),
