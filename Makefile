@@ -30,7 +30,7 @@ docs: $(VENV)/package $(VENV)/docs
 	@echo "open build/docs/index.html; with the search: $(BIN)/python -m http.server --directory build/docs --bind 127.0.0.1"
 
 matrix: $(VENV)/package $(VENV)/dev
-	$(BIN)/python tests/repository/matrix.py --write
+	$(BIN)/python tests/repository/versions.py environments --write
 
 rehearsal: $(VENV)/package $(VENV)/dev
 	$(BIN)/python -m pytest -m slow tests/benchmarks/test_gpu_kit.py

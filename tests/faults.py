@@ -3,7 +3,7 @@
     python tests/faults.py [PART OF A NAME OR FILE ...] [--all]
 
 copies the project, puts in one fault after the other, builds what is compiled where that is the faulty part, and runs the tests
-that are named beside it, or with --all the whole quick suite. It ends with the faults that no test found. `test_faults.py` sees
+that are named beside it, or with --all the whole quick suite. It ends with the faults that no test found. `test_structure.py` sees
 to it that every fault still fits the code."""
 
 from __future__ import annotations
@@ -405,10 +405,10 @@ FAULTS: list[Fault] = [
         ("the first token of a sequence is of the one before", "rows, right=True)", "rows, right=False)"),
         ("rows that touch overlap", "if step < extent:", "if step <= extent:", AUTOGRAD),
     ),
-    *of("grpo_kernels/integrations/__init__.py", "tests/integrations/test_binding.py",
+    *of("grpo_kernels/integrations/__init__.py", "tests/integrations/test_bound_functions.py",
         ("adapters(): one is left out", 'if not module.name.startswith("_")', 'if not module.name.startswith(("_", "slime"))'),
     ),
-    *of("grpo_kernels/integrations/_swap.py", "tests/integrations/test_binding.py",
+    *of("grpo_kernels/integrations/_swap.py", "tests/integrations/test_bound_functions.py",
         (
             "undo leaves late imports bound", '            for late, key in names_of(value, getattr(module, "__name__", "")):\n                setattr(late, key, theirs)\n',
             "",
@@ -420,7 +420,7 @@ FAULTS: list[Fault] = [
         ("a comparison of nothing counts", "        told = told or bool(size > 0)\n", "        told = True\n"),
         (
             "experimental: a function that was replaced inside a call stays", "    finally:\n        setattr(home, name, theirs)",
-            "    finally:\n        pass", "tests/integrations/test_trl_replay.py",
+            "    finally:\n        pass", "tests/integrations/test_trl_losses.py",
         ),
         (
             "the second place of a trainer's function is not looked at", "            if len(every) > 1 and error.name is not None and home.startswith(error.name):",
@@ -432,7 +432,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "slopes of a result that has none there are compared", "if a.requires_grad and b.requires_grad]",
-            "if a.requires_grad]", "tests/integrations/test_bound_functions.py tests/integrations/test_binding.py",
+            "if a.requires_grad]", "tests/integrations/test_bound_functions.py",
         ),
         (
             "undo leaves attributes that were not there", "            if theirs is ABSENT:\n                delattr(module, name)\n                continue\n",
@@ -604,11 +604,11 @@ FAULTS: list[Fault] = [
         ),
         (
             "TRL replay: sets of the first completions for all batches", "index[:, length - tokens :] = (torch.arange(b * tokens) + self._taken * tokens).view(b, tokens)",
-            "index[:, length - tokens :] = torch.arange(b * tokens).view(b, tokens)", "tests/integrations/test_trl_replay.py",
+            "index[:, length - tokens :] = torch.arange(b * tokens).view(b, tokens)", "tests/integrations/test_trl_losses.py",
         ),
         (
             "TRL replay: tool tokens take sets of sampled ones", "row[: len(is_generated)] = torch.as_tensor(is_generated) != 0",
-            "row[: len(is_generated)] = True", "tests/integrations/test_trl_replay.py",
+            "row[: len(is_generated)] = True", "tests/integrations/test_trl_losses.py",
         ),
         (
             "TRL distillation: divisor ignored", "normalizer=num_items_in_batch,",
@@ -755,7 +755,7 @@ FAULTS: list[Fault] = [
         ("a correction forgets the weights", "weights if before is None else weights * before.view(weights.shape)", "weights"),
         ("metrics of nothing are not 0", "torch.where(ratio.size > 0, value, 0.0)", "value", "tests/rewards/test_corrections.py"),
     ),
-    *of("grpo_kernels/rewards/entropy.py", "tests/rewards/test_entropy.py",
+    *of("grpo_kernels/rewards/entropy.py", "tests/rewards/test_corrections.py",
         ("a quantile off by one", "position = (1.0 - share) * (count - 1)", "position = (1.0 - share) * count"),
         ("masked tokens in the quantile", "(mask.reshape(-1) != 0) & values.isfinite()", "values.isfinite()"),
         (

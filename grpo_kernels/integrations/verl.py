@@ -31,8 +31,8 @@ Not covered, and left to verl: Megatron's logits without the fused forward (`ver
 `entropy_from_logits_with_chunking`.
 "bypass_mode" is not registered: verl sets it itself when a rollout correction bypasses the old log-probs.
 
-Tested with verl 0.9.1, 0.9.0, 0.8.0 and 0.7.1 on a CPU: the losses through its `ppo_loss`, the heads through its fused forward on
-a tiny Qwen2.
+Tested with verl 0.9.1, 0.9.0, 0.8.0 and 0.7.1 on a CPU: the losses beside its own, the heads through its fused forward on a
+tiny Qwen2.
 Its trainer (Ray, vLLM), its Megatron engine and anything on a GPU were not run.
 """
 

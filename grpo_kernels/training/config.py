@@ -214,9 +214,7 @@ class Evaluation:
 class Logging:
     _argument_group_name: ClassVar[str] = "logging"
 
-    progress: bool = option(
-        True, "show a progress bar (without a terminal: a line for each step), samples and what the run came to"
-    )
+    progress: bool = option(True, "show a line for each step, samples and what the run came to")
     log_to: list[str] = option(
         ["jsonl"],
         "where metrics go: out/metrics.jsonl, which is always written, for a resumed run reads it; the others have to be installed, "
@@ -237,8 +235,7 @@ class OutputAndCheckpoints:
 
     out: str = option(
         "runs/grpo",
-        "folder of the run: config.yaml, metrics.jsonl, samples.jsonl, curves.png, summary.txt, "
-        "checkpoints and the final model",
+        "folder of the run: config.yaml, metrics.jsonl, samples.jsonl, summary.txt, checkpoints and the final model",
         "FOLDER",
     )
     checkpoint_steps: int = option(

@@ -24,8 +24,6 @@ def load_rows(config: TrainConfig) -> tuple[list[Row], list[Row]]:
     if path.is_file():
         if path.suffix not in FILE_LOADERS:
             raise ValueError(f"dataset={config.dataset!r}: a file must end in one of {', '.join(FILE_LOADERS)}.")
-        if not path.read_bytes().strip():
-            raise ValueError(f"dataset={config.dataset!r} is empty: it must have a row for each prompt.")
         rows = list(_load(datasets.load_dataset, config, FILE_LOADERS[path.suffix], data_files=str(path), split="train"))
         train, held_out = _cut(rows, config)
     else:
@@ -84,9 +82,7 @@ def encode(rows: list[Row], tokenizer: Any, config: TrainConfig, which: str, tel
     number is told. Raises ValueError, which names the row, for a prompt that is neither text nor a conversation, and where no row
     is left."""
     if not rows:
-        remedy = "name a data set and a train_split that have some"
-        if which != "training":
-            remedy = "name an eval_split that has some, or switch evaluation off with eval_steps=0"
+        remedy = "name a data set and a split that have some, or, of held-out rows, switch evaluation off with eval_steps=0"
         raise ValueError(f"dataset={config.dataset!r}: there are no {which} rows: {remedy}.")
     kept = []
     for i, row in enumerate(rows):

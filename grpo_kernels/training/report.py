@@ -1,4 +1,4 @@
-"""The records of a run: metrics of its steps, samples, trackers, progress, a picture of the curves, and what it came to."""
+"""The records of a run: metrics of its steps, samples, trackers, progress, and what it came to."""
 
 from __future__ import annotations
 
@@ -158,23 +158,16 @@ class Dashboard:
         self.tracker.store_init_configuration(settings)
 
     def log(self, step: int, metrics: Line) -> None:
-        """The numbers among metrics, in groups: train/..., eval/..., time/..."""
-        grouped = {}
-        for name, value in metrics.items():
-            group = "eval" if name == "accuracy" or name.startswith("eval_") else "train"
-            if name.endswith("seconds"):
-                group, name = "time", "step" if name == "seconds" else name.removesuffix("_seconds")
-            if isinstance(value, (int, float)):
-                grouped[f"{group}/{name.removeprefix('eval_')}"] = float(value)
-        self.tracker.log(grouped, step=step)
+        """The numbers among metrics, by the names of metrics.jsonl."""
+        self.tracker.log({name: float(x) for name, x in metrics.items() if isinstance(x, (int, float))}, step=step)
 
     def close(self) -> None:
         self.tracker.finish()
 
 
 class RunLog:
-    """What rank 0, which alone has the files, keeps of a run: options, metrics and samples, and at the end a picture.
-    With `config.progress` it shows how the run goes, a line for each step."""
+    """What rank 0, which alone has the files, keeps of a run: options, metrics and samples. With `config.progress` it shows how
+    the run goes, a line for each step."""
 
     def __init__(self, config: TrainConfig, out: Path, ranks: Ranks, trackers: Sequence[Tracker]) -> None:
         self.config, self.out, self.ranks, self.given = config, out, ranks, trackers
@@ -202,11 +195,6 @@ class RunLog:
         if self.samples is not None:
             self.samples.close()
         self.ask_trackers("is not closed", lambda tracker: tracker.close())
-        picture = self.out / "curves.png"
-        try:
-            plot(read_metrics(self.out / "metrics.jsonl"), picture)
-        except Exception as error:  # without a picture a run is one all the same
-            print(f"{picture} is not drawn: {type(error).__name__}: {error}", file=sys.stderr)
 
     def ask_trackers(self, failed: str, act: Callable[[Tracker], None]) -> None:
         """One that fails is left out from then on, with a message: the run is worth more."""
@@ -233,11 +221,8 @@ class RunLog:
             reward, prompt = totals[i].item(), rows[i // config.group_size]["prompt"]
             numbers = {"tokens": length, "reward": reward, "rewards": rewards, "advantage": advantage}
             self.samples.log(step, {"prompt": prompt, "completion": text, **numbers})
-            each = ", ".join(f"{name} {value:.3g}" for name, value in rewards.items())
-            parts = f" ({each})" if len(rewards) > 1 else ""
-            self.show(
-                f"step {step}: reward {reward:.3g}{parts}, advantage {advantage:+.3g}, {length} tokens{pair(prompt, text)}"
-            )
+            told = ", ".join(f"{name} {value:.3g}" for name, value in {**rewards, "advantage": advantage}.items())
+            self.show(f"step {step}: {told}{pair(prompt, text)}")
 
     def write(self, line: Line) -> None:
         """The metrics of a step."""
@@ -260,55 +245,19 @@ class RunLog:
 
 # ---- what a run came to
 
-#: Title of a panel, field of a metrics line.
-PANELS = {
-    "reward": "reward",
-    "held-out accuracy": "accuracy",
-    "KL to the reference": "kl",
-    "entropy (nats per token)": "entropy",
-}
-
-
-def plot(lines: list[Line], picture: Path) -> None:
-    """Reward, accuracy, KL and entropy over the steps."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5.2), layout="constrained")
-    for at, (title, name) in enumerate(PANELS.items(), start=1):
-        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-        if points:
-            axes = figure.add_subplot(2, 2, at, title=title, xlabel="step")
-            axes.plot(*zip(*points, strict=True), marker=".")
-            axes.grid(alpha=0.25)
-    draft = picture.with_suffix(".draft.png")
-    figure.savefig(draft, dpi=150)
-    draft.replace(picture)
-
 
 def write_summary(out: Path) -> None:
-    """Evaluations before and after, reward, where the time went, speed, memory, files: lines of text."""
+    """Evaluations and rewards before and after, time and speed: lines of text."""
     lines = read_metrics(out / "metrics.jsonl")
     steps, evaluations = [line for line in lines if "seconds" in line], [line for line in lines if "accuracy" in line]
-
-    def total(name: str, some: list[Line] = steps) -> float:
-        return math.fsum(line.get(name) or 0.0 for line in some)
-
-    told = {"steps": str(len(steps))}
+    told = [f"{len(steps)} steps in {out}"]
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
-        told["held-out accuracy"] = f"{first['accuracy']:.3f} -> {last['accuracy']:.3f} ({last['accuracy_counts']})"
-        told["held-out reward"] = f"{first['eval_reward']:.4g} -> {last['eval_reward']:.4g}"
+        told.append(f"held-out accuracy {first['accuracy']:.3f} -> {last['accuracy']:.3f} ({last['accuracy_counts']})")
     if steps:
-        tenth, whole = max(1, len(steps) // 10), total("seconds")
-        begin, end = total("reward", steps[:tenth]) / tenth, total("reward", steps[-tenth:]) / tenth
-        told["reward"] = f"{begin:.4g} -> {end:.4g} (means of {tenth})"
-        parts = ("sampling", "reward", "gradient", "optimizer")
-        shares = ", ".join(f"{name} {total(f'{name}_seconds') / whole:.0%}" for name in parts)
-        told["time of the steps"] = f"{whole:.1f} s: {shares}"
-        told["evaluations"] = f"{total('eval_seconds', evaluations):.1f} s"
+        tenth, seconds = max(1, len(steps) // 10), math.fsum(line["seconds"] for line in steps)
+        begin, end = (math.fsum(line["reward"] for line in some) / tenth for some in (steps[:tenth], steps[-tenth:]))
         tokens = math.fsum(line["tokens_per_second"] * line["seconds"] for line in steps)
-        told["speed"] = f"{tokens / whole:.0f} sampled tokens a second, of whole steps"
-        told["peak memory"] = f"{max(line['peak_memory_gb'] for line in steps):.2f} GB"
-    files = ("metrics.jsonl", "samples.jsonl", "curves.png", "config.yaml", "checkpoints", "model")
-    told["files"] = f"{out}: " + ", ".join(name for name in files if (out / name).exists())
-    (out / "summary.txt").write_text("".join(f"{name:<20}{text}\n" for name, text in told.items()))
+        told.append(f"reward {begin:.4g} -> {end:.4g} (means of {tenth})")
+        told.append(f"{seconds:.1f} s, {tokens / seconds:.0f} sampled tokens a second")
+    (out / "summary.txt").write_text("".join(f"{text}\n" for text in told))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import pkgutil
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,8 +76,6 @@ def resolve(name: str) -> RewardFunction:
         raise ValueError(
             f"rewards={name!r} cannot be imported ({error}): check the module path and the function's name."
         ) from error
-    if not callable(function):
-        raise ValueError(f"rewards={name!r} is a {type(function).__name__}: name a function.")
     return function
 
 
@@ -103,10 +100,8 @@ class RewardModel:
 
 # ---- calls, and what may not come of them
 
-#: Seconds for finding the completion at which a function fails.
-SEARCH = 10.0
-#: Characters of a text that are shown from its beginning, and from its end.
-SHOWN = 120
+#: Characters of a text that are shown.
+SHOWN = 240
 
 
 @dataclass(frozen=True)
@@ -118,29 +113,19 @@ class Asked:
     tokens: list[list[int]]
     columns: dict[str, list[Any]]
 
-    def by(self, function: RewardFunction, at: slice = slice(None)) -> Any:
-        """What a function returns for some of them, as a list; what is none stays as it is. Without completions it is not
-        called."""
+    def by(self, function: RewardFunction) -> Any:
+        """What a function returns for them, as a list; what is none stays as it is. Without completions it is not called."""
         if not self.completions:
             return []
-        columns = {name: values[at] for name, values in self.columns.items()}
-        returned = function(self.prompts[at], self.completions[at], completion_ids=self.tokens[at], **columns)
+        returned = function(self.prompts, self.completions, completion_ids=self.tokens, **self.columns)
         plain = isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Iterable)
         return returned if plain else list(returned)
-
-    def shown(self, i: int) -> str:
-        return pair(self.prompts[i], self.completions[i])
 
 
 def pair(prompt: str, completion: str) -> str:
     """A prompt and its completion, as lines that follow what is said of them: what is no printable character, such as the end of a
-    line or a terminal's commands, as its escape, and a long text without its middle."""
-
-    def shown(text: str) -> str:
-        left_out = len(text) - 2 * SHOWN
-        return repr(text) if left_out <= 0 else f"{text[:SHOWN]!r} ... {left_out} characters ... {text[-SHOWN:]!r}"
-
-    return f"\n  prompt     {shown(prompt)}\n  completion {shown(completion)}"
+    line or a terminal's commands, as its escape, and the beginning of a long text."""
+    return f"\n  prompt     {prompt[:SHOWN]!r}\n  completion {completion[:SHOWN]!r}"
 
 
 def name_of(function: RewardFunction) -> str:
@@ -149,16 +134,12 @@ def name_of(function: RewardFunction) -> str:
 
 def call(function: RewardFunction, asked: Asked) -> list[float | list[float | None]]:
     """A function's rewards, one for each completion. Raises RuntimeError where it raises, ValueError for what it must not return;
-    both name the function and the completion, and show it with its prompt."""
+    both name the function, the second shows the completion with its prompt."""
     name, count = name_of(function), len(asked.completions)
     try:
         values = asked.by(function)
     except Exception as error:
-        i, where = _failing(function, asked, type(error)), "\nWith completion {} of {} alone it fails alike:"
-        if i is None:
-            i, where = 0, "\nWith none of the {1} completions alone it was seen to fail alike. The first of them:"
-        said = f"reward {name} raised {type(error).__name__}: {error}"
-        raise RuntimeError(said + where.format(i, count) + asked.shown(i)) from error
+        raise RuntimeError(f"reward {name} raised {type(error).__name__}: {error}") from error
     if not isinstance(values, list):
         raise ValueError(f"reward {name} returned {_told(values)}: return a list, with an entry for each completion.")
     if len(values) != count:
@@ -172,22 +153,10 @@ def call(function: RewardFunction, asked: Asked) -> list[float | list[float | No
                     f"{_told(value)}, and not so for others: return numbers for all completions, or lists for all."
                 )
         except ValueError as error:
-            raise ValueError(f"reward {name} returned for completion {i} {error}{asked.shown(i)}") from None
+            raise ValueError(
+                f"reward {name} returned for completion {i} {error}{pair(asked.prompts[i], asked.completions[i])}"
+            ) from None
     return rewards
-
-
-def _failing(function: RewardFunction, asked: Asked, kind: type[Exception]) -> int | None:
-    """The first completion for which the function fails alone; None: there is none, or it took too long to find."""
-    until = time.monotonic() + SEARCH
-    for i in range(len(asked.completions)):
-        try:
-            asked.by(function, slice(i, i + 1))
-        except Exception as error:
-            if type(error) is kind:
-                return i
-        if time.monotonic() > until:
-            break
-    return None
 
 
 def _checked(value: Any, length: int) -> float | list[float | None]:

@@ -83,15 +83,6 @@ class OutputFolder:
             self.lock.close()
             self.lock = None
 
-    def check_space(self, needed: int) -> None:
-        """Raise ValueError unless `needed` bytes are free where the run writes."""
-        free = shutil.disk_usage(self.path).free
-        if free < needed:
-            raise ValueError(
-                f"out={str(self.path)!r} has {free / 1e6:.0f} MB free, and the run writes up to {needed / 1e6:.0f} MB: "
-                "make room, lower keep_checkpoints, or choose another folder."
-            )
-
 
 # ---- checkpoints
 
@@ -229,12 +220,20 @@ class Saved:
 
     def check_space(self) -> None:
         """Room for one checkpoint more than are kept (a new one is whole before an old one goes) and for the model."""
-        size = {p: p.numel() * p.element_size() for p in self.policy.model.parameters()}  # of shards: the whole
-        model, moments = sum(size.values()), 2 * sum(size[p] for p in size if p.requires_grad)
-        frozen = [] if self.reference is None else self.reference.model.parameters()
-        each = model + moments + sum(p.numel() * p.element_size() for p in frozen)
-        there = len(listed(self.folder.checkpoints))
-        self.folder.check_space(model + each * max(self.config.keep_checkpoints + 1 - there, 1))
+        models = [each.model for each in (self.policy, self.reference) if each is not None]
+        model, *frozen = (
+            sum(p.numel() * p.element_size() for p in each.parameters()) for each in models
+        )  # of shards: the whole
+        more = max(self.config.keep_checkpoints + 1 - len(listed(self.folder.checkpoints)), 1)
+        needed, free = (
+            model + more * (3 * model + sum(frozen)),
+            shutil.disk_usage(self.folder.path).free,
+        )  # AdamW has two moments
+        if free < needed:
+            raise ValueError(
+                f"out={str(self.folder.path)!r} has {free / 1e6:.0f} MB free, and the run writes up to {needed / 1e6:.0f} MB: "
+                "make room, lower keep_checkpoints, or choose another folder."
+            )
 
     def save_model(self, tokenizer: Any) -> None:
         """The policy and its tokenizer, as transformers loads them."""

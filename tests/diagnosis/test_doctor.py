@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-import platform
 import re
 from collections.abc import Callable
-from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +13,6 @@ import pytest
 import torch
 
 from grpo_kernels.diagnosis import Finding, doctor, environment, machine, native, self_test, step
-from grpo_kernels.rows.backends import cpu
 from support.processes import WITHOUT, finish, start
 
 CPU, Tensor, ROOT = torch.device("cpu"), torch.Tensor, Path(__file__).parents[2]
@@ -70,43 +66,14 @@ def test_the_report_is_what_is_documented(sound, monkeypatch):
     assert 1e-7 < eager["gradient_error"]["float32"] < 1e-4 < eager["gradient_error"]["bfloat16"] < 1e-2
 
 
-def test_the_text_names_every_backend_and_setting_and_advice_is_no_failure(sound):
-    sound.know(Finding("it is slow", "wait", False))
-    sound.set("self_test", lambda name, device: NOTHING | {"warnings": ["a smaller tile"]})
-    out = sound.says("--quick")
-    for part in (
-        *(f"\n  {name:8} ok: worst error" for name in backends.BACKENDS),
-        *environment.SETTINGS,
-        "a smaller tile\n    -> see",
-    ):
-        assert part in out
-    assert "advice:\n  it is slow\n    -> wait\n" in out and out.endswith(
-        "all is well, as far as was tested: no step was timed\n"
-    )
-    for wrong in ("--js", "--nonsense"):
-        with pytest.raises(SystemExit) as stopped:
-            doctor.main([wrong])
-        assert stopped.value.code == 2
-
-
-@pytest.mark.parametrize(
-    "failure, remedy", [("d_logits is off by 1e+00", "report it"), ("Failed to find C compiler. Please", "set CC")]
-)
-def test_a_wrong_backend_is_named_and_not_timed(failure, remedy, sound):
-    check = {
-        "case": "a case",
-        "level": "logits",
-        "dtype": "float32",
-        "vocab": 7,
-        "errors": {"d_logits": float("nan")},
-        "failure": failure,
-    }
-    wrong = NOTHING | {"passed": False, "checks": [check]}
+def test_a_wrong_backend_is_named_and_not_timed(sound):
+    check = {"case": "a case", "level": "logits", "dtype": "float32", "vocab": 7, "errors": {"d_logits": float("nan")}}
+    wrong = NOTHING | {"passed": False, "checks": [check | {"failure": "d_logits is off by 1e+00"}]}
     sound.set("self_test", lambda name, device: wrong if name == "cpu" else NOTHING)
     report = sound.reports(healthy=False)
     (problem,) = report["problems"]
-    assert f"fails 1 of 1 checks against float64 (a case, from logits, float32, vocabulary 7: {failure})" in problem["problem"]
-    assert remedy in problem["remedy"] and report["step"] is None and "cpu      WRONG" in sound.says(healthy=False)
+    assert "fails 1 of 1 checks against float64 (a case, from logits, float32, vocabulary 7: d_logits" in problem["problem"]
+    assert report["step"] is None and "cpu      WRONG" in sound.says(healthy=False)
     assert report["backends"]["cpu"]["checks"][0]["errors"] == {"d_logits": "nan"}  # JSON has no NaN
 
 
@@ -178,84 +145,27 @@ def test_the_self_test_detects_a_fault(fault, monkeypatch):
     assert {check["dtype" if where & {"float32", "bfloat16"} else "vocab"] for check in failed} == where
 
 
-@pytest.mark.parametrize(
-    ("case", "changes"),
-    [(0, {"beta": 0.0}), (0, {"entropy_coef": 0.0}), (2, {"level": "token"}), (3, {"beta": 0.08})],
-    ids=str,
-)
-def test_the_self_test_knows_the_formulas(case, changes, monkeypatch):
-    """They stand in it in plain PyTorch: an objective of ours that computes something else fails its case alone."""
-    ours, asked = self_test.results, self_test.CASES[case]
-    other = replace(asked, objective=replace(asked.objective, **changes))
-    monkeypatch.setattr(self_test, "results", lambda one, *given: ours(other if one == asked else one, *given))
-    assert {check["case"] for check in self_test.self_test("eager", CPU)["checks"] if check["failure"]} == {asked.name}
-
-
-def test_a_check_that_raises_costs_itself_only_and_errors_that_are_not_numbers_fail(monkeypatch):
+def test_a_check_that_raises_costs_itself_only(monkeypatch):
     def broken(case, *_):
         raise RuntimeError("Failed to find C compiler\nmore")
 
-    assert {"cannot run" in str(check["failure"]) for check in self_test.self_test("triton", CPU)["checks"]} == {True}
     monkeypatch.setattr(self_test, "results", broken)
     report = self_test.self_test("eager", CPU)
     assert not report["passed"] and len(report["checks"]) == 24
     assert {check["failure"] for check in report["checks"]} == {"RuntimeError: Failed to find C compiler"}
-    assert self_test.beyond_limits({"loss": 0.0, "d_logits": float("nan")}, torch.float32) is not None
-    assert self_test.beyond_limits({"loss": 0.0, "d_logits": 1e-2}, torch.bfloat16) is None
-
-
-def test_errors_of_a_small_row_are_relative_to_that_row():
-    wanted = torch.tensor([[1.0, -1.0], [0.05, -0.05], [0.0, 0.0]])
-    lost, written = wanted * torch.tensor([[1.0], [0.0], [1.0]]), wanted + torch.tensor([[0.0], [0.0], [0.1]])
-    for name, found, error in (
-        ("d_logits", lost, 1.0),
-        ("d_weight", lost, 0.05),
-        ("logps", lost, 0.05),
-        ("d_logits", written, 0.1),
-    ):
-        assert self_test.error_of(name, found, wanted) == pytest.approx(error)
 
 
 # ---- the step
 
 
-@pytest.mark.parametrize("level", ["logits", "hidden", "products"])
+@pytest.mark.parametrize("level", ["logits", "hidden"])
 def test_contenders_compute_the_same(level, backend):
-    shape = step.Step("hidden" if level == "products" else level, 64, None if level == "logits" else 32, 5_021, "float32")
-    eager, *others = step.contenders(shape, backend, CPU)
-    if level == "products":
-        able = {name for name, reason in cpu_products.engines().items() if reason is None}
-        for name in able:
-            with cpu_products.using(name):
-                others = step.contenders(replace(shape, level=level), backend, CPU)
-                assert others[0].name == name and {c.name for c in others} == able
+    eager, *others = step.contenders(step.Step(level, 64, None if level == "logits" else 32, 5_021, "float32"), backend, CPU)
     wanted = eager.run()
     assert all(g.abs().max() > 1e-4 for g in wanted)
     for contender in others * 2:  # what is overwritten is restored
         contender.restore()
         torch.testing.assert_close(contender.run(), wanted, rtol=1e-3, atol=1e-6, msg=contender.name)
-
-
-@pytest.mark.parametrize(
-    ("free", "fast", "shape"),
-    [(64e9, True, (256, 151_936, 896, "bfloat16")), (64e9, False, (256, 151_936, 896, "float32")), (3e9, True, (256, 32_000, 512, "bfloat16"))],
-)  # fmt: skip
-def test_shapes(free, fast, shape, monkeypatch):
-    """From hidden states on a CPU in bf16, where plain PyTorch may be faster, but not where its products of bf16 take minutes; of a
-    model's size, smaller where there is less memory."""
-    monkeypatch.setattr(step, "memory_available", lambda: free)
-    monkeypatch.setattr(step, "torch_has_bf16", lambda: fast)
-    found = step._shape("hidden", CPU)
-    assert (found.rows, found.vocab, found.hidden, found.dtype) == shape == (*shape[:3], step._shape("products", CPU).dtype)
-    assert step._shape("logits", CPU).dtype == "float32"
-
-
-def test_without_memory_nothing_is_timed(monkeypatch):
-    assert step.torch_has_bf16() == ("avx512f" in machine.processor()[1])
-    monkeypatch.setattr(step, "memory_available", lambda: 5e7)
-    none = step.measure("logits", "eager", CPU)
-    assert none.timings == [] and doctor.step_findings(none, "eager", []) == []
-    assert doctor._text_of_step(none) == "a step from logits was not timed: only 0.1 GB of memory are free"
 
 
 def test_a_step_is_measured(monkeypatch):
@@ -267,31 +177,10 @@ def test_a_step_is_measured(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("eager", "ours"),
-    [([], []), ([10.0, 30_000.0], []), ([], [5.0, 5.0, 20_000.0]), ([10.0 * 1.5**i for i in range(20)], [5.0 * 1.5**i for i in range(20)])],
-    ids=["none", "in eager PyTorch", "in ours", "a machine that becomes slower"],
-)  # fmt: skip
-def test_a_stall_is_no_speed_up(eager, ours, monkeypatch):
-    """What the process waits for in one run changes neither the number of rounds nor what they say together."""
-    now, order = [0.0], []
-    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
-    def run(name, left):
-        order.append(name)
-        now[0] += next(left) / 1e3
-
-    chosen = {"eager": iter(eager + [10.0] * 20), "ours": iter(ours + [5.0] * 20)}
-    times = step.interleaved([step.Contender(name, functools.partial(run, name, left)) for name, left in chosen.items()], CPU)
-    found = step.Timing("ours", 5.0, len(times["ours"]), step.gain(times["eager"], times["ours"]))
-    assert found.runs >= step.LEAST and found.gain and found.gain[1] == pytest.approx(2.0) and found.verdict == "faster"
-    assert {*zip(order[2::2], order[3::2], strict=True)} == {("eager", "ours"), ("ours", "eager")}  # after a first run of each
-
-
-@pytest.mark.parametrize(
     ("gain", "runs", "verdict"),
     [
-        ((0.68, 0.7, 0.72), 9, "slower"), ((0.68, 0.7, 0.72), step.LEAST - 1, "unsteady"), ((0.9, 0.94, 0.96), 9, "alike"), ((0.3, 0.5, 0.7), 9, "slower"),
-        ((0.3, 0.9, 1.4), 9, "unsteady"), ((1.0, 3.0, 69.7), 9, "unsteady"), ((1.04, 1.1, 1.2), 9, "alike"), ((1.9, 2.0, 2.1), 9, "faster"), (None, 9, "alike"),
+        ((0.68, 0.7, 0.72), 9, "slower"), ((0.68, 0.7, 0.72), step.LEAST - 1, "unsteady"), ((0.9, 0.94, 0.96), 9, "alike"),
+        ((0.3, 0.9, 1.4), 9, "unsteady"), ((1.9, 2.0, 2.1), 9, "faster"), (None, 9, "alike"),
     ],
 )  # fmt: skip
 def test_when_a_step_is_slower_and_when_nobody_can_tell(gain, runs, verdict):
@@ -310,58 +199,31 @@ def timed_as(**gains):
     return measure
 
 
-SLOW, SAME = (0.69, 0.7, 0.71), (1.0, 1.0, 1.0)
-THREADS = Finding("8 threads on 1", "set 1", False, slows=True)
-
-
 @pytest.mark.parametrize(
-    ("known", "auto", "level", "products", "why", "remedy"),
+    ("known", "auto", "why"),
     [
-        ([THREADS], "cpu", "logits", SAME, "8 threads on 1", "set 1; run again"),
-        ([Finding("old trl", "x", False)], "cpu", "logits", SLOW, "nothing that doctor knows explains it", "run again on an idle machine"),
-        ([], "eager", "logits", SLOW, 'backend="auto" takes eager here', "native kernels"),
-        ([], "cpu", "hidden", (1.9, 2.0, 2.1), "a step by fp32 takes 5 ms, by avx512bf16, which is in use, 10 ms", "set GRPO_KERNELS_PRODUCTS=fp32"),
+        ([Finding("8 threads on 1", "set 1", False, slows=True)], "cpu", "8 threads on 1"),
+        ([Finding("old trl", "x", False)], "cpu", "nothing that doctor knows explains it"), ([], "eager", 'backend="auto" takes eager here'),
     ],
-    ids=["threads", "unknown", "eager", "products"],
+    ids=["threads", "unknown", "eager"],
 )  # fmt: skip
-def test_slower_than_plain_pytorch_is_a_problem_with_reason_and_way_out(
-    known,
-    auto,
-    level,
-    products,
-    why,
-    remedy,
-    sound,
-    monkeypatch,
-):
+def test_slower_than_plain_pytorch_is_a_problem_with_reason_and_way_out(known, auto, why, sound, monkeypatch):
     sound.know(*known)
-    sound.set("measure", timed_as(products=products, **{level: SLOW}))
+    sound.set("measure", timed_as(products=(1.0, 1.0, 1.0), logits=(0.69, 0.7, 0.71)))
     monkeypatch.setattr(backends, "native_backend", lambda device: ("cpu", None if auto == "cpu" else "not built"))
     (slow,) = sound.reports(healthy=False)["problems"]
-    said = "ours is slower than plain PyTorch: 14 ms where that takes 10 ms (0.7 times as fast)"
-    assert slow["problem"].startswith(f"a step from {level}: {said}") and why in slow["problem"]
-    assert remedy in slow["remedy"] and "objective_loss" in slow["remedy"]
-    out = sound.says(healthy=False)
-    assert "all is well" not in out and out.endswith("there are problems, see above\n") and "14.3 ms  0.7 times as fast" in out
+    assert (
+        "a step from logits: ours is slower than plain PyTorch: 14 ms where that takes 10 ms" in slow["problem"]
+        and why in slow["problem"]
+    )
+    assert "objective_loss" in slow["remedy"] and sound.says(healthy=False).endswith("there are problems, see above\n")
 
 
-def test_times_that_spread_are_not_judged_and_a_step_that_fails_is_reported(sound):
+def test_times_that_spread_are_not_judged(sound):
     sound.set("measure", timed_as(logits=(0.7, 2.0, 69.7)))
-    out = sound.says()
-    assert out.count("too unsteady to compare: 0.7 to 69.7 times as fast in 9 rounds") == 2 and "idle machine" in out
-    assert "all is well, as far as could be told: some times spread too much" in out
+    assert "all is well, as far as could be told: some times spread too much" in sound.says()
     sound.set("measure", timed_as())
-    assert sound.says().endswith("\nall is well\n") and sound.reports()["step"][0]["timings"][1]["gain"] == [1.9, 2.0, 2.1]
-
-    def measure(level, backend, device):
-        raise RuntimeError("CUDA out of memory. Tried")
-
-    sound.set("measure", measure)
-    found = sound.reports(healthy=False)["problems"]
-    expected = [
-        f"timing of {level} failed: RuntimeError: CUDA out of memory. Tried" for level in ("logits", "products", "hidden")
-    ]
-    assert [p["problem"] for p in found] == expected and "nvidia-smi" in found[0]["remedy"]
+    assert sound.says().endswith("\nall is well\n")
 
 
 # ---- findings: what is asked -> the one finding in these words, or none
@@ -395,51 +257,27 @@ def settings_of(gpu=False, **environ):
         return environment.setting_findings(environ)
 
 
-def versions_of(**installed):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environment, "version", installed.get)
-        return environment.version_findings()
-
-
 BF16 = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
 HERE = {"file": str(native.PACKAGE / "_cpu.so"), "isa": "avx512bf16", "flags": BF16}
 FINDINGS = [
     (compiled, {}, "grave: the compiled module is missing.*was not built.*force-reinstall grpo_kernels.*C\\+\\+17 compiler"),
-    (compiled, {"needed": False}, "slight: the compiled module is missing"),  # a GPU has kernels of its own
-    (compiled, {"origin": {"kind": "checkout"}}, f"-e {native.PACKAGE.parent}"),
     (compiled, HERE, None),
     (compiled, HERE | {"isa": "avx2"}, "slight: the compiled module runs avx2 code, but this processor has avx512bf16"),
-    (compiled, HERE | {"isa": "avx2", "flags": BF16 - {"avx512_bf16"}}, "this processor has avx512 "),
-    (compiled, HERE | {"isa": "avx2", "flags": frozenset("x")}, None),
     (compiled, HERE | {"isa": ""}, "slight: CPU tensors run in eager PyTorch: the C\\+\\+ kernels need AVX2"),
     (compiled, HERE | {"built": "other"}, "grave: the compiled module is out of date: .*other C\\+\\+ sources.*pip install"),
     (compiled, HERE | {"origin": {"shadows": "/site"}}, "hides the installed package at /site.*another directory"),
     (machine_of, {}, None),
     (machine_of, {"torch_threads": 64}, "64 threads on 8 processors.*OMP_NUM_THREADS=8"),
-    (machine_of, {"torch_threads": 4, "usable_processors": 1.5}, "4 threads on 1.5 processors.*OMP_NUM_THREADS=1"),
     (machine_of, {"torch_threads": 1, "OMP_NUM_THREADS": "1"}, "1 of 8 processors; torchrun sets"),
-    (machine_of, {"torch_threads": 1, "usable_processors": 1, "processors": 1}, None),
     (machine_of, {"load": 20.0}, "busy \\(load 20\\).*OMP_WAIT_POLICY=PASSIVE"),
-    (machine_of, {"load": 20.0, "OMP_WAIT_POLICY": "passive"}, None),
-    (machine_of, {"load": None}, None),
     (gpu_of, {"capability": "9.0"}, None),
-    (gpu_of, {"capability": "12.0"}, None),
     (gpu_of, {"capability": "7.5"}, "slight: untested: .*H200 \\(7.5\\)"),
-    (gpu_of, {"capability": "gfx942:sramecc+"}, "slight: untested: .*gfx942.*go by the test below"),
     (gpu_of, {"capability": ""}, "grave: there is a GPU, but.*built without"),
-    (gpu_of, {"capability": "", "present": False}, None),
-    (versions_of, {"trl": "1.16.2", "verl": "0.9.1"}, None),
-    (versions_of, {"trl": "1.160.0"}, "trl is 1.160.0, but"),
-    (versions_of, {"trl": "0.19.1"}, "slight: trl is 0.19.1, but its adapter was tested with 1.15, 1.16"),
     (settings_of, {"GRPO_KERNELS_STRICT": "1", "GRPO_KERNELS_CHECK": "0", "TRITON_INTERPRET": "", "OMP_NUM_THREADS": "3"}, None),
-    (settings_of, {"GRPO_KERNELS_BACKEND": "eager", "GRPO_KERNELS_PRODUCTS": "torch"}, None),
     (settings_of, {"GRPO_KERNELS_BACKEND": "egaer"}, "grave: GRPO_KERNELS_BACKEND=egaer: .*auto, eager, cpu, triton"),
-    (settings_of, {"GRPO_KERNELS_PRODUCTS": ""}, None),
     (settings_of, {"GRPO_KERNELS_PRODUCTS": "amx"}, "grave: GRPO_KERNELS_PRODUCTS=amx: no tiles, and calls raise -> set it to one of auto, torch,"),
-    (settings_of, {"GRPO_KERNELS_PRODUCTS": "mkl"}, "grave: GRPO_KERNELS_PRODUCTS=mkl: there is no such value"),
     (settings_of, {"GRPO_KERNELS_STRICT": "true"}, "slight: GRPO_KERNELS_STRICT=true: it has no effect -> set it to one of 0, 1"),
     (settings_of, {"GRPO_KERNELS_STRICKT": "1"}, "slight: GRPO_KERNELS_STRICKT is not a setting.*GRPO_KERNELS_STRICT, GRPO_KERNELS_CHECK"),
-    (settings_of, {"NVIDIA_TF32_OVERRIDE": "1", "TRITON_INTERPRET": "1"}, None),
     (settings_of, {"NVIDIA_TF32_OVERRIDE": "1", "gpu": True}, "slight: fp32 matrix products are rounded to TF32"),
     (settings_of, {"TRITON_INTERPRET": "1", "gpu": True}, "grave: TRITON_INTERPRET=1"),
 ]  # fmt: skip
@@ -455,83 +293,7 @@ def test_findings(function, given, expected):
     assert found == [] if expected is None else len(found) == 1 and re.search(expected, found[0]), found
 
 
-def test_a_module_that_is_out_of_date_does_not_end_the_report(monkeypatch):
-    """Nor does a setting that names no products; no function of it is called that it may lack."""
-
-    def wrong():
-        raise AttributeError("module 'grpo_kernels._cpu' has no attribute 'processor'")
-
-    monkeypatch.setattr(native, "load", lambda: SimpleNamespace(__file__="_cpu.so", isa=lambda: "avx2"))
-    assert native.module()[0] == {"path": "_cpu.so", "reason": None, "compiler": None, "isa": "avx2", "isas": []}
-    monkeypatch.setattr(cpu_products, "engine", wrong)
-    assert native.engine() is None
-    facts = FACTS | {"products": {"engine": None, "engines": {"amx": "no tiles", "torch": None}}}
-    assert "\nproducts: amx cannot run here (no tiles)\n" in doctor._text_of_facts(facts)
-
-
-@pytest.mark.parametrize(
-    ("url", "editable", "seen"),
-    [
-        ("/elsewhere", False, ("checkout", "/site/grpo_kernels")),
-        ("/elsewhere", True, ("checkout", "/elsewhere/grpo_kernels")),
-        (str(ROOT), True, ("editable install", None)),
-    ],
-)
-def test_a_checkout_that_hides_an_installed_package_is_named(url, editable, seen, monkeypatch):  # fmt: skip
-    direct = json.dumps({"url": f"file://{url}", "dir_info": {"editable": editable}})
-    distribution = SimpleNamespace(read_text=lambda name: direct, locate_file=lambda name: f"/site/{name}")
-    monkeypatch.setattr(metadata, "distribution", lambda name: distribution)
-    found = native.package()
-    assert (found["kind"], found["shadows"], found["source"]) == (*seen, url)
-
-
-def test_a_processor_that_the_kernels_do_not_serve(monkeypatch):
-    """It runs in eager PyTorch: nothing to build would help."""
-    monkeypatch.setattr(cpu._cpu, "isa", lambda: "")
-    assert "AVX2" in str(cpu.available())
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(cpu, "_cpu", None)
-    assert "aarch64" in compiled()[0].problem and "aarch64" in str(cpu.available())
-
-
 # ---- facts
-
-
-@pytest.mark.parametrize(
-    ("files", "limits"),
-    [
-        ({}, (torch.inf, torch.inf)),
-        ({"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000", "a/b/memory.max": "max", "a/memory.max": "1000",
-          "a/memory.current": "700", "a/memory.stat": "anon 400\ninactive_file 200\n"}, (1.5, 500)),
-    ],
-    ids=["none", "of groups above"],
-)  # fmt: skip
-def test_limits_of_control_groups(files, limits, tmp_path):
-    for path, text in files.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text + "\n")
-    assert machine.cgroup_limits(tmp_path, "4:memory:/x\n0::/a/b\n") == limits
-
-
-@pytest.mark.parametrize(
-    ("kind", "unserved", "capability"),
-    [("xpu", None, "xpu"), ("xpu", "no driver", None), ("cuda", "no compiler", "9.0"), ("mps", "no driver", None)],
-)
-def test_an_accelerator_counts_where_tritons_driver_serves_it(kind, unserved, capability, monkeypatch):  # fmt: skip
-    """By the driver, not by the name; but a GPU of CUDA that Triton cannot use is not passed over."""
-    monkeypatch.setattr(machine, "_accelerator", lambda: kind)
-    monkeypatch.setattr(backends, "native_backend", lambda device: ("triton", unserved))
-    properties = SimpleNamespace(name="one", max_compute_units=448, major=9, minor=0)
-    module = SimpleNamespace(
-        device_count=lambda: 1, get_device_properties=lambda i: properties, mem_get_info=lambda i: (3e9, 4e9)
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
-    gpu = machine.gpus()
-    assert machine.where().type == (kind if capability else "cpu") and gpu["available"] == bool(capability)
-    known = f"name one, capability {capability}, multiprocessors 448, memory_gb 4.0, free_gb 3.0"
-    assert f"\ngpu: {known if capability else f'none no kernels for {kind} tensors'}\n" in doctor._text_of_facts(
-        FACTS | {"gpu": gpu}
-    )
 
 
 def test_every_setting_that_the_package_reads_is_described():

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 from grpo_kernels.integrations import areal, liger, miles, nemo_rl, openrlhf, prime_rl, skyrl, slime, trl, unsloth, verl
+from support.processes import finish, start
 from support.trainers import (
     MASK,
     B,
@@ -265,23 +265,13 @@ def test_the_trainers_own_file(name, monkeypatch):
 @parametrize("name", TRAINERS)
 @parametrize("factor", [1.0, 1.02])
 def test_the_first_call_of_an_untested_version_is_compared(name, factor, monkeypatch):
-    """The same arithmetic goes on after one message; other arithmetic is refused with the difference, and ours taken off. Tensors
-    of the caller are left alone."""
+    """The same arithmetic goes on; other arithmetic is refused with the difference."""
     monkeypatch.setattr(metadata, "version", lambda _: "99.1")
-    module, functions = put(name, factor, cast=True)
+    module, _ = put(name, factor, cast=True)
     (call, leaves), *_ = calls_of(name, module)
-    kept, slots, package = [x.clone() for x in leaves], TRAINERS[name].bind(), name.partition(",")[0]
-    if factor != 1:
-        message = rf"{package} 99\.1.*is not what it was: values, tensor 0 of.*apart of.*any_version=True"
-        with pytest.raises(RuntimeError, match=message):
-            values_and_slopes(call, *leaves)
-        values_and_slopes(call, *leaves)  # its own again
-        assert functions[0].calls == 2 and not slots.counts
-        return
-    with pytest.warns(UserWarning, match=rf"{package} 99\.1 was not tested.*They agree") as said:
-        found = [values_and_slopes(call, *leaves) for _ in range(2)]
-    assert all(map(torch.equal, *found)) and all(map(torch.equal, leaves, kept))
-    assert len(said) == 1 and {*slots.counts} == {"fused"} and all(f.calls <= 1 for f in functions)
+    expected = pytest.raises(RuntimeError, match=rf"{name.partition(',')[0]} 99\.1.*is not what it was: values")
+    with TRAINERS[name].bind(), expected if factor != 1 else pytest.warns(UserWarning, match="They agree"):
+        values_and_slopes(call, *leaves)
 
 
 @parametrize("name", TRAINERS)
@@ -312,93 +302,172 @@ def test_an_argument_of_a_newer_trainer_is_refused_not_swallowed():
         assert not taken, function
 
 
-# ---- what one trainer alone has
+# ---- how functions are replaced, restored, and compared under a version that was not tested: by AReaL's adapter, as by all others
+
+HOME = "areal.utils.functional.vocab_parallel"
 
 
-def test_verls_packed_rows_come_back_flat():
-    """As verl's own functions return them: [N] from hidden states with labels [1, N], and from logits [N, V] with such."""
-    want = log_softmax_of(FLAT, ROWS)[0].float()
-    assert_close(verl.logprobs_from_logits(FLAT, ROWS[None]), want, rtol=1e-5, atol=1e-6)
-    logps, entropy = verl.linear_cross_entropy(FLAT[None], torch.eye(V), ROWS[None])
-    assert_close(logps, want, rtol=1e-5, atol=1e-6)
-    assert entropy.shape == want.shape
-    with pytest.raises(ValueError, match=r"\[1, 96\]"):  # as many labels as rows
-        verl.logprobs_from_logits(FLAT[1:], ROWS[None])
-    with pytest.raises(ValueError, match="reduction='sum'"):
-        verl.linear_cross_entropy(HIDDEN, WEIGHT, IDS, 1.0, "sum")
+def gather_logprobs(logits, labels, temperature=1.0, tp_group=None, chunk_size=1024):
+    return log_softmax_of(logits, labels, temperature)[0].float()
 
 
-def test_verls_gradient_overwrites_the_logits_when_it_says_so():
-    leaf = LOGITS.clone().requires_grad_()
-    logits = leaf * 1.5
-    (gradient,) = torch.autograd.grad(verl.logprobs_from_logits(logits, IDS).sum(), leaf)
-    assert not torch.equal(logits, 1.5 * leaf) and torch.isfinite(gradient).all()
-    logits = leaf * 1.5
-    loss = verl.entropy_from_logits(logits).sum() + verl.logprobs_from_logits(logits, IDS).sum()  # the promise is broken
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+def gather_logprobs_entropy(logits, labels, temperature=1.0, tp_group=None, chunk_size=1024):
+    logps, entropy = log_softmax_of(logits, labels, temperature)
+    return logps.float(), entropy.detach().float()
 
 
-def test_a_function_that_overwrites_its_logits_has_a_copy_in_the_comparison(monkeypatch):
-    """OpenRLHF divides them by the temperature where they are."""
+@pytest.fixture
+def home():
+    return stand_in(HOME, gather_logprobs=gather_logprobs, gather_logprobs_entropy=gather_logprobs_entropy)
+
+
+def late_import(code):
+    module = stand_in(f"areal.late_{len(sys.modules)}")
+    exec(code, vars(module))
+    return module
+
+
+def test_modules_that_were_imported_late_are_given_back(home):
+    """Under whatever name, before the binding or after it; also by a second binding."""
+    early = late_import(f"from {HOME} import gather_logprobs as name")
+    for _ in range(2):
+        slots = areal.bind()
+        late = late_import(f"from {HOME} import gather_logprobs as name")
+        assert home.gather_logprobs is early.name is late.name is not gather_logprobs
+        slots.undo()
+        slots.undo()
+        assert home.gather_logprobs is early.name is late.name is gather_logprobs
+
+
+def test_what_went_wrong_inside_comes_first(home):
+    """If other code has replaced the name by the end of the block, that is an error, unless the block has raised one already."""
+    slots = areal.bind()
+    ours, home.gather_logprobs = home.gather_logprobs, len
+    with pytest.raises(RuntimeError, match="not ours any more: undo in the reverse order"), slots:
+        pass
+    with pytest.warns(UserWarning, match="not ours any more"), pytest.raises(KeyError), slots:
+        raise KeyError
+    home.gather_logprobs = ours
+    slots.undo()
+    assert home.gather_logprobs is gather_logprobs
+    with (
+        pytest.raises(RuntimeError, match=r"no call was fused in this block: AReaL did not call areal\."),
+        areal.bind(strict=True),
+    ):
+        pass
+
+
+def test_the_version_of_the_trainer_is_asked_for(home, monkeypatch):
+    """One that was not tested, or is not known, is no obstacle."""
+
+    def version(known, package):
+        assert package == "areal"
+        if known is None:
+            raise metadata.PackageNotFoundError(package)
+        return known
+
+    monkeypatch.delenv("GRPO_KERNELS_ANY_VERSION", raising=False)
+    for known, untested in (("1.0.4", False), ("1.0.4.1", False), ("1.0.41", True), (None, True)):
+        monkeypatch.setattr(metadata, "version", functools.partial(version, known))
+        with areal.bind() as slots:
+            assert bool(slots.trial.version) == untested
+
+
+def test_nothing_stays_bound_after_an_error():
+    names = {"logprobs_from_logits": len, "chunked_entropy_from_logits": sum}
+    home = stand_in("skyrl.backends.skyrl_train.utils.torch_utils", **names)
+    with pytest.raises(ImportError):
+        skyrl.bind(megatron=True)  # there is no such module here
+    assert home.logprobs_from_logits is len
+
+
+# ---- what the comparison of an untested version sees
+
+
+@pytest.fixture
+def newer(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda _: "99.1")
-    overwriting = {
-        "log_probs_from_logits": lambda logits, labels, temperature=1.0: log_probs(logits.div_(temperature), labels).float()
-    }
-    home, logits = stand_in("openrlhf.models.utils", **overwriting, compute_entropy=len), LOGITS.clone().requires_grad_()
-    with openrlhf.bind(), pytest.warns(UserWarning, match="They agree"):
-        home.log_probs_from_logits(logits, IDS, 0.7)
-    assert torch.equal(logits, LOGITS)
+    monkeypatch.delenv("GRPO_KERNELS_ANY_VERSION", raising=False)
 
 
-def test_slimes_targets_are_kept_and_no_tokens_have_no_last_dimension():
-    """The target is kept, whether top-p recorded it or not."""
-    dropped = KEEP.scatter(1, ROWS[:, None], False)
-    got = slime.calculate_log_probs_and_entropy(FLAT, ROWS, None, log_prob_keep_mask=dropped)[0]
-    assert_close(got, in_a_column(FLAT, ROWS, None, log_prob_keep_mask=KEEP)[0].float(), rtol=1e-5, atol=1e-6)
-    for options in ({}, {"with_entropy": True}, {"with_entropy": True, "log_prob_keep_mask": KEEP[:0]}):
-        logps, entropy = slime.calculate_log_probs_and_entropy(FLAT[:0], ROWS[:0], None, **options)
-        assert logps.shape == (0,) and (entropy is None if not options else entropy.shape == (0,))
+def needs_a_gpu(*args, **kwargs):
+    raise AssertionError("needs a GPU")
 
 
-def test_unsloths_entropy_without_a_gradient():
-    """Unsloth's own way without its fused head gives it one all the same."""
-    how = {"return_entropy": True, "entropy_requires_grad": False}
-    logps, entropy = unsloth.log_softmax_and_entropy(HIDDEN.clone().requires_grad_(), WEIGHT, IDS, **how)
-    assert logps.requires_grad and not entropy.requires_grad
+def changed(what):
+    return lambda logits, labels, temperature=1.0, tp_group=None, chunk_size=1024: what(
+        *gather_logprobs_entropy(logits, labels, temperature)
+    )
 
 
-def test_unsloths_kept_sets_are_left_to_it():
-    zoo, functions = put("unsloth_zoo, new")
-    with unsloth.bind(MADE) as slots:
-        zoo.grpo_chunked_hidden_states_logprobs(HIDDEN, WEIGHT, IDS, support_top_k=5)
-    assert [*slots.counts] == ["Unsloth: a softmax over a kept set of tokens (support_top_k, ...)"]
-    assert functions[0].calls == 1
-    with pytest.raises(AttributeError):
-        sys.modules.pop(unsloth.ZOO)
-        unsloth.bind(type("Other", (), {"__module__": __name__}))
+DIFFERENT = {
+    "values, tensor 0 of 2": changed(lambda logps, entropy: (1.02 * logps, entropy)),
+    "slopes, tensor 0 of 1": changed(lambda logps, entropy: (logps + 0.02 * (logps - logps.detach()), entropy)),
+    "values, tensor 1": changed(lambda logps, entropy: (logps, entropy + 0.01)),
+    r"shapes \[\[96\], \[96\]\], and its own \[\[96\]\]": changed(lambda logps, entropy: logps),
+    "nan apart": changed(lambda logps, entropy: (logps, entropy * torch.nan)),
+    "its own function raised AssertionError: needs a GPU": needs_a_gpu,
+}
 
 
-@parametrize("how", ["alone", "told", "by the environment"])
-def test_unsloths_head_in_fp32_is_multiplied_in_fp32(how, monkeypatch):
-    """Of 16-bit hidden states too, and under autocast if Unsloth is told so."""
-    hidden = HIDDEN.bfloat16()
-    want = log_softmax_of(hidden.double() @ WEIGHT.double().T, IDS)[0].float()
-    if how == "by the environment":
-        monkeypatch.setenv("UNSLOTH_VLLM_FP32_LM_HEAD", "1")
-    with torch.autocast("cpu", torch.bfloat16, enabled=how != "alone"):
-        got = unsloth.selective_log_softmax(hidden, WEIGHT, IDS, **{"fp32_lm_head": True} if how == "told" else {})
-    assert_close(got, want, rtol=1e-5, atol=1e-5)
+@parametrize("message", DIFFERENT)
+def test_other_results_are_refused_with_the_difference(home, newer, message):
+    """Ours is taken off, and nothing of the caller is touched."""
+    home.gather_logprobs_entropy, leaf = DIFFERENT[message], FLAT.clone().requires_grad_()
+    slots = areal.bind()
+    with pytest.raises(
+        RuntimeError, match=rf"areal 99\.1.*gather_logprobs_entropy is not what it was: .*{message}.*any_version=True"
+    ):
+        home.gather_logprobs_entropy(leaf, ROWS)
+    assert home.gather_logprobs_entropy is DIFFERENT[message] and home.gather_logprobs is gather_logprobs
+    assert not slots.counts and leaf.grad is None
 
 
-@parametrize("dtype", [torch.float16, torch.float32])
-def test_unsloths_large_gradient_comes_back_in_the_dtype_of_the_hidden_states(dtype):
-    """bf16 states beside an fp16 head, with a loss scaler's factor: products in the head's dtype, and a gradient above 65,504."""
-    hidden, weight, up = HIDDEN.bfloat16(), WEIGHT.to(dtype), 2.0**18
-    wide, leaf = hidden.double().requires_grad_(), hidden.clone().requires_grad_()
-    want, got = log_softmax_of(wide @ weight.double().T, IDS)[0], unsloth.selective_log_softmax(leaf, weight, IDS)
-    assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
-    (got * up).sum().backward()
-    (want * up).sum().backward()
-    assert leaf.grad.dtype == torch.bfloat16 and wide.grad.abs().max() > 65504
-    assert_close(leaf.grad.double(), wide.grad, rtol=1e-2, atol=2e-3 * up)
+@parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_function_is_compared_once_with_one_message(home, newer, dtype, recwarn):
+    """Slopes in the first call that has them: old log-probs come first, without any; rows without tokens show nothing."""
+    calls, leaf = [], FLAT.to(dtype).requires_grad_()
+    home.gather_logprobs = lambda *args, **kwargs: calls.append(torch.is_grad_enabled()) or gather_logprobs(*args, **kwargs)
+    with areal.bind(strict=True) as slots:
+        with torch.no_grad():
+            first = home.gather_logprobs(leaf, ROWS, 0.7)
+        home.gather_logprobs(leaf[:0], ROWS[:0])
+        assert not [w for w in recwarn if "They agree" in str(w.message)]
+        for _ in range(2):
+            assert torch.equal(home.gather_logprobs(leaf, ROWS, 0.7), first)
+            home.gather_logprobs_entropy(leaf, ROWS)
+    said = [str(w.message) for w in recwarn if "They agree" in str(w.message)]
+    assert len(said) == 1 and "areal 99.1 was not tested with this adapter (1.0.4 was)" in said[0]
+    assert len(calls) == 3 and slots.counts == {"fused": 6}
+
+
+def test_what_cannot_be_compared_is_refused_when_it_is_bound(newer):
+    """Its result is another than the trainer's, or options were chosen that give another."""
+    stand_in("slime.utils.ppo_utils", calculate_log_probs_and_entropy=len)
+    stand_in("slime.backends.megatron_utils.loss", _build_topp_keep_mask=lambda *_, **__: None)
+    stand_in("openrlhf.models.utils", log_probs_from_logits=len, compute_entropy=lambda logits: None)
+    stand_in("prime_rl.trainer.models.layers.lm_head", _SequenceChunkedLogProbEntropyFn=type("F", (), {"apply": len}))
+    for bind, options in (
+        (slime.bind, {"replay": True}),
+        (openrlhf.bind, {"entropy_temperature": 0.5}),
+        (prime_rl.bind, {"entropy_over": "kept"}),
+    ):
+        with pytest.raises(RuntimeError, match="cannot be compared with ours in the first step"):
+            bind(**options)
+        bind(**options, any_version=True).undo()
+    assert sys.modules["slime.utils.ppo_utils"].calculate_log_probs_and_entropy is len
+
+
+# ---- nothing happens at import
+
+
+def test_importing_adapters_imports_no_trainer():
+    finish(start(
+        "import sys, grpo_kernels, grpo_kernels.losses, grpo_kernels.distributed\n"
+        "assert not any('integrations' in name for name in sys.modules)\n"
+        "from grpo_kernels.integrations import adapters, trl\n"
+        "assert [*adapters()] == 'areal liger miles nemo_rl openrlhf prime_rl skyrl slime trl unsloth verl'.split()\n"
+        "assert not {'trl', 'transformers', 'triton', 'liger_kernel', 'verl'} & {*sys.modules}\n"
+        "try: trl.Trainer2\n"
+        "except AttributeError as error: assert 'Trainer2' in str(error)\n"
+    ))  # fmt: skip

@@ -51,15 +51,15 @@ def keep_sets(records, totals=TOTALS, responses=RESPONSES, home=slime, name="kee
     return getattr(home, name)(sum(totals), V, torch.device("cpu"), ids, offsets, totals, responses, False)
 
 
-def through_the_record(logits, with_entropy=True):
+def through_the_record(logits):
     """As slime's `get_log_probs_and_entropy` goes about it; the entropy of a tool's tokens counts nothing here."""
     home = sys.modules["slime.backends.megatron_utils.loss"]
     tokens = home._build_shifted_tokens(len(logits), logits.device, TEXTS, TOTALS, RESPONSES, False)
     logps, entropy = home.calculate_log_probs_and_entropy(
-        logits, tokens, None, with_entropy=with_entropy, chunk_size=4,
+        logits, tokens, None, with_entropy=True, chunk_size=4,
         log_prob_keep_mask=keep_sets(RECORDS, home=home, name="_build_topp_keep_mask"),
     )  # fmt: skip
-    return logps.reshape(-1)[RESPONSE_ROWS], entropy if entropy is None else entropy[RESPONSE_ROWS] * OWN
+    return logps.reshape(-1)[RESPONSE_ROWS], entropy[RESPONSE_ROWS] * OWN
 
 
 @pytest.fixture
@@ -86,22 +86,8 @@ def test_slime(slime_home):
 
     with slime.bind(replay=True, strict=True) as slots:
         assert_scored(through_the_record, exact, logits)
-        assert through_the_record(logits, with_entropy=False)[1] is None and (through_the_record(logits)[0][[1, 2]] == 0).all()
         assert {*slots.counts} == {"fused"}
-    kept = keep_sets(RECORDS)
-    assert kept.kept.rows == 16 and kept.kept.empty_rows == 8 and int((~kept.scored).sum()) == 1
-    with slime.bind(replay=True, entropy_over="kept"):
-        want = over(
-            logits[RESPONSE_ROWS], RESPONSE_IDS, [[*{*row, int(t)}] for row, t in zip(FLAT, RESPONSE_IDS, strict=True)]
-        )[1]
-        torch.testing.assert_close(through_the_record(logits)[1].double(), want * OWN, rtol=1e-5, atol=1e-5)
-    refused(
-        (
-            lambda: keep_sets([[[3]], [[4]]], [2, 3], [1, 2]),
-            r"rollout_top_p_token_ids\[1\] has sets for 1 tokens, but the response has 2",
-        ),
-        (lambda: keep_sets([[[3, 3]]], [2], [1]), r"rollout_top_p_token_ids\[0\]: .*twice in row 0"),
-    )
+    refused((lambda: keep_sets([[[3]], [[4]]], [2, 3], [1, 2]), r"rollout_top_p_token_ids\[1\] has sets for 1 tokens"))
 
 
 # ---- miles
@@ -122,17 +108,6 @@ class Record:
 
     def __len__(self):
         return self.tokens
-
-
-class Later(Record):
-    """As its later versions, whose tensors are private."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self._parts = vars(self).pop("ids"), vars(self).pop("offsets")
-
-    def _as_tensors(self):
-        return self._parts
 
 
 def arguments(**changes):
@@ -162,8 +137,7 @@ def miles_scores(homes, logits, record, order=range(6), **options):
     return logps[back, 0], entropy[back]
 
 
-@parametrize("kind", [Record, Later])
-def test_miles(miles_homes, kind):
+def test_miles(miles_homes):
     logits, partial = 2 * torch.randn(6, V, generator=torch.Generator().manual_seed(1)), [*SETS[:5], []]
 
     def score(record, order=range(6), **options):
@@ -172,62 +146,40 @@ def test_miles(miles_homes, kind):
     with miles.bind(arguments(), strict=True) as slots:
         for order in (range(6), [0, 5, 4, 2, 1, 3]):
             exact = lambda x: (over(x / 1.3, TOKENS, SETS)[0], entropies(x / 1.3))  # noqa: E731
-            assert_scored(score(kind(SETS), order, temperature=1.3), exact, logits)
-        got = score(kind(partial, partial=True))()[0]
+            assert_scored(score(Record(SETS), order, temperature=1.3), exact, logits)
+        got = score(Record(partial, partial=True))()[0]
         torch.testing.assert_close(got.double(), over(logits, TOKENS, partial)[0], rtol=1e-5, atol=1e-5)
-        assert miles_homes[1].calculate_log_probs_and_entropy(logits[:0], TOKENS[:0], None)[0].shape == (0,)
         assert {*slots.counts} == {"fused"}
         refused(
-            (score(kind(partial)), "no ids for response token 5"), (score(kind([*SETS[:5], [10]])), r"targets\[5\]=7 is not in its kept set"),
-            (lambda: miles_homes[1].calculate_log_probs_and_entropy(logits, TOKENS, None, sampling_mask=miles_homes[0].build_local_sampling_mask(
-                logits, kind(SETS), range(5), tp_rank=0)), "6 tokens, but kept have 5 rows"),
-            (score(kind(SETS), true_on_policy=True), "true_on_policy=True: with replay"),
-        )  # fmt: skip
-    with miles.bind(arguments(), missing="include", entropy_over="kept"):
-        logps, entropy = score(kind([*([s[0]] for s in SETS[:5]), [10]]))()
-    want = over(logits, TOKENS, [[s[0]] for s in SETS], target=True)  # a token joins its set
-    torch.testing.assert_close([logps.double(), entropy.double()], [*want], rtol=1e-5, atol=1e-5)
+            (score(Record(partial)), "no ids for response token 5"),
+            (score(Record([*SETS[:5], [10]])), r"targets\[5\]=7 is not in its kept set"),
+        )
 
 
 def test_miles_without_replay_and_with_another_network(miles_homes):
-    masks, maths = miles_homes
     with miles.bind(arguments(rollout_top_p=1.0)):
-        assert masks.build_local_sampling_mask() == "theirs"
-        assert maths.calculate_log_probs_and_entropy(torch.zeros(6, V), TOKENS, None, true_on_policy=True) == "theirs"
-    for change in ({"use_kl_loss": True}, {"kl_coef": 0.1}, {"use_opd": True}):
-        given = arguments(**change)
-        refused(
-            (lambda given=given: miles.bind(given), f"{next(iter(change))}=.*with replay"),
-            (lambda given=given: miles.bind(given, reference_over="vocabulary"), "reference_over='vocabulary'"),
-        )
-        miles.bind(given, reference_over="kept").undo()
-        miles.bind(arguments(**change, rollout_top_p=1.0)).undo()
+        assert miles_homes[0].build_local_sampling_mask() == "theirs"
+    given = arguments(use_kl_loss=True)
+    refused((lambda: miles.bind(given), "use_kl_loss=.*with replay"))
+    miles.bind(given, reference_over="kept").undo()
 
 
-@parametrize("theirs", [
-    lambda logits, sampling_mask_ids, sampling_mask_offsets, response_indices, *, response_length, tp_rank: None,
-    lambda sampling_mask, logits, response_indices, *, tp_rank: None, lambda logits, sampling_mask, response_indices, more, *, tp_rank: None,
-], ids=("ids and offsets", "another order", "one more"))  # fmt: skip
-def test_miles_with_other_arguments_is_refused_when_it_is_bound(miles_homes, theirs):
+def test_miles_with_other_arguments_is_refused_when_it_is_bound(miles_homes):
     """Its branches disagree on what a record is, under one version. Nothing is replaced."""
     masks, maths = miles_homes
-    masks.build_local_sampling_mask, before = theirs, maths.calculate_log_probs_and_entropy
+    theirs, before = lambda sampling_mask, logits, response_indices, *, tp_rank: None, maths.calculate_log_probs_and_entropy
+    masks.build_local_sampling_mask = theirs
     with pytest.raises(
         RuntimeError, match=r"build_local_sampling_mask takes \(.*, but ours takes \(logits, sampling_mask, response_"
     ):
         miles.bind(arguments())
     assert masks.build_local_sampling_mask is theirs and maths.calculate_log_probs_and_entropy is before
-    miles.bind(arguments(rollout_top_p=1.0)).undo()  # without replay it is not called
 
 
 def test_miles_records_of_a_packed_batch():
-    sets = miles.kept_sets([Record(SETS[:2]), Later([[4, 5], []], partial=True)], [4, 3], [2, 2])
+    sets = miles.kept_sets([Record(SETS[:2]), Record([[4, 5], []], partial=True)], [4, 3], [2, 2])
     assert sets.padded().tolist() == [[-1] * 3, [3, 1, 14], [9, -1, -1], [-1] * 3, [4, 5, -1], [-1] * 3, [-1] * 3]
-    refused(
-        (lambda: miles.kept_sets([Record(SETS[:2])], [5], [3]), r"masks\[0\] has sets for 2 tokens, but the response has 3"),
-        (lambda: miles.kept_sets([Record([[1], []])], [5], [2]), r"masks\[0\] has no ids for response token 1"),
-        (lambda: miles.kept_sets([Record([[1, 1]])], [5], [1]), r"masks\[0\]: .*twice in row 0"),
-    )
+    refused((lambda: miles.kept_sets([Record([[1], []])], [5], [2]), r"masks\[0\] has no ids for response token 1"))
 
 
 # ---- SkyRL: ids [.., K] padded with -1, of one id, of several, of none
@@ -263,9 +215,11 @@ def test_skyrl(skyrl_replay, leaves, gradient):
     newer = {"sample_support_scores": len, "SampleSupportScores": SimpleNamespace}
     home = stand_in(skyrl_replay, **{"sample_support_logprobs": len} if gradient is None else newer)
 
-    def call(rows, weight=None, sets=SUPPORT, **more):
+    def call(rows, weight=None, **more):
         given = {"lm_head_weight": weight, "temperature": 0.7, "chunk_size": 3, **BOUNDS} | more
-        return (home.sample_support_logprobs if gradient is None else home.sample_support_scores)(rows, SAMPLED, sets, **given)
+        return (home.sample_support_logprobs if gradient is None else home.sample_support_scores)(
+            rows, SAMPLED, SUPPORT, **given
+        )
 
     def ours(*leaves):
         if gradient is None:
@@ -285,12 +239,6 @@ def test_skyrl(skyrl_replay, leaves, gradient):
     with skyrl.bind(replay=True, strict=True) as slots:
         assert_scored(ours, exact, *leaves)
         assert {*slots.counts} == {"fused"}
-        if gradient:
-            assert call(*leaves).entropy is None
-            refused(
-                (lambda: call(*leaves, vocab_end_index=V + 1), rf"vocab_end_index={V + 1}"),
-                (lambda: call(*leaves, sets=SUPPORT[:, 1:]), "support_ids has shape"),
-            )  # fmt: skip
 
 
 @parametrize("fault", ["a sampled id outside of its set", "a set that lists an id twice"])
@@ -313,11 +261,7 @@ def test_skyrl_records_become_sets():
     for support in (padded, ragged):
         assert lists_of(skyrl.kept_sets(support, mask).padded()) == [[4, 2], [7], [], [1], [], []]
     refused(
-        (lambda: skyrl.kept_sets(padded.index_fill(1, torch.tensor([1]), -1), mask), r"no ids for tokens \[1, 2\] of sample 0"),
-        (
-            lambda: skyrl.kept_sets(ragged, mask, torch.tensor([[1, 1, 0], [1, 0, 0]])),
-            "4 sets, but there are 3 response tokens",
-        ),
+        (lambda: skyrl.kept_sets(padded.index_fill(1, torch.tensor([1]), -1), mask), r"no ids for tokens \[1, 2\] of sample 0")
     )
 
 
@@ -366,10 +310,5 @@ def test_prime_rl_records_go_to_the_rows_that_predict_their_tokens():
     record = SimpleNamespace(ids=data([5, 6, 7, 4]), counts=data([0, 2, 1, 0, 1]))
     sets = prime_rl.kept_sets(record, ids, cu_seqlens=cuts)
     assert sets.padded().tolist() == TokenSets.from_lists([[5, 6], [7], [], [4], []]).padded().tolist() and sets.values is None
-    record.logprobs = data([-0.5, -1.0, 0.0, 0.0], torch.float32)
-    assert prime_rl.kept_sets(record, ids, cu_seqlens=cuts).values.tolist() == [-0.5, -1.0, 0.0, 0.0]
-    for counts, message in (
-        ([0, 2, 2, 0, 1], "counts adds up to 5, but there are 4 ids"),
-        ([2, 1, 1], "has 5 tokens, but sets have 3 rows"),
-    ):
-        refused((lambda counts=counts: prime_rl.kept_sets(SimpleNamespace(ids=record.ids, counts=data(counts)), ids), message))
+    record.counts = data([0, 2, 2, 0, 1])
+    refused((lambda: prime_rl.kept_sets(record, ids), "counts adds up to 5, but there are 4 ids"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_kernels import Exact, LogitTransform, TokenSets, token_divergence
+from grpo_kernels import Exact
 from grpo_kernels.integrations import liger
 from grpo_kernels.integrations import trl as ours_of_trl
 from grpo_kernels.integrations import verl as ours_of_verl
@@ -34,11 +33,6 @@ TEACHER_LOGPS = torch.log_softmax(TEACHER, -1)
 HEADS = [
     [torch.randn(B, T, h, generator=G), 0.4 * torch.randn(V, h, generator=G), torch.randn(V, generator=G)] for h in (16, 24)
 ]
-
-
-def exact_of(beta, tail="bin"):
-    """TRL's and Liger's beta: 0 is the forward KL, 1 the reverse, in between the jsd with that mixture."""
-    return Exact("jsd", mixture=beta, tail=tail) if 0 < beta < 1 else Exact("reverse" if beta else "forward", tail=tail)
 
 
 # ---- from hidden states
@@ -71,28 +65,6 @@ def test_trls_loss(module, row):
     assert int(mine[0][2]) == int(want[0][2]) == int(MASK.sum())
 
 
-def test_fp16_autocast_on_a_cpu_rounds_nothing():
-    """TRL's own function rounds states, heads and logits to fp16; ours gives the same bits with autocast and without."""
-    (th, tw, _), found = HEADS[1], []
-
-    def loss(h, w, b):
-        return ours_of_trl.divergence_loss(h, th, w, tw, MASK, 0.3, student_lm_head_bias=b)[0]
-
-    for autocast in (False, True):
-        with torch.autocast("cpu", torch.float16, enabled=autocast):
-            found.append(value_and_gradient(loss, HEADS[0])[1])
-    assert all(map(torch.equal, *found))
-
-
-def test_a_logit_of_minus_infinity_gives_no_nan():
-    """An id that both heads have masked: TRL's loss is NaN."""
-    (h, w, b), (th, tw, tb) = HEADS
-    biases = [x.index_fill(0, torch.tensor([5]), -torch.inf) for x in (b, tb)]
-    given = dict(zip(("student_lm_head_bias", "teacher_lm_head_bias"), biases, strict=True))
-    (loss, *_), gradient = value_and_gradient(lambda x: ours_of_trl.divergence_loss(x, th, w, tw, MASK, 0.5, **given), h)
-    assert loss > 0 and torch.isfinite(gradient).all()
-
-
 @parametrize("beta", BETAS)
 def test_ligers_loss_by_its_name(beta):
     """Against Liger's loss in plain torch, whose fused kernel needs a GPU, and which masks its cross-entropy only."""
@@ -105,66 +77,6 @@ def test_ligers_loss_by_its_name(beta):
     assert_same(mine, value_and_gradient(lambda h, w: theirs(h[keep], w, rows[keep], weight, labels[keep]), student))
     with pytest.raises(ValueError, match=r"mixture=1\.5"):
         liger.LigerFusedLinearJSD(1.5)
-
-
-# ---- TRL's losses of logits, which are ours by another name (docs/divergences.md)
-
-
-def trl(name, trainer):
-    pytest.importorskip("trl")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return getattr(importlib.import_module(f"trl.experimental.{name}.{name}_trainer"), trainer)
-
-
-def mean(teacher, exact, count=None, temperature=1.0):
-    def loss(z):
-        found = token_divergence(z, teacher, exact, mask=MASK, transform=LogitTransform(temperature)).sum()
-        return found / (MASK.sum() if count is None else count)
-
-    return loss
-
-
-WHOLE = {"gkd": "GKDTrainer", "gold": "GOLDTrainer", "iw_opd": "IWOPDTrainer"}
-
-
-@parametrize("row", pairs(name=WHOLE, beta=BETAS, items=ITEMS, temperature=(1.0, 0.7, 1.6)), ids=label)
-def test_whole_rows(row):
-    """And TRL's defect: NaN of an id that both heads rule out."""
-    theirs, exact = trl(row["name"], WHOLE[row["name"]]).generalized_jsd_loss, exact_of(row["beta"])
-    given = {"beta": row["beta"], "temperature": row["temperature"], "num_items_in_batch": row["items"]}
-    ours = mean(TEACHER, exact, row["items"], row["temperature"])
-    assert_same(value_and_gradient(ours, STUDENT), value_and_gradient(lambda z: theirs(z, TEACHER, LABELS, **given), STUDENT))
-    masked = [x.index_fill(-1, torch.tensor([4]), -torch.inf) for x in (STUDENT, TEACHER)]
-    value, gradient = value_and_gradient(mean(masked[1], exact), masked[0])
-    assert theirs(*masked, LABELS, beta=row["beta"]).isnan() and value.isfinite() and gradient.isfinite().all()
-
-
-@parametrize("tail", ["bin", "renormalise"])
-@parametrize("beta", BETAS)
-def test_a_teacher_at_some_ids(beta, tail):
-    """IW-OPD picks the ids from both sides; async distillation has what a server sent."""
-    exact, of_student, of_teacher = exact_of(beta, tail), STUDENT.topk(3)[1], TEACHER.topk(3)[1]
-    ids = {0.0: of_teacher, 1.0: of_student}.get(beta, torch.cat([of_teacher, of_student], -1))
-    how = {"beta": beta, "temperature": 0.8, "top_k": 3, "add_tail": tail == "bin"}
-    theirs, chunk = trl("iw_opd", "IWOPDTrainer").generalized_jsd_loss, trl("async_distillation", "_jsd_loss_chunk")
-    repeated = torch.tril(ids[..., :, None] == ids[..., None, :], -1).any(-1)
-    served = TEACHER.topk(K)[1]
-
-    def known_at(ids, repeated):
-        kept = ids.masked_fill(repeated, -1).flatten(0, 1)
-        return TokenSets.from_padded(kept, values=TEACHER_LOGPS.gather(-1, ids).flatten(0, 1))
-
-    def of_chunk(z):
-        logps, every = TEACHER_LOGPS.gather(-1, served)[MASK], torch.ones(int(MASK.sum()), K, dtype=torch.bool)
-        heads = z[MASK], torch.eye(V), torch.zeros(V), 1.0, None, served[MASK], logps, every
-        return chunk(*heads, beta, 1.0, tail == "bin", None, 1)[0] / MASK.sum()
-
-    for ours, own in (
-        (mean(known_at(ids, repeated), exact, temperature=0.8), lambda z: theirs(z, 0.8 * TEACHER, LABELS, **how)),
-        (mean(known_at(served, served < 0), exact), of_chunk),
-    ):
-        assert_same(value_and_gradient(ours, STUDENT), value_and_gradient(own, STUDENT))
 
 
 # ---- verl's losses over a teacher's largest
@@ -263,49 +175,22 @@ def test_verls_losses(verl, name, repeated):
         assert_same(mine, value_and_gradient(of(own, given_to("forward_kl_topk")[2]), ROWS))
 
 
-def test_a_value_below_0_keeps_its_gradient(verl):
-    ids, values, given = given_to("fused_forward_kl_topk")
-    more = torch.full((1, B * T, V), -20.0).scatter(-1, ids[None], values[None] + 0.1 * (torch.arange(K) == 0))
-    value, gradient = value_and_gradient(lambda z: ours_of_verl.topk_divergence(z, *given)["distillation_losses"].sum(), more)
-    assert value < 0 and gradient.abs().max() > 1e-3
-
-
-@parametrize(
-    "config", [SimpleNamespace(distillation_loss=SimpleNamespace()), config_of("another")], ids=("no field", "another")
-)
-def test_another_loss_is_left_to_verl(verl, config, monkeypatch):
-    """verl's own function does not read loss_mode, and its callers need not have it."""
-    monkeypatch.setattr(verl, "compute_forward_kl_topk", forward_kl_topk)
-    with ours_of_verl.bind_distillation() as slots:
-        verl.compute_forward_kl_topk(ROWS, *given_to(config)[2])
-        with pytest.raises(RuntimeError, match="compute_forward_kl_topk is ours already"):
-            ours_of_verl.bind_distillation()
-    assert slots.counts == {f"verl: loss_mode={getattr(config.distillation_loss, 'loss_mode', None)!r}": 1}
-
-
 def test_what_is_registered_or_refused(verl, monkeypatch):
     """A second import registers the same again. A registered loss finds what the forward has computed, if ours is bound."""
     register, bind = ours_of_verl.register_distillation, ours_of_verl.bind_distillation
     assert register({"jsd_topk": Exact("jsd")}) == ["fused_jsd_topk"]
-    for losses, message in (
-        ({"jsd_topk": Exact("jsd", mixture=0.1)}, r"losses\['fused_jsd_topk'\]=.*is registered under that name"),
-        ({"k9": "reverse"}, r"losses\['fused_k9'\]='reverse': pass an Exact"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            register(losses)
+    with pytest.raises(ValueError, match=r"losses\['fused_jsd_topk'\]=.*is registered under that name"):
+        register({"jsd_topk": Exact("jsd", mixture=0.1)})
     losses = sys.modules["verl.trainer.distillation.losses"]
     if hasattr(losses, "named"):
-        loss, config = losses.named["fused_jsd_topk"], config_of("fused_jsd_topk")
-        for strategy, error, message in (
-            ("veomni", ValueError, r"strategy='veomni': ours are for fsdp"), ("fsdp", RuntimeError, r"call verl\.bind_distillation\(\) in the same module"),
-        ):  # fmt: skip
-            with pytest.raises(error, match=message):
-                loss(SimpleNamespace(strategy=strategy), config, {}, None)
+        given = config_of("fused_jsd_topk"), {"distillation_losses": torch.zeros(2)}, None
+        loss, fsdp = losses.named["fused_jsd_topk"], SimpleNamespace(strategy="fsdp2")
+        with pytest.raises(RuntimeError, match=r"call verl\.bind_distillation\(\) in the same module"):
+            loss(fsdp, *given)
         with bind():
-            found, metrics = loss(SimpleNamespace(strategy="fsdp2"), config, {"distillation_losses": torch.zeros(2)}, None)
+            found, metrics = loss(fsdp, *given)
         assert (found == 1).all() and metrics == {"told": 1}
     monkeypatch.setattr(metadata, "version", lambda _: "99.1")
     monkeypatch.delenv("GRPO_KERNELS_ANY_VERSION", raising=False)
-    for untested in (register, bind):
-        with pytest.raises(RuntimeError, match=r"verl 99\.1 was not tested.*install verl 0\.9\.1"):
-            untested()
+    with pytest.raises(RuntimeError, match=r"verl 99\.1 was not tested"):
+        bind()

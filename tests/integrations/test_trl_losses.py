@@ -1,27 +1,29 @@
 """TRL's loss of one micro-batch: `GRPOTrainer._compute_loss` itself and the same trainer with our patch, in loss, gradients and
-metrics; `grpo_loss` with the preset's numbers of TRL; and from a rollout to a batch."""
+metrics; and what the presets have of TRL's defaults."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 pytest.importorskip("trl", minversion="1.16.0")
 
+import transformers
+from torch.testing import assert_close
 from trl import GRPOTrainer
 
-from grpo_kernels import Cispo, LogitTransform, Objective, TokenBatch, group_advantages, grpo_loss
-from grpo_kernels.integrations.trl import patch
-from grpo_kernels.rewards.advantages import NUMERICS
-from grpo_kernels.rewards.corrections import importance_weights, without_truncated
-from support import trl_cases
+from grpo_kernels import Cispo, Objective
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, objective_of, patch, settings_of
+from support import oracle, trl_cases
 from support.pairs import label, pairs
-from support.trainers import CLIPPED, CONSTANTS, LOSS_TYPES, assert_same, different, value_and_gradient
+from support.trainers import CLIPPED, CONSTANTS, LOSS_TYPES, assert_same, exact
 from support.trl_cases import EOS, LENGTH, PAD
 
 parametrize = pytest.mark.parametrize
@@ -205,45 +207,18 @@ def test_micro_batch(run, plain, patched, row):
     same(fused, theirs)
 
 
-def mine(leaves, case, data, objective):
-    """`grpo_loss` of an objective, by TRL's denominators as normalizer=."""
-    mask = data["completion_mask"].bool()
-    by_items = items_of(data) / 2 * 2 / 4
-    D = {"dapo": by_items, "cispo": by_items, "vespo": by_items, "bnpo": float(mask.sum()) * 2, "dr_grpo": 8 * 2 * LENGTH}.get(
-        case["loss_type"], 8 * 2
-    )
-
-    def loss(states, head):
-        batch = TokenBatch(
-            data["completion_ids"], data["advantages"], mask=mask, old_logps=data["old_per_token_logps"],
-            ref_logps=data["ref_per_token_logps"] if case["beta"] else None,
-        )  # fmt: skip
-        logits = states[:, PROMPT - 1 : -1] @ head.T
-        out = grpo_loss(logits, batch, objective, transform=LogitTransform(TEMPERATURE), normalizer=D)
-        return out.loss, out.metrics
-
-    return value_and_gradient(loss, leaves)
-
-
-@parametrize("loss_type", [*LOSS_TYPES, "gspo"])
-def test_presets_have_trls_defaults(trainer, leaves, run, plain, loss_type):
-    """Nothing passed but beta, whose KL TRL corrects by default, and an entropy bonus; metrics of the same meaning. CISPO's cap
-    is apart, see below."""
-    level = "sequence" if loss_type in ("luspo", "gspo") else "token"  # the one that TRL advises
-    names = ("use_bias_correction_kl", "delta", "epsilon_low", "epsilon_high", *CONSTANTS)
-    own = {name: getattr(trainer.args if name in ON_ARGUMENTS else trainer, name) for name in names}
-    case = case_of("grpo" if loss_type == "gspo" else loss_type) | own | {"beta": 0.3, "entropy_coef": 0.2}
-    case |= {"importance_sampling_level": level} | ({"epsilon_high": 5.0} if loss_type == "cispo" else {})
-    objective = Objective.preset(loss_type, numerics="trl", beta=0.3, entropy_coef=0.1)
-    got, want = mine(leaves, case, plain, objective), run(case, plain)
-    assert_same(got, want, 2e-4)
-    names = {"entropy": "entropy", "kl": "kl"}
-    if level == "token" and loss_type in CLIPPED:
-        names |= {"clip_low": "clip_ratio/low_mean", "clip_high": "clip_ratio/high_mean"}
+@parametrize("loss_type", LOSS_TYPES)
+def test_presets_have_trls_defaults(trainer, monkeypatch, loss_type):
+    """What nobody passed; but for CISPO's cap, an absolute ratio that TRL's default makes 0.2."""
+    level = "sequence" if loss_type == "luspo" else "token"  # the one that TRL advises
+    for name, value in {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.3}.items():
+        monkeypatch.setattr(trainer, name, value)
+    own, preset = objective_of(settings_of(trainer))[1], Objective.preset(loss_type, numerics="trl", beta=0.3)
     if loss_type == "cispo":
-        names["clip_high"] = "cispo_clip_ratio"
-    for name, theirs in names.items():
-        assert float(got[0][1][name]) == pytest.approx(want[0][1][theirs], rel=1e-5, abs=1e-6)
+        assert own.surrogate == Cispo(0.2) and preset.surrogate == Cispo(5.0)
+        own = replace(own, surrogate=preset.surrogate)
+    for name in ("surrogate", "level", "kl_spec", "beta"):
+        assert getattr(own, name) == getattr(preset, name), name
 
 
 @parametrize("loss_type", LOSS_TYPES)
@@ -262,24 +237,6 @@ def test_these_are_all_loss_types_of_trl():
     assert len(conditions) > 8 and {*re.findall(r'"(\w+)"', " ".join(conditions))} == {*LOSS_TYPES}
 
 
-@parametrize("name, value", [("loss_type", "ppo2"), ("importance_sampling_level", "group")])
-def test_an_unknown_option_is_trls_error(run, plain, patched, name, value):
-    """Which a patch that is not strict leaves to TRL, with a warning."""
-    patched.strict = False
-    with pytest.raises(ValueError, match="Unknown"), pytest.warns(UserWarning, match=value):
-        run(case_of() | {name: value}, plain)
-
-
-def test_cispo_without_epsilon_high(trainer, leaves, run, plain):
-    """TRL's defect: `epsilon_high` is CISPO's cap, an absolute ratio, and defaults to `epsilon`. So all ratios are 0.2."""
-    assert trainer.epsilon_high == 0.2 and Objective.preset("cispo", numerics="trl").surrogate == Cispo(5.0)
-    low, capped = run(case_of("cispo", epsilon_high=trainer.epsilon_high), plain), {}
-    for c in (0.2, 5.0):
-        capped[c] = mine(leaves, case_of(), plain, Objective.preset("cispo", numerics="trl", surrogate=Cispo(c)))
-    assert_same(low, capped[0.2], 2e-4)
-    assert different(low, capped[5.0], 0.5)
-
-
 # ---- what the patch does beside the loss
 
 
@@ -290,26 +247,8 @@ def test_rows_that_are_projected(run, plain, patched, monkeypatch):
     mask = (data["completion_mask"] * TOOLS).bool()
     idle, theirs = ~(mask & (data["advantages"] != 0)[:, None]), run(case, data, method=OWN)
     assert_same(run(case, data, unread=~mask), theirs, 2e-4)
-    assert int(idle.sum()) > int((~mask).sum())
     monkeypatch.setattr(patched, "skip_inactive", True)
-    skipped = run(case, data, unread=idle)
-    same(skipped, theirs, "entropy")
-    assert math.isfinite(skipped[0][1]["entropy"]) and abs(skipped[0][1]["entropy"] - theirs[0][1]["entropy"]) > 1e-5
-    # Where no answer has an advantage, as of a prompt that is too easy, none is skipped; nor where there are two visits.
-    for given in ((case, data | {"advantages": torch.zeros(8)}), (case | CHANGES["entropy quantile"], data)):
-        got, want = (run(*given, COUNTS["alone"], method) for method in (None, OWN))
-        same_metrics(got, want)
-        assert want[0][1]["entropy"] > 1
-
-
-def test_columns_of_the_head_are_drawn(run, plain, patched, monkeypatch):
-    """Values are those of all columns; the gradient has other columns in each micro-batch."""
-    dense = run(case_of(), plain)
-    monkeypatch.setattr(patched, "sparse_step", 1 / 16)
-    one, other = (run(case_of(), plain) for _ in range(2))
-    assert one[0][0] == other[0][0] == pytest.approx(float(dense[0][0]), rel=1e-5)
-    apart = [float((one[1][1] - x[1][1]).norm() / dense[1][1].norm()) for x in (dense, other)]
-    assert min(apart) > 0.01 and apart[0] < 1
+    same(run(case, data, unread=idle), theirs, "entropy")
 
 
 ARITHMETIC = {
@@ -360,55 +299,153 @@ def test_strict_compares_small_bonuses_and_lets_no_nan_pass(trainer, run, plain,
         run(case_of(), plain | {"old_per_token_logps": spoiled})
 
 
-def test_what_is_left_to_trl_is_counted_and_warns_once(trainer, run, plain, recwarn):
-    case = case_of("vespo", importance_sampling_level="sequence", beta=0.3, use_bias_correction_kl=True)
-    fused = patch(trainer)
-    got = [run(case, plain) for _ in range(2)]
-    assert got[0][0][0] == got[1][0][0] == run(case, plain, method=OWN)[0][0]
-    assert fused.counts == {"TRL: VESPO's KL weighted by the ratio of the sequence": 2}
-    assert len([w for w in recwarn if "left to TRL's own code: VESPO's KL" in str(w.message)]) == 1
-    fused.undo()
+# ---- over the sets that tokens were sampled from: old policy, reference and loss, against float64
+
+TOP_K = 4
+PROMPTS = [{"prompt": p} for p in trl_cases.PROMPTS for _ in range(4)]
 
 
-# ---- from sampled completions to a batch
+def sampled(prompts, trainer):
+    """A rollout_func that samples from the TOP_K largest logits of the policy, and records them. Completions of all lengths."""
+    ids, g = trainer._tokenizer(prompts)["input_ids"], torch.Generator().manual_seed(7)
+    out = {"prompt_ids": ids, "completion_ids": [], "logprobs": [], "sampling_mask": []}
+    for row, prompt in enumerate(ids):
+        text, logprobs, kept = [*prompt], [], []
+        while len(kept) < 2 + row % 5 and text[-1] != EOS:
+            with torch.no_grad():
+                top = (trainer.model(input_ids=torch.tensor([text])).logits[0, -1] / TEMPERATURE).topk(TOP_K)
+            at = int(torch.multinomial(top.values.softmax(0), 1, generator=g))
+            text.append(int(top.indices[at]))
+            logprobs.append(float(top.values.log_softmax(0)[at]))
+            kept.append(top.indices.tolist())
+        for name, found in (("completion_ids", text[len(prompt) :]), ("logprobs", logprobs), ("sampling_mask", kept)):
+            out[name].append(found)
+    return out
 
-#: TRL's names of what becomes of the sampler's weights, and bounds; the last are its defaults.
-CORRECTIONS = {
-    "token_truncate": {"low": 0.7, "high": 1.4}, "token_mask": {"low": 0.7, "high": 1.4},
-    "sequence_truncate": {"low": 0.7, "high": 1.4}, "sequence_mask": {"high": 3.0},
-}  # fmt: skip
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return trl_cases.save_model(tmp_path_factory.mktemp("replay") / "model")
 
 
-@parametrize("mode, mask_truncated", [(mode, i % 2 == 1) for i, mode in enumerate(CORRECTIONS)])
-def test_from_a_rollout_to_a_batch(trainer, monkeypatch, mode, mask_truncated):
-    """Nothing of TRL is replaced but the sampler, by its own hook for that: advantages, sampler weights, masks and denominator are
-    its own. Ours makes them from the same rollout."""
-    bounds, g, lengths = CORRECTIONS[mode], torch.Generator().manual_seed(6), [12, 4, 7, 12, 2, 6, 8, 5]
-    completions, (level, kind) = [torch.randint(2, VOCAB, (n,), generator=g).tolist() for n in lengths], mode.split("_")
-    finished = torch.tensor([n < 12 for n in lengths])
-    for row in completions:
-        row[-1] = EOS if len(row) < 12 else row[-1]  # the others were cut off
-    mask, rewards = torch.arange(LENGTH) < torch.tensor(lengths)[:, None], [1.0, 0.2, 0.0, 0.5, 0.3, math.nan, 0.9, 0.1]
-    returned = {"prompt_ids": [[5, 5]] * 8, "completion_ids": completions, "logprobs": [[-3.0] * n for n in lengths]}
-    configure(
-        trainer, case_of(), COUNTS["alone"], monkeypatch, _last_loaded_step=trainer.state.global_step, use_vllm=True,
-        rollout_func=lambda prompts, trainer: returned, mask_truncated_completions=mask_truncated, vllm_importance_sampling_mode=mode,
-        reward_funcs=[lambda completions, **_: [None if r != r else r for r in rewards]],
-        vllm_importance_sampling_clip_min=bounds.get("low"), vllm_importance_sampling_clip_max=bounds["high"],
-    )  # fmt: skip
-    old = trainer._generate_and_score_completions([{"prompt": "ab"}] * 8)["old_per_token_logps"]
-    sampler = old + 0.15 * torch.randn(old.shape, generator=g)
-    sampler[7] -= 0.4  # a product of weights beyond 3
-    sampler[0, 5] = sampler[6, 0] = math.nan
-    returned["logprobs"] = [[None if x != x else x for x in row[:n].tolist()] for row, n in zip(sampler, lengths, strict=True)]
-    inputs = trainer._generate_and_score_completions([{"prompt": "ab"}] * 8)
-    trainer._metrics["train"].clear()
-    mask = without_truncated(mask, finished) if mask_truncated else mask
-    advantages = group_advantages(torch.tensor(rewards), group_size=4, **NUMERICS["trl"])
-    batch = TokenBatch(inputs["completion_ids"], advantages, mask=mask, old_logps=old, sampler_logps=sampler)
-    wanted = inputs["importance_sampling_ratio"].expand(mask.shape) * mask
-    assert int(inputs["num_items_in_batch"]) == int(mask.sum()) and torch.equal(inputs["completion_mask"].bool(), mask)
-    assert_close(advantages, inputs["advantages"])
-    assert_close(importance_weights(batch, level=level, mode=kind, **bounds), wanted, rtol=1e-5, atol=1e-5)
-    edges = torch.tensor([0.0, bounds["high"], bounds.get("low", 0.0)])
-    assert 0.05 < torch.isin(wanted[mask], edges).float().mean() < 0.95
+@pytest.fixture
+def make(path, tmp_path, monkeypatch):
+    """Makes trainers with two steps for each generation, so that old log-probs are scored."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    cls = functools.partial(FusedGRPOTrainer, replay=True, strict=True)
+
+    def made(rollout_func=sampled, beta=0.1, **options):
+        return trl_cases.make_trainer(
+            path, tmp_path, cls, steps_per_generation=2, beta=beta, keywords={"rollout_func": rollout_func}, **options
+        )
+
+    return made
+
+
+def logps_of(model, inputs, kept):
+    """Log-probs [B, T] of the completions over kept [B, T, K], whose padding is -1; over all where there are none."""
+    ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
+    T = inputs["completion_ids"].shape[1]
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, -T - 1 : -1] / TEMPERATURE
+    V = logits.shape[-1]
+    keep = torch.zeros(*kept.shape[:2], V + 1, dtype=torch.bool).scatter(2, kept.long() % (V + 1), True)[..., :-1]
+    logits = logits.masked_fill(~(keep | ~keep.any(-1, keepdim=True)), -torch.inf)
+    return logits.log_softmax(-1).gather(2, inputs["completion_ids"][..., None])[..., 0]
+
+
+def test_log_probs_and_ratio(make, path):
+    trainer = make()
+    trainer.model.train()
+    inputs = trainer._generate_and_score_completions(PROMPTS)
+    mask, policy = inputs["completion_mask"].bool(), transformers.AutoModelForCausalLM.from_pretrained(path).double()
+    record, sets = sampled([p["prompt"] for p in PROMPTS], trainer), inputs["kept_ids"]
+    for b, kept in enumerate(record["sampling_mask"]):
+        assert inputs["completion_ids"][b, : len(kept)].tolist() == record["completion_ids"][b]
+        assert sets[b, : len(kept)].tolist() == kept and (sets[b, len(kept) :] == -1).all()
+    with torch.no_grad():
+        over_sets = logps_of(policy, inputs, sets)[mask]
+    sampler = torch.tensor([x for row in record["logprobs"] for x in row]).double()
+    for name in ("old", "ref"):  # ratio 1; the reference is the same model still
+        assert_close(inputs[f"{name}_per_token_logps"][mask].double(), over_sets, rtol=1e-5, atol=1e-5)
+    assert_close(over_sets, sampler, rtol=1e-5, atol=1e-5)
+
+    with torch.no_grad():  # the step that makes the samples off-policy
+        for ours, theirs in zip(trainer.model.parameters(), policy.parameters(), strict=True):
+            ours += 0.05 * torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
+            theirs.copy_(ours)
+    trainer.current_gradient_accumulation_steps, args = 1, trainer.args
+    inputs["advantages"] = torch.linspace(-1, 1, 16)
+    loss = trainer._compute_loss(trainer.model, inputs)
+    old, ref = (inputs[f"{name}_per_token_logps"].double() for name in ("old", "ref"))
+    weighting = "ratio" if args.use_bias_correction_kl else "none"
+    spec = oracle.Spec(eps_low=args.epsilon, eps_high=args.epsilon, beta=args.beta, kl_weighting=weighting)
+    want = exact(
+        spec, logps_of(policy, inputs, sets), advantages=inputs["advantages"], mask=mask, old_logps=old, ref_logps=ref,
+        normalizer=float(inputs["num_items_in_batch"]) / 2,
+    ).loss  # fmt: skip
+    assert args.loss_type == "dapo" and float(loss.detach()) == pytest.approx(float(want.detach()), rel=1e-4)
+    assert trainer.fused_loss.counts == {"scored": 4, "fused": 1}  # old policy and reference, in two batches each
+
+
+def test_training_runs_and_can_be_undone(make):
+    """Several micro-batches of one generation, shuffled by TRL; strict mode compares each with TRL's arithmetic."""
+    trainer = make(steps=4, num_iterations=2)
+    trainer.train()
+    first = trainer.state.log_history[0]
+    assert trainer.fused_loss.counts["fused"] == 4 and first["clip_ratio/region_mean"] == 0
+    assert 0 < first["entropy"] <= torch.tensor(float(TOP_K)).log() + 1e-6
+    trainer.fused_loss.undo()
+    assert not {"_generate", "_generate_and_score_completions", "_get_per_token_logps_and_entropies"} & {*vars(trainer)}
+    patch(trainer).undo()
+
+
+def test_records_that_do_not_fit(make):
+    def shorter(prompts, trainer):
+        found = sampled(prompts, trainer)
+        found["sampling_mask"][2].pop()
+        return found
+
+    def without(prompts, trainer):
+        return {name: x for name, x in sampled(prompts, trainer).items() if name != "sampling_mask"}
+
+    for function, error, message in (
+        (without, RuntimeError, "came without their sets"),
+        (shorter, ValueError, r"lists\[2\] has \d records"),
+    ):
+        with pytest.raises(error, match=message):
+            make(function)._generate_and_score_completions(PROMPTS[:8])
+
+
+def test_tokens_of_tools_have_no_sets(make):
+    def fixed(prompts, trainer):
+        one = {
+            "prompt_ids": [2],
+            "completion_ids": [5, 6, 7],
+            "logprobs": [-1.0] * 3,
+            "env_mask": [1, 0, 1],
+            "sampling_mask": [[5, 9], [7]],
+        }
+        return {name: [value] * len(prompts) for name, value in one.items()}
+
+    inputs = make(fixed, beta=0.0)._generate_and_score_completions(PROMPTS[:8])
+    assert inputs["kept_ids"].tolist() == [[[5, 9], [-1, -1], [7, -1]]] * 8
+
+
+def test_what_vllm_returns_in_this_process(make, monkeypatch):
+    """TRL's own code around vLLM reads its outputs through `extract_logprobs`: stand-ins for the outputs."""
+    from trl.generation import vllm_generation
+
+    trainer, masks = make(beta=0.0, rollout_func=None), [[[5, 9], [6]], [[7, 3, 2]]] * 4
+    monkeypatch.setattr(vllm_generation, "extract_logprobs", lambda outputs: ([], []))
+    before = vllm_generation.extract_logprobs
+
+    def generated(*_):
+        outputs = [SimpleNamespace(sampling_mask=SimpleNamespace(token_ids=mask)) for mask in masks]
+        vllm_generation.extract_logprobs([SimpleNamespace(outputs=outputs[:4]), SimpleNamespace(outputs=outputs[4:])])
+        return [[5, 6], [7]] * 4, None
+
+    monkeypatch.setattr(trainer, "_generate_single_turn", generated)
+    inputs = trainer._generate_and_score_completions(PROMPTS[:8])
+    assert inputs["completion_ids"].tolist() == [[5, 6], [7, PAD]] * 4
+    assert inputs["kept_ids"].tolist() == [[[5, 9, -1], [6, -1, -1]], [[7, 3, 2], [-1, -1, -1]]] * 4
+    assert vllm_generation.extract_logprobs is before

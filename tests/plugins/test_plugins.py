@@ -111,11 +111,6 @@ def test_verl_imports_the_entry_point(core_algos, imported, caplog):
     assert first == sys.modules[REGISTRY].POLICY_LOSS_REGISTRY and not said(caplog)
 
 
-def test_only_the_first_rank_reports(monkeypatch, caplog):
-    monkeypatch.setenv("RANK", "3")
-    assert _once.once("a plugin", list, str) == [] and not said(caplog)
-
-
 @pytest.mark.parametrize("imported", [False, True])
 def test_an_error_that_verl_would_hide_is_logged(core_algos, imported, caplog):
     """verl goes on without our losses."""
@@ -253,6 +248,4 @@ def test_axolotl_makes_the_class_and_hands_it_the_trainer(monkeypatch, caplog):
     torch.testing.assert_close(trainer.liger_loss(*GIVEN)[0], theirs(*GIVEN)[0])
     assert trainer.fused_loss.strict and trainer.fused_loss.counts == {"fused": 1}
     assert [loaded(name)().grpo_kernels_strict for name in settings] == [False]
-    plugin.post_trainer_create({}, SimpleNamespace())
-    lines = said(caplog)
-    assert len(lines) == 2 and "the loss of GRPOTrainer is ours" in lines[0] and "no GRPO trainer" in lines[1]
+    assert ["the loss of GRPOTrainer is ours" in line for line in said(caplog)] == [True]

@@ -1,18 +1,22 @@
-"""The documentation is right: links lead somewhere, examples run, commands and named tests exist, every public name is shown."""
+"""The documentation is right: links lead somewhere, examples run, named tests exist, every public name is shown."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
 
+from grpo_kernels.rows.backends import cpu
 from support import pages
 from support.pages import EXAMPLES, README, REFERENCE, ROOT
+from support.processes import finish, start
 
 MARKDOWN = pages.tracked("*.md")
 NAME = "grpo_kernels"
@@ -32,16 +36,6 @@ def test_links_lead_somewhere(page: Path) -> None:
             wrong.append(link)
     assert not wrong
     assert pages.slug("torch.compile and `torch.func`: FusedLMHead") == "torchcompile-and-torchfunc-fusedlmhead"
-
-
-@pytest.mark.parametrize("page", EXAMPLES, ids=name_of)
-def test_commands_exist(page: Path) -> None:
-    text, targets = page.read_text(), re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    modules = re.findall(r"python -m ((?:benchmarks|grpo_kernels|examples)[\w.]*\w)", text)
-    assert [name for name in modules if not importlib.util.find_spec(name)] == []
-    scripts = re.findall(r"python ((?:tests|examples|benchmarks)/[\w/]+\.py)", text)
-    assert [name for name in scripts if not (ROOT / name).is_file()] == []
-    assert {*re.findall(r"(?:^|`)make (\w+)", text, re.MULTILINE)} <= {*targets}
 
 
 def test_the_first_example_runs_as_pasted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,6 +63,55 @@ def test_examples_run(page: Path) -> None:
                 assert known, f"{example.name}: {module}.{name}"
 
 
+# ---- the worked example of docs/architecture.md is a real change: applied to a copy, a statistic is there everywhere
+
+#: All statistics with a gradient at once, so that their slopes add up, beside those of float64.
+PROGRAM = """
+import importlib.machinery, sys
+sys.path.insert(0, {folder!r})
+sys.meta_path.insert(0, importlib.machinery.PathFinder)  # before the finder of an editable installation
+import torch
+import grpo_kernels
+from grpo_kernels import LogitTransform, Options, TokenSets, linear_logprobs, token_logprobs
+
+def exactly(rows, targets, sets):
+    keep = torch.zeros_like(rows, dtype=torch.bool)
+    for i, ids in enumerate(sets):
+        keep[i, list(ids) or slice(None)] = True
+    log_p = (rows / 0.7).masked_fill(~keep, -1e30).log_softmax(1)
+    p = log_p.exp()
+    return log_p.gather(1, targets[:, None])[:, 0], -(p * log_p.clamp(min=-1e5)).sum(1), (p**2).sum(1), (p**3).sum(1)
+
+assert grpo_kernels.__file__.startswith({folder!r})
+torch.manual_seed(0)
+hidden, weight, targets, upstream = torch.randn(7, 8), torch.randn(61, 8), torch.randint(61, (7,)), torch.randn(4, 7)
+some = [sorted({{int(t), 3, 9, 40}}) if i % 2 else [] for i, t in enumerate(targets)]
+for backend in ("eager", "cpu"):
+    for given in ((hidden @ weight.T,), (hidden, weight)):
+        for sets in ([[]] * 7, some):
+            leaves, wide = ([x.detach().to(kind).requires_grad_() for x in given] for kind in (torch.float32, torch.float64))
+            function = token_logprobs if len(given) == 1 else linear_logprobs
+            asked = {{"also": ("sum_squares", "sum_cubes"), "kept": TokenSets.from_lists(sets), "entropy": True}}
+            how = {{"transform": LogitTransform(0.7), "options": Options(backend, strict=True)}}
+            found = function(*leaves, targets, **asked, **how)
+            values = (found.logps, found.entropy, found.also["sum_squares"], found.also["sum_cubes"])
+            expected = exactly(wide[0] if len(wide) == 1 else wide[0] @ wide[1].T, targets, sets)
+            for these in (values, expected):
+                sum((x * d).sum() for x, d in zip(these, upstream)).backward()
+            for x, y in [*zip(values, expected), *((a.grad, b.grad) for a, b in zip(leaves, wide))]:
+                torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=5e-6)
+"""
+
+
+def test_a_new_statistic_is_a_change_of_two_files(tmp_path: Path) -> None:
+    (change,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(re.findall(r"^diff --git", change, re.MULTILINE)) == 2
+    shutil.copytree(ROOT / NAME, tmp_path / NAME, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "apply", "-p1", "-"], input=change, text=True, cwd=tmp_path, check=True)
+    shutil.copy(cpu._cpu.__file__, tmp_path / NAME)
+    finish(start(PROGRAM.format(folder=str(tmp_path))))
+
+
 # ---- what breaks elsewhere
 
 
@@ -91,7 +134,9 @@ def unproved(row: str) -> list[str]:
 def test_what_breaks_elsewhere_has_a_proof_that_exists() -> None:
     rows = re.findall(r"^\| \d+ \|.*", (ROOT / "tests" / "README.md").read_text(), re.MULTILINE)
     assert len(rows) > 40 and [missing for row in rows for missing in unproved(row)] == []
-    assert all(re.search(r"\]\(https://github.com/[\w./-]+/issues/\d+\)", row) and "`test_" in row for row in rows)
+    assert all(
+        re.search(r"\]\(https://github.com/[\w./-]+/issues/\d+\)", row) and re.search("`(test|check)_", row) for row in rows
+    )
     wrong = ("test_docs: `test_nothing`", "test_nothing: all", '[README.md](../README.md): "Coffee" |')
     assert all(map(unproved, wrong))
 

@@ -1,10 +1,13 @@
-"""No circle of imports in the package, read from its source: also those of functions, and those for types alone."""
+"""No circle of imports in the package, read from its source: also those of functions, and those for types alone. And the planted
+faults of tests/faults.py."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+
+from faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
 NAME = "grpo_kernels"
@@ -60,3 +63,10 @@ def test_a_circle_is_seen() -> None:
         "typed.py": "from .types import x",
     }
     assert circles(files) == [{"__init__.py", "room/deep.py", "room/other.py", "user.py"}, {"types.py", "typed.py"}]
+
+
+def test_each_fault_changes_one_place() -> None:
+    """The faults that prove the tests' power still fit the code."""
+    assert FAULTS and all(fault.old != fault.new for fault in FAULTS)
+    assert not [fault for fault in FAULTS if (ROOT / fault.file).read_text().count(fault.old) != 1]
+    assert not [fault for fault in FAULTS for name in fault.tests.split() if not (ROOT / name).is_file()]

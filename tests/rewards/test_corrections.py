@@ -1,4 +1,4 @@
-"""Sampler mismatch: weights, masks and metrics against plain Python floats and the trainers' rules."""
+"""Sampler mismatch and entropy: weights, masks, metrics and thresholds against plain Python floats and the trainers' rules."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from grpo_kernels.rewards.corrections import (
     second_moment_mask,
     without_truncated,
 )
+from grpo_kernels.rewards.entropy import AdaptiveEntropyCoef, entropy_threshold
 from support import advantage_oracle as oracle
 from support.advantage_oracle import Ragged
 from support.pairs import label, pairs, refusals
@@ -108,20 +109,16 @@ def test_bounds_are_inclusive():
 @both
 @pytest.mark.parametrize("delta", [0.0, 0.05, 0.5])
 def test_off_policy_sequence_mask(delta, packed):
-    """Log-probs in the shape of targets or flat; without a sampler the old ones stand in, and without those nothing has moved."""
+    """Without a sampler the old log-probs stand in, and without those nothing has moved."""
     rows, x = ratios()
     moved = [-oracle.mean(row) if row else 0.0 for row in oracle.log_weights(rows.lists(x))]
     keep = torch.tensor([float(a >= 0 or m <= delta) for a, m in zip(ADVANTAGES, moved, strict=True)])
     batch = batch_of(rows, x, packed)
-    now, sampler = batch.old_logps, batch.sampler_logps
-    assert now is not None
-    calls = {
-        "sampler": (batch, now.requires_grad_(), keep), "flat": (batch, now.reshape(-1), keep),
-        "old": (replace(batch, old_logps=sampler, sampler_logps=None), now, keep),
-        "nothing": (replace(batch, old_logps=None, sampler_logps=None), now, torch.ones(7)),
-    }  # fmt: skip
-    for given, logps, wanted in calls.values():
-        rows.check(off_policy_sequence_mask(given, logps, delta=delta), rows.lists(wanted[:, None].expand(x.shape)))
+    for given in (batch, replace(batch, old_logps=batch.sampler_logps, sampler_logps=None)):
+        got = off_policy_sequence_mask(given, batch.old_logps, delta=delta)
+        rows.check(got, rows.lists(keep[:, None].expand(x.shape)))
+    still = off_policy_sequence_mask(replace(batch, old_logps=None, sampler_logps=None), batch.old_logps, delta=delta)
+    rows.check(still, rows.lists(torch.ones_like(x)))
     assert 0 < keep.sum() < 7
 
 
@@ -132,24 +129,20 @@ def test_second_moment_mask(threshold, packed):
     two = Ragged([4, 4])
     for rows, x in (
         ratios(),
-        (Ragged([20, 0, 7]), torch.randint(-8, 9, (3, 20)) / 8),
         (two, 1.0 + two.inside.float().cumsum(0) % 2),
+        (Ragged([20, 7]), torch.randint(-8, 9, (2, 20)) / 8),
     ):
         got = second_moment_mask(batch_of(rows, x, packed), threshold=threshold)
         mask = rows.mask[rows.inside] if packed else rows.mask
-        assert set(got.flatten().tolist()) <= {0.0, 1.0} and not got[~mask].any()
         squares = torch.tensor([w * w for row in oracle.log_weights(rows.lists(x)) for w in row])
-        kept = squares[got[mask] != 0].sort().values
-        torch.testing.assert_close(kept, torch.tensor(oracle.kept_by_second_moment(rows.lists(x), threshold)))
+        want = torch.tensor(oracle.kept_by_second_moment(rows.lists(x), threshold))
+        torch.testing.assert_close(squares[got[mask] != 0].sort().values, want)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_without_truncated(dtype):
-    mask, finished = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 1, 0]]).to(dtype), torch.tensor([1, 0, 1]).to(dtype)
+def test_without_truncated():
+    mask, finished = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 1, 0]]).bool(), torch.tensor([1, 0, 1]).bool()
     packed = without_truncated(mask.view(-1), finished, cu_seqlens=torch.tensor([0, 3, 6, 9]))
-    whole = without_truncated(mask, finished)
-    assert whole.dtype == packed.dtype == torch.bool
-    assert whole.tolist() == packed.view(3, 3).tolist() == [[1, 1, 0], [0, 0, 0], [0, 1, 0]]
+    assert without_truncated(mask, finished).tolist() == packed.view(3, 3).tolist() == [[1, 1, 0], [0, 0, 0], [0, 1, 0]]
 
 
 @both
@@ -162,65 +155,46 @@ def test_correction_metrics(packed):
     x = torch.cat(totals)
     w = x.exp()
     v = torch.where((w >= 0.7) & (w <= 1.3), w, 0.0)
-    sums, means = (torch.stack([f(t) for t in totals]) for f in (torch.sum, torch.mean))
     every = {
         "ratio_mean": w.mean(), "ratio_min": w.min(), "ratio_max": w.max(), "ratio_std": w.std(unbiased=False),
-        "share_unscored": 1 / len(x), "ess": w.mean() ** 2 / (w * w).mean(), "kl_k1": -x.mean(), "kl_k3": (x.expm1() - x).mean(),
+        "share_unscored": 1 / len(x), "ess": v.mean() ** 2 / (v * v).mean(), "kl_k1": -x.mean(), "kl_k3": (x.expm1() - x).mean(),
         "chi2_token": (w * w).mean() - 1, "abs_log_ratio_mean": x.abs().mean(), "abs_log_ratio_max": x.abs().max(),
-        "log_ppl_difference": -means.mean(), "chi2_sequence": (2 * sums).exp().mean() - 1,
+        "log_ppl_difference": -torch.stack([t.mean() for t in totals]).mean(),
+        "chi2_sequence": (2 * torch.stack([t.sum() for t in totals])).exp().mean() - 1, "share_below": (w < 0.7).double().mean(),
+        "share_above": (w > 1.3).double().mean(), "share_rejected": (v == 0).double().mean(),
     }  # fmt: skip
-    bounded = {
-        "share_below": (w < 0.7).double().mean(), "share_above": (w > 1.3).double().mean(),
-        "share_rejected": (v == 0).double().mean(), "ess": v.mean() ** 2 / (v * v).mean(),
-    }  # fmt: skip
-    weights = importance_weights(batch, mode="mask", low=0.7, high=1.3)
-    for got, want in (
-        (correction_metrics(batch), every),
-        (correction_metrics(batch, weights, low=0.7, high=1.3), every | bounded),
-    ):
-        known = {name: float(value) for name, value in want.items()}
-        assert {name: float(value) for name, value in got.items()} == pytest.approx(known, rel=1e-5, abs=1e-9)
+    got = correction_metrics(batch, importance_weights(batch, mode="mask", low=0.7, high=1.3), low=0.7, high=1.3)
+    assert {name: float(value) for name, value in got.items()} == pytest.approx(
+        {k: float(n) for k, n in every.items()}, rel=1e-5, abs=1e-9
+    )
     nothing = correction_metrics(replace(batch, mask=batch.targets != 0), batch.targets + 1.0, low=0.5, high=2.0)
     assert set(map(float, nothing.values())) == {0.0}
-    unknown = correction_metrics(replace(FLAT, sampler_logps=torch.ones(6)))
-    assert set(every) - set(unknown) == {"chi2_sequence", "log_ppl_difference"}
 
 
 # ---- properties of all corrections
 
-#: Whether a sequence alone has the numbers that it has among others, and the call.
 CALLS = {
-    "weights, token": (False, partial(importance_weights, high=1.5, normalize=True)),
-    "weights, sequence": (False, partial(importance_weights, level="sequence", mode="mask", high=1.5, normalize=True)),
-    "weights, geometric": (False, partial(importance_weights, level="geometric", high=1.5, normalize=True)),
     **{
-        f"rejection, {metric}, {over}": (True, partial(rejection_mask, metric=metric, over=over, low=-0.5, high=1.2))
+        f"weights, {level}": partial(importance_weights, level=level, mode=mode, high=1.5, normalize=True)
+        for level, mode in (("token", "truncate"), ("sequence", "mask"), ("geometric", "truncate"))
+    },
+    **{
+        f"rejection, {metric}, {over}": partial(rejection_mask, metric=metric, over=over, low=-0.5, high=1.2)
         for metric, over in zip(("k3", "k1", "k2", "ratio", "k1"), OVER, strict=True)
     },
-    "off-policy": (True, lambda b: off_policy_sequence_mask(b, b.old_logps, delta=0.1)),
-    "second moment": (False, partial(second_moment_mask, threshold=0.04)),
-    "metrics": (False, lambda b: torch.stack(list(correction_metrics(b, low=0.5, high=2.0).values()))),
+    "off-policy": lambda b: off_policy_sequence_mask(b, b.old_logps, delta=0.1),
+    "second moment": partial(second_moment_mask, threshold=0.04),
+    "metrics": lambda b: torch.stack(list(correction_metrics(b, low=0.5, high=2.0).values())),
 }
 every_call = pytest.mark.parametrize("name", CALLS)
 
 
 @every_call
 def test_what_is_masked_has_no_effect(name):
-    """Nor has the place of a sequence; without a look at the others it keeps its numbers alone, too."""
-    alone, call = CALLS[name]
     rows, x = ratios()
-    batch, whole = batch_of(rows, x), call(batch_of(rows, x))
-
-    def of(i, **changes):
-        names = ("targets", "advantages", "mask", "old_logps", "sampler_logps")
-        return TokenBatch(**{name: changes.get(name, getattr(batch, name))[i] for name in names})
-
-    every, order = list(range(7)), [3, 5, 0, 6, 2, 4, 1]
+    batch = batch_of(rows, x)
     clean = {k: torch.where(rows.mask, getattr(batch, k), -1.0) for k in ("old_logps", "sampler_logps")}
-    assert torch.equal(whole, call(of(every, **clean)))
-    if name != "metrics":
-        torch.testing.assert_close(call(of(order)), whole[order], rtol=1e-6, atol=0)
-    assert not alone or all(torch.equal(call(of([i])), whole[i : i + 1]) for i in every)
+    assert torch.equal(CALLS[name](batch), CALLS[name](replace(batch, **clean)))
 
 
 @every_call
@@ -228,9 +202,7 @@ def test_everything_stays_finite(name):
     wild = torch.tensor([-inf, inf, nan, -1e30, 1e30, -200.0, 0.0, -1e-30])
     fields = {"old_logps": wild.expand(8, 8), "sampler_logps": wild[:, None].expand(8, 8)}
     batch = TokenBatch(torch.zeros(8, 8, dtype=torch.int64), -torch.ones(8), **fields)
-    assert CALLS[name][1](batch).isfinite().all()
-    unbounded = importance_weights(batch, level="sequence", high=inf)
-    assert unbounded.isfinite().all() and unbounded.max() > 1e20
+    assert CALLS[name](batch).isfinite().all()
 
 
 @every_call
@@ -238,14 +210,14 @@ def test_everything_stays_finite(name):
 def test_empty_batches(name, lengths):
     rows = Ragged(lengths)
     rows.mask = rows.inside & False
-    assert not any(CALLS[name][1](batch_of(rows, torch.randn(rows.mask.shape), packed)).any() for packed in (False, True))
+    assert not any(CALLS[name](batch_of(rows, torch.randn(rows.mask.shape), packed)).any() for packed in (False, True))
 
 
 @every_call
 def test_corrections_do_not_wait_for_the_device(name):
     """Meta tensors have no data, so reading a value raises. On a GPU such a read would make the host wait."""
     x = torch.zeros(3, 5, device="meta")
-    CALLS[name][1](TokenBatch(x.long(), x[:, 0], old_logps=x, sampler_logps=x.clone(), mask=x == 0))
+    CALLS[name](TokenBatch(x.long(), x[:, 0], old_logps=x, sampler_logps=x.clone(), mask=x == 0))
 
 
 # ---- by name
@@ -277,12 +249,58 @@ def test_a_correction_is_its_function(name, function):
     assert cut.weights is None and cut.mask.sum(1).tolist() == [5, 0, 1, 0, 3, 0, 0]
 
 
+# ---- entropy as a control: the threshold against torch.quantile, the coefficient against TRL's rule, retold
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("count, share", [(1, 0.2), (2, 0.73), (5, 1.0), (11, 1e-9), (300, 0.05), (300, 0.2), (100, 0.5)])
+def test_threshold_is_torchs_quantile(count, share):
+    """Of trained tokens, with ties; what is masked or not finite does not count."""
+    entropy, mask = 3 * torch.rand(20, 20), torch.zeros(20, 20, dtype=torch.int64)
+    entropy[:, ::7] = 0.5
+    mask.view(-1)[torch.randperm(400)[:count]] = 1
+    expected = torch.quantile(entropy[mask != 0].double(), 1 - share)
+    for poison, trained in ((9.0, mask.bool()), (nan, mask * 0 + 1)):
+        got = entropy_threshold(torch.where(mask != 0, entropy, poison), trained, share)
+        assert float(got) == pytest.approx(float(expected), rel=1e-7)
+
+
+def test_no_tokens_keep_all():
+    assert float(entropy_threshold(torch.rand(3, 4), torch.zeros(3, 4, dtype=torch.bool), 0.2)) == LOWEST
+
+
+def test_threshold_waits_for_nothing():
+    """Meta tensors have no data, so reading a value raises."""
+    assert entropy_threshold(torch.rand(3, 4, device="meta"), torch.ones(3, 4, device="meta"), 0.2).shape == ()
+
+
+# ---- the coefficient
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"step": 0.3, "low": 0.1, "high": 0.5, "initial": 0.2}, {"target": 0.35, "high": 0.2}], ids=str
+)
+def test_the_coefficient_moves_as_trls_does(options):
+    """The rule of TRL 1.16 (trl/trainer/grpo_trainer.py, `use_adaptive_entropy`), retold. It is not applied before
+    the first update, and a new run continues where the checkpoint was."""
+    trl = {"target": 0.2, "step": 0.005, "low": 0.0, "high": 1.0, "initial": 0.0} | options
+    ours, coef, last = AdaptiveEntropyCoef(**options), trl["initial"], inf
+    for entropy in (0.5, 0.2, 0.1, 0.1, 0.3, 0.15, *[0.2001] * 4, 0.0, *(torch.rand(30) / 2).tolist()):
+        assert ours.coef == (coef if last <= trl["target"] else 0.0)
+        ours.update(entropy)
+        moved = coef + (trl["step"] if entropy <= trl["target"] else -trl["step"])
+        coef, last = min(max(moved, trl["low"]), trl["high"]), entropy
+        state, ours = ours.state_dict(), AdaptiveEntropyCoef(**options)
+        ours.load_state_dict(state)
+
+
 # ---- refusals
 
 
 FLAT = TokenBatch(torch.zeros(6, dtype=torch.int64), torch.zeros(6), old_logps=torch.zeros(6), sampler_logps=torch.zeros(6))
 BOOLS = torch.ones(2, 3).bool()
-GOOD = {"batch": batch_of(*ratios())}
+GOOD, ONES = {"batch": batch_of(*ratios())}, torch.ones(3)
 #: A call that is fine, and what its message says if these arguments are others.
 REFUSED = [
     (
@@ -290,13 +308,9 @@ REFUSED = [
         GOOD,
         {
             r"level='batch': .*geometric": {"level": "batch"},
-            r"mode='clip': .*truncate": {"mode": "clip"},
             r"low=-0\.1: .*>= 0": {"low": -0.1},
-            "low=nan": {"low": nan},
-            "low=inf": {"low": inf},
             "high=0: .*above 0": {"high": 0},
             r"high=0\.5: .*low=0\.8": {"low": 0.8, "high": 0.5},
-            'cu_seqlens is None, but level="sequence"': {"batch": FLAT, "level": "sequence"},
         },
     ),
     (
@@ -304,22 +318,14 @@ REFUSED = [
         {**GOOD, "high": 1.0},
         {
             "metric='k4': .*k3": {"metric": "k4"},
-            "over='median': .*mean": {"over": "median"},
             "high=inf: pass low=, high= or both": {"high": inf},
-            r"high=1\.0: .*low=2\.0": {"low": 2.0},
-            "low=True": {"low": True},
             'cu_seqlens is None, but over="max"': {"batch": FLAT, "over": "max"},
         },
     ),
     (
         off_policy_sequence_mask,
         {**GOOD, "logps": torch.zeros(7, 9), "delta": 0.5},
-        {
-            "delta=nan": {"delta": nan},
-            r"logps is \[3\], .*\[7, 9\]": {"logps": torch.zeros(3)},
-            "logps is NoneType": {"logps": None},
-            "cu_seqlens is None": {"batch": FLAT, "logps": torch.zeros(6)},
-        },
+        {},
     ),
     (second_moment_mask, {**GOOD, "threshold": 1.0}, {"threshold=0: .*above 0": {"threshold": 0}}),
     (correction_metrics, GOOD, {"low=-1: ": {"low": -1}, r"weights is \[7\]": {"weights": torch.ones(7)}}),
@@ -327,18 +333,13 @@ REFUSED = [
         without_truncated,
         {"mask": BOOLS, "finished": BOOLS[:, 0]},
         {
-            "mask has dtype torch.float32": {"mask": torch.ones(2, 3)},
-            r"mask has shape \[6\]": {"mask": BOOLS.view(-1)},
-            "mask has list": {"mask": [[True]]},
             r"finished is torch.bool \[3\]": {"finished": BOOLS[0]},
-            "finished is torch.float32": {"finished": torch.ones(2)},
         },
     ),
     (
         CORRECTIONS["tis"],
         GOOD,
         {
-            "'gamma' is no argument of the correction 'tis'": {"gamma": 1},
             "old_logps is None: .*old_logps=": {"batch": replace(GOOD["batch"], old_logps=None)},
             "sampler_logps is None: .*sampler_logps=": {"batch": replace(GOOD["batch"], sampler_logps=None)},
         },
@@ -348,6 +349,25 @@ REFUSED = [
         {**GOOD, "finished": torch.ones(7).bool()},
         {"finished=None: the correction 'without_truncated'": {"finished": None}},
     ),
+    (
+        entropy_threshold,
+        {"entropy": ONES, "mask": ONES, "share": 0.2},
+        {
+            r"share=0.*\(0, 1\]": {"share": 0},
+            r"mask has shape \[3\], but entropy has \[3, 1\]": {"entropy": ONES[:, None]},
+        },
+    ),
+    (
+        AdaptiveEntropyCoef,
+        {},
+        {},
+    ),
+    (
+        lambda **state: AdaptiveEntropyCoef().load_state_dict(state),
+        {"coef": 0.1, "entropy": 0.1},
+        {"state=.*'x'": {"x": 0}, "coef=2": {"coef": 2}, "entropy='a'": {"entropy": "a"}},
+    ),
+    (AdaptiveEntropyCoef().load_state_dict, {"state": {"coef": 0.1, "entropy": inf}}, {"state={}": {"state": {}}}),
 ]
 
 

@@ -1,5 +1,5 @@
 """A pytest plugin that leaves out products of parameters: of each test run so many cases that every value of each of its parameters
-occurs, in other combinations where possible. What tests/repository/matrix.py runs with --quick; the first that on_device.py runs.
+occurs, in other combinations where possible. What tests/repository/versions.py runs with --quick; the first that on_device.py runs.
 
     PYTHONPATH=tests python -m pytest -p support.each_value tests/core/test_grpo_loss.py"""
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets  # noqa: F401
-import matplotlib.backends.backend_agg
-import matplotlib.figure  # noqa: F401
 import transformers.hf_argparser
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 

@@ -6,7 +6,6 @@ import json
 import random
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -122,12 +121,6 @@ def saved_steps(out: Path) -> list[Path]:
 def saved(out: Path, which: int = -1) -> dict[str, Any]:
     """The state in one of them, as a rule the newest."""
     return torch.load(saved_steps(out)[which], weights_only=True)
-
-
-def undrawn(patch: pytest.MonkeyPatch) -> None:
-    """An empty file stands for the picture of a run: drawing takes as long as the steps of a short one."""
-    figure = mock.MagicMock(savefig=lambda path, **_: Path(path).write_bytes(b""))
-    patch.setattr("matplotlib.figure.Figure", lambda *_, **__: figure)
 
 
 #: Everything that has a state.

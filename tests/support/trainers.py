@@ -210,8 +210,3 @@ CONSTANTS = {
     "sapo_temperature_pos": 0.9, "sapo_temperature_neg": 1.3, "vespo_k_pos": 1.8, "vespo_lambda_pos": 2.6, "vespo_k_neg": 2.7,
     "vespo_lambda_neg": 2.1,
 }  # fmt: skip
-
-
-def different(a: Any, b: Any, share: float = 0.01) -> bool:
-    """Whether the gradients with respect to hidden states, of `value_and_gradient`, are not the same."""
-    return float((a[1][0] - b[1][0]).abs().max()) > share * float(b[1][0].abs().max())

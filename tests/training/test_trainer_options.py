@@ -8,7 +8,7 @@ import re
 import shlex
 import signal
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ pytest.importorskip("yaml")
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-import datasets
 import yaml
 
 from examples.arithmetic import tokenizer
@@ -40,16 +39,6 @@ def refusal(capsys, *arguments):
 
 
 # ---- the command line, and files of options
-
-
-def test_the_help_has_every_option_with_default_and_unit(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "4000")  # a line for each option
-    with pytest.raises(SystemExit, match="0"):
-        command_line(["train", "--help"])
-    text = re.sub(" +", " ", re.sub(r"\n {20,}", " ", capsys.readouterr().out))
-    for f in fields(TrainConfig):
-        assert re.search(rf"[ \n]--{f.name.replace('_', '-')} [A-Z{{[][^\n]*(default: |\(required\))", text), f.name
-    assert " --max-new-tokens TOKENS budget of a completion (default: 256)\n" in text
 
 
 def test_options_are_written_and_read_again(tmp_path):
@@ -94,16 +83,8 @@ def test_the_example_of_the_documentation_runs(tok, tmp_path, monkeypatch, capsy
     ("text", "message"),
     [
         ("model: m\nmax_new_token: 3", "there is no option 'max_new_token': did you mean max_new_tokens?"),
-        ("learning-rate: 1e-5", "there is no option 'learning_rate': did you mean lr?"),
-        ("zzz: 1", "there is no option 'zzz': `python -m grpo_kernels train --help` lists all"),
-        ("steps: many", "argument --steps: invalid int value: 'many'"),
         ("steps: 1.5", "argument --steps: invalid int value: '1.5'"),
-        ("steps: true", "argument --steps: invalid int value: 'True'"),
-        ("lr: yes", "argument --lr: invalid float value: 'True'"),
-        ("betas: [0.9, x]", "argument --betas: invalid float value: 'x'"),
-        ("chat: 2", "argument --chat: Truthy value expected"),
         ("- steps", "it must be lines of `option: value`"),
-        ("steps: [1", "cannot be read: while parsing"),
         ("steps: !!python/name:os.system", "cannot be read: could not determine a constructor"),
     ],
 )
@@ -117,84 +98,34 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path, capsys, text, message):
 #: What a command line adds to a run, and what is said of it.
 REFUSED = [
     ("--max-new-token 3", "there is no option 'max_new_token': did you mean max_new_tokens?"),
-    ("--num_generations 3", "there is no option 'num_generations': did you mean group_size?"),
-    ("--config none.yaml", "config='none.yaml' cannot be read"),
-    ("--steps x", "--steps: invalid int value: 'x'"),
-    ("--log-to paper", "argument --log_to/--log-to: invalid choice: 'paper' (choose from"),
     # single values
     ("--steps 0", "steps=0: it must be at least 1"),
-    ("--micro-batch -1", "micro_batch=-1: it must be 0 or more"),
     ("--top-p 0", "top_p=0.0: it is a share in (0, 1]"),
-    ("--entropy-share 0", "entropy_share=0.0: it is a share in (0, 1]"),
-    ("--min-p 1.5", "min_p=1.5: it must be in [0, 1]"),
     ("--temperature 0", "temperature=0.0: it divides the logits and must be above 0; for greedy use eval_temperature=0"),
-    ("--eval-temperature -1", "eval_temperature=-1.0: it must be 0 (greedy) or above"),
-    ("--beta -1", "beta=-1.0: it must be a finite number >= 0"),
     ("--lr inf", "lr=inf: it must be a finite number >= 0"),
-    ("--betas 0.9", "betas=[0.9]: give two numbers"),
-    ("--max-grad-norm 0", "max_grad_norm=0.0: it must be above 0; inf switches clipping off"),
-    ("--eval-prompts 0", "eval_prompts=0: it must be at least 1; eval_steps=0 switches evaluation off"),
-    ("--entropy-coef nan", "entropy_coef=nan: it must be finite"),
-    ("--entropy-target -1", "entropy_target=-1.0: it is an entropy in nats; 0 switches it off"),
-    ("--keep-checkpoints 1", "keep_checkpoints=1: keep at least 2"),
-    ("--prompt-template x", "prompt_template='x': it must contain {prompt}"),
-    ("--sparse-step 1e-6", "sparse_step=1e-06: it is in [1/4096, 1]"),
     # what does not go together
-    ("--kl k4 --beta 0.1", "kl='k4'"),
     ("--kl exact", "its weight is 0 in preset='grpo': set beta as well"),
-    ("--kl k3", "kl='k3': its weight is 0 in preset='grpo'"),
     ("--rewards", "rewards=[]: name a reward function"),
     ("--reward-weights 1 2", "reward_weights=[1.0, 2.0]: give one weight for each of the 1 rewards"),
     ("--ref-refresh-steps 5", "there is no reference to refresh at beta=0: set beta above 0"),
     ("--entropy-coef -0.1 --entropy-target 0.2", "entropy_coef=-0.1: with entropy_target it is where the weight starts"),
     ("--replay", "replay=True: nothing is cut off at top_p=1, top_k=0, min_p=0"),
     ("--top-k 1", "top_k=1: it leaves one token to sample from"),
-    ("--min-p 1", "min_p=1.0: it leaves one token"),
     (
         "--ratio-to sampler --corrections tis",
         "ratio_to='sampler': the ratio to the sampler holds what corrections=['tis'] weigh",
     ),
     ("--drop-zero-variance --beta 0.1", "drop_zero_variance=True: this objective wants those completions"),
-    ("--drop-zero-variance --entropy-target 0.1", "this objective wants those completions"),
-    ("--drop-zero-variance --entropy-share 0.5", "this objective wants those completions"),
-    ("--drop-zero-variance --preset dro", "this objective wants those completions"),
-    ("--drop-zero-variance --preset kl_cov", "this objective wants those completions"),
-    ("--drop-zero-variance --numerics skyrl", "this objective wants those completions"),
-    ("--numerics torchtitan --preset gspo", "torchtitan has no such objective"),
     ("--sparse-step 0.1 --loss logits", "sparse_step=0.1: it goes with loss=linear"),
-    ("--sparse-step 0.1 --kl exact --beta 0.1", "sparse_step=0.1: it goes with loss=linear"),
     # estimators and corrections
-    ("--advantage-baseline none", "scale"),
-    ("--advantages grpo", "advantages='grpo': it must be one of group, rloo"),
     ("--advantages gae", "advantages='gae': it takes values, of which this trainer has none"),
-    ("--advantages process", "advantages='process': it takes steps"),
     ("--advantages remax:scale=none", "'scale' is no argument of the advantages 'remax'"),
-    ("--advantages remax --advantage-baseline mean", "'baseline' is no argument of the advantages 'remax'"),
-    ("--advantages group:scale", "options are written as name:key=value"),
-    ("--advantages group:eps=-1", "eps=-1"),
-    ("--corrections ti", "it must be one of importance_weights, tis"),
-    ("--corrections tis:low=3", "high=2.0: the upper bound"),
-    ("--corrections rejection_mask", "pass low=, high= or both"),
     # what cannot run here
-    ("--device gpu", "device='gpu': it must be auto, cpu, cuda or"),
-    ("--device meta", "device='meta': it must be auto, cpu, cuda or"),
     ("--device cuda", "device='cuda': torch sees no CUDA device"),
-    ("--backend tritn", "backend='tritn': it must be one of auto, eager, cpu, triton"),
-    ("--attn-implementation flash_attention_2", "attn_implementation='flash_attention_2': it runs on a GPU"),
-    ("--liger", "liger=True: liger-kernel's model kernels run on a GPU"),
     ("--log-to jsonl wandb", "log_to='wandb': wandb is not installed: pip install wandb"),
-    ("--model ''", "model='': name one"),
-    ("--dataset ''", "dataset='': name one"),
-    ("--model ./modles/mine", "model='./modles/mine': there is no such file or folder"),
-    ("--model /models/a/b", "there is no such file or folder"),
-    ("--model ~/mine", "there is no such"),
-    ("--model here/modle", "model='here/modle': the folder 'here' is here and has no 'modle'"),
-    ("--dataset rows.jsonl", "dataset='rows.jsonl': there is no such"),
-    ("--reward-model runs/rm/final", "reward_model='runs/rm/final': there is no such"),
     ("--teacher runs/teacher/final --beta 0.1", "teacher='runs/teacher/final': there is no such"),
     ("--preset distillation", "preset='distillation': it learns from a teacher: name one"),
     ("--teacher org/name", "beta=None: set it above 0, and ref_refresh_steps to 0: at 0 nothing looks at the teacher"),
-    ("--teacher org/name --beta 0.1 --ref-refresh-steps 3", "beta=0.1: set it above 0, and ref_refresh_steps to 0"),
     ("--beta 0.1 --kl exact --parallel fsdp2", "kl='exact': the head of a reference in shards .*use parallel='ddp'"),
     ("--out file/run", "out='file/run' cannot be written"),
 ]
@@ -206,7 +137,6 @@ def test_what_is_wrong_is_refused_at_once(tmp_path, monkeypatch, capsys, argumen
     """With option, value and remedy, before anything is loaded: there are no such model and data."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.chdir(tmp_path)
-    Path("here").mkdir()
     Path("file").touch()
     said = refusal(capsys, "--model", "org/name", "--dataset", "org/data", "--device", "cpu", *shlex.split(arguments))
     assert all(part in said for part in message.split(" .*")), said
@@ -241,13 +171,8 @@ def test_a_run_from_the_command_line_says_how_it_ended(tok, tmp_path, monkeypatc
 MODEL = tiny(tokenizer())
 PASSED = [
     ({"rows": ([], [])}, "there are no training rows: name a data set"),
-    ({"rows": (PROMPTS, []), "eval_steps": 5}, "there are no held-out rows: name an eval_split"),
+    ({"rows": (PROMPTS, []), "eval_steps": 5}, "there are no held-out rows: .*eval_steps=0"),
     ({"rewards": ["nothing"]}, "it must be one of exact, number, or module:function"),
-    ({"rewards": ["json:nothing"]}, "rewards='json:nothing' cannot be imported"),
-    ({"rewards": ["json:__name__"]}, "rewards='json:__name__' is a str: name a function"),
-    ({"preset": "a2po"}, "preset='a2po': it must be one of "),
-    ({"log_to": ["paper"]}, "log_to='paper': it must be one of jsonl, tensorboard"),
-    ({"tokenizer": None}, "model and tokenizer go together"),
     ({"teacher": MODEL, "beta": 0.1}, "teacher.*pass a copy of it, copy.deepcopy"),
     ({"teacher": tiny(tokenizer(), vocab_size=31), "beta": 0.1}, "teacher.*a vocabulary of 31, the model of 30"),
 ]
@@ -263,8 +188,8 @@ def test_what_is_passed_and_does_not_go_together_is_refused(tok, tmp_path, given
 
 
 def test_a_missing_package_is_noticed_before_training(tok, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match="the trainer needs matplotlib, which is not installed: pip install"):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ModuleNotFoundError, match="the trainer needs yaml, which is not installed: pip install"):
         trainer(tok, tmp_path / "run")
 
 
@@ -278,10 +203,8 @@ def test_beta_and_its_defaults():
 @pytest.mark.parametrize(
     ("name", "environment", "count", "device"),
     [
-        ("auto", {}, 4, "cuda:3"), ("cuda", {}, 4, "cuda:3"), ("cuda:1", {}, 4, "cuda:1"), ("cpu", {}, 4, "cpu"),
-        ("cuda:4", {}, 4, "device='cuda:4': torch sees 4 CUDA devices here, of which the last is cuda:3"),
-        ("auto", {"LOCAL_RANK": "2"}, 4, "cuda:2"), ("cuda", {"LOCAL_RANK": "2"}, 4, "cuda:2"),
-        ("cuda", {"LOCAL_RANK": "2"}, 1, "cuda:0"),  # a launcher that hides the devices of the others
+        ("auto", {}, 4, "cuda:3"), ("cuda:1", {}, 4, "cuda:1"),
+        ("cuda", {"LOCAL_RANK": "2"}, 4, "cuda:2"), ("cuda", {"LOCAL_RANK": "2"}, 1, "cuda:0"),  # a launcher that hides the others
         ("cuda:1", {"WORLD_SIZE": "8"}, 4, "device='cuda:1': of several processes each has a device of its own"),
     ],
 )  # fmt: skip
@@ -360,25 +283,15 @@ def test_conversations_go_through_the_chat_template(tmp_path):
 USER = [{"role": "user", "content": "x"}]
 NO_PROMPTS = [
     (None, {}, "prompt=None: it must be a text"),
-    ("  \n", {}, "it must be a text that is not empty"),
-    ([], {}, r"prompt=\[\]: it must be"),
-    (["a"], {}, r"prompt=\['a'\]: it must be a text that is not empty, or a list of messages with their roles"),
-    ([{"role": "user"}, {"content": "x"}], {}, r"the chat template takes \(KeyError: 'role'\)"),
-    ([{"role": "tool", "content": "x"}], {}, r"the chat template takes \(Undef"),
     (USER, {"prompt_template": "a {prompt}"}, r"prompt_template='a \{prompt\}' goes around a text"),
     (USER, {"tok": tokenizer()}, "prompt=.*'x'.*goes through the tokenizer's chat template, and it has none"),
-    ("1+1=", {"tok": tokenizer(), "chat": True}, "'1.1='.*goes through the tokenizer's chat template, and it has none"),
 ]
 
 
 @pytest.mark.parametrize(("prompt", "changes", "message"), NO_PROMPTS, ids=[message for *_, message in NO_PROMPTS])
 def test_a_row_that_is_no_prompt_is_named(prompt, changes, message):
-    good = [] if "chat" in changes else [{"prompt": "1+1="}]
-    for which, rows in (("training", (0, 1)), ("held-out", (1, 0))):
-        given = [[*good, {"prompt": prompt}], good]
-        if good or which == "training":
-            with pytest.raises(ValueError, match=f"row {len(good)} of the {which} rows: .*{message}"):
-                seen(**{"tok": chat_tokenizer(), "rows": [given[i] for i in rows], **changes})
+    with pytest.raises(ValueError, match=f"row 1 of the training rows: .*{message}"):
+        seen(**{"tok": chat_tokenizer(), "rows": ([{"prompt": "1+1="}, {"prompt": prompt}], []), **changes})
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE], ids=["without a template", "with one"])
@@ -393,30 +306,21 @@ def test_a_text_gets_its_beginning_of_text_token_once(template):
     assert [row["prompt_ids"] for row in found] == [tok.convert_tokens_to_ids(list("?1+1="))] * 2
 
 
-@pytest.mark.parametrize("configuration", ["main", None, "socratic"])
-def test_data_laid_out_as_gsm8k(tok, tmp_path, configuration):
-    """Two configurations, two splits, question and answer columns."""
-    card = "---\nconfigs:\n"
-    for name, first in (("main", 0), ("socratic", 5)):
-        card += f"- config_name: {name}\n  data_files:\n"
-        for split, count in (("train", 5), ("test", 3)):
-            path, numbers = f"{name}-{split}.jsonl", range(first, first + count)
-            in_lines(tmp_path / path, [{"question": f"{i}+1=", "answer": f"{i} and 1.\n#### {i + 1}"} for i in numbers])
-            card += f"  - split: {split}\n    path: {path}\n"
-    (tmp_path / "README.md").write_text(card + "---\n")
-    options = {"dataset": str(tmp_path), "dataset_config": configuration, "prompt_template": "-{prompt}"}
-    train, held_out = seen(tok, **options)
-    first = 5 if configuration == "socratic" else 0
-    assert train == [(f"-{i}+1=", str(i + 1)) for i in range(first, first + 5)] and held_out == train[:3]
-    with pytest.raises(ValueError, match=r"split 'dev' is not in dataset=.*: it has train, test"):
-        seen(tok, **options, eval_split="dev")
+def test_data_in_a_folder_with_splits(tok, tmp_path):
+    """Question and answer columns, of which the answer ends in a number."""
+    for split, count in (("train", 5), ("test", 3)):
+        rows = [{"question": f"{i}+1=", "answer": f"{i} and 1.\n#### {i + 1}"} for i in range(count)]
+        in_lines(tmp_path / f"{split}.jsonl", rows)
+    train, held_out = seen(tok, dataset=str(tmp_path), prompt_template="-{prompt}")
+    assert train == [(f"-{i}+1=", str(i + 1)) for i in range(5)] and held_out == train[:3]
+    with pytest.raises(ValueError, match=r"split 'dev' is not in dataset=.*: it has "):
+        seen(tok, dataset=str(tmp_path), eval_split="dev")
 
 
-@pytest.mark.parametrize(("name", "rows", "held_out"), [("p.parquet", 24, 2), ("p.json", 5, 1), ("p.jsonl", 12, 5)])
-def test_data_in_one_file_holds_out_its_end(tok, tmp_path, name, rows, held_out):
+@pytest.mark.parametrize(("rows", "held_out"), [(24, 2), (5, 1), (12, 5)])
+def test_data_in_one_file_holds_out_its_end(tok, tmp_path, rows, held_out):
     """A tenth, and at least one; or as many as is said."""
-    data, path = datasets.Dataset.from_list(PROMPTS[:rows]), str(tmp_path / name)
-    data.to_parquet(path) if name == "p.parquet" else data.to_json(path)
+    path = in_lines(tmp_path / "p.jsonl", PROMPTS[:rows])
     train, found = seen(tok, dataset=path, eval_prompts=5 if held_out == 5 else None)
     assert [*train, *found] == [(row["prompt"], row["answer"]) for row in PROMPTS[:rows]] and len(found) == held_out
 
@@ -424,10 +328,7 @@ def test_data_in_one_file_holds_out_its_end(tok, tmp_path, name, rows, held_out)
 @pytest.mark.parametrize(
     ("text", "changes", "message"),
     [
-        ("", {}, "dataset=.*p.jsonl' is empty"),
-        ('{"prompt": "1', {}, "dataset=.*p.jsonl' cannot be loaded: "),
         ('{"prompt": "1"}\n', {}, "has 1 rows, and eval_prompts=1 holds out all: .*eval_steps=0"),
-        ('{"prompt": "1"}\n' * 3, {"eval_prompts": 3}, "eval_prompts=3"),
         ('{"prompt": "1"}\n' * 3, {"prompt_column": "text"}, "prompt_column='text': the data set has the columns prompt"),
         ('{"question": "1+1="}\n{"question": null}\n', {"eval_steps": 0}, "row 1 of the training rows: prompt=None"),
         ('{"prompt": "1"}\n', {"dataset": "p.txt"}, "a file must end in one of"),

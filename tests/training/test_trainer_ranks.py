@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -37,12 +36,11 @@ from support.runs import (
     seed,
     tiny,
     trainer,
-    undrawn,
     varied,
     weights,
 )
 
-BEFORE_THE_RANKS = ("torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "matplotlib.figure")
+BEFORE_THE_RANKS = ("torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3")
 ROOT = Path(__file__).parents[2]
 
 
@@ -79,8 +77,7 @@ RUNS = {
         {"prompts_per_step": 5, "micro_batch": 5, "num_updates": 2, "beta": 0.1, "advantages": "optimal_token", "top_k": 12,
          "top_p": 0.9, "min_p": 0.01, "ratio_to": "sampler", "entropy_over": "vocabulary"},
     ),
-    "greedy": ("fsdp2", (evens,), {"advantages": "remax", "corrections": ["sequence_mask"], "top_k": 9}),
-    "quantile": ("ddp", (evens,), {"entropy_share": 0.3, "eval_steps": 2, "eval_prompts": 1, "eval_temperature": 1.0}),
+    "quantile": ("ddp", (evens,), {"entropy_share": 0.3}),
 }  # fmt: skip
 
 
@@ -108,9 +105,6 @@ def layouts(folder, rank):
         if layout == "ddp":
             first, second = t.ranks.gather(float(sum(p.detach().double().abs().sum() for p in t.model.parameters())))
             assert first == second
-    for layout in ("ddp", "fsdp2"):
-        options = {"dtype": "bfloat16", "gradient_checkpointing": True, "steps": 2, "eval_steps": 0}
-        run(folder / f"bf16 {layout}", "uneven", parallel=layout, **options)
     # Without a prompt to evaluate a rank samples all the same, and has nothing.
     completions = make(folder / "one row", "uneven", own=rank).rollouts.sample([PROMPTS[0] | {"prompt_ids": [1, 2]}], 3)
     assert len(completions.ids) == len(completions.tokens) == (0 if rank else 3)
@@ -136,7 +130,7 @@ def continued(folder, rank):
 
 
 def stopped(folder, rank):
-    """A signal that one rank alone gets, a reward function that fails on one rank alone, and arguments that are wrong."""
+    """A signal that one rank alone gets, and a reward function that fails on one rank alone."""
     found = {}
 
     def evens_at(act):
@@ -157,13 +151,9 @@ def stopped(folder, rank):
 
     t = make(folder / "signal", "uneven", rewards=[evens_at(lambda: os.kill(os.getpid(), signal.SIGTERM))])
     found["signal"] = [t.train(), len(lines(t.out)), t.stopped_by]
-    (folder / "file").touch()
-    for name, options in (
-        ("grader", {"rewards": [evens_at(gone)], "parallel": "fsdp2"}), ("few", {"prompts_per_step": 1}), ("file/run", {}),
-    ):  # fmt: skip
-        with pytest.raises((RuntimeError, ValueError)) as caught:
-            make(folder / name, "uneven", **options).train()
-        found[name] = str(caught.value)
+    with pytest.raises(RuntimeError) as caught:
+        make(folder / "grader", "uneven", rewards=[evens_at(gone)], parallel="fsdp2").train()
+    found["grader"] = str(caught.value)
     return found
 
 
@@ -171,11 +161,9 @@ def main(rank, path, argv, port):
     torch.set_num_threads(1)
     folder = Path(path)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    with pytest.MonkeyPatch.context() as patch:
-        undrawn(patch)
-        layouts(folder, rank)
-        continued(folder, rank)
-        torch.save(stopped(folder, rank), folder / f"rank{rank}.pt")
+    layouts(folder, rank)
+    continued(folder, rank)
+    torch.save(stopped(folder, rank), folder / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
@@ -228,18 +216,10 @@ def test_curve_and_parameters_are_those_of_one_process(folder, alone, name):
 
 
 def test_the_runs_hold_the_cases_that_they_are_about(alone):
-    """Steps without any advantage, and with one on one rank only; a KL; a ratio that is not 1; an evaluation; sets."""
-    masked, uneven, steps, sets = (lines(alone / name) for name in ("masked", "uneven", "steps", "sets"))
-    assert {line["dropped"] for line in masked} >= {0.875, 0.5} and steps[-1]["entropy_coef"] > 0 and "accuracy" in uneven[-1]
-    assert all(line["kl"] > 1e-6 for line in uneven[1:-1]) and all(line["kept_mass"] < 0.95 for line in sets)
-    assert all(line["ratio_max"] > 1 + 1e-3 for line in [*uneven[1:-1], *sets])
-
-
-def test_half_precision(folder):
-    """The two layouts compute the same, and another thing than single precision."""
-    assert_same_run(folder / "bf16 ddp", folder / "bf16 fsdp2")
-    half, full = (lines(path)[0] for path in (folder / "bf16 ddp", folder / "uneven"))
-    assert half["grad_norm"] != full["grad_norm"] == pytest.approx(half["grad_norm"], rel=3e-2)
+    """Steps without any advantage, and with one on one rank only; a ratio that is not 1; sets."""
+    assert {line["dropped"] for line in lines(alone / "masked")} >= {0.875, 0.5}
+    for line in [*lines(alone / "uneven")[1:-1], *lines(alone / "sets")]:
+        assert line["ratio_max"] > 1 + 1e-3 and line.get("kept_mass", 0) < 0.95
 
 
 @pytest.mark.parametrize("name", ["half ddp", "half fsdp2", "ddp then fsdp2", "one then fsdp2"])
@@ -264,11 +244,8 @@ def test_a_resumed_run_of_two_processes_is_bitwise_the_same(folder):
 def test_what_happens_to_one_process_happens_to_all(folder):
     first, second = (torch.load(folder / f"rank{rank}.pt") for rank in (0, 1))
     assert first["signal"] == second["signal"] == [False, 3, signal.SIGTERM]
-    assert second["grader"].startswith("reward evens raised RuntimeError: the grader is gone\nWith completion 0 of 8 alone")
+    assert second["grader"] == "reward evens raised RuntimeError: the grader is gone"
     assert first["grader"] == f"process 1 of the run failed: RuntimeError: {second['grader']}"
-    assert "prompts_per_step=1: the 2 processes of this run take a prompt each" in first["few"] == second["few"]
-    assert second["file/run"] == f"process 0 of the run failed: ValueError: {first['file/run']}"
-    assert first["file/run"].startswith("out=") and "cannot be written" in first["file/run"]
 
 
 # ---- launchers
@@ -291,7 +268,7 @@ def assert_as_alone(folder, out, monkeypatch):
     assert command_line(["train", *command(folder, out=alone)]) == 0
     assert_same_run(out, alone)
     state = saved(out)
-    assert len(state["rng"]) == 2 and state["config"]["parallel"] == "fsdp2" and (out / "curves.png").exists()
+    assert len(state["rng"]) == 2 and state["config"]["parallel"] == "fsdp2"
 
 
 def test_a_run_of_two_processes_from_the_command_line(folder, monkeypatch):
@@ -322,52 +299,3 @@ def test_launchers(tmp_path, monkeypatch, launcher):
     arguments = command(tmp_path, out=tmp_path / "run", parallel="fsdp2")
     finish(launch([sys.executable, "-m", module, *rest, "-m", "grpo_kernels", "train", *arguments], tmp_path))
     assert_as_alone(tmp_path, tmp_path / "run", monkeypatch)
-
-
-#: Of Slurm's commands, what the batch script uses, for one node: tasks, their names, signals to them.
-SLURM = {
-    "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> requeued; fi',
-    "scancel": "kill -TERM $(cat tasks)",
-    "srun": """
-shift
-: > tasks
-for i in 0 1; do
-  SLURM_PROCID=$i SLURM_LOCALID=$i SLURM_NTASKS=2 "$@" &
-  echo $! >> tasks
-done
-status=0
-for task in $(cat tasks); do wait $task || status=$?; done
-exit $status
-""",
-}
-
-
-@pytest.mark.slow
-def test_the_batch_script_of_slurm(tmp_path):
-    """With stand-ins for Slurm's commands: a job that is told of its end saves and goes back into the queue, and then goes on."""
-    script = ROOT / "examples" / "train.slurm"
-    (tmp_path / "bin").mkdir()
-    for name, text in SLURM.items():
-        (tmp_path / "bin" / name).write_text("#!/bin/bash\n" + text)
-        (tmp_path / "bin" / name).chmod(0o755)
-
-    def job(steps):
-        return launch(
-            ["bash", str(script), *command(tmp_path, steps=steps, checkpoint_steps=0, eval_steps=0)], tmp_path, OUT=f"{tmp_path}/run",
-            SLURM_JOB_ID="7", SLURM_JOB_NODELIST="here", PATH=f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        )  # fmt: skip
-
-    metrics, first = tmp_path / "run" / "metrics.jsonl", job(10_000)
-    deadline = time.monotonic() + 200
-    while (
-        (not metrics.exists() or metrics.read_text().count("\n") < 2) and first.poll() is None and time.monotonic() < deadline
-    ):
-        time.sleep(0.05)
-    first.send_signal(signal.SIGUSR1)
-    finish(first)
-    done = len(lines(tmp_path / "run"))
-    assert (tmp_path / "requeued").read_text().split() == ["requeue", "7"] and done >= 2
-    assert [path.name[:13] for path in saved_steps(tmp_path / "run")] == [f"step-{done:08d}"]
-    finish(job(done + 2))
-    assert [line["step"] for line in lines(tmp_path / "run")] == list(range(done + 2))
-    assert (tmp_path / "run" / "model").exists() and len((tmp_path / "requeued").read_text().splitlines()) == 1

@@ -1,22 +1,23 @@
-"""The reports of a run: metrics, trackers, samples of completions, the parts of its time, and a summary."""
+"""What a run is told by its reward functions, and tells: metrics, trackers, samples of completions; and the demo's two losses."""
 
 from __future__ import annotations
 
 import json
 import statistics
-import time
+import sys
 from typing import Any
-from unittest.mock import MagicMock, call
 
 import pytest
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
+import transformers
 
-from grpo_kernels.training.report import write_summary
-from support.advantage_oracle import group_advantages, process_advantages
+from examples import demo
+from grpo_kernels.training.rewards import Asked, call, exact, number
+from support.advantage_oracle import group_advantages
 from support.plain_trainer import Watch
 from support.runs import lines, read, tiny, trainer, varied
 
@@ -48,24 +49,18 @@ def test_a_tracker_gets_what_the_file_gets_and_one_that_fails_ends_no_run(tok, t
         assert told.count(f"Recorder {what}: ConnectionError: no route") == 1
 
 
-def test_the_names_of_metrics_are_those_of_the_field(tok, tmp_path):
+def test_rewards_are_reported_by_the_names_of_their_functions(tok, tmp_path):
     def short(prompts, completions, **_):
         return [-float(len(c)) for c in completions]
 
     watch = Watch(None)
     options = {"rewards": [watch.told(varied), short, varied], "reward_weights": [1, 2, 3]}
-    found = trainer(tok, tmp_path, beta=0.1, num_updates=3, lr=0.05, **options).train_step()
+    found = trainer(tok, tmp_path, **options).train_step()
     (call,) = watch.calls
-    sizes, own = [len(c) for c in call.completions], statistics.mean(call.rewards)
-    totals = [4 * r - 2 * size for r, size in zip(call.rewards, sizes, strict=True)]
-    expected = {
-        "reward/varied": own, "reward/varied#2": own, "reward/short": -statistics.mean(sizes), "reward": statistics.mean(totals),
-        "reward_std": statistics.pstdev(totals), "completion_length": statistics.mean(map(len, call.ids)),
-    }  # fmt: skip
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert found["clip_ratio"] == found["clip_low"] + found["clip_high"] > 0
-    assert {"loss", "kl", "entropy", "grad_norm", "lr", "tokens_per_second"} <= found.keys()
-    assert 0.05 < found["peak_memory_gb"] < 1000  # of this process: torch alone is more, and it is no machine's whole memory
+    totals = [4 * r - 2 * len(c) for r, c in zip(call.rewards, call.completions, strict=True)]
+    assert found["reward/varied"] == found["reward/varied#2"] == pytest.approx(statistics.mean(call.rewards))
+    assert [found["reward"], found["reward_std"]] == pytest.approx([statistics.mean(totals), statistics.pstdev(totals)])
+    assert found["completion_length"] == pytest.approx(statistics.mean(map(len, call.ids)))
 
 
 def test_accuracy_says_what_it_counts(tok, tmp_path):
@@ -80,138 +75,161 @@ def test_accuracy_says_what_it_counts(tok, tmp_path):
     assert found == [[step, 5 / 8, "three >= 1, 8 prompts", pytest.approx((4 * 3.0 + 1.0 + 3 * 0.5) / 8)] for step in (0, 1)]
 
 
-def test_metrics_are_json_whatever_is_in_them(tok, tmp_path, drawn):
-    """A gradient that is not finite: its norm is null, and the picture is drawn from the rest."""
+def test_metrics_are_json_whatever_is_in_them(tok, tmp_path):
+    """A gradient that is not finite: its norm is null."""
     model = tiny(tok)
     model.lm_head.weight.register_hook(lambda g: g * float("nan"))
     assert trainer(tok, tmp_path, model=model, steps=2).train()
     texts = (tmp_path / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for text in texts]
     assert [line["grad_norm"] for line in found] == [None, None] and found[0]["skipped"] == 1.0
-    assert (tmp_path / "curves.png").stat().st_size > 5000
-
-
-def test_a_picture_that_fails_ends_no_run(tok, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("matplotlib.figure.Figure", lambda **_: [][0])
-    assert trainer(tok, tmp_path).train() and "curves.png is not drawn: IndexError" in capsys.readouterr().err
-
-
-# ---- trackers by name
-
-
-def test_tensorboard_has_the_curves_of_the_run(tok, tmp_path):
-    """Read back with its own reader; after a resumed run too, whose steps come once."""
-    pytest.importorskip("tensorboard")
-    pytest.importorskip("accelerate")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    options = {"log_to": ["tensorboard"], "eval_steps": 2, "eval_prompts": 4, "checkpoint_steps": 2}
-    assert trainer(tok, tmp_path, steps=2, **options).train()
-    assert trainer(tok, tmp_path, steps=4, resume=True, **options).train()
-    found = EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
-    assert {"train/reward", "train/clip_ratio", "eval/accuracy", "time/sampling"} <= set(found.Tags()["scalars"])
-    written = read(tmp_path / "metrics.jsonl")
-    for tag, name in (("train/reward", "reward"), ("train/entropy", "entropy"), ("eval/accuracy", "accuracy")):
-        points = [(point.step, point.value) for point in found.Scalars(tag)]
-        assert points == [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in written if name in line]
-
-
-@pytest.mark.parametrize(("name", "named"), [("wandb", "name"), ("trackio", "name"), ("mlflow", "run_name")])
-def test_trackers_of_accelerate_get_the_numbers_in_groups(tok, tmp_path, monkeypatch, name, named):
-    tracking, made = pytest.importorskip("accelerate.tracking"), MagicMock()
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, name, made)
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: package)
-    assert trainer(tok, tmp_path / "my-run", log_to=[name], steps=1, eval_steps=1, eval_prompts=2).train()
-    made.assert_called_once_with("grpo_kernels", **{named: "my-run"})
-    settings = made().store_init_configuration.call_args.args[0]
-    assert settings["lr"] == 1e-3 and settings["rewards"] == "['exact']"
-    names = {"accuracy": "eval/accuracy", "eval_reward": "eval/reward", "eval_seconds": "time/eval", "seconds": "time/step"}
-    names |= {f"{part}_seconds": f"time/{part}" for part in ("sampling", "reward", "gradient", "optimizer")}
-    for line, called in zip(read(tmp_path / "my-run" / "metrics.jsonl"), made().log.call_args_list, strict=True):
-        step = {"step": line.pop("step")}
-        assert called == call({names.get(k, f"train/{k}"): v for k, v in line.items() if k != "accuracy_counts"}, **step)
-    made().finish.assert_called_once_with()
 
 
 # ---- samples
 
 
-def test_samples_are_the_first_completions_with_rewards_and_advantage(tok, tmp_path, capsys):
-    """An advantage of tokens is told by its mean: of rewards at the first and at the last token. Those of a resumed run come once,
-    and looking changes no step."""
-
-    def ends(prompts, completions, *, completion_ids, **_):
-        return [[1.0, *[None] * (len(ids) - 2), 3.0][: len(ids)] for ids in completion_ids]
-
+def test_samples_are_the_first_completions_with_rewards_and_advantage(tok, tmp_path):
+    """Those of a resumed run come once."""
     watch, samples = Watch(None), tmp_path / "run" / "samples.jsonl"
-    options = {"rewards": [watch.told(varied), watch.told(ends)], "sample_count": 6, "progress": True}
-    assert trainer(tok, tmp_path / "run", steps=2, sample_every=2, **options).train()
+    options = {"rewards": [watch.told(varied)], "sample_count": 6, "sample_every": 2}
+    assert trainer(tok, tmp_path / "run", steps=2, **options).train()
     samples.write_text(samples.read_text() + '{"step": 2, "prompt": "of a step that was lost"}\n')
-    first, second = watch.calls[:2]
-    assert trainer(tok, tmp_path / "run", steps=3, sample_every=2, resume=True, **options).train()
-    found, told, groups = read(samples), capsys.readouterr().err, [k // 4 for k in range(12)]
-    steps, outcome = process_advantages(second.rewards, groups), group_advantages(first.rewards, groups)
+    first, advantages = watch.calls[0], group_advantages(watch.calls[0].rewards, [k // 4 for k in range(12)])
+    assert trainer(tok, tmp_path / "run", steps=3, resume=True, **options).train()
+    found = read(samples)
     for i, sample in enumerate(found[:6]):
-        own, other = first.rewards[i], sum(r for r in second.rewards[i] if r is not None)
         assert sample == {
             "step": 0, "prompt": first.prompts[i], "completion": first.completions[i], "tokens": len(first.ids[i]),
-            "reward": own + other, "rewards": {"varied": own, "ends": other},
-            "advantage": pytest.approx(outcome[i] + statistics.mean(steps[i]), abs=1e-5),
+            "reward": first.rewards[i], "rewards": {"varied": first.rewards[i]}, "advantage": pytest.approx(advantages[i], abs=1e-5),
         }  # fmt: skip
-        numbers = f"reward {own + other:.3g} (varied {own:.3g}, ends {other:.3g}), advantage {sample['advantage']:+.3g}"
-        said = f"step 0: {numbers}, {sample['tokens']} tokens\n  prompt     {first.prompts[i]!r}\n"
-        assert said + f"  completion {first.completions[i]!r}\n" in told
-    assert [(x["step"], x["prompt"]) for x in found[6:]] == [(2, prompt) for prompt in watch.calls[-2].prompts[:6]]
-    assert trainer(tok, tmp_path / "without", steps=3, sample_every=0, **options).train()
-    assert not read(tmp_path / "without" / "samples.jsonl") and lines(tmp_path / "without") == lines(tmp_path / "run")
+    assert [(x["step"], x["prompt"]) for x in found[6:]] == [(2, prompt) for prompt in watch.calls[-1].prompts[:6]]
 
 
-# ---- time, and what a run came to
+# ---- reward functions: what they are given, what they must not return, and how their errors are told
+
+ASKED = Asked(list("abcd"), ["x", "y\n", "z", "w"], [[1], [2, 3], [4, 5, 6], [7]], {})
 
 
-def test_the_parts_of_a_step_are_measured_where_they_end(tok, tmp_path, monkeypatch):
-    """By a clock that only the parts move: each forward of the sampler, the rewards, each backward, each optimizer step."""
-    model, watch, now = tiny(tok), Watch(None), [100.0]
-
-    def passes(seconds):
-        return lambda *_: now.__setitem__(0, now[0] + seconds)
-
-    def graded(prompts, completions, **_):
-        passes(0.5)()
-        return varied(prompts, completions)
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    t = trainer(tok, tmp_path, model=model, rewards=[watch.told(graded)], num_updates=2)
-    model.lm_head.register_forward_hook(passes(2.0))
-    model.lm_head.weight.register_hook(passes(3.0))
-    handle = register_optimizer_step_pre_hook(passes(0.25))
-    metrics = t.train_step()
-    handle.remove()
-    lengths = [len(ids) for ids in watch.calls[0].ids]
-    parts = [metrics[f"{part}_seconds"] for part in ("sampling", "reward", "gradient", "optimizer")]
-    assert parts == [2.0 * max(lengths), 0.5, 6.0, 0.5] and metrics["seconds"] == sum(parts)
-    assert metrics["tokens_per_second"] == pytest.approx(sum(lengths) / sum(parts))
+def shown(i):
+    return f"\n  prompt     {ASKED.prompts[i]!r}\n  completion {ASKED.completions[i]!r}"
 
 
-def test_the_summary_of_a_run(tmp_path):
-    """Of figures by hand: 20 steps of 2 s with 30 tokens a second, rewards 0.0, 0.1, ... 1.5, then 0.2."""
-    step = {"sampling_seconds": 1.0, "reward_seconds": 0.2, "gradient_seconds": 0.5, "optimizer_seconds": 0.2, "seconds": 2.0}
-    step |= {"tokens_per_second": 30.0, "peak_memory_gb": 1.5}
-    told = [{"step": i, "reward": i / 10 if i < 16 else 0.2} | step for i in range(20)] + [{"step": 20}]
-    for i, accuracy in ((0, 0.25), (20, 0.5)):
-        told[i] |= {"accuracy": accuracy, "accuracy_counts": "exact >= 1", "eval_reward": 2 * accuracy, "eval_seconds": 1.5}
-    told[7]["peak_memory_gb"] = 2.0
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
-    write_summary(tmp_path)
-    assert (tmp_path / "summary.txt").read_text().splitlines() == [
-        "steps               20",
-        "held-out accuracy   0.250 -> 0.500 (exact >= 1)",
-        "held-out reward     0.5 -> 1",
-        "reward              0.05 -> 0.2 (means of 2)",
-        "time of the steps   40.0 s: sampling 50%, reward 10%, gradient 25%, optimizer 10%",
-        "evaluations         3.0 s",
-        "speed               30 sampled tokens a second, of whole steps",
-        "peak memory         2.00 GB",
-        f"files               {tmp_path}: metrics.jsonl",
-    ]
+def graded(values):
+    """What comes of a function that returns these for `ASKED`, or what they are of the ids."""
+
+    def graded(prompts, completions, *, completion_ids):
+        return values(completion_ids) if callable(values) else values
+
+    return call(graded, ASKED)
+
+
+@pytest.mark.parametrize(
+    ("values", "which", "message"),
+    [
+        ([1.0, 2.0], None, "reward graded returned 2 values for 4 completions: return one for each."),
+        ([1.0, 1.0, 1.0, float("inf")], 3, "for completion 3 a float (inf): return a finite number"),
+        ([1.0, 1.0, None, 1.0], 2, "for completion 2 None: return a finite number"),
+        ([[1.0, 1.0]] * 4, 0, "for completion 0 2 process rewards for 1 tokens: one entry per token."),
+        ([[1.0], 1.0, 1.0, 1.0], 1, "a float (1.0), and not so for others: return numbers for all completions, or lists"),
+        ([[1.0], [None, float("nan")], [None] * 3, [1]], 1, "a float (nan): a process reward is a finite number"),
+        ("abcd", None, "returned a str ('abcd'): return a list, with an entry for each"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_rewards_raise(values, which, message):
+    """One of a single completion shows it with its prompt."""
+    with pytest.raises(ValueError) as caught:
+        graded(values)
+    said = str(caught.value)
+    assert message in said and (which is None or said.endswith(shown(which)))
+
+
+def test_numbers_of_torch_and_process_rewards_are_rewards():
+    for values in (torch.tensor([1, 0, 2, 2.5]), (torch.tensor(1), 0, 2, 2.5)):
+        assert graded(values) == [1.0, 0.0, 2.0, 2.5]
+    assert graded([(torch.tensor(1),), [None, 1], [0] * 3, [2]])[1] == [None, 1.0]
+
+
+def test_an_error_in_a_reward_function_names_it():
+    with pytest.raises(RuntimeError, match=r"^reward graded raised ZeroDivisionError: division by zero$"):
+        graded(lambda ids: 1 / 0)
+
+
+def test_reward_functions_get_the_columns_of_their_prompt(tok, tmp_path):
+    """And the sampled ids, of which the completion is the text without the end."""
+
+    def check(prompts, completions, *, answer, completion_ids, **others):
+        assert all(eval(prompt.rstrip("=")) == int(a) for prompt, a in zip(prompts, answer, strict=True))
+        assert prompts[0] == prompts[3] != prompts[4] and len(prompts) == 12 and not others
+        assert completions == [tok.decode(ids).rstrip(".") for ids in completion_ids]
+        return [0.5] * 12
+
+    metrics = trainer(tok, tmp_path, rewards=[check]).train_step()
+    assert metrics["zero_variance_groups"] == 1.0 and metrics["grad_norm"] == 0.0 and metrics["reward"] == 0.5
+
+
+def test_final_numbers_and_exact_answers():
+    right = {
+        "so 3 + 4 = 7.\n#### 1,234": "1234", "first \\boxed{3}, then \\boxed{-2.50}": "-2.5", "5 and then 42.": "42",
+        "#### $18 a day": "18",
+    }  # fmt: skip
+    assert number([""] * 4, list(right), answer=list(right.values())) == [1.0] * 4
+    assert number([""] * 4, ["no number", "#### 41", "42 #### 7", "\\boxed{41} 42"], answer=["42"] * 4) == [0.0] * 4
+    assert exact([""] * 7, [" 12\n", "2", "112", "12 13", "1 2", "", "12."], answer=["12"] * 7) == [1.0] + [0.0] * 6
+    for reward in (exact, number):
+        with pytest.raises(ValueError, match="the answer of completion 1 is None"):
+            reward(["", ""], ["2", "None"], answer=["2", None])
+
+
+def test_reward_model(tok, tmp_path):
+    """Its scores are the classifier's logit on prompt + completion, whatever the padding."""
+    torch.manual_seed(3)
+    settings = transformers.Qwen3Config(**(tiny(tok).config.to_dict() | {"num_labels": 1}))
+    classifier, watch = transformers.Qwen3ForSequenceClassification(settings).eval(), Watch(None)
+    for part in (classifier, tok):
+        part.save_pretrained(tmp_path / "rm")
+    options = {"reward_model": str(tmp_path / "rm"), "reward_weights": [0.0, 2.0]}
+    metrics = trainer(tok, tmp_path / "run", rewards=[watch.told(varied)], **options).train_step()
+    texts = map(str.__add__, watch.calls[0].prompts, watch.calls[0].completions)
+    scores = [classifier(input_ids=torch.tensor([tok(text)["input_ids"]])).logits.item() for text in texts]
+    assert metrics["reward"] == pytest.approx(2 * statistics.mean(scores), abs=1e-5) and statistics.pstdev(scores) > 1e-3
+
+
+# ---- the demo: both losses make the same steps, and only one of them is ours
+
+TINY = demo.Size(vocab=101, top_k=7, width=32, layers=1, warm_up=2, steps=3, prompts=4, group=4, held_out=4)
+
+
+@pytest.fixture
+def easy(monkeypatch):
+    """The share of digits is rewarded, which a policy that knows nothing gets some of."""
+    monkeypatch.setattr(demo, "exact", lambda prompts, texts, **_: [sum(c.isdigit() for c in text) / 3 for text in texts])
+
+
+def test_both_losses_make_the_same_steps_over_sets_of_k_ids(easy):
+    record = demo.run(0, TINY, demo.side, progress=False)
+    fused, plain = (record["sides"][name] for name in demo.LOSSES)
+    assert fused["reward"] == plain["reward"] and len({*fused["reward"]}) > 1
+    assert fused["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4) and min(plain["grad_norm"]) > 0.01
+    assert fused["accuracy"] == plain["accuracy"] and fused["kept"] == plain["kept"] == [TINY.top_k, TINY.top_k]
+
+
+def started(tmp_path, name="fused"):
+    demo.warm_up(0, TINY, tmp_path / "warm.pt", progress=False)
+    lines = demo.side(name, tmp_path / "warm.pt", 0, TINY)
+    next(lines)
+    return lines
+
+
+@pytest.mark.parametrize("name", demo.LOSSES)
+def test_the_plain_loss_runs_no_kernel(easy, tmp_path, name):
+    """Otherwise both sides could be ours: no loss and no log-prob of the package is computed."""
+    called = set()
+    lines = started(tmp_path, name)
+    sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_name) if event == "call" else None)
+    try:
+        line = next(lines)
+    finally:
+        sys.setprofile(None)
+    ours = called & {"linear_grpo_loss", "grpo_loss", "linear_logprobs", "token_logprobs"}
+    assert ours == ({"linear_grpo_loss"} if name == "fused" else set()) and line["grad_norm"] > 0

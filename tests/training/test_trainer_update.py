@@ -38,12 +38,7 @@ def causal(name, tok, **changes):
     settings = getattr(transformers, f"{name}Config")(
         vocab_size=len(tok), eos_token_id=tok.eos_token_id, pad_token_id=tok.eos_token_id, bos_token_id=None, **changes
     )
-    return getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(settings)
-
-
-def gpt2(tok):
-    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.3)
-    return causal("GPT2", tok, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.1, **drops)
+    return getattr(transformers, f"{name}ForCausalLM")(settings)
 
 
 def opt(tok):
@@ -55,19 +50,6 @@ def opt(tok):
 def softcapped(tok):
     sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
     return causal("Gemma2", tok, num_key_value_heads=1, initializer_range=0.5, final_logit_softcapping=1.5, **sizes)
-
-
-def seeing(tok):
-    """A model of images and text with a tiny one as its language model: its vocabulary stands in the config of its text."""
-    text = tiny(tok, seed=5)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "projection_dim": 16}
-    vision = transformers.CLIPVisionConfig(**sizes, image_size=4, patch_size=2)
-    model = transformers.LlavaForConditionalGeneration(
-        transformers.LlavaConfig(text_config=text.config, vision_config=vision, image_token_index=0, pad_token_id=0)
-    )
-    model.get_decoder().load_state_dict(text.get_decoder().state_dict())
-    model.get_output_embeddings().load_state_dict(text.get_output_embeddings().state_dict())
-    return model
 
 
 def another(tok):
@@ -98,13 +80,6 @@ def alike(prompts, completions, **_):
 # ---- advantages by another way, from the rewards [K][B] of a step
 
 
-def scaled(**options):
-    def advantages(plain, rewards):
-        return estimators.group_advantages(rewards[0], plain.groups, **options)
-
-    return advantages
-
-
 def beside_steps(plain, rewards):
     """An outcome of weight 1, and steps of weight 0.5."""
     outcome = plain.of_groups([rewards[0], [0.0] * len(plain.ids)])
@@ -124,10 +99,6 @@ def optimal_token(plain, rewards):
     at_end = [[0.0] * (len(ids) - 1) + [r] for r, ids in zip(rewards[0], plain.ids, strict=True)]
     logps, squares = ([x.tolist() for x in each] for each in (plain.old, plain.squares))
     return estimators.optimal_token_advantages(at_end, logps, squares, plain.groups)
-
-
-def of_each_reward(plain, rewards):
-    return estimators.gdpo([*zip(*rewards, strict=True)], [1.0, 3.0], plain.groups)
 
 
 def no_reward(plain, rewards):
@@ -166,9 +137,7 @@ CASES = {
     # updates, passes, prompts and the reference over steps
     "one update": Case({"temperature": 0.7}, steps=2, metrics={"ratio_max": 1.0, "ratio_min": 1.0, "dropped": 0.0}),
     "updates": Case({"num_updates": 3, "lr": 1e-2, "micro_batch": 5, "temperature": 1.3}),
-    "reference": Case({"beta": 0.1, **HOT}, KL, steps=3),
     "reference refreshed": Case({"beta": 0.1, "ref_refresh_steps": 1, "loss": "logits", "micro_batch": 5, **HOT}, KL, steps=3),
-    "eager": Case({"beta": 0.1, "loss": "eager", "micro_batch": 7, **HOT}, KL),
     # denominators
     "dapo": Case({"preset": "dapo", "micro_batch": 5, **HOT}, DAPO),
     "dr_grpo": Case({"preset": "dr_grpo", "micro_batch": 5, **HOT}, Spec(aggregate="constant", max_tokens=4)),
@@ -177,36 +146,21 @@ CASES = {
         Spec(eps_low=3e-4, eps_high=4e-4, level="sequence", aggregate="seq-mean-token-mean"),
     ),
     "dropped": Case({"preset": "dapo", "drop_zero_variance": True, **HOT}, DAPO, rewards=(some_alike,), metrics={"dropped": 2 / 3}),
-    "entropy": Case({"entropy_coef": 0.1, "loss": "logits", **HOT}, Spec(aggregate="seq-mean-token-mean", entropy_coef=0.1)),
     "entropy share": Case({"preset": "dapo", "entropy_share": 0.3}, Spec(eps_high=0.28, entropy_share=0.3), metrics={"kept": 0.3}),
     # sets
     "sets": Case({"beta": 0.1, "micro_batch": 5, **CUT, **HOT}, KL, steps=2),
-    "sets, logits": Case({"beta": 0.1, "loss": "logits", "temperature": 0.7, "min_p": 0.1, **CUT, **HOT}, KL),
-    "sets, entropy of all": Case({"entropy_over": "vocabulary", "ratio_to": "sampler", "micro_batch": 7, **CUT, **HOT}),
     "no replay": Case({"replay": False, "ratio_to": "sampler", "top_p": 0.6, "micro_batch": 5, **HOT}),
     # divergences, teachers
     "reverse": of_kl("exact", temperature=0.7),
     "reverse, logits, sets": of_kl("exact", loss="logits", top_p=0.8, temperature=1.3, entropy_over="vocabulary"),
-    "jsd, sets, eager": of_kl("exact-jsd", top_k=5, loss="eager"),
-    "forward": of_kl("exact-forward"),
     "tv": of_kl("exact-tv"),
-    "k3 to a teacher": Case({"beta": 0.1, **CUT}, KL, teacher=softcapped),
     "distillation": Case({"preset": "distillation", "temperature": 0.7, **HOT}, Spec(beta=1.0), no_reward, teacher=softcapped),
-    "distillation, seeing": Case({"preset": "distillation", "loss": "logits"}, Spec(beta=1.0), no_reward, teacher=seeing),
     # advantages
-    "two rewards": Case({"reward_weights": [1.0, 3.0]}, rewards=(varied, some_alike)),
-    "each reward": Case({"reward_weights": [1.0, 3.0], "advantages": "gdpo"}, GRPO, of_each_reward, rewards=(varied, some_alike)),
     "steps": Case({"reward_weights": [1.0, 0.5], **HOT}, GRPO, beside_steps, rewards=(varied, of_steps)),
-    "verl": Case({"numerics": "verl"}, Spec(), scaled(eps=1e-6)),
-    "batch scale": Case({"advantage_scale": "batch"}, GRPO, scaled(scale="batch")),
-    "rloo": Case({"advantages": "rloo"}, GRPO, scaled(baseline="leave-one-out", scale="none")),
-    "eps": Case({"advantages": "group:eps=0.1"}, GRPO, scaled(eps=0.1)),
     "remax": Case({"advantages": "remax", "micro_batch": 5}, GRPO, over_greedy),
-    "optimal token": Case({"advantages": "optimal_token", "micro_batch": 5, "temperature": 0.7}, GRPO, optimal_token),
     "optimal token, sets": Case({"advantages": "optimal_token", "micro_batch": 5, "loss": "logits", **CUT}, GRPO, optimal_token),
     # corrections
     "tis": Case({"corrections": ["tis:high=0.9"], "replay": False, "top_p": 0.85, "micro_batch": 5}, GRPO, None, truncated(0.9)),
-    "weights of replay": Case({"corrections": ["importance_weights:high=inf"], **CUT, **HOT}),
     "masks": Case(
         {"corrections": ["icepop:low=0.815", "without_truncated"], "preset": "dapo", "replay": False, "top_p": 0.8, "group_size": 8},
         DAPO, None, lambda gap, ended: torch.where(gap.exp() >= 0.815, gap.exp(), 0.0) if ended else gap * math.nan,
@@ -214,8 +168,6 @@ CASES = {
     # models
     "several ends": Case(HOT, model=with_three_ends),
     "softcap": Case({"beta": 0.1, **HOT}, KL, model=softcapped),
-    "softcap, logits": Case({"loss": "logits", **CUT}, model=softcapped),
-    "dropout": Case({"beta": 0.1, "gradient_checkpointing": True, **HOT}, KL, model=lambda tok: gpt2(tok).train()),
     "dropout, layers": Case(HOT, model=lambda tok: opt(tok).train()),
     "bfloat16": Case({"dtype": "bfloat16", "micro_batch": 5}, tolerance=0.05),
 }  # fmt: skip
@@ -264,37 +216,6 @@ def gradients_of(tok, out, **options):
     with watch:
         metrics = trainer(tok, out, model=model, max_grad_norm=math.inf, **options).train_step()
     return [update.gradients for update in watch.updates], metrics
-
-
-OTHERS = {
-    "preset": "luspo gmpo vespo dppo_tv dro",
-    "advantages": "maxrl gpg reinforce_pp:gamma=0.9,baseline=mean",
-    "correction": "sequence_tis rejection_mask:low=0.92 off_policy_mask:delta=0.05 m2po",
-}
-
-
-@pytest.mark.parametrize(("option", "name"), [(option, name) for option, names in OTHERS.items() for name in names.split()])
-def test_pieces_of_a_batch_have_its_gradient(tok, tmp_path, option, name):
-    """With objectives of each level and mean, every estimator and every correction; most have a gradient of their own."""
-    base = {"beta": 0.1, "entropy_coef": 0.01, "top_p": 0.9, "replay": False, "max_new_tokens": 6, **HOT}
-    own = {"corrections": [name]} if option == "correction" else {option: name}
-    (_, whole), metrics = gradients_of(tok, tmp_path / "a", loss="eager", **base, **own)
-    (_, cut), of_cut = gradients_of(tok, tmp_path / "b", micro_batch=5, **base, **own)
-    (_, plain), _ = gradients_of(tok, tmp_path / "c", **base)
-    for key, gradient in whole.items():
-        assert (cut[key] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-4 * metrics["grad_norm"], key
-    assert metrics["grad_norm"] > 1e-3 and of_cut["loss"] == pytest.approx(metrics["loss"], rel=1e-3, abs=1e-6)
-    apart = sum(float((plain[key] - gradient).square().sum()) for key, gradient in whole.items())
-    assert (apart > 1e-6 * metrics["grad_norm"] ** 2) == (name != "m2po"), apart
-
-
-def test_layers_that_recompute_run_twice(tok, tmp_path):
-    """Once in the forward and once in the backward pass; and afterwards nothing is in training mode."""
-    for checkpointing in (False, True):
-        model, calls = tiny(tok), list[bool]()
-        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(torch.is_grad_enabled()))
-        gradients_of(tok, tmp_path / str(checkpointing), model=model, gradient_checkpointing=checkpointing)
-        assert sum(calls) == 1 + checkpointing and not any(module.training for module in model.modules())
 
 
 def test_entropy_is_held_up_by_a_moving_weight(tok, tmp_path):
@@ -349,27 +270,22 @@ def test_a_number_chooses_its_token_and_never_one_that_cannot_come(number, token
         assert ids.tolist() == [6 if options and number == 1 else token]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 5.0])
-def test_evaluations_are_greedy_and_without_cuts(tok, tmp_path, temperature):
+def test_evaluations_are_greedy_and_without_cuts(tok, tmp_path):
     """One completion of each held-out prompt, before the step and after it: token by token that of the model without cache, padding
-    or batch; or at a temperature, from the whole vocabulary."""
+    or batch."""
     model, watch, prompts = tiny(tok), Watch(None), [row["prompt"] for row in PROMPTS[16:23]]
     options = {"eval_steps": 1, "eval_prompts": 7, "steps": 1, "lr": 0.0, "max_new_tokens": 6, "top_k": 2}
-    t = trainer(tok, tmp_path, model=model, rewards=[watch.told(varied)], eval_temperature=temperature, **options)
+    t = trainer(tok, tmp_path, model=model, rewards=[watch.told(varied)], **options)
     assert t.train()
     before, _, after = (dict(zip(call.prompts, call.ids, strict=True)) for call in watch.calls)
     plain = Plain(t.config, tok, model)
-    greedy = {prompt: plain.greedy(tok(prompt)["input_ids"], [tok.eos_token_id]) for prompt in prompts}
-    assert before == after and (before == greedy) == (temperature == 0)
-    assert temperature == 0 or len({i for ids in before.values() for i in ids}) > 14
+    assert before == after == {prompt: plain.greedy(tok(prompt)["input_ids"], [tok.eos_token_id]) for prompt in prompts}
 
 
 def test_an_epoch_visits_every_prompt():
     rows = [{"prompt": str(i)} for i in range(10)]
     visited = [row["prompt"] for step in range(5) for row in prompts_of_step(rows, step, 4, seed=0)]
-    assert sorted(visited[:10]) == sorted(visited[10:]) == [row["prompt"] for row in rows]
-    assert visited[:10] != visited[10:] != [row["prompt"] for row in rows] != visited[:10]
-    assert [row["prompt"] for row in prompts_of_step(rows, 0, 25, seed=0)][:20] == visited
+    assert sorted(visited[:10]) == sorted(visited[10:]) == [row["prompt"] for row in rows] and visited[:10] != visited[10:]
 
 
 def test_seed_and_step_decide_what_is_sampled(tok, tmp_path):
@@ -397,7 +313,7 @@ def test_the_optimizer_is_adamw_with_clipping_and_the_schedule(tok, tmp_path):
     with watch:
         metrics = [t.train_step() for _ in range(3)]
     assert [u.lr for u in watch.updates] == pytest.approx([0.005, 0.01, 0.01, 0.0075, 0.005, 0.0025])
-    assert [m["lr"] for m in metrics] == [u.lr for u in watch.updates[1::2]] and min(m["grad_norm"] for m in metrics) > 0.05
+    assert min(m["grad_norm"] for m in metrics) > 0.05
     for update in watch.updates:
         assert torch.stack([g.norm() for g in update.gradients.values()]).norm() == pytest.approx(0.05, rel=1e-4)
         optimizer.param_groups[0]["lr"] = update.lr
@@ -407,18 +323,10 @@ def test_the_optimizer_is_adamw_with_clipping_and_the_schedule(tok, tmp_path):
     torch.testing.assert_close([*model.parameters()], own, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("options", "rates"),
-    [
-        ({"lr_schedule": "cosine"}, [1.0, 0.933013, 0.75, 0.5, 0.25, 0.066987, 0.0]),
-        ({"warmup_steps": 3}, [1 / 3, 2 / 3, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ({"warmup_steps": 2, "lr_schedule": "linear"}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]),
-    ],
-    ids=str,
-)
-def test_learning_rates_by_their_number(options, rates):
-    settings = TrainConfig(steps=2, num_updates=3, lr=2.0, **options)
-    assert [settings.lr_at(i) for i in range(7)] == pytest.approx([2 * rate for rate in rates], abs=1e-6)
+def test_the_cosine_of_the_learning_rate():
+    settings = TrainConfig(steps=2, num_updates=3, lr=2.0, lr_schedule="cosine")
+    expected = [1 + math.cos(math.pi * i / 6) for i in range(7)]
+    assert [settings.lr_at(i) for i in range(7)] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(("reward", "drop"), [(alike, False), (alike, True), (varied, False)], ids=["alike", "dropped", "nan"])
@@ -429,9 +337,8 @@ def test_nothing_moves_without_advantages_or_with_a_gradient_that_is_not_finite(
     if broken:
         model.lm_head.weight.register_hook(lambda g: g * math.nan)
     metrics = trainer(tok, tmp_path, model=model, rewards=[reward], drop_zero_variance=drop).train_step()
-    assert metrics["skipped"] == broken and (broken or (metrics["grad_norm"] == 0 and metrics["zero_variance_groups"] == 1))
-    assert metrics["dropped"] == pytest.approx(11 / 12 if drop else 0)
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert metrics["skipped"] == broken and metrics["dropped"] == pytest.approx(11 / 12 if drop else 0)
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 def test_a_layer_whose_dropout_recomputing_switches_on_is_refused(tok, tmp_path):
@@ -439,23 +346,15 @@ def test_a_layer_whose_dropout_recomputing_switches_on_is_refused(tok, tmp_path)
         trainer(tok, tmp_path, model=opt(tok), gradient_checkpointing=True)
 
 
-def test_columns_of_the_head_are_drawn_anew_in_each_piece_and_update(tok, tmp_path):
-    """Of completions of one token each, whose rows of logits are the same: a piece draws about half of the columns."""
-    one = {"prompts_per_step": 1, "group_size": 8, "max_new_tokens": 1, "num_updates": 2, "lr": 0.0}
-
-    def heads(name, **options):
-        gradients, metrics = gradients_of(tok, tmp_path / name, **one, **options)
-        return torch.stack([g["lm_head.weight"] for g in gradients]), metrics["loss"]
-
-    (dense, loss), (first, drawn), (again, _) = heads("a"), heads("b", sparse_step=1 / 16), heads("c", sparse_step=1 / 16)
-    assert torch.equal(dense[0], dense[1]) and not torch.equal(first[0], first[1]) and torch.equal(again, first)
-    pieces, _ = heads("d", sparse_step=1 / 16, micro_batch=1)
-    assert drawn == pytest.approx(loss, abs=1e-6) and int(pieces[0].any(1).sum()) > 26
+def test_columns_of_the_head_are_drawn_anew_in_each_update(tok, tmp_path):
+    """Of completions of one token each, whose rows of logits are the same."""
+    one = {"prompts_per_step": 1, "group_size": 8, "max_new_tokens": 1, "num_updates": 2, "lr": 0.0, "sparse_step": 1 / 16}
+    first, again = ([g["lm_head.weight"] for g in gradients_of(tok, tmp_path / name, **one)[0]] for name in "ab")
+    assert not torch.equal(*first) and all(map(torch.equal, first, again))
 
 
-@pytest.mark.parametrize("preset", ["distillation", "sampled_distillation"])
-def test_a_teacher_by_its_path_is_the_one_that_is_passed(tok, tmp_path, preset):
+def test_a_teacher_by_its_path_is_the_one_that_is_passed(tok, tmp_path):
     another(tok).save_pretrained(tmp_path / "teacher")
     teachers = (another(tok), str(tmp_path / "teacher"), tiny(tok, seed=3))
-    kl = [trainer(tok, tmp_path / str(i), teacher=t, preset=preset).train_step()["kl"] for i, t in enumerate(teachers)]
+    kl = [trainer(tok, tmp_path / str(i), teacher=t, preset="distillation").train_step()["kl"] for i, t in enumerate(teachers)]
     assert kl[0] == kl[1] != kl[2] and kl[0] > 0.01
