@@ -410,8 +410,8 @@ PAIRS = (
 )  # fmt: skip
 #: The kernels of each direction.
 OF_TWO = (
-    ("two_stats", "reverse"), ("two_stats", "forward"), ("mixed", "jsd"),
-    ("two_pull", "reverse"), ("two_pull", "forward"), ("two_pull", "jsd"),
+    ("two_stats", "reverse"), ("two_stats", "forward"), ("mixed", "jsd"), ("mixed", "tv"),
+    ("two_pull", "reverse"), ("two_pull", "forward"), ("two_pull", "jsd"), ("two_pull", "tv"),
 )  # fmt: skip
 PRODUCTS = tuple(kernel for kernel, kind in KINDS.items() if kind.launch == "slots")
 SELECTIONS = tuple(kernel for kernel, kind in KINDS.items() if kind.launch == "select")

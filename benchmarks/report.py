@@ -78,6 +78,13 @@ def presets() -> str:
     return render(rows, markdown=True).replace("---:", "---")
 
 
+def presets_by_surrogate() -> str:
+    """The presets' names only, grouped by their surrogate."""
+    kinds = {name: type(objective.surrogate).__name__ for name, objective in PRESETS.items()}
+    rows = [[f"`{x}`", ", ".join(f"`{name}`" for name in kinds if kinds[name] == x)] for x in dict.fromkeys(kinds.values())]
+    return render([["policy term", "presets"], *rows], markdown=True).replace("---:", "---")
+
+
 def _call(part: Any) -> str:
     """The Python expression of a part of an objective: its class and its numbers, without defaults that switch something
     off."""
@@ -262,7 +269,7 @@ def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
     """{page: {name: text}} of what stands between a page's markers."""
     divergences = {"Reverse": "divergence", "Forward": "divergence-forward", "Jensen-Shannon": "divergence-jsd"}
     return {
-        README: {"front": front(folder), "preset_names": ", ".join(f"`{name}`" for name in PRESETS) + "."},
+        README: {"front": front(folder), "presets_by_surrogate": presets_by_surrogate()},
         DOCS / "objectives.md": {"presets": presets()},
         DOCS / "divergences.md": {
             "divergences_cpu": "\n\n".join(f"**{kind}.** {figures(folder, suite)}" for kind, suite in divergences.items()),

@@ -100,7 +100,7 @@ struct Beside : Second {
     Beside(const LogitRows& rows, int direction, double mixture, uintptr_t weight, uintptr_t log_sums, uintptr_t center)
         : Second{rows, direction, mixture, vector<float>("weight", weight, 0), vector<float>("log_sums", log_sums, 0),
                  vector<float>("center", center, 0)} {
-        require(direction >= REVERSE && direction <= JSD, "direction", direction, "it is 0 for reverse, 1 for forward, 2 for jsd.");
+        require(direction >= REVERSE && direction <= TV, "direction", direction, "it is 0 for reverse, 1 for forward, 2 for jsd, 3 for tv.");
     }
 };
 

@@ -38,7 +38,7 @@ struct Stream {
 };
 
 // The stream that a divergence compares with, and what is known of both rows, per row.
-enum Direction : int { REVERSE = 0, FORWARD = 1, JSD = 2 };
+enum Direction : int { REVERSE = 0, FORWARD = 1, JSD = 2, TV = 3 };
 
 struct Second {
     Stream stream;
@@ -53,7 +53,7 @@ struct Second {
 enum Partial { MAX, SUM, TARGET, WEIGHTED, SQUARES, TOP, TEACHER_MAX, TEACHER_SUM, CROSS, EXCESS, PARTIALS };
 enum Slope { OF_TARGET, CONSTANT, LOG, PROB, DIVERGENCE, SLOPES };
 enum Result { LOGPS, ENTROPY, LOSSES, OF_DIVERGENCE, RESULTS };
-enum Mixed { STUDENT_KL, TEACHER_KL, MIXED };
+enum Mixed { MIXED_STUDENT, MIXED_TEACHER, MIXED };
 
 template <int N> struct Vectors {
     float* of[N];
@@ -98,7 +98,7 @@ struct StatsJob {
     Vectors<PARTIALS> to;
 };
 
-// Both KLs to the mixture, from the statistics of the first visit.
+// Two sums over p and q themselves, from the statistics of the first visit.
 struct MixedJob {
     Stream own;
     const Second* second;

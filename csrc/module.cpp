@@ -77,7 +77,7 @@ void mixed(const LogitRows& own, const Beside& second, uintptr_t read, const Nam
     const int64_t n = own.rows.count;
     check_streams(own, &second, threads);
     check_address("log_sums", uintptr_t(second.log_sums), 4, n == 0);
-    const MixedJob job{own, &second, at<uint8_t>(read), of.vectors<PARTIALS>(n, OF_BOTH), to.vectors<MIXED>(n, bits(STUDENT_KL, TEACHER_KL))};
+    const MixedJob job{own, &second, at<uint8_t>(read), of.vectors<PARTIALS>(n, OF_BOTH), to.vectors<MIXED>(n, bits(MIXED_STUDENT, MIXED_TEACHER))};
     each_row(job, threads, &Kernels::mixed);
 }
 

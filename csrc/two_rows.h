@@ -52,25 +52,34 @@ struct Known {
     }
 };
 
-// ---- both rows and their mixture m = (1 - b) p + b q
+// ---- a column of both rows, when the sums of both are known
 
-// rest_of_log1p(y) is accurate for y up to this.
-constexpr float NEAR_MIXTURE = 0.41f;
+// p beside q, from D = log p - log q. M is the larger of the two, and M ratio the smaller.
+struct Column {
+    Keep student_larger, smaller_counts;
+    F s, ratio, less;  // s = |D|, ratio = e^-s, less = e^-s - 1
 
-// The terms of one column, from D = log p - log q. M is the larger of p and q, and M ratio the smaller. x = m / M - 1, and
-// y = m / (M ratio) - 1. `far` marks lanes where y is too large for rest_of_log1p.
-struct Against {
-    Keep student_larger, smaller_counts, far;
-    F s, ratio, less, rest_of_share, y, rest_of_y;  // s = |D|, ratio = e^-s, less = e^-s - 1
-    Log1p x;
-
-    INLINED Against(F D, F b, F rest_of_b) {
+    INLINED explicit Column(F D) {
         student_larger = not_below(D, all(0.0f));
         s = magnitude(D);
         const F down = minus(s);
         smaller_counts = not_below(down, all(EXP_CUTOFF));
         ratio = exp_where(smaller_counts, down);
         less = choose(not_below(s, all(SMALL)), sub(ratio, all(1.0f)), sub(psi_near_0(down), s));
+    }
+};
+
+// rest_of_log1p(y) is accurate for y up to this.
+constexpr float NEAR_MIXTURE = 0.41f;
+
+// p and q beside their mixture m = (1 - b) p + b q. x = m / M - 1, and y = m / (M ratio) - 1. `far` marks lanes where y is too large
+// for rest_of_log1p.
+struct Mixture : Column {
+    Keep far;
+    F rest_of_share, y, rest_of_y;
+    Log1p x;
+
+    INLINED Mixture(F D, F b, F rest_of_b) : Column(D) {
         rest_of_share = choose(student_larger, rest_of_b, b);
         const F share = choose(student_larger, b, rest_of_b);
         x = log1p_and_rest(mul(share, less), fma(share, ratio, rest_of_share));
@@ -78,42 +87,60 @@ struct Against {
         far = not_below(y, all(NEAR_MIXTURE));
         rest_of_y = rest_of_log1p(y);
     }
-    // log p - log m
-    INLINED F of_student() const {
+    // The factor of p in the gradient: log p - log m.
+    INLINED F factor() const {
         const F of_smaller = choose(far, add(x.value, s), sub(y, rest_of_y));
         return minus(choose(student_larger, x.value, of_smaller));
     }
-    // The term of the smaller one's KL to the mixture m, divided by M. The larger one's term is x.rest.
-    INLINED F smaller() const {
+    // The terms of both KLs to the mixture, divided by M.
+    INLINED void terms(F& of_student, F& of_teacher) const {
         const F beyond = sub(minus(mul(rest_of_share, less)), mul_where(smaller_counts, ratio, add(x.value, s)));
-        return choose(far, beyond, mul(ratio, rest_of_y));
+        const F smaller = choose(far, beyond, mul(ratio, rest_of_y));
+        of_student = choose(student_larger, x.rest, smaller), of_teacher = choose(student_larger, smaller, x.rest);
     }
 };
 
-// Computes the terms of both KLs to the mixture. inverse and teacher_inverse are 1 / the sums of the rows.
-struct MixtureOf {
+// Half the sign of p - q, 0 where they are equal.
+INLINED F half_sign(F D) { return choose(not_below(all(0.0f), magnitude(D)), all(0.0f), with_sign_of(all(0.5f), D)); }
+
+// p and q of the total variation.
+struct Variation : Column {
+    F half;
+
+    INLINED Variation(F D, F, F) : Column(D), half(half_sign(D)) {}
+
+    // The factor of p in the gradient.
+    INLINED F factor() const { return half; }
+    // p times that factor, and |p - q| / 2, divided by M.
+    INLINED void terms(F& of_student, F& of_teacher) const {
+        of_student = mul(half, choose(student_larger, all(1.0f), ratio)), of_teacher = mul(all(-0.5f), less);
+    }
+};
+
+// The columns of a kind whose terms take the sums of both rows, of which inverse and teacher_inverse are 1 / the sum.
+template <class Of> struct BothSums {
     const Shifts& shifts;
     F log_sums, b, rest_of_b, inverse, teacher_inverse;
 
     // The terms of a column, see `keep_terms`.
-    struct Column {
+    struct Pair {
         F p, k;
     };
 
-    INLINED Column add_terms(F of_z, F of_w, F& of_student, F& of_teacher) const {
+    INLINED Pair add_terms(F of_z, F of_w, F& of_student, F& of_teacher) const {
         const F x = sub(of_z, shifts.student), y = sub(of_w, shifts.teacher);
         const F d = shifts.close ? shifts.between<true>(of_z, of_w, x, y) : shifts.between<false>(of_z, of_w, x, y);
-        const Against column(add(d, log_sums), b, rest_of_b);
+        const Of column(add(d, log_sums), b, rest_of_b);
         const Keep larger = column.student_larger;
         const F exponent = choose(larger, x, y);
         const Keep keep = not_below(exponent, all(EXP_CUTOFF));
         const F most = mul(exp_where(keep, exponent), choose(larger, inverse, teacher_inverse));
-        const F of_larger = mul_where(keep, most, column.x.rest), of_smaller = mul_where(keep, most, column.smaller());
-        of_student = add(of_student, choose(larger, of_larger, of_smaller));
-        of_teacher = add(of_teacher, choose(larger, of_smaller, of_larger));
+        F student, teacher;
+        column.terms(student, teacher);
+        of_student = add(of_student, mul_where(keep, most, student)), of_teacher = add(of_teacher, mul_where(keep, most, teacher));
         const F p = choose(larger, most, mul(most, column.ratio));
         const Keep counts = not_below(p, all(SMALLEST));
-        return {mul_where(counts, p, all(1.0f)), mul_where(counts, p, column.of_student())};
+        return {mul_where(counts, p, all(1.0f)), mul_where(counts, p, column.factor())};
     }
 };
 
@@ -143,6 +170,7 @@ void rescale(double f, double g, double a, double sum, double other_sum, double&
 //   reverse   p and p d
 //   forward   p and p - q where p and q are near each other; elsewhere -p and -q, where the sign marks this case
 //   jsd       p and p (log p - log m), both divided by the sum of the row
+//   tv        p and p sign(p - q) / 2, likewise
 INLINED void keep_terms(const Kept& kept, int64_t j, F of_p, F of_k, const float* slopes, int count) {
     if (slopes) of_p = mul(of_p, load(slopes)), of_k = mul(of_k, load(slopes));
     if (count >= W) {
@@ -298,19 +326,23 @@ void stats_of_rows(const StatsJob& job, int64_t i) {
     }
 }
 
-// ---- the second visit, for the mixture
+// ---- the second visit, of the kinds from JSD on
 
-struct MixedKl {
+struct MixedSums {
     float student, teacher;
+
+    float divergence(const Second& second) const {
+        return second.direction == TV ? teacher : float(second.mixture * teacher + (1.0 - second.mixture) * student);
+    }
 };
 
-template <bool KEEPS>
-MixedKl mixed_kl(const Fetched& student, const Fetched& teacher, int64_t vocab, const Known& of, float log_sums, double mixture, Kept* kept) {
+template <class Of, bool KEEPS>
+MixedSums mixed_sums(const Fetched& student, const Fetched& teacher, int64_t vocab, const Known& of, float log_sums, double mixture, Kept* kept) {
     if (!(fabsf(log_sums) < INFINITY)) return {NAN, NAN};  // NaN in either row, or nothing but -inf
     const Shifts shifts(of.max, of.teacher_max);
-    const MixtureOf mixture_of = {shifts, all(log_sums), all(float(mixture)), all(float(1.0 - mixture)), all(float(1.0 / double(of.sum))),
-                                  all(float(1.0 / double(of.teacher_sum)))};
-    double student_kl = 0, teacher_kl = 0;
+    const BothSums<Of> both = {shifts, all(log_sums), all(float(mixture)), all(float(1.0 - mixture)), all(float(1.0 / double(of.sum))),
+                               all(float(1.0 / double(of.teacher_sum)))};
+    double student_sum = 0, teacher_sum = 0;
     Block block;
     float* slopes = KEEPS && student.t.mode == CAPPED ? block.slopes : nullptr;
     if (KEEPS) kept->segments[kept->count++] = {0, of.max, of.teacher_max};
@@ -321,13 +353,20 @@ MixedKl mixed_kl(const Fetched& student, const Fetched& teacher, int64_t vocab, 
             F of_student = all(0.0f), of_teacher = all(0.0f);
             for (int64_t at = k; at < min(k + SUMMED, n); at += W) {
                 if (at % GROUP == 0) student.prefetch(j + at), teacher.prefetch(j + at);
-                const auto [p, of_p] = mixture_of.add_terms(load(z + at), load(w + at), of_student, of_teacher);
+                const auto [p, of_p] = both.add_terms(load(z + at), load(w + at), of_student, of_teacher);
                 if (KEEPS) keep_terms(*kept, j + at, p, of_p, slopes ? slopes + at : nullptr, int(min(W, n - at)));
             }
-            student_kl += sum_lanes(of_student), teacher_kl += sum_lanes(of_teacher);
+            student_sum += sum_lanes(of_student), teacher_sum += sum_lanes(of_teacher);
         }
     }
-    return {float(student_kl), float(teacher_kl)};
+    return {float(student_sum), float(teacher_sum)};
+}
+
+template <bool KEEPS>
+MixedSums mixed_sums(const Fetched& student, const Fetched& teacher, int64_t vocab, const Known& of, float log_sums, const Second& second,
+                     Kept* kept) {
+    const auto sums = second.direction == TV ? mixed_sums<Variation, KEEPS> : mixed_sums<Mixture, KEEPS>;
+    return sums(student, teacher, vocab, of, log_sums, second.mixture, kept);
 }
 
 Known known_of(const Vectors<PARTIALS>& of, int64_t i) {
@@ -335,13 +374,13 @@ Known known_of(const Vectors<PARTIALS>& of, int64_t i) {
 }
 
 void mixed(const MixedJob& job, int64_t i) {
-    MixedKl found = {0, 0};
+    MixedSums found = {0, 0};
     if (!job.read || job.read[i]) {
         const Fetched student(job.own, i), teacher(job.second->stream, i);
         const Known of = known_of(job.of, i);
-        found = mixed_kl<false>(student, teacher, job.own.rows.vocab, of, job.second->log_sums[i], job.second->mixture, nullptr);
+        found = mixed_sums<false>(student, teacher, job.own.rows.vocab, of, job.second->log_sums[i], *job.second, nullptr);
     }
-    job.to[STUDENT_KL][i] = found.student, job.to[TEACHER_KL][i] = found.teacher;
+    job.to[MIXED_STUDENT][i] = found.student, job.to[MIXED_TEACHER][i] = found.teacher;
 }
 
 // ---- gradients
@@ -350,6 +389,7 @@ void mixed(const MixedJob& job, int64_t i) {
 //   reverse   ... = D_j - center
 //   forward   ... = 1 - q_j / p_j
 //   jsd       ... = log p_j - log m_j - center
+//   tv        ... = sign(p_j - q_j) / 2 - center
 struct Coefficients {
     F k0, k1, k2, teacher, of_q, log_sums, b, rest_of_b;
 };
@@ -368,8 +408,10 @@ template <int DIRECTION, bool CLOSE, int N> INLINED void gradients(const float* 
         const F factor = fma_where(keep[k], of.k1, x[k], fma(of.k2, e[k], of.k0)), D = add(d[k], of.log_sums);
         if (DIRECTION == REVERSE) {
             g[k] = mul_where(keep[k], e[k], fma(of.teacher, d[k], factor));
+        } else if (DIRECTION == TV) {
+            g[k] = mul_where(keep[k], e[k], fma(of.teacher, half_sign(D), factor));
         } else if (DIRECTION == JSD) {
-            g[k] = mul_where(keep[k], e[k], fma(of.teacher, Against(D, of.b, of.rest_of_b).of_student(), factor));
+            g[k] = mul_where(keep[k], e[k], fma(of.teacher, Mixture(D, of.b, of.rest_of_b).factor(), factor));
         } else {
             const F near = mul(mul(of.teacher, sub(D, psi_near_0(minus(D)))), e[k]);  // 1 - e^-D
             const F far = fma(of.teacher, e[k], minus(mul(of.of_q, q[k])));
@@ -385,6 +427,7 @@ double gradient_of_divergence(const Second& teacher, double x, double logp, doub
     if (x < EXP_CUTOFF) return teacher.direction == FORWARD ? -exp(logq) : 0.0;
     if (teacher.direction == REVERSE) return p * (log_ratio - center);
     if (teacher.direction == FORWARD) return -p * expm1(-log_ratio);
+    if (teacher.direction == TV) return p * (0.5 * ((log_ratio > 0) - (log_ratio < 0)) - center);
     return (1 - b) * p * (-log1p(b * expm1(-log_ratio)) - center);
 }
 
@@ -422,7 +465,7 @@ struct PairGradient {
 
     bool infinite() const { return spec.direction == REVERSE && center == INFINITY; }  // the gradient is then infinite wherever p is not 0
     double k0() const {
-        const double constant = spec.direction == REVERSE ? log_sums - center : spec.direction == JSD ? -center : 0.0;
+        const double constant = spec.direction == REVERSE ? log_sums - center : spec.direction == FORWARD ? 0.0 : -center;
         return own.k0 + per_p * constant;
     }
     // As in RowGradient: false if either row has a NaN or +inf.
@@ -488,7 +531,8 @@ void write_gradient(const Fetched& student, const Fetched& teacher, const PairGr
     switch (gradient.spec.direction) {
         case REVERSE: return write_gradient<REVERSE>(student, teacher, gradient, out);
         case FORWARD: return write_gradient<FORWARD>(student, teacher, gradient, out);
-        default: return write_gradient<JSD>(student, teacher, gradient, out);
+        case JSD: return write_gradient<JSD>(student, teacher, gradient, out);
+        default: return write_gradient<TV>(student, teacher, gradient, out);
     }
 }
 
@@ -508,7 +552,7 @@ void pull_rows(const PullJob& job, int64_t i, const Slopes& slopes) {
 
 // The factors of the terms of a segment.
 Factors factors_of(const PairGradient& g, const Segment& at) {
-    if (g.spec.direction == JSD) {
+    if (g.spec.direction >= JSD) {
         const F first = factor_of(g.sum * g.k0());
         return {first, first, factor_of(g.sum * g.per_p)};
     }
@@ -552,11 +596,11 @@ void fused_rows(const FusedJob& job, int64_t i, const TermMemory& scratch) {
     const AtTargets target(student, teacher, job.targets[i], vocab);  // before its logit may be overwritten
 
     const float c = second.weight ? second.weight[i] : 0.0f;
-    // Terms are not kept if the entropy has a slope, because its gradient needs the logits. The terms of the jsd need the sums of both
-    // rows, so they are kept in its second visit, and only if the divergence has a weight: else that visit may keep nothing.
+    // Terms are not kept if the entropy has a slope, because its gradient needs the logits. Terms that need the sums of both rows are
+    // kept in the second visit, and only if the divergence has a weight: else that visit may keep nothing.
     Kept kept = kept_in(student, out, scratch);
-    const bool keeps = out.base && !job.with_entropy && scratch.segments && (direction != JSD || c != 0);
-    const bool at_once = keeps && direction != JSD;
+    const bool once = direction < JSD, keeps = out.base && !job.with_entropy && scratch.segments && (once || c != 0);
+    const bool at_once = keeps && once;
     const auto visit = direction == FORWARD ? (at_once ? first_visit<true, true> : first_visit<true, false>)
                                             : (at_once ? first_visit<false, true> : first_visit<false, false>);
     const FirstVisit found = visit(student, teacher, vocab, &kept);
@@ -564,10 +608,9 @@ void fused_rows(const FusedJob& job, int64_t i, const TermMemory& scratch) {
     const Divergences result = known.result(direction == FORWARD);
     const float log_sums = float(result.log_sums);
     float divergence = float(result.value), center = direction == REVERSE ? divergence : 0.0f;
-    if (direction == JSD) {
-        const auto visit_both = keeps ? mixed_kl<true> : mixed_kl<false>;
-        const MixedKl kl = visit_both(student, teacher, vocab, known, log_sums, second.mixture, &kept);
-        divergence = float(second.mixture * kl.teacher + (1.0 - second.mixture) * kl.student), center = kl.student;
+    if (!once) {
+        const MixedSums sums = (keeps ? mixed_sums<true> : mixed_sums<false>)(student, teacher, vocab, known, log_sums, second, &kept);
+        divergence = sums.divergence(second), center = sums.student;
     }
     const Softmax softmax(known.max, known.sum, target.z, found.weighted);
     const Slopes slopes = token_of(job, i, float(softmax.logp), softmax.entropy);

@@ -51,7 +51,7 @@ def token_divergence(
     ref_logits  the same shape, any of these dtypes: the reference or teacher, under the same transform; (logits,
                 LogitTransform) under one of their own; or `TokenSets` whose values are the log-probs of a teacher that is known
                 at these ids only; or a list of pairs (one of these, weight), a number or a tensor [B] or [B, T]: the weighted sum.
-    divergence  "reverse" (KL(policy || reference)), "forward", "jsd", or an `Exact` with its options.
+    divergence  "reverse" (KL(policy || reference)), "forward", "jsd", "tv", or an `Exact` with its options.
     mask        bool [B, T] or [N]: rows where it is False are not read and give exactly 0, in value and gradient.
     kept        `TokenSets`, a set for each row: both sides are renormalised over it, and only the logits of its ids are read. A row
                 without ids runs over the whole vocabulary.
@@ -59,7 +59,7 @@ def token_divergence(
 
     Returns fp32, the leading shape of logits, in nats: at least 0, also for two nearly equal rows, whose KL of 1e-10 keeps its
     digits; infinite where the other side has no probability. Both rows are read twice in the forward and in the backward each
-    (the jsd: three times in the forward). Raises ValueError naming the argument that is wrong."""
+    (of "jsd" and "tv" three times in the forward). Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(token_divergence, unknown)
     exact, options = as_exact(divergence), as_options(options)

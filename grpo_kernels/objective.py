@@ -402,12 +402,12 @@ class Objective:
             return self.stage(rows).terms(logps, entropy, listed)
         assert batch is not None
         x = self.log_ratio(logps, rows, batch) if log_ratio is None else log_ratio
-        rows, numbers = self._filtered(logps, entropy, rows, batch), dict[str, Any]()
+        rows = self._filtered(logps, entropy, rows, batch)
+        numbers: dict[str, Any] = {"listed": listed}
         if self.surrogate.selects:
             old = logps if rows.old_logps is None else rows.old_logps
             selected = self.surrogate.select(logps, old, rows.advantages, rows.mask)
             numbers["surrogate_params"] = (*self.surrogate.params, selected)
-        numbers["listed"] = listed
         losses, d_logps, d_ratio, d_entropy, d_listed = self.formula.terms(logps, entropy, x, rows, **numbers)
         if self.through_sequence:
             # The log-ratio is a mean or sum over tokens: its slope goes back to these tokens.

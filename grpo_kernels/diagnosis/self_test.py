@@ -27,6 +27,7 @@ from .. import (
     linear_grpo_loss,
     use,
 )
+from ..formulas.divergence import DIRECTIONS
 from . import first_line
 
 Tensor = torch.Tensor
@@ -96,7 +97,7 @@ CASES = [
     Case("clip + KL + entropy bonus", _objective()),
     Case("clip + KL + entropy bonus over kept sets", _objective(), kept=True),
     Case("sequence ratio", _objective(level="sequence", aggregate="seq-mean-token-mean"), sequences=True),
-    *(Case(f"clip + divergence, {way}", _objective(kl=Exact(way)), divergence=way) for way in ("reverse", "forward", "jsd")),
+    *(Case(f"clip + divergence, {way}", _objective(kl=Exact(way)), divergence=way) for way in DIRECTIONS),
 ]
 #: (B, T, V, H) and the cases: with an odd vocabulary, and with one of a model's size (rows of many tiles).
 SHAPES = (((3, 4, 1003, 64), CASES), ((2, 2, 128_257, 8), CASES[:1]))
@@ -198,7 +199,9 @@ def _of_targets(log_p: Tensor, x: Inputs) -> Tensor:
 
 
 def _divergence(direction: str, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p||q), KL(q||p), or the mean of those to their mixture."""
+    """KL(p||q), KL(q||p), the mean of those to their mixture, or the total variation."""
+    if direction == "tv":
+        return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2.0
     if direction == "jsd":
         mixture = torch.logaddexp(log_p, log_q) - math.log(2.0)
         return 0.5 * (_divergence("reverse", log_p, mixture) + _divergence("reverse", log_q, mixture))

@@ -17,7 +17,7 @@ from ..checks import require, require_number, require_one_of, with_hints
 
 Tensor = torch.Tensor
 
-DIRECTIONS = ("reverse", "forward", "jsd")
+DIRECTIONS = ("reverse", "forward", "jsd", "tv")
 TAILS = ("bin", "renormalise", "ignore", "generalised")
 
 #: The least mass outside of a teacher's ids, on both sides, as in TRL: fp32 log-probs of a teacher do not tell a smaller one.
@@ -36,6 +36,8 @@ class Exact:
                "forward": KL(q || p); mass-covering. Its gradient is p - q.
                "jsd": mixture * KL(q || m) + (1 - mixture) * KL(p || m), m = mixture * q + (1 - mixture) * p (arXiv 2306.13649,
                eq. 1, in TRL's convention: its beta 0 and 1, which are the two KLs, are "forward" and "reverse" here).
+               "tv": the total variation sum |p - q| / 2, in [0, 1]. Its gradient p (sg - sum p sg) / 2, sg the sign of p - q, jumps
+               where p and q are equal: of ids whose probabilities agree but for rounding, rounding decides.
     mixture    in (0, 1), of the jsd only; None: 0.5.
     tail       for a teacher known at the ids of `TokenSets` only, p and q over those ids, P and Q their masses outside:
                "bin"          all other ids are one outcome, of probability P and Q, each at least 1e-7
@@ -44,12 +46,12 @@ class Exact:
                               values may be logarithms of any weights. The sum of "reverse" has no minimum at q: the policy may
                               move away
                "generalised"  each term with the slope at equality taken out, p (log p - log q) - p + q (MOPD,
-                              arXiv 2606.30406, eq. 5)
+                              arXiv 2606.30406, eq. 5); that of "tv" has none: the same as "ignore"
     temperature_squared  True: times the square of the transform's temperature, which keeps the size of the gradient (Hinton et al.,
                arXiv 1503.02531). The temperature itself divides the logits of both sides.
 
-    The value is in nats, at least 0 and infinite where the other side is 0 (in the jsd nowhere). Raises ValueError naming the
-    field that is wrong.
+    The value is in nats (of "tv" a probability), at least 0, and of the two KLs infinite where the other side is 0. Raises
+    ValueError naming the field that is wrong.
     """
 
     direction: str = "reverse"
@@ -110,19 +112,21 @@ def divergence_at(exact: Exact, logps: Tensor, teacher: Tensor, offsets: Tensor,
         rest = outside.to(torch.float64).clamp(min=math.log(LEAST_TAIL)), (1.0 - total(q)).clamp(min=LEAST_TAIL).log()
         value = value + _terms(exact, *rest)
     elif exact.tail == "ignore":
-        value = value + total({"reverse": p - q, "forward": q - p, "jsd": torch.zeros_like(p)}[exact.direction])
+        value = value + total({"reverse": p - q, "forward": q - p}.get(exact.direction, torch.zeros_like(p)))
     if exact.tail != "ignore":  # of terms that are never negative but by rounding, which the value loses and the gradient keeps
         value = torch.where(value < 0, value - value.detach(), value)
     return torch.where(used, value, 0.0).to(torch.float32)
 
 
 def _terms(exact: Exact, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """a (log a - log b) - a + b of each id: at least 0, and over outcomes whose probabilities add up to 1 the sum is the
-    divergence."""
+    """a (log a - log b) - a + b of each id, of "tv" |p - q| / 2: at least 0, and over outcomes whose probabilities add up to 1 the
+    sum is the divergence."""
     if exact.direction == "forward":
         return _term(log_q, log_p)
     if exact.direction == "reverse":
         return _term(log_p, log_q)
+    if exact.direction == "tv":
+        return (log_p.exp() - log_q.exp()).abs() / 2.0
     share = exact.share
     neither = (log_p == -torch.inf) & (log_q == -torch.inf)  # where logaddexp would have a slope of NaN
     a, b = (torch.where(neither, 0.0, x) for x in (log_q, log_p))

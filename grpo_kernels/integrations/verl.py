@@ -358,6 +358,7 @@ DISTILLATION_LOSSES: Mapping[str, Exact] = {
     "reverse_kl_topk": Exact("reverse"),
     "reverse_kl_topk_generalised": Exact("reverse", tail="generalised"),
     "jsd_topk": Exact("jsd"),
+    "tv_topk": Exact("tv"),
 }
 
 _registered: dict[str, Exact] = {}

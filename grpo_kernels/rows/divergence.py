@@ -1,17 +1,18 @@
-"""Divergences of two rows, column by column: KL(p||q), KL(q||p) and the JSD of a mixture, in forms that keep their digits.
+"""Divergences of two rows, column by column: KL(p||q), KL(q||p), the JSD of a mixture and the total variation, in forms that keep
+their digits.
 
 p is the student's row, which gets a gradient, q the teacher's, over the same ids: the softmax of z and of w. Kinds are "reverse",
-KL(p||q), "forward", KL(q||p), and "jsd", with b the share of the teacher in the mixture m = (1 - b) p + b q:
-b KL(q||m) + (1 - b) KL(p||m).
+KL(p||q), "forward", KL(q||p), "jsd", with b the share of the teacher in the mixture m = (1 - b) p + b q:
+b KL(q||m) + (1 - b) KL(p||m), and "tv", sum_j |p_j - q_j| / 2.
 
 Of two nearly equal rows the terms p log(p/q) have both signs and nearly cancel: their sum in fp32 is noise, which may be negative.
-All sums here are therefore over second-order terms, none of which is negative:
+All their sums are therefore over second-order terms, none of which is negative:
 
     KL(p||q) = sum_j p_j psi(-D_j),       psi(x) = e^x - 1 - x,       D_j = log p_j - log q_j
     KL(p||m) = sum_j p_j phi(m_j/p_j - 1),  phi(x) = x - log(1 + x)
 
-because p, q and m have the same sum. While the row sums are not known yet, d_j is used, which differs from D_j by a constant of the
-row; `rows.py` puts the constant in later."""
+because p, q and m have the same sum. |p_j - q_j| is M (1 - e^-|D_j|), M the larger of the two. While the row sums are not known
+yet, d_j is used, which differs from D_j by a constant of the row; `partials.py` puts the constant in later."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ import torch
 
 Tensor = torch.Tensor
 
-KINDS = ("reverse", "forward", "jsd")
+KINDS = ("reverse", "forward", "jsd", "tv")
+
+#: Kinds whose terms take p and q themselves, and so both sums: those of `mixed_terms` are made in a second visit.
+OF_BOTH_SUMS = ("jsd", "tv")
 
 #: Up to here psi is a polynomial; its terms are 1 / (k + 2)!.
 SMALL = 0.5
@@ -85,11 +89,28 @@ def merged_sums(
     return whole_cross.sum(0), torch.where(f == 0, g * teacher_total, whole_excess).sum(0)
 
 
-def mixed_terms(p: Tensor, q: Tensor, log_ratio: Tensor, mixture: float) -> tuple[Tensor, Tensor]:
-    """m - p + p log(p/m) and m - q + q log(q/m) of each column, which sum up to KL(p||m) and KL(q||m). `log_ratio` is
-    log p - log q, of any value where both are 0."""
+def mixed_terms(kind: str, p: Tensor, q: Tensor, log_ratio: Tensor, mixture: float) -> tuple[Tensor, Tensor]:
+    """The terms of each column whose sums are MIXED of a kind, `log_ratio` being log p - log q, of any value where both are 0:
+
+    jsd   m - p + p log(p/m) and m - q + q log(q/m), which sum up to KL(p||m) and KL(q||m)
+    tv    p sg / 2 and |p - q| / 2, sg the sign of p - q; the first sum is the mean of the factor of p in the gradient"""
+    if kind == "tv":
+        larger, apart = torch.where(log_ratio >= 0, p, q), torch.expm1(-log_ratio.abs())
+        return torch.where(p == 0, 0.0, p * _half_sign(log_ratio)), torch.where(larger == 0, 0.0, -0.5 * larger * apart)
     log_ratio = log_ratio.clamp(-FAR, FAR)
     return _mixed(p, q, log_ratio, mixture), _mixed(q, p, -log_ratio, 1.0 - mixture)
+
+
+def of_mixed(kind: str, student: Tensor, teacher: Tensor, mixture: float) -> Tensor:
+    """The divergence from the sums of `mixed_terms`."""
+    if kind == "tv":
+        return teacher
+    return mixture * teacher + (1.0 - mixture) * student
+
+
+def _half_sign(log_ratio: Tensor) -> Tensor:
+    """Half the sign of p - q, 0 where they are equal."""
+    return torch.where(log_ratio.isnan(), log_ratio, 0.5 * log_ratio.sign())
 
 
 def _mixed(p: Tensor, q: Tensor, log_ratio: Tensor, share: float) -> Tensor:
@@ -113,4 +134,6 @@ def gradient(kind: str, p: Tensor, q: Tensor, log_ratio: Tensor, center: Tensor,
     if kind == "jsd":
         log_ratio = -_against(log_ratio.clamp(-FAR, FAR), mixture)[1]  # log p - log m
         p = (1.0 - mixture) * p
+    if kind == "tv":
+        log_ratio = _half_sign(log_ratio)
     return torch.where(p == 0, 0.0, p * (log_ratio - center))

@@ -301,7 +301,8 @@ class Engine(Gradients):
 
     def _runs(self, groups: tuple[int, ...], active: int) -> list[tuple[int, int, bool]]:
         """(the first row, the end, whether that is one block) of as many groups at a time as are one, or are none."""
-        limit = 0 if self.work.scaled else self.work.plan(self.hidden.device.type, active, active < len(self.hidden)).block
+        plan = self.work.plan(self.hidden.device.type, active, active < len(self.hidden))
+        limit = 0 if self.work.scaled else plan.block if self.work.apart else plan.chunk
         runs: list[tuple[int, int, bool]] = []
         end = 0
         for rows in groups:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..layout import plain
-from .divergence import SMALL, differences, merged_sums, phi
+from .divergence import OF_BOTH_SUMS, SMALL, differences, merged_sums, of_mixed, phi
 
 Tensor = torch.Tensor
 
@@ -71,7 +71,7 @@ class Second(NamedTuple):
 
     logits: Tensor  # [A, T, V] like the first stream's, any strides in front; fp32, bf16 or fp16, the first's or another
     transform: RowTransform  # its own
-    kind: str  # "reverse", "forward" or "jsd", see `divergence.py`
+    kind: str  # see `divergence.py`
     mixture: float  # its share in the mixture of "jsd", else 0
 
     def at(self, rows: slice | Tensor) -> Second:
@@ -116,7 +116,7 @@ class LogitRows(NamedTuple):
 #:   teacher_max, teacher_sum   as max and sum
 #:   cross     sum_j p_j d_j, of "forward" with the streams swapped, -sum_j q_j d_j
 #:   excess    sum_j p_j psi(-d_j), of "forward" sum_j q_j psi(d_j), psi(x) = e^x - 1 - x: see `divergence.first_terms`
-#:   mixed_student, mixed_teacher   KL(p||m) and KL(q||m) of softmaxes p and q and their mixture m, which a second visit makes
+#:   mixed_student, mixed_teacher   two sums over both softmaxes, which a second visit makes: see `divergence.mixed_terms`
 #: and with ids of each row, also by a second visit, whose partials come last:
 #:   outside_max, outside_sum   as max and sum, of the columns that are none of these ids
 PARTIALS = (
@@ -152,7 +152,7 @@ DIFFERENTIABLE = ("entropy", "sum_squares", "lse", "divergence", "outside")
 def partials_of(statistics: tuple[str, ...], kind: str = "") -> tuple[str, ...]:
     """The partials that these statistics need, in the order of PARTIALS. `kind`: of the divergence, if it is among them."""
     needed = {partial for name in statistics for partial in STATISTICS[name]}
-    if "divergence" in statistics and kind == "jsd":
+    if "divergence" in statistics and kind in OF_BOTH_SUMS:
         needed.update(MIXED)
     return tuple(name for i, name in enumerate(PARTIALS) if i < ALWAYS or name in needed)
 
@@ -289,17 +289,17 @@ class Partials(NamedTuple):
     @property
     def divergence(self) -> Tensor:
         """That of `kind`, never negative; infinite where q is 0 and p is not ("forward": the other way round)."""
-        if self.kind == "jsd":
+        if self.kind in OF_BOTH_SUMS:
             student, teacher = self.get("mixed_student"), self.get("mixed_teacher")
             assert student is not None and teacher is not None, self.names
-            return self.mixture * teacher + (1.0 - self.mixture) * student
+            return of_mixed(self.kind, student, teacher, self.mixture)
         r, near, logs, cross, excess = self._two_streams()
         return torch.where(near, excess - phi(r), cross + logs).clamp(min=0.0).to(torch.float32)
 
     @property
     def center(self) -> Tensor:
         """What `divergence.gradient` takes off the factor of p: its mean over p."""
-        if self.kind == "jsd":
+        if self.kind in OF_BOTH_SUMS:
             student = self.get("mixed_student")
             assert student is not None, self.names
             return student

@@ -32,7 +32,7 @@ TRAINABLE = tuple(name for name in PRESETS if name != "a2po")
 #: prime-rl's KL is to the sampler, which here is the policy itself.
 TRAINERS = tuple(name for name in NUMERICS if name != "prime-rl")
 #: Values of `kl` that are no estimators.
-EXACT = {"exact": Exact("reverse"), "exact-forward": Exact("forward"), "exact-jsd": Exact("jsd")}
+EXACT = {"exact": Exact("reverse"), "exact-forward": Exact("forward"), "exact-jsd": Exact("jsd"), "exact-tv": Exact("tv")}
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 

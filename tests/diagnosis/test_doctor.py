@@ -66,7 +66,7 @@ def test_the_report_is_what_is_documented(sound, monkeypatch):
     assert gone["problem"] == "the kernels for cpu tensors do not run: cpu is gone"
     assert report["backends"]["triton"] == {"available": False, "reason": "triton is gone"}
     eager = report["backends"]["eager"]
-    assert eager["passed"] and len(eager["checks"]) == 22 and 0 < eager["value_error"] < 1e-5
+    assert eager["passed"] and len(eager["checks"]) == 24 and 0 < eager["value_error"] < 1e-5
     assert 1e-7 < eager["gradient_error"]["float32"] < 1e-4 < eager["gradient_error"]["bfloat16"] < 1e-2
 
 
@@ -198,7 +198,7 @@ def test_a_check_that_raises_costs_itself_only_and_errors_that_are_not_numbers_f
     assert {"cannot run" in str(check["failure"]) for check in self_test.self_test("triton", CPU)["checks"]} == {True}
     monkeypatch.setattr(self_test, "results", broken)
     report = self_test.self_test("eager", CPU)
-    assert not report["passed"] and len(report["checks"]) == 22
+    assert not report["passed"] and len(report["checks"]) == 24
     assert {check["failure"] for check in report["checks"]} == {"RuntimeError: Failed to find C compiler"}
     assert self_test.beyond_limits({"loss": 0.0, "d_logits": float("nan")}, torch.float32) is not None
     assert self_test.beyond_limits({"loss": 0.0, "d_logits": 1e-2}, torch.bfloat16) is None

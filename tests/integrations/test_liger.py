@@ -23,7 +23,7 @@ pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
 
 from liger_kernel import chunked_loss as chunked
 
-from grpo_kernels import Cispo, Head, LogitTransform, Objective, TokenBatch, linear_grpo_loss
+from grpo_kernels import Cispo, Head, LogitTransform, Objective, TokenBatch, linear_grpo_loss, token_divergence
 from grpo_kernels.integrations import liger
 from support.pairs import label, pairs
 from support.trainers import CLIPPED, CONSTANTS, LOSS_TYPES, assert_same, different, value_and_gradient
@@ -304,6 +304,7 @@ INTERPRETED = [row | {"reference": "logps", "temperature": 0.9} for row in pairs
     loss_type=[name for name in LOSS_TYPES if name != "bnpo"], weights=(None, "token"), kl=("none", "ratio"), delta=(None, 1.1),
     items=(None, 37), level=("token", "sequence"), reduce=(True, False), old=(True, False),
 )]  # fmt: skip
+TEACHER = LOGITS[:, 1:].reshape(-1, V)
 UP = torch.linspace(-1, 1, B * T).view(B, T)
 
 
@@ -333,7 +334,26 @@ def interpreted(target):
     from liger_kernel.ops.grpo_loss import fused_selective_log_softmax as selective
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss as theirs
 
-    torch.save((interpreted_results(theirs), selective(LOGITS, IDS, 0.7, MASK.long()), *by_default(theirs)), target)
+    results = (
+        interpreted_results(theirs),
+        selective(LOGITS, IDS, 0.7, MASK.long()),
+        *by_default(theirs),
+        total_variation(of_liger),
+    )
+    torch.save(results, target)
+
+
+def total_variation(loss):
+    """Of tokens, and the gradient of the logits. (The kernel of `LigerTVDLoss`, from probabilities, does not run interpreted.)"""
+    z = LOGITS[:, :-1].reshape(-1, V).requires_grad_()
+    values = loss(z)
+    return values.detach(), torch.autograd.grad(values, z, UP.view(-1))[0]
+
+
+def of_liger(z):
+    from liger_kernel.transformers import LigerFusedCETVDLoss
+
+    return LigerFusedCETVDLoss()(z, TEACHER, torch.where(MASK, IDS, -100).view(-1))[1]
 
 
 def test_the_same_results_as_interpreted_triton(tmp_path):
@@ -343,7 +363,9 @@ def test_the_same_results_as_interpreted_triton(tmp_path):
     pytest.importorskip("triton")
     target = tmp_path / "made.pt"
     finish(start("import sys; from test_liger import interpreted; interpreted(sys.argv[1])", str(target), TRITON_INTERPRET="1"))
-    results, logps, want, unnoticed = torch.load(target)
+    results, logps, want, unnoticed, variation = torch.load(target)
+    ours = total_variation(lambda z: token_divergence(z, TEACHER, "tv", mask=MASK.view(-1)))
+    assert_close(ours, variation, rtol=1e-5, atol=1e-6)
     assert_close(liger.fused_selective_log_softmax(LOGITS, IDS, 0.7, MASK), logps, rtol=1e-5, atol=1e-6)
     mine, ours_unnoticed = by_default(liger.triton_grpo_loss)
     assert_close(mine, want, rtol=1e-4, atol=1e-6)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ UNIT = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-1
 EPS = UNIT[torch.float32]
 PLAIN, COOL, CAPPED = RowTransform(1.0, 0.0, 1.0), RowTransform(1.0, 0.0, 0.8), RowTransform(-0.7, 9.0, 1.3)
 TRANSFORMS = {"plain": PLAIN, "temperature": COOL, "softcap": RowTransform(1.0, 5.0, 1.0), "everything": CAPPED}
-KINDS = [("reverse", 0.0), ("forward", 0.0), ("jsd", 0.5), ("jsd", 0.1)]
+KINDS = [("reverse", 0.0), ("forward", 0.0), ("jsd", 0.5), ("jsd", 0.1), ("tv", 0.0)]
 
 
 def in_cpp(kernels: Backend) -> bool:
@@ -200,10 +201,33 @@ def exact(r: Rows, dtype: torch.dtype = torch.float64) -> Found:
     return {name: spread(x, float(name == "top_prob")) for name, x in found.items()}, spread(gradient)
 
 
+def first_order(r: Rows) -> tuple[Any, Any]:
+    """How far the value [n] and the gradient [n, V] of a total variation may be off, which a log-ratio off by its rounding in fp32
+    is of first order in: of columns whose log-ratio is no larger than that, either sign is right. 0 of other divergences."""
+    if r.second is None or r.second.kind != "tv" or "divergence" not in r.slopes:
+        return 0.0, 0.0
+    transforms = (r.transform, r.second.transform)
+    z, w = (transformed(x.double().flatten(0, 1), t) for x, t in zip((r.logits, r.second.logits), transforms, strict=True))
+    (top, top_w), (p, q) = (x.amax(-1, keepdim=True) for x in (z, w)), (x.softmax(-1) for x in (z, w))
+    log_ratio, d, apart = z.log_softmax(-1) - w.log_softmax(-1), (z - top) - (w - top_w), (top - top_w).abs()
+    size = (z - w).abs() + apart + (log_ratio - d).abs() + (p * d.abs()).nan_to_num(0.0).sum(-1, keepdim=True)
+    of_each = z.abs() + w.abs() + top.abs() + top_w.abs() + 1.0
+    near_and_plain = (apart <= 4.0) & all(t is PLAIN for t in transforms)
+    rounding = 4 * EPS * torch.where(near_and_plain, size, size + of_each)
+    rounding = torch.where(log_ratio.isfinite(), rounding, 0.0)
+    near = ((log_ratio != 0) & (log_ratio.abs() <= rounding)).double()
+    t = r.transform.inv_temperature
+    steep = abs(r.transform.scale) * (t if isinstance(t, Tensor) else torch.tensor(t)).double().view(-1, 1).abs()
+    steep = steep * r.slopes["divergence"].double().abs()[:, None]
+    of_value = (torch.maximum(p, q) * rounding).sum(-1) / 2.0
+    of_gradient = p * (near + (p * near).sum(-1, keepdim=True))
+    return of_value.nan_to_num(0.0), (of_gradient * steep).nan_to_num(0.0)
+
+
 def check(r: Rows, *found: Found) -> None:
     """None of them is further from float64 than a careful computation in fp32, but for a rounding or two. NaN shows, but
     in losses without a slope."""
-    (right, exactly), (naive, theirs) = exact(r), exact(r, torch.float32)
+    (right, exactly), (naive, theirs), (of_value, of_gradient) = exact(r), exact(r, torch.float32), first_order(r)
     z = transformed(r.logits.double().reshape(exactly.shape), r.transform)
     counts = z.isfinite() & (z > z.nan_to_num(neginf=-1e300).amax(-1, keepdim=True) - 200.0)  # others have no probability
     size = torch.where(counts, z.abs(), 0.0).amax(-1, keepdim=True).clamp(min=1.0)
@@ -215,7 +239,7 @@ def check(r: Rows, *found: Found) -> None:
             assert torch.equal(x[~broken].isinf(), y[~broken].isinf()), name
             assert name == "losses" or not x[broken].isfinite().any(), name
             slack = 1.5 * off[known].amax() if known.any() else 0.0
-            room = slack + 8 * EPS * (1 + y.abs()) + rounded if name != "divergence" else off + 3e-6 * y + 1e-12
+            room = slack + 8 * EPS * (1 + y.abs()) + rounded if name != "divergence" else off + 3e-6 * y + 1e-12 + of_value
             error = (x.double() - y).abs()
             assert (error <= room)[known].all(), f"{name}: off by {(error - room)[known].max():.3g} beyond the room"
             assert name not in ("divergence", "entropy", "sum_squares") or (x[known] >= 0).all()
@@ -229,12 +253,13 @@ def check(r: Rows, *found: Found) -> None:
     steepest, fine = exactly.abs().amax(-1, keepdim=True), exactly.isfinite().all(-1)
     room = (theirs - exactly).abs().amax(-1, keepdim=True) + EPS * (4 + size) * of_slopes * abs(r.transform.scale) * t
     if r.second is not None:  # the divergence is taken off each log-ratio, which cancels where it is large
-        room = room + 1e-6 * steepest
+        room = room + 1e-6 * steepest + of_gradient
     for _, gradient in found:
         gradient = gradient.reshape(exactly.shape)
         stored = UNIT[gradient.dtype] * exactly.abs() + (2.0**-24 if gradient.dtype == torch.float16 else 0.0)
         error = (gradient.double() - exactly).abs() - stored
         note("gradients", (error / (of_slopes + 1e-30))[fine])
+        room = room.expand_as(error)
         assert (error <= room)[fine].all(), f"gradient: {(error - room)[fine].max():.3g} beyond the room"
 
 

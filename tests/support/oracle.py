@@ -493,8 +493,9 @@ def loss(
 
 
 def divergence(logps: Tensor, teacher_logps: Tensor, kind: str, mixture: float = 0.0) -> Tensor:
-    """[n]: the KL or JSD of rows of log-probs [n, V], by the definition of each. "jsd" has the mixture (1 - mixture) p +
-    mixture q (TRL's beta; GKD, 2306.13649). A column counts nothing where the distribution in front has probability 0 there."""
+    """[n]: the KL, JSD or total variation of rows of log-probs [n, V], by the definition of each. "jsd" has the mixture
+    (1 - mixture) p + mixture q (TRL's beta; GKD, 2306.13649). A column counts nothing where the distribution in front has
+    probability 0 there."""
 
     def kl(a: Tensor, b: Tensor) -> Tensor:
         nothing = a == -math.inf
@@ -506,6 +507,9 @@ def divergence(logps: Tensor, teacher_logps: Tensor, kind: str, mixture: float =
         return kl(p, q)
     if kind == "forward":
         return kl(q, p)
+    if kind == "tv":
+        apart = p.exp() - q.exp()
+        return (torch.where(apart.isnan(), apart, apart.sign()).detach() * apart).sum(-1) / 2.0
     nothing = (p == -math.inf) & (q == -math.inf)
     m = torch.logaddexp(p.masked_fill(nothing, 0.0) + math.log1p(-mixture), q.masked_fill(nothing, 0.0) + math.log(mixture))
     m = m.masked_fill(nothing, -math.inf)
@@ -576,7 +580,7 @@ def listed_divergence(
         elif tail == "renormalise":
             lp, lq = lp.log_softmax(0), lq.log_softmax(0)
         value = divergence(lp[None], lq[None], kind, share)[0]
-        if tail == "generalised" and kind != "jsd":  # the masses of a mixture cancel
+        if tail == "generalised" and kind in ("reverse", "forward"):  # of the others the masses cancel
             value = value + {"reverse": 1, "forward": -1}[kind] * (q - p)
         values.append(value if listed else 0.0 * p)
     return torch.stack(values) if values else log_p.sum(1)
@@ -640,6 +644,10 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
         sizes[live] += (slope + softmax.p.detach() * slope.sum(1, keepdim=True)) * steep
     if p.others:  # log-ratios of two near rows cancel
         sizes[live] += sets.p.detach() * slopes[-1][live, None] * steep
+    if p.at is not None and r.source == "hidden":  # logits at further ids are computed again, and rounded in another way
+        count = torch.tensor([len(listed) for listed in p.at])
+        arrives = torch.segment_reduce(p.upstream["at"].abs(), "sum", lengths=count, initial=0.0)[live, None]
+        sizes[live] += sets.p.detach() * arrives * steep**2 * x.detach()[live].abs().amax(1, keepdim=True)
     if r.also in ("log_kept_mass", "all"):  # the difference of two log-probs of the target
         sizes[live, p.ids[live]] += p.upstream["log_kept_mass"].reshape(-1)[live].abs() * steep[:, 0]
     return Answer(
@@ -715,7 +723,9 @@ def own_sets(p: Problem, live: Tensor) -> Tensor:
 def rooms(p: Problem, exact: Answer) -> Answer:
     """How far fp32 may be from each number: what errors of its size in every logit and log-prob do, some roundings of the number
     and of what it is a sum of, and one of the dtype that a gradient is stored in."""
-    r, others = p.recipe, [answer(p, noise) for noise in (1, 2, 3)]
+    r = p.recipe
+    # The slope of a total variation jumps where p = q: as often as it takes for every sign that is open to be both.
+    others = [answer(p, noise) for noise in range(1, 25 if r.exact == "tv" else 4)]
     assert exact.sizes is not None
     # Gradients of several passes are each in memory of the dtype. Slopes of listed ids cancel among themselves.
     several = r.over != "kept" or len(r.others) > 1 or r.also in ("log_kept_mass", "all")

@@ -21,7 +21,7 @@ from support.oracle import Spec
 Tensor = torch.Tensor
 
 GRPO = Spec(aggregate="seq-mean-token-mean")
-KINDS = {"exact": "reverse", "exact-forward": "forward", "exact-jsd": "jsd"}
+KINDS = {"exact": "reverse", "exact-forward": "forward", "exact-jsd": "jsd", "exact-tv": "tv"}
 
 
 class Call(NamedTuple):

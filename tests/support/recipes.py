@@ -55,7 +55,7 @@ class Recipe:
     others: tuple[
         str, ...
     ] = ()  # second distributions: whole, near, listed, own: with a transform of its own, itself: the same logits under it
-    exact: str = "reverse"  # reverse, forward, jsd, jsd .1
+    exact: str = "reverse"  # reverse, forward, jsd, jsd .1, tv
     tail: str = "bin"  # of listed ids: bin, ignore, renormalise, generalised
     squared: bool = False  # divergence times the temperature's square
     also: str = "entropy"  # of log-probs: nothing, entropy, detached, sum_squares, at: further ids, log_kept_mass, all
@@ -100,7 +100,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "missing": ("include", "full", "mask"),
     "over": ("kept", "entropy", "reference"),
     "others": ((), ("whole",), ("near",), ("listed",), ("own", "listed"), ("whole", "near")),
-    "exact": ("reverse", "forward", "jsd", "jsd .1"),
+    "exact": ("reverse", "forward", "jsd", "jsd .1", "tv"),
     "tail": ("bin", "ignore", "renormalise", "generalised"),
     "squared": (False, True),
     "also": ("entropy", "nothing", "detached", "sum_squares", "at", "log_kept_mass", "all"),

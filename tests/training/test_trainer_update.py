@@ -189,6 +189,7 @@ CASES = {
     "reverse, logits, sets": of_kl("exact", loss="logits", top_p=0.8, temperature=1.3, entropy_over="vocabulary"),
     "jsd, sets, eager": of_kl("exact-jsd", top_k=5, loss="eager"),
     "forward": of_kl("exact-forward"),
+    "tv": of_kl("exact-tv"),
     "k3 to a teacher": Case({"beta": 0.1, **CUT}, KL, teacher=softcapped),
     "distillation": Case({"preset": "distillation", "temperature": 0.7, **HOT}, Spec(beta=1.0), no_reward, teacher=softcapped),
     "distillation, seeing": Case({"preset": "distillation", "loss": "logits"}, Spec(beta=1.0), no_reward, teacher=seeing),

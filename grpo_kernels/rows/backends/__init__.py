@@ -137,7 +137,7 @@ class Backend(ABC):
         return partials
 
     def visit(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
-        """All partials of `names`: in one visit, or two for those of a mixture."""
+        """All partials of `names`: in one visit, or two for those that take both sums."""
         partials = self.first_visit(rows, names)
         if MIXED[0] in names:
             partials.put(MIXED, self.mixed(rows, partials))

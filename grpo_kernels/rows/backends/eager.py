@@ -80,8 +80,8 @@ class Kernels(Backend):
             z, own = _transformed(block, rows.transform.at(r)), partials.at(r)
             p = (z - _finite(own.max)[:, None]).exp() / own.sum[:, None]
             q, log_ratio = _against(z, _second(rows, r), own)
-            for sums, terms in zip(result, divergence.mixed_terms(p, q, log_ratio, rows.second.mixture), strict=True):
-                sums[r] = row_sums(terms)
+            terms = divergence.mixed_terms(rows.second.kind, p, q, log_ratio, rows.second.mixture)
+            result[:, r] = torch.stack([row_sums(x) for x in terms])
         return result if rows.read is None else torch.where(rows.read, result, 0.0)
 
     def pull(self, rows: LogitRows, partials: Partials, slopes: Slopes, out: Tensor) -> None:

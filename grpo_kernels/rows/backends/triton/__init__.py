@@ -80,7 +80,8 @@ class Kernels(Backend):
         arguments = (
             *of.memory, *of.sizes, read, *of.transforms, *of.partials(partials), log_sums, *of.shares, sums, sums.stride(0),
         )  # fmt: skip
-        of.run("mixed", _mixed_kernel, arguments)
+        assert rows.second is not None
+        of.run("mixed", _mixed_kernel, arguments, DIRECTION=rows.second.kind)
         return sums
 
     def pull(self, rows: LogitRows, partials: Partials, slopes: Slopes, out: Tensor) -> None:

@@ -319,7 +319,7 @@ def _mixed_kernel(
     partials, of_both, partials_stride: tl.int64, log_sums,                 # [q, n], from teacher_max on, [n]
     b, rest_of_b, sums, sums_stride: tl.int64,                              # [2, n]
     SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, TEACHER_SHAPE: tl.constexpr, TEACHER_ROW_TEMPERATURE: tl.constexpr,
-    ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+    DIRECTION: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):
     BLOCK: tl.constexpr = ACCESSES * LANES * COLS
     i = tl.program_id(0).to(tl.int64)
@@ -347,7 +347,9 @@ def _mixed_kernel(
             zs = _logits(xs, start, V, cols, k, scale, softcap, False, SHAPE)
             ws = _logits(ys, start, V, cols, teacher_k, teacher_scale, teacher_softcap, False, TEACHER_SHAPE)
             for j in tl.static_range(ACCESSES):
-                a, c, larger = _mixed_terms(zs[j], ws[j], base, teacher_base, log_sum, down, teacher_down, b, rest_of_b)
+                a, c, larger = _mixed_terms(
+                    zs[j], ws[j], base, teacher_base, log_sum, down, teacher_down, b, rest_of_b, DIRECTION,
+                )
                 of_student = _fma(larger, a, of_student)
                 of_teacher = _fma(larger, c, of_teacher)
         xs = _load_end(row, end, V, cols, ACCESSES, "")
@@ -355,7 +357,9 @@ def _mixed_kernel(
         zs = _logits(xs, end, V, cols, k, scale, softcap, True, SHAPE)
         ws = _logits(ys, end, V, cols, teacher_k, teacher_scale, teacher_softcap, True, TEACHER_SHAPE)
         for j in tl.static_range(ACCESSES):
-            a, c, larger = _mixed_terms(zs[j], ws[j], base, teacher_base, log_sum, down, teacher_down, b, rest_of_b)
+            a, c, larger = _mixed_terms(
+                zs[j], ws[j], base, teacher_base, log_sum, down, teacher_down, b, rest_of_b, DIRECTION,
+            )
             of_student = _fma(larger, a, of_student)
             of_teacher = _fma(larger, c, of_teacher)
         nothing = 0.0 * log_sum  # NaN for rows that have no divergence

@@ -177,16 +177,12 @@ def _log_against(d, b, rest_of_b):
 
 
 @triton.jit
-def _mixed_terms(z, w, base, teacher_base, log_sums, down, teacher_down, b, rest_of_b):
-    """m - p + p log(p/m) and m - q + q log(q/m) of columns, both divided by the larger of p and q, and that.
+def _against_mixture(student_larger, distance, r, psi, less, b, rest_of_b):
+    """m - p + p log(p/m) and m - q + q log(q/m) of columns, both divided by the larger of p and q.
 
     Let M be the larger of p and q, r M the smaller one, x = m / M - 1 and y = m / (r M) - 1. The terms are M (x - log(1 + x)) and
     r M (y - log(1 + y)), and log(1 + y) = log(1 + x) - log r: one logarithm gives both. That of 1 + x, but of 1 + y where M has the
     smaller share of m, which may be so small that y would be lost."""
-    d = _between(z, w, base, teacher_base) + log_sums
-    student_larger = d >= 0.0
-    distance = tl.minimum(tl.abs(d), _BEYOND)
-    r, psi, less = _decay(distance)
     share_of_larger = tl.where(student_larger, rest_of_b, b)
     share_of_smaller = tl.where(student_larger, b, rest_of_b)
     x = share_of_smaller * less
@@ -197,8 +193,28 @@ def _mixed_terms(z, w, base, teacher_base, log_sums, down, teacher_down, b, rest
     n, t, rest = _log_parts(v, tl.where(of_y, y, x))
     of_larger = rest + tl.where(of_y, _fma(less, y, psi), _fma(n, -_LN2_OF_BITS, x - t))
     of_smaller = tl.where(of_y, r * rest, _fma(beside, less, r * (of_larger - psi)))
+    return tl.where(student_larger, of_larger, of_smaller), tl.where(student_larger, of_smaller, of_larger)
+
+
+@triton.jit
+def _half_sign(d):
+    """Half the sign of p - q, 0 where they are equal or neither is a number."""
+    return tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, 0.0))
+
+
+@triton.jit
+def _mixed_terms(z, w, base, teacher_base, log_sums, down, teacher_down, b, rest_of_b, DIRECTION: tl.constexpr):
+    """The terms of `mixed_terms` in rows/divergence.py, both divided by the larger of p and q, and that."""
+    d = _between(z, w, base, teacher_base) + log_sums
+    student_larger = d >= 0.0
+    distance = tl.minimum(tl.abs(d), _BEYOND)
+    r, psi, less = _decay(distance)
+    if DIRECTION == "tv":
+        of_student, of_teacher = _half_sign(d) * tl.where(student_larger, 1.0, r), -0.5 * less
+    else:
+        of_student, of_teacher = _against_mixture(student_larger, distance, r, psi, less, b, rest_of_b)
     larger = _exp(tl.where(student_larger, z - base, w - teacher_base)) * tl.where(student_larger, down, teacher_down)
-    return tl.where(student_larger, of_larger, of_smaller), tl.where(student_larger, of_smaller, of_larger), larger
+    return of_student, of_teacher, larger
 
 
 @triton.jit
@@ -208,6 +224,8 @@ def _slope_of_divergence(p, q, d, center, b, rest_of_b, DIRECTION: tl.constexpr)
         return tl.where(tl.abs(d) <= _SMALL, p * (d - _psi(d)), p - q)
     elif DIRECTION == "jsd":
         return rest_of_b * p * (_log_against(d, b, rest_of_b) - center)
+    elif DIRECTION == "tv":
+        return p * (_half_sign(d) - center)
     else:
         return tl.where(p == 0.0, 0.0, p * (d - center))
 
