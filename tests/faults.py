@@ -268,7 +268,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "active rows do not come first", "torch.cat([first, others.nonzero()[:, 0]])",
-            "torch.cat([others.nonzero()[:, 0], first])", COST,
+            "torch.cat([others.nonzero()[:, 0], first])", PRODUCTS,
         ),
     ),
     *of("grpo_kernels/streams.py", SETS,
