@@ -268,7 +268,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "active rows do not come first", "torch.cat([first, others.nonzero()[:, 0]])",
-            "torch.cat([others.nonzero()[:, 0], first])", COST,
+            "torch.cat([others.nonzero()[:, 0], first])", PRODUCTS,
         ),
     ),
     *of("grpo_kernels/streams.py", SETS,
@@ -368,7 +368,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/published.py", OBJECTIVES,
-        ("DAPO's upper bound", '"dapo": {"surrogate": Clip(0.2, 0.28)},', '"dapo": {"surrogate": Clip(0.2, 0.2)},'),
+        ("DAPO's upper bound", '"dapo": {"surrogate": Clip(0.2, 0.28)},', '"dapo": {"surrogate": Clip(0.2, 0.2)},', "tests/core/test_numerics.py"),
         ("CISPO's cap", "Cispo(5.0)", "Cispo(4.0)"),
         ("verl's cap of DPPO", '"dppo_tv": {"surrogate": Cispo(3.0)', '"dppo_tv": {"surrogate": Cispo(5.0)'),
         ("OpenRLHF's KL", 'Kl("k1", clamp=10.0)', 'Kl("k3", clamp=10.0)', "tests/core/test_numerics.py"),

@@ -225,8 +225,8 @@ def test_terms_at_listed_ids_wait_for_nothing(source: str, monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("meta")
 def test_what_goes_before_a_loss_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    known_counts(monkeypatch)
     batch, rewards = marked(batch_of(problem(Recipe(objective="grpo, k3 and entropy", kept="some")))), on_meta(torch.ones(4))
+    known_counts(monkeypatch)
     TokenBatch.from_rewards(batch.targets, rewards, group_size=2, mask=batch.mask, kept=batch.kept, missing="mask")
     importance_weights(batch, level="sequence")
     numbers, batch = batch.__dict__["_numbers"], replace(batch, groups=torch.empty(4, dtype=torch.int64, device="meta"))

@@ -27,7 +27,7 @@ from support.stages import AGGREGATES, BONUSES, BOUNDS, FILTERS, KLS, LEVELS, SU
 
 Tensor = torch.Tensor
 #: Of which no number lies at a bound of an option.
-SEED = 1
+SEED = 21
 ONE = Custom(lambda logp, old_logp, advantage, params: (1.0 + 0.0 * logp, 1.0 + 0.0 * logp))
 
 
@@ -45,7 +45,7 @@ def test_of_one_pass_it_takes_any_slice_of_rows(name: str) -> None:
     results, rows = stages.run(objective, batch, logps, entropy), objective.token_rows(batch)
     assert results[1].count_nonzero() >= 3
     if objective.one_pass:
-        parts = [objective.token_stage(*(x[at] for x in (logps, entropy, rows))) for at in (slice(0, 5), slice(5, None))]
+        parts = [objective.token_stage(*(x[at] for x in (logps, entropy, rows)))[:3] for at in (slice(0, 5), slice(5, None))]
         for one, *cut in zip(results, *parts, strict=True):
             assert one is None or torch.equal(one, torch.cat(cut))
     whole = spec.surrogate in ("clip-cov", "kl-cov") or spec.entropy_share is not None or spec.off_policy is not None
@@ -89,6 +89,7 @@ def batch_with(layout: str, mask: str, without: str) -> tuple[TokenBatch, Tensor
             lengths=(3, 2, 0, 6, 4),
             vocab=5,
             spread=1.5,
+            given="token",
             layout=layout,
             mask=mask,
             seed=SEED,

@@ -102,7 +102,7 @@ def options(*rows: tuple[str, dict[str, Any], dict[str, Any]]) -> list[Option]:
 
 SURROGATES: list[tuple[Surrogate, dict[str, Any]]] = [
     (Clip(0.2, 0.3), {"eps_high": 0.3}),
-    (Clip(0.3, 0.2, delta=1.5), {"eps_low": 0.3, "delta": 1.5}),
+    (Clip(0.3, 0.9, delta=1.1), {"eps_low": 0.3, "eps_high": 0.9, "delta": 1.1}),
     (Cispo(1.3, 0.6), {"surrogate": "cispo", "cap": 1.3, "low": 0.6}),
     (PolicyGradient(), {"surrogate": "policy-gradient"}),
     (ImportanceSampling(), {"surrogate": "importance-sampling"}),
@@ -157,6 +157,7 @@ KLS = options(
     kl("k1", weighting="score", clamp=0.8),
     kl("k1", weighting="ratio", straight_through=True),
     kl("k2", weighting="score"),
+    kl("k3", weighting="ratio", clamp_log=0.9, clamp=0.2),
     kl("k3", straight_through=True, clamp=0.7),
     kl("abs"),
     kl("distillation"),
