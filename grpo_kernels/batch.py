@@ -110,7 +110,8 @@ class TokenBatch:
     missing      of a target that its kept set lacks: "include", "full", "mask" or "raise"; None: see `Options`.
     logp_terms   `TokenSets` with values c: adds sum_v c_v log p_v over the ids that are listed for a row to its policy term, or
                  what `Objective(listed=)` makes of these. A row without ids has no such term.
-    prob_terms   likewise with values r: adds sum_v r_v p_v. Given both, the ids are the same. No gradient flows to values.
+    prob_terms   likewise with values r: adds sum_v r_v p_v. If both are given, they list the same ids in the same order. No
+                 gradient flows to values.
 
     With a context_group, the tokens' losses of all ranks add up to those of the whole sequences, and so do gradients. What
     needs a sequence costs an all-reduce of B numbers: its length (once a batch; from hidden states also whether it holds a
@@ -122,7 +123,8 @@ class TokenBatch:
 
     On a GPU the batch sends its row counts to the host, which `linear_grpo_loss` reads. A CUDA graph of that loss has the counts of
     the batch it was captured with: call the loss once on the batch before capturing, and between replays write only what leaves
-    the number of trained and of contributing rows as it is; another number stops the program by an assertion on the device.
+    the number of trained and of contributing rows as it is, at a sequence level in each sequence; another number stops the
+    program by an assertion on the device.
 
     Packed, [B] and [N] may be equal: a tensor of that length is then read per token, so write [B, 1].
     Gradients never flow into these tensors. Values are checked for NaN in strict mode only: one at a trained token
@@ -274,6 +276,9 @@ class TokenBatch:
                 given[name] = value._apply(change)
             elif isinstance(value, Tensor):
                 given[name] = change(value)
+        first, second = self.logp_terms, self.prob_terms
+        if first is not None and second is not None and second.values is not None:
+            given["prob_terms"] = given["logp_terms"].with_values(change(second.values))  # of the same ids
         return TokenBatch(**given)
 
     def with_ref_logps(self, ref_logps: Tensor) -> TokenBatch:
@@ -310,8 +315,9 @@ class TokenBatch:
         return torch.where(self.mask, as_wide(name, value, self.targets.shape, self.cu_seqlens), 0.0).reshape(-1)
 
     def marked(self, kind: str) -> Tensor | None:
-        """bool [N] of a kind, None standing for all rows. "trained": the mask. "contributing": trained, with a nonzero
-        advantage and weight. "sequences": trained, in a sequence that holds a contributing token."""
+        """bool [N] of a kind, None standing for all rows. "trained": the mask. "contributing": trained, with a nonzero advantage or
+        listed ids and a nonzero weight, or with a likelihood term. "sequences": trained, in a sequence that holds a contributing
+        token."""
         mask = None if self.mask is None else flat(self.mask)
         if kind == "trained":
             return mask
@@ -340,7 +346,10 @@ class TokenBatch:
         marked = self.marked(kind) if marked is None else marked
         if not sends_ahead(self.targets.device):
             return self.rows if marked is None else int(marked.sum())
-        return sum(self.counts(kind, marked))
+        sent = sum(self._sent(kind)[0])
+        if marked is not None:
+            torch._assert_async(marked.sum() == sent, f"the rows of a TokenBatch that are {kind} {UNSEEN}")
+        return sent
 
     def counts(self, kind: str, marked: Tensor | None = None) -> tuple[int, ...]:
         """Number of rows of a kind in each sequence of this process, or in all where the sequences are not known, as Python
@@ -352,11 +361,15 @@ class TokenBatch:
         own = self._of_sequences(self.marked(kind) if marked is None else marked)
         if not sends_ahead(self.targets.device):
             return tuple(own.tolist())
-        place, size = self._kinds.index(kind), own.numel()
-        counts, of_kind = self._counts(), slice(place * size, (place + 1) * size)
-        sent = tuple(counts.on_host()[of_kind])
-        torch._assert_async((own == counts.counts[of_kind]).all(), f"the rows of a TokenBatch that are {kind} {UNSEEN}")
+        sent, on_device = self._sent(kind)
+        torch._assert_async((own == on_device).all(), f"the rows of a TokenBatch that are {kind}, in a sequence, {UNSEEN}")
         return sent
+
+    def _sent(self, kind: str) -> tuple[tuple[int, ...], Tensor]:
+        """`counts` as the host knows them, and on the device."""
+        counts, place, size = self._counts(), self._kinds.index(kind), self.sequences or 1
+        of_kind = slice(place * size, (place + 1) * size)
+        return tuple(counts.on_host()[of_kind]), counts.counts[of_kind]
 
     @property
     def _kinds(self) -> tuple[str, ...]:

@@ -76,7 +76,8 @@ class LossOutput:
     rows      the batch's flat rows as the loss weighed them, for statistics of one's own.
     whole_logps  with kept sets, log-probs over the whole vocabulary, where an option needs them; else None.
     kl_apart  whether the KL is that of whole_logps.
-    divergence   of an exact KL (`Exact`), fp32 in nats, the shape of targets, detached; 0 where masked. Else None.
+    divergence   of an exact KL (`Exact`), fp32 in nats (a total variation: a probability), the shape of targets, detached; 0
+                 where masked. Else None.
     metrics   computed on first use, see below.
     """
 
@@ -221,7 +222,7 @@ def grpo_loss(
     check_specs(batch, objective, "ref_logits", ref_logits)
     options = as_options(options)
     refuse_product(options)
-    sets = batch.kept if ref_logits is None else ref_logits
+    sets = next((x for x in (ref_logits, batch.kept, batch.listed) if x is not None), None)
     if is_traced() and leaves_the_graph(sets, options, batch.context_group):
         given: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "options": options}
         return outside(grpo_loss, logits, batch, objective, ref_logits=ref_logits, **given)
@@ -275,7 +276,8 @@ def linear_grpo_loss(
     head, options = Head.of(weight, transform), as_options(options)
     if objective.exact is not None:
         refuse_sparse(options, NOT_BOUNDED)
-    if is_traced() and leaves_the_graph(objective.exact or batch.kept, options, batch.context_group):
+    sets = next((x for x in (objective.exact, batch.kept, batch.listed) if x is not None), None)
+    if is_traced() and leaves_the_graph(sets, options, batch.context_group):
         given: dict[str, Any] = {"reference": reference, "normalizer": normalizer, "options": options}
         return outside(linear_grpo_loss, hidden, head, batch, objective, **given)
     batch = _with_options(batch, options)
@@ -329,12 +331,17 @@ def _loss(
     if exact is not None:
         rows = scaled_by_temperature(rows, exact, stream.transform)
     late = late or over is not None or sparse is not None or is_traced() or bool(seconds.known)
-    joint = isinstance(stream, Hidden) and not seconds.others and _slopes_scale(stream, objective, kept)
+    joint = isinstance(stream, Hidden) and not seconds.others and _made_jointly(stream, objective, kept)
     listed, at = objective.listed_terms(batch), None
     if batch.listed is not None:
+        name = "prob_terms" if batch.logp_terms is None else "logp_terms"
         refuse_sparse(options, "the gradients of ids of logp_terms and prob_terms would be among the columns drawn once more")
-        check_ids("prob_terms" if batch.logp_terms is None else "logp_terms", batch.listed, stream.vocab)
-        at, late, joint = slots_of(batch.listed), late or kept is not None or bool(seconds.others), False
+        if exact is not None:
+            raise ValueError(
+                f"{name} are given beside kl={objective.kl}, which they cannot be combined with: add up two losses."
+            )
+        check_ids(name, batch.listed, stream.vocab)
+        at, late, joint = slots_of(batch.listed), late or kept is not None, False
     if not late and (objective.one_pass or joint):
         return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited, listed, at)
     with_gradient = ("entropy",) if objective.needs_entropy else ()
@@ -377,9 +384,9 @@ def _in_one_visit(
     return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, log_ratio, divergence=divergence)
 
 
-def _slopes_scale(stream: Hidden, objective: Objective, kept: KeptRows | None) -> bool:
-    """Whether each row's gradient is its slope times a row that does not depend on other rows, and the products with the head wait
-    for slopes. With a frozen head those that wait for nothing are all there are, see `Whole.ahead`; over sets there are none."""
+def _made_jointly(stream: Hidden, objective: Objective, kept: KeptRows | None) -> bool:
+    """Whether the gradient of rows that wait for each other is made in the forward: each is a slope times a vector that does not
+    depend on other rows, and products wait for slopes. With a frozen head none do, see `Whole.ahead`; over sets there are none."""
     _, weight, bias = stream.tensors
     of_bias, has_all = bias is not None and bias.requires_grad, kept is not None and kept.has_all
     waits = torch.is_grad_enabled() and weight.requires_grad and not has_all
@@ -390,7 +397,8 @@ def _groups(batch: TokenBatch, objective: Objective, active: int | None) -> tupl
     """The rows of `JointStage.groups`: sequences, or all rows where slopes wait for more, or for other ranks."""
     if objective.by_sequence and batch.context_group is None:
         return batch.counts(objective.active_rows if batch.kept is None else whole(objective.active_rows))
-    return () if active is None else (active,)
+    assert active is not None
+    return (active,)
 
 
 def _over(objective: Objective, options: Options, seconds: Seconds) -> tuple[str, ...] | None:

@@ -79,7 +79,8 @@ class Objective:
     log_ratio_bounds  (low, high): the log-ratio at the objective's level is clamped, with no slope outside, as torch.clamp
                   has it (verl: -20, 20). None: it is bounded in the exponent only, at 60, and keeps its slope.
     listed        what the terms of a batch's `logp_terms` are: a function (logp, values, advantage, sums) -> (term, slope) of
-                  listed ids, see formulas/listed.py. They are weighted, filtered and aggregated like the policy term.
+                  listed ids, see formulas/listed.py; None: c log p. They are weighted, filtered and aggregated like the policy
+                  term.
     kl_aggregate, entropy_aggregate  None: like `aggregate`, with the same D. Otherwise their own, over this batch unless
                   `normalizer` is a Denominators.
 
@@ -99,7 +100,7 @@ class Objective:
     kl_aggregate: str | None = None
     entropy_aggregate: str | None = None
     count_empty: bool = True
-    listed: ListedFunction = logp_term
+    listed: ListedFunction | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.surrogate, Surrogate):
@@ -114,6 +115,10 @@ class Objective:
         require_number("beta", self.beta, "the KL weight is a finite number >= 0.", 0, LARGEST)
         # Not a field, because `kl` already has the information.
         object.__setattr__(self, "_kl", Kl() if isinstance(self.kl, Exact) else as_kl(self.kl))
+        remedy = "pass a function (logp, values, advantage, sums) -> (term, slope), or None."
+        require(
+            self.listed is None or (callable(self.listed) and not isinstance(self.listed, type)), "listed", self.listed, remedy
+        )
         require_number("entropy_coef", self.entropy_coef, "it must be a finite number.", -LARGEST, LARGEST)
         if self.max_tokens is not None:
             require_whole("max_tokens", self.max_tokens, "the completion budget is a whole number of at least 1 token.")
@@ -283,6 +288,10 @@ class Objective:
         estimated = self.beta != 0 and self.exact is None
         if estimated and batch.ref_logps is None:
             raise ValueError(f"ref_logps is None, but beta={self.beta}: pass the reference's log-probs, or set beta=0.")
+        if self.listed is not None and batch.logp_terms is None:
+            raise ValueError(
+                f"logp_terms is None, but listed={self.listed!r} makes terms of it: list ids with values, or leave listed out."
+            )
         trust = self.filter(TrustRegion) if self.filters else None
         sampler = trust is not None and trust.anchor == "sampler"
         if sampler and batch.sampler_logps is None:
@@ -379,7 +388,7 @@ class Objective:
         sets = batch.listed
         if sets is None:
             return None
-        parts = [(self.listed, batch.logp_terms), (prob_term, batch.prob_terms)]
+        parts = [(self.listed or logp_term, batch.logp_terms), (prob_term, batch.prob_terms)]
         values = ((function, of.values) for function, of in parts if of is not None and of.values is not None)
         given = tuple((function, x.detach().to(torch.float32)) for function, x in values)
         return ListedTerms(given, sets.row_of, sets.offsets)

@@ -73,8 +73,7 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
     targets, read = plain(targets), None if read is None else plain(read)  # under torch.func they may have wrappers
     if others:
         names, with_gradient = (*names, "divergence"), (*with_gradient, "divergence")
-    alone = len(known) == 1 and known[0].weight is None and not others and at is None
-    beside = known[0] if alone else None  # in the same visit
+    beside = known[0] if len(known) == 1 and known[0].weight is None and not others else None  # in the same visit
     if beside is not None:
         at, outside = beside.slots, _outside(exact)
         names, with_gradient = (*names, *outside), (*with_gradient, *outside)

@@ -99,8 +99,8 @@ class Custom(Surrogate):
     only.
 
     slope="autograd" is meant for prototypes: `function` returns the loss alone, in operations that torch can differentiate, and
-    autograd finds the slope. It runs in torch with every backend, and costs a second read of the logits (from hidden states a
-    fourth product) and a graph over [n] numbers. Detach in the formula what shall have no gradient. Raises ValueError where the
+    autograd finds the slope. It runs in torch with every backend, and costs a second read of the logits and a graph over [n]
+    numbers. Detach in the formula what shall have no gradient. Raises ValueError where the
     function does not return what it should.
     """
 

@@ -53,7 +53,8 @@ class ScoreCentering:
              q f(p / q) - a p, a = r f(1 / r), r = (1 - sum q) / (1 - sum p), both masses at least 1e-6. False: the list is
              all of q, as a kept set is.
 
-    Raises ValueError naming the argument that is wrong."""
+    A batch's `weights` multiply both terms: those of a token (TIS) would undo the centering. They belong into the surrogate, as
+    `rollout_is` has them. Raises ValueError naming the argument that is wrong."""
 
     weight: str = "none"
     cap: float = 2.0
@@ -99,7 +100,10 @@ class ListedTerms(NamedTuple):
         order of ids."""
         terms, slopes = torch.zeros_like(logps), torch.zeros_like(logps)
         for function, values in self.parts:
-            term, slope = function(logps, values, advantages[self.rows], lambda x: self._sums(x)[self.rows])
+            made = function(logps, values, advantages[self.rows], lambda x: self._sums(x)[self.rows])
+            if not isinstance(made, tuple) or [getattr(x, "shape", None) for x in made] != 2 * [logps.shape]:
+                raise ValueError(f"listed={function!r} returned no pair of tensors of the shape of logp: return (term, slope).")
+            term, slope = made
             terms, slopes = terms + term, slopes + slope
         return self._sums(terms), slopes
 

@@ -104,8 +104,8 @@ class Hidden(Stream):
         if emptied:
             raise RuntimeError(
                 "weight is gone before the backward, which computes the logits again: keep it gathered until after it (ZeRO-3: "
-                "deepspeed.zero.GatheredParameters around both; FSDP: reshard_after_forward=False), or use linear_grpo_loss, whose "
-                "gradient is made in the forward."
+                "deepspeed.zero.GatheredParameters around both; FSDP: reshard_after_forward=False). docs/functions.md says which losses "
+                "make their gradient in the forward."
             )
 
     def gradients(self, wanted: tuple[bool, ...], parts: Parts) -> Engine:
@@ -301,11 +301,13 @@ class Engine(Gradients):
 
     def _runs(self, groups: tuple[int, ...], active: int) -> list[tuple[int, int, bool]]:
         """(the first row, the end, whether that is one block) of as many groups at a time as are one, or are none."""
-        plan = self.work.plan(self.hidden.device.type, active, active < len(self.hidden))
-        limit = 0 if self.work.scaled else plan.block if self.work.apart else plan.chunk
+        if not active:
+            return []
+        plan = self.work.plan(self.hidden.device.type, active, self._copies(active))
+        limit = plan.chunk if not self.work.apart else 0 if self.work.scaled else plan.block
         runs: list[tuple[int, int, bool]] = []
         end = 0
-        for rows in groups:
+        for rows in filter(None, groups):
             first, end = end, end + rows
             is_block = rows <= limit
             if runs and runs[-1][2] == is_block and not (is_block and end - runs[-1][0] > limit):
@@ -422,6 +424,10 @@ class Engine(Gradients):
         hidden = self.hidden[at]
         return at, hidden.to(self.products.dtype).contiguous()
 
+    def _copies(self, rows: int) -> bool:
+        """Whether the products take copies of so many rows of hidden states."""
+        return rows < self.hidden.shape[0] or self.hidden.dtype != self.products.dtype
+
     def _gathers(self, index: Tensor) -> bool:
         return index.numel() < self.hidden.shape[0]
 
@@ -429,8 +435,7 @@ class Engine(Gradients):
         """Where the row kernel writes the gradient of the logits of the chunk at hand."""
         if self.summed == self._filled == 0:
             work = self.work if self.d_weight is None else self.work._replace(d_weight=0)
-            copied = self._gathers(index) or self.hidden.dtype != self.products.dtype
-            self.block_rows = work.plan(self.hidden.device.type, index.numel(), copied).block
+            self.block_rows = work.plan(self.hidden.device.type, index.numel(), self._copies(index.numel())).block
         if self._block is None:
             self._block = self.products.gradient_rows(min(self.block_rows, index.numel() - self.summed))
         if self._block is None or self.work.scaled:
@@ -460,6 +465,9 @@ class Engine(Gradients):
             d_logits, self._block, self._filled = self._block, None, 0
             at, hidden = self._hidden(index, self.summed, self.summed + d_logits.shape[0])
         self.summed += len(hidden)
+        if slopes is not None and self.summed < index.numel():
+            assert self.stream.columns == 0, "the rows of a run are one block"
+            return  # of a rank without a part of the vocabulary, whose gradients are 0
         factors = None if slopes is None else slopes()[at]
         if self.d_hidden is not None and self.summed_later:
             self.d_hidden.index_add_(0, self._places(at), _multiplied(self.products.d_hidden(d_logits), factors))

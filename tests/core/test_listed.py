@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_kernels import (
+    Exact,
     LogitTransform,
     Objective,
     Options,
@@ -291,3 +292,36 @@ def test_refusals() -> None:
         objective_loss(logps, batch, objective("token"))
     with pytest.raises(ValueError, match="cap"):
         ScoreCentering("min", 0.5)
+    exact = Objective.preset("distillation", kl=Exact())
+    with pytest.raises(ValueError, match="add up two losses"):
+        grpo_loss(hidden @ weight.t(), batch, exact, ref_logits=torch.randn(B, T, V))
+    with pytest.raises(ValueError, match=r"listed=.*pass a function"):
+        objective("token", listed=ScoreCentering)
+    with pytest.raises(ValueError, match="logp_terms is None, but listed"):
+        grpo_loss(hidden @ weight.t(), replace(batch, logp_terms=None), objective("token", listed=ScoreCentering()))
+    with pytest.raises(ValueError, match="no pair of tensors"):
+        grpo_loss(hidden @ weight.t(), batch, objective("token", listed=lambda logp, *_: logp))
+
+
+def test_a_compiled_call_leaves_the_graph(backend: str) -> None:
+    hidden, weight, batch = case()
+    spec, options = objective("token"), Options(backend)
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        return linear_grpo_loss(x, w, batch, spec, options=options).loss
+
+    found = []
+    for f in (run, torch.compile(run, backend="eager")):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        f(*leaves).backward()
+        found.append([x.grad for x in leaves])
+    for x, y in zip(*found, strict=True):
+        assert x is not None and y is not None and torch.equal(x, y)
+
+
+def test_a_batch_moves_with_one_list_of_ids() -> None:
+    _, _, batch = case()
+    moved = batch._apply(torch.clone)
+    assert moved.logp_terms is not None and moved.prob_terms is not None
+    assert moved.logp_terms.ids is moved.prob_terms.ids and moved.logp_terms.ids is not batch.logp_terms.ids  # type: ignore[union-attr]
+    assert torch.equal(moved.prob_terms.values, batch.prob_terms.values)  # type: ignore[union-attr, arg-type]

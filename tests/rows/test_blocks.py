@@ -232,6 +232,29 @@ def test_a_frozen_part_takes_no_product(frozen: str) -> None:
     assert made == expected_products(300, BLOCK, (other,)) and same_bits(found[other], made_by(ROWS)[1][other])
 
 
+@pytest.mark.parametrize(
+    ("lengths", "width", "widened", "blocks"),
+    [
+        ((60,) * 5, H, False, (120, 120, 60)), ((60,) * 5, H, True, (120, 120, 60)), ((64, 64), H, False, (128,)),
+        ((84, 84), 64, True, (84, 84)),  # which would be one block, if nothing were copied
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("small")
+def test_sequences_whose_slopes_wait_are_blocks(
+    lengths: tuple[int, ...], width: int, widened: bool, blocks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many of them as fit; under autocast too, where all rows are copied into another dtype."""
+    recipe = replace(ROWS, objective="gspo", lengths=lengths, width=width, dtype="float32" if widened else "bfloat16")
+    p, exact = with_advantages(problem(recipe), torch.randn(len(lengths), max(lengths)).abs() + 0.1)
+    if widened:
+        monkeypatch.setattr("grpo_kernels.streams.compute_dtype", lambda hidden: BF16)
+    with of_a_gpu() as made:
+        found = run(p).gradients
+    assert [x.k for x in made if x.m == V] == list(blocks) and sum(x.m for x in made if x.n == V) == sum(lengths)
+    for name, gradient in found.items():
+        assert (gradient - exact.gradients[name]).norm() < 8e-3 * exact.gradients[name].norm(), name
+
+
 @layers
 @pytest.mark.usefixtures("small")
 def test_memory_of_the_callers_is_added_to(recipe: Recipe) -> None:

@@ -175,13 +175,14 @@ def test_a_row_depends_on_nothing_but_itself(module: Backend, second: Any) -> No
             torch.set_num_threads(1)
             out = torch.full_like(r.logits, math.nan)
             for lo, hi in ((0, 1), (1, 6), (6, 12)):
-                part, _ = way(module, one, out, (lo, hi))
-                assert all(torch.equal(x, values[name][lo:hi]) for name, x in part.items())
-                assert out.view(12, -1)[hi:].isnan().all(), "rows that were not asked for"
+                if way is visited:  # what runs in one visit takes whole logits
+                    part, _ = way(module, one, out, (lo, hi))
+                    assert all(torch.equal(x, values[name][lo:hi]) for name, x in part.items())
+                    assert out.view(12, -1)[hi:].isnan().all(), "rows that were not asked for"
                 found, alone = way(module, one.at(lo, hi))
                 assert all(torch.equal(x, values[name][lo:hi]) for name, x in found.items())
                 assert torch.equal(alone.view(hi - lo, -1), gradient.view(12, -1)[lo:hi])
-            assert torch.equal(out, gradient)
+            assert way is not visited or torch.equal(out, gradient)
 
 
 @each_stream
