@@ -82,7 +82,7 @@ CASES = {
     "objectives": Cases(
         (
             "core/test_objectives.py", "core/test_combinations.py", "core/test_relations.py", "core/test_rows.py",
-            "core/test_autograd.py", "core/test_sparse_gradients.py",
+            "core/test_autograd.py",
         ),
         12, 0.35,
     ),

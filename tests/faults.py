@@ -42,8 +42,6 @@ COST = "tests/core/test_cost.py"
 PRODUCTS = "tests/core/test_products.py"
 SETS = "tests/core/test_rows.py"
 RANKS = "tests/core/test_ranks.py"
-SPARSE = "tests/core/test_sparse_gradients.py"
-MEMORY = "tests/core/test_callers_memory.py"
 HOSTILE = "tests/rows/test_sanitizers.py"
 TWO_ROWS = "tests/rows/test_two_row_kernels.py"
 COMPILED = "tests/rows/test_triton_compiled.py"
@@ -95,11 +93,11 @@ FAULTS: list[Fault] = [
         ),
         (
             "hidden states that changed are not noticed", "return None if x is None or x.is_inference() else x._version",
-            "return None", MEMORY,
+            "return None", AUTOGRAD,
         ),
         (
             "a placeholder is added to shared memory", "return zeros(weight.shape, weight.dtype, weight.device)",
-            "return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)", MEMORY,
+            "return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)", AUTOGRAD,
         ),
         (
             "16-bit memory takes the sum of chunks", "self.total if self.total.dtype == torch.float32 else None", "self.total",
@@ -141,14 +139,14 @@ FAULTS: list[Fault] = [
         ("the bias's gradient is that of the last chunk", "self.d_bias += ", "self.d_bias = ", RELATIONS),
         (
             "columns are drawn under another row's number", "draws.take(places, self",
-            "draws.take(torch.arange(len(places)), self", SPARSE,
+            "draws.take(torch.arange(len(places)), self", SETS,
         ),
         (
             "the heads of several teachers are the first one's",
             'if id(stream) not in self._made:\n            self._made[id(stream)] = _products(stream)\n        own = self._made[id(stream)]',
             'if not self._made:\n            self._made[0] = _products(stream)\n        own = self._made[0]', COMBINATIONS,
         ),
-        ("first_row is not counted", "starts(sparse.seed, places + sparse.first_row)", "starts(sparse.seed, places)", SPARSE),
+        ("first_row is not counted", "starts(sparse.seed, places + sparse.first_row)", "starts(sparse.seed, places)", SETS),
         (
             "targets of a shard are not moved", "own = whole.targets if shard is None else whole.targets - shard.start",
             "own = whole.targets", RANKS,
@@ -187,9 +185,9 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/rows/memory.py", "tests/rows/test_memory.py",
         ("memory is given out twice", "if block.lease() is None and size", "if size"),
-        ("zeros are not written", "return empty(shape, dtype, device).zero_()", "return empty(shape, dtype, device)", MEMORY),
+        ("zeros are not written", "return empty(shape, dtype, device).zero_()", "return empty(shape, dtype, device)", AUTOGRAD),
     ),
-    *of("grpo_kernels/rows/selection.py", SPARSE,
+    *of("grpo_kernels/rows/selection.py", SETS,
         (
             "the generator shifts by another number", "_shifted(x, 27)", "_shifted(x, 26)", "tests/rows/test_selection.py",
         ),
@@ -201,7 +199,7 @@ FAULTS: list[Fault] = [
         ("slots of other chunks are in use", "ids=torch.where(place >= 0, self.ids, -1)", "ids=self.ids", RELATIONS),
         (
             "values are not sorted with their slots", "torch.cat([values, of_others])[order]",
-            "torch.cat([values, of_others])", SPARSE,
+            "torch.cat([values, of_others])", SETS,
         ),
     ),
     *of("grpo_kernels/rows/parallel.py", RANKS,
@@ -327,10 +325,10 @@ FAULTS: list[Fault] = [
         ("a segment's last token predicts the next segment", "valid[..., 1:] & follows", "valid[..., 1:]"),
         (
             "sets cross segments", "torch.where(follows, source, -1).flatten()", "source.flatten()",
-            "tests/core/test_token_sets.py",
+            "tests/core/test_batch.py",
         ),
     ),
-    *of("grpo_kernels/token_sets.py", "tests/core/test_token_sets.py",
+    *of("grpo_kernels/token_sets.py", "tests/core/test_batch.py",
         ("offsets of joined sets start again", "offsets.append(part.offsets[1:] + base)", "offsets.append(part.offsets[1:])"),
         (
             "an id of the vocabulary's size passes", "if sets.largest_id < vocab:", "if sets.largest_id <= vocab:",
@@ -341,12 +339,12 @@ FAULTS: list[Fault] = [
             "return empty", COMBINATIONS,
         ),
     ),
-    *of("grpo_kernels/token_set_rules.py", "tests/core/test_token_sets.py",
+    *of("grpo_kernels/token_set_rules.py", "tests/core/test_batch.py",
         ("top-p drops the id that crosses it", "(mass.cumsum(-1) - mass < needed)", "(mass.cumsum(-1) < needed)"),
         ("of equal ids one too few", "equal.cumsum(-1) <= room", "equal.cumsum(-1) < room"),
         ("the order of SGLang's rules", "[[*k], [*p], [*m]] if m", "[[*m], [*p], [*k]] if m"),
     ),
-    *of("grpo_kernels/token_set_formats.py", "tests/core/test_token_sets.py",
+    *of("grpo_kernels/token_set_formats.py", "tests/core/test_batch.py",
         (
             "records go one row late", "own[place] = () if record is None else record",
             "own[place - 1] = () if record is None else record",

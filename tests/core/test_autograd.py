@@ -1,16 +1,30 @@
-"""The functions under autograd: second backwards, memory handed over or written, modes without gradients, loss scales."""
+"""The functions under autograd: second backwards, memory handed over, written in place or shared with the caller, modes without
+gradients, loss scales."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
+from grpo_kernels import (
+    Exact,
+    LogitTransform,
+    Objective,
+    Options,
+    TokenBatch,
+    TokenSets,
+    grpo_loss,
+    linear_grpo_loss,
+    token_divergence,
+    token_logprobs,
+)
 from support.bits import same_bits, snapshot
-from support.doors import Call, call_of, named, pull
+from support.doors import Call, pull
 from support.recipes import DTYPES, Recipe
 
 Tensor = torch.Tensor
@@ -152,19 +166,6 @@ def test_a_leaf_is_not_overwritten_by_its_gradient(name: str, backend: str) -> N
     unchanged()
 
 
-def test_gradients_flow_into_nothing_but_the_leaves(backend: str) -> None:
-    """Not into a batch whose tensors somebody forgot to detach, nor out of what is returned beside the loss."""
-    call = ready("loss of logits", backend)
-    expected, p = call.gradients(), call.p
-    fields = {
-        name: x.clone().requires_grad_() for name, x in p.fields.items() if isinstance(x, Tensor) and x.is_floating_point()
-    }
-    call.call = call_of(replace(p, fields=p.fields | fields), backend=backend)
-    out = call.call(*call.leaves)
-    assert same(call.gradients(named(out)), expected) and len(fields) > 4 and all(x.grad is None for x in fields.values())
-    assert not any(x.requires_grad for x in (out.logps, out.entropy, *out.metrics.values()))
-
-
 @pytest.mark.parametrize("objective", ["dapo", "gspo"])
 @each
 def test_fp16_keeps_gradients_that_only_a_loss_scale_brings_into_its_range(name: str, objective: str, backend: str) -> None:
@@ -180,14 +181,103 @@ def test_fp16_keeps_gradients_that_only_a_loss_scale_brings_into_its_range(name:
         assert "hidden" in name or (y[large].abs() * small).min() < 2.0**-14
 
 
-@pytest.mark.parametrize("preset", ["dapo", "cispo", "reinforce"])
-def test_a_token_without_weight_adds_nothing_whatever_it_holds(preset: str, backend: str) -> None:
-    """A sampler that rejected a token may have no log-prob for it, and a grammar may forbid it."""
-    logits, old, weights = torch.randn(1, 5, 11), torch.randn(1, 5) - 2, torch.tensor([[1.0, 1.0, 0.0, 0.0, 1.0]])
-    logits[0, 2, 3], old[0, 3] = -torch.inf, torch.nan
-    batch = TokenBatch(torch.arange(1, 6)[None], torch.ones(1), old_logps=old, weights=weights)
-    leaf = logits.requires_grad_()
-    loss = grpo_loss(leaf, batch, Objective.preset(preset), options=Options(backend=backend)).loss
-    loss.backward()
-    assert loss.isfinite() and leaf.grad is not None and leaf.grad.isfinite().all()
-    assert not leaf.grad[0, 2:4].any() and leaf.grad[0, 0].any()
+# ---- memory that a call shares with its caller
+
+
+B, T, V = 3, 5, 40
+IDS = torch.arange(B * T).view(B, T) % V
+DISTILLATION = Objective.preset("grpo", beta=0.5, kl=Exact("reverse"))
+
+
+def loss(logits: Tensor, teacher: Any = None, transform: Any = None, normalizer: Any = None, **fields: Any) -> Any:
+    batch = TokenBatch(IDS[:, : logits.shape[1]], **{"advantages": torch.ones(B), **fields})
+    teacher = torch.zeros(logits.shape) if teacher is None else teacher
+    given = {"transform": transform, "normalizer": normalizer, "inplace": True}
+    return grpo_loss(logits, batch, DISTILLATION, ref_logits=teacher, **given)
+
+
+#: What a call in place would overwrite -> the call, on memory [B, T, V + 8] in fp32.
+IN_PLACE: list[tuple[str, Callable[[Tensor], Any]]] = [
+    ("ref_logits", lambda x: loss(x[:, 1:, :V], x[:, :-1, :V])),
+    ("ref_logits[0]", lambda x: loss(x[..., :V], (x[..., 8:], LogitTransform(2.0)))),
+    ("ref_logits[0][1]", lambda x: loss(x[..., :V], [(torch.zeros(B, T, V), x[..., 3])])),
+    ("batch.advantages", lambda x: loss(x[..., :V], advantages=x[..., 0])),
+    ("transform.temperature", lambda x: loss(x[..., :V], transform=LogitTransform(x[..., 0]))),
+    ("normalizer", lambda x: loss(x[..., :V], normalizer=x[0, 0, 0])),
+    ("ref_logits", lambda x: token_divergence(x[:, 1:, :V], x[:, :-1, :V], inplace=True)),
+    ("mask", lambda x: token_logprobs(x[..., :V], IDS, mask=x.view(torch.bool)[..., 3], inplace=True)),
+    ("targets", lambda x: token_logprobs(x.view(torch.bfloat16)[..., 4:V], x.view(torch.int64)[..., 1], inplace=True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, make", IN_PLACE, ids=lambda x: x if isinstance(x, str) else "")
+def test_in_place_over_what_is_read_is_refused(name: str, make: Callable[[Tensor], Any]) -> None:
+    memory = torch.rand(B, T, V + 8) + 0.5
+    before = memory.clone()
+    with pytest.raises(ValueError, match=f"inplace=True, but logits shares memory with {re.escape(name)}: "):
+        make(memory)
+    assert same_bits(memory, before)
+
+
+# ---- `weight_grad=`
+
+
+def with_memory(kept: str, backend: str, objective: str = "dapo", into: Tensor | None = None) -> Call:
+    """A loss from hidden states with memory for the weight's gradient, or without."""
+    return Call(Recipe(source="hidden", objective=objective, kept=kept, seed=4), backend=backend, weight_grad=into)
+
+
+def memory() -> Tensor:
+    return torch.zeros(61, 8)
+
+
+@pytest.mark.parametrize("into", [True, False], ids=["weight_grad", "autograd"])
+@pytest.mark.parametrize("kept", ["all", "none"])
+def test_hidden_states_that_change_before_the_backward(kept: str, into: bool, backend: str) -> None:
+    """The gradient over sets is made of them then, so that it is refused; that over the vocabulary is made before."""
+    total = memory()
+    expected, call = with_memory(kept, backend).gradients()[1], with_memory(kept, backend, into=total if into else None)
+    hidden, weight = call.leaves[0] * 1.0, call.leaves[1]
+    loss = call.values(hidden, weight)["loss"]
+    with torch.no_grad():
+        hidden.zero_()
+    if kept == "all":
+        with pytest.raises(RuntimeError, match="hidden was written to in place between the forward and the backward"):
+            loss.backward()
+        assert not total.any() and weight.grad is None
+    else:
+        loss.backward()
+        torch.testing.assert_close(total if into else weight.grad, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo"])
+@pytest.mark.parametrize("kept", ["some", "none"])
+def test_megatrons_main_grad(kept: str, name: str, backend: str) -> None:
+    """The flag is set, and autograd's gradient is a placeholder, of zeros where an embedding shares the weight. Other memory sets
+    no flag."""
+    expected = with_memory(kept, backend, name).gradients()[1]
+    for shared, other in ((False, False), (True, False), (False, True)):
+        total = memory()
+        call = with_memory(kept, backend, name, total)
+        weight: Any = call.leaves[1]
+        weight.main_grad, weight.grad_added_to_main_grad = memory() if other else total, False
+        weight.zero_out_wgrad = shared
+        loss = call.values()["loss"]
+        assert not weight.grad_added_to_main_grad
+        (loss + weight[3].sum() if shared else loss).backward()
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-7)
+        assert weight.grad_added_to_main_grad is not other and (weight.grad is None) == other
+        if shared:
+            assert torch.equal(weight.grad, memory().index_fill(0, torch.tensor([3]), 1.0))
+
+
+def test_a_large_gradient_over_many_ids_is_zero_elsewhere(backend: str) -> None:
+    """In memory that an earlier gradient has left, which is used again where many rows are to be written."""
+    lists = [list(range(i, 140_000, 7 * 20)) for i in range(20)]
+    batch = TokenBatch(torch.arange(20), torch.ones(20), kept=TokenSets.from_lists(lists))
+    hidden, weight = torch.randn(20, 64), torch.zeros(140_000, 64, requires_grad=True)  # 36 MB
+    for _ in range(2):
+        linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), options=Options(backend=backend)).loss.backward()
+        assert weight.grad is not None and weight.grad[:20].any(1).all() and not weight.grad.view(-1, 140, 64)[:, 20:].any()
+        weight.grad.fill_(1.0)
+        weight.grad = None

@@ -1,20 +1,24 @@
-"""TokenBatch: which shapes and dtypes mean the same, sequences, shifted targets, copies and other devices."""
+"""TokenBatch and TokenSets: sequences, shifted targets and other devices; sets of every format and from logits, cut, joined,
+shifted. The oracle of sets is a list of lists."""
 
 from __future__ import annotations
 
 import copy
-import pickle
-from dataclasses import FrozenInstanceError, replace
+import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
 
-from grpo_kernels import LogitTransform, Objective, Options, TokenBatch, TokenSets, grpo_loss, token_logprobs
-from grpo_kernels.batch import shift_targets
+from grpo_kernels import Objective, Options, TokenBatch, TokenSets, grpo_loss
+from grpo_kernels.batch import shift_sets, shift_targets
 from grpo_kernels.losses import objective_loss
 from support.bits import same_bits
+from support.pairs import label, pairs
 
 Tensor = torch.Tensor
 OFFSETS = [0, 2, 2, 7, 10]  # four sequences, the second empty
@@ -48,49 +52,12 @@ def test_as_many_rows_as_packed_sequences() -> None:
     square, values = ids(3, 3), torch.tensor([1.0, 2.0, 3.0])
     assert same_bits(slopes(TokenBatch(square, values)), slopes(TokenBatch(square, values[:, None].expand(3, 3))))
     reinforce, offsets = Objective.preset("reinforce"), torch.tensor([0, 2, 2, 3])
-    for given, expected in ((values, [1, 2, 3]), (values[:, None], [1, 1, 3])):
-        found = slopes(TokenBatch(ids(3), given, cu_seqlens=offsets), reinforce)
+    for each, expected in ((values, [1, 2, 3]), (values[:, None], [1, 1, 3])):
+        found = slopes(TokenBatch(ids(3), each, cu_seqlens=offsets), reinforce)
         torch.testing.assert_close(-3 * found, torch.tensor(expected).float())
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float16, torch.bfloat16], ids=str)
-def test_advantages_of_any_dtype_are_numbers(dtype: torch.dtype) -> None:
-    whole = torch.tensor([0, 1, 2], dtype=dtype)
-    batch = TokenBatch(ids(3, 4), whole)
-    assert batch.advantages.is_floating_point() and same_bits(slopes(batch), slopes(TokenBatch(ids(3, 4), whole.float())))
-    assert replace(batch, mask=None).advantages is batch.advantages
-
-
-def test_sums_of_sequences_are_exact_enough() -> None:
-    """A sum of log-ratios in fp32, one after another, would be wrong in the fifth digit."""
-    n = 50_000
-    moved = torch.full((1, n), 1e-4) + torch.randn(1, n) * 1e-6
-    ratio = float(moved.double().sum().exp())
-    for shape, cuts in (((1, n), {}), ((n,), {"cu_seqlens": torch.tensor([0, n])})):
-        batch = TokenBatch(ids(*shape), -torch.ones(1), old_logps=-moved.view(shape), **cuts)
-        out = objective_loss(torch.zeros(shape).requires_grad_(), batch, Objective.preset("rloo"))
-        assert float(out.metrics["ratio_mean"]) == pytest.approx(ratio, rel=1e-6)
-        assert float(out.loss.detach()) == pytest.approx(ratio, rel=1e-6)
-
-
-def test_any_leading_shape_of_log_probs() -> None:
-    logits, targets = torch.randn(2, 3, 4, 7), torch.randint(7, (2, 3, 4))
-    expected = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-    torch.testing.assert_close(token_logprobs(logits, targets)[0], expected)
-    torch.testing.assert_close(token_logprobs(logits[0, 0, 0], targets[0, 0, 0])[0], expected[0, 0, 0])
-
-
-# ---- copies, and other places
-
-
-def test_specs_are_frozen_and_are_printed_without_values() -> None:
-    batch, transform = batch_of(True), LogitTransform(torch.ones(3, 4))
-    with pytest.raises(FrozenInstanceError):
-        batch.targets = batch.targets  # type: ignore[misc]
-    out = grpo_loss(torch.randn(10, 5), batch, Objective())
-    for printed in map(repr, (batch, out, out.rows, transform)):
-        assert "tensor(" not in printed and "\n" not in printed and "float32 [" in printed and "=None" not in printed
-    assert copy.copy(out).loss is out.loss and pickle.loads(pickle.dumps(out.metrics)).keys() == out.metrics.keys()
+# ---- other devices
 
 
 @pytest.mark.parametrize("missing", [None, "mask", "full"])
@@ -121,11 +88,271 @@ def test_shift_never_crosses_a_sequence() -> None:
     completion = torch.tensor([0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1]).bool()
     expected = [row for lo, hi in pairwise(cuts) for row in [*range(lo + 1, hi), None][: hi - lo]]
     known: list[dict[str, Tensor]] = [{"cu_seqlens": torch.tensor(cuts).int()}, {"segment_ids": segments}]
-    for given in known:
-        targets, mask = shift_targets(at, mask=completion, **given)
+    for segmented in known:
+        targets, mask = shift_targets(at, mask=completion, **segmented)
         assert mask.tolist() == [row is not None and bool(completion[row]) for row in expected]
         assert all(row is None or target == at[row] for target, row in zip(targets.tolist(), expected, strict=True))
     two = {"segment_ids": torch.stack([segments, torch.zeros_like(segments)])}
     assert shift_targets(at.repeat(2, 1), **two)[1].tolist() == [[row is not None for row in expected], [True] * 10 + [False]]
     targets, mask = shift_targets(torch.tensor([[5, 6, 7], [9, 1, 2]]), mask=torch.tensor([[0, 1, 1], [0, 1, 0]]))
     assert targets.tolist() == [[6, 7, 0], [1, 2, 0]] and mask.int().tolist() == [[1, 1, 0], [1, 0, 0]]
+
+
+# ---- sets
+
+
+INF, NAN = math.inf, math.nan
+DTYPES = st.sampled_from([torch.int32, torch.int64])
+BOUND = st.none() | st.integers(-10, 10)
+SOME = [[3, 1], [], [7], [2, 9, 4], []]
+#: For tests of random sets, on busy machines too.
+examples = settings(max_examples=60, deadline=None)
+
+#: Rows as lists of ids, in any order, each once; with empty ones and without any.
+ROWS = st.lists(st.lists(st.integers(0, 40), max_size=6, unique=True), max_size=8)
+
+
+def number(row: int, token: int) -> float:
+    """The value of an id in these tests."""
+    return row + token / 64
+
+
+def build(rows: list[list[int]], values: bool = False, dtype: torch.dtype = torch.int64) -> TokenSets:
+    ids = torch.tensor([token for row in rows for token in row], dtype=dtype)
+    offsets = torch.tensor([sum(map(len, rows[:i])) for i in range(len(rows) + 1)])
+    numbers = [number(i, token) for i, row in enumerate(rows) for token in row]
+    return TokenSets(ids, offsets, torch.tensor(numbers, dtype=torch.float32) if values else None)
+
+
+def lists(sets: TokenSets) -> list[list[int]]:
+    cuts = sets.offsets.tolist()
+    return [sets.ids[a:b].tolist() for a, b in pairwise(cuts)]
+
+
+def assert_facts(sets: TokenSets, rows: list[list[int]], bound: bool = False) -> None:
+    """Asserts the ids and the facts that the host knows. bound: the known largest id may be an upper bound."""
+    assert lists(sets) == rows and sets.offsets.dtype == torch.int64
+    assert sets.rows == len(sets) == len(rows)
+    assert sets.empty_rows == sum(not row for row in rows)
+    assert sets.longest == max(map(len, rows), default=0)
+    largest = max((token for row in rows for token in row), default=-1)
+    assert sets.largest_id >= largest if bound else sets.largest_id == largest
+    assert all(type(fact) is int for fact in (sets.rows, sets.empty_rows, sets.longest, sets.largest_id))
+
+
+def assert_part(part: TokenSets, rows: list[list[int]], index: list[int], bound: bool = True) -> None:
+    """The rows of this index, with their values."""
+    assert_facts(part, [rows[i] for i in index], bound=bound)
+    assert part.values is not None and part.values.tolist() == [number(i, token) for i in index for token in rows[i]]
+
+
+def values_of(rows: list[list[int]]) -> list[list[float]]:
+    return [[number(i, token) for token in row] for i, row in enumerate(rows)]
+
+
+# ---- formats
+
+
+@examples
+@given(rows=ROWS, dtype=DTYPES, fill=st.sampled_from([-1, -100, 41]), seed=st.integers(0, 1000))
+def test_every_format_gives_the_same_sets(rows: list[list[int]], dtype: torch.dtype, fill: int, seed: int) -> None:
+    """Ids and offsets, ids and counts, lists, padding wherever it stands in a row; and back."""
+    whole, numbers = [*range(len(rows))], values_of(rows)
+    sets = build(rows, True, dtype=dtype)
+    counts = torch.tensor([len(row) for row in rows], dtype=dtype)
+    ids, values = torch.full((len(rows), 8), fill, dtype=dtype), torch.full((len(rows), 8), NAN)
+    for i, row in enumerate(rows):
+        places = torch.randperm(8, generator=torch.Generator().manual_seed(seed + i))[: len(row)].sort().values
+        ids[i, places], values[i, places] = torch.tensor(row, dtype=dtype), torch.tensor(numbers[i])
+    of_lists = TokenSets.from_lists(rows, numbers)
+    made = [sets, TokenSets.from_counts(sets.ids, counts, sets.values), TokenSets.from_padded(ids, fill, values), of_lists]
+    for each in made:
+        assert_part(each, rows, whole, bound=False)
+    assert {x.ids.dtype for x in made[:3]} <= {dtype} and of_lists.ids.dtype == torch.int32
+    for plain in (TokenSets.from_counts(sets.ids, counts), TokenSets.from_lists([row or None for row in rows]), build(rows)):
+        assert_facts(plain, rows)
+        assert plain.values is None
+    assert sets.counts.tolist() == counts.tolist() and sets.row_of.tolist() == [i for i, row in enumerate(rows) for _ in row]
+    for other in (-1, 77):
+        padded, longest = sets.padded(other), max(map(len, rows), default=0)
+        assert padded.tolist() == [row + [other] * (longest - len(row)) for row in rows]
+        assert_facts(TokenSets.from_padded(padded, other), rows)
+    assert sets.mask(41).tolist() == [[not row or token in row for token in range(41)] for row in rows]
+
+
+def test_lists_of_sequences() -> None:
+    """Each token either has a record or was not generated. Sequences without records may have any mask."""
+    generated = torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]]).bool()
+    records: list[Any] = [[[2, 1], None], [[7], [2, 1], []], None, [[3], [4], [5], [6]]]
+    expected = [[[], [2, 1], [], []], [[7], [], [2, 1], []], [[]] * 4, [[3], [4], [5], [6]]]
+    assert_facts(TokenSets.from_lists(records, generated=generated), [row for rows in expected for row in rows])
+    # Packed: the same rows, with each sequence cut to another length.
+    packed = torch.cat([generated[b, : 4 - b % 2] for b in range(4)])
+    records[1], records[3] = records[1][:2], records[3][:3]
+    rows = [row for b in range(4) for row in expected[b][: 4 - b % 2]]
+    assert_facts(TokenSets.from_lists(records, generated=packed, cu_seqlens=torch.tensor([0, 4, 7, 11, 14])), rows)
+    assert_facts(TokenSets.from_lists(records[0] + records[1], generated=packed[:7]), rows[:7])
+
+
+# ---- rows
+
+
+@examples
+@given(rows=ROWS, start=BOUND, stop=BOUND, step=st.sampled_from([None, 1, 2, -1, -3]), data=st.data())
+@example(rows=SOME, start=3, stop=1, step=None, data=None)
+@example(rows=SOME, start=9, stop=20, step=None, data=None)
+def test_rows_are_taken_as_of_a_list(rows: list[list[int]], start: Any, stop: Any, step: Any, data: Any) -> None:
+    """Slices, indices and masks."""
+    sets, count = build(rows, True), len(rows)
+    assert_part(sets[slice(start, stop, step)], rows, [*range(count)[slice(start, stop, step)]])
+    if not count or data is None:
+        return
+    index = data.draw(st.lists(st.integers(-count, count - 1), max_size=6))
+    mask = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    for where in (index, torch.tensor(index, dtype=torch.int32), torch.tensor(index, dtype=torch.int64)):
+        assert_part(sets[where], rows, [i % count for i in index])
+    for where in (mask, torch.tensor(mask)):
+        assert_part(sets[where], rows, [i for i in range(count) if mask[i]])
+
+
+@examples
+@given(rows=ROWS, more=ROWS, cuts=st.lists(st.integers(0, 8), max_size=3), values=st.booleans())
+def test_parts_put_together_are_the_whole(rows: list[list[int]], more: list[list[int]], cuts: list[int], values: bool) -> None:
+    edges = [0, *sorted(min(cut, len(rows)) for cut in cuts), len(rows)]
+    sets, others = build(rows, values), build(more, values)
+    whole = TokenSets.cat([*(sets[a:b] for a, b in pairwise(edges)), others])
+    assert_facts(whole, rows + more, bound=True)
+    assert (whole.values is not None) == values and torch.equal(whole.offsets[: len(rows) + 1], sets.offsets)
+    if values:
+        assert torch.equal(whole.values, torch.cat([sets.values, others.values]))  # type: ignore[arg-type, list-item]
+    wide = TokenSets.cat([build([[2**40]]), build([[1]], dtype=torch.int32)])
+    assert wide.ids.dtype == torch.int64 and lists(wide) == [[2**40], [1]]
+
+
+@examples
+@given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4), data=st.data())
+def test_shifted_packed(lengths: list[int], data: st.DataObject) -> None:
+    """The target of a row is in the set of a row, wherever its token has a record."""
+    total = sum(lengths)
+    rows = data.draw(st.lists(st.lists(st.integers(0, 40), max_size=3, unique=True), min_size=total, max_size=total))
+    cuts = torch.tensor([0, *lengths]).cumsum(0)
+    index = [i for a, b in pairwise(cuts.tolist()) for i in [*range(a + 1, b), -1][: b - a]]
+    segments = torch.repeat_interleave(torch.tensor(lengths))
+    for known in ({"cu_seqlens": cuts}, {"cu_seqlens": cuts.int()}, {"segment_ids": segments}):
+        shifted = shift_sets(build(rows, True), torch.zeros(total, dtype=torch.int64), **known)
+        assert_facts(shifted, [rows[i] if i >= 0 else [] for i in index], bound=True)
+        assert shifted.values is not None
+        assert shifted.values.tolist() == [number(i, token) for i in index if i >= 0 for token in rows[i]]
+
+
+# ---- from logits: the ids that samplers keep, in the order of each sampler, in float64, one row at a time
+
+#: If a sum of probabilities is this near to top_p, or a probability to min_p, fp32 and fp64 may decide differently.
+MARGIN = 1e-5
+ORDERS = pytest.mark.parametrize("order", ["vllm", "sglang"])
+
+
+class Oracle:
+    """Of a row [V] of fp64 logits over the temperature those that stay, others -inf; `near` says how near a decision was."""
+
+    def __init__(self) -> None:
+        self.near = INF
+
+    def top_k(self, z: Tensor, k: int | None) -> Tensor:
+        if k is None or k < 1 or k >= len(z):
+            return z
+        return torch.where(z >= z.sort(descending=True).values[k - 1], z, -INF)
+
+    def top_p(self, z: Tensor, p: float | None) -> Tensor:
+        """Ascending, of equal ones those with the larger id first; a sum that stays at or below 1 - p goes."""
+        if p is None or p == 1:
+            return z
+        ascending = len(z) - 1 - z.flip(0).sort(stable=True).indices
+        sums = z.softmax(0)[ascending].cumsum(0)
+        self.near = min(self.near, float((sums - (1 - p))[sums > 0].abs().min()))
+        gone = sums <= 1 - p
+        gone[-1] = False
+        return z.index_fill(0, ascending[gone], -INF)
+
+    def min_p(self, z: Tensor, p: float | None) -> Tensor:
+        share = z.softmax(0) / z.softmax(0).max()
+        if p and (share < 1).any():
+            self.near = min(self.near, float((share[share < 1] - p).abs().min()))
+        return torch.where(share >= (p or 0.0), z, -INF)
+
+    def kept(self, logits: Tensor, order: str, temperature: float, k: Any, p: Any, m: Any) -> list[int]:
+        z = logits.double() / (max(temperature, 0.01) if order == "vllm" else temperature)
+        if order == "vllm":
+            z = self.top_p(self.top_k(self.min_p(z, m), k), p)
+        elif m:
+            z = self.min_p(self.top_p(self.top_k(z, k), p), m)
+        else:
+            z = torch.where(self.top_k(z, k) > -INF, self.top_p(z, p), -INF)
+        return (z > -INF).nonzero()[:, 0].tolist()
+
+
+def oracle(logits: Tensor, order: str, temperature: float = 1.0, **rules: Any) -> tuple[list[list[int]], float]:
+    one, given = Oracle(), [rules.get(name) for name in ("top_k", "top_p", "min_p")]
+    return [one.kept(row, order, temperature, *given) for row in logits.reshape(-1, logits.shape[-1])], one.near
+
+
+def kept(logits: Tensor, **rules: Any) -> list[list[int]]:
+    return lists(TokenSets.from_logits(logits, **rules))
+
+
+@ORDERS
+@examples
+@given(
+    # A coarse grid: many logits are equal.
+    rows=st.lists(st.lists(st.integers(-6, 6) | st.just(-INF), min_size=7, max_size=7), min_size=1, max_size=3),
+    grid=st.sampled_from([1.0, 0.5]),
+    temperature=st.sampled_from([1.0, 0.7, 2.0, 0.001]),
+    top_k=st.sampled_from([None, 0, -1, 1, 2, 3, 7, 9]),
+    top_p=st.sampled_from([None, 1.0, 0.05, 0.33, 0.71, 0.9, 0.999]),
+    min_p=st.sampled_from([None, 0.0, 0.01, 0.2, 0.77, 1.0]),
+)
+def test_as_the_samplers_do(order: str, rows: Any, grid: float, temperature: float, **rules: Any) -> None:
+    logits = torch.tensor(rows) * grid
+    assume((logits > -INF).any(-1).all())
+    expected, near = oracle(logits, order, temperature, **rules)
+    assume(near > MARGIN)
+    sets = TokenSets.from_logits(logits, temperature=temperature, order=order, **rules)
+    nothing = rules["top_k"] in (None, 0, -1, 7, 9) and rules["top_p"] in (None, 1) and not rules["min_p"]
+    assert_facts(sets, [[]] * len(rows) if nothing else expected)
+    assert sets.ids.dtype == torch.int32
+
+
+RULES: list[dict[str, Any]] = [{"top_k": 50}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.9, "min_p": 0.02}]
+
+
+TEMPERATURES = {
+    "one": torch.tensor(0.8), "of sequences": torch.tensor([0.7, 1.3]),
+    "of tokens": torch.tensor([[0.3, 1.0, 2.0, 0.001, 0.8], [0.7, 0.9, 5.0, 1.0, 0.6]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    pairs(
+        rules=RULES, dtype=[torch.float32, torch.bfloat16, torch.float16, torch.float64], temperature=list(TEMPERATURES),
+        order=["vllm", "sglang"], targets=[False, True],
+    ),
+    ids=label,
+)  # fmt: skip
+def test_of_a_model(case: Any) -> None:
+    """Flat and peaked rows of some thousand logits: the sort is of few in the one and of all in the other. Targets are put in."""
+    rules, dtype, name, order, with_targets = case.values()
+    sharpness, temperature = torch.tensor([0.01, 0.5, 1.0, 3.0, 8.0]), TEMPERATURES[name]
+    logits = (torch.randn(2, 5, 5003, generator=torch.Generator().manual_seed(1)) * sharpness[:, None]).to(dtype)
+    each = temperature.reshape(-1, 1 if temperature.dim() < 2 else 5).expand(2, 5).flatten()
+    found = [oracle(row, order, float(t), **rules) for row, t in zip(logits.flatten(0, 1), each, strict=True)]
+    assert min(near for _, near in found) > 1e-8
+    expected, targets = [rows[0] for rows, _ in found], None
+    if with_targets:
+        targets = torch.tensor([[0, 1, 8, -100, 5002], [5003, 3, 2**40, 5, 77]])
+        expected = [
+            sorted({*row, x} if 0 <= x < 5003 else row) for row, x in zip(expected, targets.flatten().tolist(), strict=True)
+        ]
+        assert_facts(TokenSets.from_logits(logits, targets=targets, order=order), [[]] * 10)
+    given = float(temperature) if name == "one" else temperature
+    assert kept(logits, temperature=given, order=order, targets=targets, **rules) == expected

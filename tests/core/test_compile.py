@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch._inductor import config as inductor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels import (
-    Denominators,
     LogitTransform,
     Objective,
     Options,
@@ -25,10 +22,9 @@ from grpo_kernels import (
     grpo_loss,
     linear_logprobs,
 )
-from grpo_kernels.formulas.surrogates import Surrogate
-from support.doors import batch_of, by_func, compare, objective_of, run
+from support.doors import by_func, compare, run
 from support.inside import rows_of_head, rows_of_logits, traced_stages
-from support.recipes import KINDS, VIEWS, Problem, Recipe, legal, problem
+from support.recipes import KINDS, VIEWS, Recipe, legal, problem
 
 Tensor = torch.Tensor
 
@@ -47,7 +43,6 @@ def close(a: Any, b: Any, rtol: float = 1e-6) -> None:
     torch.testing.assert_close(a, b, rtol=rtol, atol=1e-7)
 
 
-DEFAULT = Objective()
 graph = partial(torch.compile, fullgraph=True, backend="aot_eager")
 
 
@@ -108,13 +103,7 @@ def test_torch_func(recipe: Recipe, backend: str) -> None:
     compare(problem(recipe), run(problem(recipe), backend=backend, call=by_func))
 
 
-def small(source: str = "logits", **changes: Any) -> tuple[Problem, dict[str, Tensor], TokenBatch]:
-    """A problem, what it gives, and its batch."""
-    p = problem(plain(source=source, mask="none", lengths=(5, 5, 5), **changes))
-    return p, p.given, batch_of(p)
-
-
-# ---- what compiles again, and what a graph holds
+# ---- what compiles again
 
 
 def test_lengths_and_new_tensors_compile_nothing() -> None:
@@ -165,62 +154,6 @@ def test_sparse_gradients_are_one_graph_for_all_seeds_and_lengths() -> None:
         drawn = gradients(compiled, targets, Options(sparse=Sparse(1 / 16, number.fill_(seed))))
         close(drawn, gradients(loss, targets, Options(sparse=Sparse(1 / 16, seed))))
     assert counter.frame_count <= 4
-
-
-def test_what_a_graph_reads_when_it_runs() -> None:
-    """A batch made in it, metrics in it; NaN in strict mode; ids that do not exist."""
-    p, given, batch = small(objective="grpo, k3 and entropy")
-    objective, old = objective_of(p.recipe), batch.old_logps
-    assert old is not None
-
-    def loss(logits: Tensor, old: Tensor, strict: bool = False) -> Any:
-        inner = TokenBatch(batch.targets, batch.advantages, mask=batch.mask, old_logps=old, ref_logps=batch.ref_logps)
-        out = grpo_loss(logits, inner, objective, options=Options(strict=strict))
-        return out.loss, {**out.metrics}
-
-    compiled = graph(loss)
-    close(compiled(given["logits"], old), loss(given["logits"], old))
-    with pytest.raises(RuntimeError, match="old_logps is NaN at a trained token"):
-        compiled(given["logits"], old / torch.zeros(()) * 0, True)
-    refusing = torch.compile(lambda x, b: grpo_loss(x, b, DEFAULT).loss, backend="aot_eager")
-    refusing(given["logits"], batch)
-    with pytest.raises(ValueError, match=r"outside the vocabulary \[0, 61\)"):
-        refusing(given["logits"], replace(batch, targets=torch.full_like(batch.targets, 61)))
-
-
-def TILTED(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
-    return -(1.0 + params[0]) * advantage * logp, -(1.0 + params[0]) * advantage
-
-
-@dataclasses.dataclass(frozen=True)
-class Tilted(Surrogate):
-    """A surrogate with a field that its repr does not show."""
-
-    tilt: float = dataclasses.field(default=0.0, repr=False)
-
-    function = staticmethod(TILTED)
-
-    @property
-    def params(self) -> tuple[float, ...]:
-        return (self.tilt,)
-
-
-def test_objectives_in_graphs_are_told_apart() -> None:
-    """By fields that a repr does not show; with denominators of which one is None."""
-    _, given, batch = small()
-    batch = replace(batch, nll_weights=None)
-
-    def loss(x: Tensor, objective: Objective, normalizer: Any = None) -> Tensor:
-        return grpo_loss(x, batch, objective, normalizer=normalizer).loss
-
-    for f in (loss, graph(loss)):
-        plain_loss, tilted = (f(given["logits"], Objective(Tilted(tilt))) for tilt in (0.0, 2.0))
-        close(tilted, 3.0 * plain_loss)
-        assert plain_loss.abs() > 1e-3
-    compiled = graph(loss)
-    own = Objective(entropy_coef=0.1)
-    for many in (Denominators(3.0, None, 5.0), Denominators(3.0, torch.tensor(4.0), None)):
-        close(compiled(given["logits"], own, many), loss(given["logits"], own, many))
 
 
 # ---- torch.library's own checks of every operator

@@ -22,7 +22,6 @@ from grpo_kernels import (
     Objective,
     Options,
     TokenBatch,
-    TokenSets,
     grpo_loss,
     linear_divergence,
     linear_grpo_loss,
@@ -37,7 +36,6 @@ B, T, V, H = 8, 7, 811, 96
 MASK = torch.arange(T) < torch.tensor([7, 4, 2, 1, 6, 3, 5, 7])[:, None]
 N = int(MASK.sum())
 ADVANTAGES = torch.tensor([1.3, -0.8, 2.0, 0.7, -1.1, 0.6, 0.0, -1.7])
-ACTIVE = int(MASK[ADVANTAGES != 0].sum())
 
 
 def leaves(*frozen: str) -> dict[str, Tensor]:
@@ -53,14 +51,6 @@ def batch(**fields: Any) -> TokenBatch:
 
 def loss(x: dict[str, Tensor], objective: Objective, of: TokenBatch | None = None, **options: Any) -> Tensor:
     return linear_grpo_loss(x["hidden"], Head(x["weight"], x["bias"]), of or batch(), objective, **in_options(**options)).loss
-
-
-@pytest.mark.parametrize("skip", [False, True])
-def test_inactive_rows_that_are_skipped_are_in_no_product(skip: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What else enters products: test_products.py."""
-    rows = count_products(monkeypatch)
-    loss(leaves(), Objective.preset("reinforce"), backend=backend, skip_inactive=skip).backward()
-    assert rows == {"logits": ACTIVE if skip else N, "d_hidden": ACTIVE, "d_weight": ACTIVE}
 
 
 def test_rows_in_the_products_of_log_probs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,30 +119,6 @@ def test_what_is_frozen_costs_no_product_and_no_memory(
     shapes = {tuple(sorted(shape)) for shape in seen.shapes}
     assert ((H, V) in shapes) == ("weight" not in frozen) and ((V,) in shapes) == ("bias" not in frozen)
     assert ((B * T, H) in seen.shapes) == ("hidden" not in frozen), "all rows take part: the hidden states are not copied"
-
-
-def test_kept_sets_cost_no_product_and_no_gradient_of_the_weights_size(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With memory to add to, only the rows of their ids are touched; an only id has log-prob 0, and no gradient."""
-    sets = TokenSets.from_lists([[3, 200], [70], [5, 299, 9], [200, 8]])
-    of = TokenBatch(torch.tensor([3, 70, 9, 8]), torch.tensor([1.0, 2.0, -1.0, 0.5]), kept=sets)
-    ids, rows = [3, 5, 8, 9, 200, 299], count_products(monkeypatch)
-    for name in ("dapo", "log-probs"):
-        hidden, weight = torch.randn(4, H, requires_grad=True), torch.randn(300, H, requires_grad=True)
-        total = torch.full((300, H), torch.nan)
-        total[ids] = 0.0
-        with Allocations() as seen:
-            if name == "log-probs":
-                out, _ = linear_logprobs(
-                    hidden, weight, of.targets, kept=sets, options=Options(weight_grad=total, backend=backend)
-                )
-            else:
-                out = linear_grpo_loss(
-                    hidden, weight, of, Objective.preset(name), options=Options(weight_grad=total, backend=backend)
-                ).loss
-            out.sum().backward()
-        assert not rows and not [shape for shape in seen.shapes if 300 in shape] and weight.grad is None
-        others = torch.ones(300, dtype=torch.bool).index_fill(0, torch.tensor(ids), False)
-        assert total[others].isnan().all() and total[ids].isfinite().all() and total[ids].any(1).all()
 
 
 def test_sixteen_bit_gradients_are_summed_in_fp32(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,7 @@ several ranks are in test_head_ranks.py."""
 
 from __future__ import annotations
 
-import copy
-import io
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_kernels import Head, LogitTransform, Options, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Head, LogitTransform, TokenBatch, linear_grpo_loss, linear_logprobs
 from grpo_kernels.model import FusedLMHead
 from support.heads import OBJECTIVE, Case, H, Model, V, fused, gradients, make_batch, value_of
 
@@ -56,20 +55,16 @@ def test_three_ways_to_call(bias: bool) -> None:
 
 
 def test_it_is_the_same_layer() -> None:
-    """The parameters are shared objects under the same names: state_dict, optimizer, copies and pickles."""
+    """The parameters are shared objects under the same names: state_dict and pickles."""
     linear = nn.Linear(H, V)
-    linear._noted = "by a library"
     head, (hidden, batch) = FusedLMHead(linear.eval()), rows(2)
-    assert isinstance(head, nn.Linear) and not head.training and head._noted == "by a library"
+    assert isinstance(head, nn.Linear) and not head.training
     assert head.weight is linear.weight and head.bias is linear.bias and list(head.state_dict()) == list(linear.state_dict())
     other = FusedLMHead(nn.Linear(H, V))
     other.load_state_dict(linear.state_dict())
     assert torch.equal(other(hidden), linear(hidden))
-    file = io.BytesIO()
-    torch.save(head, file)
-    file.seek(0)
-    for twin in (copy.deepcopy(head), torch.load(file, weights_only=False)):
-        assert torch.equal(twin(hidden, batch, OBJECTIVE).loss, head(hidden, batch, OBJECTIVE).loss)
+    twin = pickle.loads(pickle.dumps(head))
+    assert torch.equal(twin(hidden, batch, OBJECTIVE).loss, head(hidden, batch, OBJECTIVE).loss)
     assert type(head.plain()) is nn.Linear and head.plain().weight is head.weight and head.plain().bias is head.bias
 
 
@@ -208,25 +203,6 @@ def test_a_weight_that_is_only_there_in_between(kind: str) -> None:
     value_of(out, batch).backward()
     assert offload.fetched > 1
     assert_same_gradients(model, plain)
-
-
-@pytest.mark.parametrize("kind", ["log-probs", "loss"])
-def test_a_weight_that_is_gone_by_the_backward(kind: str, backend: str) -> None:
-    """Gathered around the forward only, as by ZeRO-3's context: an error, whether the backward computes logits again or not."""
-    (hidden, batch), options, weight = rows(9), Options(backend=backend), nn.Parameter(torch.randn(V, H))
-
-    def value() -> Tensor:
-        if kind == "loss":
-            return linear_grpo_loss(hidden.requires_grad_(), weight, batch, OBJECTIVE, options=options).loss
-        return linear_logprobs(hidden.requires_grad_(), weight, batch.targets, options=options)[0].sum()
-
-    found = value()
-    weight.data = torch.empty(0)
-    with pytest.raises((RuntimeError, ZeroDivisionError)):
-        found.backward()
-    with pytest.raises(ValueError, match=r"it looks sharded.*ZeRO-3"):
-        value()
-    assert weight.grad is None
 
 
 def test_accelerate_offloading() -> None:

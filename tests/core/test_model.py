@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,14 +93,6 @@ def test_a_model_as_the_reference_has_its_own_head(names: tuple[str, str]) -> No
     theirs = grpo_loss(model(**inputs).logits, batch, objective, transform=temperature, ref_logits=logits)
     assert_same(mine, theirs, model)
     assert all(p.grad is None for p in reference.parameters())
-
-
-def test_targets_may_be_the_last_tokens() -> None:
-    model, (inputs, completion) = build("GraniteForCausalLM"), make_inputs()
-    batch = make_batch(inputs["input_ids"][:, -6:], completion[:, -6:])
-    mine = loss_from_model(model, inputs["input_ids"], batch, OBJECTIVE, attention_mask=inputs["attention_mask"])
-    theirs = grpo_loss(model(**inputs).logits[:, -7:-1], batch, OBJECTIVE)
-    assert_same(mine, theirs, model)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -253,18 +244,6 @@ def test_a_keyword_that_the_model_does_not_name_is_refused(name: str) -> None:
         loss_from_model(build("LlamaForCausalLM"), **aligned(**{name: torch.ones(B, T)}))
 
 
-def test_model_kwargs_go_to_the_model_as_they_are() -> None:
-    model, seen = build("LlamaForCausalLM"), []
-    model.model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
-    loss_from_model(model, **aligned(model_kwargs={"cu_seq_lens_q": 3, "use_cache": True}))
-    assert seen[0]["cu_seq_lens_q"] == 3 and seen[0]["use_cache"] is True and "attention_mask" in seen[0]
-    for wrong, message in (({"labels": IDS}, "labels is given"), ("cu_seq_lens_q", "model_kwargs is a str")):
-        with pytest.raises(ValueError, match=message):
-            loss_from_model(model, **aligned(model_kwargs=wrong))
-    with pytest.raises(TypeError, match="attention_mask"):
-        loss_from_model(model, **aligned(model_kwargs={"attention_mask": torch.ones(B, T)}))
-
-
 def prompted(model: Any) -> Any:
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(model, peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
@@ -315,28 +294,6 @@ def test_what_it_does_not_know_is_refused(what: str) -> None:
         loss_from_model(model, **aligned())
 
 
-def test_an_encoder_is_refused() -> None:
-    config = transformers.T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration, an encoder and a decoder"):
-        loss_from_model(transformers.T5ForConditionalGeneration(config), **aligned(transform=LogitTransform()))
-
-
-def test_what_ranks_share_is_refused(mesh: Any) -> None:
-    """A head that FSDP shards, alone or in the model's group, and sequences."""
-    from torch.distributed.fsdp import fully_shard
-
-    model, given = build("LlamaForCausalLM"), aligned()
-    fully_shard(model.lm_head, mesh=mesh)
-    with pytest.raises(ValueError, match="FusedLMHead"):
-        loss_from_model(model, **given)
-    fully_shard(whole := build("LlamaForCausalLM"), mesh=mesh)
-    with pytest.raises(ValueError, match="FusedLMHead"):
-        loss_from_model(whole, **given)
-    given["batch"] = replace(given["batch"], context_group=torch.distributed.group.WORLD)
-    with pytest.raises(ValueError, match="batch has a context_group"):
-        loss_from_model(build("LlamaForCausalLM"), **given)
-
-
 # ---- what each architecture does to its logits
 
 
@@ -353,33 +310,3 @@ def test_log_probs_of_hidden_states_are_those_of_the_models_own_forward(name: st
     torch.testing.assert_close(logps, expected, rtol=1e-5, atol=1e-5)
     without, _ = linear_logprobs(hidden, Head(head.weight, head.bias), ids[:, 1:], transform=LogitTransform(0.7))
     assert ((without - expected).abs().max() > 0.01) == (name in SPECIAL), "the transform decides nothing here"
-
-
-def test_a_model_that_is_not_known_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"Mine.*its class is not listed.*LogitTransform\(softcap"):
-        LogitTransform.of(Mine())
-    base = transformers.LlamaForCausalLM
-
-    class Scaled(base):  # type: ignore[misc, valid-type]
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            out = super().forward(*args, **kwargs)
-            out.logits = 2 * out.logits
-            return out
-
-    class Renamed(base):  # type: ignore[misc, valid-type]
-        pass
-
-    config = build("LlamaForCausalLM").config
-    model, given = Scaled(config).eval(), aligned(transform=LogitTransform(scale=2.0))
-    with pytest.raises(ValueError, match=r"Scaled.*its class is not listed"):
-        LogitTransform.of(model)
-    theirs = grpo_loss(model(**make_inputs()[0]).logits, given["batch"], given["objective"])
-    assert_same(loss_from_model(model, **given), theirs, model)
-    assert LogitTransform.of(Renamed(config)).scale == 1.0
-
-
-def test_it_is_found_inside_wrappers() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-    for wrap in (torch.compile, nn.DataParallel, lambda model: peft.get_peft_model(model, config)):
-        assert LogitTransform.of(wrap(build("CohereForCausalLM"))).scale == 0.3

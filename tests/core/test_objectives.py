@@ -1,5 +1,5 @@
 """Every objective once against float64, from logits and from hidden states: value, log-probs, entropy, gradient and metrics;
-formulas and weights of a user's own, and numbers of NumPy."""
+formulas and weights of a user's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import Clip, Custom, LogitTransform, Objective, Options, TokenBatch, grpo_loss
+from grpo_kernels import Custom, Objective, Options, TokenBatch, grpo_loss
 from grpo_kernels.formulas.ops import ops
 from grpo_kernels.losses import objective_loss
 from support import oracle
@@ -40,17 +40,6 @@ def test_an_objective_is_what_its_paper_says(name: str, source: str) -> None:
     for each in executors():
         with executor(each) as backend:
             check(recipe(name, source), backend=backend)
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_question_is_not_trivial(name: str) -> None:
-    """Every term has a gradient, and tokens lie on both sides of every bound."""
-    r = recipe(name, "logits")
-    exact, room = exact_of(r)
-    gradient = exact.gradients["logits"]
-    assert gradient.abs().max() > 1e-3 and (room.gradients["logits"] <= 1e-3 * gradient.abs().max()).all()
-    moved = (exact.values["logps"].view(problem(r).shape) - problem(r).seen["old_logps"])[problem(r).seen["mask"]]
-    assert (moved > 0.3).any() and (moved < -0.25).any() and (moved.abs() < 0.15).any()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -106,7 +95,7 @@ def test_a_surrogate_and_a_kl_of_ones_own(backend: str) -> None:
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-7)  # type: ignore[union-attr]
 
 
-# ---- weights, numbers and dtypes that are the caller's
+# ---- weights that are the caller's
 
 
 def test_token_weights_multiply_all_terms() -> None:
@@ -123,42 +112,3 @@ def test_token_weights_multiply_all_terms() -> None:
     each = 1.0 / (len(trained) * trained.sum(1).clamp(min=1))
     for given in (each, each[:, None].expand(p.shape), torch.where(trained, each[:, None], math.nan)):
         torch.testing.assert_close(run(replace(mean, aggregate="token-sum"), token_weights=given), run(mean))
-
-
-def test_numbers_of_numpy_are_numbers() -> None:
-    """A normaliser out of a NumPy sum, a schedule out of np.linspace: the same loss as with Python's own."""
-    np = pytest.importorskip("numpy")
-    logits, batch, found = (
-        torch.randn(3, 4, 11),
-        TokenBatch(torch.zeros(3, 4).long(), torch.ones(3), ref_logps=-torch.ones(3, 4)),
-        [],
-    )
-    for real, whole in ((float, int), (np.float64, np.int64), (np.float32, np.int32)):
-        objective = Objective(Clip(real(0.25), real(0.5)), beta=real(0.5), max_tokens=whole(8), aggregate="constant")
-        transform = LogitTransform(real(0.5), softcap=real(8.0), scale=real(2.0))
-        found += [grpo_loss(logits, batch, objective, transform=transform, normalizer=x).loss for x in (real(7.0), whole(7))]
-        assert type(objective.beta) is float and type(transform.scale) is float
-    assert all(torch.equal(x, found[0]) for x in found) and found[0] != 0
-    for wrong in (np.float64("nan"), np.bool_(True), np.array([1.0])):
-        with pytest.raises(ValueError, match="normalizer"):
-            grpo_loss(logits, batch, Objective(), normalizer=wrong)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["gmpo", "grpo, k3 and entropy", "dppo-kl to the sampler, k3"])
-def test_the_default_dtype_of_torch_plays_no_part(name: str, dtype: torch.dtype, backend: str) -> None:
-    """Neither in losses and gradients nor in the metrics."""
-    p = problem(recipe(name, "hidden"))
-
-    def run() -> list[Tensor]:
-        leaves = [x.clone().requires_grad_() for x in p.given.values()]
-        out = call_of(p, backend=backend)(*leaves)
-        return [out.loss.detach(), *torch.autograd.grad(out.loss, leaves), *out.metrics.values()]
-
-    expected = run()
-    torch.set_default_dtype(dtype)
-    try:
-        found = run()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(torch.equal(a, b) and a.dtype == b.dtype == torch.float32 for a, b in zip(found, expected, strict=True))

@@ -3,31 +3,22 @@ that cannot be a program is refused, or computed in torch, with a reason."""
 
 from __future__ import annotations
 
-import functools
-import gc
 import itertools
-import math
 import sys
 import types
 import warnings
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf, nan
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, use
-from grpo_kernels.formulas import surrogates
 from grpo_kernels.formulas.ops import bounded_exp, finite, ops
 from grpo_kernels.formulas.program import FormulaRefused, Tracer
 from grpo_kernels.formulas.surrogates import Clip, Custom, Surrogate
 from grpo_kernels.rows.backends import cpu
-from support.doors import run
-from support.objectives import OBJECTIVES
-from support.recipes import Recipe, legal, problem
 
 if cpu.available() is not None:
     pytest.skip(cpu.available() or "", allow_module_level=True)
@@ -94,14 +85,6 @@ def test_operations_are_those_of_torch(function: Callable[..., Any], parameters:
     traced(function, "abc", list(points.contiguous()), parameters)
 
 
-def test_no_objective_of_one_pass_needs_a_second_visit() -> None:
-    """Strict refuses one."""
-    for name, (make, _) in OBJECTIVES.items():
-        if make().one_pass:
-            found = run(problem(legal(Recipe(objective=name))), backend="cpu", strict=True)
-            assert found.gradients["logits"].any(), name
-
-
 # ---- formulas of a user
 
 
@@ -127,14 +110,6 @@ def made(weight: Any) -> Any:
     return lambda *given: linear(*given, weight)
 
 
-def listed(weights: list[float]) -> Any:
-    return lambda *given: linear(*given, weights[0])
-
-
-def partial(weight: float) -> Any:
-    return functools.partial(linear, weight=weight)
-
-
 def calls(function: Any, run: Callable[[], Any]) -> int:
     """How often `function` is entered while `run` runs."""
     code, entered = getattr(function, "func", function).__code__, []
@@ -151,8 +126,6 @@ def calls(function: Any, run: Callable[[], Any]) -> int:
     [
         (made, 0.51, 0.51, False),
         (made, 0.52, 1.52, True),
-        (partial, 0.54, 1.54, True),
-        (listed, [0.56], [1.56], True),
         (lambda parameter: Custom(made(0.57), (parameter,)), 0.5, 1.5, False),
         (lambda width: Clip(width, 0.58), 0.1, 0.3, False),
     ],
@@ -174,47 +147,15 @@ C: Any = None
 helper: Any = None
 
 
-def itself(x, n):
-    return C * x if n == 0 else itself(x, n - 1)
-
-
-class Kept:
-    """A number behind attributes and methods."""
-
-    def __init__(self, c: float) -> None:
-        self.c = c
-
-    def of(self, x: Any) -> Any:
-        return self.c * x
-
-
-def module(c: Any) -> Any:
-    m = types.ModuleType("changed")
-    m.c = c  # type: ignore[attr-defined]
-    sys.modules["changed"] = m
-    return m
-
-
-def with_attribute(c: float) -> Any:
-    def helper(x):
-        return 0.0 * x
-
-    helper.c = c  # type: ignore[attr-defined]
-    return helper
-
-
 HELPERS = {0.5: lambda x: 0.5 * x, 2.5: lambda x: 2.5 * x, -1.0: lambda x: -1.0 * x}
 #: What a formula uses: how it does, and what a cell of a notebook makes of the names C and helper, with a number c.
 REDEFINED = {
     "a constant": (lambda x: C * x, lambda c: {"C": c}),
     "a helper": (lambda x: helper(x), lambda c: {"helper": HELPERS[c]}),
-    "a constant of a helper that calls itself": (lambda x: itself(x, 2), lambda c: {"C": c}),
     "a closure": (lambda x: helper(x), lambda c: {"helper": lambda x: c * x}),
     "a helper in an inner function": (lambda x: (lambda: helper(x))(), lambda c: {"helper": HELPERS[c]}),
-    "an attribute of a function": (lambda x: helper.c * x, lambda c: {"helper": with_attribute(c)}),
-    "a bound method": (lambda x: helper(x), lambda c: {"helper": Kept(c).of}),
     "a name that is looked up": (lambda x: globals()["C"] * x, lambda c: {"C": c}),
-    "a module in a module": (lambda x: C.c.c * x, lambda c: {"C": module(module(c))}),
+    "an attribute of an object": (lambda x: C.c * x, lambda c: {"C": types.SimpleNamespace(c=c)}),
 }
 
 
@@ -224,12 +165,10 @@ def uses(logp, old_logp, advantage, params):
 
 @pytest.mark.parametrize("kind", REDEFINED)
 @pytest.mark.parametrize("strict", [False, True])
-def test_what_a_formula_uses_may_be_defined_again(kind: str, strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_formula_uses_may_be_defined_again(kind: str, strict: bool) -> None:
     """A cell of a notebook is run again: the formula stays, what it uses is another. So it does while an objective is kept."""
-    monkeypatch.setitem(sys.modules, "changed", sys)  # goes away with the test
     used, cell = REDEFINED[kind]
     names = {**globals(), "__name__": "notebook", **cell(0.5)}
-    names["itself"] = types.FunctionType(itself.__code__, names)
     names["used"] = types.FunctionType(used.__code__, names)
     objective = kept = Objective(Custom(types.FunctionType(uses.__code__, names)))
     for c in (0.5, 2.5, -1.0, 0.5):
@@ -237,46 +176,6 @@ def test_what_a_formula_uses_may_be_defined_again(kind: str, strict: bool, monke
         expected = loss_of(Custom(linear, (c,)), "eager")
         for objective in (kept, Objective(kept.surrogate)):
             torch.testing.assert_close(loss_of(objective, strict=strict), expected, rtol=1e-5, atol=1e-7)
-
-
-class Moving(Surrogate):
-    """A surrogate whose width is not a field of a frozen dataclass, so that it may change between calls."""
-
-    function = staticmethod(surrogates.clip)
-    width: ClassVar = [0.01]
-
-    @property
-    def params(self) -> tuple[float, ...]:
-        return self.width[0], self.width[0], inf
-
-
-@dataclass(frozen=True)
-class FromOutside(Moving):
-    """One that is frozen, whose parameters come from somewhere else."""
-
-
-@pytest.mark.parametrize("kind", [Moving, FromOutside])
-def test_parameters_that_follow_from_something_else_are_asked_for_again(kind: type[Moving], backend: str) -> None:
-    objective, seen = Objective(kind()), set()
-    for width in (0.01, 0.5):
-        kind.width[0] = width
-        found, expected = (loss_of(x, backend) for x in (objective, Clip(width, width)))
-        assert all(map(torch.equal, found, expected))
-        seen.add(float(found[0]))
-    assert len(seen) == 2
-
-
-def test_nothing_of_the_user_is_kept() -> None:
-    """Neither the function nor what lies beside it in its module."""
-    for strict in (False, True):
-        names = {**globals(), "__name__": "notebook", "C": 0.5, "beside": Kept(0.5)}
-        for name in ("itself", "used"):
-            names[name] = types.FunctionType({"itself": itself, "used": lambda x: itself(x, 1)}[name].__code__, names)
-        seen = weakref.ref(names["beside"])
-        loss_of(Custom(types.FunctionType(uses.__code__, names)), strict=strict)
-        del names
-        gc.collect()
-        assert seen() is None
 
 
 # ---- refusals
@@ -329,23 +228,6 @@ def test_what_cannot_be_traced_is_computed_in_torch(
 
     refused()
     assert calls(surrogate.function, refused) == 0
-
-
-@pytest.mark.parametrize(
-    "formula",
-    [
-        lambda a, b: (a < b) + (b < a),
-        lambda a, b: a * "2",
-        lambda a, b: ops.exp(1.0) * a,
-        lambda a, b: a if a else b,
-        lambda a, b: a * math.exp(b),
-        lambda a, b: a + Tracer().input("a"),  # of another call
-    ],
-)
-def test_what_no_kernel_can_run_is_refused(formula: Callable[..., Any]) -> None:
-    tracer = Tracer()
-    with pytest.raises((FormulaRefused, TypeError, AttributeError)):
-        tracer.program("it", (formula(tracer.input("a"), tracer.input("b")),))
 
 
 def test_a_parameter_that_is_nan_is_refused_by_name(backend: str) -> None:

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels import Sparse
 from grpo_kernels.layout import logit_rows, whole_rows
-from grpo_kernels.layout import overlap as overlap
 from grpo_kernels.rows import backends, products
 from grpo_kernels.rows import hidden as linear
 from grpo_kernels.rows.backends import cpu_products
@@ -112,16 +111,6 @@ def drawn_columns(
     drawn = kernels.select(rows, partials, step, starts(seed, torch.arange(len(logits)) + first_row))
     n, vocab = logits.shape
     return torch.zeros(n, vocab + 1, dtype=torch.bool).scatter_(1, drawn.ids.long() % (vocab + 1), True)[:, :-1]
-
-
-@contextmanager
-def nothing_is_drawn(backend: str) -> Iterator[None]:
-    def refused(*_: Any) -> None:
-        raise AssertionError("columns are drawn")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends.load(backend).Kernels, "select", refused)
-        yield
 
 
 def backends_that_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
