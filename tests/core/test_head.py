@@ -3,7 +3,6 @@ several ranks are in test_head_ranks.py."""
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,20 +51,6 @@ def test_three_ways_to_call(bias: bool) -> None:
         assert torch.equal(mine, theirs)
         for a, b in zip(torch.autograd.grad(mine, wanted), torch.autograd.grad(theirs, wanted), strict=True):
             assert torch.equal(a, b) and float(b.norm()) > 0
-
-
-def test_it_is_the_same_layer() -> None:
-    """The parameters are shared objects under the same names: state_dict and pickles."""
-    linear = nn.Linear(H, V)
-    head, (hidden, batch) = FusedLMHead(linear.eval()), rows(2)
-    assert isinstance(head, nn.Linear) and not head.training
-    assert head.weight is linear.weight and head.bias is linear.bias and list(head.state_dict()) == list(linear.state_dict())
-    other = FusedLMHead(nn.Linear(H, V))
-    other.load_state_dict(linear.state_dict())
-    assert torch.equal(other(hidden), linear(hidden))
-    twin = pickle.loads(pickle.dumps(head))
-    assert torch.equal(twin(hidden, batch, OBJECTIVE).loss, head(hidden, batch, OBJECTIVE).loss)
-    assert type(head.plain()) is nn.Linear and head.plain().weight is head.weight and head.plain().bias is head.bias
 
 
 def test_tied_and_frozen() -> None:

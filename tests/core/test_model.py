@@ -95,6 +95,14 @@ def test_a_model_as_the_reference_has_its_own_head(names: tuple[str, str]) -> No
     assert all(p.grad is None for p in reference.parameters())
 
 
+def test_targets_may_be_the_last_tokens() -> None:
+    model, (inputs, completion) = build("GraniteForCausalLM"), make_inputs()
+    batch = make_batch(inputs["input_ids"][:, -6:], completion[:, -6:])
+    mine = loss_from_model(model, inputs["input_ids"], batch, OBJECTIVE, attention_mask=inputs["attention_mask"])
+    theirs = grpo_loss(model(**inputs).logits[:, -7:-1], batch, OBJECTIVE)
+    assert_same(mine, theirs, model)
+
+
 @pytest.mark.parametrize("flat", [False, True])
 def test_packed_sequences(flat: bool) -> None:
     """As in the two sequences alone."""
@@ -215,10 +223,8 @@ BATCHES: dict[str, tuple[dict[str, Any], str]] = {
         r"batch.targets\[0, 8\]=.*nothing follows",
     ),
     "other sequences": ({"targets": IDS[:2], "mask": None}, r"\[2, 9\] and input_ids \[3, 9\]"),
-    "text": ({"input_ids": "text"}, "input_ids is str"),
     "hidden states": ({"input_ids": torch.ones(B, T)}, "input_ids is torch.float32"),
     "labels": ({"labels": IDS}, "labels is given, but it is not used here"),
-    "some of the logits": ({"logits_to_keep": 3}, "logits_to_keep is given"),
     "two temperatures": ({"temperature": 0.7, "transform": LogitTransform()}, "temperature and transform are both given"),
 }
 
@@ -231,8 +237,7 @@ def test_a_batch_that_does_not_fit_is_refused(what: str) -> None:
 
 
 MISSPELT = {
-    "normaliser": "normalizer", "temprature": "temperature", "attention": "attention_mask", "rows": "",
-    "inplace": "", "ref_logits": "", "pixel_values": "",
+    "normaliser": "normalizer", "attention": "attention_mask", "inplace": "", "pixel_values": "",
 }  # fmt: skip
 
 

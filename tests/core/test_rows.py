@@ -27,7 +27,7 @@ from grpo_kernels.losses import objective_loss
 from support.bits import same_bits
 from support.doors import batch_of, by_func, call_of, compare, leaves_of, named, objective_of, pull, run
 from support.inside import drawn_columns, in_chunks
-from support.recipes import DTYPES, Problem, Recipe, problem
+from support.recipes import DTYPES, Problem, Recipe, legal, problem
 
 Tensor = torch.Tensor
 
@@ -211,3 +211,12 @@ def test_a_loss_has_the_values_of_the_dense_one_and_the_gradient_of_its_log_prob
     alone = named(call_of(replace(p, recipe=replace(p.recipe, door="logprobs", also="entropy")), **options)(*leaves.values()))
     pull(p, {"loss": objective_loss(alone["logps"], batch_of(p), objective_of(p.recipe), entropy=alone["entropy"]).loss})
     assert_same({name: x.grad for name, x in leaves.items() if x.grad is not None}, found.gradients)
+
+
+def test_rows_with_sets_go_their_own_way(backend: str) -> None:
+    p = problem(legal(replace(ROWS, kept="some")))
+    has, parts = torch.tensor([bool(ids) for ids in p.sets or []]).view(p.shape), []
+    for rows, how in ((has, {}), (~has, {"sparse": Sparse(STEP, SEED)})):
+        some = {name: torch.where(rows, p.upstream[name], 0.0) for name in ("logps", "entropy")}
+        parts.append(run(replace(p, upstream=some), backend=backend, **how).gradients)
+    assert_near(drawn(p, backend), {name: x + parts[1][name] for name, x in parts[0].items()}, 1e-6)
