@@ -154,7 +154,6 @@ REDEFINED = {
     "a helper": (lambda x: helper(x), lambda c: {"helper": HELPERS[c]}),
     "a closure": (lambda x: helper(x), lambda c: {"helper": lambda x: c * x}),
     "a helper in an inner function": (lambda x: (lambda: helper(x))(), lambda c: {"helper": HELPERS[c]}),
-    "a name that is looked up": (lambda x: globals()["C"] * x, lambda c: {"C": c}),
     "an attribute of an object": (lambda x: C.c * x, lambda c: {"C": types.SimpleNamespace(c=c)}),
 }
 
