@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_kernels import Head, Options, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Head, Options, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs
 from grpo_kernels.model import FusedLMHead, HeadLogprobs, HeadLoss
 from support import oracle
 from support.heads import (
@@ -308,10 +308,6 @@ def check_what_bypasses_the_hooks(rank: int, ranks: int) -> None:
             linear_logprobs(hidden, Head(weight, bias), batch.targets)
     with pytest.raises(ValueError, match="whose weight is a DTensor"):
         FusedLMHead(head.plain())
-    within = fsdp2("root")(fused(Case(bias=False)))[0]
-    within.options = Options(weight_grad=torch.zeros(V, H))
-    with pytest.raises(ValueError, match="FSDP gathers this weight"):
-        within(batch)
 
     # A weight that is gone once its module's forward is over; its shape is still there.
     model, kept = built(reshard_after_forward=True), []
@@ -324,6 +320,47 @@ def check_what_bypasses_the_hooks(rank: int, ranks: int) -> None:
             linear_grpo_loss(hidden, weight, batch, OBJECTIVE, options=Options(backend=backend))
     value_of(out, batch).backward()  # brings it back
     assert model.lm_head.weight.grad is not None
+
+
+# ---- memory of the caller's for the gradient of the weight
+
+
+def micro_batch(rank: int) -> TokenBatch:
+    """With sets in every other row."""
+    batch = DATA[rank, rank]
+    return replace(batch, kept=TokenSets.from_lists([sorted({i % V, 5, 9}) if i % 2 else [] for i in range(batch.rows)]))
+
+
+def check_weight_grad(rank: int, ranks: int) -> None:
+    """With the head left to the caller, by DDP or FSDP2, its memory is reduced once, after two micro-batches. Refused where FSDP2
+    gathers the head, in its own group or in the root's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def left_out(model: nn.Module) -> tuple[Any, Sync]:
+        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["lm_head.weight"])
+        return ddp()(model)
+
+    def whole_head(model: nn.Module) -> tuple[Any, Sync]:
+        mesh, ignored = init_device_mesh("cpu", (ranks,)), {model.lm_head.weight}
+        return fully_shard(model, mesh=mesh, ignored_params=ignored), lambda last: nullcontext()
+
+    alone = fused(Case(bias=False))
+    for each in range(RANKS):
+        (2 * alone(micro_batch(each)).loss / RANKS).backward()
+    for wrap in (left_out, whole_head, fsdp2("root"), fsdp2("head alone")):
+        model, total = fused(Case(bias=False)), torch.zeros(V, H)
+        model.options = Options(weight_grad=total)
+        wrapped, sync = wrap(model)
+        if wrap not in (left_out, whole_head):
+            with pytest.raises(ValueError, match="FSDP gathers this weight"):
+                wrapped(micro_batch(rank))
+            continue
+        for last in (False, True):
+            with sync(last):
+                wrapped(micro_batch(rank)).loss.backward()
+        torch.distributed.all_reduce(total)
+        assert_close(gradients(model) | {"lm_head.weight": total / RANKS}, gradients(alone), 2e-5, wrap)
 
 
 # ---- ZeRO-3

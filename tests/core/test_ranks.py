@@ -1,13 +1,15 @@
 """What several ranks share: sequences whose tokens lie on them, batches in data-parallel shards, and parts of a vocabulary, of
-logits and of heads, against the float64 answers of whole problems."""
+logits and of heads, against the float64 answers of whole problems; and what they send each other."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +19,12 @@ from grpo_kernels import Objective, Options, Sparse, TokenBatch, TokenSets, grpo
 from grpo_kernels.distributed import VocabShard, global_normalizer
 from grpo_kernels.formulas.filters import EntropyQuantile
 from grpo_kernels.rewards.corrections import importance_weights, off_policy_sequence_mask, rejection_mask
+from grpo_kernels.rows import hidden as linear
+from grpo_kernels.rows import parallel as shard_of_rows
 from support.doors import batch_of, compare, exact_of, objective_of, run
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
-from support.recipes import KINDS, Problem, Recipe, covering, legal, problem
+from support.recipes import KINDS, Problem, Recipe, covering, legal, problem, sliced
 
 Tensor = torch.Tensor
 MODULE = "test_ranks"
@@ -28,6 +32,29 @@ LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)
 GROUPS = torch.tensor([0, 0, 1, 2, 2, 3, 4, 4])
 AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-mean", "token-sum", "constant")
 WHOLE_BATCH = ("clip-cov", "kl-cov", "entropy quantile, bonus of its own")  # they look at all tokens
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, list[int]]]:
+    """Bytes of each collective, by name; any other than these two fails."""
+    sizes: dict[str, list[int]] = {"all_gather": [], "all_reduce": []}
+    gather, reduce = shard_of_rows.all_gather, dist.all_reduce
+
+    def all_gather(out: Tensor, x: Tensor, group: Any) -> None:
+        sizes["all_gather"].append(x.numel() * x.element_size())
+        gather(out, x, group)
+
+    def all_reduce(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes["all_reduce"].append(x.numel() * x.element_size())
+        return reduce(x, *args, **kwargs)
+
+    others = ("all_gather", "broadcast", "barrier", "reduce_scatter_tensor", "all_to_all_single", "all_gather_object")
+    refuse = {name: mock.Mock(side_effect=AssertionError(f"a collective of its own: {name}")) for name in others}
+    with (
+        mock.patch.object(shard_of_rows, "all_gather", all_gather),
+        mock.patch.multiple(dist, all_reduce=all_reduce, **refuse),
+    ):
+        yield sizes
 
 
 def recipe(name: str, **changes: Any) -> Recipe:
@@ -180,6 +207,22 @@ def check_a_mask_that_was_written(rank: int, ranks: int) -> None:
     assert before != loss(kept) and torch.equal(loss(kept), loss(batch()))
 
 
+def check_collectives(rank: int, ranks: int) -> None:
+    """Lengths once a batch; the ratio and its slope once a loss; none at token level."""
+    p = problem(recipe("dapo, k3"))
+    q, gspo = part(p, owners(ranks)[0] == rank), Objective(level="sequence", aggregate="token-sum")
+    leaf, batch = q.given["logits"].clone().requires_grad_(), batch_of(q)
+    for first in (True, False):
+        with counted() as sizes:
+            out = grpo_loss(leaf, batch, gspo)
+            out.loss.backward()
+            assert out.metrics["ratio_mean"] > 0  # metrics are of a rank alone
+        assert sizes == {"all_gather": [], "all_reduce": [8 * len(LENGTHS)] * (2 + first)}, sizes
+    with counted() as sizes:
+        grpo_loss(leaf, batch_of(q), Objective(aggregate="token-mean"), normalizer=20.0).loss.backward()
+    assert sizes == {"all_gather": [], "all_reduce": []}, sizes
+
+
 #: Corrections that look at whole sequences.
 CORRECTIONS: dict[str, Callable[[TokenBatch, Tensor], Tensor]] = {
     "product": lambda b, now: importance_weights(b, level="sequence", high=2.0),
@@ -211,9 +254,27 @@ def check_data_parallel_shards(rank: int, ranks: int) -> None:
         one_each = p.fields["advantages"].shape[0] == len(mine)
         fields = {"cu_seqlens": offsets[own.start : own.stop + 1] - lo, "groups": None, "context_group": None}
         q = part(p, mine, **fields, advantages=p.fields["advantages"][mine if one_each else own])
-        normalizer = float(global_normalizer(objective_of(p.recipe), batch_of(q)))
-        found = run(replace(q, recipe=replace(q.recipe, normalizer=normalizer)))
+        with counted() as sizes:
+            normalizer = float(global_normalizer(objective_of(p.recipe), batch_of(q)))
+            found = run(replace(q, recipe=replace(q.recipe, normalizer=normalizer)))
+        assert sizes == {"all_gather": [], "all_reduce": [24]}, sizes
         compare(p, together(p, found, mine))
+
+
+def check_tensor_and_context_parallel(rank: int, ranks: int) -> None:
+    """Half of the ranks share a vocabulary, the others the sequences."""
+    if ranks != 4:
+        return
+    tensor_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    context_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    tp, cp, columns = tensor_groups[rank // 2], context_groups[rank % 2], (slice(0, 44), slice(44, 61))[rank % 2]
+    for name in ("gspo", "grpo, k3 and entropy", "vespo"):
+        p = problem(recipe(name))
+        mine = owners(2)[1] == rank // 2
+        q = part(p, mine, context_group=cp)
+        q = replace(q, given=sliced(q.given, columns))
+        found = together(p, run(q, shard=VocabShard.of(q.given["logits"], tp, dim=-1)), mine, cp)
+        compare(replace(p, columns=columns), found)
 
 
 # ---- a vocabulary that is cut
@@ -347,6 +408,33 @@ def refused(call: Callable[[], Any], words: str) -> None:
         assert words in str(error), error
     else:
         raise AssertionError(f"not refused: {words}")
+
+
+def check_collectives_of_a_cut_vocabulary(rank: int, ranks: int) -> None:
+    """One exchange a call from logits, one a chunk from hidden states and another for sets, one sum of d_hidden, whatever the parts
+    are; ranks of unequal width take the same number of chunks, or they would wait for each other forever."""
+    plain, make = replace(HEAD, objective="dapo, k3", bias="none"), linear.Engine.__init__
+
+    def small(self: linear.Engine, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.chunk_rows = 10
+
+    def chunks_of(rows: int) -> list[int]:
+        return [16 * x.numel() for x in torch.arange(rows).tensor_split(-(-rows // 10))]
+
+    p, some = problem(plain), problem(replace(plain, kept="some"))
+    n, d_hidden = 16 * p.ids.numel(), [4 * p.given["hidden"].numel()]
+    without = sum(not ids and bool(on) for ids, on in zip(some.sets or [], some.trained, strict=True))
+    for widths, shard in cuts(rank, ranks):
+        for q, gathered, reduced in (
+            (problem(replace(plain, source="logits")), [n], []),
+            (problem(replace(plain, source="logits", kept="some")), [n, n], []),
+            (p, chunks_of(int(p.trained.sum())), d_hidden),
+            (some, [n, *chunks_of(without)], d_hidden),
+        ):
+            with counted() as sizes, mock.patch.object(linear.Engine, "__init__", small):
+                run(columns_of(q, widths, rank), backend="auto", shard=shard)
+            assert (sorted(sizes["all_gather"]), sizes["all_reduce"]) == (sorted(gathered), reduced), (q.recipe, sizes)
 
 
 def check_extremes(rank: int, ranks: int) -> None:
