@@ -13,7 +13,7 @@ from grpo_kernels import Objective
 from grpo_kernels.formulas.kl import Kl, check_kl
 from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.surrogates import NoPolicyTerm
-from support import stages
+from support import objectives as stages
 
 Tensor = torch.Tensor
 assert_close = torch.testing.assert_close

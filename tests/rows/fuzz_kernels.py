@@ -1,11 +1,11 @@
-"""Random calls of the C++ kernels with hostile sizes, strides, values and addresses; run by test_sanitizers.py.
+"""Random calls of the C++ row kernels with hostile sizes, strides, values and addresses; run by test_sanitizers.py.
 
-    PYTHONPATH=tests:. python tests/rows/fuzz_kernels.py SEED FIRST CALLS [EMULATOR]
+    PYTHONPATH=tests:. python tests/rows/fuzz_kernels.py SEED FIRST CALLS
 
 Everything that a kernel gets lies between protected pages, next to the end of one or the beginning of the other, and what it must
 not write is read-only; rows that it must not read are protected, too. So an access one byte too far ends the process, which is why
-this is one of its own. Results are compared with float64 as the tests of the kernels do it. Every instruction set runs, AMX by way
-of the library EMULATOR. Call number i depends only on SEED and i."""
+this is one of its own. Results are compared with float64 as the tests of the kernels do it. Every instruction set runs. Call
+number i depends only on SEED and i."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ import math
 import mmap
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from grpo_kernels.rows.backends import cpu, cpu_products
+from grpo_kernels.rows.backends import cpu
 from grpo_kernels.rows.partials import RowTransform
-from support import amx
 from support.bits import same_bits
 from support.kernel_rows import DTYPES, KINDS, Found, Rows, beside, check, ways
 
@@ -74,11 +72,6 @@ class Memory:
 
     def holding(self, x: Tensor) -> Tensor:
         return self.strided(x.shape, x.stride(), x.dtype).copy_(x)
-
-    def matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Random numbers, rows apart or not."""
-        stride = columns + self.draw.choice([0, 0, 1, 16, 37])
-        return self.strided((rows, columns), (stride, 1), dtype).copy_(torch.randn(rows, columns))
 
     def rows(self, x: Tensor, layout: str) -> Tensor:
         """A copy of x [A, T, V] as rows of logits may lie."""
@@ -204,56 +197,16 @@ def rows(memory: Memory) -> None:
             check(one.at(*part), *found)
 
 
-# ---- products
-
-SIZES = (1, 2, 5, 6, 7, 31, 33, 63, 64, 65, 129, 191, 193, 511, 513, 1030, 0)
-
-
-def product(memory: Memory, engines: Sequence[str]) -> None:
-    """One of the three products, of bf16 or fp32 operands."""
-    from test_cpu_products import check  # which is for processors that have them
-
-    draw, (single, half) = memory.draw, DTYPES[:2]
-    (n, h, v), engine, dtype = draw.choices(SIZES, k=3), draw.choice(engines), draw.choice((single, half))
-    which, start = draw.choice(["logits", "d_hidden", "d_weight"]), draw.choice(["none", "out", "other"])
-    print(f"{which} by {engine}, {n} x {h} x {v}, {dtype}, {start}", flush=True)
-    hidden, weight = memory.matrix(n, h, dtype), memory.matrix(v, h, dtype)
-    gradient = memory.matrix(n, v, draw.choice((single, dtype)))
-    rounded, begin = gradient.to(dtype), None
-    shape = {"logits": (n, v), "d_hidden": (n, h), "d_weight": (v, h)}[which]
-    out = memory.matrix(*shape, half if which == "d_weight" and start == "other" else single)
-    if which == "logits":
-        begin, (a, b) = memory.holding(torch.randn(v)) if start != "none" else None, (hidden, weight.T)
-        operands = (hidden, weight, begin)
-    elif which == "d_hidden":
-        operands, (a, b) = (gradient, weight), (rounded, weight)
-    else:
-        begin = {"none": None, "out": out}.get(start, memory.matrix(v, h, single))
-        operands, (a, b) = (gradient, hidden, begin), (rounded.T, hidden)
-    added = 0.0 if begin is None else begin.clone()
-    with memory.guarded(out):
-        getattr(cpu_products, which)(*operands, out, by=engine)
-    check(out, a, b, added, engine)
-
-
-def main(seed: str, first: str, calls: str, emulator: str = "") -> None:
-    engines = [name for name in cpu._cpu.products() if name != "amx"]
-    if emulator:
-        amx.install(Path(emulator))
-        cpu._cpu.ask_for_tiles()  # granted where the processor has them
-        engines = cpu._cpu.products()
+def main(seed: str, first: str, calls: str) -> None:
     torch.set_num_threads(1)
     memory = Memory()
-    kinds: list[Callable[[Memory], None]] = [rows, rows]
-    if cpu._cpu.has_products():
-        kinds += [lambda memory: product(memory, engines)]
     for i in range(int(first), int(first) + int(calls)):
         memory.begin()
         memory.draw.seed(f"{seed} {i}")
         torch.manual_seed(memory.draw.randrange(2**60))
         threads(memory.draw)
         print(i, end=": ", flush=True)
-        kinds[i % len(kinds)](memory)
+        rows(memory)
     print(f"{calls} calls were right")
 
 

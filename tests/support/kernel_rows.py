@@ -21,8 +21,8 @@ from grpo_kernels.rows.backends import Backend
 from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform, Second, Slopes, partials_of
 from grpo_kernels.rows.ragged import Ragged
 from support import oracle
+from support.bits import note
 from support.inside import executor, executors
-from support.largest import note
 
 Tensor = torch.Tensor
 Found = tuple[dict[str, Tensor], Tensor]  # statistics or values of a loss, [n] each, and the gradient of the logits
