@@ -236,7 +236,7 @@ def test_memory_is_reused_once_no_tensor_holds_it() -> None:
 def test_memory_of_a_live_gradient_is_not_reused(backend: str) -> None:
     """Held by a tensor's .grad, by numpy, or by a detached view, while further gradients are made."""
     batch = TokenBatch(torch.randint(300_000, (40,)), torch.randn(40))
-    leaf, held = torch.randn(40, 300_000).requires_grad_()  # 48 MB, []
+    leaf, held = torch.randn(40, 300_000).requires_grad_(), []  # 48 MB
     for i in range(memory.KEPT + 2):
         scaled = (i + 1.0) * grpo_loss(leaf, batch, Objective.preset("dapo"), options=Options(backend=backend)).loss
         (gradient,) = torch.autograd.grad(scaled, leaf)
