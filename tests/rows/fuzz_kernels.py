@@ -1,11 +1,11 @@
-"""Random calls of the C++ row kernels with hostile sizes, strides, values and addresses; run by test_sanitizers.py.
+"""Random calls of the C++ kernels with hostile sizes, strides, values and addresses; run by test_sanitizers.py.
 
-    PYTHONPATH=tests:. python tests/rows/fuzz_kernels.py SEED FIRST CALLS
+    PYTHONPATH=tests:. python tests/rows/fuzz_kernels.py SEED FIRST CALLS [EMULATOR]
 
 Everything that a kernel gets lies between protected pages, next to the end of one or the beginning of the other, and what it must
 not write is read-only; rows that it must not read are protected, too. So an access one byte too far ends the process, which is why
-this is one of its own. Results are compared with float64 as the tests of the kernels do it. Every instruction set runs. Call
-number i depends only on SEED and i."""
+this is one of its own. Results are compared with float64 as the tests of the kernels do it. Every instruction set runs, AMX by way
+of the library EMULATOR. Call number i depends only on SEED and i."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from grpo_kernels.rows.backends import cpu
+from grpo_kernels.rows.backends import cpu, cpu_products
 from grpo_kernels.rows.partials import RowTransform
+from support import amx
 from support.bits import same_bits
 from support.kernel_rows import DTYPES, KINDS, Found, Rows, beside, check, ways
 
@@ -72,6 +74,11 @@ class Memory:
 
     def holding(self, x: Tensor) -> Tensor:
         return self.strided(x.shape, x.stride(), x.dtype).copy_(x)
+
+    def matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Random numbers, rows apart or not."""
+        stride = columns + self.draw.choice([0, 0, 1, 16, 37])
+        return self.strided((rows, columns), (stride, 1), dtype).copy_(torch.randn(rows, columns))
 
     def rows(self, x: Tensor, layout: str) -> Tensor:
         """A copy of x [A, T, V] as rows of logits may lie."""
@@ -197,7 +204,36 @@ def rows(memory: Memory) -> None:
             check(one.at(*part), *found)
 
 
-def main(seed: str, first: str, calls: str) -> None:
+# ---- products
+
+SIZES = (1, 2, 5, 6, 7, 31, 33, 63, 64, 65, 129, 191, 193, 511, 513, 1030, 0)
+
+
+def products(memory: Memory, engines: Sequence[str]) -> None:
+    """Of bf16 or fp32 operands; d_weight is added to what is there."""
+    from test_cpu_products import check  # which is for processors that have them
+
+    (n, h, v), engine, dtype = memory.draw.choices(SIZES, k=3), memory.draw.choice(engines), memory.draw.choice(DTYPES[:2])
+    print(f"products by {engine}, {n} x {h} x {v}, {dtype}", flush=True)
+    hidden, weight, gradient = memory.matrix(n, h, dtype), memory.matrix(v, h, dtype), memory.matrix(n, v, torch.float32)
+    bias, total, rounded = memory.holding(torch.randn(v)), memory.matrix(v, h, torch.float32), gradient.to(dtype)
+    start = total.clone()
+    for function, operands, out, (a, b), added in (
+        (cpu_products.logits, (hidden, weight, bias), memory.matrix(n, v, torch.float32), (hidden, weight.T), bias),
+        (cpu_products.d_hidden, (gradient, weight), memory.matrix(n, h, torch.float32), (rounded, weight), 0.0),
+        (cpu_products.d_weight, (gradient, hidden, total), total, (rounded.T, hidden), start),
+    ):
+        with memory.guarded(out):
+            function(*operands, out, by=engine)
+        check(out, a, b, added, engine)
+
+
+def main(seed: str, first: str, calls: str, emulator: str = "") -> None:
+    engines = [name for name in cpu._cpu.products() if name != "amx"]
+    if emulator:
+        amx.install(Path(emulator))
+        cpu._cpu.ask_for_tiles()  # granted where the processor has them
+        engines = cpu._cpu.products()
     torch.set_num_threads(1)
     memory = Memory()
     for i in range(int(first), int(first) + int(calls)):
@@ -206,7 +242,10 @@ def main(seed: str, first: str, calls: str) -> None:
         torch.manual_seed(memory.draw.randrange(2**60))
         threads(memory.draw)
         print(i, end=": ", flush=True)
-        rows(memory)
+        if i % 3 == 2 and cpu._cpu.has_products():
+            products(memory, engines)
+        else:
+            rows(memory)
     print(f"{calls} calls were right")
 
 

@@ -37,17 +37,6 @@ def _planted(x, begin, out, n, PLANTED: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + at, tl.load(x + at, mask=mask), mask=at < n)
 
 
-@triton.jit
-def _reverse_in_place(x, PLANTED: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    if PLANTED == "store first":
-        tl.store(x + at, tl.full((BLOCK,), 0.0, tl.float32))
-    old = tl.load(x + BLOCK - 1 - at)
-    if PLANTED != "no barrier":
-        tl.debug_barrier()
-    tl.store(x + at, old)
-
-
 compiled = pytest.mark.skipif(not isinstance(_planted, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile")
 
 
@@ -79,22 +68,6 @@ def test_an_address_that_is_wrong(planted: str, fault: str | None, padded: bool)
     assert found == ({fault} if fault else set())
     if not fault:
         assert torch.equal(out, memory[2 : 2 + n])
-
-
-@compiled
-@pytest.mark.parametrize("order", (0, 1, 7))
-@pytest.mark.parametrize("planted", ("", "no barrier", "store first"))
-def test_the_old_value_is_needed(planted: str, order: int) -> None:
-    x = torch.arange(256.0)
-    faults: set[str] = set()
-    try:
-        with executing("sm_90", order):
-            _reverse_in_place[(1,)](x, planted, 256, num_warps=2)
-    except Fault as fault:
-        faults = set(fault.faults)
-    assert faults == ({DEVICE} if planted else set())
-    if not planted:
-        assert torch.equal(x, torch.arange(256.0).flip(0))
 
 
 # ---- kernels written by hand, for what Triton does not let one plant

@@ -1,7 +1,7 @@
 """The products of bf16 and of fp32 operands against float64 products of the same operands.
 
 The rule: an error is at most a few fp32 roundings of the sum of the absolute terms; a result rounded to bf16 is 1000 times
-worse than that. What lies past an end: test_sanitizers.py."""
+worse than that. Strides, and what lies past an end: fuzz_kernels.py."""
 
 from __future__ import annotations
 

@@ -74,13 +74,6 @@ def test_products(module: Backend, width: int, gap: int) -> None:
             )
 
 
-def test_many_ids_and_one_in_all_rows(module: Backend) -> None:
-    n, vocab = (60, 300) if TRITON else (500, 70_000)
-    check(module, random_slots(n, vocab), *(matrix(rows, 20, torch.float32, i) for i, rows in enumerate((n, vocab, n, vocab))))
-    heavy = slots_of([[2, 0] if i % 2 else [i % 4 + 3, 2] for i in range(n)])
-    check(module, heavy, *(matrix(rows, 20, torch.float32, i) for i, rows in enumerate((n, 8, n, 8))))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_no_slot_names_is_not_read(module: Backend, dtype: torch.dtype) -> None:
     """Nor is what a value of 0 multiplies, and rows of sums that nothing is added to are left alone."""
@@ -238,5 +231,3 @@ def test_starts_are_those_of_splitmix() -> None:
         rows = [0, 1, 2, 10**9]
         found = starts(seed, torch.tensor(rows))
         assert found.tolist() == [mixed((state + (row + 1) * golden) % 2**64) >> 33 for row in rows]
-    many = starts(3, torch.arange(100_000)).double() / 2**BITS
-    assert abs(many.mean() - 0.5) < 0.005 and abs((many[1:] - 0.5) @ (many[:-1] - 0.5) / len(many)) < 0.002

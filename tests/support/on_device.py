@@ -83,8 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def in_waves(items: list[pytest.Item]) -> list[pytest.Item]:
     """Sorts the tests. First come as many cases of each test as are needed for every value of each parameter to occur, file by
-    file. In a file they alternate between the tests, and objectives of one pass, each of which has its own kernel, come first.
-    Then the remaining cases follow in their order."""
+    file. In a file they alternate between the tests. Then the remaining cases follow in their order."""
     values: dict[tuple[str, str], list[int]] = {}
     for item in items:
         for name, value in parameters(item).items():
@@ -99,14 +98,14 @@ def in_waves(items: list[pytest.Item]) -> list[pytest.Item]:
         return all(place == along % len(k) for place, k in zip(places, known, strict=True))
 
     files, turn, seen = list(dict.fromkeys(item.path for item in items)), Counter[str](), set[tuple[str, str, int]]()
-    first: dict[pytest.Item, tuple[int, int, int]] = {}
+    first: dict[pytest.Item, tuple[int, int]] = {}
     for wanted in (on_the_diagonal, lambda item: item not in first):
         for item in filter(wanted, items):
             new = {(test_of(item), name, id(value)) for name, value in parameters(item).items()}
             if new - seen or not new:
                 seen |= new
                 turn[test_of(item)] += 1
-                first[item] = files.index(item.path), several_passes(item), turn[test_of(item)]
+                first[item] = files.index(item.path), turn[test_of(item)]
     FIRST.update(item.nodeid for item in first)
     return [*sorted(first, key=first.__getitem__), *(item for item in items if item not in first)]
 
@@ -118,15 +117,6 @@ def test_of(item: pytest.Item) -> str:
 def parameters(item: pytest.Item) -> dict[str, Any]:
     callspec = getattr(item, "callspec", None)
     return {} if callspec is None else callspec.params
-
-
-def several_passes(item: pytest.Item) -> bool:
-    if "name" not in parameters(item):
-        return False
-    from support.objectives import OBJECTIVES  # not with the plugin: the package is the tests' to import
-
-    name = parameters(item)["name"]
-    return name in OBJECTIVES and not OBJECTIVES[name][0]().one_pass
 
 
 def write(**line: Any) -> None:

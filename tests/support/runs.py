@@ -89,11 +89,11 @@ def trainer(
     )
 
 
-def on_disk(tok: Any, folder: Path, rows: Any = PROMPTS) -> list[str]:
+def on_disk(tok: Any, folder: Path) -> list[str]:
     """A model and a data set in files; what the command line says of them."""
     tiny(tok).save_pretrained(folder / "model")
     tok.save_pretrained(folder / "model")
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     return flags(model=folder / "model", dataset=folder / "rows.jsonl", device="cpu")
 
 

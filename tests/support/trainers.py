@@ -190,10 +190,10 @@ def same_metrics(got: Any, want: Any, rel: float = 1e-4) -> None:
     assert of(got, float) == of(want, lambda x: pytest.approx(x, rel=rel, abs=1e-5))
 
 
-def refused(*calls: tuple[Callable[[], Any], str], error: type[Exception] = ValueError) -> None:
-    """Each call raises the error, with a message that matches."""
+def refused(*calls: tuple[Callable[[], Any], str]) -> None:
+    """Each call raises ValueError, with a message that matches."""
     for call, message in calls:
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match=message):
             call()
 
 
