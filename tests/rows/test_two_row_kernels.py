@@ -106,6 +106,19 @@ def test_shares_near_an_end(module: Backend, mixture: float) -> None:
     check_closely(module, two(z, w, "jsd", mixture), 3e-6, 2e-5)
 
 
+def test_a_total_variation_by_hand(module: Backend) -> None:
+    """p (sg - E_p[sg]) / 2; between equal rows the sign is 0, and between disjoint ones the value is 1."""
+    p = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [1.0, 0.0, 0.0]])
+    q = torch.tensor([[0.2, 0.3, 0.5], [0.2, 0.4, 0.4], [0.6, 0.3, 0.1], [0.0, 0.5, 0.5]])
+    r = replace(two(p.log(), q.log(), "tv", 0.0), slopes={"logps": torch.zeros(4), "divergence": torch.ones(4)})
+    by_hand = torch.tensor([[0.21, -0.14, -0.07], [0.25, -0.15, -0.1], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    for way in (visited, fused):
+        values, gradient = way(module, r)
+        torch.testing.assert_close(values["divergence"], torch.tensor([0.5, 0.3, 0.0, 1.0]), rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(gradient[0], by_hand, rtol=1e-5, atol=1e-7)
+        assert values["divergence"][2] == 0 and not gradient[0, 2].any()
+
+
 @each_kind
 def test_what_is_impossible_or_no_number(module: Backend, kind: str, mixture: float) -> None:
     """-inf in both streams counts nothing; where only the second distribution is 0 a KL is infinite, others are not. NaN and rows
