@@ -93,11 +93,6 @@ def bits(access: str) -> int:
     return {"b": 8, "s": 16, "d": 32}[m[0][0]] * int(m[1] or 1)
 
 
-def accesses(pattern: str, lines: list[str]) -> list[int]:
-    """Bits of each access in the lines that matches."""
-    return [bits(x) for line in lines for x in re.findall(pattern, line)]
-
-
 def cuobjdump(kernel: Any, *options: str) -> str:
     """What NVIDIA's tool, which Triton ships, prints about a kernel's binary."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -74,7 +74,7 @@ CASES = {
     "Triton kernels": Cases(
         (
             "rows/triton_cases.py", "rows/test_row_kernels.py", "rows/test_two_row_kernels.py",
-            "rows/test_sparse.py", "rows/test_selection.py",
+            "rows/test_sparse.py",
         ),
         12, 0.25,
     ),

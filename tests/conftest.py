@@ -39,7 +39,7 @@ LONG = (
     "rows/test_triton_compiled.py", "core/test_ranks.py", "training/test_trainer_ranks.py",
     "core/test_compile.py", "core/test_cost.py", "integrations/test_trl_runs.py", "core/test_relations.py",
     "core/test_combinations.py", "core/test_package.py", "benchmarks/test_resources.py", "rows/test_row_kernels.py",
-    "rows/test_cpu_products.py", "rows/test_two_row_kernels.py", "rows/test_triton_fallback.py",
+    "rows/test_cpu_products.py", "rows/test_two_row_kernels.py",
     "core/test_waits.py", "core/test_head_ranks.py",
     "integrations/test_liger.py", "integrations/test_trl_ranks.py", "benchmarks/test_gpu_kit.py",
     "benchmarks/test_benchmarks.py", "diagnosis/test_doctor.py", "training/test_trainer_resume.py",

@@ -70,7 +70,7 @@ def expected(kind: str, tied: bool, bias: bool) -> Expected:
             logits = model(batch)
             assert batch.mask is not None
             mask = batch.mask.reshape(-1)
-            _, logps, entropy = oracle.log_probs(logits / TEMPERATURE, batch.targets)
+            logps, entropy = (x.reshape(-1) for x in oracle.log_probs(logits, batch.targets, TEMPERATURE))
             if kind == "loss":
                 result = oracle.objective(
                     SPEC, logps, entropy, oracle.sequences_of(batch.targets, None), advantages=batch.advantages, mask=mask,

@@ -25,8 +25,7 @@ from grpo_kernels import (
 from grpo_kernels.architectures import language_model
 from grpo_kernels.batch import shift_targets
 from grpo_kernels.model import FusedLMHead
-from support.heads import take_gradients
-from support.models import MODELS, SLOW, SPECIAL, VOCAB, build
+from support.heads import MODELS, SLOW, SPECIAL, VOCAB, build, take_gradients
 
 transformers = pytest.importorskip("transformers")
 

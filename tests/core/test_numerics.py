@@ -15,7 +15,7 @@ import torch
 
 from grpo_kernels import Exact, NoPolicyTerm, Objective, TokenBatch
 from grpo_kernels.presets import NUMERICS, PRESETS
-from support import stages
+from support import objectives as stages
 from support.objectives import KL_COV, MEAN, PAPERS
 from support.oracle import Spec
 

@@ -26,7 +26,7 @@ from grpo_kernels.formulas.surrogates import (
     Vespo,
     check_surrogate,
 )
-from support import stages
+from support import objectives as stages
 
 Tensor = torch.Tensor
 assert_close = torch.testing.assert_close

@@ -16,12 +16,12 @@ from grpo_kernels import Objective, TokenBatch
 from grpo_kernels.formulas.filters import EntropyFloor, EntropyQuantile, Filter, OffPolicySequences, TrustRegion
 from grpo_kernels.formulas.kl import WEIGHTINGS, Kl
 from grpo_kernels.formulas.surrogates import Custom, Dro, Surrogate
-from support import stages
+from support import objectives as stages
 from support.doors import batch_of, exact_of
+from support.objectives import AGGREGATES, BONUSES, BOUNDS, FILTERS, KLS, LEVELS, SURROGATES, Option, packed, run
 from support.oracle import Spec
 from support.pairs import MANY, pairs
 from support.recipes import Recipe, problem
-from support.stages import AGGREGATES, BONUSES, BOUNDS, FILTERS, KLS, LEVELS, SURROGATES, Option, packed, run
 
 Tensor = torch.Tensor
 #: Of which no number lies at a bound of an option.

@@ -357,22 +357,6 @@ def test_what_went_wrong_inside_comes_first(home):
         pass
 
 
-def test_the_version_of_the_trainer_is_asked_for(home, monkeypatch):
-    """One that was not tested, or is not known, is no obstacle."""
-
-    def version(known, package):
-        assert package == "areal"
-        if known is None:
-            raise metadata.PackageNotFoundError(package)
-        return known
-
-    monkeypatch.delenv("GRPO_KERNELS_ANY_VERSION", raising=False)
-    for known, untested in (("1.0.4", False), ("1.0.4.1", False), ("1.0.41", True), (None, True)):
-        monkeypatch.setattr(metadata, "version", functools.partial(version, known))
-        with areal.bind() as slots:
-            assert bool(slots.trial.version) == untested
-
-
 def test_nothing_stays_bound_after_an_error():
     names = {"logprobs_from_logits": len, "chunked_entropy_from_logits": sum}
     home = stand_in("skyrl.backends.skyrl_train.utils.torch_utils", **names)

@@ -26,7 +26,6 @@ from support.trainers import (
     refused,
     same_metrics,
     stand_in,
-    their_file,
     value_and_gradient,
 )
 
@@ -227,13 +226,6 @@ def test_refused():
         (lambda: nemo_rl.PolicyLoss.like(clipped_pg(ratio_clip_c=3.0, disable_ppo_ratio=True)), "bounds no ratio"),
         (lambda: nemo_rl.DistillationLoss("jsd"), r"kl_type='jsd': it must be one of forward"),
     )  # fmt: skip
-
-
-@parametrize("top_k, top_p", [(5, 1.0), (None, 0.7), (9, 0.6)])
-def test_the_filter_itself(monkeypatch, top_k, top_p):
-    """NeMo-RL's keeps what the one of this file keeps."""
-    theirs = their_file("nemo_rl.algorithms.logits_sampling_utils", monkeypatch).apply_top_k_top_p(step()[0], top_k, top_p)[0]
-    assert torch.equal(theirs, filtered(step()[0], top_k, top_p))
 
 
 # ---- distillation

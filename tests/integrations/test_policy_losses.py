@@ -10,13 +10,11 @@ import importlib
 import math
 import sys
 from dataclasses import replace
-from importlib import metadata
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 from grpo_kernels import Cispo, Clip, Objective, Sapo
 from grpo_kernels.integrations import openrlhf, prime_rl, skyrl, slime, verl
@@ -440,19 +438,6 @@ def test_verls_registry(registry, monkeypatch):
         assert torch.isfinite(slopes).all() and slopes.any(), name
 
 
-@parametrize("factor", [1.0, 1.02])
-def test_a_loss_of_an_untested_verl_is_compared(registry, factor, monkeypatch):
-    monkeypatch.setattr(metadata, "version", lambda _: "99.1")
-    monkeypatch.delenv("GRPO_KERNELS_ANY_VERSION", raising=False)
-    vanilla = verl.policy_loss("vanilla")
-    registry["vanilla"] = lambda *args: (factor * vanilla(*args)[0], {})
-    verl.register()
-    given = DATA.old, DATA.logps.clone().requires_grad_(), DATA.advantages, MASK, "token-mean", config_of_verl(STEP)
-    expected = pytest.raises(RuntimeError, match=r"verl 99\.1.*fused_vanilla is not what it was: values")
-    with expected if factor != 1 else pytest.warns(UserWarning, match="They agree"):
-        registry["fused_vanilla"](*given)
-
-
 def test_gspo_aggregates_as_this_verl_does(registry):
     """Before 0.9.1 its mode has no effect. The step of the config has no part in the question."""
     config = config_of_verl({"dp_size": 3})
@@ -469,38 +454,6 @@ def test_gspo_aggregates_as_this_verl_does(registry):
 def test_these_are_all_losses_of_verl():
     """One that a new verl adds is noticed here."""
     assert {name for name in core().POLICY_LOSS_REGISTRY if not name.startswith("fused_")} == {*verl.LOSSES, "bypass_mode"}
-
-
-def test_the_fused_forward():
-    """verl's own patched forward, impl_backend=triton, against its torch backend: packed rows, rolled labels, temperature."""
-    core()
-    transformers = pytest.importorskip("transformers")
-    from verl.models.transformers.dense_common import forward_with_torch_backend, forward_with_triton_backend
-
-    torch.manual_seed(0)
-    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
-        vocab_size=211, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        tie_word_embeddings=True, attn_implementation="eager",
-    ))  # fmt: skip
-    ids, positions, results = torch.randint(211, (1, 14)), torch.cat([torch.arange(8), torch.arange(6)])[None], []
-    given = {
-        "input_ids": ids,
-        "position_ids": positions,
-        "shift_labels": torch.roll(ids, -1, 1),
-        "return_dict": True,
-        "use_cache": False,
-    }
-    with verl.bind(strict=True) as slots:
-        for forward in (forward_with_torch_backend, forward_with_triton_backend):
-            model.zero_grad()
-            out = forward(model, temperature=0.7, **given)
-            ((out.log_probs * torch.linspace(-1, 1, 14)).sum() + 0.3 * out.entropy.square().sum()).backward()
-            results.append(
-                [x.detach().float().flatten() for x in (out.log_probs, out.entropy, model.lm_head.weight.grad.clone())]
-            )
-    assert slots.counts == {"fused": 1}
-    for got, want in zip(*results, strict=True):
-        assert_close(got, want, rtol=2e-5, atol=1e-5 * float(want.abs().max()))
 
 
 def test_sets_from_the_non_tensor_batch():
@@ -650,32 +603,6 @@ def test_prime_rl(name, b):
 
 
 # ---- nothing to train on, and what is refused
-
-
-def nothing_of_slime(x):
-    """No samples at all, of which slime's reducer makes a plain 0."""
-    batch = {name: [] for name in slime_step(lambda logits: {"log_probs": [], "entropy": []})[1]}
-    return slime.policy_loss()(slime_args(use_kl_loss=True, kl_loss_coef=0.1), batch, x, lambda v: 0)[0]
-
-
-def nothing_of_prime_rl(x):
-    stand_in("prime_rl.trainer.rl.loss", LossOutputs=SimpleNamespace)
-    given = dict.fromkeys(("inference_logprobs", "ref_logprobs", "advantages"), x[0].detach())
-    return prime_rl.loss(SimpleNamespace(trainer_logprobs=x[0], loss_mask=MASK[0] & False, loss_weights=None, **given)).loss
-
-
-NO_TOKENS = {"dp_size": 2, "batch_num_tokens": 0}
-NOTHING = {
-    "openrlhf": lambda x: openrlhf.PolicyLoss()(x, DATA.old, DATA.advantages, torch.zeros(B, T), **NO_TOKENS)[0],
-    "verl": lambda x: verl.policy_loss("vanilla")(DATA.old, x, DATA.advantages, MASK & False, "token-mean", config_of_verl(NO_TOKENS))[0],
-    "slime": nothing_of_slime, "prime-rl": nothing_of_prime_rl,
-}  # fmt: skip
-
-
-@parametrize("what", NOTHING)
-def test_nothing_to_train_on_is_a_differentiable_0(registry, what):
-    loss, slopes = value_and_gradient(NOTHING[what], DATA.logps)
-    assert loss == 0 and not slopes.any()
 
 
 def of_verls_config(info, mode):

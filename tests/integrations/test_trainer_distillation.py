@@ -4,7 +4,6 @@ installed, verl's where it is, else a stand-in with its formula; NeMo-RL's are i
 from __future__ import annotations
 
 import importlib
-import sys
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_kernels import Exact
 from grpo_kernels.integrations import liger
 from grpo_kernels.integrations import trl as ours_of_trl
 from grpo_kernels.integrations import verl as ours_of_verl
@@ -173,24 +171,3 @@ def test_verls_losses(verl, name, repeated):
     assert_close(masses, want, rtol=1e-5, atol=1e-6)
     if alone and not repeated:
         assert_same(mine, value_and_gradient(of(own, given_to("forward_kl_topk")[2]), ROWS))
-
-
-def test_what_is_registered_or_refused(verl, monkeypatch):
-    """A second import registers the same again. A registered loss finds what the forward has computed, if ours is bound."""
-    register, bind = ours_of_verl.register_distillation, ours_of_verl.bind_distillation
-    assert register({"jsd_topk": Exact("jsd")}) == ["fused_jsd_topk"]
-    with pytest.raises(ValueError, match=r"losses\['fused_jsd_topk'\]=.*is registered under that name"):
-        register({"jsd_topk": Exact("jsd", mixture=0.1)})
-    losses = sys.modules["verl.trainer.distillation.losses"]
-    if hasattr(losses, "named"):
-        given = config_of("fused_jsd_topk"), {"distillation_losses": torch.zeros(2)}, None
-        loss, fsdp = losses.named["fused_jsd_topk"], SimpleNamespace(strategy="fsdp2")
-        with pytest.raises(RuntimeError, match=r"call verl\.bind_distillation\(\) in the same module"):
-            loss(fsdp, *given)
-        with bind():
-            found, metrics = loss(fsdp, *given)
-        assert (found == 1).all() and metrics == {"told": 1}
-    monkeypatch.setattr(metadata, "version", lambda _: "99.1")
-    monkeypatch.delenv("GRPO_KERNELS_ANY_VERSION", raising=False)
-    with pytest.raises(RuntimeError, match=r"verl 99\.1 was not tested"):
-        bind()

@@ -251,35 +251,6 @@ def test_rows_that_are_projected(run, plain, patched, monkeypatch):
     same(run(case, data, unread=idle), theirs, "entropy")
 
 
-ARITHMETIC = {
-    "loss": (lambda loss: loss + 0.01, "fused loss, "), "denominator": (lambda loss: 2 * loss, "fused loss"),
-    "slopes": (lambda loss: loss + 0.02 * (loss - loss.detach()), "gradient of the fused loss with respect to the log-probs"),
-    "nothing": (lambda loss: loss, None),
-}  # fmt: skip
-
-
-@parametrize("loss_type", LOSS_TYPES)
-@parametrize("what", ARITHMETIC)
-def test_strict_compares_with_trls_arithmetic(trainer, run, plain, monkeypatch, what, loss_type):
-    """After a change in TRL, at the first step: of a factor too, on-policy with advantages that add up to 0, where the loss is 0
-    whatever it is divided by."""
-    change, message = ARITHMETIC[what]
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *args: change(OWN(*args)))
-    on_policy = {"advantages": torch.ones(8) - 2 * (torch.arange(8) % 2), "old_per_token_logps": None}
-    data, fused = (
-        plain | on_policy | {"completion_mask": plain["completion_mask"][:1].expand(8, -1)},
-        patch(trainer, strict=True),
-    )
-    try:
-        if message is None:
-            run(case_of(loss_type), data)
-        else:
-            with pytest.raises(RuntimeError, match=f"strict=True, but the ({message}|gradient)"):
-                run(case_of(loss_type), data)
-    finally:
-        fused.undo()
-
-
 def test_strict_compares_small_bonuses_and_lets_no_nan_pass(trainer, run, plain, patched, monkeypatch):
     """A wrong entropy bonus is noticed even if it hardly changes the loss. A NaN in the old log-prob of a trained token is one in
     TRL's loss."""
@@ -397,23 +368,6 @@ def test_training_runs_and_can_be_undone(make):
     trainer.fused_loss.undo()
     assert not {"_generate", "_generate_and_score_completions", "_get_per_token_logps_and_entropies"} & {*vars(trainer)}
     patch(trainer).undo()
-
-
-def test_records_that_do_not_fit(make):
-    def shorter(prompts, trainer):
-        found = sampled(prompts, trainer)
-        found["sampling_mask"][2].pop()
-        return found
-
-    def without(prompts, trainer):
-        return {name: x for name, x in sampled(prompts, trainer).items() if name != "sampling_mask"}
-
-    for function, error, message in (
-        (without, RuntimeError, "came without their sets"),
-        (shorter, ValueError, r"lists\[2\] has \d records"),
-    ):
-        with pytest.raises(error, match=message):
-            make(function)._generate_and_score_completions(PROMPTS[:8])
 
 
 def test_tokens_of_tools_have_no_sets(make):

@@ -19,7 +19,6 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils
 
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_lm_head, log_probs, patch
-from grpo_kernels.model import FusedLMHead
 from support import trl_cases
 from support.pairs import label, pairs
 from support.trainers import assert_scored
@@ -232,23 +231,6 @@ def test_refused_trainers(make):
     assert "fused_loss" not in vars(trainer)
 
 
-def test_trainable_tokens_of_a_tied_head_are_refused(make):
-    """PEFT adds them to the head's weight as well, at each call: not the weight that an optimizer or FSDP knows."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5, 6])
-    tuned = make(keywords={"peft_config": config})
-    with pytest.raises(ValueError, match="without trainable_token_indices"):
-        patch(tuned)
-    assert "fused_loss" not in vars(tuned)
-
-
-def test_a_fused_head_is_accepted(make):
-    fused = make(steps=1, prepare=lambda model: FusedLMHead.install(model) and model)
-    patch(fused, strict=True)
-    fused.train()
-    assert fused.fused_loss.counts["fused"] == 1
-
-
 # ---- patching, undoing, and what a patch does not touch
 
 
@@ -263,23 +245,6 @@ def test_undo(make, train):
     assert [dict(vars(undone)), undone.model.forward, undone.ref_model.forward] == before
     undone.train()
     assert history(undone)[:-1] == history(theirs)[:-1] and not fused.counts
-
-
-def test_undo_below_accelerates_forward(train):
-    """Under autocast accelerate wraps the forward that it finds, ours. Undone, ours hands everything on; the next patch looks
-    through it for TRL's, any number of times, and does not take one that is still in use."""
-    early, steps = train(FusedGRPOTrainer, bf16=True, steps=1), []
-    fused = early.fused_loss
-    assert hasattr(early.model, "_original_forward") and fused.counts["fused"] == 1
-    fused.undo()
-    early.train()
-    assert fused.counts["fused"] == 1 and "fused_loss" not in vars(early)
-    for trainer in (early, early, train(bf16=True, steps=1)):
-        fused = patch(trainer, strict=True)
-        trainer.train()
-        steps.append(fused.counts["fused"])
-        fused.undo()
-    assert steps == [1, 1, 1]
 
 
 #: A call for log-probs: of a prompt, of two completions, of padding before and after them.
@@ -329,21 +294,6 @@ def test_the_first_step_of_an_untested_version_is_compared(make, train, untested
     assert_same_history(history(one), history(want), 2e-4)
 
 
-def test_other_arithmetic_of_an_untested_version_is_refused(make, untested, monkeypatch):
-    """Of slopes too, as in strict mode: see test_trl_losses."""
-    theirs = GRPOTrainer._compute_loss
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *args: theirs(*args) + 0.01)
-    one = make(steps=1, beta=0.05)
-    before = [p.clone() for p in one.model.parameters()]
-    patch(one)
-    with pytest.raises(
-        RuntimeError, match=r"trl 1\.99\.0 was not tested.*is not what it was: the fused loss, tensor.*any_version=True"
-    ):
-        one.train()
-    assert not {"fused_loss", "_compute_loss"} & {*vars(one)}  # taken off
-    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, one.model.parameters(), strict=True))
-
-
 # ---- the slot of the fused LM head
 
 
@@ -383,23 +333,3 @@ def test_labels_that_are_ignored():
     targets = TARGETS.index_fill(0, torch.tensor([3]), -100)
     logps, entropy, *_ = log_probs(HIDDEN, WEIGHT, None, targets, 1.0, 7, outputs=("log_probs", "entropy"))
     assert (logps == 0).tolist() == (entropy == 0).tolist() == (targets < 0).tolist()
-
-
-def test_slot_hands_over_what_it_does_not_make():
-    """Means of logits, for example."""
-    given = HIDDEN, WEIGHT, None, TARGETS, 0.8, 7, None, 1.0, ("log_probs", "entropy", "mean_logits")
-    with fused_lm_head() as slot:
-        got = getattr(utils, SLOT).apply(*given)
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(got, ChunkedLogProbFunction.apply(*given), strict=True))
-    assert slot.counts == {"TRL: mean_logits asked for": 1}
-
-
-@parametrize("cls", [GRPOTrainer, GMPOTrainer])
-def test_slot_in_a_run(train, cls):
-    """Under TRL's own loss, with all forwards through it; and under another trainer's, GMPO's."""
-    options = {"steps": 4, "num_iterations": 2, "epsilon": 0.1, **KL, "loss_type": "grpo", "entropy_coef": 0.05}
-    theirs = train(cls, **options)
-    with fused_lm_head(strict=True) as slot:
-        ours = train(cls, **options)
-    assert_same_history(history(ours), history(theirs), 2e-4)
-    assert slot.counts["fused"] == 4 + 2 * 2  # losses; old and reference of two generations

@@ -44,7 +44,7 @@ FILE, PAGE = ROOT / "benchmarks" / "results" / "versions.json", ROOT / "docs" / 
 COMMAND = "python tests/repository/versions.py"
 
 #: What `--quick` runs in an environment, so many cases that every value of each parameter occurs
-#: (tests/support/each_value.py): log-probs and losses from logits, from hidden states and over kept sets by the eager and the C++
+#: (tests/support/on_device.py): log-probs and losses from logits, from hidden states and over kept sets by the eager and the C++
 #: backend, divergences, torch.compile, the C++ kernels alone, Triton's kernels in its interpreter, and the machine code that
 #: Triton makes of them, with its budgets.
 QUICK = (
@@ -178,9 +178,16 @@ def environment(name: str, work: Path, quick: bool) -> Fields:
     call(python, "-W", "ignore", "-c", EXAMPLE, cwd=tests)
     # A single test of a file that skips itself is an error to pytest, and without Triton that file does.
     some = [f"tests/{file}" for file in QUICK if wanted.triton or "::" not in file]
-    chosen, plugin = some if quick else [f"--ignore=tests/{path}" for path in REPOSITORY], "-p support.each_value" * quick
+    chosen, plugin = some if quick else [f"--ignore=tests/{path}" for path in REPOSITORY], "-p support.on_device" * quick
     began = time.monotonic()
-    counts, _ = tested(python, *chosen, cwd=tests, PYTEST_ADDOPTS=plugin, PYTHONPATH=str(tests / "tests"))
+    counts, _ = tested(
+        python,
+        *chosen,
+        cwd=tests,
+        PYTEST_ADDOPTS=plugin,
+        GRPO_KERNELS_TEST_FIRST=str(int(quick)),
+        PYTHONPATH=str(tests / "tests"),
+    )
     shutil.rmtree(home)  # several GB with CUDA builds
     seconds, kind = round(time.monotonic() - began, 1), "-".join(built.stem.split("-")[2:4])
     return line | counts | {"seconds": seconds, "wheel": kind, "tests": "quick" if quick else "all"}

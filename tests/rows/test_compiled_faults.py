@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,11 +16,8 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from benchmarks.launches import KERNELS, token_rows
-from grpo_kernels.objective import Objective
-from grpo_kernels.rows.partials import LogitRows, partials_of
 from support.ptx.launches import executing
-from support.ptx.program import FAULTS, Fault, Program, UnknownInstruction
+from support.ptx.program import FAULTS, Fault, Program
 
 OUTSIDE, MISALIGNED, APART, SHARED, DEVICE, PROGRAMS, NOTHING, UNDER_WAY = FAULTS
 
@@ -41,17 +35,6 @@ def _planted(x, begin, out, n, PLANTED: tl.constexpr, BLOCK: tl.constexpr):
     if PLANTED == "mask":
         mask = at <= n
     tl.store(out + at, tl.load(x + at, mask=mask), mask=at < n)
-
-
-@triton.jit
-def _reverse_in_place(x, PLANTED: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    if PLANTED == "store first":
-        tl.store(x + at, tl.full((BLOCK,), 0.0, tl.float32))
-    old = tl.load(x + BLOCK - 1 - at)
-    if PLANTED != "no barrier":
-        tl.debug_barrier()
-    tl.store(x + at, old)
 
 
 compiled = pytest.mark.skipif(not isinstance(_planted, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile")
@@ -85,58 +68,6 @@ def test_an_address_that_is_wrong(planted: str, fault: str | None, padded: bool)
     assert found == ({fault} if fault else set())
     if not fault:
         assert torch.equal(out, memory[2 : 2 + n])
-
-
-@compiled
-@pytest.mark.parametrize("order", (0, 1, 7))
-@pytest.mark.parametrize("planted", ("", "no barrier", "store first"))
-def test_the_old_value_is_needed(planted: str, order: int) -> None:
-    x = torch.arange(256.0)
-    faults: set[str] = set()
-    try:
-        with executing("sm_90", order):
-            _reverse_in_place[(1,)](x, planted, 256, num_warps=2)
-    except Fault as fault:
-        faults = set(fault.faults)
-    assert faults == ({DEVICE} if planted else set())
-    if not planted:
-        assert torch.equal(x, torch.arange(256.0).flip(0))
-
-
-def without(ptx: str, which: int) -> str:
-    """The kernel without one of its barriers."""
-    ends = [match.span() for match in re.finditer(r"bar\.sync\s+0;", ptx)]
-    return ptx[: ends[which][0]] + ptx[ends[which][1] :]
-
-
-def of_each_barrier(run: Callable[[Any], Any]) -> list[set[str]]:
-    """The kinds of faults that are reported with each barrier removed in turn, of the kernel that `run` launches with a change."""
-    texts: list[str] = []
-    run(lambda ptx: texts.append(ptx) or ptx)
-    found = []
-    for which in range(len(re.findall(r"bar\.sync\s+0;", texts[0]))):
-        try:
-            run(lambda ptx, which=which: without(ptx, which))
-            found.append(set())
-        except Fault as fault:
-            found.append(set(fault.faults))
-    return found
-
-
-@compiled
-def test_every_barrier_of_a_kernel_is_needed() -> None:
-    """Of those that a row of one tile comes to."""
-    logits, targets = torch.randn(1, 1, 4096), torch.zeros(1, dtype=torch.int64)
-
-    def stats(change: Any) -> list[Any]:
-        with executing("sm_90", change=change) as launches:
-            KERNELS.stats(LogitRows(logits, targets), partials_of(()))
-        return launches
-
-    (sound,) = stats(lambda ptx: ptx)
-    found = of_each_barrier(stats)
-    assert all(faults <= {SHARED, NOTHING} for faults in found)
-    assert sum(map(bool, found)) == sound.counts.barriers
 
 
 # ---- kernels written by hand, for what Triton does not let one plant
@@ -206,34 +137,3 @@ def test_shared_memory_and_barriers(body: str, faults: set[str], order: int) -> 
         want = torch.arange(256, dtype=torch.int32)
         want[::4] = want.view(2, 128).flip(0).reshape(-1)[::4]
         assert torch.equal(x, want)
-
-
-def test_an_instruction_that_is_not_known_is_named() -> None:
-    for body in ("sin.approx.f32 %r5, %r1;", "bar.sync 1;", "add.s32 %r5, %rd1, 1;", "ld.volatile.global.b32 %r5, [%rd1];"):
-        with pytest.raises(UnknownInstruction, match=re.escape(body.rstrip(";"))):
-            by_hand(body)
-
-
-@compiled
-def test_a_fault_names_where_it_is() -> None:
-    x = torch.zeros(255)
-    with (
-        executing("sm_90"),
-        pytest.raises(Fault, match=r"test_compiled_faults\.py:\d+ `.*ld\.global.*program 0, warp 1, lane 31"),
-    ):
-        _planted[(1,)](x, 0, torch.zeros(256), 256, "", 256, num_warps=2)
-
-
-@compiled
-@pytest.mark.parametrize("columns", (1024, 1031))
-def test_in_place_a_row_is_read_before_it_is_written(columns: int) -> None:
-    """By the fused kernel. All warps load the ends of a row that is peeled, which one of them stores; and one thread the target,
-    where others have stored its tile."""
-
-    def fused(change: Any) -> None:
-        logits = torch.randn(1, 1, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
-        with executing("sm_90", 1, change=change):
-            rows = replace(token_rows(1, Objective()), advantages=torch.ones(1), targets=torch.tensor([600]))
-            KERNELS.fused(LogitRows(logits, rows.targets, rows.read), Objective().stage(rows), logits)
-
-    assert sum(DEVICE in faults for faults in of_each_barrier(fused)) == (2 if columns % 8 else 1)

@@ -185,24 +185,6 @@ def test_fp32_operands_are_split_only_where_torch_may_use_less_than_fp32(monkeyp
             assert cpu_products._engine_for(FP32) == engine and cpu_products._engine_for(BF16) == "amx"
 
 
-@pytest.mark.parametrize("name", ["logits", "d_hidden", "d_weight", None])
-def test_a_product_by_tiles_that_leaves_out_a_term_is_noticed(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for tiles: the products by AVX512_BF16, one of them without the last term of each sum."""
-    inner = {"logits": (1, 1), "d_hidden": (1, 0), "d_weight": (0, 0)}  # dimensions of the operands that are summed over
-
-    def stand_in(of: str, real: Callable[..., None]) -> Callable[..., None]:
-        def by_tiles(a: Tensor, b: Tensor, *more: Tensor, by: str) -> None:
-            if by == "amx" and of == name:
-                a, b = (x.narrow(dim, 0, x.shape[dim] - 1) for x, dim in zip((a, b), inner[of], strict=True))
-            real(a, b, *more, by="avx512bf16")
-
-        return by_tiles
-
-    for of in inner:
-        monkeypatch.setattr(cpu_products, of, stand_in(of, getattr(cpu_products, of)))
-    assert cpu_products._tiles_agree() is (name is None)
-
-
 def test_tiles_agree_and_are_released() -> None:
     """What the first use checks on a processor with AMX; and a thread keeps no tiles, which other code with tiles would find."""
     with amx.tiles(agree=None) as emulator:

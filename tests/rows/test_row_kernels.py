@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels.formulas.surrogates import Custom
 from grpo_kernels.rows.backends import Backend
 from support.kernel_rows import (
     COOL,
@@ -27,13 +26,9 @@ from support.kernel_rows import (
     Rows,
     beside,
     check,
-    fused,
-    given,
     in_cpp,
     kernels,
     same,
-    stage_of,
-    stats_of,
     visited,
     ways,
 )
@@ -228,13 +223,6 @@ def test_what_cannot_be_computed_shows_in_its_row(module: Backend, at: int) -> N
             assert found["logps"][1:5].isnan().all() and out[0, 1:3].isnan().all() and (around[[0, 2]] == 7.0).all()
 
 
-def test_sums_of_a_million_terms(module: Backend) -> None:
-    r = Rows(2 * torch.rand(1, 1, 4099 if TRITON else 1 << 20))
-    d, stats = r.logits.double() - r.logits.double().max(), stats_of(module, r)
-    for name, terms in (("sum", d.exp()), ("weighted", d * d.exp()), ("squares", (2 * d).exp())):
-        assert abs(stats.get(name) / terms.sum() - 1) < 1e-6, name  # type: ignore[operator]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scale(module: Backend, dtype: torch.dtype) -> None:
     for shape in ((37,), (2, 3, 531 if TRITON else 40_000)):
@@ -249,25 +237,3 @@ def test_scale(module: Backend, dtype: torch.dtype) -> None:
     before = x.clone()
     module.scale_(x[:, :-1], torch.tensor(0.5))
     assert torch.equal(x[:, :-1], before[:, :-1] * 0.5) and torch.equal(x[:, -1], before[:, -1])
-
-
-def test_nothing_to_do(module: Backend) -> None:
-    """No rows; and a factor of 1, for which more than the machine has is not looked at."""
-    r = Rows(torch.zeros(0, 3, 10))
-    for values, gradient in (visited(module, r), fused(module, r.only("logps"))):
-        assert all(x.shape == (0,) for x in values.values()) and gradient.shape == (0, 3, 10)
-    if in_cpp(module):
-        module.scale_(torch.zeros(1).expand(1 << 40), torch.tensor(1.0))
-
-
-def test_a_slope_beyond_fp32_is_no_finite_gradient(module: Backend) -> None:
-    """Also where only its product with 1 / temperature is beyond it, with kept exponentials and without them."""
-
-    def steep(logp: Any, old_logp: Any, advantage: Any, params: Any) -> Any:
-        return -advantage * logp, advantage * 1e38 * params[0]
-
-    for factor, inverse, coefficient in ((1e10, 1.0, 0.0), (1.0, 1e4, 0.0), (1.0, 1e4, 1e-3)):
-        r = Rows(torch.randn(1, 2, 100), PLAIN._replace(inv_temperature=inverse))
-        r.slopes = {"logps": torch.ones(2), "entropy": torch.full((2,), -coefficient)}
-        module.fused(given(r), stage_of(r, Custom(steep, (factor,))), r.logits)
-        assert not r.logits.isfinite().any()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +14,15 @@ from grpo_kernels.formulas.surrogates import Cispo, Clip, Custom, PolicyGradient
 from grpo_kernels.objective import Objective
 from grpo_kernels.rows.partials import LogitRows, RowTransform, Second
 from support.kernel_rows import Rows, random_slots, values_for, visited
+from support.processes import interpreted
 
 pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from benchmarks.assembly import LOAD, STORE, accesses, bits, blocks, code
-from benchmarks.launches import KERNELS, Beside, Case, compiling, device_name, token_rows
+from benchmarks.assembly import code
+from benchmarks.launches import KERNELS, compiling, device_name, token_rows
+from grpo_kernels.rows import backends
 from grpo_kernels.rows.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(
@@ -34,63 +36,6 @@ def fuse(logits: torch.Tensor, objective: Objective, transform: RowTransform = P
     """A launch of the fused kernel, in place."""
     rows = token_rows(logits.shape[0] * logits.shape[1], objective) if rows is None else rows
     KERNELS.fused(LogitRows(logits, rows.targets, rows.read, transform), objective.stage(rows), logits)
-
-
-def unordered(assembly: str, before: str, after: str) -> list[tuple[int, int]]:
-    """Bits of each pair of accesses that match the patterns, where control comes from the one to the other and to no barrier in
-    between."""
-    body, successors = blocks(assembly)
-
-    def ahead(block: int, line: int) -> set[int]:
-        """Bits of the accesses to which control comes from this line before it comes to a barrier."""
-        found, seen, places = set(), set(), [(block, line)]
-        while places:
-            block, line = places.pop()
-            for text in body[block][line:]:
-                if re.search(r"\bbar\.sync|s_barrier", text):
-                    break
-                found |= set(accesses(after, [text]))
-            else:
-                places += [(next_block, 0) for next_block in successors[block] - seen]
-                seen |= successors[block]
-        return found
-
-    return [
-        (first, second)
-        for i, lines in enumerate(body)
-        for j, text in enumerate(lines)
-        for first in accesses(before, [text])
-        for second in ahead(i, j + 1)
-    ]
-
-
-def without_barriers(assembly: str) -> str:
-    return re.sub(r"bar\.sync|s_barrier", "nop", assembly)
-
-
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-@pytest.mark.parametrize(
-    ("case", "before", "pair"),
-    [
-        (Case("pull"), STORE, (128, 16)),
-        (Case("fused"), STORE, (128, 16)),
-        (Beside("two_pull"), STORE, (128, 16)),
-        (Beside("two_pull"), LOAD, (16, 128)),
-    ],
-    ids=["pull", "fused", "two_pull", "two_pull, in the teacher's memory"],
-)
-def test_what_a_target_has_alone_is_behind_a_barrier(
-    case: Case | Beside, before: str, pair: tuple[int, int], target: str
-) -> None:
-    """One thread stores the target's gradient, the only 16 bits, where another has just stored a tile, in accesses of 128; every
-    thread reads the teacher's target, where another may be about to store a tile."""
-    with compiling(target) as launches:
-        case.launch()
-    ((_, kernel),) = launches
-    assembly = code(kernel)
-    assert sorted({bits(x) for x in re.findall(STORE, assembly)} - {32}) == [16, 128]
-    assert pair not in unordered(assembly, before, STORE)
-    assert pair in unordered(without_barriers(assembly), before, STORE)  # the walk finds what there is to find
 
 
 def test_minimum_and_maximum_of_a_formula_keep_nan() -> None:
@@ -174,3 +119,22 @@ def launch_sparse(n: int, vocab: int, width: int, hidden: torch.dtype, weight: t
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "PIECE", 4)  # so that an id may be cut
         KERNELS.add_hidden_rows(values_for(slots), slots, x, y)
+
+
+# ---- kernels that the compiler refuses, and what stands in for them
+
+
+def test_values_and_gradients_in_the_interpreter() -> None:
+    pytest.importorskip("numpy")  # Triton's interpreter imports it
+    interpreted(Path(__file__).with_name("triton_fallback_cases.py"))
+
+
+def test_auto_alone_may_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRPO_KERNELS_STRICT", raising=False)
+    monkeypatch.setattr(backends, "unavailable", lambda name: None)
+    monkeypatch.setattr(backend, "serves", lambda device: device.type == "cuda")
+    gpu = torch.device("cuda")
+    assert type(backends.pick("auto", gpu)) is backend.OrEager
+    assert all(type(x) is backend.Kernels for x in (backends.pick("auto", gpu, strict=True), backends.pick("triton", gpu)))
+    monkeypatch.setenv("GRPO_KERNELS_STRICT", "1")
+    assert type(backends.pick("auto", gpu)) is backend.Kernels

@@ -19,9 +19,9 @@ from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.objective import Objective
 from grpo_kernels.presets import PRESETS
 from grpo_kernels.rows.backends import triton
-from grpo_kernels.rows.backends.triton.launch import INTERPRETED, LAUNCH, Choice, choose
+from grpo_kernels.rows.backends.triton.launch import LAUNCH, Choice
 from grpo_kernels.rows.partials import RowTransform
-from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, given, matrix, same, slots_of, visited
+from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, given, matrix, same, slots_of
 
 Tensor = torch.Tensor
 WIDTH = 0.5
@@ -128,51 +128,6 @@ def test_every_choice_gives_the_same_rows(choice: str, dtype: torch.dtype, monke
         assert (wider[..., vocab:] == 3.0).all()
         if vocab % 16:  # else threads take other columns, and sums have another order
             assert torch.equal(beside, peeled[1])
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter copies nothing ahead")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tiles_that_are_copied_ahead_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    for vocab in (8192, 8191):
-        r, found = drawn(vocab, dtype, 2), []
-        for stages in (1, 3):
-            set_choices(monkeypatch, Choice(64, 2, ends=2, kept=1, stages=stages))
-            assert choose("fused", vocab, (r.logits, r.logits), 0).flags["STAGES"] == stages
-            found.append((fused(backend, with_bonus(r)), visited(backend, r.only("logps", "entropy"))))
-        for a, b in zip(*found, strict=True):
-            same(a, b, vocab)
-
-
-def test_which_unaligned_gradients_go_by_16_bytes() -> None:
-    """Where each row of them lies as far behind a 16-byte boundary as its logits."""
-    V, columns = 1031, 4
-    logits = torch.empty(3, 4, V)
-    beside = torch.empty(3, 4, V + 4 * columns)[..., 3 * columns : 3 * columns + V]
-    for of, out, peeled in (
-        (logits, logits, True),
-        (logits, beside, True),  # rows further apart by whole accesses
-        (logits[:1, :2], torch.empty(1, 2, V), True),  # the stride over one sequence is none
-        (logits[:, :1], torch.empty(3, 8, V)[:, :1], True),  # sequences of one token, 4 rows apart and 8
-        (logits[:, :2], torch.empty(3, 2, V), False),  # the second sequence begins elsewhere
-        (logits, torch.empty(3, 4, V + 1)[..., 1:], False),
-        (logits, torch.empty(3, 4, V + 1)[..., :V], False),
-    ):
-        assert choose("visit", V, (of, out), 0).flags["PEELED"] is peeled, (of.stride(), out.stride())
-    r = with_bonus(drawn(V, n=2))
-    check(r, fused(backend, r, beside[:1, :2]))
-
-
-@pytest.mark.parametrize("V", (1031, 20003))
-def test_a_row_has_the_same_bits_wherever_it_lies(V: int) -> None:
-    """Unaligned rows start at every distance from a 16-byte boundary."""
-    r, results = with_bonus(drawn(V, torch.bfloat16, 1)), []
-    for at in range(9):
-        memory = torch.full((V + 16,), 2.0, dtype=torch.bfloat16)
-        place = memory[at : at + V].view(1, 1, V)
-        place.copy_(r.logits)
-        results.append(fused(backend, Rows(place, PLAIN, None, None, r.targets, r.slopes), place))
-        assert (memory[:at] == 2.0).all() and (memory[at + V :] == 2.0).all()
-        same(results[-1], results[0], at)
 
 
 @pytest.mark.parametrize("V", (151_936, 128_257))

@@ -1,4 +1,4 @@
-"""Kernels that cannot run, in Triton's interpreter: what runs in their place, against float64. Run by test_triton_fallback.py."""
+"""Kernels that cannot run, in Triton's interpreter: what runs in their place, against float64. Run by test_triton_compile.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import triton as language
-from triton.runtime.errors import PTXASError
 from triton.runtime.interpreter import InterpretedFunction
 
 from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
@@ -163,27 +162,6 @@ def test_an_error_of_the_device_is_not_swallowed(error: Exception, compiling: bo
         with pytest.raises(type(error)) as raised:
             right()
     assert raised.value is error and not triton.launch._remembered and launches == {("fused", 512): 1}
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        PTXASError("Internal Triton PTX codegen error\n`ptxas` stderr:\nptxas fatal   : (C7600) Register allocation failed\n"),
-        language.CompilationError("def f(x):\n    return 1", None, "the culprit"),  # type: ignore[arg-type]
-        RuntimeError("PassManager::run failed"),
-        OSError("No space left on device"),
-        RuntimeError("Triton Error [CUDA]: too many resources requested for launch"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_what_the_compiler_refuses_goes_elsewhere(error: Exception, refuse: Refuse) -> None:
-    refuse(*KERNELS, error=error, compiling=True)
-    with pytest.warns(RuntimeWarning) as caught:
-        right()
-    gist = {"PTXASError": "ptxas fatal", "CompilationError": "the culprit"}.get(type(error).__name__, str(error))
-    assert len(messages(caught.list)) == len(KERNELS) and all(
-        f"{type(error).__name__}: " in m and gist in m and "\n" not in m for m in messages(caught.list)
-    )
 
 
 def by_torch(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:

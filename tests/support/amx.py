@@ -48,12 +48,11 @@ def install(library: Path) -> Any:
 
 @contextmanager
 def processor(
-    found: tuple[str, int, int], allowed: bool = True, agree: bool | None = True, has_run: bool = True
+    found: tuple[str, int, int], allowed: bool = True, agree: bool | None = True
 ) -> Iterator[None]:  # fmt: skip
     """Another answer of CPUID and of the system.
 
-    agree    what comparing its tiles gives; None: they are compared.
-    has_run  whether tiles count as verified."""
+    agree    what comparing its tiles gives; None: they are compared."""
     from grpo_kernels.rows.backends import cpu_products
 
     with ExitStack() as patches:
@@ -61,7 +60,7 @@ def processor(
             (cpu_products._cpu, "processor", lambda: found),
             (cpu_products._cpu, "ask_for_tiles", lambda: allowed),
             (cpu_products, "_tiles_agree", cpu_products._tiles_agree if agree is None else lambda: agree),
-            (cpu_products, "TILES_HAVE_RUN", has_run),
+            (cpu_products, "TILES_HAVE_RUN", True),
             (cpu_products, "_chosen", None),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))

@@ -1,4 +1,4 @@
-"""Tensors compared bit by bit, and before and after a call."""
+"""Tensors compared bit by bit, and before and after a call; the largest errors that checks have seen."""
 
 from __future__ import annotations
 
@@ -27,3 +27,14 @@ def snapshot(**tensors: Tensor | None) -> Callable[[], None]:
             assert new is not None and same_bits(old, new.detach()), f"{name} was modified"
 
     return check
+
+
+#: Errors against float64 that checks have seen, for the table of docs/gpu.md.
+LARGEST: dict[str, float] = {}
+
+
+def note(what: str, errors: torch.Tensor) -> None:
+    """Remembers the largest of these, if it is the largest so far."""
+    errors = errors[errors.isfinite()]
+    if errors.numel():
+        LARGEST[what] = max(LARGEST.get(what, 0.0), float(errors.max()))

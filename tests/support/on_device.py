@@ -6,7 +6,8 @@ r"""A pytest plugin that runs tests written for the CPU on another device, uncha
 Tensors that a test makes without naming a device are made there (the package has to name its own); random ones are drawn on
 the CPU and moved, so that the numbers are those the tests were written with.
 
-Tests run in an order for a run that may be cut off: each value of a parameter comes before its other combinations.
+Tests run in an order for a run that may be cut off: each value of a parameter comes before its other combinations, which
+GRPO_KERNELS_TEST_FIRST=1 leaves out (what tests/repository/versions.py runs with --quick).
 With GRPO_KERNELS_TEST_REPORT=file, the number of tests and each outcome are appended to it as lines of JSON at once.
 benchmarks/gpu_kit.py uses all of it."""
 
@@ -29,11 +30,6 @@ RANDOM = {torch.rand, torch.randn, torch.randint, torch.randperm}
 MADE = RANDOM | {
     torch.arange, torch.empty, torch.empty_strided, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros,
 }  # fmt: skip
-#: Tests that are about the CPU. All others have to pass on every device.
-CPU_ONLY = {
-    "test_autocast": "it switches on the CPU's autocast",
-    "test_chunk_count_changes_only_rounding": "it changes the CPU's chunk size",
-}
 FIRST: set[str] = set()  # the tests of the first wave
 #: Errors after which a CUDA context cannot be used any more.
 FATAL = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch failure")
@@ -68,26 +64,26 @@ MODE = OnDevice(os.environ.get("GRPO_KERNELS_TEST_DEVICE", "cpu"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    MODE.__enter__()  # before modules are imported: some make tensors for their parameters
+    if MODE.device != "cpu":
+        MODE.__enter__()  # before modules are imported: some make tensors for their parameters
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    MODE.__exit__(None, None, None)
+    if MODE.device != "cpu":
+        MODE.__exit__(None, None, None)
 
 
 @pytest.hookimpl(trylast=True)  # of the tests that are left
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        reason = CPU_ONLY.get(getattr(item, "originalname", ""))
-        if reason is not None and MODE.device != "cpu":
-            item.add_marker(pytest.mark.skip(reason=reason))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = in_waves(items)
+    if os.environ.get("GRPO_KERNELS_TEST_FIRST") == "1":
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in FIRST])
+        items[:] = [item for item in items if item.nodeid in FIRST]
 
 
 def in_waves(items: list[pytest.Item]) -> list[pytest.Item]:
     """Sorts the tests. First come as many cases of each test as are needed for every value of each parameter to occur, file by
-    file. In a file they alternate between the tests, and objectives of one pass, each of which has its own kernel, come first.
-    Then the remaining cases follow in their order."""
+    file. In a file they alternate between the tests. Then the remaining cases follow in their order."""
     values: dict[tuple[str, str], list[int]] = {}
     for item in items:
         for name, value in parameters(item).items():
@@ -102,14 +98,14 @@ def in_waves(items: list[pytest.Item]) -> list[pytest.Item]:
         return all(place == along % len(k) for place, k in zip(places, known, strict=True))
 
     files, turn, seen = list(dict.fromkeys(item.path for item in items)), Counter[str](), set[tuple[str, str, int]]()
-    first: dict[pytest.Item, tuple[int, int, int]] = {}
+    first: dict[pytest.Item, tuple[int, int]] = {}
     for wanted in (on_the_diagonal, lambda item: item not in first):
         for item in filter(wanted, items):
             new = {(test_of(item), name, id(value)) for name, value in parameters(item).items()}
             if new - seen or not new:
                 seen |= new
                 turn[test_of(item)] += 1
-                first[item] = files.index(item.path), several_passes(item), turn[test_of(item)]
+                first[item] = files.index(item.path), turn[test_of(item)]
     FIRST.update(item.nodeid for item in first)
     return [*sorted(first, key=first.__getitem__), *(item for item in items if item not in first)]
 
@@ -121,15 +117,6 @@ def test_of(item: pytest.Item) -> str:
 def parameters(item: pytest.Item) -> dict[str, Any]:
     callspec = getattr(item, "callspec", None)
     return {} if callspec is None else callspec.params
-
-
-def several_passes(item: pytest.Item) -> bool:
-    if "name" not in parameters(item):
-        return False
-    from support.objectives import OBJECTIVES  # not with the plugin: the package is the tests' to import
-
-    name = parameters(item)["name"]
-    return name in OBJECTIVES and not OBJECTIVES[name][0]().one_pass
 
 
 def write(**line: Any) -> None:

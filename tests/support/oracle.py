@@ -61,13 +61,6 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Transform:
-    scale: float = 1.0
-    softcap: float | None = None
-    temperature: float | Tensor = 1.0
-
-
-@dataclass(frozen=True)
 class Result:
     """Tensors are flat [N]; rows that are not trained hold 0 (from log_ratio on: trained rows only, in order)."""
 
@@ -109,19 +102,10 @@ def to_rows(value: float | Tensor, sequences: list[list[int]], dtype: torch.dtyp
     return out
 
 
-def log_probs(
-    logits: Tensor,
-    targets: Tensor,
-    transform: Transform | None = None,
-    cu_seqlens: Tensor | None = None,
-    keep: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All log-probs [n, V], log-probs of the targets [n] and entropies [n]; a row with p = 0 somewhere is fine. `keep`: bool, the
-    shape of logits, the ids that the softmax runs over."""
-    z, ids = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1).to(torch.int64)
-    kept = None if keep is None else keep.reshape(z.shape)
-    rows = Rows(z, ids, vars(transform or Transform()), sequences_of(targets, cu_seqlens), keep=kept)
-    return rows.log_p, rows.chosen, rows.entropy
+def log_probs(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs of the labels, entropies, in float64; a row with p = 0 somewhere is fine."""
+    p = torch.log_softmax(logits.double() / temperature, -1)
+    return p.gather(-1, labels[..., None])[..., 0], -(p.exp() * torch.where(p == -torch.inf, 0.0, p)).sum(-1)
 
 
 def by_sign(positive: Tensor, yes: float, no: float) -> Tensor:
@@ -457,39 +441,6 @@ def in_sequence(spec: Spec, x: Tensor, advantage: Tensor, weight: Tensor, margin
         logs = torch.where(weight == 0, 1.0, weight).log().clamp(math.log(1e-8), 20.0)
         return x.clamp(-20.0, 20.0) + logs
     return x
-
-
-def loss(
-    spec: Spec,
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    cu_seqlens: Tensor | None = None,
-    mask: Tensor | None = None,
-    transform: Transform | None = None,
-    dtype: torch.dtype = torch.float64,
-    keep: Tensor | None = None,
-    **fields: Tensor | float | None,
-) -> tuple[Result, Tensor]:
-    """The loss of logits and its gradient with respect to them, in the logits' shape.
-
-    With dtype=torch.float32 the same lines are what a careful trainer would write, and the gradient is rounded to the
-    logits' dtype: the naive computation whose error ours must not exceed."""
-    leaf = logits.detach().to(torch.float64 if dtype == torch.float64 else logits.dtype).clone().requires_grad_()
-    sequences = sequences_of(targets, cu_seqlens)
-    rows = targets.numel()
-    at = torch.arange(rows) if mask is None else (mask.reshape(-1) != 0).nonzero()[:, 0]
-    flat = leaf.reshape(rows, logits.shape[-1])[at].to(dtype)
-    picked = Transform() if transform is None else transform
-    temperature = to_rows(picked.temperature, sequences, dtype)[at]
-    kept = None if keep is None else keep.reshape(rows, -1)[at]
-    own = Transform(picked.scale, picked.softcap, temperature)
-    _, chosen, h = log_probs(flat, targets.reshape(-1)[at], own, keep=kept)
-    logps = torch.zeros(rows, dtype=dtype).index_put((at,), chosen)
-    entropy = torch.zeros(rows, dtype=dtype).index_put((at,), h)
-    result = objective(spec, logps, entropy, sequences, mask=mask, **fields)  # type: ignore[arg-type]
-    (gradient,) = torch.autograd.grad(result.loss, leaf)
-    return replace(result, loss=result.loss.detach()), gradient
 
 
 def divergence(logps: Tensor, teacher_logps: Tensor, kind: str, mixture: float = 0.0) -> Tensor:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ pytest.importorskip("datasets")
 import numpy
 import transformers
 
+from grpo_kernels.__main__ import main as command_line
 from grpo_kernels.training.trainer import TrainConfig, Trainer
 
 Line = dict[str, Any]
@@ -85,11 +89,11 @@ def trainer(
     )
 
 
-def on_disk(tok: Any, folder: Path, rows: Any = PROMPTS) -> list[str]:
+def on_disk(tok: Any, folder: Path) -> list[str]:
     """A model and a data set in files; what the command line says of them."""
     tiny(tok).save_pretrained(folder / "model")
     tok.save_pretrained(folder / "model")
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     return flags(model=folder / "model", dataset=folder / "rows.jsonl", device="cpu")
 
 
@@ -127,3 +131,55 @@ def saved(out: Path, which: int = -1) -> dict[str, Any]:
 RUN: dict[str, Any] = dict(
     beta=0.1, ref_refresh_steps=2, num_updates=2, eval_steps=2, eval_prompts=4, warmup_steps=2, weight_decay=0.1
 )
+
+# ---- a run that is killed at random moments and resumed after each, in a process of its own
+
+#: Events that are counted, so that the moments are the same on a busy and on an idle machine: before each of these something is
+#: not yet there that will be after it. Between two of them nothing changes on the disk but the end of a file that is written.
+EVENTS = set("open os.rename os.remove os.mkdir os.rmdir os.truncate shutil.rmtree fcntl.flock fcntl.lockf".split())
+
+
+def kill_at(metrics: Path, after: int, at: int) -> None:
+    """Kills this process at event number `at` once `after` steps are written."""
+    number, asking = 0, False
+
+    def hook(event: str, _: Any) -> None:
+        nonlocal number, asking
+        if event in EVENTS and not asking:
+            asking = True
+            number += (metrics.read_bytes().count(b"\n") if metrics.exists() else 0) >= after
+            asking = False
+            if number == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def ended_with(argv: list[str], *kill: Any) -> int:
+    """The status with which a process ends that runs this, and is killed."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            if kill:
+                kill_at(*kill)
+            status = command_line(argv)
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1]
+
+
+def killed(argv: list[str], folder: str, steps: int, kills: int, seed: int) -> None:
+    """`argv` runs straight, and with kills, each after a step of its own; every fifth while the run still starts."""
+    import transformers.hf_argparser
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401  # so that each run has everything imported
+
+    rng = random.Random(seed)
+    sys.path.insert(0, folder)
+    assert ended_with([*argv, "--out", f"{folder}/straight"]) == 0
+    argv = [*argv, "--resume", "--out", f"{folder}/killed"]
+    for i in range(kills):
+        after = 0 if i % 5 == 4 else 1 + (steps - 4) * i // kills
+        ended = ended_with(argv, Path(folder, "killed", "metrics.jsonl"), after, rng.randrange(1, 25))
+        assert os.WIFSIGNALED(ended), "it ended before it was killed"
+    assert ended_with(argv) == 0

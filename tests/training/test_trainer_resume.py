@@ -126,7 +126,7 @@ def test_killed_at_random_moments_and_resumed_it_is_the_same_run(tok, tmp_path, 
     )  # fmt: skip
     argv = ["train", *on_disk(tok, tmp_path), *flags(**options), "--no-progress"]
     number = 20260 if steps == 6 else int.from_bytes(os.urandom(4), "little")
-    finish(start(f"from support import kills; kills.main(*{(argv, str(tmp_path), steps, kills, number)!r})"))
+    finish(start(f"from support import runs; runs.killed(*{(argv, str(tmp_path), steps, kills, number)!r})"))
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert_same(killed, straight)
     assert len(lines(straight)) == steps + 1 and all(line["grad_norm"] > 0 for line in lines(straight)[:-1])

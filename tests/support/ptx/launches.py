@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.launches import _Driver
 from grpo_kernels.rows.backends import triton as backend
-from support.largest import LARGEST
+from support.bits import LARGEST
 from support.ptx.program import Counts, Program
 
 Tensor = torch.Tensor
