@@ -36,6 +36,7 @@ pytestmark = pytest.mark.skipif(
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", TARGETS)
 def test_budgets(target: str) -> None:
     """No spills, no fp64, wide accesses, registers and threads as `LAUNCH` intends, and hardly any shared memory: GPUs lend a

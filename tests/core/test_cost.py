@@ -223,6 +223,7 @@ def call(layer: int, dtype: str, n: int, **more: Any) -> str:
     return json.dumps({"layer": layer, "dtype": dtype, "n": n, **more})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layer", [1, 2])
 def test_the_peak_is_flat_in_the_number_of_rows(layer: int, dtype: str) -> None:

@@ -415,6 +415,7 @@ def zero3(rank: int, store: str) -> None:
 # ---- the tests
 
 
+@pytest.mark.long
 def test_on_two_ranks(two: dict[str, str], name: str) -> None:
     assert two[name] == "ok", two[name]
 

@@ -484,6 +484,7 @@ def check_bad_input(rank: int, ranks: int) -> None:
 # ---- the tests
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", [name for name in list(globals()) if name.startswith("check_")])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_ranks(on_ranks: Callable[..., dict[str, str]], ranks: int, check: str) -> None:

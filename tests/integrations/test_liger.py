@@ -222,6 +222,7 @@ def interpreted(target):
     torch.save(results, target)
 
 
+@pytest.mark.long
 def test_the_same_results_as_interpreted_triton(tmp_path):
     """Per token and reduced, in value, metrics and gradient. But for defects of Liger's: LUSPO reduced multiplies by the length
     twice at sequence level; a delta below 1 + eps_high drops the gradient of tokens with A < 0 and a ratio between the two."""

@@ -174,6 +174,7 @@ def main(rank, path):
 # ---- the test
 
 
+@pytest.mark.long
 def test_two_ranks(tmp_path):
     for name, tied in (("tied", True), ("untied", False)):
         trl_cases.save_model(tmp_path / name, tie_word_embeddings=tied)

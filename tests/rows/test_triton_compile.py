@@ -124,6 +124,7 @@ def launch_sparse(n: int, vocab: int, width: int, hidden: torch.dtype, weight: t
 # ---- kernels that the compiler refuses, and what stands in for them
 
 
+@pytest.mark.long
 def test_values_and_gradients_in_the_interpreter() -> None:
     pytest.importorskip("numpy")  # Triton's interpreter imports it
     interpreted(Path(__file__).with_name("triton_fallback_cases.py"))

@@ -210,6 +210,7 @@ def assert_same_run(got, want):
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=5e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_curve_and_parameters_are_those_of_one_process(folder, alone, name):
     assert_same_run(folder / name, alone / name)

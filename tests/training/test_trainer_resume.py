@@ -117,6 +117,7 @@ def test_a_run_that_fails_keeps_its_steps(tok, tmp_path, straight):
     assert_same(tmp_path, straight)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kills", "steps"), [(2, 6), pytest.param(25, 60, marks=pytest.mark.slow)])
 def test_killed_at_random_moments_and_resumed_it_is_the_same_run(tok, tmp_path, kills, steps):
     (tmp_path / "kill_rewards.py").write_text("from support.runs import noisy\n")

@@ -50,9 +50,8 @@ class _Executor(_Driver):
 
 
 @contextlib.contextmanager
-def executing(target: str, order: int = 0, change: Any = None) -> Iterator[list[Executed]]:
-    """Inside, a launch is compiled for `target` and run, with warps in that `order`; each is appended to the list. `change`: makes
-    another PTX of a kernel's before it is run."""
+def executing(target: str, order: int = 0) -> Iterator[list[Executed]]:
+    """Inside, a launch is compiled for `target` and run, with warps in that `order`; each is appended to the list."""
     launches: list[Executed] = []
     run = JITFunction.run
 
@@ -60,7 +59,7 @@ def executing(target: str, order: int = 0, change: Any = None) -> Iterator[list[
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if warmup:
             return kernel
-        program = _program(kernel, change)
+        program = _program(kernel)
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         types = {name: kind for name, kind in kernel.src.signature.items() if name in given}
         values = [pair for name, kind in types.items() for pair in _flat(kind, given[name])]
@@ -83,10 +82,8 @@ def executing(target: str, order: int = 0, change: Any = None) -> Iterator[list[
         yield launches
 
 
-def _program(kernel: Any, change: Any) -> Program:
+def _program(kernel: Any) -> Program:
     """Read once for each compiled kernel."""
-    if change is not None:
-        return Program(change(kernel.asm["ptx"]))
     if not hasattr(kernel, "executed"):
         kernel.executed = Program(kernel.asm["ptx"])
     return kernel.executed
