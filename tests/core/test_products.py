@@ -11,6 +11,7 @@ import torch
 
 from grpo_kernels import (
     EntropyQuantile,
+    Head,
     Objective,
     OffPolicySequences,
     Options,
@@ -210,3 +211,15 @@ def test_slopes_of_a_kept_block_are_those_of_logits_that_are_made_again(
     for one, other in zip(*found, strict=True):
         assert one is not None and other is not None and other.any()
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance * float(other.abs().max()))
+
+
+def test_a_reference_with_the_weight_of_the_policy_and_a_bias_of_its_own(backend: str) -> None:
+    (hidden, weight), options = leaves(True), Options(backend)
+    biases = torch.randn(2, V)
+    heads = [Head(weight, bias) for bias in biases]
+    found = linear_divergence(hidden, heads[0], (0.5 * hidden.detach(), heads[1]), mask=MASK, options=options)
+    log_p, log_q = (
+        (scale * hidden @ weight.t() + bias).log_softmax(-1) for scale, bias in zip((1.0, 0.5), biases, strict=True)
+    )
+    expected = torch.where(MASK, (log_p.exp() * (log_p - log_q)).sum(-1), 0.0)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
