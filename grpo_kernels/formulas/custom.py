@@ -100,8 +100,8 @@ class Custom(Surrogate):
 
     slope="autograd" is meant for prototypes: `function` returns the loss alone, in operations that torch can differentiate, and
     autograd finds the slope. It runs in torch with every backend, and costs a second read of the logits and a graph over [n]
-    numbers. Detach in the formula what shall have no gradient. Raises ValueError where the
-    function does not return what it should.
+    numbers. Detach in the formula what shall have no gradient. Raises ValueError where the function does not return what it
+    should.
     """
 
     function: Callable[..., Any]

@@ -188,6 +188,12 @@ class Terms(NamedTuple):
     d_entropy: Tensor | None  # None without a bonus
     d_listed: Tensor  # d loss / d the row's term in the log-probs of listed ids
 
+    @property
+    def upstream(self) -> dict[str, Tensor]:
+        """What arrives at the statistics of the rows, by name."""
+        own = {"logps": self.d_logps}
+        return own if self.d_entropy is None else own | {"entropy": self.d_entropy}
+
 
 class TokenStage(NamedTuple):
     """The token stage of an objective whose slopes depend on one token alone, for these rows. `rows.divergence_weight` is the

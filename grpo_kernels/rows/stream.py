@@ -532,12 +532,12 @@ class ListedRows(NamedTuple):
         ids = LogitsAt(self.ids, logits, self.ids.ids >= 0)
         of_ids = torch.where(ids.used, ids.log_probs(partials, read, self.transform), 0.0)
         term, of_term = listed.of(of_ids, self.stage.rows.advantages)
-        losses, d_logps, d_entropy, d_term = self.stage.terms(logps, entropy, term)
+        terms = self.stage.terms(logps, entropy, term)
+        losses = terms.losses
         if out is not None:
-            upstream = {"logps": d_logps} if d_entropy is None else {"logps": d_logps, "entropy": d_entropy}
-            slopes = Slopes.of({"entropy": entropy}, upstream, read)
+            slopes = Slopes.of({"entropy": entropy}, terms.upstream, read)
             of_rows = (self.targets, read, partials, slopes, self.transform)
-            at_ids, slopes = ids.gradients(d_term[listed.rows] * of_term, None, *of_rows)
+            at_ids, slopes = ids.gradients(terms.d_listed[listed.rows] * of_term, None, *of_rows)
             backend.gradient(rows, partials.at(self.at), slopes.at(self.at), out)
             write_at(out, here.positions(out.shape[1]), at_ids, here.ids >= 0)
         losses = losses if read is None else torch.where(read, losses, 0.0)

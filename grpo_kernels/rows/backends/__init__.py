@@ -159,8 +159,8 @@ class Backend(ABC):
             block, own = rows.cut(lo, hi), stage if hi - lo == n else stage.at(slice(lo, hi))
             partials = self.visit(block, names)
             logps, entropy = partials.logps, partials.entropy
-            losses, d_logps, d_entropy, _ = own.terms(logps, entropy)
-            upstream = {"logps": d_logps} if d_entropy is None else {"logps": d_logps, "entropy": d_entropy}
+            terms = own.terms(logps, entropy)
+            losses, upstream = terms.losses, terms.upstream
             divergence, weight = None if second is None else partials.divergence, own.rows.divergence_weight
             if divergence is not None and weight is not None:
                 losses = losses + torch.where(weight == 0, 0.0, weight * divergence)
