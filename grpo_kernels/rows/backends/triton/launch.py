@@ -185,7 +185,7 @@ def _launch(
         flags |= {"FIRST_HINT": first, "LAST_HINT": last, "STAGES": choice.stages if tiles > ends and _copies_ahead() else 1}
     return Launch(
         flags,
-        options(lanes, choice, kind not in ("two", "mixed")),
+        options(lanes, choice, fusion=False),  # kernels of rows say where: `_fma`
         max(1, choice.programs * choice.threads // lanes),
     )
 
