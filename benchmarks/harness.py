@@ -185,9 +185,10 @@ def compilations() -> Iterator[Callable[[], int]]:
 
     kernels = 0
 
-    def listener(**_: Any) -> None:
+    def listener(src: Any = None, **_: Any) -> None:
         nonlocal kernels
         kernels += 1
+        print("compiled:", getattr(src, "name", src), getattr(src, "signature", ""), getattr(src, "attrs", ""), flush=True)
 
     graphs = counters["stats"]["unique_graphs"]
     try:

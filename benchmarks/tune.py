@@ -143,8 +143,8 @@ def settings(kind: str, small: bool) -> list[Setting]:
     ]
     around = [now]
     if kind in ("visit", *FUSED):
+        shapes = [c._replace(stages=stages) for c in shapes for stages in (1, 3)]
         around += [now._replace(hints=not now.hints), *(now._replace(stages=stages) for stages in (1, 3, 4))]
-        shapes = [c if copied_ahead(c) <= SHARED else c._replace(stages=1) for c in shapes]
     if kind in FUSED:
         around += [now._replace(grid=grid) for grid in (0.5, 1.0)] + [now._replace(kept=kept) for kept in range(now.ends)]
         around += [now._replace(ends=now.ends + more, kept=now.ends + more) for more in (1, 2)]

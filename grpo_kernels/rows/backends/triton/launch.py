@@ -114,7 +114,7 @@ class Choice(NamedTuple):
 #: tile. Triton 3.6 drops the cache hints of what is copied.
 LAUNCH = {
     "visit": Choice(512, 2, programs=2, ends=2, stages=3),
-    "fused": Choice(512, 4, ends=2, kept=1, hints=True, stages=3),
+    "fused": Choice(512, 2, programs=2, ends=2, kept=1, hints=True, stages=3),
     "fused32": Choice(512, 4, ends=3, kept=3, hints=True, stages=3),
     "two": Choice(512, 2),
     "mixed": Choice(512, 1),
