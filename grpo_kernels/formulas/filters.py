@@ -106,7 +106,11 @@ class TrustRegion(Filter):
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
         anchor = rows.old_logps if rows.sampler_logps is None else rows.sampler_logps
-        return TRUST_REGIONS[self.kind](logps, logps if anchor is None else anchor, rows.advantages, self.params)
+        return self.keeps(logps, logps if anchor is None else anchor, rows.advantages)
+
+    def keeps(self, logps: Tensor, anchor_logps: Tensor, advantages: Tensor) -> Tensor:
+        """Whether tokens with these log-probs under the policy and the anchor are kept, bool."""
+        return TRUST_REGIONS[self.kind](logps, anchor_logps, advantages, self.params)
 
 
 @with_hints

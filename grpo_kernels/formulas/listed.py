@@ -1,4 +1,5 @@
-"""Terms of a loss in the log-probs of ids that are listed for each row, beside its token: score centering, soft targets, top-k KL.
+"""Terms of a loss in the log-probs of ids that are listed for each row, beside its token: soft targets, top-k KL, score
+centering (see centering.py).
 
 A function of these has the arguments
 
@@ -12,12 +13,9 @@ and returns (term, slope), each [k]: a row's term is the sum over its ids, the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-
-from ..checks import LARGEST, require_number, require_one_of, with_hints
 
 Tensor = torch.Tensor
 ListedFunction = Callable[[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, Tensor]]
@@ -32,57 +30,6 @@ def prob_term(logp: Tensor, values: Tensor, advantage: Tensor, sums: Any) -> tup
     """sum_v r_v p_v, with the values r."""
     term = values * logp.exp()
     return term, term
-
-
-@with_hints
-@dataclass(frozen=True)
-class ScoreCentering:
-    """Take the drift of a sampler that is not the policy out of the gradient (arXiv 2609.20807), as `Objective(listed=)`.
-
-        sets = TokenSets.from_padded(sampler_ids, values=sampler_logps)  # of the sampler's head, 128 ids say
-        batch = TokenBatch(targets, advantages, old_logps=sampler, logp_terms=sets)
-        objective = Objective(PolicyGradient(), listed=ScoreCentering("min", 2.0))
-
-    The expectation of w grad log p over the sampler q is no longer 0. Added is A sum_v sg(q_v w_v) log p_v over the listed ids,
-    whose values are log q_v; w is the weight that the policy term has, as a function f of p / q:
-
-    weight   "none": 1. "min": min(p / q, cap), truncated importance sampling. "clip": p / q between 1 / cap and cap. "mask": p / q
-             where it is between these, else 0.
-    cap      at least 1.
-    tail     True: the list is the head of q. The other ids count as if p / q were the same for all of them: the coefficient is
-             q f(p / q) - a p, a = r f(1 / r), r = (1 - sum q) / (1 - sum p), both masses at least 1e-6. False: the list is
-             all of q, as a kept set is.
-
-    A batch's `weights` multiply both terms: those of a token (TIS) would undo the centering. They belong into the surrogate, as
-    `rollout_is` has them. Raises ValueError naming the argument that is wrong."""
-
-    weight: str = "none"
-    cap: float = 2.0
-    tail: bool = True
-
-    def __post_init__(self) -> None:
-        require_one_of("weight", self.weight, WEIGHTS)
-        require_number("cap", self.cap, "it bounds p / q and is a finite number of at least 1.", 1, LARGEST)
-
-    def __call__(self, logp: Tensor, values: Tensor, advantage: Tensor, sums: Any) -> tuple[Tensor, Tensor]:
-        p, q = logp.exp(), values.exp()
-        coefficient = q * self._of_ratio((logp - values).clamp(max=60.0).exp())
-        if self.tail:
-            rest = (1.0 - sums(q)).clamp(min=1e-6) / (1.0 - sums(p)).clamp(min=1e-6)
-            coefficient = coefficient - rest * self._of_ratio(1.0 / rest) * p
-        return logp_term(logp, advantage * coefficient, advantage, sums)
-
-    def _of_ratio(self, ratio: Tensor) -> Tensor:
-        return WEIGHTS[self.weight](ratio, self.cap)
-
-
-#: f(p / q, cap).
-WEIGHTS: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "none": lambda ratio, cap: torch.ones_like(ratio),
-    "min": lambda ratio, cap: ratio.clamp(max=cap),
-    "clip": lambda ratio, cap: ratio.clamp(1.0 / cap, cap),
-    "mask": lambda ratio, cap: torch.where((ratio >= 1.0 / cap) & (ratio <= cap), ratio, 0.0),
-}
 
 
 class ListedTerms(NamedTuple):

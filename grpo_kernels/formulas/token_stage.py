@@ -77,13 +77,14 @@ def token_terms(
     sequence; at the other levels, and for a detached ratio, d loss / d logp is the whole slope. TRUST compares with
     anchor_logp."""
     zero = policy_weight * 0.0
-    if TRUST is not None:
-        policy_weight = ops.where(TRUST(logp, anchor_logp, advantage, trust_params), policy_weight, 0.0)
     if entropy_floor is not None:
         high = above_floor(entropy, entropy_floor)
         policy_weight = ops.where(high, policy_weight, 0.0)
         if entropy_weight is not None:
             entropy_weight = ops.where(high, entropy_weight, 0.0)
+    listed_weight = policy_weight  # what TRUST thinks of the token says nothing of the other ids of its row
+    if TRUST is not None:
+        policy_weight = ops.where(TRUST(logp, anchor_logp, advantage, trust_params), policy_weight, 0.0)
     bounded = log_ratio
     if ratio_bounds is not None:
         bounded = ops.minimum(ops.maximum(log_ratio, ratio_bounds[0]), ratio_bounds[1])
@@ -99,7 +100,7 @@ def token_terms(
     loss = ops.where(out, 0.0, policy_weight * loss)
     d_logp = ops.where(out, 0.0, policy_weight * slope)
     if listed is not None:
-        loss = loss + ops.where(out, 0.0, policy_weight * listed)
+        loss = loss + ops.where(listed_weight == 0.0, 0.0, listed_weight * listed)
     d_ratio = zero
     if LEVEL == "sequence" or LEVEL == "sequence-sum":
         if not DETACHED:
@@ -123,7 +124,7 @@ def token_terms(
     if nll_weight is not None:
         loss = loss - ops.where(nll_weight == 0.0, 0.0, nll_weight * logp)
         d_logp = d_logp - nll_weight
-    return loss, d_logp, d_ratio, d_entropy, policy_weight
+    return loss, d_logp, d_ratio, d_entropy, listed_weight
 # fmt: on
 
 

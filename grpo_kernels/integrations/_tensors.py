@@ -25,6 +25,7 @@ from .. import (
 )
 from ..checks import require, require_one_of
 from ..distributed import VocabShard
+from ..formulas.centering import ScoreCentering
 from ..formulas.divergence import divergence_at
 from ..layout import of_a_leaf
 from ._swap import NotCovered
@@ -199,16 +200,33 @@ def in_a_column(
 
 def at_ids(logits: Tensor, ids: Tensor, **others: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     """(log-probs at the ids [.., K] of each row of logits [.., V], entropies if asked for, [..]: how many different ids a row
-    has), in one visit of each row, for trainers that take an id several times. `others` are those of `token_logprobs`."""
+    has), in one visit of each row, for trainers that take an id several times. An id of -1 is padding, with log-prob 0. `others`
+    are those of `token_logprobs`."""
     flat = ids.flatten(0, -2)
     in_order, order = flat.sort(-1)
     first = torch.ones_like(flat, dtype=torch.bool)
     first[:, 1:] = in_order[:, 1:] != in_order[:, :-1]
+    first &= in_order >= 0
     sets = TokenSets.from_counts(in_order[first], first.sum(-1))
     place = first.reshape(-1).cumsum(0).view(flat.shape) - 1  # in the sets' ids
-    found = token_logprobs(logits, no_ids(ids[..., 0]), at=sets, **others)
-    logps = found.also["at"][place.gather(-1, order.argsort(-1))].view(ids.shape)
+    found = token_logprobs(logits, ids[..., 0].clamp(min=0).long(), at=sets, **others)  # a kept set has the first
+    of_sets = torch.cat([found.also["at"], logits.new_zeros(1, dtype=torch.float32)])  # what comes last is for padding
+    logps = of_sets[place.gather(-1, order.argsort(-1)).masked_fill(flat < 0, -1)].view(ids.shape)
     return logps, found.entropy, first.sum(-1).view(ids.shape[:-1])
+
+
+#: A log-prob that has no mass.
+NO_MASS = -1e4
+
+
+def centered(centering: ScoreCentering, logps: Tensor, sampler: Tensor, advantages: Tensor) -> Tensor:
+    """[..]: a row's term of score centering, from log-probs [.., K] of the same ids under the policy, with gradient, and under the
+    sampler, -inf for padding; advantages [..]."""
+    given = sampler > -math.inf
+    ours, theirs = (torch.where(given, x, NO_MASS) for x in (logps, sampler))
+    with torch.no_grad():
+        slopes = centering(ours, theirs, advantages[..., None], lambda x: x.sum(-1, keepdim=True))[1]
+    return torch.where(slopes != 0, slopes * ours, 0.0).sum(-1)
 
 
 def divergence_over(exact: Exact, logps: Tensor, teacher: Tensor) -> Tensor:

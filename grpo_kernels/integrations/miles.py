@@ -12,6 +12,9 @@ vocabulary), records that have not a set for each token, a target outside of its
 teacher, whose log-probs run over the vocabulary: `reference_over="kept"` says that they run over the same sets. The entropy is over
 the vocabulary unless `entropy_over="kept"`. True on-policy mode is left to miles, and refused with replay.
 
+With `--loss-type score_centering` it also replaces `selected_log_probs_and_entropy`: one visit of a row gives the log-probs of its
+token and of the sampler's head, and the entropy; the loss is miles' own.
+
 For a loss of your own, `kept_sets` makes the sets of a packed batch of such records.
 
 Written from miles 0.1.0 and its branches of August 2026, and from later files of it. No registry has it and it needs Megatron: the
@@ -27,8 +30,9 @@ import torch
 
 from .. import LogitTransform, Options, TokenSets
 from ..checks import require
+from ..distributed import VocabShard
 from ._swap import Adapter, NotCovered, Slots
-from ._tensors import entropy_kind, in_a_column, on_rows, plain, response_sets
+from ._tensors import at_ids, entropy_kind, in_a_column, on_rows, plain, response_sets
 
 Tensor = torch.Tensor
 
@@ -37,6 +41,8 @@ ADAPTER = Adapter(
     "miles", "miles", ("0.1.0",),
     {"calculate_log_probs_and_entropy":
      tuple(f"{HOME}.{module}.calculate_log_probs_and_entropy" for module in ("loss_hub.math_utils", "loss.hub.math_utils")),
+     "selected_log_probs_and_entropy":
+     tuple(f"{HOME}.{module}.score_centering.selected_log_probs_and_entropy" for module in ("loss_hub", "loss.hub")),
      "local_sets": tuple(f"{HOME}.{module}.build_local_sampling_mask" for module in ("sampling_mask", "data.sampling_mask"))},
     {"`--custom-megatron-init-path grpo_kernels.plugins.miles.init`": "log-probs and entropy, over recorded sets"},
 )  # fmt: skip
@@ -68,7 +74,8 @@ def bind(
         "log-probs over all ids and sets make no KL: pass 'kept'.",
     )
     replays = getattr(args, "rollout_top_p", 1.0) < 1.0 or getattr(args, "rollout_top_k", -1) > 0
-    for name in COMPARED if replays and reference_over is None else ():
+    centers = getattr(args, "loss_type", None) == "score_centering"  # a loss that keeps the two apart
+    for name in COMPARED if replays and reference_over is None and not centers else ():
         remedy = (
             "with replay miles refuses it, the other network's log-probs being over the vocabulary. Switch one off, or pass "
             "reference_over='kept' if they run over the same sets."
@@ -78,6 +85,8 @@ def bind(
     slots.bind(calculate_log_probs_and_entropy, options=Options(missing=missing, entropy_over=entropy_over))
     if replays:
         slots.bind(local_sets, comparable=False)
+    if centers:
+        slots.bind(selected_log_probs_and_entropy, missing=missing)
     return slots
 
 
@@ -151,3 +160,38 @@ def calculate_log_probs_and_entropy(
         logits, tokens, tp_group, transform=LogitTransform(temperature), kept=sampling_mask, options=over,
         entropy=entropy_kind(with_entropy, entropy_requires_grad),
     )  # fmt: skip
+
+
+def selected_log_probs_and_entropy(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    group: Any = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    chunk_size: int = -1,
+    with_entropy: bool = False,
+    sampling_support: bool = False,
+    missing: str = "raise",
+) -> tuple[Tensor, Tensor]:
+    """(log-probs of token_ids [R, 1 + K], entropy [R], 0 unless with_entropy), fp32, both with gradient; logits [R, V / ranks].
+    An id of -1 is padding, with log-prob 0, and an id may stand in a row twice.
+
+    group            the ranks that the vocabulary is cut over; None: one rank.
+    vocab_size       ids from this on are padding of the head, and in no softmax.
+    temperature      divides the logits. chunk_size is not needed.
+    sampling_support   True: the softmax is over the ids after the first, which is the token; a row without them has zeros.
+    missing          what becomes of a token that is not among them, as in `Options`."""
+    plain(logits)
+    ranks, width = (1, logits.shape[-1]) if group is None else (torch.distributed.get_world_size(group), logits.shape[-1])
+    vocab = ranks * width if vocab_size is None else vocab_size
+    if vocab <= (ranks - 1) * width:
+        raise NotCovered("a rank that has padding of the head alone")
+    start = 0 if ranks == 1 else torch.distributed.get_rank(group) * width
+    shard = None if ranks == 1 else VocabShard(start, vocab, group)
+    how: dict[str, Any] = {"transform": LogitTransform(temperature), "entropy": with_entropy, "options": Options(shard=shard)}
+    if sampling_support:
+        how |= {"kept": TokenSets.from_padded(token_ids[:, 1:]), "mask": (token_ids[:, 1:] >= 0).any(-1)}
+        how["options"] = Options(shard=shard, missing=missing)
+    logps, entropy, _ = at_ids(logits[:, : vocab - start], token_ids, **how)
+    return logps, logits.new_zeros(len(logits), dtype=torch.float32) if entropy is None else entropy

@@ -15,10 +15,12 @@ prime-rl. Softcapped heads (Gemma) use another function of prime-rl, which is no
 Sampling-mask replay uses the same function: the sets that prime-rl's trainer passes to its head, padded with -1, become the
 kept sets of the rows. As in prime-rl, a row is not replayed if it has no ids or if its label is not in its set. The entropy is
 taken over the whole vocabulary, as in prime-rl, which costs a product with the whole weight in the forward.
-`bind(entropy_over="kept")` saves this product and logs the entropy of the set instead. Score centring (`return_mask_logprobs`)
-is left to prime-rl. `kept_sets` reads the records of its orchestrator, for losses of your own.
+`bind(entropy_over="kept")` saves this product and logs the entropy of the set instead. For score centering the log-probs of all ids
+of the sets come along (`return_mask_logprobs`). `kept_sets` reads the records of its orchestrator, for losses of your own.
 
-`loss` is a custom loss: the unnormalised sum over one sequence. prime-rl divides by its global token count.
+`loss` is a custom loss: the unnormalised sum over one sequence. prime-rl divides by its global token count. With `score_centering
+= true` among its kwargs it takes the drift out of any objective of the token level, as prime-rl's `ipo` does with the option of
+that name.
 
 Written from prime-rl 0.8.0; its replay from later heads, which take 6 or 7 arguments. prime-rl is in no package registry. The tests
 run stand-ins with its signatures.
@@ -32,11 +34,12 @@ import torch
 
 from .. import LogitTransform, Objective, Options, TokenSets, linear_logprobs
 from ..batch import shift_sets
+from ..formulas.centering import ScoreCentering
 from ..formulas.ops import bounded_exp
 from ..losses import objective_loss
 from ..presets import NUMERICS
-from ._swap import Adapter, NotCovered, Slots
-from ._tensors import left_out, masked_mean, plain, scored_batch
+from ._swap import Adapter, Slots
+from ._tensors import centered, left_out, masked_mean, plain, scored_batch
 
 Tensor = torch.Tensor
 
@@ -77,17 +80,22 @@ def chunked_logprobs(
     """(log-probs, entropy) fp32 [N] of labels [N]; hidden [N, H], weight [V, H], inv_temperature [N]. chunk_size is ours.
 
     sampling_mask   int32 [N, K]: the set of each row, padded with -1. None: no replay.
-    return_mask_logprobs  False: a third result, None, is returned for heads that expect one. True is left to prime-rl.
+    return_mask_logprobs  True: a third result is the log-probs of all ids of the sets, fp32 [N, K], with gradient; 0 for
+                          padding and rows that are not replayed. False: it is None.
     options         for replayed rows; None: as in prime-rl, see `bind`."""
     plain(hidden, weight)
-    if return_mask_logprobs:
-        raise NotCovered("score centring")
-    logps, entropy = linear_logprobs(
-        hidden, weight, labels, transform=LogitTransform(1.0 / inv_temperature.float()), entropy="detached",
-        kept=None if sampling_mask is None else TokenSets.from_padded(sampling_mask),
-        options=options or Options(missing="full", entropy_over="vocabulary"),
+    options = options or Options(missing="full", entropy_over="vocabulary")
+    sets = None if sampling_mask is None else TokenSets.from_padded(sampling_mask)
+    found = linear_logprobs(
+        hidden, weight, labels, transform=LogitTransform(1.0 / inv_temperature.float()), entropy="detached", kept=sets,
+        at=sets if return_mask_logprobs else None, options=options,
     )  # fmt: skip
-    return (logps, entropy) if return_mask_logprobs is None else (logps, entropy, None)
+    if sampling_mask is None or not return_mask_logprobs:
+        return (*found,) if return_mask_logprobs is None else (*found, None)
+    listed = torch.zeros(sampling_mask.shape, device=hidden.device).masked_scatter(sampling_mask >= 0, found.also["at"])
+    if options.missing == "full":
+        listed = torch.where((sampling_mask == labels[:, None]).any(-1, keepdim=True), listed, 0.0)
+    return (*found, listed)
 
 
 def kept_sets(record: Any, ids: Tensor, *, cu_seqlens: Tensor | None = None) -> TokenSets:
@@ -110,14 +118,19 @@ def kept_sets(record: Any, ids: Tensor, *, cu_seqlens: Tensor | None = None) -> 
     return shift_sets(sets.to(ids.device), ids, cu_seqlens=cu_seqlens)
 
 
-def loss(inputs: Any, objective: str = "dppo_tv", changes: dict[str, Any] | None = None) -> Any:
+def loss(
+    inputs: Any, objective: str = "dppo_tv", changes: dict[str, Any] | None = None, score_centering: bool = False
+) -> Any:  # fmt: skip
     """`fn(LossInputs, **kwargs) -> LossOutputs` of one sequence [T], unnormalised.
 
     objective, changes   `Objective.preset(objective, **changes)`, with prime-rl's constants if it has that objective. The aggregate
                          is always the sum. old_logps are those of the sampler. ref_logps are `inputs.ref_logprobs`, except for
                          "dppo_tv" and "ipo", whose KL is to the sampler.
+    score_centering      True: over the ids that the sampler has recorded, of every trained token. Without a record, as in prime-rl,
+                         there is none.
 
-    Metrics, 0-d: mismatch_kl (k3 to the sampler), is_masked (the share of tokens that are clipped or filtered out).
+    Metrics, 0-d: mismatch_kl (k3 to the sampler), is_masked (the share of tokens that are clipped or filtered out), with score
+    centering is_centered (1 with a record, else 0).
     """
     from prime_rl.trainer.rl.loss import LossOutputs
 
@@ -132,6 +145,14 @@ def loss(inputs: Any, objective: str = "dppo_tv", changes: dict[str, Any] | None
     reference = sampler if theirs and objective != "sampled_distillation" else row("ref_logprobs")
     batch = scored_batch(mask, row("advantages").float(), old_logps=sampler, sampler_logps=sampler, ref_logps=reference)
     out = objective_loss(row("trainer_logprobs"), batch, spec, token_weights=row("loss_weights"))
+    value = out.loss
+    ours, theirs = (row(f"{of}_mask_logprobs") if score_centering else None for of in ("trainer", "inference"))
+    if ours is not None and theirs is not None:
+        terms = centered(ScoreCentering.of(spec, tail=False), ours, theirs, batch.advantages)
+        weights = 1.0 if inputs.loss_weights is None else row("loss_weights")
+        value = value + torch.where(mask, weights * terms, 0.0).sum()
     x = torch.where(mask, out.logps - sampler, 0.0)
     metrics = {"mismatch_kl": masked_mean(bounded_exp(x) - x - 1, mask), "is_masked": left_out(out, spec)}
-    return LossOutputs(loss=out.loss, metrics=metrics)
+    if score_centering:
+        metrics["is_centered"] = value.new_tensor(float(ours is not None and theirs is not None))
+    return LossOutputs(loss=value, metrics=metrics)

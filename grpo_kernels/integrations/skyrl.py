@@ -7,7 +7,9 @@
 `register` adds our presets to `PolicyLossRegistry`, with their own constants. SkyRL divides the advantages according to
 `loss_reduction` before the loss and expects a plain sum. So objectives that are not linear in the advantage (Clip-Cov, KL-Cov, DRO,
 A2PO, distillation) are refused. SkyRL's off-policy correction (`off_policy_correction`) is called for its weights and masks. KL and
-entropy terms remain SkyRL's.
+entropy terms remain SkyRL's. With `trainer.algorithm.score_centering.enabled` they take the log-probs of the sampler's head, under
+both policies, and add the centering of their own policy term: `fused_reinforce`, `fused_rollout_is` and what else compares with the
+sampler.
 
 `bind` replaces `logprobs_from_logits` and `chunked_entropy_from_logits` (FSDP), and with megatron=True the head's
 dispatcher `_fused_lm_head_logprob_apply`, over any number of tensor-parallel ranks. As in SkyRL, each rank then has only its own
@@ -21,7 +23,8 @@ outside of its set, or an id stands in one twice, is left to SkyRL: it leaves th
 For a loss of your own, `kept_sets` turns either of SkyRL's records into the sets of a batch.
 
 Tested with SkyRL 0.3.0 and 0.2.0 on a CPU: its losses, its functions of logits and its dispatcher (on one rank and on two), from
-their files alone. Its workers and Megatron were not run. 0.3.0 has no replay; ours follows SkyRL's branches of August 2026.
+their files alone. Its workers and Megatron were not run. 0.3.0 has no replay; ours follows SkyRL's branches of August 2026. Nor has
+it score centering; ours follows pull request 2244 of September 2026, which is open.
 """
 
 from __future__ import annotations
@@ -46,16 +49,19 @@ from .. import (
     LogitTransform,
     Objective,
     Options,
+    PolicyGradient,
     TokenSets,
     linear_logprobs,
     token_logprobs,
 )
 from ..checks import require
 from ..distributed import VocabShard
+from ..formulas.centering import ScoreCentering
 from ..losses import objective_loss
 from ..presets import NUMERICS, PRESETS
 from ._swap import Adapter, NotCovered, Slots, Trial
 from ._tensors import (
+    centered,
     entropy_from_logits,
     entropy_kind,
     even_shard,
@@ -122,6 +128,9 @@ def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[
     objective   a preset's name (with SkyRL's constants if SkyRL has that objective) or an Objective; its aggregate is the sum.
                 If rollout_logprobs are given, they are the anchor of the objectives for which SkyRL uses them so (dppo,
                 rollout_is).
+
+    With score centering the loss also takes rollout_topk_logprobs and topk_log_probs [B, T, K]: log-probs of the ids of the
+    sampler's head under the sampler, -inf for padding, and under the policy.
     """
     spec, name = objective, "objective"
     if isinstance(spec, str):
@@ -139,6 +148,8 @@ def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[
         config: Any,
         loss_mask: Tensor | None = None,
         rollout_logprobs: Tensor | None = None,
+        rollout_topk_logprobs: Tensor | None = None,
+        topk_log_probs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import apply_off_policy_correction
 
@@ -159,11 +170,21 @@ def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[
         old: Any = rollout_logprobs if anchored else old_log_probs
         batch = scored_batch(mask, advantages, old_logps=old, weights=weights.detach().float())
         out = objective_loss(log_probs, batch, spec)
+        value = out.loss
+        if getattr(getattr(config, "score_centering", None), "enabled", False):
+            remedy = "it compares with old_log_probs, which are not the sampler's: reinforce, rollout_is and dppo do not."
+            require(anchored or isinstance(spec.surrogate, PolicyGradient), "score_centering", objective, remedy)
+            if rollout_topk_logprobs is None or topk_log_probs is None:
+                raise ValueError(
+                    "rollout_topk_logprobs and topk_log_probs are needed for score centering: record the sampler's head."
+                )
+            terms = centered(ScoreCentering.of(spec), topk_log_probs, rollout_topk_logprobs, advantages)
+            value = value + torch.where(mask != 0, weights * terms, 0.0).sum()
         if cispo:  # over the tokens before the correction, with any advantage
             named = _ratios((log_probs.detach() - old)[given != 0], *spec.surrogate.ratio_bounds)
         else:
             named = {"clip_ratio": left_out(out, spec)}
-        return out.loss, numbers(named) | metrics
+        return value, numbers(named) | metrics
 
     loss.__name__ = f"fused_{name}"
     return loss

@@ -18,8 +18,12 @@ most, at log-probs down to -20 over 1,000 ids), where tests of slime compare som
 
 `policy_loss` calls slime's own `get_log_probs_and_entropy`, which handles context parallelism and unpacking, and runs the token
 stage on its results. The weight of a token is the derivative of slime's `sum_of_sample_mean` with respect to the token's loss, so
-that shared denominators of rollouts, per-token losses and custom masks have the same effect as in slime. TIS, OPSM, score centring
-and a custom reducer are refused: for those use slime's loss with `bind` alone.
+that shared denominators of rollouts, per-token losses and custom masks have the same effect as in slime. TIS alone, OPSM and a
+custom reducer are refused: for those use slime's loss with `bind` alone.
+
+Score centering (`--use-score-centering`, of slime after 0.3.1): `bind` takes the place of `calculate_topk_log_probs` too. slime
+wants its own loss with it; where `policy_loss` gets these arguments it adds slime's corrections to the term that they correct:
+REINFORCE, with slime's TIS or IcePop to the sampler.
 
 Written from slime 0.3.1. slime is in no package registry and needs Megatron, so it was not run: the tests call stand-ins with its
 signatures and compare with a transcription of its loss.
@@ -28,29 +32,32 @@ signatures and compare with a transcription of its loss.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from .. import Cispo, Kl, Objective, Options, TokenBatch, TokenSets
+from .. import Cispo, Kl, LogitTransform, LossOutput, Objective, Options, PolicyGradient, TokenBatch, TokenSets, TrustRegion
 from ..checks import require
+from ..formulas.centering import ScoreCentering
 from ..formulas.ops import bounded_exp
 from ..losses import objective_loss
 from ._swap import Adapter, Slots
-from ._tensors import entropy_kind, even_shard, in_a_column, plain, response_sets, scored_batch, two_sided, world
+from ._tensors import at_ids, entropy_kind, even_shard, in_a_column, plain, response_sets, scored_batch, two_sided, world
 
 Tensor = torch.Tensor
 
 ADAPTER = Adapter(
     "slime", "slime", ("0.3.1",),
     {"calculate_log_probs_and_entropy": "slime.utils.ppo_utils.calculate_log_probs_and_entropy",
+     "calculate_topk_log_probs": "slime.utils.ppo_utils.calculate_topk_log_probs",
      "keep_sets": "slime.backends.megatron_utils.loss._build_topp_keep_mask"},
     {"`--custom-megatron-init-path grpo_kernels.plugins.slime.init`": "log-probs and entropy, over recorded sets where top-p is on",
      "`--loss-type custom_loss --custom-loss-function-path grpo_kernels.plugins.slime.loss`": "the policy loss of slime's arguments"},
 )  # fmt: skip
 #: Options that `policy_loss` refuses; slime's own loss has them.
-REFUSED = ("use_tis", "get_mismatch_metrics", "use_opsm", "use_score_centering", "custom_pg_loss_reducer_function_path")
+REFUSED = ("use_tis", "get_mismatch_metrics", "use_opsm", "custom_pg_loss_reducer_function_path")
 
 
 class Replay(NamedTuple):
@@ -75,6 +82,8 @@ def bind(
     any_version   True: no comparison under a version that was not tested."""
     slots = Slots(ADAPTER, strict, any_version)
     slots.bind(calculate_log_probs_and_entropy, options=Options(entropy_over=entropy_over))
+    if hasattr(sys.modules["slime.utils.ppo_utils"], "calculate_topk_log_probs"):
+        slots.bind(calculate_topk_log_probs)
     if replay:
         slots.bind(keep_sets, comparable=False)
     return slots
@@ -146,9 +155,34 @@ def calculate_log_probs_and_entropy(
     return in_a_column(masked, tokens, tp_group)[0], H
 
 
+def calculate_topk_log_probs(
+    logits: Tensor, token_ids: Tensor, tp_group: Any, chunk_size: int = -1, temperature: float = 1.0
+) -> Tensor:  # fmt: skip
+    """Log-probs of token_ids [R, K], fp32, in one visit of each row; logits [R, V / tensor-parallel ranks] are divided by the
+    temperature. tp_group is as in `calculate_log_probs_and_entropy`; chunk_size is not needed."""
+    plain(logits)
+    options = Options(shard=even_shard(logits.shape[-1], tp_group or world()))
+    return at_ids(logits, token_ids, transform=LogitTransform(temperature), options=options)[0]
+
+
+def _centered_term(args: Any) -> dict[str, Any]:
+    """Surrogate and filters of the term that slime's score centering corrects; its ratio is to the sampler."""
+    from slime.utils.score_centering import get_score_centering_is_config
+
+    estimator, remedy = args.advantage_estimator, "what score centering corrects is a term of its own: use grpo."
+    require(estimator not in ("gspo", "cispo"), "advantage_estimator", estimator, remedy)
+    how = get_score_centering_is_config(args)
+    if how["mode"] == "none":
+        return {"surrogate": PolicyGradient()}
+    if how["mode"] == "tis":
+        return {"surrogate": Cispo(cap=how["high"], low=how["low"])}
+    return {"surrogate": Cispo(math.inf), "filters": (TrustRegion("ratio", 1.0 - how["low"], how["high"] - 1.0),)}
+
+
 def objective_of(args: Any) -> Objective:
     """The objective that slime's arguments describe, as a sum over tokens. Raises ValueError for what `policy_loss` refuses."""
-    for name in REFUSED:
+    centers = getattr(args, "use_score_centering", False)
+    for name in REFUSED[centers:]:  # TIS is part of the centered term
         value = getattr(args, name, None)
         require(not value, name, value, "this loss has no such term: keep slime's own, and use bind() alone.")
     high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
@@ -156,11 +190,12 @@ def objective_of(args: Any) -> Objective:
     estimator, kind = args.advantage_estimator, args.kl_loss_type
     gspo, low_var = estimator == "gspo", kind == "low_var_kl"
     unbiased = args.use_kl_loss and getattr(args, "use_unbiased_kl", False)
-    remedy = f"with gspo or kl_loss_type={kind!r} it is slime's own: use k1, k2 or k3 without gspo."
-    require(not (unbiased and (gspo or low_var)), "use_unbiased_kl", unbiased, remedy)
+    remedy = f"with gspo, score centering or kl_loss_type={kind!r} it is slime's own: use k1, k2 or k3 without these."
+    require(not (unbiased and (gspo or low_var or centers)), "use_unbiased_kl", unbiased, remedy)
     kl = Kl("k3" if low_var else kind, weighting="ratio" if unbiased else "none", clamp=10.0 if low_var else math.inf)
+    own = {"surrogate": Cispo(cap=1 + high, low=1 - args.eps_clip) if estimator == "cispo" else clip}
     return Objective(
-        Cispo(cap=1 + high, low=1 - args.eps_clip) if estimator == "cispo" else clip,
+        **(_centered_term(args) if centers else own),
         level="sequence" if gspo else "token", aggregate="token-sum", kl=kl,
         beta=float(args.kl_loss_coef) if args.use_kl_loss else 0.0, entropy_coef=float(args.entropy_coef),
     )  # fmt: skip
@@ -169,7 +204,8 @@ def objective_of(args: Any) -> Objective:
 def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
     """A custom loss of slime, (args, batch, logits, sum_of_sample_mean) -> (loss, metrics).
 
-    objective   None: `objective_of(args)`. An Objective has aggregate="token-sum": slime's reducer holds the denominators.
+    objective   None: `objective_of(args)`. An Objective has aggregate="token-sum": slime's reducer holds the denominators. With
+                score centering it is None.
     """
     if objective is not None:
         remedy = 'slime\'s reducer holds the denominators: make it "token-sum".'
@@ -180,6 +216,10 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
     ) -> tuple[Tensor, dict[str, Tensor]]:
         from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_rollout_top_p_logprob_kwargs
 
+        centers = getattr(args, "use_score_centering", False)
+        require(
+            objective is None or not centers, "use_score_centering", True, "it corrects a term of its own: pass no objective."
+        )
         spec = objective_of(args) if objective is None else objective
         _, scored = get_log_probs_and_entropy(
             logits, args=args, with_entropy=True, **get_rollout_top_p_logprob_kwargs(args, batch),
@@ -196,7 +236,7 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
             raise ValueError(f"level={spec.level!r} needs whole sequences, but context parallelism has cut them.")
         logps, old = (
             joined(scored["log_probs"]),
-            batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs"),
+            batch["rollout_log_probs"] if args.use_rollout_logprobs or centers else batch.get("log_probs"),
         )
         # The reducer is linear, so its result for a single token is the derivative with respect to that token. It applies its
         # own masks.
@@ -211,9 +251,28 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
         )  # fmt: skip
         out = objective_loss(logps, rows, spec, entropy=joined(scored["entropy"]), token_weights=weights)
         value = out.loss if logps.numel() else out.loss + 0 * logits.sum()  # every rank needs a graph
-        return value, _metrics(spec, out, rows, weights, joined(batch.get("rollout_log_probs")))
+        metrics = _metrics(spec, out, rows, weights, joined(batch.get("rollout_log_probs")))
+        if not centers:
+            return value, metrics
+        terms = _centering(args, batch, logits, ScoreCentering.of(spec), out)
+        added = sum_of_sample_mean(rows.advantages * terms["sc_correction"])
+        metrics |= {name: sum_of_sample_mean(x.detach()) for name, x in terms.items()}
+        return value + added, metrics | {name: metrics[name] + added.detach() for name in ("loss", "pg_loss")}
 
     return loss
+
+
+def _centering(args: Any, batch: Any, logits: Tensor, centering: ScoreCentering, out: LossOutput) -> dict[str, Tensor]:
+    """slime's terms of score centering of each token, and what its metrics are with it."""
+    from slime.backends.megatron_utils.loss import get_score_centering_terms
+
+    logps, rollout = out.logps, torch.cat(batch["rollout_log_probs"])
+    given = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
+    old = torch.cat(given) if given else logps
+    return get_score_centering_terms(args, batch, logits) | {
+        "sc_importance_weight": centering.weighted(logps, rollout, torch.ones_like(logps)), "train_rollout_logprob_abs_diff": (logps - rollout).abs(),
+        "ppo_kl": old - logps, "pg_clipfrac": torch.zeros_like(logps),
+    }  # fmt: skip
 
 
 def _metrics(objective: Objective, out: Any, batch: TokenBatch, weights: Tensor, rollout: Tensor | None) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,19 +13,24 @@ import torch
 import torch.distributed as dist
 
 from grpo_kernels import (
+    Cispo,
+    Clip,
+    ClipCov,
     Exact,
+    ImportanceSampling,
     LogitTransform,
     Objective,
     Options,
     Sparse,
     TokenBatch,
     TokenSets,
+    TrustRegion,
     grpo_loss,
     linear_grpo_loss,
     token_logprobs,
 )
 from grpo_kernels.distributed import VocabShard
-from grpo_kernels.formulas.listed import ScoreCentering
+from grpo_kernels.formulas.centering import ScoreCentering
 from grpo_kernels.formulas.surrogates import PolicyGradient
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.rows import stream
@@ -211,36 +217,37 @@ def test_a_function_of_ones_own(backend: str) -> None:
     torch.testing.assert_close(found[0].double(), z.grad, rtol=0, atol=2e-6 * float(z.grad.abs().max()))  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("weight", ["none", "min", "clip", "mask"])
+#: A surrogate and a trust region of which either takes some ids of the sampler below and leaves others.
+CENTERED: dict[str, tuple[Any, ...]] = {
+    "reinforce": (PolicyGradient(),), "tis": (Cispo(1.1),), "both bounds": (Cispo(1.1, 0.9),),
+    "icepop": (Cispo(math.inf), TrustRegion("ratio", 0.15, 0.1)), "ipo": (ImportanceSampling(), TrustRegion("symmetric-tv", 0.02, 0.02)),
+    "ppo": (Clip(0.1, 0.1),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("A", [1.7, -0.6])
+@pytest.mark.parametrize("what", CENTERED)
 @pytest.mark.parametrize("tail", [False, True], ids=["over all ids", "with a tail"])
-def test_score_centering_has_no_drift(tail: bool, weight: str) -> None:
-    """The mean of the gradient over the sampler's tokens is 0, though the sampler is not the policy: with weights, over all of
-    its ids, or over its head where p / q of the tail is one number."""
-    V, head, A, cap = 9, 4 if tail else 9, 1.7, 1.1
+def test_score_centering_has_no_drift(tail: bool, what: str, A: float) -> None:
+    """The mean of the loss' gradient over the sampler's tokens is 0, though the sampler is not the policy: over all of its ids, or
+    over its head where p / q of the tail is one number. Of a token that the trust region drops the centering stays."""
+    head, (surrogate, *trust) = 4 if tail else V, CENTERED[what]
     g = torch.Generator().manual_seed(1)
     z = torch.randn(V, generator=g, dtype=torch.float64)
-    p = z.softmax(0)
-    q = (z + 0.5 * torch.randn(V, generator=g, dtype=torch.float64)).softmax(0)
+    z[:4] += 4.0
+    p, q = z.softmax(0), (z + 0.5 * torch.randn(V, generator=g, dtype=torch.float64)).softmax(0)
     if tail:
         q = torch.cat([q[:head], p[head:] * (1 - q[:head].sum()) / p[head:].sum()])
-    f = {
-        "none": torch.ones_like, "min": lambda x: x.clamp(max=cap), "clip": lambda x: x.clamp(1 / cap, cap),
-        "mask": lambda x: torch.where((x >= 1 / cap) & (x <= cap), x, 0.0),
-    }[weight](p / q)  # fmt: skip
     sets = TokenSets.from_lists([list(range(head))] * V, values=[q[:head].log().tolist()] * V)
-    batch = TokenBatch(torch.arange(V), torch.full((V,), A), nll_weights=None, logp_terms=sets)
-    centered = objective_of(ScoreCentering(weight, cap, tail))
-    leaf = z.float().repeat(V, 1).requires_grad_()
-    grpo_loss(leaf, batch, centered).loss.backward()
-    assert leaf.grad is not None
-    # The policy term has the weight 1, of a token y it is to have f(p_y / q_y).
-    of_token = -A * (torch.eye(V, dtype=torch.float64) - p)
-    drift = (q[:, None] * (leaf.grad.double() - of_token + f[:, None] * of_token)).sum(0)
-    assert drift.abs().max() < 1e-6 < 1e-3 < (q[:, None] * f[:, None] * of_token).sum(0).abs().max()
-
-
-def objective_of(listed: Any) -> Objective:
-    return Objective(PolicyGradient(), aggregate="token-sum", listed=listed)
+    batch = TokenBatch(torch.arange(V), torch.full((V,), A), old_logps=q.log().float(), logp_terms=sets)
+    drift = []
+    for listed in (None, ScoreCentering(surrogate, *trust, tail=tail)):
+        leaf = z.float().repeat(V, 1).requires_grad_()
+        spec = Objective(surrogate, filters=tuple(trust), aggregate="token-sum", listed=listed)
+        grpo_loss(leaf, batch if listed else replace(batch, logp_terms=None), spec).loss.backward()
+        assert leaf.grad is not None
+        drift.append((q[:, None] * leaf.grad).sum(0).abs().max())
+    assert drift[1] < 1e-6 < 1e-3 < drift[0]
 
 
 def check_a_shard_of_the_vocabulary(rank: int, ranks: int) -> None:
@@ -290,8 +297,9 @@ def test_refusals() -> None:
     logps, _ = token_logprobs(hidden @ weight.t(), batch.targets)
     with pytest.raises(ValueError, match="objective_loss does not have"):
         objective_loss(logps, batch, objective("token"))
-    with pytest.raises(ValueError, match="cap"):
-        ScoreCentering("min", 0.5)
+    for wrong in ({"surrogate": "min"}, {"surrogate": ClipCov()}, {"trust": "ratio"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ScoreCentering(**wrong)  # type: ignore[arg-type]
     exact = Objective.preset("distillation", kl=Exact())
     with pytest.raises(ValueError, match="add up two losses"):
         grpo_loss(hidden @ weight.t(), batch, exact, ref_logits=torch.randn(B, T, V))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_kernels import Options, TokenSets
-from grpo_kernels.integrations import areal, skyrl, slime, verl
+from grpo_kernels.integrations import areal, miles, skyrl, slime, verl
 from support.processes import checks_of
 from support.trainers import (
     values_and_slopes,
@@ -61,6 +61,8 @@ OF_LOGITS = {
     "slime": of_slime, "slime, entropy": functools.partial(of_slime, **ENTROPY), "slime, mask": functools.partial(of_slime, mask=KEEP, **ENTROPY),
     "slime, no group": lambda x, group: of_slime(x, None if x.shape[-1] < V else group, with_entropy_grad=False, **ENTROPY),
     "slime, replay": functools.partial(of_slime, mask=REPLAY, **ENTROPY),
+    "slime, head": lambda x, group: slime.calculate_topk_log_probs(x, SETS, group, temperature=0.7),
+    "miles, head": lambda x, group: miles.selected_log_probs_and_entropy(x, SETS, group=group, vocab_size=V - 2, with_entropy=True),
     "slime, entropy of sets": functools.partial(of_slime, mask=REPLAY, options=Options(entropy_over="kept"), **ENTROPY),
 }  # fmt: skip
 

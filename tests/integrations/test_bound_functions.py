@@ -39,9 +39,12 @@ pytestmark = pytest.mark.usefixtures("stand_ins", "clean")
 
 G = torch.Generator().manual_seed(1)
 LOGITS, HIDDEN, WEIGHT, BIAS = (torch.randn(*shape, generator=G) for shape in ((B, T, V), (B, T, H), (V, H), (V,)))
-IDS, INVERSE = torch.randint(V, (B, T), generator=G), 1 / (0.5 + torch.rand(B * T, generator=G))
+IDS, INVERSE = torch.randint(20, (B, T), generator=G), 1 / (0.5 + torch.rand(B * T, generator=G))
 KEEP = (torch.rand(B * T, V, generator=G) < 0.4).scatter(1, IDS.view(-1, 1), True)
 FLAT, ROWS = LOGITS.view(-1, V), IDS.view(-1)
+#: A token and a sampler's head, with the token in it but for one row without any; some have padding.
+HEADS = torch.cat([ROWS[:, None], torch.rand(B * T, 20, generator=G).scatter(1, ROWS[:, None], 0.0).topk(5).indices], 1)
+HEADS[:, 2], HEADS[1::4, 3:], HEADS[7, 1:] = ROWS, -1, -1
 
 
 @pytest.fixture
@@ -90,6 +93,19 @@ def in_a_column(logits, tokens, tp_group, with_entropy=False, log_prob_keep_mask
         entropy.detach() if False in (gradients.get("with_entropy_grad"), gradients.get("entropy_requires_grad")) else entropy
     )
     return log_probs(kept, tokens, temperature)[:, None], entropy if with_entropy else None
+
+
+def listed(logits, ids, group=None, vocab_size=None, temperature=1.0, with_entropy=None, sampling_support=False, **_):
+    """slime's, and with an entropy miles': over the vocabulary, or over the ids after the first."""
+    z = logits[:, :vocab_size] / temperature
+    z = z.to(logits.dtype).gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf) if sampling_support else z
+    scored = (ids[:, 1:] >= 0).any(1, keepdim=True) & (ids >= 0) if sampling_support else ids >= 0
+    lse = (torch.where(scored.any(1, keepdim=True), z[:, 1:], 0.0) if sampling_support else z).logsumexp(1, keepdim=True)
+    logps = torch.where(scored, (z if sampling_support else z.gather(1, ids.clamp(min=0))) - lse, 0.0)
+    if with_entropy is None:
+        return logps
+    p = torch.where(scored, z - lse, -torch.inf)[:, 1:] if sampling_support else z - lse
+    return logps, -torch.where(p > -torch.inf, p.exp() * p, 0.0).sum(1) if with_entropy else logits.new_zeros(len(logits))
 
 
 def chunked_entropy(logits, requires_grad=False, attention_mask=None, chunk_size=1):
@@ -164,12 +180,18 @@ TRAINERS = {
         [lambda m, x: m.gather_logprobs(x, IDS, temperature=1.3), lambda m, x: m.gather_logprobs_entropy(x, IDS, temperature=0.8)], needs={"areal__infra__platforms": {"is_npu_available": False}},
     ),
     "slime": Trainer(
-        slime, {"calculate_log_probs_and_entropy": in_a_column}, columns(
-            {}, ENTROPY, ENTROPY | {"with_entropy_grad": False, "chunk_size": 4}, ENTROPY | {"log_prob_keep_mask": KEEP}, {"log_prob_keep_mask": KEEP}),
+        slime, {"calculate_log_probs_and_entropy": in_a_column, "calculate_topk_log_probs": listed},
+        [*columns({}, ENTROPY, ENTROPY | {"with_entropy_grad": False, "chunk_size": 4}, ENTROPY | {"log_prob_keep_mask": KEEP}, {"log_prob_keep_mask": KEEP}),
+         lambda m, x: m.calculate_topk_log_probs(x.view(-1, V), HEADS, None, chunk_size=4, temperature=0.7)],
     ),
     "miles": Trainer(
         miles, {"calculate_log_probs_and_entropy": in_a_column},
         columns({}, ENTROPY, ENTROPY | {"entropy_requires_grad": False}, temperature=0.7), options={"args": SimpleNamespace()},
+    ),
+    "miles, centering": Trainer(
+        miles, {"selected_log_probs_and_entropy": listed}, options={"args": SimpleNamespace(loss_type="score_centering")}, logits=[
+            lambda m, x, o=each: m.selected_log_probs_and_entropy(x.view(-1, V), HEADS, chunk_size=4, **o)
+            for each in ({"with_entropy": False}, {"temperature": 0.7, **ENTROPY}, {"vocab_size": 20, **ENTROPY}, {"sampling_support": True, **ENTROPY})],
     ),
     "skyrl": Trainer(
         skyrl, {"logprobs_from_logits": log_probs, "chunked_entropy_from_logits": chunked_entropy},
@@ -213,7 +235,7 @@ TRAINERS = {
     ),
 }  # fmt: skip
 #: Names that all of a trainer's modules must have before it is bound.
-BESIDE = {"skyrl, megatron": "skyrl"}
+BESIDE = {"skyrl, megatron": "skyrl", "miles, centering": "miles"}
 
 
 def put(name, factor=1.0, cast=False):

@@ -278,7 +278,7 @@ def prime_rl_head():
     return stand_in("prime_rl.trainer.models.layers.lm_head", _SequenceChunkedLogProbEntropyFn=theirs)
 
 
-@parametrize("more", [(), (False,)], ids=("6 arguments", "7 arguments"))
+@parametrize("more", [(), (False,), (True,)], ids=("6 arguments", "7 arguments", "log-probs of all ids"))
 def test_prime_rl(prime_rl_head, more):
     sets = lists_of(REPLAYED)
     scored = [s if t in s else [] for s, t in zip(sets, LABELS.tolist(), strict=True)]
@@ -288,12 +288,16 @@ def test_prime_rl(prime_rl_head, more):
 
         def exact(hidden, weight):
             logits = hidden @ weight.T * INVERSE[:, None]
-            return over(logits, LABELS, scored)[0], entropies(logits).detach()
+            found = over(logits, LABELS, scored)[0], entropies(logits).detach()
+            if more != (True,):
+                return found
+            own = torch.tensor([bool(s) for s in scored])[:, None] & (REPLAYED >= 0)
+            z = logits.double().gather(1, REPLAYED.clamp(min=0))
+            return *found, torch.where(own, z - z.masked_fill(REPLAYED < 0, -torch.inf).logsumexp(1, keepdim=True), 0.0)
 
         assert_scored(lambda h, w: apply(h, w, LABELS, INVERSE, 8, REPLAYED, *more), exact, STATES, WEIGHT)
         assert len(apply(STATES, WEIGHT, LABELS, INVERSE, 8, REPLAYED, *more)) == 2 + len(more)
-        assert apply(STATES, WEIGHT, LABELS, INVERSE, 8, REPLAYED, True) == "theirs"
-        assert slots.counts == {"fused": 2, "prime-rl: score centring": 1}
+        assert slots.counts == {"fused": 2}
     with prime_rl.bind(entropy_over="kept", missing="include"):  # entropy over the set; a label that joins its set
         found = prime_rl_head._SequenceChunkedLogProbEntropyFn.apply(STATES, WEIGHT, LABELS, INVERSE, 8, REPLAYED)
     want = over(STATES @ WEIGHT.T * INVERSE[:, None], LABELS, sets, target=True)

@@ -1,0 +1,72 @@
+"""Score centering: the terms at listed ids (see listed.py) that take the drift of a sampler out of a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..checks import require, with_hints
+from .filters import TrustRegion
+from .listed import logp_term
+from .surrogates import PolicyGradient, Surrogate
+
+Tensor = torch.Tensor
+
+#: How much lower the log-probs of a tail's ids are than the ratio that stands for all of them.
+RARE = 40.0
+
+
+@with_hints
+@dataclass(frozen=True)
+class ScoreCentering:
+    """Take the drift of a sampler that is not the policy out of the gradient (arXiv 2609.20807), as `Objective(listed=)`.
+
+        policy, sets = Cispo(2.0), TokenSets.from_padded(sampler_ids, values=sampler_logps)  # of the sampler's head, 128 ids say
+        batch = TokenBatch(targets, advantages, old_logps=sampler, logp_terms=sets)
+        objective = Objective(policy, listed=ScoreCentering(policy))  # or replace(objective, listed=ScoreCentering.of(objective))
+
+    The policy term of a token has the gradient -A w grad log p, whose mean over the tokens of the sampler q is not 0. Added is
+    A sum_v sg(q_v w_v) log p_v over the listed ids, whose values are log q_v.
+
+    surrogate, trust   those of the objective, whose old_logps are the sampler's: they say what w is. `PolicyGradient()`: 1.
+                       `Cispo(cap, low)`: p / q between low and cap. With a `TrustRegion` 0 outside of it.
+    tail     True: the list is the head of q. The other ids count as if p / q were the same for all of them: the coefficient is
+             q w - a p, a = r w(1 / r), r = (1 - sum q) / (1 - sum p), both masses at least 1e-6. False: the list is all of
+             q, as a kept set is.
+
+    A batch's `weights` multiply both terms: those of a token (TIS) would undo the centering, `Cispo` has them. Raises ValueError
+    naming the argument that is wrong."""
+
+    surrogate: Surrogate = field(default_factory=PolicyGradient)
+    trust: TrustRegion | None = None
+    tail: bool = True
+
+    def __post_init__(self) -> None:
+        one_token = isinstance(self.surrogate, Surrogate) and not self.surrogate.selects and "token" in self.surrogate.levels
+        require(
+            one_token, "surrogate", self.surrogate, "pass that of the objective, PolicyGradient() or Cispo(2.0) for example."
+        )
+        require(isinstance(self.trust, TrustRegion | None), "trust", self.trust, "pass a TrustRegion or None.")
+
+    @classmethod
+    def of(cls, objective: Any, *, tail: bool = True) -> ScoreCentering:
+        """The one that goes with an `Objective`, of the token level."""
+        require(objective.level == "token", "level", objective.level, "the ratio of a sequence is no weight of an id.")
+        return cls(objective.surrogate, objective.filter(TrustRegion), tail)
+
+    def __call__(self, logp: Tensor, values: Tensor, advantage: Tensor, sums: Any) -> tuple[Tensor, Tensor]:
+        p, q = logp.exp(), values.exp()
+        coefficient = q * self.weighted(logp, values, advantage)
+        if self.tail:
+            rest = (1.0 - sums(q)).clamp(min=1e-6) / (1.0 - sums(p)).clamp(min=1e-6)
+            coefficient = coefficient - rest * p * self.weighted(-rest.log(), torch.zeros_like(rest), advantage, RARE)
+        return logp_term(logp, coefficient, advantage, sums)
+
+    def weighted(self, logp: Tensor, sampler: Tensor, advantage: Tensor, rare: float = 0.0) -> Tensor:
+        """A w of ids with these log-probs under policy and sampler, which a trust region sees lower by `rare`."""
+        weighted = -self.surrogate(logp, sampler, advantage)[1]
+        if self.trust is None:
+            return weighted
+        return torch.where(self.trust.keeps(logp - rare, sampler - rare, advantage), weighted, 0.0)
