@@ -31,9 +31,10 @@ from grpo_kernels import (
 )
 from grpo_kernels.distributed import VocabShard
 from grpo_kernels.formulas.centering import ScoreCentering
-from grpo_kernels.formulas.surrogates import PolicyGradient
+from grpo_kernels.formulas.surrogates import NoPolicyTerm, PolicyGradient
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.rows import stream
+from support import pages
 from support.inside import count_products, in_chunks
 
 Tensor = torch.Tensor
@@ -248,6 +249,39 @@ def test_score_centering_has_no_drift(tail: bool, what: str, A: float) -> None:
         assert leaf.grad is not None
         drift.append((q[:, None] * leaf.grad).sum(0).abs().max())
     assert drift[1] < 1e-6 < 1e-3 < drift[0]
+
+
+def test_what_the_page_shows() -> None:
+    """docs/listed_ids.md as it stands, in float64: soft targets, a KL that is unbiased whatever the head, a total variation."""
+    names, out = pages.given(), {}
+    for example in pages.examples(pages.ROOT / "docs" / "listed_ids.md"):
+        exec(compile(example.code, example.name, "exec"), names)
+        out[len(out)] = names["out"]
+    mask, ids, log_q = names["mask"], names["teacher_ids"], names["teacher_logps"].double()
+    log_p = (names["hidden"].double() @ names["weight"].double().T).log_softmax(-1).detach()
+    of_teacher = log_p.flatten(0, 1).gather(1, ids)
+    soft = -(log_q.exp() * of_teacher).sum(1).view(mask.shape)[mask].mean()
+    torch.testing.assert_close(out[0].loss.double(), soft, rtol=1e-5, atol=0)
+    p, q = of_teacher.exp(), log_q.exp()
+    apart = 0.5 * ((p - q).abs().sum(1) + (p - q).sum(1).abs())
+    torch.testing.assert_close(names["apart"].double()[mask.view(-1)], apart[mask.view(-1)], rtol=1e-4, atol=1e-6)
+
+    z, q = torch.randn(2, 12, generator=torch.Generator().manual_seed(4), dtype=torch.float64).log_softmax(1)
+    exact = z.clone().requires_grad_()
+    log_p = exact.log_softmax(0)
+    (kl := (log_p.exp() * (log_p - q)).sum()).backward()
+    for k in (0, 3, 12):
+        top = z.topk(k).indices.tolist()
+        lists = [[*top, *[y] * (y not in top)] for y in range(12)]
+        values = [[float(q[i]) if i in top else -float(q[i]) for i in row] for row in lists]
+        leaf = z.float().repeat(12, 1).requires_grad_()
+        batch = TokenBatch(
+            torch.arange(12), torch.zeros(12), logp_terms=TokenSets.from_lists(lists, values=values), weights=z.exp().float()
+        )
+        found = grpo_loss(leaf, batch, Objective(NoPolicyTerm(), aggregate="token-sum", listed=names["top_k_kl"]))
+        found.loss.backward()
+        torch.testing.assert_close(found.loss.double(), 0.05 * kl.detach(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(leaf.grad.double().sum(0), 0.05 * exact.grad, rtol=0, atol=1e-7)  # type: ignore[union-attr]
 
 
 def check_a_shard_of_the_vocabulary(rank: int, ranks: int) -> None:
