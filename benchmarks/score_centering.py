@@ -4,7 +4,8 @@
 
 The reference trainer on the problems of examples/arithmetic.py, of numbers up to 9. Its completions come from a copy of the policy
 whose matrices are rounded to 8, 4 or 3 bits, each row to a scale of its own, before each step. --write: the result in
-benchmarks/results/score_centering.json, after each seed, and docs/score_centering.svg."""
+benchmarks/results/score_centering.json as soon as it is known, so that an interrupted command goes on, and the picture
+docs/score_centering.svg."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -49,6 +50,7 @@ ARMS = {
 }
 #: Bits of the sampler's weights; 0: not rounded.
 SAMPLERS = (8, 4, 3)
+FILE = RESULTS / "score_centering.json"
 
 
 def rounded_(model: Any, bits: int) -> None:
@@ -193,32 +195,33 @@ def still(start: Any, tok: Any, policy: Any, bits: int, seed: int) -> dict[str, 
 # ---- runs
 
 
-def trained(start: Any, tok: Any, bits: int, arm: str, seed: int) -> tuple[dict[str, Any], Any]:
+def trained(start: Any, tok: Any, bits: int, arm: str, baseline: bool, seed: int) -> tuple[dict[str, Any], Any]:
     with trainer(start, tok, Run, bits, arm, seed) as run:
+        if not baseline:
+            run.advantages = lambda rows, completions, scores: scores.totals.float()  # type: ignore[method-assign]
         reward = [run.train_step()["reward"] for _ in range(SETTINGS["steps"])]
         return {"reward": reward, "accuracy": arithmetic.accuracy(run.model, tok, start[2])}, run.model.state_dict()
 
 
-def measure(seed: int) -> list[dict[str, Any]]:
-    tok, found = arithmetic.tokenizer(), []
+def measure(seed: int, runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What is not among these runs yet."""
+    tok = arithmetic.tokenizer()
     start = warmed_up(seed, tok)
-    for bits, arms in ((0, ["policy gradient"]), *((bits, [*ARMS]) for bits in SAMPLERS)):
-        for arm in arms:
-            began = time.perf_counter()
-            of, policy = trained(start, tok, bits, arm, seed)
-            found.append({"part": "run", "seed": seed, "bits": bits, "arm": arm, **of})
-            print(
-                f"seed {seed}, {bits} bits, {arm}: {statistics.mean(of['reward'][-20:]):.3f}, {time.perf_counter() - began:.0f} s",
-                flush=True,
-            )
-            if not bits:
-                after = policy
+    policies = {"before": start[0].state_dict()}
+    for baseline, samplers in ((True, SAMPLERS), (False, SAMPLERS[:2])):
+        for bits, arm in [(0, "policy gradient"), *((bits, arm) for bits in samplers for arm in ARMS)]:
+            one = {"part": "run", "seed": seed, "bits": bits, "arm": arm, "baseline": baseline}
+            if not any(one.items() <= run.items() for run in runs):
+                found, policy = trained(start, tok, bits, arm, baseline, seed)
+                yield one | found
+                policies |= {"after": policy} if baseline and not bits else {}
     for bits in SAMPLERS:
-        for when, policy in (("before", start[0].state_dict()), ("after", after)):
-            began = time.perf_counter()
-            found.append({"part": "still", "seed": seed, "bits": bits, "when": when, **still(start, tok, policy, bits, seed)})
-            print(f"seed {seed}, {bits} bits, still, {when}: {time.perf_counter() - began:.0f} s", flush=True)
-    return found
+        for when in ("before", "after"):
+            one = {"part": "still", "seed": seed, "bits": bits, "when": when}
+            if not any(one.items() <= run.items() for run in runs):
+                if when not in policies:
+                    policies[when] = trained(start, tok, 0, "policy gradient", True, seed)[1]
+                yield one | still(start, tok, policies[when], bits, seed)
 
 
 def short(x: Any) -> Any:
@@ -233,14 +236,16 @@ def short(x: Any) -> Any:
 def picture(record: dict[str, Any]) -> dict[str, Any]:
     """Rewards over the steps, means over the seeds and over eight steps."""
     panels = []
-    for bits in SAMPLERS:
+    for bits, baseline in (*((bits, True) for bits in SAMPLERS), (4, False)):
         curves = {}
         for arm, of in {"weights not rounded": (0, "policy gradient"), **{arm: (bits, arm) for arm in ARMS}}.items():
-            runs = [run["reward"] for run in record["runs"] if run["part"] == "run" and (run["bits"], run["arm"]) == of]
+            known = [run for run in record["runs"] if run.get("baseline") is baseline]
+            runs = [run["reward"] for run in known if (run["bits"], run["arm"]) == of]
             middle = [statistics.mean(x) for x in zip(*runs, strict=True)]
-            smooth = [statistics.mean(middle[max(0, i - 7) : i + 1]) for i in range(len(middle))]
-            curves[arm] = [list(range(1, len(middle) + 1)), short(smooth)]
-        panels.append({"title": f"reward, sampler of int{bits}", "x": "step", "log": "", "curves": curves})
+            at = range(16, len(middle) + 1, 16)
+            curves[arm] = [[*at], short([statistics.mean(middle[i - 8 : i]) for i in at])]
+        title = f"reward, sampler of {bits} bits{', advantages are rewards' * (not baseline)}"
+        panels.append({"title": title, "x": "step", "log": "", "curves": curves})
     return {"title": "Score centering in training", "panels": panels, "notes": []}
 
 
@@ -252,13 +257,21 @@ def main() -> None:
     torch.set_num_threads(1)
     record = {
         "command": f"python -m benchmarks.score_centering --seeds {' '.join(map(str, args.seeds))} --write", "date": time.strftime("%Y-%m-%d"),
-        "machine": machine("cpu"), "load": os.getloadavg()[0], "settings": {**SETTINGS, "head": HEAD, "cap": CAP, "batches": BATCHES}, "runs": [],
+        "machine": machine("cpu"), "load": os.getloadavg()[0], "settings": {**SETTINGS, "head": HEAD, "cap": CAP, "batches": BATCHES},
     }  # fmt: skip
+    record["runs"] = results.load(FILE).get("runs", [])
     for seed in args.seeds:
-        record["runs"] += short(measure(seed))
-        if args.write:
-            results.save(RESULTS / "score_centering.json", record)
-            plots.save(picture(record), ROOT / "docs" / "score_centering.svg")
+        for one in measure(seed, record["runs"]):
+            record["runs"].append(short(one))
+            print(
+                {name: x for name, x in one.items() if name != "arms"}
+                | {"reward": one["reward"] if one["part"] == "still" else statistics.mean(one["reward"][-20:])},
+                flush=True,
+            )
+            if args.write:
+                results.save(FILE, record)
+    if args.write:
+        plots.save(picture(record), ROOT / "docs" / "score_centering.svg")
 
 
 if __name__ == "__main__":
