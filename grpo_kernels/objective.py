@@ -80,7 +80,7 @@ class Objective:
                   has it (verl: -20, 20). None: it is bounded in the exponent only, at 60, and keeps its slope.
     listed        what the terms of a batch's `logp_terms` are: a function (logp, values, advantage, sums) -> (term, slope) of
                   listed ids, see formulas/listed.py; None: c log p. They are weighted, filtered and aggregated like the policy
-                  term.
+                  term, but that a `TrustRegion` drops the token alone.
     kl_aggregate, entropy_aggregate  None: like `aggregate`, with the same D. Otherwise their own, over this batch unless
                   `normalizer` is a Denominators.
 

@@ -3,7 +3,7 @@
 Anything that is known before the policy is evaluated, such as the mismatch with the sampler, is a weight of the batch instead:
 see corrections.py. A filtered token has loss 0 and slope 0 in the policy term. It still counts in the KL and in the
 denominators, with one exception: an entropy bonus with entropy_aggregate="token-mean" is a mean over the tokens that
-`EntropyQuantile` keeps.
+`EntropyQuantile` keeps. Of a token that a trust region drops the terms at listed ids stay.
 
 A trust region is (logp, anchor_logp, advantage, params) -> keep, with params = (low, high); p and q are the probabilities
 under the policy and under the anchor, A is the advantage.

@@ -219,10 +219,10 @@ def at_ids(logits: Tensor, ids: Tensor, **others: Any) -> tuple[Tensor, Tensor |
 NO_MASS = -1e4
 
 
-def centered(centering: ScoreCentering, logps: Tensor, sampler: Tensor, advantages: Tensor) -> Tensor:
+def centered(centering: ScoreCentering, logps: Tensor, sampler: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """[..]: a row's term of score centering, from log-probs [.., K] of the same ids under the policy, with gradient, and under the
-    sampler, -inf for padding; advantages [..]."""
-    given = sampler > -math.inf
+    sampler, -inf for padding; advantages and mask [..]. 0 where masked, whatever stands there."""
+    given, advantages = (sampler > -math.inf) & mask[..., None], torch.where(mask, advantages, 0.0)
     ours, theirs = (torch.where(given, x, NO_MASS) for x in (logps, sampler))
     with torch.no_grad():
         slopes = centering(ours, theirs, advantages[..., None], lambda x: x.sum(-1, keepdim=True))[1]

@@ -148,7 +148,7 @@ def loss(
     value = out.loss
     ours, theirs = (row(f"{of}_mask_logprobs") if score_centering else None for of in ("trainer", "inference"))
     if ours is not None and theirs is not None:
-        terms = centered(ScoreCentering.of(spec, tail=False), ours, theirs, batch.advantages)
+        terms = centered(ScoreCentering.of(spec, tail=False), ours, theirs, batch.advantages, mask)
         weights = 1.0 if inputs.loss_weights is None else row("loss_weights")
         value = value + torch.where(mask, weights * terms, 0.0).sum()
     x = torch.where(mask, out.logps - sampler, 0.0)

@@ -178,7 +178,7 @@ def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[
                 raise ValueError(
                     "rollout_topk_logprobs and topk_log_probs are needed for score centering: record the sampler's head."
                 )
-            terms = centered(ScoreCentering.of(spec), topk_log_probs, rollout_topk_logprobs, advantages)
+            terms = centered(ScoreCentering.of(spec), topk_log_probs, rollout_topk_logprobs, advantages, mask != 0)
             value = value + torch.where(mask != 0, weights * terms, 0.0).sum()
         if cispo:  # over the tokens before the correction, with any advantage
             named = _ratios((log_probs.detach() - old)[given != 0], *spec.surrogate.ratio_bounds)

@@ -255,7 +255,7 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
         if not centers:
             return value, metrics
         terms = _centering(args, batch, logits, ScoreCentering.of(spec), out)
-        added = sum_of_sample_mean(rows.advantages * terms["sc_correction"])
+        added = sum_of_sample_mean(torch.where(weights != 0, rows.advantages, 0.0) * terms["sc_correction"])
         metrics |= {name: sum_of_sample_mean(x.detach()) for name, x in terms.items()}
         return value + added, metrics | {name: metrics[name] + added.detach() for name in ("loss", "pg_loss")}
 
