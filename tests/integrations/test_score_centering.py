@@ -4,6 +4,7 @@ is its own: what is ours of it is in test_bound_functions."""
 from __future__ import annotations
 
 import math
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -74,22 +75,38 @@ def compare(ours, *args, **named):
 
 
 @parametrize(("name", "mode"), [("reinforce", "none"), ("rollout_is", "mis")])
-def test_skyrl(name, mode):
-    """Keywords of its losses. A correction weighs sequences."""
+def test_skyrl(name, mode, monkeypatch):
+    """Keywords of its losses, under an untested version too. A correction weighs sequences."""
     each = torch.tensor([0.5, 1.5, 1.0])[:, None]
     stand_in(
         "skyrl.backends.skyrl_train.utils.off_policy_correction_utils",
         apply_off_policy_correction=lambda loss, old, rollout, mask, config: (loss * each, mask, {}),
     )
-    config = SimpleNamespace(score_centering=SimpleNamespace(enabled=True), off_policy_correction=None)
+    config = SimpleNamespace(
+        score_centering=SimpleNamespace(enabled=True), off_policy_correction=None, eps_clip_low=0.2, eps_clip_high=0.2
+    )
 
-    def loss(x, name=name, **more):
+    def loss(x, which=name, **more):
         log_p, rollout = x.log_softmax(-1), at(SAMPLER, TOKENS)[..., 0]
         heads = {"rollout_topk_logprobs": at(SAMPLER, HEAD), "topk_log_probs": at(log_p, HEAD)} | more
         y = at(log_p, TOKENS)[..., 0]
-        return skyrl.policy_loss(name)(y, y.detach(), A, config, MASK.float(), rollout, **heads)
+        called = which if callable(which) else skyrl.policy_loss(which)
+        return called(y, y.detach(), A, config, MASK.float(), rollout, **heads)
 
     compare(loss, mode, each)
+
+    def clipped(log_probs, old, advantages, config, mask, rollout):
+        return -((log_probs - old).exp() * advantages.nan_to_num() * each * mask).sum(), {}
+
+    registry = {}
+    stand_in(
+        "skyrl.backends.skyrl_train.utils.ppo_utils", ppo_policy_loss=clipped,
+        register_policy_loss=lambda name: lambda f: registry.setdefault(name, f),
+    )  # fmt: skip
+    monkeypatch.setattr(metadata, "version", lambda _: "0.4.0")
+    skyrl.register()
+    with pytest.warns(UserWarning, match="They agree"):
+        assert torch.equal(loss(LOGITS.clone().requires_grad_(), registry[f"fused_{name}"])[0], loss(LOGITS)[0])
     refused(
         (lambda: loss(LOGITS, "dapo"), "score_centering='dapo': it compares with old_log_probs"),
         (lambda: loss(LOGITS, topk_log_probs=None), "record the sampler's head"),
