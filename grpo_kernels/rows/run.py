@@ -19,7 +19,7 @@ from ..formulas.token_stage import JointStage, TokenStage
 from .backends import FusedRows
 from .memory import converted
 from .partials import Partials, RowTransform, Slopes
-from .ragged import Ragged
+from .ragged import Ragged, Tokens
 from .sets import OverSets
 from .stream import Found, Gradients, LogitsAt, Parts, Stream, Whole, at_all_ranks, times
 
@@ -335,6 +335,30 @@ def _savable(x: Any) -> Any:
     """x as autograd may save it: a tensor made in inference mode has to be copied."""
     copied = isinstance(x, Tensor) and x.is_inference() and not torch.is_inference_mode_enabled()
     return x.clone() if copied else x
+
+
+class _OfTokens(torch.autograd.Function):
+    """Statistics of rows as those of tokens: of each token's row, or at its ids. The backward is a sum over tokens, in order."""
+
+    @staticmethod
+    def forward(tokens: Tokens, at_ids: bool, x: Tensor) -> Tensor:
+        return tokens.of_pairs(x) if at_ids else tokens.of_rows(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.tokens, ctx.at_ids, _ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, gradient_once(ctx.tokens.to_pairs if ctx.at_ids else ctx.tokens.to_rows, upstream)
+
+
+def of_tokens(values: dict[str, Tensor], tokens: Tokens) -> dict[str, Tensor]:
+    """The values of a visit of rows, with log-probs "at" the slots of `tokens.pairs`, as those of the tokens: "at" has their listed
+    ids."""
+    found = {name: applied(_OfTokens, tokens, name == "at", x) for name, x in values.items() if name != "logps"}
+    logps, *listed = found.pop("at").tensor_split([tokens.rows.numel()])
+    return {"logps": logps, **found} | ({} if tokens.listed is None else {"at": listed[0]})
 
 
 # ---- a loss in one visit

@@ -19,7 +19,7 @@ from .backends import WITH_ENTROPY, Backend, FusedRows
 from .memory import empty, zeros
 from .parallel import VocabShard
 from .partials import OUTSIDE, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
-from .ragged import Ragged, write_at
+from .ragged import Ragged, Tokens, write_at
 from .selection import Sparse
 
 Tensor = torch.Tensor
@@ -292,6 +292,7 @@ class Whole:
     at      further ids of rows, whose log-probs are wanted.
     sparse  how columns are drawn for the gradient; None: it has all. `padded`: see `selection.Draws`.
     all_rows  whether rows with sets are among them, which are visited over their sets as well.
+    tokens  of a loss whose stage is one of tokens of these rows, or has terms at listed ids; `targets` are then any ids.
     ahead   whether the gradient of hidden states is made in the forward, as if the slope of each log-prob were 1; the slope, which
             is known later, multiplies it."""
 
@@ -302,6 +303,7 @@ class Whole:
     index: Tensor | None = None
     active: int | None = None
     at: Ragged | None = None
+    tokens: Tokens | None = None
     sparse: Sparse | None = None
     padded: bool = False
     all_rows: bool = False
@@ -371,6 +373,11 @@ class Stream(ABC):
     @abstractmethod
     def columns(self) -> int:
         """Of this process."""
+
+    @property
+    @abstractmethod
+    def n(self) -> int:
+        """Number of rows."""
 
     @property
     def vocab(self) -> int:
@@ -495,53 +502,62 @@ def pull_beside(
     out.copy_(gradient)
 
 
-class ListedRows(NamedTuple):
-    """Rows of a visit and the ids that are listed for them, for a loss with terms in the log-probs of these. On a CPU these rows
-    alone; elsewhere, where the host does not know how many ids they have, all rows of the visit, with the others' ids not in use.
+class ChunkOfTokens(NamedTuple):
+    """The tokens of a chunk of rows, for a loss whose stage is computed in torch: rows that have several tokens, or terms at listed
+    ids. On a CPU these tokens alone; elsewhere, where the host does not know how many they are, all of the visit, the others not
+    read.
 
-    at   int64 [r]: which of the rows they are."""
+    which   which of the tokens they are.
+    stage   of these tokens."""
 
-    targets: Tensor
-    read: Tensor | None
-    ids: Ragged
+    tokens: Tokens
+    which: Tensor | slice
     stage: TokenStage
-    transform: RowTransform
-    at: Tensor
 
     @classmethod
-    def of(cls, whole: Whole, stage: TokenStage, transform: RowTransform, at: Tensor) -> ListedRows:
-        """The rows `at`, int64 [r]."""
-        slots, listed = whole.at, stage.listed
-        assert slots is not None and listed is not None
-        if at.device.type not in READ_AT_ONCE:
-            these = torch.zeros_like(whole.targets, dtype=torch.bool).index_fill(0, at, True)
-            return cls(whole.targets, whole.read, slots.only(these), stage, transform, at)
-        ids, which = slots.taken(at)
-        read = None if whole.read is None else whole.read[at]
-        own = stage.at(at)._replace(listed=listed.taken(which, ids.rows, ids.offsets))
-        return cls(whole.targets[at], read, ids, own, transform.at(at), torch.arange(at.numel()))
+    def of(cls, whole: Whole, stage: TokenStage, at: Tensor) -> ChunkOfTokens:
+        """Those of the rows `at`, int64 [r]."""
+        assert whole.tokens is not None
+        tokens, which, of_listed = whole.tokens.at(at, at.device.type in READ_AT_ONCE)
+        if isinstance(which, slice):
+            return cls(tokens, which, stage)
+        own, ids, listed = stage.at(which), tokens.listed, stage.listed
+        if listed is not None and ids is not None and isinstance(of_listed, Tensor):
+            own = own._replace(listed=listed.taken(of_listed, ids.rows, ids.offsets))
+        return cls(tokens, which, own)
+
+    @property
+    def slots(self) -> Ragged:
+        """The ids whose log-probs are needed, with rows counted in the chunk."""
+        return self.tokens.pairs.slots
 
     def fused(self, backend: Backend, rows: LogitRows, logits: Tensor, out: Tensor | None, here: Ragged) -> FusedRows:
-        """`fused` of a backend: statistics, token stage in torch, gradient. `rows`: these rows' logits; `logits` fp32 [k]: those at
-        the ids; `here`: the ids as this process's columns in `out`."""
-        listed, read = self.stage.listed, self.read
-        assert listed is not None
-        partials = Partials.not_read(WITH_ENTROPY, self.targets.numel(), self.at.device)
-        partials.values[:, self.at] = backend.visit(rows, WITH_ENTROPY).values
-        logps, entropy = partials.softmax(True)
-        ids = LogitsAt(self.ids, logits, self.ids.ids >= 0)
-        of_ids = torch.where(ids.used, ids.log_probs(partials, read, self.transform), 0.0)
-        term, of_term = listed.of(of_ids, self.stage.rows.advantages)
+        """`fused` of a backend, for the tokens: statistics of the chunk's `rows`, token stage, gradient. `logits` fp32 [k]: those
+        at the slots; `here`: the slots as this process's columns in `out`."""
+        tokens, listed, m = self.tokens, self.stage.listed, self.tokens.rows.numel()
+        partials = backend.visit(rows, WITH_ENTROPY)
+        ids = LogitsAt(self.slots, logits, self.slots.ids >= 0)
+        logps, of_ids = tokens.of_pairs(ids.log_probs(partials, None, rows.transform)).tensor_split([m])
+        entropy = tokens.of_rows(partials.entropy)
+        term, of_term = (None, None) if listed is None else listed.of(of_ids, self.stage.rows.advantages)
         terms = self.stage.terms(logps, entropy, term)
-        losses = terms.losses
         if out is not None:
-            slopes = Slopes.of({"entropy": entropy}, terms.upstream, read)
-            of_rows = (self.targets, read, partials, slopes, self.transform)
-            at_ids, slopes = ids.gradients(terms.d_listed[listed.rows] * of_term, None, *of_rows)
-            backend.gradient(rows, partials.at(self.at), slopes.at(self.at), out)
+            upstream = torch.where(tokens.used, terms.d_logps, 0.0)
+            if listed is not None and of_term is not None:
+                upstream = torch.cat([upstream, terms.d_listed[listed.rows] * of_term])
+            of_entropy = None if terms.d_entropy is None else tokens.to_rows(torch.where(tokens.used, terms.d_entropy, 0.0))
+            given = {"logps": torch.zeros_like(partials.max)} | ({} if of_entropy is None else {"entropy": of_entropy})
+            slopes = Slopes.of({"entropy": partials.entropy}, given, rows.read)
+            of_rows = (rows.targets, rows.read, partials, slopes, rows.transform)
+            at_ids, slopes = ids.gradients(tokens.to_pairs(upstream), None, *of_rows)
+            backend.gradient(rows, partials, slopes, out)
             write_at(out, here.positions(out.shape[1]), at_ids, here.ids >= 0)
-        losses = losses if read is None else torch.where(read, losses, 0.0)
-        return FusedRows(*(x[self.at] for x in (logps, entropy, losses)))
+        return FusedRows(logps, entropy, torch.where(tokens.used, terms.losses, 0.0))
+
+    def add_to(self, result: FusedRows, part: FusedRows) -> None:
+        """Set those of these tokens in `result`, of all tokens of the visit, which begins as zeros."""
+        for whole, piece in zip(result[:3], part[:3], strict=True):
+            whole[self.which] += piece
 
 
 def sums_outside(backend: Backend, z: Tensor, slots: Ragged, rows: LogitRows) -> Tensor:
@@ -607,6 +623,10 @@ class Logits(Stream):
     def columns(self) -> int:
         return int(self.logits.shape[-1])
 
+    @property
+    def n(self) -> int:
+        return self.logits.shape[:2].numel()
+
     def at(self, slots: Ragged) -> Tensor:
         if self.columns == 0:  # of a rank without a part of the vocabulary
             return torch.zeros(slots.ids.shape, device=self.logits.device)
@@ -653,15 +673,16 @@ class Logits(Stream):
     def fused(self, whole: Whole, stage: TokenStage | JointStage, gradients: LogitsGradient | None) -> FusedRows:
         assert isinstance(stage, TokenStage)
         rows, out, n = self._rows(whole), None if gradients is None else gradients.rows(), whole.targets.numel()
-        if not whole.apart and whole.at is None:
+        if not whole.apart and whole.tokens is None:
             return self.backend.fused(rows, stage, out)
-        result = FusedRows.zeros(n, self.logits.device, whole.apart or None)
+        result = FusedRows.zeros(stage.rows.targets.numel(), self.logits.device, whole.apart or None)
         for lo, hi, _ in self._blocks(n):
             of, at = slice(lo, hi), self._places(lo, hi)
-            if whole.at is not None:
-                listed = ListedRows.of(whole, stage, self.transform, at)
-                here = listed.ids if listed.at is at else listed.ids._replace(rows=at[listed.ids.rows])
-                result.put(of, listed.fused(self.backend, rows.cut(lo, hi), self.at(here), out, here))
+            if whole.tokens is not None:
+                chunk = ChunkOfTokens.of(whole, stage, at)
+                slots = chunk.slots._replace(rows=at[chunk.slots.rows])
+                logits = at_all_ranks(self, slots)
+                chunk.add_to(result, chunk.fused(self.backend, rows.cut(lo, hi), logits, out, self.own(slots)))
                 continue
             block, to = self._block(rows, lo, hi), None if out is None else self._block(rows, lo, hi, out).logits
             result.put(of, fused_beside(self.backend, block, stage.at(of), to, at, whole.apart, _rows_of))
