@@ -166,7 +166,7 @@ class Rows:
             if visit.at is not None and (d_at is not None or d_outside is not None):
                 at = LogitsAt(visit.at, known[f"{i} at logits"], known[f"{i} at used"])
                 d_at = torch.zeros_like(at.logits) if d_at is None else d_at.to(torch.float32)
-                rows = (visit.targets, visit.read, found.partials, slopes, stream.transform)
+                rows = (visit.targets, visit.read, found.partials, slopes, stream.transform, visit.one)
                 at_ids, slopes = at.gradients(d_at, d_outside, *rows)
             if isinstance(visit, Whole):
                 stream.pull(visit, found, slopes, gradients, at_ids)

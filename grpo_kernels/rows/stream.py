@@ -15,6 +15,7 @@ import torch
 from ..formulas.token_stage import JointStage, TokenStage
 from ..layout import plain
 from ..token_sets import TokenSets
+from . import divergence
 from .backends import WITH_ENTROPY, Backend, FusedRows
 from .memory import empty, zeros
 from .parallel import VocabShard
@@ -245,12 +246,23 @@ class LogitsAt:
         logps = (z - partials.max[rows]) - torch.log(partials.sum)[rows]
         return logps if read is None else torch.where(read[rows], logps, 0.0)
 
+    def of_divergence(self, other: Other, partials: Partials, transform: RowTransform) -> Tensor:
+        """fp32 [k]: d divergence from a second stream / d z of each id, from the partials of both."""
+        rows, theirs, own = self.slots.rows, other.stream.transform, partials.get
+        teacher_max, teacher_sum = own("teacher_max"), own("teacher_sum")
+        assert teacher_max is not None and teacher_sum is not None
+        z = transform.of(self.logits, rows) - partials.max[rows]
+        w = theirs.of(at_all_ranks(other.stream, self.slots), rows) - teacher_max[rows]
+        p, q = z.exp() / partials.sum[rows], w.exp() / teacher_sum[rows]
+        return divergence.gradient(other.kind, p, q, z - w + partials.log_sums[rows], partials.center[rows], other.mixture)
+
     def gradients(
         self, upstream: Tensor, outside: Tensor | None, targets: Tensor, read: Tensor | None, partials: Partials, slopes: Slopes,
-        transform: RowTransform,
+        transform: RowTransform, other: Other | None = None,
     ) -> tuple[Tensor, Slopes]:  # fmt: skip
         """(d loss / d logits [k], of all that the loss depends on; the slopes of the other columns of the rows), from d loss / d
-        log-probs [k], and from d loss / d log of the probability outside of the ids [n], or None.
+        log-probs [k], and from d loss / d log of the probability outside of the ids [n], or None. `other`: the second stream that
+        slopes of a divergence are of.
 
         Where p is close to 1, the 1 - p of one's own logit is that of expm1, as in the row kernels, or the sum of all else where
         that is known. Sums over the ids are fp64, since what arrives at one of them may be far more than at all others."""
@@ -271,6 +283,9 @@ class LogitsAt:
         g = g + slopes.target[rows] * torch.where(self.slots.ids == targets[rows], rest, -p)
         for term in slopes.at_columns(rows, p, p, logps):
             g = g + term
+        of_divergence = slopes.get("divergence")
+        if other is not None and of_divergence is not None:
+            g = g + of_divergence[rows] * self.of_divergence(other, partials, transform)
         g = torch.where(counted, g * transform.slope(self.logits, rows), 0.0)
         return g, slopes.plus("constant", others.to(torch.float32))
 
