@@ -359,7 +359,7 @@ def _loss(
             )
         check_ids(name, batch.listed, stream.vocab)
     if tokens is not None or listed is not None:
-        late, joint = late or kept is not None or bool(seconds.others), False
+        late, joint = late or kept is not None or bool(seconds.others), joint and listed is None
     if not late and (objective.one_pass or joint):
         return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited, listed, at, tokens)
     with_gradient = ("entropy",) if objective.needs_entropy else ()
@@ -397,7 +397,7 @@ def _in_one_visit(
         log_ratio = objective.log_ratio(logps, rows, batch)
         return objective.token_stage(logps, entropy, rows, batch, log_ratio)[:2]
 
-    groups = () if objective.one_pass else _groups(batch, objective, active)
+    groups = () if objective.one_pass else _groups(batch, objective, active, tokens)
     stage = objective.stage(rows, listed) if objective.one_pass else JointStage(terms, groups)
     visit = OneVisit(stream, over_vocabulary, over_sets, stage, torch.is_grad_enabled())
     loss, logps, entropy, divergence = fused_loss(visit, stream.tensors)
@@ -414,9 +414,13 @@ def _made_jointly(stream: Hidden, objective: Objective, kept: KeptRows | None) -
     return waits and not of_bias and not objective.needs_entropy
 
 
-def _groups(batch: TokenBatch, objective: Objective, active: int | None) -> tuple[int, ...]:
-    """The rows of `JointStage.groups`: sequences, or all rows where slopes wait for more, or for other ranks."""
+def _groups(batch: TokenBatch, objective: Objective, active: int | None, tokens: Tokens | None) -> tuple[int, ...]:
+    """The rows of `JointStage.groups`: sequences, or those that share rows, or all rows where slopes wait for more, or for other
+    ranks."""
     if objective.by_sequence and batch.context_group is None:
+        if tokens is not None and batch.sequences is not None:
+            sequences = batch.spread(torch.arange(batch.sequences, device=batch.targets.device))
+            return tokens.groups(batch.marked(objective.active_rows), sequences, batch.sequences)
         return batch.counts(objective.active_rows if batch.kept is None else whole(objective.active_rows))
     assert active is not None
     return (active,)

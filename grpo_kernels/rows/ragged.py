@@ -186,6 +186,18 @@ class Tokens:
         listed, of_listed = (None, all_of_them) if self.listed is None else self.listed.taken(which)
         return Tokens(of_tokens[which], self.targets[which], None, rows.numel(), listed), which, of_listed
 
+    def groups(self, active: Tensor | None, sequences: Tensor, count: int) -> tuple[int, ...]:
+        """Of the rows of `active` tokens, in their order: the sizes of the smallest groups that follow one another so that no sequence
+        has rows in two. `sequences`, int64 [m], of `count`: that of each token. Waits for a device."""
+        rows = self.named(active)
+        here = (self.used & rows[torch.where(self.used, self.rows, 0)]).nonzero()[:, 0]
+        of, at = sequences[here], (rows.cumsum(0) - 1)[self.rows[here]]
+        places = torch.arange(int(rows.sum()), device=of.device)
+        last = at.new_zeros(count).scatter_reduce(0, of, at, "amax")
+        reached = places.scatter_reduce(0, at, last[of], "amax").cummax(0).values
+        ends = (reached == places).nonzero()[:, 0] + 1
+        return tuple(torch.cat([ends.new_zeros(1), ends]).diff().tolist())
+
     # ---- from rows to tokens, and back
 
     def of_pairs(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -130,7 +130,11 @@ class Rows:
         values: list[Tensor] = []
         saved: list[Tensor] = []
         for visit, statistics, _ in self.reads:
-            found = stream.stats(visit) if isinstance(visit, Whole) else visit.stats(stream)
+            at = None if visit.at is None else _logits_at(stream, visit)
+            if isinstance(visit, Whole):
+                found = stream.stats(visit if at is None or not visit.ahead else _ahead_of_one(visit, at, stream.transform))
+            else:
+                found = visit.stats(stream)
             ours = tuple(name for name in statistics if name != "divergence")
             logps, *others = found.partials.found(ours, visit.read)
             named = dict(zip(ours, others, strict=True))
@@ -138,8 +142,7 @@ class Rows:
                 named["divergence"] = _divergence(visit, found)
             values += [logps, *(named[name] for name in statistics)]
             saved += [found.partials.values, *(x.values for x in found.apart)]
-            if visit.at is not None:
-                at = _logits_at(stream, visit)
+            if at is not None:
                 values.append(at.log_probs(found.partials, visit.read, stream.transform))
                 saved += [at.logits, at.used]
             saved += [*found.draws, *(() if found.ahead is None else (found.ahead,))]
@@ -150,8 +153,8 @@ class Rows:
         wholes = [read.visit for read in self.reads if isinstance(read.visit, Whole)]
         sets = len(self.reads) > len(wholes)
         twice = len(wholes) > 1 or (sets and wholes[0].all_rows if wholes else False)
-        sampled = any(x.sparse is not None for x in wholes)
-        gradients = stream.gradients(wanted, Parts(wholes[0] if wholes else None, twice, sets or sampled))
+        at_slots = sets or any(x.sparse is not None or (x.ahead and x.at is not None) for x in wholes)
+        gradients = stream.gradients(wanted, Parts(wholes[0] if wholes else None, twice, at_slots))
         few: list[tuple[Ragged, Tensor]] = []  # of rows with sets: added when visits over the vocabulary have written all rows
         # Visits of sets come first: they read logits that may be written over.
         for i, (visit, _, with_gradient) in enumerate(self.reads):
@@ -166,8 +169,13 @@ class Rows:
             if visit.at is not None and (d_at is not None or d_outside is not None):
                 at = LogitsAt(visit.at, known[f"{i} at logits"], known[f"{i} at used"])
                 d_at = torch.zeros_like(at.logits) if d_at is None else d_at.to(torch.float32)
-                rows = (visit.targets, visit.read, found.partials, slopes, stream.transform, visit.one)
-                at_ids, slopes = at.gradients(d_at, d_outside, *rows)
+                if isinstance(visit, Whole) and visit.ahead:
+                    target, values = at.beside_one(d_at, at.likeliest(stream.transform), stream.transform)
+                    slopes = Slopes.stacked({"target": target})
+                    few.append((stream.own(visit.at), values))
+                else:
+                    rows = (visit.targets, visit.read, found.partials, slopes, stream.transform, visit.one)
+                    at_ids, slopes = at.gradients(d_at, d_outside, *rows)
             if isinstance(visit, Whole):
                 stream.pull(visit, found, slopes, gradients, at_ids)
             else:
@@ -206,6 +214,11 @@ def _divergence(visit: Whole | OverSets, found: Found) -> Tensor:
         return found.partials.divergence
     values = [times(other.weight, partials.divergence) for other, partials in zip(visit.apart, found.apart, strict=True)]
     return torch.stack(values).sum(0)
+
+
+def _ahead_of_one(whole: Whole, at: LogitsAt, transform: RowTransform) -> Whole:
+    """The visit that makes the gradient of the log-prob of each row's likeliest id, see `LogitsAt.beside_one`."""
+    return replace(whole, targets=at.ids_at(at.likeliest(transform)))
 
 
 def _logits_at(stream: Stream, visit: Whole | OverSets) -> LogitsAt:
@@ -385,6 +398,8 @@ class OneVisit:
         stream, whole, sets, stage = self.stream, self.whole, self.sets, self.stage
         if sets is None:
             assert whole is not None
+            if whole.tokens is not None and isinstance(stage, JointStage):
+                return self._tokens_jointly(whole, whole.tokens, stage, gradients)
             return stream.fused(whole, stage, gradients), None
         if isinstance(stage, JointStage):
             return self._jointly(sets, stage, gradients)
@@ -416,6 +431,32 @@ class OneVisit:
         few = None if gradients is None else sets.pull(self.stream, found, Slopes.stacked({"target": slopes}), None)
         return result, few
 
+    def _tokens_jointly(
+        self, whole: Whole, tokens: Tokens, stage: JointStage, gradients: Gradients | None
+    ) -> tuple[FusedRows, tuple[Ragged, Tensor]]:
+        """The same of tokens that share rows and wait for each other: the products are those of one id of each row, see
+        `LogitsAt.beside_one`."""
+        stream, slots = self.stream, tokens.pairs.slots
+        at = LogitsAt(slots, at_all_ranks(stream, slots), slots.ids >= 0)
+        one = at.likeliest(stream.transform)
+        z = torch.where(at.used, stream.transform.of(at.logits, slots.rows), -torch.inf)
+        of_one = torch.cat([z, z.new_zeros(1)])[one][slots.rows]
+        behind = torch.where(z == -torch.inf, z, z - of_one)  # log p of each id less that of the one
+        values = torch.zeros_like(z)
+        result = FusedRows.zeros(tokens.rows.numel(), z.device, None)
+
+        def terms(logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal result, values
+            of_tokens = tokens.of_pairs(logps[slots.rows] + behind), tokens.of_rows(entropy)
+            losses, of_logps = stage.terms(*of_tokens)
+            result = FusedRows(*of_tokens, losses)
+            upstream = tokens.to_pairs(torch.where(tokens.used, of_logps, 0.0))
+            slopes, values = at.beside_one(upstream, one, stream.transform)
+            return losses, slopes
+
+        stream.fused(replace(whole, targets=at.ids_at(one)), stage._replace(terms=terms), gradients)
+        return result, (stream.own(slots), values)
+
 
 class _FusedLoss(torch.autograd.Function):
     """Loss, log-probs, entropy and divergence. The gradient is computed in the forward; the backward only scales it."""
@@ -424,7 +465,8 @@ class _FusedLoss(torch.autograd.Function):
     def forward(ctx: Any, visit: OneVisit, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         wanted = tuple(visit.gradients and needed for needed in ctx.needs_input_grad[1:])
         stream = visit.stream  # whose tensors these are
-        parts = Parts(visit.whole, False, visit.sets is not None)
+        shared = visit.whole is not None and visit.whole.tokens is not None and isinstance(visit.stage, JointStage)
+        parts = Parts(visit.whole, shared, shared or visit.sets is not None)
         gradients = stream.gradients(wanted, parts) if any(wanted) else None
         result, few = visit.of_rows(gradients)
         if few is not None and gradients is not None:

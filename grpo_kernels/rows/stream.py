@@ -246,6 +246,28 @@ class LogitsAt:
         logps = (z - partials.max[rows]) - torch.log(partials.sum)[rows]
         return logps if read is None else torch.where(read[rows], logps, 0.0)
 
+    def likeliest(self, transform: RowTransform) -> Tensor:
+        """int64 [n]: the slot of each row's likeliest id, the first of equal ones; their number where a row has none."""
+        rows, n, k = self.slots.rows, self.slots.offsets.numel() - 1, self.used.numel()
+        z = torch.where(self.used, transform.of(self.logits, rows), -torch.inf)
+        top = z.new_full((n,), -torch.inf).scatter_reduce_(0, rows, z, "amax")
+        slot = torch.where(self.used & (z == top[rows]), torch.arange(k, device=z.device), k)
+        return torch.full_like(top, k, dtype=torch.int64).scatter_reduce_(0, rows, slot, "amin")
+
+    def ids_at(self, slots: Tensor) -> Tensor:
+        """int64 [n]: the ids of these slots, 0 behind the last."""
+        return torch.cat([self.slots.ids, self.slots.ids.new_zeros(1)])[slots]
+
+    def beside_one(self, upstream: Tensor, slots: Tensor, transform: RowTransform) -> tuple[Tensor, Tensor]:
+        """(slopes fp32 [n], values fp32 [k]): the gradient that d loss / d log-probs [k] give is that of the log-prob of one id of
+        each row, those at `slots`, times its slope, and `values` more at the ids. The one is to be the likeliest: what is taken off
+        and given back at the others is then no rounding of a probability near 1."""
+        upstream = torch.where(self.used, upstream, 0.0).to(torch.float64)
+        rows, total = self.slots.rows, self._sums(upstream)
+        is_one = torch.arange(rows.numel(), device=rows.device) == slots[rows]
+        values = torch.where(is_one, upstream - total[rows], upstream) * transform.slope(self.logits, rows)
+        return total.to(torch.float32), torch.where(self.used, values, 0.0).to(torch.float32)
+
     def of_divergence(self, other: Other, partials: Partials, transform: RowTransform) -> Tensor:
         """fp32 [k]: d divergence from a second stream / d z of each id, from the partials of both."""
         rows, theirs, own = self.slots.rows, other.stream.transform, partials.get
