@@ -111,13 +111,10 @@ class Distinct(NamedTuple):
         places = torch.arange(k + 1, device=device)
         starts = torch.searchsorted(slot, places)
         pair = torch.where(starts < k, torch.cat([pairs, none[None]])[starts], none)[:k]
-        owner = (pair >> 32).clamp(max=n - 1)
-        slots = Ragged(
-            torch.where(pair < none, pair & 0xFFFFFFFF, -1),
-            torch.searchsorted(owner, torch.arange(n + 1, device=device)),
-            owner,
-        )
-        return cls(slots, torch.empty_like(slot).index_copy_(0, order, slot), order, starts)
+        owner, ids = (pair >> 32).clamp(max=n - 1), torch.where(pair < none, pair & 0xFFFFFFFF, -1)
+        slots = Ragged(ids, torch.searchsorted(owner, torch.arange(n + 1, device=device)), owner)
+        place = torch.empty_like(slot).index_copy_(0, order, slot)
+        return cls(slots.plain(), plain(place), plain(order), plain(starts))
 
     def sums(self, x: Tensor) -> Tensor:
         """fp64 [k], for each slot: the sum of x [k] over its pairs, in their order. 0 of a slot that is not in use."""
@@ -164,14 +161,14 @@ class Tokens:
         """bool [n]: rows of these tokens, bool [m]; None: of all that are read."""
         tokens = self.used if tokens is None else tokens & self.used
         named = torch.zeros(self.n + 1, dtype=torch.bool, device=self.rows.device)
-        return named.index_fill_(0, torch.where(tokens, self.rows, self.n), True)[: self.n]
+        return plain(named.index_fill_(0, torch.where(tokens, self.rows, self.n), True)[: self.n])
 
     @property
     def of_any(self) -> Tensor:
         """int64 [n]: an id of each row, 0 where nobody names one."""
         slots = self.pairs.slots
         first = torch.cat([slots.ids, slots.ids.new_zeros(1)])[slots.offsets[:-1]]
-        return torch.where(slots.offsets.diff() > 0, first, 0).clamp(min=0)
+        return plain(torch.where(slots.offsets.diff() > 0, first, 0).clamp(min=0))
 
     def at(self, rows: Tensor, cut: bool) -> tuple[Tokens, Tensor | slice, Tensor | slice]:
         """(the tokens of these rows, int64 [r], which count as their places; which of the tokens they are, and of the listed ids).
@@ -187,8 +184,8 @@ class Tokens:
         return Tokens(of_tokens[which], self.targets[which], None, rows.numel(), listed), which, of_listed
 
     def groups(self, active: Tensor | None, sequences: Tensor, count: int) -> tuple[int, ...]:
-        """Of the rows of `active` tokens, in their order: the sizes of the smallest groups that follow one another so that no sequence
-        has rows in two. `sequences`, int64 [m], of `count`: that of each token. Waits for a device."""
+        """Of the rows of `active` tokens, in their order: the sizes of the smallest groups that follow one another so that no
+        sequence has rows in two. `sequences`, int64 [m], of `count`: that of each token. Waits for a device."""
         rows = self.named(active)
         here = (self.used & rows[torch.where(self.used, self.rows, 0)]).nonzero()[:, 0]
         of, at = sequences[here], (rows.cumsum(0) - 1)[self.rows[here]]

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels import (
-    Head,
-    LogitTransform,
-    Objective,
-    Options,
-    Sparse,
-    TokenBatch,
-    TokenSets,
-    grpo_loss,
-    linear_grpo_loss,
-    linear_logprobs,
-    token_logprobs,
-)
+from grpo_kernels import Objective, Options, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs
 from grpo_kernels.rows import stream
 from support.doors import arguments_of, called, named, pull
-from support.inside import count_products, in_chunks
+from support.inside import count_products, in_chunks, of_a_gpu
 from support.objectives import OBJECTIVES
 from support.recipes import SPECS, Recipe, problem
 
@@ -32,8 +19,9 @@ Tensor = torch.Tensor
 NOBODY = 1  # the row that no token names
 
 
-def both(r: Recipe, backend: str, reference: bool = False) -> None:
-    """Compare a call of a recipe's tokens on half as many rows with that on a row for each token."""
+def both(r: Recipe, backend: str, reference: bool = False, listed: bool = False) -> None:
+    """Compare a call of a recipe's tokens on half as many rows with that on a row for each token. `reference`: rows in place of its
+    log-probs. `listed`: with terms at listed ids."""
     p, g = problem(r), torch.Generator().manual_seed(r.seed)
     n = p.ids.numel() // 2 + 1
     rows = torch.randint(n, p.shape, generator=g)
@@ -48,6 +36,12 @@ def both(r: Recipe, backend: str, reference: bool = False) -> None:
         given = replace(given, targets=targets, mask=mask)
         second_stream = reference or (spec.kl == "exact" and bool(spec.beta))
         given = replace(given, ref_logps=None if second_stream else given.ref_logps)
+
+    if listed:
+        lists = [torch.randperm(r.vocab, generator=g)[: i % 4].tolist() for i in range(p.ids.numel())]
+        sets = TokenSets.from_lists(lists)
+        c, d = torch.randn(2, sets.ids.numel(), generator=g)
+        given = replace(given, logp_terms=sets.with_values(c), prob_terms=sets.with_values(d))
 
     def run(of_rows: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         leaves = {name: (x if of_rows is not None else x.float()).clone() for name, x in shared.items()}
@@ -130,3 +124,87 @@ VARIANTS = [
 def test_variants(recipe: Recipe, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     in_chunks(monkeypatch, 3)
     both(recipe, backend)
+
+
+@pytest.mark.parametrize("source", ["logits", "hidden"])
+@pytest.mark.parametrize("name", ["grpo, k3 and entropy", SUM])
+def test_with_listed_ids_and_a_reference(name: str, source: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also as on a GPU, where the host does not know how many tokens the rows of a chunk have."""
+    in_chunks(monkeypatch, 3)
+    monkeypatch.setitem(stream.BLOCK_BYTES, "cpu", 4 * 3 * 61)
+    for known in (("cpu",), ()):
+        monkeypatch.setattr(stream, "READ_AT_ONCE", known)
+        both(replace(HIDDEN, source=source, objective=name), backend, reference=source == "hidden", listed=True)
+
+
+B, H, V = 4, 8, 40
+#: Two prompts of two rollouts each: rows 0 to 2 and 6 to 8 are shared, nobody names row 5. The first two tokens of a prompt's
+#: rollouts are the same, the third differs.
+ROWS = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4], [6, 7, 8, 9], [6, 7, 8, 10]])
+IDS = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 8], [1, 2, 3, 4], [1, 2, 4, 4]])
+
+
+def leaves(frozen: bool = False) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(5)
+    return torch.randn(11, H, generator=g).requires_grad_(), torch.randn(V, H, generator=g).requires_grad_(not frozen)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("name", ["dapo", "gspo"])
+def test_rows_in_products(name: str, frozen: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row once in each: three products, two with a frozen head, also where slopes wait, of a prompt whose rows fit a block."""
+    found = []
+    for chunk, again in ((5, 0), (4, 10 if name == "gspo" and not frozen else 0)):
+        in_chunks(monkeypatch, chunk)
+        (hidden, weight), rows = leaves(frozen), count_products(monkeypatch)
+        batch = TokenBatch(IDS, torch.tensor([1.0, -0.5, 0.3, 0.6]), rows=ROWS)
+        linear_grpo_loss(hidden, weight, batch, Objective.preset(name), options=Options(backend)).loss.backward()
+        assert +rows == +Counter({"logits": 10 + again, "d_hidden": 10, "d_weight": 0 if frozen else 10})
+        found.append((hidden.grad, weight.grad))
+    for x, y in zip(*found, strict=True):
+        assert x is None or y is None or torch.allclose(x, y, rtol=0, atol=1e-6)
+
+
+def test_slopes_that_cancel_are_not_projected_back(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rows 0 and 1 of the first prompt, where its rollouts have the same tokens. In row 2 the sum of their slopes is 0, too."""
+    (hidden, weight), rows = leaves(), count_products(monkeypatch)
+    logps, _ = linear_logprobs(hidden, weight, IDS, rows=ROWS, options=Options(backend))
+    (logps[0] - logps[1] + logps[2]).sum().backward()
+    assert rows == Counter({"logits": 17, "d_hidden": 7, "d_weight": 7})
+    assert hidden.grad is not None and not hidden.grad[:2].any() and hidden.grad[2].any()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+def test_a_likely_token_beside_one_without_a_slope(frozen: bool) -> None:
+    """1 - p of a probability near 1 is no difference of numbers that were rounded to bf16, as the rows of a GPU's products are."""
+    hidden, weight = torch.ones(1, H), torch.zeros(V, H)
+    weight[7], weight[3, :4] = 1.2, 0.3
+    found = []
+    for scale in (torch.bfloat16, torch.float64):
+        x, w = (y.bfloat16().to(scale).requires_grad_() for y in (hidden, weight))
+        w.requires_grad_(not frozen)
+        if scale == torch.float64:
+            (-(x @ w.t()).log_softmax(-1)[0, 7]).backward()
+        else:
+            batch = TokenBatch(torch.tensor([[3], [7]]), torch.tensor([0.0, 2.0]), rows=torch.zeros(2, 1, dtype=torch.int64))
+            with of_a_gpu():
+                linear_grpo_loss(x, w, batch, Objective.preset("gspo"), options=Options("eager")).loss.backward()
+        found.append([x.grad, w.grad])
+    for x, y in zip(*found, strict=True):
+        if y is not None:
+            torch.testing.assert_close(x.double(), y, rtol=0, atol=2.0**-6 * float(y.abs().max()))
+
+
+def test_compiled_and_by_func(backend: str) -> None:
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        batch = TokenBatch(IDS, torch.ones(B), rows=ROWS)
+        return linear_grpo_loss(x, w, batch, Objective.preset("gspo"), options=Options(backend)).loss
+
+    found = [torch.func.grad(run, (0, 1))(*(x.detach() for x in leaves()))]
+    for f in (run, torch.compile(run, backend="eager")):
+        hidden, weight = leaves()
+        f(hidden, weight).backward()
+        found.append((hidden.grad, weight.grad))
+    for others in found[1:]:
+        for x, y in zip(found[0], others, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
