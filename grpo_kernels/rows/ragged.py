@@ -158,8 +158,8 @@ class Tokens:
         return Distinct.of(rows, ids, used, self.n)
 
     def named(self, tokens: Tensor | None) -> Tensor:
-        """bool [n]: rows of these tokens, bool [m]; None: of all that are read."""
-        tokens = self.used if tokens is None else tokens & self.used
+        """bool [n]: rows of these tokens, bool [m], all of which are read; None: of all that are."""
+        tokens = self.used if tokens is None else tokens
         named = torch.zeros(self.n + 1, dtype=torch.bool, device=self.rows.device)
         return plain(named.index_fill_(0, torch.where(tokens, self.rows, self.n), True)[: self.n])
 
