@@ -202,7 +202,7 @@ def grpo_loss(
         out = grpo_loss(logits[:, :-1], TokenBatch(ids[:, 1:], advantages, mask=mask, old_logps=old), Objective.preset("dapo"))
         out.loss.backward()
 
-    logits       [B, T, V] or [N, V], fp32, bf16 or fp16, any strides; row i predicts batch.targets[i].
+    logits       [B, T, V] or [N, V], fp32, bf16 or fp16, any strides; row i predicts batch.targets[i], but with batch.rows.
     transform    temperature, softcap and scale; see `LogitTransform`.
     normalizer   the denominator over all micro-batches and ranks, a number or 0-d tensor; None: that of this batch
                  alone, `objective.normalizer(batch)`, at least 1.
@@ -262,7 +262,7 @@ def linear_grpo_loss(
         out = linear_grpo_loss(h[:, :-1], model.lm_head.weight, batch, objective, transform=LogitTransform.of(model))
         out.loss.backward()
 
-    hidden       [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts batch.targets[i].
+    hidden       [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts batch.targets[i], but with batch.rows.
     weight       [V, H], or `Head(weight, bias, transform)`; frozen, tied or trained; fp32, bf16 or fp16. Products run in the
                  autocast dtype if autocast is on, else in the dtype of hidden.
     transform    softcap and scale that the model applies after its head, and the temperature: see `LogitTransform.of`.
