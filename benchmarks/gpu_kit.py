@@ -57,7 +57,7 @@ CALLS = {
     2: (Stage("tune", 570, 480),),
     3: (Stage("install", 60, 10), Stage("comparison", 520, 430), Stage("plots", 40, 25)),
     4: (
-        Stage("install", 60, 10), Stage("memcheck", 150, 90), Stage("further", 400, 350),
+        Stage("install", 60, 10), Stage("traffic", 60, 40), Stage("memcheck", 150, 60), Stage("further", 400, 340),
         Stage("plots", 40, 25),
     ),
 }  # fmt: skip
@@ -82,7 +82,7 @@ CASES = {
     "objectives": Cases(
         (
             "core/test_objectives.py", "core/test_combinations.py", "core/test_relations.py", "core/test_rows.py",
-            "core/test_autograd.py",
+            "core/test_autograd.py", "core/test_listed.py",
         ),
         12, 0.35,
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import importlib.util
 import json
 import os
@@ -315,6 +316,71 @@ def small(kit: Kit) -> None:
     kit.say("small calls: done")
 
 
+#: Of each, the cell of "logits" and the kernels that its call launches: bytes are counted in sizes of the logits.
+TRAFFIC = {
+    "grpo_kernels, in place": ("_fused_kernel",), "grpo_kernels, layer 1 + loss": ("_stats_kernel", "_pull_kernel"),
+}  # fmt: skip
+LARGE = {torch.bfloat16: 8192, torch.float32: 2048}  # rows of 151,936 logits
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum")
+
+
+def traffic(kit: Kit) -> None:
+    """Counts the bytes of device memory that the kernels from logits read and write, by Nsight Compute."""
+    tool = shutil.which("ncu")
+    if tool is None or kit.rehearse:
+        kit.leave_out("bytes of device memory, which Nsight Compute counts")
+        return
+    names = "|".join(name for some in TRAFFIC.values() for name in some)
+    command = [
+        tool,
+        "--clock-control",
+        "none",
+        "--csv",
+        "--page",
+        "raw",
+        "--print-units",
+        "base",
+        "--metrics",
+        ",".join(METRICS),
+    ]
+    command += [
+        "--kernel-name",
+        f"regex:^({names})$",
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_stages",
+        "large",
+        "--work",
+        str(kit.work),
+    ]
+    printed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=kit.left).stdout
+    print(printed, flush=True)
+    lines = printed.splitlines()
+    table = csv.DictReader(lines[next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines)) :])
+    launched = [row for row in table if row["ID"]]  # the first line has units
+    expected = [(dtype, name) for dtype in LARGE for some in TRAFFIC.values() for name in some]
+    if [row["Kernel Name"] for row in launched] != [name for _, name in expected]:
+        kit.say(f"bytes of device memory: {[row['Kernel Name'] for row in launched]} were launched", well=False)
+        return
+    for (dtype, name), row in zip(expected, launched, strict=True):
+        read, written, ns = (float(row[metric].replace(",", "")) for metric in METRICS)
+        size = LARGE[dtype] * 151936 * dtype.itemsize
+        found = {"read": read / size, "written": written / size, "ms": ns / 1e6}
+        kit.add(traffic=kit.found.get("traffic", {}) | {f"{name}, {dtype}": found})
+        kit.say(f"{name}, {dtype}: reads {read / size:.3f}, writes {written / size:.3f} x the logits in {ns / 1e6:.3f} ms")
+
+
+def large(kit: Kit) -> None:
+    """Runs the kernels from logits once at a real size, for Nsight Compute."""
+    from benchmarks.cases import Cell, make_case
+    from benchmarks.providers import providers
+
+    for dtype, rows in LARGE.items():
+        case = make_case(Cell("logits", rows, 151936, dtype), kit.device)
+        for name in TRAFFIC:
+            next(p for p in providers("logits") if p.name == name).make(case).call()
+
+
 def plots(kit: Kit) -> None:
     """Tables and pictures from the result files."""
     results = kit.work / "results"
@@ -333,7 +399,7 @@ def plots(kit: Kit) -> None:
 
 
 STAGES: dict[str, Callable[[Kit], None]] = {
-    stage.__name__: stage for stage in (install, env, correctness, counters, tune, memcheck, small, plots)
+    stage.__name__: stage for stage in (install, env, correctness, counters, tune, traffic, large, memcheck, small, plots)
 } | dict.fromkeys(COMPARISONS, compare)
 
 

@@ -165,8 +165,9 @@ def _pull_kernel(
         m = tl.load(partials + i)
         s = tl.load(partials + partials_stride + i)
         z = tl.load(partials + 2 * partials_stride + i)
-        _write_gradient(row, out_row, V, None, tl.load(targets + i), tl.div_rn(z, k), tl.div_rn(m, k), s, (z - m) - tl.log(s),
-                        d_target, d_constant, d_log, d_prob, k, scale, softcap, inv_t, SHAPE, KIND, ALIGNED, PEELED, ACCESSES,
+        # In z, as the maximum is stored: divided by k it may be another number than the u that it was.
+        _write_gradient(row, out_row, V, None, tl.load(targets + i), tl.div_rn(z, k), k, m, s, (z - m) - tl.log(s),
+                        d_target, d_constant, d_log, d_prob, 1.0, scale, softcap, inv_t, SHAPE, KIND, ALIGNED, PEELED, ACCESSES,
                         LANES, COLS, LAST_HINT, STAGES)
     else:
         _write_zeros(out_row, V, ALIGNED, LANES, COLS, LAST_HINT)
@@ -217,7 +218,7 @@ def _fused_kernel(
             if out is not None:
                 out_row = out + _row_offset(i, T, out_stride_a, out_stride_t, ALIGNED)
                 if (d_logp != 0.0) | (d_entropy != 0.0):
-                    _write_gradient(row, out_row, V, kept if KEPT > 0 else None, target, u, m, s, logp, d_logp,
+                    _write_gradient(row, out_row, V, kept if KEPT > 0 else None, target, u, 1.0, m, s, logp, d_logp,
                                     -d_entropy * entropy, -d_entropy, 0.0, k, scale, softcap, inv_t, SHAPE, BONUS, ALIGNED,
                                     PEELED, ACCESSES, LANES, COLS, LAST_HINT, STAGES)
                 else:
@@ -467,7 +468,7 @@ def _select_kernel(
     s = tl.load(partials + partials_stride + i)
     usable = (tl.abs(m) < -_NEG_INF) & (tl.abs(1.0 / s) < -_NEG_INF)
     # As the gradient has them: what it makes of a slope of 1.
-    c, b, inverse, _, _ = _factors(tl.div_rn(m, k), s, k, -1.0, 0.0, 0.0, 0.0, 0)
+    c, b, inverse, _, _ = _factors(m, s, 1.0, -1.0, 0.0, 0.0, 0.0, 0)
     target = tl.load(targets + i)
     row = logits + _at(i, stride, ALIGNED)
     before = tl.zeros((), tl.int64)  # where the running sum is
@@ -478,9 +479,9 @@ def _select_kernel(
         cols = start + tl.arange(0, BLOCK)
         inside = cols < V
         x = tl.load(row + cols, mask=inside, other=0.0)
-        # -inf goes in after u: tanh and the mirror would make a number, or +inf, of it.
-        u = tl.where(inside, _u(x, scale, softcap, SHAPE), _NEG_INF)
-        units = tl.where(usable, tl.exp2(_fma(u, c, -b)) * inverse * per_unit, 0.0)
+        # -inf goes in after z: tanh and the mirror would make a number, or +inf, of it.
+        z = tl.where(inside, k * _u(x, scale, softcap, SHAPE), _NEG_INF)
+        units = tl.where(usable, tl.exp2(_fma(z, c, -b)) * inverse * per_unit, 0.0)
         exact = (inside & (cols == target)) | (units >= _WHOLE_STEP)
         mass = tl.where(exact, 0.0, units).to(tl.int32).to(tl.int64)
         after = before + tl.sum(mass, axis=0)

@@ -260,10 +260,10 @@ def _expm1(x):
 
 
 @triton.jit
-def _gradient(x, c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE: tl.constexpr, KIND: tl.constexpr):
+def _gradient(x, unit, c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE: tl.constexpr, KIND: tl.constexpr):
     u = _u(x, scale, softcap, SHAPE)
     slope = _dz_dx(u, scale, inv_t, SHAPE)
-    d = _fma(u, c, -b)
+    d = _fma(unit * u, c, -b)
     factor = constant * slope
     if KIND >= 1:
         factor += linear * slope * tl.maximum(d, _FLOOR)
@@ -275,8 +275,8 @@ def _gradient(x, c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE
 
 @triton.jit
 def _factors(m, s, k, d_target, d_constant, d_log, d_prob, KIND: tl.constexpr):
-    """c and b of the exponent, and the factors of `_gradient`: d loss / dz_j = 2^(c u_j - b) (constant + linear d + quadratic
-    2^d) without the target's own term, d = c u_j - b."""
+    """c and b of the exponent, and the factors of `_gradient`: d loss / dz_j = 2^d (constant + linear d + quadratic 2^d)
+    without the target's own term, d = c v_j - b for e^k(v_j - m), where v_j has the maximum m."""
     c = k * _LOG2E
     b = _base(m, c)
     # Far from 0 only columns equal to m matter: any c will do that separates them from the others and keeps c m finite.
@@ -313,13 +313,13 @@ def _target_gradient(
 
 @triton.jit
 def _write_tile(
-    xs, out, at, V, cols, c, b, constant, linear, quadratic, scale, softcap, inv_t,
+    xs, out, at, V, cols, unit, c, b, constant, linear, quadratic, scale, softcap, inv_t,
     END: tl.constexpr, SHAPE: tl.constexpr, KIND: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     STEP: tl.constexpr = cols.shape[0] * cols.shape[1]
     for i in tl.static_range(len(xs)):
         here = at + i * STEP + cols
-        g = _gradient(xs[i], c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE, KIND)
+        g = _gradient(xs[i], unit, c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE, KIND)
         g = g.to(out.dtype.element_ty)
         if END:
             tl.store(out + here, g, mask=here < V, eviction_policy=HINT)
@@ -330,14 +330,15 @@ def _write_tile(
 @triton.jit
 def _write_gradient(
     row, out, V, kept,
-    target, u_target, m, s, logp, d_target, d_constant, d_log, d_prob,
+    target, u_target, unit, m, s, logp, d_target, d_constant, d_log, d_prob,
     k, scale, softcap, inv_t,
     SHAPE: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, PEELED: tl.constexpr, ACCESSES: tl.constexpr,
     LANES: tl.constexpr, COLS: tl.constexpr, HINT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """d loss / dx_j = (d_target (1[j = target] - p_j) + p_j (d_constant + d_log log p_j + d_prob p_j)) dz_j / dx_j, with
-    p_j = e^k(u_j - m) / s. KIND 0: d_target alone. 1: d_constant and d_log as well. 2: all. `kept`: the last tiles, where
-    they are in registers, else None. PEELED: 128-bit accesses between the row's first and last 16-byte boundary."""
+    p_j = e^k(unit u_j - m) / s, m the maximum of unit u. KIND 0: d_target alone. 1: d_constant and d_log as well. 2: all.
+    `kept`: the last tiles, where they are in registers, else None. PEELED: 128-bit accesses between the row's first and last
+    16-byte boundary."""
     BLOCK: tl.constexpr = ACCESSES * LANES * COLS
     ENDS: tl.constexpr = 1 if kept is None else len(kept) // ACCESSES
     c, b, constant, linear, quadratic = _factors(m, s, k, d_target, d_constant, d_log, d_prob, KIND)
@@ -352,7 +353,7 @@ def _write_gradient(
         here = tl.where(i < COLS, i, head + width + i - COLS)
         beside = tl.where(i < COLS, i < head, here < V)
         x = tl.load(row + here, mask=beside, other=0.0, eviction_policy=HINT)
-        g = _gradient(x, c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE, KIND)
+        g = _gradient(x, unit, c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE, KIND)
         tl.debug_barrier()  # every warp loads these few elements, one of them stores them
         tl.store(out + here, g.to(out.dtype.element_ty), mask=beside, eviction_policy=HINT)
         width = tl.multiple_of(width, COLS)
@@ -368,14 +369,14 @@ def _write_gradient(
     for i in tl.static_range(ENDS - 1, -1, -1):
         _write_tile(
             ends[i * ACCESSES : (i + 1) * ACCESSES], first_out, end + i * BLOCK, width, cols,
-            c, b, constant, linear, quadratic, scale, softcap, inv_t, i == ENDS - 1, SHAPE, KIND, HINT,
+            unit, c, b, constant, linear, quadratic, scale, softcap, inv_t, i == ENDS - 1, SHAPE, KIND, HINT,
         )  # fmt: skip
     for done in tl.range(0, end, BLOCK, num_stages=STAGES):
         at = end - BLOCK - done
         xs = _load_full(first, at, cols, ACCESSES, HINT)
         _write_tile(
             xs, first_out, at, width, cols,
-            c, b, constant, linear, quadratic, scale, softcap, inv_t, False, SHAPE, KIND, HINT,
+            unit, c, b, constant, linear, quadratic, scale, softcap, inv_t, False, SHAPE, KIND, HINT,
         )  # fmt: skip
     g_target = _target_gradient(u_target, logp, d_target, d_constant, d_log, d_prob, scale, inv_t, SHAPE, KIND)
     tl.debug_barrier()  # one store for the row, behind those of its tiles
