@@ -82,6 +82,8 @@ FAULTS: list[Fault] = [
         ("a row has the log-prob of its first id", "self.used & (z == top[rows]), torch.arange", "self.used, torch.arange", SHARED),
         ("tokens beside the likeliest add to its slope alone", "upstream - total[rows], upstream)", "0.0, upstream)", SHARED),
         ("a divergence has no gradient at ids", "g = g + of_divergence[rows] *", "g = g + 0 * of_divergence[rows] *", SHARED),
+        ("as many tokens as rows are one for each", "self.tokens.rows.unique().numel() == self.tokens.n", "True", SHARED),
+        ("the only token of a row has another's numbers", "x[tokens.rows] for x in part", "x for x in part", SHARED),
         ("tokens of a chunk replace each other", "whole[self.which] += piece", "whole[self.which] = piece", SHARED),
         ("the sign of what other columns get", "others = -total  #", "others = total  #"),
         (

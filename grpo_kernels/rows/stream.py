@@ -572,6 +572,10 @@ class ChunkOfTokens(NamedTuple):
         """`fused` of a backend, for the tokens: statistics of the chunk's `rows`, token stage, gradient. `logits` fp32 [k]: those
         at the slots; `here`: the slots as this process's columns in `out`."""
         tokens, listed, m = self.tokens, self.stage.listed, self.tokens.rows.numel()
+        if listed is None and m == rows.n and self._one_for_each_row():
+            order = tokens.rows.argsort()
+            part = backend.fused(rows._replace(targets=tokens.targets[order]), self.stage.at(order), out)
+            return FusedRows(*(x[tokens.rows] for x in part[:3]))
         partials = backend.visit(rows, WITH_ENTROPY)
         ids = LogitsAt(self.slots, logits, self.slots.ids >= 0)
         logps, of_ids = tokens.of_pairs(ids.log_probs(partials, None, rows.transform)).tensor_split([m])
@@ -590,6 +594,10 @@ class ChunkOfTokens(NamedTuple):
             backend.gradient(rows, partials, slopes, out)
             write_at(out, here.positions(out.shape[1]), at_ids, here.ids >= 0)
         return FusedRows(logps, entropy, torch.where(tokens.used, terms.losses, 0.0))
+
+    def _one_for_each_row(self) -> bool:
+        """Whether the host knows that each row has one token: the kernels then do all of it in one visit."""
+        return isinstance(self.which, Tensor) and self.tokens.rows.unique().numel() == self.tokens.n
 
     def add_to(self, result: FusedRows, part: FusedRows) -> None:
         """Set those of these tokens in `result`, of all tokens of the visit, which begins as zeros."""
