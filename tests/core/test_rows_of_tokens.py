@@ -64,6 +64,12 @@ def test_with_listed_ids_and_a_reference(name: str, source: str, backend: str, m
         both(replace(HIDDEN, source=source, objective=name), backend, reference=source == "hidden", listed=True)
 
 
+@pytest.mark.parametrize("source", ["logits", "hidden"])
+def test_rows_in_another_order(source: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_chunks(monkeypatch, 5)
+    both(Recipe(source=source, mask="none", layout="packed", objective="grpo, k3 and entropy"), backend, alone=True)
+
+
 B, H, V = 4, 8, 40
 #: Two prompts of two rollouts each: rows 0 to 2 and 6 to 8 are shared, nobody names row 5. The first two tokens of a prompt's
 #: rollouts are the same, the third differs.

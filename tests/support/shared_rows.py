@@ -14,13 +14,15 @@ Tensor = torch.Tensor
 NOBODY = 1  # the row that no token names
 
 
-def both(r: Recipe, backend: str, reference: bool = False, listed: bool = False) -> None:
+def both(r: Recipe, backend: str, reference: bool = False, listed: bool = False, alone: bool = False) -> None:
     """Compare a call of a recipe's tokens on half as many rows with that on a row for each token. `reference`: rows in place of its
-    log-probs. `listed`: with terms at listed ids."""
+    log-probs. `listed`: with terms at listed ids. `alone`: on as many rows, in another order."""
     p, g = problem(r), torch.Generator().manual_seed(r.seed)
     n = p.ids.numel() // 2 + 1
     rows = torch.randint(n, p.shape, generator=g)
     rows[rows == NOBODY] = 0
+    if alone:
+        n, rows = p.ids.numel(), torch.randperm(p.ids.numel(), generator=g).view(p.shape)
     same = torch.rand(p.shape, generator=g) < 0.6  # tokens of a row that are one id
     mask = p.trained.view(p.shape)
     f, (given, *after), more = arguments_of(p, backend=backend)
@@ -44,7 +46,7 @@ def both(r: Recipe, backend: str, reference: bool = False, listed: bool = False)
             x.requires_grad_(name != r.frozen)
         first, *others = leaves.values()
         with torch.no_grad():
-            first[NOBODY] = torch.nan
+            first[NOBODY] = first[NOBODY] if alone else torch.nan
         front = [first * 1 if of_rows is not None else first[rows], *others]
         keywords = dict(more)
         if r.door == "loss" and second_stream:
@@ -75,7 +77,7 @@ def both(r: Recipe, backend: str, reference: bool = False, listed: bool = False)
             values[name].float(), x.float(), rtol=room, atol=2 * room, msg=lambda text, name=name: f"{r}, {name}: {text}"
         )
     for name, x in exact.items():
-        assert x.any() and not (name in ("logits", "hidden") and gradients[name][NOBODY].any())
+        assert x.any() and not (name in ("logits", "hidden") and gradients[name][NOBODY].any() and not alone)
         x = torch.nan_to_num(x)
         torch.testing.assert_close(
             gradients[name].float(),
