@@ -20,7 +20,8 @@ import torch
 from grpo_kernels.rows.memory import release
 
 FLUSH_BYTES = 256 << 20  # beyond every L2
-AHEAD_MS = 0.6  # the host time that Python code may need before its kernels reach the GPU
+AHEAD_MS = 0.6  # the least host time that Python code may need before its kernels reach the GPU
+MOST_AHEAD_MS = 20.0  # a host that takes longer waits for the GPU itself
 
 # ---- time
 
@@ -55,8 +56,8 @@ def interleaved(
             def run(name: str = name, warm: bool = i > 0) -> float:
                 if before is not None:
                     before(name)
-                _, ms, host = timed(runs[name], device)
-                hosts[name] += [host] if warm else []
+                _, ms, host = timed(runs[name], device, ahead=1.5 * max(hosts[name][-3:], default=0.0))
+                hosts[name] += [host] if warm else []  # the first may compile
                 return ms
 
             ms = attempt(name, run)
@@ -72,16 +73,16 @@ def _enough(times: list[float], spent: float, least: int) -> bool:
     return (len(times) >= least and sum(times) >= spent) or (len(times) >= 3 and sum(times) >= 3 * spent)
 
 
-def timed(run: Callable[[], Any], device: str) -> tuple[Any, float, float]:
+def timed(run: Callable[[], Any], device: str, ahead: float = 0.0) -> tuple[Any, float, float]:
     """(result, milliseconds, milliseconds of the host in the call). On CUDA the time between two events, after the L2 cache was
-    flushed; the GPU then sleeps for AHEAD_MS, so that it does not wait for the host to send the first kernels."""
+    flushed; the GPU then sleeps for `ahead` milliseconds, so that it does not wait for the host to send its kernels."""
     if device == "cpu":
         begin = time.perf_counter()
         result = run()
         ms = 1e3 * (time.perf_counter() - begin)
         return result, ms, ms
     _flush_buffer().zero_()
-    torch.cuda._sleep(round(AHEAD_MS * _clocks_per_ms()))
+    torch.cuda._sleep(round(min(max(AHEAD_MS, ahead), MOST_AHEAD_MS) * _clocks_per_ms()))
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     begin = time.perf_counter()
@@ -184,9 +185,10 @@ def compilations() -> Iterator[Callable[[], int]]:
 
     kernels = 0
 
-    def listener(**_: Any) -> None:
+    def listener(src: Any = None, **_: Any) -> None:
         nonlocal kernels
         kernels += 1
+        print("compiled:", getattr(src, "name", src), getattr(src, "signature", ""), getattr(src, "attrs", ""), flush=True)
 
     graphs = counters["stats"]["unique_graphs"]
     try:

@@ -43,7 +43,7 @@ from grpo_kernels.rows.backends import triton as backend
 from grpo_kernels.rows.backends.triton.launch import FUSED, Choice
 
 #: The kinds of settings, the most valuable first, and the share of the time for each.
-KINDS = {"fused": 3.0, "visit": 2.0, "fused32": 3.0, "chunk": 3.0, "two": 1.5, "mixed": 1.0, "select": 0.7, "slots": 0.7}
+KINDS = {"fused": 3.5, "visit": 2.0, "fused32": 3.5, "chunk": 2.5, "two": 1.5, "mixed": 1.0, "select": 0.7, "slots": 0.7}
 #: A setting replaces that of the package only if it is faster by more than this share: a smaller difference may be noise.
 GAIN = 0.02
 REGISTERS = 65536  # of a multiprocessor
@@ -143,8 +143,8 @@ def settings(kind: str, small: bool) -> list[Setting]:
     ]
     around = [now]
     if kind in ("visit", *FUSED):
+        shapes = [c._replace(stages=stages) for c in shapes for stages in (1, 3)]
         around += [now._replace(hints=not now.hints), *(now._replace(stages=stages) for stages in (1, 3, 4))]
-        shapes = [c if copied_ahead(c) <= SHARED else c._replace(stages=1) for c in shapes]
     if kind in FUSED:
         around += [now._replace(grid=grid) for grid in (0.5, 1.0)] + [now._replace(kept=kept) for kept in range(now.ends)]
         around += [now._replace(ends=now.ends + more, kept=now.ends + more) for more in (1, 2)]

@@ -28,8 +28,8 @@ def whole(kind: str) -> str:
 
 
 UNSEEN = (
-    "changed, but torch saw no write into its tensors (through NumPy, DLPack or .data, or in inference mode): write with "
-    "torch operations outside of inference mode, or make a new TokenBatch."
+    "changed, but torch saw no write into its tensors (NumPy, DLPack, .data, inference mode): write by torch operations, or make "
+    "a new TokenBatch."
 )
 
 
@@ -346,6 +346,15 @@ class TokenBatch:
         sources = (self.mask, self.advantages, self.weights, self.nll_weights)
         alive = self.spread(self._exchanged("contributing tokens", self._own_sum(contributing), *sources) > 0)
         return alive if mask is None else alive & mask
+
+    def with_missing(self, missing: str) -> TokenBatch:
+        """This batch with another `missing`, whose counts go to the host once: the same object again while no tensor is written."""
+        versions = missing, versions_of(self.mask, self.advantages, self.weights, self.nll_weights)
+        known = self.__dict__.get("_with_missing")
+        if known is None or known[0] != versions:
+            known = versions, replace(self, missing=missing)
+            object.__setattr__(self, "_with_missing", known)
+        return known[1]
 
     def count(self, kind: str, marked: Tensor | None = None) -> int:
         """Number of rows of a kind, as a Python number; see `counts`."""

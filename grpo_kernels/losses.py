@@ -598,7 +598,7 @@ def _with_options(batch: TokenBatch, options: Options) -> TokenBatch:
     if batch.kept is None or options.missing in (None, batch.missing):
         return batch
     require(batch.missing is None, "missing", options.missing, f"the batch says missing={batch.missing!r}: leave it out here.")
-    return replace(batch, missing=options.missing)
+    return batch.with_missing(options.missing)
 
 
 def _token_rows(

@@ -21,10 +21,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+
+from grpo_kernels import TokenSets
 
 RANDOM = {torch.rand, torch.randn, torch.randint, torch.randperm}
 MADE = RANDOM | {
@@ -36,11 +39,27 @@ FATAL = ("illegal memory access", "device-side assert", "misaligned address", "u
 
 
 class OnDevice(TorchFunctionMode):
-    """Like torch.device as a context, but for random tensors (see above) and pinned memory, which is the host's."""
+    """Like torch.device as a context, but for random tensors (see above) and pinned memory, which is the host's. Sets made of lists
+    are tensors that a test makes."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device = device
+
+    def __enter__(self) -> Any:
+        made = TokenSets.from_lists.__func__  # type: ignore[attr-defined]
+
+        def of_lists(cls: type, *given: Any, device: Any = None, **named: Any) -> TokenSets:
+            beside = named.get("generated") is not None  # these say where
+            return made(cls, *given, device=device if device is not None or beside else self.device, **named)
+
+        self.patch = mock.patch.object(TokenSets, "from_lists", classmethod(of_lists))
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self.patch.stop()
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

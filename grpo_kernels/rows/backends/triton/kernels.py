@@ -205,7 +205,7 @@ def _fused_kernel(
             m, s, w, _, kept = _softmax_partials(row, V, k, scale, softcap, SHAPE, 1, ALIGNED, ACCESSES, LANES, COLS, ENDS,
                                                  KEPT, FIRST_HINT, LAST_HINT, STAGES)
             log_s = tl.log(s)
-            logp = k * (u - m) - log_s
+            logp = (k * u - k * m) - log_s  # the bits that the statistics of layer 1 give
             entropy = log_s - w / s
             entropy = tl.where(entropy < 0.0, 0.0, entropy)  # unlike maximum, keeps NaN
             loss, d_logp, d_entropy = FORMULA(

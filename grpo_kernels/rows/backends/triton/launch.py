@@ -114,7 +114,7 @@ class Choice(NamedTuple):
 #: tile. Triton 3.6 drops the cache hints of what is copied.
 LAUNCH = {
     "visit": Choice(512, 2, programs=2, ends=2, stages=3),
-    "fused": Choice(512, 4, ends=2, kept=1, hints=True, stages=3),
+    "fused": Choice(512, 2, programs=2, ends=2, kept=1, hints=True, stages=3),
     "fused32": Choice(512, 4, ends=3, kept=3, hints=True, stages=3),
     "two": Choice(512, 2),
     "mixed": Choice(512, 1),
@@ -185,7 +185,7 @@ def _launch(
         flags |= {"FIRST_HINT": first, "LAST_HINT": last, "STAGES": choice.stages if tiles > ends and _copies_ahead() else 1}
     return Launch(
         flags,
-        options(lanes, choice, kind not in ("two", "mixed")),
+        options(lanes, choice, fusion=False),  # kernels of rows say where: `_fma`
         max(1, choice.programs * choice.threads // lanes),
     )
 

@@ -157,9 +157,9 @@ def _fold(m, b, s, w, q, xs, at, V, cols, c, scale, softcap, END: tl.constexpr, 
         e = tl.exp2(d)
         s_tile += e
         if KIND >= 1:
-            w_tile += e * tl.maximum(d, _FLOOR)
+            w_tile = _fma(e, tl.maximum(d, _FLOOR), w_tile)
         if KIND >= 2:
-            q_tile += e * e
+            q_tile = _fma(e, e, q_tile)
     shift = b - base
     keep = tl.exp2(shift)
     if KIND >= 1:
@@ -266,10 +266,10 @@ def _gradient(x, unit, c, b, constant, linear, quadratic, scale, softcap, inv_t,
     d = _fma(unit * u, c, -b)
     factor = constant * slope
     if KIND >= 1:
-        factor += linear * slope * tl.maximum(d, _FLOOR)
+        factor = _fma(linear * slope, tl.maximum(d, _FLOOR), factor)
     e = tl.exp2(d)
     if KIND >= 2:
-        factor += quadratic * slope * e
+        factor = _fma(quadratic * slope, e, factor)
     return e * factor
 
 
