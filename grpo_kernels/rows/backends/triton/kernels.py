@@ -192,13 +192,13 @@ def _fused_kernel(
 ):
     BONUS: tl.constexpr = 1 if entropy_weight is not None else 0
     for i in range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0)):
+        target = tl.load(targets + i)  # asked for together, so that the row waits once
+        inv_t = _number(inv_temperature, i, ROW_TEMPERATURE)
         live = True
         if read is not None:
             live = tl.load(read + i)
         if live:
-            inv_t = _number(inv_temperature, i, ROW_TEMPERATURE)
             row = logits + _row_offset(i, T, stride_a, stride_t, ALIGNED)
-            target = tl.load(targets + i)
             # Read before the first store, since the gradient may overwrite the logits. The reductions below act as the barrier.
             k = _k(scale, softcap, inv_t, SHAPE)
             u = _target_u(row, target, V, scale, softcap, SHAPE)

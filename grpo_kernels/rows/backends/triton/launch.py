@@ -114,12 +114,12 @@ class Choice(NamedTuple):
 #: tile. Triton 3.6 drops the cache hints of what is copied.
 LAUNCH = {
     "visit": Choice(512, 2, programs=2, ends=2, stages=3),
-    "fused": Choice(512, 2, programs=2, ends=2, kept=1, hints=True, stages=3),
-    "fused32": Choice(512, 4, ends=3, kept=3, hints=True, stages=3),
-    "two": Choice(512, 2),
-    "mixed": Choice(512, 1),
-    "select": Choice(256, 1, programs=2),
-    "slots": Choice(128, 1, programs=4),
+    "fused": Choice(512, 4, ends=2, kept=1, hints=True),
+    "fused32": Choice(512, 4, ends=3, kept=3, hints=True),
+    "two": Choice(256, 2, programs=2),
+    "mixed": Choice(512, 1, programs=2),
+    "select": Choice(256, 1),
+    "slots": Choice(64, 2, programs=4),
 }
 FUSED = ("fused", "fused32", "capped32")
 #: Programs of `scale_`: a few for each multiprocessor of the largest GPUs, and few enough to return at once when there is
