@@ -103,7 +103,12 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         if tokens is not None:  # rows are read at the ids of all of their tokens, over the vocabulary and over sets
             tokens = replace(tokens, read=some, listed=whole.at)
             whole = replace(
-                whole, targets=tokens.of_any, read=tokens.named(None), at=tokens.pairs.slots, all_rows=kept is not None
+                whole,
+                targets=tokens.of_any,
+                read=tokens.named(None),
+                at=tokens.pairs.slots,
+                tokens=tokens,
+                all_rows=kept is not None,
             )
         whole = _indexed(stream, whole, asked, read)
         if not (with_gradient or others or known or whole.all_rows or sparse is not None or at is not None):

@@ -37,7 +37,8 @@ HANDED_OVER = (
 def _whole_logits_at(stream: Stream, whole: Whole) -> LogitsAt:
     slots, vocab = whole.at, stream.columns if stream.shard is None else stream.shard.vocab
     assert slots is not None
-    return LogitsAt(slots, at_all_ranks(stream, slots), (slots.ids >= 0) & (slots.ids < vocab))
+    at = LogitsAt(slots, at_all_ranks(stream, slots), (slots.ids >= 0) & (slots.ids < vocab))
+    return at if whole.tokens is None else at.with_likeliest(stream.transform)
 
 
 # ---- the problem
@@ -132,7 +133,7 @@ class Rows:
         for visit, statistics, _ in self.reads:
             at = None if visit.at is None else _logits_at(stream, visit)
             if isinstance(visit, Whole):
-                found = stream.stats(visit if at is None or not visit.ahead else _ahead_of_one(visit, at, stream.transform))
+                found = stream.stats(visit if at is None or at.one is None else replace(visit, targets=at.targets))
             else:
                 found = visit.stats(stream)
             ours = tuple(name for name in statistics if name != "divergence")
@@ -169,8 +170,9 @@ class Rows:
             if visit.at is not None and (d_at is not None or d_outside is not None):
                 at = LogitsAt(visit.at, known[f"{i} at logits"], known[f"{i} at used"])
                 d_at = torch.zeros_like(at.logits) if d_at is None else d_at.to(torch.float32)
+                at = at.with_likeliest(stream.transform) if isinstance(visit, Whole) and visit.tokens is not None else at
                 if isinstance(visit, Whole) and visit.ahead:
-                    target, values = at.beside_one(d_at, at.likeliest(stream.transform), stream.transform)
+                    target, values = at.beside_one(d_at, stream.transform)
                     slopes = Slopes.stacked({"target": target})
                     few.append((stream.own(visit.at), values))
                 else:
@@ -214,11 +216,6 @@ def _divergence(visit: Whole | OverSets, found: Found) -> Tensor:
         return found.partials.divergence
     values = [times(other.weight, partials.divergence) for other, partials in zip(visit.apart, found.apart, strict=True)]
     return torch.stack(values).sum(0)
-
-
-def _ahead_of_one(whole: Whole, at: LogitsAt, transform: RowTransform) -> Whole:
-    """The visit that makes the gradient of the log-prob of each row's likeliest id, see `LogitsAt.beside_one`."""
-    return replace(whole, targets=at.ids_at(at.likeliest(transform)))
 
 
 def _logits_at(stream: Stream, visit: Whole | OverSets) -> LogitsAt:
@@ -437,13 +434,9 @@ class OneVisit:
         """The same of tokens that share rows and wait for each other: the products are those of one id of each row, see
         `LogitsAt.beside_one`."""
         stream, slots = self.stream, tokens.pairs.slots
-        at = LogitsAt(slots, at_all_ranks(stream, slots), slots.ids >= 0)
-        one = at.likeliest(stream.transform)
-        z = torch.where(at.used, stream.transform.of(at.logits, slots.rows), -torch.inf)
-        of_one = torch.cat([z, z.new_zeros(1)])[one][slots.rows]
-        behind = torch.where(z == -torch.inf, z, z - of_one)  # log p of each id less that of the one
-        values = torch.zeros_like(z)
-        result = FusedRows.zeros(tokens.rows.numel(), z.device, None)
+        at = LogitsAt(slots, at_all_ranks(stream, slots), slots.ids >= 0).with_likeliest(stream.transform)
+        behind, values = at.behind(stream.transform), torch.zeros_like(at.logits)
+        result = FusedRows.zeros(tokens.rows.numel(), values.device, None)
 
         def terms(logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal result, values
@@ -451,10 +444,10 @@ class OneVisit:
             losses, of_logps = stage.terms(*of_tokens)
             result = FusedRows(*of_tokens, losses)
             upstream = tokens.to_pairs(torch.where(tokens.used, of_logps, 0.0))
-            slopes, values = at.beside_one(upstream, one, stream.transform)
+            slopes, values = at.beside_one(upstream, stream.transform)
             return losses, slopes
 
-        stream.fused(replace(whole, targets=at.ids_at(one)), stage._replace(terms=terms), gradients)
+        stream.fused(replace(whole, targets=at.targets), stage._replace(terms=terms), gradients)
         return result, (stream.own(slots), values)
 
 

@@ -233,38 +233,55 @@ class LogitsAt:
     """Logits at further ids of rows, one fp32 number a slot, [k], before the transform: one log-sum-exp serves all ids of a row.
 
     used   bool [k]: ids that the row's softmax has. The log-prob of the others is -inf, without gradient. That of all ids of a row
-           that is not read is 0."""
+           that is not read is 0.
+    one    int64 [n]: the slot of the likeliest id of each row, which is the row's target; None: the target may be any other. Its
+           log-prob is that of the kernels; the others are less likely by a difference of logits, so that none is above 0, and
+           no digits of 1 - p are lost where logits at ids are sums of other order than those of rows."""
 
     slots: Ragged
     logits: Tensor
     used: Tensor
+    one: Tensor | None = None
 
     def log_probs(self, partials: Partials, read: Tensor | None, transform: RowTransform) -> Tensor:
         """fp32 [k]."""
         rows = self.slots.rows
-        z = torch.where(self.used, transform.of(self.logits, rows), -torch.inf)
-        logps = (z - partials.max[rows]) - torch.log(partials.sum)[rows]
+        if self.one is None:
+            logps = (self._z(transform) - partials.max[rows]) - torch.log(partials.sum)[rows]
+        else:
+            logps = partials.logps[rows] + self.behind(transform)
         return logps if read is None else torch.where(read[rows], logps, 0.0)
 
-    def likeliest(self, transform: RowTransform) -> Tensor:
-        """int64 [n]: the slot of each row's likeliest id, the first of equal ones; their number where a row has none."""
-        rows, n, k = self.slots.rows, self.slots.offsets.numel() - 1, self.used.numel()
-        z = torch.where(self.used, transform.of(self.logits, rows), -torch.inf)
-        top = z.new_full((n,), -torch.inf).scatter_reduce_(0, rows, z, "amax")
+    def _z(self, transform: RowTransform) -> Tensor:
+        return torch.where(self.used, transform.of(self.logits, self.slots.rows), -torch.inf)
+
+    # ---- where the target of a row is the likeliest of its ids
+
+    def with_likeliest(self, transform: RowTransform) -> LogitsAt:
+        """The same with `one`: the first of equal ones, and the number of slots where a row has none."""
+        rows, z, k = self.slots.rows, self._z(transform), self.used.numel()
+        top = z.new_full((self.slots.offsets.numel() - 1,), -torch.inf).scatter_reduce_(0, rows, z, "amax")
         slot = torch.where(self.used & (z == top[rows]), torch.arange(k, device=z.device), k)
-        return torch.full_like(top, k, dtype=torch.int64).scatter_reduce_(0, rows, slot, "amin")
+        return replace(self, one=torch.full_like(top, k, dtype=torch.int64).scatter_reduce_(0, rows, slot, "amin"))
 
-    def ids_at(self, slots: Tensor) -> Tensor:
-        """int64 [n]: the ids of these slots, 0 behind the last."""
-        return torch.cat([self.slots.ids, self.slots.ids.new_zeros(1)])[slots]
+    @property
+    def targets(self) -> Tensor:
+        """int64 [n]: the ids at `one`, 0 of a row without any."""
+        return torch.cat([self.slots.ids, self.slots.ids.new_zeros(1)])[self.one]
 
-    def beside_one(self, upstream: Tensor, slots: Tensor, transform: RowTransform) -> tuple[Tensor, Tensor]:
-        """(slopes fp32 [n], values fp32 [k]): the gradient that d loss / d log-probs [k] give is that of the log-prob of one id of
-        each row, those at `slots`, times its slope, and `values` more at the ids. The one is to be the likeliest: what is taken off
-        and given back at the others is then no rounding of a probability near 1."""
+    def behind(self, transform: RowTransform) -> Tensor:
+        """fp32 [k]: log p of each id less that of the one of its row."""
+        z = self._z(transform)
+        return torch.where(z == -torch.inf, z, z - torch.cat([z, z.new_zeros(1)])[self.one][self.slots.rows])
+
+    def beside_one(self, upstream: Tensor, transform: RowTransform) -> tuple[Tensor, Tensor]:
+        """(slopes fp32 [n], values fp32 [k]): the gradient that d loss / d log-probs [k] give is that of the log-prob of the one of
+        each row times its slope, and `values` more at the ids. As that is the likeliest, what is taken off and given back at the
+        others is no rounding of a probability near 1."""
+        assert self.one is not None
         upstream = torch.where(self.used, upstream, 0.0).to(torch.float64)
         rows, total = self.slots.rows, self._sums(upstream)
-        is_one = torch.arange(rows.numel(), device=rows.device) == slots[rows]
+        is_one = torch.arange(rows.numel(), device=rows.device) == self.one[rows]
         values = torch.where(is_one, upstream - total[rows], upstream) * transform.slope(self.logits, rows)
         return total.to(torch.float32), torch.where(self.used, values, 0.0).to(torch.float32)
 
@@ -329,7 +346,8 @@ class Whole:
     at      further ids of rows, whose log-probs are wanted.
     sparse  how columns are drawn for the gradient; None: it has all. `padded`: see `selection.Draws`.
     all_rows  whether rows with sets are among them, which are visited over their sets as well.
-    tokens  of a loss whose stage is one of tokens of these rows, or has terms at listed ids; `targets` are then any ids.
+    tokens  those of the rows, where these may have several, or terms at listed ids. The likeliest of a row's ids, which are those
+            `at` it, stands in for its target.
     ahead   whether the gradient of hidden states is made in the forward, as if the slope of each log-prob were 1; the slope, which
             is known later, multiplies it."""
 
@@ -576,8 +594,9 @@ class ChunkOfTokens(NamedTuple):
             order = tokens.rows.argsort()
             part = backend.fused(rows._replace(targets=tokens.targets[order]), self.stage.at(order), out)
             return FusedRows(*(x[tokens.rows] for x in part[:3]))
+        ids = LogitsAt(self.slots, logits, self.slots.ids >= 0).with_likeliest(rows.transform)
+        rows = rows._replace(targets=ids.targets)
         partials = backend.visit(rows, WITH_ENTROPY)
-        ids = LogitsAt(self.slots, logits, self.slots.ids >= 0)
         logps, of_ids = tokens.of_pairs(ids.log_probs(partials, None, rows.transform)).tensor_split([m])
         entropy = tokens.of_rows(partials.entropy)
         term, of_term = (None, None) if listed is None else listed.of(of_ids, self.stage.rows.advantages)

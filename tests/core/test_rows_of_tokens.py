@@ -128,6 +128,27 @@ def test_a_likely_token_beside_one_without_a_slope(frozen: bool) -> None:
             torch.testing.assert_close(x.double(), y, rtol=0, atol=2.0**-6 * float(y.abs().max()))
 
 
+@pytest.mark.parametrize("name", ["dapo", "gspo", "log-probs"])
+def test_probabilities_near_1_keep_their_digits(name: str, backend: str) -> None:
+    """From whichever sums their logits are: a log-prob of -1e-5 is none of 1e-6, and below 0."""
+    g = torch.Generator().manual_seed(2)
+    weight = torch.randn(V, 300, generator=g)
+    hidden = weight[:11] * (14.0 + torch.randn(11, 1, generator=g)) / 300
+    weight[:, 0] = hidden[:, 0] = 10.0  # 100 in all logits
+    rows = torch.arange(11)[:, None].expand(11, 2).reshape(-1)
+    targets = torch.where(torch.arange(22) % 2 == 0, rows, rows + 5)
+    found = []
+    for x, of_rows in ((hidden, rows), (hidden[rows], None)):
+        if name == "log-probs":
+            logps, _ = linear_logprobs(x, weight, targets, rows=of_rows, options=Options(backend))
+        else:
+            batch = TokenBatch(targets, torch.ones(22), rows=of_rows, cu_seqlens=torch.tensor([0, 11, 22]))
+            logps = linear_grpo_loss(x, weight.requires_grad_(), batch, Objective.preset(name), options=Options(backend)).logps
+        found.append(logps[::2].detach())
+    assert (found[0] <= 0).all() and found[1].max() > -1e-5 > -1e-4 > found[1].min()
+    torch.testing.assert_close(*found, rtol=2e-2, atol=1.2e-7)
+
+
 def test_compiled_and_by_func(backend: str) -> None:
     def run(x: Tensor, w: Tensor) -> Tensor:
         batch = TokenBatch(IDS, torch.ones(B), rows=ROWS)
