@@ -32,6 +32,7 @@ CONTRACTS = {
     "vespo": "VESPO loss from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
     "hidden-forward": "log-probs from hidden states and the head's weight, no gradient",
     "kept": "DAPO loss over kept sets from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
+    "trees": "DAPO loss of rollouts that share rows of hidden states, and the head's weight [V, H]: value, gradients of both",
     "sparse": "DAPO loss from hidden states [N, H] of rows of a mean entropy and the head's weight [V, H]: value, gradients of both",
     "cross-entropy": "mean cross-entropy from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
     "divergence": "mean KL(policy, teacher) from hidden states and weights of both: value, gradients of the policy's",
@@ -61,6 +62,7 @@ class Cell:
     layers: int | None = None  # layers of the model in a training step
     sequences: int = 16
     entropy: float | None = None  # mean entropy of the rows, in nats, for the suite "sparse"
+    shared: float | None = None  # share of the tokens that need no row of their own, for the suite "trees"
 
     @property
     def beta(self) -> float:
@@ -127,6 +129,8 @@ class Case:
     @property
     def active(self) -> Tensor:
         """Indices of the rows with a gradient."""
+        if self.batch.rows is not None:
+            return self.batch.rows[self.batch.advantages != 0].unique()
         rows = torch.arange(self.cell.rows, device=self.hidden.device)
         return rows if self.cell.contract == "cross-entropy" else rows[self.batch.advantages != 0]
 
@@ -204,8 +208,16 @@ def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
     if cell.hidden is None:
         return _logits(cell, device, g)
     hidden, weight, targets, entropy = (_of_entropy if cell.contract == "sparse" else _near)(cell, device, g)
-    kept = sets_of(targets, cell.vocab, g) if cell.contract == "kept" else None
-    batch = TokenBatch(targets, torch.ones(cell.rows, device=device), kept=kept)
+    kept, rows = sets_of(targets, cell.vocab, g) if cell.contract == "kept" else None, None
+    if cell.shared is not None:  # several sequences have the same rows, the last of which predicts another token of each
+        sequence, place = (
+            torch.arange(cell.rows, device=device) // cell.length,
+            torch.arange(cell.rows, device=device) % cell.length,
+        )
+        rows = sequence // round(1 / (1 - cell.shared)) * cell.length + place
+        targets = torch.where(place < cell.length - 1, targets[rows], targets)
+        hidden = hidden[: int(rows.max()) + 1].clone()
+    batch = TokenBatch(targets, torch.ones(cell.rows, device=device), kept=kept, rows=rows)
     case = Case(cell, batch, hidden=hidden, weight=weight, entropy=entropy)
     if cell.contract in DIRECTIONS:
         case.ref_hidden, case.ref_weight = (
@@ -341,7 +353,8 @@ def tokens(case: Case, g: torch.Generator) -> TokenBatch:
     if cell.contract in OF_SEQUENCES:
         ends = torch.arange(0, cell.rows + 1, cell.length, dtype=torch.int32, device=targets.device)
     old_logps = now - log_ratios(cell.rows, g)
-    return TokenBatch(targets, advantages, old_logps=old_logps, ref_logps=ref_logps, kept=kept, cu_seqlens=ends)
+    rows = case.batch.rows
+    return TokenBatch(targets, advantages, old_logps=old_logps, ref_logps=ref_logps, kept=kept, cu_seqlens=ends, rows=rows)
 
 
 def log_ratios(rows: int, g: torch.Generator) -> Tensor:
@@ -363,11 +376,16 @@ def row_blocks(cell: Cell, size: int, device: str) -> Iterator[slice]:
         yield slice(lo, min(lo + step, cell.rows))
 
 
+def _states(batch: TokenBatch, part: slice) -> slice | Tensor:
+    """Which hidden states these tokens have."""
+    return part if batch.rows is None else batch.rows[part]
+
+
 def _rows_of_logits(case: Case, size: int) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their logits [n, V] in the dtype of the operands, -inf outside their sets) some at a time."""
     kept = case.batch.kept
     for part in row_blocks(case.cell, size, case.batch.targets.device.type):
-        z = case.pristine[part] if case.hidden is None else case.hidden[part] @ case.weight.t()
+        z = case.pristine[part] if case.hidden is None else case.hidden[_states(case.batch, part)] @ case.weight.t()
         yield part, z if kept is None else z.masked_fill(~kept[part].mask(case.cell.vocab), -torch.inf)
 
 
@@ -417,9 +435,10 @@ def reference(case: Case) -> Result:
         if "d_logits" in found:
             found["d_logits"][part] = d_logits
         if "d_hidden" in found:
-            found["d_hidden"][part] = d_logits @ own.weight
+            states = torch.arange(len(own.hidden), device=own.hidden.device)[_states(batch, part)]
+            found["d_hidden"].index_add_(0, states, d_logits @ own.weight)
         if "d_weight" in found:
-            found["d_weight"].addmm_(d_logits.t(), own.hidden[part])
+            found["d_weight"].addmm_(d_logits.t(), own.hidden[_states(batch, part)])
     results = {"loss": loss} | found if found else {"logps": logps} | ({"entropy": entropy} if case.hidden is None else {})
     return {name: x.float() for name, x in results.items()}
 

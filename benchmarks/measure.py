@@ -159,7 +159,7 @@ def describe(cell: Cell) -> Record:
     """The cell's shape as the result files have it."""
     names = ("contract", "rows", "sequences", "hidden", "vocab", "dtype", "active", "layers")
     shape = {name: getattr(cell, name) for name in names} | {"dtype": str(cell.dtype).removeprefix("torch.")}
-    return shape | ({} if cell.entropy is None else {"entropy": cell.entropy})
+    return shape | {name: x for name in ("entropy", "shared") if (x := getattr(cell, name)) is not None}
 
 
 def outside_gate(cell: Cell, found: dict[str, float], drawn: bool = False) -> str | None:
@@ -181,7 +181,7 @@ def outside_gate(cell: Cell, found: dict[str, float], drawn: bool = False) -> st
 def derived(cell: Cell, ms: float) -> Row:
     """Rates from a time. GB/s: as if the logits were read once (1U), or read and written once (2U). TFLOP/s: of the products
     that are needed, where rows of zero advantage (a share 1 - a) take part in the first product only."""
-    if cell.contract in ("step", "kept", "sparse", *DIRECTIONS):  # whose work is not known before, or has no one rate
+    if cell.contract in ("step", "kept", "sparse", "trees", *DIRECTIONS):  # whose work is not known before, or has no one rate
         return {}
     if cell.hidden is None:
         rate = cell.rows * cell.vocab * cell.dtype.itemsize / 1e6 / ms

@@ -115,6 +115,14 @@ def _swept(
     return Suite(name, title, "hidden", on_cpu, [x for a in shares for x in gpu("hidden", *cuda, only=only or PEERS, active=a)])
 
 
+def _trees(shape: Shape, **more: Any) -> Plan:
+    return [
+        one
+        for shared in (0.0, 0.5, 0.875)
+        for one in plan("trees", shape, shared=shared, only=(OURS, "grpo_kernels, rollouts one by one"), **more)
+    ]
+
+
 def _entropies(shape: Shape, *entropies: float, **more: Any) -> Plan:
     return [one for entropy in entropies for one in plan("sparse", shape, entropy=entropy, **more)]
 
@@ -148,6 +156,10 @@ SUITES = {
             "sparse", "Loss and sparse gradients, by the mean entropy of the rows", "sparse",
             _entropies((256, 1024, QWEN), 0.6, 0.3, 2.0, 6.0) + _entropies((2048, 1024, QWEN), 0.6, 6.0, only=SPARSE),
             _entropies(LARGE, 0.6, 0.3, 2.0, 6.0, dtypes=(BF16,)),
+        ),
+        Suite(
+            "trees", "Loss and gradients of rollouts that share rows, from hidden states", "trees",
+            _trees((256, 1024, QWEN), dtypes=(FP32,)), _trees(LARGE, dtypes=(BF16,)),
         ),
         _head("divergence", "Exact KL to a teacher, from hidden states", plan("divergence", MANY, only=DIVERGENCES)),
         _head("divergence-forward", "The same, forward"),

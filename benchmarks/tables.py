@@ -132,8 +132,18 @@ def entropy(cell: Cell) -> str:
     return "" if asked_for is None else f", mean entropy {cell.get('entropy_reached', asked_for):.2f} nats"
 
 
+def shared(cell: Cell) -> str:
+    """The share of the tokens without a row of their own, in a tree."""
+    return "" if cell.get("shared") is None else f", {100 * cell['shared']:g} % of the rows shared"
+
+
 def size(cell: Cell) -> str:
-    return " x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x]) + of_loss(cell) + entropy(cell)
+    return (
+        " x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x])
+        + of_loss(cell)
+        + entropy(cell)
+        + shared(cell)
+    )
 
 
 def of_loss(cell: Cell) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .checks import check_missing, describe, refuse_unknown, require, with_hints
-from .layout import as_mask, as_wide, check_offsets, check_width, flat, is_capturing, per_token, sequence_ids
+from .layout import as_mask, as_wide, check_offsets, check_rows, check_width, flat, is_capturing, per_token, sequence_ids
 from .rewards.estimators import ADVANTAGES, Evidence, lookup
 from .rewards.tensors import as_rewards
 from .token_sets import TokenSets, check_sets, narrowed, outside, without_set
@@ -112,6 +112,9 @@ class TokenBatch:
                  what `Objective(listed=)` makes of these. A row without ids has no such term.
     prob_terms   likewise with values r: adds sum_v r_v p_v. If both are given, they list the same ids in the same order. No
                  gradient flows to values.
+    rows         integer, the shape of targets: the flat row of the logits (or hidden states), which then have any shape in front,
+                 that predicts each token; None = row i predicts targets[i]. Several tokens may share a row, as those of rollouts
+                 with a common prefix do; everything else of the batch goes by tokens. See docs/trees.md.
 
     With a context_group, the tokens' losses of all ranks add up to those of the whole sequences, and so do gradients. What
     needs a sequence costs an all-reduce of B numbers: its length (once a batch; from hidden states also whether it holds a
@@ -147,6 +150,7 @@ class TokenBatch:
     missing: str | None = field(default=None, kw_only=True)
     logp_terms: TokenSets | None = field(default=None, kw_only=True)
     prob_terms: TokenSets | None = field(default=None, kw_only=True)
+    rows: Tensor | None = field(default=None, kw_only=True)
     __repr__ = describe
 
     def __post_init__(self) -> None:
@@ -169,7 +173,7 @@ class TokenBatch:
                 raise ValueError(f"{name} is on {value.device}, but targets is on {targets.device}: move it there.")
             if name == "advantages" and not (value.dtype == torch.bool or value.is_floating_point() or value.is_complex()):
                 object.__setattr__(self, name, value.to(torch.float32))
-            elif name not in ("mask", "cu_seqlens", "groups") and not value.is_floating_point():
+            elif name not in ("mask", "cu_seqlens", "groups", "rows") and not value.is_floating_point():
                 raise ValueError(f"{name} has dtype {value.dtype}: pass a floating-point tensor.")
         for name in ("old_logps", "ref_logps", "sampler_logps"):
             value = getattr(self, name)
@@ -177,6 +181,8 @@ class TokenBatch:
                 raise ValueError(
                     f"{name} has shape {list(value.shape)}, but targets has {list(targets.shape)}: they must be the same."
                 )
+        if self.rows is not None:
+            check_rows(self.rows, targets)
         if self.mask is not None:
             object.__setattr__(self, "mask", as_mask("mask", self.mask, targets.shape))
         if self.cu_seqlens is not None:
@@ -294,7 +300,7 @@ class TokenBatch:
     # ---- the batch as flat rows, row-major
 
     @property
-    def rows(self) -> int:
+    def tokens(self) -> int:
         """Number of tokens N, masked ones included."""
         return self.targets.numel()
 
@@ -354,7 +360,7 @@ class TokenBatch:
         """Number of rows of a kind, as a Python number; see `counts`."""
         marked = self.marked(kind) if marked is None else marked
         if not sends_ahead(self.targets.device):
-            return self.rows if marked is None else int(marked.sum())
+            return self.tokens if marked is None else int(marked.sum())
         sent = sum(self._sent(kind)[0])
         if marked is not None:
             torch._assert_async(marked.sum() == sent, f"the rows of a TokenBatch that are {kind} {UNSEEN}")
@@ -477,7 +483,7 @@ class TokenBatch:
     def spread(self, values: Tensor) -> Tensor:
         """Give each token its sequence's value: `values` [B] -> [N]."""
         if self.cu_seqlens is not None:
-            return values[sequence_ids(self.cu_seqlens, self.rows)]
+            return values[sequence_ids(self.cu_seqlens, self.tokens)]
         return values[:, None].expand(self.targets.shape).reshape(-1)
 
 

@@ -51,6 +51,37 @@ def check_targets(targets: Tensor, mask: Tensor | None, vocab: int, logits: bool
         )
 
 
+def check_rows(rows: Any, targets: Tensor) -> None:
+    """Raise ValueError unless `rows` can name the row of logits that predicts each target."""
+    if not isinstance(rows, Tensor) or rows.dtype not in (torch.int64, torch.int32):
+        got = rows.dtype if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
+        raise ValueError(f"rows is {got}: pass int64 numbers of rows of the logits or hidden states, the shape of targets.")
+    if rows.shape != targets.shape or rows.device != targets.device:
+        raise ValueError(
+            f"rows has shape {list(rows.shape)} on {rows.device}, but targets has {list(targets.shape)} on {targets.device}: pass one row "
+            "for each target, beside them."
+        )
+
+
+def check_named(rows: Tensor, mask: Tensor | None, n: int) -> None:
+    """Raise ValueError naming the first token that is not masked and whose row is none of n."""
+    if not values_are_checked(rows):
+        return
+    wrong = (rows < 0) | (rows >= n)
+    wrong = wrong if mask is None or n == 0 else wrong & mask
+    if wrong.any():
+        at = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"rows{at}={int(rows[tuple(at)])} is none of the {n} rows of the logits or hidden states, which count from 0 in the order "
+            "in which they lie: pass the row that predicts the token, or mask the token."
+        )
+
+
+def leading_shape(x: Any, targets: Tensor, rows: Tensor | None) -> torch.Size:
+    """The shape that logits or hidden states x have to have in front: that of targets, or any where `rows` says which are meant."""
+    return targets.shape if rows is None or not isinstance(x, Tensor) or x.dim() < 2 else x.shape[:-1]
+
+
 def flat(x: Tensor) -> Tensor:
     """[N] contiguous, as kernels take it."""
     return x.reshape(-1).contiguous()

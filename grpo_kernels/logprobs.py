@@ -10,10 +10,10 @@ import torch
 from torch.utils._pytree import register_pytree_node
 
 from .checks import describe, require
-from .layout import check_targets, flat, mask_of_rows
+from .layout import check_named, check_rows, check_targets, flat, leading_shape, mask_of_rows, plain
 from .rows.hidden import Hidden
 from .rows.partials import DIFFERENTIABLE, OFFERED
-from .rows.ragged import Ragged
+from .rows.ragged import Ragged, Tokens
 from .rows.sets import KeptRows
 from .rows.stream import Logits
 from .specs import (
@@ -26,6 +26,7 @@ from .specs import (
     refuse_keywords,
     refuse_product,
     refuse_sparse,
+    refuse_with_rows,
 )
 from .statistics import Asked, check_kept, rows_with_sets, statistics_of
 from .streams import draws, hidden_stream, is_traced, leaves_the_graph, logits_stream, outside
@@ -75,6 +76,7 @@ def token_logprobs(
     inplace: bool = False,
     kept: TokenSets | None = None,
     at: TokenSets | None = None,
+    rows: Tensor | None = None,
     options: Options | None = None,
     **unknown: NoReturn,
 ) -> TokenLogprobs:
@@ -95,6 +97,8 @@ def token_logprobs(
               logits of its ids are read. A row without ids runs over the whole vocabulary.
     at        `TokenSets`, ids of each row whose log-probs are wanted too, with gradient: also["at"], in the order of at.ids. An id
               outside of a kept set has -inf, one of a masked row 0.
+    rows      integer, the shape of targets: the flat row of logits that predicts each of them, several of which may share one. The
+              logits then have any shape in front; mask, kept, at and results go by targets. See docs/trees.md.
     options   backend, strict mode, a shard of the vocabulary, and what kept sets leave open: see `Options`.
 
     Returns `TokenLogprobs`. The softmax runs in fp32; only the gradient is rounded to the logits' dtype. A row of only -inf gives
@@ -104,14 +108,14 @@ def token_logprobs(
         refuse_keywords(token_logprobs, unknown)
     options = as_options(options)
     refuse_product(options)
-    if is_traced() and leaves_the_graph(at if kept is None else kept, options):
+    if is_traced() and leaves_the_graph(_outside_a_graph(kept, at, rows), options):
         given: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "inplace": inplace, "kept": kept}
-        return outside(token_logprobs, logits, targets, also=also, at=at, options=options, **given)
-    mask = _check_targets(targets, mask, entropy, also)
-    read = {"targets": targets, "mask": mask, "transform": transform, "kept": kept, "at": at}
-    of_rows = _for_rows(transform, targets, mask)
-    stream = logits_stream(logits, targets.shape, targets.device, of_rows, options, inplace=inplace, read=read)
-    return _logprobs(stream, targets, mask, entropy, also, kept, at, options)
+        return outside(token_logprobs, logits, targets, also=also, at=at, rows=rows, options=options, **given)
+    mask = _check_targets(targets, mask, entropy, also, rows, transform, options)
+    read = {"targets": targets, "mask": mask, "transform": transform, "kept": kept, "at": at, "rows": rows}
+    of_rows, shape = _for_rows(transform, targets, mask), leading_shape(logits, targets, rows)
+    stream = logits_stream(logits, shape, targets.device, of_rows, options, inplace=inplace, read=read)
+    return _logprobs(stream, targets, mask, entropy, also, kept, at, rows, options)
 
 
 def linear_logprobs(
@@ -125,6 +129,7 @@ def linear_logprobs(
     also: tuple[str, ...] = (),
     kept: TokenSets | None = None,
     at: TokenSets | None = None,
+    rows: Tensor | None = None,
     options: Options | None = None,
     **unknown: NoReturn,
 ) -> TokenLogprobs:
@@ -151,17 +156,25 @@ def linear_logprobs(
     head, options = Head.of(weight, transform), as_options(options)
     if at is not None:
         refuse_sparse(options, "the gradients of ids of at= would be among the columns drawn once more")
-    if is_traced() and leaves_the_graph(at if kept is None else kept, options):
-        given: dict[str, Any] = {"mask": mask, "entropy": entropy, "also": also, "kept": kept, "at": at, "options": options}
-        return outside(linear_logprobs, hidden, head, targets, **given)
-    mask = _check_targets(targets, mask, entropy, also)
-    read = {"targets": targets, "mask": mask, "transform": head.transform, "kept": kept, "at": at}
-    of_rows = _for_rows(head.transform, targets, mask)
-    stream = hidden_stream(hidden, head, targets.shape, targets.device, of_rows, options, read)
-    return _logprobs(stream, targets, mask, entropy, also, kept, at, options)
+    if is_traced() and leaves_the_graph(_outside_a_graph(kept, at, rows), options):
+        given: dict[str, Any] = {"mask": mask, "entropy": entropy, "also": also, "kept": kept, "at": at, "rows": rows}
+        return outside(linear_logprobs, hidden, head, targets, options=options, **given)
+    mask = _check_targets(targets, mask, entropy, also, rows, head.transform, options)
+    read = {"targets": targets, "mask": mask, "transform": head.transform, "kept": kept, "at": at, "rows": rows}
+    of_rows, shape = _for_rows(head.transform, targets, mask), leading_shape(hidden, targets, rows)
+    stream = hidden_stream(hidden, head, shape, targets.device, of_rows, options, read)
+    return _logprobs(stream, targets, mask, entropy, also, kept, at, rows, options)
 
 
-def _check_targets(targets: Tensor, mask: Tensor | None, entropy: bool | str, also: tuple[str, ...]) -> Tensor | None:
+def _outside_a_graph(*given: Any) -> Any:
+    """The first of these that is given: what no operator takes."""
+    return next((x for x in given if x is not None), None)
+
+
+def _check_targets(
+    targets: Tensor, mask: Tensor | None, entropy: bool | str, also: tuple[str, ...], rows: Tensor | None,
+    transform: LogitTransform | None, options: Options,
+) -> Tensor | None:  # fmt: skip
     """Check the arguments that do not depend on the logits, and return the mask as bool."""
     if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
         got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
@@ -173,6 +186,9 @@ def _check_targets(targets: Tensor, mask: Tensor | None, entropy: bool | str, al
     if also != ():
         known = isinstance(also, tuple) and len(set(also)) == len(also) and all(name in ALSO for name in also)
         require(known, "also", also, f"pass a tuple of {', '.join(map(repr, ALSO))}, each once at most.")
+    if rows is not None:
+        check_rows(rows, targets)
+        refuse_with_rows(transform, options)
     return mask_of_rows(mask, targets.shape, targets.device)
 
 
@@ -193,9 +209,11 @@ def _kept(
 
 def _logprobs(
     stream: Logits | Hidden, targets: Tensor, mask: Tensor | None, entropy: bool | str, also: tuple[str, ...],
-    kept: TokenSets | None, at: TokenSets | None, options: Options,
+    kept: TokenSets | None, at: TokenSets | None, rows: Tensor | None, options: Options,
 ) -> TokenLogprobs:  # fmt: skip
     shape, vocab = targets.shape, stream.vocab
+    if rows is not None:
+        check_named(rows, mask, stream.n)
     mask, sets = _kept(kept, targets, mask, vocab, options)
     slots = None
     if at is not None:
@@ -209,9 +227,10 @@ def _logprobs(
     if mass and sets is not None:
         names, with_gradient, over = (*names, "lse"), (*with_gradient, "lse"), over or ()
     sparse = draws(options, stream) if isinstance(stream, Hidden) else None
-    asked = Asked(names, with_gradient, sets, over, at=slots, sparse=sparse)
-    read = None if mask is None else flat(mask)
-    found = statistics_of(stream, asked, flat(targets).to(torch.int64), read, options)
+    read, ids = None if mask is None else flat(mask), flat(targets).to(torch.int64)
+    tokens = None if rows is None else Tokens(plain(flat(rows).to(torch.int64)), plain(ids), read, stream.n, slots)
+    asked = Asked(names, with_gradient, sets, over, at=slots, sparse=sparse, tokens=tokens)
+    found = statistics_of(stream, asked, ids, read, options)
     named = {name: x if name == "at" else x.view(shape) for name, x in found.named.items()}
     if mass and sets is None:
         named["log_kept_mass"] = torch.zeros_like(found.logps).view(shape)

@@ -14,15 +14,15 @@ from .formulas.divergence import Exact
 from .formulas.listed import ListedTerms
 from .formulas.ops import bounded_exp
 from .formulas.token_stage import JointStage, TokenRows
-from .layout import check_targets, per_token, values_are_checked
+from .layout import check_named, check_targets, flat, leading_shape, per_token, plain, values_are_checked
 from .objective import Denominators, Objective
 from .rows.backends import WITH_ENTROPY, is_strict
 from .rows.hidden import Hidden
 from .rows.partials import RowTransform
-from .rows.ragged import Ragged
+from .rows.ragged import Ragged, Tokens
 from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
 from .rows.sets import KeptRows, OverSets
-from .rows.stream import Logits, Seconds, Whole, slots_of
+from .rows.stream import Logits, Seconds, Stream, Whole, slots_of
 from .specs import (
     DEFAULTS,
     IDENTITY,
@@ -35,6 +35,7 @@ from .specs import (
     refuse_keywords,
     refuse_product,
     refuse_sparse,
+    refuse_with_rows,
 )
 from .statistics import Asked, check_kept, rows_with_sets, statistics_of
 from .streams import (
@@ -201,7 +202,7 @@ def grpo_loss(
         out = grpo_loss(logits[:, :-1], TokenBatch(ids[:, 1:], advantages, mask=mask, old_logps=old), Objective.preset("dapo"))
         out.loss.backward()
 
-    logits       [B, T, V] or [N, V], fp32, bf16 or fp16, any strides; row i predicts batch.targets[i].
+    logits       [B, T, V] or [N, V], fp32, bf16 or fp16, any strides; row i predicts batch.targets[i], but with batch.rows.
     transform    temperature, softcap and scale; see `LogitTransform`.
     normalizer   the denominator over all micro-batches and ranks, a number or 0-d tensor; None: that of this batch
                  alone, `objective.normalizer(batch)`, at least 1.
@@ -222,17 +223,23 @@ def grpo_loss(
     check_specs(batch, objective, "ref_logits", ref_logits)
     options = as_options(options)
     refuse_product(options)
-    sets = next((x for x in (ref_logits, batch.kept, batch.listed) if x is not None), None)
+    if batch.rows is not None:
+        refuse_with_rows(transform, options, "ref_logits", ref_logits)
+    sets = next((x for x in (ref_logits, batch.kept, batch.listed, batch.rows) if x is not None), None)
     if is_traced() and leaves_the_graph(sets, options, batch.context_group):
         given: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "options": options}
         return outside(grpo_loss, logits, batch, objective, ref_logits=ref_logits, **given)
     batch, read = _with_options(batch, options), {"batch": batch, "transform": transform, "normalizer": normalizer}
-    shape, device, of_rows = batch.targets.shape, batch.targets.device, _for_rows(transform, batch)
+    shape, device = leading_shape(logits, batch.targets, batch.rows), batch.targets.device
+    of_rows = _for_rows(transform, batch)
     stream = logits_stream(logits, shape, device, of_rows, options, inplace=inplace, read=read, ref_logits=ref_logits)
     # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
     # visited twice anyway, with the exchange in between.
     late = options.shard is not None or (stream.logits.dtype == torch.float16 and torch.is_grad_enabled())
-    return _loss(stream, batch, objective, "ref_logits", ref_logits, transform, normalizer, options, late)
+    policy = Policy(
+        shape, device, as_transform(transform), batch.mask, batch.cu_seqlens, stream, options, batch.rows is not None
+    )
+    return _loss(policy, batch, objective, "ref_logits", ref_logits, normalizer, late)
 
 
 def linear_grpo_loss(
@@ -255,7 +262,7 @@ def linear_grpo_loss(
         out = linear_grpo_loss(h[:, :-1], model.lm_head.weight, batch, objective, transform=LogitTransform.of(model))
         out.loss.backward()
 
-    hidden       [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts batch.targets[i].
+    hidden       [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts batch.targets[i], but with batch.rows.
     weight       [V, H], or `Head(weight, bias, transform)`; frozen, tied or trained; fp32, bf16 or fp16. Products run in the
                  autocast dtype if autocast is on, else in the dtype of hidden.
     transform    softcap and scale that the model applies after its head, and the temperature: see `LogitTransform.of`.
@@ -276,15 +283,21 @@ def linear_grpo_loss(
     head, options = Head.of(weight, transform), as_options(options)
     if objective.exact is not None:
         refuse_sparse(options, NOT_BOUNDED)
-    sets = next((x for x in (objective.exact, batch.kept, batch.listed) if x is not None), None)
+    if batch.rows is not None:
+        refuse_with_rows(head.transform, options, "reference", reference)
+    sets = next((x for x in (objective.exact, batch.kept, batch.listed, batch.rows) if x is not None), None)
     if is_traced() and leaves_the_graph(sets, options, batch.context_group):
         given: dict[str, Any] = {"reference": reference, "normalizer": normalizer, "options": options}
         return outside(linear_grpo_loss, hidden, head, batch, objective, **given)
     batch = _with_options(batch, options)
     read = {"batch": batch, "reference": reference, "transform": head.transform, "normalizer": normalizer}
-    shape, device, of_rows = batch.targets.shape, batch.targets.device, _for_rows(head.transform, batch)
+    shape, device = leading_shape(hidden, batch.targets, batch.rows), batch.targets.device
+    of_rows = _for_rows(head.transform, batch)
     stream = hidden_stream(hidden, head, shape, device, of_rows, options, read)
-    return _loss(stream, batch, objective, "reference", reference, head.transform, normalizer, options)
+    policy = Policy(
+        shape, device, as_transform(head.transform), batch.mask, batch.cu_seqlens, stream, options, batch.rows is not None
+    )
+    return _loss(policy, batch, objective, "reference", reference, normalizer)
 
 
 def _for_rows(transform: LogitTransform | None, batch: TokenBatch) -> Any:
@@ -294,15 +307,16 @@ def _for_rows(transform: LogitTransform | None, batch: TokenBatch) -> Any:
 
 
 def _loss(
-    stream: Logits | Hidden, batch: TokenBatch, objective: Objective, name: str, given: Any, transform: LogitTransform | None,
-    normalizer: float | Tensor | Denominators | None, options: Options, late: bool = False,
+    policy: Policy, batch: TokenBatch, objective: Objective, name: str, given: Any,
+    normalizer: float | Tensor | Denominators | None, late: bool = False,
 ) -> LossOutput:  # fmt: skip
     """The loss of a stream's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull.
     `given`: the second stream, as the argument `name`. `late`: not in one visit."""
-    shape, device, exact = batch.targets.shape, batch.targets.device, objective.exact
+    stream, options, shape, device, exact = policy.stream, policy.options, batch.targets.shape, policy.device, objective.exact
     check_targets(batch.targets, batch.mask, stream.vocab, logits=isinstance(stream, Logits))
+    if batch.rows is not None:
+        check_named(batch.rows, batch.mask, stream.n)
     seconds, reference, kept, over = Seconds(), None, None, None
-    policy = Policy(shape, device, as_transform(transform), batch.mask, batch.cu_seqlens, stream, options)
     if exact is not None:
         seconds = seconds_of(name, given, exact, policy)
     elif given is not None:
@@ -314,17 +328,21 @@ def _loss(
         kept = rows_with_sets(batch.kept, rows.targets, rows.read, batch.missing)
         over = _over(objective, options, seconds)
     sparse = draws(options, stream) if isinstance(stream, Hidden) else None
+    listed, at = objective.listed_terms(batch), None if batch.listed is None else slots_of(batch.listed)
+    tokens = None
+    if batch.rows is not None:
+        tokens = Tokens(plain(flat(batch.rows).to(torch.int64)), plain(rows.targets), rows.read, stream.n, at)
     # The rows that are visited as a whole: those without a set, or all.
     visited = None
     if not isinstance(stream, Logits) and not is_traced():
-        visited = _split_rows(batch, rows, objective, kept if over is None else None)
+        visited = _split_rows(batch, rows, objective, kept if over is None else None, tokens)
     if reference is not None:
         of_sets = kept if options.reference_over == "kept" else None
         index = visited
         if visited is not None and over is not None and of_sets is not None:
-            index = _split_rows(batch, rows, objective, kept)
+            index = _split_rows(batch, rows, objective, kept, tokens)
         with torch.no_grad():
-            asked = Asked(kept=of_sets, rows=index)
+            asked = Asked(kept=of_sets, rows=index, tokens=tokens)
             ref_logps = statistics_of(reference, asked, rows.targets, rows.read, options).logps
         batch = batch.with_ref_logps(ref_logps.view(shape))
         rows = _token_rows(batch, objective, normalizer, options)
@@ -332,7 +350,6 @@ def _loss(
         rows = scaled_by_temperature(rows, exact, stream.transform)
     late = late or over is not None or sparse is not None or is_traced() or bool(seconds.known)
     joint = isinstance(stream, Hidden) and not seconds.others and _made_jointly(stream, objective, kept)
-    listed, at = objective.listed_terms(batch), None
     if batch.listed is not None:
         name = "prob_terms" if batch.logp_terms is None else "logp_terms"
         refuse_sparse(options, "the gradients of ids of logp_terms and prob_terms would be among the columns drawn once more")
@@ -341,11 +358,12 @@ def _loss(
                 f"{name} are given beside kl={objective.kl}, which they cannot be combined with: add up two losses."
             )
         check_ids(name, batch.listed, stream.vocab)
-        at, late, joint = slots_of(batch.listed), late or kept is not None, False
+    if tokens is not None or listed is not None:
+        late, joint = late or kept is not None or bool(seconds.others), joint and listed is None
     if not late and (objective.one_pass or joint):
-        return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited, listed, at)
+        return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited, listed, at, tokens)
     with_gradient = ("entropy",) if objective.needs_entropy else ()
-    asked = Asked(("entropy",), with_gradient, kept, over, seconds, exact, at, rows=visited, sparse=sparse)
+    asked = Asked(("entropy",), with_gradient, kept, over, seconds, exact, at, visited, sparse, tokens)
     found = statistics_of(stream, asked, rows.targets, rows.read, options)
     kl_apart = over is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
     own = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
@@ -359,14 +377,17 @@ def _loss(
 
 
 def _in_one_visit(
-    stream: Logits | Hidden, batch: TokenBatch, objective: Objective, rows: TokenRows, kept: KeptRows | None, seconds: Seconds,
-    visited: tuple[Tensor, int] | None, listed: ListedTerms | None, at: Ragged | None,
+    stream: Stream, batch: TokenBatch, objective: Objective, rows: TokenRows, kept: KeptRows | None, seconds: Seconds,
+    visited: tuple[Tensor, int] | None, listed: ListedTerms | None, at: Ragged | None, tokens: Tokens | None,
 ) -> LossOutput:  # fmt: skip
     shape, others, (index, active) = batch.targets.shape, seconds.others, visited or (None, None)
     over_vocabulary, over_sets = None, None
-    if kept is None or not kept.has_all:
-        read = rows.read if kept is None else kept.others(rows.read)
-        over_vocabulary = Whole(rows.targets, read, (), others, index, active, at)
+    if tokens is not None:
+        over_vocabulary = Whole(tokens.of_any, tokens.named(None), (), others, index, active, tokens=tokens)
+    elif kept is None or not kept.has_all:
+        read, n = rows.read if kept is None else kept.others(rows.read), stream.n
+        own = None if at is None else Tokens(torch.arange(n, device=rows.targets.device), rows.targets, read, n, at)
+        over_vocabulary = Whole(rows.targets, read, (), others, index, active, tokens=own)
     if kept is not None:
         over_sets = OverSets(kept, rows.targets, WITH_ENTROPY, others)
     log_ratio: Tensor | None = None
@@ -376,7 +397,7 @@ def _in_one_visit(
         log_ratio = objective.log_ratio(logps, rows, batch)
         return objective.token_stage(logps, entropy, rows, batch, log_ratio)[:2]
 
-    groups = () if objective.one_pass else _groups(batch, objective, active)
+    groups = () if objective.one_pass else _groups(batch, objective, active, tokens)
     stage = objective.stage(rows, listed) if objective.one_pass else JointStage(terms, groups)
     visit = OneVisit(stream, over_vocabulary, over_sets, stage, torch.is_grad_enabled())
     loss, logps, entropy, divergence = fused_loss(visit, stream.tensors)
@@ -393,9 +414,13 @@ def _made_jointly(stream: Hidden, objective: Objective, kept: KeptRows | None) -
     return waits and not of_bias and not objective.needs_entropy
 
 
-def _groups(batch: TokenBatch, objective: Objective, active: int | None) -> tuple[int, ...]:
-    """The rows of `JointStage.groups`: sequences, or all rows where slopes wait for more, or for other ranks."""
+def _groups(batch: TokenBatch, objective: Objective, active: int | None, tokens: Tokens | None) -> tuple[int, ...]:
+    """The rows of `JointStage.groups`: sequences, or those that share rows, or all rows where slopes wait for more, or for other
+    ranks."""
     if objective.by_sequence and batch.context_group is None:
+        if tokens is not None and batch.sequences is not None:
+            sequences = batch.spread(torch.arange(batch.sequences, device=batch.targets.device))
+            return tokens.groups(batch.marked(objective.active_rows), sequences, batch.sequences)
         return batch.counts(objective.active_rows if batch.kept is None else whole(objective.active_rows))
     assert active is not None
     return (active,)
@@ -483,10 +508,10 @@ def _times(d_loss: Tensor, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _split_rows(
-    batch: TokenBatch, rows: TokenRows, objective: Objective, kept: KeptRows | None
+    batch: TokenBatch, rows: TokenRows, objective: Objective, kept: KeptRows | None, tokens: Tokens | None
 ) -> tuple[Tensor, int]:  # fmt: skip
     """(indices of the rows that are read over the whole vocabulary, those that can have a gradient first, each kind in order;
-    how many of them can), without waiting for the device."""
+    how many of them can), without waiting for the device. Only where several tokens share a row does the host wait."""
     n, device = rows.targets.numel(), rows.targets.device
     read, active = rows.read, batch.marked(objective.active_rows) if rows.active is None else rows.active
     same = read is active
@@ -494,9 +519,13 @@ def _split_rows(
         if kept.has_all:
             return torch.empty(0, dtype=torch.int64, device=device), 0
         read, active = kept.others(read), kept.others(active)
+    if tokens is not None:
+        read, active = (None if same else tokens.named(read)), tokens.named(active)
+        read = active if read is None else read
     if read is None and active is None:
         return torch.arange(n, device=device), n
-    if device.type == "cpu" and not sends_ahead(device):  # nothing waits for it, and few rows are sorted sooner this way
+    # Nothing waits for it on a CPU, and few rows are sorted sooner this way.
+    if tokens is not None or (device.type == "cpu" and not sends_ahead(device)):
         first = torch.arange(n) if active is None else active.nonzero()[:, 0]
         if active is None or same:
             return first, first.numel()

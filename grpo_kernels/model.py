@@ -51,7 +51,8 @@ def loss_from_model(
                  one: use accelerator.autocast()); the head is a product with its weight.
     input_ids    int64 [B, T], or [1, N] (also [N]) of packed sequences.
     batch        its targets are the tokens that follow: the shape of input_ids, as `shift_targets` makes them, or [B, K], the
-                 last K tokens of input_ids. Checked where the mask is set: a ValueError, on a GPU an asynchronous assertion.
+                 last K tokens of input_ids. Checked where the mask is set: a ValueError, on a GPU an asynchronous assertion. With
+                 `rows` they are of any shape, and what follows in input_ids is not compared: see docs/trees.md.
     temperature  divides the logits: a number or a tensor, see `LogitTransform`.
     transform    in place of `LogitTransform.of(model, temperature=temperature)`, for a model that it does not know.
     reference    a causal language model of the same vocabulary, which runs on the same inputs without gradient; or what
@@ -199,6 +200,8 @@ def _rows(hidden: Tensor, input_ids: Tensor, batch: TokenBatch) -> Tensor:
             f"the base model made hidden states {list(hidden.shape)} of input_ids {list(input_ids.shape)}: their positions must be the "
             "same. Call it yourself, and linear_grpo_loss."
         )
+    if batch.rows is not None:
+        return hidden
     hidden = hidden[0] if batch.targets.dim() == 1 else hidden
     total, count = input_ids.shape[-1], batch.targets.shape[-1]
     return hidden if count == total else hidden[..., total - 1 - count : total - 1, :]
@@ -214,6 +217,8 @@ def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
             "batch has a context_group, but a rank's input_ids do not show what follows its last token: call the base model "
             "yourself, and linear_grpo_loss."
         )
+    if batch.rows is not None:
+        return
     targets, mask = batch.targets, batch.mask
     ids = input_ids[0] if _flat(input_ids, batch) else input_ids
     count, total = (x.shape[-1] if x.dim() else 0 for x in (targets, ids))

@@ -205,7 +205,7 @@ class Objective:
         if aggregate == "token-sum":
             return 1.0
         if aggregate == "token-mean":
-            return float(batch.rows) if batch.mask is None else batch.mask.sum().to(torch.float32)
+            return float(batch.tokens) if batch.mask is None else batch.mask.sum().to(torch.float32)
         if aggregate == "group-mean":
             same = batch.same_group()
             tokens = same @ self._lengths(batch)
@@ -249,7 +249,7 @@ class Objective:
             # An all-masked batch is 0 / 1.
             normalizer = normalizer.clamp(min=1.0) if isinstance(normalizer, Tensor) else max(normalizer, 1.0)
         if mask is None:
-            weight = torch.ones(batch.rows, dtype=torch.float32, device=batch.targets.device)
+            weight = torch.ones(batch.tokens, dtype=torch.float32, device=batch.targets.device)
         else:
             weight = mask.to(torch.float32)
         inner: Tensor | None = None  # tokens that share a mean with this one

@@ -27,6 +27,7 @@ from .rows import backends
 from .rows.parallel import VocabShard, check_shard
 from .rows.partials import RowTransform
 from .rows.selection import Sparse
+from .token_sets import TokenSets
 
 Tensor = torch.Tensor
 
@@ -200,6 +201,16 @@ def refuse_product(options: Options) -> None:
     refuse_sparse(options, NO_PRODUCT)
     if options.weight_grad is not None:
         raise ValueError("weight_grad is given, but logits come without the weight of a head: leave it out of the options.")
+
+
+def refuse_with_rows(transform: LogitTransform | None, options: Options, name: str = "", second: Any = None) -> None:
+    """Raise ValueError for what several tokens of a row are not combined with. `second`: the second stream, the argument `name`."""
+    refuse_sparse(options, "the columns of a row are drawn for one token, and with rows= it may have several")
+    temperature = as_transform(transform).temperature
+    remedy = "with rows= the tokens of a row share its softmax: pass one temperature, as a number."
+    require(not isinstance(temperature, Tensor), "temperature", temperature, remedy)
+    remedy = f"with rows= a teacher's rows are those of the policy: pass its whole distribution as {name}, without a list or TokenSets."
+    require(not isinstance(second, (list, TokenSets)), name, type(second).__name__, remedy)
 
 
 def as_options(options: Options | None) -> Options:

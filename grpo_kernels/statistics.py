@@ -13,8 +13,8 @@ from .rows.backends import is_strict
 from .rows.compile import TracedRows
 from .rows.hidden import Hidden
 from .rows.partials import partials_of
-from .rows.ragged import Ragged
-from .rows.run import Read, Rows, statistics
+from .rows.ragged import Ragged, Tokens
+from .rows.run import Read, Rows, of_tokens, statistics
 from .rows.selection import Sparse
 from .rows.sets import KeptRows, OverSets
 from .rows.stream import Known, Logits, Other, Seconds, Stream, Whole, one_of, read_beside, times
@@ -35,7 +35,8 @@ class Asked(NamedTuple):
     exact    which divergence that is.
     at       further ids of rows, whose log-probs are wanted.
     rows     (index, active) of `Whole`, where the caller knows them.
-    sparse   how columns are drawn for the gradient."""
+    sparse   how columns are drawn for the gradient.
+    tokens   the tokens of the rows, where a row may have several: targets, sets and `at` are then theirs, as are the results."""
 
     names: tuple[str, ...] = ()
     with_gradient: tuple[str, ...] = ()
@@ -46,6 +47,7 @@ class Asked(NamedTuple):
     at: Ragged | None = None
     rows: tuple[Tensor, int] | None = None
     sparse: Sparse | None = None
+    tokens: Tokens | None = None
 
 
 class Statistics(NamedTuple):
@@ -59,7 +61,7 @@ class Statistics(NamedTuple):
 def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | None, options: Options) -> Statistics:
     """Statistics of the rows of a stream. The name "lse" asks for "log_kept_mass" in its place: the log of the probability that
     the whole row gives to its set, 0 of a row without a set."""
-    names, with_gradient, kept, over, (others, known), exact, at, _, sparse = asked
+    names, with_gradient, kept, over, (others, known), exact, at, _, sparse, tokens = asked
     if kept is not None and over is not None and isinstance(stream, Logits) and stream.inplace:
         raise ValueError(
             "inplace=True, but rows with a set are wanted over the vocabulary too, which needs the logits for two gradients: pass "
@@ -83,7 +85,7 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         own = tuple(name for name in names if over is None or name not in over)
         sets = OverSets(
             kept, targets, _partials(own, others), others if "divergence" in own else (),
-            None if at is None or (over is not None and "at" in over) else at.only(kept.has).plain(),
+            None if at is None or (over is not None and "at" in over) else at.only(kept.has).plain(), tokens,
         )  # fmt: skip
         reads.append(Read(sets, own, tuple(name for name in with_gradient if name in own)))
     if kept is None or over is not None or not kept.has_all:
@@ -98,6 +100,16 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
             all_rows=kept is not None and over is not None,
         )
         whole = replace(whole, at=at.only(~kept.has).plain()) if at is not None and kept is not None and over is None else whole
+        if tokens is not None:  # rows are read at the ids of all of their tokens, over the vocabulary and over sets
+            tokens = replace(tokens, read=some, listed=whole.at)
+            whole = replace(
+                whole,
+                targets=tokens.of_any,
+                read=tokens.named(None),
+                at=tokens.pairs.slots,
+                tokens=tokens,
+                all_rows=kept is not None,
+            )
         whole = _indexed(stream, whole, asked, read)
         if not (with_gradient or others or known or whole.all_rows or sparse is not None or at is not None):
             whole = replace(whole, ahead=_with_frozen_head(stream))
@@ -106,6 +118,10 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         reads.append(_of_known(stream, teacher, exact, targets, read))
     values = statistics(Rows(stream, tuple(reads)), targets, read, stream.transform, stream.tensors)
     found = [_of_visit(values, i) for i in range(len(reads))]
+    found = [
+        x if tokens is None or isinstance(read.visit, OverSets) else of_tokens(x, tokens)
+        for x, read in zip(found, reads, strict=True)
+    ]
     of_known = found[len(found) - (0 if beside is not None else len(known)) :]
     logps, named, whole_logps = _joined(found, kept, over, at)
     if beside is not None:

@@ -19,7 +19,7 @@ from .rows.parallel import is_managed, on_shard, refuse_managed
 from .rows.partials import RowTransform
 from .rows.selection import Sparse
 from .rows.stream import Known, Logits, Other, Seconds, Stream, WeightMemory
-from .specs import Head, LogitTransform, Options, as_transform
+from .specs import Head, LogitTransform, Options, as_transform, refuse_with_rows
 from .token_sets import TokenSets, check_sets
 
 Tensor = torch.Tensor
@@ -207,6 +207,7 @@ class Policy(NamedTuple):
     cu_seqlens: Tensor | None
     stream: Stream
     options: Options
+    shared: bool = False  # whether a row may have several tokens
 
 
 HOW = "(hidden, weight), (hidden, weight, bias), (hidden, Head(...))"
@@ -321,6 +322,8 @@ def squared(transform: RowTransform, read: Tensor | None) -> float | Tensor:
 
 
 def _for_rows(transform: LogitTransform, policy: Policy) -> RowTransform:
+    if policy.shared:
+        refuse_with_rows(transform, policy.options)
     return transform.for_rows(policy.shape, policy.mask, policy.cu_seqlens, policy.device)
 
 

@@ -36,6 +36,7 @@ def of(file: str, tests: str, *faults: tuple[str, ...]) -> list[Fault]:
 
 COMBINATIONS = "tests/core/test_combinations.py"
 OBJECTIVES = "tests/core/test_objectives.py"
+SHARED = "tests/core/test_rows_of_tokens.py"
 RELATIONS = "tests/core/test_relations.py"
 AUTOGRAD = "tests/core/test_autograd.py"
 COST = "tests/core/test_cost.py"
@@ -77,7 +78,15 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/rows/stream.py", COMBINATIONS,
         ("what is combined at listed ids is left out", "at_ids, here.ids >= 0)", "at_ids, here.ids < -1)", "tests/core/test_listed.py"),
-        ("listed ids of a block are those of the first", "listed.ids._replace(rows=at[listed.ids.rows])", "listed.ids", "tests/core/test_listed.py"),
+        ("listed ids of a block are those of the first", "chunk.slots._replace(rows=at[chunk.slots.rows])", "chunk.slots", "tests/core/test_listed.py"),
+        ("a row has the log-prob of its first id", "self.used & (z == top[rows]), torch.arange", "self.used, torch.arange", SHARED),
+        ("ids are as likely as the likeliest", "return torch.where(z == -torch.inf, z, z - torch", "return torch.where(z == -torch.inf, z, 0 * torch", SHARED),
+        ("log-probs at ids are those of other sums", "        if self.one is None:", "        if True:", SHARED),
+        ("tokens beside the likeliest add to its slope alone", "upstream - total[rows], upstream)", "0.0, upstream)", SHARED),
+        ("a divergence has no gradient at ids", "g = g + of_divergence[rows] *", "g = g + 0 * of_divergence[rows] *", SHARED),
+        ("as many tokens as rows are one for each", "self.tokens.rows.unique().numel() == self.tokens.n", "True", SHARED),
+        ("the only token of a row has another's numbers", "x[tokens.rows] for x in part", "x for x in part", SHARED),
+        ("tokens of a chunk replace each other", "whole[self.which] += piece", "whole[self.which] = piece", SHARED),
         ("the sign of what other columns get", "others = -total  #", "others = total  #"),
         (
             "blocks of rows begin again in each sequence", "yield a * T + t, a * T + end, self.logits",
@@ -113,6 +122,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/rows/sets.py", COMBINATIONS,
+        ("a token's set is of the row of its number", "self.tokens.rows[slots.rows], slots.ids", "slots.rows % self.tokens.n, slots.ids", SHARED),
         ("no room for a target beside a full set", "-(-(sets.longest + 1) // 16) * 16", "-(-sets.longest // 16) * 16"),
         ("rows are grouped by ids, not by slots", "exceeded(sets.counts + 1).argsort", "exceeded(sets.counts).argsort"),
         (
@@ -194,6 +204,13 @@ FAULTS: list[Fault] = [
         ("the target counts with the step", "torch.where(is_target, p, p.clamp(min=step))", "p.clamp(min=step)"),
         ("logits stay when rows are sorted", "ids, logits = ids[order], logits[order]", "ids = ids[order]"),
     ),
+    *of("grpo_kernels/rows/ragged.py", SHARED,
+        ("sums over equal pairs are in the order of tokens", "x[self.order].to(torch.float64)", "x.to(torch.float64)"),
+        ("rows of one sequence are in two groups", "last[of], \"amax\").cummax(0).values", "last[of], \"amax\")"),
+        ("listed ids are those of the first rows", "torch.cat([rows, rows[of]])", "torch.cat([rows, rows[: len(of)]])"),
+        ("tokens of a chunk count from its first row", "(of_tokens[which], self.targets", "(self.rows[which], self.targets"),
+        ("the rest of a pair is its row", "pair & 0xFFFFFFFF, -1)", "pair >> 32, -1)"),
+    ),
     *of("grpo_kernels/rows/ragged.py", COMBINATIONS,
         ("an id belongs to two ranks", "self.ids < first + count", "self.ids <= first + count", RANKS),
         ("slots of other chunks are in use", "ids=torch.where(place >= 0, self.ids, -1)", "ids=self.ids", RELATIONS),
@@ -237,6 +254,7 @@ FAULTS: list[Fault] = [
         ("padding of a head has the log-prob of an id", ".masked_fill(flat < 0, -1)", ""),
     ),
     *of("grpo_kernels/rows/run.py", SETS,
+        ("the gradient of a row is ahead of another id", "visit if at is None or at.one is None", "visit if at is None or True", SHARED),
         ("rows with a set are not in their sequence", "stage.terms(*of_all(*of_others))", "stage.terms(*of_others)", COMBINATIONS),
         ("slopes of rows with a set are dropped", 'Slopes.stacked({"target": slopes})', 'Slopes.stacked({"target": torch.zeros_like(slopes)})', COMBINATIONS),
         ("a teacher that was written to is not noticed", "if problem.versions() != ctx.versions:", "if False:"),

@@ -26,6 +26,7 @@ from grpo_kernels import (
     token_logprobs,
 )
 from grpo_kernels.rows import backends
+from grpo_kernels.trees import unpacked
 
 Call = Callable[[], Result]
 OURS = "grpo_kernels"
@@ -64,17 +65,18 @@ def loss_of(case: Case, inputs: tuple[Tensor, ...], spec: Objective, batch: Toke
         return grpo_loss(*inputs, batch, spec, **ref, **how).loss
     reference = {"reference": (case.ref_hidden, case.ref_weight)} if case.ref_hidden is not None else {}
     hidden, weight = inputs
-    return linear_grpo_loss(hidden.view(*batch.targets.shape, -1), weight, batch, spec, **reference, **how).loss
+    hidden = hidden if batch.rows is not None else hidden.view(*batch.targets.shape, -1)
+    return linear_grpo_loss(hidden, weight, batch, spec, **reference, **how).loss
 
 
 def loss(
     name: str, *contracts: str, upstream: float = 1.0, inplace: bool = False, into: bool = False, backend: str | None = None,
-    fraction: int = 0, spec: Objective | None = None, **fields: Any,
+    fraction: int = 0, spec: Objective | None = None, one_by_one: bool = False, **fields: Any,
 ) -> None:  # fmt: skip
     """Registers a way to call the whole loss. An `upstream` gradient other than 1 costs a scaling of the gradient; the
     normalizer is multiplied by it too, so that the result is the same. into: the gradient of the weight is added to existing
     memory, as trainers do that sum it over micro-batches. fraction: the gradient of the head from columns that are drawn, in
-    each run others, on steps of 1/fraction."""
+    each run others, on steps of 1/fraction. one_by_one: with a row for each token, where tokens share them."""
 
     def make(case: Case) -> Call:
         of, kernels, seeds = spec or objective(case), backend or native(case), count()
@@ -86,6 +88,9 @@ def loss(
             options = Options(backend=kernels, sparse=sparse, weight_grad=case.weight_grad if into else None)
             inputs = (case.output(),) if inplace else case.inputs()
             batch = batch_of(case) if spec is None else replace(case.batch)
+            if one_by_one:
+                index, batch = unpacked(batch)
+                inputs = (inputs[0][index], *inputs[1:])
             value = loss_of(case, inputs, of, batch, options=options, **how)
             return case.gradients(value if upstream == 1 else upstream * value, into)
 
@@ -99,7 +104,8 @@ loss(", new gradient", "logits")
 loss(", in place, upstream 0.5", "logits", inplace=True, upstream=0.5)
 loss(", new gradient, upstream 0.5", "logits", upstream=0.5)
 loss(", into weight_grad", "kept", into=True)
-loss("", "hidden", "hidden-frozen", *OF_SEQUENCES, "sparse", "kept", "cross-entropy", *BETAS)
+loss("", "hidden", "hidden-frozen", *OF_SEQUENCES, "sparse", "kept", "cross-entropy", "trees", *BETAS)
+loss(", rollouts one by one", "trees", one_by_one=True)
 loss(", upstream 0.5", "hidden", "hidden-frozen", upstream=0.5)
 
 

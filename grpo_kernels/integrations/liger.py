@@ -148,7 +148,7 @@ def denominator(loss_type: str, batch: TokenBatch, num_items: float | Tensor | N
     if loss_type not in GLOBAL_COUNT or (num_items is None and world == 1):
         return None
     if num_items is None:
-        count = torch.full((), batch.rows, device=batch.targets.device) if batch.mask is None else batch.mask.sum()
+        count = torch.full((), batch.tokens, device=batch.targets.device) if batch.mask is None else batch.mask.sum()
         num_items = count.to(torch.float32)
         dist.all_reduce(num_items)
     return at_least_one(num_items / world)

@@ -181,11 +181,11 @@ def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
     require_number("threshold", threshold, "the bound of the mean (log w)^2 is a number above 0.", SMALLEST, LARGEST)
     x, trained = _log_weights(batch), _trained(batch)
     ordered, order = torch.sort(torch.where(trained, x * x, torch.inf), stable=True)
-    rank = torch.arange(batch.rows, device=x.device)
+    rank = torch.arange(batch.tokens, device=x.device)
     # The mean of the k smallest rises with k, so bisection finds the last k below the threshold. Each step is a plain sum,
     # whose order is fixed on a GPU, unlike that of a cumulative sum, and there is no host sync.
     kept, most = torch.ones((), dtype=torch.int64, device=x.device), trained.sum()
-    for _ in range(batch.rows.bit_length()):
+    for _ in range(batch.tokens.bit_length()):
         middle = (kept + most + 1) // 2
         below = torch.where(rank < middle, ordered, 0.0).sum() < threshold * middle
         kept, most = torch.where(below, middle, kept), torch.where(below, most, middle - 1)
@@ -295,7 +295,7 @@ def _log_weights(batch: TokenBatch) -> Tensor:
 def _trained(batch: TokenBatch) -> Tensor:
     """bool [N]"""
     trained = batch.marked("trained")
-    return torch.ones(batch.rows, dtype=torch.bool, device=batch.targets.device) if trained is None else trained
+    return torch.ones(batch.tokens, dtype=torch.bool, device=batch.targets.device) if trained is None else trained
 
 
 def _sequence_tokens(batch: TokenBatch, what: str) -> Tensor:
@@ -319,7 +319,7 @@ def _sequence_extreme(batch: TokenBatch, values: Tensor, which: str) -> Tensor:
 
 def _like_targets(batch: TokenBatch, name: str, x: object) -> Tensor:
     """Flat [N], of a tensor with a number for each token."""
-    if not isinstance(x, Tensor) or x.numel() != batch.rows:
+    if not isinstance(x, Tensor) or x.numel() != batch.tokens:
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} is {got}, but targets has shape {list(batch.targets.shape)}: they must be the same.")
     return x.detach().reshape(-1)

@@ -25,10 +25,10 @@ from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
 from .ragged import Ragged, merged, write_at
 from .selection import Draws, gradient_at, starts
 from .stream import (
+    ChunkOfTokens,
     Found,
     Gradients,
     LateGradient,
-    ListedRows,
     Parts,
     Stream,
     WeightGradient,
@@ -68,6 +68,10 @@ class Hidden(Stream):
     @property
     def columns(self) -> int:
         return int(self.weight.shape[0])
+
+    @property
+    def n(self) -> int:
+        return int(self.hidden.shape[0])
 
     def shares(self, other: Hidden) -> bool:
         """Whether the two heads are one, as those of a model with and without adapters in its body."""
@@ -224,40 +228,42 @@ class Engine(Gradients):
 
     def fused(self, whole: Whole, stage: TokenStage, gradients: bool) -> FusedRows:
         """Losses of the rows of a token stage, with `gradients` collected or not."""
-        result: FusedRows | None = None
-        n = whole.targets.numel()
+        n, device, others = whole.targets.numel(), self.hidden.device, whole.others or None
+        result = None if whole.tokens is None else FusedRows.zeros(whole.tokens.rows.numel(), device, others)
         for some, at, hidden, wanted in self._visited(whole, gradients, whole.active):
             rows = self._rows(whole, at, hidden)
             d_logits = self._gradient(rows.logits[0], some) if wanted else None
             out = None if d_logits is None else d_logits[None]
-            if whole.at is not None:
-                part = self._fused_listed(whole, stage, rows, self._places(at), out)
+            if whole.tokens is not None:
+                chunk = ChunkOfTokens.of(whole, stage, self._places(at))
+                part = self._fused_tokens(chunk, rows, out)
             elif whole.apart:
                 own = stage.at(at)
                 part = fused_beside(self.backend, rows, own, out, self._places(at), whole.apart, self.logits_of)
             else:
                 part = self.backend.fused(rows, stage if len(hidden) == n else stage.at(at), out)
-            if len(hidden) == n and result is None:  # all rows at once
+            if whole.tokens is not None and result is not None:
+                chunk.add_to(result, part)
+            elif len(hidden) == n and result is None:  # all rows at once
                 result = part
             else:
-                result = FusedRows.zeros(n, self.hidden.device, whole.others or None) if result is None else result
+                result = FusedRows.zeros(n, device, others) if result is None else result
                 result.put(at, part)
             del rows, out  # before the products of a block make theirs
             if d_logits is not None:
                 d_logits = self._kept(d_logits)
                 self._accumulate(at, hidden, d_logits, some)
             del d_logits
-        return FusedRows.zeros(n, self.hidden.device, whole.others or None) if result is None else result
+        return FusedRows.zeros(n, device, others) if result is None else result
 
-    def _fused_listed(self, whole: Whole, stage: TokenStage, rows: LogitRows, at: Tensor, out: Tensor | None) -> FusedRows:
-        """`fused` of a chunk beside listed ids, whose logits are among those of the chunk."""
-        listed, shard = ListedRows.of(whole, stage, self.stream.transform, at), self.stream.shard
-        here = self.stream.own(listed.ids).in_chunk(listed.at, listed.targets.numel())
+    def _fused_tokens(self, chunk: ChunkOfTokens, rows: LogitRows, out: Tensor | None) -> FusedRows:
+        """`fused` of the tokens of a chunk, the logits at whose ids are among those of the chunk."""
+        here, shard = self.stream.own(chunk.slots), self.stream.shard
         logits = rows.logits[0].new_zeros(here.ids.shape)
         if self.stream.columns:  # else of a rank without a part of the vocabulary
             logits = torch.where(here.ids >= 0, rows.logits[0][here.rows, here.ids.clamp(min=0)], 0.0)
         logits = logits if shard is None else shard.sum_over_ranks(logits)
-        return listed.fused(self.backend, rows, logits, out, here)
+        return chunk.fused(self.backend, rows, logits, out, here)
 
     def fused_jointly(self, whole: Whole, stage: JointStage, gradients: bool) -> FusedRows:
         """`fused` of rows that wait for the log-probs of their group. The rows that have no gradient come first, as groups may wait

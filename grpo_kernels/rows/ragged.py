@@ -5,6 +5,8 @@ limited by gathering rows of width H from memory."""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -81,3 +83,132 @@ def merged(slots: Ragged, values: Tensor, others: Ragged, of_others: Tensor) -> 
     rows, order = torch.cat([slots.rows, others.rows]).sort(stable=True)
     ids = torch.cat([slots.ids, others.ids])[order]
     return Ragged(ids, slots.offsets + others.offsets, rows), torch.cat([values, of_others])[order]
+
+
+# ---- several of them for a row, which may be equal
+
+
+class Distinct(NamedTuple):
+    """Pairs (row, id) in any order, of which several may be equal, and each of them once.
+
+    slots   each pair once: as many slots as there are pairs, those that are left over not in use, so that no host counts them.
+    place   int64 [k], the slot of each pair.
+    order   int64 [k], the pairs in the order of their slots; equal ones stay in their order.
+    starts  int64 [k + 1], where those of each slot begin in `order`."""
+
+    slots: Ragged
+    place: Tensor
+    order: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor, ids: Tensor, used: Tensor, n: int) -> Distinct:
+        """Pairs [k] of n rows. `used` bool [k]: the others have the slot behind all in use."""
+        k, device = rows.numel(), rows.device
+        none = torch.full((), n << 32, device=device)
+        pairs, order = torch.where(used, (rows << 32) + ids, none).sort(stable=True)
+        slot = torch.cat([pairs.new_zeros(1), (pairs.diff() != 0).cumsum(0)])[:k]
+        places = torch.arange(k + 1, device=device)
+        starts = torch.searchsorted(slot, places)
+        pair = torch.where(starts < k, torch.cat([pairs, none[None]])[starts], none)[:k]
+        owner, ids = (pair >> 32).clamp(max=n - 1), torch.where(pair < none, pair & 0xFFFFFFFF, -1)
+        slots = Ragged(ids, torch.searchsorted(owner, torch.arange(n + 1, device=device)), owner)
+        place = torch.empty_like(slot).index_copy_(0, order, slot)
+        return cls(slots.plain(), plain(place), plain(order), plain(starts))
+
+    def sums(self, x: Tensor) -> Tensor:
+        """fp64 [k], for each slot: the sum of x [k] over its pairs, in their order. 0 of a slot that is not in use."""
+        sums = torch.segment_reduce(x[self.order].to(torch.float64), "sum", offsets=self.starts, initial=0, unsafe=True)
+        return torch.where(self.slots.ids >= 0, sums, 0.0)
+
+    def row_sums(self, x: Tensor) -> Tensor:
+        """fp64 [n], likewise over the pairs of a row."""
+        return torch.segment_reduce(self.sums(x), "sum", offsets=self.slots.offsets, initial=0, unsafe=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Tokens of n rows of logits: a row may have several, and several of them the same target.
+
+    rows     int64 [m], the row of each token; anything where it is not read.
+    targets  int64 [m].
+    read     bool [m]: tokens that are looked at; None: all.
+    listed   further ids of each token, whose log-probs are wanted."""
+
+    rows: Tensor
+    targets: Tensor
+    read: Tensor | None
+    n: int
+    listed: Ragged | None = None
+
+    @functools.cached_property
+    def used(self) -> Tensor:
+        """bool [m]: `read`, never None."""
+        return torch.ones_like(self.rows, dtype=torch.bool) if self.read is None else self.read
+
+    @functools.cached_property
+    def pairs(self) -> Distinct:
+        """Of the targets, and behind them the listed ids."""
+        rows, used = self.rows, self.used
+        ids = torch.where(self.targets < 0, 0x7FFFFFFF, self.targets)  # of no vocabulary
+        if self.listed is not None:
+            of = self.listed.rows
+            rows, used = torch.cat([rows, rows[of]]), torch.cat([used, used[of] & (self.listed.ids >= 0)])
+            ids = torch.cat([ids, self.listed.ids])
+        return Distinct.of(rows, ids, used, self.n)
+
+    def named(self, tokens: Tensor | None) -> Tensor:
+        """bool [n]: rows of these tokens, bool [m], all of which are read; None: of all that are."""
+        tokens = self.used if tokens is None else tokens
+        named = torch.zeros(self.n + 1, dtype=torch.bool, device=self.rows.device)
+        return plain(named.index_fill_(0, torch.where(tokens, self.rows, self.n), True)[: self.n])
+
+    @property
+    def of_any(self) -> Tensor:
+        """int64 [n]: an id of each row, 0 where nobody names one."""
+        slots = self.pairs.slots
+        first = torch.cat([slots.ids, slots.ids.new_zeros(1)])[slots.offsets[:-1]]
+        return plain(torch.where(slots.offsets.diff() > 0, first, 0).clamp(min=0))
+
+    def at(self, rows: Tensor, cut: bool) -> tuple[Tokens, Tensor | slice, Tensor | slice]:
+        """(the tokens of these rows, int64 [r], which count as their places; which of the tokens they are, and of the listed ids).
+        `cut` False: all tokens, the others not read, so that the host does not have to know how many they are."""
+        place = torch.full((self.n,), -1, device=rows.device)
+        place.index_copy_(0, rows, torch.arange(rows.numel(), device=rows.device))
+        of_tokens = place[self.rows.clamp(0, self.n - 1)]
+        here, all_of_them = self.used & (of_tokens >= 0), slice(None)
+        if not cut:
+            return replace(self, rows=of_tokens, read=here, n=rows.numel()), all_of_them, all_of_them
+        which = here.nonzero()[:, 0]
+        listed, of_listed = (None, all_of_them) if self.listed is None else self.listed.taken(which)
+        return Tokens(of_tokens[which], self.targets[which], None, rows.numel(), listed), which, of_listed
+
+    def groups(self, active: Tensor | None, sequences: Tensor, count: int) -> tuple[int, ...]:
+        """Of the rows of `active` tokens, in their order: the sizes of the smallest groups that follow one another so that no
+        sequence has rows in two. `sequences`, int64 [m], of `count`: that of each token. Waits for a device."""
+        rows = self.named(active)
+        here = (self.used & rows[torch.where(self.used, self.rows, 0)]).nonzero()[:, 0]
+        of, at = sequences[here], (rows.cumsum(0) - 1)[self.rows[here]]
+        places = torch.arange(int(rows.sum()), device=of.device)
+        last = at.new_zeros(count).scatter_reduce(0, of, at, "amax")
+        reached = places.scatter_reduce(0, at, last[of], "amax").cummax(0).values
+        ends = (reached == places).nonzero()[:, 0] + 1
+        return tuple(torch.cat([ends.new_zeros(1), ends]).diff().tolist())
+
+    # ---- from rows to tokens, and back
+
+    def of_pairs(self, x: Tensor) -> Tensor:
+        """That of each target and listed id, from x [k] at the slots of `pairs`; 0 where it is not in use."""
+        return torch.where(self.pairs.slots.ids >= 0, x, 0.0)[self.pairs.place]
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """[m], from x [n]; 0 of a token that is not read, -1 if x are ids."""
+        return torch.where(self.used, x[torch.where(self.used, self.rows, 0)], 0 if x.is_floating_point() else -1)
+
+    def to_pairs(self, x: Tensor) -> Tensor:
+        """fp32 [k]: sums over equal pairs."""
+        return self.pairs.sums(x).to(torch.float32)
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """fp32 [n]: sums over the tokens of each row."""
+        return self.pairs.row_sums(torch.cat([x, x.new_zeros(self.pairs.place.numel() - x.numel())])).to(torch.float32)

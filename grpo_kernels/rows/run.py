@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from ..formulas.token_stage import JointStage, TokenStage
 from .backends import FusedRows
 from .memory import converted
 from .partials import Partials, RowTransform, Slopes
-from .ragged import Ragged
+from .ragged import Ragged, Tokens
 from .sets import OverSets
 from .stream import Found, Gradients, LogitsAt, Parts, Stream, Whole, at_all_ranks, times
 
@@ -37,7 +37,8 @@ HANDED_OVER = (
 def _whole_logits_at(stream: Stream, whole: Whole) -> LogitsAt:
     slots, vocab = whole.at, stream.columns if stream.shard is None else stream.shard.vocab
     assert slots is not None
-    return LogitsAt(slots, at_all_ranks(stream, slots), (slots.ids >= 0) & (slots.ids < vocab))
+    at = LogitsAt(slots, at_all_ranks(stream, slots), (slots.ids >= 0) & (slots.ids < vocab))
+    return at if whole.tokens is None else at.with_likeliest(stream.transform)
 
 
 # ---- the problem
@@ -130,7 +131,11 @@ class Rows:
         values: list[Tensor] = []
         saved: list[Tensor] = []
         for visit, statistics, _ in self.reads:
-            found = stream.stats(visit) if isinstance(visit, Whole) else visit.stats(stream)
+            at = None if visit.at is None else _logits_at(stream, visit)
+            if isinstance(visit, Whole):
+                found = stream.stats(visit if at is None or at.one is None else replace(visit, targets=at.targets))
+            else:
+                found = visit.stats(stream)
             ours = tuple(name for name in statistics if name != "divergence")
             logps, *others = found.partials.found(ours, visit.read)
             named = dict(zip(ours, others, strict=True))
@@ -138,8 +143,7 @@ class Rows:
                 named["divergence"] = _divergence(visit, found)
             values += [logps, *(named[name] for name in statistics)]
             saved += [found.partials.values, *(x.values for x in found.apart)]
-            if visit.at is not None:
-                at = _logits_at(stream, visit)
+            if at is not None:
                 values.append(at.log_probs(found.partials, visit.read, stream.transform))
                 saved += [at.logits, at.used]
             saved += [*found.draws, *(() if found.ahead is None else (found.ahead,))]
@@ -150,8 +154,8 @@ class Rows:
         wholes = [read.visit for read in self.reads if isinstance(read.visit, Whole)]
         sets = len(self.reads) > len(wholes)
         twice = len(wholes) > 1 or (sets and wholes[0].all_rows if wholes else False)
-        sampled = any(x.sparse is not None for x in wholes)
-        gradients = stream.gradients(wanted, Parts(wholes[0] if wholes else None, twice, sets or sampled))
+        at_slots = sets or any(x.sparse is not None or (x.ahead and x.at is not None) for x in wholes)
+        gradients = stream.gradients(wanted, Parts(wholes[0] if wholes else None, twice, at_slots))
         few: list[tuple[Ragged, Tensor]] = []  # of rows with sets: added when visits over the vocabulary have written all rows
         # Visits of sets come first: they read logits that may be written over.
         for i, (visit, _, with_gradient) in enumerate(self.reads):
@@ -166,8 +170,14 @@ class Rows:
             if visit.at is not None and (d_at is not None or d_outside is not None):
                 at = LogitsAt(visit.at, known[f"{i} at logits"], known[f"{i} at used"])
                 d_at = torch.zeros_like(at.logits) if d_at is None else d_at.to(torch.float32)
-                rows = (visit.targets, visit.read, found.partials, slopes, stream.transform)
-                at_ids, slopes = at.gradients(d_at, d_outside, *rows)
+                at = at.with_likeliest(stream.transform) if isinstance(visit, Whole) and visit.tokens is not None else at
+                if isinstance(visit, Whole) and visit.ahead:
+                    target, values = at.beside_one(d_at, stream.transform)
+                    slopes = Slopes.stacked({"target": target})
+                    few.append((stream.own(visit.at), values))
+                else:
+                    rows = (visit.targets, visit.read, found.partials, slopes, stream.transform, visit.one)
+                    at_ids, slopes = at.gradients(d_at, d_outside, *rows)
             if isinstance(visit, Whole):
                 stream.pull(visit, found, slopes, gradients, at_ids)
             else:
@@ -337,6 +347,30 @@ def _savable(x: Any) -> Any:
     return x.clone() if copied else x
 
 
+class _OfTokens(torch.autograd.Function):
+    """Statistics of rows as those of tokens: of each token's row, or at its ids. The backward is a sum over tokens, in order."""
+
+    @staticmethod
+    def forward(tokens: Tokens, at_ids: bool, x: Tensor) -> Tensor:
+        return tokens.of_pairs(x) if at_ids else tokens.of_rows(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.tokens, ctx.at_ids, _ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, gradient_once(ctx.tokens.to_pairs if ctx.at_ids else ctx.tokens.to_rows, upstream)
+
+
+def of_tokens(values: dict[str, Tensor], tokens: Tokens) -> dict[str, Tensor]:
+    """The values of a visit of rows, with log-probs "at" the slots of `tokens.pairs`, as those of the tokens: "at" has their listed
+    ids."""
+    found = {name: applied(_OfTokens, tokens, name == "at", x) for name, x in values.items() if name != "logps"}
+    logps, *listed = found.pop("at").tensor_split([tokens.rows.numel()])
+    return {"logps": logps, **found} | ({} if tokens.listed is None else {"at": listed[0]})
+
+
 # ---- a loss in one visit
 
 
@@ -361,6 +395,8 @@ class OneVisit:
         stream, whole, sets, stage = self.stream, self.whole, self.sets, self.stage
         if sets is None:
             assert whole is not None
+            if whole.tokens is not None and isinstance(stage, JointStage):
+                return self._tokens_jointly(whole, whole.tokens, stage, gradients)
             return stream.fused(whole, stage, gradients), None
         if isinstance(stage, JointStage):
             return self._jointly(sets, stage, gradients)
@@ -392,6 +428,28 @@ class OneVisit:
         few = None if gradients is None else sets.pull(self.stream, found, Slopes.stacked({"target": slopes}), None)
         return result, few
 
+    def _tokens_jointly(
+        self, whole: Whole, tokens: Tokens, stage: JointStage, gradients: Gradients | None
+    ) -> tuple[FusedRows, tuple[Ragged, Tensor]]:
+        """The same of tokens that share rows and wait for each other: the products are those of one id of each row, see
+        `LogitsAt.beside_one`."""
+        stream, slots = self.stream, tokens.pairs.slots
+        at = LogitsAt(slots, at_all_ranks(stream, slots), slots.ids >= 0).with_likeliest(stream.transform)
+        behind, values = at.behind(stream.transform), torch.zeros_like(at.logits)
+        result = FusedRows.zeros(tokens.rows.numel(), values.device, None)
+
+        def terms(logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal result, values
+            of_tokens = tokens.of_pairs(logps[slots.rows] + behind), tokens.of_rows(entropy)
+            losses, of_logps = stage.terms(*of_tokens)
+            result = FusedRows(*of_tokens, losses)
+            upstream = tokens.to_pairs(torch.where(tokens.used, of_logps, 0.0))
+            slopes, values = at.beside_one(upstream, stream.transform)
+            return losses, slopes
+
+        stream.fused(replace(whole, targets=at.targets), stage._replace(terms=terms), gradients)
+        return result, (stream.own(slots), values)
+
 
 class _FusedLoss(torch.autograd.Function):
     """Loss, log-probs, entropy and divergence. The gradient is computed in the forward; the backward only scales it."""
@@ -400,7 +458,8 @@ class _FusedLoss(torch.autograd.Function):
     def forward(ctx: Any, visit: OneVisit, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         wanted = tuple(visit.gradients and needed for needed in ctx.needs_input_grad[1:])
         stream = visit.stream  # whose tensors these are
-        parts = Parts(visit.whole, False, visit.sets is not None)
+        shared = visit.whole is not None and visit.whole.tokens is not None and isinstance(visit.stage, JointStage)
+        parts = Parts(visit.whole, shared, shared or visit.sets is not None)
         gradients = stream.gradients(wanted, parts) if any(wanted) else None
         result, few = visit.of_rows(gradients)
         if few is not None and gradients is not None:

@@ -8,9 +8,9 @@ positions (row, id) as `Ragged`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ from ..token_sets import TokenSets
 from .backends import Backend, FusedRows
 from .parallel import VocabShard, exchange, on_shard
 from .partials import MIXED, TRANSFORMED, LogitRows, Partials, RowTransform, Second, Slopes
-from .ragged import Ragged
+from .ragged import Distinct, Ragged, Tokens
 from .stream import Found, LogitsAt, Other, Stream, at_all_ranks, one_of, read_beside, times
 
 Tensor = torch.Tensor
@@ -274,13 +274,14 @@ def _back(block: Tensor, at: Tensor) -> Tensor:
 @dataclass(frozen=True, eq=False)
 class OverSets:
     """A visit of rows over their sets. `names` of the partials; `others`: second streams; `at`: further ids of rows
-    with a set, in it or not."""
+    with a set, in it or not. `tokens`: where the sets are those of tokens, the rows of the stream that these are of."""
 
     kept: KeptRows
     targets: Tensor
     names: tuple[str, ...]
     others: tuple[Other, ...] = ()
     at: Ragged | None = None
+    tokens: Tokens | None = None
 
     @property
     def read(self) -> Tensor:
@@ -318,7 +319,8 @@ class OverSets:
         gradient = kernels.of_logits(gradient, logits, stream.transform)
         if at_ids is not None and self.at is not None:
             gradient = self.kept.replaced(gradient, self.at, at_ids)
-        return kernels.slots, gradient
+        pairs = self._pairs(kernels.slots)
+        return (kernels.slots, gradient) if pairs is None else (pairs.slots, pairs.sums(gradient).to(torch.float32))
 
     def fused(self, stream: Stream, stage: TokenStage, wanted: bool) -> tuple[FusedRows, tuple[Ragged, Tensor] | None]:
         """(losses of all rows, what `pull` returns if it is wanted)."""
@@ -341,7 +343,7 @@ class OverSets:
 
     def logits_at(self, stream: Stream) -> LogitsAt:
         assert self.at is not None
-        slots, logits = self.at, at_all_ranks(stream, self.at)
+        slots, logits = self.at, self._read(at_all_ranks, stream, self.at)
         # The log-prob of the only id of a set is 0 whatever its logit is, which is therefore not computed.
         logits = torch.where(self.kept.several[slots.rows], logits, 0.0)
         return LogitsAt(slots, logits, (slots.ids >= 0) & self.kept.holds(slots))
@@ -349,12 +351,22 @@ class OverSets:
     def _rows(self, stream: Stream) -> tuple[SetKernels, Tensor, Tensor]:
         """(the kernels over sets, z of the slots, their logits)."""
         kernels = SetKernels(self.kept, stream.kernels, stream.columns, stream.shard)
-        logits = stream.at(kernels.slots)
+        logits = self._read(type(stream).at, stream, kernels.slots)
         return kernels, kernels.transformed(logits, stream.transform), logits
 
-    @staticmethod
-    def _beside(kernels: SetKernels, other: Other | None) -> Beside | None:
+    def _beside(self, kernels: SetKernels, other: Other | None) -> Beside | None:
         if other is None:
             return None
-        z = kernels.transformed(other.stream.at(kernels.slots), other.stream.transform)
-        return Beside(z, other.kind, other.mixture)
+        logits = self._read(type(other.stream).at, other.stream, kernels.slots)
+        return Beside(kernels.transformed(logits, other.stream.transform), other.kind, other.mixture)
+
+    def _pairs(self, slots: Ragged) -> Distinct | None:
+        """Slots of tokens as those of their rows, each once; None: they are that already."""
+        if self.tokens is None:
+            return None
+        return Distinct.of(self.tokens.rows[slots.rows], slots.ids, slots.ids >= 0, self.tokens.n)
+
+    def _read(self, logits: Callable[[Any, Ragged], Tensor], stream: Stream, slots: Ragged) -> Tensor:
+        """fp32 [m]: the logits of a stream at slots."""
+        pairs = self._pairs(slots)
+        return logits(stream, slots) if pairs is None else logits(stream, pairs.slots)[pairs.place]

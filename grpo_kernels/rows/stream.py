@@ -15,11 +15,12 @@ import torch
 from ..formulas.token_stage import JointStage, TokenStage
 from ..layout import plain
 from ..token_sets import TokenSets
+from . import divergence
 from .backends import WITH_ENTROPY, Backend, FusedRows
 from .memory import empty, zeros
 from .parallel import VocabShard
 from .partials import OUTSIDE, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
-from .ragged import Ragged, write_at
+from .ragged import Ragged, Tokens, write_at
 from .selection import Sparse
 
 Tensor = torch.Tensor
@@ -232,25 +233,75 @@ class LogitsAt:
     """Logits at further ids of rows, one fp32 number a slot, [k], before the transform: one log-sum-exp serves all ids of a row.
 
     used   bool [k]: ids that the row's softmax has. The log-prob of the others is -inf, without gradient. That of all ids of a row
-           that is not read is 0."""
+           that is not read is 0.
+    one    int64 [n]: the slot of the likeliest id of each row, which is the row's target; None: the target may be any other. Its
+           log-prob is that of the kernels; the others are less likely by a difference of logits, so that none is above 0, and
+           no digits of 1 - p are lost where logits at ids are sums of other order than those of rows."""
 
     slots: Ragged
     logits: Tensor
     used: Tensor
+    one: Tensor | None = None
 
     def log_probs(self, partials: Partials, read: Tensor | None, transform: RowTransform) -> Tensor:
         """fp32 [k]."""
         rows = self.slots.rows
-        z = torch.where(self.used, transform.of(self.logits, rows), -torch.inf)
-        logps = (z - partials.max[rows]) - torch.log(partials.sum)[rows]
+        if self.one is None:
+            logps = (self._z(transform) - partials.max[rows]) - torch.log(partials.sum)[rows]
+        else:
+            logps = partials.logps[rows] + self.behind(transform)
         return logps if read is None else torch.where(read[rows], logps, 0.0)
+
+    def _z(self, transform: RowTransform) -> Tensor:
+        return torch.where(self.used, transform.of(self.logits, self.slots.rows), -torch.inf)
+
+    # ---- where the target of a row is the likeliest of its ids
+
+    def with_likeliest(self, transform: RowTransform) -> LogitsAt:
+        """The same with `one`: the first of equal ones, and the number of slots where a row has none."""
+        rows, z, k = self.slots.rows, self._z(transform), self.used.numel()
+        top = z.new_full((self.slots.offsets.numel() - 1,), -torch.inf).scatter_reduce_(0, rows, z, "amax")
+        slot = torch.where(self.used & (z == top[rows]), torch.arange(k, device=z.device), k)
+        return replace(self, one=torch.full_like(top, k, dtype=torch.int64).scatter_reduce_(0, rows, slot, "amin"))
+
+    @property
+    def targets(self) -> Tensor:
+        """int64 [n]: the ids at `one`, 0 of a row without any."""
+        return torch.cat([self.slots.ids, self.slots.ids.new_zeros(1)])[self.one]
+
+    def behind(self, transform: RowTransform) -> Tensor:
+        """fp32 [k]: log p of each id less that of the one of its row."""
+        z = self._z(transform)
+        return torch.where(z == -torch.inf, z, z - torch.cat([z, z.new_zeros(1)])[self.one][self.slots.rows])
+
+    def beside_one(self, upstream: Tensor, transform: RowTransform) -> tuple[Tensor, Tensor]:
+        """(slopes fp32 [n], values fp32 [k]): the gradient that d loss / d log-probs [k] give is that of the log-prob of the one of
+        each row times its slope, and `values` more at the ids. As that is the likeliest, what is taken off and given back at the
+        others is no rounding of a probability near 1."""
+        assert self.one is not None
+        upstream = torch.where(self.used, upstream, 0.0).to(torch.float64)
+        rows, total = self.slots.rows, self._sums(upstream)
+        is_one = torch.arange(rows.numel(), device=rows.device) == self.one[rows]
+        values = torch.where(is_one, upstream - total[rows], upstream) * transform.slope(self.logits, rows)
+        return total.to(torch.float32), torch.where(self.used, values, 0.0).to(torch.float32)
+
+    def of_divergence(self, other: Other, partials: Partials, transform: RowTransform) -> Tensor:
+        """fp32 [k]: d divergence from a second stream / d z of each id, from the partials of both."""
+        rows, theirs, own = self.slots.rows, other.stream.transform, partials.get
+        teacher_max, teacher_sum = own("teacher_max"), own("teacher_sum")
+        assert teacher_max is not None and teacher_sum is not None
+        z = transform.of(self.logits, rows) - partials.max[rows]
+        w = theirs.of(at_all_ranks(other.stream, self.slots), rows) - teacher_max[rows]
+        p, q = z.exp() / partials.sum[rows], w.exp() / teacher_sum[rows]
+        return divergence.gradient(other.kind, p, q, z - w + partials.log_sums[rows], partials.center[rows], other.mixture)
 
     def gradients(
         self, upstream: Tensor, outside: Tensor | None, targets: Tensor, read: Tensor | None, partials: Partials, slopes: Slopes,
-        transform: RowTransform,
+        transform: RowTransform, other: Other | None = None,
     ) -> tuple[Tensor, Slopes]:  # fmt: skip
         """(d loss / d logits [k], of all that the loss depends on; the slopes of the other columns of the rows), from d loss / d
-        log-probs [k], and from d loss / d log of the probability outside of the ids [n], or None.
+        log-probs [k], and from d loss / d log of the probability outside of the ids [n], or None. `other`: the second stream that
+        slopes of a divergence are of.
 
         Where p is close to 1, the 1 - p of one's own logit is that of expm1, as in the row kernels, or the sum of all else where
         that is known. Sums over the ids are fp64, since what arrives at one of them may be far more than at all others."""
@@ -271,6 +322,9 @@ class LogitsAt:
         g = g + slopes.target[rows] * torch.where(self.slots.ids == targets[rows], rest, -p)
         for term in slopes.at_columns(rows, p, p, logps):
             g = g + term
+        of_divergence = slopes.get("divergence")
+        if other is not None and of_divergence is not None:
+            g = g + of_divergence[rows] * self.of_divergence(other, partials, transform)
         g = torch.where(counted, g * transform.slope(self.logits, rows), 0.0)
         return g, slopes.plus("constant", others.to(torch.float32))
 
@@ -292,6 +346,8 @@ class Whole:
     at      further ids of rows, whose log-probs are wanted.
     sparse  how columns are drawn for the gradient; None: it has all. `padded`: see `selection.Draws`.
     all_rows  whether rows with sets are among them, which are visited over their sets as well.
+    tokens  those of the rows, where these may have several, or terms at listed ids. The likeliest of a row's ids, which are those
+            `at` it, stands in for its target.
     ahead   whether the gradient of hidden states is made in the forward, as if the slope of each log-prob were 1; the slope, which
             is known later, multiplies it."""
 
@@ -302,6 +358,7 @@ class Whole:
     index: Tensor | None = None
     active: int | None = None
     at: Ragged | None = None
+    tokens: Tokens | None = None
     sparse: Sparse | None = None
     padded: bool = False
     all_rows: bool = False
@@ -371,6 +428,11 @@ class Stream(ABC):
     @abstractmethod
     def columns(self) -> int:
         """Of this process."""
+
+    @property
+    @abstractmethod
+    def n(self) -> int:
+        """Number of rows."""
 
     @property
     def vocab(self) -> int:
@@ -495,53 +557,71 @@ def pull_beside(
     out.copy_(gradient)
 
 
-class ListedRows(NamedTuple):
-    """Rows of a visit and the ids that are listed for them, for a loss with terms in the log-probs of these. On a CPU these rows
-    alone; elsewhere, where the host does not know how many ids they have, all rows of the visit, with the others' ids not in use.
+class ChunkOfTokens(NamedTuple):
+    """The tokens of a chunk of rows, for a loss whose stage is computed in torch: rows that have several tokens, or terms at listed
+    ids. On a CPU these tokens alone; elsewhere, where the host does not know how many they are, all of the visit, the others not
+    read.
 
-    at   int64 [r]: which of the rows they are."""
+    which   which of the tokens they are.
+    stage   of these tokens."""
 
-    targets: Tensor
-    read: Tensor | None
-    ids: Ragged
+    tokens: Tokens
+    which: Tensor | slice
     stage: TokenStage
-    transform: RowTransform
-    at: Tensor
 
     @classmethod
-    def of(cls, whole: Whole, stage: TokenStage, transform: RowTransform, at: Tensor) -> ListedRows:
-        """The rows `at`, int64 [r]."""
-        slots, listed = whole.at, stage.listed
-        assert slots is not None and listed is not None
-        if at.device.type not in READ_AT_ONCE:
-            these = torch.zeros_like(whole.targets, dtype=torch.bool).index_fill(0, at, True)
-            return cls(whole.targets, whole.read, slots.only(these), stage, transform, at)
-        ids, which = slots.taken(at)
-        read = None if whole.read is None else whole.read[at]
-        own = stage.at(at)._replace(listed=listed.taken(which, ids.rows, ids.offsets))
-        return cls(whole.targets[at], read, ids, own, transform.at(at), torch.arange(at.numel()))
+    def of(cls, whole: Whole, stage: TokenStage, at: Tensor) -> ChunkOfTokens:
+        """Those of the rows `at`, int64 [r]."""
+        assert whole.tokens is not None
+        tokens, which, of_listed = whole.tokens.at(at, at.device.type in READ_AT_ONCE)
+        if isinstance(which, slice):
+            return cls(tokens, which, stage)
+        own, ids, listed = stage.at(which), tokens.listed, stage.listed
+        if listed is not None and ids is not None and isinstance(of_listed, Tensor):
+            own = own._replace(listed=listed.taken(of_listed, ids.rows, ids.offsets))
+        return cls(tokens, which, own)
+
+    @property
+    def slots(self) -> Ragged:
+        """The ids whose log-probs are needed, with rows counted in the chunk."""
+        return self.tokens.pairs.slots
 
     def fused(self, backend: Backend, rows: LogitRows, logits: Tensor, out: Tensor | None, here: Ragged) -> FusedRows:
-        """`fused` of a backend: statistics, token stage in torch, gradient. `rows`: these rows' logits; `logits` fp32 [k]: those at
-        the ids; `here`: the ids as this process's columns in `out`."""
-        listed, read = self.stage.listed, self.read
-        assert listed is not None
-        partials = Partials.not_read(WITH_ENTROPY, self.targets.numel(), self.at.device)
-        partials.values[:, self.at] = backend.visit(rows, WITH_ENTROPY).values
-        logps, entropy = partials.softmax(True)
-        ids = LogitsAt(self.ids, logits, self.ids.ids >= 0)
-        of_ids = torch.where(ids.used, ids.log_probs(partials, read, self.transform), 0.0)
-        term, of_term = listed.of(of_ids, self.stage.rows.advantages)
+        """`fused` of a backend, for the tokens: statistics of the chunk's `rows`, token stage, gradient. `logits` fp32 [k]: those
+        at the slots; `here`: the slots as this process's columns in `out`."""
+        tokens, listed, m = self.tokens, self.stage.listed, self.tokens.rows.numel()
+        if listed is None and m == rows.n and self._one_for_each_row():
+            order = tokens.rows.argsort()
+            part = backend.fused(rows._replace(targets=tokens.targets[order]), self.stage.at(order), out)
+            return FusedRows(*(x[tokens.rows] for x in part[:3]))
+        ids = LogitsAt(self.slots, logits, self.slots.ids >= 0).with_likeliest(rows.transform)
+        rows = rows._replace(targets=ids.targets)
+        partials = backend.visit(rows, WITH_ENTROPY)
+        logps, of_ids = tokens.of_pairs(ids.log_probs(partials, None, rows.transform)).tensor_split([m])
+        entropy = tokens.of_rows(partials.entropy)
+        term, of_term = (None, None) if listed is None else listed.of(of_ids, self.stage.rows.advantages)
         terms = self.stage.terms(logps, entropy, term)
-        losses = terms.losses
         if out is not None:
-            slopes = Slopes.of({"entropy": entropy}, terms.upstream, read)
-            of_rows = (self.targets, read, partials, slopes, self.transform)
-            at_ids, slopes = ids.gradients(terms.d_listed[listed.rows] * of_term, None, *of_rows)
-            backend.gradient(rows, partials.at(self.at), slopes.at(self.at), out)
+            upstream = torch.where(tokens.used, terms.d_logps, 0.0)
+            if listed is not None and of_term is not None:
+                upstream = torch.cat([upstream, terms.d_listed[listed.rows] * of_term])
+            of_entropy = None if terms.d_entropy is None else tokens.to_rows(torch.where(tokens.used, terms.d_entropy, 0.0))
+            given = {"logps": torch.zeros_like(partials.max)} | ({} if of_entropy is None else {"entropy": of_entropy})
+            slopes = Slopes.of({"entropy": partials.entropy}, given, rows.read)
+            of_rows = (rows.targets, rows.read, partials, slopes, rows.transform)
+            at_ids, slopes = ids.gradients(tokens.to_pairs(upstream), None, *of_rows)
+            backend.gradient(rows, partials, slopes, out)
             write_at(out, here.positions(out.shape[1]), at_ids, here.ids >= 0)
-        losses = losses if read is None else torch.where(read, losses, 0.0)
-        return FusedRows(*(x[self.at] for x in (logps, entropy, losses)))
+        return FusedRows(logps, entropy, torch.where(tokens.used, terms.losses, 0.0))
+
+    def _one_for_each_row(self) -> bool:
+        """Whether the host knows that each row has one token: the kernels then do all of it in one visit."""
+        return isinstance(self.which, Tensor) and self.tokens.rows.unique().numel() == self.tokens.n
+
+    def add_to(self, result: FusedRows, part: FusedRows) -> None:
+        """Set those of these tokens in `result`, of all tokens of the visit, which begins as zeros."""
+        for whole, piece in zip(result[:3], part[:3], strict=True):
+            whole[self.which] += piece
 
 
 def sums_outside(backend: Backend, z: Tensor, slots: Ragged, rows: LogitRows) -> Tensor:
@@ -607,6 +687,10 @@ class Logits(Stream):
     def columns(self) -> int:
         return int(self.logits.shape[-1])
 
+    @property
+    def n(self) -> int:
+        return self.logits.shape[:2].numel()
+
     def at(self, slots: Ragged) -> Tensor:
         if self.columns == 0:  # of a rank without a part of the vocabulary
             return torch.zeros(slots.ids.shape, device=self.logits.device)
@@ -653,15 +737,16 @@ class Logits(Stream):
     def fused(self, whole: Whole, stage: TokenStage | JointStage, gradients: LogitsGradient | None) -> FusedRows:
         assert isinstance(stage, TokenStage)
         rows, out, n = self._rows(whole), None if gradients is None else gradients.rows(), whole.targets.numel()
-        if not whole.apart and whole.at is None:
+        if not whole.apart and whole.tokens is None:
             return self.backend.fused(rows, stage, out)
-        result = FusedRows.zeros(n, self.logits.device, whole.apart or None)
+        result = FusedRows.zeros(stage.rows.targets.numel(), self.logits.device, whole.apart or None)
         for lo, hi, _ in self._blocks(n):
             of, at = slice(lo, hi), self._places(lo, hi)
-            if whole.at is not None:
-                listed = ListedRows.of(whole, stage, self.transform, at)
-                here = listed.ids if listed.at is at else listed.ids._replace(rows=at[listed.ids.rows])
-                result.put(of, listed.fused(self.backend, rows.cut(lo, hi), self.at(here), out, here))
+            if whole.tokens is not None:
+                chunk = ChunkOfTokens.of(whole, stage, at)
+                slots = chunk.slots._replace(rows=at[chunk.slots.rows])
+                logits = at_all_ranks(self, slots)
+                chunk.add_to(result, chunk.fused(self.backend, rows.cut(lo, hi), logits, out, self.own(slots)))
                 continue
             block, to = self._block(rows, lo, hi), None if out is None else self._block(rows, lo, hi, out).logits
             result.put(of, fused_beside(self.backend, block, stage.at(of), to, at, whole.apart, _rows_of))

@@ -48,7 +48,7 @@ def nothing_compiles() -> Iterator[None]:
 
 def tiny(contract: str = "logits", dtype: torch.dtype = FP32, **changes: Any) -> Cell:
     """32 rows, 512 columns, and a width of 128 where there are hidden states."""
-    own = {"step": {"layers": 1}, "sparse": {"entropy": 2.0}}.get(contract, {})
+    own = {"step": {"layers": 1}, "sparse": {"entropy": 2.0}, "trees": {"shared": 0.5}}.get(contract, {})
     hidden = None if contract.startswith("logits") else 128
     return Cell(**{"contract": contract, "rows": 32, "vocab": 512, "dtype": dtype, "hidden": hidden} | own | changes)
 

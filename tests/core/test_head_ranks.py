@@ -328,7 +328,7 @@ def check_what_bypasses_the_hooks(rank: int, ranks: int) -> None:
 def micro_batch(rank: int) -> TokenBatch:
     """With sets in every other row."""
     batch = DATA[rank, rank]
-    return replace(batch, kept=TokenSets.from_lists([sorted({i % V, 5, 9}) if i % 2 else [] for i in range(batch.rows)]))
+    return replace(batch, kept=TokenSets.from_lists([sorted({i % V, 5, 9}) if i % 2 else [] for i in range(batch.tokens)]))
 
 
 def check_weight_grad(rank: int, ranks: int) -> None:

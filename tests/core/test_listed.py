@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -287,11 +288,13 @@ def test_what_the_page_shows() -> None:
 
 
 def check_a_shard_of_the_vocabulary(rank: int, ranks: int) -> None:
-    """From logits and hidden states, as one rank has it."""
-    hidden, weight, batch = case()
+    """From logits and hidden states, as one rank has it; also of tokens that share rows, with and without listed ids."""
+    hidden, weight, listed = case()
     columns = (slice(0, 44), slice(44, V))[rank]
-    for level in ("token", "sequence"):
-        spec, found = objective(level, entropy_coef=0.1), []
+    shared = replace(listed, rows=torch.arange(B * T).view(B, T) // 3)
+    plain = replace(shared, logp_terms=None, prob_terms=None)
+    for level, bonus, batch in product(("token", "sequence"), (0.0, 0.1), (listed, shared, plain)):
+        spec, found = objective(level, entropy_coef=bonus), []
         for shard in (None, VocabShard(columns.start, V)):
             x, w = hidden.clone().requires_grad_(), (weight if shard is None else weight[columns]).clone().requires_grad_()
             z = (hidden @ weight.t()) if shard is None else (hidden @ weight.t())[..., columns].contiguous()

@@ -25,6 +25,7 @@ from grpo_kernels import (
 from grpo_kernels.architectures import language_model
 from grpo_kernels.batch import shift_targets
 from grpo_kernels.model import FusedLMHead
+from grpo_kernels.trees import PrefixTree, unpacked
 from support.heads import MODELS, SLOW, SPECIAL, VOCAB, build, take_gradients
 
 transformers = pytest.importorskip("transformers")
@@ -92,6 +93,33 @@ def test_a_model_as_the_reference_has_its_own_head(names: tuple[str, str]) -> No
     theirs = grpo_loss(model(**inputs).logits, batch, objective, transform=temperature, ref_logits=logits)
     assert_same(mine, theirs, model)
     assert all(p.grad is None for p in reference.parameters())
+
+
+def test_a_tree_of_rollouts_is_that_of_the_rollouts() -> None:
+    """Several of which share prefixes of their completions, two of them everything."""
+    model, prompts = build("LlamaForCausalLM"), ([1, 2, 3], [1, 2], [4])
+    rollouts = [
+        [*prompts[0], 5, 6, 7, 8],
+        [*prompts[0], 5, 6, 9],
+        [*prompts[0], 5, 6, 9],
+        [*prompts[1], 5],
+        [*prompts[2], 5, 6],
+        [*prompts[0], 5, 6],
+    ]
+    lengths = [3, 3, 3, 2, 1, 3]
+    tree = PrefixTree.of(rollouts, lengths)
+    assert len(tree.ids) == 3 + 5 + 1 + 3 < sum(map(len, rollouts))
+    for ids, length, cut in zip(rollouts, lengths, tree.cu_seqlens.tolist(), strict=False):
+        for k in range(length, len(ids)):
+            row = tree.rows[cut + k - length]
+            assert tree.ids[tree.attention[row]].tolist() == ids[:k] and tree.targets[cut + k - length] == ids[k]
+    batch = TokenBatch(tree.targets, torch.randn(len(rollouts), 1), rows=tree.rows, cu_seqlens=tree.cu_seqlens)
+    inputs = {"position_ids": tree.positions[None], "attention_mask": torch.where(tree.attention, 0.0, -torch.inf)[None, None]}
+    mine = loss_from_model(model, tree.ids, batch, Objective.preset("gspo"), **inputs)
+    logits = torch.cat([model(torch.tensor([x])).logits[0, n - 1 : -1] for x, n in zip(rollouts, lengths, strict=True)])
+    index, plain = unpacked(batch)
+    assert torch.equal(index, tree.rows)
+    assert_same(mine, grpo_loss(logits, plain, Objective.preset("gspo")), model)
 
 
 def test_targets_may_be_the_last_tokens() -> None:

@@ -146,6 +146,9 @@ BATCH: Wrong = {
     "targets has shape [1, 12]. Pass targets[0], and the same of what goes with it.": {
         "targets": IDS.view(1, -1), "advantages": torch.ones(1, B * T), "cu_seqlens": torch.tensor([0, 12])
     },
+    "rows|[12]|[3, 4]|one row for each target": IDS.view(-1),
+    "rows|torch.float32|int64": PER_TOKEN,
+    "rows is a list: pass": [0, 1],
     "kept is a list: pass": [[1], [2]],
     "has 12 tokens, but kept have 3 rows": {"kept": KEPT[:3]},
     "missing='drop': it must be one of": "drop",
@@ -266,6 +269,10 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
         "ref_logits is a whole distribution|kl='k3' is an estimate": {"objective": Objective(beta=0.1), "ref_logits": LOGITS},
         "ref_logits='Tensor': with beta=0": LOGITS,
         "ref_logits has a vocabulary of 10, but the policy has 11": {"objective": EXACT, "ref_logits": LOGITS[..., :-1] + 1, "inplace": True},
+        "rows[0, 2]=12|none of the 12 rows|mask the token": {"rows": IDS + 10, "mask": IDS > 1},
+        "temperature=tensor|rows=|as a number": {"rows": IDS, "transform": transform(PER_TOKEN)},
+        "temperature=tensor|share its softmax": {"rows": IDS, "objective": EXACT, "ref_logits": (LOGITS + 1, transform(PER_TOKEN))},
+        "ref_logits='TokenSets'|without a list or TokenSets": {"rows": IDS, "objective": EXACT, "ref_logits": sets([[1]])},
         "reference_over='kept'|reference_over=\"vocabulary\"": {"objective": EXACT, "kept": KEPT, "ref_logits": sets([[1]])},
     }),
     (linear, {
@@ -289,6 +296,8 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
                 "reference has a vocabulary of 10, but the policy has 11": [(TEACHER, 1.0), ((HIDDEN, OTHER[1:]), 1.0)],
             }.items()
         },
+        "sparse|with rows= it may have several": {"rows": IDS, "options": SPARSE},
+        "reference='list'|with rows=": {"rows": IDS, "objective": Objective.preset("distillation"), "reference": [(TEACHER, 1.0)]},
     }),
     (logps, {
         "logits|[3, 4, 11]|[12]|must be": {"targets": IDS.view(-1)},
@@ -296,6 +305,8 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
         "mask|[3]|[3, 4]|the same": ONES > 0,
         "mask is a list: pass a bool tensor": [1, 1],
         "entropy|'yes'|\"detached\"": "yes",
+        "rows[2, 3]=-1|none of the 12 rows": {"rows": IDS - (torch.arange(12).view(B, T) == 11).long()},
+        "temperature=tensor|rows=": {"rows": IDS, "transform": transform(PER_TOKEN)},
     }),
     (linear_logps, {
         "targets[1, 2]|12|[0, 11)|mask": with_ids(12),

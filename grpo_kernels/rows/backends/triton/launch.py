@@ -92,26 +92,24 @@ class Choice(NamedTuple):
     stages: int = 1  # tiles that are computed or on their way at a time: 3 lets two arrive while one is computed
 
 
-#: kind of kernel -> its choice. By reasoning and from the binaries, not from measurements: no GPU has timed them yet.
-#: 32 KiB in flight is a little over what 4.8 TB/s times 0.7 us of latency ask of each of 132 multiprocessors (25 KiB).
+#: kind of kernel -> its choice: near the fastest that an H100 and an H200 timed with Triton 3.6, without spills on Triton 3.9 too.
 #:   visit    one pass over a row. Two programs, so that one loads while the other reduces at the end of its row.
-#:   fused    two passes over a row, and the values that live across the loops need more than 64 registers. One program by
-#:            registers: 132 rows of 152k bf16 logits (39 MB) stay in the 50 MB L2 of a Hopper GPU from first to second read,
-#:            twice as many would not. A program a row: where another stream holds multiprocessors, no row waits for them.
-#:            The end of a row stays in registers, so the second pass starts without a load.
-#:   fused32  the same with fp32 logits, of which more than fits goes through L2: as much of a row in registers as there is
-#:            room for. `grid` 0.5 halves the rows in flight, and so lets whole rows stay in L2 with half the multiprocessors.
-#:            None of it is kept with a softcap ("capped32"), since tanh takes its registers and more time than a load, and of any
-#:            row that ends within an access, whose end is read by single elements: Triton 3.9 spilled 40 to 168 bytes a thread.
-#:   two      one pass over a row and its teacher's, with twice the loads and sums of `visit`: one program by registers.
+#:   fused    two passes over a row. One program: 132 rows of 152k bf16 logits (39 MB) stay in the 50 MB L2 of an H100 from first
+#:            to second read if hints keep them there, but for a sixth; twice as many rows do not. A program a row: where another
+#:            stream holds multiprocessors, no row waits for them. 1024 threads are 4 % faster, and spill on Triton 3.9.
+#:   fused32  the same with fp32 logits, half of which are read from memory again: as much of a row in registers as there is
+#:            room for. None of it is kept with a softcap ("capped32"), since tanh takes its registers and more time than a load,
+#:            and of any row that ends within an access, whose end is read by single elements: Triton 3.9 spilled 40 to 168 bytes
+#:            a thread.
+#:   two      one pass over a row and its teacher's, with twice the loads and sums of `visit`.
 #:   mixed    the same for the sums of a mixture, whose hundred instructions a logit hide any load, and for gradients with tanh,
 #:            which have fifty to ninety (Triton 3.9 spilled to keep twice the loads of fp16 logits).
 #:   select   columns of a sparse gradient. A thread's numbers are neighbours, so that a scan exchanges little; a scan of eight of
 #:            them takes more than 64 registers.
 #:   slots    products over the slots of kept sets, whose programs read two rows or more before they wait.
-#: Three stages copy tiles of a row into shared memory while others are computed (cp.async): of `fused` 32 KiB are on their way
-#: while it computes and 64 while it waits, instead of none and 32, for an instruction more a logit and pass and two barriers a
-#: tile. Triton 3.6 drops the cache hints of what is copied.
+#: Three stages copy tiles of a row into shared memory while others are computed (cp.async), and Triton 3.6 drops the cache hints of
+#: what is copied: good for one pass over a row; two passes are 11 to 21 % slower with it, since they then read half of a row from
+#: memory again.
 LAUNCH = {
     "visit": Choice(512, 2, programs=2, ends=2, stages=3),
     "fused": Choice(512, 4, ends=2, kept=1, hints=True),

@@ -1,0 +1,103 @@
+"""Rollouts that share prefixes as a tree: a model runs over each prefix once, and a loss over the tokens of all rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .batch import TokenBatch
+from .checks import describe
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PrefixTree:
+    """Rollouts as the rows of a tree. A prefix that several have in common is there once.
+
+        tree = PrefixTree.of(rollouts, prompt_lengths)
+        batch = TokenBatch(tree.targets, advantages[:, None], rows=tree.rows, cu_seqlens=tree.cu_seqlens)
+
+    ids          int64 [N]: the token of each row, depth first: the rows of a prefix stand before those that go on from it.
+    positions    int64 [N]: how many tokens a row has before it, for position_ids.
+    ends         int64 [N]: where the rows end that go on from this one: row i attends to row j if j <= i < ends[j].
+    targets      int64 [M]: the tokens of the completions, one rollout after the other.
+    rows         int64 [M]: the row that predicts each of them.
+    cu_seqlens   int64 [B + 1]: where each rollout begins among these, as in a TokenBatch."""
+
+    ids: Tensor
+    positions: Tensor
+    ends: Tensor
+    targets: Tensor
+    rows: Tensor
+    cu_seqlens: Tensor
+    __repr__ = describe
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Any], prompt_lengths: Sequence[int] | Tensor, *, device: Any = None) -> PrefixTree:
+        """The tree of rollouts, of one prompt or several.
+
+        rollouts        a sequence of ids for each, prompt and completion: lists, or integer tensors [length].
+        prompt_lengths  how many of these are the prompt, at least 1: what follows are targets.
+        device          where the tensors are made; None = the CPU.
+
+        Raises ValueError for a rollout that is shorter than its prompt."""
+        lists = [x.tolist() if isinstance(x, Tensor) else [*x] for x in rollouts]
+        lengths = [int(x) for x in prompt_lengths]
+        if len(lengths) != len(lists):
+            raise ValueError(f"prompt_lengths has {len(lengths)} numbers, but rollouts are {len(lists)}: pass one for each.")
+        for i, (own, length) in enumerate(zip(lists, lengths, strict=True)):
+            if not 1 <= length <= len(own):
+                raise ValueError(
+                    f"prompt_lengths[{i}]={length}, but rollout {i} has {len(own)} tokens: its prompt is one of them at least."
+                )
+        ids: list[int] = []
+        positions: list[int] = []
+        ends: list[int] = []
+        rows_of: dict[int, list[int]] = {}
+        before: list[int] = []  # the rollout before in sorted order, which has the longest prefix in common with the next
+        path: list[int] = []  # and its rows
+        for i in sorted(range(len(lists)), key=lists.__getitem__):
+            own = lists[i]
+            pairs = enumerate(zip(own, before, strict=False))
+            common = next((k for k, (x, y) in pairs if x != y), min(len(own), len(before)))
+            for row in path[common:]:
+                ends[row] = len(ids)
+            before, path = own, [*path[:common], *range(len(ids), len(ids) + len(own) - common)]
+            ids += own[common:]
+            positions += range(common, len(own))
+            ends += [0] * (len(own) - common)
+            rows_of[i] = path
+        for row in path:
+            ends[row] = len(ids)
+        of_completions = [range(length, len(own)) for own, length in zip(lists, lengths, strict=True)]
+        targets = [own[k] for own, span in zip(lists, of_completions, strict=True) for k in span]
+        rows = [rows_of[i][k - 1] for i, span in enumerate(of_completions) for k in span]
+        cuts = torch.tensor([0, *map(len, of_completions)]).cumsum(0).tolist()
+        made = (torch.tensor(x, dtype=torch.int64, device=device) for x in (ids, positions, ends, targets, rows, cuts))
+        return cls(*made)
+
+    @property
+    def attention(self) -> Tensor:
+        """bool [N, N]: which rows each row attends to, its own and those of its prefix. For long trees make a mask of blocks of
+        `ends`, as FlexAttention takes it."""
+        row = torch.arange(len(self.ids), device=self.ids.device)
+        return (row <= row[:, None]) & (row[:, None] < self.ends)
+
+
+def unpacked(batch: TokenBatch) -> tuple[Tensor, TokenBatch]:
+    """(index, plain): the batch with a row for each token. Its logits are those of the shared rows at `index`, int64 in the shape
+    of targets, 0 where masked:
+
+        index, plain = unpacked(batch)
+        linear_grpo_loss(hidden[index], weight, plain, objective)  # as of hidden [N, H] and the batch
+
+    Raises ValueError for a batch without rows."""
+    if batch.rows is None:
+        raise ValueError("batch has no rows: each of its tokens has a row already.")
+    index = batch.rows.to(torch.int64)
+    index = index if batch.mask is None else torch.where(batch.mask, index, 0)
+    return index, replace(batch, rows=None, mask=batch.__dict__.get("_given_mask", batch.mask))

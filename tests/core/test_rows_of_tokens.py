@@ -1,0 +1,164 @@
+"""Several tokens of a row: `rows=` gives what the unpacked rows give, `hidden[rows]` and `logits[rows]`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_kernels import Objective, Options, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels.rows import stream
+from support.inside import count_products, in_chunks, of_a_gpu
+from support.objectives import OBJECTIVES
+from support.recipes import Recipe
+from support.shared_rows import both
+
+Tensor = torch.Tensor
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_objectives(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_chunks(monkeypatch, 3)
+    for i, source in enumerate(("logits", "hidden")):
+        both(
+            Recipe(source=source, objective=name, layout=("padded", "packed")[(len(name) + i) % 2], lengths=(7, 5, 0, 6)),
+            backend,
+        )
+
+
+HIDDEN, LOGPS = Recipe(source="hidden", lengths=(7, 5, 0, 6)), Recipe(door="logprobs", lengths=(7, 5, 0, 6), also="all")
+KEPT, SUM = {"kept": "some", "lengths": (7, 5, 0, 6)}, "sequence, token-mean, k3 and entropy"
+VARIANTS = [
+    *(replace(HIDDEN, dtype=dtype, objective=name) for dtype in ("bfloat16", "float16") for name in ("grpo, k3 and entropy", "gspo")),
+    *(replace(HIDDEN, source="logits", dtype=dtype, inplace=True, objective=name) for dtype in ("bfloat16", "float16") for name in ("dapo, k3", "gspo")),
+    *(replace(HIDDEN, frozen=frozen, objective=name) for frozen in ("weight", "hidden") for name in ("dapo", "gspo", "dapo, entropy")),
+    *(replace(HIDDEN, bias="plain", objective=name, transform="everything") for name in ("dapo", SUM)),
+    replace(HIDDEN, source="logits", skip_inactive=True, transform="everything"),
+    replace(HIDDEN, given="on-policy", normalizer=(7.0, 3.0, None), mask="none"),
+    replace(HIDDEN, layout="without offsets", objective="dapo, k3"),
+    *(Recipe(source=source, objective=name, missing=missing, **KEPT)
+      for source in ("logits", "hidden") for name, missing in (("dapo, k3", "full"), ("gspo", "include"), ("dapo, exact", "mask"))),
+    *(Recipe(source=source, objective="dapo, k3", missing="full", over=over, **KEPT) for source in ("logits", "hidden") for over in ("entropy", "reference")),
+    *(replace(LOGPS, source=source, dtype=dtype) for source in ("logits", "hidden") for dtype in ("float32", "bfloat16")),
+    *(replace(LOGPS, source=source, kept=kept, missing="full") for source in ("logits", "hidden") for kept in ("some", "all")),
+    replace(LOGPS, source="hidden", frozen="weight", also="detached"), replace(LOGPS, inplace=True, also="entropy"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", VARIANTS, ids=str)
+def test_variants(recipe: Recipe, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_chunks(monkeypatch, 3)
+    both(recipe, backend)
+
+
+@pytest.mark.parametrize("source", ["logits", "hidden"])
+@pytest.mark.parametrize("name", ["grpo, k3 and entropy", SUM])
+def test_with_listed_ids_and_a_reference(name: str, source: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also as on a GPU, where the host does not know how many tokens the rows of a chunk have."""
+    in_chunks(monkeypatch, 3)
+    monkeypatch.setitem(stream.BLOCK_BYTES, "cpu", 4 * 3 * 61)
+    for known in (("cpu",), ()):
+        monkeypatch.setattr(stream, "READ_AT_ONCE", known)
+        both(replace(HIDDEN, source=source, objective=name), backend, reference=source == "hidden", listed=True)
+
+
+@pytest.mark.parametrize("source", ["logits", "hidden"])
+def test_rows_in_another_order(source: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_chunks(monkeypatch, 5)
+    both(Recipe(source=source, mask="none", layout="packed", objective="grpo, k3 and entropy"), backend, alone=True)
+
+
+B, H, V = 4, 8, 40
+#: Two prompts of two rollouts each: rows 0 to 2 and 6 to 8 are shared, nobody names row 5. The first two tokens of a prompt's
+#: rollouts are the same, the third differs.
+ROWS = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4], [6, 7, 8, 9], [6, 7, 8, 10]])
+IDS = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 8], [1, 2, 3, 4], [1, 2, 4, 4]])
+
+
+def leaves(frozen: bool = False) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(5)
+    return torch.randn(11, H, generator=g).requires_grad_(), torch.randn(V, H, generator=g).requires_grad_(not frozen)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("name", ["dapo", "gspo"])
+def test_rows_in_products(name: str, frozen: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row once in each: three products, two with a frozen head, also where slopes wait, of a prompt whose rows fit a block."""
+    found = []
+    for chunk, again in ((5, 0), (4, 10 if name == "gspo" and not frozen else 0)):
+        in_chunks(monkeypatch, chunk)
+        (hidden, weight), rows = leaves(frozen), count_products(monkeypatch)
+        batch = TokenBatch(IDS, torch.tensor([1.0, -0.5, 0.3, 0.6]), rows=ROWS)
+        linear_grpo_loss(hidden, weight, batch, Objective.preset(name), options=Options(backend)).loss.backward()
+        assert +rows == +Counter({"logits": 10 + again, "d_hidden": 10, "d_weight": 0 if frozen else 10})
+        found.append((hidden.grad, weight.grad))
+    for x, y in zip(*found, strict=True):
+        assert x is None or y is None or torch.allclose(x, y, rtol=0, atol=1e-6)
+
+
+def test_slopes_that_cancel_are_not_projected_back(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rows 0 and 1 of the first prompt, where its rollouts have the same tokens. In row 2 the sum of their slopes is 0, too."""
+    (hidden, weight), rows = leaves(), count_products(monkeypatch)
+    logps, _ = linear_logprobs(hidden, weight, IDS, rows=ROWS, options=Options(backend))
+    (logps[0] - logps[1] + logps[2]).sum().backward()
+    assert rows == Counter({"logits": 17, "d_hidden": 7, "d_weight": 7})
+    assert hidden.grad is not None and not hidden.grad[:2].any() and hidden.grad[2].any()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+def test_a_likely_token_beside_one_without_a_slope(frozen: bool) -> None:
+    """1 - p of a probability near 1 is no difference of numbers that were rounded to bf16, as the rows of a GPU's products are."""
+    hidden, weight = torch.ones(1, H), torch.zeros(V, H)
+    weight[7], weight[3, :4] = 1.2, 0.3
+    found = []
+    for scale in (torch.bfloat16, torch.float64):
+        x, w = (y.bfloat16().to(scale).requires_grad_() for y in (hidden, weight))
+        w.requires_grad_(not frozen)
+        if scale == torch.float64:
+            (-(x @ w.t()).log_softmax(-1)[0, 7]).backward()
+        else:
+            batch = TokenBatch(torch.tensor([[3], [7]]), torch.tensor([0.0, 2.0]), rows=torch.zeros(2, 1, dtype=torch.int64))
+            with of_a_gpu():
+                linear_grpo_loss(x, w, batch, Objective.preset("gspo"), options=Options("eager")).loss.backward()
+        found.append([x.grad, w.grad])
+    for x, y in zip(*found, strict=True):
+        if y is not None:
+            torch.testing.assert_close(x.double(), y, rtol=0, atol=2.0**-6 * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo", "log-probs"])
+def test_probabilities_near_1_keep_their_digits(name: str, backend: str) -> None:
+    """From whichever sums their logits are: a log-prob of -1e-5 is none of 1e-6, and below 0."""
+    g = torch.Generator().manual_seed(2)
+    weight = torch.randn(V, 300, generator=g)
+    hidden = weight[:11] * (14.0 + torch.randn(11, 1, generator=g)) / 300
+    weight[:, 0] = hidden[:, 0] = 10.0  # 100 in all logits
+    rows = torch.arange(11)[:, None].expand(11, 2).reshape(-1)
+    targets = torch.where(torch.arange(22) % 2 == 0, rows, rows + 5)
+    found = []
+    for x, of_rows in ((hidden, rows), (hidden[rows], None)):
+        if name == "log-probs":
+            logps, _ = linear_logprobs(x, weight, targets, rows=of_rows, options=Options(backend))
+        else:
+            batch = TokenBatch(targets, torch.ones(22), rows=of_rows, cu_seqlens=torch.tensor([0, 11, 22]))
+            logps = linear_grpo_loss(x, weight.requires_grad_(), batch, Objective.preset(name), options=Options(backend)).logps
+        found.append(logps[::2].detach())
+    assert (found[0] <= 0).all() and found[1].max() > -1e-5 > -1e-4 > found[1].min()
+    torch.testing.assert_close(*found, rtol=2e-2, atol=1.2e-7)
+
+
+def test_compiled_and_by_func(backend: str) -> None:
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        batch = TokenBatch(IDS, torch.ones(B), rows=ROWS)
+        return linear_grpo_loss(x, w, batch, Objective.preset("gspo"), options=Options(backend)).loss
+
+    found = [torch.func.grad(run, (0, 1))(*(x.detach() for x in leaves()))]
+    for f in (run, torch.compile(run, backend="eager")):
+        hidden, weight = leaves()
+        f(hidden, weight).backward()
+        found.append((hidden.grad, weight.grad))
+    for others in found[1:]:
+        for x, y in zip(found[0], others, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
