@@ -499,7 +499,7 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/integrations/areal.py", "tests/integrations/test_bound_functions.py",
         (
             "temperature left out of the entropy", "transform, options = LogitTransform(temperature),",
-            "transform, options = LogitTransform(1.0 if entropy else temperature),",
+            "transform, options = LogitTransform(1.0 if others else temperature),",
         ),
     ),
     *of("grpo_kernels/integrations/liger.py", "tests/integrations/test_liger.py",
