@@ -385,8 +385,8 @@ def _in_one_visit(
     if tokens is not None:
         over_vocabulary = Whole(tokens.of_any, tokens.named(None), (), others, index, active, tokens=tokens)
     elif kept is None or not kept.has_all:
-        read, n = rows.read if kept is None else kept.others(rows.read), stream.n
-        own = None if at is None else Tokens(torch.arange(n, device=rows.targets.device), rows.targets, read, n, at)
+        read = rows.read if kept is None else kept.others(rows.read)
+        own = None if at is None else Tokens.one_a_row(rows.targets, read, at)
         over_vocabulary = Whole(rows.targets, read, (), others, index, active, tokens=own)
     if kept is not None:
         over_sets = OverSets(kept, rows.targets, WITH_ENTROPY, others)

@@ -33,7 +33,7 @@ class Asked(NamedTuple):
              nothing is.
     seconds  second streams. The divergence from them, all added up, is the statistic "divergence".
     exact    which divergence that is.
-    at       further ids of rows, whose log-probs are wanted.
+    at       further ids of rows, whose log-probs are wanted: with those of the targets, see `LogitsAt.one`.
     rows     (index, active) of `Whole`, where the caller knows them.
     sparse   how columns are drawn for the gradient.
     tokens   the tokens of the rows, where a row may have several: targets, sets and `at` are then theirs, as are the results."""
@@ -101,15 +101,13 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         )
         whole = replace(whole, at=at.only(~kept.has).plain()) if at is not None and kept is not None and over is None else whole
         if tokens is not None:  # rows are read at the ids of all of their tokens, over the vocabulary and over sets
-            tokens = replace(tokens, read=some, listed=whole.at)
-            whole = replace(
-                whole,
-                targets=tokens.of_any,
-                read=tokens.named(None),
-                at=tokens.pairs.slots,
-                tokens=tokens,
-                all_rows=kept is not None,
-            )
+            tokens = replace(tokens, read=some)
+            whole = replace(whole, read=tokens.named(None), all_rows=kept is not None)
+        elif at is not None and beside is None:
+            tokens = Tokens.one_a_row(targets, some)
+        if tokens is not None:
+            tokens = replace(tokens, listed=whole.at)
+            whole = replace(whole, targets=tokens.of_any, at=tokens.pairs.slots, tokens=tokens)
         whole = _indexed(stream, whole, asked, read)
         if not (with_gradient or others or known or whole.all_rows or sparse is not None or at is not None):
             whole = replace(whole, ahead=_with_frozen_head(stream))

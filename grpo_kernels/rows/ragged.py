@@ -141,6 +141,12 @@ class Tokens:
     n: int
     listed: Ragged | None = None
 
+    @classmethod
+    def one_a_row(cls, targets: Tensor, read: Tensor | None, listed: Ragged | None = None) -> Tokens:
+        """Those of rows that have one token each."""
+        n = targets.numel()
+        return cls(torch.arange(n, device=targets.device), targets, read, n, listed)
+
     @functools.cached_property
     def used(self) -> Tensor:
         """bool [m]: `read`, never None."""
