@@ -353,10 +353,6 @@ def _loss(
     if batch.listed is not None:
         name = "prob_terms" if batch.logp_terms is None else "logp_terms"
         refuse_sparse(options, "the gradients of ids of logp_terms and prob_terms would be among the columns drawn once more")
-        if exact is not None:
-            raise ValueError(
-                f"{name} are given beside kl={objective.kl}, which they cannot be combined with: add up two losses."
-            )
         check_ids(name, batch.listed, stream.vocab)
     if tokens is not None or listed is not None:
         late, joint = late or kept is not None or bool(seconds.others), joint and listed is None

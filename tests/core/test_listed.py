@@ -50,8 +50,8 @@ def case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, TokenBatch
     hidden, weight = 2 * torch.randn(B, T, H, generator=g), torch.randn(V, H, generator=g)
     targets = torch.randint(V, (B, T), generator=g)
     lists = [torch.randperm(V, generator=g)[: i % 7 * (i != 16)].tolist() for i in range(B * T)]
-    for i in (3, 10, 17):
-        lists[i] = [int(targets.view(-1)[i]), *(x for x in lists[i] if x != int(targets.view(-1)[i]))]
+    for i in (1, 3, 10, 17):
+        lists[i] = [int(targets.view(-1)[i]), *(x for x in lists[i] if x != int(targets.view(-1)[i]))][: i % 7]
     sets = TokenSets.from_lists(lists)
     c, r = torch.randn(2, sets.ids.numel(), generator=g)
     old = (hidden @ weight.t()).log_softmax(-1).gather(-1, targets[..., None])[..., 0] - 0.1 * torch.randn(B, T, generator=g)
@@ -121,6 +121,49 @@ def test_value_and_gradient(
     for x, y in zip(ours, theirs, strict=True):
         assert x.grad is not None and y.grad is not None and not x.grad[~MASK].any() if x is ours[0] else True
         torch.testing.assert_close(x.grad.double(), y.grad, rtol=0, atol=room * float(y.grad.abs().max()))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("teachers", ["whole", "several", "known", "kept", "kept, over all", "shared", "kept, shared"])
+@pytest.mark.parametrize(("source", "level"), WAYS)
+def test_beside_a_divergence(source: str, level: str, teachers: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each alone, added up."""
+    in_chunks(monkeypatch, 4)
+    hidden, weight, batch = case()
+    sets, (near, far) = batch.logp_terms, hidden + torch.randn(2, B, T, H, generator=torch.Generator().manual_seed(4))
+    assert sets is not None
+    known = TokenSets((sets.ids + 5) % V, sets.offsets)
+    known = known.with_values((near @ weight.t()).log_softmax(-1).view(-1, V)[known.row_of, known.ids.long()])
+    ways = (lambda x: (x, weight)) if source == "hidden" else (lambda x: x @ weight.t())
+    given: Any = {"several": [(ways(near), 0.5), (known, 0.7), (ways(far), torch.rand(B, T))], "known": known}.get(
+        teachers, ways(near)
+    )
+    options = Options(backend, reference_over="vocabulary" if "all" in teachers else "kept")
+    if "kept" in teachers:
+        of_rows = zip(batch.targets.view(-1).tolist(), sets.ids.split(sets.counts.tolist()), strict=True)
+        lists = [[*{t, *ids.tolist()}] * (i % 5 != 2) for i, (t, ids) in enumerate(of_rows)]
+        batch = replace(batch, kept=TokenSets.from_lists(lists))
+    if "shared" in teachers:
+        batch = replace(batch, rows=torch.arange(B * T).view(B, T) // 3, old_logps=None)
+    for kl in (Exact("jsd"), Exact("reverse")) if teachers in ("whole", "kept") else (Exact("forward"),):
+        found = []
+        for parts in (
+            ((objective(level, kl=kl, beta=0.3), batch),),
+            (
+                (objective(level), batch),
+                (
+                    Objective(NoPolicyTerm(), kl=kl, beta=0.3, aggregate="token-mean"),
+                    replace(batch, logp_terms=None, prob_terms=None),
+                ),
+            ),
+        ):
+            leaves = [x.clone().requires_grad_() for x in ((hidden, weight) if source == "hidden" else (hidden @ weight.t(),))]
+            for spec, of_part in parts:
+                second: Any = {"reference" if source == "hidden" else "ref_logits": given} if spec.exact else {}
+                out = (linear_grpo_loss if source == "hidden" else grpo_loss)(*leaves, of_part, spec, options=options, **second)  # type: ignore[operator]
+                out.loss.backward()
+            found.append([x.grad for x in leaves])
+        for x, y in zip(*found, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=2e-6 * float(y.abs().max()))
 
 
 @pytest.mark.parametrize("source", ["logits", "hidden"])
@@ -339,9 +382,9 @@ def test_refusals() -> None:
     for wrong in ({"surrogate": "min"}, {"surrogate": ClipCov()}, {"trust": "ratio"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ScoreCentering(**wrong)  # type: ignore[arg-type]
-    exact = Objective.preset("distillation", kl=Exact())
-    with pytest.raises(ValueError, match="add up two losses"):
-        grpo_loss(hidden @ weight.t(), batch, exact, ref_logits=torch.randn(B, T, V))
+    known = {"ref_logits": sets.with_values(torch.full(sets.ids.shape, -3.0)), "inplace": True}
+    with pytest.raises(ValueError, match="inplace=True, but each teacher"):
+        grpo_loss(hidden @ weight.t(), batch, Objective.preset("distillation", kl=Exact()), **known)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"listed=.*pass a function"):
         objective("token", listed=ScoreCentering)
     with pytest.raises(ValueError, match="logp_terms is None, but listed"):
