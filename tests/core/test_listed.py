@@ -128,15 +128,13 @@ def test_value_and_gradient(
 def test_beside_a_divergence(source: str, level: str, teachers: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each alone, added up."""
     in_chunks(monkeypatch, 4)
-    hidden, weight, batch = case()
-    sets, (near, far) = batch.logp_terms, hidden + torch.randn(2, B, T, H, generator=torch.Generator().manual_seed(4))
+    (hidden, weight, batch), from_hidden = case(), source == "hidden"
+    sets, noise = batch.logp_terms, torch.randn(2, B, T, H, generator=torch.Generator().manual_seed(4))
     assert sets is not None
-    known = TokenSets((sets.ids + 5) % V, sets.offsets)
-    known = known.with_values((near @ weight.t()).log_softmax(-1).view(-1, V)[known.row_of, known.ids.long()])
-    ways = (lambda x: (x, weight)) if source == "hidden" else (lambda x: x @ weight.t())
-    given: Any = {"several": [(ways(near), 0.5), (known, 0.7), (ways(far), torch.rand(B, T))], "known": known}.get(
-        teachers, ways(near)
-    )
+    leaves = (hidden, weight) if from_hidden else (hidden @ weight.t(),)
+    near, far = ((hidden + x, weight) if from_hidden else (hidden + x) @ weight.t() for x in noise)
+    known = TokenSets((sets.ids + 5) % V, sets.offsets, torch.full(sets.ids.shape, -2.5))
+    given: Any = {"several": [(near, 0.5), (known, 0.7), (far, torch.rand(B, T))], "known": known}.get(teachers, near)
     options = Options(backend, reference_over="vocabulary" if "all" in teachers else "kept")
     if "kept" in teachers:
         of_rows = zip(batch.targets.view(-1).tolist(), sets.ids.split(sets.counts.tolist()), strict=True)
@@ -144,26 +142,18 @@ def test_beside_a_divergence(source: str, level: str, teachers: str, backend: st
         batch = replace(batch, kept=TokenSets.from_lists(lists))
     if "shared" in teachers:
         batch = replace(batch, rows=torch.arange(B * T).view(B, T) // 3, old_logps=None)
+
+    def gradients(batch: TokenBatch, spec: Objective) -> tuple[Tensor, ...]:
+        ours, second = [x.clone().requires_grad_() for x in leaves], {"reference" if from_hidden else "ref_logits": given}
+        call: Any = linear_grpo_loss if from_hidden else grpo_loss
+        return torch.autograd.grad(call(*ours, batch, spec, options=options, **(second if spec.exact else {})).loss, ours)
+
+    plain, without = objective(level), replace(batch, logp_terms=None, prob_terms=None)
     for kl in (Exact("jsd"), Exact("reverse")) if teachers in ("whole", "kept") else (Exact("forward"),):
-        found = []
-        for parts in (
-            ((objective(level, kl=kl, beta=0.3), batch),),
-            (
-                (objective(level), batch),
-                (
-                    Objective(NoPolicyTerm(), kl=kl, beta=0.3, aggregate="token-mean"),
-                    replace(batch, logp_terms=None, prob_terms=None),
-                ),
-            ),
-        ):
-            leaves = [x.clone().requires_grad_() for x in ((hidden, weight) if source == "hidden" else (hidden @ weight.t(),))]
-            for spec, of_part in parts:
-                second: Any = {"reference" if source == "hidden" else "ref_logits": given} if spec.exact else {}
-                out = (linear_grpo_loss if source == "hidden" else grpo_loss)(*leaves, of_part, spec, options=options, **second)  # type: ignore[operator]
-                out.loss.backward()
-            found.append([x.grad for x in leaves])
-        for x, y in zip(*found, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=2e-6 * float(y.abs().max()))
+        alone = Objective(NoPolicyTerm(), kl=kl, beta=0.3, aggregate="token-mean")
+        parts = zip(gradients(batch, plain), gradients(without, alone), strict=True)
+        for x, (y, z) in zip(gradients(batch, replace(plain, kl=kl, beta=0.3)), parts, strict=True):
+            torch.testing.assert_close(x, y + z, rtol=0, atol=2e-6 * float((y + z).abs().max()))
 
 
 @pytest.mark.parametrize("source", ["logits", "hidden"])
