@@ -33,7 +33,7 @@ class Asked(NamedTuple):
              nothing is.
     seconds  second streams. The divergence from them, all added up, is the statistic "divergence".
     exact    which divergence that is.
-    at       further ids of rows, whose log-probs are wanted: with those of the targets, see `LogitsAt.one`.
+    at       further ids of rows, whose log-probs are wanted.
     rows     (index, active) of `Whole`, where the caller knows them.
     sparse   how columns are drawn for the gradient.
     tokens   the tokens of the rows, where a row may have several: targets, sets and `at` are then theirs, as are the results."""
@@ -106,7 +106,7 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         if tokens is not None:  # rows are read at the ids of all of their tokens, over the vocabulary and over sets
             tokens = replace(tokens, read=some)
             whole = replace(whole, read=tokens.named(None), all_rows=kept is not None)
-        elif at is not None and beside is None:
+        elif at is not None and beside is None and isinstance(stream, Hidden):  # whose logits at ids are sums of another order
             tokens = Tokens.one_a_row(targets, some)
         if tokens is not None:
             tokens = replace(tokens, listed=whole.at)
