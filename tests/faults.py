@@ -110,7 +110,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "16-bit memory takes the sum of chunks", "self.total if self.total.dtype == torch.float32 else None", "self.total",
-            RELATIONS,
+            COST,
         ),
         (
             "divergences lack their teacher's weight", "torch.where(weight == 0, 0.0, weight * x)",

@@ -121,18 +121,26 @@ def test_what_is_frozen_costs_no_product_and_no_memory(
     assert ((B * T, H) in seen.shapes) == ("hidden" not in frozen), "all rows take part: the hidden states are not copied"
 
 
-def test_sixteen_bit_gradients_are_summed_in_fp32(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over many chunks the error of the weight's gradient does not grow, and fp32 memory is not rounded."""
-    x = {name: leaf.detach().bfloat16() for name, leaf in leaves().items()}
-    of, found = batch(), {}
-    for rows in (64, 2):
+@pytest.mark.parametrize("layer", [1, 2])
+def test_sixteen_bit_gradients_are_summed_in_fp32(layer: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over many chunks the error of the weight's gradient does not grow, fp32 memory is not rounded, and that of 16 bits once."""
+    x, of, found = {name: leaf.detach().bfloat16() for name, leaf in leaves().items()}, batch(), []
+    for rows, dtype in ((64, torch.float32), (2, torch.float32), (2, torch.bfloat16)):
         in_chunks(monkeypatch, rows)
-        total = torch.zeros(V, H)
+        total = torch.zeros(V, H, dtype=dtype)
         mine = {name: leaf.clone().requires_grad_() for name, leaf in x.items()}
-        loss(mine, Objective.preset("reinforce"), of, weight_grad=total, backend=backend).backward()
-        found[rows] = total
-    assert (found[2] != found[2].bfloat16().float()).float().mean() > 0.9
-    assert (found[2] - found[64]).abs().max() <= 2.0**-8 * found[64].abs().max()
+        options = Options(backend, weight_grad=total)
+        if layer == 2:
+            loss(mine, Objective.preset("reinforce"), of, options=options).backward()
+        else:
+            linear_logprobs(
+                mine["hidden"], Head(mine["weight"], mine["bias"]), of.targets, mask=MASK, options=options
+            ).logps.sum().backward()
+        found.append(total.float())
+    whole, chunks, rounded = found
+    once = chunks.bfloat16().float()
+    assert (chunks - whole).abs().max() <= 2.0**-8 * whole.abs().max() and (chunks != once).float().mean() > 0.9
+    assert (rounded - chunks).norm() <= 1.2 * (once - chunks).norm()
 
 
 @pytest.mark.parametrize("entropy", [False, "detached", True], ids=str)

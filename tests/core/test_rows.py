@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import (
+    Exact,
     Head,
     LogitTransform,
     Objective,
@@ -27,6 +28,7 @@ from grpo_kernels.losses import objective_loss
 from support.bits import same_bits
 from support.doors import batch_of, by_func, call_of, compare, leaves_of, named, objective_of, pull, run
 from support.inside import drawn_columns, in_chunks
+from support.oracle import listed_divergence
 from support.recipes import DTYPES, Problem, Recipe, legal, problem
 
 Tensor = torch.Tensor
@@ -78,6 +80,17 @@ def test_slopes_at_ids_of_a_certain_row_keep_their_digits(backend: str) -> None:
     log_p = exact.log_softmax(1)
     (log_p[0, 7] + log_p[1, 7] - log_p[1, 9]).backward()
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2**-8, atol=1e-12)  # type: ignore[union-attr]
+
+
+def test_a_listed_teacher_of_a_certain_row_keeps_its_digits(backend: str) -> None:
+    """1 - p of an id is the probability of all others, of which fp32 has more digits than of a sum near 1."""
+    leaf = torch.zeros(2, 40).index_fill(1, torch.tensor(7), 16.0).requires_grad_()
+    ids, teacher = [[7], [7, 9]], torch.full((2, 40), -1.5)
+    listed = TokenSets.from_lists(ids, values=[[-1.5], [-1.5, -1.5]])
+    token_divergence(leaf, listed, Exact(tail="bin"), options=Options(backend)).sum().backward()
+    exact = leaf.detach().double().requires_grad_()
+    listed_divergence(exact.log_softmax(1), teacher.double(), ids, "reverse", 0.0, "bin").sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-5, atol=1e-12)  # type: ignore[union-attr]
 
 
 def test_the_largest_probability_and_its_id(backend: str) -> None:
