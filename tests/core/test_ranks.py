@@ -24,7 +24,7 @@ from grpo_kernels.rows import parallel as shard_of_rows
 from support.doors import batch_of, compare, exact_of, objective_of, run
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
-from support.recipes import KINDS, Problem, Recipe, covering, legal, problem, sliced
+from support.recipes import KINDS, Problem, Recipe, covering, each_value, legal, problem, sliced
 
 Tensor = torch.Tensor
 MODULE = "test_ranks"
@@ -284,7 +284,7 @@ BACKENDS = ("eager", "cpu")
 BEFORE_THE_RANKS = ("torch.distributed.tensor.parallel",)
 DIMS = {"logits": -1, "weight": 0, "bias": 0}
 #: Axes of what ranks have to exchange.
-EXCHANGED = "mask kept missing over others exact tail also weight_grad transform extreme spread".split()
+EXCHANGED = "mask kept missing over others exact tail also weight_grad transform extreme spread rows listed".split()
 HEAD = Recipe(source="hidden", objective="grpo, k3 and entropy", vocab=V, bias="plain", lengths=LENGTHS)
 
 
@@ -331,20 +331,9 @@ def without_padding(found: Answer, p: Problem) -> Answer:
     return replace(found, gradients=kept)
 
 
-def each_value(recipes: list[Recipe]) -> list[Recipe]:
-    """Some of them, in which each value of what is exchanged meets both sources."""
-    met: set[tuple[str, str, Any]] = set()
-    found = []
-    for r in recipes:
-        values = {(r.source, name, getattr(r, name)) for name in EXCHANGED}
-        found += [r] if values - met else []
-        met |= values
-    return found
-
-
 def check_any_cut(rank: int, ranks: int) -> None:
     """All ranks have the same values. With reduce_hidden=False each has its own gradient of hidden states, and they add up."""
-    for i, recipe in enumerate(each_value(covering(ranks=2)) if ranks == 2 else []):
+    for i, recipe in enumerate(each_value(covering(ranks=2), ("source",), EXCHANGED) if ranks == 2 else []):
         p, widths = problem(recipe), list(widths_of(recipe.vocab, ranks).values())[i % 3]
         mine, shard = columns_of(p, widths, rank), VocabShard.of(torch.empty(widths[rank], 1), vocab=recipe.vocab)
         shard = replace(shard, reduce_hidden=i % 4 > 0)

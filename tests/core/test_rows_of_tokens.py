@@ -1,4 +1,4 @@
-"""Several tokens of a row: `rows=` gives what the unpacked rows give, `hidden[rows]` and `logits[rows]`."""
+"""Several tokens of a row, in chunks of rows; the products that they take, and digits that they must keep."""
 
 from __future__ import annotations
 
@@ -10,64 +10,35 @@ import torch
 
 from grpo_kernels import Objective, Options, TokenBatch, linear_grpo_loss, linear_logprobs
 from grpo_kernels.rows import stream
+from support.doors import check
 from support.inside import count_products, in_chunks, of_a_gpu
-from support.objectives import OBJECTIVES
-from support.recipes import Recipe
-from support.shared_rows import both
+from support.recipes import KINDS, Recipe, legal
 
 Tensor = torch.Tensor
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_objectives(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_chunks(monkeypatch, 3)
-    for i, source in enumerate(("logits", "hidden")):
-        both(
-            Recipe(source=source, objective=name, layout=("padded", "packed")[(len(name) + i) % 2], lengths=(7, 5, 0, 6)),
-            backend,
-        )
-
-
-HIDDEN, LOGPS = Recipe(source="hidden", lengths=(7, 5, 0, 6)), Recipe(door="logprobs", lengths=(7, 5, 0, 6), also="all")
-KEPT, SUM = {"kept": "some", "lengths": (7, 5, 0, 6)}, "sequence, token-mean, k3 and entropy"
-VARIANTS = [
-    *(replace(HIDDEN, dtype=dtype, objective=name) for dtype in ("bfloat16", "float16") for name in ("grpo, k3 and entropy", "gspo")),
-    *(replace(HIDDEN, source="logits", dtype=dtype, inplace=True, objective=name) for dtype in ("bfloat16", "float16") for name in ("dapo, k3", "gspo")),
-    *(replace(HIDDEN, frozen=frozen, objective=name) for frozen in ("weight", "hidden") for name in ("dapo", "gspo", "dapo, entropy")),
-    *(replace(HIDDEN, bias="plain", objective=name, transform="everything") for name in ("dapo", SUM)),
-    replace(HIDDEN, source="logits", skip_inactive=True, transform="everything"),
-    replace(HIDDEN, given="on-policy", normalizer=(7.0, 3.0, None), mask="none"),
-    replace(HIDDEN, layout="without offsets", objective="dapo, k3"),
-    *(Recipe(source=source, objective=name, missing=missing, **KEPT)
-      for source in ("logits", "hidden") for name, missing in (("dapo, k3", "full"), ("gspo", "include"), ("dapo, exact", "mask"))),
-    *(Recipe(source=source, objective="dapo, k3", missing="full", over=over, **KEPT) for source in ("logits", "hidden") for over in ("entropy", "reference")),
-    *(replace(LOGPS, source=source, dtype=dtype) for source in ("logits", "hidden") for dtype in ("float32", "bfloat16")),
-    *(replace(LOGPS, source=source, kept=kept, missing="full") for source in ("logits", "hidden") for kept in ("some", "all")),
-    replace(LOGPS, source="hidden", frozen="weight", also="detached"), replace(LOGPS, inplace=True, also="entropy"),
+#: Beyond the pairs of test_combinations.py: an objective that looks at more than its token, each dtype in place and from hidden
+#: states, sets, a second stream, terms at listed ids, log-probs at further ids.
+SHARED = Recipe(rows="shared", lengths=(7, 5, 0, 6))
+RECIPES = [
+    *(legal(replace(SHARED, objective=name, source=source, listed=listed)) for name in KINDS for source, listed in (("logits", "none"), ("hidden", "some"))),
+    *(replace(SHARED, objective=name, source=source, dtype=dtype, inplace=source == "logits")
+      for source in ("logits", "hidden") for dtype in ("bfloat16", "float16") for name in ("grpo, k3 and entropy", "gspo")),
+    *(replace(SHARED, objective="gspo", source="hidden", frozen=frozen, layout="packed") for frozen in ("weight", "hidden")),
+    *(replace(SHARED, objective="dapo, k3", kept="some", missing="full", over=over, source="hidden") for over in ("kept", "entropy", "reference")),
+    *(replace(SHARED, door="logprobs", source=source, also=also, kept=kept)
+      for source in ("logits", "hidden") for also, kept in (("all", "none"), ("at", "some"), ("detached", "none"))),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", VARIANTS, ids=str)
-def test_variants(recipe: Recipe, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_chunks(monkeypatch, 3)
-    both(recipe, backend)
-
-
-@pytest.mark.parametrize("source", ["logits", "hidden"])
-@pytest.mark.parametrize("name", ["grpo, k3 and entropy", SUM])
-def test_with_listed_ids_and_a_reference(name: str, source: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_rows_in_chunks(recipe: Recipe, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also as on a GPU, where the host does not know how many tokens the rows of a chunk have."""
     in_chunks(monkeypatch, 3)
-    monkeypatch.setitem(stream.BLOCK_BYTES, "cpu", 4 * 3 * 61)
+    monkeypatch.setitem(stream.BLOCK_BYTES, "cpu", 4 * 3 * recipe.vocab)
     for known in (("cpu",), ()):
         monkeypatch.setattr(stream, "READ_AT_ONCE", known)
-        both(replace(HIDDEN, source=source, objective=name), backend, reference=source == "hidden", listed=True)
-
-
-@pytest.mark.parametrize("source", ["logits", "hidden"])
-def test_rows_in_another_order(source: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_chunks(monkeypatch, 5)
-    both(Recipe(source=source, mask="none", layout="packed", objective="grpo, k3 and entropy"), backend, alone=True)
+        check(recipe, backend=backend)
 
 
 B, H, V = 4, 8, 40

@@ -21,7 +21,6 @@ from support.doors import check, exact_of, run
 from support.inside import in_chunks, of_a_gpu
 from support.objectives import OBJECTIVES
 from support.recipes import Recipe, covering, legal, problem
-from support.shared_rows import both
 
 Tensor = torch.Tensor
 ON_GPU = torch.zeros(()).device.type == "cuda"
@@ -47,12 +46,6 @@ def test_an_objective_is_what_its_paper_says(name: str) -> None:
             Recipe(source=source, objective=name, lengths=LENGTHS, layout=layout, others=others, vocab=vocab, inplace=inplace),
             backend="triton",
         )
-
-
-@pytest.mark.parametrize("name", ["grpo, k3 and entropy", "gspo"])
-def test_tokens_that_share_rows(name: str) -> None:
-    for i, source in enumerate(("logits", "hidden")):
-        both(Recipe(source=source, objective=name, lengths=LENGTHS, vocab=VOCABULARIES[i]), "triton")
 
 
 def of_triton(r: Recipe) -> Recipe:
