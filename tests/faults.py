@@ -145,7 +145,7 @@ FAULTS: list[Fault] = [
             "the two halves of a product are swapped", "logits, of_second = self.products.logits(both)",
             "of_second, logits = self.products.logits(both)",
         ),
-        ("logits at listed ids are this rank's", "logits if shard is None else shard.sum_over_ranks(logits)", "logits", "tests/core/test_listed.py"),
+        ("logits at listed ids are this rank's", "logits if shard is None else shard.sum_over_ranks(logits)", "logits", RANKS),
         ("the bias's gradient is that of the last chunk", "self.d_bias += ", "self.d_bias = ", RELATIONS),
         (
             "columns are drawn under another row's number", "draws.take(places, self",

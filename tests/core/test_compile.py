@@ -72,6 +72,8 @@ OUTSIDE = [
     plain(objective="dapo, entropy", kept="some", missing="full"),
     plain(objective="dapo, exact", source="hidden", others=("whole",), exact="jsd"),
     plain(door="divergence", exact="jsd", others=("own", "listed"), tail="ignore"),
+    plain(objective="gspo", source="hidden", rows="shared"),
+    plain(source="hidden", listed="some"),
 ]
 #: The default compiler: gradients of views are stored in the layout that it expects.
 COMPILED = [

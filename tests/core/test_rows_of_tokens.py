@@ -118,18 +118,3 @@ def test_probabilities_near_1_keep_their_digits(name: str, backend: str) -> None
         found.append(logps[::2].detach())
     assert (found[0] <= 0).all() and found[1].max() > -1e-5 > -1e-4 > found[1].min()
     torch.testing.assert_close(*found, rtol=2e-2, atol=1.2e-7)
-
-
-def test_compiled_and_by_func(backend: str) -> None:
-    def run(x: Tensor, w: Tensor) -> Tensor:
-        batch = TokenBatch(IDS, torch.ones(B), rows=ROWS)
-        return linear_grpo_loss(x, w, batch, Objective.preset("gspo"), options=Options(backend)).loss
-
-    found = [torch.func.grad(run, (0, 1))(*(x.detach() for x in leaves()))]
-    for f in (run, torch.compile(run, backend="eager")):
-        hidden, weight = leaves()
-        f(hidden, weight).backward()
-        found.append((hidden.grad, weight.grad))
-    for others in found[1:]:
-        for x, y in zip(found[0], others, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
