@@ -184,7 +184,7 @@ def test_refusals() -> None:
             ScoreCentering(**wrong)  # type: ignore[arg-type]
     exact = Objective.preset("distillation", kl=Exact())
     with pytest.raises(ValueError, match="add up two losses"):
-        grpo_loss(hidden @ weight.t(), batch, exact, ref_logits=torch.randn(4, 5, V))
+        grpo_loss(hidden @ weight.t(), replace(batch, ref_logps=None), exact, ref_logits=torch.randn(4, 5, V))
     with pytest.raises(ValueError, match=r"listed=.*pass a function"):
         Objective(listed=ScoreCentering)
     with pytest.raises(ValueError, match="logp_terms is None, but listed"):

@@ -114,17 +114,21 @@ def test_the_largest_probability_and_its_id(backend: str) -> None:
 # ---- second distributions
 
 
-@pytest.mark.parametrize("over", ["kept", "vocabulary"])
-def test_a_head_of_the_reference_stands_for_its_log_probs(over: str, backend: str) -> None:
-    """For an estimate of the KL: a forward product in place of batch.ref_logps, under a transform of its own, over sets or not."""
+@pytest.mark.parametrize(
+    "over, rows", [("kept", None), ("vocabulary", None), ("kept", torch.arange(10).view(2, 5) // 2)], ids=str
+)
+def test_a_head_of_the_reference_stands_for_its_log_probs(over: str, rows: Any, backend: str) -> None:
+    """For an estimate of the KL: a forward product in place of batch.ref_logps, under a transform of its own, over sets or not, of
+    rows that tokens share or not."""
     hidden, weight, other = torch.randn(2, 5, 8), torch.randn(30, 8), torch.randn(30, 8)
+    of_tokens = hidden if rows is None else hidden.flatten(0, 1)[rows]
     targets, advantages = torch.randint(30, (2, 5)), torch.tensor([1.0, -1.0])
     objective = Objective.preset("dapo", beta=0.3)
     sets = TokenSets.from_lists([[int(t), (int(t) + 3) % 30] if i % 2 else [] for i, t in enumerate(targets.flatten())])
     own, options = LogitTransform(0.6), Options(reference_over=over, backend=backend)
-    ref = token_logprobs(hidden @ other.T, targets, kept=sets if over == "kept" else None, transform=own)[0]
+    ref = token_logprobs(of_tokens @ other.T, targets, kept=sets if over == "kept" else None, transform=own)[0]
     found, wanted = (hidden.clone().requires_grad_() for _ in range(2))
-    of_head, given = (TokenBatch(targets, advantages, ref_logps=x, kept=sets) for x in (None, ref))
+    of_head, given = (TokenBatch(targets, advantages, ref_logps=x, kept=sets, rows=rows) for x in (None, ref))
     a = linear_grpo_loss(found, weight, of_head, objective, reference=(hidden, Head(other, transform=own)), options=options)
     b = linear_grpo_loss(wanted, weight, given, objective, options=options)
     (a.loss + b.loss).backward()
