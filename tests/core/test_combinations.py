@@ -22,12 +22,13 @@ EXECUTORS = executors()
 LOGPS = Recipe(door="logprobs")
 ITSELF = Recipe(objective="dapo, exact", others=("itself",), inplace=True, seed=1)
 #: Recipes, each with all combinations of the values of some axes: rows with and without sets beside a second stream, several of
-#: those beside a term of likelihood; real vocabularies, and more rows than a dimension of a grid has; sets of one to thousands of
-#: ids; impossible logits, those at the ends of a dtype and, from hidden states, beyond fp16; a teacher that is the same logits,
-#: which are overwritten; no rows, and no trained row.
+#: those beside a term of likelihood; sets, and a factor that the backward brings; real vocabularies, and more rows than a dimension
+#: of a grid has; sets of one to thousands of ids; impossible logits, those at the ends of a dtype and, from hidden states, beyond
+#: fp16; a teacher that is the same logits, which are overwritten; no rows, and no trained row.
 TABLE: list[tuple[Recipe, dict[str, tuple[Any, ...]]]] = [
     (Recipe(objective="dapo, exact", kept="some", missing="full", others=("near",)), {"seed": (0, 1)}),
     (Recipe(objective="dapo, exact", others=("whole", "near")), {}),
+    (Recipe(kept="some", upstream=0.5), {"source": AXES["source"], "frozen": ("nothing", "hidden"), "objective": ("dapo", "gspo")}),
     (replace(LOGPS, lengths=(2,)), {"vocab": (1000, 32_001, 129_921, 151_936), "dtype": ("float32", "bfloat16")}),
     (replace(LOGPS, lengths=(65_537,), vocab=3), {}),
     (replace(LOGPS, lengths=(1,), vocab=1_000_003), {}),
