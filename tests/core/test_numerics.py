@@ -18,6 +18,7 @@ from grpo_kernels.presets import NUMERICS, PRESETS
 from support import objectives as stages
 from support.objectives import KL_COV, MEAN, PAPERS
 from support.oracle import Spec
+from support.trainers import MASK, B, T, drawn
 
 Tensor = torch.Tensor
 INF = math.inf
@@ -87,39 +88,30 @@ WITHOUT_KL = ("areal", "torchtitan")
 
 # ---- the batch
 
-B, T = 7, 8
-G = torch.Generator().manual_seed(21)
 Data = dict[str, Tensor]
 
 
 def data() -> Iterator[tuple[str, Data]]:
-    """fp32 [B, T]: ratios around the clip ranges and the KL within its clamps; log-ratios beyond 10 and 20; a KL beyond its clamps;
-    advantages that differ within a sequence; ratios around the bounds of GSPO."""
-    logps = -0.02 - 3 * torch.rand(B, T, generator=G).square()
-    shift = torch.tensor([0.3, -0.3, -0.4, 0.1, 0.45, 0.05, 0.0])[:, None]
+    """fp32 [B, T], as adapters have it: ratios around the clip ranges and a KL within its clamps; log-ratios beyond 10 and 20; a KL
+    beyond its clamps; advantages of whole sequences; ratios around the bounds of GSPO."""
+    x, far, g = drawn(), drawn(far=True), torch.Generator().manual_seed(21)
     near = {
-        "logps": logps,
-        "old_logps": (logps - shift - 0.25 * torch.randn(B, T, generator=G)).clamp(max=-0.01),
-        "ref_logps": logps + 0.5 * torch.randn(B, T, generator=G),
-        "entropy": torch.rand(B, T, generator=G) + 0.5,
-        "advantages": torch.tensor([1.2, 0.8, -0.7, 0.9, -1.1, -0.6, 0.0])[:, None].expand(B, T),
+        "logps": x.logps,
+        "old_logps": x.old,
+        "ref_logps": x.ref,
+        "advantages": x.advantages,
+        "entropy": torch.rand(B, T, generator=g) + 0.5,
     }
-    old, ref = near["old_logps"].clone(), near["ref_logps"].clone()
-    old[0, :3] = logps[0, :3] - torch.tensor([9.0, -21.0, -9.5])
-    old[1], old[2, :2] = logps[1] - 11.0, logps[2, :2] - torch.tensor([12.0, 9.5])
-    old[4, 0], old[5] = logps[4, 0] - 21.0, logps[5] - 11.0
-    ref[0, 0], ref[2, 3], ref[5, 1] = logps[0, 0] + 2.7, logps[2, 3] - 12.0, logps[5, 1] + 4.0
-    ref[0, 1] = logps[0, 1] - 25.0
     yield "near", near
-    yield "far", near | {"old_logps": old}
-    yield "far reference", near | {"ref_logps": ref}
-    yield "advantages of tokens", near | {"advantages": near["advantages"] + 0.4 * torch.randn(B, T, generator=G)}
-    moved = 1e-4 * torch.tensor([3.0, -3.0, -2.0, 0.0, 1.0, 1.0, 0.0])[:, None]
-    yield "hardly moved", near | {"old_logps": logps - moved}
+    yield "far", near | {"logps": far.logps, "old_logps": far.old, "ref_logps": far.ref}
+    beyond = torch.tensor([2.7, -25.0, 4.0, -12.0]).repeat(3) * (torch.arange(B) % 3 == 0)[:, None]
+    yield "far reference", near | {"ref_logps": x.ref + beyond}
+    yield "advantages of sequences", near | {"advantages": x.advantages[:, :1].expand(B, T)}
+    moved = 1e-4 * torch.tensor([3.0, -3.0, -2.0, 0.0, 1.0, 1.0, 0.0, 2.0])[:, None]
+    yield "hardly moved", near | {"old_logps": x.logps - moved}
 
 
 DATA = dict(data())
-MASK = torch.arange(T) < torch.tensor([8, 4, 6, 0, 8, 3, 5])[:, None]
 
 
 def within_reach(spec: Spec, x: Data) -> Data:
@@ -127,7 +119,11 @@ def within_reach(spec: Spec, x: Data) -> Data:
     if spec.trust is not None:
         x = x | {"old_logps": x["old_logps"].clamp(max=-0.01)}
     free = spec.bounds is None and spec.surrogate != "vespo"
-    return x | {"old_logps": torch.maximum(x["old_logps"], x["logps"] - 9.5)} if free else x
+    return (
+        x | {"old_logps": torch.maximum(x["old_logps"], x["logps"] - (2.5 if spec.level == "sequence-sum" else 9.5))}
+        if free
+        else x
+    )
 
 
 @pytest.mark.usefixtures("lots_in_order")
