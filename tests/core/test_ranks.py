@@ -24,7 +24,7 @@ from grpo_kernels.rows import parallel as shard_of_rows
 from support.doors import batch_of, compare, exact_of, objective_of, run
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
-from support.recipes import KINDS, Problem, Recipe, covering, each_value, legal, problem, sliced
+from support.recipes import KINDS, Problem, Recipe, covering, each_value, legal, problem, sliced, taken
 
 Tensor = torch.Tensor
 MODULE = "test_ranks"
@@ -78,34 +78,17 @@ def owners(ranks: int) -> list[Tensor]:
 
 def part(p: Problem, mine: Tensor, **fields: Any) -> Problem:
     """A packed problem as a rank sees it that has the tokens `mine`: of each sequence those that are its own."""
-    n, at = len(mine), mine.nonzero()[:, 0].tolist()
 
-    def some(x: Any) -> Any:
-        if isinstance(x, dict):
-            return {name: value if name in ("weight", "bias") else some(value) for name, value in x.items()}
-        return x[mine] if isinstance(x, Tensor) and x.dim() and len(x) == n else x
+    def some(x: Tensor) -> Tensor:
+        return x[mine] if len(x) == len(mine) else x
 
     counts = torch.stack([mine[lo:hi].sum() for lo, hi in pairwise(p.fields["cu_seqlens"].tolist())])
-    given = {k: some(v) for k, v in p.fields.items()}
+    given = {k: some(v) if isinstance(v, Tensor) and v.dim() else v for k, v in p.fields.items()}
     if p.fields["advantages"].shape == (len(LENGTHS),):
         given["advantages"] = p.fields["advantages"][:, None]  # as many tokens as sequences would read [B] as one a token
     given["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to(torch.int32)
     given |= {"groups": given.get("groups", GROUPS), "context_group": dist.group.WORLD, **fields}
-    others = [
-        replace(
-            o,
-            rows=o.rows[mine],
-            given=some(o.given),
-            weight=some(o.weight),
-            ids=None if o.ids is None else [o.ids[i] for i in at],
-        )
-        for o in p.others
-    ]
-    sets = None if p.sets is None else [p.sets[i] for i in at]
-    return replace(
-        p, given=some(p.given), targets=p.targets[mine], fields=given, sets=sets, others=others, transform=some(p.transform),
-        temperature=some(p.temperature),
-    )  # fmt: skip
+    return taken(p, mine.nonzero()[:, 0].tolist(), some, fields=given)
 
 
 def together(p: Problem, found: Answer, mine: Tensor, group: Any = None) -> Answer:

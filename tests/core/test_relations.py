@@ -133,7 +133,7 @@ def test_rows_that_are_skipped_contribute_nothing(recipe: Recipe, backend: str) 
 ROWS = [(x, v, d) for v, d in ((61, "float32"), (5003, "bfloat16"), (40_009, "float32"), (40_009, "bfloat16")) for x in CALLS]
 OF_ROWS = [Recipe(lengths=(1,) * 7, vocab=v, dtype=d, transform="temperature", **x) for x, v, d in ROWS]
 BY_ROWS = [
-    legal(replace(r, layout="padded", lengths=(3, 1, 4, 2), mask="some", weight_grad="none"))
+    legal(replace(r, layout="padded", lengths=(3, 1, 4, 2), mask="some", weight_grad="none", rows="own", listed="none"))
     for r in RECIPES
     if r.objective not in WHOLE_BATCH
 ]
@@ -200,7 +200,7 @@ def test_rows_are_projected_some_at_a_time(recipe: Recipe, rows: int, backend: s
 def test_a_loss_is_log_probs_and_the_loss_of_these(recipe: Recipe, backend: str) -> None:
     """Layer 2 equals layer 1 with autograd through the token stage, beside divergences of their own; log-probs bit by bit: before
     the first update the ratio is 1."""
-    p = problem(legal(replace(recipe, kept="none", skip_inactive=False, dtype="float32")))
+    p = problem(legal(replace(recipe, kept="none", listed="none", skip_inactive=False, dtype="float32")))
     leaves, given = leaves_of(p), {"normalizer": normalizer_of(p.recipe)}
 
     def alone(door: str) -> dict[str, Tensor]:

@@ -297,36 +297,38 @@ class Problem:
         return next(iter(self.clean.values())).shape[:-1]
 
 
+def taken(p: Problem, rows: list[int], some: Callable[[Tensor], Tensor], **changes: Any) -> Problem:
+    """Some rows of a problem: `some` takes them, or their sequences, out of a tensor that has one of each."""
+
+    def of(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: value if name in ("weight", "bias") else of(value) for name, value in x.items()}
+        return some(x) if isinstance(x, Tensor) and x.dim() else x
+
+    def lists(x: Any) -> Any:
+        return None if x is None else [x[i] for i in rows]
+
+    others = [replace(o, rows=o.rows[rows], given=of(o.given), weight=of(o.weight), ids=lists(o.ids)) for o in p.others]
+    parts = {name: of(getattr(p, name)) for name in ("given", "targets", "fields", "transform", "temperature")}
+    return replace(p, **{**parts, "others": others, "sets": lists(p.sets), **changes})
+
+
 def of_sequences(p: Problem, sequences: list[int]) -> Problem:
     """Some sequences of a padded problem, as a batch of their own."""
     B, T = p.shape
-    rows = torch.arange(B * T).view(B, T)[sequences].reshape(-1)
+    rows = torch.arange(B * T).view(B, T)[sequences].reshape(-1).tolist()
 
-    def some(x: Any) -> Any:
-        if isinstance(x, dict):
-            return {name: value if name in ("weight", "bias") else some(value) for name, value in x.items()}
-        return x[sequences].contiguous() if isinstance(x, Tensor) and x.dim() and len(x) == B else x
+    def some(x: Tensor) -> Tensor:
+        return x[sequences].contiguous() if len(x) == B else x
 
-    sets = None if p.sets is None else [p.sets[i] for i in rows]
+    upstream = {name: some(x) if x.dim() and name != "at" else x for name, x in p.upstream.items()}
     at = None if p.at is None else [p.at[i] for i in rows]
-    named = torch.tensor([i for i, ids in enumerate(p.at or []) for _ in ids])
-    upstream = {**some({k: x for k, x in p.upstream.items() if k != "at"}), "at": p.upstream["at"]}
-    if at is not None:
-        upstream["at"] = torch.cat([p.upstream["at"][named == i] for i in rows])
-    others = [
-        replace(
-            o,
-            rows=o.rows[rows],
-            given=some(o.given),
-            weight=some(o.weight),
-            ids=None if o.ids is None else [o.ids[i] for i in rows],
-        )
-        for o in p.others
-    ]
-    return replace(
-        p, given=some(p.given), clean=some(p.clean), targets=some(p.targets), ids=p.ids[rows], fields=some(p.fields),
-        seen=some(p.seen), trained=p.trained[rows], temperature=some(p.temperature), upstream=upstream, others=others, sets=sets, at=at,
-        transform=some(p.transform), keep=None if p.keep is None else p.keep[rows],
+    if p.at is not None:
+        upstream["at"] = torch.cat([p.upstream["at"].split([*map(len, p.at)])[i] for i in rows])
+    return taken(
+        p, rows, some, ids=p.ids[rows], trained=p.trained[rows], upstream=upstream, at=at, keep=None if p.keep is None else p.keep[rows],
+        clean={name: x if name in ("weight", "bias") else some(x) for name, x in p.clean.items()},
+        seen={name: some(x) if isinstance(x, Tensor) and x.dim() else x for name, x in p.seen.items()},
         sequences=[list(range(T * i, T * i + T)) for i in range(len(sequences))],
     )  # fmt: skip
 
