@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ from benchmarks.launches import (
     backend,
     cases,
 )
-from benchmarks.resources import Report, broken, report
+from benchmarks.resources import broken, report
 
 pytestmark = pytest.mark.skipif(
     not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
@@ -37,7 +35,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 @pytest.mark.long
 @pytest.mark.parametrize("target", TARGETS)
-def test_budgets(target: str) -> None:
+def test_budgets(target):
     """No spills, no fp64, wide accesses, registers and threads as `LAUNCH` intends, and hardly any shared memory: GPUs lend a
     program 48 KiB and more."""
     of_others = QUICK[13::2] if target == "sm_90" else []
@@ -49,12 +47,12 @@ def test_budgets(target: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_budgets_of_every_kernel(target: str) -> None:
+def test_budgets_of_every_kernel(target):
     results = list(resources.judge_all([target], cases()))
     assert not [(found.target, found.kernel, found.case, failures) for found, failures in results if failures]
 
 
-def test_the_cases_are_what_the_library_launches() -> None:
+def test_the_cases_are_what_the_library_launches():
     """Each has a name of its own; every kernel in all dtypes, layouts and transforms."""
     every = cases()
     assert {*QUICK} < {*every} and len({(case.kernel, str(case)) for case in every}) == len(every)
@@ -69,11 +67,11 @@ def test_the_cases_are_what_the_library_launches() -> None:
 
 
 @pytest.fixture(scope="module")
-def fused() -> Report:
+def fused():
     return report("sm_90", Case("fused"))
 
 
-def loop(loads: int = 4, width: int = 128, store: int = 128, in_flight: int = 4, local: int = 0) -> Any:
+def loop(loads=4, width=128, store=128, in_flight=4, local=0):
     """Stands for a loop of the machine code."""
     return SimpleNamespace(loads=[width] * loads, stores=[store] * bool(store), in_flight=in_flight, local=local)
 
@@ -91,13 +89,13 @@ def loop(loads: int = 4, width: int = 128, store: int = 128, in_flight: int = 4,
         ({"loops": (loop(in_flight=8), loop(in_flight=1))}, "loads before the first wait 1, at least 8"),
     ],
 )
-def test_a_broken_budget_is_named(fused: Report, change: dict, words: str) -> None:
+def test_a_broken_budget_is_named(fused, change, words):
     assert not broken(Case("fused"), fused)
     (failure,) = broken(Case("fused"), replace(fused, **change))
     assert failure.startswith(words)
 
 
-def test_a_kernel_with_too_few_registers_is_seen_to_spill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_with_too_few_registers_is_seen_to_spill(monkeypatch):
     launch = backend.launch.LAUNCH["fused"]
     monkeypatch.setitem(backend.launch.LAUNCH, "fused", type(launch)(1024, 16))  # 128 logits per thread in 64 registers
     found = report("sm_90", Case("fused", vocab=1 << 18, stride=1 << 18))
@@ -121,7 +119,7 @@ def test_a_kernel_with_too_few_registers_is_seen_to_spill(monkeypatch: pytest.Mo
     ],
     ids=str,
 )
-def test_bytes_and_instructions_per_logit(target: str, case: Case, read: int, written: int, most: float) -> None:
+def test_bytes_and_instructions_per_logit(target, case, read, written, most):
     """One exponential per logit and pass, two more for tanh, and one or so per tile for the running maximum. On Hopper the most
     instructions, so that the cost of a change is noticed."""
     found = report(target, case)
@@ -133,7 +131,7 @@ def test_bytes_and_instructions_per_logit(target: str, case: Case, read: int, wr
 
 
 @pytest.mark.parametrize(("what", "most"), [("with a mask", 26), ("without", 18)])
-def test_operations_of_the_host_in_a_loss_in_place(what: str, most: int) -> None:
+def test_operations_of_the_host_in_a_loss_in_place(what, most):
     """One kernel, and a microsecond or two of the host for each operation: views, weights, vectors that a mask cuts, the
     sum."""
     with experiments.as_on_a_gpu() as launched:
@@ -161,8 +159,8 @@ ret @@ 7 0
 """
 
 
-def test_loads_in_flight_are_read_from_the_barriers() -> None:
-    def loop(lines: Sequence[str]) -> assembly.Loop:
+def test_loads_in_flight_are_read_from_the_barriers():
+    def loop(lines):
         return assembly.Loop(tuple(assembly._nvidia(lines)))
 
     (lines,) = loops(ISSUED)

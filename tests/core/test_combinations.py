@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -47,14 +46,14 @@ PAIRS += [replace(r, **dict(zip(axes, x, strict=True))) for r, axes in TABLE for
 
 
 @pytest.mark.parametrize("recipe", PAIRS, ids=str)
-def test_pairs(recipe: Recipe) -> None:
+def test_pairs(recipe):
     """Eager (the first executor), and one instruction set after the other."""
     for name in dict.fromkeys((EXECUTORS[0], EXECUTORS[recipe.seed % len(EXECUTORS)])):
         with executor(name) as backend:
             check(recipe, backend=backend)
 
 
-def test_room_is_small_where_numbers_are_plain() -> None:
+def test_room_is_small_where_numbers_are_plain():
     """What is compared would not pass whatever came out."""
     plain = [
         r
@@ -67,20 +66,20 @@ def test_room_is_small_where_numbers_are_plain() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", PAIRED)
-def test_triples(axis: str) -> None:
+def test_triples(axis):
     for i, value in enumerate(dict.fromkeys(AXES[axis])):
         each(covering(seed=i + 1, **{axis: value}), check)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", EXECUTORS)
-def test_random_calls(name: str) -> None:
+def test_random_calls(name):
     rng = random.Random(os.environ.get("GRPO_KERNELS_FUZZ_SEED", "0"))
     with executor(name) as backend:
         each((random_recipe(rng) for _ in range(MANY)), lambda recipe: check(recipe, backend=backend))
 
 
-def each(recipes: Iterable[Recipe], run: Callable[[Recipe], None]) -> None:
+def each(recipes, run):
     for recipe in recipes:
         run(recipe)
         problem.cache_clear()

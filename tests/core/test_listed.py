@@ -40,7 +40,7 @@ V = 61
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_rows_in_products(frozen: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_products(frozen, backend, monkeypatch):
     """Three products, two with a frozen head. Of rows without an advantage those have a gradient that list ids."""
     in_chunks(monkeypatch, 4)
     p = problem(Recipe(source="hidden", listed="some", given="on-policy", frozen="weight" if frozen else "nothing"))
@@ -53,7 +53,7 @@ def test_rows_in_products(frozen: bool, backend: str, monkeypatch: pytest.Monkey
     assert +rows == +Counter({"logits": int(p.trained.sum()), "d_hidden": active, "d_weight": 0 if frozen else active})
 
 
-def test_values_are_combined_before_they_are_rounded(backend: str) -> None:
+def test_values_are_combined_before_they_are_rounded(backend):
     """A target of probability .999 that is listed, in bf16: 1 - p keeps its digits, and so does a sum of two slopes that cancel."""
     logits = torch.zeros(2, 40)
     logits[:, 7] = 10.6
@@ -64,13 +64,13 @@ def test_values_are_combined_before_they_are_rounded(backend: str) -> None:
     z = leaf.detach().double().requires_grad_()
     log_p = z.log_softmax(1)
     (-log_p[0, 7] - log_p[1, 7] + 0.999 * log_p[0, 7] + log_p[1, 7] - 2 * log_p[1, 9]).backward()
-    torch.testing.assert_close(leaf.grad.double(), z.grad, rtol=2**-8, atol=1e-9)  # type: ignore[union-attr]
+    torch.testing.assert_close(leaf.grad.double(), z.grad, rtol=2**-8, atol=1e-9)
 
 
-def test_a_function_of_ones_own(backend: str) -> None:
+def test_a_function_of_ones_own(backend):
     """In place of c log p: KL to what is listed, over the ids alone, times the advantage; and over given memory the same."""
 
-    def kl(logp: Tensor, values: Tensor, advantage: Tensor, sums: Any) -> tuple[Tensor, Tensor]:
+    def kl(logp, values, advantage, sums):
         p = logp.exp()
         return advantage * p * (logp - values), advantage * p * (logp - values + 1.0)
 
@@ -87,7 +87,7 @@ def test_a_function_of_ones_own(backend: str) -> None:
         grpo_loss(leaf * 1.0, batch, spec, inplace=inplace, options=Options(backend)).loss.backward()
         found.append(leaf.grad)
     assert torch.equal(*found)
-    torch.testing.assert_close(found[0].double(), z.grad, rtol=1e-5, atol=1e-6)  # type: ignore[union-attr]
+    torch.testing.assert_close(found[0].double(), z.grad, rtol=1e-5, atol=1e-6)
 
 
 #: A surrogate and a trust region of which either takes some ids of the sampler below and leaves others.
@@ -101,7 +101,7 @@ CENTERED: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("A", [1.7, -0.6])
 @pytest.mark.parametrize("what", CENTERED)
 @pytest.mark.parametrize("tail", [False, True], ids=["over all ids", "with a tail"])
-def test_score_centering_has_no_drift(tail: bool, what: str, A: float) -> None:
+def test_score_centering_has_no_drift(tail, what, A):
     """The mean of the loss' gradient over the sampler's tokens is 0, though the sampler is not the policy: over all of its ids, or
     over its head where p / q of the tail is one number. Of a token that the trust region drops the centering stays."""
     head, (surrogate, *trust) = 4 if tail else V, CENTERED[what]
@@ -123,7 +123,7 @@ def test_score_centering_has_no_drift(tail: bool, what: str, A: float) -> None:
     assert drift[1] < 1e-6 < 1e-3 < drift[0]
 
 
-def test_what_the_page_shows() -> None:
+def test_what_the_page_shows():
     """docs/listed_ids.md as it stands, in float64: soft targets, a KL that is unbiased whatever the head, a total variation."""
     names, out = pages.given(), {}
     for example in pages.examples(pages.ROOT / "docs" / "listed_ids.md"):
@@ -155,10 +155,10 @@ def test_what_the_page_shows() -> None:
         found = grpo_loss(leaf, batch, Objective(NoPolicyTerm(), aggregate="token-sum", listed=names["top_k_kl"]))
         found.loss.backward()
         torch.testing.assert_close(found.loss.double(), 0.05 * kl.detach(), rtol=1e-5, atol=0)
-        torch.testing.assert_close(leaf.grad.double().sum(0), 0.05 * exact.grad, rtol=0, atol=1e-7)  # type: ignore[union-attr]
+        torch.testing.assert_close(leaf.grad.double().sum(0), 0.05 * exact.grad, rtol=0, atol=1e-7)
 
 
-def test_refusals() -> None:
+def test_refusals():
     p = problem(Recipe(source="hidden", listed="some"))
     (hidden, weight), batch = p.clean.values(), batch_of(p)
     sets = batch.logp_terms
@@ -173,7 +173,7 @@ def test_refusals() -> None:
         beyond = sets.with_values(sets.values)
         wide = TokenSets(beyond.ids + 30, beyond.offsets, beyond.values)
         with pytest.raises(ValueError, match="logp_terms"):
-            call(*given, replace(batch, logp_terms=wide, prob_terms=None), Objective())  # type: ignore[operator]
+            call(*given, replace(batch, logp_terms=wide, prob_terms=None), Objective())
     with pytest.raises(ValueError, match=r"sparse.*logp_terms and prob_terms"):
         linear_grpo_loss(hidden, weight, batch, Objective(), options=Options(sparse=Sparse(1 / 16)))
     logps, _ = token_logprobs(hidden @ weight.t(), p.ids.view(p.shape))
@@ -181,7 +181,7 @@ def test_refusals() -> None:
         objective_loss(logps, batch, Objective())
     for wrong in ({"surrogate": "min"}, {"surrogate": ClipCov()}, {"trust": "ratio"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            ScoreCentering(**wrong)  # type: ignore[arg-type]
+            ScoreCentering(**wrong)
     exact = Objective.preset("distillation", kl=Exact())
     with pytest.raises(ValueError, match="add up two losses"):
         grpo_loss(hidden @ weight.t(), replace(batch, ref_logps=None), exact, ref_logits=torch.randn(4, 5, V))
@@ -193,8 +193,8 @@ def test_refusals() -> None:
         grpo_loss(hidden @ weight.t(), batch, Objective(listed=lambda logp, *_: logp))
 
 
-def test_a_batch_moves_with_one_list_of_ids() -> None:
+def test_a_batch_moves_with_one_list_of_ids():
     batch = batch_of(problem(Recipe(listed="some")))
     moved = batch._apply(torch.clone)
-    assert moved.logp_terms.ids is moved.prob_terms.ids is not batch.logp_terms.ids  # type: ignore[union-attr]
-    assert torch.equal(moved.prob_terms.values, batch.prob_terms.values)  # type: ignore[union-attr, arg-type]
+    assert moved.logp_terms.ids is moved.prob_terms.ids is not batch.logp_terms.ids
+    assert torch.equal(moved.prob_terms.values, batch.prob_terms.values)

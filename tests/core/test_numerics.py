@@ -6,7 +6,6 @@ says what a paper or a trainer computes. Log-ratios reach beyond every clamp; a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,7 @@ INF = math.inf
 WIDE, LOW10, BUDGET = (-20.0, 20.0), (-INF, 10.0), 9
 
 
-def of_papers(names: str, **changes: Any) -> dict[str, Spec]:
+def of_papers(names, **changes):
     """Rows of PAPERS, the ratio of GSPO clipped as tokens are, with what a trainer has of its own."""
     ours = PAPERS | {"gspo": Spec(level="sequence", aggregate=MEAN)}
     return {name: replace(ours[name], **changes) for name in names.split()}
@@ -91,7 +90,7 @@ WITHOUT_KL = ("areal", "torchtitan")
 Data = dict[str, Tensor]
 
 
-def data() -> Iterator[tuple[str, Data]]:
+def data():
     """fp32 [B, T], as adapters have it: ratios around the clip ranges and a KL within its clamps; log-ratios beyond 10 and 20; a KL
     beyond its clamps; advantages of whole sequences; ratios around the bounds of GSPO."""
     x, far, g = drawn(), drawn(far=True), torch.Generator().manual_seed(21)
@@ -114,7 +113,7 @@ def data() -> Iterator[tuple[str, Data]]:
 DATA = dict(data())
 
 
-def within_reach(spec: Spec, x: Data) -> Data:
+def within_reach(spec, x):
     """Where no clamp bounds a ratio, e^21 would hide everything else; a trust region compares probabilities."""
     if spec.trust is not None:
         x = x | {"old_logps": x["old_logps"].clamp(max=-0.01)}
@@ -128,7 +127,7 @@ def within_reach(spec: Spec, x: Data) -> Data:
 
 @pytest.mark.usefixtures("lots_in_order")
 @pytest.mark.parametrize("trainer, name", [(trainer, name) for trainer, rows in ALL.items() for name in rows])
-def test_numbers(trainer: str, name: str) -> None:
+def test_numbers(trainer, name):
     """With the weights of KL and bonus that the preset has, and with some of ours; masked tokens hold NaN."""
     spec, numerics = ALL[trainer][name], {} if trainer == "the paper" else {"numerics": trainer}
     budget = {"max_tokens": BUDGET} if spec.aggregate == "constant" and spec.max_tokens is None else {}
@@ -145,7 +144,7 @@ def test_numbers(trainer: str, name: str) -> None:
         assert sorted(margins)[1] > 1e-5, "too few were compared: a number lies at a bound"
 
 
-def test_every_preset_and_every_numerics_is_here() -> None:
+def test_every_preset_and_every_numerics_is_here():
     assert {*PRESETS} == {*PAPERS, "distillation"}
     assert Objective.preset("distillation") == Objective(NoPolicyTerm(), beta=1.0, kl=Exact("reverse"))
     assert {t: {*rows} for t, rows in NUMERICS.items()} == {t: {*rows} for t, rows in TRAINERS.items()}

@@ -63,59 +63,59 @@ PACKED = Objective(aggregate="token-sum")
 RIGHT = TokenBatch(IDS, ONES)
 
 
-def batch(**changes: Any) -> TokenBatch:
+def batch(**changes):
     return TokenBatch(**{"targets": IDS, "advantages": ONES, **changes})
 
 
-def packed(cu_seqlens: Any = None, **changes: Any) -> TokenBatch:
+def packed(cu_seqlens=None, **changes):
     cuts = None if cu_seqlens is None else torch.as_tensor(cu_seqlens)
     return batch(**{"targets": IDS.view(-1), "advantages": torch.ones(B * T), "cu_seqlens": cuts, **changes})
 
 
-def loss(objective: Any = PACKED, logits: Any = LOGITS, **given: Any) -> Any:
+def loss(objective=PACKED, logits=LOGITS, **given):
     """Fields of the batch stand among the keywords; so in `linear`."""
     of = given.pop("of") if "of" in given else batch(**{k: given.pop(k) for k in FIELDS & given.keys()})
     return grpo_loss(logits, of, objective, **in_options(**{"backend": "eager", **given}))
 
 
-def linear(objective: Any = PACKED, hidden: Any = HIDDEN, weight: Any = WEIGHT, **given: Any) -> Any:
+def linear(objective=PACKED, hidden=HIDDEN, weight=WEIGHT, **given):
     of = given.pop("of") if "of" in given else batch(**{k: given.pop(k) for k in FIELDS & given.keys()})
     weight = Head(weight, given.pop("bias")) if "bias" in given else weight
     return linear_grpo_loss(hidden, weight, of, objective, **in_options(**{"backend": "eager", **given}))
 
 
-def logps(logits: Any = LOGITS, targets: Any = IDS, **options: Any) -> Any:
+def logps(logits=LOGITS, targets=IDS, **options):
     return token_logprobs(logits, targets, **in_options(**{"backend": "eager", **options}))
 
 
-def linear_logps(hidden: Any = HIDDEN, weight: Any = WEIGHT, targets: Any = IDS, **options: Any) -> Any:
+def linear_logps(hidden=HIDDEN, weight=WEIGHT, targets=IDS, **options):
     weight = Head(weight, options.pop("bias")) if "bias" in options else weight
     return linear_logprobs(hidden, weight, targets, **in_options(**{"backend": "eager", **options}))
 
 
-def with_ids(value: int) -> Tensor:
+def with_ids(value):
     return IDS.index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(value))
 
 
-def sets(ids: list[list[int]], value: float = -1.0) -> TokenSets:
+def sets(ids, value=-1.0):
     """Of all rows, with a value."""
     lists = TokenSets.from_lists(ids * (B * T // len(ids)))
     return lists.with_values(torch.full((lists.ids.numel(),), value))
 
 
-def head(*given: Any, **options: Any) -> Any:
+def head(*given, **options):
     return FusedLMHead(torch.nn.Linear(H, V))(HIDDEN, *given, **options)
 
 
-def objective_given(logps: Any = PER_TOKEN, batch: Any = RIGHT, objective: Any = PACKED, **options: Any) -> Any:
+def objective_given(logps=PER_TOKEN, batch=RIGHT, objective=PACKED, **options):
     return objective_loss(logps, batch, objective, **options)
 
 
-def transform(temperature: Any) -> LogitTransform:
+def transform(temperature):
     return LogitTransform(temperature)
 
 
-def kl_where_old(logp: Any, old_logp: Any, ref_logp: Any) -> Any:
+def kl_where_old(logp, old_logp, ref_logp):
     return ops.where(logp - old_logp > -2.5, logp - ref_logp, 0.0), ops.where(logp - old_logp > -2.5, 1.0, 0.0)
 
 
@@ -123,7 +123,7 @@ def kl_where_old(logp: Any, old_logp: Any, ref_logp: Any) -> Any:
 Wrong = dict[str, Any]
 
 
-def wrong(says: str, value: Any) -> dict[str, Any]:
+def wrong(says, value):
     return value if isinstance(value, dict) else {says.split("|")[0].split(" ")[0].split("=")[0].split("[")[0]: value}
 
 
@@ -467,7 +467,7 @@ ROWS: dict[str, Any] = {
 }
 
 
-def collected() -> list[Any]:
+def collected():
     """(what the message must say, the call) of all tables."""
     zero3: Any = torch.randn(V, H, requires_grad=True)
     zero3.ds_id = 3
@@ -493,7 +493,7 @@ def collected() -> list[Any]:
 class NoWork(TorchDispatchMode):
     """Fails at the first operator of a softmax or a product."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.__name__.partition(".")[0]
         of_rows = args and isinstance(args[0], Tensor) and args[0].shape[-1:] in ((V,), (H,))
         assert not of_rows or name not in ("exp", "exp_", "logsumexp", "_log_softmax", "mm", "addmm"), "work was done"
@@ -501,7 +501,7 @@ class NoWork(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("says, call", collected())
-def test_refused(says: str, call: Call) -> None:
+def test_refused(says, call):
     unchanged = snapshot(
         ids=IDS, ones=ONES, per_token=PER_TOKEN, logits=LOGITS, hidden=HIDDEN, weight=WEIGHT, bias=BIAS, other=OTHER
     )
@@ -515,7 +515,7 @@ def test_refused(says: str, call: Call) -> None:
 
 
 @pytest.mark.parametrize("call", [loss, linear, logps, linear_logps])
-def test_what_is_right_is_computed(call: Call) -> None:
+def test_what_is_right_is_computed(call):
     """The calls above differ from these by what is wrong; and the work that they must not do is noticed."""
     call()
     with NoWork(), pytest.raises(AssertionError, match="work was done"):
@@ -551,7 +551,7 @@ UNKNOWN: list[tuple[Callable[..., Any], str, str]] = [
 
 
 @pytest.mark.parametrize("call, keyword, says", UNKNOWN, ids=lambda x: x if isinstance(x, str) else "")
-def test_unknown_keywords(call: Callable[..., Any], keyword: str, says: str) -> None:
+def test_unknown_keywords(call, keyword, says):
     with pytest.raises(TypeError) as error:
         call(**{keyword: 0.2})
     assert f"'{keyword}'" in str(error.value) and says in str(error.value)
@@ -560,7 +560,7 @@ def test_unknown_keywords(call: Callable[..., Any], keyword: str, says: str) -> 
 # ---- the remedies work
 
 
-def test_what_is_masked_may_be_wrong() -> None:
+def test_what_is_masked_may_be_wrong():
     mask = IDS != IDS[1, 2]
     temperature = torch.where(mask, 1.0, 0.0)
     for value in (-100, V, 2**40):
@@ -586,7 +586,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("field", ["advantages", "old_logps", "ref_logps", "weights", "nll_weights"])
-def test_strict_mode_refuses_nan_at_trained_tokens(field: str, name: str, backend: str) -> None:
+def test_strict_mode_refuses_nan_at_trained_tokens(field, name, backend):
     value, mask = -PER_TOKEN.clone(), PER_TOKEN > 0
     value[1, 2] = value[2, 0] = value[2, 3] = NAN
     mask[2, 0] = False
@@ -602,12 +602,12 @@ def test_strict_mode_refuses_nan_at_trained_tokens(field: str, name: str, backen
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_batch_and_an_objective_that_changed_places(name: str) -> None:
+def test_a_batch_and_an_objective_that_changed_places(name):
     with pytest.raises(ValueError, match=r"(batch|targets) is an? Objective and objective a TokenBatch: .*batch, objective"):
         LOSSES[name](Objective(), batch())
 
 
-def test_without_a_look_at_values_the_device_notices_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_look_at_values_the_device_notices_nan(monkeypatch):
     """On a GPU nobody waits for the comparison; the device stops the program."""
     values_unseen(monkeypatch)
     assert loss(old_logps=-PER_TOKEN, strict=True).loss != 0
@@ -627,6 +627,6 @@ def test_without_a_look_at_values_the_device_notices_nan(monkeypatch: pytest.Mon
         (lambda out: [*out], TypeError, r"no tuple.*out\.loss, out\.metrics"),
     ],
 )
-def test_what_a_loss_is_not_is_said_with_the_remedy(call: Any, kind: type[Exception], message: str) -> None:
+def test_what_a_loss_is_not_is_said_with_the_remedy(call, kind, message):
     with pytest.raises(kind, match=message):
         call(loss(Objective(beta=0.1), ref_logps=-PER_TOKEN))

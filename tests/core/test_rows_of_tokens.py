@@ -32,7 +32,7 @@ RECIPES = [
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_rows_in_chunks(recipe: Recipe, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_chunks(recipe, backend, monkeypatch):
     """Also as on a GPU, where the host does not know how many tokens the rows of a chunk have."""
     in_chunks(monkeypatch, 3)
     monkeypatch.setitem(stream.BLOCK_BYTES, "cpu", 4 * 3 * recipe.vocab)
@@ -48,14 +48,14 @@ ROWS = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4], [6, 7, 8, 9], [6, 7, 8, 10]])
 IDS = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 8], [1, 2, 3, 4], [1, 2, 4, 4]])
 
 
-def leaves(frozen: bool = False) -> tuple[Tensor, Tensor]:
+def leaves(frozen=False):
     g = torch.Generator().manual_seed(5)
     return torch.randn(11, H, generator=g).requires_grad_(), torch.randn(V, H, generator=g).requires_grad_(not frozen)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
 @pytest.mark.parametrize("name", ["dapo", "gspo"])
-def test_rows_in_products(name: str, frozen: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_products(name, frozen, backend, monkeypatch):
     """Each row once in each: three products, two with a frozen head, also where slopes wait, of a prompt whose rows fit a block."""
     found = []
     for chunk, again in ((5, 0), (4, 10 if name == "gspo" and not frozen else 0)):
@@ -69,7 +69,7 @@ def test_rows_in_products(name: str, frozen: bool, backend: str, monkeypatch: py
         assert x is None or y is None or torch.allclose(x, y, rtol=0, atol=1e-6)
 
 
-def test_slopes_that_cancel_are_not_projected_back(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slopes_that_cancel_are_not_projected_back(backend, monkeypatch):
     """In rows 0 and 1 of the first prompt, where its rollouts have the same tokens. In row 2 the sum of their slopes is 0, too."""
     (hidden, weight), rows = leaves(), count_products(monkeypatch)
     logps, _ = linear_logprobs(hidden, weight, IDS, rows=ROWS, options=Options(backend))
@@ -79,7 +79,7 @@ def test_slopes_that_cancel_are_not_projected_back(backend: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
-def test_a_likely_token_beside_one_without_a_slope(frozen: bool) -> None:
+def test_a_likely_token_beside_one_without_a_slope(frozen):
     """1 - p of a probability near 1 is no difference of numbers that were rounded to bf16, as the rows of a GPU's products are."""
     hidden, weight = torch.ones(1, H), torch.zeros(V, H)
     weight[7], weight[3, :4] = 1.2, 0.3
@@ -100,7 +100,7 @@ def test_a_likely_token_beside_one_without_a_slope(frozen: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["dapo", "gspo", "log-probs"])
-def test_probabilities_near_1_keep_their_digits(name: str, backend: str) -> None:
+def test_probabilities_near_1_keep_their_digits(name, backend):
     """From whichever sums their logits are: a log-prob of -1e-5 is none of 1e-6, and below 0."""
     g = torch.Generator().manual_seed(2)
     weight = torch.randn(V, 300, generator=g)

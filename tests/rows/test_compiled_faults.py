@@ -45,7 +45,7 @@ OF_THE_OTHER_WARP = "ld.shared.b32 %r5, [%r4];\n"
 TWO_COPIES = COPY + COPY.replace("%r3 + 0", "%r3 + 1024") + "cp.async.wait_group 1;\n"
 
 
-def by_hand(body: str, order: int = 0) -> tuple[set[str], torch.Tensor]:
+def by_hand(body, order=0):
     """The kinds of faults that are reported, and memory that the kernel gets, of 64 times 16 bytes, with two numbers between two
     rows behind it that belong to no tensor."""
     memory = torch.arange(512, dtype=torch.int32)
@@ -80,7 +80,7 @@ def by_hand(body: str, order: int = 0) -> tuple[set[str], torch.Tensor]:
         ("ld.global.b32 %r5, [%rd2+2];\n", {MISALIGNED}),
     ],
 )
-def test_a_fault_is_reported(body: str, faults: set[str], order: int) -> None:
+def test_a_fault_is_reported(body, faults, order):
     found, x = by_hand(body, order)
     assert faults <= found and bool(faults) == bool(found)  # one may bring another with it
     if "st.global" in body and not faults:
