@@ -32,6 +32,7 @@ TABLE: list[tuple[Recipe, dict[str, tuple[Any, ...]]]] = [
     (replace(LOGPS, lengths=(65_537,), vocab=3), {}),
     (replace(LOGPS, lengths=(1,), vocab=1_000_003), {}),
     (Recipe(lengths=(9,), vocab=4000, kept="long"), {"door": ("loss", "logprobs"), "source": AXES["source"]}),
+    (Recipe(lengths=(200,), vocab=65, kept="long"), {"source": AXES["source"]}),  # with sets of the width of a group, 64
     (LOGPS, {"extreme": ("absent", "ends"), "dtype": AXES["dtype"], "vocab": (7, 300, 9000)}),
     (replace(LOGPS, source="hidden", dtype="float16", spread=5e4), {"transform": ("none", "everything")}),
     (ITSELF, {"exact": AXES["exact"], "dtype": ("float32", "bfloat16"), "objective": ("dapo, exact", "gspo, exact")}),

@@ -90,16 +90,12 @@ def test_what_no_slot_names_is_not_read(module, dtype):
     assert (found[0] == -torch.inf).all() and not any(x.any() for x in found[1:])
 
 
-def check_one_rounding(module, dtype):
-    n, eps, out = 64, torch.finfo(dtype).eps, torch.ones(2, 21, dtype=dtype)
-    module.add_hidden_rows(torch.full((n,), eps / 4), slots_of([[1]] * n), torch.ones(n, 21, dtype=dtype), out)
-    assert (out[1] == 1 + eps * n / 4).all() and (out[0] == 1).all()
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_are_rounded_once(module, dtype):
     """Terms that are each too small for the sum's dtype still count."""
-    check_one_rounding(module, dtype)
+    n, eps, out = 64, torch.finfo(dtype).eps, torch.ones(2, 21, dtype=dtype)
+    module.add_hidden_rows(torch.full((n,), eps / 4), slots_of([[1]] * n), torch.ones(n, 21, dtype=dtype), out)
+    assert (out[1] == 1 + eps * n / 4).all() and (out[0] == 1).all()
 
 
 def results(module, values, slots, hidden, weight):

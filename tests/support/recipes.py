@@ -63,7 +63,6 @@ class Recipe:
     also: str = "entropy"  # of log-probs: nothing, entropy, detached, sum_squares, at: further ids, log_kept_mass, all
     weight_grad: str = "none"  # memory that the gradient of the weight is added to: none, float32, of weight
     ranks: int = 1  # that the vocabulary is cut over
-    mode: str = "autograd"  # autograd, compile, func, checkpoint
     seed: int = 0
 
     def __str__(self) -> str:
@@ -129,7 +128,7 @@ def legal(r: Recipe) -> Recipe:
         plain |= {"inplace": False, "extreme": "none"}
         if r.dtype != "float32":
             plain["head"] = "of hidden"
-        if r.frozen != "nothing" or r.mode == "func":
+        if r.frozen != "nothing":
             plain["weight_grad"] = "none"
     if r.door != "loss":
         plain |= {"objective": "dapo", "given": "everything", "normalizer": None, "skip_inactive": False}
@@ -156,7 +155,7 @@ def legal(r: Recipe) -> Recipe:
         plain |= {"missing": "include", "over": "kept"}
     if "listed" in now.others and now.draws_sets:
         plain |= {"kept": "none", "missing": "include", "over": "kept"}
-    if now.over != "kept" or now.also in ("log_kept_mass", "all") or len(now.others) > 1 or now.mode in ("func", "compile"):
+    if now.over != "kept" or now.also in ("log_kept_mass", "all") or len(now.others) > 1:
         plain["inplace"] = False
     if "listed" not in now.others:
         plain["tail"] = "bin"
@@ -179,7 +178,7 @@ def legal(r: Recipe) -> Recipe:
     if now.door != "loss" or now.others or now.extreme == "absent":
         plain["listed"] = "none"
     if now.ranks > 1:
-        plain |= {"vocab": max(now.vocab, 2 * now.ranks), "mode": "autograd"}
+        plain["vocab"] = max(now.vocab, 2 * now.ranks)
     return replace(now, **plain)
 
 
