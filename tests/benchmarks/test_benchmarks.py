@@ -85,7 +85,7 @@ def one_row(factor):
     return change
 
 
-WRONG: dict[str, Found] = {
+WRONG = {
     "a row of zeros": {"change": one_row(0.0)},
     "a row of NaN": {"change": one_row(math.nan)},
     "k1 for k3": {
@@ -242,7 +242,7 @@ def clock(monkeypatch):
 
 def test_rounds_are_interleaved_rotated_and_timed_alone(clock):
     """A warm-up, then three rounds. What is restored before a run is not timed; a time is the median, with quantiles."""
-    order: list[str] = []
+    order = []
     lengths = {"a": [99.0, 10.0, 40.0, 20.0], "b": [99.0, 5.0, 5.0, 5.0], "c": [99.0, 7.0, 8.0, 9.0]}
 
     def spend(name, ms):
@@ -306,8 +306,8 @@ class Planned:
 
     def __init__(self, monkeypatch, out):
         self.out, self.cells = out, [Cell("logits", 32, 512, dtype) for dtype in (FP32, BF16)]
-        self.log: list[tuple[Cell, Any, Any]] = []
-        self.failure: BaseException | None = None  # raised at the second cell
+        self.log = []
+        self.failure = None  # raised at the second cell
         monkeypatch.setattr(suites.Suite, "plan", lambda *_: [suites.Planned(cell) for cell in self.cells])
         monkeypatch.setattr(suites, "measure", self.measure)
 
@@ -376,7 +376,7 @@ def test_a_provider_that_breaks_cuda_is_left_out_the_next_time(planned, monkeypa
 
 
 def test_the_command_measures_with_current_kernels_only_and_ends_with_the_promise(monkeypatch, capsys):
-    stale: list[Finding] = []
+    stale = []
     monkeypatch.setattr(machine, "findings", lambda needed: stale)
     for unmeasured, promise in (([], (False, "broken")), (["hidden: no room"], (True, "kept"))):
         monkeypatch.setattr(command, "run", lambda *_, unmeasured=unmeasured: ([], unmeasured))

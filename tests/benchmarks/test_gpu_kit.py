@@ -11,7 +11,6 @@ import tarfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -165,7 +164,7 @@ def test_no_time_for_all_combinations_is_no_failure(ran, failed, well, stage, mo
     found = stage("correctness")
 
     def out_of_time(*command, GRPO_KERNELS_TEST_REPORT, **_):
-        lines: list[dict] = [{"collected": {"a": 5}, "first": {"a": 3}}]
+        lines = [{"collected": {"a": 5}, "first": {"a": 3}}]
         each = {"message": "so wrong", "properties": {"off": 0.5}}
         lines += [each | {"test": f"a::test_it[{i}]", "outcome": "failed" if i < failed else "passed"} for i in range(ran)]
         Path(GRPO_KERNELS_TEST_REPORT).write_text("\n".join(map(json.dumps, lines)))
@@ -245,7 +244,7 @@ def test_the_first_wait_is_found_and_the_mode_taken_back(cuda):
     def raises(text):
         raise RuntimeError(text)
 
-    event: Any = torch.cuda.Event
+    event = torch.cuda.Event
     assert gpu_counters.first_wait(lambda: None) is None and gpu_counters.first_wait(event(True).synchronize) is None
     found = str(gpu_counters.first_wait(lambda: raises("called a synchronizing CUDA operation")))
     assert found.startswith("test_gpu_kit.py:") and "raise RuntimeError" in found
@@ -297,7 +296,7 @@ def test_counters_on_a_gpu(waiting, well, cuda, stage, monkeypatch):
 def test_a_suite_that_breaks_costs_only_itself(stage, monkeypatch):
     """Each suite is a process. If a provider breaks it, it is run again without that provider; if it hangs, the others keep
     their time."""
-    asked: list[tuple[str, float]] = []
+    asked = []
     ends = {"logits": [gpu_stages.LOST_DEVICE, gpu_stages.LOST_DEVICE, 0], "hidden": [1], "active": [None]}
 
     def run(kit, *command, seconds, **_):
@@ -326,7 +325,7 @@ WITHOUT_A_GPU = {
 def test_rehearsal_of_everything(tmp_path):
     """The calls of docs/gpu.md in turn, each from the results of the one before and with an empty work folder, as on a machine
     that keeps nothing. With the versions of such a machine: in an environment that has them."""
-    home: list[str] = []
+    home = []
     for call, stages in CALLS.items():
         out = tmp_path / str(call)
         command = [sys.executable, "-m", "benchmarks.gpu_kit", "--out", str(out), "--rehearse", "--call", str(call), *home]

@@ -4,9 +4,7 @@ gradients, loss scales."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -197,7 +195,7 @@ def loss(logits, teacher=None, transform=None, normalizer=None, **fields):
 
 
 #: What a call in place would overwrite -> the call, on memory [B, T, V + 8] in fp32.
-IN_PLACE: list[tuple[str, Callable[[Tensor], Any]]] = [
+IN_PLACE = [
     ("ref_logits", lambda x: loss(x[:, 1:, :V], x[:, :-1, :V])),
     ("ref_logits[0]", lambda x: loss(x[..., :V], (x[..., 8:], LogitTransform(2.0)))),
     ("ref_logits[0][1]", lambda x: loss(x[..., :V], [(torch.zeros(B, T, V), x[..., 3])])),
@@ -259,7 +257,7 @@ def test_megatrons_main_grad(kept, name, backend):
     for shared, other in ((False, False), (True, False), (False, True)):
         total = memory()
         call = with_memory(kept, backend, name, total)
-        weight: Any = call.leaves[1]
+        weight = call.leaves[1]
         weight.main_grad, weight.grad_added_to_main_grad = memory() if other else total, False
         weight.zero_out_wgrad = shared
         loss = call.values()["loss"]

@@ -7,7 +7,6 @@ import copy
 import math
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -87,7 +86,7 @@ def test_shift_never_crosses_a_sequence():
     at, cuts, segments = torch.arange(10, 21), [0, 4, 4, 5, 11], torch.tensor([7, 7, 7, 7, 2, 5, 5, 5, 5, 5, 5])
     completion = torch.tensor([0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1]).bool()
     expected = [row for lo, hi in pairwise(cuts) for row in [*range(lo + 1, hi), None][: hi - lo]]
-    known: list[dict[str, Tensor]] = [{"cu_seqlens": torch.tensor(cuts).int()}, {"segment_ids": segments}]
+    known = [{"cu_seqlens": torch.tensor(cuts).int()}, {"segment_ids": segments}]
     for segmented in known:
         targets, mask = shift_targets(at, mask=completion, **segmented)
         assert mask.tolist() == [row is not None and bool(completion[row]) for row in expected]
@@ -183,7 +182,7 @@ def test_every_format_gives_the_same_sets(rows, dtype, fill, seed):
 def test_lists_of_sequences():
     """Each token either has a record or was not generated. Sequences without records may have any mask."""
     generated = torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]]).bool()
-    records: list[Any] = [[[2, 1], None], [[7], [2, 1], []], None, [[3], [4], [5], [6]]]
+    records = [[[2, 1], None], [[7], [2, 1], []], None, [[3], [4], [5], [6]]]
     expected = [[[], [2, 1], [], []], [[7], [], [2, 1], []], [[]] * 4, [[3], [4], [5], [6]]]
     assert_facts(TokenSets.from_lists(records, generated=generated), [row for rows in expected for row in rows])
     # Packed: the same rows, with each sequence cut to another length.
@@ -322,7 +321,7 @@ def test_as_the_samplers_do(order, rows, grid, temperature, **rules):
     assert sets.ids.dtype == torch.int32
 
 
-RULES: list[dict[str, Any]] = [{"top_k": 50}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.9, "min_p": 0.02}]
+RULES = [{"top_k": 50}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.9, "min_p": 0.02}]
 
 
 TEMPERATURES = {

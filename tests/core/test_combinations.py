@@ -8,7 +8,6 @@ import os
 import random
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ ITSELF = Recipe(objective="dapo, exact", others=("itself",), inplace=True, seed=
 #: those beside a term of likelihood; sets, and a factor that the backward brings; real vocabularies, and more rows than a dimension
 #: of a grid has; sets of one to thousands of ids; impossible logits, those at the ends of a dtype and, from hidden states, beyond
 #: fp16; a teacher that is the same logits, which are overwritten; no rows, and no trained row.
-TABLE: list[tuple[Recipe, dict[str, tuple[Any, ...]]]] = [
+TABLE = [
     (Recipe(objective="dapo, exact", kept="some", missing="full", others=("near",)), {"seed": (0, 1)}),
     (Recipe(objective="dapo, exact", others=("whole", "near")), {}),
     (Recipe(kept="some", upstream=0.5), {"source": AXES["source"], "frozen": ("nothing", "hidden"), "objective": ("dapo", "gspo")}),

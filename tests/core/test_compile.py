@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -165,7 +164,7 @@ class Calls(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.seen: list[tuple[str, tuple[Any, ...]]] = []
+        self.seen = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -151,7 +150,7 @@ def test_a_temperature_on_a_view_makes_no_copy(entropy, backend, monkeypatch):
             result = f()
         return result, sorted(shape for shape in made.shapes if math.prod(shape) > 8 * 601)
 
-    given: dict[str, Any] = {"transform": transform, "options": Options(backend)}
+    given = {"transform": transform, "options": Options(backend)}
     (logps, _), forward = large(lambda: token_logprobs(leaf[:, :-1], targets, entropy=entropy, **given))
     assert forward == [] and large(lambda: logps.sum().backward())[1] == [(4, 8, 601), (4, 9, 601)]
     batch, objective, source = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -91,7 +90,7 @@ def test_a_function_of_ones_own(backend):
 
 
 #: A surrogate and a trust region of which either takes some ids of the sampler below and leaves others.
-CENTERED: dict[str, tuple[Any, ...]] = {
+CENTERED = {
     "reinforce": (PolicyGradient(),), "tis": (Cispo(1.1),), "both bounds": (Cispo(1.1, 0.9),),
     "icepop": (Cispo(math.inf), TrustRegion("ratio", 0.15, 0.1)), "ipo": (ImportanceSampling(), TrustRegion("symmetric-tv", 0.02, 0.02)),
     "ppo": (Clip(0.1, 0.1),),

@@ -4,8 +4,6 @@ does to them: tiny models with random weights."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -181,7 +179,7 @@ def offloaded(model):
     return model
 
 
-AROUND: dict[str, Callable[[Any], Any]] = {
+AROUND = {
     "accelerate": lambda model: offloaded(prepared(model)),
     "accelerate around LoRA": lambda model: prepared(lora(model)),
     "LoRA in the body": lora,
@@ -241,7 +239,7 @@ def aligned(**changes):
 IDS, COMPLETION = make_inputs()[0]["input_ids"], make_inputs()[1]
 UNSHIFTED = {"targets": IDS, "mask": COMPLETION}
 
-BATCHES: dict[str, tuple[dict[str, Any], str]] = {
+BATCHES = {
     "targets that were not shifted": (UNSHIFTED, r"batch.targets\[0, 3\]=.* follows in input_ids.*shift_targets"),
     "the first tokens, not the last": ({"targets": IDS[:, :4], "mask": None}, r"batch.targets\[0, 0\]=.* follows"),
     "a last token that is trained on": (
@@ -306,7 +304,7 @@ class Mine(nn.Module):
         return ids
 
 
-REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+REFUSED = {
     "LoRA on the head": (lambda model: lora(model, target_modules=["lm_head"]), "carries an adapter"),
     "prompt tuning": (prompted, "PromptTuningConfig, whose prompt"),
     "a hooked model": (hooked_above, "the model, a LlamaForCausalLM, has hooks"),

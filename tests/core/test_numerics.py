@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -30,18 +29,18 @@ def of_papers(names, **changes):
     return {name: replace(ours[name], **changes) for name in names.split()}
 
 
-TRL: dict[str, Any] = {"kl_weighting": "ratio", "entropy_aggregate": "token-mean"}
-VERL: dict[str, Any] = {"clamp_log": 20.0, "clamp": 10.0, "count_empty": False}
-OPENRLHF: dict[str, Any] = {"kl": "k1", "clamp": 10.0, "kl_aggregate": "token-mean", "entropy_aggregate": "token-mean"}
-NEMO: dict[str, Any] = {"kl_weighting": "score", "clamp_log": 20.0, "clamp": 10.0, "beta": 0.01}
-SKYRL: dict[str, Any] = {
+TRL = {"kl_weighting": "ratio", "entropy_aggregate": "token-mean"}
+VERL = {"clamp_log": 20.0, "clamp": 10.0, "count_empty": False}
+OPENRLHF = {"kl": "k1", "clamp": 10.0, "kl_aggregate": "token-mean", "entropy_aggregate": "token-mean"}
+NEMO = {"kl_weighting": "score", "clamp_log": 20.0, "clamp": 10.0, "beta": 0.01}
+SKYRL = {
     "clamp_log": 20.0, "clamp": 10.0, "kl_aggregate": MEAN, "entropy_aggregate": "token-mean", "beta": 1e-3
 }  # fmt: skip
 TWO_SIDED = Spec("cispo", cap=1.2, low=0.8)
 FAMILY = "grpo dapo bnpo dr_grpo gspo cispo sapo vespo"
 SYMMETRIC = {"eps_high": 0.2}  # of dapo: its upper bound is the user's
 
-TRAINERS: dict[str, dict[str, Spec]] = {
+TRAINERS = {
     "trl": of_papers(f"{FAMILY} luspo rloo a2po", **TRL)
     | of_papers("dapo", **SYMMETRIC, **TRL)
     | of_papers("gmpo", entropy_aggregate="token-mean"),

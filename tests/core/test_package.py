@@ -10,10 +10,8 @@ import sys
 import tarfile
 import threading
 import zipfile
-from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -131,7 +129,7 @@ def change(path):
 
 
 #: What makes the installed module another's -> what is said of it.
-SPOILT: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
+SPOILT = {
     "sources": (change("csrc/simd.h"), "was built from other C++ sources"),
     "version": (lambda checkout, site: describe(site, "0.0.1"), "is version 0.0.1 and this is"),
 }
@@ -303,7 +301,7 @@ def test_replicated_dtensors_are_taken_as_their_local_tensors(mesh, backend):
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     def gradients(*distributed):
-        leaves: list[Any] = [x.clone() for x in (HIDDEN, WEIGHT, BIAS)]
+        leaves = [x.clone() for x in (HIDDEN, WEIGHT, BIAS)]
         for i in distributed:
             leaves[i] = distribute_tensor(leaves[i], mesh, [Replicate()])
         leaves = [x.requires_grad_() for x in leaves]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -91,7 +90,7 @@ def test_rows_beside_one_with_a_set(chunks, backend, monkeypatch):
 ONE, TEACHER = TokenSets.from_lists([[3, 4]] * (B * T)), torch.full((2 * B * T,), -1.0)
 #: Calls of log-probs with a frozen head -> rows in the products of logits and hidden states, in units of N. What has a gradient
 #: beside them, or is not what the loss reads, is not made ahead.
-FROZEN: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+FROZEN = {
     "log-probs": ({}, (1, 1)),
     "entropy without a gradient": ({"entropy": "detached", "also": ("top_prob",)}, (1, 1)),
     "entropy": ({"entropy": True}, (2, 1)),
@@ -164,7 +163,7 @@ def test_without_products_the_weight_may_be_gone(backend):
     def gone(weight):
         weight.data = torch.empty(0)
 
-    results: list[Any] = []
+    results = []
     for take_away in (lambda _: None, gone):
         (hidden, weight), (_, trained), b = leaves(True), leaves(False), batch()
         logps, _ = linear_logprobs(hidden, weight, b.targets, mask=MASK, options=Options(backend))

@@ -4,11 +4,9 @@ logits and of heads, against the float64 answers of whole problems; and what the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -37,7 +35,7 @@ WHOLE_BATCH = ("clip-cov", "kl-cov", "entropy quantile, bonus of its own")  # th
 @contextmanager
 def counted():
     """Bytes of each collective, by name; any other than these two fails."""
-    sizes: dict[str, list[int]] = {"all_gather": [], "all_reduce": []}
+    sizes = {"all_gather": [], "all_reduce": []}
     gather, reduce = shard_of_rows.all_gather, dist.all_reduce
 
     def all_gather(out, x, group):
@@ -176,7 +174,7 @@ def check_a_mask_that_was_written(rank, ranks):
     """What the ranks have told each other of a batch is told again where all of them wrote to what it depends on."""
     g = torch.Generator().manual_seed(rank)
     logits, mask = torch.randn(6, 11, generator=g), torch.ones(6, dtype=torch.bool)
-    fields: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 4, 6]), "old_logps": torch.randn(6, generator=g), "mask": mask}
+    fields = {"cu_seqlens": torch.tensor([0, 4, 6]), "old_logps": torch.randn(6, generator=g), "mask": mask}
 
     def batch():
         return TokenBatch(torch.zeros(6).long(), torch.tensor([[1.0], [-2.0]]), context_group=dist.group.WORLD, **fields)
@@ -207,7 +205,7 @@ def check_collectives(rank, ranks):
 
 
 #: Corrections that look at whole sequences.
-CORRECTIONS: dict[str, Callable[[TokenBatch, Tensor], Tensor]] = {
+CORRECTIONS = {
     "product": lambda b, now: importance_weights(b, level="sequence", high=2.0),
     "geometric": lambda b, now: importance_weights(b, level="geometric", mode="mask", low=0.5, high=2.0),
     "largest": lambda b, now: rejection_mask(b, over="max", high=3.0),
@@ -332,7 +330,7 @@ def check_any_cut(rank, ranks):
             dist.all_reduce(share)
             found.gradients["hidden"] = share.to(p.clean["hidden"].dtype)
         compare(mine, without_padding(found, mine))
-        everyone: list[Any] = [None] * ranks
+        everyone = [None] * ranks
         dist.all_gather_object(everyone, found.values)
         assert all(torch.equal(x, everyone[0][name]) for name, x in found.values.items()), f"{recipe}: ranks disagree"
 

@@ -128,7 +128,7 @@ def wrong(says, value):
 
 
 #: Fields of a batch.
-BATCH: Wrong = {
+BATCH = {
     "targets|[3, 4, 8]|[B, T]": torch.zeros(B, T, 8, dtype=torch.int64),
     "targets|torch.float32|int64": PER_TOKEN,
     "targets|list|int64 tensor": [1],
@@ -164,7 +164,7 @@ BATCH: Wrong = {
     },
 }  # fmt: skip
 
-OFFSETS: Wrong = {
+OFFSETS = {
     "cu_seqlens|[1, 12]|from 0": [1, 12],
     "cu_seqlens|[0, 5, 11]|12": [0, 5, 11],
     "cu_seqlens|[0, 7, 5, 12]|rise": [0, 7, 5, 12],
@@ -172,7 +172,7 @@ OFFSETS: Wrong = {
 }
 
 #: Keywords of both functions of logits.
-OF_LOGITS: Wrong = {
+OF_LOGITS = {
     "logits|[3, 3, 11]|[3, 4]|logits[:, :-1]": LOGITS[:, :-1],
     "logits|[3, 4, 0]|vocabulary is empty": LOGITS[..., :0],
     "logits|torch.int64|float32, bfloat16 or float16": LOGITS.long(),
@@ -189,7 +189,7 @@ OF_LOGITS: Wrong = {
 }  # fmt: skip
 
 #: Keywords of both functions of hidden states.
-OF_HIDDEN: Wrong = {
+OF_HIDDEN = {
     "hidden|[3, 4, 8]|weight|[11, 7]|must agree": {"weight": WEIGHT[:, :-1]},
     "hidden|[3, 4, 8]|weight|[8, 11]|[V, H]": {"weight": WEIGHT.t()},
     "hidden|[3, 4, 11]|[11, 8]|logits|grpo_loss": LOGITS,
@@ -214,7 +214,7 @@ OF_HIDDEN: Wrong = {
 }
 
 #: Fields of an objective. The message begins with the name of the first.
-OBJECTIVES: list[dict[str, Any]] = [
+OBJECTIVES = [
     {"surrogate": "clip"}, {"level": "group"}, {"aggregate": "mean"},
     {"kl_aggregate": "mean"}, {"entropy_aggregate": "token_mean"}, {"beta": -0.1}, {"beta": NAN}, {"beta": "0.1"},
     {"kl": "k4"}, {"kl": None}, {"entropy_coef": INF}, {"max_tokens": 0}, {"max_tokens": 2.5},
@@ -228,7 +228,7 @@ OBJECTIVES: list[dict[str, Any]] = [
 
 #: What an objective lacks in a batch of packed rows -> the objective, fields of the batch.
 CUT, REF = {"cu_seqlens": torch.tensor([0, 12])}, {"ref_logps": torch.zeros(B * T)}
-LACKING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+LACKING = [
     ("ref_logps is None|beta=0.1|beta=0", {"beta": 0.1}, {}),
     ("sampler_logps is None", {"filters": (TrustRegion(anchor="sampler"),)}, {}),
     ("max_tokens is None|constant|normalizer=", {"aggregate": "constant"}, CUT),
@@ -244,7 +244,7 @@ LACKING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 FIVE, TWO = TokenSets.from_lists([[3, 1], [], [7], [2, 9, 4], []]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
 TOO_HIGH = sets([[V]])
 #: What is called -> what the message must say -> what is wrong.
-CALLS: list[tuple[Callable[..., Any], Wrong]] = [
+CALLS = [
     (loss, {
         "targets[1, 2]|11|[0, 11)|mask": with_ids(V),
         "targets[1, 2]|-100|[0, 11)": {"targets": with_ids(-100), "mask": IDS > 3},
@@ -392,7 +392,7 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
 MASK = torch.tensor([[0, 1, 1], [1, 0, 0]])
 RECORDS = {"generated": MASK}
 #: How sets of ids are made -> what is right of it, and what a message must say -> what is changed.
-SETS: list[tuple[Callable[..., Any], dict[str, Any], Wrong]] = [
+SETS = [
     (TokenSets, {"ids": torch.tensor([4, 6, 1]), "offsets": torch.tensor([0, 2, 3]), "values": torch.zeros(3)}, {
         "ids is list: pass int32 or int64 [nnz]": [1, 2, 3],
         "ids is torch.float32: pass int32 or int64": ONES,
@@ -459,7 +459,7 @@ SETS: list[tuple[Callable[..., Any], dict[str, Any], Wrong]] = [
 ]  # fmt: skip
 
 #: Rows that are asked for -> what the message must say.
-ROWS: dict[str, Any] = {
+ROWS = {
     "pass a slice, integers, or a bool of the shape of targets. For one row, ": 3,
     "rows is torch.float32 [3]: pass a slice": ONES,
     "row 5 is asked for, but there are 5": torch.tensor([0, 5]),
@@ -469,11 +469,11 @@ ROWS: dict[str, Any] = {
 
 def collected():
     """(what the message must say, the call) of all tables."""
-    zero3: Any = torch.randn(V, H, requires_grad=True)
+    zero3 = torch.randn(V, H, requires_grad=True)
     zero3.ds_id = 3
     grows = {"weight": torch.randn(V, H, requires_grad=True)}
     gathered = {"ZeRO-3 gathers this weight for a moment": {"weight": zero3, "weight_grad": torch.zeros(V, H)}}
-    tables: list[tuple[Any, dict[str, Any], Wrong]] = [
+    tables = [
         (batch, {}, BATCH), (packed, {}, OFFSETS), 
         *((f, {}, OF_LOGITS) for f in (loss, logps)), *((f, grows, OF_HIDDEN | gathered) for f in (linear, linear_logps)),
         *((Objective, {}, {f"{next(iter(fields))}=": fields}) for fields in OBJECTIVES),
@@ -530,7 +530,7 @@ MADE = (
 )  # fmt: skip
 
 #: A call with a keyword that it does not know, and what the message must say of it.
-UNKNOWN: list[tuple[Callable[..., Any], str, str]] = [
+UNKNOWN = [
     (batch, "old_logprobs", "Did you mean old_logps?"),
     (functools.partial(TokenBatch.from_rewards, IDS, ONES, group_size=3), "masks", "Did you mean mask?"),
     (Objective, "agregate", "Did you mean aggregate?"),
@@ -576,7 +576,7 @@ def test_what_is_masked_may_be_wrong():
 
 
 #: Every function that makes a loss of a batch and an objective.
-LOSSES: dict[str, Callable[..., Any]] = {
+LOSSES = {
     "grpo_loss": lambda *given, **more: grpo_loss(LOGITS, *given, options=Options(**more)),
     "linear_grpo_loss": lambda *given, **more: linear_grpo_loss(HIDDEN, WEIGHT, *given, options=Options(**more)),
     "head": lambda *given, **more: head(*given, options=Options(**more)),

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -55,7 +54,7 @@ RECIPES = [
     *(drawn(i, door=door, source=x) for i, door in enumerate(("logprobs", "divergence")) for x in ("logits", "hidden")),
 ]
 #: A loss of one pass, one of two, and log-probs.
-CALLS: tuple[dict[str, Any], ...] = (
+CALLS = (
     {"objective": "grpo, k3 and entropy"}, {"objective": "gspo, k3 by the ratio"}, {"door": "logprobs"},
 )  # fmt: skip
 #: Objectives that look at all tokens, or at those of a group.

@@ -8,7 +8,6 @@ import sys
 import types
 import warnings
 from math import inf, nan
-from typing import Any
 
 import pytest
 import torch
@@ -140,8 +139,8 @@ def test_a_formula_is_traced_again_only_where_it_differs(make, first, second, ag
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
-C: Any = None
-helper: Any = None
+C = None
+helper = None
 
 
 HELPERS = {0.5: lambda x: 0.5 * x, 2.5: lambda x: 2.5 * x, -1.0: lambda x: -1.0 * x}

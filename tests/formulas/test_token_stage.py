@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import inf, nan
-from typing import Any
 
 import pytest
 import torch
@@ -72,7 +71,7 @@ def batch_with(layout, mask, without):
             seed=SEED,
         )
     )
-    fields: dict[str, Any] = {"groups": torch.tensor([3, 1, 1, 3, 0]), **dict.fromkeys(without.split())}
+    fields = {"groups": torch.tensor([3, 1, 1, 3, 0]), **dict.fromkeys(without.split())}
     logps, entropy = (exact_of(p.recipe)[0].values[name].float().reshape(-1) for name in ("logps", "entropy"))
     return replace(batch_of(p), **fields), logps, entropy
 

@@ -12,7 +12,6 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -137,7 +136,7 @@ def described(folder):
 def loaded(folder, monkeypatch):
     """As the library's loader does: by the file of the build, under its id."""
     name = described(folder)["id"]
-    spec: Any = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
     monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
     spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]

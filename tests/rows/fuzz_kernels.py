@@ -25,7 +25,7 @@ from grpo_kernels.rows.backends import cpu, cpu_products
 from grpo_kernels.rows.partials import RowTransform
 from support import amx
 from support.bits import same_bits
-from support.kernel_rows import DTYPES, KINDS, Found, Rows, beside, check, ways
+from support.kernel_rows import DTYPES, KINDS, Rows, beside, check, ways
 
 Tensor = torch.Tensor
 Draw = random.Random
@@ -51,7 +51,7 @@ class Memory:
     def begin(self):
         """Forget what was taken."""
         self.used = PAGE
-        self.taken: list[tuple[Tensor, int, Tensor]] = []  # pages, where the tensor begins in them, the tensor
+        self.taken = []  # pages, where the tensor begins in them, the tensor
         protect(self.bytes.data_ptr(), len(self.bytes), 0)
 
     def strided(self, shape, strides, dtype):
@@ -178,7 +178,7 @@ def rows(memory):
     outside = [i for i in range(r.count) if not part[0] <= i < part[1]]
     unread = [i for i in range(r.count) if i in outside or (r.read is not None and not r.read[i])]
     for way, one in ways(r):
-        found: list[Found] = []
+        found = []
         for isa in cpu._cpu.isas():
             cpu._cpu.use_isa(isa)
             memory.begin()

@@ -60,7 +60,7 @@ def product(name, *operands):
 ROWS = ("logits", "inv_temperature", "targets")
 BESIDE = (*ROWS, "second.logits")
 #: Functions of a backend, and the tensors that they take to a kernel, by their names in an error.
-OF_ROWS: dict[str, tuple[Call, tuple[str, ...]]] = {
+OF_ROWS = {
     "stats": (lambda b, x: b.stats(rows(x), ENTROPY), (*ROWS, "read")),
     "pull": (pull, (*ROWS, "out", "partials", "slopes")),
     "fused": (fused, (*ROWS, "read", "out")),
@@ -70,7 +70,7 @@ OF_ROWS: dict[str, tuple[Call, tuple[str, ...]]] = {
     "pull beside": (pull, (*BESIDE, "out", "partials", "slopes")),
     "fused beside": (fused, (*BESIDE, "read", "out")),
 }  # fmt: skip
-OF_SLOTS: dict[str, tuple[Call, tuple[str, ...]]] = {
+OF_SLOTS = {
     "slot_logits": (lambda b, x: b.slot_logits(x["hidden"], x["weight"], slots(x)), ("hidden", "weight", "slots.ids", "slots.rows")),
     "add_weight_rows": (
         lambda b, x: b.add_weight_rows(x["values"], slots(x), x["weight"], x["out"]), ("values", "weight", "out", "slots.ids", "slots.rows")
@@ -79,7 +79,7 @@ OF_SLOTS: dict[str, tuple[Call, tuple[str, ...]]] = {
         lambda b, x: b.add_hidden_rows(x["values"], slots(x), x["hidden"], x["out"]), ("values", "hidden", "out", "slots.ids", "slots.rows")
     ),
 }  # fmt: skip
-OF_PRODUCTS: dict[str, tuple[Call, tuple[str, ...]]] = {
+OF_PRODUCTS = {
     "logits": product("logits", "hidden", "weight", "bias", "out"),
     "d_hidden": product("d_hidden", "gradient", "weight", "out"),
     "d_weight": product("d_weight", "gradient", "hidden", "start", "out"),

@@ -5,10 +5,8 @@ same for the Triton kernels as compiled, benchmarks/gpu_kit.py on a GPU."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
-from typing import Any
 
 import pytest
 import torch
@@ -88,7 +86,7 @@ def sure(x, targets):
 
 LOWEST = torch.finfo(torch.float32).min
 LATE = V - V % 64  # behind the steps of the widest instruction set
-HARD: dict[str, Callable[[Tensor, Tensor], Any]] = {
+HARD = {
     "confident": sure,
     "far up": lambda x, _: x.add_(1e4),
     "far down": lambda x, _: x.sub_(1e4),
@@ -120,7 +118,7 @@ def test_hard_rows(module, name):
         check_each_way(module, replace(r, logits=held.to(dtype)))
 
 
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+VIEWS = {
     "all but the last token": lambda x: x[:, :-1],
     "every second row": lambda x: x[:, ::2],
     "a column of sequences": lambda x: x.transpose(0, 1),

@@ -7,7 +7,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -50,7 +49,7 @@ def refuse(monkeypatch):
     run = InterpretedFunction.run
 
     def set_up(*kernels, above=0, error=OUT, compiling=False):
-        launches: Counter[tuple[str, int]] = Counter()
+        launches = Counter()
 
         def refusing(self, *arguments, grid, warmup, **flags):
             name = self.__name__.removeprefix("_").removesuffix("_kernel")
@@ -124,7 +123,7 @@ def test_eager_takes_the_calls_of_a_kernel_that_cannot_run(kernels, recipe, refu
 @pytest.mark.parametrize("how", ("strict", "by name"))
 def test_no_fallback_where_none_is_allowed(how, refuse):
     """The logits are left as they are. A smaller tile is no fallback."""
-    given: dict[str, Any] = {"strict": {"strict": True}, "by name": {"backend": "triton"}}[how]
+    given = {"strict": {"strict": True}, "by name": {"backend": "triton"}}[how]
     p = problem(replace(ONE_VISIT, mask="none", lengths=(4,)))
     logits, batch, objective = p.given["logits"].clone(), batch_of(p), objective_of(p.recipe)
     before, version, launches = logits.clone(), logits._version, refuse("fused", above=0)
