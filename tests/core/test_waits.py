@@ -261,7 +261,13 @@ class Device(SimpleNamespace):
 
 @pytest.fixture
 def device(monkeypatch):
-    found, empty = Device(), torch.empty
+    found, empty, asserted = Device(), torch.empty, torch._assert_async
+
+    def check(condition, message):
+        assert len(message) < 255, "CUDA refuses it"
+        asserted(condition, message)
+
+    monkeypatch.setattr(torch, "_assert_async", check)
     monkeypatch.setattr(torch, "get_device_module", lambda _: found)
     monkeypatch.setattr("grpo_kernels.batch.AHEAD", ("cpu",))
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **kind: empty(*shape, **kind))
@@ -293,6 +299,19 @@ def test_the_host_waits_for_the_counts_once(device, batch):
     device.capturing = False
     batch.mask[0, 1] = False
     assert batch.count("contributing") == 1 and (device.recorded, device.waits) == (2, 2)
+
+
+def test_another_rule_for_missing_targets_makes_one_batch(device, batch):
+    """Whose counts are sent once, so that its second call can be captured; a write makes another."""
+    kept, options = replace(batch, kept=TokenSets.from_lists([[1, 2]] * 6)), Options(missing="mask")
+    loss(kept, options=options)
+    before = device.recorded, device.waits
+    device.capturing = True
+    loss(kept, options=options).backward()
+    device.capturing = False
+    assert (device.recorded, device.waits) == before
+    kept.mask[0, 1] = False
+    assert kept.with_missing("mask").mask.sum() == 1 and device.recorded > before[0]
 
 
 def test_a_first_read_in_a_capture_is_refused(device, batch):
