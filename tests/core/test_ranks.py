@@ -266,11 +266,11 @@ BEFORE_THE_RANKS = ("torch.distributed.tensor.parallel",)
 DIMS = {"logits": -1, "weight": 0, "bias": 0}
 #: Axes of what ranks have to exchange.
 EXCHANGED = "mask kept missing over others exact tail also weight_grad transform extreme spread rows listed".split()
-#: Over sets, of which ranks add up further sums.
-MIXTURES = [
-    Recipe(objective="dapo, exact", source=source, kept="some", others=("whole",), exact="jsd", ranks=2)
-    for source in ("logits", "hidden")
-]
+#: What ranks add up beside the sums of rows: mixtures over sets, logits at listed ids.
+FURTHER = [
+    *(Recipe(objective="dapo, exact", source=source, kept="some", others=("whole",), exact="jsd", ranks=2) for source in ("logits", "hidden")),
+    *(Recipe(source="hidden", listed="some", rows=rows, objective="dapo, k3", given="on-policy", ranks=2) for rows in ("own", "shared", "shuffled")),
+]  # fmt: skip
 HEAD = Recipe(source="hidden", objective="grpo, k3 and entropy", vocab=V, bias="plain", lengths=LENGTHS)
 
 
@@ -319,7 +319,7 @@ def without_padding(found, p):
 
 def check_any_cut(rank, ranks):
     """All ranks have the same values. With reduce_hidden=False each has its own gradient of hidden states, and they add up."""
-    recipes = each_value(covering(ranks=2), ("source",), EXCHANGED) + MIXTURES if ranks == 2 else []
+    recipes = each_value(covering(ranks=2), ("source",), EXCHANGED) + FURTHER if ranks == 2 else []
     for i, recipe in enumerate(recipes):
         p, widths = problem(recipe), list(widths_of(recipe.vocab, ranks).values())[i % 3]
         mine, shard = columns_of(p, widths, rank), VocabShard.of(torch.empty(widths[rank], 1), vocab=recipe.vocab)

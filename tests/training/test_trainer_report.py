@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from typing import Any
 
 import pytest
@@ -211,3 +212,24 @@ def test_both_losses_make_the_same_steps_over_sets_of_k_ids(easy):
     assert fused["reward"] == plain["reward"] and len({*fused["reward"]}) > 1
     assert fused["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4) and min(plain["grad_norm"]) > 0.01
     assert fused["accuracy"] == plain["accuracy"] and fused["kept"] == plain["kept"] == [TINY.top_k, TINY.top_k]
+
+
+def started(tmp_path, name="fused"):
+    demo.warm_up(0, TINY, tmp_path / "warm.pt", progress=False)
+    lines = demo.side(name, tmp_path / "warm.pt", 0, TINY)
+    next(lines)
+    return lines
+
+
+@pytest.mark.parametrize("name", demo.LOSSES)
+def test_the_plain_loss_runs_no_kernel(easy, tmp_path, name):
+    """Otherwise both sides could be ours: no loss and no log-prob of the package is computed."""
+    called = set()
+    lines = started(tmp_path, name)
+    sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_name) if event == "call" else None)
+    try:
+        line = next(lines)
+    finally:
+        sys.setprofile(None)
+    ours = called & {"linear_grpo_loss", "grpo_loss", "linear_logprobs", "token_logprobs"}
+    assert ours == ({"linear_grpo_loss"} if name == "fused" else set()) and line["grad_norm"] > 0
