@@ -1,4 +1,4 @@
-"""Several tokens of a row, in chunks of rows; the products that they take, and digits that they must keep."""
+"""Several tokens of a row, and terms at listed ids, in chunks of rows; the products that rows take, and digits that they keep."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ RECIPES = [
     *(legal(replace(SHARED, objective=name, source=source, listed=listed)) for name in KINDS for source, listed in (("logits", "none"), ("hidden", "some"))),
     *(replace(SHARED, objective=name, source=source, dtype=dtype, inplace=source == "logits")
       for source in ("logits", "hidden") for dtype in ("bfloat16", "float16") for name in ("grpo, k3 and entropy", "gspo")),
+    *(replace(SHARED, rows="own", listed="some", objective=name, source=source)
+      for source in ("logits", "hidden") for name in ("grpo, k3 and entropy", "gspo")),
     *(replace(SHARED, objective="gspo", source="hidden", frozen=frozen, layout="packed") for frozen in ("weight", "hidden")),
     *(replace(SHARED, objective="dapo, k3", kept="some", missing="full", over=over, source="hidden") for over in ("kept", "entropy", "reference")),
     *(replace(SHARED, door="logprobs", source=source, also=also, kept=kept)
