@@ -8,10 +8,8 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 # Imported modules and collected tests stay alive. Searching them for garbage again and again takes a third of the collection time.
 if gc.isenabled():
@@ -47,21 +45,21 @@ LONG = (
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     if "PYTEST_XDIST_WORKER" not in os.environ or config.pluginmanager.hasplugin("support.on_device"):
         return  # which has an order of its own
     rank = {str(Path(__file__).parent / name): i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(str(item.path), len(LONG)))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     gc.freeze()
     atexit.register(gc.unfreeze)  # bindings that look for leaks at exit would report all of it
     gc.enable()
 
 
 @pytest.fixture(params=os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "eager cpu").split())
-def backend(request: pytest.FixtureRequest) -> str:
+def backend(request):
     """Each backend that runs on CPU tensors in this process; Triton's interpreter has a process of its own."""
     if request.param == "cpu":
         from grpo_kernels.rows.backends import cpu
@@ -73,7 +71,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded():
     """torch.manual_seed, which formats a traceback for each device that has not been used yet: a tenth of a small test."""
     if torch.cuda.is_initialized():
         torch.manual_seed(20260)
@@ -82,19 +80,19 @@ def seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def one_thread():
     """With small tensors more threads only cost time, and much of it where other processes share the cores. A test of several sets
     their number itself."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def poisoned_memory(monkeypatch):
     """torch.empty and similar functions, called from the package, return NaN (integers: their minimum), so that an element that
     was never written cannot pass a comparison by chance."""
 
-    def poison(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def poison(make):
+        def made(*args, **kwargs):
             tensor = make(*args, **kwargs)
             if torch.compiler.is_compiling():  # traced tensors have no values
                 return tensor
@@ -118,7 +116,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def stand_ins(monkeypatch):
     """Trainers' modules that a test puts into sys.modules go away with it; their versions are as the adapters know them."""
     before, known, version = set(sys.modules), versions(), metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: known[name] if name in known else version(name))
@@ -129,14 +127,14 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, str]]:
+def on_ranks(tmp_path_factory):
     """The outcomes of a module's checks on a number of ranks, which are started once for all checks."""
     pytest.importorskip("numpy", reason="the checks send objects, for which torch.distributed takes NumPy")
     return functools.cache(lambda module, ranks: run_checks(module, ranks, tmp_path_factory.mktemp(f"ranks{ranks}")))
 
 
 @pytest.fixture(scope="session")
-def tok() -> Any:
+def tok():
     """The tokenizer of the arithmetic example, one token per character."""
     pytest.importorskip("transformers")
     from examples.arithmetic import tokenizer
@@ -145,7 +143,7 @@ def tok() -> Any:
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Any]:
+def mesh():
     """A mesh of this one process."""
     distributed = pytest.importorskip("torch.distributed")
     if not distributed.is_available() or not distributed.is_gloo_available():
@@ -158,7 +156,7 @@ def mesh() -> Iterator[Any]:
 
 
 @pytest.fixture
-def lots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def lots_in_order(monkeypatch):
     """Clip-Cov draws from its candidates: both sides take the first ones."""
     monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n))
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.arange(math.prod(shape)).view(shape) / 1e3)

@@ -78,7 +78,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/rows/stream.py", COMBINATIONS,
         ("what is combined at listed ids is left out", "at_ids, here.ids >= 0)", "at_ids, here.ids < -1)", "tests/core/test_listed.py"),
-        ("listed ids of a block are those of the first", "chunk.slots._replace(rows=at[chunk.slots.rows])", "chunk.slots", "tests/core/test_listed.py"),
+        ("listed ids of a block are those of the first", "chunk.slots._replace(rows=at[chunk.slots.rows])", "chunk.slots", SHARED),
         ("a row has the log-prob of its first id", "self.used & (z == top[rows]), torch.arange", "self.used, torch.arange", SHARED),
         ("ids are as likely as the likeliest", "return torch.where(z == -torch.inf, z, z - torch", "return torch.where(z == -torch.inf, z, 0 * torch", SHARED),
         ("log-probs at ids are those of other sums", "        if self.one is None:", "        if True:", SHARED),
@@ -111,7 +111,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "16-bit memory takes the sum of chunks", "self.total if self.total.dtype == torch.float32 else None", "self.total",
-            RELATIONS,
+            COST,
         ),
         (
             "divergences lack their teacher's weight", "torch.where(weight == 0, 0.0, weight * x)",
@@ -146,7 +146,7 @@ FAULTS: list[Fault] = [
             "the two halves of a product are swapped", "logits, of_second = self.products.logits(both)",
             "of_second, logits = self.products.logits(both)",
         ),
-        ("logits at listed ids are this rank's", "logits if shard is None else shard.sum_over_ranks(logits)", "logits", "tests/core/test_listed.py"),
+        ("logits at listed ids are this rank's", "logits if shard is None else shard.sum_over_ranks(logits)", "logits", RANKS),
         ("the bias's gradient is that of the last chunk", "self.d_bias += ", "self.d_bias = ", RELATIONS),
         (
             "columns are drawn under another row's number", "draws.take(places, self",
@@ -239,7 +239,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/formulas/listed.py", "tests/core/test_listed.py",
         ("a coefficient is doubled", "values * logp), values", "values * logp), 2 * values"),
-        ("a probability has no slope", "return term, term", "return term, 0 * term"),
+        ("a probability has no slope", "return term, term", "return term, 0 * term", SHARED),
         ("terms of taken rows are those of the first", "values[which]) for function", "values[: len(which)]) for function"),
     ),
     *of("grpo_kernels/formulas/centering.py", "tests/core/test_listed.py",

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -22,7 +20,7 @@ pytest.importorskip("triton")
 from benchmarks import __main__ as command
 from benchmarks import harness, machine, report, results, suites
 from benchmarks import measure as measuring
-from benchmarks.cases import CLIP, CONTRACTS, Case, Cell, errors, make_case, policy_loss
+from benchmarks.cases import CLIP, CONTRACTS, Cell, errors, make_case, policy_loss
 from benchmarks.measure import DeviceLost, Run, measure, outside_gate
 from benchmarks.providers import Provider, Unavailable, providers
 from benchmarks.results import RESULTS
@@ -36,50 +34,50 @@ KINDS = sorted({path.parent.name for path in MEASURED})
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> None:
+def poisoned_memory():
     """Switches the poisoning off: other projects may leave new tensors uninitialised."""
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiles() -> Iterator[None]:
+def nothing_compiles():
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
-def tiny(contract: str = "logits", dtype: torch.dtype = FP32, **changes: Any) -> Cell:
+def tiny(contract="logits", dtype=FP32, **changes):
     """32 rows, 512 columns, and a width of 128 where there are hidden states."""
     own = {"step": {"layers": 1}, "sparse": {"entropy": 2.0}, "trees": {"shared": 0.5}}.get(contract, {})
     hidden = None if contract.startswith("logits") else 128
     return Cell(**{"contract": contract, "rows": 32, "vocab": 512, "dtype": dtype, "hidden": hidden} | own | changes)
 
 
-def quickly(cell: Cell, candidates: list[Provider] | None = None, **how: Any) -> Found:
+def quickly(cell, candidates=None, **how):
     """{provider: its row}, and the whole cell under ""."""
     cell = measure(cell, "cpu", candidates=candidates, **{"seconds": 0.0, "least": 1, "memory": False} | how)
     return {row["name"]: row for row in cell["providers"]} | {"": cell}
 
 
-def contender(name: str, change: Any = lambda found: found, loss: Any = policy_loss, **how: Any) -> Provider:
+def contender(name, change=lambda found: found, loss=policy_loss, **how):
     """A right contender from logits, with its loss or its result changed."""
 
-    def call(case: Case) -> Found:
+    def call(case):
         logps = case.logits.float().log_softmax(-1).gather(1, case.batch.targets[:, None])[:, 0]
         return change(case.gradients(loss(logps, case.batch, case.cell)))
 
     return Provider(name, ("logits",), lambda case: Run(lambda: call(case), case.restore), **how)
 
 
-def fail(failure: Exception | None = None) -> Any:
+def fail(failure=None):
     raise failure or RuntimeError("out of something")
 
 
 # ---- the accuracy check
 
 
-def one_row(factor: float) -> Callable[[Found], Found]:
+def one_row(factor):
     """A row of usual size scaled. In 8192 rows of 16 bits, four lost rows would change the norm by half of the limit only."""
 
-    def change(found: Found) -> Found:
+    def change(found):
         gradient = found["d_logits"]
         gradient[int(gradient.float().norm(dim=1).sort().indices[len(gradient) // 2])] *= factor
         return found
@@ -87,7 +85,7 @@ def one_row(factor: float) -> Callable[[Found], Found]:
     return change
 
 
-WRONG: dict[str, Found] = {
+WRONG = {
     "a row of zeros": {"change": one_row(0.0)},
     "a row of NaN": {"change": one_row(math.nan)},
     "k1 for k3": {
@@ -99,7 +97,7 @@ WRONG: dict[str, Found] = {
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_a_contender_that_computes_something_else_shows_its_error_and_is_not_timed(dtype: torch.dtype) -> None:
+def test_a_contender_that_computes_something_else_shows_its_error_and_is_not_timed(dtype):
     """In 16 bits a small error is rounding."""
     every = [name for name in WRONG if dtype == FP32 or " by " not in name]
     rows = quickly(tiny(dtype=dtype, rows=1024), [contender("right"), *(contender(x, **WRONG[x]) for x in every)])
@@ -108,7 +106,7 @@ def test_a_contender_that_computes_something_else_shows_its_error_and_is_not_tim
         assert row["status"] == "wrong" and "off by" in row["reason"] and "ms" not in row, row
 
 
-def test_errors_by_hand() -> None:
+def test_errors_by_hand():
     """Log-probs: the largest difference. The loss: by the scale. A gradient: relative, of all rows and of the worst, whose norm
     counts as a fifth of the usual one at least. Where logits nearly agree, a row may be off by more."""
     d_x, norm = torch.tensor([[3.0, 4.0], [0.0, 5.0], [0.0, 0.1]]), 50.01**0.5
@@ -129,7 +127,7 @@ def test_errors_by_hand() -> None:
 # ---- who takes part, and why not
 
 
-def test_who_is_not_timed_has_a_reason() -> None:
+def test_who_is_not_timed_has_a_reason():
     """A provider of another contract, as its name says, is timed and not checked."""
     expected = {
         "raises": ("KeyError: 'no such thing'", {"change": lambda _: fail(KeyError("no such thing"))}),
@@ -147,7 +145,7 @@ def test_who_is_not_timed_has_a_reason() -> None:
         assert name in text and row.get("reason", "") in text
 
 
-def test_eager_is_not_measured_in_place_of_missing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_is_not_measured_in_place_of_missing_kernels(monkeypatch):
     monkeypatch.setattr(machine.backends, "unavailable", lambda name: None if name == "eager" else "no compiler here")
     for contract in ("logits", "hidden", "kept", "divergence"):
         rows = quickly(tiny(contract), [p for p in providers(contract) if p.name.startswith("grpo_kernels")])
@@ -159,7 +157,7 @@ def test_eager_is_not_measured_in_place_of_missing_kernels(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
-def test_every_provider_that_runs_here_is_right(contract: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_provider_that_runs_here_is_right(contract, monkeypatch):
     """And so are the reference results, which are computed some rows at a time. Providers are found by their file, and plans
     name those that there are."""
     dtype = BF16 if contract in ("sparse", "logits-forward", "hidden-frozen") else FP32
@@ -179,7 +177,7 @@ def test_every_provider_that_runs_here_is_right(contract: str, monkeypatch: pyte
         assert any(x.startswith("grpo_kernels") for x in {*(one.only or known)} & {*known})
 
 
-def test_broken_cuda_is_told_from_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_cuda_is_told_from_a_failure(monkeypatch):
     lost = lambda *_: fail(RuntimeError("CUDA error: an illegal memory access was encountered"))  # noqa: E731
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     with pytest.raises(DeviceLost, match="reckless: RuntimeError: CUDA error"):
@@ -189,13 +187,13 @@ def test_broken_cuda_is_told_from_a_failure(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- limits
 
 
-def test_a_limit_of_parts_is_the_sum_of_the_fastest_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_parts_is_the_sum_of_the_fastest_ways(monkeypatch):
     """And the ratio to the limit is that to the fastest of them."""
     times = {"right": 66.0, "a, slow": 30.0, "a, fast": 10.0, "b, only": 20.0, "copy": 33.0, "b, broken": 1.0}
     found = {name: {"ms": ms, "p20": 1.0, "p80": 9.0, "runs": 5} for name, ms in times.items()}
     monkeypatch.setattr(measuring, "interleaved", lambda runs, *_, **__: {name: found[name] for name in runs})
 
-    def way(name: str) -> Provider:
+    def way(name):
         made = lambda case: fail() if "broken" in name else Run(lambda: None)  # noqa: E731
         return Provider(name, ("logits",), made, limit=True, part=name.partition(",")[0] if "," in name else None)
 
@@ -204,7 +202,7 @@ def test_a_limit_of_parts_is_the_sum_of_the_fastest_ways(monkeypatch: pytest.Mon
     assert (rows["right"]["x_limit"], rows["right"]["x_copy"]) == (2.2, 2.0) and rows["copy"]["x_limit"] == 1.1
 
 
-def test_a_limit_is_the_product_that_it_is_named_by() -> None:
+def test_a_limit_is_the_product_that_it_is_named_by():
     """Of the operand that was made for it, untimed."""
     case, seen = make_case(tiny("hidden"), "cpu"), set()
     h, w = case.hidden.detach(), case.weight.detach()
@@ -222,7 +220,7 @@ def test_a_limit_is_the_product_that_it_is_named_by() -> None:
 # ---- inputs
 
 
-def test_old_log_probs_keep_away_from_the_clip_bounds() -> None:
+def test_old_log_probs_keep_away_from_the_clip_bounds():
     """In 16 bits too, so that rounding cannot look like a wrong formula. As many sequences as asked for have an advantage."""
     case = make_case(tiny("logits", BF16, rows=1024, active=0.125), "cpu")
     off = case.logits.detach().double().log_softmax(-1).gather(1, case.batch.targets[:, None])[:, 0] - case.batch.old_logps
@@ -235,19 +233,19 @@ def test_old_log_probs_keep_away_from_the_clip_bounds() -> None:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock(monkeypatch):
     """The harness's clock, which only the test moves."""
     now = [7.0]
     monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
 
-def test_rounds_are_interleaved_rotated_and_timed_alone(clock: list[float]) -> None:
+def test_rounds_are_interleaved_rotated_and_timed_alone(clock):
     """A warm-up, then three rounds. What is restored before a run is not timed; a time is the median, with quantiles."""
-    order: list[str] = []
+    order = []
     lengths = {"a": [99.0, 10.0, 40.0, 20.0], "b": [99.0, 5.0, 5.0, 5.0], "c": [99.0, 7.0, 8.0, 9.0]}
 
-    def spend(name: str, ms: float) -> None:
+    def spend(name, ms):
         order.append(name)
         clock[0] += ms / 1e3
 
@@ -258,16 +256,14 @@ def test_rounds_are_interleaved_rotated_and_timed_alone(clock: list[float]) -> N
     assert (found["a"]["p20"], found["a"]["p80"], found["a"]["runs"]) == pytest.approx((14.0, 32.0, 3))
 
 
-def test_on_cuda_the_cache_is_flushed_first_and_only_the_run_is_timed(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_cuda_the_cache_is_flushed_first_and_only_the_run_is_timed(clock, monkeypatch):
     log = MagicMock()
     log.cuda.Event.return_value.elapsed_time.return_value = 0.5
     monkeypatch.setattr(harness, "torch", log)
     monkeypatch.setattr(harness, "_clocks_per_ms", lambda: 2e6)
     monkeypatch.setattr(harness, "_flush_buffer", lambda: log)
 
-    def run() -> None:
+    def run():
         clock[0] += 0.25
         log.run()
 
@@ -277,7 +273,7 @@ def test_on_cuda_the_cache_is_flushed_first_and_only_the_run_is_timed(
     assert (found["ms"], found["host_ms"]) == (0.5, 250.0)
 
 
-def test_memory_is_that_of_the_run() -> None:
+def test_memory_is_that_of_the_run():
     size = 64 << 20
     for _ in range(2):  # memory freed before does not lower the second measurement
         assert 0.9 * size < harness.peak_memory(lambda: torch.ones(size, dtype=torch.uint8), "cpu") < 1.5 * size
@@ -288,7 +284,7 @@ def test_memory_is_that_of_the_run() -> None:
     assert 0.8 * 40e6 < found < 1.6 * 40e6 and last
 
 
-def test_new_graphs_and_kernels_are_counted_and_torch_compile_has_not_seen_the_shapes_of_a_cell_before() -> None:
+def test_new_graphs_and_kernels_are_counted_and_torch_compile_has_not_seen_the_shapes_of_a_cell_before():
     """It would generalise from two of them, and be timed with a graph for any number of rows."""
     knobs = pytest.importorskip("triton").knobs
     former, graph = knobs.compilation.listener, torch.compile(policy_loss, backend="eager")
@@ -308,20 +304,20 @@ def test_new_graphs_and_kernels_are_counted_and_torch_compile_has_not_seen_the_s
 class Planned:
     """A suite of two cells whose measurement is replaced: `log` records the cells that were requested."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+    def __init__(self, monkeypatch, out):
         self.out, self.cells = out, [Cell("logits", 32, 512, dtype) for dtype in (FP32, BF16)]
-        self.log: list[tuple[Cell, Any, Any]] = []
-        self.failure: BaseException | None = None  # raised at the second cell
+        self.log = []
+        self.failure = None  # raised at the second cell
         monkeypatch.setattr(suites.Suite, "plan", lambda *_: [suites.Planned(cell) for cell in self.cells])
         monkeypatch.setattr(suites, "measure", self.measure)
 
-    def measure(self, cell: Cell, device: str, known: Any = None, only: Any = None, **how: Any) -> dict:
+    def measure(self, cell, device, known=None, only=None, **how):
         if self.failure is not None and cell.dtype == BF16:
             raise self.failure
         self.log.append((cell, known, only))
         return measuring.describe(cell) | {"limit": None, "providers": [], "number": len(self.log)}
 
-    def __call__(self, **how: bool) -> list[int]:
+    def __call__(self, **how):
         """Which measurement each cell of the file is."""
         (path,), self.unmeasured = suites.run(["logits"], suites.How("cpu", self.out, **how))
         self.record = results.load(path)
@@ -329,13 +325,11 @@ class Planned:
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Planned:
+def planned(monkeypatch, tmp_path):
     return Planned(monkeypatch, tmp_path)
 
 
-def test_a_cell_is_measured_again_when_what_it_depends_on_has_changed(
-    planned: Planned, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cell_is_measured_again_when_what_it_depends_on_has_changed(planned, monkeypatch):
     assert planned() == planned() == [1, 2] and planned(fresh=True) == [3, 4]
     planned.cells[1] = Cell("logits", 48, 512, BF16)
     assert planned() == [3, 5]
@@ -346,13 +340,13 @@ def test_a_cell_is_measured_again_when_what_it_depends_on_has_changed(
     assert planned() == [10, 11] and all(one["machine"] == here for one in (planned.record, *planned.record["cells"]))
 
 
-def test_the_code_is_every_file_that_a_figure_depends_on() -> None:
+def test_the_code_is_every_file_that_a_figure_depends_on():
     counted = {path.relative_to(results.ROOT).as_posix() for pattern in results.SOURCES for path in results.ROOT.glob(pattern)}
     assert {"benchmarks/measure.py", "benchmarks/providers/ours.py", "grpo_kernels/batch.py"} <= counted
     assert "benchmarks/tables.py" not in counted and any(name.endswith(".cpp") for name in counted)
 
 
-def test_a_cell_that_is_cut_off_or_cannot_be_measured_does_not_cost_the_others(planned: Planned) -> None:
+def test_a_cell_that_is_cut_off_or_cannot_be_measured_does_not_cost_the_others(planned):
     planned.failure = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         planned()
@@ -366,7 +360,7 @@ def test_a_cell_that_is_cut_off_or_cannot_be_measured_does_not_cost_the_others(p
     assert "grpo_kernels, in place" in names and "torch.compile" not in names
 
 
-def test_a_provider_that_breaks_cuda_is_left_out_the_next_time(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_provider_that_breaks_cuda_is_left_out_the_next_time(planned, monkeypatch):
     """Of this contract and dtype, at other shapes too, until the code changes."""
     planned.failure = DeviceLost("reckless", "illegal memory access")
     with pytest.raises(SystemExit) as stop:
@@ -381,10 +375,8 @@ def test_a_provider_that_breaks_cuda_is_left_out_the_next_time(planned: Planned,
     assert [known for _, known, _ in planned.log] == [{}, {}, lost, lost, {}, {}]
 
 
-def test_the_command_measures_with_current_kernels_only_and_ends_with_the_promise(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    stale: list[Finding] = []
+def test_the_command_measures_with_current_kernels_only_and_ends_with_the_promise(monkeypatch, capsys):
+    stale = []
     monkeypatch.setattr(machine, "findings", lambda needed: stale)
     for unmeasured, promise in (([], (False, "broken")), (["hidden: no room"], (True, "kept"))):
         monkeypatch.setattr(command, "run", lambda *_, unmeasured=unmeasured: ([], unmeasured))
@@ -410,7 +402,7 @@ AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_a_kind_of_cpu_is_its_maker_its_family_and_its_instructions(model: str, flags: set[str], kind: str) -> None:
+def test_a_kind_of_cpu_is_its_maker_its_family_and_its_instructions(model, flags, kind):
     assert machine.kind_of_cpu(model, frozenset(flags)) == kind
 
 
@@ -426,9 +418,7 @@ EAGER, TRL, OURS = "eager PyTorch", "TRL fused head + loss", "grpo_kernels"
         (f"{OURS}, eager backend", 4.0, 64, False),
     ],
 )  # fmt: skip
-def test_a_promise_is_broken_by_what_pytorch_would_do_sooner(
-    name: str, ms: float, rows: int, kept: bool, tmp_path: Path
-) -> None:
+def test_a_promise_is_broken_by_what_pytorch_would_do_sooner(name, ms, rows, kept, tmp_path):
     """Of a cell in which the others take 10 ms, and eager PyTorch 5 where our own eager backend is beside it."""
     record = results.load(next(RESULTS.glob("*/hidden.json")))
     right = {"status": "ok", "p20": 9.0, "p80": 11.0, "runs": 5, "x_limit": 1.0, "errors": {"loss": 0.0}}
@@ -440,7 +430,7 @@ def test_a_promise_is_broken_by_what_pytorch_would_do_sooner(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_every_machine_that_was_measured_the_promise_is_kept_and_the_front_has_the_answers(kind: str) -> None:
+def test_of_every_machine_that_was_measured_the_promise_is_kept_and_the_front_has_the_answers(kind):
     kept, text = report.promise(RESULTS, kind)
     assert kept and "none of 0" not in text, text
     *asked, strongest, weakest = report.asked(RESULTS, kind).values()
@@ -450,7 +440,7 @@ def test_of_every_machine_that_was_measured_the_promise_is_kept_and_the_front_ha
     assert {results.load(path)["machine"]["kind"] for path in MEASURED if path.parent.name == kind} == {kind}
 
 
-def test_pages_and_pictures_show_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_and_pictures_show_what_was_measured(monkeypatch):
     """No figure was typed or forgotten: `python -m benchmarks.report --check`. The description of a picture holds its numbers."""
     plots = pytest.importorskip("benchmarks.plots", reason="matplotlib is not installed")
     assert len(plots.pictures(RESULTS)) > 15 and report.stale() == []

@@ -9,10 +9,8 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -33,7 +31,7 @@ Choice = tune.Choice
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Callable[..., Any]:
+def stage(tmp_path):
     """Makes a running stage of 60 seconds."""
     (tmp_path / "json").mkdir()
     return lambda name, **options: gpu_stages.Kit(name, tmp_path, 60, **options)
@@ -49,7 +47,7 @@ def stage(tmp_path: Path) -> Callable[..., Any]:
         ("subprocess.run([sys.executable, '-c', child])", "out of time after 2 s"),
     ],
 )  # fmt: skip
-def test_how_a_stage_ends(end: str, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_a_stage_ends(end, outcome, tmp_path, monkeypatch):
     """One that hangs with its child. Its time is over once the child has written its process id, however long that takes."""
     log, seconds = tmp_path / "log", 30
     if "child" in end:
@@ -72,13 +70,13 @@ def test_how_a_stage_ends(end: str, outcome: str, tmp_path: Path, monkeypatch: p
 class Runs:
     """In place of stages: each writes its results, takes `spends` and ends as `ends` say. `seconds`: their limits, in order."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.now, self.seconds, self.ends, self.spends = 0.0, {}, {}, {}  # type: ignore[var-annotated]
+    def __init__(self, patch):
+        self.now, self.seconds, self.ends, self.spends = 0.0, {}, {}, {}
         patch.setattr(gpu_kit, "time", SimpleNamespace(monotonic=lambda: self.now, time=time.time))
         patch.setattr(gpu_kit, "run_stage", self.run)
         patch.setattr(gpu_kit.Kit, "command", lambda kit, stage, seconds: [stage, str(kit.work)])
 
-    def run(self, command: list[str], log: Path, seconds: float, *_: Any) -> str:
+    def run(self, command, log, seconds, *_):
         name, work = command
         self.seconds[name] = seconds
         self.now += min(seconds, self.spends.get(name, 0.1))
@@ -86,7 +84,7 @@ class Runs:
         log.write_text(f"log of {name}")
         return self.ends.get(name, "ok")
 
-    def __call__(self, out: Path, options: str) -> list[str]:
+    def __call__(self, out, options):
         self.seconds.clear()
         status = gpu_kit.main(["--out", str(out), "--minutes", "10", *options.split()])
         assert status == any(name in self.ends for name in self.seconds)
@@ -94,11 +92,11 @@ class Runs:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+def runs(monkeypatch):
     return Runs(monkeypatch)
 
 
-def test_time_is_kept_for_later_stages_and_what_was_found_is_packed(runs: Runs, tmp_path: Path) -> None:
+def test_time_is_kept_for_later_stages_and_what_was_found_is_packed(runs, tmp_path):
     """Of 10 seconds the first two may not use the 8 that are the last one's, so that nothing is left for the third."""
     kit, runs.ends, runs.spends = gpu_kit.Kit(tmp_path / "out", tmp_path / "work"), {"crashes": "ended"}, {"hangs": 100.0}
     gpu_kit.run(kit, [*(Stage(name, 600, 0) for name in ("crashes", "hangs", "late")), Stage("kept", 300, 240)], minutes=1 / 6)
@@ -110,7 +108,7 @@ def test_time_is_kept_for_later_stages_and_what_was_found_is_packed(runs: Runs, 
     assert "json/kit.json" in packed and all(f"found by {x}" in text and f"json/{x}.json" in packed for x in runs.seconds)
 
 
-def test_a_call_goes_on_where_an_earlier_one_was(runs: Runs, tmp_path: Path) -> None:
+def test_a_call_goes_on_where_an_earlier_one_was(runs, tmp_path):
     """From its results. A stage that failed, or that is named, is run again; so is what each machine needs."""
     out, home, runs.ends = tmp_path / "out", tmp_path / "home.tar.gz", {"counters": "exit status 1"}
     assert runs(out, "--call 1") == [stage.name for stage in CALLS[1]]
@@ -122,7 +120,7 @@ def test_a_call_goes_on_where_an_earlier_one_was(runs: Runs, tmp_path: Path) -> 
             runs(out, wrong)
 
 
-def test_the_plan_fits_its_calls_and_names_what_there_is() -> None:
+def test_the_plan_fits_its_calls_and_names_what_there_is():
     assert {stage.name for stages in CALLS.values() for stage in stages} | {"small", "large"} == gpu_stages.STAGES.keys()
     assert all(400 < sum(stage.kept for stage in stages) < 500 for stages in CALLS.values())  # seconds of ten minutes
     assert sorted((*gpu_kit.COMPARED, *gpu_kit.FURTHER)) == sorted(suites.SUITES)
@@ -134,16 +132,16 @@ def test_the_plan_fits_its_calls_and_names_what_there_is() -> None:
 # ---- conclusions
 
 
-def row(name: str, ms: float, **more: Any) -> dict[str, Any]:
+def row(name, ms, **more):
     return {"name": name, "status": "ok", "ms": ms} | more
 
 
-def cell(limit: float, *rows: dict, **shape: Any) -> dict[str, Any]:
+def cell(limit, *rows, **shape):
     base = {"rows": 8192, "vocab": 151936, "dtype": "bfloat16", "hidden": 4096, "active": 1.0}
     return base | shape | {"limit": {"name": "limit", "ms": limit}, "providers": list(rows)}
 
 
-def test_targets_are_read_off_the_results_and_what_is_missing_is_not_met() -> None:
+def test_targets_are_read_off_the_results_and_what_is_missing_is_not_met():
     """Of the providers that there are: if one is renamed, its target must not silently become "not measured". Half of the rows
     are due two thirds of the products; the target is set against all three of all rows."""
     times = {"copy": 1.0, "grpo_kernels, in place": 1.0, "Liger GRPO loss": 1.3}
@@ -161,14 +159,12 @@ def test_targets_are_read_off_the_results_and_what_is_missing_is_not_met() -> No
 
 
 @pytest.mark.parametrize(("ran", "failed", "well"), [(3, 0, True), (2, 0, False), (3, 1, False)])
-def test_no_time_for_all_combinations_is_no_failure(
-    ran: int, failed: int, well: bool, stage: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_time_for_all_combinations_is_no_failure(ran, failed, well, stage, monkeypatch):
     """Each group has five cases, of which three cover all values of the parameters. The largest error of each test is kept."""
     found = stage("correctness")
 
-    def out_of_time(*command: str, GRPO_KERNELS_TEST_REPORT: str, **_: Any) -> None:
-        lines: list[dict] = [{"collected": {"a": 5}, "first": {"a": 3}}]
+    def out_of_time(*command, GRPO_KERNELS_TEST_REPORT, **_):
+        lines = [{"collected": {"a": 5}, "first": {"a": 3}}]
         each = {"message": "so wrong", "properties": {"off": 0.5}}
         lines += [each | {"test": f"a::test_it[{i}]", "outcome": "failed" if i < failed else "passed"} for i in range(ran)]
         Path(GRPO_KERNELS_TEST_REPORT).write_text("\n".join(map(json.dumps, lines)))
@@ -183,7 +179,7 @@ def test_no_time_for_all_combinations_is_no_failure(
 # ---- tuning
 
 
-def test_every_choice_of_a_launch_is_tuned_and_put_back() -> None:
+def test_every_choice_of_a_launch_is_tuned_and_put_back():
     """Each entry of the package's tables has candidates that fit, its own first, and a workload that runs its kernel."""
     kinds, workloads = {*tune.backend.launch.LAUNCH, "chunk"}, tune.workloads(small=False)
     assert kinds == {*tune.KINDS} == {w.kind for w in workloads}
@@ -199,14 +195,14 @@ def test_every_choice_of_a_launch_is_tuned_and_put_back() -> None:
         assert tune.Setting("fused", choice).fits is fits  # registers; 256 KiB of shared memory
 
 
-def test_tuning_goes_on_after_a_candidate_that_breaks_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_goes_on_after_a_candidate_that_breaks_cuda(tmp_path, monkeypatch):
     """Without it. Only settings that were right in every workload are ranked; the last one of this measurement is the fastest."""
     names, broken = [str(s) for s in tune.settings("visit", small=False)], {"logits-forward": 3, "logits": 5}
 
-    def measured(cell: Any, device: str, *, candidates: list[Any], known: dict | None, **_: Any) -> dict:
+    def measured(cell, device, *, candidates, known, **_):
         if names[broken[cell.contract]] not in (known or {}):
             raise DeviceLost(names[broken[cell.contract]], "broke CUDA")
-        return {"providers": [row(x, 999.0 - i, status="failed" if x in known else "ok") for i, x in enumerate(names)]}  # type: ignore[operator]
+        return {"providers": [row(x, 999.0 - i, status="failed" if x in known else "ok") for i, x in enumerate(names)]}
 
     for function, value in (("compile_all", lambda *_: None), ("details", lambda *_, **__: ""), ("measure", measured)):
         monkeypatch.setattr(tune, function, value)
@@ -216,7 +212,7 @@ def test_tuning_goes_on_after_a_candidate_that_breaks_cuda(tmp_path: Path, monke
     assert [name for name, _ in ranking] == [x for x in reversed(names) if x not in (names[3], names[5])]
 
 
-def test_later_stages_run_with_what_was_clearly_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_stages_run_with_what_was_clearly_faster(tmp_path, monkeypatch):
     fused, visit = (Choice(256, 8, programs=2, grid=1.0), Choice(32, 1))
     best = {"fused": (fused._asdict(), 1.1), "visit": (visit._asdict(), 1.01), "chunk": ({"mib": 7, "block": 9}, 1.5)}
     found = {kind: {"ranking": [("x", 1.0), ("now", now)], "best": one, "now": "now"} for kind, (one, now) in best.items()}
@@ -235,20 +231,20 @@ def test_later_stages_run_with_what_was_clearly_faster(tmp_path: Path, monkeypat
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+def cuda(monkeypatch):
     """In place of torch.cuda; an event is over or not."""
     over = {"synchronize": lambda self: None, "__init__": lambda self, over: setattr(self, "query", lambda: over)}
     monkeypatch.setattr(torch, "cuda", MagicMock(Event=type("Event", (), over)))
-    return torch.cuda  # type: ignore[return-value]
+    return torch.cuda
 
 
-def test_the_first_wait_is_found_and_the_mode_taken_back(cuda: MagicMock) -> None:
+def test_the_first_wait_is_found_and_the_mode_taken_back(cuda):
     """An event that is over costs nothing, one that is not is a wait that torch's mode does not see."""
 
-    def raises(text: str) -> Any:
+    def raises(text):
         raise RuntimeError(text)
 
-    event: Any = torch.cuda.Event
+    event = torch.cuda.Event
     assert gpu_counters.first_wait(lambda: None) is None and gpu_counters.first_wait(event(True).synchronize) is None
     found = str(gpu_counters.first_wait(lambda: raises("called a synchronizing CUDA operation")))
     assert found.startswith("test_gpu_kit.py:") and "raise RuntimeError" in found
@@ -266,17 +262,15 @@ def test_the_first_wait_is_found_and_the_mode_taken_back(cuda: MagicMock) -> Non
         (None, False, "off by"),
     ],
 )  # fmt: skip
-def test_a_replay_is_compared_with_a_plain_call(
-    scale: float | None, exact: bool, said: str, cuda: MagicMock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_is_compared_with_a_plain_call(scale, exact, said, cuda, monkeypatch):
     """The stand-in's replay repeats the step with another factor on the memory of the captured run, or does nothing."""
     given, makes = torch.ones(8), []
 
-    def step(factor: float = 2.0) -> tuple[torch.Tensor, ...]:
+    def step(factor=2.0):
         makes.append((factor * given, given.sum()))
         return makes[-1]
 
-    def replay() -> None:
+    def replay():
         for into, value in zip(makes[1], step(scale), strict=True) if scale is not None else ():  # the second was captured
             into.copy_(value)
 
@@ -285,9 +279,9 @@ def test_a_replay_is_compared_with_a_plain_call(
 
 
 @pytest.mark.parametrize(("waiting", "well"), [("linear_logprobs, masked", True), ("grpo_loss", False)])
-def test_counters_on_a_gpu(waiting: str, well: bool, cuda: MagicMock, stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_on_a_gpu(waiting, well, cuda, stage, monkeypatch):
     """A wait is a failure unless it is documented."""
-    found, event = stage("counters"), torch.cuda.Event(False)  # type: ignore[call-arg]
+    found, event = stage("counters"), torch.cuda.Event(False)
     found.device = "cpu"
     steps = {"token_logprobs": lambda: None, waiting: lambda: event.synchronize()}
     made = {name: SimpleNamespace(step=step) for name, step in steps.items()}
@@ -299,13 +293,13 @@ def test_counters_on_a_gpu(waiting: str, well: bool, cuda: MagicMock, stage: Any
     assert found.found["host_ms"].keys() == made.keys() and found.found["graphs"] == {waiting: None}
 
 
-def test_a_suite_that_breaks_costs_only_itself(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suite_that_breaks_costs_only_itself(stage, monkeypatch):
     """Each suite is a process. If a provider breaks it, it is run again without that provider; if it hangs, the others keep
     their time."""
-    asked: list[tuple[str, float]] = []
+    asked = []
     ends = {"logits": [gpu_stages.LOST_DEVICE, gpu_stages.LOST_DEVICE, 0], "hidden": [1], "active": [None]}
 
-    def run(kit: Any, *command: str, seconds: float, **_: Any) -> int | None:
+    def run(kit, *command, seconds, **_):
         asked.append((command[command.index("--suite") + 1], seconds))
         return ends.get(asked[-1][0], [0]).pop(0)
 
@@ -328,10 +322,10 @@ WITHOUT_A_GPU = {
 
 
 @pytest.mark.slow
-def test_rehearsal_of_everything(tmp_path: Path) -> None:
+def test_rehearsal_of_everything(tmp_path):
     """The calls of docs/gpu.md in turn, each from the results of the one before and with an empty work folder, as on a machine
     that keeps nothing. With the versions of such a machine: in an environment that has them."""
-    home: list[str] = []
+    home = []
     for call, stages in CALLS.items():
         out = tmp_path / str(call)
         command = [sys.executable, "-m", "benchmarks.gpu_kit", "--out", str(out), "--rehearse", "--call", str(call), *home]
@@ -341,7 +335,7 @@ def test_rehearsal_of_everything(tmp_path: Path) -> None:
         home = ["--resume", str(out / "results.tar.gz")]
         summary = (out / "summary.md").read_text()
         with tarfile.open(out / "results.tar.gz") as tar:
-            found = [json.load(tar.extractfile(f"json/{stage.name}.json")) for stage in stages]  # type: ignore[arg-type]
+            found = [json.load(tar.extractfile(f"json/{stage.name}.json")) for stage in stages]
         assert all(f"| {stage.name} | ok |" in summary for stage in stages) and "0 failed" in summary
         assert {name for one in found for name in one.get("left_out", [])} <= WITHOUT_A_GPU and len([*out.iterdir()]) <= 8
     assert "LAUNCH = {" in summary and "recompilations over random lengths and schedules: 0" in summary

@@ -23,14 +23,14 @@ pytestmark = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="bes
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def one_thread():
     """All threads instead: here losses are timed as a user runs them."""
     pytest.importorskip("grpo_kernels._cpu")
     torch.set_num_threads(THREADS)
 
 
 @pytest.fixture
-def poisoned_memory() -> None:
+def poisoned_memory():
     """Switches the poisoning off, because filling new tensors with NaN would be timed."""
 
 
@@ -42,7 +42,7 @@ def poisoned_memory() -> None:
         *((name, "eager", dtype, 1.0) for name in ("grpo_loss, in place", "grpo_loss") for dtype in ("float32", "bfloat16")),
     ],
 )  # fmt: skip
-def test_a_loss_and_its_gradient_is_faster_than_plain_pytorch(name: str, backend: str, dtype: str, factor: float) -> None:
+def test_a_loss_and_its_gradient_is_faster_than_plain_pytorch(name, backend, dtype, factor):
     """The eager backend is not slower than the code that it replaces. A busy machine gets six times as many rounds, because more
     rounds can only lower the best time."""
     level, hidden = ("hidden", 64) if "linear" in name else ("logits", None)

@@ -4,9 +4,7 @@ gradients, loss scales."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -41,11 +39,11 @@ of_logits = pytest.mark.parametrize("name", [*CALLS][::2])
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def ready(name: str, backend: str, dtype: str = "float32", **changes: Any) -> Call:
+def ready(name, backend, dtype="float32", **changes):
     return Call(replace(CALLS[name], dtype=dtype, **changes), backend=backend)
 
 
-def same(found: Any, expected: Any) -> bool:
+def same(found, expected):
     if isinstance(found, dict):
         found, expected = found.values(), expected.values()
     return all(same_bits(x, y.detach()) for x, y in zip(found, expected, strict=True))
@@ -53,7 +51,7 @@ def same(found: Any, expected: Any) -> bool:
 
 @each_dtype
 @each
-def test_a_second_backward_is_right_or_refused(name: str, dtype: str, backend: str) -> None:
+def test_a_second_backward_is_right_or_refused(name, dtype, backend):
     """The gradient of a loss is handed over once, except in fp16, where it is made in the backward."""
     call = ready(name, backend, dtype)
     values = call.values()
@@ -68,11 +66,11 @@ def test_a_second_backward_is_right_or_refused(name: str, dtype: str, backend: s
 
 
 @each
-def test_there_are_no_second_derivatives_and_no_forward_mode(name: str, backend: str) -> None:
+def test_there_are_no_second_derivatives_and_no_forward_mode(name, backend):
     call = ready(name, backend)
     with pytest.raises(RuntimeError, match="second derivative"):
         squares = sum(x.square().sum() for x in call.values().values() if x.requires_grad)
-        torch.autograd.grad(squares, call.leaves, create_graph=True)  # type: ignore[arg-type]
+        torch.autograd.grad(squares, call.leaves, create_graph=True)
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled), torch.autograd.forward_ad.dual_level():
             dual = [torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x)) for x in call.leaves]
@@ -81,7 +79,7 @@ def test_there_are_no_second_derivatives_and_no_forward_mode(name: str, backend:
 
 
 @each
-def test_gradients_add_up_where_tensors_are_used_twice(name: str, backend: str) -> None:
+def test_gradients_add_up_where_tensors_are_used_twice(name, backend):
     call = ready(name, backend)
     once, twice = call.gradients(), [call.values(), call.values()]
     call.gradients(twice[0])
@@ -91,7 +89,7 @@ def test_gradients_add_up_where_tensors_are_used_twice(name: str, backend: str) 
 
 
 @each
-def test_without_gradients_the_values_are_the_same(name: str, backend: str) -> None:
+def test_without_gradients_the_values_are_the_same(name, backend):
     """Frozen leaves, no_grad, inference mode, and tensors that were made in it."""
     call = ready(name, backend)
     expected, frozen = call.values(), call.values(*(x.detach() for x in call.leaves))
@@ -107,7 +105,7 @@ def test_without_gradients_the_values_are_the_same(name: str, backend: str) -> N
 
 @each_dtype
 @each
-def test_inputs_are_not_modified(name: str, dtype: str, backend: str) -> None:
+def test_inputs_are_not_modified(name, dtype, backend):
     call = ready(name, backend, dtype)
     given = dict(enumerate(call.leaves)) | call.p.fields | {"targets": call.p.targets, "temperature": call.p.temperature}
     tensors = {str(key): x for key, x in given.items() if isinstance(x, Tensor)}
@@ -119,7 +117,7 @@ def test_inputs_are_not_modified(name: str, dtype: str, backend: str) -> None:
 
 @each_dtype
 @of_logits
-def test_a_gradient_in_place_lies_in_the_memory_of_the_logits(name: str, dtype: str, backend: str) -> None:
+def test_a_gradient_in_place_lies_in_the_memory_of_the_logits(name, dtype, backend):
     expected, call = ready(name, backend, dtype).gradients(), ready(name, backend, dtype, inplace=True)
     logits, seen = call.leaves[0] * 1.0, []
     address, version = logits.data_ptr(), logits._version
@@ -129,7 +127,7 @@ def test_a_gradient_in_place_lies_in_the_memory_of_the_logits(name: str, dtype: 
 
 
 @of_logits
-def test_logits_that_were_overwritten_cannot_be_trained_on(name: str, backend: str) -> None:
+def test_logits_that_were_overwritten_cannot_be_trained_on(name, backend):
     """Another use of the same logits is right beside a call out of place, and raises after one in place."""
     for inplace in (False, True):
         call = ready(name, backend, inplace=inplace)
@@ -144,7 +142,7 @@ def test_logits_that_were_overwritten_cannot_be_trained_on(name: str, backend: s
             assert same([call.leaves[0].grad], [mine + 2 * call.leaves[0]])
 
 
-def test_logits_written_between_a_loss_in_place_and_its_backward_raise(backend: str) -> None:
+def test_logits_written_between_a_loss_in_place_and_its_backward_raise(backend):
     call = ready("loss of logits", backend, inplace=True)
     logits = call.leaves[0] * 1.0
     first, second = (call.values(logits)["loss"] for _ in range(2))
@@ -154,7 +152,7 @@ def test_logits_written_between_a_loss_in_place_and_its_backward_raise(backend: 
 
 
 @of_logits
-def test_a_leaf_is_not_overwritten_by_its_gradient(name: str, backend: str) -> None:
+def test_a_leaf_is_not_overwritten_by_its_gradient(name, backend):
     """Neither itself nor a view of it; and nothing is written where there is no gradient."""
     call = ready(name, backend, inplace=True)
     (leaf,), unchanged = call.leaves, snapshot(leaf=call.leaves[0])
@@ -168,7 +166,7 @@ def test_a_leaf_is_not_overwritten_by_its_gradient(name: str, backend: str) -> N
 
 @pytest.mark.parametrize("objective", ["dapo", "gspo"])
 @each
-def test_fp16_keeps_gradients_that_only_a_loss_scale_brings_into_its_range(name: str, objective: str, backend: str) -> None:
+def test_fp16_keeps_gradients_that_only_a_loss_scale_brings_into_its_range(name, objective, backend):
     """What GradScaler does: without the scale the gradient of the logits would underflow."""
     loss = name.startswith("loss")
     small, scale = 1.0 if loss else 1e-6, 2.0**16
@@ -189,7 +187,7 @@ IDS = torch.arange(B * T).view(B, T) % V
 DISTILLATION = Objective.preset("grpo", beta=0.5, kl=Exact("reverse"))
 
 
-def loss(logits: Tensor, teacher: Any = None, transform: Any = None, normalizer: Any = None, **fields: Any) -> Any:
+def loss(logits, teacher=None, transform=None, normalizer=None, **fields):
     batch = TokenBatch(IDS[:, : logits.shape[1]], **{"advantages": torch.ones(B), **fields})
     teacher = torch.zeros(logits.shape) if teacher is None else teacher
     given = {"transform": transform, "normalizer": normalizer, "inplace": True}
@@ -197,7 +195,7 @@ def loss(logits: Tensor, teacher: Any = None, transform: Any = None, normalizer:
 
 
 #: What a call in place would overwrite -> the call, on memory [B, T, V + 8] in fp32.
-IN_PLACE: list[tuple[str, Callable[[Tensor], Any]]] = [
+IN_PLACE = [
     ("ref_logits", lambda x: loss(x[:, 1:, :V], x[:, :-1, :V])),
     ("ref_logits[0]", lambda x: loss(x[..., :V], (x[..., 8:], LogitTransform(2.0)))),
     ("ref_logits[0][1]", lambda x: loss(x[..., :V], [(torch.zeros(B, T, V), x[..., 3])])),
@@ -211,7 +209,7 @@ IN_PLACE: list[tuple[str, Callable[[Tensor], Any]]] = [
 
 
 @pytest.mark.parametrize("name, make", IN_PLACE, ids=lambda x: x if isinstance(x, str) else "")
-def test_in_place_over_what_is_read_is_refused(name: str, make: Callable[[Tensor], Any]) -> None:
+def test_in_place_over_what_is_read_is_refused(name, make):
     memory = torch.rand(B, T, V + 8) + 0.5
     before = memory.clone()
     with pytest.raises(ValueError, match=f"inplace=True, but logits shares memory with {re.escape(name)}: "):
@@ -222,18 +220,18 @@ def test_in_place_over_what_is_read_is_refused(name: str, make: Callable[[Tensor
 # ---- `weight_grad=`
 
 
-def with_memory(kept: str, backend: str, objective: str = "dapo", into: Tensor | None = None) -> Call:
+def with_memory(kept, backend, objective="dapo", into=None):
     """A loss from hidden states with memory for the weight's gradient, or without."""
     return Call(Recipe(source="hidden", objective=objective, kept=kept, seed=4), backend=backend, weight_grad=into)
 
 
-def memory() -> Tensor:
+def memory():
     return torch.zeros(61, 8)
 
 
 @pytest.mark.parametrize("into", [True, False], ids=["weight_grad", "autograd"])
 @pytest.mark.parametrize("kept", ["all", "none"])
-def test_hidden_states_that_change_before_the_backward(kept: str, into: bool, backend: str) -> None:
+def test_hidden_states_that_change_before_the_backward(kept, into, backend):
     """The gradient over sets is made of them then, so that it is refused; that over the vocabulary is made before."""
     total = memory()
     expected, call = with_memory(kept, backend).gradients()[1], with_memory(kept, backend, into=total if into else None)
@@ -252,14 +250,14 @@ def test_hidden_states_that_change_before_the_backward(kept: str, into: bool, ba
 
 @pytest.mark.parametrize("name", ["dapo", "gspo"])
 @pytest.mark.parametrize("kept", ["some", "none"])
-def test_megatrons_main_grad(kept: str, name: str, backend: str) -> None:
+def test_megatrons_main_grad(kept, name, backend):
     """The flag is set, and autograd's gradient is a placeholder, of zeros where an embedding shares the weight. Other memory sets
     no flag."""
     expected = with_memory(kept, backend, name).gradients()[1]
     for shared, other in ((False, False), (True, False), (False, True)):
         total = memory()
         call = with_memory(kept, backend, name, total)
-        weight: Any = call.leaves[1]
+        weight = call.leaves[1]
         weight.main_grad, weight.grad_added_to_main_grad = memory() if other else total, False
         weight.zero_out_wgrad = shared
         loss = call.values()["loss"]
@@ -271,7 +269,7 @@ def test_megatrons_main_grad(kept: str, name: str, backend: str) -> None:
             assert torch.equal(weight.grad, memory().index_fill(0, torch.tensor([3]), 1.0))
 
 
-def test_a_large_gradient_over_many_ids_is_zero_elsewhere(backend: str) -> None:
+def test_a_large_gradient_over_many_ids_is_zero_elsewhere(backend):
     """In memory that an earlier gradient has left, which is used again where many rows are to be written."""
     lists = [list(range(i, 140_000, 7 * 20)) for i in range(20)]
     batch = TokenBatch(torch.arange(20), torch.ones(20), kept=TokenSets.from_lists(lists))

@@ -7,7 +7,6 @@ import copy
 import math
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -26,18 +25,18 @@ OFFSETS = [0, 2, 2, 7, 10]  # four sequences, the second empty
 OBJECTIVE = Objective.preset("gspo", beta=0.1, kl_aggregate="token-mean")
 
 
-def ids(*shape: int) -> Tensor:
+def ids(*shape):
     return torch.zeros(shape, dtype=torch.int64)
 
 
-def slopes(batch: TokenBatch, objective: Objective | None = None) -> Tensor:
+def slopes(batch, objective=None):
     """Of a loss, by the log-probs of all tokens: whatever a batch says shows in them."""
     objective = objective or (OBJECTIVE if batch.ref_logps is not None else Objective())
     logps = torch.linspace(-3.0, -0.5, batch.targets.numel()).view(batch.targets.shape).requires_grad_()
     return torch.autograd.grad(objective_loss(logps, batch, objective).loss, logps)[0]
 
 
-def batch_of(packed: bool, **changes: Any) -> TokenBatch:
+def batch_of(packed, **changes):
     """Every field given, one number a token."""
     shape = (10,) if packed else (3, 4)
     g = torch.Generator().manual_seed(4)
@@ -47,7 +46,7 @@ def batch_of(packed: bool, **changes: Any) -> TokenBatch:
     return TokenBatch(ids(*shape), **{**given, **cuts, **changes})
 
 
-def test_as_many_rows_as_packed_sequences() -> None:
+def test_as_many_rows_as_packed_sequences():
     """A tensor of that length is one number a token; [B, 1] says that it is one a sequence. Square batches are not transposed."""
     square, values = ids(3, 3), torch.tensor([1.0, 2.0, 3.0])
     assert same_bits(slopes(TokenBatch(square, values)), slopes(TokenBatch(square, values[:, None].expand(3, 3))))
@@ -61,7 +60,7 @@ def test_as_many_rows_as_packed_sequences() -> None:
 
 
 @pytest.mark.parametrize("missing", [None, "mask", "full"])
-def test_a_batch_goes_to_another_device(missing: str | None) -> None:
+def test_a_batch_goes_to_another_device(missing):
     """Fields and sets; dtypes stay. The loss and the metrics of a copy are those of the batch."""
     kept = TokenSets.from_lists([[i, 11] if i % 3 else [11] for i in range(10)]).with_values(torch.arange(17.0)[:16])
     own = {"mask": torch.arange(10) % 4 != 1, "targets": torch.arange(10, dtype=torch.int32), "kept": kept}
@@ -82,12 +81,12 @@ def test_a_batch_goes_to_another_device(missing: str | None) -> None:
 # ---- targets of shifted ids
 
 
-def test_shift_never_crosses_a_sequence() -> None:
+def test_shift_never_crosses_a_sequence():
     """Of padded ids, and of packed ones whose sequences are known in two ways; a mask is that of the tokens."""
     at, cuts, segments = torch.arange(10, 21), [0, 4, 4, 5, 11], torch.tensor([7, 7, 7, 7, 2, 5, 5, 5, 5, 5, 5])
     completion = torch.tensor([0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1]).bool()
     expected = [row for lo, hi in pairwise(cuts) for row in [*range(lo + 1, hi), None][: hi - lo]]
-    known: list[dict[str, Tensor]] = [{"cu_seqlens": torch.tensor(cuts).int()}, {"segment_ids": segments}]
+    known = [{"cu_seqlens": torch.tensor(cuts).int()}, {"segment_ids": segments}]
     for segmented in known:
         targets, mask = shift_targets(at, mask=completion, **segmented)
         assert mask.tolist() == [row is not None and bool(completion[row]) for row in expected]
@@ -112,24 +111,24 @@ examples = settings(max_examples=60, deadline=None)
 ROWS = st.lists(st.lists(st.integers(0, 40), max_size=6, unique=True), max_size=8)
 
 
-def number(row: int, token: int) -> float:
+def number(row, token):
     """The value of an id in these tests."""
     return row + token / 64
 
 
-def build(rows: list[list[int]], values: bool = False, dtype: torch.dtype = torch.int64) -> TokenSets:
+def build(rows, values=False, dtype=torch.int64):
     ids = torch.tensor([token for row in rows for token in row], dtype=dtype)
     offsets = torch.tensor([sum(map(len, rows[:i])) for i in range(len(rows) + 1)])
     numbers = [number(i, token) for i, row in enumerate(rows) for token in row]
     return TokenSets(ids, offsets, torch.tensor(numbers, dtype=torch.float32) if values else None)
 
 
-def lists(sets: TokenSets) -> list[list[int]]:
+def lists(sets):
     cuts = sets.offsets.tolist()
     return [sets.ids[a:b].tolist() for a, b in pairwise(cuts)]
 
 
-def assert_facts(sets: TokenSets, rows: list[list[int]], bound: bool = False) -> None:
+def assert_facts(sets, rows, bound=False):
     """Asserts the ids and the facts that the host knows. bound: the known largest id may be an upper bound."""
     assert lists(sets) == rows and sets.offsets.dtype == torch.int64
     assert sets.rows == len(sets) == len(rows)
@@ -140,13 +139,13 @@ def assert_facts(sets: TokenSets, rows: list[list[int]], bound: bool = False) ->
     assert all(type(fact) is int for fact in (sets.rows, sets.empty_rows, sets.longest, sets.largest_id))
 
 
-def assert_part(part: TokenSets, rows: list[list[int]], index: list[int], bound: bool = True) -> None:
+def assert_part(part, rows, index, bound=True):
     """The rows of this index, with their values."""
     assert_facts(part, [rows[i] for i in index], bound=bound)
     assert part.values is not None and part.values.tolist() == [number(i, token) for i in index for token in rows[i]]
 
 
-def values_of(rows: list[list[int]]) -> list[list[float]]:
+def values_of(rows):
     return [[number(i, token) for token in row] for i, row in enumerate(rows)]
 
 
@@ -155,7 +154,7 @@ def values_of(rows: list[list[int]]) -> list[list[float]]:
 
 @examples
 @given(rows=ROWS, dtype=DTYPES, fill=st.sampled_from([-1, -100, 41]), seed=st.integers(0, 1000))
-def test_every_format_gives_the_same_sets(rows: list[list[int]], dtype: torch.dtype, fill: int, seed: int) -> None:
+def test_every_format_gives_the_same_sets(rows, dtype, fill, seed):
     """Ids and offsets, ids and counts, lists, padding wherever it stands in a row; and back."""
     whole, numbers = [*range(len(rows))], values_of(rows)
     sets = build(rows, True, dtype=dtype)
@@ -180,10 +179,10 @@ def test_every_format_gives_the_same_sets(rows: list[list[int]], dtype: torch.dt
     assert sets.mask(41).tolist() == [[not row or token in row for token in range(41)] for row in rows]
 
 
-def test_lists_of_sequences() -> None:
+def test_lists_of_sequences():
     """Each token either has a record or was not generated. Sequences without records may have any mask."""
     generated = torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]]).bool()
-    records: list[Any] = [[[2, 1], None], [[7], [2, 1], []], None, [[3], [4], [5], [6]]]
+    records = [[[2, 1], None], [[7], [2, 1], []], None, [[3], [4], [5], [6]]]
     expected = [[[], [2, 1], [], []], [[7], [], [2, 1], []], [[]] * 4, [[3], [4], [5], [6]]]
     assert_facts(TokenSets.from_lists(records, generated=generated), [row for rows in expected for row in rows])
     # Packed: the same rows, with each sequence cut to another length.
@@ -201,7 +200,7 @@ def test_lists_of_sequences() -> None:
 @given(rows=ROWS, start=BOUND, stop=BOUND, step=st.sampled_from([None, 1, 2, -1, -3]), data=st.data())
 @example(rows=SOME, start=3, stop=1, step=None, data=None)
 @example(rows=SOME, start=9, stop=20, step=None, data=None)
-def test_rows_are_taken_as_of_a_list(rows: list[list[int]], start: Any, stop: Any, step: Any, data: Any) -> None:
+def test_rows_are_taken_as_of_a_list(rows, start, stop, step, data):
     """Slices, indices and masks."""
     sets, count = build(rows, True), len(rows)
     assert_part(sets[slice(start, stop, step)], rows, [*range(count)[slice(start, stop, step)]])
@@ -217,21 +216,21 @@ def test_rows_are_taken_as_of_a_list(rows: list[list[int]], start: Any, stop: An
 
 @examples
 @given(rows=ROWS, more=ROWS, cuts=st.lists(st.integers(0, 8), max_size=3), values=st.booleans())
-def test_parts_put_together_are_the_whole(rows: list[list[int]], more: list[list[int]], cuts: list[int], values: bool) -> None:
+def test_parts_put_together_are_the_whole(rows, more, cuts, values):
     edges = [0, *sorted(min(cut, len(rows)) for cut in cuts), len(rows)]
     sets, others = build(rows, values), build(more, values)
     whole = TokenSets.cat([*(sets[a:b] for a, b in pairwise(edges)), others])
     assert_facts(whole, rows + more, bound=True)
     assert (whole.values is not None) == values and torch.equal(whole.offsets[: len(rows) + 1], sets.offsets)
     if values:
-        assert torch.equal(whole.values, torch.cat([sets.values, others.values]))  # type: ignore[arg-type, list-item]
+        assert torch.equal(whole.values, torch.cat([sets.values, others.values]))
     wide = TokenSets.cat([build([[2**40]]), build([[1]], dtype=torch.int32)])
     assert wide.ids.dtype == torch.int64 and lists(wide) == [[2**40], [1]]
 
 
 @examples
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4), data=st.data())
-def test_shifted_packed(lengths: list[int], data: st.DataObject) -> None:
+def test_shifted_packed(lengths, data):
     """The target of a row is in the set of a row, wherever its token has a record."""
     total = sum(lengths)
     rows = data.draw(st.lists(st.lists(st.integers(0, 40), max_size=3, unique=True), min_size=total, max_size=total))
@@ -255,15 +254,15 @@ ORDERS = pytest.mark.parametrize("order", ["vllm", "sglang"])
 class Oracle:
     """Of a row [V] of fp64 logits over the temperature those that stay, others -inf; `near` says how near a decision was."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.near = INF
 
-    def top_k(self, z: Tensor, k: int | None) -> Tensor:
+    def top_k(self, z, k):
         if k is None or k < 1 or k >= len(z):
             return z
         return torch.where(z >= z.sort(descending=True).values[k - 1], z, -INF)
 
-    def top_p(self, z: Tensor, p: float | None) -> Tensor:
+    def top_p(self, z, p):
         """Ascending, of equal ones those with the larger id first; a sum that stays at or below 1 - p goes."""
         if p is None or p == 1:
             return z
@@ -274,13 +273,13 @@ class Oracle:
         gone[-1] = False
         return z.index_fill(0, ascending[gone], -INF)
 
-    def min_p(self, z: Tensor, p: float | None) -> Tensor:
+    def min_p(self, z, p):
         share = z.softmax(0) / z.softmax(0).max()
         if p and (share < 1).any():
             self.near = min(self.near, float((share[share < 1] - p).abs().min()))
         return torch.where(share >= (p or 0.0), z, -INF)
 
-    def kept(self, logits: Tensor, order: str, temperature: float, k: Any, p: Any, m: Any) -> list[int]:
+    def kept(self, logits, order, temperature, k, p, m):
         z = logits.double() / (max(temperature, 0.01) if order == "vllm" else temperature)
         if order == "vllm":
             z = self.top_p(self.top_k(self.min_p(z, m), k), p)
@@ -291,12 +290,12 @@ class Oracle:
         return (z > -INF).nonzero()[:, 0].tolist()
 
 
-def oracle(logits: Tensor, order: str, temperature: float = 1.0, **rules: Any) -> tuple[list[list[int]], float]:
+def oracle(logits, order, temperature=1.0, **rules):
     one, given = Oracle(), [rules.get(name) for name in ("top_k", "top_p", "min_p")]
     return [one.kept(row, order, temperature, *given) for row in logits.reshape(-1, logits.shape[-1])], one.near
 
 
-def kept(logits: Tensor, **rules: Any) -> list[list[int]]:
+def kept(logits, **rules):
     return lists(TokenSets.from_logits(logits, **rules))
 
 
@@ -311,7 +310,7 @@ def kept(logits: Tensor, **rules: Any) -> list[list[int]]:
     top_p=st.sampled_from([None, 1.0, 0.05, 0.33, 0.71, 0.9, 0.999]),
     min_p=st.sampled_from([None, 0.0, 0.01, 0.2, 0.77, 1.0]),
 )
-def test_as_the_samplers_do(order: str, rows: Any, grid: float, temperature: float, **rules: Any) -> None:
+def test_as_the_samplers_do(order, rows, grid, temperature, **rules):
     logits = torch.tensor(rows) * grid
     assume((logits > -INF).any(-1).all())
     expected, near = oracle(logits, order, temperature, **rules)
@@ -322,7 +321,7 @@ def test_as_the_samplers_do(order: str, rows: Any, grid: float, temperature: flo
     assert sets.ids.dtype == torch.int32
 
 
-RULES: list[dict[str, Any]] = [{"top_k": 50}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.9, "min_p": 0.02}]
+RULES = [{"top_k": 50}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.9, "min_p": 0.02}]
 
 
 TEMPERATURES = {
@@ -339,7 +338,7 @@ TEMPERATURES = {
     ),
     ids=label,
 )  # fmt: skip
-def test_of_a_model(case: Any) -> None:
+def test_of_a_model(case):
     """Flat and peaked rows of some thousand logits: the sort is of few in the one and of all in the other. Targets are put in."""
     rules, dtype, name, order, with_targets = case.values()
     sharpness, temperature = torch.tensor([0.01, 0.5, 1.0, 3.0, 8.0]), TEMPERATURES[name]

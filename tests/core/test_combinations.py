@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -22,16 +20,18 @@ EXECUTORS = executors()
 LOGPS = Recipe(door="logprobs")
 ITSELF = Recipe(objective="dapo, exact", others=("itself",), inplace=True, seed=1)
 #: Recipes, each with all combinations of the values of some axes: rows with and without sets beside a second stream, several of
-#: those beside a term of likelihood; real vocabularies, and more rows than a dimension of a grid has; sets of one to thousands of
-#: ids; impossible logits, those at the ends of a dtype and, from hidden states, beyond fp16; a teacher that is the same logits,
-#: which are overwritten; no rows, and no trained row.
-TABLE: list[tuple[Recipe, dict[str, tuple[Any, ...]]]] = [
+#: those beside a term of likelihood; sets, and a factor that the backward brings; real vocabularies, and more rows than a dimension
+#: of a grid has; sets of one to thousands of ids; impossible logits, those at the ends of a dtype and, from hidden states, beyond
+#: fp16; a teacher that is the same logits, which are overwritten; no rows, and no trained row.
+TABLE = [
     (Recipe(objective="dapo, exact", kept="some", missing="full", others=("near",)), {"seed": (0, 1)}),
     (Recipe(objective="dapo, exact", others=("whole", "near")), {}),
+    (Recipe(kept="some", upstream=0.5), {"source": AXES["source"], "frozen": ("nothing", "hidden"), "objective": ("dapo", "gspo")}),
     (replace(LOGPS, lengths=(2,)), {"vocab": (1000, 32_001, 129_921, 151_936), "dtype": ("float32", "bfloat16")}),
     (replace(LOGPS, lengths=(65_537,), vocab=3), {}),
     (replace(LOGPS, lengths=(1,), vocab=1_000_003), {}),
     (Recipe(lengths=(9,), vocab=4000, kept="long"), {"door": ("loss", "logprobs"), "source": AXES["source"]}),
+    (Recipe(lengths=(200,), vocab=65, kept="long"), {"source": AXES["source"]}),  # with sets of the width of a group, 64
     (LOGPS, {"extreme": ("absent", "ends"), "dtype": AXES["dtype"], "vocab": (7, 300, 9000)}),
     (replace(LOGPS, source="hidden", dtype="float16", spread=5e4), {"transform": ("none", "everything")}),
     (ITSELF, {"exact": AXES["exact"], "dtype": ("float32", "bfloat16"), "objective": ("dapo, exact", "gspo, exact")}),
@@ -46,14 +46,14 @@ PAIRS += [replace(r, **dict(zip(axes, x, strict=True))) for r, axes in TABLE for
 
 
 @pytest.mark.parametrize("recipe", PAIRS, ids=str)
-def test_pairs(recipe: Recipe) -> None:
+def test_pairs(recipe):
     """Eager (the first executor), and one instruction set after the other."""
     for name in dict.fromkeys((EXECUTORS[0], EXECUTORS[recipe.seed % len(EXECUTORS)])):
         with executor(name) as backend:
             check(recipe, backend=backend)
 
 
-def test_room_is_small_where_numbers_are_plain() -> None:
+def test_room_is_small_where_numbers_are_plain():
     """What is compared would not pass whatever came out."""
     plain = [
         r
@@ -66,20 +66,20 @@ def test_room_is_small_where_numbers_are_plain() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", PAIRED)
-def test_triples(axis: str) -> None:
+def test_triples(axis):
     for i, value in enumerate(dict.fromkeys(AXES[axis])):
         each(covering(seed=i + 1, **{axis: value}), check)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", EXECUTORS)
-def test_random_calls(name: str) -> None:
+def test_random_calls(name):
     rng = random.Random(os.environ.get("GRPO_KERNELS_FUZZ_SEED", "0"))
     with executor(name) as backend:
         each((random_recipe(rng) for _ in range(MANY)), lambda recipe: check(recipe, backend=backend))
 
 
-def each(recipes: Iterable[Recipe], run: Callable[[Recipe], None]) -> None:
+def each(recipes, run):
     for recipe in recipes:
         run(recipe)
         problem.cache_clear()

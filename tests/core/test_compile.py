@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +28,7 @@ Tensor = torch.Tensor
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
+def fresh_compiler():
     torch.compiler.reset()
     # Graphs that were kept on disk know neither how operators have changed since, nor for which vectors they were made.
     with torch.compiler.set_stance("default"), inductor.patch(fx_graph_cache=False):
@@ -39,14 +37,14 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def close(a: Any, b: Any, rtol: float = 1e-6) -> None:
+def close(a, b, rtol=1e-6):
     torch.testing.assert_close(a, b, rtol=rtol, atol=1e-7)
 
 
 graph = partial(torch.compile, fullgraph=True, backend="aot_eager")
 
 
-def plain(**changes: Any) -> Recipe:
+def plain(**changes):
     return legal(Recipe(**changes))
 
 
@@ -72,6 +70,8 @@ OUTSIDE = [
     plain(objective="dapo, entropy", kept="some", missing="full"),
     plain(objective="dapo, exact", source="hidden", others=("whole",), exact="jsd"),
     plain(door="divergence", exact="jsd", others=("own", "listed"), tail="ignore"),
+    plain(objective="gspo", source="hidden", rows="shared"),
+    plain(source="hidden", listed="some"),
 ]
 #: The default compiler: gradients of views are stored in the layout that it expects.
 COMPILED = [
@@ -81,17 +81,17 @@ COMPILED = [
 
 
 @pytest.mark.parametrize("recipe", GRAPHS, ids=str)
-def test_one_graph(recipe: Recipe) -> None:
+def test_one_graph(recipe):
     compare(problem(recipe), run(problem(recipe), call=graph))
 
 
 @pytest.mark.parametrize("recipe", OUTSIDE, ids=str)
-def test_beside_graphs(recipe: Recipe) -> None:
+def test_beside_graphs(recipe):
     compare(problem(recipe), run(problem(recipe), call=partial(torch.compile, backend="aot_eager")))
 
 
 @pytest.mark.parametrize("recipe", COMPILED, ids=str)
-def test_inductor(recipe: Recipe) -> None:
+def test_inductor(recipe):
     compare(problem(recipe), run(problem(recipe), call=partial(torch.compile, fullgraph=True)))
 
 
@@ -99,18 +99,18 @@ def test_inductor(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("recipe", [r for r in GRAPHS + OUTSIDE if r.also != "detached" and r.bias == "none"], ids=str)
-def test_torch_func(recipe: Recipe, backend: str) -> None:
+def test_torch_func(recipe, backend):
     compare(problem(recipe), run(problem(recipe), backend=backend, call=by_func))
 
 
 # ---- what compiles again
 
 
-def test_lengths_and_new_tensors_compile_nothing() -> None:
+def test_lengths_and_new_tensors_compile_nothing():
     """One graph for the first shape, and one more for each dimension that changes. A new but equal objective, a schedule of the
     temperature or another normaliser cause none."""
 
-    def loss(logits: Tensor, batch: TokenBatch, objective: Objective, temperature: Tensor, tokens: Tensor) -> Tensor:
+    def loss(logits, batch, objective, temperature, tokens):
         return grpo_loss(logits, batch, objective, transform=LogitTransform(temperature), normalizer=tokens).loss
 
     packed, padded = [(n,) for n in (5, 7, 12, 3)], [(4, 5), (4, 7), (5, 9), (6, 4)]
@@ -131,15 +131,15 @@ def test_lengths_and_new_tensors_compile_nothing() -> None:
         assert counter.frame_count == graphs
 
 
-def test_sparse_gradients_are_one_graph_for_all_seeds_and_lengths() -> None:
+def test_sparse_gradients_are_one_graph_for_all_seeds_and_lengths():
     """One graph for the first length and seed, and one for all others; a seed that is a tensor is read when the graph runs. Rows
     are drawn under the numbers that `first_row` gives them."""
 
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor, options: Options) -> Tensor:
+    def loss(hidden, weight, targets, options):
         logps, entropy = linear_logprobs(hidden.sin(), weight, targets, entropy=True, options=options)
-        return (logps - 0.1 * entropy).sum()  # type: ignore[operator]
+        return (logps - 0.1 * entropy).sum()
 
-    def gradients(f: Any, *given: Any) -> tuple[Tensor, ...]:
+    def gradients(f, *given):
         return torch.autograd.grad(f(*leaves, *given), leaves)
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -162,11 +162,11 @@ def test_sparse_gradients_are_one_graph_for_all_seeds_and_lengths() -> None:
 class Calls(TorchDispatchMode):
     """Calls of our operators: (name, arguments)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: list[tuple[str, tuple[Any, ...]]] = []
+        self.seen = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function.namespace == "grpo_kernels":
             self.seen.append((function._opname, args))
@@ -178,7 +178,7 @@ OPERATORS = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_n
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("view", ["whole", "transposed", "columns apart"])
-def test_opcheck(view: str, dtype: torch.dtype) -> None:
+def test_opcheck(view, dtype):
     """Of log-probs in a graph, forward and backward, from both sources, with dense and with sparse gradients: also that what a fake
     call says of results, by which a compiler plans, is so."""
     x, hidden, weight = (VIEWS[view](torch.randn(shape).to(dtype)) for shape in ((2, 3, 61), (2, 3, 8), (61, 8)))

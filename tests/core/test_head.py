@@ -4,26 +4,25 @@ several ranks are in test_head_ranks.py."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from grpo_kernels import Head, LogitTransform, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Head, LogitTransform, linear_grpo_loss, linear_logprobs
 from grpo_kernels.model import FusedLMHead
 from support.heads import OBJECTIVE, Case, H, Model, V, fused, gradients, make_batch, value_of
 
 Tensor = torch.Tensor
 
 
-def rows(seed: int) -> tuple[Tensor, TokenBatch]:
+def rows(seed):
     """(hidden states, their batch)"""
     batch = make_batch(seed, [5, 2, 4])
     return torch.randn(*batch.targets.shape, H, generator=torch.Generator().manual_seed(seed)), batch
 
 
-def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
+def assert_same_gradients(model, plain):
     for name, gradient in gradients(plain).items():
         assert (gradients(model)[name] - gradient).norm() < 1e-5 * gradient.norm(), name
 
@@ -32,7 +31,7 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_three_ways_to_call(bias: bool) -> None:
+def test_three_ways_to_call(bias):
     linear = nn.Linear(H, V, bias=bias)
     head = FusedLMHead(linear, transform=LogitTransform(softcap=3.0, scale=1.5))
     hidden, batch = rows(1)
@@ -42,7 +41,7 @@ def test_three_ways_to_call(bias: bool) -> None:
     assert torch.equal(head(hidden), linear(hidden))
     found = head(hidden, batch.targets, mask=batch.mask, entropy="detached", temperature=0.7)
     logps, entropy = linear_logprobs(*given, batch.targets, mask=batch.mask, transform=whole, entropy=True)
-    assert torch.equal(found.entropy, entropy) and not found.entropy.requires_grad  # type: ignore[arg-type]
+    assert torch.equal(found.entropy, entropy) and not found.entropy.requires_grad
     loss = head(hidden, batch, OBJECTIVE, temperature=0.7, normalizer=9.0, metrics=True)
     out = linear_grpo_loss(*given, batch, OBJECTIVE, transform=whole, normalizer=9.0)
     assert loss.metrics.keys() == out.metrics.keys() and torch.equal(loss.metrics["kl"], out.metrics["kl"])
@@ -53,7 +52,7 @@ def test_three_ways_to_call(bias: bool) -> None:
             assert torch.equal(a, b) and float(b.norm()) > 0
 
 
-def test_tied_and_frozen() -> None:
+def test_tied_and_frozen():
     model, plain, batch = fused(Case("log-probs", tied=True)), Model(Case("logits", tied=True)), make_batch(3, [5, 2, 4])
     assert len(list(model.parameters())) == len(list(plain.parameters())) and model.lm_head.weight is model.embedding.weight
     assert model.state_dict().keys() == plain.state_dict().keys()
@@ -67,12 +66,12 @@ def test_tied_and_frozen() -> None:
 
 
 class Quantised(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x.round())
 
 
-def test_heads_that_are_refused() -> None:
-    def linear() -> nn.Linear:
+def test_heads_that_are_refused():
+    def linear():
         return nn.Linear(H, V)
 
     hooked, saved, patched, sharded, viewed, normed = (linear() for _ in range(6))
@@ -95,7 +94,7 @@ def test_heads_that_are_refused() -> None:
 
 @pytest.mark.parametrize("targets", [r".*(q_proj|lm_head)", "lm_head", ["q_proj", "lm_head"]], ids=str)
 @pytest.mark.parametrize("kind", ["LoraConfig", "OFTConfig"])
-def test_an_adapter_on_the_head_is_refused_however_it_was_named(kind: str, targets: Any) -> None:
+def test_an_adapter_on_the_head_is_refused_however_it_was_named(kind, targets):
     """By looking at the module, not at the names of a configuration."""
     peft = pytest.importorskip("peft")
     pytest.importorskip("transformers")
@@ -105,7 +104,7 @@ def test_an_adapter_on_the_head_is_refused_however_it_was_named(kind: str, targe
         FusedLMHead.install(model)
 
 
-def tiny_model(**options: Any) -> Any:
+def tiny_model(**options):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
@@ -117,7 +116,7 @@ def tiny_model(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_hugging_face_model(tied: bool) -> None:
+def test_a_hugging_face_model(tied):
     """install and undo; the softcap comes from the config; the model's own forward, state and ties are as before."""
     pytest.importorskip("transformers")
     model = tiny_model(tie_word_embeddings=tied)
@@ -155,23 +154,23 @@ class Offload:
 
     module: nn.Module
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.held = {p: p.data for p in self.module.parameters(recurse=False)}
         self.fetched = 0
         self.release()
         self.module.register_forward_pre_hook(lambda *_: self.fetch())
         self.module.register_forward_hook(self.after)
 
-    def fetch(self) -> None:
+    def fetch(self):
         self.fetched += 1
         for p, data in self.held.items():
             p.data = data
 
-    def release(self) -> None:
+    def release(self):
         for p in self.held:
             p.data = torch.empty(0)
 
-    def after(self, module: nn.Module, inputs: Any, out: Any) -> None:
+    def after(self, module, inputs, out):
         for x in out if isinstance(out, tuple) else (out,):
             if isinstance(x, Tensor) and x.requires_grad:
                 x.register_hook(lambda _: self.fetch())
@@ -179,7 +178,7 @@ class Offload:
 
 
 @pytest.mark.parametrize("kind", ["loss", "log-probs", "logits"])
-def test_a_weight_that_is_only_there_in_between(kind: str) -> None:
+def test_a_weight_that_is_only_there_in_between(kind):
     plain, model, batch = fused(Case(kind)), fused(Case(kind)), make_batch(7, [5, 2, 4])
     value_of(plain(batch), batch).backward()
     offload = Offload(model.lm_head)
@@ -190,7 +189,7 @@ def test_a_weight_that_is_only_there_in_between(kind: str) -> None:
     assert_same_gradients(model, plain)
 
 
-def test_accelerate_offloading() -> None:
+def test_accelerate_offloading():
     """Weights on the meta device but in a forward."""
     accelerate = pytest.importorskip("accelerate")
     model, batch = fused(Case("log-probs")), make_batch(8, [5, 2, 4])

@@ -8,17 +8,16 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from grpo_kernels import Head, Options, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Head, Options, TokenSets, linear_grpo_loss, linear_logprobs
 from grpo_kernels.model import FusedLMHead, HeadLogprobs, HeadLoss
 from support import oracle
 from support.heads import (
@@ -62,7 +61,7 @@ class Expected:
 
 
 @functools.cache
-def expected(kind: str, tied: bool, bias: bool) -> Expected:
+def expected(kind, tied, bias):
     model = Model(Case(kind="logits", tied=tied, bias=bias)).double()
     found = Expected({}, {}, [])
     for update in range(UPDATES):
@@ -87,7 +86,7 @@ def expected(kind: str, tied: bool, bias: bool) -> Expected:
         found.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         with torch.no_grad():
             for p in model.parameters():
-                p -= RATE * p.grad  # type: ignore[operator]
+                p -= RATE * p.grad
                 p.grad = None
     return found
 
@@ -98,7 +97,7 @@ Sync = Callable[[bool], AbstractContextManager[Any]]
 Wrap = Callable[[nn.Module], tuple[Any, Sync]]
 
 
-def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float, what: object) -> None:
+def assert_close(got, want, tolerance, what):
     """The largest error of each gradient, relative to its largest element."""
     assert got.keys() == want.keys(), (what, got.keys(), want.keys())
     for name in want:
@@ -106,9 +105,7 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: flo
         assert off < tolerance, f"{what}: the gradient of {name} is off by {off:.2g} on this rank"
 
 
-def checked(
-    out: Any, batch: TokenBatch, want: Expected, at: tuple[int, int, int], what: object, tolerance: float = 2e-5
-) -> Tensor:
+def checked(out, batch, want, at, what, tolerance=2e-5):
     """Checks everything in an output and returns its value."""
     value = value_of(out, batch)
     assert float(value.detach()) == pytest.approx(want.values[at], rel=tolerance, abs=tolerance), (what, at)
@@ -118,13 +115,13 @@ def checked(
 
 
 def run(
-    case: Case,
-    wrap: Wrap,
-    rank: int,
-    what: object,
-    tolerance: float = 2e-5,
-    collect: Callable[[Any], dict[str, Tensor]] = gradients,
-) -> None:
+    case,
+    wrap,
+    rank,
+    what,
+    tolerance=2e-5,
+    collect=gradients,
+):
     """Train for two updates, and compare every value and gradient with one process."""
     model = fused(case)
     wrapped, sync = wrap(model)
@@ -132,7 +129,7 @@ def run(
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=case.scaled)
     want = expected(case.kind, case.tied, case.bias)
 
-    def forward(batch: TokenBatch) -> Any:
+    def forward(batch):
         with torch.autocast("cpu", dtype=case.autocast, enabled=case.autocast is not None):
             out = wrapped(batch)
             return call_head(model.lm_head, out, batch, case.kind) if case.outside else out
@@ -153,7 +150,7 @@ def run(
         optimizer.zero_grad()
 
 
-def calls() -> Iterator[Case]:
+def calls():
     """Ways to call the head, and what runs again in the backward."""
     for kind in ("loss", "log-probs"):
         yield Case(kind)
@@ -163,17 +160,17 @@ def calls() -> Iterator[Case]:
     yield Case("logits")
 
 
-def ddp(every: bool = False, **options: Any) -> Wrap:
+def ddp(every=False, **options):
     """every: reduce after every micro-batch, not only after the last."""
 
-    def wrap(model: nn.Module) -> tuple[Any, Sync]:
+    def wrap(model):
         wrapped = torch.nn.parallel.DistributedDataParallel(model, **options)
         return wrapped, lambda last: nullcontext() if last or every else wrapped.no_sync()
 
     return wrap
 
 
-def check_ddp(rank: int, ranks: int) -> None:
+def check_ddp(rank, ranks):
     for case in calls():
         run(case, ddp(), rank, ("DDP", case))
         if not case.reentrant:  # such a checkpoint hides its graph from the search for unused parameters
@@ -190,12 +187,12 @@ def check_ddp(rank: int, ranks: int) -> None:
         )
 
 
-def fsdp2(layout: str, every: bool = False, **options: Any) -> Wrap:
+def fsdp2(layout, every=False, **options):
     """layout: which of the modules besides the layers and the root are groups of their own."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    def wrap(model: nn.Module) -> tuple[Any, Sync]:
+    def wrap(model):
         names = ("replicas", "shards")
         mesh = (
             init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=names)
@@ -213,7 +210,7 @@ def fsdp2(layout: str, every: bool = False, **options: Any) -> Wrap:
         shard(model)
         assert isinstance(model.lm_head, FusedLMHead) and hasattr(model.lm_head.weight, "placements")
 
-        def sync(last: bool) -> AbstractContextManager[Any]:
+        def sync(last):
             model.set_requires_gradient_sync(last or every)
             return nullcontext()
 
@@ -225,7 +222,7 @@ def fsdp2(layout: str, every: bool = False, **options: Any) -> Wrap:
 LAYOUTS = ("root", "head alone", "norm and head", "replicas")
 
 
-def check_fsdp2(rank: int, ranks: int) -> None:
+def check_fsdp2(rank, ranks):
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     for layout in LAYOUTS:
@@ -245,7 +242,7 @@ def check_fsdp2(rank: int, ranks: int) -> None:
         run(Case(kind, outside=True), fsdp2("head alone"), rank, ("FSDP2, head after the forward", kind))
 
 
-def check_mixed_precision(rank: int, ranks: int) -> None:
+def check_mixed_precision(rank, ranks):
     """In bf16 by FSDP2's policy, by autocast, and in fp16 with a loss scale; the errors are those of 16 bits."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -267,23 +264,23 @@ def check_mixed_precision(rank: int, ranks: int) -> None:
         call_head(model.lm_head, torch.randn(*DATA[0, 0].targets.shape, H), DATA[0, 0], "log-probs")
 
 
-def check_kin_of_fsdp2(rank: int, ranks: int) -> None:
+def check_kin_of_fsdp2(rank, ranks):
     """DDP on FSDP2's machinery, and FSDP1."""
     from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    def replicated(model: nn.Module) -> tuple[Any, Sync]:
+    def replicated(model):
         mesh = init_device_mesh("cpu", (RANKS,))
         replicate(model.lm_head, mesh=mesh)
         replicate(model, mesh=mesh)
         return model, lambda last: nullcontext()
 
-    def fsdp1(model: nn.Module) -> tuple[Any, Sync]:
+    def fsdp1(model):
         wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
         return wrapped, lambda last: nullcontext() if last else wrapped.no_sync()
 
-    def fsdp1_gradients(model: Any) -> dict[str, Tensor]:
+    def fsdp1_gradients(model):
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
             return {name.split("_module.")[-1]: p.grad.clone() for name, p in model.named_parameters()}
 
@@ -292,12 +289,12 @@ def check_kin_of_fsdp2(rank: int, ranks: int) -> None:
         run(Case(kind), fsdp1, rank, ("FSDP1", kind), collect=fsdp1_gradients)
 
 
-def check_what_bypasses_the_hooks(rank: int, ranks: int) -> None:
+def check_what_bypasses_the_hooks(rank, ranks):
     """A clear error, not another rank's gradient."""
     batch = DATA[0, 0]
     hidden = torch.randn(*batch.targets.shape, H, generator=torch.Generator().manual_seed(rank))
 
-    def built(**options: Any) -> Any:
+    def built(**options):
         return fsdp2("head alone", **options)(fused(Case(outside=True)))[0]
 
     head = built().lm_head
@@ -325,23 +322,23 @@ def check_what_bypasses_the_hooks(rank: int, ranks: int) -> None:
 # ---- memory of the caller's for the gradient of the weight
 
 
-def micro_batch(rank: int) -> TokenBatch:
+def micro_batch(rank):
     """With sets in every other row."""
     batch = DATA[rank, rank]
     return replace(batch, kept=TokenSets.from_lists([sorted({i % V, 5, 9}) if i % 2 else [] for i in range(batch.tokens)]))
 
 
-def check_weight_grad(rank: int, ranks: int) -> None:
+def check_weight_grad(rank, ranks):
     """With the head left to the caller, by DDP or FSDP2, its memory is reduced once, after two micro-batches. Refused where FSDP2
     gathers the head, in its own group or in the root's."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    def left_out(model: nn.Module) -> tuple[Any, Sync]:
+    def left_out(model):
         torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["lm_head.weight"])
         return ddp()(model)
 
-    def whole_head(model: nn.Module) -> tuple[Any, Sync]:
+    def whole_head(model):
         mesh, ignored = init_device_mesh("cpu", (ranks,)), {model.lm_head.weight}
         return fully_shard(model, mesh=mesh, ignored_params=ignored), lambda last: nullcontext()
 
@@ -366,7 +363,7 @@ def check_weight_grad(rank: int, ranks: int) -> None:
 # ---- ZeRO-3
 
 
-def zero3(rank: int, store: str) -> None:
+def zero3(rank, store):
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
@@ -374,7 +371,7 @@ def zero3(rank: int, store: str) -> None:
 
     deepspeed.init_distributed("gloo")
 
-    def engine_of(model: Model) -> Any:
+    def engine_of(model):
         zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
         config = {
             "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": STEPS, "zero_optimization": zero,
@@ -394,7 +391,7 @@ def zero3(rank: int, store: str) -> None:
             for step in range(STEPS):
                 batch, at = DATA[rank, step], (update, rank, step)
 
-                def forward(batch: TokenBatch = batch, model: Model = model, engine: Any = engine, case: Case = case) -> Any:
+                def forward(batch=batch, model=model, engine=engine, case=case):
                     out = engine(batch)
                     return call_head(model.lm_head, out, batch, case.kind) if case.outside else out
 
@@ -416,22 +413,22 @@ def zero3(rank: int, store: str) -> None:
 
 
 @pytest.mark.long
-def test_on_two_ranks(two: dict[str, str], name: str) -> None:
+def test_on_two_ranks(two, name):
     assert two[name] == "ok", two[name]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def two(tmp_path_factory):
     return run_checks("test_head_ranks", RANKS, tmp_path_factory.mktemp("ranks"))
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     if "name" in metafunc.fixturenames:
         metafunc.parametrize("name", checks_of("test_head_ranks"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-def test_zero3(tmp_path: Path) -> None:
+def test_zero3(tmp_path):
     code = "import sys; from test_head_ranks import zero3; zero3(int(sys.argv[1]), sys.argv[2])"
     environment = {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     ranks = (start(code, str(r), str(tmp_path / "store"), RANK=str(r), LOCAL_RANK=str(r), **environment) for r in range(RANKS))

@@ -4,8 +4,6 @@ does to them: tiny models with random weights."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from grpo_kernels import (
     Exact,
     Head,
     LogitTransform,
-    LossOutput,
     Objective,
     TokenBatch,
     grpo_loss,
@@ -37,7 +34,7 @@ NAMES = ["LlamaForCausalLM", "GPT2LMHeadModel", "PhiForCausalLM", "Qwen3ForCausa
          "CohereForCausalLM", "HyperCLOVAXForCausalLM", "MiniCPM3ForCausalLM", "GemmaForCausalLM", "OPTForCausalLM"]  # fmt: skip
 
 
-def make_inputs() -> tuple[dict[str, Tensor], Tensor]:
+def make_inputs():
     """(inputs of a model, mask of the completions)"""
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCAB, (B, T), generator=g)
@@ -47,14 +44,14 @@ def make_inputs() -> tuple[dict[str, Tensor], Tensor]:
     return {"input_ids": ids, "attention_mask": attention}, completion
 
 
-def make_batch(targets: Tensor, mask: Tensor, **more: Any) -> TokenBatch:
+def make_batch(targets, mask, **more):
     g = torch.Generator().manual_seed(1)
     old, ref = (-4.0 + 0.3 * torch.randn(targets.shape, generator=g) for _ in range(2))
     advantages = torch.randn(targets.shape, generator=g)
     return TokenBatch(targets, advantages, mask=mask, old_logps=old, ref_logps=ref, **more)
 
 
-def assert_same(mine: LossOutput, theirs: LossOutput, model: nn.Module, tolerance: float = 1e-5) -> None:
+def assert_same(mine, theirs, model, tolerance=1e-5):
     """Value, log-probs, entropy and the gradient of every parameter."""
     for name in ("loss", "logps", "entropy"):
         torch.testing.assert_close(getattr(mine, name), getattr(theirs, name), rtol=tolerance, atol=10 * tolerance)
@@ -69,7 +66,7 @@ def assert_same(mine: LossOutput, theirs: LossOutput, model: nn.Module, toleranc
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_the_loss_of_the_models_own_logits(name: str) -> None:
+def test_equals_the_loss_of_the_models_own_logits(name):
     """Tied heads, a bias, softcaps, scales and a temperature are found without being passed."""
     model, (inputs, completion) = build(name), make_inputs()
     targets, mask = shift_targets(inputs["input_ids"], mask=completion)
@@ -82,7 +79,7 @@ def test_equals_the_loss_of_the_models_own_logits(name: str) -> None:
 @pytest.mark.parametrize(
     "names", [("Gemma2ForCausalLM", "LlamaForCausalLM"), ("LlamaForCausalLM", "GraniteForCausalLM")], ids=str
 )
-def test_a_model_as_the_reference_has_its_own_head(names: tuple[str, str]) -> None:
+def test_a_model_as_the_reference_has_its_own_head(names):
     """Its own softcap or scale, and the policy's temperature."""
     model, reference, (inputs, completion) = build(names[0]), build(names[1]), make_inputs()
     targets, mask = shift_targets(inputs["input_ids"], mask=completion)
@@ -95,7 +92,7 @@ def test_a_model_as_the_reference_has_its_own_head(names: tuple[str, str]) -> No
     assert all(p.grad is None for p in reference.parameters())
 
 
-def test_a_tree_of_rollouts_is_that_of_the_rollouts() -> None:
+def test_a_tree_of_rollouts_is_that_of_the_rollouts():
     """Several of which share prefixes of their completions, two of them everything."""
     model, prompts = build("LlamaForCausalLM"), ([1, 2, 3], [1, 2], [4])
     rollouts = [
@@ -122,7 +119,7 @@ def test_a_tree_of_rollouts_is_that_of_the_rollouts() -> None:
     assert_same(mine, grpo_loss(logits, plain, Objective.preset("gspo")), model)
 
 
-def test_targets_may_be_the_last_tokens() -> None:
+def test_targets_may_be_the_last_tokens():
     model, (inputs, completion) = build("GraniteForCausalLM"), make_inputs()
     batch = make_batch(inputs["input_ids"][:, -6:], completion[:, -6:])
     mine = loss_from_model(model, inputs["input_ids"], batch, OBJECTIVE, attention_mask=inputs["attention_mask"])
@@ -131,7 +128,7 @@ def test_targets_may_be_the_last_tokens() -> None:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_packed_sequences(flat: bool) -> None:
+def test_packed_sequences(flat):
     """As in the two sequences alone."""
     model, g = build("LlamaForCausalLM"), torch.Generator().manual_seed(2)
     ids, offsets = torch.randint(3, VOCAB, (11,), generator=g), torch.tensor([0, 0, 5, 11])
@@ -146,24 +143,24 @@ def test_packed_sequences(flat: bool) -> None:
 # ---- wrappers around a model
 
 
-def lora(model: Any, **options: Any) -> Any:
+def lora(model, **options):
     peft = pytest.importorskip("peft")
     options = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM", **options}
     torch.manual_seed(3)
     return peft.get_peft_model(model, peft.LoraConfig(**options))
 
 
-def checkpointed(model: Any) -> Any:
+def checkpointed(model):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 
 
-def fused(model: Any) -> Any:
+def fused(model):
     FusedLMHead.install(model)
     return model
 
 
-def prepared(model: Any) -> Any:
+def prepared(model):
     """As accelerate's Accelerator prepares it, with its autocast and its cast of outputs in the model's forward."""
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)  # a trainer of this process may have set it up in another way
@@ -173,7 +170,7 @@ def prepared(model: Any) -> Any:
     return model
 
 
-def offloaded(model: Any) -> Any:
+def offloaded(model):
     """With accelerate's hooks in the forwards of the model and its layers."""
     accelerate = pytest.importorskip("accelerate")
     hook = accelerate.hooks.AlignDevicesHook(torch.device("cpu"), io_same_device=True)
@@ -182,7 +179,7 @@ def offloaded(model: Any) -> Any:
     return model
 
 
-AROUND: dict[str, Callable[[Any], Any]] = {
+AROUND = {
     "accelerate": lambda model: offloaded(prepared(model)),
     "accelerate around LoRA": lambda model: prepared(lora(model)),
     "LoRA in the body": lora,
@@ -195,7 +192,7 @@ AROUND: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_what_people_put_around_a_model(around: str) -> None:
+def test_what_people_put_around_a_model(around):
     model, (inputs, completion) = AROUND[around](build("GraniteForCausalLM")), make_inputs()
     targets, mask = shift_targets(inputs["input_ids"], mask=completion)
     batch = make_batch(targets, mask)
@@ -206,7 +203,7 @@ def test_what_people_put_around_a_model(around: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["autocast", "bf16", "bf16 with an fp32 head"])
-def test_sixteen_bits(how: str) -> None:
+def test_sixteen_bits(how):
     """Against fp32: within what rounding to 16 bits moves the model's own forward by."""
     inputs, completion = make_inputs()
     targets, mask = shift_targets(inputs["input_ids"], mask=completion)
@@ -231,7 +228,7 @@ def test_sixteen_bits(how: str) -> None:
 # ---- refusals: never a number that means something else
 
 
-def aligned(**changes: Any) -> dict[str, Any]:
+def aligned(**changes):
     inputs, completion = make_inputs()
     targets, mask = shift_targets(inputs["input_ids"], mask=completion)
     fields = {"targets": targets, "mask": mask, **{k: v for k, v in changes.items() if k in ("targets", "mask")}}
@@ -242,7 +239,7 @@ def aligned(**changes: Any) -> dict[str, Any]:
 IDS, COMPLETION = make_inputs()[0]["input_ids"], make_inputs()[1]
 UNSHIFTED = {"targets": IDS, "mask": COMPLETION}
 
-BATCHES: dict[str, tuple[dict[str, Any], str]] = {
+BATCHES = {
     "targets that were not shifted": (UNSHIFTED, r"batch.targets\[0, 3\]=.* follows in input_ids.*shift_targets"),
     "the first tokens, not the last": ({"targets": IDS[:, :4], "mask": None}, r"batch.targets\[0, 0\]=.* follows"),
     "a last token that is trained on": (
@@ -257,7 +254,7 @@ BATCHES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", BATCHES)
-def test_a_batch_that_does_not_fit_is_refused(what: str) -> None:
+def test_a_batch_that_does_not_fit_is_refused(what):
     changes, message = BATCHES[what]
     with pytest.raises(ValueError, match=message):
         loss_from_model(build("LlamaForCausalLM"), **aligned(**changes))
@@ -269,29 +266,29 @@ MISSPELT = {
 
 
 @pytest.mark.parametrize("name", MISSPELT)
-def test_a_keyword_that_the_model_does_not_name_is_refused(name: str) -> None:
+def test_a_keyword_that_the_model_does_not_name_is_refused(name):
     """Those of transformers take anything, and do nothing with it."""
     hint = f"Did you mean {MISSPELT[name]}\\?.*" if MISSPELT[name] else ""
     with pytest.raises(TypeError, match=f"'{name}' is no argument of loss_from_model.*{hint}LlamaModel.*model_kwargs"):
         loss_from_model(build("LlamaForCausalLM"), **aligned(**{name: torch.ones(B, T)}))
 
 
-def prompted(model: Any) -> Any:
+def prompted(model):
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(model, peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
 
 
-def hooked_above(model: Any) -> Any:
+def hooked_above(model):
     model.register_forward_hook(lambda module, args, out: out)
     return model
 
 
-def replaced(model: Any) -> Any:
+def replaced(model):
     """With a forward as people put it on a model, which says that it wraps the other one."""
     forward = model.forward
 
     @functools.wraps(forward)
-    def doubled(*args: Any, **kwargs: Any) -> Any:
+    def doubled(*args, **kwargs):
         out = forward(*args, **kwargs)
         out.logits = 2 * out.logits
         return out
@@ -303,11 +300,11 @@ def replaced(model: Any) -> Any:
 class Mine(nn.Module):
     """Of one's own: its forward may do anything."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return ids
 
 
-REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+REFUSED = {
     "LoRA on the head": (lambda model: lora(model, target_modules=["lm_head"]), "carries an adapter"),
     "prompt tuning": (prompted, "PromptTuningConfig, whose prompt"),
     "a hooked model": (hooked_above, "the model, a LlamaForCausalLM, has hooks"),
@@ -319,7 +316,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_it_does_not_know_is_refused(what: str) -> None:
+def test_what_it_does_not_know_is_refused(what):
     make, message = REFUSED[what]
     model = make(build("LlamaForCausalLM"))
     with pytest.raises(ValueError, match=message):
@@ -331,7 +328,7 @@ def test_what_it_does_not_know_is_refused(what: str) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS])
 @torch.no_grad()
-def test_log_probs_of_hidden_states_are_those_of_the_models_own_forward(name: str) -> None:
+def test_log_probs_of_hidden_states_are_those_of_the_models_own_forward(name):
     """Hidden states and the head's weight, as the README has it, on models with a softcap or a scale and on plain ones."""
     model, ids = build(name), torch.randint(3, VOCAB, (2, 7))
     log_p = (model(input_ids=ids, use_cache=False).logits[:, :-1].float() / 0.7).log_softmax(-1)

@@ -6,9 +6,7 @@ says what a paper or a trainer computes. Log-ratios reach beyond every clamp; a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,30 +16,31 @@ from grpo_kernels.presets import NUMERICS, PRESETS
 from support import objectives as stages
 from support.objectives import KL_COV, MEAN, PAPERS
 from support.oracle import Spec
+from support.trainers import MASK, B, T, drawn
 
 Tensor = torch.Tensor
 INF = math.inf
 WIDE, LOW10, BUDGET = (-20.0, 20.0), (-INF, 10.0), 9
 
 
-def of_papers(names: str, **changes: Any) -> dict[str, Spec]:
+def of_papers(names, **changes):
     """Rows of PAPERS, the ratio of GSPO clipped as tokens are, with what a trainer has of its own."""
     ours = PAPERS | {"gspo": Spec(level="sequence", aggregate=MEAN)}
     return {name: replace(ours[name], **changes) for name in names.split()}
 
 
-TRL: dict[str, Any] = {"kl_weighting": "ratio", "entropy_aggregate": "token-mean"}
-VERL: dict[str, Any] = {"clamp_log": 20.0, "clamp": 10.0, "count_empty": False}
-OPENRLHF: dict[str, Any] = {"kl": "k1", "clamp": 10.0, "kl_aggregate": "token-mean", "entropy_aggregate": "token-mean"}
-NEMO: dict[str, Any] = {"kl_weighting": "score", "clamp_log": 20.0, "clamp": 10.0, "beta": 0.01}
-SKYRL: dict[str, Any] = {
+TRL = {"kl_weighting": "ratio", "entropy_aggregate": "token-mean"}
+VERL = {"clamp_log": 20.0, "clamp": 10.0, "count_empty": False}
+OPENRLHF = {"kl": "k1", "clamp": 10.0, "kl_aggregate": "token-mean", "entropy_aggregate": "token-mean"}
+NEMO = {"kl_weighting": "score", "clamp_log": 20.0, "clamp": 10.0, "beta": 0.01}
+SKYRL = {
     "clamp_log": 20.0, "clamp": 10.0, "kl_aggregate": MEAN, "entropy_aggregate": "token-mean", "beta": 1e-3
 }  # fmt: skip
 TWO_SIDED = Spec("cispo", cap=1.2, low=0.8)
 FAMILY = "grpo dapo bnpo dr_grpo gspo cispo sapo vespo"
 SYMMETRIC = {"eps_high": 0.2}  # of dapo: its upper bound is the user's
 
-TRAINERS: dict[str, dict[str, Spec]] = {
+TRAINERS = {
     "trl": of_papers(f"{FAMILY} luspo rloo a2po", **TRL)
     | of_papers("dapo", **SYMMETRIC, **TRL)
     | of_papers("gmpo", entropy_aggregate="token-mean"),
@@ -87,52 +86,47 @@ WITHOUT_KL = ("areal", "torchtitan")
 
 # ---- the batch
 
-B, T = 7, 8
-G = torch.Generator().manual_seed(21)
 Data = dict[str, Tensor]
 
 
-def data() -> Iterator[tuple[str, Data]]:
-    """fp32 [B, T]: ratios around the clip ranges and the KL within its clamps; log-ratios beyond 10 and 20; a KL beyond its clamps;
-    advantages that differ within a sequence; ratios around the bounds of GSPO."""
-    logps = -0.02 - 3 * torch.rand(B, T, generator=G).square()
-    shift = torch.tensor([0.3, -0.3, -0.4, 0.1, 0.45, 0.05, 0.0])[:, None]
+def data():
+    """fp32 [B, T], as adapters have it: ratios around the clip ranges and a KL within its clamps; log-ratios beyond 10 and 20; a KL
+    beyond its clamps; advantages of whole sequences; ratios around the bounds of GSPO."""
+    x, far, g = drawn(), drawn(far=True), torch.Generator().manual_seed(21)
     near = {
-        "logps": logps,
-        "old_logps": (logps - shift - 0.25 * torch.randn(B, T, generator=G)).clamp(max=-0.01),
-        "ref_logps": logps + 0.5 * torch.randn(B, T, generator=G),
-        "entropy": torch.rand(B, T, generator=G) + 0.5,
-        "advantages": torch.tensor([1.2, 0.8, -0.7, 0.9, -1.1, -0.6, 0.0])[:, None].expand(B, T),
+        "logps": x.logps,
+        "old_logps": x.old,
+        "ref_logps": x.ref,
+        "advantages": x.advantages,
+        "entropy": torch.rand(B, T, generator=g) + 0.5,
     }
-    old, ref = near["old_logps"].clone(), near["ref_logps"].clone()
-    old[0, :3] = logps[0, :3] - torch.tensor([9.0, -21.0, -9.5])
-    old[1], old[2, :2] = logps[1] - 11.0, logps[2, :2] - torch.tensor([12.0, 9.5])
-    old[4, 0], old[5] = logps[4, 0] - 21.0, logps[5] - 11.0
-    ref[0, 0], ref[2, 3], ref[5, 1] = logps[0, 0] + 2.7, logps[2, 3] - 12.0, logps[5, 1] + 4.0
-    ref[0, 1] = logps[0, 1] - 25.0
     yield "near", near
-    yield "far", near | {"old_logps": old}
-    yield "far reference", near | {"ref_logps": ref}
-    yield "advantages of tokens", near | {"advantages": near["advantages"] + 0.4 * torch.randn(B, T, generator=G)}
-    moved = 1e-4 * torch.tensor([3.0, -3.0, -2.0, 0.0, 1.0, 1.0, 0.0])[:, None]
-    yield "hardly moved", near | {"old_logps": logps - moved}
+    yield "far", near | {"logps": far.logps, "old_logps": far.old, "ref_logps": far.ref}
+    beyond = torch.tensor([2.7, -25.0, 4.0, -12.0]).repeat(3) * (torch.arange(B) % 3 == 0)[:, None]
+    yield "far reference", near | {"ref_logps": x.ref + beyond}
+    yield "advantages of sequences", near | {"advantages": x.advantages[:, :1].expand(B, T)}
+    moved = 1e-4 * torch.tensor([3.0, -3.0, -2.0, 0.0, 1.0, 1.0, 0.0, 2.0])[:, None]
+    yield "hardly moved", near | {"old_logps": x.logps - moved}
 
 
 DATA = dict(data())
-MASK = torch.arange(T) < torch.tensor([8, 4, 6, 0, 8, 3, 5])[:, None]
 
 
-def within_reach(spec: Spec, x: Data) -> Data:
+def within_reach(spec, x):
     """Where no clamp bounds a ratio, e^21 would hide everything else; a trust region compares probabilities."""
     if spec.trust is not None:
         x = x | {"old_logps": x["old_logps"].clamp(max=-0.01)}
     free = spec.bounds is None and spec.surrogate != "vespo"
-    return x | {"old_logps": torch.maximum(x["old_logps"], x["logps"] - 9.5)} if free else x
+    return (
+        x | {"old_logps": torch.maximum(x["old_logps"], x["logps"] - (2.5 if spec.level == "sequence-sum" else 9.5))}
+        if free
+        else x
+    )
 
 
 @pytest.mark.usefixtures("lots_in_order")
 @pytest.mark.parametrize("trainer, name", [(trainer, name) for trainer, rows in ALL.items() for name in rows])
-def test_numbers(trainer: str, name: str) -> None:
+def test_numbers(trainer, name):
     """With the weights of KL and bonus that the preset has, and with some of ours; masked tokens hold NaN."""
     spec, numerics = ALL[trainer][name], {} if trainer == "the paper" else {"numerics": trainer}
     budget = {"max_tokens": BUDGET} if spec.aggregate == "constant" and spec.max_tokens is None else {}
@@ -149,7 +143,7 @@ def test_numbers(trainer: str, name: str) -> None:
         assert sorted(margins)[1] > 1e-5, "too few were compared: a number lies at a bound"
 
 
-def test_every_preset_and_every_numerics_is_here() -> None:
+def test_every_preset_and_every_numerics_is_here():
     assert {*PRESETS} == {*PAPERS, "distillation"}
     assert Objective.preset("distillation") == Objective(NoPolicyTerm(), beta=1.0, kl=Exact("reverse"))
     assert {t: {*rows} for t, rows in NUMERICS.items()} == {t: {*rows} for t, rows in TRAINERS.items()}

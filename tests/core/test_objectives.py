@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)
 
 
 @cache
-def recipe(name: str, source: str) -> Recipe:
+def recipe(name, source):
     """With the first seed for which no number lies at a bound. From hidden states on-policy, without weights, where that can be."""
     own = {"layout": ("padded", "packed")[len(name) % 2], "others": ("near",) if "exact" in name else ()}
     given = ("everything",) if source == "logits" or "sampler" in name else ("on-policy", "everything")
@@ -35,7 +34,7 @@ def recipe(name: str, source: str) -> Recipe:
 
 @pytest.mark.parametrize("source", ["logits", "hidden"])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_an_objective_is_what_its_paper_says(name: str, source: str) -> None:
+def test_an_objective_is_what_its_paper_says(name, source):
     """On every executor."""
     for each in executors():
         with executor(each) as backend:
@@ -43,7 +42,7 @@ def test_an_objective_is_what_its_paper_says(name: str, source: str) -> None:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_metrics_of_every_objective(name: str, backend: str) -> None:
+def test_metrics_of_every_objective(name, backend):
     p = problem(recipe(name, "logits"))
     out, exact, spec, live = call_of(p, backend=backend)(p.given["logits"]), exact_of(p.recipe)[0].values, p.spec, p.trained
     fields = {name: x for name, x in p.seen.items() if name != "cu_seqlens"}
@@ -70,18 +69,18 @@ def test_metrics_of_every_objective(name: str, backend: str) -> None:
 # ---- formulas of a user
 
 
-def pulled_back(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+def pulled_back(logp, old_logp, advantage, params):
     """-A logp, with a spring to the old policy."""
     x = logp - old_logp
     return -advantage * logp + 0.5 * params[0] * x * x, -advantage + params[0] * x
 
 
-def absolute(logp: Tensor, old_logp: Tensor, ref_logp: Tensor) -> tuple[Tensor, Tensor]:
+def absolute(logp, old_logp, ref_logp):
     d = logp - ref_logp
     return ops.abs(d), ops.where(d > 0.0, 1.0, -1.0)
 
 
-def test_a_surrogate_and_a_kl_of_ones_own(backend: str) -> None:
+def test_a_surrogate_and_a_kl_of_ones_own(backend):
     logits, targets = torch.randn(3, 4, 31), torch.randint(31, (3, 4))
     old, ref, a = -3 + torch.randn(3, 4), -3 + torch.randn(3, 4), torch.randn(3, 4)
     objective = Objective(Custom(pulled_back, (0.3,)), beta=0.1, kl=absolute)
@@ -92,20 +91,20 @@ def test_a_surrogate_and_a_kl_of_ones_own(backend: str) -> None:
     loss = (-a * logps + 0.15 * (logps - old) ** 2 + 0.1 * (logps - ref).abs()).mean()
     loss.backward()
     torch.testing.assert_close(out.loss.double(), loss.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-7)  # type: ignore[union-attr]
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-7)
 
 
 # ---- weights that are the caller's
 
 
-def test_token_weights_multiply_all_terms() -> None:
+def test_token_weights_multiply_all_terms():
     """A sum over tokens whose weights are 1 / (B * length) is the mean of means; one weight per sequence is enough."""
     p = problem(Recipe(objective="grpo, k3 and entropy"))
     batch, trained = replace(batch_of(p), nll_weights=None), p.trained.view(p.shape)
     mean = Objective(beta=0.3, entropy_coef=0.1, aggregate="seq-mean-token-mean")
     leaf = (-torch.rand(p.shape)).requires_grad_()
 
-    def run(objective: Objective, **given: Any) -> tuple[Tensor, Tensor]:
+    def run(objective, **given):
         loss = objective_loss(leaf, batch, objective, entropy=leaf * leaf, **given).loss
         return loss, torch.autograd.grad(loss, leaf)[0]
 

@@ -10,10 +10,8 @@ import sys
 import tarfile
 import threading
 import zipfile
-from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +27,7 @@ MODULE, NAME = f"_cpu{EXTENSION_SUFFIXES[0]}", f"grpo_kernels-{grpo_kernels.__ve
 Done = subprocess.CompletedProcess[str]
 
 
-def python(*arguments: str, source: Path | None = None, site: Path | None = None, **environment: str) -> Done:
+def python(*arguments, source=None, site=None, **environment):
     """Python in the folder `source`, with the package from there and no other (None: the one that this process has). `site`
     stands for site-packages."""
     alone = [] if source is None else ["-S"]  # an editable install would come first
@@ -39,14 +37,14 @@ def python(*arguments: str, source: Path | None = None, site: Path | None = None
     return subprocess.run([PYTHON, *alone, *arguments], env=env, cwd=source, capture_output=True, text=True)
 
 
-def run(code: str, missing: tuple[str, ...] = (), **options: Any) -> str:
+def run(code, missing=(), **options):
     """What it prints where `missing` cannot be imported; `options` are those of `python`."""
     done = python("-c", WITHOUT.format(missing=missing) + code, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-def test_import_pulls_in_nothing_optional() -> None:
+def test_import_pulls_in_nothing_optional():
     """What torch itself imports is not ours to avoid."""
     optional = {"triton", "transformers", "trl", "liger_kernel", "matplotlib", "datasets", "tqdm", "numpy"}
     code = "import torch\nbefore = set(sys.modules)\nimport grpo_kernels\nprint(*set(sys.modules) - before)"
@@ -78,7 +76,7 @@ for given in ({"backend": "cpu"}, {"backend": "triton"}, {"strict": True}):
 """
 
 
-def test_without_triton_and_without_the_cpp_module() -> None:
+def test_without_triton_and_without_the_cpp_module():
     """Eager runs, with one warning. A backend that was asked for, and strict mode, are errors."""
     first, *refused = run(LOSS + REFUSED, missing=("triton", "grpo_kernels._cpu")).splitlines()
     assert first.count("falls back to eager") == 1 and "doctor" in first
@@ -90,7 +88,7 @@ def test_without_triton_and_without_the_cpp_module() -> None:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     """This one, without a compiled module."""
     folder = tmp_path / "checkout"
     for name in ("grpo_kernels", "csrc"):
@@ -100,7 +98,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Path:
+def site(tmp_path):
     """The compiled module of this process as an installed copy has it."""
     try:
         module = Path(str(native.load().__file__))
@@ -116,7 +114,7 @@ def site(tmp_path: Path) -> Path:
     return package.parent
 
 
-def describe(site: Path, version: str) -> None:
+def describe(site, version):
     about = site / "grpo_kernels.dist-info" / "METADATA"
     about.parent.mkdir(exist_ok=True)
     about.write_text(f"Metadata-Version: 2.1\nName: grpo_kernels\nVersion: {version}\n")
@@ -126,23 +124,23 @@ WHICH = f"{LOSS}\nprint(getattr(sys.modules.get('grpo_kernels._cpu'), '__file__'
 DOCTOR = "from grpo_kernels.diagnosis import doctor\nprint('exit status', doctor.main([]))"
 
 
-def change(path: str) -> Callable[[Path, Path], None]:
+def change(path):
     return lambda checkout, site: (checkout / path).write_text((checkout / path).read_text() + "\n") and None
 
 
 #: What makes the installed module another's -> what is said of it.
-SPOILT: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
+SPOILT = {
     "sources": (change("csrc/simd.h"), "was built from other C++ sources"),
     "version": (lambda checkout, site: describe(site, "0.0.1"), "is version 0.0.1 and this is"),
 }
 
 
-def test_a_checkout_runs_the_compiled_module_that_was_installed_from_it(checkout: Path, site: Path) -> None:
+def test_a_checkout_runs_the_compiled_module_that_was_installed_from_it(checkout, site):
     assert run(WHICH, source=checkout, site=site).splitlines() == ["[]", str(site / "grpo_kernels" / MODULE)]
 
 
 @pytest.mark.parametrize("what", SPOILT)
-def test_a_checkout_never_runs_another_builds_module_and_says_what_to_do(what: str, checkout: Path, site: Path) -> None:
+def test_a_checkout_never_runs_another_builds_module_and_says_what_to_do(what, checkout, site):
     spoil, reason = SPOILT[what]
     spoil(checkout, site)
     doctor = DOCTOR if what == "sources" else "print()"
@@ -159,7 +157,7 @@ def test_a_checkout_never_runs_another_builds_module_and_says_what_to_do(what: s
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory):
     pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("sdist")
     subprocess.run([PYTHON, "-m", "build", "--sdist", "--outdir", str(folder), str(ROOT)], check=True, capture_output=True)
@@ -167,7 +165,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return archive
 
 
-def wheel_of(sdist: Path, folder: Path, **environment: str) -> Path:
+def wheel_of(sdist, folder, **environment):
     command = [PYTHON, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(sdist)]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -176,7 +174,7 @@ def wheel_of(sdist: Path, folder: Path, **environment: str) -> Path:
 
 
 @pytest.mark.slow
-def test_archives_hold_what_they_should(sdist: Path, tmp_path: Path) -> None:
+def test_archives_hold_what_they_should(sdist, tmp_path):
     with tarfile.open(sdist) as archive:
         sources = {path.removeprefix(f"{NAME}/") for path in archive.getnames()}
     assert {"CMakeLists.txt", "LICENSE", "README.md", "csrc/module.cpp", "tests/conftest.py"} <= sources
@@ -196,7 +194,7 @@ def test_archives_hold_what_they_should(sdist: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_compiler_it_installs_and_doctor_says_what_is_missing(sdist: Path, tmp_path: Path) -> None:
+def test_without_a_compiler_it_installs_and_doctor_says_what_is_missing(sdist, tmp_path):
     """CMake looks into /usr/bin whatever PATH says, unless it is told which compiler to take."""
     nothing, site = tmp_path / "bin", tmp_path / "site"
     nothing.mkdir()
@@ -219,21 +217,21 @@ LOGITS, HIDDEN, WEIGHT, BIAS = torch.randn(3, 4, 13), torch.randn(3, 4, 8), torc
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(monkeypatch):
     for name in ("BACKEND", "STRICT"):
         monkeypatch.delenv(f"GRPO_KERNELS_{name}", raising=False)
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def ran(monkeypatch):
     return backends_that_run(monkeypatch)
 
 
-def call(**options: Any) -> Tensor:
+def call(**options):
     return token_logprobs(LOGITS, IDS, options=Options(**options)).logps
 
 
-def test_a_block_says_what_runs_and_blocks_nest(ran: list[str]) -> None:
+def test_a_block_says_what_runs_and_blocks_nest(ran):
     """A call's own choice goes first; a block ends with an error, and holds in its own thread."""
     call()
     with grpo_kernels.use(backend="eager"):
@@ -253,7 +251,7 @@ def test_a_block_says_what_runs_and_blocks_nest(ran: list[str]) -> None:
     assert ran == ["cpu", "eager", "cpu", "cpu", "eager", "cpu", "cpu", "cpu"]
 
 
-def test_the_environment_says_it_too_and_a_block_goes_first(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_says_it_too_and_a_block_goes_first(ran, monkeypatch):
     monkeypatch.setenv("GRPO_KERNELS_BACKEND", "eager")
     call()
     with grpo_kernels.use(backend="auto"):
@@ -264,13 +262,13 @@ def test_the_environment_says_it_too_and_a_block_goes_first(ran: list[str], monk
     assert ran == ["eager", "cpu"]
 
 
-def test_a_backend_that_is_asked_for_never_falls_back() -> None:
+def test_a_backend_that_is_asked_for_never_falls_back():
     """RuntimeError, because the input is right and the machine is not; with the reason and the way out."""
     with pytest.raises(RuntimeError, match=r'backend="triton" cannot run: .*backend="auto"'):
         call(backend="triton")
 
 
-def test_a_fallback_warns_once_and_is_an_error_in_strict_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fallback_warns_once_and_is_an_error_in_strict_mode(monkeypatch):
     only_eager(monkeypatch, "a made-up reason")
     with pytest.warns(RuntimeWarning, match="a made-up reason") as caught:
         first = call(backend="auto")
@@ -291,19 +289,19 @@ def test_a_fallback_warns_once_and_is_an_error_in_strict_mode(monkeypatch: pytes
 # ---- DTensors
 
 
-def value(hidden: Any, weight: Any, bias: Any) -> Tensor:
+def value(hidden, weight, bias):
     """Of both functions from hidden states."""
     head = Head(weight, bias)
     loss = linear_grpo_loss(hidden, head, TokenBatch(IDS, torch.ones(3)), Objective()).loss
     return loss + linear_logprobs(hidden, head, IDS)[0].square().sum()
 
 
-def test_replicated_dtensors_are_taken_as_their_local_tensors(mesh: Any, backend: str) -> None:
+def test_replicated_dtensors_are_taken_as_their_local_tensors(mesh, backend):
     """Plain, one of them or all: the same values, and gradients of the kind of their tensor."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-    def gradients(*distributed: int) -> list[Tensor]:
-        leaves: list[Any] = [x.clone() for x in (HIDDEN, WEIGHT, BIAS)]
+    def gradients(*distributed):
+        leaves = [x.clone() for x in (HIDDEN, WEIGHT, BIAS)]
         for i in distributed:
             leaves[i] = distribute_tensor(leaves[i], mesh, [Replicate()])
         leaves = [x.requires_grad_() for x in leaves]
@@ -317,7 +315,7 @@ def test_replicated_dtensors_are_taken_as_their_local_tensors(mesh: Any, backend
         assert all(map(same_bits, gradients(*distributed), expected)) and all(x.any() for x in expected), distributed
 
 
-def test_sharded_dtensors_are_refused_and_the_remedy_works(mesh: Any) -> None:
+def test_sharded_dtensors_are_refused_and_the_remedy_works(mesh):
     """With a gradient that lands in the shards."""
     from torch.distributed.tensor import Partial, Shard, distribute_tensor
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -42,12 +41,12 @@ LEVELS = {
 }
 
 
-def leaves(frozen: bool) -> tuple[Tensor, Tensor]:
+def leaves(frozen):
     g = torch.Generator().manual_seed(5)
     return torch.randn(B, T, H, generator=g).requires_grad_(), torch.randn(V, H, generator=g).requires_grad_(not frozen)
 
 
-def batch() -> TokenBatch:
+def batch():
     g = torch.Generator().manual_seed(6)
     ref_logps = -4 + 0.1 * torch.randn(
         B, T, generator=g
@@ -59,9 +58,7 @@ def batch() -> TokenBatch:
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
 @pytest.mark.parametrize("chunks", [True, False], ids=["chunks", "one block"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_rows_in_the_products_of_a_loss(
-    level: str, chunks: bool, frozen: bool, beta: float, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_in_the_products_of_a_loss(level, chunks, frozen, beta, backend, monkeypatch):
     if chunks:
         in_chunks(monkeypatch, 4)
     with_gradient = N if beta else ACTIVE
@@ -80,7 +77,7 @@ SETS = TokenSets.from_lists([[1, 2]] + [[]] * (B * T - 1))
 
 
 @pytest.mark.parametrize("chunks", [True, False], ids=["chunks", "one block"])
-def test_rows_beside_one_with_a_set(chunks: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beside_one_with_a_set(chunks, backend, monkeypatch):
     """Which is in no product. Without it its sequence fits into a block."""
     if chunks:
         in_chunks(monkeypatch, 4)
@@ -93,7 +90,7 @@ def test_rows_beside_one_with_a_set(chunks: bool, backend: str, monkeypatch: pyt
 ONE, TEACHER = TokenSets.from_lists([[3, 4]] * (B * T)), torch.full((2 * B * T,), -1.0)
 #: Calls of log-probs with a frozen head -> rows in the products of logits and hidden states, in units of N. What has a gradient
 #: beside them, or is not what the loss reads, is not made ahead.
-FROZEN: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+FROZEN = {
     "log-probs": ({}, (1, 1)),
     "entropy without a gradient": ({"entropy": "detached", "also": ("top_prob",)}, (1, 1)),
     "entropy": ({"entropy": True}, (2, 1)),
@@ -105,7 +102,7 @@ FROZEN: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("name", FROZEN)
-def test_rows_in_the_products_of_log_probs_of_a_frozen_head(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_the_products_of_log_probs_of_a_frozen_head(name, backend, monkeypatch):
     in_chunks(monkeypatch, 4)
     given, (projected, with_gradient) = FROZEN[name]
     options = replace(given.get("options", Options()), backend=backend)
@@ -119,14 +116,14 @@ def test_rows_in_the_products_of_log_probs_of_a_frozen_head(name: str, backend: 
 
 
 @pytest.mark.parametrize("teachers", [1, 2])
-def test_teachers_at_some_ids_make_nothing_ahead(teachers: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_teachers_at_some_ids_make_nothing_ahead(teachers, backend, monkeypatch):
     (hidden, weight), rows = leaves(True), count_products(monkeypatch)
     given = [(ONE.with_values(TEACHER), 1.0)] * teachers
     linear_divergence(hidden, weight, given, mask=MASK, options=Options(backend)).sum().backward()
     assert rows == Counter({"logits": (1 + 2 * teachers) * N, "d_hidden": teachers * N})
 
 
-def test_a_row_without_a_slope_may_hold_anything(backend: str) -> None:
+def test_a_row_without_a_slope_may_hold_anything(backend):
     (hidden, weight), b = leaves(True), batch()
     with torch.no_grad():
         hidden[1, 4] = torch.inf
@@ -138,11 +135,11 @@ def test_a_row_without_a_slope_may_hold_anything(backend: str) -> None:
 class AllButTheFirst(Filter):
     """A filter of a user, which may look at the whole batch."""
 
-    def keep(self, logps: Tensor, *_: Any) -> Tensor:
+    def keep(self, logps, *_):
         return torch.arange(len(logps)) > 0
 
 
-def test_a_row_that_is_not_chosen_may_hold_anything(backend: str) -> None:
+def test_a_row_that_is_not_chosen_may_hold_anything(backend):
     """Of a trained head too, whose products are made before it is known which rows have a slope."""
     found = []
     for held in (0.0, torch.inf):
@@ -160,13 +157,13 @@ def test_a_row_that_is_not_chosen_may_hold_anything(backend: str) -> None:
     assert hidden.grad is not None and hidden.grad[0, 1].isnan().all() and not hidden.grad[1:].isnan().any()
 
 
-def test_without_products_the_weight_may_be_gone(backend: str) -> None:
+def test_without_products_the_weight_may_be_gone(backend):
     """As ZeRO-3 and FSDP leave it after the forward of the module that owns it. An entropy needs it."""
 
-    def gone(weight: Tensor) -> None:
+    def gone(weight):
         weight.data = torch.empty(0)
 
-    results: list[Any] = []
+    results = []
     for take_away in (lambda _: None, gone):
         (hidden, weight), (_, trained), b = leaves(True), leaves(False), batch()
         logps, _ = linear_logprobs(hidden, weight, b.targets, mask=MASK, options=Options(backend))
@@ -188,9 +185,7 @@ def test_without_products_the_weight_may_be_gone(backend: str) -> None:
 
 @pytest.mark.parametrize("mask", [MASK, None], ids=["some rows", "all rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_slopes_of_a_kept_block_are_those_of_logits_that_are_made_again(
-    dtype: torch.dtype, mask: Tensor | None, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slopes_of_a_kept_block_are_those_of_logits_that_are_made_again(dtype, mask, backend, monkeypatch):
     """All rows in one block, and sequences of which some fit in one, two of them in the same, and some do not."""
     found, options = [], Options(backend)
     for chunks in (False, True):
@@ -213,7 +208,7 @@ def test_slopes_of_a_kept_block_are_those_of_logits_that_are_made_again(
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance * float(other.abs().max()))
 
 
-def test_a_reference_with_the_weight_of_the_policy_and_a_bias_of_its_own(backend: str) -> None:
+def test_a_reference_with_the_weight_of_the_policy_and_a_bias_of_its_own(backend):
     (hidden, weight), options = leaves(True), Options(backend)
     biases = torch.randn(2, V)
     heads = [Head(weight, bias) for bias in biases]

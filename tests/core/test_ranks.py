@@ -4,11 +4,9 @@ logits and of heads, against the float64 answers of whole problems; and what the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,7 +22,7 @@ from grpo_kernels.rows import parallel as shard_of_rows
 from support.doors import batch_of, compare, exact_of, objective_of, run
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
-from support.recipes import KINDS, Problem, Recipe, covering, legal, problem, sliced
+from support.recipes import KINDS, Recipe, covering, each_value, legal, problem, sliced, taken
 
 Tensor = torch.Tensor
 MODULE = "test_ranks"
@@ -35,16 +33,16 @@ WHOLE_BATCH = ("clip-cov", "kl-cov", "entropy quantile, bonus of its own")  # th
 
 
 @contextmanager
-def counted() -> Iterator[dict[str, list[int]]]:
+def counted():
     """Bytes of each collective, by name; any other than these two fails."""
-    sizes: dict[str, list[int]] = {"all_gather": [], "all_reduce": []}
+    sizes = {"all_gather": [], "all_reduce": []}
     gather, reduce = shard_of_rows.all_gather, dist.all_reduce
 
-    def all_gather(out: Tensor, x: Tensor, group: Any) -> None:
+    def all_gather(out, x, group):
         sizes["all_gather"].append(x.numel() * x.element_size())
         gather(out, x, group)
 
-    def all_reduce(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def all_reduce(x, *args, **kwargs):
         sizes["all_reduce"].append(x.numel() * x.element_size())
         return reduce(x, *args, **kwargs)
 
@@ -57,7 +55,7 @@ def counted() -> Iterator[dict[str, list[int]]]:
         yield sizes
 
 
-def recipe(name: str, **changes: Any) -> Recipe:
+def recipe(name, **changes):
     """With the first seed for which no number lies at a bound."""
     others = ("near",) if "exact" in name else ()
     plain = {"objective": name, "layout": "packed", "lengths": LENGTHS, "others": others, **changes}
@@ -65,7 +63,7 @@ def recipe(name: str, **changes: Any) -> Recipe:
     return next(r for r in seeds if exact_of(r)[0].clear)
 
 
-def owners(ranks: int) -> list[Tensor]:
+def owners(ranks):
     """The rank of each token: in contiguous pieces, in zigzag within each sequence, all on the last."""
     place = torch.cat([torch.arange(n) for n in LENGTHS])
     n = len(place)
@@ -76,42 +74,25 @@ def owners(ranks: int) -> list[Tensor]:
     return [contiguous, zigzag, torch.full((n,), ranks - 1)]
 
 
-def part(p: Problem, mine: Tensor, **fields: Any) -> Problem:
+def part(p, mine, **fields):
     """A packed problem as a rank sees it that has the tokens `mine`: of each sequence those that are its own."""
-    n, at = len(mine), mine.nonzero()[:, 0].tolist()
 
-    def some(x: Any) -> Any:
-        if isinstance(x, dict):
-            return {name: value if name in ("weight", "bias") else some(value) for name, value in x.items()}
-        return x[mine] if isinstance(x, Tensor) and x.dim() and len(x) == n else x
+    def some(x):
+        return x[mine] if len(x) == len(mine) else x
 
     counts = torch.stack([mine[lo:hi].sum() for lo, hi in pairwise(p.fields["cu_seqlens"].tolist())])
-    given = {k: some(v) for k, v in p.fields.items()}
+    given = {k: some(v) if isinstance(v, Tensor) and v.dim() else v for k, v in p.fields.items()}
     if p.fields["advantages"].shape == (len(LENGTHS),):
         given["advantages"] = p.fields["advantages"][:, None]  # as many tokens as sequences would read [B] as one a token
     given["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to(torch.int32)
     given |= {"groups": given.get("groups", GROUPS), "context_group": dist.group.WORLD, **fields}
-    others = [
-        replace(
-            o,
-            rows=o.rows[mine],
-            given=some(o.given),
-            weight=some(o.weight),
-            ids=None if o.ids is None else [o.ids[i] for i in at],
-        )
-        for o in p.others
-    ]
-    sets = None if p.sets is None else [p.sets[i] for i in at]
-    return replace(
-        p, given=some(p.given), targets=p.targets[mine], fields=given, sets=sets, others=others, transform=some(p.transform),
-        temperature=some(p.temperature),
-    )  # fmt: skip
+    return taken(p, mine.nonzero()[:, 0].tolist(), some, fields=given)
 
 
-def together(p: Problem, found: Answer, mine: Tensor, group: Any = None) -> Answer:
+def together(p, found, mine, group=None):
     """What all ranks found: rows in the order of the whole problem, all else summed."""
 
-    def put(x: Tensor, rows: bool) -> Tensor:
+    def put(x, rows):
         whole = torch.zeros(len(mine), *x.shape[1:]) if rows else x.detach().clone()
         if rows:
             whole[mine] = x
@@ -124,11 +105,11 @@ def together(p: Problem, found: Answer, mine: Tensor, group: Any = None) -> Answ
     )
 
 
-def agree(p: Problem, mine: Tensor, fields: dict[str, Any] | None = None, **options: Any) -> None:
+def agree(p, mine, fields=None, **options):
     compare(p, together(p, run(part(p, mine, **(fields or {})), **options), mine))
 
 
-def same_as_whole(p: Problem, mine: Tensor, objective: Objective | None = None) -> None:
+def same_as_whole(p, mine, objective=None):
     """What the ranks find is what one finds that has all."""
     found, whole = together(p, run(part(p, mine), objective=objective), mine), run(p, objective=objective)
     for kind in ("values", "gradients"):
@@ -136,7 +117,7 @@ def same_as_whole(p: Problem, mine: Tensor, objective: Objective | None = None) 
             torch.testing.assert_close(getattr(found, kind)[name], x, rtol=2e-5, atol=1e-6)
 
 
-def check_every_objective(rank: int, ranks: int) -> None:
+def check_every_objective(rank, ranks):
     """Any cut gives the loss and gradients of whole sequences, with the default normaliser, from logits and from hidden states."""
     for i, name in enumerate(name for name in OBJECTIVES if name not in WHOLE_BATCH):
         if ranks == 4 and name not in KINDS:
@@ -146,7 +127,7 @@ def check_every_objective(rank: int, ranks: int) -> None:
             agree(p, owner == rank)
 
 
-def check_sets_and_memory(rank: int, ranks: int) -> None:
+def check_sets_and_memory(rank, ranks):
     """A rank has the sets of its own rows: beside rows without one, of targets that they lack; and memory to add to."""
     for name in ("gspo, k3 by the ratio", "off-policy sequences", "grpo, k3 and entropy", "gspo, exact"):
         for more in ({}, {"source": "hidden", "weight_grad": "float32"}):
@@ -155,7 +136,7 @@ def check_sets_and_memory(rank: int, ranks: int) -> None:
                 agree(p, owner == rank)
 
 
-def check_each_aggregate_of_sequence_ratios(rank: int, ranks: int) -> None:
+def check_each_aggregate_of_sequence_ratios(rank, ranks):
     """Also a mean over groups: as one rank has it. And one denominator over micro-batches of shared sequences."""
     p = problem(recipe("dapo, k3"))
     p = replace(p, fields=p.fields | {"groups": GROUPS})
@@ -170,7 +151,7 @@ def check_each_aggregate_of_sequence_ratios(rank: int, ranks: int) -> None:
             assert abs(float(global_normalizer(objective, [batch, batch])) - expected) <= 1e-6 * expected, aggregate
 
 
-def check_masked_rank(rank: int, ranks: int) -> None:
+def check_masked_rank(rank, ranks):
     """A rank whose tokens are all masked and hold anything, and a batch in which all tokens are masked."""
     p, owner = problem(recipe("gspo")), owners(ranks)[0]
     for mask in ((owner > 0) & p.trained, torch.zeros_like(p.trained)):
@@ -181,7 +162,7 @@ def check_masked_rank(rank: int, ranks: int) -> None:
         assert rank != 0 or not (found.values["loss"] or found.gradients["logits"].any())
 
 
-def check_quantile_over_ranks(rank: int, ranks: int) -> None:
+def check_quantile_over_ranks(rank, ranks):
     """The one filter that looks at the whole batch has a group of its own."""
     p = problem(recipe("entropy quantile, bonus of its own"))
     quantile = (EntropyQuantile(0.6, process_group=dist.group.WORLD),)
@@ -189,16 +170,16 @@ def check_quantile_over_ranks(rank: int, ranks: int) -> None:
         agree(p, owner == rank, objective=replace(objective_of(p.recipe), filters=quantile))
 
 
-def check_a_mask_that_was_written(rank: int, ranks: int) -> None:
+def check_a_mask_that_was_written(rank, ranks):
     """What the ranks have told each other of a batch is told again where all of them wrote to what it depends on."""
     g = torch.Generator().manual_seed(rank)
     logits, mask = torch.randn(6, 11, generator=g), torch.ones(6, dtype=torch.bool)
-    fields: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 4, 6]), "old_logps": torch.randn(6, generator=g), "mask": mask}
+    fields = {"cu_seqlens": torch.tensor([0, 4, 6]), "old_logps": torch.randn(6, generator=g), "mask": mask}
 
-    def batch() -> TokenBatch:
+    def batch():
         return TokenBatch(torch.zeros(6).long(), torch.tensor([[1.0], [-2.0]]), context_group=dist.group.WORLD, **fields)
 
-    def loss(of: TokenBatch) -> Tensor:
+    def loss(of):
         return grpo_loss(logits, of, Objective.preset("gspo"), options=Options(backend="eager")).loss
 
     kept = batch()
@@ -207,7 +188,7 @@ def check_a_mask_that_was_written(rank: int, ranks: int) -> None:
     assert before != loss(kept) and torch.equal(loss(kept), loss(batch()))
 
 
-def check_collectives(rank: int, ranks: int) -> None:
+def check_collectives(rank, ranks):
     """Lengths once a batch; the ratio and its slope once a loss; none at token level."""
     p = problem(recipe("dapo, k3"))
     q, gspo = part(p, owners(ranks)[0] == rank), Objective(level="sequence", aggregate="token-sum")
@@ -224,7 +205,7 @@ def check_collectives(rank: int, ranks: int) -> None:
 
 
 #: Corrections that look at whole sequences.
-CORRECTIONS: dict[str, Callable[[TokenBatch, Tensor], Tensor]] = {
+CORRECTIONS = {
     "product": lambda b, now: importance_weights(b, level="sequence", high=2.0),
     "geometric": lambda b, now: importance_weights(b, level="geometric", mode="mask", low=0.5, high=2.0),
     "largest": lambda b, now: rejection_mask(b, over="max", high=3.0),
@@ -233,7 +214,7 @@ CORRECTIONS: dict[str, Callable[[TokenBatch, Tensor], Tensor]] = {
 }
 
 
-def check_corrections(rank: int, ranks: int) -> None:
+def check_corrections(rank, ranks):
     p = problem(recipe("dapo, k3"))
     whole, logps = batch_of(p), p.seen["old_logps"].float() - 0.3
     for owner in owners(ranks):
@@ -243,7 +224,7 @@ def check_corrections(rank: int, ranks: int) -> None:
             torch.testing.assert_close(make(batch, logps[mine]), make(whole, logps)[mine], rtol=1e-6, atol=0, msg=name)
 
 
-def check_data_parallel_shards(rank: int, ranks: int) -> None:
+def check_data_parallel_shards(rank, ranks):
     """Whole sequences on each rank, of unequal numbers of tokens, one rank's without any: the sum over ranks is the batch."""
     ends = {2: [0, 3, 8], 4: [0, 2, 3, 4, 8]}[ranks]
     for name in ("dapo, k3", "grpo, k3 and entropy", "gspo", "luspo", "off-policy sequences"):
@@ -261,7 +242,7 @@ def check_data_parallel_shards(rank: int, ranks: int) -> None:
         compare(p, together(p, found, mine))
 
 
-def check_tensor_and_context_parallel(rank: int, ranks: int) -> None:
+def check_tensor_and_context_parallel(rank, ranks):
     """Half of the ranks share a vocabulary, the others the sequences."""
     if ranks != 4:
         return
@@ -284,32 +265,37 @@ BACKENDS = ("eager", "cpu")
 BEFORE_THE_RANKS = ("torch.distributed.tensor.parallel",)
 DIMS = {"logits": -1, "weight": 0, "bias": 0}
 #: Axes of what ranks have to exchange.
-EXCHANGED = "mask kept missing over others exact tail also weight_grad transform extreme spread".split()
+EXCHANGED = "mask kept missing over others exact tail also weight_grad transform extreme spread rows listed".split()
+#: What ranks add up beside the sums of rows: mixtures over sets, logits at listed ids.
+FURTHER = [
+    *(Recipe(objective="dapo, exact", source=source, kept="some", others=("whole",), exact="jsd", ranks=2) for source in ("logits", "hidden")),
+    *(Recipe(source="hidden", listed="some", rows=rows, objective="dapo, k3", given="on-policy", ranks=2) for rows in ("own", "shared", "shuffled")),
+]  # fmt: skip
 HEAD = Recipe(source="hidden", objective="grpo, k3 and entropy", vocab=V, bias="plain", lengths=LENGTHS)
 
 
-def widths_of(vocab: int, ranks: int) -> dict[str, list[int]]:
+def widths_of(vocab, ranks):
     """Of the ranks' parts: with padding at the end, uneven with an empty part, a part of padding only."""
     even, rest = -(-vocab // ranks), [vocab - (ranks - 2), *[1] * (ranks - 2)]
     return {"padded": [even] * ranks, "empty": [0, *rest], "only padding": [*rest, 5]}
 
 
-def cuts(rank: int, ranks: int, vocab: int = V) -> Iterator[tuple[list[int], VocabShard]]:
+def cuts(rank, ranks, vocab=V):
     for widths in widths_of(vocab, ranks).values():
         yield widths, VocabShard.of(torch.empty(widths[rank], 1), vocab=vocab)
 
 
-def cut(x: Tensor, widths: list[int], rank: int, dim: int, padding: float = 0.0) -> Tensor:
+def cut(x, widths, rank, dim, padding=0.0):
     """This rank's part of `x` along `dim`, padded to the sum of the widths."""
     extra = sum(widths) - x.shape[dim]
     pad = torch.full_like(x.movedim(dim, 0)[:1].expand(extra, *x.movedim(dim, 0).shape[1:]), padding).movedim(0, dim)
     return torch.cat([x.detach(), pad], dim).split(widths, dim)[rank].clone()
 
 
-def columns_of(p: Problem, widths: list[int], rank: int) -> Problem:
+def columns_of(p, widths, rank):
     """The problem as a rank sees it that has some columns; whatever the padding of logits and of teachers holds."""
 
-    def of(tensors: dict[str, Tensor], padding: float) -> dict[str, Tensor]:
+    def of(tensors, padding):
         own = {
             name: cut(x, widths, rank, DIMS[name], padding if name == "logits" else 0.0)
             for name, x in tensors.items()
@@ -322,7 +308,7 @@ def columns_of(p: Problem, widths: list[int], rank: int) -> Problem:
     return replace(p, given=of(p.given, math.nan), others=others, columns=slice(min(lo, end), min(lo + widths[rank], end)))
 
 
-def without_padding(found: Answer, p: Problem) -> Answer:
+def without_padding(found, p):
     """Its gradient is 0."""
     width, kept = p.columns.stop - p.columns.start, dict(found.gradients)
     for name in kept.keys() & DIMS.keys():
@@ -331,20 +317,10 @@ def without_padding(found: Answer, p: Problem) -> Answer:
     return replace(found, gradients=kept)
 
 
-def each_value(recipes: list[Recipe]) -> list[Recipe]:
-    """Some of them, in which each value of what is exchanged meets both sources."""
-    met: set[tuple[str, str, Any]] = set()
-    found = []
-    for r in recipes:
-        values = {(r.source, name, getattr(r, name)) for name in EXCHANGED}
-        found += [r] if values - met else []
-        met |= values
-    return found
-
-
-def check_any_cut(rank: int, ranks: int) -> None:
+def check_any_cut(rank, ranks):
     """All ranks have the same values. With reduce_hidden=False each has its own gradient of hidden states, and they add up."""
-    for i, recipe in enumerate(each_value(covering(ranks=2)) if ranks == 2 else []):
+    recipes = each_value(covering(ranks=2), ("source",), EXCHANGED) + FURTHER if ranks == 2 else []
+    for i, recipe in enumerate(recipes):
         p, widths = problem(recipe), list(widths_of(recipe.vocab, ranks).values())[i % 3]
         mine, shard = columns_of(p, widths, rank), VocabShard.of(torch.empty(widths[rank], 1), vocab=recipe.vocab)
         shard = replace(shard, reduce_hidden=i % 4 > 0)
@@ -354,12 +330,12 @@ def check_any_cut(rank: int, ranks: int) -> None:
             dist.all_reduce(share)
             found.gradients["hidden"] = share.to(p.clean["hidden"].dtype)
         compare(mine, without_padding(found, mine))
-        everyone: list[Any] = [None] * ranks
+        everyone = [None] * ranks
         dist.all_gather_object(everyone, found.values)
         assert all(torch.equal(x, everyone[0][name]) for name, x in found.values.items()), f"{recipe}: ranks disagree"
 
 
-def check_sparse_gradients(rank: int, ranks: int) -> None:
+def check_sparse_gradients(rank, ranks):
     """The ranks draw what one process draws from whole rows."""
     p, options = problem(HEAD), {"sparse": Sparse(1 / 16, 3)}
     for backend in BACKENDS:
@@ -372,7 +348,7 @@ def check_sparse_gradients(rank: int, ranks: int) -> None:
                 torch.testing.assert_close(x, want, rtol=1e-4, atol=1e-5)
 
 
-def check_dtensors(rank: int, ranks: int) -> None:
+def check_dtensors(rank, ranks):
     """The head that parallelize_module has cut, hidden states that are replicated, logits that are a DTensor."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -400,7 +376,7 @@ def check_dtensors(rank: int, ranks: int) -> None:
     refused(lambda: run(replace(p, given={**p.given, **head})), "shard=VocabShard.of(weight)")
 
 
-def refused(call: Callable[[], Any], words: str) -> None:
+def refused(call, words):
     """By every rank, before anything is exchanged."""
     try:
         call()
@@ -410,16 +386,16 @@ def refused(call: Callable[[], Any], words: str) -> None:
         raise AssertionError(f"not refused: {words}")
 
 
-def check_collectives_of_a_cut_vocabulary(rank: int, ranks: int) -> None:
+def check_collectives_of_a_cut_vocabulary(rank, ranks):
     """One exchange a call from logits, one a chunk from hidden states and another for sets, one sum of d_hidden, whatever the parts
     are; ranks of unequal width take the same number of chunks, or they would wait for each other forever."""
     plain, make = replace(HEAD, objective="dapo, k3", bias="none"), linear.Engine.__init__
 
-    def small(self: linear.Engine, *args: Any, **kwargs: Any) -> None:
+    def small(self, *args, **kwargs):
         make(self, *args, **kwargs)
         self.chunk_rows = 10
 
-    def chunks_of(rows: int) -> list[int]:
+    def chunks_of(rows):
         return [16 * x.numel() for x in torch.arange(rows).tensor_split(-(-rows // 10))]
 
     p, some = problem(plain), problem(replace(plain, kept="some"))
@@ -437,7 +413,7 @@ def check_collectives_of_a_cut_vocabulary(rank: int, ranks: int) -> None:
             assert (sorted(sizes["all_gather"]), sizes["all_reduce"]) == (sorted(gathered), reduced), (q.recipe, sizes)
 
 
-def check_extremes(rank: int, ranks: int) -> None:
+def check_extremes(rank, ranks):
     """Parts that hold only -inf, a peaked row, logits of 1e4, a row of only -inf; the largest ids count from the first column of
     the vocabulary, whoever holds them, and of equal ones it is the lowest."""
     logits = torch.randn(7, V, generator=torch.Generator().manual_seed(4))
@@ -460,7 +436,7 @@ def check_extremes(rank: int, ranks: int) -> None:
         assert found.also["top_id"][:6].tolist() == logits[:6].argmax(1).tolist()
 
 
-def check_bad_input(rank: int, ranks: int) -> None:
+def check_bad_input(rank, ranks):
     """Refused by every rank; and NaN on one rank, or parts that overlap, are no finite log-prob on any."""
     widths = widths_of(V, ranks)["padded"]
     shard = VocabShard.of(torch.empty(widths[rank], 1), vocab=V)
@@ -469,7 +445,7 @@ def check_bad_input(rank: int, ranks: int) -> None:
     for call, words in (
         (lambda: linear_logprobs(hidden, weight, padding, options=Options(shard=shard)), f"outside the vocabulary [0, {V})"),
         (lambda: linear_logprobs(hidden, weight, padding % V, kept=sets, options=Options(shard=shard)), f"kept holds id {V} in row 1"),
-        (lambda: linear_logprobs(hidden, weight, padding % V, options=Options(shard=3)), "shard=3: pass a VocabShard"),  # type: ignore[arg-type]
+        (lambda: linear_logprobs(hidden, weight, padding % V, options=Options(shard=3)), "shard=3: pass a VocabShard"),
         (lambda: VocabShard(-1, 5), "start=-1"), (lambda: VocabShard(0, 0), "vocab=0"),
         (lambda: VocabShard.of(weight, vocab=sum(widths) + 1), f"the ranks hold {sum(widths)} rows in all"),
     ):  # fmt: skip
@@ -487,5 +463,5 @@ def check_bad_input(rank: int, ranks: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("check", [name for name in list(globals()) if name.startswith("check_")])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_on_ranks(on_ranks: Callable[..., dict[str, str]], ranks: int, check: str) -> None:
+def test_on_ranks(on_ranks, ranks, check):
     assert on_ranks(MODULE, ranks)[check] == "ok", on_ranks(MODULE, ranks)[check]

@@ -63,59 +63,59 @@ PACKED = Objective(aggregate="token-sum")
 RIGHT = TokenBatch(IDS, ONES)
 
 
-def batch(**changes: Any) -> TokenBatch:
+def batch(**changes):
     return TokenBatch(**{"targets": IDS, "advantages": ONES, **changes})
 
 
-def packed(cu_seqlens: Any = None, **changes: Any) -> TokenBatch:
+def packed(cu_seqlens=None, **changes):
     cuts = None if cu_seqlens is None else torch.as_tensor(cu_seqlens)
     return batch(**{"targets": IDS.view(-1), "advantages": torch.ones(B * T), "cu_seqlens": cuts, **changes})
 
 
-def loss(objective: Any = PACKED, logits: Any = LOGITS, **given: Any) -> Any:
+def loss(objective=PACKED, logits=LOGITS, **given):
     """Fields of the batch stand among the keywords; so in `linear`."""
     of = given.pop("of") if "of" in given else batch(**{k: given.pop(k) for k in FIELDS & given.keys()})
     return grpo_loss(logits, of, objective, **in_options(**{"backend": "eager", **given}))
 
 
-def linear(objective: Any = PACKED, hidden: Any = HIDDEN, weight: Any = WEIGHT, **given: Any) -> Any:
+def linear(objective=PACKED, hidden=HIDDEN, weight=WEIGHT, **given):
     of = given.pop("of") if "of" in given else batch(**{k: given.pop(k) for k in FIELDS & given.keys()})
     weight = Head(weight, given.pop("bias")) if "bias" in given else weight
     return linear_grpo_loss(hidden, weight, of, objective, **in_options(**{"backend": "eager", **given}))
 
 
-def logps(logits: Any = LOGITS, targets: Any = IDS, **options: Any) -> Any:
+def logps(logits=LOGITS, targets=IDS, **options):
     return token_logprobs(logits, targets, **in_options(**{"backend": "eager", **options}))
 
 
-def linear_logps(hidden: Any = HIDDEN, weight: Any = WEIGHT, targets: Any = IDS, **options: Any) -> Any:
+def linear_logps(hidden=HIDDEN, weight=WEIGHT, targets=IDS, **options):
     weight = Head(weight, options.pop("bias")) if "bias" in options else weight
     return linear_logprobs(hidden, weight, targets, **in_options(**{"backend": "eager", **options}))
 
 
-def with_ids(value: int) -> Tensor:
+def with_ids(value):
     return IDS.index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(value))
 
 
-def sets(ids: list[list[int]], value: float = -1.0) -> TokenSets:
+def sets(ids, value=-1.0):
     """Of all rows, with a value."""
     lists = TokenSets.from_lists(ids * (B * T // len(ids)))
     return lists.with_values(torch.full((lists.ids.numel(),), value))
 
 
-def head(*given: Any, **options: Any) -> Any:
+def head(*given, **options):
     return FusedLMHead(torch.nn.Linear(H, V))(HIDDEN, *given, **options)
 
 
-def objective_given(logps: Any = PER_TOKEN, batch: Any = RIGHT, objective: Any = PACKED, **options: Any) -> Any:
+def objective_given(logps=PER_TOKEN, batch=RIGHT, objective=PACKED, **options):
     return objective_loss(logps, batch, objective, **options)
 
 
-def transform(temperature: Any) -> LogitTransform:
+def transform(temperature):
     return LogitTransform(temperature)
 
 
-def kl_where_old(logp: Any, old_logp: Any, ref_logp: Any) -> Any:
+def kl_where_old(logp, old_logp, ref_logp):
     return ops.where(logp - old_logp > -2.5, logp - ref_logp, 0.0), ops.where(logp - old_logp > -2.5, 1.0, 0.0)
 
 
@@ -123,12 +123,12 @@ def kl_where_old(logp: Any, old_logp: Any, ref_logp: Any) -> Any:
 Wrong = dict[str, Any]
 
 
-def wrong(says: str, value: Any) -> dict[str, Any]:
+def wrong(says, value):
     return value if isinstance(value, dict) else {says.split("|")[0].split(" ")[0].split("=")[0].split("[")[0]: value}
 
 
 #: Fields of a batch.
-BATCH: Wrong = {
+BATCH = {
     "targets|[3, 4, 8]|[B, T]": torch.zeros(B, T, 8, dtype=torch.int64),
     "targets|torch.float32|int64": PER_TOKEN,
     "targets|list|int64 tensor": [1],
@@ -164,7 +164,7 @@ BATCH: Wrong = {
     },
 }  # fmt: skip
 
-OFFSETS: Wrong = {
+OFFSETS = {
     "cu_seqlens|[1, 12]|from 0": [1, 12],
     "cu_seqlens|[0, 5, 11]|12": [0, 5, 11],
     "cu_seqlens|[0, 7, 5, 12]|rise": [0, 7, 5, 12],
@@ -172,7 +172,7 @@ OFFSETS: Wrong = {
 }
 
 #: Keywords of both functions of logits.
-OF_LOGITS: Wrong = {
+OF_LOGITS = {
     "logits|[3, 3, 11]|[3, 4]|logits[:, :-1]": LOGITS[:, :-1],
     "logits|[3, 4, 0]|vocabulary is empty": LOGITS[..., :0],
     "logits|torch.int64|float32, bfloat16 or float16": LOGITS.long(),
@@ -189,7 +189,7 @@ OF_LOGITS: Wrong = {
 }  # fmt: skip
 
 #: Keywords of both functions of hidden states.
-OF_HIDDEN: Wrong = {
+OF_HIDDEN = {
     "hidden|[3, 4, 8]|weight|[11, 7]|must agree": {"weight": WEIGHT[:, :-1]},
     "hidden|[3, 4, 8]|weight|[8, 11]|[V, H]": {"weight": WEIGHT.t()},
     "hidden|[3, 4, 11]|[11, 8]|logits|grpo_loss": LOGITS,
@@ -214,7 +214,7 @@ OF_HIDDEN: Wrong = {
 }
 
 #: Fields of an objective. The message begins with the name of the first.
-OBJECTIVES: list[dict[str, Any]] = [
+OBJECTIVES = [
     {"surrogate": "clip"}, {"level": "group"}, {"aggregate": "mean"},
     {"kl_aggregate": "mean"}, {"entropy_aggregate": "token_mean"}, {"beta": -0.1}, {"beta": NAN}, {"beta": "0.1"},
     {"kl": "k4"}, {"kl": None}, {"entropy_coef": INF}, {"max_tokens": 0}, {"max_tokens": 2.5},
@@ -228,7 +228,7 @@ OBJECTIVES: list[dict[str, Any]] = [
 
 #: What an objective lacks in a batch of packed rows -> the objective, fields of the batch.
 CUT, REF = {"cu_seqlens": torch.tensor([0, 12])}, {"ref_logps": torch.zeros(B * T)}
-LACKING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+LACKING = [
     ("ref_logps is None|beta=0.1|beta=0", {"beta": 0.1}, {}),
     ("sampler_logps is None", {"filters": (TrustRegion(anchor="sampler"),)}, {}),
     ("max_tokens is None|constant|normalizer=", {"aggregate": "constant"}, CUT),
@@ -244,7 +244,7 @@ LACKING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 FIVE, TWO = TokenSets.from_lists([[3, 1], [], [7], [2, 9, 4], []]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
 TOO_HIGH = sets([[V]])
 #: What is called -> what the message must say -> what is wrong.
-CALLS: list[tuple[Callable[..., Any], Wrong]] = [
+CALLS = [
     (loss, {
         "targets[1, 2]|11|[0, 11)|mask": with_ids(V),
         "targets[1, 2]|-100|[0, 11)": {"targets": with_ids(-100), "mask": IDS > 3},
@@ -392,7 +392,7 @@ CALLS: list[tuple[Callable[..., Any], Wrong]] = [
 MASK = torch.tensor([[0, 1, 1], [1, 0, 0]])
 RECORDS = {"generated": MASK}
 #: How sets of ids are made -> what is right of it, and what a message must say -> what is changed.
-SETS: list[tuple[Callable[..., Any], dict[str, Any], Wrong]] = [
+SETS = [
     (TokenSets, {"ids": torch.tensor([4, 6, 1]), "offsets": torch.tensor([0, 2, 3]), "values": torch.zeros(3)}, {
         "ids is list: pass int32 or int64 [nnz]": [1, 2, 3],
         "ids is torch.float32: pass int32 or int64": ONES,
@@ -459,7 +459,7 @@ SETS: list[tuple[Callable[..., Any], dict[str, Any], Wrong]] = [
 ]  # fmt: skip
 
 #: Rows that are asked for -> what the message must say.
-ROWS: dict[str, Any] = {
+ROWS = {
     "pass a slice, integers, or a bool of the shape of targets. For one row, ": 3,
     "rows is torch.float32 [3]: pass a slice": ONES,
     "row 5 is asked for, but there are 5": torch.tensor([0, 5]),
@@ -467,13 +467,13 @@ ROWS: dict[str, Any] = {
 }
 
 
-def collected() -> list[Any]:
+def collected():
     """(what the message must say, the call) of all tables."""
-    zero3: Any = torch.randn(V, H, requires_grad=True)
+    zero3 = torch.randn(V, H, requires_grad=True)
     zero3.ds_id = 3
     grows = {"weight": torch.randn(V, H, requires_grad=True)}
     gathered = {"ZeRO-3 gathers this weight for a moment": {"weight": zero3, "weight_grad": torch.zeros(V, H)}}
-    tables: list[tuple[Any, dict[str, Any], Wrong]] = [
+    tables = [
         (batch, {}, BATCH), (packed, {}, OFFSETS), 
         *((f, {}, OF_LOGITS) for f in (loss, logps)), *((f, grows, OF_HIDDEN | gathered) for f in (linear, linear_logps)),
         *((Objective, {}, {f"{next(iter(fields))}=": fields}) for fields in OBJECTIVES),
@@ -493,7 +493,7 @@ def collected() -> list[Any]:
 class NoWork(TorchDispatchMode):
     """Fails at the first operator of a softmax or a product."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.__name__.partition(".")[0]
         of_rows = args and isinstance(args[0], Tensor) and args[0].shape[-1:] in ((V,), (H,))
         assert not of_rows or name not in ("exp", "exp_", "logsumexp", "_log_softmax", "mm", "addmm"), "work was done"
@@ -501,7 +501,7 @@ class NoWork(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("says, call", collected())
-def test_refused(says: str, call: Call) -> None:
+def test_refused(says, call):
     unchanged = snapshot(
         ids=IDS, ones=ONES, per_token=PER_TOKEN, logits=LOGITS, hidden=HIDDEN, weight=WEIGHT, bias=BIAS, other=OTHER
     )
@@ -515,7 +515,7 @@ def test_refused(says: str, call: Call) -> None:
 
 
 @pytest.mark.parametrize("call", [loss, linear, logps, linear_logps])
-def test_what_is_right_is_computed(call: Call) -> None:
+def test_what_is_right_is_computed(call):
     """The calls above differ from these by what is wrong; and the work that they must not do is noticed."""
     call()
     with NoWork(), pytest.raises(AssertionError, match="work was done"):
@@ -530,7 +530,7 @@ MADE = (
 )  # fmt: skip
 
 #: A call with a keyword that it does not know, and what the message must say of it.
-UNKNOWN: list[tuple[Callable[..., Any], str, str]] = [
+UNKNOWN = [
     (batch, "old_logprobs", "Did you mean old_logps?"),
     (functools.partial(TokenBatch.from_rewards, IDS, ONES, group_size=3), "masks", "Did you mean mask?"),
     (Objective, "agregate", "Did you mean aggregate?"),
@@ -551,7 +551,7 @@ UNKNOWN: list[tuple[Callable[..., Any], str, str]] = [
 
 
 @pytest.mark.parametrize("call, keyword, says", UNKNOWN, ids=lambda x: x if isinstance(x, str) else "")
-def test_unknown_keywords(call: Callable[..., Any], keyword: str, says: str) -> None:
+def test_unknown_keywords(call, keyword, says):
     with pytest.raises(TypeError) as error:
         call(**{keyword: 0.2})
     assert f"'{keyword}'" in str(error.value) and says in str(error.value)
@@ -560,7 +560,7 @@ def test_unknown_keywords(call: Callable[..., Any], keyword: str, says: str) -> 
 # ---- the remedies work
 
 
-def test_what_is_masked_may_be_wrong() -> None:
+def test_what_is_masked_may_be_wrong():
     mask = IDS != IDS[1, 2]
     temperature = torch.where(mask, 1.0, 0.0)
     for value in (-100, V, 2**40):
@@ -576,7 +576,7 @@ def test_what_is_masked_may_be_wrong() -> None:
 
 
 #: Every function that makes a loss of a batch and an objective.
-LOSSES: dict[str, Callable[..., Any]] = {
+LOSSES = {
     "grpo_loss": lambda *given, **more: grpo_loss(LOGITS, *given, options=Options(**more)),
     "linear_grpo_loss": lambda *given, **more: linear_grpo_loss(HIDDEN, WEIGHT, *given, options=Options(**more)),
     "head": lambda *given, **more: head(*given, options=Options(**more)),
@@ -586,7 +586,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("field", ["advantages", "old_logps", "ref_logps", "weights", "nll_weights"])
-def test_strict_mode_refuses_nan_at_trained_tokens(field: str, name: str, backend: str) -> None:
+def test_strict_mode_refuses_nan_at_trained_tokens(field, name, backend):
     value, mask = -PER_TOKEN.clone(), PER_TOKEN > 0
     value[1, 2] = value[2, 0] = value[2, 3] = NAN
     mask[2, 0] = False
@@ -602,12 +602,12 @@ def test_strict_mode_refuses_nan_at_trained_tokens(field: str, name: str, backen
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_batch_and_an_objective_that_changed_places(name: str) -> None:
+def test_a_batch_and_an_objective_that_changed_places(name):
     with pytest.raises(ValueError, match=r"(batch|targets) is an? Objective and objective a TokenBatch: .*batch, objective"):
         LOSSES[name](Objective(), batch())
 
 
-def test_without_a_look_at_values_the_device_notices_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_look_at_values_the_device_notices_nan(monkeypatch):
     """On a GPU nobody waits for the comparison; the device stops the program."""
     values_unseen(monkeypatch)
     assert loss(old_logps=-PER_TOKEN, strict=True).loss != 0
@@ -627,6 +627,6 @@ def test_without_a_look_at_values_the_device_notices_nan(monkeypatch: pytest.Mon
         (lambda out: [*out], TypeError, r"no tuple.*out\.loss, out\.metrics"),
     ],
 )
-def test_what_a_loss_is_not_is_said_with_the_remedy(call: Any, kind: type[Exception], message: str) -> None:
+def test_what_a_loss_is_not_is_said_with_the_remedy(call, kind, message):
     with pytest.raises(kind, match=message):
         call(loss(Objective(beta=0.1), ref_logps=-PER_TOKEN))

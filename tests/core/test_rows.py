@@ -4,13 +4,13 @@ head from few columns of each row: what their float64 answers in test_combinatio
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import (
+    Exact,
     Head,
     LogitTransform,
     Objective,
@@ -27,13 +27,14 @@ from grpo_kernels.losses import objective_loss
 from support.bits import same_bits
 from support.doors import batch_of, by_func, call_of, compare, leaves_of, named, objective_of, pull, run
 from support.inside import drawn_columns, in_chunks
-from support.recipes import DTYPES, Problem, Recipe, legal, problem
+from support.oracle import listed_divergence
+from support.recipes import DTYPES, Recipe, legal, problem
 
 Tensor = torch.Tensor
 
 
 @pytest.mark.slow
-def test_more_than_2_to_the_31_logits(backend: str) -> None:
+def test_more_than_2_to_the_31_logits(backend):
     """Rows behind the offsets that 32 bits hold."""
     logits = torch.zeros(1, 1, dtype=torch.bfloat16).expand(2**16 + 2, 2**15).clone()
     logits[-1, -1] = 9.0
@@ -47,7 +48,7 @@ def test_more_than_2_to_the_31_logits(backend: str) -> None:
 # ---- sets
 
 
-def test_metrics_of_sets() -> None:
+def test_metrics_of_sets():
     """Targets that missing="mask" takes out are counted; the kept mass is that of rows that have a set."""
     logits, mask = torch.randn(4, 6), torch.tensor([True, True, True, False])
     sets = TokenSets.from_lists([[1, 3], [3], [], [3]])
@@ -58,14 +59,14 @@ def test_metrics_of_sets() -> None:
     out = grpo_loss(logits, batch, Objective.preset("dapo", beta=0.1, kl="k1"), options=options)
     assert float(out.metrics["outside_set"]) == pytest.approx(1 / 3) and int(out.metrics["tokens"]) == 2
     assert float(out.metrics["kept_mass"]) == pytest.approx(float(logits[0].softmax(0)[[1, 3]].sum()), rel=1e-5)
-    kl = logits.log_softmax(1)[[0, 2], [1, 4]] - batch.ref_logps[[0, 2]]  # type: ignore[index]
+    kl = logits.log_softmax(1)[[0, 2], [1, 4]] - batch.ref_logps[[0, 2]]
     assert float(out.metrics["kl"]) == pytest.approx(float(kl.mean()), rel=1e-5)
 
 
 # ---- further ids
 
 
-def test_slopes_at_ids_of_a_certain_row_keep_their_digits(backend: str) -> None:
+def test_slopes_at_ids_of_a_certain_row_keep_their_digits(backend):
     """bf16 logits of a row with p = 0.9999 at one id: 1 - p there, and the slopes of two ids may cancel in their sum."""
     logits = torch.zeros(2, 40)
     logits[:, 7] = 13.0
@@ -77,10 +78,21 @@ def test_slopes_at_ids_of_a_certain_row_keep_their_digits(backend: str) -> None:
     exact = leaf.detach().double().requires_grad_()
     log_p = exact.log_softmax(1)
     (log_p[0, 7] + log_p[1, 7] - log_p[1, 9]).backward()
-    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2**-8, atol=1e-12)  # type: ignore[union-attr]
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2**-8, atol=1e-12)
 
 
-def test_the_largest_probability_and_its_id(backend: str) -> None:
+def test_a_listed_teacher_of_a_certain_row_keeps_its_digits(backend):
+    """1 - p of an id is the probability of all others, of which fp32 has more digits than of a sum near 1."""
+    leaf = torch.zeros(2, 40).index_fill(1, torch.tensor(7), 16.0).requires_grad_()
+    ids, teacher = [[7], [7, 9]], torch.full((2, 40), -1.5)
+    listed = TokenSets.from_lists(ids, values=[[-1.5], [-1.5, -1.5]])
+    token_divergence(leaf, listed, Exact(tail="bin"), options=Options(backend)).sum().backward()
+    exact = leaf.detach().double().requires_grad_()
+    listed_divergence(exact.log_softmax(1), teacher.double(), ids, "reverse", 0.0, "bin").sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-5, atol=1e-12)
+
+
+def test_the_largest_probability_and_its_id(backend):
     """Of ties the first; of a row of only -inf NaN; over a set the set's; of a masked row none."""
     logits = torch.randn(5, 50)
     logits[1, [7, 30]] = logits[1].max() + 1
@@ -101,17 +113,21 @@ def test_the_largest_probability_and_its_id(backend: str) -> None:
 # ---- second distributions
 
 
-@pytest.mark.parametrize("over", ["kept", "vocabulary"])
-def test_a_head_of_the_reference_stands_for_its_log_probs(over: str, backend: str) -> None:
-    """For an estimate of the KL: a forward product in place of batch.ref_logps, under a transform of its own, over sets or not."""
+@pytest.mark.parametrize(
+    "over, rows", [("kept", None), ("vocabulary", None), ("kept", torch.arange(10).view(2, 5) // 2)], ids=str
+)
+def test_a_head_of_the_reference_stands_for_its_log_probs(over, rows, backend):
+    """For an estimate of the KL: a forward product in place of batch.ref_logps, under a transform of its own, over sets or not, of
+    rows that tokens share or not."""
     hidden, weight, other = torch.randn(2, 5, 8), torch.randn(30, 8), torch.randn(30, 8)
+    of_tokens = hidden if rows is None else hidden.flatten(0, 1)[rows]
     targets, advantages = torch.randint(30, (2, 5)), torch.tensor([1.0, -1.0])
     objective = Objective.preset("dapo", beta=0.3)
     sets = TokenSets.from_lists([[int(t), (int(t) + 3) % 30] if i % 2 else [] for i, t in enumerate(targets.flatten())])
     own, options = LogitTransform(0.6), Options(reference_over=over, backend=backend)
-    ref = token_logprobs(hidden @ other.T, targets, kept=sets if over == "kept" else None, transform=own)[0]
+    ref = token_logprobs(of_tokens @ other.T, targets, kept=sets if over == "kept" else None, transform=own)[0]
     found, wanted = (hidden.clone().requires_grad_() for _ in range(2))
-    of_head, given = (TokenBatch(targets, advantages, ref_logps=x, kept=sets) for x in (None, ref))
+    of_head, given = (TokenBatch(targets, advantages, ref_logps=x, kept=sets, rows=rows) for x in (None, ref))
     a = linear_grpo_loss(found, weight, of_head, objective, reference=(hidden, Head(other, transform=own)), options=options)
     b = linear_grpo_loss(wanted, weight, given, objective, options=options)
     (a.loss + b.loss).backward()
@@ -119,7 +135,7 @@ def test_a_head_of_the_reference_stands_for_its_log_probs(over: str, backend: st
     torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_a_reference_that_was_made_in_inference_mode_or_written_to(backend: str) -> None:
+def test_a_reference_that_was_made_in_inference_mode_or_written_to(backend):
     with torch.inference_mode():
         w = torch.randn(2, 3, 9)
     leaf = torch.randn(2, 3, 9, requires_grad=True)
@@ -139,29 +155,25 @@ STEP, SEED = 0.02, 5
 ROWS = Recipe(door="logprobs", source="hidden", lengths=(24,), bias="plain", width=16, vocab=300, spread=2.0, seed=34)
 
 
-def drawn(
-    recipe: Recipe | Problem, backend: str, step: float = STEP, seed: Any = SEED, first_row: int = 0, **how: Any
-) -> dict[str, Tensor]:
+def drawn(recipe, backend, step=STEP, seed=SEED, first_row=0, **how):
     """The gradients from few columns."""
     p = problem(recipe) if isinstance(recipe, Recipe) else recipe
     return run(p, backend=backend, sparse=Sparse(step, seed, first_row), **how).gradients
 
 
-def assert_near(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float) -> None:
+def assert_near(ours, exact, tolerance):
     assert ours.keys() == exact.keys()
     for name, x in exact.items():
         assert (ours[name].double() - x.double()).abs().max() <= tolerance * x.abs().max(), name
 
 
-def assert_same(ours: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+def assert_same(ours, others):
     assert ours.keys() == others.keys() and all(same_bits(x, others[name]) for name, x in ours.items())
 
 
 @pytest.mark.parametrize("first_row", [0, 7])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_column_that_is_drawn_counts_with_the_larger_of_its_probability_and_the_step(
-    dtype: str, first_row: int, backend: str
-) -> None:
+def test_a_column_that_is_drawn_counts_with_the_larger_of_its_probability_and_the_step(dtype, first_row, backend):
     """In float64, from the columns that the backend draws; the target's with its own probability."""
     p = problem(replace(ROWS, dtype=dtype))
     (hidden, weight, bias), live = (x.double() for x in p.clean.values()), p.trained
@@ -179,7 +191,7 @@ def test_a_column_that_is_drawn_counts_with_the_larger_of_its_probability_and_th
     assert_near(drawn(p, backend, first_row=first_row), exact, {"float32": 3e-6, "bfloat16": 2**-8, "float16": 2**-10}[dtype])
 
 
-def test_a_seed_draws_the_same_columns_whatever_else_changes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_draws_the_same_columns_whatever_else_changes(backend, monkeypatch):
     """Again, from a tensor that is read at the time, under checkpointing, by torch.func, in other memory, masked rows of NaN all
     the while; another seed draws others."""
     seed, found = torch.tensor(SEED), drawn(ROWS, backend)
@@ -199,7 +211,7 @@ def test_a_seed_draws_the_same_columns_whatever_else_changes(backend: str, monke
 
 
 @pytest.mark.parametrize("objective", ["grpo, k3 and entropy", "gspo", "reinforce"])
-def test_a_loss_has_the_values_of_the_dense_one_and_the_gradient_of_its_log_probs(objective: str, backend: str) -> None:
+def test_a_loss_has_the_values_of_the_dense_one_and_the_gradient_of_its_log_probs(objective, backend):
     """Of reinforce rows without an advantage have no gradient, and come behind the others."""
     p = problem(
         replace(ROWS, door="loss", also="nothing", objective=objective, lengths=(2,) * 12, layout="packed", given="column")
@@ -213,7 +225,7 @@ def test_a_loss_has_the_values_of_the_dense_one_and_the_gradient_of_its_log_prob
     assert_same({name: x.grad for name, x in leaves.items() if x.grad is not None}, found.gradients)
 
 
-def test_rows_with_sets_go_their_own_way(backend: str) -> None:
+def test_rows_with_sets_go_their_own_way(backend):
     p = problem(legal(replace(ROWS, kept="some")))
     has, parts = torch.tensor([bool(ids) for ids in p.sets or []]).view(p.shape), []
     for rows, how in ((has, {}), (~has, {"sparse": Sparse(STEP, SEED)})):

@@ -1,4 +1,4 @@
-"""Several tokens of a row: `rows=` gives what the unpacked rows give, `hidden[rows]` and `logits[rows]`."""
+"""Several tokens of a row, and terms at listed ids, in chunks of rows; the products that rows take, and digits that they keep."""
 
 from __future__ import annotations
 
@@ -10,64 +10,37 @@ import torch
 
 from grpo_kernels import Objective, Options, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs
 from grpo_kernels.rows import stream
+from support.doors import check
 from support.inside import count_products, in_chunks, of_a_gpu
-from support.objectives import OBJECTIVES
-from support.recipes import Recipe
-from support.shared_rows import both
+from support.recipes import KINDS, Recipe, legal
 
 Tensor = torch.Tensor
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_objectives(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_chunks(monkeypatch, 3)
-    for i, source in enumerate(("logits", "hidden")):
-        both(
-            Recipe(source=source, objective=name, layout=("padded", "packed")[(len(name) + i) % 2], lengths=(7, 5, 0, 6)),
-            backend,
-        )
-
-
-HIDDEN, LOGPS = Recipe(source="hidden", lengths=(7, 5, 0, 6)), Recipe(door="logprobs", lengths=(7, 5, 0, 6), also="all")
-KEPT, SUM = {"kept": "some", "lengths": (7, 5, 0, 6)}, "sequence, token-mean, k3 and entropy"
-VARIANTS = [
-    *(replace(HIDDEN, dtype=dtype, objective=name) for dtype in ("bfloat16", "float16") for name in ("grpo, k3 and entropy", "gspo")),
-    *(replace(HIDDEN, source="logits", dtype=dtype, inplace=True, objective=name) for dtype in ("bfloat16", "float16") for name in ("dapo, k3", "gspo")),
-    *(replace(HIDDEN, frozen=frozen, objective=name) for frozen in ("weight", "hidden") for name in ("dapo", "gspo", "dapo, entropy")),
-    *(replace(HIDDEN, bias="plain", objective=name, transform="everything") for name in ("dapo", SUM)),
-    replace(HIDDEN, source="logits", skip_inactive=True, transform="everything"),
-    replace(HIDDEN, given="on-policy", normalizer=(7.0, 3.0, None), mask="none"),
-    replace(HIDDEN, layout="without offsets", objective="dapo, k3"),
-    *(Recipe(source=source, objective=name, missing=missing, **KEPT)
-      for source in ("logits", "hidden") for name, missing in (("dapo, k3", "full"), ("gspo", "include"), ("dapo, exact", "mask"))),
-    *(Recipe(source=source, objective="dapo, k3", missing="full", over=over, **KEPT) for source in ("logits", "hidden") for over in ("entropy", "reference")),
-    *(replace(LOGPS, source=source, dtype=dtype) for source in ("logits", "hidden") for dtype in ("float32", "bfloat16")),
-    *(replace(LOGPS, source=source, kept=kept, missing="full") for source in ("logits", "hidden") for kept in ("some", "all")),
-    replace(LOGPS, source="hidden", frozen="weight", also="detached"), replace(LOGPS, inplace=True, also="entropy"),
+#: Beyond the pairs of test_combinations.py: an objective that looks at more than its token, each dtype in place and from hidden
+#: states, sets, a second stream, terms at listed ids, log-probs at further ids.
+SHARED = Recipe(rows="shared", lengths=(7, 5, 0, 6))
+RECIPES = [
+    *(legal(replace(SHARED, objective=name, source=source, listed=listed)) for name in KINDS for source, listed in (("logits", "none"), ("hidden", "some"))),
+    *(replace(SHARED, objective=name, source=source, dtype=dtype, inplace=source == "logits")
+      for source in ("logits", "hidden") for dtype in ("bfloat16", "float16") for name in ("grpo, k3 and entropy", "gspo")),
+    *(replace(SHARED, rows="own", listed="some", objective=name, source=source)
+      for source in ("logits", "hidden") for name in ("grpo, k3 and entropy", "gspo")),
+    *(replace(SHARED, objective="gspo", source="hidden", frozen=frozen, layout="packed") for frozen in ("weight", "hidden")),
+    *(replace(SHARED, objective="dapo, k3", kept="some", missing="full", over=over, source="hidden") for over in ("kept", "entropy", "reference")),
+    *(replace(SHARED, door="logprobs", source=source, also=also, kept=kept)
+      for source in ("logits", "hidden") for also, kept in (("all", "none"), ("at", "some"), ("detached", "none"))),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", VARIANTS, ids=str)
-def test_variants(recipe: Recipe, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_chunks(monkeypatch, 3)
-    both(recipe, backend)
-
-
-@pytest.mark.parametrize("source", ["logits", "hidden"])
-@pytest.mark.parametrize("name", ["grpo, k3 and entropy", SUM])
-def test_with_listed_ids_and_a_reference(name: str, source: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_rows_in_chunks(recipe, backend, monkeypatch):
     """Also as on a GPU, where the host does not know how many tokens the rows of a chunk have."""
     in_chunks(monkeypatch, 3)
-    monkeypatch.setitem(stream.BLOCK_BYTES, "cpu", 4 * 3 * 61)
+    monkeypatch.setitem(stream.BLOCK_BYTES, "cpu", 4 * 3 * recipe.vocab)
     for known in (("cpu",), ()):
         monkeypatch.setattr(stream, "READ_AT_ONCE", known)
-        both(replace(HIDDEN, source=source, objective=name), backend, reference=source == "hidden", listed=True)
-
-
-@pytest.mark.parametrize("source", ["logits", "hidden"])
-def test_rows_in_another_order(source: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_chunks(monkeypatch, 5)
-    both(Recipe(source=source, mask="none", layout="packed", objective="grpo, k3 and entropy"), backend, alone=True)
+        check(recipe, backend=backend)
 
 
 B, H, V = 4, 8, 40
@@ -77,14 +50,14 @@ ROWS = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4], [6, 7, 8, 9], [6, 7, 8, 10]])
 IDS = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 8], [1, 2, 3, 4], [1, 2, 4, 4]])
 
 
-def leaves(frozen: bool = False) -> tuple[Tensor, Tensor]:
+def leaves(frozen=False):
     g = torch.Generator().manual_seed(5)
     return torch.randn(11, H, generator=g).requires_grad_(), torch.randn(V, H, generator=g).requires_grad_(not frozen)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
 @pytest.mark.parametrize("name", ["dapo", "gspo"])
-def test_rows_in_products(name: str, frozen: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_products(name, frozen, backend, monkeypatch):
     """Each row once in each: three products, two with a frozen head, also where slopes wait, of a prompt whose rows fit a block."""
     found = []
     for chunk, again in ((5, 0), (4, 10 if name == "gspo" and not frozen else 0)):
@@ -98,7 +71,7 @@ def test_rows_in_products(name: str, frozen: bool, backend: str, monkeypatch: py
         assert x is None or y is None or torch.allclose(x, y, rtol=0, atol=1e-6)
 
 
-def test_slopes_that_cancel_are_not_projected_back(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slopes_that_cancel_are_not_projected_back(backend, monkeypatch):
     """In rows 0 and 1 of the first prompt, where its rollouts have the same tokens. In row 2 the sum of their slopes is 0, too."""
     (hidden, weight), rows = leaves(), count_products(monkeypatch)
     logps, _ = linear_logprobs(hidden, weight, IDS, rows=ROWS, options=Options(backend))
@@ -108,7 +81,7 @@ def test_slopes_that_cancel_are_not_projected_back(backend: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
-def test_a_likely_token_beside_one_without_a_slope(frozen: bool) -> None:
+def test_a_likely_token_beside_one_without_a_slope(frozen):
     """1 - p of a probability near 1 is no difference of numbers that were rounded to bf16, as the rows of a GPU's products are."""
     hidden, weight = torch.ones(1, H), torch.zeros(V, H)
     weight[7], weight[3, :4] = 1.2, 0.3
@@ -129,7 +102,7 @@ def test_a_likely_token_beside_one_without_a_slope(frozen: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["dapo", "gspo", "log-probs", "at"])
-def test_probabilities_near_1_keep_their_digits(name: str, backend: str) -> None:
+def test_probabilities_near_1_keep_their_digits(name, backend):
     """From whichever sums their logits are: a log-prob of -1e-5 is none of 1e-6, and below 0."""
     g = torch.Generator().manual_seed(2)
     weight = torch.randn(V, 300, generator=g)
@@ -150,18 +123,3 @@ def test_probabilities_near_1_keep_their_digits(name: str, backend: str) -> None
         found.append(logps[::2].detach())
     assert (found[0] <= 0).all() and found[1].max() > -1e-5 > -1e-4 > found[1].min()
     torch.testing.assert_close(*found, rtol=2e-2, atol=1.2e-7)
-
-
-def test_compiled_and_by_func(backend: str) -> None:
-    def run(x: Tensor, w: Tensor) -> Tensor:
-        batch = TokenBatch(IDS, torch.ones(B), rows=ROWS)
-        return linear_grpo_loss(x, w, batch, Objective.preset("gspo"), options=Options(backend)).loss
-
-    found = [torch.func.grad(run, (0, 1))(*(x.detach() for x in leaves()))]
-    for f in (run, torch.compile(run, backend="eager")):
-        hidden, weight = leaves()
-        f(hidden, weight).backward()
-        found.append((hidden.grad, weight.grad))
-    for others in found[1:]:
-        for x, y in zip(found[0], others, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=1e-6)

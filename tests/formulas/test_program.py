@@ -7,9 +7,7 @@ import itertools
 import sys
 import types
 import warnings
-from collections.abc import Callable
 from math import inf, nan
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +27,7 @@ Tensor = torch.Tensor
 # ---- the program is the function
 
 
-def traced(function: Callable[..., Any], names: Any, inputs: list[Tensor], parameters: tuple[float, ...] = ()) -> None:
+def traced(function, names, inputs, parameters=()):
     """Check the program of `function`, of these inputs and a tuple of parameters, against what torch makes of it."""
     tracer = Tracer()
     result = function(*map(tracer.input, names), tuple(tracer.parameter() for _ in parameters))
@@ -38,13 +36,13 @@ def traced(function: Callable[..., Any], names: Any, inputs: list[Tensor], param
     same(cpu._run(program, program.numbers(parameters), inputs), expected)
 
 
-def ordered(x: Tensor) -> Tensor:
+def ordered(x):
     """int64, one apart for neighbours among the numbers of fp32."""
     bits = x.contiguous().view(torch.int32).to(torch.int64)
     return torch.where(bits < 0, -(2**31) - bits, bits)
 
 
-def same(found: list[Tensor], expected: Any) -> None:
+def same(found, expected):
     """No further apart than 2 of the numbers that fp32 has; zeros of both signs are equal."""
     for i, (x, y) in enumerate(zip(found, expected, strict=True)):
         y = torch.as_tensor(y, dtype=torch.float32).expand_as(x)
@@ -77,7 +75,7 @@ def conditions(a, b, c, params):
 
 
 @pytest.mark.parametrize("function, parameters", [(arithmetic, ()), (extremes, (0.2,)), (conditions, ())])
-def test_operations_are_those_of_torch(function: Callable[..., Any], parameters: tuple[float, ...]) -> None:
+def test_operations_are_those_of_torch(function, parameters):
     """On all triples of special numbers, and at random."""
     special = (0.0, -0.0, 1.0, -1.0, 1e-40, 3e38, -3e38, 88.9, -104.0, inf, -inf, nan)
     points = torch.tensor(list(itertools.product(special, repeat=3))).T
@@ -88,9 +86,7 @@ def test_operations_are_those_of_torch(function: Callable[..., Any], parameters:
 # ---- formulas of a user
 
 
-def loss_of(
-    surrogate: Surrogate | Objective, backend: str = "cpu", strict: bool = False, on_policy: bool = False
-) -> tuple[Tensor, Tensor]:
+def loss_of(surrogate, backend="cpu", strict=False, on_policy=False):
     """Loss and gradient of a small batch."""
     g = torch.Generator().manual_seed(3)
     logits = (3 * torch.randn(6, 50, generator=g)).requires_grad_()
@@ -106,11 +102,11 @@ def linear(logp, old_logp, advantage, params, weight=1.0):
     return -x * logp, -x
 
 
-def made(weight: Any) -> Any:
+def made(weight):
     return lambda *given: linear(*given, weight)
 
 
-def calls(function: Any, run: Callable[[], Any]) -> int:
+def calls(function, run):
     """How often `function` is entered while `run` runs."""
     code, entered = getattr(function, "func", function).__code__, []
     sys.setprofile(lambda frame, event, arg: entered.append(1) if event == "call" and frame.f_code is code else None)
@@ -131,7 +127,7 @@ def calls(function: Any, run: Callable[[], Any]) -> int:
     ],
 )
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_formula_is_traced_again_only_where_it_differs(make: Any, first: Any, second: Any, again: bool, strict: bool) -> None:
+def test_a_formula_is_traced_again_only_where_it_differs(make, first, second, again, strict):
     """Made anew at each step it is the same formula; numbers in `params` follow a schedule. So is its comparison with torch."""
     one, other = (x if isinstance(x, Surrogate) else Custom(x) for x in (make(first), make(second)))
     loss_of(one, strict=strict)
@@ -143,8 +139,8 @@ def test_a_formula_is_traced_again_only_where_it_differs(make: Any, first: Any, 
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
-C: Any = None
-helper: Any = None
+C = None
+helper = None
 
 
 HELPERS = {0.5: lambda x: 0.5 * x, 2.5: lambda x: 2.5 * x, -1.0: lambda x: -1.0 * x}
@@ -164,7 +160,7 @@ def uses(logp, old_logp, advantage, params):
 
 @pytest.mark.parametrize("kind", REDEFINED)
 @pytest.mark.parametrize("strict", [False, True])
-def test_what_a_formula_uses_may_be_defined_again(kind: str, strict: bool) -> None:
+def test_what_a_formula_uses_may_be_defined_again(kind, strict):
     """A cell of a notebook is run again: the formula stays, what it uses is another. So it does while an objective is kept."""
     used, cell = REDEFINED[kind]
     names = {**globals(), "__name__": "notebook", **cell(0.5)}
@@ -207,9 +203,7 @@ def long(logp, old_logp, advantage, params):
     ],
     ids=lambda x: x.function.__name__ if isinstance(x, Custom) else "",
 )
-def test_what_cannot_be_traced_is_computed_in_torch(
-    surrogate: Custom, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_traced_is_computed_in_torch(surrogate, words, monkeypatch):
     """With one warning; a refusal by strict is remembered."""
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
     with pytest.warns(RuntimeWarning, match="second visit") as caught:
@@ -220,7 +214,7 @@ def test_what_cannot_be_traced_is_computed_in_torch(
         loss_of(surrogate)
     torch.testing.assert_close(found, loss_of(surrogate, "eager"), rtol=1e-5, atol=1e-7)
 
-    def refused() -> None:
+    def refused():
         with pytest.raises(FormulaRefused) as refusal:
             loss_of(surrogate, strict=True)
         assert all(word in str(refusal.value) for word in words)
@@ -229,13 +223,13 @@ def test_what_cannot_be_traced_is_computed_in_torch(
     assert calls(surrogate.function, refused) == 0
 
 
-def test_a_parameter_that_is_nan_is_refused_by_name(backend: str) -> None:
+def test_a_parameter_that_is_nan_is_refused_by_name(backend):
     with pytest.raises(ValueError, match=r"linear.*nan"):
         loss_of(Custom(linear, (nan,)), backend)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e-7])
-def test_strict_compares_a_formula_with_torch(factor: float) -> None:
+def test_strict_compares_a_formula_with_torch(factor):
     """When it is first used; numbers of a tiny output are told apart like those of a large one."""
 
     def two_faced(logp, old_logp, advantage, params):

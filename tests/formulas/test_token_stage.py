@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import inf, nan
-from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels import Objective, TokenBatch
+from grpo_kernels import Objective
 from grpo_kernels.formulas.filters import EntropyFloor, EntropyQuantile, Filter, OffPolicySequences, TrustRegion
 from grpo_kernels.formulas.kl import WEIGHTINGS, Kl
-from grpo_kernels.formulas.surrogates import Custom, Dro, Surrogate
+from grpo_kernels.formulas.surrogates import Custom, Dro
 from support import objectives as stages
 from support.doors import batch_of, exact_of
 from support.objectives import AGGREGATES, BONUSES, BOUNDS, FILTERS, KLS, LEVELS, SURROGATES, Option, packed, run
@@ -30,7 +29,7 @@ ONE = Custom(lambda logp, old_logp, advantage, params: (1.0 + 0.0 * logp, 1.0 + 
 
 
 @pytest.mark.parametrize("surrogate", [s for s, _ in SURROGATES], ids=str)
-def test_huge_log_ratios_are_finite(surrogate: Surrogate) -> None:
+def test_huge_log_ratios_are_finite(surrogate):
     """+-1000 nats and more from old policy and reference, also one that is impossible, at every level: value and slopes stay finite
     in fp32; without an advantage, where a surrogate says so, nothing is there, though 0 * -inf would be NaN."""
     far = torch.tensor([1000.0, -1000.0, 1e5, -1e5, 89.0, -104.0, 60.5, 1e-30, 0.0, -inf])
@@ -58,7 +57,7 @@ AXES = {
 
 
 @cache
-def batch_with(layout: str, mask: str, without: str) -> tuple[TokenBatch, Tensor, Tensor]:
+def batch_with(layout, mask, without):
     """(batch, log-probs, entropies) of five sequences, one of them without rows; what is masked is rubbish."""
     p = problem(
         Recipe(
@@ -72,12 +71,12 @@ def batch_with(layout: str, mask: str, without: str) -> tuple[TokenBatch, Tensor
             seed=SEED,
         )
     )
-    fields: dict[str, Any] = {"groups": torch.tensor([3, 1, 1, 3, 0]), **dict.fromkeys(without.split())}
+    fields = {"groups": torch.tensor([3, 1, 1, 3, 0]), **dict.fromkeys(without.split())}
     logps, entropy = (exact_of(p.recipe)[0].values[name].float().reshape(-1) for name in ("logps", "entropy"))
     return replace(batch_of(p), **fields), logps, entropy
 
 
-def check_combination(case: Any) -> float:
+def check_combination(case):
     """Right, or refused with a ValueError, expected, by the objective or by token_rows, before there are any log-probs. Returns how
     near a number lies to a bound."""
     (surrogate, theirs), level, *options, (layout, mask, without, normalizer) = case.values()
@@ -101,17 +100,17 @@ def check_combination(case: Any) -> float:
     return stages.check(Spec(**spec), Objective(surrogate, **ours), *given, normalizer).margin
 
 
-def words(case: Any) -> str:
+def words(case):
     return ", ".join(x.name if isinstance(x, Option) else str(x[0] if isinstance(x, tuple) else x) for x in case.values())
 
 
 @pytest.mark.parametrize("case", pairs(**AXES), ids=words)
-def test_every_pair_is_right_or_raises(case: Any) -> None:
+def test_every_pair_is_right_or_raises(case):
     assert check_combination(case) > 1e-5
 
 
 @pytest.mark.nightly
-def test_random_combinations_are_right_or_raise() -> None:
+def test_random_combinations_are_right_or_raise():
     draw = random.Random(0)
     for _ in range(MANY):
         check_combination({name: draw.choice(values) for name, values in AXES.items()})
@@ -120,7 +119,7 @@ def test_random_combinations_are_right_or_raise() -> None:
 # ---- filters
 
 
-def kept(f: Filter, logps: Any, entropy: Any = None, **fields: Any) -> list[bool]:
+def kept(f, logps, entropy=None, **fields):
     """The tokens of two sequences that still have a policy term: those that the filter says it keeps."""
     logps, n = torch.as_tensor(logps), len(logps)
     batch = packed(n, n // 2, **{k: torch.as_tensor(x) for k, x in fields.items()})
@@ -137,11 +136,11 @@ def kept(f: Filter, logps: Any, entropy: Any = None, **fields: Any) -> list[bool
 class EverySecond(Filter):
     """A filter of a user."""
 
-    def keep(self, logps: Tensor, entropy: Tensor | None, rows: Any, batch: TokenBatch | None) -> Tensor:
+    def keep(self, logps, entropy, rows, batch):
         return torch.arange(len(logps)) % 2 == 0
 
 
-def test_a_filter_of_yours_is_not_passed_over() -> None:
+def test_a_filter_of_yours_is_not_passed_over():
     assert kept(EverySecond(), [-1.0] * 6) == [True, False] * 3
 
 
@@ -155,7 +154,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("kind", PARAMETERS, ids=lambda kind: kind.__name__)
-def test_bad_parameters_name_the_field(kind: type[Filter]) -> None:
+def test_bad_parameters_name_the_field(kind):
     for name, values in PARAMETERS[kind].items():
         for value in values:
             with pytest.raises(ValueError, match=f"^{name}="):

@@ -8,8 +8,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import Any
+from types import FunctionType
 
 import pytest
 
@@ -22,12 +21,12 @@ MARKDOWN = pages.tracked("*.md")
 NAME = "grpo_kernels"
 
 
-def name_of(page: Path) -> str:
+def name_of(page):
     return str(page.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     wrong = []
     for link in pages.links(page):
         path, _, anchor = link.partition("#")
@@ -38,7 +37,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert pages.slug("torch.compile and `torch.func`: FusedLMHead") == "torchcompile-and-torchfunc-fusedlmhead"
 
 
-def test_the_first_example_runs_as_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_example_runs_as_pasted(capsys):
     first = pages.examples(README)[0]
     assert len(first.code.splitlines()) <= 14
     exec(compile(first.code, first.name, "exec"), {})
@@ -47,7 +46,7 @@ def test_the_first_example_runs_as_pasted(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("page", [*EXAMPLES, ROOT / NAME / "integrations" / "README.md"], ids=name_of)
-def test_examples_run(page: Path) -> None:
+def test_examples_run(page):
     """In the order of the page, in one namespace, which begins with the names that docs/functions.md introduces. Of those that
     need a GPU or a trainer the imports exist; the tests of the adapters run what they show."""
     names = pages.given()
@@ -103,7 +102,7 @@ for backend in ("eager", "cpu"):
 """
 
 
-def test_a_new_statistic_is_a_change_of_two_files(tmp_path: Path) -> None:
+def test_a_new_statistic_is_a_change_of_two_files(tmp_path):
     (change,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL | re.MULTILINE)
     assert len(re.findall(r"^diff --git", change, re.MULTILINE)) == 2
     shutil.copytree(ROOT / NAME, tmp_path / NAME, ignore=shutil.ignore_patterns("__pycache__"))
@@ -115,7 +114,7 @@ def test_a_new_statistic_is_a_change_of_two_files(tmp_path: Path) -> None:
 # ---- what breaks elsewhere
 
 
-def unproved(row: str) -> list[str]:
+def unproved(row):
     """What a line of the table of tests/README.md names and does not exist: tests as "file: `test`, `test`; file: all", and
     sentences of the documentation as [file](../file): "sentence"."""
     found, tests = [], ROOT / "tests"
@@ -131,7 +130,7 @@ def unproved(row: str) -> list[str]:
     return found + [sentence for file, sentence in quoted if sentence not in " ".join((ROOT / file).read_text().split())]
 
 
-def test_what_breaks_elsewhere_has_a_proof_that_exists() -> None:
+def test_what_breaks_elsewhere_has_a_proof_that_exists():
     rows = re.findall(r"^\| \d+ \|.*", (ROOT / "tests" / "README.md").read_text(), re.MULTILINE)
     assert len(rows) > 40 and [missing for row in rows for missing in unproved(row)] == []
     assert all(
@@ -153,7 +152,7 @@ MODULES = (
 NOT_SHOWN = {"check_linear", "check_specs", "forward_of", "plain_head"}
 
 
-def public(module: ModuleType) -> dict[str, Any]:
+def public(module):
     """The functions and classes that a module defines; what the package exports, if it is the package."""
     if hasattr(module, "__all__"):
         return {name: getattr(module, name) for name in module.__all__}
@@ -161,7 +160,7 @@ def public(module: ModuleType) -> dict[str, Any]:
     return {name: x for name, x in own.items() if not name.startswith("_") and isinstance(x, (FunctionType, type))}
 
 
-def test_the_reference_has_every_public_name_once() -> None:
+def test_the_reference_has_every_public_name_once():
     """Under the name that it is imported by."""
     shown = [name for page in REFERENCE for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
     objects = {id(getattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2])) for name in shown}

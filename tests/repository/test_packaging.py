@@ -12,7 +12,6 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ PROJECT = (ROOT / "pyproject.toml").read_text()
 SCOPE = re.compile(r"\b(namespace|struct|class|union|enum)\b[^;{}()]*$")
 
 
-def compiled_per_processor() -> list[Path]:
+def compiled_per_processor():
     """The sources of `add_kernels`, and the headers that they include."""
     _, _, kernels = (ROOT / "CMakeLists.txt").read_text().partition("function(add_kernels")
     found = [ROOT / name for name in dict.fromkeys(re.findall(r"csrc/\w+\.cpp", kernels))]
@@ -41,7 +40,7 @@ def compiled_per_processor() -> list[Path]:
     return found
 
 
-def visible_functions(source: str) -> list[str]:
+def visible_functions(source):
     """The heads of functions with a body that other files' copies could replace: inline, members or templates, not static, not
     in an unnamed namespace and not inlined always."""
     source = re.sub(r"//.*|\\\n|^\s*#.*", "", source, flags=re.M)
@@ -67,7 +66,7 @@ def visible_functions(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", compiled_per_processor(), ids=lambda path: path.name)
-def test_no_function_is_shared_between_processors(path: Path) -> None:
+def test_no_function_is_shared_between_processors(path):
     """Of visible copies the linker would keep any one, and a processor could then run instructions that it lacks."""
     assert visible_functions(path.read_text()) == []
 
@@ -83,29 +82,29 @@ def test_no_function_is_shared_between_processors(path: Path) -> None:
         ("[[gnu::always_inline]] inline int f() { return 1; }", []),
     ],
 )
-def test_visible_functions_are_seen(source: str, found: list[str]) -> None:
+def test_visible_functions_are_seen(source, found):
     assert visible_functions(source) == found
 
 
 # ---- sources of the Triton kernels
 
 
-def test_program_ids_are_64_bit_and_on_the_axis_that_has_room() -> None:
+def test_program_ids_are_64_bit_and_on_the_axis_that_has_room():
     """A row number times a stride is beyond 2^31 in real batches, and axes 1 and 2 of a grid end at 65 535."""
     calls = [call for text in SOURCES.values() for call in re.findall(r"\bprogram_id\(.*", text)]
     assert len(calls) >= 4 and [call for call in calls if not call.startswith("program_id(0).to(tl.int64)")] == []
 
 
-def test_no_atomics_and_nothing_that_tunes_itself() -> None:
+def test_no_atomics_and_nothing_that_tunes_itself():
     """Without these, the order of sums and the choice of tiles are the same in every run and for every number of rows."""
     words = {name: re.findall(r"\b(?:atomic_\w+|autotune|heuristics)\b", text) for name, text in SOURCES.items()}
     assert not [name for name, found in words.items() if found]
 
 
-def test_kernels_are_launched_on_the_device_of_their_data() -> None:
+def test_kernels_are_launched_on_the_device_of_their_data():
     """Which need not be the current one."""
 
-    def launches(node: ast.AST) -> set[ast.AST]:
+    def launches(node):
         return {x for x in ast.walk(node) if isinstance(x, ast.Call) and ast.unparse(x.func) in ("run", "launch.run")}
 
     trees = [ast.parse(path.read_text()) for path in (ROOT / "grpo_kernels/rows/backends/triton").glob("*.py")]
@@ -117,7 +116,7 @@ def test_kernels_are_launched_on_the_device_of_their_data() -> None:
 # ---- the wheel, and the build for the `kernels` library
 
 
-def test_no_upper_pins() -> None:
+def test_no_upper_pins():
     """Of what the package itself needs: an upper bound would hold back the torch of a whole environment."""
     (needed,) = re.findall(r"^dependencies = \[(.*?)^\]", PROJECT, re.MULTILINE | re.DOTALL)
     names, pins = zip(*re.findall(r'"([\w-]+)([^;"]*)', needed), strict=True)
@@ -125,26 +124,26 @@ def test_no_upper_pins() -> None:
 
 
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def builds(tmp_path_factory):
     """Two versions, in a repository each."""
     return [build(tmp_path_factory.mktemp(f"v{version}"), version, ["cpu"])[0] for version in (1, 2)]
 
 
-def described(folder: Path) -> dict[str, Any]:
+def described(folder):
     return json.loads((folder / "metadata.json").read_text())
 
 
-def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def loaded(folder, monkeypatch):
     """As the library's loader does: by the file of the build, under its id."""
     name = described(folder)["id"]
-    spec: Any = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
     monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
     spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
 
 
 @pytest.mark.filterwarnings("ignore:grpo_kernels falls back to eager PyTorch")
-def test_two_builds_live_side_by_side_and_compute_the_loss(builds: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_builds_live_side_by_side_and_compute_the_loss(builds, monkeypatch):
     """And a layer takes the place of a forward, with the weight of the module that it is put into."""
     kernels = [loaded(folder, monkeypatch) for folder in builds]
     assert len({grpo_kernels.rows.compile.NAMESPACE, *(kernel.rows.compile.NAMESPACE for kernel in kernels)}) == 3
@@ -160,7 +159,7 @@ def test_two_builds_live_side_by_side_and_compute_the_loss(builds: list[Path], m
         assert float(kernel.layers.LinearGRPOLoss.forward(head, hidden, batch, objective).loss) == pytest.approx(-0.3, rel=1e-5)
 
 
-def test_a_build_is_relocatable_and_its_digests_are_those_of_its_files(builds: list[Path]) -> None:
+def test_a_build_is_relocatable_and_its_digests_are_those_of_its_files(builds):
     """Nothing inside is imported by its absolute name; another version has another id."""
     one, other = map(described, builds)
     assert (

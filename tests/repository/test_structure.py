@@ -4,7 +4,6 @@ faults of tests/faults.py."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 from faults import FAULTS
@@ -14,7 +13,7 @@ NAME = "grpo_kernels"
 Files = dict[str, str]  # path in the package -> text
 
 
-def imports(path: str, text: str, files: Files) -> Iterator[str]:
+def imports(path, text, files):
     """The files that a file imports, wherever it does. `from .a import b` is an import of a/b.py if that exists, else of a."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom | ast.Import):
@@ -33,7 +32,7 @@ def imports(path: str, text: str, files: Files) -> Iterator[str]:
                         break
 
 
-def circles(files: Files) -> list[set[str]]:
+def circles(files):
     """Groups of files that all reach each other, the largest first."""
     reached = {path: {*imports(path, text, files)} for path, text in files.items()}
     for between in files:  # paths through each file in turn
@@ -46,12 +45,12 @@ def circles(files: Files) -> list[set[str]]:
 PACKAGE = {str(path.relative_to(ROOT / NAME)): path.read_text() for path in sorted((ROOT / NAME).rglob("*.py"))}
 
 
-def test_imports_have_no_circle() -> None:
+def test_imports_have_no_circle():
     """Neither those that run, inside of functions too, nor those for types alone: both tie files together."""
     assert len(PACKAGE) > 50 and circles(PACKAGE) == []
 
 
-def test_a_circle_is_seen() -> None:
+def test_a_circle_is_seen():
     files = {
         "__init__.py": "from .user import f\nVERSION = 1",
         "room/__init__.py": "",
@@ -65,7 +64,7 @@ def test_a_circle_is_seen() -> None:
     assert circles(files) == [{"__init__.py", "room/deep.py", "room/other.py", "user.py"}, {"types.py", "typed.py"}]
 
 
-def test_each_fault_changes_one_place() -> None:
+def test_each_fault_changes_one_place():
     """The faults that prove the tests' power still fit the code."""
     assert FAULTS and all(fault.old != fault.new for fault in FAULTS)
     assert not [fault for fault in FAULTS if (ROOT / fault.file).read_text().count(fault.old) != 1]

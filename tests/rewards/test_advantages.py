@@ -407,11 +407,6 @@ REFUSED = [
             "group_size=None.*pass exactly one of them": {"group_size": None},
         },
     ),
-    (
-        greedy_baseline_advantages,
-        {"rewards": FOUR, "greedy_rewards": FOUR},
-        {},
-    ),
     (a2po_values, {"rewards": FOUR, "group_size": 2}, {"beta=0": {"beta": 0}}),
     (pass_at_k_advantages, {"rewards": FOUR, "group_size": 2}, {"scale='batch'": {"scale": "batch"}}),
     (

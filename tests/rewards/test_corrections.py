@@ -322,11 +322,6 @@ REFUSED = [
             'cu_seqlens is None, but over="max"': {"batch": FLAT, "over": "max"},
         },
     ),
-    (
-        off_policy_sequence_mask,
-        {**GOOD, "logps": torch.zeros(7, 9), "delta": 0.5},
-        {},
-    ),
     (second_moment_mask, {**GOOD, "threshold": 1.0}, {"threshold=0: .*above 0": {"threshold": 0}}),
     (correction_metrics, GOOD, {"low=-1: ": {"low": -1}, r"weights is \[7\]": {"weights": torch.ones(7)}}),
     (
@@ -356,11 +351,6 @@ REFUSED = [
             r"share=0.*\(0, 1\]": {"share": 0},
             r"mask has shape \[3\], but entropy has \[3, 1\]": {"entropy": ONES[:, None]},
         },
-    ),
-    (
-        AdaptiveEntropyCoef,
-        {},
-        {},
     ),
     (
         lambda **state: AdaptiveEntropyCoef().load_state_dict(state),

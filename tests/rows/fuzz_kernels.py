@@ -14,11 +14,9 @@ import math
 import mmap
 import random
 import sys
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -27,7 +25,7 @@ from grpo_kernels.rows.backends import cpu, cpu_products
 from grpo_kernels.rows.partials import RowTransform
 from support import amx
 from support.bits import same_bits
-from support.kernel_rows import DTYPES, KINDS, Found, Rows, beside, check, ways
+from support.kernel_rows import DTYPES, KINDS, Rows, beside, check, ways
 
 Tensor = torch.Tensor
 Draw = random.Random
@@ -38,7 +36,7 @@ UNWRITTEN = 0x7F
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def protect(address: int, size: int, mode: int) -> None:
+def protect(address, size, mode):
     if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), mode) != 0:
         raise OSError(ctypes.get_errno(), "mprotect")
 
@@ -46,17 +44,17 @@ def protect(address: int, size: int, mode: int) -> None:
 class Memory:
     """Tensors between protected pages."""
 
-    def __init__(self, size: int = 64 << 20) -> None:
+    def __init__(self, size=64 << 20):
         self.draw, self.bytes = Draw(), torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self):
         """Forget what was taken."""
         self.used = PAGE
-        self.taken: list[tuple[Tensor, int, Tensor]] = []  # pages, where the tensor begins in them, the tensor
+        self.taken = []  # pages, where the tensor begins in them, the tensor
         protect(self.bytes.data_ptr(), len(self.bytes), 0)
 
-    def strided(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def strided(self, shape, strides, dtype):
         extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if math.prod(shape) else 0
         size = extent * dtype.itemsize
         pages = self.bytes[self.used :][: max(-(-size // PAGE), 1) * PAGE]
@@ -67,20 +65,20 @@ class Memory:
         self.taken.append((pages, first, made))
         return made
 
-    def empty(self, *shape: Any, dtype: torch.dtype = torch.float32, **_: Any) -> Tensor:
+    def empty(self, *shape, dtype=torch.float32, **_):
         """Stands in for torch.empty."""
         shape = shape if not shape or isinstance(shape[0], int) else tuple(shape[0])
         return self.strided(shape, [math.prod(shape[i + 1 :]) for i in range(len(shape))], dtype)
 
-    def holding(self, x: Tensor) -> Tensor:
+    def holding(self, x):
         return self.strided(x.shape, x.stride(), x.dtype).copy_(x)
 
-    def matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    def matrix(self, rows, columns, dtype):
         """Random numbers, rows apart or not."""
         stride = columns + self.draw.choice([0, 0, 1, 16, 37])
         return self.strided((rows, columns), (stride, 1), dtype).copy_(torch.randn(rows, columns))
 
-    def rows(self, x: Tensor, layout: str) -> Tensor:
+    def rows(self, x, layout):
         """A copy of x [A, T, V] as rows of logits may lie."""
         (A, T, V), size, gap = x.shape, x.element_size(), self.draw.randrange(70)
         step = {"gaps": V + gap, "pages": -(-V * size // PAGE) * PAGE // size}.get(layout, V)
@@ -88,14 +86,14 @@ class Memory:
         return self.strided((A, T, V), strides, x.dtype).copy_(x)
 
     @contextmanager
-    def guarded(self, *written: Tensor, unread: Sequence[Tensor] = ()) -> Iterator[None]:
+    def guarded(self, *written, unread=()):
         """While a kernel runs: what it makes is taken from here, vectors that it is given are copied to here, and of the rest it
         may write only `written`. `unread`: rows on pages of their own."""
         vector, named = cpu.vector, cpu.named
 
-        def here(x: Tensor | None) -> Tensor | None:
+        def here(x):
             inside = x is None or 0 <= x.data_ptr() - self.bytes.data_ptr() < len(self.bytes)
-            return x if inside or not x.is_contiguous() else self.holding(x)  # type: ignore[union-attr]
+            return x if inside or not x.is_contiguous() else self.holding(x)
 
         before, of_written = len(self.taken), {x.data_ptr() for x in written}
         for pages, first, _ in self.taken:
@@ -118,7 +116,7 @@ class Memory:
                 assert (elements | (pages == UNWRITTEN)).all(), f"bytes beside {list(x.shape)} {x.stride()} were written"
 
 
-def threads(draw: Draw) -> None:
+def threads(draw):
     """How many the module is asked to take; torch itself keeps to one."""
     count = draw.choice([1, 2, 3, 8, 1000])
     torch.get_num_threads = lambda: count
@@ -130,14 +128,14 @@ VOCABULARIES = [1, 2, 3, 15, 16, 17, 33, 64, 65, 129, 1031, 2047, 2048, 2049, 41
 WILD = torch.tensor([math.nan, math.inf, -math.inf, 1e4, -1e4, 0.0])
 
 
-def numbers(kind: str, *shape: int) -> Tensor:
+def numbers(kind, *shape):
     x, rare = 3.0 * torch.randn(shape), torch.rand(shape)
     if kind == "wild":
         return torch.where(rare < 0.02, WILD[torch.randint(len(WILD), shape)], x)
     return torch.where(rare < 0.4, -math.inf, x) if kind == "masked" else x
 
 
-def transform(draw: Draw, n: int, absurd: bool) -> RowTransform:
+def transform(draw, n, absurd):
     scale = draw.choice([30.0, 1e-4, 0.0, math.nan, math.inf] if absurd else [1.0, 1.0, 0.5, -2.0])
     inverse = torch.tensor([1e-2, 1e3, math.nan, 0.0] if absurd else [1.0, 1 / 0.7, 2.0])
     t = inverse[torch.randint(len(inverse), (n,))]
@@ -146,7 +144,7 @@ def transform(draw: Draw, n: int, absurd: bool) -> RowTransform:
     )
 
 
-def drawn_rows(draw: Draw, absurd: bool) -> tuple[Rows, tuple[int, int]]:
+def drawn_rows(draw, absurd):
     """A call, and which of its rows it is about."""
     vocab = draw.choice(VOCABULARIES)
     A, T = draw.randint(1, 3), draw.randint(1, 5 if vocab < 2000 else 2)
@@ -163,7 +161,7 @@ def drawn_rows(draw: Draw, absurd: bool) -> tuple[Rows, tuple[int, int]]:
     return r, (lo, lo if draw.random() < 0.05 else draw.randint(lo + 1, n))
 
 
-def gradient_for(memory: Memory, logits: Tensor, layout: str) -> Tensor:
+def gradient_for(memory, logits, layout):
     """Where the gradient goes: elsewhere, into the logits, or narrower there."""
     dtype, where = memory.draw.choice(DTYPES), memory.draw.choice(["apart", "in place", "narrower, in place"])
     if where == "apart":
@@ -171,7 +169,7 @@ def gradient_for(memory: Memory, logits: Tensor, layout: str) -> Tensor:
     return logits.view(dtype)[..., : logits.shape[-1]] if where != "in place" and dtype.itemsize < logits.itemsize else logits
 
 
-def rows(memory: Memory) -> None:
+def rows(memory):
     """Statistics, gradients and losses of rows, beside a second stream or not."""
     draw = memory.draw
     absurd, layouts = draw.random() < 0.2, draw.choices(["dense", "gaps", "transposed", "pages"], k=3)
@@ -180,7 +178,7 @@ def rows(memory: Memory) -> None:
     outside = [i for i in range(r.count) if not part[0] <= i < part[1]]
     unread = [i for i in range(r.count) if i in outside or (r.read is not None and not r.read[i])]
     for way, one in ways(r):
-        found: list[Found] = []
+        found = []
         for isa in cpu._cpu.isas():
             cpu._cpu.use_isa(isa)
             memory.begin()
@@ -209,7 +207,7 @@ def rows(memory: Memory) -> None:
 SIZES = (1, 2, 5, 6, 7, 31, 33, 63, 64, 65, 129, 191, 193, 511, 513, 1030, 0)
 
 
-def products(memory: Memory, engines: Sequence[str]) -> None:
+def products(memory, engines):
     """Of bf16 or fp32 operands; d_weight is added to what is there."""
     from test_cpu_products import check  # which is for processors that have them
 
@@ -228,7 +226,7 @@ def products(memory: Memory, engines: Sequence[str]) -> None:
         check(out, a, b, added, engine)
 
 
-def main(seed: str, first: str, calls: str, emulator: str = "") -> None:
+def main(seed, first, calls, emulator=""):
     engines = [name for name in cpu._cpu.products() if name != "amx"]
     if emulator:
         amx.install(Path(emulator))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +11,12 @@ from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, linear_grpo_
 from grpo_kernels.rows import backends, memory
 from grpo_kernels.rows import products as blocks
 from grpo_kernels.rows.backends import eager
-from grpo_kernels.rows.partials import LogitRows
 from grpo_kernels.rows.products import Work
 from support import oracle
 from support.bits import same_bits
 from support.doors import compare, exact_of, run
 from support.inside import LiveBytes, NoRows, Product, of_a_gpu
-from support.oracle import Answer
-from support.recipes import Problem, Recipe, problem
+from support.recipes import Recipe, problem
 
 Tensor = torch.Tensor
 GIB = 1 << 30
@@ -33,7 +29,7 @@ QWEN = Work(151936, 4096, apart=True, d_hidden=2, d_weight=2)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-def test_the_peak_is_flat_in_the_number_of_rows(gathered: bool) -> None:
+def test_the_peak_is_flat_in_the_number_of_rows(gathered):
     """8192 x 4096 x 151,936 in bf16: at most 3.6 GiB; of any other number of rows as much, but for d_hidden."""
     plan = QWEN.plan("cuda", 8192, gathered)
     assert QWEN.peak(plan, 8192, gathered) <= 3.6 * GIB
@@ -49,7 +45,7 @@ def test_the_peak_is_flat_in_the_number_of_rows(gathered: bool) -> None:
 # ---- memory
 
 
-def head(rows: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, TokenBatch]:
+def head(rows, dtype=BF16):
     """A head of meta tensors: large ones need no memory."""
     shapes = ((1, rows, 4096), (151936, 4096))
     hidden, weight = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes)
@@ -58,7 +54,7 @@ def head(rows: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, TokenBat
 
 
 @pytest.fixture
-def no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_rows(monkeypatch):
     monkeypatch.setattr(backends, "pick", lambda *_: NoRows())
 
 
@@ -67,7 +63,7 @@ SIZES = [(layer, BF16, rows) for layer in (1, 2) for rows in (700, 8192, 8193, 2
 
 @pytest.mark.parametrize("layer, dtype, rows", SIZES, ids=str)
 @pytest.mark.usefixtures("no_rows")
-def test_bytes_that_are_alive_are_those_of_the_model(layer: int, dtype: torch.dtype, rows: int) -> None:
+def test_bytes_that_are_alive_are_those_of_the_model(layer, dtype, rows):
     """A whole call and its backward, nothing of which waits for the device: without values it would fail. In fp16 d_weight is fp32
     until the factor of the backward is known; the last part of the sum is beside it, and d_hidden as it is handed over."""
     hidden, weight, batch = head(rows, dtype)
@@ -95,17 +91,17 @@ class Poisoned(eager.Kernels):
 
     writes_behind_reads = False
 
-    def pull(self, rows: LogitRows, partials: Any, slopes: Any, out: Tensor) -> None:
+    def pull(self, rows, partials, slopes, out):
         super().pull(rows, partials, slopes, out)
         self._after(rows.logits, out)
 
-    def fused(self, rows: LogitRows, stage: Any, out: Tensor | None) -> Any:
+    def fused(self, rows, stage, out):
         # Not by its own pull, which would poison what is read again.
         found = eager.Kernels().fused(rows, stage, out)
         self._after(rows.logits, out)
         return found
 
-    def _after(self, logits: Tensor, out: Tensor | None) -> None:
+    def _after(self, logits, out):
         if out is logits or (out is not None and out.data_ptr() == logits.data_ptr()):
             return  # fp16, whose gradients are scaled to fit
         assert out is None or (out.dtype == BF16 and out.stride(1) * 2 % 128 == 0)
@@ -113,7 +109,7 @@ class Poisoned(eager.Kernels):
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     """Chunks of 64 rows, in blocks of 128 where they are several."""
     monkeypatch.setitem(blocks.CHUNK_BYTES, "cpu", 4 * V * CHUNK)
     monkeypatch.setitem(blocks.BLOCK_BYTES, "cpu", 2 * V * BLOCK)
@@ -129,7 +125,7 @@ LAYERS = [ROWS, replace(ROWS, door="logprobs", also="nothing")]
 layers = pytest.mark.parametrize("recipe", LAYERS, ids=lambda recipe: recipe.door)
 
 
-def made_by(recipe: Recipe, adds: bool = True, **options: Any) -> tuple[list[Product], dict[str, Tensor]]:
+def made_by(recipe, adds=True, **options):
     """The products of a call that is right, and its gradients."""
     p, _ = problem(recipe), exact_of(recipe)
     with of_a_gpu(adds) as made:
@@ -138,13 +134,13 @@ def made_by(recipe: Recipe, adds: bool = True, **options: Any) -> tuple[list[Pro
     return made, found.gradients
 
 
-def with_advantages(p: Problem, advantages: Tensor) -> tuple[Problem, Answer]:
+def with_advantages(p, advantages):
     """The problem with others, and its answer."""
     changed = replace(p, fields={**p.fields, "advantages": advantages}, seen={**p.seen, "advantages": advantages.double()})
     return changed, oracle.answer(changed)
 
 
-def expected_products(n: int, block: int, gradients: tuple[str, ...] = ("hidden", "weight")) -> list[Product]:
+def expected_products(n, block, gradients=("hidden", "weight")):
     """In order: the logits of each chunk of a block, then the block's two products."""
     found, several = [], n > block
     for lo in range(0, n, block):
@@ -161,7 +157,7 @@ def expected_products(n: int, block: int, gradients: tuple[str, ...] = ("hidden"
 @pytest.mark.parametrize(("n", "block"), [(150, 150), (300, 128)], ids=["one block", "three blocks"])
 @layers
 @pytest.mark.usefixtures("small")
-def test_products_and_gradients(recipe: Recipe, n: int, block: int, bias: str) -> None:
+def test_products_and_gradients(recipe, n, block, bias):
     """Log-probs are there before anything arrives at them: logits are computed again."""
     made, _ = made_by(replace(recipe, lengths=(n,), bias=bias))
     first = [] if recipe.door == "loss" else [p for p in expected_products(n, n) if p.n == V]
@@ -169,7 +165,7 @@ def test_products_and_gradients(recipe: Recipe, n: int, block: int, bias: str) -
 
 
 @pytest.mark.usefixtures("small")
-def test_a_torch_whose_addmm_takes_no_fp32_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_whose_addmm_takes_no_fp32_sum(monkeypatch):
     """torch 2.9: the same numbers, a few rows of the weight at a time."""
     monkeypatch.setattr(blocks, "WEIGHT_BLOCK_BYTES", 4 * H * 30)
     (made, right), (parts, found) = made_by(ROWS), made_by(ROWS, adds=False)
@@ -186,9 +182,7 @@ def test_a_torch_whose_addmm_takes_no_fp32_sum(monkeypatch: pytest.MonkeyPatch) 
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("small")
-def test_sequences_whose_slopes_wait_are_blocks(
-    lengths: tuple[int, ...], width: int, widened: bool, blocks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences_whose_slopes_wait_are_blocks(lengths, width, widened, blocks, monkeypatch):
     """As many of them as fit; under autocast too, where all rows are copied into another dtype."""
     recipe = replace(ROWS, objective="gspo", lengths=lengths, width=width, dtype="float32" if widened else "bfloat16")
     p, exact = with_advantages(problem(recipe), torch.randn(len(lengths), max(lengths)).abs() + 0.1)
@@ -207,18 +201,18 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def nothing_is_kept() -> Iterator[None]:
+def nothing_is_kept():
     memory.release()
     yield
     memory.release()
 
 
-def new(count: int = 16 * MIB) -> Tensor:
+def new(count=16 * MIB):
     return memory.empty((count,), torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("nothing_is_kept")
-def test_memory_is_reused_once_no_tensor_holds_it() -> None:
+def test_memory_is_reused_once_no_tensor_holds_it():
     first = new()
     start, view = first.data_ptr(), first[5:].view(-1)
     other = new()
@@ -233,7 +227,7 @@ def test_memory_is_reused_once_no_tensor_holds_it() -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_kept")
-def test_memory_of_a_live_gradient_is_not_reused(backend: str) -> None:
+def test_memory_of_a_live_gradient_is_not_reused(backend):
     """Held by a tensor's .grad, by numpy, or by a detached view, while further gradients are made."""
     batch = TokenBatch(torch.randint(300_000, (40,)), torch.randn(40))
     leaf, held = torch.randn(40, 300_000).requires_grad_(), []  # 48 MB

@@ -6,7 +6,6 @@ worse than that. Strides, and what lies past an end: fuzz_kernels.py."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -46,7 +45,7 @@ WAYS = [("avx512bf16", BF16), ("avx512bf16", FP32), ("fp32", BF16), ("amx", BF16
 
 
 @pytest.fixture(params=WAYS, ids=lambda way: f"{way[0]} {way[1]}".replace("torch.", ""))
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+def dtype(request):
     """The type of the operands, multiplied in one of the ways."""
     engine, dtype = request.param
     with ExitStack() as stack:
@@ -59,20 +58,18 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
         yield dtype
 
 
-def operands(n: int, h: int, v: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
+def operands(n, h, v, dtype=BF16):
     """hidden, weight and an fp32 gradient."""
     return torch.randn(n, h).to(dtype), torch.randn(v, h).to(dtype), torch.randn(n, v)
 
 
-def product(
-    function: Callable[..., None], *arguments: Tensor | None, shape: tuple[int, int], dtype: torch.dtype = FP32
-) -> Tensor:
+def product(function, *arguments, shape, dtype=FP32):
     out = torch.full(shape, torch.nan, dtype=dtype)
     function(*arguments, out)
     return out
 
 
-def products(hidden: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def products(hidden, weight, gradient):
     """Logits, and the gradients of hidden states and weight."""
     return (
         product(cpu_products.logits, hidden, weight, None, shape=(len(hidden), len(weight))),
@@ -81,7 +78,7 @@ def products(hidden: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, 
     )
 
 
-def check(got: Tensor, a: Tensor, b: Tensor, start: Tensor | float = 0.0, engine: str = "") -> None:
+def check(got, a, b, start=0.0, engine=""):
     """got = start + a @ b."""
     begin = torch.as_tensor(start).double()
     exact, size = begin + a.double() @ b.double(), begin.abs() + a.double().abs() @ b.double().abs()
@@ -92,7 +89,7 @@ def check(got: Tensor, a: Tensor, b: Tensor, start: Tensor | float = 0.0, engine
 
 
 @pytest.mark.parametrize("n, h, v", SHAPES)
-def test_values(n: int, h: int, v: int, dtype: torch.dtype) -> None:
+def test_values(n, h, v, dtype):
     """The weight's gradient from 0, on top of what is there and of a sum elsewhere; in fp32, and rounded once at the end."""
     hidden, weight, gradient = operands(n, h, v, dtype)
     bias, start = torch.randn(v), torch.randn(v, h)
@@ -110,7 +107,7 @@ def test_values(n: int, h: int, v: int, dtype: torch.dtype) -> None:
         assert torch.equal(product(cpu_products.d_weight, of, hidden, None, shape=(v, h), dtype=BF16), d_weight.bfloat16())
 
 
-def test_results_depend_on_no_threads_and_a_row_on_no_other(dtype: torch.dtype) -> None:
+def test_results_depend_on_no_threads_and_a_row_on_no_other(dtype):
     for n, h, v in ((35, 280, 700), (3, 17, 16500)):
         hidden, weight, gradient = operands(n, h, v, dtype)
         whole = products(hidden, weight, gradient)
@@ -143,9 +140,7 @@ AMD, INTEL = "AuthenticAMD", "GenuineIntel"
         ((INTEL, FEATURES, SAVED), True, False, "fp32", "differ"),
     ],
 )
-def test_the_engine_of_a_processor(
-    found: tuple[str, int, int], allowed: bool, agree: bool, engine: str, reason: str | None
-) -> None:
+def test_the_engine_of_a_processor(found, allowed, agree, engine, reason):
     with amx.processor(found, allowed, agree):
         assert cpu_products.engine() == cpu_products.automatic() == engine
         why_not = cpu_products.engines()
@@ -154,7 +149,7 @@ def test_the_engine_of_a_processor(
 
 
 @pytest.mark.parametrize("setting", ["auto", "", *cpu_products.ENGINES])
-def test_the_setting_names_the_engine(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_setting_names_the_engine(setting, monkeypatch):
     monkeypatch.setenv(cpu_products.SETTING, setting)
     with amx.processor(amx.INTEL):
         assert cpu_products.engine() == (setting if setting in cpu_products.ENGINES else "amx")
@@ -168,14 +163,14 @@ def test_the_setting_names_the_engine(setting: str, monkeypatch: pytest.MonkeyPa
         ("AMX", "=AMX: it is auto or one of"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(setting: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_cannot_be_is_refused(setting, words, monkeypatch):
     monkeypatch.setenv(cpu_products.SETTING, setting)
     with amx.processor((INTEL, FEATURES, SAVED), allowed=False), pytest.raises(ValueError, match=words):
         cpu_products.engine()
 
 
-def test_fp32_operands_are_split_only_where_torch_may_use_less_than_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mixed() -> str:
+def test_fp32_operands_are_split_only_where_torch_may_use_less_than_fp32(monkeypatch):
+    def mixed():
         raise RuntimeError("you have used mix of the legacy and new APIs")
 
     answers = [(lambda: "highest", "avx512bf16"), (lambda: "high", "amx"), (lambda: "medium", "amx"), (mixed, "avx512bf16")]
@@ -185,7 +180,7 @@ def test_fp32_operands_are_split_only_where_torch_may_use_less_than_fp32(monkeyp
             assert cpu_products._engine_for(FP32) == engine and cpu_products._engine_for(BF16) == "amx"
 
 
-def test_tiles_agree_and_are_released() -> None:
+def test_tiles_agree_and_are_released():
     """What the first use checks on a processor with AMX; and a thread keeps no tiles, which other code with tiles would find."""
     with amx.tiles(agree=None) as emulator:
         assert cpu_products.engines()["amx"] is None and cpu_products.engine() == "amx"
@@ -253,7 +248,7 @@ stack.close()
 @pytest.mark.parametrize(
     ("engine", "threads"), [("avx512bf16", 1), ("avx512bf16", 2), pytest.param("amx", 2, marks=pytest.mark.slow)]
 )
-def test_a_product_without_memory_raises_memory_error_and_the_process_goes_on(engine: str, threads: int) -> None:
+def test_a_product_without_memory_raises_memory_error_and_the_process_goes_on(engine, threads):
     # With a threshold of its own glibc's malloc gives large blocks back at once: none of an earlier call is found again. With one
     # arena none is found in the 64 MiB of address space that another one, of a thread that may have ended, has reserved.
     finish(start(WITHOUT_MEMORY, engine, str(threads), MALLOC_MMAP_THRESHOLD_=str(1 << 17), MALLOC_ARENA_MAX="1"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ no_module = pytest.mark.skipif(cpu.available() is not None, reason="the compiled
 # ---- kernels
 
 
-def rows(x: dict[str, Tensor], read: bool = True) -> LogitRows:
+def rows(x, read=True):
     plain = RowTransform(1.0, 0.0, 1.0)
     second = Second(x["second.logits"], plain, "jsd", 0.5) if "second.logits" in x else None
     return LogitRows(
@@ -34,33 +34,33 @@ def rows(x: dict[str, Tensor], read: bool = True) -> LogitRows:
     )
 
 
-def partials(x: dict[str, Tensor]) -> Partials:
+def partials(x):
     return Partials(x["partials"], JSD, "jsd", 0.5) if "second.logits" in x else Partials(x["partials"], ENTROPY)
 
 
-def slots(x: dict[str, Tensor]) -> Ragged:
+def slots(x):
     return Ragged(x["slots.ids"], torch.arange(N + 1), x["slots.rows"])
 
 
-def fused(b: Any, x: dict[str, Tensor]) -> None:
+def fused(b, x):
     weight = x["divergence_weight"] if "second.logits" in x else None
     inputs = TokenRows(x["targets"], x["read"], x["advantages"], x["policy_weight"], x["old_logps"], divergence_weight=weight)
     b.fused(rows(x), TokenStage(NOTHING, inputs), x["out"])
 
 
-def pull(b: Any, x: dict[str, Tensor]) -> None:
+def pull(b, x):
     names = SLOPES if "second.logits" in x else SLOPES[:4]
     b.pull(rows(x, False), partials(x), Slopes(x["slopes"], names), x["out"])
 
 
-def product(name: str, *operands: str) -> tuple[Call, tuple[str, ...]]:
+def product(name, *operands):
     return (lambda b, x: getattr(b, name)(*(x[operand] for operand in operands))), operands
 
 
 ROWS = ("logits", "inv_temperature", "targets")
 BESIDE = (*ROWS, "second.logits")
 #: Functions of a backend, and the tensors that they take to a kernel, by their names in an error.
-OF_ROWS: dict[str, tuple[Call, tuple[str, ...]]] = {
+OF_ROWS = {
     "stats": (lambda b, x: b.stats(rows(x), ENTROPY), (*ROWS, "read")),
     "pull": (pull, (*ROWS, "out", "partials", "slopes")),
     "fused": (fused, (*ROWS, "read", "out")),
@@ -70,7 +70,7 @@ OF_ROWS: dict[str, tuple[Call, tuple[str, ...]]] = {
     "pull beside": (pull, (*BESIDE, "out", "partials", "slopes")),
     "fused beside": (fused, (*BESIDE, "read", "out")),
 }  # fmt: skip
-OF_SLOTS: dict[str, tuple[Call, tuple[str, ...]]] = {
+OF_SLOTS = {
     "slot_logits": (lambda b, x: b.slot_logits(x["hidden"], x["weight"], slots(x)), ("hidden", "weight", "slots.ids", "slots.rows")),
     "add_weight_rows": (
         lambda b, x: b.add_weight_rows(x["values"], slots(x), x["weight"], x["out"]), ("values", "weight", "out", "slots.ids", "slots.rows")
@@ -79,14 +79,14 @@ OF_SLOTS: dict[str, tuple[Call, tuple[str, ...]]] = {
         lambda b, x: b.add_hidden_rows(x["values"], slots(x), x["hidden"], x["out"]), ("values", "hidden", "out", "slots.ids", "slots.rows")
     ),
 }  # fmt: skip
-OF_PRODUCTS: dict[str, tuple[Call, tuple[str, ...]]] = {
+OF_PRODUCTS = {
     "logits": product("logits", "hidden", "weight", "bias", "out"),
     "d_hidden": product("d_hidden", "gradient", "weight", "out"),
     "d_weight": product("d_weight", "gradient", "hidden", "start", "out"),
 }
 
 
-def arguments(function: str) -> dict[str, Tensor]:
+def arguments(function):
     """What every function takes, right."""
     beside = "beside" in function
     out = {"add_weight_rows": (N, H), "add_hidden_rows": (V, H), "logits": (N, V), "d_hidden": (N, H), "d_weight": (V, H)}
@@ -102,7 +102,7 @@ def arguments(function: str) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def spoiled(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+def spoiled(x):
     other = torch.float64 if x.is_floating_point() else torch.int32
     yield "of another dtype", x.to(other)
     yield "too short", x.narrow(1 if x.dim() == 3 else -1, 0, x.shape[1 if x.dim() == 3 else -1] - 1)
@@ -110,7 +110,7 @@ def spoiled(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "elsewhere", x.to("meta")
 
 
-def not_refused(backend: Any, functions: dict[str, Any]) -> list[str]:
+def not_refused(backend, functions):
     """Wrong tensors that a function takes, or refuses with an error that does not name them. With assertions left out, too."""
     found = []
     for function, (call, names) in functions.items():
@@ -126,18 +126,18 @@ def not_refused(backend: Any, functions: dict[str, Any]) -> list[str]:
     return found
 
 
-def everything_not_refused() -> list[str]:
+def everything_not_refused():
     found = not_refused(cpu.Kernels(), OF_ROWS | OF_SLOTS)
     return found + (not_refused(cpu_products, OF_PRODUCTS) if cpu_products.available() is None else [])
 
 
 @no_module
-def test_a_wrong_tensor_does_not_reach_a_kernel() -> None:
+def test_a_wrong_tensor_does_not_reach_a_kernel():
     assert everything_not_refused() == []
 
 
 @no_module
-def test_rows_that_cannot_be_are_refused() -> None:
+def test_rows_that_cannot_be_are_refused():
     """By the module: no address or one that is not aligned, no dtype, sizes and strides beyond memory, rows behind the last."""
     at = torch.zeros(64).data_ptr()
     right = (at, 0, (2, 2, 4), (8, 4, 1), 0, 4)
@@ -160,7 +160,7 @@ for line in everything_not_refused():
 
 
 @no_module
-def test_python_without_assertions() -> None:
+def test_python_without_assertions():
     process = start(OPTIMISED, PYTHONOPTIMIZE="1")
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 0 and output == "", output

@@ -5,15 +5,12 @@ same for the Triton kernels as compiled, benchmarks/gpu_kit.py on a GPU."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import cycle
-from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels.rows.backends import Backend
 from support.kernel_rows import (
     COOL,
     DTYPES,
@@ -43,19 +40,17 @@ each_stream = pytest.mark.parametrize("second", STREAMS, ids=str)
 
 
 @pytest.fixture(params=KERNELS)
-def module(request: pytest.FixtureRequest) -> Iterator[Backend]:
+def module(request):
     with kernels(request.param) as module:
         yield module
 
 
-def drawn(
-    vocab: int = V, dtype: torch.dtype = torch.float32, shape: tuple[int, int] = (2, 3), second: Any = None, **fields: Any
-) -> Rows:
+def drawn(vocab=V, dtype=torch.float32, shape=(2, 3), second=None, **fields):
     r = Rows((4 * torch.randn(*shape, vocab)).clamp(-6e4, 6e4).to(dtype), **fields)
     return beside(r, r.logits.float() + torch.randn(*shape, vocab), second, COOL) if second else r
 
 
-def check_each_way(module: Backend, r: Rows) -> None:
+def check_each_way(module, r):
     for way, one in ways(r):
         check(one, way(module, one))
 
@@ -64,7 +59,7 @@ SIZES = (7, 257, 1, 531) if TRITON else (*range(1, 68, 3), 16, 64, 127, 128, 129
 BOTH = [] if TRITON else [(vocab, dtype, name) for vocab in (65, 1003) for dtype in DTYPES for name in TRANSFORMS]
 
 
-def test_values_and_gradients(module: Backend) -> None:
+def test_values_and_gradients(module):
     """Rows that end anywhere in a vector, a step or a tile; every dtype with every transform; a temperature for each row."""
     for vocab, dtype, name in (*zip(SIZES, cycle(DTYPES), cycle(TRANSFORMS), strict=False), *BOTH):
         check_each_way(module, drawn(vocab, dtype, transform=TRANSFORMS[name]))
@@ -73,17 +68,17 @@ def test_values_and_gradients(module: Backend) -> None:
         check_each_way(module, drawn(V, transform=TRANSFORMS[name]._replace(inv_temperature=t)))
 
 
-def rise(by: float) -> Callable[[Tensor, Tensor], Any]:
+def rise(by):
     return lambda x, _: x.copy_(by * torch.arange(float(x.shape[-1])))
 
 
-def gone(x: Tensor, targets: Tensor, columns: slice, what: float = -math.inf) -> None:
+def gone(x, targets, columns, what=-math.inf):
     kept = x.gather(-1, targets[:, None])
     x[:, columns] = what
     x.scatter_(-1, targets[:, None], kept)
 
 
-def sure(x: Tensor, targets: Tensor) -> None:
+def sure(x, targets):
     """p close to 1: the gradient at a target is 1 - p, which no subtraction from a rounded p survives."""
     height = torch.tensor([14.0, 16.0, 18.0, 22.0, 30.0, 300.0])
     x.mul_(0.01).scatter_(-1, targets[:, None], height[:, None])
@@ -91,7 +86,7 @@ def sure(x: Tensor, targets: Tensor) -> None:
 
 LOWEST = torch.finfo(torch.float32).min
 LATE = V - V % 64  # behind the steps of the widest instruction set
-HARD: dict[str, Callable[[Tensor, Tensor], Any]] = {
+HARD = {
     "confident": sure,
     "far up": lambda x, _: x.add_(1e4),
     "far down": lambda x, _: x.sub_(1e4),
@@ -114,7 +109,7 @@ HARD: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", HARD)
-def test_hard_rows(module: Backend, name: str) -> None:
+def test_hard_rows(module, name):
     """Exponentials are kept relative to the maximum so far, which the second visit makes up for."""
     for dtype in SOME:
         r = drawn()
@@ -123,7 +118,7 @@ def test_hard_rows(module: Backend, name: str) -> None:
         check_each_way(module, replace(r, logits=held.to(dtype)))
 
 
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+VIEWS = {
     "all but the last token": lambda x: x[:, :-1],
     "every second row": lambda x: x[:, ::2],
     "a column of sequences": lambda x: x.transpose(0, 1),
@@ -133,7 +128,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("view", VIEWS)
 @each_stream
-def test_where_rows_lie(module: Backend, view: str, second: Any) -> None:
+def test_where_rows_lie(module, view, second):
     """The bits do not depend on strides, of either stream; a gradient goes over its logits, or narrower into their memory, and
     nothing beside it is written."""
     for dtype in SOME if second is None else (torch.bfloat16,):
@@ -148,7 +143,7 @@ def test_where_rows_lie(module: Backend, view: str, second: Any) -> None:
             expected, around = way(module, one), whole.clone()
             of_view = replace(one, logits=logits)
             if second:
-                of_view.second = one.second._replace(logits=of_second)  # type: ignore[union-attr]
+                of_view.second = one.second._replace(logits=of_second)
             same(way(module, of_view), expected, dtype)
             before = whole.clone()
             same(way(module, of_view, out=logits), expected, "in place")
@@ -158,7 +153,7 @@ def test_where_rows_lie(module: Backend, view: str, second: Any) -> None:
 
 
 @each_stream
-def test_a_row_depends_on_nothing_but_itself(module: Backend, second: Any) -> None:
+def test_a_row_depends_on_nothing_but_itself(module, second):
     """Bit by bit: not on threads, on the range of rows, on the rows beside it."""
     for dtype in SOME if second is None else SOME[:1]:
         vocab = 2085 if second and not TRITON else 20_011 if in_cpp(module) else V
@@ -181,7 +176,7 @@ def test_a_row_depends_on_nothing_but_itself(module: Backend, second: Any) -> No
 
 
 @each_stream
-def test_rows_that_are_not_read(module: Backend, second: Any) -> None:
+def test_rows_that_are_not_read(module, second):
     """Whatever they, their targets, their temperatures and their second stream hold, they are 0."""
     read = torch.tensor([True, False, True, True, False, True])
     t = torch.tensor([0.8, math.nan, 1.0, 1.2, math.inf, 1.0])
@@ -204,7 +199,7 @@ def test_rows_that_are_not_read(module: Backend, second: Any) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 500, 1002])
-def test_what_cannot_be_computed_shows_in_its_row(module: Backend, at: int) -> None:
+def test_what_cannot_be_computed_shows_in_its_row(module, at):
     """NaN, +inf, a row of only -inf, a target that is no id; rows beside it keep their bits, and memory around is not written."""
     for dtype in SOME:
         r = drawn(1003, dtype, (1, 6))
@@ -224,7 +219,7 @@ def test_what_cannot_be_computed_shows_in_its_row(module: Backend, at: int) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scale(module: Backend, dtype: torch.dtype) -> None:
+def test_scale(module, dtype):
     for shape in ((37,), (2, 3, 531 if TRITON else 40_000)):
         for factor in (0.3, 0.0, -2.0):
             x = torch.randn(shape).to(dtype)

@@ -80,7 +80,7 @@ assert bytes(outs[0]) == bytes(outs[1]) and all(x > 1 for x in outs[0][1])
 """
 
 
-def run(code: str, module: str, *arguments: str, **environment: str) -> str:
+def run(code, module, *arguments, **environment):
     """What code prints that runs with a build of the module."""
     command = [sys.executable, "-c", code, module, *arguments]
     paths = os.pathsep.join([str(HERE), *filter(None, sys.path)])
@@ -91,31 +91,31 @@ def run(code: str, module: str, *arguments: str, **environment: str) -> str:
     return found.stdout
 
 
-def fuzz(module: str, seed: int, calls: int, **environment: str) -> None:
+def fuzz(module, seed, calls, **environment):
     library = amx.emulator() if "LD_PRELOAD" not in environment else None  # a sanitizer sees no access of tiles
     said = run(FUZZ, module, str(seed), "0", str(calls), str(library or ""), **environment)
     assert said.endswith(f"{calls} calls were right\n")
 
 
-def test_hostile_calls() -> None:
+def test_hostile_calls():
     """Guard pages around every tensor, wild values and sizes, results compared with float64; see fuzz_kernels.py."""
     fuzz(_cpu.__file__, 1, 70)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [2, 3])
-def test_many_hostile_calls(seed: int) -> None:
+def test_many_hostile_calls(seed):
     fuzz(_cpu.__file__, seed, MANY)
 
 
-def test_threads_that_cannot_be_had_are_done_without() -> None:
+def test_threads_that_cannot_be_had_are_done_without():
     run(THREADS, _cpu.__file__, str(100 << 20))
 
 
 # ---- sanitizers
 
 
-def runtime(name: str) -> str:
+def runtime(name):
     """The sanitizer's library, and that of C++, whose exceptions it wants to see: to be loaded before Python."""
     compiler = shutil.which("g++")
     if compiler is None or shutil.which("cmake") is None:
@@ -129,7 +129,7 @@ def runtime(name: str) -> str:
     return ":".join(found)
 
 
-def build(folder: Path, sanitizers: str) -> str:
+def build(folder, sanitizers):
     """The module compiled from this checkout."""
     options = [f"-DGRPO_SANITIZE={sanitizers}", "-DCMAKE_CXX_COMPILER=g++", f"-DPython_EXECUTABLE={sys.executable}"]
     for command in (
@@ -141,7 +141,7 @@ def build(folder: Path, sanitizers: str) -> str:
     return str(next(folder.glob("_cpu*.so")))
 
 
-def run_tests(module: str, threads: int, *arguments: str, **environment: str) -> None:
+def run_tests(module, threads, *arguments, **environment):
     """pytest with another build of the module; no test is skipped. What a sanitizer says goes past pytest."""
     options = ("-q", "-x", "--capture=sys", "-p", "no:cacheprovider")
     said = run(
@@ -151,7 +151,7 @@ def run_tests(module: str, threads: int, *arguments: str, **environment: str) ->
 
 
 @pytest.mark.slow
-def test_addresses_and_undefined_behaviour(tmp_path: Path) -> None:
+def test_addresses_and_undefined_behaviour(tmp_path):
     """The tests of the kernels and hostile calls, compiled with the address and undefined-behaviour sanitizers."""
     environment = {
         "LD_PRELOAD": runtime("libasan.so"),
@@ -172,7 +172,7 @@ def test_addresses_and_undefined_behaviour(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_races(tmp_path: Path) -> None:
+def test_races(tmp_path):
     """The threads of parallel.h, its own where no OpenMP is loaded and those of a team, with the thread sanitizer."""
     environment = {"LD_PRELOAD": runtime("libtsan.so"), "TSAN_OPTIONS": "halt_on_error=1", "OPENBLAS_NUM_THREADS": "1"}
     module = build(tmp_path / "module", "thread")

@@ -5,16 +5,14 @@ protected pages: fuzz_kernels.py."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels.rows.backends import Backend, eager
-from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform, Slopes
+from grpo_kernels.rows.backends import eager
+from grpo_kernels.rows.partials import LogitRows, RowTransform, Slopes
 from grpo_kernels.rows.ragged import Ragged
-from grpo_kernels.rows.selection import BITS, Drawn, capacity, per_unit, starts
+from grpo_kernels.rows.selection import BITS, capacity, per_unit, starts
 from support.bits import note
 from support.kernel_rows import DTYPES, EPS, KERNELS, TRITON, UNIT, kernels, matrix, random_slots, slots_of, values_for
 
@@ -23,12 +21,12 @@ EAGER = eager.Kernels()
 
 
 @pytest.fixture(params=KERNELS)
-def module(request: pytest.FixtureRequest) -> Iterator[Backend]:
+def module(request):
     with kernels(request.param) as module:
         yield module
 
 
-def close(got: Tensor, want: Tensor, size: Tensor, terms: float) -> None:
+def close(got, want, size, terms):
     """fp32 roundings of a sum whose terms have magnitudes of `size` in all, then one of the store."""
     stored = UNIT[got.dtype] * want.abs() * (got.dtype != torch.float32) + (2.0**-24 if got.dtype == torch.float16 else 0.0)
     beyond = (got.double() - want).abs() - stored
@@ -36,7 +34,7 @@ def close(got: Tensor, want: Tensor, size: Tensor, terms: float) -> None:
     assert (beyond <= EPS * (terms + 1) * size).all(), beyond.max()
 
 
-def check(module: Backend, slots: Ragged, hidden: Tensor, weight: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
+def check(module, slots, hidden, weight, d_hidden, d_weight):
     """The three products; rows that no slot with a value names are left alone."""
     values, (n, width) = values_for(slots), hidden.shape
     used = slots.ids >= 0
@@ -63,7 +61,7 @@ def check(module: Backend, slots: Ragged, hidden: Tensor, weight: Tensor, d_hidd
 @pytest.mark.parametrize(
     "width, gap", [(20, 6), (1, 0)] if TRITON else [(w, 6 * (i % 2)) for i, w in enumerate((1, 3, 16, 33, 64, 100, 513, 2100))]
 )
-def test_products(module: Backend, width: int, gap: int) -> None:
+def test_products(module, width, gap):
     """Of every two dtypes, at tails of every vector, wider than what C++ sums up at a time; rows apart."""
     n = 5 if width > 1000 else 23
     for dtype in DTYPES:
@@ -75,7 +73,7 @@ def test_products(module: Backend, width: int, gap: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_no_slot_names_is_not_read(module: Backend, dtype: torch.dtype) -> None:
+def test_what_no_slot_names_is_not_read(module, dtype):
     """Nor is what a value of 0 multiplies, and rows of sums that nothing is added to are left alone."""
     slots = slots_of([[3, -1, 5], [], [-1, -1], [3, 4], [1, 3]])
     hidden, weight = torch.full((5, 37), torch.nan).to(dtype), torch.full((7, 37), torch.nan).to(dtype)
@@ -92,19 +90,15 @@ def test_what_no_slot_names_is_not_read(module: Backend, dtype: torch.dtype) -> 
     assert (found[0] == -torch.inf).all() and not any(x.any() for x in found[1:])
 
 
-def check_one_rounding(module: Backend, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_are_rounded_once(module, dtype):
+    """Terms that are each too small for the sum's dtype still count."""
     n, eps, out = 64, torch.finfo(dtype).eps, torch.ones(2, 21, dtype=dtype)
     module.add_hidden_rows(torch.full((n,), eps / 4), slots_of([[1]] * n), torch.ones(n, 21, dtype=dtype), out)
     assert (out[1] == 1 + eps * n / 4).all() and (out[0] == 1).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_are_rounded_once(module: Backend, dtype: torch.dtype) -> None:
-    """Terms that are each too small for the sum's dtype still count."""
-    check_one_rounding(module, dtype)
-
-
-def results(module: Backend, values: Tensor, slots: Ragged, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def results(module, values, slots, hidden, weight):
     """The three products, the sums into zeros."""
     d_hidden, d_weight = torch.zeros(hidden.shape), torch.zeros(weight.shape)
     module.add_weight_rows(values, slots, weight, d_hidden)
@@ -112,7 +106,7 @@ def results(module: Backend, values: Tensor, slots: Ragged, hidden: Tensor, weig
     return module.slot_logits(hidden, weight, slots), d_hidden, d_weight
 
 
-def assert_threads_change_no_bit(module: Backend, *arguments: Any) -> list[Tensor]:
+def assert_threads_change_no_bit(module, *arguments):
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -122,7 +116,7 @@ def assert_threads_change_no_bit(module: Backend, *arguments: Any) -> list[Tenso
     return list(found[0])
 
 
-def test_slots_of_an_id_keep_their_order_when_threads_sort(module: Backend) -> None:
+def test_slots_of_an_id_keep_their_order_when_threads_sort(module):
     """The order of an id's slots counts: 2^24 + 1 - 2^24 is 0 in fp32, and 2^24 - 2^24 + 1 is 1."""
     n, vocab = (600, 40) if TRITON else (90_000, 3000)
     g = torch.Generator().manual_seed(1)
@@ -142,7 +136,7 @@ def test_slots_of_an_id_keep_their_order_when_threads_sort(module: Backend) -> N
 STEP = 1 / 16
 
 
-def rows_of(vocab: int, dtype: torch.dtype = torch.float32) -> tuple[LogitRows, Tensor]:
+def rows_of(vocab, dtype=torch.float32):
     """(peaked and flat rows with a target that is none, where their running sums begin)."""
     g = torch.Generator().manual_seed(vocab)
     spread = torch.tensor([0.1, 1.0, 3.0, 8.0, 1.0, 2.0, 4.0, 0.5, 1.5])
@@ -153,11 +147,11 @@ def rows_of(vocab: int, dtype: torch.dtype = torch.float32) -> tuple[LogitRows, 
     return LogitRows(logits[None], targets), starts(7, torch.arange(9))
 
 
-def partials_of(module: Backend, rows: LogitRows) -> Partials:
+def partials_of(module, rows):
     return module.stats(rows, ("max", "sum", "target"))
 
 
-def probabilities(module: Backend, rows: LogitRows) -> Tensor:
+def probabilities(module, rows):
     """As the row kernels of a backend have them: the gradient of the log-sum-exp."""
     nowhere, p = rows._replace(targets=torch.full((rows.n,), -1)), torch.empty(rows.logits.shape)
     slopes = Slopes.stacked({"target": torch.zeros(rows.n), "constant": torch.ones(rows.n)})
@@ -165,7 +159,7 @@ def probabilities(module: Backend, rows: LogitRows) -> Tensor:
     return p.view(-1, p.shape[-1])
 
 
-def expected(p: Tensor, targets: Tensor, first: Tensor, step: float) -> tuple[list[list[int]], list[int]]:
+def expected(p, targets, first, step):
     """(ids, mass of the columns that are sampled) of each row, one column after the other."""
     found, masses = [], []
     units = (p * per_unit(step)).double()  # the product is one of fp32
@@ -185,7 +179,7 @@ def expected(p: Tensor, targets: Tensor, first: Tensor, step: float) -> tuple[li
     return found, masses
 
 
-def ids_of(drawn: Drawn) -> list[list[int]]:
+def ids_of(drawn):
     """Of each row; unused places are behind the used ones."""
     counts = (drawn.ids >= 0).sum(1).tolist()
     assert all((row[count:] == -1).all() for row, count in zip(drawn.ids, counts, strict=True))
@@ -196,7 +190,7 @@ SIZES = [(1, DTYPES[0]), (5, DTYPES[1]), (61, DTYPES[1]), (256, DTYPES[2]), (100
 
 
 @pytest.mark.parametrize("vocab, dtype", SIZES, ids=str)
-def test_columns_are_those_of_whole_numbers(module: Backend, vocab: int, dtype: torch.dtype) -> None:
+def test_columns_are_those_of_whole_numbers(module, vocab, dtype):
     """Whatever the number of threads."""
     rows, first = rows_of(vocab, dtype)
     partials, p = partials_of(module, rows), probabilities(module, rows)
@@ -209,7 +203,7 @@ def test_columns_are_those_of_whole_numbers(module: Backend, vocab: int, dtype: 
             assert torch.equal(values[: len(found)], own[found].float())
 
 
-def test_transforms(module: Backend) -> None:
+def test_transforms(module):
     plain, first = rows_of(300)
     for scale, cap, inverse in ((2.0, 0.0, 0.4), (1.0, 3.0, 1.3), (1.0, 3.0, torch.linspace(0.5, 1.5, 9))):
         rows = plain._replace(transform=RowTransform(scale, cap, inverse))
@@ -218,8 +212,8 @@ def test_transforms(module: Backend) -> None:
         assert found == expected(p, rows.targets, first, STEP)[0]
 
 
-def test_starts_are_those_of_splitmix() -> None:
-    def mixed(x: int) -> int:
+def test_starts_are_those_of_splitmix():
+    def mixed(x):
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
         return x ^ (x >> 31)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,13 +30,13 @@ pytestmark = pytest.mark.skipif(
 PLAIN = RowTransform(1.0, 0.0, 1.0)
 
 
-def fuse(logits: torch.Tensor, objective: Objective, transform: RowTransform = PLAIN, rows: Any = None) -> None:
+def fuse(logits, objective, transform=PLAIN, rows=None):
     """A launch of the fused kernel, in place."""
     rows = token_rows(logits.shape[0] * logits.shape[1], objective) if rows is None else rows
     KERNELS.fused(LogitRows(logits, rows.targets, rows.read, transform), objective.stage(rows), logits)
 
 
-def test_minimum_and_maximum_of_a_formula_keep_nan() -> None:
+def test_minimum_and_maximum_of_a_formula_keep_nan():
     """The hardware's default drops it, as no test on a CPU would show: a row of NaN would get a finite loss."""
     with compiling("sm_90") as launches:
         logits = torch.zeros(1, 2, 64)
@@ -49,14 +47,14 @@ def test_minimum_and_maximum_of_a_formula_keep_nan() -> None:
     assert assembly.count("min.NaN.f32") >= 4 and assembly.count("max.NaN.f32") >= 1 and "min.f32" not in assembly
 
 
-def variants() -> dict[str, int]:
+def variants():
     """Kernels for sm_90 in Triton's own cache, by the function that they were compiled from."""
     kernels, device = [x for x in vars(backend).values() if isinstance(x, JITFunction)], device_name("sm_90")
     return {kernel.__name__: len(kernel.device_caches[device][0]) for kernel in kernels if device in kernel.device_caches}
 
 
 @pytest.mark.parametrize("columns", (1031, 1040))
-def test_no_length_no_schedule_and_no_mixture_compiles_again(columns: int) -> None:
+def test_no_length_no_schedule_and_no_mixture_compiles_again(columns):
     before, draw = variants(), random.Random(0)
     with compiling("sm_90") as launches:
         for call in range(20):
@@ -81,19 +79,19 @@ def test_no_length_no_schedule_and_no_mixture_compiles_again(columns: int) -> No
     assert variants() == first and len({name for name, _ in launches}) == 11
 
 
-def bent(extra: float) -> Callable[..., Any]:
-    def formula(logp: Any, old_logp: Any, advantage: Any, params: tuple[float, ...]) -> Any:
+def bent(extra):
+    def formula(logp, old_logp, advantage, params):
         r = ops.exp(logp - old_logp) * factor(extra)
         return -advantage * r, -advantage * r
 
     return formula
 
 
-def factor(x: float) -> float:
+def factor(x):
     return 2.0 * x
 
 
-def test_each_formula_has_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_formula_has_its_own_kernel(monkeypatch):
     """A closure too, whatever its name; and a helper that is defined again makes another. Those that compute the same share one."""
     logits, surrogates = torch.zeros(1, 2, 64), [Clip(), Cispo(), PolicyGradient(), Custom(bent(1.0)), Custom(bent(3.0))]
     with compiling("sm_90") as launches:
@@ -111,7 +109,7 @@ def test_each_formula_has_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---- sparse products
 
 
-def launch_sparse(n: int, vocab: int, width: int, hidden: torch.dtype, weight: torch.dtype, gap: int = 0) -> None:
+def launch_sparse(n, vocab, width, hidden, weight, gap=0):
     slots = random_slots(n, vocab)
     x, y = (torch.zeros(rows, width + gap, dtype=dtype)[:, :width] for rows, dtype in ((n, hidden), (vocab, weight)))
     KERNELS.slot_logits(x, y, slots)
@@ -125,12 +123,12 @@ def launch_sparse(n: int, vocab: int, width: int, hidden: torch.dtype, weight: t
 
 
 @pytest.mark.long
-def test_values_and_gradients_in_the_interpreter() -> None:
+def test_values_and_gradients_in_the_interpreter():
     pytest.importorskip("numpy")  # Triton's interpreter imports it
     interpreted(Path(__file__).with_name("triton_fallback_cases.py"))
 
 
-def test_auto_alone_may_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_alone_may_fall_back(monkeypatch):
     monkeypatch.delenv("GRPO_KERNELS_STRICT", raising=False)
     monkeypatch.setattr(backends, "unavailable", lambda name: None)
     monkeypatch.setattr(backend, "serves", lambda device: device.type == "cuda")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,7 @@ builds = pytest.mark.skipif(shutil.which("cc") is None, reason="the machine of t
 @builds
 @pytest.mark.skipif(not known(triton.__version__), reason="the executor has not read what this version emits")
 @pytest.mark.parametrize("cases", [CASES[:2], CASES[2:]], ids=["one stream", "two streams and columns"])
-def test_the_first_case_of_each_test(cases: list[Path]) -> None:
+def test_the_first_case_of_each_test(cases):
     executed(cases, "sm_90", 0, first=True)
 
 
@@ -37,7 +36,7 @@ def test_the_first_case_of_each_test(cases: list[Path]) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("version", FOLDERS)
-def test_all_cases(version: str, target: str, order: int) -> None:
+def test_all_cases(version, target, order):
     if version != "installed" and not FOLDERS[version]:
         pytest.skip("GRPO_KERNELS_TRITON_36 names no folder")
     all_cases(target, order, FOLDERS[version])
@@ -45,7 +44,7 @@ def test_all_cases(version: str, target: str, order: int) -> None:
 
 @pytest.mark.skipif(known(triton.__version__), reason="the executor runs them")
 @pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
-def test_in_the_interpreter(cases: Path) -> None:
+def test_in_the_interpreter(cases):
     """For versions of Triton whose code the executor has not read."""
     pytest.importorskip("numpy")
     interpreted(cases)

@@ -4,14 +4,11 @@ test_row_kernels.py is."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels.rows.backends import Backend
 from grpo_kernels.rows.partials import RowTransform, Second
 from support.kernel_rows import (
     CAPPED,
@@ -42,25 +39,23 @@ WARM = RowTransform(-0.7, 9.0, torch.linspace(0.4, 2.0, 10))
 
 
 @pytest.fixture(params=KERNELS)
-def module(request: pytest.FixtureRequest) -> Iterator[Backend]:
+def module(request):
     with kernels(request.param) as module:
         yield module
 
 
-def two(
-    z: Tensor, w: Tensor, kind: str, mixture: float, transform: RowTransform = PLAIN, own: RowTransform = PLAIN, **fields: Any
-) -> Rows:
+def two(z, w, kind, mixture, transform=PLAIN, own=PLAIN, **fields):
     """Rows [n, V] of both streams."""
     return Rows(z[None], transform, Second(w[None], own, kind, mixture), **fields)
 
 
-def check_each_way(module: Backend, r: Rows) -> None:
+def check_each_way(module, r):
     for way, one in ways(r):
         if way is visited or in_cpp(module):  # the others make them one after the other
             check(one, way(module, one))
 
 
-def check_closely(module: Backend, r: Rows, rtol: float, of_gradient: float) -> None:
+def check_closely(module, r, rtol, of_gradient):
     """The divergence alone: no digit may cancel."""
     right, steep = exact(r.divergence_alone)
     for way in (visited, fused):
@@ -72,7 +67,7 @@ def check_closely(module: Backend, r: Rows, rtol: float, of_gradient: float) -> 
 
 
 @each_kind
-def test_values_and_gradients(module: Backend, kind: str, mixture: float) -> None:
+def test_values_and_gradients(module, kind, mixture):
     """Blocks, vectors and tiles that end anywhere; dtypes and transforms of each stream; the slopes of all statistics at once."""
     single, half = torch.float32, torch.bfloat16
     cases = (
@@ -88,7 +83,7 @@ def test_values_and_gradients(module: Backend, kind: str, mixture: float) -> Non
 
 
 @each_kind
-def test_nearly_equal_rows(module: Backend, kind: str, mixture: float) -> None:
+def test_nearly_equal_rows(module, kind, mixture):
     """Down to 1e-10 the value keeps three digits, none is negative; so in a row whose maxima move while it is visited, and 83
     apart."""
     vocab = 300 if TRITON else 32_003
@@ -99,14 +94,14 @@ def test_nearly_equal_rows(module: Backend, kind: str, mixture: float) -> None:
 
 
 @pytest.mark.parametrize("mixture", (1e-6, 1 - 1e-6))
-def test_shares_near_an_end(module: Backend, mixture: float) -> None:
+def test_shares_near_an_end(module, mixture):
     """In fp32, 1 less the larger share has few digits of the smaller one, and m/p - 1 few of a small m/p."""
     z, w = 4.0 * torch.randn(2, 6, V)
     z[0, 7], w[1, 9] = 8.0, 40.0
     check_closely(module, two(z, w, "jsd", mixture), 3e-6, 2e-5)
 
 
-def test_a_total_variation_by_hand(module: Backend) -> None:
+def test_a_total_variation_by_hand(module):
     """p (sg - E_p[sg]) / 2; between equal rows the sign is 0, and between disjoint ones the value is 1."""
     p = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [1.0, 0.0, 0.0]])
     q = torch.tensor([[0.2, 0.3, 0.5], [0.2, 0.4, 0.4], [0.6, 0.3, 0.1], [0.0, 0.5, 0.5]])
@@ -120,7 +115,7 @@ def test_a_total_variation_by_hand(module: Backend) -> None:
 
 
 @each_kind
-def test_what_is_impossible_or_no_number(module: Backend, kind: str, mixture: float) -> None:
+def test_what_is_impossible_or_no_number(module, kind, mixture):
     """-inf in both streams counts nothing; where only the second distribution is 0 a KL is infinite, others are not. NaN and rows
     of only -inf show, in either stream; a row that is not read is 0."""
     z, w = torch.randn(2, 9, 300 if TRITON else 2100)
@@ -141,7 +136,7 @@ def test_what_is_impossible_or_no_number(module: Backend, kind: str, mixture: fl
 
 
 @each_kind
-def test_maxima_that_rise_apart(module: Backend, kind: str, mixture: float) -> None:
+def test_maxima_that_rise_apart(module, kind, mixture):
     """The terms of each block are relative to other maxima, of either row, some far below the last."""
     vocab = 400 if TRITON else 5000
     up, early, late = torch.arange(vocab) * (250.0 / vocab), torch.full((vocab,), -3e4), torch.full((vocab,), -200.0)
@@ -152,7 +147,7 @@ def test_maxima_that_rise_apart(module: Backend, kind: str, mixture: float) -> N
 
 
 @each_kind
-def test_a_gradient_over_the_second_stream(module: Backend, kind: str, mixture: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_over_the_second_stream(module, kind, mixture, monkeypatch):
     """Where both streams are the same memory, and several warps share a row."""
     if TRITON:
         from grpo_kernels.rows.backends.triton.launch import LAUNCH
@@ -161,6 +156,6 @@ def test_a_gradient_over_the_second_stream(module: Backend, kind: str, mixture: 
     both = row_pairs(291)[0][None]
     r = two(both[0], both[0], kind, mixture, PLAIN, COOL, targets=torch.arange(10) * 40)
     found, memory = visited(module, replace(r, logits=both.clone())), both.clone()
-    shared = replace(r, logits=memory, second=r.second._replace(logits=memory))  # type: ignore[union-attr]
+    shared = replace(r, logits=memory, second=r.second._replace(logits=memory))
     if not type(module).__module__.endswith("eager"):
         same(visited(module, shared, out=memory), found)

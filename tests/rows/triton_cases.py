@@ -28,15 +28,15 @@ WIDTH = 0.5
 backend = triton.Kernels()
 
 
-def drawn(vocab: int, dtype: torch.dtype = torch.float32, n: int = 3, transform: RowTransform = PLAIN) -> Rows:
+def drawn(vocab, dtype=torch.float32, n=3, transform=PLAIN):
     return Rows(torch.randn(1, n, vocab).to(dtype), transform)
 
 
-def with_bonus(r: Rows) -> Rows:
+def with_bonus(r):
     return r.only("logps", "entropy")
 
 
-def set_choices(patch: pytest.MonkeyPatch, choice: Choice) -> None:
+def set_choices(patch, choice):
     for kind in LAUNCH:
         patch.setitem(LAUNCH, kind, choice)
 
@@ -44,7 +44,7 @@ def set_choices(patch: pytest.MonkeyPatch, choice: Choice) -> None:
 # ---- formulas
 
 
-def bend(x: Tensor) -> Tensor:
+def bend(x):
     return x * ops.sigmoid(x)
 
 
@@ -55,12 +55,12 @@ def tilted(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[floa
     return -advantage * logp + params[0] * bend(x), -advantage + params[0] * (s + x * s * (1.0 - s)) / WIDTH
 
 
-def closed_over(width: float) -> Any:
+def closed_over(width):
     return lambda logp, old_logp, advantage, params: (-advantage * logp * width, -advantage * width)
 
 
 class Called:
-    def __call__(self, logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
+    def __call__(self, logp, old_logp, advantage, params):
         return torch.where(~(logp < old_logp) & (advantage != 0), -advantage * torch.exp(logp), 0.0), -advantage * torch.exp(
             logp
         )
@@ -83,7 +83,7 @@ FAMILY = {
 
 @pytest.mark.parametrize("old", [True, False], ids=["off-policy", "on-policy"])
 @pytest.mark.parametrize("name", FAMILY)
-def test_the_family_compiles_to_what_torch_runs(name: str, old: bool) -> None:
+def test_the_family_compiles_to_what_torch_runs(name, old):
     """The formulas are tested against the oracle under torch; here the fused kernel, with the programs that are made of them."""
     objective, r, n = FAMILY[name], drawn(531, n=6), 6
     base = -math.log(531) + 0.3 * torch.randn(n)
@@ -114,7 +114,7 @@ LENGTHS = [(5, -117), (2, 0), (0, 7), (0, 257), (0, 1031)]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("choice", CHOICES)
-def test_every_choice_gives_the_same_rows(choice: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_choice_gives_the_same_rows(choice, dtype, monkeypatch):
     """Whatever lies before the first 16-byte boundary."""
     taken = CHOICES[choice]
     set_choices(monkeypatch, taken)
@@ -132,7 +132,7 @@ def test_every_choice_gives_the_same_rows(choice: str, dtype: torch.dtype, monke
 
 @pytest.mark.parametrize("V", (151_936, 128_257))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_a_real_length_as_they_are_launched(dtype: torch.dtype, V: int) -> None:
+def test_rows_of_a_real_length_as_they_are_launched(dtype, V):
     r = with_bonus(drawn(V, dtype, 3, RowTransform(1.0, 0.0, 0.8)))
     found = fused(backend, r)
     check(r, found)
@@ -143,7 +143,7 @@ def test_rows_of_a_real_length_as_they_are_launched(dtype: torch.dtype, V: int) 
 
 
 @pytest.mark.parametrize("width", (20, 48))
-def test_an_id_with_many_slots_is_summed_in_pieces(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_with_many_slots_is_summed_in_pieces(width, monkeypatch):
     """Of 16 slots here, the last longer. Its bits do not depend on what other ids have, nor on how columns go to programs."""
     monkeypatch.setattr(triton, "PIECE", 16)
     counts = {0: 31, 1: 32, 2: 5, 3: 33, 4: 161, 5: 1, 7: 48}

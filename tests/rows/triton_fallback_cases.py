@@ -7,7 +7,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ REASON = f"OutOfResources: {OUT}".rstrip(".")
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch):
     """`pick` chooses as it would for a GPU, in a process where nothing has failed yet."""
     pick = backends.pick
     monkeypatch.setattr(backends, "unavailable", lambda name: None)
@@ -45,14 +44,14 @@ Refuse = Callable[..., Counter[tuple[str, int]]]
 
 
 @pytest.fixture
-def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
+def refuse(monkeypatch):
     """refuse("stats", above=256): tiles of more lanes raise, others run. Returns the launches, by (kernel, lanes)."""
     run = InterpretedFunction.run
 
-    def set_up(*kernels: str, above: int = 0, error: Exception = OUT, compiling: bool = False) -> Counter[tuple[str, int]]:
-        launches: Counter[tuple[str, int]] = Counter()
+    def set_up(*kernels, above=0, error=OUT, compiling=False):
+        launches = Counter()
 
-        def refusing(self: Any, *arguments: Any, grid: Any, warmup: bool, **flags: Any) -> Any:
+        def refusing(self, *arguments, grid, warmup, **flags):
             name = self.__name__.removeprefix("_").removesuffix("_kernel")
             accesses = flags["LANES"] * flags["ACCESSES"]
             launches[name, accesses] += not warmup
@@ -66,7 +65,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
     return set_up
 
 
-def messages(caught: list[warnings.WarningMessage]) -> list[str]:
+def messages(caught):
     return [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
 
 
@@ -75,15 +74,15 @@ ONE_VISIT = Recipe(objective="dapo, k3", vocab=1031, lengths=(4, 3), upstream=0.
 SEQUENCES = replace(ONE_VISIT, objective="gspo, k3 by the ratio")
 
 
-def right(recipe: Recipe = ONE_VISIT, **options: Any) -> None:
+def right(recipe=ONE_VISIT, **options):
     compare(problem(recipe), run(problem(recipe), **options))
 
 
 @pytest.mark.parametrize("above, dtype", [(128, torch.bfloat16), (256, torch.float32), (1024, torch.bfloat16)])
-def test_a_smaller_tile_is_right_and_remembered(above: int, dtype: torch.dtype, refuse: Refuse) -> None:
+def test_a_smaller_tile_is_right_and_remembered(above, dtype, refuse):
     launches, r = refuse(*KERNELS, above=above), Rows(torch.randn(1, 3, 9000).to(dtype))
 
-    def check_both(r: Rows) -> None:
+    def check_both(r):
         for way, one in ways(r)[:2]:
             check(one, way(backend, one))
 
@@ -105,7 +104,7 @@ def test_a_smaller_tile_is_right_and_remembered(above: int, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("recipe", [ONE_VISIT, SEQUENCES], ids=["one visit", "sequences"])
 @pytest.mark.parametrize("kernels", [*((name,) for name in KERNELS), KERNELS], ids=" ".join)
-def test_eager_takes_the_calls_of_a_kernel_that_cannot_run(kernels: tuple[str, ...], recipe: Recipe, refuse: Refuse) -> None:
+def test_eager_takes_the_calls_of_a_kernel_that_cannot_run(kernels, recipe, refuse):
     """Each says so once, and is not tried again."""
     launches = refuse(*kernels)
     with warnings.catch_warnings(record=True) as caught:
@@ -122,9 +121,9 @@ def test_eager_takes_the_calls_of_a_kernel_that_cannot_run(kernels: tuple[str, .
 
 
 @pytest.mark.parametrize("how", ("strict", "by name"))
-def test_no_fallback_where_none_is_allowed(how: str, refuse: Refuse) -> None:
+def test_no_fallback_where_none_is_allowed(how, refuse):
     """The logits are left as they are. A smaller tile is no fallback."""
-    given: dict[str, Any] = {"strict": {"strict": True}, "by name": {"backend": "triton"}}[how]
+    given = {"strict": {"strict": True}, "by name": {"backend": "triton"}}[how]
     p = problem(replace(ONE_VISIT, mask="none", lengths=(4,)))
     logits, batch, objective = p.given["logits"].clone(), batch_of(p), objective_of(p.recipe)
     before, version, launches = logits.clone(), logits._version, refuse("fused", above=0)
@@ -154,7 +153,7 @@ DEVICE_ERRORS = (
     [*itertools.product(DEVICE_ERRORS, (False, True)), (RuntimeError("a launch failed, in no known words"), False)],
     ids=str,
 )
-def test_an_error_of_the_device_is_not_swallowed(error: Exception, compiling: bool, refuse: Refuse) -> None:
+def test_an_error_of_the_device_is_not_swallowed(error, compiling, refuse):
     """Also where compiling raises it, unless it may be the compiler's own."""
     launches = refuse(*KERNELS, error=error, compiling=compiling)
     with warnings.catch_warnings():
@@ -164,11 +163,11 @@ def test_an_error_of_the_device_is_not_swallowed(error: Exception, compiling: bo
     assert raised.value is error and not triton.launch._remembered and launches == {("fused", 512): 1}
 
 
-def by_torch(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
+def by_torch(logp, old_logp, advantage, params):
     return -advantage * torch.tanh(logp), -advantage * (1 - torch.tanh(logp) ** 2)
 
 
-def test_a_formula_that_is_no_program_runs_under_torch(refuse: Refuse) -> None:
+def test_a_formula_that_is_no_program_runs_under_torch(refuse):
     launches, batch = refuse(), TokenBatch(torch.randint(1031, (7,)), torch.randn(7))
     given = torch.randn(7, 1031).requires_grad_(), batch, Objective(Custom(by_torch))
     with pytest.warns(RuntimeWarning, match=r"second visit.*by_torch cannot run in the kernels: torch\.tanh"):

@@ -55,7 +55,8 @@ def divergence_of(r: Recipe) -> Exact:
 
 def transform_of(p: Problem) -> LogitTransform:
     """One temperature is a number, or a tensor without dimensions."""
-    given = torch.tensor(p.temperature) if isinstance(p.temperature, float) and p.recipe.seed % 2 else p.temperature
+    as_tensor = isinstance(p.temperature, float) and p.recipe.seed % 2 and p.rows is None
+    given = torch.tensor(p.temperature) if as_tensor else p.temperature
     return LogitTransform(**{**p.transform, "temperature": given})
 
 
@@ -63,6 +64,10 @@ def batch_of(p: Problem, **changes: Any) -> TokenBatch:
     sets = {} if p.sets is None else {"kept": TokenSets.from_lists(p.sets)}
     if p.sets is not None and p.recipe.seed % 2:
         sets["missing"] = p.recipe.missing  # else the options alone say it
+    if p.terms is not None:
+        lists, c, of_p = p.terms
+        ids = TokenSets.from_lists(lists)
+        sets |= {"logp_terms": ids.with_values(c), "prob_terms": ids.with_values(of_p)}
     return TokenBatch(p.targets, **{**p.fields, **sets, **changes})
 
 
@@ -89,7 +94,7 @@ def other_of(p: Problem, other: Other, shared: Tensor | None) -> Any:
 def others_of(p: Problem, shared: Tensor | None) -> Any:
     """One is itself, or a list of one of weight 1."""
     found = [other_of(p, other, shared) for other in p.others]
-    if len(found) == 1 and (p.recipe.seed % 2 or p.recipe.inplace):
+    if len(found) == 1 and (p.recipe.seed % 2 or p.recipe.inplace or p.rows is not None):
         return found[0]
     return [(x, 1.0 if other.weight is None else other.weight) for x, other in zip(found, p.others, strict=True)]
 
@@ -132,6 +137,7 @@ def arguments_of(
     given["kept"] = None if p.sets is None else TokenSets.from_lists(p.sets)
     if r.door == "divergence":
         return token_divergence if of_logits else linear_divergence, [others_of(p, shared), divergence_of(r)], given
+    given["rows"] = p.fields.get("rows")
     given["at"] = None if p.at is None else TokenSets.from_lists(p.at)
     given["entropy"] = {"nothing": False, "detached": "detached"}.get(r.also, True)
     given["also"] = tuple(name for name in ("sum_squares", "log_kept_mass") if r.also in (name, "all"))
@@ -268,7 +274,7 @@ def check(recipe: Recipe, **options: Any) -> None:
 
 def compare(p: Problem, found: Answer) -> None:
     r, (exact, room) = p.recipe, exact_of(p.recipe)
-    dead = ~p.trained.view(p.shape)
+    dead, dead_rows = ~p.trained.view(p.shape), ~p.by_row(p.trained).view(p.leading)
     for name, value in found.values.items():
         if name in ("logps", "entropy") and (r.skip_inactive or r.door == "divergence"):
             continue
@@ -284,9 +290,9 @@ def compare(p: Problem, found: Answer) -> None:
         if exact.clear:
             near(gradient, gradients[name], rooms[name], f"{r}: gradient of {name}")
         if name in ("logits", "hidden"):
-            assert (gradient[dead] == 0).all(), f"{r}: the gradient of {name} in rows that are not trained"
+            assert (gradient[dead_rows] == 0).all(), f"{r}: the gradient of {name} in rows that are not trained"
     if "logits" in found.gradients and p.keep is not None and r.over == "kept" and r.also not in ("log_kept_mass", "all"):
-        outside = ~p.keep[:, p.columns].view(found.gradients["logits"].shape)
+        outside = ~p.by_row(p.keep)[:, p.columns].view(found.gradients["logits"].shape)
         assert (found.gradients["logits"][outside] == 0).all(), f"{r}: logits outside of their set have a gradient"
 
 

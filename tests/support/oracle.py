@@ -317,6 +317,7 @@ def objective(
     selected: Tensor | None = None,
     kl_logps: Tensor | None = None,
     divergences: Tensor | None = None,
+    listed: Tensor | None = None,
     normalizer: float | tuple[float | None, float | None, float | None] | None = None,
 ) -> Result:
     """The loss of flat log-probs and entropies [N], sequence by sequence.
@@ -324,7 +325,8 @@ def objective(
     normalizer: of the policy term, or of (policy term, KL, bonus); None is the policy term's for a term that shares its
     aggregate, and that of this batch for others.
     selected: bool [N], the tokens that Clip-Cov or KL-Cov take; None: see `selection`.
-    kl_logps: [N], those that the KL compares; None: logps. divergences: [N], exact ones in place of a KL estimate."""
+    kl_logps: [N], those that the KL compares; None: logps. divergences: [N], exact ones in place of a KL estimate.
+    listed: [N], terms beside those of the policy, which a trust region does not drop."""
     dtype, rows = logps.dtype, logps.numel()
     trained = torch.ones(rows, dtype=torch.bool) if mask is None else mask.reshape(-1) != 0
     kept_rows = trained.tolist()
@@ -351,8 +353,9 @@ def objective(
         [[place[i] for i in at] for at in ids],
     )
     margin = Margin()
-    keep = torch.zeros(2, rows, dtype=torch.bool)
-    keep[:, order] = torch.tensor(filters(spec, tokens, margin), dtype=torch.bool)
+    keep = torch.zeros(3, rows, dtype=torch.bool)
+    kept = *filters(spec, tokens, margin), filters(replace(spec, trust=None), tokens, margin)[0]
+    keep[:, order] = torch.tensor(kept, dtype=torch.bool)
     if selected is None and spec.surrogate in ("clip-cov", "kl-cov"):
         selected = torch.zeros(rows, dtype=torch.bool)
         selected[order] = torch.tensor(selection(spec, tokens, margin), dtype=torch.bool)
@@ -384,6 +387,9 @@ def objective(
         term = surrogate(spec, x.clamp(low, high), logp, a, None if selected is None else selected[at])
         weighted = torch.where(w == 0, 0.0, (1.0 if spec.surrogate == "vespo" else w) * term)
         policy_terms.append(torch.where(keep[0][at], weighted, 0.0))
+        if listed is not None:
+            beside = torch.where(keep[2][at] & (w != 0), (1.0 if spec.surrogate == "vespo" else w) * listed[at], 0.0)
+            policy_terms[-1] = policy_terms[-1] + beside
         if divergences is not None:
             kl_terms.append(divergences[at])
             kl[at] = kl_terms[-1].detach()
@@ -557,6 +563,7 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     if noise is not None and r.source == "hidden":
         sizes = project({name: leaf.detach().abs() for name, leaf in leaves.items()}, torch.float64)
         x = x + 8 * EPS * sizes * signs(sizes, torch.Generator().manual_seed(noise + 100))
+    x = x if p.rows is None else x[p.rows]
 
     def rows(x: Tensor, transform: dict[str, object], keep: Tensor | None) -> Rows:
         temperature = to_rows(transform["temperature"], p.sequences, torch.float64)[live]  # type: ignore[arg-type]
@@ -595,12 +602,14 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
         sizes[live] += (slope + softmax.p.detach() * slope.sum(1, keepdim=True)) * steep
     if p.others:  # log-ratios of two near rows cancel
         sizes[live] += sets.p.detach() * slopes[-1][live, None] * steep
-    if p.at is not None and r.source == "hidden":  # logits at further ids are computed again, and rounded in another way
-        count = torch.tensor([len(listed) for listed in p.at])
-        arrives = torch.segment_reduce(p.upstream["at"].abs(), "sum", lengths=count, initial=0.0)[live, None]
+    if r.source == "hidden" and any(y is not None for y in (p.at, p.terms, p.rows)):
+        # Logits at further ids are computed again, and rounded in another way.
+        arrives = slopes[0].sum(1, keepdim=True)
         sizes[live] += sets.p.detach() * arrives * steep**2 * x.detach()[live].abs().amax(1, keepdim=True)
     if r.also in ("log_kept_mass", "all"):  # the difference of two log-probs of the target
         sizes[live, p.ids[live]] += p.upstream["log_kept_mass"].reshape(-1)[live].abs() * steep[:, 0]
+    if p.rows is not None:
+        sizes = torch.zeros(p.leading.numel(), x.shape[1], dtype=torch.float64).index_add(0, p.rows, sizes)
     return Answer(
         {name: value.detach() for name, value in values.items()}, dict(zip(names, gradients, strict=True)), clear, sizes
     )
@@ -643,7 +652,7 @@ def _total(
             seen["advantages"] = seen["advantages"] * (1 + 2 * EPS * signs(seen["advantages"], g))
         result = objective(
             p.spec, values["logps"], values["entropy"], p.sequences, normalizer=r.normalizer, kl_logps=of_kl,
-            divergences=divergences, **seen,
+            divergences=divergences, listed=_listed_terms(p, sets, live), **seen,
         )  # fmt: skip
         values["loss"] = result.loss
         return result.loss, result.margin > 1e-3
@@ -659,12 +668,27 @@ def _total(
         values["log_kept_mass"] = torch.zeros_like(values["logps"]).index_put((live,), mass)
         total = total + (values["log_kept_mass"] * up["log_kept_mass"]).sum()
     if p.at is not None:
-        where = [i for i, listed in enumerate(p.at) for _ in listed], [j for listed in p.at for j in listed]
-        log_p = torch.zeros(len(p.ids), sets.log_p.shape[1], dtype=torch.float64).index_put((live,), sets.log_p)
-        values["at"] = log_p[where]
+        values["at"], where = at_ids(p, p.at, sets, live)
         outside = torch.tensor(False) if p.keep is None else ~p.keep[where]  # a log-prob of -inf has no gradient only there
         total = total + (torch.where(outside, 0.0, values["at"]) * up["at"]).sum()
     return total, True
+
+
+def at_ids(p: Problem, lists: list[list[int]], softmax: Rows, live: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """(log-probs [k] of the ids listed for each row, 0 in rows that are not trained; their rows and ids)."""
+    where = [i for i, listed in enumerate(lists) for _ in listed], [j for listed in lists for j in listed]
+    log_p = torch.zeros(len(p.ids), softmax.log_p.shape[1], dtype=torch.float64).index_put((live,), softmax.log_p)
+    index = tuple(torch.tensor(x, dtype=torch.int64) for x in where)
+    return log_p[index], index  # type: ignore[return-value]
+
+
+def _listed_terms(p: Problem, sets: Rows, live: Tensor) -> Tensor | None:
+    """[N]: the sums of c log p and r p over the ids that are listed for each row."""
+    if p.terms is None:
+        return None
+    lists, c, of_p = p.terms
+    log_p, (rows, _) = at_ids(p, lists, sets, live)
+    return torch.zeros(len(p.ids), dtype=torch.float64).index_add(0, rows, c * log_p + of_p * log_p.exp())
 
 
 def own_sets(p: Problem, live: Tensor) -> Tensor:
@@ -679,7 +703,9 @@ def rooms(p: Problem, exact: Answer) -> Answer:
     others = [answer(p, noise) for noise in range(1, 25 if r.exact == "tv" else 4)]
     assert exact.sizes is not None
     # Gradients of several passes are each in memory of the dtype. Slopes of listed ids cancel among themselves.
-    several = r.over != "kept" or len(r.others) > 1 or r.also in ("log_kept_mass", "all")
+    several = (
+        r.over != "kept" or len(r.others) > 1 or r.also in ("log_kept_mass", "all") or r.rows != "own" or r.listed != "none"
+    )
     least = 1e-12 + ("listed" in r.others) * 1e-9 * max(1.0, r.upstream)
 
     def room(x: Tensor, moved: list[Tensor], size: Tensor, dtype: torch.dtype) -> Tensor:
@@ -699,9 +725,9 @@ def rooms(p: Problem, exact: Answer) -> Answer:
         for name, x in exact.gradients.items()
     }
     if "hidden" in p.clean:
-        # Operands of 16 bits round the gradient of the logits.
+        # Operands of 16 bits round the gradient of the logits, which is off by fp32's errors before.
         dtypes = {x.dtype for x in p.clean.values()}
-        relative = 2.0**-8 if torch.bfloat16 in dtypes else 2.0**-10 if torch.float16 in dtypes else 0.0
+        relative = 1.1 * 2.0**-8 if torch.bfloat16 in dtypes else 2.0**-10 if torch.float16 in dtypes else 0.0
         of_logits = products(p, logit_gradient(p).abs())
         gradients = {name: x + relative * of_logits[name] for name, x in gradients.items()}
     return Answer(values, gradients)

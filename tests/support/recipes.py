@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import combinations, product
@@ -32,6 +32,7 @@ class Recipe:
     vocab: int = 61
     dtype: str = "float32"
     view: str = "whole"  # of logits, or of hidden states and weight, in memory
+    rows: str = "own"  # of tokens: own, shared: by several of them, shuffled: in another order
     mask: str = "some"  # none, some, all of the tokens
     spread: float = 3.0  # of the logits
     #: far: a target up to 700 below the rest; confident: an id 20 above; absent: logits of -inf; ends: those at the ends of fp16
@@ -58,10 +59,10 @@ class Recipe:
     exact: str = "reverse"  # reverse, forward, jsd, jsd .1, tv
     tail: str = "bin"  # of listed ids: bin, ignore, renormalise, generalised
     squared: bool = False  # divergence times the temperature's square
+    listed: str = "none"  # terms of a loss at further ids: none, some
     also: str = "entropy"  # of log-probs: nothing, entropy, detached, sum_squares, at: further ids, log_kept_mass, all
     weight_grad: str = "none"  # memory that the gradient of the weight is added to: none, float32, of weight
     ranks: int = 1  # that the vocabulary is cut over
-    mode: str = "autograd"  # autograd, compile, func, checkpoint
     seed: int = 0
 
     def __str__(self) -> str:
@@ -105,6 +106,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "squared": (False, True),
     "also": ("entropy", "nothing", "detached", "sum_squares", "at", "log_kept_mass", "all"),
     "weight_grad": ("none", "float32", "of weight"),
+    "rows": ("own", "shared", "shuffled"),
+    "listed": ("none", "some"),
 }
 #: Objectives that differ in what they ask of the rest: levels, passes, filters, KLs, bonuses, selections, groups.
 KINDS = (
@@ -125,7 +128,7 @@ def legal(r: Recipe) -> Recipe:
         plain |= {"inplace": False, "extreme": "none"}
         if r.dtype != "float32":
             plain["head"] = "of hidden"
-        if r.frozen != "nothing" or r.mode == "func":
+        if r.frozen != "nothing":
             plain["weight_grad"] = "none"
     if r.door != "loss":
         plain |= {"objective": "dapo", "given": "everything", "normalizer": None, "skip_inactive": False}
@@ -152,7 +155,7 @@ def legal(r: Recipe) -> Recipe:
         plain |= {"missing": "include", "over": "kept"}
     if "listed" in now.others and now.draws_sets:
         plain |= {"kept": "none", "missing": "include", "over": "kept"}
-    if now.over != "kept" or now.also in ("log_kept_mass", "all") or len(now.others) > 1 or now.mode in ("func", "compile"):
+    if now.over != "kept" or now.also in ("log_kept_mass", "all") or len(now.others) > 1:
         plain["inplace"] = False
     if "listed" not in now.others:
         plain["tail"] = "bin"
@@ -164,10 +167,20 @@ def legal(r: Recipe) -> Recipe:
         plain["transform"] = "temperature"
     if now.extreme == "absent" and now.others:
         plain["extreme"] = "none"
-    if now.vocab < 3:
-        plain["extreme"] = "none" if now.vocab == 1 else now.extreme
+    if now.vocab == 1:
+        plain["extreme"] = "none"
+    if now.door == "divergence" or now.others not in ((), ("whole",), ("near",)):
+        plain["rows"] = "own"
+    elif now.rows != "own" and now.transform.startswith("per "):
+        plain["transform"] = "temperature"
+    if now.extreme == "absent" and plain.get("rows", now.rows) != "own":  # no target may be among those that are absent
+        plain["extreme"] = "none"
+    if now.door != "loss" or now.extreme == "absent":
+        plain["listed"] = "none"
+    elif now.listed != "none" and now.others:
+        plain["inplace"] = False
     if now.ranks > 1:
-        plain |= {"vocab": max(now.vocab, 2 * now.ranks), "mode": "autograd"}
+        plain["vocab"] = max(now.vocab, 2 * now.ranks)
     return replace(now, **plain)
 
 
@@ -202,6 +215,17 @@ def covering(seed: int = 0, **fixed: Any) -> list[Recipe]:
             if kept:
                 found.append(max(kept, key=lambda r: len(pairs(r) - met)))
                 met |= pairs(found[-1])
+    return found
+
+
+def each_value(recipes: list[Recipe], beside: Sequence[str], axes: Sequence[str]) -> list[Recipe]:
+    """Some of them, in which each value of these axes meets all values of those `beside`."""
+    met: set[Any] = set()
+    found = []
+    for r in recipes:
+        values = {(*(getattr(r, name) for name in beside), name, getattr(r, name)) for name in axes}
+        found += [r] if values - met else []
+        met |= values
     return found
 
 
@@ -249,6 +273,8 @@ class Problem:
     keep: Tensor | None = None  # bool [N, V]: what the softmax of each row runs over
     others: list[Other] = field(default_factory=list)
     at: list[list[int]] | None = None
+    rows: Tensor | None = None  # int64 [N]: the row of each token; None: its own
+    terms: tuple[list[list[int]], Tensor, Tensor] | None = None  # ids listed for each token, c of c log p and r of r p for each
     upstream: dict[str, Tensor] = field(default_factory=dict)  # gradients that arrive at log-probs and statistics
     columns: slice = field(default_factory=lambda: slice(None))  # of the vocabulary, that this rank has
 
@@ -260,37 +286,50 @@ class Problem:
     def shape(self) -> torch.Size:
         return self.targets.shape
 
+    def by_row(self, x: Tensor) -> Tensor:
+        """bool [N, ...] of tokens -> [rows, ...]: of any token of a row."""
+        if self.rows is None:
+            return x
+        return torch.zeros(self.leading.numel(), *x.shape[1:], dtype=torch.int64).index_add(0, self.rows, x.long()) > 0
+
+    @property
+    def leading(self) -> torch.Size:
+        """The shape of the rows."""
+        return next(iter(self.clean.values())).shape[:-1]
+
+
+def taken(p: Problem, rows: list[int], some: Callable[[Tensor], Tensor], **changes: Any) -> Problem:
+    """Some rows of a problem: `some` takes them, or their sequences, out of a tensor that has one of each."""
+
+    def of(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: value if name in ("weight", "bias") else of(value) for name, value in x.items()}
+        return some(x) if isinstance(x, Tensor) and x.dim() else x
+
+    def lists(x: Any) -> Any:
+        return None if x is None else [x[i] for i in rows]
+
+    others = [replace(o, rows=o.rows[rows], given=of(o.given), weight=of(o.weight), ids=lists(o.ids)) for o in p.others]
+    parts = {name: of(getattr(p, name)) for name in ("given", "targets", "fields", "transform", "temperature")}
+    return replace(p, **{**parts, "others": others, "sets": lists(p.sets), **changes})
+
 
 def of_sequences(p: Problem, sequences: list[int]) -> Problem:
     """Some sequences of a padded problem, as a batch of their own."""
     B, T = p.shape
-    rows = torch.arange(B * T).view(B, T)[sequences].reshape(-1)
+    rows = torch.arange(B * T).view(B, T)[sequences].reshape(-1).tolist()
 
-    def some(x: Any) -> Any:
-        if isinstance(x, dict):
-            return {name: value if name in ("weight", "bias") else some(value) for name, value in x.items()}
-        return x[sequences].contiguous() if isinstance(x, Tensor) and x.dim() and len(x) == B else x
+    def some(x: Tensor) -> Tensor:
+        return x[sequences].contiguous() if len(x) == B else x
 
-    sets = None if p.sets is None else [p.sets[i] for i in rows]
+    upstream = {name: some(x) if x.dim() and name != "at" else x for name, x in p.upstream.items()}
     at = None if p.at is None else [p.at[i] for i in rows]
-    named = torch.tensor([i for i, ids in enumerate(p.at or []) for _ in ids])
-    upstream = {**some({k: x for k, x in p.upstream.items() if k != "at"}), "at": p.upstream["at"]}
-    if at is not None:
-        upstream["at"] = torch.cat([p.upstream["at"][named == i] for i in rows])
-    others = [
-        replace(
-            o,
-            rows=o.rows[rows],
-            given=some(o.given),
-            weight=some(o.weight),
-            ids=None if o.ids is None else [o.ids[i] for i in rows],
-        )
-        for o in p.others
-    ]
-    return replace(
-        p, given=some(p.given), clean=some(p.clean), targets=some(p.targets), ids=p.ids[rows], fields=some(p.fields),
-        seen=some(p.seen), trained=p.trained[rows], temperature=some(p.temperature), upstream=upstream, others=others, sets=sets, at=at,
-        transform=some(p.transform), keep=None if p.keep is None else p.keep[rows],
+    if p.at is not None:
+        upstream["at"] = torch.cat([p.upstream["at"].split([*map(len, p.at)])[i] for i in rows])
+    return taken(
+        p, rows, some, ids=p.ids[rows], trained=p.trained[rows], upstream=upstream, at=at, keep=None if p.keep is None else p.keep[rows],
+        clean={name: x if name in ("weight", "bias") else some(x) for name, x in p.clean.items()},
+        seen={name: some(x) if isinstance(x, Tensor) and x.dim() else x for name, x in p.seen.items()},
         sequences=[list(range(T * i, T * i + T)) for i in range(len(sequences))],
     )  # fmt: skip
 
@@ -339,9 +378,17 @@ def problem(r: Recipe) -> Problem:
     mask = {"none": inside, "some": inside & (uniform() < 0.75), "all": torch.zeros_like(inside)}[r.mask]
     has_mask = r.mask != "none" or not bool(inside.all())
     trained = mask.reshape(-1)
-    ids = torch.randint(V, (n,), generator=g)
+    ids, row_of = torch.randint(V, (n,), generator=g), None
     transform = _transform(r, shape, uniform)
-    leaves, rows = _leaves(r, shape, ids, transform, normal, g)
+    if r.rows == "own":
+        leaves, of_rows = _leaves(r, shape, ids, transform, normal, g)
+    else:  # of shared ones nobody names some, and half of the tokens of a row are one id
+        count = n if r.rows == "shuffled" else n // 2 + 1
+        row_of = torch.randperm(n, generator=g) if r.rows == "shuffled" else torch.randint(count, (n,), generator=g)
+        ids = torch.where(uniform(n) < 0.5, row_of % V, ids) if r.rows == "shared" else ids
+        of_one = torch.zeros(count, dtype=torch.int64).index_put((row_of,), ids)
+        leaves, of_rows = _leaves(r, (count,), of_one, transform, normal, g)
+    rows = of_rows if row_of is None else of_rows[row_of]
 
     sets = keep = None
     if r.draws_sets:
@@ -366,23 +413,31 @@ def problem(r: Recipe) -> Problem:
         "mask": handed(mask, r.seed) if has_mask else None,
         "cu_seqlens": None if offsets is None else handed(offsets, r.seed),
     }
+    named = {} if row_of is None else {"rows": torch.where(mask, row_of.view(shape), 10**6)}
     if "group-mean" in (spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate):
         own["groups"] = torch.arange(len(sequences)) // 2
     targets = (
         torch.where(mask, ids.view(shape), V + 7 - 2000 * (torch.arange(n).view(shape) % 2)) if has_mask else ids.view(shape)
     )
     p = Problem(
-        r, {}, leaves, handed(targets, r.seed), ids, sequences, {**fields, **own}, {**seen, **own, "mask": whole}, trained, transform,
-        spoil(transform["temperature"]), sets, keep,
+        r, {}, leaves, handed(targets, r.seed), ids, sequences, {**fields, **own, **named}, {**seen, **own, "mask": whole}, trained, transform,
+        spoil(transform["temperature"]), sets, keep, rows=row_of,
     )  # fmt: skip
-    p.given = _poisoned(p, rubbish)
-    _add_others(p, rows, normal, uniform, g)
+    p.given = _poisoned(p)
+    _add_others(p, of_rows, normal, uniform, g)
     if r.also in ("at", "all"):
         counts = torch.randint(0, min(V, 4) + 1, (n,), generator=g).tolist()
         p.at = [torch.randperm(V, generator=g)[:count].tolist() for count in counts]
     p.upstream = {name: normal() for name in ("logps", "entropy", "sum_squares", "log_kept_mass", "divergence")}
     p.upstream["loss"] = torch.tensor(r.upstream)
     p.upstream["at"] = normal(sum(map(len, p.at or [])))
+    if r.listed != "none":  # some of the ids of its softmax, its target among them or not
+        inside = torch.ones(n, V, dtype=torch.bool) if keep is None else keep
+        lists = [
+            row.nonzero()[:, 0][torch.randperm(int(row.sum()), generator=g)][: i % 5].tolist() for i, row in enumerate(inside)
+        ]
+        c, of_p = normal(2, sum(map(len, lists))).float()
+        p.terms = lists, c, of_p
     return p
 
 
@@ -485,26 +540,25 @@ def _fields(
     return {name: x.float().double() for name, x in seen.items() if name not in gone}
 
 
-def _poisoned(p: Problem, rubbish: Tensor) -> dict[str, Tensor]:
+def _poisoned(p: Problem) -> dict[str, Tensor]:
     """What the caller passes: rubbish in rows that are not read, in logits and weights outside of all sets, between the rows."""
-    r, given = p.recipe, dict(p.clean)
-    read = p.trained
-    outside = None
+    r, given, read = p.recipe, dict(p.clean), p.by_row(p.trained)
+    rubbish, outside = torch.tensor(RUBBISH).repeat(len(read) // 4 + 1)[: len(read), None], None
     if p.keep is not None and r.over == "kept" and r.also not in ("log_kept_mass", "all"):
         single = (p.keep.sum(1) == 1) & torch.tensor([bool(x) for x in p.sets or []])
-        outside = ~p.keep | single[:, None]
+        outside = ~p.by_row(p.keep & ~single[:, None])
     if r.source == "logits":
         x = given["logits"].flatten(0, -2).clone()
-        x[~read] = rubbish.reshape(-1, 1)[~read].to(x.dtype)
+        x[~read] = rubbish[~read].to(x.dtype)
         if outside is not None:
-            x = torch.where(outside, rubbish.reshape(-1, 1).to(x.dtype), x)
+            x = torch.where(outside, rubbish.to(x.dtype), x)
         given["logits"] = VIEWS[r.view](x.view(given["logits"].shape))
         return given
     hidden, nobody = given["hidden"].clone(), None
     if outside is not None:
         read = read & ~outside.all(1)
         nobody = outside[read].all(0) if bool(read.any()) else None
-    hidden[~read.view(p.shape)] = math.nan
+    hidden[~read.view(p.leading)] = math.nan
     given["hidden"] = VIEWS[r.view](hidden)
     for name in ("weight", "bias"):
         if name in given:
@@ -520,7 +574,7 @@ def _poisoned(p: Problem, rubbish: Tensor) -> dict[str, Tensor]:
 def _add_others(
     p: Problem, rows: Tensor, normal: Callable[..., Tensor], uniform: Callable[..., Tensor], g: torch.Generator
 ) -> None:
-    r, (n, V) = p.recipe, rows.shape
+    r, (n, V), read = p.recipe, rows.shape, p.by_row(p.trained)
     for i, kind in enumerate(r.others):
         own = {"temperature": 0.9, "softcap": 15.0, "scale": 1.3}
         transform = own if kind in ("own", "itself") else p.transform
@@ -528,21 +582,21 @@ def _add_others(
             h, w = (
                 (p.clean["hidden"], p.clean["weight"])
                 if kind == "near"
-                else (normal(*p.shape, 5).bfloat16(), normal(V, 5).bfloat16())
+                else (normal(*p.leading, 5).bfloat16(), normal(V, 5).bfloat16())
             )
             h = (h.double() + 0.3 * normal(*h.shape)).to(h.dtype) if kind == "near" else h
             other = {"hidden": h, "weight": w}
             x = oracle.project(other, torch.float64)
             hidden = h.clone()
-            hidden[~p.trained.view(p.shape)] = math.nan
+            hidden[~read.view(p.leading)] = math.nan
             given = {"hidden": VIEWS[r.view](hidden), "weight": VIEWS[r.view](w)}
         else:
             dtype = (torch.float32, torch.bfloat16)[(i + r.seed) % 2]
             x = torch.where(rows.isfinite(), rows, 0.0) + 0.3 * normal(n, V) if kind == "near" else 3.0 * normal(n, V)
             x = rows if kind == "itself" else x.to(dtype)
             logits = x.clone()
-            logits[~p.trained] = math.nan
-            given, x = {"logits": VIEWS[r.view](logits.view(*p.shape, V))}, x.double()
+            logits[~read] = math.nan
+            given, x = {"logits": VIEWS[r.view](logits.view(*p.leading, V))}, x.double()
         ids = None
         if kind == "listed":
             counts = torch.randint(0, min(V, 6) + 1, (n,), generator=g).tolist()
@@ -550,4 +604,4 @@ def _add_others(
         weight: Any = None if len(r.others) == 1 else 0.6
         if i:
             weight = torch.where(uniform() < 0.3, 0.0, uniform()).float().masked_fill(~p.trained.view(p.shape), math.nan)
-        p.others.append(Other(kind, x, given, transform, ids, weight))
+        p.others.append(Other(kind, x if p.rows is None else x[p.rows], given, transform, ids, weight))
