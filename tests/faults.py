@@ -85,8 +85,8 @@ FAULTS: list[Fault] = [
         ("tokens beside the likeliest add to its slope alone", "upstream - total[rows], upstream)", "0.0, upstream)", SHARED),
         ("a divergence has no gradient at ids", "g = g + of_divergence[rows] *", "g = g + 0 * of_divergence[rows] *", SHARED),
         ("as many tokens as rows are one for each", "self.tokens.rows.unique().numel() == self.tokens.n", "True", SHARED),
-        ("the only token of a row has another's numbers", "x[tokens.rows] for x in part", "x for x in part", SHARED),
-        ("tokens of a chunk replace each other", "whole[self.which] += piece", "whole[self.which] = piece", SHARED),
+        ("the only token of a row has another's numbers", "part.values[:, tokens.rows]", "part.values", SHARED),
+        ("tokens of a chunk replace each other", "result.values[:3, self.which] += part.values[:3]", "result.values[:3, self.which] = part.values[:3]", SHARED),
         ("the sign of what other columns get", "others = -total  #", "others = total  #"),
         (
             "blocks of rows begin again in each sequence", "yield a * T + t, a * T + end, self.logits",
@@ -163,7 +163,7 @@ FAULTS: list[Fault] = [
         ),
         ("rows whose slopes cancel are left out", "nonzero = nonzero.index_fill(0, slots.rows[at_ids != 0], True)", "pass"),
         ("the bias gets nothing from sets", "self.backend.add_hidden_rows(values, slots, ones, self.d_bias[:, None])", "pass"),
-        ("rows without a gradient have no log-probs", "index[active:], False)):", "index[:0], False)):", COST),
+        ("rows without a gradient have no log-probs", "else index[active:]", "else index[:0]", COST),
         ("what arrives at a gradient made ahead is dropped", "_multiplied(found.ahead.clone(), slopes.target)", "found.ahead"),
         ("a row without a slope is not left out", ".masked_fill_((factors == 0)[:, None], 0.0)", "", PRODUCTS),
         ("a log-prob of NaN has a gradient before its slope", "(~partials.logps.isnan()).to(torch.float32)", "torch.ones_like(partials.max)", PRODUCTS),
@@ -332,8 +332,7 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/batch.py", "tests/core/test_batch.py",
         (
             "masked numbers are used",
-            "return torch.where(self.mask, as_wide(name, value, self.targets.shape, self.cu_seqlens), 0.0).reshape(-1)",
-            "return per_token(name, value, self.targets.shape, self.cu_seqlens)", OBJECTIVES,
+            "torch.where(self.mask, torch.stack(wide), 0.0).flatten(1)", "torch.stack(wide).flatten(1)", OBJECTIVES,
         ),
         (
             "rows with an nll weight alone have no gradient", "contributing = contributing | (nll_weights != 0)", "pass",

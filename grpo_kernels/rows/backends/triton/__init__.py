@@ -118,7 +118,7 @@ class Kernels(Backend):
         arguments = (*memory, *of.sizes[:2], of.n, *of_rows, *of.transforms, tuple(numbers[i] for i in used), results)
         kind = launch.fused_kind(logits.dtype, rows.transform.softcap)
         of.run(kind, _fused_kernel, arguments, FORMULA=formula)
-        return FusedRows(*results)
+        return FusedRows(results)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """The kernel reads the factor: a factor of 1 costs a launch only, and no host sync."""
