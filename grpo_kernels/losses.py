@@ -531,7 +531,7 @@ def _split_rows(
         others = ~active if read is None else read & ~active
         return torch.cat([first, others.nonzero()[:, 0]]), first.numel()
     assert active is not None
-    rank = active.view(torch.uint8) if same or read is None else read.to(torch.uint8) + active
+    rank = active.view(torch.uint8) if same or read is None else read.view(torch.uint8) + active.view(torch.uint8)
     order = torch.argsort(rank, stable=True, descending=True)
     kind = str if kept is None else whole
     can_have = batch.count(kind(objective.active_rows), active)

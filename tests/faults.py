@@ -124,7 +124,7 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/rows/sets.py", COMBINATIONS,
         ("a token's set is of the row of its number", "self.tokens.rows[slots.rows], slots.ids", "slots.rows % self.tokens.n, slots.ids", SHARED),
         ("no room for a target beside a full set", "-(-(sets.longest + 1) // 16) * 16", "-(-sets.longest // 16) * 16"),
-        ("rows are grouped by ids, not by slots", "exceeded(sets.counts + 1).argsort", "exceeded(sets.counts).argsort"),
+        ("rows are grouped by ids, not by slots", "sets.host_counts + 1,", "sets.host_counts,"),
         (
             "a target of another rank is this rank's",
             "return torch.where(self._own[slots.offsets[:-1] + target], target, -1)", "return target", RANKS,

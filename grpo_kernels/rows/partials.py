@@ -41,7 +41,8 @@ class RowTransform(NamedTuple):
         t = t if isinstance(t, float) else t[rows]
         if self.softcap:
             return torch.tanh(x * (self.scale / self.softcap)) * (self.softcap * t)
-        return x * (self.scale * t)
+        factor = self.scale * t
+        return x if isinstance(factor, float) and factor == 1.0 else x * factor
 
     def of_rows(self, x: Tensor, out: Tensor) -> Tensor:
         """z fp32 of rows x [r, V], one for each temperature: x itself where nothing changes it, else in `out`, which may be x."""
@@ -181,8 +182,10 @@ class Partials(NamedTuple):
     def not_read(cls, names: tuple[str, ...], n: int, device: torch.device, second: Any = None) -> Partials:
         """Those of n rows that are not read: log-prob, entropy and divergence are exactly 0."""
         stats = cls.empty(names, n, device, second)
+        stats.values.zero_()
         for name in names:
-            stats.get(name).fill_(NOT_READ[name])  # type: ignore[union-attr]
+            if NOT_READ[name] != 0:
+                stats.get(name).fill_(NOT_READ[name])  # type: ignore[union-attr]
         return stats
 
     def get(self, name: str) -> Tensor | None:

@@ -88,7 +88,7 @@ class KeptRows:
 
     def others(self, read: Tensor | None) -> Tensor:
         """bool [n]: rows that are read and have no set."""
-        return ~self.has if read is None else read & ~self.has
+        return ~self.has if read is None else read > self.has  # as numbers: read and without a set
 
     def places(self, at: Ragged) -> Tensor:
         """int64 [k]: the index in `slots` of each pair of `at`; the number of slots where it is not among them."""
@@ -115,12 +115,9 @@ def _groups(sets: TokenSets) -> tuple[tuple[Tensor | None, int], ...]:
     while widths[-1] <= sets.longest:
         widths.append(8 * widths[-1])
 
-    def exceeded(slots: Tensor) -> Tensor:
-        return torch.stack([slots > width for width in widths]).sum(0)
-
     # Rows are sorted on their device and cut where the host knows that a group ends: nothing is sent, and nobody waits.
-    sizes = torch.bincount(exceeded(sets.host_counts + 1), minlength=len(widths)).tolist()
-    grouped = exceeded(sets.counts + 1).argsort(stable=True).split(sizes)
+    sizes = torch.bincount(torch.bucketize(sets.host_counts + 1, torch.tensor(widths)), minlength=len(widths)).tolist()
+    grouped = sets.counts.argsort(stable=True).split(sizes)
     return tuple((rows, width) for rows, width in zip(grouped, widths, strict=True) if rows.numel())
 
 
@@ -133,11 +130,26 @@ class Beside(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Rows of like sizes, side by side."""
+    """Rows whose logits are in one memory, those of like sizes side by side.
+
+    rows   their numbers.
+    parts  of one width, one after the other: (how many of the rows, the width).
+    at     int64 [m]: where each slot stands in the memory, in its last place for slots of other rows."""
 
     rows: slice | Tensor
-    shape: tuple[int, int]  # (rows, width)
-    at: Tensor  # int64 [m]: where each slot stands in it, behind its end for slots of other rows
+    parts: tuple[tuple[int, int], ...]
+    at: Tensor
+
+    def memory(self, z: Tensor) -> Tensor:
+        """z of the slots in their places, and -inf in all others."""
+        size = sum(rows * width for rows, width in self.parts)
+        return torch.full((size + 1,), -torch.inf, dtype=torch.float32, device=z.device).scatter_(0, self.at, z)
+
+    def added(self, total: Tensor | None, memory: Tensor) -> Tensor:
+        """[m]: what stands in the places of the slots, 0 for those of other rows, and the total of other blocks."""
+        if isinstance(self.rows, Tensor):
+            memory[-1:].zero_()
+        return memory[self.at] if total is None else total.add_(memory[self.at])
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,8 +186,10 @@ class SetKernels:
         read = self.kept.read if read is None else read
         partials = Partials.empty(names, read.numel(), z.device, beside)
         for block in self._blocks():
-            rows = self._side_by_side(block, z, beside, read)
-            partials.values[:, block.rows] = self.backend.first_visit(rows, names).values
+            found = [
+                self.backend.first_visit(rows, names).values for _, rows in self._parts(block, block.memory(z), beside, read)
+            ]
+            partials.values[:, block.rows] = torch.cat(found, 1)
         top = partials.get("top")
         if top is not None:  # the kernels give a column of the block
             top.copy_(self._top_id(z, partials.max))
@@ -184,8 +198,8 @@ class SetKernels:
         if MIXED[0] in names:
             mixed = torch.empty(len(MIXED), read.numel(), device=z.device)
             for block in self._blocks():
-                rows = self._side_by_side(block, z, beside, read)
-                mixed[:, block.rows] = self.backend.mixed(rows, partials.at(block.rows))
+                own, parts = partials.at(block.rows), self._parts(block, block.memory(z), beside, read)
+                mixed[:, block.rows] = torch.cat([self.backend.mixed(rows, own.at(places)) for places, rows in parts], 1)
             partials.put(MIXED, mixed if self.shard is None else self.shard.sum_over_ranks(mixed))
         return partials
 
@@ -193,9 +207,10 @@ class SetKernels:
         """The gradient of z."""
         gradient: Tensor | None = None
         for block in self._blocks():
-            rows = self._side_by_side(block, z, beside, self.kept.read)
-            self.backend.gradient(rows, partials.at(block.rows), slopes.at(block.rows), rows.logits)
-            gradient = _with(gradient, block, rows.logits)
+            memory, of_block = block.memory(z), (partials.at(block.rows), slopes.at(block.rows))
+            for places, rows in self._parts(block, memory, beside, self.kept.read):
+                self.backend.gradient(rows, *(x.at(places) for x in of_block), rows.logits)
+            gradient = block.added(gradient, memory)
         assert gradient is not None, "there is one block at least"
         return gradient
 
@@ -205,16 +220,17 @@ class SetKernels:
         """Losses of all rows of a token stage, and the gradient of z if it is wanted."""
         read = self.kept.read if read is None else read
         gradient: Tensor | None = None
-        blocks, results = [*self._blocks()], []
-        for block in blocks:
-            rows = self._side_by_side(block, z, beside, read)
-            # Every rank's block has the same slots, each with the ids of the rank alone.
-            shard = None if self.shard is None else replace(self.shard, start=0, vocab=block.shape[1])
-            backend, out = on_shard(self.backend, shard), rows.logits if wanted else None
-            results.append(backend.fused(rows, stage.at(block.rows), out))
-            gradient = _with(gradient, block, rows.logits) if wanted else None
+        order, results = [], []
+        for block in self._blocks():
+            memory, own = block.memory(z), stage.at(block.rows)
+            order += [block.rows] if isinstance(block.rows, Tensor) else []
+            for places, rows in self._parts(block, memory, beside, read):
+                # Every rank's block has the same slots, each with the ids of the rank alone.
+                shard = None if self.shard is None else replace(self.shard, start=0, vocab=rows.logits.shape[2])
+                backend, out = on_shard(self.backend, shard), rows.logits if wanted else None
+                results.append(backend.fused(rows, own.at(places), out))
+            gradient = block.added(gradient, memory) if wanted else None
         result = FusedRows.joined(results)
-        order = [block.rows for block in blocks if isinstance(block.rows, Tensor)]
         if order:
             in_blocks, result = result, FusedRows.zeros(read.numel(), read.device, beside)
             result.put(torch.cat(order), in_blocks)
@@ -253,35 +269,39 @@ class SetKernels:
         lowest = torch.full_like(self.kept.target, none).scatter_reduce_(0, slots.rows, ids, "amin")
         return torch.where(lowest == none, -1, lowest)
 
-    def _side_by_side(self, block: _Block, z: Tensor, beside: Beside | None, read: Tensor) -> LogitRows:
-        """A block as rows of logits [1, rows, width], in memory of their own."""
-        rows, width = block.shape
-
-        def spread(z: Tensor) -> Tensor:
-            memory = torch.full((rows * width + 1,), -torch.inf, dtype=torch.float32, device=z.device)
-            return memory.scatter_(0, block.at, z)[:-1].view(1, rows, width)
-
-        second = None if beside is None else Second(spread(beside.z), TRANSFORMED, beside.kind, beside.mixture)
-        return LogitRows(spread(z), self._target[block.rows], read[block.rows], TRANSFORMED, second)
+    def _parts(self, block: _Block, memory: Tensor, beside: Beside | None, read: Tensor) -> Iterator[tuple[slice, LogitRows]]:
+        """Each part of a block: (its places among the rows of the block, these as rows of logits [1, rows, width])."""
+        target, read = self._target[block.rows], read[block.rows]
+        second = None if beside is None else block.memory(beside.z)
+        row = first = 0
+        for rows, width in block.parts:
+            places, shape, own = slice(row, row + rows), (1, rows, width), slice(first, first + rows * width)
+            other = None if second is None else second[own].view(shape)
+            of_second = None if other is None or beside is None else Second(other, TRANSFORMED, beside.kind, beside.mixture)
+            yield places, LogitRows(memory[own].view(shape), target[places], read[places], TRANSFORMED, of_second)
+            row, first = places.stop, own.stop
 
     def _blocks(self) -> Iterator[_Block]:
+        """As many rows at a time as BLOCK_BYTES allow, one part at least."""
         slots, place, n = self.kept.slots, self.kept.place, self.kept.read.numel()
+        parts: list[tuple[Tensor, int]] = []
         for group, width in self.kept.groups:
-            size, count = max(1, BLOCK_BYTES // (4 * width)), n if group is None else group.numel()
-            for lo in range(0, max(count, 1), size):
-                hi = min(count, lo + size)
-                if hi - lo == n:
-                    yield _Block(slice(0, n), (n, width), torch.add(place, slots.rows, alpha=width))
-                    continue
-                rows = torch.arange(lo, hi, device=place.device) if group is None else group[lo:hi]
-                row = place.new_full((n,), -1).index_copy_(0, rows, torch.arange(hi - lo, device=place.device))[slots.rows]
-                yield _Block(rows, (hi - lo, width), torch.where(row >= 0, row * width + place, (hi - lo) * width))
-
-
-def _with(total: Tensor | None, block: _Block, values: Tensor) -> Tensor:
-    """[m]: what the places of the slots hold in a block, 0 for those of other rows, and in the blocks before."""
-    flat = values.view(-1) if isinstance(block.rows, slice) else torch.nn.functional.pad(values.view(-1), (0, 1))
-    return flat[block.at] if total is None else total.add_(flat[block.at])
+            if group is None and 4 * n * width <= BLOCK_BYTES:
+                yield _Block(slice(0, n), ((n, width),), torch.add(place, slots.rows, alpha=width))
+                return
+            rows = torch.arange(n, device=place.device) if group is None else group
+            parts += [(some, width) for some in rows.split(max(1, BLOCK_BYTES // (4 * width)))]
+        while parts:
+            own, size, starts = [], 0, []
+            while parts and (not own or 4 * (size + parts[0][0].numel() * parts[0][1]) <= BLOCK_BYTES):
+                rows, width = parts.pop(0)
+                own.append((rows, width))
+                starts.append(torch.arange(size, size + rows.numel() * width, width, device=place.device))
+                size += rows.numel() * width
+            order = torch.cat([rows for rows, _ in own])
+            first = place.new_full((n,), size).index_copy_(0, order, torch.cat(starts))
+            shapes = tuple((rows.numel(), width) for rows, width in own)
+            yield _Block(order, shapes, (first[slots.rows] + place).clamp_(max=size))
 
 
 @dataclass(frozen=True, eq=False)
