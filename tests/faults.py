@@ -113,8 +113,8 @@ FAULTS: list[Fault] = [
             RELATIONS,
         ),
         (
-            "divergences lack their teacher's weight", "torch.where(weight == 0, 0.0, weight * x)",
-            "torch.where(weight == 0, 0.0, x)",
+            "divergences lack their teacher's weight", "(weight * x).masked_fill_",
+            "(1 * x).masked_fill_",
         ),
         (
             "every teacher adds the nll term", "backend.fused(own, TokenStage.divergence_alone(own.targets, of_part), memory)",

@@ -21,7 +21,7 @@ import torch
 
 from ..formulas.token_stage import JointStage, TokenStage
 from .backends import WITH_ENTROPY, FusedRows
-from .partials import OUTSIDE, LogitRows, Partials, RowTransform, Slopes
+from .partials import OUTSIDE, LogitRows, Partials, RowTransform, Slopes, side_by_side
 from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
 from .ragged import Ragged, merged, write_at
 from .selection import Draws, gradient_at, starts
@@ -205,18 +205,14 @@ class Engine(Gradients):
         """Partials [q, N]: computed for the rows that are visited; the others get the values of a row that is not read. Columns are
         drawn from each chunk while its logits are there."""
         n, device, others = whole.targets.numel(), self.hidden.device, whole.apart
-        partials: Partials | None = None
+        active, parts = whole.active if whole.ahead else None, list[Tensor]()
         apart = tuple(Partials.not_read(other.names, n, device, other) for other in others)
         sparse = whole.sparse
         draws = None if sparse is None else Draws(sparse.step, n, device, whole.padded)
-        for some, chunk, wanted in self._visited(whole, whole.ahead, whole.active if whole.ahead else None):
+        for some, chunk, wanted in self._visited(whole, whole.ahead, active):
             rows, at = self._rows(whole, chunk), chunk.at
             part = self.backend.visit(rows, whole.names)
-            if rows.n == n and partials is None:  # all rows at once: nothing is put together
-                partials = part
-            else:
-                partials = Partials.not_read(whole.names, n, device, whole.one) if partials is None else partials
-                partials.values[:, at] = part.values
+            parts.append(part.values)
             for i, here, own, _ in beside(rows, self._places(at), others, self.logits_of) if others else ():
                 these = at if here is None else self._places(at)[here]
                 apart[i].values[:, these] = self.backend.visit(own, others[i].names).values
@@ -228,7 +224,7 @@ class Engine(Gradients):
                 assert whole.at is not None
                 z = rows.transform.of_rows(rows.logits[0], rows.logits[0])
                 slots = self.stream.own(whole.at).in_chunk(self._places(at), n)
-                partials.put(OUTSIDE, sums_outside(self.backend, z, slots, rows), at)
+                part.put(OUTSIDE, sums_outside(self.backend, z, slots, rows))
             d_logits = self._gradient(rows.logits[0], some) if wanted else None
             if d_logits is not None:
                 self._of_slope_1(rows, part, d_logits)
@@ -237,39 +233,49 @@ class Engine(Gradients):
                 d_logits = self._kept(d_logits)
                 self._accumulate(chunk, d_logits, some)
             del d_logits
-        if partials is None:
-            partials = Partials.not_read(whole.names, n, device, whole.one)
+        of = () if whole.one is None else (whole.one.kind, whole.one.mixture)
+        values = self._in_batch(parts, whole.rows(), active, lambda: Partials.not_read(whole.names, n, device).values)
+        partials = Partials(values, whole.names, *of)
         return Found(partials, apart, () if draws is None else draws.tensors(), self.d_hidden if whole.ahead else None)
 
     def fused(self, whole: Whole, stage: TokenStage, gradients: bool) -> FusedRows:
         """Losses of the rows of a token stage, with `gradients` collected or not."""
         n, tokens, index = whole.targets.numel(), whole.tokens, whole.rows()
-        result = FusedRows.zeros(n if tokens is None else tokens.rows.numel(), self.hidden.device, whole.others or None)
-        parts: list[FusedRows] = []
-        gathers = self._gathers(index[: whole.active])
-        ordered = stage.at(index) if gathers and tokens is None else stage
+        n = n if tokens is None else tokens.rows.numel()
+        nothing, parts = functools.partial(FusedRows.zeros, n, self.hidden.device, whole.others or None), list[Tensor]()
+        result = None if tokens is None else nothing()
+        ordered = stage.at(index) if tokens is None and self._gathers(index[: whole.active]) else stage
         for some, chunk, wanted in self._visited(whole, gradients, whole.active):
             rows = self._rows(whole, chunk)
             d_logits = self._gradient(rows.logits[0], some) if wanted else None
             out = None if d_logits is None else d_logits[None]
-            if tokens is not None:
+            if result is not None:
                 of_tokens = ChunkOfTokens.of(whole, stage, self._places(chunk.at))
                 of_tokens.add_to(result, self._fused_tokens(of_tokens, rows, out))
             elif whole.apart:
                 own, at = ordered.at(chunk.in_pass), self._places(chunk.at)
-                parts.append(fused_beside(self.backend, rows, own, out, at, whole.apart, self.logits_of))
+                parts.append(fused_beside(self.backend, rows, own, out, at, whole.apart, self.logits_of).values)
             else:
-                parts.append(self.backend.fused(rows, ordered.at(chunk.in_pass), out))
+                parts.append(self.backend.fused(rows, ordered.at(chunk.in_pass), out).values)
             del rows, out  # before the products of a block make theirs
             if d_logits is not None:
                 d_logits = self._kept(d_logits)
                 self._accumulate(chunk, d_logits, some)
             del d_logits
-        if parts and not gathers:
-            return FusedRows.joined(parts)
-        if parts:
-            result.put(index, FusedRows.joined(parts))
-        return result
+        if result is not None:
+            return result
+        return FusedRows(self._in_batch(parts, index, whole.active, lambda: nothing().values))
+
+    def _in_batch(self, parts: list[Tensor], index: Tensor, active: int | None, nothing: Callable[[], Tensor]) -> Tensor:
+        """[q, n], from the values [q, r] of the chunks of a pass over `index`. `nothing` makes those of rows that are not
+        visited."""
+        if not parts:
+            return nothing()
+        if not self._gathers(index[:active]):
+            return side_by_side(parts)
+        in_batch = nothing()
+        in_batch[:, index] = side_by_side(parts)
+        return in_batch
 
     def _fused_tokens(self, chunk: ChunkOfTokens, rows: LogitRows, out: Tensor | None) -> FusedRows:
         """`fused` of the tokens of a chunk, the logits at whose ids are among those of the chunk."""

@@ -7,7 +7,9 @@ vectors have one entry a row of logits, [n].
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -158,7 +160,13 @@ def partials_of(statistics: tuple[str, ...], kind: str = "") -> tuple[str, ...]:
     return tuple(name for i, name in enumerate(PARTIALS) if i < ALWAYS or name in needed)
 
 
-class Partials(NamedTuple):
+def side_by_side(tables: list[Tensor]) -> Tensor:
+    """Tables [q, r] of rows that follow one another as one."""
+    return tables[0] if len(tables) == 1 else torch.cat(tables, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Partials:
     """Partials of each row's softmax, and the statistics that follow from them. Partials of parts of a row can be merged.
 
     values   fp32 [q, n], a row for each of `names`.
@@ -202,7 +210,7 @@ class Partials(NamedTuple):
 
     def at(self, rows: slice | Tensor) -> Partials:
         """The partials of these rows only."""
-        return self._replace(values=self.values[:, rows])
+        return Partials(self.values[:, rows], self.names, self.kind, self.mixture)
 
     @property
     def max(self) -> Tensor:
@@ -270,9 +278,10 @@ class Partials(NamedTuple):
         assert top is not None
         return top.to(torch.int64)
 
+    @functools.cached_property
     def _two_streams(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(r, whether it is small, log(1 + r), cross, excess), all for p of sum 1. r is the other stream's sum over one's own,
-        less 1: made of two sums of differences, it keeps the digits of rows that are nearly equal."""
+        """From the sums of a first visit: (r, whether it is small, log(1 + r), cross, excess), all for p of sum 1. r is the other
+        stream's sum over one's own, less 1: made of two sums of differences, it keeps the digits of rows that are nearly equal."""
         row = dict(zip(self.names, self._wide(), strict=True))
         own, other = row["sum"], row["teacher_sum"]
         if self.kind == "forward":
@@ -286,7 +295,7 @@ class Partials(NamedTuple):
     @property
     def log_sums(self) -> Tensor:
         """log(teacher_sum / sum), which is log p_j - log q_j less d_j."""
-        logs = self._two_streams()[2]
+        logs = self._two_streams[2]
         return (-logs if self.kind == "forward" else logs).to(torch.float32)
 
     @property
@@ -296,7 +305,7 @@ class Partials(NamedTuple):
             student, teacher = self.get("mixed_student"), self.get("mixed_teacher")
             assert student is not None and teacher is not None, self.names
             return of_mixed(self.kind, student, teacher, self.mixture)
-        r, near, logs, cross, excess = self._two_streams()
+        r, near, logs, cross, excess = self._two_streams
         return torch.where(near, excess - phi(r), cross + logs).clamp(min=0.0).to(torch.float32)
 
     @property

@@ -19,7 +19,7 @@ from ..layout import plain
 from ..token_sets import TokenSets
 from .backends import Backend, FusedRows
 from .parallel import VocabShard, exchange, on_shard
-from .partials import MIXED, TRANSFORMED, LogitRows, Partials, RowTransform, Second, Slopes
+from .partials import MIXED, TRANSFORMED, LogitRows, Partials, RowTransform, Second, Slopes, side_by_side
 from .ragged import Distinct, Ragged, Tokens
 from .stream import Found, LogitsAt, Other, Stream, at_all_ranks, one_of, read_beside, times
 
@@ -189,7 +189,7 @@ class SetKernels:
             found = [
                 self.backend.first_visit(rows, names).values for _, rows in self._parts(block, block.memory(z), beside, read)
             ]
-            partials.values[:, block.rows] = torch.cat(found, 1)
+            partials.values[:, block.rows] = side_by_side(found)
         top = partials.get("top")
         if top is not None:  # the kernels give a column of the block
             top.copy_(self._top_id(z, partials.max))
@@ -199,7 +199,7 @@ class SetKernels:
             mixed = torch.empty(len(MIXED), read.numel(), device=z.device)
             for block in self._blocks():
                 own, parts = partials.at(block.rows), self._parts(block, block.memory(z), beside, read)
-                mixed[:, block.rows] = torch.cat([self.backend.mixed(rows, own.at(places)) for places, rows in parts], 1)
+                mixed[:, block.rows] = side_by_side([self.backend.mixed(rows, own.at(places)) for places, rows in parts])
             partials.put(MIXED, mixed if self.shard is None else self.shard.sum_over_ranks(mixed))
         return partials
 
@@ -207,9 +207,9 @@ class SetKernels:
         """The gradient of z."""
         gradient: Tensor | None = None
         for block in self._blocks():
-            memory, of_block = block.memory(z), (partials.at(block.rows), slopes.at(block.rows))
+            memory, found, own = block.memory(z), partials.at(block.rows), slopes.at(block.rows)
             for places, rows in self._parts(block, memory, beside, self.kept.read):
-                self.backend.gradient(rows, *(x.at(places) for x in of_block), rows.logits)
+                self.backend.gradient(rows, found.at(places), own.at(places), rows.logits)
             gradient = block.added(gradient, memory)
         assert gradient is not None, "there is one block at least"
         return gradient
@@ -228,9 +228,9 @@ class SetKernels:
                 # Every rank's block has the same slots, each with the ids of the rank alone.
                 shard = None if self.shard is None else replace(self.shard, start=0, vocab=rows.logits.shape[2])
                 backend, out = on_shard(self.backend, shard), rows.logits if wanted else None
-                results.append(backend.fused(rows, own.at(places), out))
+                results.append(backend.fused(rows, own.at(places), out).values)
             gradient = block.added(gradient, memory) if wanted else None
-        result = FusedRows.joined(results)
+        result = FusedRows(side_by_side(results))
         if order:
             in_blocks, result = result, FusedRows.zeros(read.numel(), read.device, beside)
             result.put(torch.cat(order), in_blocks)
@@ -292,7 +292,7 @@ class SetKernels:
             rows = torch.arange(n, device=place.device) if group is None else group
             parts += [(some, width) for some in rows.split(max(1, BLOCK_BYTES // (4 * width)))]
         while parts:
-            own, size, starts = [], 0, []
+            own, size, starts = list[tuple[Tensor, int]](), 0, list[Tensor]()
             while parts and (not own or 4 * (size + parts[0][0].numel() * parts[0][1]) <= BLOCK_BYTES):
                 rows, width = parts.pop(0)
                 own.append((rows, width))

@@ -172,7 +172,7 @@ class Gradients(ABC):
 
 def times(weight: Tensor | None, x: Tensor) -> Tensor:
     """weight * x; 0 where the weight is 0, whatever x is."""
-    return x if weight is None else torch.where(weight == 0, 0.0, weight * x)
+    return x if weight is None else (weight * x).masked_fill_(weight == 0, 0.0)
 
 
 def read_beside(weight: Tensor | None, read: Tensor | None) -> Tensor | None:

@@ -26,6 +26,7 @@ from ..partials import (
     Partials,
     Slopes,
     partials_of,
+    side_by_side,
 )
 from ..ragged import Ragged
 from ..selection import Drawn
@@ -55,11 +56,6 @@ class FusedRows(NamedTuple):
     def zeros(cls, n: int, device: torch.device, second: object) -> FusedRows:
         """Of n rows, to be put together. `second`: None for results without a divergence."""
         return cls(torch.zeros(3 if second is None else 4, n, dtype=torch.float32, device=device))
-
-    @classmethod
-    def joined(cls, parts: list[FusedRows]) -> FusedRows:
-        """Those of rows that follow one another."""
-        return parts[0] if len(parts) == 1 else cls(torch.cat([part.values for part in parts], 1))
 
     def put(self, rows: slice | Tensor, part: FusedRows) -> None:
         """Set those of these rows."""
@@ -189,10 +185,10 @@ class Backend(ABC):
                 losses = losses + torch.where(weight == 0, 0.0, weight * divergence)
                 upstream["divergence"] = weight
             losses = losses if block.read is None else torch.where(block.read, losses, 0.0)
-            parts.append(FusedRows.of(logps, entropy, losses, divergence))
+            parts.append(FusedRows.of(logps, entropy, losses, divergence).values)
             if out is not None:
                 self.pull(block, partials, Slopes.of({"entropy": entropy}, upstream, block.read), out)
-        return FusedRows.joined(parts) if parts else FusedRows.zeros(n, rows.logits.device, second)
+        return FusedRows(side_by_side(parts)) if parts else FusedRows.zeros(n, rows.logits.device, second)
 
 
 # ---- which backend runs
