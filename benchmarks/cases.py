@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ CONTRACTS = {
     "hidden-forward": "log-probs from hidden states and the head's weight, no gradient",
     "kept": "DAPO loss over kept sets from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
     "trees": "DAPO loss of rollouts that share rows of hidden states, and the head's weight [V, H]: value, gradients of both",
+    "forms": "DAPO loss with terms at 128 listed ids a row, from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
     "sparse": "DAPO loss from hidden states [N, H] of rows of a mean entropy and the head's weight [V, H]: value, gradients of both",
     "cross-entropy": "mean cross-entropy from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
     "divergence": "mean KL(policy, teacher) from hidden states and weights of both: value, gradients of the policy's",
@@ -225,6 +226,11 @@ def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
         )
     else:
         case.batch = tokens(case, g)
+    if cell.contract == "forms":
+        first = torch.randint(0, cell.vocab, (cell.rows, 1), generator=g, device=device)
+        ids = (first + torch.arange(LISTED, device=device)) % cell.vocab
+        terms = (TokenSets.from_padded(ids, values=torch.randn(ids.shape, generator=g, device=device)) for _ in range(2))
+        case.batch = replace(case.batch, logp_terms=next(terms), prob_terms=next(terms))
     if kept is not None:
         case.weight_grad = torch.zeros(weight.shape, device=device)
     hidden.requires_grad_(cell.contract != "hidden-forward")
@@ -293,6 +299,8 @@ def entropies(logits: Tensor) -> Tensor:
 #: the median is 2, the mean about 8, the 99th percentile about 82. For rows with more than one id, sizes are drawn from a
 #: log-normal distribution whose parameters reproduce these quantiles.
 SINGLE, MU, SIGMA, LARGEST = 0.46, 1.936, 1.185, 512
+#: Ids that each row lists in the suite "forms".
+LISTED = 128
 
 
 def sets_of(targets: Tensor, vocab: int, g: torch.Generator) -> TokenSets:
@@ -426,6 +434,8 @@ def reference(case: Case) -> Result:
                     value = -chosen.mean()
                 else:
                     value = policy_loss(chosen, _part(batch, part), cell)
+                    if batch.logp_terms is not None:
+                        value = value + _listed(z, batch, part)
         if not found:
             entropy[part] = entropies(z)
             continue
@@ -441,6 +451,13 @@ def reference(case: Case) -> Result:
             found["d_weight"].addmm_(d_logits.t(), own.hidden[_states(batch, part)])
     results = {"loss": loss} | found if found else {"logps": logps} | ({"entropy": entropy} if case.hidden is None else {})
     return {name: x.float() for name, x in results.items()}
+
+
+def _listed(z: Tensor, batch: TokenBatch, part: slice) -> Tensor:
+    """The mean over rows of sum c log p + sum r p, over their listed ids."""
+    ids, c, r = (x.view(-1, LISTED)[part] for x in (batch.logp_terms.ids, batch.logp_terms.values, batch.prob_terms.values))
+    logps = z.log_softmax(-1).gather(1, ids.long())
+    return (c * logps + r * logps.exp()).sum(1).mean()
 
 
 def _slopes(case: Case, batch: TokenBatch) -> tuple[Tensor, Tensor]:

@@ -161,6 +161,10 @@ SUITES = {
             "trees", "Loss and gradients of rollouts that share rows, from hidden states", "trees",
             _trees((256, 1024, QWEN), dtypes=(FP32,)), _trees(LARGE, dtypes=(BF16,)),
         ),
+        Suite(
+            "forms", "Loss and gradients with terms at listed ids, from hidden states", "forms",
+            plan("forms", (256, 1024, QWEN)), gpu("forms", LARGE),
+        ),
         _head("divergence", "Exact KL to a teacher, from hidden states", plan("divergence", MANY, only=DIVERGENCES)),
         _head("divergence-forward", "The same, forward"),
         _head("divergence-jsd", "The same, Jensen-Shannon"),

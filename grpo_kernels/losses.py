@@ -353,10 +353,6 @@ def _loss(
     if batch.listed is not None:
         name = "prob_terms" if batch.logp_terms is None else "logp_terms"
         refuse_sparse(options, "the gradients of ids of logp_terms and prob_terms would be among the columns drawn once more")
-        if exact is not None:
-            raise ValueError(
-                f"{name} are given beside kl={objective.kl}, which they cannot be combined with: add up two losses."
-            )
         check_ids(name, batch.listed, stream.vocab)
     if tokens is not None or listed is not None:
         late, joint = late or kept is not None or bool(seconds.others), joint and listed is None
@@ -385,8 +381,8 @@ def _in_one_visit(
     if tokens is not None:
         over_vocabulary = Whole(tokens.of_any, tokens.named(None), (), others, index, active, tokens=tokens)
     elif kept is None or not kept.has_all:
-        read, n = rows.read if kept is None else kept.others(rows.read), stream.n
-        own = None if at is None else Tokens(torch.arange(n, device=rows.targets.device), rows.targets, read, n, at)
+        read = rows.read if kept is None else kept.others(rows.read)
+        own = None if at is None else Tokens.one_a_row(rows.targets, read, at)
         over_vocabulary = Whole(rows.targets, read, (), others, index, active, tokens=own)
     if kept is not None:
         over_sets = OverSets(kept, rows.targets, WITH_ENTROPY, others)

@@ -75,7 +75,10 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
     targets, read = plain(targets), None if read is None else plain(read)  # under torch.func they may have wrappers
     if others:
         names, with_gradient = (*names, "divergence"), (*with_gradient, "divergence")
-    beside = known[0] if len(known) == 1 and known[0].weight is None and not others else None  # in the same visit
+    alone = len(known) == 1 and known[0].weight is None and not others and at is None
+    beside = known[0] if alone else None  # in the same visit
+    if known and beside is None and isinstance(stream, Logits) and stream.inplace:
+        raise ValueError("inplace=True, but each teacher that is known at some ids needs the logits again: pass inplace=False.")
     if beside is not None:
         at, outside = beside.slots, _outside(exact)
         names, with_gradient = (*names, *outside), (*with_gradient, *outside)
@@ -101,15 +104,13 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         )
         whole = replace(whole, at=at.only(~kept.has).plain()) if at is not None and kept is not None and over is None else whole
         if tokens is not None:  # rows are read at the ids of all of their tokens, over the vocabulary and over sets
-            tokens = replace(tokens, read=some, listed=whole.at)
-            whole = replace(
-                whole,
-                targets=tokens.of_any,
-                read=tokens.named(None),
-                at=tokens.pairs.slots,
-                tokens=tokens,
-                all_rows=kept is not None,
-            )
+            tokens = replace(tokens, read=some)
+            whole = replace(whole, read=tokens.named(None), all_rows=kept is not None)
+        elif at is not None and beside is None and isinstance(stream, Hidden):  # whose logits at ids are sums of another order
+            tokens = Tokens.one_a_row(targets, some)
+        if tokens is not None:
+            tokens = replace(tokens, listed=whole.at)
+            whole = replace(whole, targets=tokens.of_any, at=tokens.pairs.slots, tokens=tokens)
         whole = _indexed(stream, whole, asked, read)
         if not (with_gradient or others or known or whole.all_rows or sparse is not None or at is not None):
             whole = replace(whole, ahead=_with_frozen_head(stream))
@@ -119,7 +120,7 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
     values = statistics(Rows(stream, tuple(reads)), targets, read, stream.transform, stream.tensors)
     found = [_of_visit(values, i) for i in range(len(reads))]
     found = [
-        x if tokens is None or isinstance(read.visit, OverSets) else of_tokens(x, tokens)
+        of_tokens(x, read.visit.tokens) if isinstance(read.visit, Whole) and read.visit.tokens is not None else x
         for x, read in zip(found, reads, strict=True)
     ]
     of_known = found[len(found) - (0 if beside is not None else len(known)) :]

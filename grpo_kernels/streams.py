@@ -230,8 +230,6 @@ def seconds_of(name: str, given: Any, exact: Exact, policy: Policy) -> Seconds:
         weight = _weight(f"{name}[{i}][1]", pair[1], policy)
         others += [replace(other, weight=weight) for other in alone.others]
         known += [teacher._replace(weight=weight) for teacher in alone.known]
-    if known and isinstance(policy.stream, Logits) and policy.stream.inplace:
-        raise ValueError("inplace=True, but each teacher that is known at some ids needs the logits again: pass inplace=False.")
     return Seconds(tuple(others), tuple(known))
 
 

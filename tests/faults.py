@@ -83,11 +83,12 @@ FAULTS: list[Fault] = [
         ("ids are as likely as the likeliest", "return torch.where(z == -torch.inf, z, z - torch", "return torch.where(z == -torch.inf, z, 0 * torch", SHARED),
         ("log-probs at ids are those of other sums", "        if self.one is None:", "        if True:", SHARED),
         ("tokens beside the likeliest add to its slope alone", "upstream - total[rows], upstream)", "0.0, upstream)", SHARED),
-        ("a divergence has no gradient at ids", "g = g + of_divergence[rows] *", "g = g + 0 * of_divergence[rows] *", SHARED),
+        ("teachers have one weight at listed ids", "slope = times(other.weight, of_divergence)[rows]", "slope = of_divergence[rows]", "tests/core/test_listed.py"),
+        ("a divergence has no gradient at ids", "slope == 0, 0.0, slope *", "slope == 0, 0.0, 0 * slope *", SHARED),
         ("as many tokens as rows are one for each", "self.tokens.rows.unique().numel() == self.tokens.n", "True", SHARED),
         ("the only token of a row has another's numbers", "part.values[:, tokens.rows]", "part.values", SHARED),
         ("tokens of a chunk replace each other", "result.values[:3, self.which] += part.values[:3]", "result.values[:3, self.which] = part.values[:3]", SHARED),
-        ("the sign of what other columns get", "others = -total  #", "others = total  #"),
+        ("the sign of what other columns get", "constant = -total  #", "constant = total  #"),
         (
             "blocks of rows begin again in each sequence", "yield a * T + t, a * T + end, self.logits",
             "yield t, end, self.logits",
@@ -498,7 +499,7 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/integrations/areal.py", "tests/integrations/test_bound_functions.py",
         (
             "temperature left out of the entropy", "transform, options = LogitTransform(temperature),",
-            "transform, options = LogitTransform(1.0 if entropy else temperature),",
+            "transform, options = LogitTransform(1.0 if others else temperature),",
         ),
     ),
     *of("grpo_kernels/integrations/liger.py", "tests/integrations/test_liger.py",

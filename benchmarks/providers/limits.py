@@ -155,7 +155,7 @@ def _backward(case: Case, way: type[_Torch], of_weight: bool) -> Run:
     return Run(run, run.make)
 
 
-BACKWARD = ("hidden", "hidden-frozen", *OF_SEQUENCES, "sparse", "cross-entropy", "trees", *BETAS)
+BACKWARD = ("hidden", "hidden-frozen", *OF_SEQUENCES, "sparse", "cross-entropy", "trees", "forms", *BETAS)
 PARTS: dict[str, tuple[tuple[str, ...], Callable[[Case, type[_Torch]], Run]]] = {
     "teacher logits": (tuple(BETAS), lambda case, way: Run(way(case.ref_weight, case.ref_hidden).logits)),
     "logits": ((*BACKWARD, "hidden-forward"), lambda case, way: Run(way(case.weight, case.hidden).logits)),

@@ -71,12 +71,13 @@ def loss_of(case: Case, inputs: tuple[Tensor, ...], spec: Objective, batch: Toke
 
 def loss(
     name: str, *contracts: str, upstream: float = 1.0, inplace: bool = False, into: bool = False, backend: str | None = None,
-    fraction: int = 0, spec: Objective | None = None, one_by_one: bool = False, **fields: Any,
+    fraction: int = 0, spec: Objective | None = None, one_by_one: bool = False, without_terms: bool = False, **fields: Any,
 ) -> None:  # fmt: skip
     """Registers a way to call the whole loss. An `upstream` gradient other than 1 costs a scaling of the gradient; the
     normalizer is multiplied by it too, so that the result is the same. into: the gradient of the weight is added to existing
     memory, as trainers do that sum it over micro-batches. fraction: the gradient of the head from columns that are drawn, in
-    each run others, on steps of 1/fraction. one_by_one: with a row for each token, where tokens share them."""
+    each run others, on steps of 1/fraction. one_by_one: with a row for each token, where tokens share them.
+    without_terms: without those at listed ids."""
 
     def make(case: Case) -> Call:
         of, kernels, seeds = spec or objective(case), backend or native(case), count()
@@ -87,7 +88,7 @@ def loss(
             sparse = Sparse(1 / fraction, next(seeds)) if fraction else None
             options = Options(backend=kernels, sparse=sparse, weight_grad=case.weight_grad if into else None)
             inputs = (case.output(),) if inplace else case.inputs()
-            batch = batch_of(case) if spec is None else replace(case.batch)
+            batch = case.plain_batch if without_terms else batch_of(case) if spec is None else replace(case.batch)
             if one_by_one:
                 index, batch = unpacked(batch)
                 inputs = (inputs[0][index], *inputs[1:])
@@ -104,7 +105,8 @@ loss(", new gradient", "logits")
 loss(", in place, upstream 0.5", "logits", inplace=True, upstream=0.5)
 loss(", new gradient, upstream 0.5", "logits", upstream=0.5)
 loss(", into weight_grad", "kept", into=True)
-loss("", "hidden", "hidden-frozen", *OF_SEQUENCES, "sparse", "kept", "cross-entropy", "trees", *BETAS)
+loss("", "hidden", "hidden-frozen", *OF_SEQUENCES, "sparse", "kept", "cross-entropy", "trees", "forms", *BETAS)
+loss(", without terms", "forms", without_terms=True, beside=True)
 loss(", rollouts one by one", "trees", one_by_one=True)
 loss(", upstream 0.5", "hidden", "hidden-frozen", upstream=0.5)
 

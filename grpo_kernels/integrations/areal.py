@@ -7,10 +7,14 @@
 imported them (the FSDP, Megatron and Archon engines). AReaL keeps a softmax of all logits in fp32 for its backward; ours
 keeps three numbers a row. The loss (`ppo_actor_loss_fn`, on [T]), its statistics and weights stay AReaL's.
 
+`bind(trees=True)` replaces `mapped_logprobs_entropy` too, of versions after 1.0.4: tokens of rollouts that share the rows of a
+packed tree, where AReaL keeps a softmax and the logits of each row that is named.
+
 Logits of several tensor-parallel ranks are parts of one width, as AReaL itself takes them to be: one exchange of 12 or 16
 bytes a row and rank, where AReaL reduces three or four times a chunk.
 
-Tested with AReaL 1.0.4 on a CPU: its two functions, from their file alone, on one rank and on two. Its engines were not run.
+Tested with AReaL 1.0.4 on a CPU: its two functions, from their file alone, on one rank and on two; that of trees, which no release
+has yet, on one. Its engines were not run.
 """
 
 from __future__ import annotations
@@ -19,25 +23,28 @@ from typing import Any
 
 import torch
 
-from .. import LogitTransform, Options, token_logprobs
+from .. import LogitTransform, Options, TokenLogprobs, token_logprobs
 from ._swap import Adapter, Slots
 from ._tensors import even_shard, plain
 
 Tensor = torch.Tensor
 
-HOME = "areal.utils.functional.vocab_parallel"
+HOME, TREES = "areal.utils.functional.vocab_parallel", "areal.models.tree_attn.mapped_logprobs"
 ADAPTER = Adapter(
     "AReaL", "areal", ("1.0.4",),
-    {"gather_logprobs": f"{HOME}.gather_logprobs", "gather_logprobs_entropy": f"{HOME}.gather_logprobs_entropy"},
+    {"gather_logprobs": f"{HOME}.gather_logprobs", "gather_logprobs_entropy": f"{HOME}.gather_logprobs_entropy",
+     "mapped_logprobs_entropy": f"{TREES}.mapped_logprobs_entropy"},
 )  # fmt: skip
 
 
-def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
+def bind(*, trees: bool = False, strict: bool = False, any_version: bool = False) -> Slots:
     """Replace AReaL's two functions by ours; the result restores them, see `Slots`, which has the errors too.
 
+    trees    True: the function of packed trees too, of versions that have it.
     strict   True: a call that AReaL's own function has to handle raises RuntimeError.
     any_version   True: no comparison under a version that was not tested."""
-    return ADAPTER.bind(gather_logprobs, gather_logprobs_entropy, strict=strict, any_version=any_version)
+    ours = (gather_logprobs, gather_logprobs_entropy, *((mapped_logprobs_entropy,) if trees else ()))
+    return ADAPTER.bind(*ours, strict=strict, any_version=any_version)
 
 
 def gather_logprobs(
@@ -45,21 +52,27 @@ def gather_logprobs(
 ) -> Tensor:
     """Log-probs of labels, fp32 in their shape; logits [..., V], divided by temperature. With a tp_group of several ranks
     logits are [..., V / ranks], this rank's part. chunk_size has no effect."""
-    return _scored(logits, labels, temperature, tp_group, False)[0]
+    return _scored(logits, labels, temperature, tp_group).logps
 
 
 def gather_logprobs_entropy(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Any]:
     """(log-probs of labels, entropy in nats) with the arguments of `gather_logprobs`; both differentiable."""
-    logps, entropy = _scored(logits, labels, temperature, tp_group, True)
-    assert entropy is not None
+    logps, entropy = _scored(logits, labels, temperature, tp_group, entropy=True)
     return logps, entropy
 
 
-def _scored(logits: Tensor, labels: Tensor, temperature: float, group: Any, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def mapped_logprobs_entropy(
+    logits: Tensor, rows: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None
+) -> tuple[Tensor, Any]:
+    """The same of labels [M], each predicted by the row of logits [N, V] that `rows`, int64 [M], names: several by one row."""
+    logps, entropy = _scored(logits, labels, temperature, tp_group, entropy=True, rows=rows)
+    return logps, entropy
+
+
+def _scored(logits: Tensor, labels: Tensor, temperature: float, group: Any, **others: Any) -> TokenLogprobs:
+    """What `token_logprobs` gives, of which `others` are arguments."""
     plain(logits)
-    shard = even_shard(logits.shape[-1], group)
-    transform, options = LogitTransform(temperature), Options(shard=shard)
-    found = token_logprobs(logits, labels, transform=transform, entropy=entropy, options=options)
-    return found.logps, found.entropy
+    transform, options = LogitTransform(temperature), Options(shard=even_shard(logits.shape[-1], group))
+    return token_logprobs(logits, labels, transform=transform, options=options, **others)

@@ -375,6 +375,20 @@ def denominator(trainer: Any, inputs: dict[str, Any], batch: TokenBatch) -> floa
     return sequences * trainer.max_completion_length if trainer.loss_type == "dr_grpo" else sequences
 
 
+def tree_batch(inputs: dict[str, Tensor]) -> TokenBatch:
+    """The tokens of the rollouts that AsyncGRPOTrainer packs for one rank, from what its compute_loss gets: a prefix that several
+    have in common is there once, and a row of hidden states predicts a token for all that share it.
+
+        ids = inputs["input_ids"][inputs["attention_mask"].bool()]  # the rows, [N]
+        out = linear_grpo_loss(hidden, weight, tree_batch(inputs), objective, normalizer=...)  # hidden [N, H] of the model"""
+    scored, labels = inputs["token_index"] >= 0, inputs["shift_labels"][inputs["attention_mask"].bool()]
+    rows, advantages, old_logps, owner = (
+        inputs[name][scored] for name in ("token_index", "advantages", "old_log_probs", "segment_id")
+    )
+    ends = owner.bincount().cumsum(0)  # the rollouts stand one after the other
+    return TokenBatch(labels[rows], advantages, old_logps=old_logps, rows=rows, cu_seqlens=torch.cat([ends.new_zeros(1), ends]))
+
+
 # ---- the loss inside a model's forward: the object that TRL passes to the model, and the forward that uses it
 
 NAMES = ("log_probs", "entropy")

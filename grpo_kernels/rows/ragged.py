@@ -109,7 +109,7 @@ class Distinct(NamedTuple):
         pairs, order = torch.where(used, (rows << 32) + ids, none).sort(stable=True)
         slot = torch.cat([pairs.new_zeros(1), (pairs.diff() != 0).cumsum(0)])[:k]
         places = torch.arange(k + 1, device=device)
-        starts = torch.searchsorted(slot, places)
+        starts = torch.full_like(places, k).scatter_reduce_(0, slot, places[:k], "amin")
         pair = torch.where(starts < k, torch.cat([pairs, none[None]])[starts], none)[:k]
         owner, ids = (pair >> 32).clamp(max=n - 1), torch.where(pair < none, pair & 0xFFFFFFFF, -1)
         slots = Ragged(ids, torch.searchsorted(owner, torch.arange(n + 1, device=device)), owner)
@@ -140,6 +140,12 @@ class Tokens:
     read: Tensor | None
     n: int
     listed: Ragged | None = None
+
+    @classmethod
+    def one_a_row(cls, targets: Tensor, read: Tensor | None, listed: Ragged | None = None) -> Tokens:
+        """Those of rows that have one token each."""
+        n = targets.numel()
+        return cls(torch.arange(n, device=targets.device), targets, read, n, listed)
 
     @functools.cached_property
     def used(self) -> Tensor:

@@ -9,7 +9,7 @@ torch.compile sees the same Function with the operators of compile.py in place o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +21,7 @@ from .memory import converted
 from .partials import Partials, RowTransform, Slopes
 from .ragged import Ragged, Tokens
 from .sets import OverSets
-from .stream import Found, Gradients, LogitsAt, Parts, Stream, Whole, at_all_ranks, times
+from .stream import Found, Gradients, LogitsAt, Other, Parts, Stream, Whole, at_all_ranks, times
 
 Tensor = torch.Tensor
 Tensors = tuple[Any, ...]
@@ -176,7 +176,7 @@ class Rows:
                     slopes = Slopes.stacked({"target": target})
                     few.append((stream.own(visit.at), values))
                 else:
-                    rows = (visit.targets, visit.read, found.partials, slopes, stream.transform, visit.one)
+                    rows = (visit.targets, visit.read, found.partials, slopes, stream.transform, _seconds_at(visit, found))
                     at_ids, slopes = at.gradients(d_at, d_outside, *rows)
             if isinstance(visit, Whole):
                 stream.pull(visit, found, slopes, gradients, at_ids)
@@ -216,6 +216,13 @@ def _divergence(visit: Whole | OverSets, found: Found) -> Tensor:
         return found.partials.divergence
     values = [times(other.weight, partials.divergence) for other, partials in zip(visit.apart, found.apart, strict=True)]
     return torch.stack(values).sum(0)
+
+
+def _seconds_at(visit: Whole | OverSets, found: Found) -> Iterator[tuple[Other, Partials, Tensor]]:
+    """The second streams of a visit: with each the partials of its divergence, and its logits [k] at the ids of the visit."""
+    partials = found.apart if visit.one is None else (found.partials,)
+    for other, both in zip(visit.others, partials, strict=True):
+        yield other, both, _logits_at(other.stream, visit).logits
 
 
 def _logits_at(stream: Stream, visit: Whole | OverSets) -> LogitsAt:

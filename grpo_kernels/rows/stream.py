@@ -6,7 +6,7 @@ knows its logits at single positions (`at`). What it collects of its gradient is
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -285,23 +285,23 @@ class LogitsAt:
         values = torch.where(is_one, upstream - total[rows], upstream) * transform.slope(self.logits, rows)
         return total.to(torch.float32), torch.where(self.used, values, 0.0).to(torch.float32)
 
-    def of_divergence(self, other: Other, partials: Partials, transform: RowTransform) -> Tensor:
-        """fp32 [k]: d divergence from a second stream / d z of each id, from the partials of both."""
+    def of_divergence(self, other: Other, partials: Partials, logits: Tensor, transform: RowTransform) -> Tensor:
+        """fp32 [k]: d divergence from a second stream / d z of each id, from the partials of both, and its logits [k]."""
         rows, theirs, own = self.slots.rows, other.stream.transform, partials.get
         teacher_max, teacher_sum = own("teacher_max"), own("teacher_sum")
         assert teacher_max is not None and teacher_sum is not None
         z = transform.of(self.logits, rows) - partials.max[rows]
-        w = theirs.of(at_all_ranks(other.stream, self.slots), rows) - teacher_max[rows]
+        w = theirs.of(logits, rows) - teacher_max[rows]
         p, q = z.exp() / partials.sum[rows], w.exp() / teacher_sum[rows]
         return divergence.gradient(other.kind, p, q, z - w + partials.log_sums[rows], partials.center[rows], other.mixture)
 
     def gradients(
         self, upstream: Tensor, outside: Tensor | None, targets: Tensor, read: Tensor | None, partials: Partials, slopes: Slopes,
-        transform: RowTransform, other: Other | None = None,
+        transform: RowTransform, others: Iterable[tuple[Other, Partials, Tensor]] = (),
     ) -> tuple[Tensor, Slopes]:  # fmt: skip
         """(d loss / d logits [k], of all that the loss depends on; the slopes of the other columns of the rows), from d loss / d
-        log-probs [k], and from d loss / d log of the probability outside of the ids [n], or None. `other`: the second stream that
-        slopes of a divergence are of.
+        log-probs [k], and from d loss / d log of the probability outside of the ids [n], or None. `others`: the second streams that
+        slopes of a divergence are of, the partials beside each, and its logits [k].
 
         Where p is close to 1, the 1 - p of one's own logit is that of expm1, as in the row kernels, or the sum of all else where
         that is known. Sums over the ids are fp64, since what arrives at one of them may be far more than at all others."""
@@ -309,13 +309,13 @@ class LogitsAt:
         counted = self.used if read is None else self.used & read[rows]
         upstream = torch.where(counted, upstream, 0.0).to(torch.float64)
         total = self._sums(upstream)
-        others = -total  # the gradient of the other columns, in units of their probability
+        constant = -total  # the gradient of the other columns, in units of their probability
         logps = torch.where(counted, self.log_probs(partials, read, transform), -torch.inf)
         p, rest = logps.exp(), -torch.expm1(logps)
         if outside is not None:  # d log P / d z_j, P the probability outside, is p_j (1 / P - 1), of the ids -p_j
             outside, mass = outside if read is None else torch.where(read, outside, 0.0), torch.exp(partials.outside)
             inside = torch.where(mass > 0.5, self._sums(p), 1.0 - mass)
-            others = others + torch.where(outside == 0, 0.0, outside * (inside / mass))
+            constant = constant + torch.where(outside == 0, 0.0, outside * (inside / mass))
             total = total + outside
             rest = torch.where(p > 0.5, (mass + self._sums(torch.where(p > 0.5, 0.0, p)))[rows], rest)
         g = (rest * upstream - p * (total[rows] - upstream)).to(torch.float32)
@@ -323,10 +323,12 @@ class LogitsAt:
         for term in slopes.at_columns(rows, p, p, logps):
             g = g + term
         of_divergence = slopes.get("divergence")
-        if other is not None and of_divergence is not None:
-            g = g + of_divergence[rows] * self.of_divergence(other, partials, transform)
+        if of_divergence is not None:
+            for other, both, logits in others:
+                slope = times(other.weight, of_divergence)[rows]
+                g = g + torch.where(slope == 0, 0.0, slope * self.of_divergence(other, both, logits, transform))
         g = torch.where(counted, g * transform.slope(self.logits, rows), 0.0)
-        return g, slopes.plus("constant", others.to(torch.float32))
+        return g, slopes.plus("constant", constant.to(torch.float32))
 
     def _sums(self, x: Tensor) -> Tensor:
         """[n], of x [k], in a fixed order: no atomics."""

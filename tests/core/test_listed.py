@@ -50,8 +50,8 @@ def case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, TokenBatch
     hidden, weight = 2 * torch.randn(B, T, H, generator=g), torch.randn(V, H, generator=g)
     targets = torch.randint(V, (B, T), generator=g)
     lists = [torch.randperm(V, generator=g)[: i % 7 * (i != 16)].tolist() for i in range(B * T)]
-    for i in (3, 10, 17):
-        lists[i] = [int(targets.view(-1)[i]), *(x for x in lists[i] if x != int(targets.view(-1)[i]))]
+    for i in (1, 3, 10, 17):
+        lists[i] = [int(targets.view(-1)[i]), *(x for x in lists[i] if x != int(targets.view(-1)[i]))][: i % 7]
     sets = TokenSets.from_lists(lists)
     c, r = torch.randn(2, sets.ids.numel(), generator=g)
     old = (hidden @ weight.t()).log_softmax(-1).gather(-1, targets[..., None])[..., 0] - 0.1 * torch.randn(B, T, generator=g)
@@ -121,6 +121,39 @@ def test_value_and_gradient(
     for x, y in zip(ours, theirs, strict=True):
         assert x.grad is not None and y.grad is not None and not x.grad[~MASK].any() if x is ours[0] else True
         torch.testing.assert_close(x.grad.double(), y.grad, rtol=0, atol=room * float(y.grad.abs().max()))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("teachers", ["whole", "several", "known", "kept", "kept, over all", "shared", "kept, shared"])
+@pytest.mark.parametrize(("source", "level"), WAYS)
+def test_beside_a_divergence(source: str, level: str, teachers: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each alone, added up."""
+    in_chunks(monkeypatch, 4)
+    (hidden, weight, batch), from_hidden = case(), source == "hidden"
+    sets, noise = batch.logp_terms, torch.randn(2, B, T, H, generator=torch.Generator().manual_seed(4))
+    assert sets is not None
+    leaves = (hidden, weight) if from_hidden else (hidden @ weight.t(),)
+    near, far = ((hidden + x, weight) if from_hidden else (hidden + x) @ weight.t() for x in noise)
+    known = TokenSets((sets.ids + 5) % V, sets.offsets, torch.full(sets.ids.shape, -2.5))
+    given: Any = {"several": [(near, 0.5), (known, 0.7), (far, torch.rand(B, T))], "known": known}.get(teachers, near)
+    options = Options(backend, reference_over="vocabulary" if "all" in teachers else "kept")
+    if "kept" in teachers:
+        of_rows = zip(batch.targets.view(-1).tolist(), sets.ids.split(sets.counts.tolist()), strict=True)
+        lists = [[*{t, *ids.tolist()}] * (i % 5 != 2) for i, (t, ids) in enumerate(of_rows)]
+        batch = replace(batch, kept=TokenSets.from_lists(lists))
+    if "shared" in teachers:
+        batch = replace(batch, rows=torch.arange(B * T).view(B, T) // 3, old_logps=None)
+
+    def gradients(batch: TokenBatch, spec: Objective) -> tuple[Tensor, ...]:
+        ours, second = [x.clone().requires_grad_() for x in leaves], {"reference" if from_hidden else "ref_logits": given}
+        call: Any = linear_grpo_loss if from_hidden else grpo_loss
+        return torch.autograd.grad(call(*ours, batch, spec, options=options, **(second if spec.exact else {})).loss, ours)
+
+    plain, without = objective(level), replace(batch, logp_terms=None, prob_terms=None)
+    for kl in (Exact("jsd"), Exact("reverse")) if teachers in ("whole", "kept") else (Exact("forward"),):
+        alone = Objective(NoPolicyTerm(), kl=kl, beta=0.3, aggregate="token-mean")
+        parts = zip(gradients(batch, plain), gradients(without, alone), strict=True)
+        for x, (y, z) in zip(gradients(batch, replace(plain, kl=kl, beta=0.3)), parts, strict=True):
+            torch.testing.assert_close(x, y + z, rtol=0, atol=2e-6 * float((y + z).abs().max()))
 
 
 @pytest.mark.parametrize("source", ["logits", "hidden"])
@@ -339,9 +372,9 @@ def test_refusals() -> None:
     for wrong in ({"surrogate": "min"}, {"surrogate": ClipCov()}, {"trust": "ratio"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ScoreCentering(**wrong)  # type: ignore[arg-type]
-    exact = Objective.preset("distillation", kl=Exact())
-    with pytest.raises(ValueError, match="add up two losses"):
-        grpo_loss(hidden @ weight.t(), batch, exact, ref_logits=torch.randn(B, T, V))
+    known = {"ref_logits": sets.with_values(torch.full(sets.ids.shape, -3.0)), "inplace": True}
+    with pytest.raises(ValueError, match="inplace=True, but each teacher"):
+        grpo_loss(hidden @ weight.t(), batch, Objective.preset("distillation", kl=Exact()), **known)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"listed=.*pass a function"):
         objective("token", listed=ScoreCentering)
     with pytest.raises(ValueError, match="logp_terms is None, but listed"):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_kernels import Objective, Options, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Objective, Options, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs
 from grpo_kernels.rows import stream
 from support.inside import count_products, in_chunks, of_a_gpu
 from support.objectives import OBJECTIVES
@@ -128,7 +128,7 @@ def test_a_likely_token_beside_one_without_a_slope(frozen: bool) -> None:
             torch.testing.assert_close(x.double(), y, rtol=0, atol=2.0**-6 * float(y.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["dapo", "gspo", "log-probs"])
+@pytest.mark.parametrize("name", ["dapo", "gspo", "log-probs", "at"])
 def test_probabilities_near_1_keep_their_digits(name: str, backend: str) -> None:
     """From whichever sums their logits are: a log-prob of -1e-5 is none of 1e-6, and below 0."""
     g = torch.Generator().manual_seed(2)
@@ -139,7 +139,10 @@ def test_probabilities_near_1_keep_their_digits(name: str, backend: str) -> None
     targets = torch.where(torch.arange(22) % 2 == 0, rows, rows + 5)
     found = []
     for x, of_rows in ((hidden, rows), (hidden[rows], None)):
-        if name == "log-probs":
+        if name == "at" and of_rows is not None:  # both tokens of a row as ids that are asked for
+            sets = TokenSets.from_padded(targets.view(11, 2))
+            logps = linear_logprobs(x, weight, targets[1::2], at=sets, options=Options(backend)).also["at"]
+        elif name in ("log-probs", "at"):
             logps, _ = linear_logprobs(x, weight, targets, rows=of_rows, options=Options(backend))
         else:
             batch = TokenBatch(targets, torch.ones(22), rows=of_rows, cu_seqlens=torch.tensor([0, 11, 22]))

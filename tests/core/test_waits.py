@@ -269,8 +269,8 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-#: How many of them, launches of kernels included, a call and its backward may make, from hidden states in 16 chunks: as many as they
-#: made when this was written.
+#: How many of them, launches of kernels included, a call and its backward may make, from hidden states in 16 chunks: as many as
+#: they made when this was written.
 BUDGETS = {
     "grpo_loss": (Recipe(objective="dapo, k3"), 17),
     "linear_grpo_loss": (Recipe(source="hidden", objective="dapo, k3"), 85),
@@ -329,7 +329,13 @@ class Device(SimpleNamespace):
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    found, empty = Device(), torch.empty
+    found, empty, asserted = Device(), torch.empty, torch._assert_async
+
+    def check(condition: Tensor, message: str) -> None:
+        assert len(message) < 255, "CUDA refuses it"
+        asserted(condition, message)
+
+    monkeypatch.setattr(torch, "_assert_async", check)
     monkeypatch.setattr(torch, "get_device_module", lambda _: found)
     monkeypatch.setattr("grpo_kernels.batch.AHEAD", ("cpu",))
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **kind: empty(*shape, **kind))
@@ -361,6 +367,19 @@ def test_the_host_waits_for_the_counts_once(device: Device, batch: TokenBatch) -
     device.capturing = False
     batch.mask[0, 1] = False  # type: ignore[index]
     assert batch.count("contributing") == 1 and (device.recorded, device.waits) == (2, 2)
+
+
+def test_another_rule_for_missing_targets_makes_one_batch(device: Device, batch: TokenBatch) -> None:
+    """Whose counts are sent once, so that its second call can be captured; a write makes another."""
+    kept, options = replace(batch, kept=TokenSets.from_lists([[1, 2]] * 6)), Options(missing="mask")
+    loss(kept, options=options)
+    before = device.recorded, device.waits
+    device.capturing = True
+    loss(kept, options=options).backward()
+    device.capturing = False
+    assert (device.recorded, device.waits) == before
+    kept.mask[0, 1] = False  # type: ignore[index]
+    assert kept.with_missing("mask").mask.sum() == 1 and device.recorded > before[0]  # type: ignore[union-attr]
 
 
 def test_a_first_read_in_a_capture_is_refused(device: Device, batch: TokenBatch) -> None:

@@ -58,6 +58,7 @@ ENTROPY = {"with_entropy": True}
 OF_LOGITS = {
     "areal": lambda x, group: areal.gather_logprobs(x, TOKENS, 1.0, tp_group=group),
     "areal, entropy": lambda x, group: areal.gather_logprobs_entropy(x, TOKENS, 0.7, tp_group=group),
+    "areal, trees": lambda x, group: areal.mapped_logprobs_entropy(x, torch.arange(N) // 3, TOKENS, 0.7, tp_group=group),
     "slime": of_slime, "slime, entropy": functools.partial(of_slime, **ENTROPY), "slime, mask": functools.partial(of_slime, mask=KEEP, **ENTROPY),
     "slime, no group": lambda x, group: of_slime(x, None if x.shape[-1] < V else group, with_entropy_grad=False, **ENTROPY),
     "slime, replay": functools.partial(of_slime, mask=REPLAY, **ENTROPY),

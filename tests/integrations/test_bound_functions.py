@@ -45,6 +45,8 @@ FLAT, ROWS = LOGITS.view(-1, V), IDS.view(-1)
 #: A token and a sampler's head, with the token in it but for one row without any; some have padding.
 HEADS = torch.cat([ROWS[:, None], torch.rand(B * T, 20, generator=G).scatter(1, ROWS[:, None], 0.0).topk(5).indices], 1)
 HEADS[:, 2], HEADS[1::4, 3:], HEADS[7, 1:] = ROWS, -1, -1
+#: The row of each token of a tree: of three or of none, and some have the same label twice.
+SHARED = torch.arange(B * T) // 3 * 2
 
 
 @pytest.fixture
@@ -83,6 +85,10 @@ def both(logits, labels, temperature=1.0, **_):
 
 def log_probs(*args, **kwargs):
     return both(*args, **kwargs)[0]
+
+
+def of_rows(logits, rows, labels, temperature=1.0, tp_group=None):
+    return both(logits[rows], labels, temperature)
 
 
 def in_a_column(logits, tokens, tp_group, with_entropy=False, log_prob_keep_mask=None, temperature=1.0, **gradients):
@@ -179,6 +185,10 @@ TRAINERS = {
         areal, {"gather_logprobs": log_probs, "gather_logprobs_entropy": both},
         [lambda m, x: m.gather_logprobs(x, IDS, temperature=1.3), lambda m, x: m.gather_logprobs_entropy(x, IDS, temperature=0.8)], needs={"areal__infra__platforms": {"is_npu_available": False}},
     ),
+    "areal, trees": Trainer(
+        areal, {"mapped_logprobs_entropy": of_rows}, [lambda m, x: m.mapped_logprobs_entropy(x.view(-1, V), SHARED, ROWS, 0.8)],
+        options={"trees": True}, needs={"areal__utils__functional__vocab_parallel": {"gather_logprobs": log_probs, "gather_logprobs_entropy": both}},
+    ),
     "slime": Trainer(
         slime, {"calculate_log_probs_and_entropy": in_a_column, "calculate_topk_log_probs": listed},
         [*columns({}, ENTROPY, ENTROPY | {"with_entropy_grad": False, "chunk_size": 4}, ENTROPY | {"log_prob_keep_mask": KEEP}, {"log_prob_keep_mask": KEEP}),
@@ -235,7 +245,7 @@ TRAINERS = {
     ),
 }  # fmt: skip
 #: Names that all of a trainer's modules must have before it is bound.
-BESIDE = {"skyrl, megatron": "skyrl", "miles, centering": "miles"}
+BESIDE = {"areal, trees": "areal", "skyrl, megatron": "skyrl", "miles, centering": "miles"}
 
 
 def put(name, factor=1.0, cast=False):

@@ -9,6 +9,7 @@ import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,12 +19,13 @@ pytest.importorskip("trl", minversion="1.16.0")
 import transformers
 from torch.testing import assert_close
 from trl import GRPOTrainer
+from trl.experimental.async_grpo import async_grpo_trainer, packing
 
-from grpo_kernels import Cispo, Objective
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, objective_of, patch, settings_of
+from grpo_kernels import Cispo, Clip, Objective, linear_grpo_loss
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, objective_of, patch, settings_of, tree_batch
 from support import oracle, trl_cases
 from support.pairs import label, pairs
-from support.trainers import CLIPPED, CONSTANTS, LOSS_TYPES, assert_same, exact
+from support.trainers import CLIPPED, CONSTANTS, LOSS_TYPES, assert_same, exact, value_and_gradient
 from support.trl_cases import EOS, LENGTH, PAD
 
 parametrize = pytest.mark.parametrize
@@ -229,6 +231,40 @@ def test_nothing_to_train_on(run, plain, patched, loss_type):
             case_of(loss_type, beta=0.3, **changes), plain | {"completion_mask": 0 * plain["completion_mask"]}
         )
         assert loss == 0 and not any(x.any() for x in gradients), changes
+
+
+def test_the_packed_trees_of_async_grpo(trainer, leaves):
+    """Its own loss of a rank's rollouts, two of which begin alike, and ours of `tree_batch`. Another rank has more tokens."""
+    g, ranks = torch.Generator().manual_seed(5), (packing.TreeRow(), packing.TreeRow())
+    for rank, ids, advantage in (
+        (0, [3, 4, 6, 7, 8, 9], 1.2),
+        (0, [3, 4, 6, 7, 2], -0.7),
+        (0, [3, 9, 4], 0.5),
+        (1, [*range(2, 20)], 1.0),
+    ):
+        old = {"old_log_probs": torch.randn(len(ids), generator=g) - 3.0, "completion_mask": torch.arange(len(ids)) >= 2}
+        ranks[rank].add(old | {"input_ids": torch.tensor(ids), "advantage": advantage, "group_id": 0, "metrics": {}})
+    every = async_grpo_trainer.DataCollatorForRollout(PAD, num_processes=2)([[*ranks]])
+    inputs, settings = (
+        {name: x[:1] for name, x in every.items()},
+        {"epsilon_low": 0.2, "epsilon_high": 0.27, "aux_loss_enabled": False},
+    )
+    its = MagicMock(accelerator=trainer.accelerator, current_gradient_accumulation_steps=2, **settings)
+
+    def theirs(hidden, weight):
+        def model(shift_labels, **_):
+            logps, entropy = oracle.log_probs((hidden @ weight.T)[None], shift_labels.clamp(min=0))
+            return SimpleNamespace(log_probs=logps, entropy=entropy)
+
+        return async_grpo_trainer.AsyncGRPOTrainer.compute_loss(its, model, inputs)
+
+    def ours(hidden, weight):
+        objective = Objective.preset("dapo", surrogate=Clip(0.2, 0.27))
+        return linear_grpo_loss(hidden, weight, batch, objective, normalizer=2 * inputs["global_n_tokens"][0]).loss
+
+    batch, rows = tree_batch(inputs), [leaves[0].flatten(0, 1)[: len(ranks[0].tokens)], leaves[1]]
+    assert batch.cu_seqlens.tolist() == [0, 4, 7, 8] and batch.rows.unique().numel() == 6
+    assert_same(*(value_and_gradient(f, rows) for f in (ours, theirs)))
 
 
 def test_these_are_all_loss_types_of_trl():
