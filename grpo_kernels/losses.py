@@ -509,10 +509,10 @@ def _split_rows(
     """(indices of the rows that are read over the whole vocabulary, those that can have a gradient first, each kind in order;
     how many of them can), without waiting for the device. Only where several tokens share a row does the host wait."""
     n, device = rows.targets.numel(), rows.targets.device
+    same = rows.active is not None or objective.active_rows == "trained"
+    read, active = rows.read, rows.read if same else batch.marked(objective.active_rows)  # which ranks make together
     if kept is not None and kept.has_all:
         return torch.empty(0, dtype=torch.int64, device=device), 0
-    same = rows.active is not None or objective.active_rows == "trained"
-    read, active = rows.read, rows.read if same else batch.marked(objective.active_rows)
     for of in (kept.others if kept is not None else None, tokens.named if tokens is not None else None):
         if of is not None:
             active = of(active)
