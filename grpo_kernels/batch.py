@@ -59,10 +59,10 @@ class Counts:
             values.copy_(counts, non_blocking=True)
             event = module.Event()
             event.record()
-        self.counts, self.known = counts, list[int]()
+        self.counts, self.known = counts, list[list[int]]()
         self.sent: tuple[Tensor, Any] | None = (values, event)
 
-    def on_host(self) -> list[int]:
+    def on_host(self) -> list[list[int]]:
         if self.sent is not None:
             _refuse_capture(self.counts.device)
             values, event = self.sent
@@ -293,8 +293,13 @@ class TokenBatch:
             raise ValueError(f"ref_logps has shape {list(ref_logps.shape)}, but targets has {list(self.targets.shape)}.")
         if torch.compiler.is_compiling() and self.kept is None:  # torch 2.9 does not trace copy.copy
             return replace(self, ref_logps=ref_logps.detach())
-        changed = copy.copy(self)  # keeps the cached row counts, which were copied to the host once
-        object.__setattr__(changed, "ref_logps", ref_logps.detach())
+        return self._copy(ref_logps=ref_logps.detach())
+
+    def _copy(self, **changes: Any) -> TokenBatch:
+        """This batch with the row counts that were copied to the host once, which these changes leave as they are."""
+        changed = copy.copy(self)
+        for name, value in changes.items():
+            object.__setattr__(changed, name, value)
         return changed
 
     # ---- the batch as flat rows, row-major
@@ -313,12 +318,16 @@ class TokenBatch:
 
     def flat(self, name: str) -> Tensor | None:
         """The float field `name` as fp32 [N], one value per token, 0 where the mask is False; None if it was not given."""
-        value = getattr(self, name)
-        if value is None:
-            return None
+        return self.table(name).get(name)
+
+    def table(self, *names: str) -> dict[str, Tensor]:
+        """`flat` of each of these fields that was given."""
+        shape, given = self.targets.shape, {name: x for name in names if (x := getattr(self, name)) is not None}
         if self.mask is None:
-            return per_token(name, value, self.targets.shape, self.cu_seqlens)
-        return torch.where(self.mask, as_wide(name, value, self.targets.shape, self.cu_seqlens), 0.0).reshape(-1)
+            return {name: per_token(name, x, shape, self.cu_seqlens) for name, x in given.items()}
+        wide = [as_wide(name, x, shape, self.cu_seqlens).expand(shape) for name, x in given.items()]
+        masked = torch.where(self.mask, torch.stack(wide), 0.0).flatten(1) if given else ()
+        return dict(zip(given, masked, strict=True))
 
     def marked(self, kind: str) -> Tensor | None:
         """bool [N] of a kind, None standing for all rows. "trained": the mask. "contributing": trained, with a nonzero advantage or
@@ -331,28 +340,35 @@ class TokenBatch:
         if base is not None:
             marked, without = self.marked(base), self.without_set
             return without if marked is None else marked & without
-        advantages, weights = self.flat("advantages"), self.flat("weights")  # 0 where masked
+        contributing = self._contributing()
+        if kind == "contributing" or self.sequences is None:
+            return contributing
+        alive = self.spread(self._alive(self._own_sum(contributing)) > 0)
+        return alive if mask is None else alive & mask
+
+    def _contributing(self) -> Tensor:
+        """bool [N]: see `marked`."""
+        advantages, weights, nll_weights = (
+            None if x is None else as_wide(name, x, self.targets.shape, self.cu_seqlens)
+            for name, x in (("advantages", self.advantages), ("weights", self.weights), ("nll_weights", self.nll_weights))
+        )
         assert advantages is not None
         contributing = advantages != 0
         if self.listed is not None:
-            has_ids = self.listed.counts > 0
-            contributing = contributing | (has_ids if mask is None else has_ids & mask)
+            contributing = contributing | (self.listed.counts > 0).view(self.targets.shape)
         contributing = contributing if weights is None else contributing & (weights != 0)
-        nll_weights = self.flat("nll_weights")
         if nll_weights is not None:
             contributing = contributing | (nll_weights != 0)
-        if kind == "contributing" or self.sequences is None:
-            return contributing
-        sources = (self.mask, self.advantages, self.weights, self.nll_weights)
-        alive = self.spread(self._exchanged("contributing tokens", self._own_sum(contributing), *sources) > 0)
-        return alive if mask is None else alive & mask
+        contributing = contributing if self.mask is None else contributing & self.mask
+        return flat(contributing.expand(self.targets.shape))
 
     def with_missing(self, missing: str) -> TokenBatch:
         """This batch with another `missing`, whose counts go to the host once: the same object again while no tensor is written."""
         versions = missing, versions_of(self.mask, self.advantages, self.weights, self.nll_weights)
         known = self.__dict__.get("_with_missing")
         if known is None or known[0] != versions:
-            known = versions, replace(self, missing=missing)
+            # With "include" masks and counts are those of a batch that does not say it.
+            known = versions, self._copy(missing=missing) if missing == "include" else replace(self, missing=missing)
             object.__setattr__(self, "_with_missing", known)
         return known[1]
 
@@ -373,7 +389,8 @@ class TokenBatch:
 
         On a GPU, a write that torch does not see (through DLPack or `.data`, or in inference mode, or between replays of a graph)
         makes these numbers stale. An asynchronous assertion on the device then stops the program; the host does not wait for it."""
-        own = self._of_sequences(self.marked(kind) if marked is None else marked)
+        marked = self.marked(kind) if marked is None else marked
+        own = self._own_sum(self._everywhere() if marked is None else marked).to(torch.int64)
         if not sends_ahead(self.targets.device):
             return tuple(own.tolist())
         sent, on_device = self._sent(kind)
@@ -382,9 +399,8 @@ class TokenBatch:
 
     def _sent(self, kind: str) -> tuple[tuple[int, ...], Tensor]:
         """`counts` as the host knows them, and on the device."""
-        counts, place, size = self._counts(), self._kinds.index(kind), self.sequences or 1
-        of_kind = slice(place * size, (place + 1) * size)
-        return tuple(counts.on_host()[of_kind]), counts.counts[of_kind]
+        counts, place = self._counts(), self._kinds.index(kind)
+        return tuple(of_sequence[place] for of_sequence in counts.on_host()), counts.counts[:, place]
 
     @property
     def _kinds(self) -> tuple[str, ...]:
@@ -419,12 +435,25 @@ class TokenBatch:
         return known[1]
 
     def _count_rows(self) -> Counts:
-        return Counts(torch.cat([self._of_sequences(self.marked(kind)) for kind in self._kinds]))  # no host sync
+        """Those of `_kinds`, [B, kinds], in one sum and without a host sync."""
+        trained = self.marked("trained")
+        marked = torch.stack([self._everywhere() if trained is None else trained, self._contributing()], 1)
+        if self.kept is not None:
+            marked = torch.cat([marked, marked & self.without_set[:, None]], 1)
+        own = self._own_sum(marked)
+        of_trained, contributing = own[:, ::2], own[:, 1::2]
+        alive = contributing
+        if self.sequences is not None:
+            alive = of_trained * (self._alive(own[:, 1]) > 0)[:, None]
+        return Counts(torch.stack([of_trained, contributing, alive], 2).flatten(1).to(torch.int64))
 
-    def _of_sequences(self, marked: Tensor | None) -> Tensor:
-        """int64 [B]: how many of these rows each sequence has; [1] where the sequences are not known."""
-        marked = torch.ones_like(flat(self.targets), dtype=torch.bool) if marked is None else marked
-        return marked.sum()[None] if self.sequences is None else self._own_sum(marked).to(torch.int64)
+    def _everywhere(self) -> Tensor:
+        """bool [N]: all rows."""
+        return torch.ones(self.tokens, dtype=torch.bool, device=self.targets.device)
+
+    def _alive(self, contributing: Tensor) -> Tensor:
+        """[B]: contributing tokens of each sequence, from those of this rank."""
+        return self._exchanged("contributing tokens", contributing, self.mask, self.advantages, self.weights, self.nll_weights)
 
     def _exchanged(self, name: str, own: Tensor, *sources: Tensor | None) -> Tensor:
         """`own` [B], sums over this rank's tokens, summed over the ranks that share the sequences. The result is cached, and
@@ -447,12 +476,14 @@ class TokenBatch:
         return self.over_context(self._own_sum(values))
 
     def _own_sum(self, values: Tensor) -> Tensor:
-        """`sequence_sum` of this rank's tokens alone."""
-        values = values.to(torch.float64)
+        """`sequence_sum` of this rank's tokens alone, also of several numbers a token [N, k]: [B, k]. Where the sequences are not
+        known, of all tokens."""
+        if self.sequences is None:
+            return values.sum(0, dtype=torch.float64)[None]
         if self.cu_seqlens is None:
-            return values.view(self.targets.shape).sum(1)
+            return values.view(*self.targets.shape, *values.shape[1:]).sum(1, dtype=torch.float64)
         offsets = self.cu_seqlens.to(torch.int64)
-        return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
+        return torch.segment_reduce(values.to(torch.float64), "sum", offsets=offsets, initial=0, unsafe=True)
 
     def over_context(self, values: Tensor, how: str = "SUM") -> Tensor:
         """All-reduce `values` in place over the ranks that share the sequences. `how`: SUM, MAX or MIN."""
@@ -469,7 +500,7 @@ class TokenBatch:
     def lengths(self) -> Tensor:
         """Trained tokens of each sequence, fp64 [B]."""
         mask = self.marked("trained")
-        own = self._own_sum(torch.ones_like(flat(self.targets)) if mask is None else mask)
+        own = self._own_sum(self._everywhere() if mask is None else mask)
         return self._exchanged("trained tokens", own, self.mask)
 
     def same_group(self) -> Tensor:

@@ -509,15 +509,14 @@ def _split_rows(
     """(indices of the rows that are read over the whole vocabulary, those that can have a gradient first, each kind in order;
     how many of them can), without waiting for the device. Only where several tokens share a row does the host wait."""
     n, device = rows.targets.numel(), rows.targets.device
-    read, active = rows.read, batch.marked(objective.active_rows) if rows.active is None else rows.active
-    same = read is active
-    if kept is not None:
-        if kept.has_all:
-            return torch.empty(0, dtype=torch.int64, device=device), 0
-        read, active = kept.others(read), kept.others(active)
-    if tokens is not None:
-        read, active = (None if same else tokens.named(read)), tokens.named(active)
-        read = active if read is None else read
+    same = rows.active is not None or objective.active_rows == "trained"
+    read, active = rows.read, rows.read if same else batch.marked(objective.active_rows)  # which ranks make together
+    if kept is not None and kept.has_all:
+        return torch.empty(0, dtype=torch.int64, device=device), 0
+    for of in (kept.others if kept is not None else None, tokens.named if tokens is not None else None):
+        if of is not None:
+            active = of(active)
+            read = active if same else of(read)
     if read is None and active is None:
         return torch.arange(n, device=device), n
     # Nothing waits for it on a CPU, and few rows are sorted sooner this way.
@@ -527,10 +526,9 @@ def _split_rows(
             return first, first.numel()
         others = ~active if read is None else read & ~active
         return torch.cat([first, others.nonzero()[:, 0]]), first.numel()
-    rank = torch.full_like(rows.targets, 2)
-    for value, mask in ((1, read), (0, active)):
-        rank = torch.full_like(rank, value) if mask is None else torch.where(mask, value, rank)
-    order = torch.argsort(rank, stable=True)
+    assert active is not None
+    rank = active.view(torch.uint8) if same or read is None else read.view(torch.uint8) + active.view(torch.uint8)
+    order = torch.argsort(rank, stable=True, descending=True)
     kind = str if kept is None else whole
     can_have = batch.count(kind(objective.active_rows), active)
     return order[: can_have if same else batch.count(kind("trained"), read)], can_have

@@ -317,9 +317,9 @@ class Objective:
             return coef * self._weights(batch, mask, aggregate or self.aggregate, own)
 
         active = batch.marked(self.active_rows) if skip_inactive and self.one_pass else None
-        advantages, weights = batch.flat("advantages"), batch.flat("weights")
-        assert advantages is not None
-        policy_weight = weight
+        compared = (("ref_logps",) if estimated else ()) + (("sampler_logps",) if sampler else ())
+        given = batch.table("advantages", "weights", "nll_weights", "old_logps", *compared)
+        weights, policy_weight = given.get("weights"), weight
         if weights is not None:
             if self.surrogate.absorbs_weights and values_are_checked(weights) and (weights < 0).any():
                 raise ValueError(
@@ -330,15 +330,15 @@ class Objective:
         return TokenRows(
             targets=flat(batch.targets).to(torch.int64),
             read=mask if active is None else active,
-            advantages=advantages,
+            advantages=given["advantages"],
             policy_weight=policy_weight,
-            old_logps=batch.flat("old_logps"),
-            ref_logps=batch.flat("ref_logps") if estimated else None,
+            old_logps=given.get("old_logps"),
+            ref_logps=given.get("ref_logps"),
             kl_weight=kl_weight if estimated else None,
             divergence_weight=None if estimated else kl_weight,
             entropy_weight=scaled(self.entropy_coef, self.entropy_aggregate, entropy_D),
-            nll_weight=batch.flat("nll_weights"),
-            sampler_logps=batch.flat("sampler_logps") if sampler else None,
+            nll_weight=given.get("nll_weights"),
+            sampler_logps=given.get("sampler_logps"),
             weights=weights,
             trained=mask,
             active=active,

@@ -286,8 +286,7 @@ class TokenSets:
     @property
     def row_of(self) -> Tensor:
         """int64 [nnz]: the row of each id. Made anew at each call."""
-        rows = torch.arange(self.rows, device=self.offsets.device)
-        return rows.repeat_interleave(self.counts, output_size=self.ids.shape[0])
+        return torch.repeat_interleave(self.counts, output_size=self.ids.shape[0])
 
     def padded(self, fill: int = -1) -> Tensor:
         """[rows, longest] of the dtype of ids: the ids of each row in their order, then `fill`. Undone by `from_padded`."""

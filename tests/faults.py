@@ -86,8 +86,8 @@ FAULTS: list[Fault] = [
         ("teachers have one weight at listed ids", "slope = times(other.weight, of_divergence)[rows]", "slope = of_divergence[rows]", "tests/core/test_listed.py"),
         ("a divergence has no gradient at ids", "slope == 0, 0.0, slope *", "slope == 0, 0.0, 0 * slope *", SHARED),
         ("as many tokens as rows are one for each", "self.tokens.rows.unique().numel() == self.tokens.n", "True", SHARED),
-        ("the only token of a row has another's numbers", "x[tokens.rows] for x in part", "x for x in part", SHARED),
-        ("tokens of a chunk replace each other", "whole[self.which] += piece", "whole[self.which] = piece", SHARED),
+        ("the only token of a row has another's numbers", "part.values[:, tokens.rows]", "part.values", SHARED),
+        ("tokens of a chunk replace each other", "result.values[:3, self.which] += part.values[:3]", "result.values[:3, self.which] = part.values[:3]", SHARED),
         ("the sign of what other columns get", "constant = -total  #", "constant = total  #"),
         (
             "blocks of rows begin again in each sequence", "yield a * T + t, a * T + end, self.logits",
@@ -114,8 +114,8 @@ FAULTS: list[Fault] = [
             COST,
         ),
         (
-            "divergences lack their teacher's weight", "torch.where(weight == 0, 0.0, weight * x)",
-            "torch.where(weight == 0, 0.0, x)",
+            "divergences lack their teacher's weight", "(weight * x).masked_fill_",
+            "(1 * x).masked_fill_",
         ),
         (
             "every teacher adds the nll term", "backend.fused(own, TokenStage.divergence_alone(own.targets, of_part), memory)",
@@ -125,7 +125,7 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/rows/sets.py", COMBINATIONS,
         ("a token's set is of the row of its number", "self.tokens.rows[slots.rows], slots.ids", "slots.rows % self.tokens.n, slots.ids", SHARED),
         ("no room for a target beside a full set", "-(-(sets.longest + 1) // 16) * 16", "-(-sets.longest // 16) * 16"),
-        ("rows are grouped by ids, not by slots", "exceeded(sets.counts + 1).argsort", "exceeded(sets.counts).argsort"),
+        ("rows are grouped by ids, not by slots", "sets.host_counts + 1,", "sets.host_counts,"),
         (
             "a target of another rank is this rank's",
             "return torch.where(self._own[slots.offsets[:-1] + target], target, -1)", "return target", RANKS,
@@ -164,7 +164,7 @@ FAULTS: list[Fault] = [
         ),
         ("rows whose slopes cancel are left out", "nonzero = nonzero.index_fill(0, slots.rows[at_ids != 0], True)", "pass"),
         ("the bias gets nothing from sets", "self.backend.add_hidden_rows(values, slots, ones, self.d_bias[:, None])", "pass"),
-        ("rows without a gradient have no log-probs", "index[active:], False)):", "index[:0], False)):", COST),
+        ("rows without a gradient have no log-probs", "else index[active:]", "else index[:0]", COST),
         ("what arrives at a gradient made ahead is dropped", "_multiplied(found.ahead.clone(), slopes.target)", "found.ahead"),
         ("a row without a slope is not left out", ".masked_fill_((factors == 0)[:, None], 0.0)", "", PRODUCTS),
         ("a log-prob of NaN has a gradient before its slope", "(~partials.logps.isnan()).to(torch.float32)", "torch.ones_like(partials.max)", PRODUCTS),
@@ -333,8 +333,7 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/batch.py", "tests/core/test_batch.py",
         (
             "masked numbers are used",
-            "return torch.where(self.mask, as_wide(name, value, self.targets.shape, self.cu_seqlens), 0.0).reshape(-1)",
-            "return per_token(name, value, self.targets.shape, self.cu_seqlens)", OBJECTIVES,
+            "torch.where(self.mask, torch.stack(wide), 0.0).flatten(1)", "torch.stack(wide).flatten(1)", OBJECTIVES,
         ),
         (
             "rows with an nll weight alone have no gradient", "contributing = contributing | (nll_weights != 0)", "pass",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -52,10 +52,10 @@ class TokenRows:
         return torch.ones_like(self.targets, dtype=torch.bool) if self.trained is None else self.trained
 
     def __getitem__(self, rows: slice | Tensor) -> TokenRows:
-        def cut(x: Any) -> Any:
-            return None if x is None else x[rows]
-
-        return TokenRows(**{f.name: cut(getattr(self, f.name)) for f in fields(self)})
+        """What the token stage takes of these rows."""
+        given = {name: x for name in (*INPUTS, "divergence_weight") if (x := getattr(self, name)) is not None}
+        cut = torch.stack([*given.values()])[:, rows] if isinstance(rows, Tensor) else [x[rows] for x in given.values()]
+        return TokenRows(self.targets[rows], None, **dict(zip(given, cut, strict=True)))
 
     def weighted(self, factor: Tensor) -> TokenRows:
         """Every term of every row times `factor` [n]."""
@@ -213,6 +213,8 @@ class TokenStage(NamedTuple):
 
     def at(self, rows: slice | Tensor) -> TokenStage:
         """That of these rows only."""
+        if isinstance(rows, slice) and rows.indices(n := self.rows.targets.numel()) == (0, n, 1):
+            return self
         return self._replace(rows=self.rows[rows])
 
     def terms(self, logps: Tensor, entropy: Tensor | None, listed: Tensor | None = None) -> Terms:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from ..formulas.token_stage import JointStage, TokenStage
 from .backends import WITH_ENTROPY, FusedRows
-from .partials import OUTSIDE, LogitRows, Partials, Slopes
+from .partials import OUTSIDE, LogitRows, Partials, RowTransform, Slopes, side_by_side
 from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
 from .ragged import Ragged, merged, write_at
 from .selection import Draws, gradient_at, starts
@@ -138,6 +139,20 @@ def _same(x: Tensor | None, y: Tensor | None) -> bool:
     return place and x.dtype == y.dtype and x.shape == y.shape and x.stride() == y.stride()
 
 
+class Chunk(NamedTuple):
+    """Rows whose logits exist at one time.
+
+    at        where they are in the batch.
+    in_pass   and among the rows of the pass, whose vectors have been put into its order.
+    hidden    their hidden states as the products take them."""
+
+    at: slice | Tensor
+    in_pass: slice
+    hidden: Tensor
+    targets: Tensor
+    transform: RowTransform
+
+
 class Engine(Gradients):
     """A pass over rows of hidden states, and the gradients that it collects.
 
@@ -190,18 +205,14 @@ class Engine(Gradients):
         """Partials [q, N]: computed for the rows that are visited; the others get the values of a row that is not read. Columns are
         drawn from each chunk while its logits are there."""
         n, device, others = whole.targets.numel(), self.hidden.device, whole.apart
-        partials: Partials | None = None
+        active, parts = whole.active if whole.ahead else None, list[Tensor]()
         apart = tuple(Partials.not_read(other.names, n, device, other) for other in others)
         sparse = whole.sparse
         draws = None if sparse is None else Draws(sparse.step, n, device, whole.padded)
-        for some, at, hidden, wanted in self._visited(whole, whole.ahead, whole.active if whole.ahead else None):
-            rows = self._rows(whole, at, hidden)
+        for some, chunk, wanted in self._visited(whole, whole.ahead, active):
+            rows, at = self._rows(whole, chunk), chunk.at
             part = self.backend.visit(rows, whole.names)
-            if len(hidden) == n and partials is None:  # all rows at once: nothing is put together
-                partials = part
-            else:
-                partials = Partials.not_read(whole.names, n, device, whole.one) if partials is None else partials
-                partials.values[:, at] = part.values
+            parts.append(part.values)
             for i, here, own, _ in beside(rows, self._places(at), others, self.logits_of) if others else ():
                 these = at if here is None else self._places(at)[here]
                 apart[i].values[:, these] = self.backend.visit(own, others[i].names).values
@@ -213,48 +224,58 @@ class Engine(Gradients):
                 assert whole.at is not None
                 z = rows.transform.of_rows(rows.logits[0], rows.logits[0])
                 slots = self.stream.own(whole.at).in_chunk(self._places(at), n)
-                partials.put(OUTSIDE, sums_outside(self.backend, z, slots, rows), at)
+                part.put(OUTSIDE, sums_outside(self.backend, z, slots, rows))
             d_logits = self._gradient(rows.logits[0], some) if wanted else None
             if d_logits is not None:
                 self._of_slope_1(rows, part, d_logits)
             del rows  # before the next chunk's are made
             if d_logits is not None:
                 d_logits = self._kept(d_logits)
-                self._accumulate(at, hidden, d_logits, some)
+                self._accumulate(chunk, d_logits, some)
             del d_logits
-        if partials is None:
-            partials = Partials.not_read(whole.names, n, device, whole.one)
+        of = () if whole.one is None else (whole.one.kind, whole.one.mixture)
+        values = self._in_batch(parts, whole.rows(), active, lambda: Partials.not_read(whole.names, n, device).values)
+        partials = Partials(values, whole.names, *of)
         return Found(partials, apart, () if draws is None else draws.tensors(), self.d_hidden if whole.ahead else None)
 
     def fused(self, whole: Whole, stage: TokenStage, gradients: bool) -> FusedRows:
         """Losses of the rows of a token stage, with `gradients` collected or not."""
-        n, device, others = whole.targets.numel(), self.hidden.device, whole.others or None
-        result = None if whole.tokens is None else FusedRows.zeros(whole.tokens.rows.numel(), device, others)
-        for some, at, hidden, wanted in self._visited(whole, gradients, whole.active):
-            rows = self._rows(whole, at, hidden)
+        n, tokens, index = whole.targets.numel(), whole.tokens, whole.rows()
+        n = n if tokens is None else tokens.rows.numel()
+        nothing, parts = functools.partial(FusedRows.zeros, n, self.hidden.device, whole.others or None), list[Tensor]()
+        result = None if tokens is None else nothing()
+        ordered = stage.at(index) if tokens is None and self._gathers(index[: whole.active]) else stage
+        for some, chunk, wanted in self._visited(whole, gradients, whole.active):
+            rows = self._rows(whole, chunk)
             d_logits = self._gradient(rows.logits[0], some) if wanted else None
             out = None if d_logits is None else d_logits[None]
-            if whole.tokens is not None:
-                chunk = ChunkOfTokens.of(whole, stage, self._places(at))
-                part = self._fused_tokens(chunk, rows, out)
+            if result is not None:
+                of_tokens = ChunkOfTokens.of(whole, stage, self._places(chunk.at))
+                of_tokens.add_to(result, self._fused_tokens(of_tokens, rows, out))
             elif whole.apart:
-                own = stage.at(at)
-                part = fused_beside(self.backend, rows, own, out, self._places(at), whole.apart, self.logits_of)
+                own, at = ordered.at(chunk.in_pass), self._places(chunk.at)
+                parts.append(fused_beside(self.backend, rows, own, out, at, whole.apart, self.logits_of).values)
             else:
-                part = self.backend.fused(rows, stage if len(hidden) == n else stage.at(at), out)
-            if whole.tokens is not None and result is not None:
-                chunk.add_to(result, part)
-            elif len(hidden) == n and result is None:  # all rows at once
-                result = part
-            else:
-                result = FusedRows.zeros(n, device, others) if result is None else result
-                result.put(at, part)
+                parts.append(self.backend.fused(rows, ordered.at(chunk.in_pass), out).values)
             del rows, out  # before the products of a block make theirs
             if d_logits is not None:
                 d_logits = self._kept(d_logits)
-                self._accumulate(at, hidden, d_logits, some)
+                self._accumulate(chunk, d_logits, some)
             del d_logits
-        return FusedRows.zeros(n, device, others) if result is None else result
+        if result is not None:
+            return result
+        return FusedRows(self._in_batch(parts, index, whole.active, lambda: nothing().values))
+
+    def _in_batch(self, parts: list[Tensor], index: Tensor, active: int | None, nothing: Callable[[], Tensor]) -> Tensor:
+        """[q, n], from the values [q, r] of the chunks of a pass over `index`. `nothing` makes those of rows that are not
+        visited."""
+        if not parts:
+            return nothing()
+        if not self._gathers(index[:active]):
+            return side_by_side(parts)
+        in_batch = nothing()
+        in_batch[:, index] = side_by_side(parts)
+        return in_batch
 
     def _fused_tokens(self, chunk: ChunkOfTokens, rows: LogitRows, out: Tensor | None) -> FusedRows:
         """`fused` of the tokens of a chunk, the logits at whose ids are among those of the chunk."""
@@ -284,17 +305,17 @@ class Engine(Gradients):
         for i, (first, end, is_block) in enumerate([(active if gradients else 0, index.numel(), False), *runs]):
             some, self.is_last = index[first:end], i == len(runs)
             self._start()
-            for at, hidden in self._chunks(some):
-                rows = self._rows(whole, at, hidden)
+            for chunk in self._chunks(whole, some):
+                rows = self._rows(whole, chunk)
                 part = self.backend.visit(rows, WITH_ENTROPY)
-                partials.values[:, at] = part.values
+                partials.values[:, chunk.at] = part.values
                 if not is_block:
                     continue
                 d_logits = self._gradient(rows.logits[0], some)
                 self._of_slope_1(rows, part, d_logits)
                 del rows
                 d_logits = self._kept(d_logits)
-                self._accumulate(at, hidden, d_logits, some, slopes)
+                self._accumulate(chunk, d_logits, some, slopes)
                 del d_logits
             if i and not is_block:
                 of_run = replace(whole, index=some, active=None)
@@ -303,7 +324,7 @@ class Engine(Gradients):
             slopes()
         assert losses is not None
         logps, entropy = partials.softmax(True)
-        return FusedRows(logps, entropy, losses)
+        return FusedRows.of(logps, entropy, losses)
 
     def _runs(self, groups: tuple[int, ...], active: int) -> list[tuple[int, int, bool]]:
         """(the first row, the end, whether that is one block) of as many groups at a time as are one, or are none."""
@@ -343,8 +364,8 @@ class Engine(Gradients):
                 nonzero = nonzero.index_fill(0, slots.rows[at_ids != 0], True)
             index = index[nonzero[index]]
         self._start()
-        for at, hidden in self._chunks(index):
-            rows = self._rows(whole, at, hidden)
+        for chunk in self._chunks(whole, index):
+            rows, at = self._rows(whole, chunk), chunk.at
             d_logits = self._gradient(rows.logits[0], index)
             if whole.apart:
                 part, of_others = (
@@ -359,7 +380,7 @@ class Engine(Gradients):
                 write_at(d_logits, (here.rows, here.ids.clamp(min=0)), at_ids, here.ids >= 0)
             del rows
             d_logits = self._kept(d_logits)
-            self._accumulate(at, hidden, d_logits, index)
+            self._accumulate(chunk, d_logits, index)
             del d_logits
 
     # ---- logits of a chunk
@@ -381,10 +402,10 @@ class Engine(Gradients):
     def _places(self, at: slice | Tensor) -> Tensor:
         return torch.arange(at.start, at.stop, device=self.hidden.device) if isinstance(at, slice) else at
 
-    def _rows(self, whole: Whole, at: slice | Tensor, hidden: Tensor) -> LogitRows:
+    def _rows(self, whole: Whole, chunk: Chunk) -> LogitRows:
         """The rows of a chunk, beside those of the one second stream that is read in the same visit. With the same head (adapters
         in the body of a model), both are one product."""
-        one, second = whole.one, None
+        one, second, at, hidden = whole.one, None, chunk.at, chunk.hidden
         if one is None:
             logits = self.products.logits(hidden)
         elif isinstance(one.stream, Hidden) and one.stream.shares(self.stream):
@@ -394,25 +415,25 @@ class Engine(Gradients):
         else:
             logits = self.products.logits(hidden)
             second = one.second(self.logits_of(one.stream, self._places(at))[None], one.stream.transform.at(at))
-        if len(hidden) == whole.targets.numel():
-            return LogitRows(logits[None], whole.targets, None, self.stream.transform, second)
-        return LogitRows(logits[None], whole.targets[at], None, self.stream.transform.at(at), second)
+        return LogitRows(logits[None], chunk.targets, None, chunk.transform, second)
 
-    def _visited(
-        self, whole: Whole, gradients: bool, active: int | None
-    ) -> Iterator[tuple[Tensor, slice | Tensor, Tensor, bool]]:
-        """For each chunk of the rows that are visited: (the rows of its pass, as `_chunks` has them, whether they get a gradient).
-        The first `active` rows may have one, None: all of them."""
+    def _visited(self, whole: Whole, gradients: bool, active: int | None) -> Iterator[tuple[Tensor, Chunk, bool]]:
+        """For each chunk of the rows that are visited: (those that get a gradient, or do not, like its own; the chunk; whether they
+        get one). The first `active` rows may have one, None: all of them."""
         index = whole.rows()
-        for some, wanted in ((index[:active], gradients), (index[:0] if active is None else index[active:], False)):
+        rest = index[:0] if active is None else index[active:]
+        for some, before, wanted in ((index[:active], 0, gradients), (rest, active or 0, False)):
             self._start()
-            for at, hidden in self._chunks(some):
-                yield some, at, hidden, wanted
+            for chunk in self._chunks(whole, some, before):
+                yield some, chunk, wanted
 
-    def _chunks(self, index: Tensor) -> Iterator[tuple[slice | Tensor, Tensor]]:
-        """For each chunk: the positions of its rows in the batch, and their hidden states."""
+    def _chunks(self, whole: Whole, index: Tensor, before: int = 0) -> Iterator[Chunk]:
+        """The chunks of these rows, `before` which the pass has had others."""
         if index.numel() == 0:
             return
+        targets, transform = whole.targets, self.stream.transform
+        if self._gathers(index):  # once, so that those of a chunk are slices
+            targets, transform = targets[index], transform.at(index)
         if index.device.type == "cpu" and not self.work.apart:
             # As few chunks as the memory allows, of nearly one size: a product of a few last rows reads the whole weight, too.
             parts = index.tensor_split(-(-index.numel() // self.chunk_rows))
@@ -420,8 +441,11 @@ class Engine(Gradients):
             parts = index.split(self.chunk_rows)
         lo = 0
         for part in parts:
-            yield self._hidden(index, lo, lo + part.numel())
-            lo += part.numel()
+            own = slice(lo, lo + part.numel())
+            in_pass = slice(before + own.start, before + own.stop)
+            at, hidden = self._hidden(index, own.start, own.stop)
+            yield Chunk(at, in_pass, hidden, targets[own], transform.at(own))
+            lo = own.stop
 
     def _hidden(self, index: Tensor, lo: int, hi: int) -> tuple[slice | Tensor, Tensor]:
         """Where rows lo to hi of `index` are in the batch, and their hidden states as the products take them. If `index` has all
@@ -459,17 +483,17 @@ class Engine(Gradients):
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
         return d_logits if self._block is None else self.products.keep(d_logits, self._block, self._filled)
 
-    def _accumulate(
-        self, at: slice | Tensor, hidden: Tensor, d_logits: Tensor, index: Tensor, slopes: Callable[[], Tensor] | None = None
-    ) -> None:
+    def _accumulate(self, chunk: Chunk, d_logits: Tensor, index: Tensor, slopes: Callable[[], Tensor] | None = None) -> None:
         """Called when the gradients of a chunk are complete. Those of a whole block go into d_hidden and d_weight, times the
         `slopes` of its rows, of [n], which are known by then."""
+        at, hidden = chunk.at, chunk.hidden
         if self._block is not None:
             self._filled += len(hidden)
             if self._filled < self._block.shape[0]:
                 return
             d_logits, self._block, self._filled = self._block, None, 0
-            at, hidden = self._hidden(index, self.summed, self.summed + d_logits.shape[0])
+            if len(d_logits) > len(hidden):  # of several chunks
+                at, hidden = self._hidden(index, self.summed, self.summed + len(d_logits))
         self.summed += len(hidden)
         if slopes is not None and self.summed < index.numel():
             assert self.stream.columns == 0, "the rows of a run are one block"

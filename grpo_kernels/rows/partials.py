@@ -7,7 +7,9 @@ vectors have one entry a row of logits, [n].
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +43,8 @@ class RowTransform(NamedTuple):
         t = t if isinstance(t, float) else t[rows]
         if self.softcap:
             return torch.tanh(x * (self.scale / self.softcap)) * (self.softcap * t)
-        return x * (self.scale * t)
+        factor = self.scale * t
+        return x if isinstance(factor, float) and factor == 1.0 else x * factor
 
     def of_rows(self, x: Tensor, out: Tensor) -> Tensor:
         """z fp32 of rows x [r, V], one for each temperature: x itself where nothing changes it, else in `out`, which may be x."""
@@ -157,7 +160,13 @@ def partials_of(statistics: tuple[str, ...], kind: str = "") -> tuple[str, ...]:
     return tuple(name for i, name in enumerate(PARTIALS) if i < ALWAYS or name in needed)
 
 
-class Partials(NamedTuple):
+def side_by_side(tables: list[Tensor]) -> Tensor:
+    """Tables [q, r] of rows that follow one another as one."""
+    return tables[0] if len(tables) == 1 else torch.cat(tables, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Partials:
     """Partials of each row's softmax, and the statistics that follow from them. Partials of parts of a row can be merged.
 
     values   fp32 [q, n], a row for each of `names`.
@@ -181,8 +190,10 @@ class Partials(NamedTuple):
     def not_read(cls, names: tuple[str, ...], n: int, device: torch.device, second: Any = None) -> Partials:
         """Those of n rows that are not read: log-prob, entropy and divergence are exactly 0."""
         stats = cls.empty(names, n, device, second)
+        stats.values.zero_()
         for name in names:
-            stats.get(name).fill_(NOT_READ[name])  # type: ignore[union-attr]
+            if NOT_READ[name] != 0:
+                stats.get(name).fill_(NOT_READ[name])  # type: ignore[union-attr]
         return stats
 
     def get(self, name: str) -> Tensor | None:
@@ -199,7 +210,7 @@ class Partials(NamedTuple):
 
     def at(self, rows: slice | Tensor) -> Partials:
         """The partials of these rows only."""
-        return self._replace(values=self.values[:, rows])
+        return Partials(self.values[:, rows], self.names, self.kind, self.mixture)
 
     @property
     def max(self) -> Tensor:
@@ -267,9 +278,10 @@ class Partials(NamedTuple):
         assert top is not None
         return top.to(torch.int64)
 
+    @functools.cached_property
     def _two_streams(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(r, whether it is small, log(1 + r), cross, excess), all for p of sum 1. r is the other stream's sum over one's own,
-        less 1: made of two sums of differences, it keeps the digits of rows that are nearly equal."""
+        """From the sums of a first visit: (r, whether it is small, log(1 + r), cross, excess), all for p of sum 1. r is the other
+        stream's sum over one's own, less 1: made of two sums of differences, it keeps the digits of rows that are nearly equal."""
         row = dict(zip(self.names, self._wide(), strict=True))
         own, other = row["sum"], row["teacher_sum"]
         if self.kind == "forward":
@@ -283,7 +295,7 @@ class Partials(NamedTuple):
     @property
     def log_sums(self) -> Tensor:
         """log(teacher_sum / sum), which is log p_j - log q_j less d_j."""
-        logs = self._two_streams()[2]
+        logs = self._two_streams[2]
         return (-logs if self.kind == "forward" else logs).to(torch.float32)
 
     @property
@@ -293,7 +305,7 @@ class Partials(NamedTuple):
             student, teacher = self.get("mixed_student"), self.get("mixed_teacher")
             assert student is not None and teacher is not None, self.names
             return of_mixed(self.kind, student, teacher, self.mixture)
-        r, near, logs, cross, excess = self._two_streams()
+        r, near, logs, cross, excess = self._two_streams
         return torch.where(near, excess - phi(r), cross + logs).clamp(min=0.0).to(torch.float32)
 
     @property

@@ -410,8 +410,7 @@ class OneVisit:
         of_sets, few = sets.fused(stream, stage, gradients is not None)  # first: the others may write over logits that it reads
         if whole is None:
             return of_sets, few
-        has, pairs = sets.kept.has, zip(of_sets, stream.fused(whole, stage, gradients), strict=True)
-        return FusedRows(*(torch.where(has, x, y) for x, y in pairs if x is not None and y is not None)), few
+        return FusedRows(torch.where(sets.kept.has, of_sets.values, stream.fused(whole, stage, gradients).values)), few
 
     def _jointly(
         self, sets: OverSets, stage: JointStage, gradients: Gradients | None
@@ -431,7 +430,7 @@ class OneVisit:
 
         assert self.whole is not None
         result = self.stream.fused(self.whole, stage._replace(terms=terms), gradients)
-        result = FusedRows(*of_all(result.logps, result.entropy), result.losses)
+        result = FusedRows.of(*of_all(result.logps, result.entropy), result.losses)
         few = None if gradients is None else sets.pull(self.stream, found, Slopes.stacked({"target": slopes}), None)
         return result, few
 
@@ -449,10 +448,10 @@ class OneVisit:
             nonlocal result, values
             of_tokens = tokens.of_pairs(logps[slots.rows] + behind), tokens.of_rows(entropy)
             losses, of_logps = stage.terms(*of_tokens)
-            result = FusedRows(*of_tokens, losses)
+            result = FusedRows.of(*of_tokens, losses)
             upstream = tokens.to_pairs(torch.where(tokens.used, of_logps, 0.0))
             slopes, values = at.beside_one(upstream, stream.transform)
-            return losses, slopes
+            return slopes, slopes  # in place of losses of rows, which there are none of
 
         stream.fused(replace(whole, targets=at.targets), stage._replace(terms=terms), gradients)
         return result, (stream.own(slots), values)

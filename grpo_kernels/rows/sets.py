@@ -19,7 +19,7 @@ from ..layout import plain
 from ..token_sets import TokenSets
 from .backends import Backend, FusedRows
 from .parallel import VocabShard, exchange, on_shard
-from .partials import MIXED, TRANSFORMED, LogitRows, Partials, RowTransform, Second, Slopes
+from .partials import MIXED, TRANSFORMED, LogitRows, Partials, RowTransform, Second, Slopes, side_by_side
 from .ragged import Distinct, Ragged, Tokens
 from .stream import Found, LogitsAt, Other, Stream, at_all_ranks, one_of, read_beside, times
 
@@ -44,6 +44,7 @@ class KeptRows:
               therefore not computed.
     slots     int64: the ids of each row's set, and behind them a place for its target, in use where the set lacks it. -1 where
               a slot is not in use, as none is of a row that is not read.
+    place     int64 [m]: which slot of its row each is.
     target    int64 [n]: which slot of its row holds the target.
     groups    rows of like sizes, (int64 [r], or None for all rows; at least the number of slots of each).
     """
@@ -54,6 +55,7 @@ class KeptRows:
     read: Tensor
     several: Tensor
     slots: Ragged
+    place: Tensor
     target: Tensor
     groups: tuple[tuple[Tensor | None, int], ...]
 
@@ -62,33 +64,31 @@ class KeptRows:
         """Those of flat int64 `targets` [n], of which `read` are looked at. `has`: rows whose set
         counts, None: all that are not empty."""
         n, device = targets.numel(), targets.device
-        counts, row_of, rows = sets.counts, sets.row_of, torch.arange(targets.numel(), device=targets.device)
+        counts, m = sets.counts, sets.ids.numel() + n
         without = sets.empty_rows if has is None else None
         has = counts > 0 if has is None else has
         looked_at = has if read is None else has & read
-        at = torch.arange(row_of.numel(), device=device)
-        in_row = at - sets.offsets[row_of]
-        # Every id but the target's goes to the last entry, which is cut off.
-        target = torch.full((n + 1,), -1, dtype=torch.int64, device=device)
-        target = target.scatter_(0, torch.where(sets.ids == targets[row_of], row_of, n), in_row)[:-1]
-        outside = target < 0
-        # The number of slots does not depend on which targets their sets lack: it would have to be asked of the device.
-        of_id, of_target = at + row_of, sets.offsets[1:] + rows  # each row before has one slot more than ids
-        ids, owner = (torch.empty(row_of.numel() + n, dtype=torch.int64, device=device) for _ in range(2))
-        ids[of_id], ids[of_target] = sets.ids.to(torch.int64), torch.where(outside, targets, -1)
-        owner[of_id], owner[of_target] = row_of, rows
-        slots = Ragged(torch.where(looked_at[owner], ids, -1), sets.offsets + torch.arange(n + 1, device=device), owner)
-        several = looked_at & (counts + outside.to(counts.dtype) > 1)
+        # The number of slots does not depend on which targets their sets lack: it would have to be asked of the device. Each row
+        # has one slot more than ids, behind them.
+        owner = torch.repeat_interleave(counts + 1, output_size=m)
+        offsets, at = sets.offsets + torch.arange(n + 1, device=device), torch.arange(m, device=device)
+        place = at - offsets[owner]
+        ids = torch.nn.functional.pad(sets.ids, (0, 1))[at - owner].to(torch.int64)  # in the last slot of a row another one's
+        elsewhere = place.masked_fill(ids != targets[owner], m)
+        target = counts.scatter_reduce(0, owner, elsewhere, "amin")  # the last slot where the set lacks it
+        inside = target < counts
+        ids = ids.index_copy_(0, offsets[1:] - 1, targets.masked_fill(inside, -1))
+        slots = Ragged(torch.where(looked_at[owner], ids, -1), offsets, owner)
+        several = looked_at & (counts > inside)
         has_all = without == 0
         if not has_all and read is not None and device.type == "cpu":  # rows of a prompt, which are not read
             has_all = not bool((read & ~has).any())
-        vectors = map(plain, (looked_at, several, torch.where(outside, counts, target)))
-        looked_at, several, target = vectors
-        return cls(plain(has), has_all, without, looked_at, several, slots.plain(), target, _groups(sets))
+        looked_at, several, place, target = map(plain, (looked_at, several, place, target))
+        return cls(plain(has), has_all, without, looked_at, several, slots.plain(), place, target, _groups(sets))
 
     def others(self, read: Tensor | None) -> Tensor:
         """bool [n]: rows that are read and have no set."""
-        return ~self.has if read is None else read & ~self.has
+        return ~self.has if read is None else read > self.has  # as numbers: read and without a set
 
     def places(self, at: Ragged) -> Tensor:
         """int64 [k]: the index in `slots` of each pair of `at`; the number of slots where it is not among them."""
@@ -115,12 +115,9 @@ def _groups(sets: TokenSets) -> tuple[tuple[Tensor | None, int], ...]:
     while widths[-1] <= sets.longest:
         widths.append(8 * widths[-1])
 
-    def exceeded(slots: Tensor) -> Tensor:
-        return torch.stack([slots > width for width in widths]).sum(0)
-
     # Rows are sorted on their device and cut where the host knows that a group ends: nothing is sent, and nobody waits.
-    sizes = torch.bincount(exceeded(sets.host_counts + 1), minlength=len(widths)).tolist()
-    grouped = exceeded(sets.counts + 1).argsort(stable=True).split(sizes)
+    sizes = torch.bincount(torch.bucketize(sets.host_counts + 1, torch.tensor(widths)), minlength=len(widths)).tolist()
+    grouped = sets.counts.argsort(stable=True).split(sizes)
     return tuple((rows, width) for rows, width in zip(grouped, widths, strict=True) if rows.numel())
 
 
@@ -133,11 +130,26 @@ class Beside(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Rows of like sizes, side by side."""
+    """Rows whose logits are in one memory, those of like sizes side by side.
+
+    rows   their numbers.
+    parts  of one width, one after the other: (how many of the rows, the width).
+    at     int64 [m]: where each slot stands in the memory, in its last place for slots of other rows."""
 
     rows: slice | Tensor
-    shape: tuple[int, int]  # (rows, width)
-    at: Tensor  # int64 [m]: where each slot stands in it, behind its end for slots of other rows
+    parts: tuple[tuple[int, int], ...]
+    at: Tensor
+
+    def memory(self, z: Tensor) -> Tensor:
+        """z of the slots in their places, and -inf in all others."""
+        size = sum(rows * width for rows, width in self.parts)
+        return torch.full((size + 1,), -torch.inf, dtype=torch.float32, device=z.device).scatter_(0, self.at, z)
+
+    def added(self, total: Tensor | None, memory: Tensor) -> Tensor:
+        """[m]: what stands in the places of the slots, 0 for those of other rows, and the total of other blocks."""
+        if isinstance(self.rows, Tensor):
+            memory[-1:].zero_()
+        return memory[self.at] if total is None else total.add_(memory[self.at])
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,20 +167,18 @@ class SetKernels:
     @functools.cached_property
     def slots(self) -> Ragged:
         """The slots whose logits are needed here, with this process's columns as ids: those of rows with several ids."""
-        slots = self.kept.slots
-        return slots._replace(ids=torch.where(self._own & self.kept.several[slots.rows], slots.ids - self._first, -1))
+        ids = self.kept.slots.ids
+        return self.kept.slots._replace(ids=torch.where(self._used, ids - self._first if self._first else ids, -1))
 
     def transformed(self, logits: Tensor, transform: RowTransform) -> Tensor:
         """z of `logits`, fp32 [m], arbitrary where a slot is not in use here: -inf there, and 0 where it is the only one of its
         row."""
-        rows = self.kept.slots.rows
-        z = torch.where(self.kept.several[rows], transform.of(logits, rows), 0.0)
+        z = torch.where(self._several, transform.of(logits, self.kept.slots.rows), 0.0)
         return torch.where(self._own, z, -torch.inf)
 
     def of_logits(self, gradient: Tensor, logits: Tensor, transform: RowTransform) -> Tensor:
         """The gradient of logits from that of z; 0 of a slot that is not in use."""
-        used = self.slots.ids >= 0
-        return torch.where(used, gradient * transform.slope(logits, self.kept.slots.rows), 0.0)
+        return torch.where(self._used, gradient * transform.slope(logits, self.kept.slots.rows), 0.0)
 
     def stats(self, z: Tensor, names: tuple[str, ...], beside: Beside | None, read: Tensor | None = None) -> Partials:
         """Partials of all rows; one that is not read has log-prob and entropy 0. `read`: bool [n], of the rows that `kept`
@@ -176,8 +186,10 @@ class SetKernels:
         read = self.kept.read if read is None else read
         partials = Partials.empty(names, read.numel(), z.device, beside)
         for block in self._blocks():
-            rows = self._side_by_side(block, z, beside, read)
-            partials.values[:, block.rows] = self.backend.first_visit(rows, names).values
+            found = [
+                self.backend.first_visit(rows, names).values for _, rows in self._parts(block, block.memory(z), beside, read)
+            ]
+            partials.values[:, block.rows] = side_by_side(found)
         top = partials.get("top")
         if top is not None:  # the kernels give a column of the block
             top.copy_(self._top_id(z, partials.max))
@@ -186,18 +198,20 @@ class SetKernels:
         if MIXED[0] in names:
             mixed = torch.empty(len(MIXED), read.numel(), device=z.device)
             for block in self._blocks():
-                rows = self._side_by_side(block, z, beside, read)
-                mixed[:, block.rows] = self.backend.mixed(rows, partials.at(block.rows))
+                own, parts = partials.at(block.rows), self._parts(block, block.memory(z), beside, read)
+                mixed[:, block.rows] = side_by_side([self.backend.mixed(rows, own.at(places)) for places, rows in parts])
             partials.put(MIXED, mixed if self.shard is None else self.shard.sum_over_ranks(mixed))
         return partials
 
     def pull(self, z: Tensor, partials: Partials, slopes: Slopes, beside: Beside | None) -> Tensor:
         """The gradient of z."""
-        gradient = torch.zeros_like(z)
+        gradient: Tensor | None = None
         for block in self._blocks():
-            rows = self._side_by_side(block, z, beside, self.kept.read)
-            self.backend.gradient(rows, partials.at(block.rows), slopes.at(block.rows), rows.logits)
-            gradient += _back(rows.logits, block.at)
+            memory, found, own = block.memory(z), partials.at(block.rows), slopes.at(block.rows)
+            for places, rows in self._parts(block, memory, beside, self.kept.read):
+                self.backend.gradient(rows, found.at(places), own.at(places), rows.logits)
+            gradient = block.added(gradient, memory)
+        assert gradient is not None, "there is one block at least"
         return gradient
 
     def fused(
@@ -205,16 +219,21 @@ class SetKernels:
     ) -> tuple[FusedRows, Tensor | None]:
         """Losses of all rows of a token stage, and the gradient of z if it is wanted."""
         read = self.kept.read if read is None else read
-        gradient = torch.zeros_like(z) if wanted else None
-        result = FusedRows.zeros(read.numel(), read.device, beside)
+        gradient: Tensor | None = None
+        order, results = [], []
         for block in self._blocks():
-            rows = self._side_by_side(block, z, beside, read)
-            # Every rank's block has the same slots, each with the ids of the rank alone.
-            shard = None if self.shard is None else replace(self.shard, start=0, vocab=block.shape[1])
-            backend, out = on_shard(self.backend, shard), None if gradient is None else rows.logits
-            result.put(block.rows, backend.fused(rows, stage.at(block.rows), out))
-            if gradient is not None:
-                gradient += _back(rows.logits, block.at)
+            memory, own = block.memory(z), stage.at(block.rows)
+            order += [block.rows] if isinstance(block.rows, Tensor) else []
+            for places, rows in self._parts(block, memory, beside, read):
+                # Every rank's block has the same slots, each with the ids of the rank alone.
+                shard = None if self.shard is None else replace(self.shard, start=0, vocab=rows.logits.shape[2])
+                backend, out = on_shard(self.backend, shard), rows.logits if wanted else None
+                results.append(backend.fused(rows, own.at(places), out).values)
+            gradient = block.added(gradient, memory) if wanted else None
+        result = FusedRows(side_by_side(results))
+        if order:
+            in_blocks, result = result, FusedRows.zeros(read.numel(), read.device, beside)
+            result.put(torch.cat(order), in_blocks)
         return result, gradient
 
     @property
@@ -226,6 +245,16 @@ class SetKernels:
         """bool [m]: slots in use whose id is among this process's columns. An id outside the vocabulary belongs to no rank."""
         ids, end = self.kept.slots.ids, self._first + self.columns
         return (ids >= self._first) & (ids < (end if self.shard is None else min(end, self.shard.vocab)))
+
+    @functools.cached_property
+    def _several(self) -> Tensor:
+        """bool [m]: slots of rows with several ids."""
+        return self.kept.several[self.kept.slots.rows]
+
+    @functools.cached_property
+    def _used(self) -> Tensor:
+        """bool [m]: slots whose logits are needed here."""
+        return self._own & self._several
 
     @functools.cached_property
     def _target(self) -> Tensor:
@@ -240,35 +269,39 @@ class SetKernels:
         lowest = torch.full_like(self.kept.target, none).scatter_reduce_(0, slots.rows, ids, "amin")
         return torch.where(lowest == none, -1, lowest)
 
-    def _side_by_side(self, block: _Block, z: Tensor, beside: Beside | None, read: Tensor) -> LogitRows:
-        """A block as rows of logits [1, rows, width], in memory of their own."""
-        rows, width = block.shape
-
-        def spread(z: Tensor) -> Tensor:
-            memory = torch.full((rows * width + 1,), -torch.inf, dtype=torch.float32, device=z.device)
-            return memory.scatter_(0, block.at, z)[:-1].view(1, rows, width)
-
-        second = None if beside is None else Second(spread(beside.z), TRANSFORMED, beside.kind, beside.mixture)
-        return LogitRows(spread(z), self._target[block.rows], read[block.rows], TRANSFORMED, second)
+    def _parts(self, block: _Block, memory: Tensor, beside: Beside | None, read: Tensor) -> Iterator[tuple[slice, LogitRows]]:
+        """Each part of a block: (its places among the rows of the block, these as rows of logits [1, rows, width])."""
+        target, read = self._target[block.rows], read[block.rows]
+        second = None if beside is None else block.memory(beside.z)
+        row = first = 0
+        for rows, width in block.parts:
+            places, shape, own = slice(row, row + rows), (1, rows, width), slice(first, first + rows * width)
+            other = None if second is None else second[own].view(shape)
+            of_second = None if other is None or beside is None else Second(other, TRANSFORMED, beside.kind, beside.mixture)
+            yield places, LogitRows(memory[own].view(shape), target[places], read[places], TRANSFORMED, of_second)
+            row, first = places.stop, own.stop
 
     def _blocks(self) -> Iterator[_Block]:
-        slots, n = self.kept.slots, self.kept.read.numel()
-        place = torch.arange(slots.rows.numel(), device=slots.rows.device) - slots.offsets[slots.rows]
+        """As many rows at a time as BLOCK_BYTES allow, one part at least."""
+        slots, place, n = self.kept.slots, self.kept.place, self.kept.read.numel()
+        parts: list[tuple[Tensor, int]] = []
         for group, width in self.kept.groups:
-            size, count = max(1, BLOCK_BYTES // (4 * width)), n if group is None else group.numel()
-            for lo in range(0, max(count, 1), size):
-                hi = min(count, lo + size)
-                if hi - lo == n:
-                    yield _Block(slice(0, n), (n, width), slots.rows * width + place)
-                    continue
-                rows = torch.arange(lo, hi, device=place.device) if group is None else group[lo:hi]
-                row = place.new_full((n,), -1).index_copy_(0, rows, torch.arange(hi - lo, device=place.device))[slots.rows]
-                yield _Block(rows, (hi - lo, width), torch.where(row >= 0, row * width + place, (hi - lo) * width))
-
-
-def _back(block: Tensor, at: Tensor) -> Tensor:
-    """[m]: what stands at the places of the slots, 0 for those of other rows."""
-    return torch.cat([block.reshape(-1), block.new_zeros(1)])[at]
+            if group is None and 4 * n * width <= BLOCK_BYTES:
+                yield _Block(slice(0, n), ((n, width),), torch.add(place, slots.rows, alpha=width))
+                return
+            rows = torch.arange(n, device=place.device) if group is None else group
+            parts += [(some, width) for some in rows.split(max(1, BLOCK_BYTES // (4 * width)))]
+        while parts:
+            own, size, starts = list[tuple[Tensor, int]](), 0, list[Tensor]()
+            while parts and (not own or 4 * (size + parts[0][0].numel() * parts[0][1]) <= BLOCK_BYTES):
+                rows, width = parts.pop(0)
+                own.append((rows, width))
+                starts.append(torch.arange(size, size + rows.numel() * width, width, device=place.device))
+                size += rows.numel() * width
+            order = torch.cat([rows for rows, _ in own])
+            first = place.new_full((n,), size).index_copy_(0, order, torch.cat(starts))
+            shapes = tuple((rows.numel(), width) for rows, width in own)
+            yield _Block(order, shapes, (first[slots.rows] + place).clamp_(max=size))
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,7 +368,7 @@ class OverSets:
             assert part.divergence is not None
             divergence = times(other.weight, part.divergence)
             divergence = divergence if result.divergence is None else result.divergence + divergence
-            result = result._replace(losses=result.losses + part.losses, divergence=divergence)
+            result = FusedRows.of(result.logps, result.entropy, result.losses + part.losses, divergence)
             gradient = None if gradient is None or more is None else gradient + more
         if gradient is None:
             return result, None

@@ -172,7 +172,7 @@ class Gradients(ABC):
 
 def times(weight: Tensor | None, x: Tensor) -> Tensor:
     """weight * x; 0 where the weight is 0, whatever x is."""
-    return x if weight is None else torch.where(weight == 0, 0.0, weight * x)
+    return x if weight is None else (weight * x).masked_fill_(weight == 0, 0.0)
 
 
 def read_beside(weight: Tensor | None, read: Tensor | None) -> Tensor | None:
@@ -538,7 +538,7 @@ def fused_beside(
             _add(gradient, here, memory, 1)
     if out is not None and gradient is not None:
         out.copy_(gradient)
-    return FusedRows(result.logps, result.entropy, losses, divergence)
+    return FusedRows.of(result.logps, result.entropy, losses, divergence)
 
 
 def pull_beside(
@@ -595,7 +595,7 @@ class ChunkOfTokens(NamedTuple):
         if listed is None and m == rows.n and self._one_for_each_row():
             order = tokens.rows.argsort()
             part = backend.fused(rows._replace(targets=tokens.targets[order]), self.stage.at(order), out)
-            return FusedRows(*(x[tokens.rows] for x in part[:3]))
+            return FusedRows(part.values[:, tokens.rows])
         ids = LogitsAt(self.slots, logits, self.slots.ids >= 0).with_likeliest(rows.transform)
         rows = rows._replace(targets=ids.targets)
         partials = backend.visit(rows, WITH_ENTROPY)
@@ -614,7 +614,7 @@ class ChunkOfTokens(NamedTuple):
             at_ids, slopes = ids.gradients(tokens.to_pairs(upstream), None, *of_rows)
             backend.gradient(rows, partials, slopes, out)
             write_at(out, here.positions(out.shape[1]), at_ids, here.ids >= 0)
-        return FusedRows(logps, entropy, torch.where(tokens.used, terms.losses, 0.0))
+        return FusedRows.of(logps, entropy, torch.where(tokens.used, terms.losses, 0.0))
 
     def _one_for_each_row(self) -> bool:
         """Whether the host knows that each row has one token: the kernels then do all of it in one visit."""
@@ -622,8 +622,7 @@ class ChunkOfTokens(NamedTuple):
 
     def add_to(self, result: FusedRows, part: FusedRows) -> None:
         """Set those of these tokens in `result`, of all tokens of the visit, which begins as zeros."""
-        for whole, piece in zip(result[:3], part[:3], strict=True):
-            whole[self.which] += piece
+        result.values[:3, self.which] += part.values[:3]
 
 
 def sums_outside(backend: Backend, z: Tensor, slots: Ragged, rows: LogitRows) -> Tensor:

@@ -1,4 +1,4 @@
-"""No public function waits for a device, forward and backward, but those that say so.
+"""No public function waits for a device, forward and backward, but those that say so; and the host sends few operations to it.
 
 Tested with meta tensors, which have no values that the host could read; row counts, which a GPU sends to the host ahead, with a
 stand-in for the device."""
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels import (
     Head,
@@ -26,7 +27,9 @@ from grpo_kernels import (
 )
 from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.rewards.corrections import importance_weights
+from grpo_kernels.rows import backends
 from support.doors import arguments_of, batch_of, called, named
+from support.inside import in_chunks, of_a_gpu
 from support.objectives import OBJECTIVES
 from support.recipes import Recipe, covering, each_value, legal, problem
 
@@ -230,6 +233,52 @@ def test_what_is_documented_to_wait(recipe, monkeypatch):
     assert is_documented(recipe)
     with pytest.raises(WAITS, match="nonzero"):
         runs(recipe, monkeypatch)
+
+
+# ---- operations that the host sends to a GPU, each of which takes it longer than a small batch takes the GPU
+
+
+class Operations(TorchDispatchMode):
+    """`made`: the names of the operations of torch in this context but for views, of the backward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made += [] if func.is_view else [str(func)]
+        return func(*args, **(kwargs or {}))
+
+
+#: How many of them, launches of kernels included, a call and its backward may make, from hidden states in 16 chunks: as many as
+#: they made when this was written.
+BUDGETS = {
+    "grpo_loss": (Recipe(objective="dapo, k3"), 17),
+    "linear_grpo_loss": (Recipe(source="hidden", objective="dapo, k3"), 85),
+    "linear_grpo_loss, kept sets": (Recipe(source="hidden", kept="some"), 139),
+}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_call_makes_few_operations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    kernels, launched = backends.load("triton"), list[Any]()
+    recipe, budget = BUDGETS[name]
+    p = problem(replace(recipe, lengths=(16,) * 4, dtype="bfloat16"))
+    f, after, given = map(moved, arguments_of(p))
+    front = [torch.empty_like(x, device="meta").requires_grad_() for x in p.given.values()]
+    monkeypatch.setattr("grpo_kernels.batch.AHEAD", ("meta",))
+    monkeypatch.setattr(TokenBatch, "_sent", lambda batch, kind: (batch.__dict__["_numbers"][kind], None))
+    monkeypatch.setattr(backends, "pick", lambda *_: kernels.Kernels())
+    monkeypatch.setattr(kernels.launch, "run", lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(kernels.launch, "on_device", contextlib.nullcontext)
+    monkeypatch.setattr(kernels.launch, "multiprocessors", lambda _: 132)
+    in_chunks(monkeypatch, 4, block=64)
+    call = called(f, after, given)
+    with of_a_gpu() as products, Operations() as seen:
+        torch.autograd.grad(call(*front).loss, front)
+    assert len(launched) > 1 and (len(products) > 3) == (recipe.source == "hidden")
+    assert len(seen.made) + len(launched) <= budget, seen.made
 
 
 # ---- row counts that a GPU sends to the host

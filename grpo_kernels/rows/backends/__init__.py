@@ -26,6 +26,7 @@ from ..partials import (
     Partials,
     Slopes,
     partials_of,
+    side_by_side,
 )
 from ..ragged import Ragged
 from ..selection import Drawn
@@ -42,23 +43,41 @@ def others_than(known: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ..
 
 
 class FusedRows(NamedTuple):
-    """What `fused` returns: per-row fp32 [n], 0 of a row that is not read; the gradient went into `out`."""
+    """What `fused` returns: per-row fp32 [3, n], beside a second stream [4, n], 0 of a row that is not read; the gradient went into
+    `out`."""
 
-    logps: Tensor
-    entropy: Tensor
-    losses: Tensor  # weighted terms: their sum is the loss
-    divergence: Tensor | None = None  # from the second stream, where there is one
+    values: Tensor
+
+    @classmethod
+    def of(cls, logps: Tensor, entropy: Tensor, losses: Tensor, divergence: Tensor | None = None) -> FusedRows:
+        return cls(torch.stack([logps, entropy, losses] + ([] if divergence is None else [divergence])))
 
     @classmethod
     def zeros(cls, n: int, device: torch.device, second: object) -> FusedRows:
         """Of n rows, to be put together. `second`: None for results without a divergence."""
-        return cls(*torch.zeros(3 if second is None else 4, n, dtype=torch.float32, device=device).unbind())
+        return cls(torch.zeros(3 if second is None else 4, n, dtype=torch.float32, device=device))
 
     def put(self, rows: slice | Tensor, part: FusedRows) -> None:
         """Set those of these rows."""
-        for whole, piece in zip(self, part, strict=True):
-            if whole is not None and piece is not None:
-                whole[rows] = piece
+        self.values[:, rows] = part.values
+
+    @property
+    def logps(self) -> Tensor:
+        return self.values[0]
+
+    @property
+    def entropy(self) -> Tensor:
+        return self.values[1]
+
+    @property
+    def losses(self) -> Tensor:
+        """Weighted terms: their sum is the loss."""
+        return self.values[2]
+
+    @property
+    def divergence(self) -> Tensor | None:
+        """From the second stream, where there is one."""
+        return self.values[3] if len(self.values) > 3 else None
 
 
 class Backend(ABC):
@@ -153,12 +172,12 @@ class Backend(ABC):
         for the cache makes the second visit nearly free."""
         n, second = rows.n, rows.second
         names = WITH_ENTROPY if second is None else partials_of(("entropy", "divergence"), second.kind)
-        result = FusedRows.zeros(n, rows.logits.device, second)
+        parts = []
         for lo in range(0, n, block_rows):
             hi = min(lo + block_rows, n)
-            block, own = rows.cut(lo, hi), stage if hi - lo == n else stage.at(slice(lo, hi))
+            block, own = rows.cut(lo, hi), stage.at(slice(lo, hi))
             partials = self.visit(block, names)
-            logps, entropy = partials.logps, partials.entropy
+            logps, entropy = partials.softmax(True)
             terms = own.terms(logps, entropy)
             losses, upstream = terms.losses, terms.upstream
             divergence, weight = None if second is None else partials.divergence, own.rows.divergence_weight
@@ -166,10 +185,10 @@ class Backend(ABC):
                 losses = losses + torch.where(weight == 0, 0.0, weight * divergence)
                 upstream["divergence"] = weight
             losses = losses if block.read is None else torch.where(block.read, losses, 0.0)
-            result.put(slice(lo, hi), FusedRows(logps, entropy, losses, divergence))
+            parts.append(FusedRows.of(logps, entropy, losses, divergence).values)
             if out is not None:
                 self.pull(block, partials, Slopes.of({"entropy": entropy}, upstream, block.read), out)
-        return result
+        return FusedRows(side_by_side(parts)) if parts else FusedRows.zeros(n, rows.logits.device, second)
 
 
 # ---- which backend runs

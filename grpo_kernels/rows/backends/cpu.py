@@ -126,7 +126,7 @@ class Kernels(Backend):
             compiled, numbers, of_inputs, stage.formula.bonus, own, second, *_of_rows(rows, n), to,
             named("results", results, 0b111 if second is None else 0b1111), torch.get_num_threads(),
         )  # fmt: skip
-        return FusedRows(*results.unbind())
+        return FusedRows(results)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         number = float(factor)

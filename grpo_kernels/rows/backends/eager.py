@@ -6,6 +6,7 @@ GPU: what is not used is computed with placeholder values and discarded."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -70,7 +71,7 @@ class Kernels(Backend):
                     result.at(r).get(name).copy_(found[name])  # type: ignore[union-attr]
         if rows.read is not None:
             empty = Partials.not_read(names, 1, rows.logits.device)
-            return result._replace(values=torch.where(rows.read, result.values, empty.values))
+            return replace(result, values=torch.where(rows.read, result.values, empty.values))
         return result
 
     def mixed(self, rows: LogitRows, partials: Partials) -> Tensor:

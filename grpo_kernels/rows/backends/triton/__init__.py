@@ -118,7 +118,7 @@ class Kernels(Backend):
         arguments = (*memory, *of.sizes[:2], of.n, *of_rows, *of.transforms, tuple(numbers[i] for i in used), results)
         kind = launch.fused_kind(logits.dtype, rows.transform.softcap)
         of.run(kind, _fused_kernel, arguments, FORMULA=formula)
-        return FusedRows(*results)
+        return FusedRows(results)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """The kernel reads the factor: a factor of 1 costs a launch only, and no host sync."""
@@ -158,8 +158,7 @@ class Kernels(Backend):
     def add_hidden_rows(self, values: Tensor, slots: Ragged, hidden: Tensor, out: Tensor) -> None:
         m = slots.ids.numel()
         of_slots = vectors(m, values=values, **{"slots.rows": slots.rows})
-        used = (slots.ids >= 0) & (values != 0)
-        ids, order = torch.where(used, slots.ids, -1).to(torch.int32).sort(stable=True)
+        ids, order = slots.ids.masked_fill(values == 0, -1).to(torch.int32).sort(stable=True)
         places, begins = first_places(ids, min(m, out.shape[0])), pieces(ids)
         # Columns of the sums of pieces are those of out. Their memory is taken, and the second kernel launched, where an id may be
         # cut.
@@ -249,8 +248,7 @@ def _blocks_of(out: Tensor, rows: int) -> Callable[[int], int]:
 def first_places(ids: Tensor, most: int) -> Tensor:
     """int64 [most]: where each id that is not -1 occurs first in the sorted ids [m], then m. There are at most `most` of them: how
     many would have to be waited for, and slots that are padded to the maximum are many more."""
-    first = ids >= 0
-    first[1:] &= ids[1:] != ids[:-1]
+    first = ids != torch.nn.functional.pad(ids, (1, 0), value=-1)[:-1]
     return torch.searchsorted(first.cumsum(0), torch.arange(1, most + 1, device=ids.device))
 
 
