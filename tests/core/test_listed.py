@@ -183,7 +183,7 @@ def test_refusals():
             ScoreCentering(**wrong)
     known = {"ref_logits": sets.with_values(torch.full(sets.ids.shape, -3.0)), "inplace": True}
     with pytest.raises(ValueError, match="inplace=True, but each teacher"):
-        grpo_loss(hidden @ weight.t(), batch, Objective.preset("distillation", kl=Exact()), **known)
+        grpo_loss(hidden @ weight.t(), replace(batch, ref_logps=None), Objective.preset("distillation", kl=Exact()), **known)
     with pytest.raises(ValueError, match=r"listed=.*pass a function"):
         Objective(listed=ScoreCentering)
     with pytest.raises(ValueError, match="logp_terms is None, but listed"):

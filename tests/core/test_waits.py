@@ -241,11 +241,11 @@ def test_what_is_documented_to_wait(recipe, monkeypatch):
 class Operations(TorchDispatchMode):
     """`made`: the names of the operations of torch in this context but for views, of the backward too."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.made: list[str] = []
+        self.made = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.made += [] if func.is_view else [str(func)]
         return func(*args, **(kwargs or {}))
 
@@ -260,9 +260,9 @@ BUDGETS = {
 
 
 @pytest.mark.parametrize("name", BUDGETS)
-def test_a_call_makes_few_operations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_makes_few_operations(name, monkeypatch):
     pytest.importorskip("triton")
-    kernels, launched = backends.load("triton"), list[Any]()
+    kernels, launched = backends.load("triton"), []
     recipe, budget = BUDGETS[name]
     p = problem(replace(recipe, lengths=(16,) * 4, dtype="bfloat16"))
     f, after, given = map(moved, arguments_of(p))
