@@ -298,6 +298,7 @@ class TokenBatch:
     def _copy(self, **changes: Any) -> TokenBatch:
         """This batch with the row counts that were copied to the host once, which these changes leave as they are."""
         changed = copy.copy(self)
+        changed.__dict__.pop("_with_missing", None)  # which has the former fields
         for name, value in changes.items():
             object.__setattr__(changed, name, value)
         return changed
@@ -363,10 +364,13 @@ class TokenBatch:
         return flat(contributing.expand(self.targets.shape))
 
     def with_missing(self, missing: str) -> TokenBatch:
-        """This batch with another `missing`, whose counts go to the host once: the same object again while no tensor is written."""
-        versions = missing, versions_of(self.mask, self.advantages, self.weights, self.nll_weights)
+        """This batch with another `missing`, whose counts go to the host once: the same object again while torch sees no write into
+        its tensors."""
+        assert self.kept is not None
+        tensors = (self.targets, self.mask, self.advantages, self.weights, self.nll_weights, self.kept.ids, self.kept.offsets)
+        versions = missing, versions_of(*tensors)
         known = self.__dict__.get("_with_missing")
-        if known is None or known[0] != versions:
+        if known is None or known[0] != versions or any(x is not None and x.is_inference() for x in tensors):
             # With "include" masks and counts are those of a batch that does not say it.
             known = versions, self._copy(missing=missing) if missing == "include" else replace(self, missing=missing)
             object.__setattr__(self, "_with_missing", known)
