@@ -397,7 +397,9 @@ class OverSets:
         """Slots of tokens as those of their rows, each once; None: they are that already."""
         if self.tokens is None:
             return None
-        return Distinct.of(self.tokens.rows[slots.rows], slots.ids, slots.ids >= 0, self.tokens.n)
+        return Distinct.of(
+            self.tokens.rows[slots.rows], slots.ids, (slots.ids >= 0) & self.tokens.used[slots.rows], self.tokens.n
+        )
 
     def _read(self, logits: Callable[[Any, Ragged], Tensor], stream: Stream, slots: Ragged) -> Tensor:
         """fp32 [m]: the logits of a stream at slots."""
