@@ -337,26 +337,12 @@ def traffic(kit: Kit) -> None:
         kit.leave_out("bytes of device memory, which Nsight Compute counts")
         return
     names = "|".join(name for some in TRAFFIC.values() for name in some)
-    command = [
-        tool,
-        "--clock-control",
-        "none",
-        "--csv",
-        "--page",
-        "raw",
-        "--print-units",
-        "base",
-        "--metrics",
-        ",".join(METRICS),
-    ]
+    command = [tool, *"--clock-control none --csv --page raw --print-units base --metrics".split(), ",".join(METRICS)]
     command += [
         "--kernel-name",
         f"regex:^({names})$",
         sys.executable,
-        "-m",
-        "benchmarks.gpu_stages",
-        "large",
-        "--work",
+        *"-m benchmarks.gpu_stages large --work".split(),
         str(kit.work),
     ]
     printed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=kit.left).stdout

@@ -173,8 +173,9 @@ def asked(folder: Path, machine: str) -> dict[str, list[Standing]]:
     for suite, words in ASKED.items():
         for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16")):
             of = [x for x in every if x.record["suite"] == suite and x.cell["dtype"] == dtype]
-            apart = lambda x, rows: (abs(x.cell["rows"] - rows), -x.cell["vocab"])  # noqa: E731
-            nearest = [min(of, key=lambda x, rows=rows: apart(x, rows)) for rows in ASKED_ROWS if of]
+            nearest = [
+                min(of, key=lambda x, rows=rows: (abs(x.cell["rows"] - rows), -x.cell["vocab"])) for rows in ASKED_ROWS if of
+            ]
             found[f"{words}, {short}"] = nearest[: len({x.cell["rows"] for x in nearest})]
     return found | {"strongest of all cells": every[:1], "weakest of all cells": every[-1:]}
 

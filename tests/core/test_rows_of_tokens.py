@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_kernels import Objective, Options, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Objective, Options, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs, token_logprobs
 from grpo_kernels.rows import stream
 from support.doors import check
 from support.inside import count_products, in_chunks, of_a_gpu
@@ -123,3 +123,12 @@ def test_probabilities_near_1_keep_their_digits(name, backend):
         found.append(logps[::2].detach())
     assert (found[0] <= 0).all() and found[1].max() > -1e-5 > -1e-4 > found[1].min()
     torch.testing.assert_close(*found, rtol=2e-2, atol=1.2e-7)
+
+
+def test_a_masked_token_with_a_set_may_name_any_row(backend):
+    sets = TokenSets.from_lists([[1, 4], [2, 5], [3, 6]])
+    rows, mask, logits = torch.tensor([0, -100, 1]), torch.tensor([True, False, True]), torch.randn(2, 7)
+    given = {"kept": sets, "at": sets, "options": Options(backend, missing="include")}
+    found = token_logprobs(logits, torch.tensor([1, 2, 3]), mask=mask, rows=rows, **given)
+    exact = [logits[0, [1, 4]].log_softmax(0)[0], 0.0, logits[1, [3, 6]].log_softmax(0)[0]]
+    torch.testing.assert_close(found.logps, torch.tensor(exact))
