@@ -93,17 +93,19 @@ def two_sided(owner: str, low: float, high: float, delta: float | None, name: st
     return Clip(low, high, bound)
 
 
-def surrogate_of(
-    loss_type: str, low: float, high: float, delta: float | None, sapo: tuple[float, float], vespo: tuple[float, ...]
-) -> Any:
-    """The surrogate of TRL's and Liger's `loss_type`. As they have it, `high` is CISPO's cap, an absolute ratio."""
-    require_one_of("loss_type", loss_type, (*CLIPPED, "cispo", "sapo", "vespo"))
-    if loss_type in CLIPPED:
-        return Clip(min(low, 1.0), high, math.inf if delta is None else delta)  # below 0 there is no ratio to be clipped
-    if loss_type == "vespo":
-        k_pos, lambda_pos, k_neg, lambda_neg = vespo
-        return Vespo(k_pos, max(lambda_pos, 1e-4), k_neg, max(lambda_neg, 1e-4))
-    return Cispo(high) if loss_type == "cispo" else Sapo(*sapo)
+def surrogate_of(options: Any) -> Any:
+    """The surrogate of TRL's and Liger's `loss_type`, of an object that has their options under their names. As they have it,
+    epsilon_high is CISPO's cap, an absolute ratio."""
+    kind, high, delta = options.loss_type, options.epsilon_high, options.delta
+    require_one_of("loss_type", kind, (*CLIPPED, "cispo", "sapo", "vespo"))
+    if kind in CLIPPED:
+        return Clip(
+            min(options.epsilon_low, 1.0), high, math.inf if delta is None else delta
+        )  # below 0 there is no ratio to be clipped
+    if kind == "vespo":
+        rates = [max(rate, 1e-4) for rate in (options.vespo_lambda_pos, options.vespo_lambda_neg)]
+        return Vespo(options.vespo_k_pos, rates[0], options.vespo_k_neg, rates[1])
+    return Cispo(high) if kind == "cispo" else Sapo(options.sapo_temperature_pos, options.sapo_temperature_neg)
 
 
 # ---- batches, denominators, metrics
