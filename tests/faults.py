@@ -659,8 +659,8 @@ FAULTS: list[Fault] = [
         ),
         ("CISPO's lower bound dropped", "Cispo(cap=1 + high, low=1 - low)", "Cispo(cap=1 + high)"),
         (
-            "DPPO's lower clip fraction counts filtered tokens", '"actor/pg_clipfrac_lower": above & keep}',
-            '"actor/pg_clipfrac_lower": above}',
+            "DPPO's lower clip fraction counts filtered tokens", 'marks = ~keep, (ratio > surrogate.ratio_bounds[1]) & keep',
+            'marks = ~keep, ratio > surrogate.ratio_bounds[1]',
         ),
         (
             "verl distillation: masses of padding kept", ".sum(-1).masked_fill(~counted, 0.0) for x in (logps, listed)",
