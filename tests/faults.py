@@ -498,8 +498,8 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/integrations/areal.py", "tests/integrations/test_bound_functions.py",
         (
-            "temperature left out of the entropy", "transform, options = LogitTransform(temperature),",
-            "transform, options = LogitTransform(1.0 if others else temperature),",
+            "temperature left out of the entropy", "temperature=temperature, group=tp_group, entropy=True))",
+            "group=tp_group, entropy=True))",
         ),
     ),
     *of("grpo_kernels/integrations/liger.py", "tests/integrations/test_liger.py",

@@ -38,13 +38,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import Cispo, Kl, LogitTransform, LossOutput, Objective, Options, PolicyGradient, TokenBatch, TokenSets, TrustRegion
+from .. import Cispo, Kl, LossOutput, Objective, Options, PolicyGradient, TokenBatch, TokenSets, TrustRegion
 from ..checks import require
 from ..formulas.centering import ScoreCentering
 from ..formulas.ops import bounded_exp
 from ..losses import objective_loss
 from ._swap import Adapter, Slots
-from ._tensors import at_ids, entropy_kind, even_shard, in_a_column, plain, response_sets, scored_batch, two_sided, world
+from ._tensors import at_ids, even_shard, in_a_column, response_sets, scored_batch, two_sided, world
 
 Tensor = torch.Tensor
 
@@ -141,18 +141,16 @@ def calculate_log_probs_and_entropy(
     with_entropy, with_entropy_grad   whether to compute the entropy, and whether it has a gradient.
     log_prob_keep_mask   bool [T, V]: the softmax of the log-prob, but not of the entropy, is over these tokens and the target. Or
                          the result of `keep_sets`; then `options` say what the entropy is taken over (None: the vocabulary)."""
-    plain(logits)
-    entropy, kept = entropy_kind(with_entropy, with_entropy_grad), log_prob_keep_mask
-    if isinstance(kept, Replay):
-        over = (options or Options(entropy_over="vocabulary")) if with_entropy else None
-        return in_a_column(logits, tokens, tp_group, mask=kept.scored, entropy=entropy, kept=kept.kept, options=over)
-    if kept is None:
-        return in_a_column(logits, tokens, tp_group, entropy=entropy)
+    keep = log_prob_keep_mask
+    if keep is None or isinstance(keep, Replay):
+        sets, scored = keep or (None, None)
+        over = options or Options(entropy_over="vocabulary")
+        return in_a_column(logits, tokens, tp_group, with_entropy, with_entropy_grad, mask=scored, kept=sets, options=over)
     shard = even_shard(logits.shape[-1], tp_group or world())
     ids = torch.arange(logits.shape[-1], device=tokens.device) + (0 if shard is None else shard.start)
-    masked = logits.masked_fill((ids != tokens[:, None]).logical_and_(~kept), -math.inf)
-    H = in_a_column(logits, tokens, tp_group, entropy=entropy)[1] if with_entropy else None
-    return in_a_column(masked, tokens, tp_group)[0], H
+    masked = logits.masked_fill((ids != tokens[:, None]).logical_and_(~keep), -math.inf)
+    H = in_a_column(logits, tokens, tp_group, True, with_entropy_grad)[1] if with_entropy else None
+    return in_a_column(masked, tokens, tp_group, False)[0], H
 
 
 def calculate_topk_log_probs(
@@ -160,9 +158,7 @@ def calculate_topk_log_probs(
 ) -> Tensor:  # fmt: skip
     """Log-probs of token_ids [R, K], fp32, in one visit of each row; logits [R, V / tensor-parallel ranks] are divided by the
     temperature. tp_group is as in `calculate_log_probs_and_entropy`; chunk_size is not needed."""
-    plain(logits)
-    options = Options(shard=even_shard(logits.shape[-1], tp_group or world()))
-    return at_ids(logits, token_ids, transform=LogitTransform(temperature), options=options)[0]
+    return at_ids(logits, token_ids, temperature=temperature, group=tp_group or world())[0]
 
 
 def _centered_term(args: Any) -> dict[str, Any]:
