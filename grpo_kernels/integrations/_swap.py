@@ -63,9 +63,9 @@ class Adapter:
             f"{named} was not tested with this adapter ({', '.join(self.tested)} {'was' if len(self.tested) == 1 else 'were'})"
         )
 
-    def bind(self, *ours: Function, strict: bool = False, any_version: bool = False) -> Slots:
-        """Replace what the declaration says that these functions of ours replace."""
-        slots = Slots(self, strict, any_version)
+    def bind(self, *ours: Function, **how: bool) -> Slots:
+        """Replace what the declaration says that these functions of ours replace. how: of `Slots`."""
+        slots = Slots(self, **how)
         for function in ours:
             slots.bind(function)
         return slots
@@ -210,6 +210,7 @@ class Slots:
     counts   Counter of calls: "fused", or the trainer's name and why its own function was called.
     strict   True: a call that is left to the trainer raises RuntimeError instead, and so does the end of a `with` block in
              which none of our functions was called.
+    any_version   True: no comparison under a version that was not tested.
     trial    the comparison under a version that was not tested."""
 
     def __init__(self, adapter: Adapter, strict: bool = False, any_version: bool = False) -> None:

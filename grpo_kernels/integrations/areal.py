@@ -36,14 +36,13 @@ ADAPTER = Adapter(
 )  # fmt: skip
 
 
-def bind(*, trees: bool = False, strict: bool = False, any_version: bool = False) -> Slots:
+def bind(*, trees: bool = False, **how: bool) -> Slots:
     """Replace AReaL's two functions by ours; the result restores them, see `Slots`, which has the errors too.
 
     trees    True: the function of packed trees too, of versions that have it.
-    strict   True: a call that AReaL's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested."""
+    how      strict and any_version of `Slots`."""
     ours = (gather_logprobs, gather_logprobs_entropy, *((mapped_logprobs_entropy,) if trees else ()))
-    return ADAPTER.bind(*ours, strict=strict, any_version=any_version)
+    return ADAPTER.bind(*ours, **how)
 
 
 def gather_logprobs(

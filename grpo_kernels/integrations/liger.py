@@ -422,7 +422,7 @@ def _metrics(kl: Tensor | None, clipped: Tensor, batch: TokenBatch) -> list[Tens
 # ---- the loss in the place of Liger's, in trainers that keep it as an attribute
 
 
-def patch(trainer: Any, *, strict: bool = False, any_version: bool = False) -> Slots:
+def patch(trainer: Any, **how: bool) -> Slots:
     """Replace the loss object of this trainer, and of no other; the result undoes it, by `undo()` or as a context manager.
 
         slots = liger.patch(trainer)     # one trainer that exists
@@ -432,8 +432,7 @@ def patch(trainer: Any, *, strict: bool = False, any_version: bool = False) -> S
     trainer gave to its own object. The first call is compared with it where the version of Liger-Kernel (or of a TRL with a copy of
     it) was not tested. What Liger's slot has not, ours has not there: the entropy bonus, the entropy quantile, off-policy masks.
 
-    strict        True: a call that Liger has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested.
+    how   strict and any_version of `Slots`.
     Raises RuntimeError for a trainer without such an object, or with ours, and in the first step where the comparison fails."""
     name = next((name for name in ATTRIBUTES if callable(getattr(trainer, name, None))), None)
     if name is None:
@@ -443,17 +442,17 @@ def patch(trainer: Any, *, strict: bool = False, any_version: bool = False) -> S
             "integrations.trl.fused_lm_head(), from 1.15 on integrations.trl.patch(trainer)."
         )
     theirs = getattr(trainer, name)
-    slots = _slots(theirs, strict, any_version)
+    slots = _slots(theirs, **how)
     slots.put(trainer, name, _in_place_of(theirs, slots))
     return slots
 
 
-def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
+def bind(**how: bool) -> Slots:
     """Make `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` ours for what imports it from now on; `undo()` puts it back,
     but for trainers that are made already. Options and errors are those of `patch`."""
     home = importlib.import_module(HOME)
     theirs = getattr(home, NAME)
-    slots = _slots(theirs(), strict, any_version)
+    slots = _slots(theirs(), **how)
 
     def make(*args: Any, **kwargs: Any) -> Any:
         return _in_place_of(theirs(*args, **kwargs), slots)
@@ -463,9 +462,9 @@ def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
     return slots
 
 
-def _slots(theirs: Any, strict: bool, any_version: bool) -> Slots:
+def _slots(theirs: Any, **how: bool) -> Slots:
     package = type(theirs).__module__.partition(".")[0].replace("_", "-")
-    return Slots(replace(ADAPTER, package=package, tested=COPIES.get(package, ())), strict, any_version)
+    return Slots(replace(ADAPTER, package=package, tested=COPIES.get(package, ())), **how)
 
 
 def _in_place_of(theirs: Any, slots: Slots) -> Any:

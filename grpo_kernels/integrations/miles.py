@@ -56,16 +56,14 @@ def bind(
     reference_over: str | None = None,
     entropy_over: str = "vocabulary",
     missing: str = "raise",
-    strict: bool = False,
-    any_version: bool = False,
+    **how: bool,
 ) -> Slots:
     """Put our functions in the place of miles'; the result undoes it, see `Slots`, which has the errors too.
 
     args            miles' arguments: rollout_top_p and rollout_top_k say whether there is replay.
     reference_over  "kept" declares that the log-probs of a reference or teacher run over the same sets.
     entropy_over, missing   of replayed rows, as in `Options`. missing="raise" waits for the device.
-    strict          True: a call that has to be left to miles raises RuntimeError instead.
-    any_version     True: no comparison under a version that was not tested; replay cannot be compared.
+    how             strict and any_version of `Slots`; replay cannot be compared.
     Raises ValueError for replay with a KL or a teacher and no declaration."""
     require(
         reference_over in (None, "kept"),
@@ -81,7 +79,7 @@ def bind(
             "reference_over='kept' if they run over the same sets."
         )
         require(not getattr(args, name, None), name, getattr(args, name, None), remedy)
-    slots = Slots(ADAPTER, strict, any_version)
+    slots = Slots(ADAPTER, **how)
     slots.bind(calculate_log_probs_and_entropy, options=Options(missing=missing, entropy_over=entropy_over))
     if replays:
         slots.bind(local_sets, comparable=False)

@@ -181,13 +181,13 @@ class PolicyLoss(torch.nn.Module):
         return weights, (outside | ~mask).all(1) if sequences else outside
 
 
-def bind(*, entropy_temperature: float = 1.0, strict: bool = False, any_version: bool = False) -> Slots:
+def bind(*, entropy_temperature: float = 1.0, **how: bool) -> Slots:
     """Replace `log_probs_from_logits` and `compute_entropy` of openrlhf.models.utils by our functions, also in the actor that
     imported them; the result restores them, see `Slots`, which has the errors too.
 
-    strict   True: a call that OpenRLHF's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested."""
-    slots = ADAPTER.bind(log_probs_from_logits, strict=strict, any_version=any_version)
+    entropy_temperature   that of the entropy, see above.
+    how      strict and any_version of `Slots`."""
+    slots = ADAPTER.bind(log_probs_from_logits, **how)
     slots.bind(compute_entropy, comparable=entropy_temperature == 1.0, temperature=entropy_temperature)
     return slots
 

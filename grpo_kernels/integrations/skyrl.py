@@ -193,15 +193,14 @@ def _ratios(log_ratio: Tensor, objective: Objective) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def bind(*, megatron: bool = False, replay: bool = False, strict: bool = False, any_version: bool = False) -> Slots:
+def bind(*, megatron: bool = False, replay: bool = False, **how: bool) -> Slots:
     """Replace SkyRL's functions by ours; the result restores them, see `Slots`, which has the errors too. Bind before
     `HFModelWrapper` is created, because it stores the entropy function of that time.
 
     megatron   True: the fused head of SkyRL's Megatron worker too.
     replay     True: the scores over recorded sets too.
-    strict     True: a call that SkyRL's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested."""
-    slots = ADAPTER.bind(logprobs_from_logits, chunked_entropy_from_logits, strict=strict, any_version=any_version)
+    how        strict and any_version of `Slots`."""
+    slots = ADAPTER.bind(logprobs_from_logits, chunked_entropy_from_logits, **how)
     if megatron:
         slots.bind(fused_lm_head_logprobs)
     if replay:

@@ -71,16 +71,15 @@ class Replay(NamedTuple):
 
 
 def bind(
-    *, replay: bool = False, entropy_over: str = "vocabulary", strict: bool = False, any_version: bool = False
+    *, replay: bool = False, entropy_over: str = "vocabulary", **how: bool
 ) -> Slots:  # fmt: skip
     """Replace `slime.utils.ppo_utils.calculate_log_probs_and_entropy` by our function; the result restores it, see `Slots`, which
     has the errors too.
 
     replay   True: also replace `slime.backends.megatron_utils.loss._build_topp_keep_mask`, so that the record is not made a mask.
     entropy_over  for replayed rows with replay=True: "vocabulary", as in slime, or "kept", which reads fewer logits.
-    strict   True: a call that slime's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested."""
-    slots = Slots(ADAPTER, strict, any_version)
+    how      strict and any_version of `Slots`."""
+    slots = Slots(ADAPTER, **how)
     slots.bind(calculate_log_probs_and_entropy, options=Options(entropy_over=entropy_over))
     if hasattr(sys.modules["slime.utils.ppo_utils"], "calculate_topk_log_probs"):
         slots.bind(calculate_topk_log_probs)

@@ -546,10 +546,8 @@ class Replay:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.ours = {
-            "_generate": self._generate, "_generate_and_score_completions": self._complete,
-            "_get_per_token_logps_and_entropies": self._score,
-        }  # fmt: skip
+        names = ("_generate", "_generate_and_score_completions", "_get_per_token_logps_and_entropies")
+        self.ours = dict(zip(names, (self._generate, self._complete, self._score), strict=True))
         self._theirs = {name: getattr(trainer, name) for name in self.ours}
         self._record: Any = None  # lists of ids, and of each completion which tokens they are of
         self._scored: TokenSets | None = None  # of all completions, while they are scored
@@ -635,7 +633,7 @@ EVERY_OUTPUT = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 FUSED_OUTPUTS = {"entropy": None, "log_sum_sq_probs": "sum_squares", "is_top1": "top_id"}
 
 
-def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
+def fused_lm_head(**how: bool) -> Slots:
     """Replace TRL's function of its fused head by `linear_logprobs`, in all trainers of the process. The returned `Slots` restores
     it, by `undo()` or as a context manager, and its `counts` tell which calls were "fused", and which ran in TRL and why.
 
@@ -650,25 +648,24 @@ def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
     passes only the rows that it needs, as it does on a GPU. TRL 1.14 has the function too, with log-probs and entropy alone:
     there trainers call it with use_liger_kernel=True.
 
-    strict   True: a call that TRL's own function has to handle raises RuntimeError, and so does the end of a `with` block in
-             which TRL did not call ours.
-    any_version   True: under a version that was not tested, skip the comparison with TRL's own function.
+    how   strict and any_version of `Slots`.
     Raises RuntimeError for a TRL whose function has other arguments, if the function is replaced already, and in the first step
     if that comparison fails."""
     import trl
     from trl.trainer import utils
 
     path, theirs = ADAPTER.replaces["log_probs"], getattr(utils, "_ChunkedLogProbFunction", None)
-    # Without ctx and the hidden states, which are called hidden or last_hidden. What is ours already is refused by `bind`.
-    known = getattr(theirs, "theirs", theirs)
-    given, taken = ([*inspect.signature(f).parameters] for f in (getattr(known, "forward", abs), log_probs))
-    if given[2:] not in (taken[1:], taken[1:-1]):
+    known = getattr(theirs, "theirs", theirs)  # what is ours already is refused by `bind`
+    given, taken = (tuple(inspect.signature(f).parameters) for f in (getattr(known, "forward", abs), log_probs))
+    # Without ctx and the hidden states, which are called hidden or last_hidden.
+    ours = {taken[1:]: log_probs, taken[1:-1]: log_probs_and_entropy}.get(given[2:])
+    if ours is None:
         raise RuntimeError(
             f"trl is {trl.__version__}, where {path} is {known!r} and takes ({', '.join(given[1:])}), but ours takes "
             f"({', '.join(taken)}): another package has taken the slot (undo that), or install TRL {ADAPTER.tested[-1]}."
         )
-    slots = Slots(ADAPTER, strict, any_version)
-    slots.bind(log_probs if given[-1] == "outputs" else log_probs_and_entropy, str(path), attribute="apply")
+    slots = Slots(ADAPTER, **how)
+    slots.bind(ours, str(path), attribute="apply")
     if hasattr(utils, "_use_triton"):  # from 1.16 on
         # TRL's forward asks this whether to pass only the rows with a label. Its kernels use another name for it.
         on_device = utils._use_triton
@@ -760,7 +757,7 @@ def average_gathered(*parameters: Tensor | None) -> None:
 # ---- the distillation loss
 
 
-def fused_divergence(*, strict: bool = False, any_version: bool = False) -> Slots:
+def fused_divergence(**how: bool) -> Slots:
     """Replace TRL's function of its distillation loss by `linear_grpo_loss`: four matrix products where TRL's has six, and eight
     for the jsd. The returned `Slots` restores it, by `undo()` or as a context manager, and its `counts` tell which calls were
     "fused", and which ran in TRL and why.
@@ -772,14 +769,14 @@ def fused_divergence(*, strict: bool = False, any_version: bool = False) -> Slot
     denominator have the same effect as in TRL. Unlike in TRL, a logit of -inf does not give NaN, and fp32 tensors under fp16
     autocast on a CPU are multiplied as they are: fp16 products are no faster there, and lose digits.
 
-    strict, any_version   as in `fused_lm_head`.
+    how   strict and any_version of `Slots`.
     Raises RuntimeError for a TRL whose function has other arguments, and in the first step if that comparison fails."""
     from trl.trainer import distillation_trainer
 
     same_arguments(
         str(DISTILLATION.replaces["divergence_loss"]), distillation_trainer._chunked_divergence_loss, divergence_loss
     )
-    return DISTILLATION.bind(divergence_loss, strict=strict, any_version=any_version)
+    return DISTILLATION.bind(divergence_loss, **how)
 
 
 def divergence_loss(

@@ -293,17 +293,16 @@ def _metrics(name: str, objective: Objective, out: LossOutput, batch: TokenBatch
 # ---- log-probs and entropy
 
 
-def bind(*, hidden: bool = True, logits: bool = True, strict: bool = False, any_version: bool = False) -> Slots:
+def bind(*, hidden: bool = True, logits: bool = True, **how: bool) -> Slots:
     """Replace verl's functions by ours in this process; the result restores them, see `Slots`, which has the errors too.
 
     hidden   `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`, for use_fused_kernels with impl_backend=triton.
     logits   `logprobs_from_logits` and `entropy_from_logits` of verl.utils.torch_functional and of the engines that imported
              them. Bind before the engine is built, because the engine keeps the entropy function of that time.
-    strict   True: a call that verl's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested."""
+    how      strict and any_version of `Slots`."""
     ours: list[Callable[..., Any]] = [linear_cross_entropy] * hidden
     ours += [logprobs_from_logits, entropy_from_logits] * logits
-    return ADAPTER.bind(*ours, strict=strict, any_version=any_version)
+    return ADAPTER.bind(*ours, **how)
 
 
 def linear_cross_entropy(
