@@ -54,16 +54,13 @@ from .. import (
     Exact,
     Gmpo,
     KlCov,
-    LogitTransform,
     LossOutput,
     Objective,
-    Options,
     PolicyGradient,
     Sapo,
     TokenBatch,
     TokenSets,
     TrustRegion,
-    linear_logprobs,
     token_divergence,
 )
 from ..checks import require, require_one_of
@@ -75,7 +72,7 @@ from ._tensors import (
     at_least_one,
     divergence_over,
     entropy_from_logits,
-    even_shard,
+    log_probs_of,
     logprobs_from_logits,
     masked_mean,
     numbers,
@@ -312,7 +309,7 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     reduction: str = "none",
     dist_process_group: Any = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """(log-probs, entropy) of labels, fp32 [N] for N of them in any shape, as verl's, at temperature; hidden [..., H] in as
     many rows, weight [V, H].
 
@@ -320,14 +317,8 @@ def linear_cross_entropy(
     share: verl's layers in front sum it up. A reduction other than "none" runs in verl."""
     if reduction != "none":
         raise NotCovered(f"reduction={reduction!r}")
-    plain(hidden, weight)
-    shard = even_shard(weight.shape[0], dist_process_group, reduce_hidden=False)
-    rows, transform = hidden.reshape(-1, hidden.shape[-1]), LogitTransform(temperature)
-    logps, entropy = linear_logprobs(
-        rows, weight, labels.reshape(-1), transform=transform, entropy=True, options=Options(shard=shard)
-    )
-    assert entropy is not None
-    return logps, entropy
+    rows, group = hidden.reshape(-1, hidden.shape[-1]), dist_process_group
+    return tuple(log_probs_of(rows, labels.reshape(-1), head=weight, temperature=temperature, group=group, entropy=True))
 
 
 # ---- sets of a sampler
