@@ -441,8 +441,8 @@ FAULTS: list[Fault] = [
             "",
         ),
         (
-            "slopes never compared after a call without gradients", "self.open[name] -= told",
-            'self.open[name] -= told or set()\n        self.open[name] -= {"slopes"}',
+            "slopes never compared after a call without gradients", "        if told:\n            self.passed(name)",
+            "        self.passed(name)",
         ),
         ("a comparison of nothing counts", "        told = told or bool(size > 0)\n", "        told = True\n"),
         (
@@ -510,8 +510,8 @@ FAULTS: list[Fault] = [
             "to(torch.float32) / len(batch.targets)",
         ),
         (
-            "KL of masked tokens in the metric", "clipped * trained, None if kl is None else torch.where(trained, kl, 0.0)",
-            "clipped * trained, kl",
+            "KL of masked tokens in the metric", "return None if kl is None else torch.where(rows.mask, kl, 0.0),",
+            "return kl,",
         ),
         (
             "log-probs of the first ids in place of the last", "ids = input_ids[:, input_ids.shape[1] - L :]",

@@ -30,6 +30,8 @@ from ..checks import require, require_one_of
 from ..distributed import VocabShard
 from ..formulas.centering import ScoreCentering
 from ..formulas.divergence import divergence_at
+from ..formulas.ops import bounded_exp
+from ..formulas.token_stage import TokenRows
 from ..layout import of_a_leaf
 from ._swap import NotCovered
 
@@ -137,6 +139,16 @@ def teaching(mask: Tensor | None, like: Tensor) -> TokenBatch:
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """The mean of x where the mask is True; 0 where it is nowhere."""
     return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def terms_of(
+    objective: Objective, logps: Tensor, rows: TokenRows, batch: TokenBatch
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(log-ratio at the objective's level, bool: where the ratio is clipped, the KL term or None without one), [n] of the flat rows
+    of a batch."""
+    x = objective.log_ratio(logps, rows, batch)
+    clipped = torch.logical_or(*objective.surrogate.clipped(bounded_exp(x), rows.advantages))
+    return x, clipped, None if rows.ref_logps is None else objective.kl_terms(logps, rows, x)[0]
 
 
 def left_out(out: LossOutput, objective: Objective) -> Tensor:

@@ -55,7 +55,7 @@ from ..formulas.ops import bounded_exp, ops
 from ..losses import objective_loss
 from ..rewards.corrections import importance_weights, rejection_mask
 from ._swap import Adapter
-from ._tensors import at_ids, divergence_over, numbers, shard_of, two_sided
+from ._tensors import at_ids, divergence_over, numbers, shard_of, terms_of, two_sided
 
 Tensor = torch.Tensor
 
@@ -281,7 +281,7 @@ class PolicyLoss:
         sampler: Any = batch.sampler_logps
         tokens, sequences = (count.clamp(min=1) for count in counts)
         logps, old = out.logps, out.logps if batch.old_logps is None else batch.old_logps
-        x = self.objective.log_ratio(logps.reshape(-1), out.rows, batch)
+        x, _, kl = terms_of(self.objective, logps.reshape(-1), out.rows, batch)
         r = bounded_exp(x.view(mask.shape))
         clamped = r.clamp(*self.objective.surrogate.ratio_bounds)
         if isinstance(self.objective.surrogate, PolicyGradient) and not self.force_on_policy_ratio:
@@ -300,9 +300,9 @@ class PolicyLoss:
         for name, ratio in (("probs_ratio", r), ("probs_ratio_clamped", clamped)):
             low, high = torch.where(mask, ratio, torch.inf).amin(), torch.where(mask, ratio, -torch.inf).amax()
             metrics |= {name: mean(ratio), f"{name}_min": low, f"{name}_max": high}
-        if out.rows.kl_weight is not None:
-            kl = self.objective.kl_terms(logps.reshape(-1), out.rows, x)[0]
-            metrics["kl_penalty"] = torch.where(mask.reshape(-1), out.rows.kl_weight * kl, 0.0).sum() / self.objective.beta
+        if kl is not None:
+            weight: Any = out.rows.kl_weight
+            metrics["kl_penalty"] = torch.where(weight != 0, weight * kl, 0.0).sum() / self.objective.beta
         if weights is None:
             weights = importance_weights(
                 replace(batch, old_logps=old), level="sequence" if self.sequences else "token", high=math.inf
@@ -364,9 +364,9 @@ class DistillationLoss:
         self.loss_type, self.input_type = interfaces.LossType.TOKEN_LEVEL, interfaces.LossInputType.LOGIT
 
     @classmethod
-    def like(cls, theirs: Any, *, megatron: bool = False) -> DistillationLoss:
-        """This loss with the settings of `theirs`, a `DistillationLossFn`."""
-        return cls(theirs.kl_type, theirs.mixed_kl_weight, theirs.zero_outside_topk, megatron=megatron)
+    def like(cls, theirs: Any, **options: bool) -> DistillationLoss:
+        """This loss with the settings of `theirs`, a `DistillationLossFn`. options: megatron."""
+        return cls(theirs.kl_type, theirs.mixed_kl_weight, theirs.zero_outside_topk, **options)
 
     def __call__(
         self,

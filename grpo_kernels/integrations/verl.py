@@ -78,6 +78,7 @@ from ._tensors import (
     numbers,
     plain,
     scored_batch,
+    terms_of,
     two_sided,
 )
 
@@ -279,10 +280,8 @@ def _metrics(name: str, objective: Objective, out: LossOutput, batch: TokenBatch
     elif name == "sapo":
         marks = none, none
     elif name not in ("kl_cov", "dro"):
-        if objective.level != "token":
-            ratio = objective.log_ratio(out.logps.reshape(-1), out.rows, batch).view(mask.shape).exp()
         lower = (ratio > surrogate.delta) & (A < 0) if name == "vanilla" else none  # type: ignore[attr-defined]
-        marks = torch.logical_or(*surrogate.clipped(ratio, A)), lower
+        marks = terms_of(objective, out.logps.reshape(-1), out.rows, batch)[1].view(mask.shape), lower
     named = {"actor/ppo_kl": masked_mean(x.abs() if name == "kl_cov" else -x, mask)}
     return named | {key: masked_mean(mark.float(), mask) for key, mark in zip(CLIPPED_SHARES, marks, strict=False)}
 
