@@ -122,7 +122,7 @@ def token_batch(
         return x if x is None or not padding or x.shape != shape else torch.nn.functional.pad(x, (0, padding))
 
     given = {name: padded(x) for name, x in (fields | {"weights": weights}).items()}
-    return TokenBatch(padded(ids), padded(advantages).to(torch.float32), **given)
+    return TokenBatch(padded(ids), padded(advantages), **given)
 
 
 def denominator(

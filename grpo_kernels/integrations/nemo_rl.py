@@ -237,7 +237,7 @@ class PolicyLoss:
         targets = batch.targets.reshape(-1)
         sets = TokenSets.from_logits(logits, order="vllm", **self.rules)
         lacking = ~sets.contains(targets)
-        alone = TokenSets.from_counts(targets.to(sets.ids.dtype), torch.ones_like(targets))
+        alone = TokenSets.from_padded(targets[:, None].to(sets.ids.dtype))
         rows = torch.arange(len(targets), device=targets.device)
         kept = TokenSets.cat([sets, alone]).take(rows + lacking * len(targets))
         return replace(batch, kept=kept), lacking.view(batch.targets.shape)
@@ -254,7 +254,7 @@ class PolicyLoss:
             also=("log_kept_mass",),
         )  # fmt: skip
         out = objective_loss(scored.logps, batch, replace(spec, beta=0.0), entropy=scored.entropy, normalizer=D)
-        kl = by_ratio_to_the_sampler(spec.kl_spec) if on_policy else spec.kl
+        kl = _by_ratio_to_the_sampler(spec.kl_spec) if on_policy else spec.kl
         alone = Objective(NoPolicyTerm(), aggregate=spec.aggregate, beta=spec.beta, kl=kl)
         compared = replace(
             batch, old_logps=batch.sampler_logps if on_policy else None, weights=None, nll_weights=None, kept=None
@@ -315,7 +315,7 @@ class PolicyLoss:
         return metrics
 
 
-def by_ratio_to_the_sampler(kl: Kl) -> Kl:
+def _by_ratio_to_the_sampler(kl: Kl) -> Kl:
     """NeMo-RL's KL of samples whose old log-probs are the sampler's. Unlike in a `Kl`, it bounds the weighted value."""
     weighted = replace(kl, weighting="ratio", clamp=math.inf)
 
@@ -382,9 +382,10 @@ class DistillationLoss:
         if ids.shape[-1] <= 0:
             raise ValueError("teacher_topk_indices has no id: topk must be positive.")
         masked = "token_mask" in data and "sample_mask" in data
-        mask = torch.ones(ids.shape[:2], dtype=torch.bool, device=logits.device)
         if masked:
             mask = data["token_mask"].roll(-1, 1) * data["sample_mask"][:, None] != 0
+        else:
+            mask = torch.ones_like(ids[..., 0], dtype=torch.bool)
         mask[:, -1] = False
         teacher = torch.log_softmax(data["teacher_topk_logits"].to(logits.device, torch.float32), -1)
         shard = shard_of(logits, vocab_parallel_group, self.megatron)

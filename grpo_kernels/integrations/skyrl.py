@@ -62,6 +62,7 @@ from ._tensors import (
     logprobs_from_logits,
     numbers,
     on_rows,
+    response_sets,
     scored_batch,
     world,
 )
@@ -312,10 +313,8 @@ def kept_sets(
             raise ValueError(f"support has shape {list(support.shape)}, but loss_mask has {list(mask.shape)}: pass [B, A, K].")
         sets = TokenSets.from_padded(support)
     else:
-        record, given = TokenSets(*support), mask if response_mask is None else response_mask != 0
-        if record.rows != given.sum():
-            raise ValueError(f"support has {record.rows} sets, but there are {given.sum()} response tokens: pass one for each.")
-        sets = on_rows(record, given)
+        given = mask if response_mask is None else response_mask != 0
+        sets = on_rows(response_sets("support", support, int(given.sum())), given)
     lacking = (sets.counts == 0).view(mask.shape) & mask
     for b in (lacking.sum(1) > 1).nonzero()[:1, 0].tolist():
         raise ValueError(

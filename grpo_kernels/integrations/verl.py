@@ -76,7 +76,6 @@ from ._tensors import (
     logprobs_from_logits,
     masked_mean,
     numbers,
-    plain,
     scored_batch,
     terms_of,
     two_sided,
@@ -418,7 +417,6 @@ def topk_divergence(
     exact = _registered.get(mode)
     if exact is None:
         raise NotCovered(f"loss_mode={mode!r}")
-    plain(student_logits)
     given = [x.values().unsqueeze(0) for x in (teacher_topk_ids, teacher_topk_log_probs)]
     if get_ulysses_sequence_parallel_world_size() > 1:
         given = [slice_input_tensor(x, dim=1) for x in given]
