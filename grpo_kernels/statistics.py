@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .formulas.divergence import Exact, divergence_at
+from .formulas.ops import times
 from .layout import flat, plain
 from .rows.backends import is_strict
 from .rows.compile import TracedRows
@@ -17,7 +18,7 @@ from .rows.ragged import Ragged, Tokens
 from .rows.run import Read, Rows, of_tokens, statistics
 from .rows.selection import Sparse
 from .rows.sets import KeptRows, OverSets
-from .rows.stream import Known, Logits, Other, Seconds, Stream, Whole, one_of, read_beside, times
+from .rows.stream import Known, Logits, Other, Seconds, Stream, Whole, one_of, read_beside
 from .specs import Options
 from .token_sets import TokenSets, check_sets, narrowed, without_set
 

@@ -49,3 +49,8 @@ def bounded_exp(x):
 def finite(x):
     """x within +-1e30: products of two bounded ratios stay finite, as do their products with a weight."""
     return ops.minimum(ops.maximum(x, -1e30), 1e30)
+
+
+def times(weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """weight * x; 0 where the weight is 0, whatever x is. None: a weight of 1."""
+    return x if weight is None else (weight * x).masked_fill_(weight == 0, 0.0)
