@@ -83,7 +83,7 @@ FAULTS: list[Fault] = [
         ("ids are as likely as the likeliest", "return torch.where(z == -torch.inf, z, z - torch", "return torch.where(z == -torch.inf, z, 0 * torch", SHARED),
         ("log-probs at ids are those of other sums", "        if self.one is None:", "        if True:", SHARED),
         ("tokens beside the likeliest add to its slope alone", "upstream - total[rows], upstream)", "0.0, upstream)", SHARED),
-        ("teachers have one weight at listed ids", "slope = times(other.weight, of_divergence)[rows]", "slope = of_divergence[rows]", "tests/core/test_listed.py"),
+        ("teachers have one weight at listed ids", "slope = times(other.weight, of_divergence)[rows]", "slope = of_divergence[rows]", COMBINATIONS),
         ("a divergence has no gradient at ids", "slope == 0, 0.0, slope *", "slope == 0, 0.0, 0 * slope *", SHARED),
         ("as many tokens as rows are one for each", "self.tokens.rows.unique().numel() == self.tokens.n", "True", SHARED),
         ("the only token of a row has another's numbers", "part.values[:, tokens.rows]", "part.values", SHARED),
