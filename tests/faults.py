@@ -343,6 +343,8 @@ FAULTS: list[Fault] = [
             "one advantage a sequence is read as one a token", "advantages = advantages[:, None]", "pass",
             "tests/rewards/test_advantages.py",
         ),
+        ("a copy hands on the batch of another rule", 'changed.__dict__.pop("_with_missing", None)', "pass", "tests/core/test_waits.py"),
+        ("writes in inference mode count", "known[0] != versions or any(x is not None and x.is_inference() for x in tensors)", "known[0] != versions", "tests/core/test_waits.py"),
         ("outside_set counts masked tokens", "(lacking & given).sum()", "lacking.sum()", SETS),
         ("a moved batch forgets the mask that it was given", 'self.__dict__.get("_given_mask", self.mask)', "self.mask"),
         (
