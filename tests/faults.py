@@ -111,7 +111,7 @@ FAULTS: list[Fault] = [
         ("ids are as likely as the likeliest", "return torch.where(z == -torch.inf, z, z - torch", "return torch.where(z == -torch.inf, z, 0 * torch", SHARED),
         ("log-probs at ids are those of other sums", "        if self.one is None:", "        if True:", SHARED),
         ("tokens beside the likeliest add to its slope alone", "upstream - total[rows], upstream)", "0.0, upstream)", SHARED),
-        ("teachers have one weight at listed ids", "slope = times(weight, of_divergence)[rows]", "slope = of_divergence[rows]", "tests/core/test_listed.py"),
+        ("teachers have one weight at listed ids", "slope = times(weight, of_divergence)[rows]", "slope = of_divergence[rows]", COMBINATIONS),
         ("a divergence has no gradient at ids", "times(slope, self", "times(0 * slope, self", SHARED),
         ("as many tokens as rows are one for each", "self.tokens.rows.unique().numel() == self.tokens.n", "True", SHARED),
         ("the only token of a row has another's numbers", "part.values[:, tokens.rows]", "part.values", SHARED),
@@ -344,6 +344,8 @@ FAULTS: list[Fault] = [
             "one advantage a sequence is read as one a token", "advantages = advantages[:, None]", "pass",
             "tests/rewards/test_advantages.py",
         ),
+        ("a copy hands on the batch of another rule", 'changed.__dict__.pop("_with_missing", None)', "pass", "tests/core/test_waits.py"),
+        ("writes in inference mode count", "known[0] != versions or any(x is not None and x.is_inference() for x in tensors)", "known[0] != versions", "tests/core/test_waits.py"),
         ("outside_set counts masked tokens", "(lacking & given).sum()", "lacking.sum()", SETS),
         ("a moved batch forgets the mask that it was given", 'self.__dict__.get("_given_mask", self.mask)', "self.mask"),
         (
