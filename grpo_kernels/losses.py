@@ -12,8 +12,8 @@ from .batch import TokenBatch, sends_ahead, whole
 from .checks import describe, nearest, require
 from .formulas.divergence import Exact
 from .formulas.listed import ListedTerms
-from .formulas.ops import bounded_exp
-from .formulas.token_stage import JointStage, TokenRows
+from .formulas.ops import bounded_exp, times
+from .formulas.token_stage import JointStage, Terms, TokenRows
 from .layout import check_named, check_targets, flat, leading_shape, per_token, plain, values_are_checked
 from .objective import Denominators, Objective
 from .rows.backends import WITH_ENTROPY, is_strict
@@ -355,7 +355,7 @@ def _loss(
         refuse_sparse(options, "the gradients of ids of logp_terms and prob_terms would be among the columns drawn once more")
         check_ids(name, batch.listed, stream.vocab)
     if tokens is not None or listed is not None:
-        late, joint = late or kept is not None or bool(seconds.others), joint and listed is None
+        late = late or kept is not None or bool(seconds.others)
     if not late and (objective.one_pass or joint):
         return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited, listed, at, tokens)
     with_gradient = ("entropy",) if objective.needs_entropy else ()
@@ -390,8 +390,10 @@ def _in_one_visit(
 
     def terms(logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal log_ratio
-        log_ratio = objective.log_ratio(logps, rows, batch)
-        return objective.token_stage(logps, entropy, rows, batch, log_ratio)[:2]
+        logps, *of_ids = logps.tensor_split([rows.targets.numel()])
+        at = None if listed is None else (listed, of_ids[0])
+        made, log_ratio, d_ids = _terms(logps, entropy, batch, objective, rows, at)
+        return made.losses, made.d_logps if d_ids is None else torch.cat([made.d_logps, d_ids])
 
     groups = () if objective.one_pass else _groups(batch, objective, active, tokens)
     stage = objective.stage(rows, listed) if objective.one_pass else JointStage(terms, groups)
@@ -465,18 +467,29 @@ def _loss_of_logps(
 ) -> LossOutput:
     """The loss of flat log-probs and entropy [n], and of the log-probs [k] of listed ids: the token stage alone."""
     L, H = logps.detach(), None if entropy is None else entropy.detach()
-    x = None if objective.one_pass else objective.log_ratio(L, rows, batch)
-    if listed is None:
-        losses, d_logps, d_entropy, _ = objective.token_stage(L, H, rows, batch, x)
-        loss = applied(_TokenStage, logps, entropy, None, losses, d_logps, d_entropy, None)
-    else:
-        terms, at = listed
-        term, slopes = terms.of(at.detach(), rows.advantages)
-        losses, d_logps, d_entropy, d_term = objective.token_stage(L, H, rows, batch, x, term)
-        loss = applied(_TokenStage, logps, entropy, at, losses, d_logps, d_entropy, d_term[terms.rows] * slopes)
+    own = None if listed is None else (listed[0], listed[1].detach())
+    made, x, d_at = _terms(L, H, batch, objective, rows, own)
+    loss = applied(
+        _TokenStage, logps, entropy, None if listed is None else listed[1], made.losses, made.d_logps, made.d_entropy, d_at
+    )
     H = torch.full_like(L, math.nan) if H is None else H
     shape = batch.targets.shape
     return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x)
+
+
+def _terms(
+    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows,
+    listed: tuple[ListedTerms, Tensor] | None,
+) -> tuple[Terms, Tensor | None, Tensor | None]:  # fmt: skip
+    """(losses and slopes of flat rows, their log-ratio where the objective has more than one pass, the slopes of the log-probs [k]
+    of listed ids)."""
+    x = None if objective.one_pass else objective.log_ratio(logps, rows, batch)
+    if listed is None:
+        return objective.token_stage(logps, entropy, rows, batch, x), x, None
+    terms, of_ids = listed
+    term, slopes = terms.of(of_ids, rows.advantages)
+    made = objective.token_stage(logps, entropy, rows, batch, x, term)
+    return made, x, times(made.d_listed[terms.rows], slopes)
 
 
 class _TokenStage(torch.autograd.Function):
