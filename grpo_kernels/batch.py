@@ -13,7 +13,7 @@ import torch.distributed as dist
 from .checks import check_missing, describe, refuse_unknown, require, with_hints
 from .layout import as_mask, as_wide, check_offsets, check_rows, check_width, flat, is_capturing, per_token, sequence_ids
 from .rewards.estimators import ADVANTAGES, Evidence, lookup
-from .rewards.tensors import as_rewards
+from .rewards.groups import as_rewards
 from .token_sets import TokenSets, check_sets, narrowed, outside, without_set
 
 Tensor = torch.Tensor
@@ -317,6 +317,19 @@ class TokenBatch:
             return self.cu_seqlens.numel() - 1
         return self.targets.shape[0] if self.targets.dim() == 2 else None
 
+    def check_sequences(self, what: str) -> TokenBatch:
+        """This batch. Raises ValueError unless its sequences are known, which `what` needs."""
+        if self.sequences is None:
+            raise ValueError(
+                f"cu_seqlens is None, but {what} to know the sequences of packed rows: pass cu_seqlens, or padded targets [B, T]."
+            )
+        return self
+
+    @property
+    def trained(self) -> Tensor:
+        """bool [N]: the mask."""
+        return torch.ones(self.tokens, dtype=torch.bool, device=self.targets.device) if self.mask is None else flat(self.mask)
+
     def flat(self, name: str) -> Tensor | None:
         """The float field `name` as fp32 [N], one value per token, 0 where the mask is False; None if it was not given."""
         return self.table(name).get(name)
@@ -394,7 +407,7 @@ class TokenBatch:
         On a GPU, a write that torch does not see (through DLPack or `.data`, or in inference mode, or between replays of a graph)
         makes these numbers stale. An asynchronous assertion on the device then stops the program; the host does not wait for it."""
         marked = self.marked(kind) if marked is None else marked
-        own = self._own_sum(self._everywhere() if marked is None else marked).to(torch.int64)
+        own = self._own_sum(self.trained if marked is None else marked).to(torch.int64)
         if not sends_ahead(self.targets.device):
             return tuple(own.tolist())
         sent, on_device = self._sent(kind)
@@ -440,8 +453,7 @@ class TokenBatch:
 
     def _count_rows(self) -> Counts:
         """Those of `_kinds`, [B, kinds], in one sum and without a host sync."""
-        trained = self.marked("trained")
-        marked = torch.stack([self._everywhere() if trained is None else trained, self._contributing()], 1)
+        marked = torch.stack([self.trained, self._contributing()], 1)
         if self.kept is not None:
             marked = torch.cat([marked, marked & self.without_set[:, None]], 1)
         own = self._own_sum(marked)
@@ -450,10 +462,6 @@ class TokenBatch:
         if self.sequences is not None:
             alive = of_trained * (self._alive(own[:, 1]) > 0)[:, None]
         return Counts(torch.stack([of_trained, contributing, alive], 2).flatten(1).to(torch.int64))
-
-    def _everywhere(self) -> Tensor:
-        """bool [N]: all rows."""
-        return torch.ones(self.tokens, dtype=torch.bool, device=self.targets.device)
 
     def _alive(self, contributing: Tensor) -> Tensor:
         """[B]: contributing tokens of each sequence, from those of this rank."""
@@ -503,9 +511,7 @@ class TokenBatch:
     @property
     def lengths(self) -> Tensor:
         """Trained tokens of each sequence, fp64 [B]."""
-        mask = self.marked("trained")
-        own = self._own_sum(self._everywhere() if mask is None else mask)
-        return self._exchanged("trained tokens", own, self.mask)
+        return self._exchanged("trained tokens", self._own_sum(self.trained), self.mask)
 
     def same_group(self) -> Tensor:
         """fp64 [B, B]: 1 where two sequences answer the same prompt. The shape does not depend on values, so no host sync."""

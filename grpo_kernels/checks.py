@@ -103,6 +103,17 @@ def require_clip_widths(eps_low: float, eps_high: float) -> None:
     require_number("eps_high", eps_high, "the upper clip width is a finite number >= 0.", 0, LARGEST)
 
 
+def check_temperature(t: Any) -> None:
+    """Raise ValueError unless t can be a temperature: a finite number above 0, or a tensor of floats without gradient."""
+    if not isinstance(t, torch.Tensor):
+        require_number("temperature", t, "it divides the logits and must be a finite number above 0.", SMALLEST, LARGEST)
+        return
+    if not t.is_floating_point():
+        raise ValueError(f"temperature has dtype {t.dtype}: pass a floating-point tensor.")
+    if t.requires_grad:
+        raise ValueError("temperature requires grad, but no gradient flows to it: pass temperature.detach().")
+
+
 def describe(spec: Any) -> str:
     """The repr of a dataclass or named tuple that holds tensors: their dtypes and shapes, not their values; fields of None are left
     out."""

@@ -4,18 +4,41 @@ it reads it."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice, pairwise
 from typing import Any
 
 import torch
 
-from .checks import LARGEST, SMALLEST, require_number
-
 Tensor = torch.Tensor
 
 #: Places of rows that `overlap` looks at before it takes two tensors for overlapping.
 MOST_PLACES = 1000
+
+
+#: Dtypes of ids and numbers of rows, of what goes into a product, of floats, and of all that are none.
+INTEGERS = (torch.int32, torch.int64)
+HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
+FLOATING = tuple({x for x in vars(torch).values() if isinstance(x, torch.dtype) and x.is_floating_point})
+NOT_FLOATING = tuple({x for x in vars(torch).values() if isinstance(x, torch.dtype)} - {*FLOATING})
+
+
+def require_tensor(name: str, x: Any, dtypes: Collection[torch.dtype], remedy: str, verb: str = "is") -> None:
+    """Raise ValueError unless x is a tensor of one of these dtypes."""
+    if not isinstance(x, Tensor) or x.dtype not in dtypes:
+        raise ValueError(f"{name} {verb} {x.dtype if isinstance(x, Tensor) else 'a ' + type(x).__name__}: pass {remedy}.")
+
+
+def require_shape(name: str, x: Tensor, shape: torch.Size, of: str) -> None:
+    """Raise ValueError unless x has the shape of `of`."""
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {list(x.shape)}, but {of} has {list(shape)}: they must be the same.")
+
+
+def require_device(name: str, x: Tensor, device: torch.device, of: str) -> None:
+    """Raise ValueError unless x is on the device of `of`."""
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}, but {of} is on {device}: move it there.")
 
 
 def values_are_checked(tensor: Tensor) -> bool:
@@ -164,17 +187,6 @@ def as_wide(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | No
     if cu_seqlens is None:
         return value.reshape(-1, *(1,) * (len(shape) - 1))
     return value.reshape(-1)[sequence_ids(cu_seqlens, shape.numel())]
-
-
-def check_temperature(t: Any) -> None:
-    """Raise ValueError unless t can be a temperature: a finite number above 0, or a tensor of floats without gradient."""
-    if not isinstance(t, Tensor):
-        require_number("temperature", t, "it divides the logits and must be a finite number above 0.", SMALLEST, LARGEST)
-        return
-    if not t.is_floating_point():
-        raise ValueError(f"temperature has dtype {t.dtype}: pass a floating-point tensor.")
-    if t.requires_grad:
-        raise ValueError("temperature requires grad, but no gradient flows to it: pass temperature.detach().")
 
 
 def inverse_temperatures(

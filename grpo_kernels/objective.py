@@ -16,13 +16,13 @@ from .batch import TokenBatch
 from .checks import LARGEST, SMALLEST, as_number, require, require_number, require_one_of, require_whole, with_hints
 from .formulas.divergence import Exact
 from .formulas.filters import TRUST_REGIONS, EntropyFloor, Filter, OffPolicySequences, TrustRegion, check_filters
-from .formulas.keys import is_own
 from .formulas.kl import Kl, as_kl, kl_terms
 from .formulas.listed import ListedFunction, ListedTerms, logp_term, prob_term
+from .formulas.program import is_own
 from .formulas.surrogates import LEVELS, Clip, Surrogate, check_log_ratio_bounds
 from .formulas.token_stage import Terms, TokenFormula, TokenRows, TokenStage, ratio_of_kl
 from .layout import flat, values_are_checked
-from .published import preset_fields
+from .presets import PUBLISHED, preset_fields
 
 Tensor = torch.Tensor
 F = TypeVar("F", bound=Filter)
@@ -135,7 +135,7 @@ class Objective:
 
     @classmethod
     def preset(cls, name: str, *, numerics: str | None = None, **changes: Any) -> Objective:
-        """A published objective by name (see published.py), with fields replaced by `changes`.
+        """A published objective by name (see presets.py), with fields replaced by `changes`.
 
         numerics: "trl", "verl", "openrlhf", ...: that trainer's constants, clamps and denominators."""
         return cls(**preset_fields(name, numerics, changes, known=tuple(f.name for f in fields(cls))))
@@ -224,12 +224,10 @@ class Objective:
         return sequences * self.max_tokens
 
     def _sequences(self, batch: TokenBatch) -> int:
-        if batch.sequences is None:
-            raise ValueError(
-                f'cu_seqlens is None, but aggregate="{self.aggregate}", level="{self.level}" and filters={self.filters} need to know '
-                "the sequences of packed rows: pass cu_seqlens, or padded targets [B, T]."
-            )
-        return batch.sequences
+        what = f'aggregate="{self.aggregate}", level="{self.level}" and filters={self.filters} need'
+        sequences = batch.check_sequences(what).sequences
+        assert sequences is not None
+        return sequences
 
     def _lengths(self, batch: TokenBatch) -> Tensor:
         """Trained tokens of each sequence, fp64 [B]."""
@@ -472,3 +470,7 @@ NO_KL = Kl()
 
 def _own_log_ratio(logps: Tensor, rows: TokenRows) -> Tensor:
     return torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
+
+
+#: The published objectives.
+PRESETS = {name: Objective(**changes) for name, changes in PUBLISHED.items()}

@@ -16,13 +16,14 @@ from .checks import (
     SMALLEST,
     as_number,
     check_missing,
+    check_temperature,
     describe,
     refuse_unknown,
     require,
     require_number,
     with_hints,
 )
-from .layout import check_temperature, inverse_temperatures
+from .layout import inverse_temperatures
 from .rows import backends
 from .rows.parallel import VocabShard, check_shard
 from .rows.partials import RowTransform

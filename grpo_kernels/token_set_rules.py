@@ -11,9 +11,8 @@ from functools import partial
 
 import torch
 
-from .checks import require, require_number, require_whole
-from .layout import check_temperature, inverse_temperatures, per_token
-from .token_set_formats import Flat, offsets_of
+from .checks import check_temperature, require, require_number, require_whole
+from .layout import inverse_temperatures, per_token
 
 Tensor = torch.Tensor
 Rule = Callable[[Tensor], Tensor]
@@ -72,8 +71,8 @@ def kept_ids(
     temperature: float | Tensor,
     order: str,
     targets: Tensor | None,
-) -> Flat | None:
-    """(ids, offsets, None), or None if no rule leaves anything out. Arguments as in TokenSets.from_logits."""
+) -> tuple[Tensor, Tensor] | None:
+    """(ids, number of ids of each row), or None if no rule leaves anything out. Arguments as in TokenSets.from_logits."""
     if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0 or logits.shape[-1] == 0:
         got = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"logits is {got}: pass a float tensor [..., V].")
@@ -118,7 +117,7 @@ def kept_ids(
         row = rows.stop
     if row == 0:
         return None
-    return torch.cat(ids), offsets_of(torch.cat(counts)), None
+    return torch.cat(ids), torch.cat(counts)
 
 
 def refuse_endless(largest: Tensor, row: int) -> None:

@@ -19,12 +19,14 @@ import torch
 
 from ..batch import TokenBatch
 from ..checks import LARGEST, require, require_number, require_one_of, with_hints
-from ..rewards.corrections import off_policy_sequence_mask
 from ..rewards.entropy import entropy_threshold
 from .ops import bounded_exp, ops
 from .token_stage import TokenRows, above_floor
 
 Tensor = torch.Tensor
+
+#: A ratio beyond e^60 is useless anyway, and e^60 is still finite in fp32; see ops.bounded_exp.
+BOUND = 60.0
 
 # ---- trust regions
 
@@ -165,7 +167,21 @@ class OffPolicySequences(Filter):
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
         assert batch is not None
-        return off_policy_sequence_mask(batch, logps.view(batch.targets.shape), delta=self.delta).reshape(-1) != 0
+        return near_sampler(batch, logps, self.delta)
+
+
+def near_sampler(batch: TokenBatch, logps: Tensor, delta: float) -> Tensor:
+    """bool [n]: A >= 0, or the mean of (sampler_logp - logp) over the sequence is at most `delta`; logps fp32 [n]."""
+    given = batch.table("advantages", "old_logps", "sampler_logps")
+    now = torch.where(batch.trained, logps, 0.0)
+    sampler = given.get("sampler_logps", given.get("old_logps", now))
+    moved = batch.sequence_sum(log_ratio(sampler, now)) / batch.lengths.clamp(min=1.0)
+    return (given["advantages"] >= 0) | batch.spread(moved <= delta)
+
+
+def log_ratio(above: Tensor, below: Tensor) -> Tensor:
+    """above - below in fp64, in [-BOUND, BOUND]; NaN, a token that one of them did not score, counts as 0."""
+    return torch.nan_to_num(above.to(torch.float64) - below.to(torch.float64), nan=0.0).clamp(-BOUND, BOUND)
 
 
 def check_filters(filters: Any, level: str) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from ..checks import SMALLEST, require, require_number, require_one_of, with_hints
-from .derivatives import check_returned, compare, log_probs
-from .ops import bounded_exp, finite, ops
+from .ops import bounded_exp, check_returned, compare, finite, log_probs, ops
 
 # ---- estimators: (logp, old_logp, ref_logp) -> (value, slope)
 

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checks import describe
-from .keys import is_own, key_of
 from .kl import Kl, kl_terms
 from .listed import ListedTerms
 from .ops import ops
-from .program import FormulaRefused, Program, Tracer, refusal, same_numbers
+from .program import FormulaRefused, Program, Tracer, is_own, key_of, refusal, same_numbers
 
 Tensor = torch.Tensor
 

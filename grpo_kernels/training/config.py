@@ -18,7 +18,8 @@ import torch
 
 from .. import EntropyQuantile, Exact, Objective, TokenBatch
 from ..checks import LARGEST, SMALLEST, near_name, require, require_number, require_one_of
-from ..presets import NUMERICS, PRESETS
+from ..objective import PRESETS
+from ..presets import NUMERICS
 from ..rewards.advantages import BASELINES, SCALES
 from ..rewards.advantages import NUMERICS as CONSTANTS
 from ..rewards.corrections import CORRECTIONS

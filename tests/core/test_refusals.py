@@ -38,7 +38,8 @@ from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.surrogates import A2po, Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, Vespo
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.model import FusedLMHead
-from grpo_kernels.presets import NUMERICS, PRESETS
+from grpo_kernels.objective import PRESETS
+from grpo_kernels.presets import NUMERICS
 from grpo_kernels.rewards.corrections import CORRECTIONS
 from grpo_kernels.rewards.estimators import ADVANTAGES, Evidence
 from grpo_kernels.token_sets import check_sets
@@ -394,7 +395,7 @@ RECORDS = {"generated": MASK}
 #: How sets of ids are made -> what is right of it, and what a message must say -> what is changed.
 SETS = [
     (TokenSets, {"ids": torch.tensor([4, 6, 1]), "offsets": torch.tensor([0, 2, 3]), "values": torch.zeros(3)}, {
-        "ids is list: pass int32 or int64 [nnz]": [1, 2, 3],
+        "ids is a list: pass int32 or int64 [nnz]": [1, 2, 3],
         "ids is torch.float32: pass int32 or int64": ONES,
         "ids has shape [3, 1]|TokenSets.from_padded": IDS[:, :1],
         "offsets is torch.bool: pass int32 or int64 [rows + 1]": torch.tensor([False, True]),
@@ -435,8 +436,8 @@ SETS = [
         "lists holds ids up to 2147483648: from lists ids become int32": [[2**31]],
         "ids is -1 in row 1": {"lists": [[1], [3, -1]]},
         "ids is 3 twice in row 1": {"lists": [[], [3, 3]]},
-        "values has 1 rows, but lists has 2": {"lists": [[1], [2]], "values": [[0.5]]},
-        "values has 1 numbers in row 1, but lists has 2 ids there": {"lists": [[1], [2, 3]], "values": [[1.0], [1.0]]},
+        "values has 1 rows, and lists 2": {"lists": [[1], [2]], "values": [[0.5]]},
+        "values|of other lengths from row 1 on: pass one number for each id": {"lists": [[1], [2, 3]], "values": [[1.0], [1.0]]},
         "cu_seqlens is given without generated": {"lists": [[1]], "cu_seqlens": torch.tensor([0, 1])},
         "generated is shape [1, 2, 3]: pass a bool tensor": {"lists": [[[1]]], "generated": MASK[None]},
         "lists[0] has 1 records, but generated marks 2 tokens of sequence 0": {"lists": [[[1]], [[2]]], **RECORDS},
@@ -462,8 +463,8 @@ SETS = [
 ROWS = {
     "pass a slice, integers, or a bool of the shape of targets. For one row, ": 3,
     "rows is torch.float32 [3]: pass a slice": ONES,
-    "row 5 is asked for, but there are 5": torch.tensor([0, 5]),
-    "the mask has 12 elements, but there are 5 rows": IDS > 3,
+    "there are 5 rows, but index 5 is out of bounds": torch.tensor([0, 5]),
+    "there are 5 rows|shape of the mask [12]": IDS > 3,
 }
 
 
