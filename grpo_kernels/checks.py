@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -76,6 +76,18 @@ def with_hints(kind: type[C]) -> type[C]:
     return kind
 
 
+class Checked:
+    """The base of dataclasses with fields that are numbers in a range."""
+
+    #: (fields, remedy, lowest, highest).
+    ranges: ClassVar[tuple[tuple[Any, ...], ...]] = ()
+
+    def __post_init__(self) -> None:
+        for names, remedy, *bounds in self.ranges:
+            for name in names.split():
+                require_number(name, getattr(self, name), remedy, *bounds)
+
+
 def warn_once(message: str) -> None:
     """Issue a RuntimeWarning once per process and message, at the line that called this package."""
     if message not in _warned:
@@ -95,12 +107,6 @@ def require_whole(name: str, value: object, remedy: str, low: int = 1) -> None:
     """A whole number (of Python or NumPy; no bool) of at least `low`."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     require(whole and value >= low, name, value, remedy)  # type: ignore[operator]
-
-
-def require_clip_widths(eps_low: float, eps_high: float) -> None:
-    """Those of a ratio that is clipped to [1 - eps_low, 1 + eps_high]."""
-    require_number("eps_low", eps_low, "the lower clip width is a number in [0, 1].", 0, 1)
-    require_number("eps_high", eps_high, "the upper clip width is a finite number >= 0.", 0, LARGEST)
 
 
 def check_temperature(t: Any) -> None:

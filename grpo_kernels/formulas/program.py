@@ -87,6 +87,15 @@ class Program:
         return [torch.as_tensor(registers[r], dtype=torch.float32).expand_as(inputs[0]) for r in self.outputs]
 
 
+def _recorded(operation: str, swapped: bool = False) -> Callable[..., Any]:
+    """A method of symbols: the operation of a symbol and, where it has two operands, another number, or of these `swapped`."""
+
+    def method(self: Symbol, *other: Any) -> Symbol:
+        return self.tracer.apply(operation, *(*other, self) if swapped else (self, *other))
+
+    return method
+
+
 class Symbol:
     """A placeholder for a number while a formula is traced."""
 
@@ -98,69 +107,21 @@ class Symbol:
 
     __hash__ = object.__hash__
 
-    def __neg__(self) -> Symbol:
-        return self.tracer.apply("neg", self)
-
-    def __abs__(self) -> Symbol:
-        return self.tracer.apply("abs", self)
-
-    def __add__(self, other: Any) -> Symbol:
-        return self.tracer.apply("add", self, other)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Symbol:
-        return self.tracer.apply("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Symbol:
-        return self.tracer.apply("sub", other, self)
-
-    def __mul__(self, other: Any) -> Symbol:
-        return self.tracer.apply("mul", self, other)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Symbol:
-        return self.tracer.apply("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Symbol:
-        return self.tracer.apply("div", other, self)
+    __neg__, __abs__, __invert__ = map(_recorded, ("neg", "abs", "not"))
+    __add__ = __radd__ = _recorded("add")
+    __mul__ = __rmul__ = _recorded("mul")
+    __and__ = __rand__ = _recorded("and")
+    __or__ = __ror__ = _recorded("or")
+    __sub__, __rsub__ = _recorded("sub"), _recorded("sub", swapped=True)
+    __truediv__, __rtruediv__ = _recorded("div"), _recorded("div", swapped=True)
+    __lt__, __gt__ = _recorded("lt"), _recorded("lt", swapped=True)
+    __le__, __ge__ = _recorded("le"), _recorded("le", swapped=True)
+    __eq__, __ne__ = _recorded("eq"), _recorded("ne")
 
     def __pow__(self, exponent: Any) -> Symbol:
         if exponent not in (2, 3):
             raise FormulaRefused(f"** {exponent!r}: write products, or ops.exp and ops.log.")
         return self * self if exponent == 2 else self * self * self
-
-    def __lt__(self, other: Any) -> Symbol:
-        return self.tracer.apply("lt", self, other)
-
-    def __le__(self, other: Any) -> Symbol:
-        return self.tracer.apply("le", self, other)
-
-    def __gt__(self, other: Any) -> Symbol:
-        return self.tracer.apply("lt", other, self)
-
-    def __ge__(self, other: Any) -> Symbol:
-        return self.tracer.apply("le", other, self)
-
-    def __eq__(self, other: Any) -> Symbol:  # type: ignore[override]
-        return self.tracer.apply("eq", self, other)
-
-    def __ne__(self, other: Any) -> Symbol:  # type: ignore[override]
-        return self.tracer.apply("ne", self, other)
-
-    def __and__(self, other: Any) -> Symbol:
-        return self.tracer.apply("and", self, other)
-
-    __rand__ = __and__
-
-    def __or__(self, other: Any) -> Symbol:
-        return self.tracer.apply("or", self, other)
-
-    __ror__ = __or__
-
-    def __invert__(self) -> Symbol:
-        return self.tracer.apply("not", self)
 
     def __bool__(self) -> bool:
         raise FormulaRefused("a branch on a value: write ops.where(condition, a, b).")

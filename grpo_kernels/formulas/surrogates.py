@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..checks import LARGEST, SMALLEST, require, require_clip_widths, require_number, with_hints
+from ..checks import LARGEST, SMALLEST, Checked, require, with_hints
 from .ops import bounded_exp, by_autograd, check_returned, compare, log_probs, ops
 
 Tensor = torch.Tensor
@@ -99,10 +99,17 @@ def regression(logp, old_logp, advantage, params):
 
 # ---- surrogates with their parameters, as users name them
 
+#: Of a ratio that is clipped to [1 - eps_low, 1 + eps_high].
+CLIP_WIDTHS = (
+    ("eps_low", "the lower clip width is a number in [0, 1].", 0, 1),
+    ("eps_high", "the upper clip width is a finite number >= 0.", 0, LARGEST),
+)
+SHARE = ("share", "the share of tokens is in [0, 1].", 0, 1)
+
 LEVELS = ("token", "sequence", "sequence-token", "sequence-sum")
 
 
-class Surrogate:
+class Surrogate(Checked):
     """A surrogate function together with its parameters. Subclasses are frozen dataclasses of floats.
 
     The attributes tell an objective how it may be used."""
@@ -175,12 +182,7 @@ class Clip(Surrogate):
     eps_high: float = 0.2
     delta: float = math.inf
     function = staticmethod(clip)
-
-    def __post_init__(self) -> None:
-        require_clip_widths(self.eps_low, self.eps_high)
-        require_number(
-            "delta", self.delta, "the two-sided bound is above 1 (math.inf switches it off).", math.nextafter(1.0, 2.0)
-        )
+    ranges = (*CLIP_WIDTHS, ("delta", "the two-sided bound is above 1 (math.inf switches it off).", math.nextafter(1.0, 2.0)))
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
@@ -200,10 +202,14 @@ class Cispo(Surrogate):
     low: float = 0.0
     function = staticmethod(cispo)
     detached_ratio = True
+    ranges = (
+        ("cap", "the cap is an absolute ratio above 0, for example 5.0.", SMALLEST),
+        ("low", "the lower bound is a ratio.", 0),
+    )
 
     def __post_init__(self) -> None:
-        require_number("cap", self.cap, "the cap is an absolute ratio above 0, for example 5.0.", SMALLEST)
-        require_number("low", self.low, "the lower bound is a ratio in [0, cap].", 0, self.cap)
+        super().__post_init__()
+        require(self.low <= self.cap, "low", self.low, "the lower bound is a ratio in [0, cap].")
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
@@ -243,12 +249,7 @@ class Sapo(Surrogate):
     tau_pos: float = 1.0
     tau_neg: float = 1.05
     function = staticmethod(sapo)
-
-    def __post_init__(self) -> None:
-        for name in ("tau_pos", "tau_neg"):
-            require_number(
-                name, getattr(self, name), "the temperature of the gate is a finite number above 0.", SMALLEST, LARGEST
-            )
+    ranges = (("tau_pos tau_neg", "the temperature of the gate is a finite number above 0.", SMALLEST, LARGEST),)
 
 
 @with_hints
@@ -268,12 +269,10 @@ class Vespo(Surrogate):
     levels = ("sequence-sum",)
     detached_ratio = True
     absorbs_weights = True
-
-    def __post_init__(self) -> None:
-        for name in ("k_pos", "k_neg"):
-            require_number(name, getattr(self, name), "the exponent is a finite number >= 0.", 0, LARGEST)
-        for name in ("lambda_pos", "lambda_neg"):
-            require_number(name, getattr(self, name), "the rate is a finite number of at least 1e-4.", 1e-4, LARGEST)
+    ranges = (
+        ("k_pos k_neg", "the exponent is a finite number >= 0.", 0, LARGEST),
+        ("lambda_pos lambda_neg", "the rate is a finite number of at least 1e-4.", 1e-4, LARGEST),
+    )
 
     def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
         return x.clamp(-20.0, 20.0), 1.0
@@ -290,17 +289,14 @@ class Gmpo(Surrogate):
     eps_high: float = 0.4
     function = staticmethod(importance_sampling)
     levels = ("sequence",)
-
-    def __post_init__(self) -> None:
-        for name in ("eps_low", "eps_high"):
-            require_number(name, getattr(self, name), "the clip width in log space is a number >= 0.", 0)
+    ranges = (("eps_low eps_high", "the clip width in log space is a number >= 0.", 0),)
 
     def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
         # A > 0: x is bounded by eps_high from above. A < 0: by -eps_low from below. A = 0: x does not count.
-        high = torch.full_like(x, self.eps_high).masked_fill(advantages < 0, math.inf).masked_fill(advantages == 0, 0.0)
-        low = torch.full_like(x, -self.eps_low).masked_fill(advantages > 0, -math.inf).masked_fill(advantages == 0, 0.0)
-        inside = (x >= low) & (x <= high) & (advantages != 0)
-        return torch.minimum(torch.maximum(x, low), high), inside.to(x.dtype)
+        clipped = torch.where(advantages > 0, x.clamp(max=self.eps_high), x.clamp(min=-self.eps_low)).masked_fill(
+            advantages == 0, 0.0
+        )
+        return clipped, ((clipped == x) & (advantages != 0)).to(x.dtype)
 
     @property
     def params(self) -> tuple[float, ...]:
@@ -316,9 +312,7 @@ class Dro(Surrogate):
     function = staticmethod(dro)
     levels = ("token",)
     zero_at_zero_advantage = False
-
-    def __post_init__(self) -> None:
-        require_number("beta", self.beta, "the pull is a finite number >= 0.", 0, LARGEST)
+    ranges = (("beta", "the pull is a finite number >= 0.", 0, LARGEST),)
 
 
 @with_hints
@@ -332,9 +326,7 @@ class A2po(Surrogate):
     function = staticmethod(regression)
     levels = ("sequence-sum",)
     zero_at_zero_advantage = False
-
-    def __post_init__(self) -> None:
-        require_number("beta", self.beta, "the temperature of the regression is a finite number above 0.", SMALLEST, LARGEST)
+    ranges = (("beta", "the temperature of the regression is a finite number above 0.", SMALLEST, LARGEST),)
 
 
 # ---- your own
@@ -474,16 +466,15 @@ def kl_cov(logp, old_logp, advantage, params):
 def covariance(logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
     """(A - mean A) (logp - mean logp) of every trained token of the batch, fp64 [n]; 0 elsewhere. arXiv 2505.22617 eq. 9.
     logps and advantages fp32 [n], trained bool [n]."""
+    x, y = (torch.where(trained, values.to(torch.float64), 0.0) for values in (logps, advantages))
     count = trained.sum().clamp(min=1)
-    centred = []
-    for values in (logps, advantages):
-        x = torch.where(trained, values.to(torch.float64), 0.0)
-        centred.append(x - x.sum() / count)
-    return torch.where(trained, centred[0] * centred[1], 0.0)
+    return torch.where(trained, (x - x.sum() / count) * (y - y.sum() / count), 0.0)
 
 
-def _first(order: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
-    """fp32 [n]: 1 for the `count` (0-d) eligible tokens with the lowest `order`, 0 for the others. No host sync."""
+def _first(order: Tensor, eligible: Tensor, share: float, trained: Tensor) -> Tensor:
+    """fp32 [n]: 1 for the eligible tokens with the lowest `order`, a share of the trained ones and at least one; 0 for the others.
+    No host sync."""
+    count = (share * trained.sum().to(torch.float64)).floor().clamp(min=1)
     ranked = torch.argsort(torch.where(eligible, order, math.inf), stable=True)
     rank = torch.zeros_like(ranked).scatter_(0, ranked, torch.arange(ranked.numel(), device=ranked.device))
     return (eligible & (rank < count)).to(torch.float32)
@@ -506,23 +497,19 @@ class ClipCov(Surrogate):
     function = staticmethod(clip_cov)
     levels = ("token",)
     selects = True
+    ranges = (*CLIP_WIDTHS, SHARE, ("low high", "the band of covariances is low < high."))
 
     def __post_init__(self) -> None:
-        require_clip_widths(self.eps_low, self.eps_high)
-        require_number("share", self.share, "the share of tokens is in [0, 1].", 0, 1)
-        require_number("low", self.low, "the band of covariances is low < high.")
+        super().__post_init__()
         require(self.low < self.high, "high", self.high, f"the band of covariances is low < high, but low={self.low}.")
 
-    @property
-    def ratio_bounds(self) -> tuple[float, float]:
-        return (1.0 - self.eps_low, 1.0 + self.eps_high)
+    ratio_bounds = Clip.ratio_bounds
 
     def select(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
         low, high = self.clipped(bounded_exp(logps - old_logps), advantages)
         cov = covariance(logps, advantages, trained)
         eligible = trained & ~(low | high) & (cov > self.low) & (cov < self.high)
-        count = (self.share * trained.sum().to(torch.float64)).floor().clamp(min=1)
-        return _first(torch.rand(logps.shape, device=logps.device), eligible, count)
+        return _first(torch.rand(logps.shape, device=logps.device), eligible, self.share, trained)
 
 
 @with_hints
@@ -537,11 +524,7 @@ class KlCov(Surrogate):
     levels = ("token",)
     zero_at_zero_advantage = False
     selects = True
-
-    def __post_init__(self) -> None:
-        require_number("coef", self.coef, "the weight of the penalty is a finite number >= 0.", 0, LARGEST)
-        require_number("share", self.share, "the share of tokens is in [0, 1].", 0, 1)
+    ranges = (("coef", "the weight of the penalty is a finite number >= 0.", 0, LARGEST), SHARE)
 
     def select(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
-        count = (self.share * trained.sum().to(torch.float64)).floor().clamp(min=1)
-        return _first(-covariance(logps, advantages, trained), trained, count)
+        return _first(-covariance(logps, advantages, trained), trained, self.share, trained)

@@ -52,7 +52,7 @@ import torch
 
 from ..batch import TokenBatch
 from ..checks import LARGEST, SMALLEST, refuse_unknown, require, require_number, require_one_of
-from ..formulas.filters import BOUND, log_ratio, near_sampler
+from ..formulas.filters import BOUND, DELTA, log_ratio, near_sampler
 from ..layout import as_mask, sequence_ids
 from .groups import Grouped, Groups
 
@@ -159,7 +159,7 @@ def off_policy_sequence_mask(batch: TokenBatch, logps: Tensor, *, delta: float) 
     ValueError for logps of another size and for packed rows without cu_seqlens.
     Sources: DeepSeek-V3.2 arXiv 2512.02556, section 3.1; TRL's `off_policy_mask_threshold`.
     """
-    require_number("delta", delta, "the largest mean log-ratio is a finite number.", -LARGEST, LARGEST)
+    require_number("delta", delta, *DELTA)
     batch.check_sequences("off_policy_sequence_mask needs")
     return _per_token(batch, near_sampler(batch, _like_targets(batch, "logps", logps).to(torch.float32), delta))
 
