@@ -16,11 +16,12 @@ Tensor = torch.Tensor
 MOST_PLACES = 1000
 
 
-#: Dtypes of ids and numbers of rows, of what goes into a product, of floats, and of all that are none.
+#: Dtypes of ids and numbers of rows, of what goes into a product, all, those of floats, and those of whole numbers and bools.
 INTEGERS = (torch.int32, torch.int64)
 HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
-FLOATING = tuple({x for x in vars(torch).values() if isinstance(x, torch.dtype) and x.is_floating_point})
-NOT_FLOATING = tuple({x for x in vars(torch).values() if isinstance(x, torch.dtype)} - {*FLOATING})
+ALL = frozenset(x for x in vars(torch).values() if isinstance(x, torch.dtype))
+FLOATING = frozenset(x for x in ALL if x.is_floating_point)
+INTEGRAL = frozenset(x for x in ALL if not (x.is_floating_point or x.is_complex))
 
 
 def require_tensor(name: str, x: Any, dtypes: Collection[torch.dtype], remedy: str, verb: str = "is") -> None:

@@ -16,7 +16,7 @@ from .checks import describe, require, require_whole
 from .layout import (
     FLOATING,
     INTEGERS,
-    NOT_FLOATING,
+    INTEGRAL,
     as_mask,
     check_offsets,
     require_device,
@@ -384,7 +384,7 @@ def check_sets(name: str, sets: Any, targets: Tensor, vocab: int | None = None) 
 
 
 def check_rows(name: str, targets: Tensor, sets: TokenSets, of: str = "these sets") -> None:
-    require_tensor(name, targets, NOT_FLOATING, "a tensor of integers")
+    require_tensor(name, targets, INTEGRAL, "a tensor of integers")
     if targets.numel() != sets.rows:
         raise ValueError(
             f"{name} of shape {list(targets.shape)} has {targets.numel()} tokens, but {of} have {sets.rows} rows: there is one for each "

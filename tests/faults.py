@@ -334,7 +334,7 @@ FAULTS: list[Fault] = [
             "torch.where(self.mask, torch.stack(wide), 0.0).flatten(1)", "torch.stack(wide).flatten(1)", OBJECTIVES,
         ),
         (
-            "rows with an nll weight alone have no gradient", "contributing = contributing | (nll_weights != 0)", "pass",
+            "rows with an nll weight alone have no gradient", "contributing = contributing | nll_weights", "pass",
             COMBINATIONS,
         ),
         (
@@ -345,8 +345,7 @@ FAULTS: list[Fault] = [
         ("a moved batch forgets the mask that it was given", 'self.__dict__.get("_given_mask", self.mask)', "self.mask"),
         (
             "an exchange of ranks is not made again",
-            'if known is None or known[0] != versions:\n            known = versions, own',
-            'if known is None:\n            known = versions, own', "tests/core/test_ranks.py",
+            "versions_of(*sources), lambda: (own", "[], lambda: (own", "tests/core/test_ranks.py",
         ),
         ("a segment's last token predicts the next segment", "valid[..., 1:] & follows", "valid[..., 1:]"),
         (

@@ -149,7 +149,7 @@ BATCH = {
     },
     "rows|[12]|[3, 4]|one row for each target": IDS.view(-1),
     "rows|torch.float32|int64": PER_TOKEN,
-    "rows is a list: pass": [0, 1],
+    "rows is a list: pass a tensor": [0, 1],
     "kept is a list: pass": [[1], [2]],
     "has 12 tokens, but kept have 3 rows": {"kept": KEPT[:3]},
     "missing='drop': it must be one of": "drop",
@@ -374,7 +374,7 @@ CALLS = [
     }),
     (functools.partial(shift_targets, IDS.view(-1)), {
         "both given": {**CUT, "segment_ids": IDS.view(-1)},
-        "segment_ids has dtype torch.int64 and shape [3]": IDS[:, 0],
+        "segment_ids has shape [3], but ids has [12]": IDS[:, 0],
         "cu_seqlens|[0, 5]": torch.tensor([0, 5]),
     }),
     (shift_targets, {"ids is torch.float32": PER_TOKEN}),
