@@ -19,13 +19,13 @@ from .rows.ragged import Ragged, Tokens
 from .rows.sets import KeptRows
 from .rows.stream import Logits
 from .specs import (
-    IDENTITY,
     NOT_BOUNDED,
     Head,
     LogitTransform,
     Options,
     as_options,
     as_transform,
+    for_rows,
     refuse_keywords,
     refuse_product,
     refuse_sparse,
@@ -116,7 +116,7 @@ def token_logprobs(
         return outside(token_logprobs, logits, targets, also=also, at=at, rows=rows, options=options, **given)
     mask = _check_targets(targets, mask, entropy, also, rows, transform, options)
     read = {"targets": targets, "mask": mask, "transform": transform, "kept": kept, "at": at, "rows": rows}
-    of_rows, shape = _for_rows(transform, targets, mask), leading_shape(logits, targets, rows)
+    of_rows, shape = for_rows(transform, targets, mask), leading_shape(logits, targets, rows)
     stream = logits_stream(logits, shape, targets.device, of_rows, options, inplace=inplace, read=read)
     return _logprobs(stream, targets, mask, entropy, also, kept, at, rows, options)
 
@@ -164,7 +164,7 @@ def linear_logprobs(
         return outside(linear_logprobs, hidden, head, targets, options=options, **given)
     mask = _check_targets(targets, mask, entropy, also, rows, head.transform, options)
     read = {"targets": targets, "mask": mask, "transform": head.transform, "kept": kept, "at": at, "rows": rows}
-    of_rows, shape = _for_rows(head.transform, targets, mask), leading_shape(hidden, targets, rows)
+    of_rows, shape = for_rows(head.transform, targets, mask), leading_shape(hidden, targets, rows)
     stream = hidden_stream(hidden, head, shape, targets.device, of_rows, options, read)
     return _logprobs(stream, targets, mask, entropy, also, kept, at, rows, options)
 
@@ -193,10 +193,6 @@ def _check_targets(
         check_rows(rows, targets)
         refuse_with_rows(transform, options)
     return mask_of_rows(mask, targets.shape, targets.device)
-
-
-def _for_rows(transform: LogitTransform | None, targets: Tensor, mask: Tensor | None) -> Any:
-    return IDENTITY if transform is None else as_transform(transform).for_rows(targets.shape, mask, None, targets.device)
 
 
 def _kept(

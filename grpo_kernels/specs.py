@@ -92,6 +92,15 @@ def as_transform(transform: LogitTransform | None) -> LogitTransform:
     return transform or AS_THEY_ARE
 
 
+def for_rows(
+    transform: LogitTransform | None, targets: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None = None
+) -> RowTransform:
+    """`LogitTransform.for_rows` of targets."""
+    if transform is None:
+        return IDENTITY
+    return as_transform(transform).for_rows(targets.shape, mask, cu_seqlens, targets.device)
+
+
 @with_hints
 @dataclass(frozen=True, eq=False, repr=False)
 class Head:

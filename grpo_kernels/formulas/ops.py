@@ -56,6 +56,11 @@ def finite(x):
     return ops.minimum(ops.maximum(x, -1e30), 1e30)
 
 
+def times(weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """weight * x; 0 where the weight is 0, whatever x is. None: a weight of 1."""
+    return x if weight is None else (weight * x).masked_fill_(weight == 0, 0.0)
+
+
 # ---- what a formula has to return, its slope from autograd, and the comparison of both
 
 
