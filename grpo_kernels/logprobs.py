@@ -12,7 +12,18 @@ from torch.utils._pytree import register_pytree_node
 
 from .checks import describe, require
 from .formulas.divergence import Exact, as_exact
-from .layout import check_named, check_rows, check_targets, flat, leading_shape, mask_of_rows, plain
+from .layout import (
+    ALL,
+    INTEGERS,
+    check_named,
+    check_rows,
+    check_targets,
+    flat,
+    leading_shape,
+    mask_of_rows,
+    plain,
+    require_tensor,
+)
 from .rows.hidden import Hidden
 from .rows.partials import DIFFERENTIABLE, OFFERED
 from .rows.ragged import Ragged, Tokens
@@ -179,11 +190,8 @@ def _check_targets(
     transform: LogitTransform | None, options: Options,
 ) -> Tensor | None:  # fmt: skip
     """Check the arguments that do not depend on the logits, and return the mask as bool."""
-    if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
-        got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
-        raise ValueError(
-            f"targets is {got}: pass an int64 tensor of token ids, the leading shape of the logits or hidden states."
-        )
+    remedy = "an int64 tensor of token ids, the leading shape of the logits or hidden states"
+    require_tensor("targets", targets, INTEGERS, remedy)
     if entropy not in (False, True, "detached"):
         raise ValueError(f'entropy={entropy!r}: it must be False, True or "detached".')
     if also != ():
@@ -329,9 +337,9 @@ def linear_divergence(
 
 
 def _leading(name: str, x: Any) -> tuple[torch.Size, torch.device]:
-    if not isinstance(x, Tensor) or x.dim() < 2:
-        got = f"of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-        raise ValueError(f"{name} is {got}: pass a tensor [B, T, ..] or [N, ..], one row for each token.")
+    remedy = "a tensor [B, T, ..] or [N, ..], one row for each token"
+    require_tensor(name, x, ALL, remedy)
+    require(x.dim() > 1, f"{name}.shape", list(x.shape), f"pass {remedy}.")
     return x.shape[:-1], x.device
 
 

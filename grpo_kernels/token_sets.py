@@ -19,6 +19,7 @@ from .layout import (
     INTEGRAL,
     as_mask,
     check_offsets,
+    refuse_where,
     require_device,
     require_shape,
     require_tensor,
@@ -429,13 +430,12 @@ def narrowed(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str
     lacking = outside(sets, targets).view(targets.shape)
     if missing == "mask":
         return ~lacking if mask is None else mask & ~lacking
-    lacking = lacking if mask is None else mask & lacking
-    if not torch.compiler.is_compiling() and lacking.any():
-        at = lacking.nonzero()[0].tolist()
-        raise ValueError(
-            f"targets{at}={int(targets[tuple(at)])} is not in its kept set, and missing='raise' (as in strict mode): keep what the sampler recorded, or pass "
-            "missing='include' (the target joins its set), 'full' (the row runs over the whole vocabulary) or 'mask'."
+    if not torch.compiler.is_compiling():
+        remedy = (
+            " is not in its kept set, and missing='raise' (as in strict mode): keep what the sampler recorded, or pass missing='include' "
+            "(the target joins its set), 'full' (the row runs over the whole vocabulary) or 'mask'."
         )
+        refuse_where(lacking if mask is None else mask & lacking, "targets", targets, remedy)
     return mask
 
 

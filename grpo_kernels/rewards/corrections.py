@@ -53,7 +53,7 @@ import torch
 from ..batch import TokenBatch
 from ..checks import LARGEST, SMALLEST, refuse_unknown, require, require_number, require_one_of
 from ..formulas.filters import BOUND, DELTA, log_ratio, near_sampler
-from ..layout import as_mask, sequence_ids
+from ..layout import ALL, INTEGRAL, as_mask, require_shape, require_tensor, sequence_ids
 from .groups import Grouped, Groups
 
 Tensor = torch.Tensor
@@ -195,13 +195,12 @@ def without_truncated(mask: Tensor, finished: Tensor, *, cu_seqlens: Tensor | No
     Tokens that are taken out of the mask leave the denominators, too (TRL's `mask_truncated_completions`; overlong filtering in
     DAPO, arXiv 2503.14476). Raises ValueError on shapes or dtypes that do not fit.
     """
-    if not isinstance(mask, Tensor) or mask.dim() != (2 if cu_seqlens is None else 1):
-        got = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"mask has {got}: pass [B, T], or packed [N] with cu_seqlens.")
+    require_tensor("mask", mask, ALL, "a bool tensor [B, T], or packed [N] with cu_seqlens")
+    dims = 2 if cu_seqlens is None else 1
+    require(mask.dim() == dims, "mask.shape", list(mask.shape), "pass [B, T], or packed [N] with cu_seqlens.")
     sequences = len(mask) if cu_seqlens is None else cu_seqlens.numel() - 1
-    if not isinstance(finished, Tensor) or finished.shape != (sequences,) or finished.is_floating_point():
-        got = f"{finished.dtype} {list(finished.shape)}" if isinstance(finished, Tensor) else type(finished).__name__
-        raise ValueError(f"finished is {got}: pass one bool per sequence, [{sequences}].")
+    require_tensor("finished", finished, INTEGRAL, f"one bool per sequence, [{sequences}]")
+    require_shape("finished", finished, torch.Size([sequences]), "the number of sequences")
     done = finished[:, None] if cu_seqlens is None else finished[sequence_ids(cu_seqlens, mask.numel())]
     return as_mask("mask", mask, mask.shape) & (done != 0)
 

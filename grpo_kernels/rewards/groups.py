@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..checks import require_one_of, require_whole, warn_once
-from ..layout import values_are_checked
+from ..layout import FLOATING, INTEGRAL, refuse_where, require_shape, require_tensor, values_are_checked
 
 Tensor = torch.Tensor
 
@@ -48,24 +48,20 @@ def read_rewards(
 def finite(name: str, x: Tensor, remedy: str, low: float = -math.inf) -> Tensor:
     """x, whose first value that is NaN, infinite or below `low` is refused where `values_are_checked`."""
     if values_are_checked(x):
-        bad = ~(torch.isfinite(x) & (x >= low))
-        if bad.any():
-            at = bad.nonzero()[0].tolist()
-            raise ValueError(f"{name}{at}={float(x[tuple(at)])}: {remedy}")
+        refuse_where(~(torch.isfinite(x) & (x >= low)), name, x, f": {remedy}")
     return x
 
 
 def float_tensor(name: str, x: object) -> Tensor:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise ValueError(f"{name} is {x.dtype if isinstance(x, Tensor) else type(x).__name__}: pass a floating-point tensor.")
+    require_tensor(name, x, FLOATING, "a floating-point tensor")
+    assert isinstance(x, Tensor)
     return x
 
 
 def read_lengths(lengths: Tensor, n: int, device: torch.device) -> Tensor:
     """Tokens of each of n completions, fp64 [n]."""
-    if not isinstance(lengths, Tensor) or lengths.shape != (n,) or lengths.is_complex():
-        got = list(lengths.shape) if isinstance(lengths, Tensor) else type(lengths).__name__
-        raise ValueError(f"lengths is {got}: pass the number of tokens of each completion, a tensor [{n}].")
+    require_tensor("lengths", lengths, FLOATING | INTEGRAL, f"the number of tokens of each completion, a tensor [{n}]")
+    require_shape("lengths", lengths, torch.Size([n]), "the rewards")
     tokens = lengths.detach().to(device=device, dtype=torch.float64)
     return finite("lengths", tokens, "a number of tokens is finite and >= 0.", low=0.0)
 
@@ -165,12 +161,8 @@ def group_ids(n: int, device: torch.device, group_size: int | None, groups: Tens
             f"group_size={group_size} and groups={'None' if groups is None else 'given'}: pass exactly one of them."
         )
     if groups is not None:
-        if not isinstance(groups, Tensor):
-            raise ValueError(f"groups is a {type(groups).__name__}: pass an integer tensor, one id per reward, [{n}].")
-        if groups.shape != (n,) or groups.is_floating_point() or groups.dtype == torch.bool:
-            raise ValueError(
-                f"groups has shape {list(groups.shape)} and dtype {groups.dtype}: pass one integer id per reward, [{n}]."
-            )
+        require_tensor("groups", groups, INTEGRAL - {torch.bool}, f"an integer tensor, one integer id per reward, [{n}]")
+        require_shape("groups", groups, torch.Size([n]), "the rewards")
         return groups.to(device=device, dtype=torch.int64)
     require_whole("group_size", group_size, "it must be a whole number of at least 1.")
     assert group_size is not None

@@ -147,7 +147,7 @@ BATCH = {
     "targets has shape [1, 12]. Pass targets[0], and the same of what goes with it.": {
         "targets": IDS.view(1, -1), "advantages": torch.ones(1, B * T), "cu_seqlens": torch.tensor([0, 12])
     },
-    "rows|[12]|[3, 4]|one row for each target": IDS.view(-1),
+    "rows|[12]|[3, 4]|the same": IDS.view(-1),
     "rows|torch.float32|int64": PER_TOKEN,
     "rows is a list: pass a tensor": [0, 1],
     "kept is a list: pass": [[1], [2]],
@@ -444,18 +444,18 @@ SETS = [
         "cu_seqlens=[0, 2]: it must rise": {"lists": [[[1]]], "generated": MASK[0], "cu_seqlens": torch.tensor([0, 2])},
     }),
     (TokenSets.from_logits, {"logits": TWO, "top_k": 1}, {
-        "logits is list: pass a float tensor [..., V]": [[1.0]],
-        "logits is torch.int64 [3, 4]": IDS,
-        "logits is torch.float32 [2, 0]": TWO[:, :0],
+        "logits is a list: pass a float tensor [..., V]": [[1.0]],
+        "logits is torch.int64": IDS,
+        "logits|.shape=[2, 0]": TWO[:, :0],
         "all -inf in row 1": {"logits": TWO.index_fill(1, torch.tensor(0), 0.0) / TWO[:, 1:]},
         "top_k=1.5: it is a number of ids; None, 0 or -1 keeps all": 1.5,
         "top_p=0.0: it is a probability above 0, at most 1; None keeps all. A greedy sampler is top_k=1": 0.0,
         "min_p=-0.1: it is a share of the largest probability in [0, 1]": -0.1,
         "order='trl': samplers truncate differently: pass \"vllm\" or \"sglang\"": "trl",
-        "temperature is 0.0 at row 1": torch.tensor([1.0, 0.0]),
+        "temperature[1]=0.0": torch.tensor([1.0, 0.0]),
         "temperature has shape [3]": ONES,
-        "temperature is on meta, but the logits are on cpu": ONES[:2].to("meta"),
-        "targets is torch.int64 [3]: pass integers of the logits' leading shape, [2]": IDS[:, 0],
+        "temperature is on meta, but the tensor of logits is on cpu": ONES[:2].to("meta"),
+        "targets has shape [3], but the leading part of the logits has [2]": IDS[:, 0],
     }),
 ]  # fmt: skip
 
