@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from operator import sub
 from typing import Any
 
@@ -214,15 +214,12 @@ class TokenSets:
         if any(with_values) and not all(with_values):
             remedy = "all parts have values or none: give it some (with_values), or drop the others' with with_values(None)."
             raise ValueError(f"parts[{with_values.index(False)}] has no values, but others have: {remedy}")
-        offsets, starts = [parts[0].offsets], parts[0]._starts[:]
-        for part in parts[1:]:
-            base = starts[-1]
-            offsets.append(part.offsets[1:] + base)
-            starts.extend([start + base for start in part._starts[1:]])
+        offsets = _offsets_of(torch.cat([part.counts for part in parts]))
+        starts = array("q", accumulate(chain.from_iterable(part._counts for part in parts), initial=0))
         values = [part.values for part in parts if part.values is not None]
         largest = max(part._largest for part in parts)
         ids = torch.cat([part.ids for part in parts])
-        return cls._of(ids, torch.cat(offsets), torch.cat(values) if values else None, starts, largest)
+        return cls._of(ids, offsets, torch.cat(values) if values else None, starts, largest)
 
     # ---- what the host knows
 
@@ -549,55 +546,27 @@ def _read_facts(ids: Tensor, offsets: Tensor, values: Tensor | None, given: str)
     read = torch.cat([offsets, torch.stack([x.to(torch.int64) for x in (*bounds, ascending, nan)])]).cpu()
     host = read[:-4]
     smallest, largest, ordered, has_nan = read[-4:].tolist()
-    _check_rising(host, nnz, given)
-    if nnz and smallest < 0:
-        row, at = _first(ids < 0, host)
-        raise ValueError(
-            f"ids is {int(ids[at])} in row {row} (ids[{at}]): ids are at least 0. Padded sets go through TokenSets.from_padded."
-        )
-    if not ordered:
-        _check_unique(ids, offsets, host)
-    if has_nan:
-        assert values is not None
-        row, at = _first(values.isnan(), host)
-        raise ValueError(f"values is NaN in row {row} (values[{at}], id {int(ids[at])}): leave out ids without a number.")
-    return array("q", host.tolist()), largest
-
-
-def _first(bad: Tensor, host: Tensor) -> tuple[int, int]:
-    """(row, position) of the first id that `bad` [nnz] marks."""
-    at = int(bad.nonzero()[0])
-    return int(torch.searchsorted(host, at, right=True)) - 1, at
-
-
-def _check_rising(host: Tensor, nnz: int, given: str) -> None:
-    """Raise ValueError unless `host`, offsets on the CPU, rise from 0 to nnz."""
     counts, end = host.diff(), int(host[-1])
-    row = next(iter((counts < 0).nonzero()[:, 0].tolist()), -1)
-    if given == "counts":
-        if row >= 0:
-            raise ValueError(f"counts is {int(counts[row])} in row {row}: a number of ids is at least 0.")
-        if end != nnz:
-            raise ValueError(f"counts adds up to {end}, but there are {nnz} ids: pass one count for each row of the batch.")
-        return
     if host[0] != 0:
         raise ValueError(f"offsets[0]={int(host[0])}: the ids of row 0 start at 0. (Of a part, subtract its first offset.)")
-    if row >= 0:
-        pair = f"offsets[{row}]={int(host[row])}, offsets[{row + 1}]={int(host[row + 1])}"
-        raise ValueError(f"{pair}: row {row} ends before it starts. Offsets rise from 0 to the number of ids, {nnz}.")
+    for row in (counts < 0).nonzero()[:1, 0].tolist():
+        raise ValueError(f"{given} give row {row} {int(counts[row])} ids: pass numbers of at least 0, offsets that rise.")
     if end != nnz:
-        raise ValueError(f"offsets[{len(host) - 1}]={end}, but there are {nnz} ids: the last row ends where the ids end.")
+        raise ValueError(f"{given} end at {end} ids, but there are {nnz}: pass the row of each.")
 
+    def refuse(name: str, x: Tensor, bad: Tensor, remedy: str) -> None:
+        for at in bad.nonzero()[:1, 0].tolist():
+            row = int(torch.searchsorted(host, at, right=True)) - 1
+            raise ValueError(f"{name}[{at}]={x[at].item()}, in row {row}: {remedy}")
 
-def _check_unique(ids: Tensor, offsets: Tensor, host: Tensor) -> None:
-    """Raise ValueError if an id stands twice in a row. A stable sort by id leaves rows ascending, so that the two are
-    neighbours."""
-    rows = torch.repeat_interleave(offsets.diff(), output_size=ids.numel())
-    order = ids.argsort(stable=True)
-    twice = (ids[order[1:]] == ids[order[:-1]]) & (rows[order[1:]] == rows[order[:-1]])
-    if twice.any():
-        at = int(order[1:][twice].min())
-        row = int(rows[at])
-        raise ValueError(
-            f"ids is {int(ids[at])} twice in row {row} (offsets {int(host[row])} to {int(host[row + 1])}): once is a set."
+    if nnz and smallest < 0:
+        refuse("ids", ids, ids < 0, "ids are at least 0. Padded sets go through TokenSets.from_padded.")
+    if not ordered:  # a stable sort by id leaves rows ascending, so that two of one row are neighbours
+        rows, order = torch.repeat_interleave(offsets.diff(), output_size=nnz), ids.argsort(stable=True)
+        twice = (ids[order[1:]] == ids[order[:-1]]) & (rows[order[1:]] == rows[order[:-1]])
+        refuse(
+            "ids", ids, torch.zeros_like(starts_row[1:]).index_fill_(0, order[1:][twice], True), "an id stands in a set once."
         )
+    if has_nan and values is not None:
+        refuse("values", values, values.isnan(), "leave out ids without a number.")
+    return array("q", host.tolist()), largest
