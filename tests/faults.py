@@ -379,14 +379,14 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/objective.py", OBJECTIVES,
         (
-            "tokens of a group share a sequence's mean", "inner = batch.same_group() @ self._lengths(batch)",
-            "inner = self._lengths(batch)",
+            "tokens of a group share a sequence's mean", "inner = batch.same_group() @ self._of_sequences(batch).lengths",
+            "inner = self._of_sequences(batch).lengths",
         ),
         (
             "rows of a sequence without an advantage are left out", 'self.level in ("sequence", "sequence-sum") and',
             'self.level in ("sequence",) and',
         ),
-        ("empty sequences count", "(self._lengths(batch) > 0).sum()", "(self._lengths(batch) >= 0).sum()"),
+        ("empty sequences count", "(known.lengths > 0).sum()", "(known.lengths >= 0).sum()"),
         (
             "denominators of their own are dropped", "if aggregate is None and own is None:", "if aggregate is None:",
             COMBINATIONS,
