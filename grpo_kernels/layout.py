@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 Tensor = torch.Tensor
 
 #: Places of rows that `overlap` looks at before it takes two tensors for overlapping.
-MOST_PLACES = 1000
+MOST_PLACES = 4000
 
 
 #: Dtypes of ids and numbers of rows, of what goes into a product, all, those of floats, and those of whole numbers and bools.
@@ -280,27 +280,30 @@ def overlap(x: Tensor, y: Tensor) -> bool:
     # The addresses of the bytes of both are first + sum(step * i), 0 <= i <= last. Two are equal where the sum over the steps of
     # both is `apart`, with the indices of y counted from the end.
     steps: dict[int, int] = {}
-    apart = of_other - first
+    apart, tried = of_other - first, 0
     for tensor in (x, y):
         size = tensor.element_size()
-        of_tensor = [(1, size - 1), *((size * step, n - 1) for step, n in zip(tensor.stride(), tensor.shape, strict=True))]
+        of_tensor = [
+            (1, size - 1),
+            *((size * step, n - 1) for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1),
+        ]
         for step, last in of_tensor:
             steps[step] = steps.get(step, 0) + last
         apart += sum(step * last for step, last in of_tensor) if tensor is y else 0
-    width, rows = 0, []  # steps of 0 to `width` are reached one by one; larger ones lead from row to row
-    for step, last in sorted(steps.items()):
-        if step <= width + 1:
-            width += step * last
-        else:
-            rows.append((step, last))
-    places, reach = [apart], width + sum(step * last for step, last in rows)
-    for step, last in reversed(rows):
-        reach -= step * last
-        ways = (at - step * i for at in places for i in range(max(0, -((reach - at) // step)), min(last, at // step) + 1))
-        places = list(islice(ways, MOST_PLACES + 1))
-        if len(places) > MOST_PLACES:
-            return True
-    return any(0 <= at <= width for at in places)
+
+    def is_reached(apart: int, steps: list[tuple[int, int]]) -> bool:
+        nonlocal tried
+        if not steps:
+            return apart == 0
+        (step, last), *rest = steps
+        if step == 0:
+            return is_reached(apart, rest)
+        reach = sum(step * last for step, last in rest)
+        ways = range(max(0, -((reach - apart) // step)), min(last, apart // step) + 1)
+        tried += len(ways)
+        return tried > MOST_PLACES or any(is_reached(apart - step * i, rest) for i in ways)
+
+    return is_reached(apart, sorted(steps.items(), reverse=True))
 
 
 def _extent(x: Tensor) -> int:

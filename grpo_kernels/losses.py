@@ -14,7 +14,18 @@ from .formulas.divergence import Exact
 from .formulas.listed import ListedTerms
 from .formulas.ops import bounded_exp, times
 from .formulas.token_stage import JointStage, Terms, TokenRows
-from .layout import check_named, check_targets, flat, leading_shape, per_token, plain, values_are_checked
+from .layout import (
+    FLOATING,
+    check_named,
+    check_targets,
+    flat,
+    leading_shape,
+    per_token,
+    plain,
+    require_shape,
+    require_tensor,
+    values_are_checked,
+)
 from .objective import Denominators, Objective
 from .rows.backends import WITH_ENTROPY, is_strict
 from .rows.hidden import Hidden
@@ -569,10 +580,9 @@ def objective_loss(
             "grpo_loss or linear_grpo_loss."
         )
     for name, x in (("logps", logps), ("entropy", entropy), ("divergence", divergence)):
-        if x is not None and (x.shape != batch.targets.shape or not x.is_floating_point()):
-            raise ValueError(
-                f"{name} is {x.dtype} {list(x.shape)}: pass floats of targets' shape, {list(batch.targets.shape)}."
-            )
+        if x is not None:
+            require_tensor(name, x, FLOATING, "floats of targets' shape")
+            require_shape(name, x, batch.targets.shape, "targets")
     if entropy is None and (objective.needs_entropy or any(f.filters_entropy for f in objective.filters)):
         raise ValueError("entropy is None, but the objective has an entropy bonus or a filter of entropy: pass it.")
     exact = objective.exact is not None

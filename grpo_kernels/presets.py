@@ -67,6 +67,11 @@ PUBLISHED: dict[str, Changes] = {
 _VERL_KL = Kl("k3", clamp_log=20.0, clamp=10.0)
 
 
+#: Bounds of log-ratios.
+_WITHIN_20: Changes = {"log_ratio_bounds": (-20.0, 20.0)}
+_BELOW_10: Changes = {"log_ratio_bounds": (-math.inf, 10.0)}
+
+
 def _each(common: Changes, presets: dict[str, Changes]) -> dict[str, Changes]:
     return {name: {**common, **changes} for name, changes in presets.items()}
 
@@ -106,21 +111,21 @@ NUMERICS: dict[str, dict[str, Changes]] = {
     "verl": _each(
         {"kl": _VERL_KL, "count_empty": False},
         {
-            "grpo": {"surrogate": Clip(0.2, 0.2, delta=3.0), "aggregate": "token-mean", "log_ratio_bounds": (-20.0, 20.0)},
-            "dapo": {"surrogate": Clip(0.2, 0.28, delta=3.0), "log_ratio_bounds": (-20.0, 20.0)},
-            "dr_grpo": {"surrogate": Clip(0.2, 0.2, delta=3.0), "log_ratio_bounds": (-20.0, 20.0)},
-            "ppo": {"log_ratio_bounds": (-20.0, 20.0)},
-            "gspo": {"surrogate": Clip(0.2, 0.2), "level": "sequence-token", "log_ratio_bounds": (-math.inf, 10.0)},
-            "gspo_token": {"surrogate": Clip(0.2, 0.2), "log_ratio_bounds": (-math.inf, 10.0)},
-            "sapo": {"log_ratio_bounds": (-20.0, 20.0)},
+            "grpo": {"surrogate": Clip(0.2, 0.2, delta=3.0), "aggregate": "token-mean", **_WITHIN_20},
+            "dapo": {"surrogate": Clip(0.2, 0.28, delta=3.0), **_WITHIN_20},
+            "dr_grpo": {"surrogate": Clip(0.2, 0.2, delta=3.0), **_WITHIN_20},
+            "ppo": _WITHIN_20,
+            "gspo": {"surrogate": Clip(0.2, 0.2), "level": "sequence-token", **_BELOW_10},
+            "gspo_token": {"surrogate": Clip(0.2, 0.2), **_BELOW_10},
+            "sapo": _WITHIN_20,
             "gmpo": {"surrogate": Gmpo(0.2, 0.2), "count_empty": True},
-            "cispo": {"surrogate": Cispo(cap=1.2, low=0.8), "log_ratio_bounds": (-20.0, 20.0)},
+            "cispo": {"surrogate": Cispo(cap=1.2, low=0.8), **_WITHIN_20},
             "reinforce": {},
-            "dppo_tv": {"surrogate": Cispo(3.0), "log_ratio_bounds": (-20.0, 20.0)},
+            "dppo_tv": {"surrogate": Cispo(3.0), **_WITHIN_20},
             "dppo_kl": {
                 "surrogate": Cispo(3.0),
                 "filters": (TrustRegion("kl", 0.2, 0.2),),
-                "log_ratio_bounds": (-20.0, 20.0),
+                **_WITHIN_20,
             },
             "clip_cov": {},
             "kl_cov": {"surrogate": KlCov(0.1)},
@@ -130,8 +135,8 @@ NUMERICS: dict[str, dict[str, Changes]] = {
     "openrlhf": _each(
         {"kl": Kl("k1", clamp=10.0), "kl_aggregate": "token-mean", "entropy_aggregate": "token-mean"},
         {
-            "grpo": {"aggregate": "token-mean", "log_ratio_bounds": (-20.0, 20.0)},
-            "dapo": {"log_ratio_bounds": (-20.0, 20.0)},
+            "grpo": {"aggregate": "token-mean", **_WITHIN_20},
+            "dapo": _WITHIN_20,
             "gspo": {"surrogate": Clip(0.2, 0.2), "count_empty": False},
         },
     ),
@@ -164,15 +169,15 @@ NUMERICS: dict[str, dict[str, Changes]] = {
     "skyrl": _each(
         {"beta": 1e-3, "kl": _VERL_KL, "kl_aggregate": "seq-mean-token-mean", "entropy_aggregate": "token-mean"},
         {
-            "grpo": {"aggregate": "token-mean", "log_ratio_bounds": (-20.0, 20.0)},
-            "dapo": {"log_ratio_bounds": (-20.0, 20.0)},
-            "ppo": {"log_ratio_bounds": (-20.0, 20.0)},
-            "gspo": {"surrogate": Clip(0.2, 0.2), "level": "sequence-token", "log_ratio_bounds": (-math.inf, 10.0)},
-            "sapo": {"log_ratio_bounds": (-20.0, 20.0)},
-            "cispo": {"log_ratio_bounds": (-20.0, 20.0)},
+            "grpo": {"aggregate": "token-mean", **_WITHIN_20},
+            "dapo": _WITHIN_20,
+            "ppo": _WITHIN_20,
+            "gspo": {"surrogate": Clip(0.2, 0.2), "level": "sequence-token", **_BELOW_10},
+            "sapo": _WITHIN_20,
+            "cispo": _WITHIN_20,
             "rollout_is": {},
-            "dppo_tv": {"log_ratio_bounds": (-20.0, 20.0)},
-            "dppo_kl": {"log_ratio_bounds": (-20.0, 20.0)},
+            "dppo_tv": _WITHIN_20,
+            "dppo_kl": _WITHIN_20,
             "importance_sampling": {},
             "clip_cov": {},
             "kl_cov": {"surrogate": KlCov(1.0, 0.2)},

@@ -356,7 +356,7 @@ CALLS = [
     (objective_given, {
         "divergence is None, but kl=Exact": {"objective": EXACT},
         "divergence is given, but kl='k3'": PER_TOKEN,
-        "logps is torch.float32 [3, 3]: pass floats of targets' shape, [3, 4]": PER_TOKEN[:, 1:],
+        "logps has shape [3, 3], but targets has [3, 4]": PER_TOKEN[:, 1:],
         "entropy is None, but the objective has an entropy bonus": {"objective": Objective(entropy_coef=0.1)},
         "token_weights has shape [4]": torch.ones(T),
         "objective is a str": "dapo",
