@@ -56,7 +56,8 @@ from ..checks import require
 from ..distributed import VocabShard
 from ..formulas.centering import ScoreCentering
 from ..losses import objective_loss
-from ..presets import NUMERICS, PRESETS
+from ..objective import PRESETS
+from ..presets import NUMERICS
 from ._swap import Adapter, NotCovered, Slots, Trial
 from ._tensors import (
     centered,
