@@ -38,7 +38,7 @@ from ..checks import require
 from ..distributed import global_normalizer
 from ..formulas.token_stage import TokenRows
 from ..layout import of_a_leaf, values_are_checked
-from ..presets import PRESETS
+from ..objective import PRESETS
 from ..rows.run import total
 from ._swap import Adapter, Slots, Trial
 from ._tensors import CLIPPED, at_least_one, divergence_of, surrogate_of, teaching, terms_of, world

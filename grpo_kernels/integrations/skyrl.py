@@ -51,7 +51,8 @@ from .. import (
 from ..checks import require
 from ..formulas.centering import ScoreCentering
 from ..losses import objective_loss
-from ..presets import NUMERICS, PRESETS
+from ..objective import PRESETS
+from ..presets import NUMERICS
 from ._swap import Adapter, NotCovered, Slots, Trial
 from ._tensors import (
     centered,

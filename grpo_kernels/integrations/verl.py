@@ -65,7 +65,8 @@ from .. import (
 )
 from ..checks import require, require_one_of
 from ..losses import objective_loss
-from ..presets import NUMERICS, PRESETS
+from ..objective import PRESETS
+from ..presets import NUMERICS
 from ._swap import Adapter, NotCovered, Slots, Trial
 from ._tensors import (
     at_ids,
