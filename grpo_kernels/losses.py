@@ -12,7 +12,7 @@ from .batch import TokenBatch, sends_ahead, whole
 from .checks import describe, nearest, require
 from .formulas.divergence import Exact
 from .formulas.listed import ListedTerms
-from .formulas.ops import bounded_exp
+from .formulas.ops import bounded_exp, times
 from .formulas.token_stage import JointStage, TokenRows
 from .layout import check_named, check_targets, flat, leading_shape, per_token, plain, values_are_checked
 from .objective import Denominators, Objective
@@ -379,7 +379,7 @@ def _in_one_visit(
     shape, others, (index, active) = batch.targets.shape, seconds.others, visited or (None, None)
     over_vocabulary, over_sets = None, None
     if tokens is not None:
-        over_vocabulary = Whole(tokens.of_any, tokens.named(None), (), others, index, active, tokens=tokens)
+        over_vocabulary = Whole(rows.targets.new_zeros(tokens.n), tokens.named(None), (), others, index, active, tokens=tokens)
     elif kept is None or not kept.has_all:
         read = rows.read if kept is None else kept.others(rows.read)
         own = None if at is None else Tokens.one_a_row(rows.targets, read, at)
@@ -473,7 +473,7 @@ def _loss_of_logps(
         terms, at = listed
         term, slopes = terms.of(at.detach(), rows.advantages)
         losses, d_logps, d_entropy, d_term = objective.token_stage(L, H, rows, batch, x, term)
-        loss = applied(_TokenStage, logps, entropy, at, losses, d_logps, d_entropy, d_term[terms.rows] * slopes)
+        loss = applied(_TokenStage, logps, entropy, at, losses, d_logps, d_entropy, times(d_term[terms.rows], slopes))
     H = torch.full_like(L, math.nan) if H is None else H
     shape = batch.targets.shape
     return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import functools
 import math
@@ -62,6 +63,8 @@ def _key(x: Any, seen: dict[int, int]) -> Hashable:
         return kind, *[(_key(name, seen), _key(y, seen)) for name, y in x.items()]
     if kind is functools.partial:
         return kind, _key(x.func, seen), _key(x.args, seen), _key(x.keywords, seen)
+    if dataclasses.is_dataclass(x) and is_own(kind):
+        return kind, *[_key(getattr(x, field.name), seen) for field in dataclasses.fields(x)]
     if isinstance(x, (type, types.BuiltinFunctionType)) and (is_own(x) or x in PURE or _is_of_tensors(x)):
         return x
     raise _Unknown
