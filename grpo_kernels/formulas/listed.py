@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .keys import key_of
-from .program import FormulaRefused, Made, Program, Tracer, refusal
+from .program import FormulaRefused, Made, Program, Tracer, key_of, refusal
 
 Tensor = torch.Tensor
 ListedFunction = Callable[[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, Tensor]]
