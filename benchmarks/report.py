@@ -41,7 +41,8 @@ from benchmarks.tables import (
 from grpo_kernels.diagnosis import numbers
 from grpo_kernels.diagnosis.step import MOST_TIMES
 from grpo_kernels.formulas.surrogates import PolicyGradient
-from grpo_kernels.presets import NUMERICS, PRESETS
+from grpo_kernels.objective import PRESETS
+from grpo_kernels.presets import NUMERICS
 
 README, DOCS, REPORT = ROOT / "README.md", ROOT / "docs", Path(__file__).parent / "RESULTS.md"
 FIGURES = DOCS / "benchmarks.md"

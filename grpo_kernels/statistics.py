@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .formulas.divergence import Exact, divergence_at
+from .formulas.ops import times
 from .layout import flat, plain
 from .rows.backends import is_strict
 from .rows.compile import TracedRows
@@ -17,7 +18,7 @@ from .rows.ragged import Ragged, Tokens
 from .rows.run import Read, Rows, of_tokens, statistics
 from .rows.selection import Sparse
 from .rows.sets import KeptRows, OverSets
-from .rows.stream import Known, Logits, Other, Seconds, Stream, Whole, one_of, read_beside, times
+from .rows.stream import Known, Logits, Other, Seconds, Stream, Whole, one_of, read_beside
 from .specs import Options
 from .token_sets import TokenSets, check_sets, narrowed, without_set
 
@@ -112,7 +113,8 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
             tokens = replace(tokens, listed=whole.at)
             whole = replace(whole, targets=tokens.of_any, at=tokens.pairs.slots, tokens=tokens)
         whole = _indexed(stream, whole, asked, read)
-        if not (with_gradient or others or known or whole.all_rows or sparse is not None or at is not None):
+        beside_target = at is not None and tokens is None
+        if not (with_gradient or others or known or whole.all_rows or sparse is not None or beside_target):
             whole = replace(whole, ahead=_with_frozen_head(stream))
         reads.append(Read(whole, names, with_gradient))
     for teacher in () if beside is not None else known:

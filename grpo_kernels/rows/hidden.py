@@ -26,7 +26,6 @@ from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
 from .ragged import Ragged, merged, write_at
 from .selection import Draws, gradient_at, starts
 from .stream import (
-    ChunkOfTokens,
     Found,
     Gradients,
     LateGradient,
@@ -40,6 +39,7 @@ from .stream import (
     pull_beside,
     sums_outside,
 )
+from .tokens import ChunkOfTokens
 
 Tensor = torch.Tensor
 
@@ -249,8 +249,8 @@ class Engine(Gradients):
             rows = self._rows(whole, chunk)
             d_logits = self._gradient(rows.logits[0], some) if wanted else None
             out = None if d_logits is None else d_logits[None]
-            if result is not None:
-                of_tokens = ChunkOfTokens.of(whole, stage, self._places(chunk.at))
+            if tokens is not None and result is not None:
+                of_tokens = ChunkOfTokens.of(tokens, stage, self._places(chunk.at))
                 of_tokens.add_to(result, self._fused_tokens(of_tokens, rows, out))
             elif whole.apart:
                 own, at = ordered.at(chunk.in_pass), self._places(chunk.at)

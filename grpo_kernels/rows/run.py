@@ -15,13 +15,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..formulas.ops import times
 from ..formulas.token_stage import JointStage, TokenStage
 from .backends import FusedRows
 from .memory import converted
-from .partials import Partials, RowTransform, Slopes
+from .partials import Partials, RowTransform, Second, Slopes
 from .ragged import Ragged, Tokens
 from .sets import OverSets
-from .stream import Found, Gradients, LogitsAt, Other, Parts, Stream, Whole, at_all_ranks, times
+from .stream import Found, Gradients, Parts, Stream, Whole, at_all_ranks
+from .tokens import LogitsAt
 
 Tensor = torch.Tensor
 Tensors = tuple[Any, ...]
@@ -218,11 +220,11 @@ def _divergence(visit: Whole | OverSets, found: Found) -> Tensor:
     return torch.stack(values).sum(0)
 
 
-def _seconds_at(visit: Whole | OverSets, found: Found) -> Iterator[tuple[Other, Partials, Tensor]]:
-    """The second streams of a visit: with each the partials of its divergence, and its logits [k] at the ids of the visit."""
+def _seconds_at(visit: Whole | OverSets, found: Found) -> Iterator[tuple[Second, Tensor | None, Partials]]:
+    """The second streams of a visit, with logits [k] at its ids: with each its weight, and the partials of its divergence."""
     partials = found.apart if visit.one is None else (found.partials,)
     for other, both in zip(visit.others, partials, strict=True):
-        yield other, both, _logits_at(other.stream, visit).logits
+        yield other.second(_logits_at(other.stream, visit).logits, other.stream.transform), other.weight, both
 
 
 def _logits_at(stream: Stream, visit: Whole | OverSets) -> LogitsAt:
@@ -442,14 +444,14 @@ class OneVisit:
         stream, slots = self.stream, tokens.pairs.slots
         at = LogitsAt(slots, at_all_ranks(stream, slots), slots.ids >= 0).with_likeliest(stream.transform)
         behind, values = at.behind(stream.transform), torch.zeros_like(at.logits)
-        result = FusedRows.zeros(tokens.rows.numel(), values.device, None)
+        result, m = FusedRows.zeros(tokens.rows.numel(), values.device, None), tokens.rows.numel()
 
         def terms(logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal result, values
-            of_tokens = tokens.of_pairs(logps[slots.rows] + behind), tokens.of_rows(entropy)
-            losses, of_logps = stage.terms(*of_tokens)
-            result = FusedRows.of(*of_tokens, losses)
-            upstream = tokens.to_pairs(torch.where(tokens.used, of_logps, 0.0))
+            of_pairs, of_rows = tokens.of_pairs(logps[slots.rows] + behind), tokens.of_rows(entropy)
+            losses, of_logps = stage.terms(of_pairs, of_rows)
+            result = FusedRows.of(of_pairs[:m], of_rows, losses)
+            upstream = tokens.to_pairs(of_logps)
             slopes, values = at.beside_one(upstream, stream.transform)
             return slopes, slopes  # in place of losses of rows, which there are none of
 

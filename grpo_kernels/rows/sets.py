@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..formulas.ops import times
 from ..formulas.token_stage import TokenStage
 from ..layout import plain
 from ..token_sets import TokenSets
@@ -21,7 +22,8 @@ from .backends import Backend, FusedRows
 from .parallel import VocabShard, exchange, on_shard
 from .partials import MIXED, TRANSFORMED, LogitRows, Partials, RowTransform, Second, Slopes, side_by_side
 from .ragged import Distinct, Ragged, Tokens
-from .stream import Found, LogitsAt, Other, Stream, at_all_ranks, one_of, read_beside, times
+from .stream import Found, Other, Stream, at_all_ranks, one_of, read_beside
+from .tokens import LogitsAt
 
 Tensor = torch.Tensor
 

@@ -6,30 +6,29 @@ knows its logits at single positions (`at`). What it collects of its gradient is
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..formulas.ops import times
 from ..formulas.token_stage import JointStage, TokenStage
 from ..layout import plain
 from ..token_sets import TokenSets
-from . import divergence
-from .backends import WITH_ENTROPY, Backend, FusedRows
+from .backends import Backend, FusedRows
 from .memory import empty, zeros
 from .parallel import VocabShard
 from .partials import OUTSIDE, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
 from .ragged import Ragged, Tokens, write_at
 from .selection import Sparse
+from .tokens import ChunkOfTokens
 
 Tensor = torch.Tensor
 Tensors = tuple[Any, ...]  # of tensors and None
 
 #: Bytes of the rows that are taken at a time, as fp32, out of logits that are there, beside several second streams.
 BLOCK_BYTES = {"cpu": 16 << 20, "cuda": 300 << 20}
-#: Devices whose values the host reads without a wait.
-READ_AT_ONCE = ("cpu",)
 
 
 # ---- gradients, which may be computed in the backward, once its factor is known, because they are sparse or come in parts
@@ -170,11 +169,6 @@ class Gradients(ABC):
 # ---- second streams. The weight of one in each row is fp32 [n], at least 0; None: 1
 
 
-def times(weight: Tensor | None, x: Tensor) -> Tensor:
-    """weight * x; 0 where the weight is 0, whatever x is."""
-    return x if weight is None else (weight * x).masked_fill_(weight == 0, 0.0)
-
-
 def read_beside(weight: Tensor | None, read: Tensor | None) -> Tensor | None:
     """bool [n]: the rows of `read` where a second stream has a weight. The others it adds nothing to, and is not read in."""
     if weight is None:
@@ -226,113 +220,6 @@ class Seconds(NamedTuple):
 
     others: tuple[Other, ...] = ()
     known: tuple[Known, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class LogitsAt:
-    """Logits at further ids of rows, one fp32 number a slot, [k], before the transform: one log-sum-exp serves all ids of a row.
-
-    used   bool [k]: ids that the row's softmax has. The log-prob of the others is -inf, without gradient. That of all ids of a row
-           that is not read is 0.
-    one    int64 [n]: the slot of the likeliest id of each row, which is the row's target; None: the target may be any other. Its
-           log-prob is that of the kernels; the others are less likely by a difference of logits, so that none is above 0, and
-           no digits of 1 - p are lost where logits at ids are sums of other order than those of rows."""
-
-    slots: Ragged
-    logits: Tensor
-    used: Tensor
-    one: Tensor | None = None
-
-    def log_probs(self, partials: Partials, read: Tensor | None, transform: RowTransform) -> Tensor:
-        """fp32 [k]."""
-        rows = self.slots.rows
-        if self.one is None:
-            logps = (self._z(transform) - partials.max[rows]) - torch.log(partials.sum)[rows]
-        else:
-            logps = partials.logps[rows] + self.behind(transform)
-        return logps if read is None else torch.where(read[rows], logps, 0.0)
-
-    def _z(self, transform: RowTransform) -> Tensor:
-        return torch.where(self.used, transform.of(self.logits, self.slots.rows), -torch.inf)
-
-    # ---- where the target of a row is the likeliest of its ids
-
-    def with_likeliest(self, transform: RowTransform) -> LogitsAt:
-        """The same with `one`: the first of equal ones, and the number of slots where a row has none."""
-        rows, z, k = self.slots.rows, self._z(transform), self.used.numel()
-        top = z.new_full((self.slots.offsets.numel() - 1,), -torch.inf).scatter_reduce_(0, rows, z, "amax")
-        slot = torch.where(self.used & (z == top[rows]), torch.arange(k, device=z.device), k)
-        return replace(self, one=torch.full_like(top, k, dtype=torch.int64).scatter_reduce_(0, rows, slot, "amin"))
-
-    @property
-    def targets(self) -> Tensor:
-        """int64 [n]: the ids at `one`, 0 of a row without any."""
-        return torch.cat([self.slots.ids, self.slots.ids.new_zeros(1)])[self.one]
-
-    def behind(self, transform: RowTransform) -> Tensor:
-        """fp32 [k]: log p of each id less that of the one of its row."""
-        z = self._z(transform)
-        return torch.where(z == -torch.inf, z, z - torch.cat([z, z.new_zeros(1)])[self.one][self.slots.rows])
-
-    def beside_one(self, upstream: Tensor, transform: RowTransform) -> tuple[Tensor, Tensor]:
-        """(slopes fp32 [n], values fp32 [k]): the gradient that d loss / d log-probs [k] give is that of the log-prob of the one of
-        each row times its slope, and `values` more at the ids. As that is the likeliest, what is taken off and given back at the
-        others is no rounding of a probability near 1."""
-        assert self.one is not None
-        upstream = torch.where(self.used, upstream, 0.0).to(torch.float64)
-        rows, total = self.slots.rows, self._sums(upstream)
-        is_one = torch.arange(rows.numel(), device=rows.device) == self.one[rows]
-        values = torch.where(is_one, upstream - total[rows], upstream) * transform.slope(self.logits, rows)
-        return total.to(torch.float32), torch.where(self.used, values, 0.0).to(torch.float32)
-
-    def of_divergence(self, other: Other, partials: Partials, logits: Tensor, transform: RowTransform) -> Tensor:
-        """fp32 [k]: d divergence from a second stream / d z of each id, from the partials of both, and its logits [k]."""
-        rows, theirs, own = self.slots.rows, other.stream.transform, partials.get
-        teacher_max, teacher_sum = own("teacher_max"), own("teacher_sum")
-        assert teacher_max is not None and teacher_sum is not None
-        z = transform.of(self.logits, rows) - partials.max[rows]
-        w = theirs.of(logits, rows) - teacher_max[rows]
-        p, q = z.exp() / partials.sum[rows], w.exp() / teacher_sum[rows]
-        return divergence.gradient(other.kind, p, q, z - w + partials.log_sums[rows], partials.center[rows], other.mixture)
-
-    def gradients(
-        self, upstream: Tensor, outside: Tensor | None, targets: Tensor, read: Tensor | None, partials: Partials, slopes: Slopes,
-        transform: RowTransform, others: Iterable[tuple[Other, Partials, Tensor]] = (),
-    ) -> tuple[Tensor, Slopes]:  # fmt: skip
-        """(d loss / d logits [k], of all that the loss depends on; the slopes of the other columns of the rows), from d loss / d
-        log-probs [k], and from d loss / d log of the probability outside of the ids [n], or None. `others`: the second streams that
-        slopes of a divergence are of, the partials beside each, and its logits [k].
-
-        Where p is close to 1, the 1 - p of one's own logit is that of expm1, as in the row kernels, or the sum of all else where
-        that is known. Sums over the ids are fp64, since what arrives at one of them may be far more than at all others."""
-        rows = self.slots.rows
-        counted = self.used if read is None else self.used & read[rows]
-        upstream = torch.where(counted, upstream, 0.0).to(torch.float64)
-        total = self._sums(upstream)
-        constant = -total  # the gradient of the other columns, in units of their probability
-        logps = torch.where(counted, self.log_probs(partials, read, transform), -torch.inf)
-        p, rest = logps.exp(), -torch.expm1(logps)
-        if outside is not None:  # d log P / d z_j, P the probability outside, is p_j (1 / P - 1), of the ids -p_j
-            outside, mass = outside if read is None else torch.where(read, outside, 0.0), torch.exp(partials.outside)
-            inside = torch.where(mass > 0.5, self._sums(p), 1.0 - mass)
-            constant = constant + torch.where(outside == 0, 0.0, outside * (inside / mass))
-            total = total + outside
-            rest = torch.where(p > 0.5, (mass + self._sums(torch.where(p > 0.5, 0.0, p)))[rows], rest)
-        g = (rest * upstream - p * (total[rows] - upstream)).to(torch.float32)
-        g = g + slopes.target[rows] * torch.where(self.slots.ids == targets[rows], rest, -p)
-        for term in slopes.at_columns(rows, p, p, logps):
-            g = g + term
-        of_divergence = slopes.get("divergence")
-        if of_divergence is not None:
-            for other, both, logits in others:
-                slope = times(other.weight, of_divergence)[rows]
-                g = g + torch.where(slope == 0, 0.0, slope * self.of_divergence(other, both, logits, transform))
-        g = torch.where(counted, g * transform.slope(self.logits, rows), 0.0)
-        return g, slopes.plus("constant", constant.to(torch.float32))
-
-    def _sums(self, x: Tensor) -> Tensor:
-        """[n], of x [k], in a fixed order: no atomics."""
-        return torch.segment_reduce(x, "sum", offsets=self.slots.offsets, initial=0, unsafe=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -559,72 +446,6 @@ def pull_beside(
     out.copy_(gradient)
 
 
-class ChunkOfTokens(NamedTuple):
-    """The tokens of a chunk of rows, for a loss whose stage is computed in torch: rows that have several tokens, or terms at listed
-    ids. On a CPU these tokens alone; elsewhere, where the host does not know how many they are, all of the visit, the others not
-    read.
-
-    which   which of the tokens they are.
-    stage   of these tokens."""
-
-    tokens: Tokens
-    which: Tensor | slice
-    stage: TokenStage
-
-    @classmethod
-    def of(cls, whole: Whole, stage: TokenStage, at: Tensor) -> ChunkOfTokens:
-        """Those of the rows `at`, int64 [r]."""
-        assert whole.tokens is not None
-        tokens, which, of_listed = whole.tokens.at(at, at.device.type in READ_AT_ONCE)
-        if isinstance(which, slice):
-            return cls(tokens, which, stage)
-        own, ids, listed = stage.at(which), tokens.listed, stage.listed
-        if listed is not None and ids is not None and isinstance(of_listed, Tensor):
-            own = own._replace(listed=listed.taken(of_listed, ids.rows, ids.offsets))
-        return cls(tokens, which, own)
-
-    @property
-    def slots(self) -> Ragged:
-        """The ids whose log-probs are needed, with rows counted in the chunk."""
-        return self.tokens.pairs.slots
-
-    def fused(self, backend: Backend, rows: LogitRows, logits: Tensor, out: Tensor | None, here: Ragged) -> FusedRows:
-        """`fused` of a backend, for the tokens: statistics of the chunk's `rows`, token stage, gradient. `logits` fp32 [k]: those
-        at the slots; `here`: the slots as this process's columns in `out`."""
-        tokens, listed, m = self.tokens, self.stage.listed, self.tokens.rows.numel()
-        if listed is None and m == rows.n and self._one_for_each_row():
-            order = tokens.rows.argsort()
-            part = backend.fused(rows._replace(targets=tokens.targets[order]), self.stage.at(order), out)
-            return FusedRows(part.values[:, tokens.rows])
-        ids = LogitsAt(self.slots, logits, self.slots.ids >= 0).with_likeliest(rows.transform)
-        rows = rows._replace(targets=ids.targets)
-        partials = backend.visit(rows, WITH_ENTROPY)
-        logps, of_ids = tokens.of_pairs(ids.log_probs(partials, None, rows.transform)).tensor_split([m])
-        entropy = tokens.of_rows(partials.entropy)
-        term, of_term = (None, None) if listed is None else listed.of(of_ids, self.stage.rows.advantages)
-        terms = self.stage.terms(logps, entropy, term)
-        if out is not None:
-            upstream = torch.where(tokens.used, terms.d_logps, 0.0)
-            if listed is not None and of_term is not None:
-                upstream = torch.cat([upstream, terms.d_listed[listed.rows] * of_term])
-            of_entropy = None if terms.d_entropy is None else tokens.to_rows(torch.where(tokens.used, terms.d_entropy, 0.0))
-            given = {"logps": torch.zeros_like(partials.max)} | ({} if of_entropy is None else {"entropy": of_entropy})
-            slopes = Slopes.of({"entropy": partials.entropy}, given, rows.read)
-            of_rows = (rows.targets, rows.read, partials, slopes, rows.transform)
-            at_ids, slopes = ids.gradients(tokens.to_pairs(upstream), None, *of_rows)
-            backend.gradient(rows, partials, slopes, out)
-            write_at(out, here.positions(out.shape[1]), at_ids, here.ids >= 0)
-        return FusedRows.of(logps, entropy, torch.where(tokens.used, terms.losses, 0.0))
-
-    def _one_for_each_row(self) -> bool:
-        """Whether the host knows that each row has one token: the kernels then do all of it in one visit."""
-        return isinstance(self.which, Tensor) and self.tokens.rows.unique().numel() == self.tokens.n
-
-    def add_to(self, result: FusedRows, part: FusedRows) -> None:
-        """Set those of these tokens in `result`, of all tokens of the visit, which begins as zeros."""
-        result.values[:3, self.which] += part.values[:3]
-
-
 def sums_outside(backend: Backend, z: Tensor, slots: Ragged, rows: LogitRows) -> Tensor:
     """fp32 [2, r]: max and sum of transformed rows z [r, V] without the columns of `slots`, which -inf replaces. 1 minus the
     probability of these columns would be the rounding of that, where they have nearly all of it."""
@@ -744,7 +565,7 @@ class Logits(Stream):
         for lo, hi, _ in self._blocks(n):
             of, at = slice(lo, hi), self._places(lo, hi)
             if whole.tokens is not None:
-                chunk = ChunkOfTokens.of(whole, stage, at)
+                chunk = ChunkOfTokens.of(whole.tokens, stage, at)
                 slots = chunk.slots._replace(rows=at[chunk.slots.rows])
                 logits = at_all_ranks(self, slots)
                 chunk.add_to(result, chunk.fused(self.backend, rows.cut(lo, hi), logits, out, self.own(slots)))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from .. import TokenSets
+from ..token_sets import TokenSets
 from . import require
 from .config import TrainConfig
 from .data import Row
