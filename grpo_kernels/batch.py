@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .checks import check_missing, describe, refuse_unknown, require, with_hints
 from .layout import (
-    ALL,
+    DTYPES,
     FLOATING,
     INTEGERS,
     INTEGRAL,
@@ -40,7 +40,7 @@ M = TypeVar("M")
 #: Fields that are tensors, and the dtypes that they may have.
 FIELDS = {
     **dict.fromkeys(("advantages", "old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights"), FLOATING),
-    **dict.fromkeys(("mask", "cu_seqlens", "groups", "rows"), ALL),
+    **dict.fromkeys(("mask", "cu_seqlens", "groups", "rows"), DTYPES),
 }
 KINDS = ("trained", "contributing", "sequences")
 
