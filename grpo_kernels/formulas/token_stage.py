@@ -19,7 +19,7 @@ import torch
 from ..checks import describe
 from .kl import Kl, kl_terms
 from .listed import ListedTerms
-from .ops import ops
+from .ops import log_probs, ops
 from .program import FormulaRefused, Program, Tracer, is_own, key_of, refusal, same_numbers
 
 Tensor = torch.Tensor
@@ -351,16 +351,14 @@ def name_of(chosen: dict[str, Any]) -> str:
 
 
 def random_inputs(names: tuple[str, ...], points: int = 512, seed: int = 0) -> list[Tensor]:
-    """fp32 [points] of each input of a token: log-probs that lie apart by up to 3 and, one in eight, up to 30, numbers with zeros
-    among them, and a few that are infinite or NaN."""
+    """fp32 [points] of each input of a token: log-probs and others as in `log_probs`, numbers with zeros among them, and a few that
+    are infinite or NaN."""
     g = torch.Generator().manual_seed(seed)
-    logp = -5.0 * torch.rand(points, generator=g)
+    logp, _ = log_probs(points, g)
     tensors = []
     for name in names:
         if name.endswith("logps"):
-            x = 6.0 * torch.rand(points, generator=g) - 3.0
-            x[1::8] *= 10.0
-            x = logp if name == "logps" else logp + x
+            x = (logp if name == "logps" else logp + log_probs(points, g)[1]).to(torch.float32)
         elif name == "entropy":
             x = 6.0 * torch.rand(points, generator=g)
         else:
