@@ -435,7 +435,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/integrations/_swap.py", "tests/integrations/test_bound_functions.py",
         (
-            "undo leaves late imports bound", '            for late, key in names_of(value, getattr(module, "__name__", "")):\n                setattr(late, key, theirs)\n',
+            "undo leaves late imports bound", '            for late, key in names_of(value, name_of(module)):\n                setattr(late, key, theirs)\n',
             "",
         ),
         (
@@ -482,12 +482,12 @@ FAULTS: list[Fault] = [
             'return out.metrics["kept"] if objective.filters else', "tests/integrations/test_policy_losses.py",
         ),
         (
-            "CISPO's cap of TRL and Liger taken for a width", "Cispo(high) if loss_type",
-            "Cispo(1 + high) if loss_type", "tests/integrations/test_liger.py",
+            "CISPO's cap of TRL and Liger taken for a width", "Cispo(high) if kind",
+            "Cispo(1 + high) if kind", "tests/integrations/test_liger.py",
         ),
         (
-            "VESPO's constants of TRL and Liger exchanged", "k_pos, lambda_pos, k_neg, lambda_neg = vespo",
-            "k_neg, lambda_pos, k_pos, lambda_neg = vespo", "tests/integrations/test_trl_losses.py",
+            "VESPO's constants of TRL and Liger exchanged", "Vespo(options.vespo_k_pos, rates[0], options.vespo_k_neg, rates[1])",
+            "Vespo(options.vespo_k_neg, rates[0], options.vespo_k_pos, rates[1])", "tests/integrations/test_trl_losses.py",
         ),
         (
             "a two-sided bound of a trainer dropped", "return Clip(low, high, bound)",
@@ -496,13 +496,13 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/integrations/areal.py", "tests/integrations/test_bound_functions.py",
         (
-            "temperature left out of the entropy", "transform, options = LogitTransform(temperature),",
-            "transform, options = LogitTransform(1.0 if others else temperature),",
+            "temperature left out of the entropy", "temperature=temperature, group=tp_group, entropy=True))",
+            "group=tp_group, entropy=True))",
         ),
     ),
     *of("grpo_kernels/integrations/liger.py", "tests/integrations/test_liger.py",
         ("VESPO's weight of a sequence counts at every token", "first = trained & (trained.cumsum(1) == 1)", "first = trained"),
-        ("token count not divided by the ranks", "return at_least_one(num_items / world)", "return at_least_one(num_items)"),
+        ("token count not divided by the ranks", "items / (1 if group is None else group.size())", "items"),
         (
             "as_liger's LUSPO divides by the batch alone", "to(torch.float32) / batch.targets.numel()",
             "to(torch.float32) / len(batch.targets)",
@@ -532,10 +532,10 @@ FAULTS: list[Fault] = [
             "weights of kept sequences dropped", "return kept * importance_weights(batch, high=math.inf), kept == 0",
             "return kept, kept == 0",
         ),
-        ("gradient through a clamped KL's weight", "r = torch.where(d == bounded, r, r.detach())", "pass"),
+        ("gradient through a clamped KL", "ops.where(ops.abs(value) <= kl.clamp, slope, 0.0)", "slope"),
         (
-            "masked samples in a metric", "(torch.where(mask.any(1), w, 1.0) * samples).sum() / sequences if",
-            "w.sum() / sequences if",
+            "masked samples in a metric", "torch.where(mask.any(1), weights.amax(1), 1.0) * samples",
+            "weights.amax(1)",
         ),
         (
             "NeMo-RL distillation: mask not shifted", 'mask = data["token_mask"].roll(-1, 1) * data["sample_mask"][:, None] != 0',
@@ -546,12 +546,12 @@ FAULTS: list[Fault] = [
             "+ OUTSIDE * (1.0 - p.sum(-1))",
         ),
         (
-            "weights of a forced ratio not those of the policy", "weights, outside = self._weights(replace(batch, old_logps=own))",
-            "weights, outside = self._weights(replace(batch, old_logps=batch.sampler_logps))",
+            "weights of a forced ratio not those of the policy", "compared = replace(batch, old_logps=own)",
+            "compared = replace(batch, old_logps=batch.sampler_logps)",
         ),
         (
-            "the KL beside a filter runs over its sets", 'logps = logps + scored.also["log_kept_mass"] if whole else logps',
-            "logps = logps",
+            "the KL beside a filter runs over its sets", 'scored.logps + scored.also["log_kept_mass"]',
+            "scored.logps",
         ),
     ),
     *of("grpo_kernels/integrations/openrlhf.py", "tests/integrations/test_policy_losses.py",
@@ -583,8 +583,8 @@ FAULTS: list[Fault] = [
             "places.append(torch.cat([torch.zeros(total - tokens, dtype=torch.int64), torch.arange(tokens) + 1]))",
         ),
         (
-            "KL left in pg_loss", 'named["pg_loss"] = named["pg_loss"] - objective.beta * named["kl_loss"]',
-            "pass", "tests/integrations/test_policy_losses.py",
+            "KL left in pg_loss", ' - spec.beta * metrics.get("kl_loss", 0.0)',
+            "", "tests/integrations/test_policy_losses.py",
         ),
     ),
     *of("grpo_kernels/integrations/trl.py", "tests/integrations/test_trl_losses.py",
@@ -628,8 +628,8 @@ FAULTS: list[Fault] = [
             "        for dim", "tests/integrations/test_trl_ranks.py",
         ),
         (
-            "TRL replay: sets of the first completions for all batches", "index[:, length - tokens :] = (torch.arange(b * tokens) + self._taken * tokens).view(b, tokens)",
-            "index[:, length - tokens :] = torch.arange(b * tokens).view(b, tokens)", "tests/integrations/test_trl_losses.py",
+            "TRL replay: sets of the first completions for all batches", "self._scored[first * tokens : self._taken * tokens]",
+            "self._scored[: b * tokens]", "tests/integrations/test_trl_losses.py",
         ),
         (
             "TRL replay: tool tokens take sets of sampled ones", "row[: len(is_generated)] = torch.as_tensor(is_generated) != 0",
@@ -657,8 +657,8 @@ FAULTS: list[Fault] = [
         ),
         ("CISPO's lower bound dropped", "Cispo(cap=1 + high, low=1 - low)", "Cispo(cap=1 + high)"),
         (
-            "DPPO's lower clip fraction counts filtered tokens", '"actor/pg_clipfrac_lower": above & keep}',
-            '"actor/pg_clipfrac_lower": above}',
+            "DPPO's lower clip fraction counts filtered tokens", 'marks = ~keep, (ratio > surrogate.ratio_bounds[1]) & keep',
+            'marks = ~keep, ratio > surrogate.ratio_bounds[1]',
         ),
         (
             "verl distillation: masses of padding kept", ".sum(-1).masked_fill(~counted, 0.0) for x in (logps, listed)",
@@ -1018,11 +1018,11 @@ FAULTS: list[Fault] = [
     ),
     *of("benchmarks/providers/ours.py", BENCHMARKS, ("upstream 0.5 is 1", "value if upstream == 1 else upstream * value", "value")),
     *of("benchmarks/providers/limits.py", BENCHMARKS,
-        ("one product is taken for another", "product.d_weight if of_weight else product.d_hidden", "product.d_hidden"),
+        ("one product is taken for another", "getattr(made, part)(operand)", "made.d_hidden(operand)"),
     ),
     *of("benchmarks/suites.py", BENCHMARKS,
         ("--fresh does nothing", "{} if how.fresh else {cell", "{cell"),
-        ("a provider is left out for other code", "if key.items() <= entry.items()", "if True"),
+        ("a provider is left out for other code", 'f"{results.setting(here)}.json"', '"lost.json"'),
         ("cells are never found again", 'done[mark] |= {"fingerprint": mark}', 'done[mark] |= {"fingerprint": mark + "x"}'),
     ),
     *of("benchmarks/results.py", BENCHMARKS, ("figures of changed providers are kept", '"benchmarks/providers/*.py",', "")),
@@ -1038,7 +1038,7 @@ FAULTS: list[Fault] = [
     *of("benchmarks/tune.py", KIT,
         ("noise replaces the package's setting", "> (1 + GAIN) * min", "> (1 + 0 * GAIN) * min"),
         ("a setting that failed is ranked", "for cell in timed)]", "for cell in timed[:1])]"),
-        ("the CPU's chunk is changed", '.put(but="cpu")', ".put()"),
+        ("the CPU's chunk is changed", 'if key != "cpu":', "if True:"),
         ("a setting without room in shared memory", "copied_ahead(c) <= SHARED and ", ""),
     ),
     *of("benchmarks/gpu_kit.py", KIT,
