@@ -72,7 +72,7 @@ def token_terms(
     logp, entropy, log_ratio, old_logp, ref_logp, anchor_logp, advantage,
     policy_weight, kl_weight, entropy_weight, nll_weight,
     surrogate_params, trust_params, entropy_floor, ratio_bounds, kl_clamps,
-    SURROGATE, DETACHED, LEVEL, TRUST, KL_TERMS, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH, listed=None,
+    SURROGATE, DETACHED, LEVEL, TRUST, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH, listed=None,
 ):
     """(loss, d loss / d logp, d loss / d log-ratio, d loss / d entropy, d loss / d listed) of a token; None leaves a term out.
 
@@ -110,7 +110,7 @@ def token_terms(
             d_ratio = d_logp
             d_logp = zero
     if kl_weight is not None:
-        kl, kl_slope, through_ratio, both = KL_TERMS(
+        kl, kl_slope, through_ratio, both = kl_terms(
             logp, old_logp, ref_logp, ratio_of_kl(log_ratio, logp - old_logp, LEVEL), kl_clamps,
             ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH,
         )
@@ -294,7 +294,7 @@ def _nothing(logp, old_logp, advantage, params):
 
 #: The formula of a loss without a term that depends on log-probs.
 NOTHING = TokenFormula(
-    {"SURROGATE": _nothing, "DETACHED": False, "LEVEL": "token", "TRUST": None, "KL_TERMS": kl_terms, **Kl().formula},
+    {"SURROGATE": _nothing, "DETACHED": False, "LEVEL": "token", "TRUST": None, **Kl().formula},
     {"surrogate_params": (), "trust_params": (), "entropy_floor": None, "ratio_bounds": None, "kl_clamps": None},
     False,
 )
