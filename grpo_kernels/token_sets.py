@@ -552,7 +552,7 @@ def _read_facts(ids: Tensor, offsets: Tensor, values: Tensor | None, given: str)
     for row in (counts < 0).nonzero()[:1, 0].tolist():
         raise ValueError(f"{given} give row {row} {int(counts[row])} ids: pass numbers of at least 0, offsets that rise.")
     if end != nnz:
-        raise ValueError(f"{given} end at {end} ids, but there are {nnz}: pass the row of each.")
+        raise ValueError(f"{given} end at {end}, but there are {nnz} ids: the last row ends where the ids end.")
 
     def refuse(name: str, x: Tensor, bad: Tensor, remedy: str) -> None:
         for at in bad.nonzero()[:1, 0].tolist():

@@ -402,7 +402,7 @@ SETS = [
         "offsets has shape [0]: pass [rows + 1], a single 0 for no row": IDS[0, :0],
         "offsets[0]=1: the ids of row 0 start at 0": torch.tensor([1, 3]),
         "offsets give row 1 -1 ids": torch.tensor([0, 2, 1, 3]),
-        "offsets end at 2 ids, but there are 3": torch.tensor([0, 1, 2]),
+        "offsets end at 2, but there are 3 ids": torch.tensor([0, 1, 2]),
         "ids[2]=-1, in row 1: ids are at least 0|from_padded": torch.tensor([4, 6, -1]),
         "ids[1]=4, in row 0: an id stands in a set once": torch.tensor([4, 4, 1]),
         "values has shape [4], but ids has [3]: they must be the same": torch.zeros(4),
