@@ -44,6 +44,8 @@ PRODUCTS = "tests/core/test_products.py"
 SETS = "tests/core/test_rows.py"
 RANKS = "tests/core/test_ranks.py"
 HOSTILE = "tests/rows/test_sanitizers.py"
+LISTED = "tests/core/test_listed.py"
+ROWS = "tests/rows/test_row_kernels.py"
 TWO_ROWS = "tests/rows/test_two_row_kernels.py"
 COMPILED = "tests/rows/test_triton_compiled.py"
 BENCHMARKS = "tests/benchmarks/test_benchmarks.py"
@@ -106,7 +108,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/rows/tokens.py", COMBINATIONS,
-        ("what is combined at listed ids is left out", "at_ids, here.ids >= 0)", "at_ids, here.ids < -1)", "tests/core/test_listed.py"),
+        ("what is combined at listed ids is left out", "at_ids, here.ids >= 0)", "at_ids, here.ids < -1)", LISTED),
         ("a row has the log-prob of its first id", "self.used & (z == top[rows]), torch.arange", "self.used, torch.arange", SHARED),
         ("ids are as likely as the likeliest", "return torch.where(z == -torch.inf, z, z - torch", "return torch.where(z == -torch.inf, z, 0 * torch", SHARED),
         ("log-probs at ids are those of other sums", "        if self.one is None:", "        if True:", SHARED),
@@ -119,6 +121,7 @@ FAULTS: list[Fault] = [
         ("the sign of what other columns get", "constant = -total  #", "constant = total  #"),
         ("the gradient at ids lacks the transform", "g * transform.slope(self.logits, rows), 0.0)", "g, 0.0)"),
         ("1 - p of a certain id is rounded", "rest = torch.where(p > 0.5, (mass", "rest = torch.where(p > 1.5, (mass", SETS),
+        ("infinite values reach ids of a weight of 0", "times(terms.d_listed[listed.rows], of_term)", "terms.d_listed[listed.rows] * of_term", LISTED),
     ),
     *of("grpo_kernels/formulas/ops.py", COMBINATIONS,
         ("divergences lack their teacher's weight", "(weight * x).masked_fill_", "(1 * x).masked_fill_"),
@@ -271,6 +274,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/losses.py", SETS,
+        ("infinite values reach ids of a weight of 0", "times(made.d_listed[terms.rows], slopes)", "made.d_listed[terms.rows] * slopes", LISTED),
         (
             "fp16 gradients are stored before the loss scale",
             "(stream.logits.dtype == torch.float16 and torch.is_grad_enabled())", "False", AUTOGRAD,
@@ -439,8 +443,8 @@ FAULTS: list[Fault] = [
             "",
         ),
         (
-            "slopes never compared after a call without gradients", "self.open[name] -= told",
-            'self.open[name] -= told or set()\n        self.open[name] -= {"slopes"}',
+            "slopes never compared after a call without gradients", "        if told:\n            self.passed(name)",
+            "        self.passed(name)",
         ),
         ("a comparison of nothing counts", "        told = told or bool(size > 0)\n", "        told = True\n"),
         (
@@ -466,8 +470,8 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/integrations/_tensors.py", "tests/integrations/test_trainer_distillation.py",
         (
-            "vocab-parallel heads: gradient of hidden states reduced twice", "return VocabShard(torch.distributed.get_rank(group) * width, ranks * width, group, reduce_hidden)",
-            "return VocabShard(torch.distributed.get_rank(group) * width, ranks * width, group)", "tests/integrations/test_adapters_vocab_parallel.py",
+            "vocab-parallel heads: gradient of hidden states reduced twice", "ranks * width, group, False)",
+            "ranks * width, group)", "tests/integrations/test_adapters_vocab_parallel.py",
         ),
         (
             "repeated ids: places count from each row", "place = first.reshape(-1).cumsum(0).view(flat.shape) - 1",
@@ -508,8 +512,8 @@ FAULTS: list[Fault] = [
             "to(torch.float32) / len(batch.targets)",
         ),
         (
-            "KL of masked tokens in the metric", "clipped * trained, None if kl is None else torch.where(trained, kl, 0.0)",
-            "clipped * trained, kl",
+            "KL of masked tokens in the metric", "return None if kl is None else torch.where(rows.mask, kl, 0.0),",
+            "return kl,",
         ),
         (
             "log-probs of the first ids in place of the last", "ids = input_ids[:, input_ids.shape[1] - L :]",
@@ -563,8 +567,8 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/integrations/prime_rl.py", "tests/integrations/test_bound_functions.py",
         (
-            "inverse temperature taken for the temperature", "LogitTransform(1.0 / inv_temperature.float())",
-            "LogitTransform(inv_temperature.float())",
+            "inverse temperature taken for the temperature", "temperature=1.0 / inv_temperature.float()",
+            "temperature=inv_temperature.float()",
         ),
     ),
     *of("grpo_kernels/integrations/skyrl.py", "tests/integrations/test_policy_losses.py",
@@ -884,6 +888,10 @@ FAULTS: list[Fault] = [
         ),
         ("kept terms are all relative to the last shift", "exp(double(at.shift) - double(gradient.max))", "1.0", HOSTILE),
         ("a widened row begins anew at each block", "fetch<T, PLAIN>(x + j, n", "fetch<T, PLAIN>(x, n", HOSTILE),
+        ("ids are as likely as the likeliest", "it.z : it.z - float(top()))", "it.z : 0)", ROWS),
+        ("other columns do not know of listed ids", "slopes_of(0, -total, of_entropy", "slopes_of(0, 0, of_entropy", ROWS),
+        ("ids are read where a visit was", "const bool in_place = job.out.base && job.out.row(i) == row.base;", "const bool in_place = false;", ROWS),
+        ("infinite values reach ids of a weight of 0", "of.listed == 0 ? 0.0 : of.listed * slopes[k]", "of.listed * slopes[k]", LISTED),
     ),
     *of("csrc/two_rows.h", COMBINATIONS,
         (
@@ -929,6 +937,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("csrc/program.cpp", "tests/formulas/test_program.py",
+        ("a sum over ids is the last of them", "total += a[j]", "total = a[j]"),
         ("a NaN is no minimum", 'return a < b || a != a ? a : b; }\nfloat larger', 'return a < b ? a : b; }\nfloat larger'),
     ),
     *of("csrc/arguments.h", "tests/rows/test_raw_pointers.py",

@@ -279,6 +279,9 @@ class Engine(Gradients):
 
     def _fused_tokens(self, chunk: ChunkOfTokens, rows: LogitRows, out: Tensor | None) -> FusedRows:
         """`fused` of the tokens of a chunk, the logits at whose ids are among those of the chunk."""
+        at_once = self.backend.fused_tokens(rows, chunk.tokens, chunk.stage, out)
+        if at_once is not None:
+            return at_once
         here, shard = self.stream.own(chunk.slots), self.stream.shard
         logits = rows.logits[0].new_zeros(here.ids.shape)
         if self.stream.columns:  # else of a rank without a part of the vocabulary

@@ -561,6 +561,10 @@ class Logits(Stream):
         rows, out, n = self._rows(whole), None if gradients is None else gradients.rows(), whole.targets.numel()
         if not whole.apart and whole.tokens is None:
             return self.backend.fused(rows, stage, out)
+        if whole.tokens is not None:
+            at_once = self.backend.fused_tokens(rows, whole.tokens, stage, out)
+            if at_once is not None:
+                return at_once
         result = FusedRows.zeros(stage.rows.targets.numel(), self.logits.device, whole.apart or None)
         for lo, hi, _ in self._blocks(n):
             of, at = slice(lo, hi), self._places(lo, hi)
