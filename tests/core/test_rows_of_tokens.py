@@ -130,5 +130,5 @@ def test_a_masked_token_with_a_set_may_name_any_row(backend):
     rows, mask, logits = torch.tensor([0, -100, 1]), torch.tensor([True, False, True]), torch.randn(2, 7)
     given = {"kept": sets, "at": sets, "options": Options(backend, missing="include")}
     found = token_logprobs(logits, torch.tensor([1, 2, 3]), mask=mask, rows=rows, **given)
-    exact = [logits[0, [1, 4]].log_softmax(0)[0], 0.0, logits[1, [3, 6]].log_softmax(0)[0]]
-    torch.testing.assert_close(found.logps, torch.tensor(exact))
+    exact = torch.stack([logits[0, [1, 4]].log_softmax(0), torch.zeros(2), logits[1, [3, 6]].log_softmax(0)])[:, 0]
+    torch.testing.assert_close(found.logps, exact)
