@@ -9,7 +9,7 @@ import torch
 from .checks import require
 from .formulas.divergence import Exact, as_exact
 from .layout import flat, mask_of_rows
-from .rows.sets import KeptRows
+from .rows.ragged import KeptRows
 from .specs import (
     NOT_BOUNDED,
     Head,

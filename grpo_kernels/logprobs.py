@@ -12,10 +12,9 @@ from torch.utils._pytree import register_pytree_node
 from .checks import describe, require
 from .layout import check_named, check_rows, check_targets, flat, leading_shape, mask_of_rows, plain
 from .rows.hidden import Hidden
+from .rows.logits import Logits
 from .rows.partials import DIFFERENTIABLE, OFFERED
-from .rows.ragged import Ragged, Tokens
-from .rows.sets import KeptRows
-from .rows.stream import Logits
+from .rows.ragged import KeptRows, Ragged, Tokens
 from .specs import (
     IDENTITY,
     Head,

@@ -20,10 +20,11 @@ import torch
 from ..layout import check_targets
 from . import backends
 from .hidden import Hidden
+from .logits import Logits
 from .partials import Partials, RowTransform, Slopes, partials_of
 from .run import DRAWS, Given, Tensors
 from .selection import Sparse, capacity
-from .stream import Found, Logits, Parts, Stream, Whole
+from .stream import Parts, Stream, Visit
 
 Tensor = torch.Tensor
 
@@ -69,7 +70,7 @@ def _fake_stats(targets: Tensor, names: list[str]) -> Tensor:
 )
 def _stats(logits: Tensor, targets: Tensor, read: Tensor | None, names: list[str], *how: Any) -> Tensor:
     check_targets(targets, read, logits.shape[-1])
-    return _stream((logits,), None, how).stats(Whole(targets, read, tuple(names))).partials.values
+    return _stream((logits,), None, how).stats(Visit(targets, read, tuple(names))).partials.values
 
 
 @_operator(f"(Tensor logits, {ROWS}, {SLOPES}, {HOW}) -> Tensor", lambda logits, *_: logits.new_empty(logits.shape))
@@ -77,17 +78,16 @@ def _pull(
     logits: Tensor, targets: Tensor, read: Tensor | None, names: list[str], partials: Tensor, slopes: Tensor,
     slope_names: list[str], *how: Any,
 ) -> Tensor:  # fmt: skip
-    return _pulled((logits,), (True,), None, Whole(targets, read, tuple(names)), partials, (), slopes, slope_names, how)[0]
+    return _pulled((logits,), (True,), None, Visit(targets, read, tuple(names)), partials, (), slopes, slope_names, how)[0]
 
 
 def _pulled(
-    tensors: Tensors, wanted: tuple[bool, ...], dtype: torch.dtype | None, whole: Whole, partials: Tensor,
+    tensors: Tensors, wanted: tuple[bool, ...], dtype: torch.dtype | None, whole: Visit, partials: Tensor,
     draws: tuple[Tensor, ...], slopes: Tensor, slope_names: list[str], how: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     stream = _stream(tensors, dtype, how)
     gradients = stream.gradients(wanted, Parts(whole, slots=bool(draws)))
-    found = Found(Partials(partials, whole.names), (), draws)
-    stream.pull(whole, found, Slopes(slopes, tuple(slope_names)), gradients, None)
+    stream.pull(whole, whole.found(partials, draws), Slopes(slopes, tuple(slope_names)), gradients, None)
     made = gradients.tensors()
     # An operator cannot return None.
     return tuple(tensors[0].new_empty(0) if g is None else g.to(x.dtype) for g, x in zip(made, tensors, strict=True))
@@ -109,7 +109,7 @@ def _linear_stats(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     check_targets(targets, read, weight.shape[0])
     sparse = Sparse(step, seed if seeds is None else seeds, first_row) if step else None
-    whole = Whole(targets, read, tuple(names), sparse=sparse, padded=True)
+    whole = Visit(targets, read, tuple(names), sparse=sparse, padded=True)
     found = _stream((hidden, weight, bias), dtype, how).stats(whole)
     nothing = (*(targets.new_empty(0, dtype=torch.int64) for _ in range(3)), targets.new_empty(0, dtype=torch.float32))
     return found.partials.values, *(found.draws or nothing)
@@ -130,7 +130,7 @@ def _linear_pull(
     *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     *drawn, step = rest[:5]
-    whole, draws = Whole(targets, read, tuple(names), sparse=Sparse(step) if step else None), tuple(drawn) if step else ()
+    whole, draws = Visit(targets, read, tuple(names), sparse=Sparse(step) if step else None), tuple(drawn) if step else ()
     return _pulled((hidden, weight, bias), (h, w, b), dtype, whole, partials, draws, slopes, slope_names, rest[5:])
 
 

@@ -125,6 +125,12 @@ class VocabShard:
             dist.all_reduce(x, group=self.group)
         return x
 
+    def lowest_of_ranks(self, x: Tensor) -> Tensor:
+        """The smallest x of the ranks, in place."""
+        if _ranks(self.group) > 1:
+            dist.all_reduce(x, dist.ReduceOp.MIN, group=self.group)
+        return x
+
     def sum_hidden(self, d_hidden: Tensor) -> Tensor:
         """Sum d_hidden, the gradient of the hidden states [N, H], over the ranks in place, if reduce_hidden is set."""
         return self.sum_over_ranks(d_hidden) if self.reduce_hidden else d_hidden

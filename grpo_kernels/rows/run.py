@@ -18,11 +18,12 @@ import torch
 from ..formulas.ops import times
 from ..formulas.token_stage import JointStage, TokenStage
 from .backends import FusedRows
+from .gradients import Gradients
 from .memory import converted
 from .partials import Partials, RowTransform, Second, Slopes
-from .ragged import Ragged, Tokens
-from .sets import OverSets
-from .stream import Found, Gradients, Parts, Stream, Whole, at_all_ranks
+from .ragged import Tokens
+from .sets import over
+from .stream import Found, Parts, Stream, Visit
 from .tokens import LogitsAt
 
 Tensor = torch.Tensor
@@ -36,20 +37,13 @@ HANDED_OVER = (
 )
 
 
-def _whole_logits_at(stream: Stream, whole: Whole) -> LogitsAt:
-    slots, vocab = whole.at, stream.columns if stream.shard is None else stream.shard.vocab
-    assert slots is not None
-    at = LogitsAt(slots, at_all_ranks(stream, slots), (slots.ids >= 0) & (slots.ids < vocab))
-    return at if whole.tokens is None else at.with_likeliest(stream.transform)
-
-
 # ---- the problem
 
 
 class Read(NamedTuple):
     """A visit, and what is asked of it: statistics beside log-probs, see STATISTICS, and those of them that have a gradient."""
 
-    visit: Whole | OverSets
+    visit: Visit
     statistics: tuple[str, ...]
     with_gradient: tuple[str, ...]
 
@@ -116,88 +110,69 @@ class Rows:
     def saved(self) -> tuple[str, ...]:
         names = []
         for i, (visit, *_) in enumerate(self.reads):
-            of_visit = ["partials", *(f"apart {k}" for k in range(len(visit.apart)))]
+            of_visit = ["partials"]
             if visit.at is not None:
                 of_visit += ["at logits", "at used"]
-            if isinstance(visit, Whole) and visit.sparse is not None:
+            if visit.sparse is not None:
                 of_visit += DRAWS
-            if isinstance(visit, Whole) and visit.ahead:
+            if visit.ahead:
                 of_visit.append("ahead")
             names += [f"{i} {name}" for name in of_visit]
         return tuple(names)
 
     def stats(self, given: Given) -> tuple[Tensor, ...]:
-        stream = self.stream
-        if given.tensors is not stream.tensors:
-            stream = stream.of(given.tensors, given.transform)
+        base = self.stream if given.tensors is self.stream.tensors else self.stream.of(given.tensors, given.transform)
         values: list[Tensor] = []
         saved: list[Tensor] = []
         for visit, statistics, _ in self.reads:
-            at = None if visit.at is None else _logits_at(stream, visit)
-            if isinstance(visit, Whole):
-                found = stream.stats(visit if at is None or at.one is None else replace(visit, targets=at.targets))
-            else:
-                found = visit.stats(stream)
+            stream = over(base, visit)
+            at = None if visit.at is None else stream.logits_at(visit)
+            found = stream.stats(visit if at is None or at.one is None else replace(visit, targets=at.targets))
             ours = tuple(name for name in statistics if name != "divergence")
             logps, *others = found.partials.found(ours, visit.read)
             named = dict(zip(ours, others, strict=True))
             if "divergence" in statistics:
                 named["divergence"] = _divergence(visit, found)
             values += [logps, *(named[name] for name in statistics)]
-            saved += [found.partials.values, *(x.values for x in found.apart)]
+            saved.append(found.values)
             if at is not None:
-                values.append(at.log_probs(found.partials, visit.read, stream.transform))
+                values.append(at.log_probs(found.partials, visit.read, base.transform))
                 saved += [at.logits, at.used]
             saved += [*found.draws, *(() if found.ahead is None else (found.ahead,))]
         return *values, *saved
 
     def pull(self, given: Given, known: dict[str, Tensor], upstream: dict[str, Tensor], wanted: tuple[bool, ...]) -> Tensors:
-        stream = self.stream.of(given.tensors, given.transform)
-        wholes = [read.visit for read in self.reads if isinstance(read.visit, Whole)]
+        base = self.stream.of(given.tensors, given.transform)
+        wholes = [read.visit for read in self.reads if read.visit.kept is None]
         sets = len(self.reads) > len(wholes)
-        twice = len(wholes) > 1 or (sets and wholes[0].all_rows if wholes else False)
+        twice = len(wholes) > 1 or (sets and any(x.all_rows for x in wholes))
         at_slots = sets or any(x.sparse is not None or (x.ahead and x.at is not None) for x in wholes)
-        gradients = stream.gradients(wanted, Parts(wholes[0] if wholes else None, twice, at_slots))
-        few: list[tuple[Ragged, Tensor]] = []  # of rows with sets: added when visits over the vocabulary have written all rows
+        gradients = base.gradients(wanted, Parts(wholes[0] if wholes else None, twice, at_slots))
         # Visits of sets come first: they read logits that may be written over.
         for i, (visit, _, with_gradient) in enumerate(self.reads):
             given_to = {name.partition(" ")[2]: x for name, x in upstream.items() if name.startswith(f"{i} ")}
             d_at, d_outside = given_to.pop("at", None), given_to.pop("outside", None)
             if not given_to and d_at is None and d_outside is None:
                 continue
-            found = self._found(i, known)
+            draws = tuple(known[f"{i} {name}"] for name in DRAWS if f"{i} {name}" in known)
+            found = visit.found(known[f"{i} partials"], draws, known.get(f"{i} ahead"))
             of_values = {name: known[f"{i} {name}"] for name in with_gradient}
             given_to = given_to or {"logps": torch.zeros_like(found.partials.max)}
             slopes, at_ids = Slopes.of(of_values, given_to, visit.read), None
             if visit.at is not None and (d_at is not None or d_outside is not None):
                 at = LogitsAt(visit.at, known[f"{i} at logits"], known[f"{i} at used"])
                 d_at = torch.zeros_like(at.logits) if d_at is None else d_at.to(torch.float32)
-                at = at.with_likeliest(stream.transform) if isinstance(visit, Whole) and visit.tokens is not None else at
-                if isinstance(visit, Whole) and visit.ahead:
-                    target, values = at.beside_one(d_at, stream.transform)
+                at = at if visit.tokens is None or visit.kept is not None else at.with_likeliest(base.transform)
+                if visit.ahead:
+                    target, values = at.beside_one(d_at, base.transform)
                     slopes = Slopes.stacked({"target": target})
-                    few.append((stream.own(visit.at), values))
+                    gradients.add(base.own(visit.at), values)
                 else:
-                    rows = (visit.targets, visit.read, found.partials, slopes, stream.transform, _seconds_at(visit, found))
+                    rows = (visit.targets, visit.read, found.partials, slopes, base.transform, _seconds_at(visit, found))
                     at_ids, slopes = at.gradients(d_at, d_outside, *rows)
-            if isinstance(visit, Whole):
-                stream.pull(visit, found, slopes, gradients, at_ids)
-            else:
-                few.append(visit.pull(stream, found, slopes, at_ids))
-        for slots, values in few:
-            gradients.add(slots, values)
+            over(base, visit).pull(visit, found, slopes, gradients, at_ids)
         pairs = zip(gradients.tensors(), given.tensors, strict=True)
         return tuple(None if g is None else converted(g, x.dtype) for g, x in pairs)
-
-    def _found(self, i: int, known: dict[str, Tensor]) -> Found:
-        visit = self.reads[i].visit
-        of = ("", 0.0) if visit.one is None else (visit.one.kind, visit.one.mixture)
-        partials = Partials(known[f"{i} partials"], visit.names, *of)
-        apart = tuple(
-            Partials(known[f"{i} apart {k}"], other.names, other.kind, other.mixture) for k, other in enumerate(visit.apart)
-        )
-        draws = tuple(known[f"{i} {name}"] for name in DRAWS if f"{i} {name}" in known)
-        return Found(partials, apart, draws, known.get(f"{i} ahead"))
 
     def without_tensors(self) -> Rows:
         return Rows(self.stream.of((), self.stream.transform), self.reads)
@@ -212,7 +187,7 @@ class Rows:
 DRAWS = ("draws ids", "draws offsets", "draws rows", "draws logits")
 
 
-def _divergence(visit: Whole | OverSets, found: Found) -> Tensor:
+def _divergence(visit: Visit, found: Found) -> Tensor:
     """fp32 [n], from all second streams."""
     if not visit.apart:
         return found.partials.divergence
@@ -220,15 +195,11 @@ def _divergence(visit: Whole | OverSets, found: Found) -> Tensor:
     return torch.stack(values).sum(0)
 
 
-def _seconds_at(visit: Whole | OverSets, found: Found) -> Iterator[tuple[Second, Tensor | None, Partials]]:
+def _seconds_at(visit: Visit, found: Found) -> Iterator[tuple[Second, Tensor | None, Partials]]:
     """The second streams of a visit, with logits [k] at its ids: with each its weight, and the partials of its divergence."""
-    partials = found.apart if visit.one is None else (found.partials,)
-    for other, both in zip(visit.others, partials, strict=True):
-        yield other.second(_logits_at(other.stream, visit).logits, other.stream.transform), other.weight, both
-
-
-def _logits_at(stream: Stream, visit: Whole | OverSets) -> LogitsAt:
-    return _whole_logits_at(stream, visit) if isinstance(visit, Whole) else visit.logits_at(stream)
+    for other, both in zip(visit.others, found.apart or (found.partials,), strict=True):
+        at = over(other.stream, visit).logits_at(visit)
+        yield other.second(at.logits, other.stream.transform), other.weight, both
 
 
 # ---- autograd
@@ -394,32 +365,32 @@ class OneVisit:
     caller."""
 
     stream: Stream
-    whole: Whole | None  # rows over the vocabulary; None: there are none
-    sets: OverSets | None
+    whole: Visit | None  # rows over the vocabulary; None: there are none
+    sets: Visit | None
     stage: TokenStage | JointStage
     gradients: bool
 
-    def of_rows(self, gradients: Gradients | None) -> tuple[FusedRows, tuple[Ragged, Tensor] | None]:
-        """(losses of all rows, slots and the gradient of the logits at them); the gradients of the other rows are collected."""
-        stream, whole, sets, stage = self.stream, self.whole, self.sets, self.stage
-        if sets is None:
-            assert whole is not None
-            if whole.tokens is not None and isinstance(stage, JointStage):
-                return self._tokens_jointly(whole, whole.tokens, stage, gradients)
-            return stream.fused(whole, stage, gradients), None
-        if isinstance(stage, JointStage):
-            return self._jointly(sets, stage, gradients)
-        of_sets, few = sets.fused(stream, stage, gradients is not None)  # first: the others may write over logits that it reads
-        if whole is None:
-            return of_sets, few
-        return FusedRows(torch.where(sets.kept.has, of_sets.values, stream.fused(whole, stage, gradients).values)), few
+    def of_rows(self, gradients: Gradients | None) -> FusedRows:
+        """The losses of all rows; their gradients are collected."""
+        if isinstance(self.stage, JointStage) and self.whole is not None and self.sets is not None:
+            return self._jointly(self.whole, self.sets, self.stage, gradients)
+        if isinstance(self.stage, JointStage) and self.whole is not None and self.whole.tokens is not None:
+            return self._tokens_jointly(self.whole, self.whole.tokens, self.stage, gradients)
+        # Sets first: the others may write over logits that they read.
+        visits = [visit for visit in (self.sets, self.whole) if visit is not None]
+        results = [over(self.stream, visit).fused(visit, self.stage, gradients) for visit in visits]
+        if len(results) == 1:
+            return results[0]
+        assert self.sets is not None and self.sets.kept is not None
+        of_sets, of_others = results
+        return FusedRows(torch.where(self.sets.kept.has, of_sets.values, of_others.values))
 
-    def _jointly(
-        self, sets: OverSets, stage: JointStage, gradients: Gradients | None
-    ) -> tuple[FusedRows, tuple[Ragged, Tensor] | None]:
+    def _jointly(self, whole: Visit, sets: Visit, stage: JointStage, gradients: Gradients | None) -> FusedRows:
         """The same of rows that wait for each other: log-probs over sets are there first, and their gradient is made last."""
-        found, has = sets.stats(self.stream), sets.kept.has
-        of_sets, slopes = found.partials.softmax(True), torch.zeros(())
+        assert sets.kept is not None
+        stream, has, slopes = over(self.stream, sets), sets.kept.has, torch.zeros(())
+        found = stream.stats(sets)
+        of_sets = found.partials.softmax(True)
 
         def of_all(*of_others: Tensor) -> tuple[Tensor, Tensor]:
             logps, entropy = (torch.where(has, x, y) for x, y in zip(of_sets, of_others, strict=True))
@@ -430,19 +401,16 @@ class OneVisit:
             losses, slopes = stage.terms(*of_all(*of_others))
             return losses, slopes
 
-        assert self.whole is not None
-        result = self.stream.fused(self.whole, stage._replace(terms=terms), gradients)
-        result = FusedRows.of(*of_all(result.logps, result.entropy), result.losses)
-        few = None if gradients is None else sets.pull(self.stream, found, Slopes.stacked({"target": slopes}), None)
-        return result, few
+        result = self.stream.fused(whole, stage._replace(terms=terms), gradients)
+        if gradients is not None:
+            stream.pull(sets, found, Slopes.stacked({"target": slopes}), gradients, None)
+        return FusedRows.of(*of_all(result.logps, result.entropy), result.losses)
 
-    def _tokens_jointly(
-        self, whole: Whole, tokens: Tokens, stage: JointStage, gradients: Gradients | None
-    ) -> tuple[FusedRows, tuple[Ragged, Tensor]]:
+    def _tokens_jointly(self, whole: Visit, tokens: Tokens, stage: JointStage, gradients: Gradients | None) -> FusedRows:
         """The same of tokens that share rows and wait for each other: the products are those of one id of each row, see
         `LogitsAt.beside_one`."""
         stream, slots = self.stream, tokens.pairs.slots
-        at = LogitsAt(slots, at_all_ranks(stream, slots), slots.ids >= 0).with_likeliest(stream.transform)
+        at = LogitsAt(slots, stream.at_all_ranks(slots), slots.ids >= 0).with_likeliest(stream.transform)
         behind, values = at.behind(stream.transform), torch.zeros_like(at.logits)
         result = FusedRows.zeros(tokens.rows.numel(), values.device, None)
 
@@ -456,7 +424,9 @@ class OneVisit:
             return slopes, slopes  # in place of losses of rows, which there are none of
 
         stream.fused(replace(whole, targets=at.targets), stage._replace(terms=terms), gradients)
-        return result, (stream.own(slots), values)
+        if gradients is not None:
+            gradients.add(stream.own(slots), values)
+        return result
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -469,9 +439,7 @@ class _FusedLoss(torch.autograd.Function):
         shared = visit.whole is not None and visit.whole.tokens is not None and isinstance(visit.stage, JointStage)
         parts = Parts(visit.whole, shared, shared or visit.sets is not None)
         gradients = stream.gradients(wanted, parts) if any(wanted) else None
-        result, few = visit.of_rows(gradients)
-        if few is not None and gradients is not None:
-            gradients.add(*few)
+        result = visit.of_rows(gradients)
         ctx.gradients = (None,) * len(tensors) if gradients is None else gradients.made()
         ctx.versions = [g._version if isinstance(g, Tensor) else None for g in ctx.gradients]
         ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in tensors], stream.backend
