@@ -70,10 +70,11 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         )
     if torch.compiler.is_compiling():
         dtype = stream.dtype if isinstance(stream, Hidden) else None
-        traced = TracedRows(names, with_gradient, options.backend, options.strict, dtype, sparse)
-        logps, *others_of_rows = statistics(traced, targets, read, stream.transform, stream.tensors).values()
-        return Statistics(logps, dict(zip(names, others_of_rows, strict=True)))
+        asked_of = Read(Visit(targets, read, partials_of(names), sparse=sparse), names, with_gradient)
+        (named,) = statistics(TracedRows((asked_of,), stream.transform, options.backend, options.strict, dtype), stream.tensors)
+        return Statistics(named.pop("logps"), named)
     targets, read = plain(targets), None if read is None else plain(read)  # under torch.func they may have wrappers
+    stream = stream.of(stream.tensors, stream.transform.plain())
     if others:
         names, with_gradient = (*names, "divergence"), (*with_gradient, "divergence")
     alone = len(known) == 1 and known[0].weight is None and not others and at is None
@@ -118,11 +119,10 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         reads.append(Read(whole, names, with_gradient))
     for teacher in () if beside is not None else known:
         reads.append(_of_known(stream, teacher, exact, targets, read))
-    values = statistics(Rows(stream, tuple(reads)), targets, read, stream.transform, stream.tensors)
-    found = [_of_visit(values, i) for i in range(len(reads))]
+    found = statistics(Rows(tuple(reads), stream), stream.tensors)
     found = [
-        of_tokens(x, read.visit.tokens) if read.visit.kept is None and read.visit.tokens is not None else x
-        for x, read in zip(found, reads, strict=True)
+        of_tokens(x, visit.tokens) if visit.kept is None and visit.tokens is not None else x
+        for x, (visit, *_) in zip(found, reads, strict=True)
     ]
     of_known = found[len(found) - (0 if beside is not None else len(known)) :]
     logps, named, whole_logps = _joined(found, kept, over, at)
@@ -139,10 +139,6 @@ def _with_frozen_head(stream: Stream) -> bool:
         return False
     hidden, *head = stream.tensors
     return hidden.requires_grad and not any(x is not None and x.requires_grad for x in head)
-
-
-def _of_visit(values: dict[str, Tensor], i: int) -> dict[str, Tensor]:
-    return {name.partition(" ")[2]: x for name, x in values.items() if name.startswith(f"{i} ")}
 
 
 def _partials(names: tuple[str, ...], others: tuple[Other, ...]) -> tuple[str, ...]:

@@ -402,8 +402,8 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/rows/compile.py", "tests/core/test_compile.py",
         (
-            "scale and softcap change places", "return transform.scale, transform.softcap, *numbers",
-            "return transform.softcap, transform.scale, *numbers",
+            "scale and softcap change places", "return self.transform.scale, self.transform.softcap, *numbers",
+            "return self.transform.softcap, self.transform.scale, *numbers",
         ),
         (
             "rows of a temperature each have that of none",

@@ -21,8 +21,8 @@ from ..layout import check_targets
 from . import backends
 from .hidden import Hidden
 from .logits import Logits
-from .partials import Partials, RowTransform, Slopes, partials_of
-from .run import DRAWS, Given, Tensors
+from .partials import Partials, RowTransform, Slopes
+from .run import DRAWS, Name, Problem, Tensors
 from .selection import Sparse, capacity
 from .stream import Parts, Stream, Visit
 
@@ -138,67 +138,52 @@ def _linear_pull(
 
 
 @dataclass(frozen=True, eq=False)
-class TracedRows:
-    """Statistics of rows over the vocabulary: `run.Rows` in a graph. The backend is picked when the graph runs.
+class TracedRows(Problem):
+    """One visit over the vocabulary in a graph. The backend is picked when the graph runs.
 
     dtype  of products; None: the tensors are logits."""
 
-    statistics: tuple[str, ...]
-    with_gradient: tuple[str, ...]
+    transform: RowTransform
     backend: str
     strict: bool
     dtype: torch.dtype | None = None
-    sparse: Sparse | None = None
 
-    @property
-    def values(self) -> tuple[str, ...]:
-        return tuple(f"0 {name}" for name in ("logps", *self.statistics))
-
-    @property
-    def differentiable(self) -> tuple[str, ...]:
-        return tuple(f"0 {name}" for name in ("logps", *self.with_gradient))
-
-    @property
-    def saved(self) -> tuple[str, ...]:
-        of_draws = () if self.sparse is None else DRAWS
-        return tuple(f"0 {name}" for name in ("partials", *of_draws))
-
-    def stats(self, given: Given) -> tuple[Tensor, ...]:
-        names, how = partials_of(self.statistics), self._how(given.transform)
-        rows = (given.targets, given.read, list(names))
+    def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
+        ((visit, statistics, _),) = self.reads
         draws: Any = ()
         if self.dtype is None:
-            partials = _stats(*given.tensors, *rows, *how)
+            partials = _stats(*tensors, *self._rows, *self._how)
         else:
             sparse = (0.0, 0, None, 0)
-            if self.sparse is not None:
-                seed = self.sparse.seed
+            if visit.sparse is not None:
+                seed = visit.sparse.seed
                 seeds = (0, seed) if isinstance(seed, Tensor) else (seed, None)
-                sparse = (self.sparse.step, *seeds, self.sparse.first_row)
-            partials, *draws = _linear_stats(*given.tensors, self.dtype, *rows, *sparse, *how)
-        saved = (partials,) if self.sparse is None else (partials, *draws)
-        return *Partials(partials, names).found(self.statistics, given.read), *saved
+                sparse = (visit.sparse.step, *seeds, visit.sparse.first_row)
+            partials, *draws = _linear_stats(*tensors, self.dtype, *self._rows, *sparse, *self._how)
+        saved = (partials,) if visit.sparse is None else (partials, *draws)
+        return *Partials(partials, visit.names).found(statistics, visit.read), *saved
 
-    def pull(self, given: Given, known: dict[str, Tensor], upstream: dict[str, Tensor], wanted: tuple[bool, ...]) -> Tensors:
-        of_values = {name: known[f"0 {name}"] for name in self.with_gradient}
-        arrived = {name[2:]: x for name, x in upstream.items()}
-        slopes = Slopes.of(of_values, arrived, given.read)
-        rows = (given.targets, given.read, list(partials_of(self.statistics)))
-        of_slopes = (known["0 partials"], slopes.values, list(slopes.names))
-        how = self._how(given.transform)
+    def pull(
+        self, tensors: Tensors, known: dict[Name, Tensor], upstream: dict[Name, Tensor], wanted: tuple[bool, ...]
+    ) -> Tensors:
+        ((visit, _, with_gradient),) = self.reads
+        slopes = Slopes.of(
+            {name: known[0, name] for name in with_gradient}, {name: x for (_, name), x in upstream.items()}, visit.read
+        )
+        of_slopes = (known[0, "partials"], slopes.values, list(slopes.names))
         if self.dtype is None:
-            return (_pull(*given.tensors, *rows, *of_slopes, *how),)
-        drawn = (*(known.get(f"0 {name}") for name in DRAWS), 0.0 if self.sparse is None else self.sparse.step)
-        gradients = _linear_pull(*given.tensors, self.dtype, *wanted, *rows, *of_slopes, *drawn, *how)
+            return (_pull(*tensors, *self._rows, *of_slopes, *self._how),)
+        drawn = (*(known.get((0, name)) for name in DRAWS), 0.0 if visit.sparse is None else visit.sparse.step)
+        gradients = _linear_pull(*tensors, self.dtype, *wanted, *self._rows, *of_slopes, *drawn, *self._how)
         return tuple(g if w else None for g, w in zip(gradients, wanted, strict=True))
 
-    def versions(self) -> tuple[int, ...]:
-        return ()
+    @property
+    def _rows(self) -> tuple[Any, ...]:
+        visit = self.reads[0].visit
+        return visit.targets, visit.read, list(visit.names)
 
-    def without_tensors(self) -> TracedRows:
-        return self
-
-    def _how(self, transform: RowTransform) -> tuple[Any, ...]:
-        t = transform.inv_temperature
+    @property
+    def _how(self) -> tuple[Any, ...]:
+        t = self.transform.inv_temperature
         numbers = (1.0, t) if isinstance(t, Tensor) else (t, None)
-        return transform.scale, transform.softcap, *numbers, self.backend, self.strict
+        return self.transform.scale, self.transform.softcap, *numbers, self.backend, self.strict

@@ -8,10 +8,10 @@ torch.compile sees the same Function with the operators of compile.py in place o
 
 from __future__ import annotations
 
-import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ from ..formulas.token_stage import JointStage, TokenStage
 from .backends import FusedRows
 from .gradients import Gradients
 from .memory import converted
-from .partials import Partials, RowTransform, Second, Slopes
+from .partials import Partials, Second, Slopes
 from .ragged import Tokens
 from .sets import over
 from .stream import Found, Parts, Stream, Visit
@@ -48,80 +48,69 @@ class Read(NamedTuple):
     with_gradient: tuple[str, ...]
 
 
-class Problem(Protocol):
-    """What `statistics` computes. Values and saved tensors have names, a number for the visit in front."""
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        """Names of what is returned."""
-
-    @property
-    def differentiable(self) -> tuple[str, ...]:
-        """Those that have a gradient."""
-
-    @property
-    def saved(self) -> tuple[str, ...]:
-        """Names of what else the backward needs."""
-
-    def stats(self, given: Given) -> tuple[Tensor, ...]:
-        """The values, then what is saved."""
-
-    def pull(self, given: Given, known: dict[str, Tensor], upstream: dict[str, Tensor], wanted: tuple[bool, ...]) -> Tensors:
-        """Gradients of the tensors. known: what was saved, and the values that have a gradient."""
-
-    def versions(self) -> tuple[int, ...]:
-        """How often tensors that the backward reads again, beside those of the policy, were written to."""
-
-    def without_tensors(self) -> Problem:
-        """The problem as the backward keeps it: autograd keeps the tensors."""
-
-
-class Given(NamedTuple):
-    targets: Tensor  # int64 [n]
-    read: Tensor | None  # bool [n]
-    transform: RowTransform
-    tensors: Tensors
+Name = tuple[int, str]  # the number of a visit, and what it gives
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """Reads of one stream."""
+class Problem(ABC):
+    """What `statistics` computes: reads of one stream."""
 
-    stream: Stream
     reads: tuple[Read, ...]
 
-    @functools.cached_property
-    def values(self) -> tuple[str, ...]:
+    @property
+    def values(self) -> tuple[Name, ...]:
+        """What is returned."""
         return self._named([read.statistics for read in self.reads])
 
-    @functools.cached_property
-    def differentiable(self) -> tuple[str, ...]:
+    @property
+    def differentiable(self) -> tuple[Name, ...]:
+        """The values that have a gradient."""
         return self._named([read.with_gradient for read in self.reads])
 
-    def _named(self, statistics: list[tuple[str, ...]]) -> tuple[str, ...]:
-        """These statistics of each visit, with its log-probs in front and those at further ids behind them."""
-        names = []
-        for i, (read, own) in enumerate(zip(self.reads, statistics, strict=True)):
-            at = () if read.visit.at is None else ("at",)
-            names += [f"{i} {name}" for name in ("logps", *own, *at)]
-        return tuple(names)
-
-    @functools.cached_property
-    def saved(self) -> tuple[str, ...]:
-        names = []
+    @property
+    def saved(self) -> tuple[Name, ...]:
+        """What else the backward needs."""
+        names: list[Name] = []
         for i, (visit, *_) in enumerate(self.reads):
-            of_visit = ["partials"]
-            if visit.at is not None:
-                of_visit += ["at logits", "at used"]
-            if visit.sparse is not None:
-                of_visit += DRAWS
-            if visit.ahead:
-                of_visit.append("ahead")
-            names += [f"{i} {name}" for name in of_visit]
+            of_at = () if visit.at is None else ("at logits", "at used")
+            of_draws = () if visit.sparse is None else DRAWS
+            names += [(i, name) for name in ("partials", *of_at, *of_draws, *(("ahead",) if visit.ahead else ()))]
         return tuple(names)
 
-    def stats(self, given: Given) -> tuple[Tensor, ...]:
-        base = self.stream if given.tensors is self.stream.tensors else self.stream.of(given.tensors, given.transform)
+    def _named(self, statistics: list[tuple[str, ...]]) -> tuple[Name, ...]:
+        """These statistics of each visit, with its log-probs in front and those at further ids behind them."""
+        names: list[Name] = []
+        for i, (read, own) in enumerate(zip(self.reads, statistics, strict=True)):
+            names += [(i, name) for name in ("logps", *own, *(() if read.visit.at is None else ("at",)))]
+        return tuple(names)
+
+    @abstractmethod
+    def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
+        """The values, then what is saved, from the tensors of the stream."""
+
+    @abstractmethod
+    def pull(
+        self, tensors: Tensors, known: dict[Name, Tensor], upstream: dict[Name, Tensor], wanted: tuple[bool, ...]
+    ) -> Tensors:
+        """Gradients of the tensors. known: what was saved, and the values that have a gradient."""
+
+    def versions(self) -> tuple[int, ...]:
+        """How often tensors that the backward reads again, beside those of the stream, were written to."""
+        return ()
+
+    def without_tensors(self) -> Problem:
+        """The problem as the backward keeps it: autograd keeps the tensors."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Problem):
+    """Reads of a stream as it is."""
+
+    stream: Stream
+
+    def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
+        base = self.stream if tensors is self.stream.tensors else self.stream.of(tensors, self.stream.transform)
         values: list[Tensor] = []
         saved: list[Tensor] = []
         for visit, statistics, _ in self.reads:
@@ -141,8 +130,10 @@ class Rows:
             saved += [*found.draws, *(() if found.ahead is None else (found.ahead,))]
         return *values, *saved
 
-    def pull(self, given: Given, known: dict[str, Tensor], upstream: dict[str, Tensor], wanted: tuple[bool, ...]) -> Tensors:
-        base = self.stream.of(given.tensors, given.transform)
+    def pull(
+        self, tensors: Tensors, known: dict[Name, Tensor], upstream: dict[Name, Tensor], wanted: tuple[bool, ...]
+    ) -> Tensors:
+        base = self.stream.of(tensors, self.stream.transform)
         wholes = [read.visit for read in self.reads if read.visit.kept is None]
         sets = len(self.reads) > len(wholes)
         twice = len(wholes) > 1 or (sets and any(x.all_rows for x in wholes))
@@ -150,17 +141,17 @@ class Rows:
         gradients = base.gradients(wanted, Parts(wholes[0] if wholes else None, twice, at_slots))
         # Visits of sets come first: they read logits that may be written over.
         for i, (visit, _, with_gradient) in enumerate(self.reads):
-            given_to = {name.partition(" ")[2]: x for name, x in upstream.items() if name.startswith(f"{i} ")}
+            given_to = {name: x for (of, name), x in upstream.items() if of == i}
             d_at, d_outside = given_to.pop("at", None), given_to.pop("outside", None)
             if not given_to and d_at is None and d_outside is None:
                 continue
-            draws = tuple(known[f"{i} {name}"] for name in DRAWS if f"{i} {name}" in known)
-            found = visit.found(known[f"{i} partials"], draws, known.get(f"{i} ahead"))
-            of_values = {name: known[f"{i} {name}"] for name in with_gradient}
+            draws = tuple(known[i, name] for name in DRAWS if (i, name) in known)
+            found = visit.found(known[i, "partials"], draws, known.get((i, "ahead")))
+            of_values = {name: known[i, name] for name in with_gradient}
             given_to = given_to or {"logps": torch.zeros_like(found.partials.max)}
             slopes, at_ids = Slopes.of(of_values, given_to, visit.read), None
             if visit.at is not None and (d_at is not None or d_outside is not None):
-                at = LogitsAt(visit.at, known[f"{i} at logits"], known[f"{i} at used"])
+                at = LogitsAt(visit.at, known[i, "at logits"], known[i, "at used"])
                 d_at = torch.zeros_like(at.logits) if d_at is None else d_at.to(torch.float32)
                 at = at if visit.tokens is None or visit.kept is not None else at.with_likeliest(base.transform)
                 if visit.ahead:
@@ -171,16 +162,18 @@ class Rows:
                     rows = (visit.targets, visit.read, found.partials, slopes, base.transform, _seconds_at(visit, found))
                     at_ids, slopes = at.gradients(d_at, d_outside, *rows)
             over(base, visit).pull(visit, found, slopes, gradients, at_ids)
-        pairs = zip(gradients.tensors(), given.tensors, strict=True)
+        pairs = zip(gradients.tensors(), tensors, strict=True)
         return tuple(None if g is None else converted(g, x.dtype) for g, x in pairs)
 
     def without_tensors(self) -> Rows:
-        return Rows(self.stream.of((), self.stream.transform), self.reads)
+        return replace(self, stream=self.stream.of((), self.stream.transform))
 
     def versions(self) -> tuple[int, ...]:
         others = {id(other.stream): other.stream for read in self.reads for other in read.visit.others}
-        tensors = [x for stream in others.values() for x in stream.tensors if x is not None]
-        return tuple(x._version for x in tensors if not x.is_inference())
+        tensors = [x for stream in others.values() for x in stream.tensors]
+        tensors += [x for visit, *_ in self.reads for x in (visit.targets, visit.read)]
+        tensors.append(self.stream.transform.inv_temperature)
+        return tuple(x._version for x in tensors if isinstance(x, Tensor) and not x.is_inference())
 
 
 #: Tensors of columns that were drawn, see `Draws.tensors`.
@@ -248,83 +241,56 @@ class _Statistics(torch.autograd.Function):
     """The values of a problem, then what is saved, which has no gradient."""
 
     @staticmethod
-    def forward(
-        problem: Problem, targets: Tensor, read: Tensor | None, scale: float, softcap: float, inv_temperature: float | Tensor,
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        return problem.stats(Given(targets, read, RowTransform(scale, softcap, inv_temperature), tensors))
+    def forward(problem: Problem, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return problem.stats(tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        problem, targets, read, scale, softcap, inv_temperature, *tensors = inputs
-        count = len(problem.values)
-        values, saved = dict(zip(problem.values, output[:count], strict=True)), output[count:]
+        problem, *tensors = inputs
+        names, differentiable = problem.values, problem.differentiable
+        values, saved = dict(zip(names, output[: len(names)], strict=True)), output[len(names) :]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*saved, *(x for name, x in values.items() if name not in problem.differentiable))
-        per_row = isinstance(inv_temperature, Tensor)
+        ctx.mark_non_differentiable(*saved, *(x for name, x in values.items() if name not in differentiable))
         ctx.problem, ctx.versions = problem, problem.versions()
-        ctx.numbers = (scale, softcap, None if per_row else inv_temperature)
-        kept = [values[name] for name in problem.differentiable]
-        ctx.save_for_backward(targets, read, inv_temperature if per_row else None, *saved, *kept, *tensors)
+        ctx.save_for_backward(*saved, *(values[name] for name in differentiable), *tensors)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Tensors:
-        problem = ctx.problem
-        of_values = dict(zip(problem.values, upstream[: len(problem.values)], strict=True))
-        given = tuple(name for name in problem.differentiable if of_values[name] is not None)
+        problem, wanted = ctx.problem, ctx.needs_input_grad[1:]
+        values, differentiable = problem.values, problem.differentiable
+        of_values = dict(zip(values, upstream[: len(values)], strict=True))
+        given = tuple(name for name in differentiable if of_values[name] is not None)
         if not given:
             return (None,) * len(ctx.needs_input_grad)
         if problem.versions() != ctx.versions:
             raise RuntimeError(
-                "the second stream of rows (its logits, hidden states or head) was written to between forward and backward, which "
-                "reads it again: call backward first, or pass a copy."
+                "what the backward reads again was written to between forward and backward, the second stream of rows (its logits, hidden "
+                "states or head), targets, mask or temperatures: call backward first, or pass a copy."
             )
-        plan = _Plan(problem, ctx.needs_input_grad[6:], ctx.numbers, given)
-        return *(None,) * 6, *gradient_once(_pull, plan, *(of_values[name] for name in given), *ctx.saved_tensors)
+        names = (*given, *problem.saved, *differentiable)
+
+        def pull(*x: Any) -> Tensors:
+            known = dict(zip(names[len(given) :], x[len(given) : len(names)], strict=True))
+            return problem.pull(x[len(names) :], known, dict(zip(given, x[: len(given)], strict=True)), wanted)
+
+        return None, *gradient_once(pull, *(of_values[name] for name in given), *ctx.saved_tensors)
 
 
-class _Plan(NamedTuple):
-    """What the backward of `_Statistics` knows beside tensors."""
-
-    problem: Problem
-    wanted: tuple[bool, ...]
-    numbers: tuple[float, float, float | None]  # of the transform; None: temperatures of rows
-    given: tuple[str, ...]  # values with an upstream gradient
-
-
-def _pull(plan: _Plan, *tensors: Any) -> Tensors:
-    problem, count = plan.problem, len(plan.given)
-    targets, read, inv_temperatures, *rest = tensors[count:]
-    names = (*problem.saved, *problem.differentiable)
-    scale, softcap, number = plan.numbers
-    transform = RowTransform(scale, softcap, inv_temperatures if number is None else number)
-    known = dict(zip(names, rest[: len(names)], strict=True))
-    upstream = dict(zip(plan.given, tensors[:count], strict=True))
-    return problem.pull(Given(targets, read, transform, tuple(rest[len(names) :])), known, upstream, plan.wanted)
-
-
-def statistics(
-    problem: Problem, targets: Tensor, read: Tensor | None, transform: RowTransform, tensors: Tensors
-) -> dict[str, Tensor]:
-    """The values of a problem by name, each [n] (those at further ids [k]), with the gradient of the stream's tensors."""
+def statistics(problem: Problem, tensors: Tensors) -> list[dict[str, Tensor]]:
+    """The values of each visit by name, each [n] (those at further ids [k]), with the gradient of the stream's tensors."""
     needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    rows: tuple[Any, ...] = (targets, read, *transform)
     if torch.compiler.is_compiling():
         # torch.compile knows such a Function with gradients only.
-        function = _Statistics.apply if needed else _Statistics.forward
-        made = function(problem, *rows, *tensors)
+        made = (_Statistics.apply if needed else _Statistics.forward)(problem, *tensors)
     elif needed or torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        made = applied(_Statistics, problem.without_tensors(), *map(_savable, rows), *tensors)
+        made = applied(_Statistics, problem.without_tensors(), *tensors)
     else:  # for a small batch the overhead of a Function would dominate
         with torch.no_grad():
-            made = problem.stats(Given(targets, read, transform, tensors))
-    return dict(zip(problem.values, made[: len(problem.values)], strict=True))
-
-
-def _savable(x: Any) -> Any:
-    """x as autograd may save it: a tensor made in inference mode has to be copied."""
-    copied = isinstance(x, Tensor) and x.is_inference() and not torch.is_inference_mode_enabled()
-    return x.clone() if copied else x
+            made = problem.stats(tensors)
+    found: list[dict[str, Tensor]] = [{} for _ in problem.reads]
+    for (i, name), x in zip(problem.values, made, strict=False):  # behind the values stands what is saved
+        found[i][name] = x
+    return found
 
 
 class _OfTokens(torch.autograd.Function):
