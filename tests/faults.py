@@ -168,7 +168,7 @@ FAULTS: list[Fault] = [
         ("slopes are written into the hidden states", "_multiplied(hidden.clone(), factors)", "_multiplied(hidden, factors)", PRODUCTS),
         ("rows without a gradient are left out of their sequence", "active if gradients else 0, index.numel(), False)", "active, active, False)", PRODUCTS),
         ("a run of groups is longer than a block", "end - runs[-1][0] > limit", "rows > limit", PRODUCTS),
-        ("an earlier run is rounded like the last", "self.rounded and self.is_last and", "self.rounded and", PRODUCTS),
+        ("an earlier run is rounded like the last", "last and self.rounded and self.is_last", "last and self.rounded", PRODUCTS),
         ("a run is planned without the copies of its rows", "active, self._copies(active))", "active, active < len(self.hidden))", "tests/rows/test_blocks.py"),
         ("groups beyond a block are left out", "if i and not is_block:", "if False:", PRODUCTS),
         ("a gradient is made ahead for rows that can have none", "visit.active if visit.ahead else None", "None", PRODUCTS),

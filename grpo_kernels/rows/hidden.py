@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -127,20 +127,6 @@ def _same(x: Tensor | None, y: Tensor | None) -> bool:
     return place and x.dtype == y.dtype and x.shape == y.shape and x.stride() == y.stride()
 
 
-class Chunk(NamedTuple):
-    """Rows whose logits exist at one time.
-
-    at        where they are in the batch.
-    in_pass   and among the rows of the pass, whose vectors have been put into its order.
-    hidden    their hidden states as the products take them."""
-
-    at: slice | Tensor
-    in_pass: slice
-    hidden: Tensor
-    targets: Tensor
-    transform: RowTransform
-
-
 #: What is done with a chunk: of its block, of where it is among the rows of the pass, and of memory for the gradient of its logits.
 Step = Callable[[Block, slice, Tensor | None], Any]
 
@@ -171,7 +157,6 @@ class Engine(Gradients):
             self.d_hidden = torch.zeros(self.hidden.shape, dtype=of_sum, device=self.hidden.device)
         if wanted[2]:
             self.d_bias = torch.zeros(stream.columns, device=self.hidden.device, dtype=torch.float32)
-        self._start()
 
     @functools.cached_property
     def work(self) -> Work:
@@ -184,23 +169,13 @@ class Engine(Gradients):
     def chunk_rows(self) -> int:
         return self.work.plan(self.hidden.device.type, 0).chunk
 
-    def _start(self) -> None:
-        self.summed = 0  # rows that the products have taken
-        self.block_rows = 0  # the most rows that a block of this pass has
-        self._block: Tensor | None = None  # the gradients of the block at hand, where they have memory of their own,
-        self._filled = 0  # and of how many of its rows they are there
-
     # ---- passes over rows
 
     def forward(self, visit: Visit) -> Found:
         """Partials [q, N]: computed for the rows that are visited; the others get the values of a row that is not read. Columns are
         drawn from each chunk while its logits are there."""
-        n, device, sparse, active = (
-            visit.targets.numel(),
-            self.hidden.device,
-            visit.sparse,
-            visit.active if visit.ahead else None,
-        )
+        n, device, sparse = visit.targets.numel(), self.hidden.device, visit.sparse
+        active = visit.active if visit.ahead else None
         draws = None if sparse is None else Draws(sparse.step, n, device, visit.padded)
 
         def step(block: Block, _: slice, out: Tensor | None) -> Tensor:
@@ -213,9 +188,8 @@ class Engine(Gradients):
                 self._of_slope_1(block, partials, out)
             return values
 
-        values = self._in_batch(
-            visit, active, self._visited(visit, step, visit.ahead, active), lambda: visit.not_read(n, device)
-        )
+        parts = self._visited(visit, step, visit.ahead, active)
+        values = self._in_batch(visit, active, parts, lambda: visit.not_read(n, device))
         return visit.found(values, () if draws is None else draws.tensors(), self.d_hidden if visit.ahead else None)
 
     def fused(self, visit: Visit, stage: TokenStage, gradients: bool) -> FusedRows:
@@ -339,10 +313,10 @@ class Engine(Gradients):
         own = self._made[id(stream)]
         return own.logits(stream.hidden.detach()[at].to(own.dtype))
 
-    def _logits_of_chunk(self, visit: Visit, chunk: Chunk) -> Block:
+    def _block(self, visit: Visit, at: slice | Tensor, hidden: Tensor, targets: Tensor, transform: RowTransform) -> Block:
         """The rows of a chunk, beside those of the one second stream that is read with them. With the same head (adapters in the
         body of a model), both are one product."""
-        one, second, at, hidden = visit.one, None, chunk.at, chunk.hidden
+        one, second = visit.one, None
         if one is None:
             logits = self.products.logits(hidden)
         elif isinstance(one.stream, Hidden) and one.stream.shares(self.stream):
@@ -352,7 +326,7 @@ class Engine(Gradients):
         else:
             logits = self.products.logits(hidden)
             second = self._second(one, at, None)
-        rows = LogitRows(logits[None], chunk.targets, None, chunk.transform, second)
+        rows = LogitRows(logits[None], targets, None, transform, second)
         return Block(self.stream, self.backend, visit, rows, at, lambda i, here: self._second(visit.apart[i], at, here))
 
     def _second(self, other: Other, at: slice | Tensor, here: Tensor | None) -> Second:
@@ -370,49 +344,60 @@ class Engine(Gradients):
     def _each(
         self, visit: Visit, index: Tensor, step: Step, wanted: bool, before: int = 0, slopes: Callable[[], Tensor] | None = None
     ) -> list[Any]:
-        """What `step` makes of each chunk of these rows, `before` which the pass has had others: of the block, of where it is among
+        """What `step` makes of each chunk of these rows, `before` which the pass has had others: of its block, of where it is among
         the rows of the pass, and of memory for the gradient of its logits, or None unless that is `wanted`. Products take the
-        gradient of a block, times `slopes` of [n], which are known when all of it is there."""
-        found = []
-        self._start()
-        for chunk in self._chunks(visit, index, before):
-            block, d_logits = self._logits_of_chunk(visit, chunk), None
-            if wanted:
-                d_logits = self._gradient(block.rows.logits[0], index)
-            found.append(step(block, chunk.in_pass, None if d_logits is None else d_logits[None]))
-            del block  # before the products of a block, or the next chunk, make theirs
-            if d_logits is not None:
-                d_logits = self._kept(d_logits)
-                self._accumulate(chunk, d_logits, index, slopes)
-            del d_logits
-        return found
-
-    def _chunks(self, visit: Visit, index: Tensor, before: int = 0) -> Iterator[Chunk]:
-        """The chunks of these rows, `before` which the pass has had others."""
-        if index.numel() == 0:
-            return
+        gradients of a block, times `slopes` of [n], which are known when all of it is there."""
+        rows, found = index.numel(), list[Any]()
+        if rows == 0:
+            return found
         targets, transform = visit.targets, self.stream.transform
         if self._gathers(index):  # once, so that those of a chunk are slices
             targets, transform = targets[index], transform.at(index)
+        work = self.work if self.d_weight is None else self.work._replace(d_weight=0)
+        block_rows = work.plan(self.hidden.device.type, rows, self._copies(rows)).block if wanted else 0
+        kept, first = None, 0  # the gradients of the block at hand, where they have memory of their own, and its first row
+        for own in self._chunks(index):
+            at, hidden = self._hidden(index, own)
+            block, out = self._block(visit, at, hidden, targets[own], transform.at(own)), None
+            if wanted:
+                kept = self.products.gradient_rows(min(block_rows, rows - first)) if own.start == first else kept
+                out = self._gradient(block.rows.logits[0], kept, own.start - first)
+            in_pass = slice(before + own.start, before + own.stop)
+            found.append(step(block, in_pass, None if out is None else out[None]))
+            del block  # before the products of a block, or the next chunk, make theirs
+            if out is None:
+                continue
+            if self.d_bias is not None:
+                self.d_bias += out.sum(0, dtype=torch.float32)
+            if kept is not None:
+                out = self.products.keep(out, kept, own.start - first)
+                if own.stop - first < len(kept):
+                    continue
+                out, kept = kept, None
+            if first < own.start:  # a block of several chunks
+                at, hidden = self._hidden(index, slice(first, own.stop))
+            first = own.stop
+            self._take(at, hidden, out, first == rows, slopes)
+            del out
+        return found
+
+    def _chunks(self, index: Tensor) -> Iterator[slice]:
+        """Which of these rows are one chunk."""
         if index.device.type == "cpu" and not self.work.apart:
             # As few chunks as the memory allows, of nearly one size: a product of a few last rows reads the whole weight, too.
             parts = index.tensor_split(-(-index.numel() // self.chunk_rows))
         else:  # equal sizes except the last: a library chooses its kernel by the size
             parts = index.split(self.chunk_rows)
-        lo = 0
+        end = 0
         for part in parts:
-            own = slice(lo, lo + part.numel())
-            in_pass = slice(before + own.start, before + own.stop)
-            at, hidden = self._hidden(index, own.start, own.stop)
-            yield Chunk(at, in_pass, hidden, targets[own], transform.at(own))
-            lo = own.stop
+            first, end = end, end + part.numel()
+            yield slice(first, end)
 
-    def _hidden(self, index: Tensor, lo: int, hi: int) -> tuple[slice | Tensor, Tensor]:
-        """Where rows lo to hi of `index` are in the batch, and their hidden states as the products take them. If `index` has all
-        rows there are, they are taken in the order of the batch, and nothing is copied."""
-        at = index[lo:hi] if self._gathers(index) else slice(lo, hi)
-        hidden = self.hidden[at]
-        return at, hidden.to(self.products.dtype).contiguous()
+    def _hidden(self, index: Tensor, own: slice) -> tuple[slice | Tensor, Tensor]:
+        """Where some rows of `index` are in the batch, and their hidden states as the products take them. If `index` has all rows
+        there are, they are taken in the order of the batch, and nothing is copied."""
+        at = index[own] if self._gathers(index) else own
+        return at, self.hidden[at].to(self.products.dtype).contiguous()
 
     def _copies(self, rows: int) -> bool:
         """Whether the products take copies of so many rows of hidden states."""
@@ -421,41 +406,24 @@ class Engine(Gradients):
     def _gathers(self, index: Tensor) -> bool:
         return index.numel() < self.hidden.shape[0]
 
-    def _gradient(self, logits: Tensor, index: Tensor) -> Tensor:
-        """Where the row kernel writes the gradient of the logits of the chunk at hand."""
-        if self.summed == self._filled == 0:
-            work = self.work if self.d_weight is None else self.work._replace(d_weight=0)
-            self.block_rows = work.plan(self.hidden.device.type, index.numel(), self._copies(index.numel())).block
-        if self._block is None:
-            self._block = self.products.gradient_rows(min(self.block_rows, index.numel() - self.summed))
-        if self._block is None or self.work.scaled:
+    def _gradient(self, logits: Tensor, kept: Tensor | None, first: int) -> Tensor:
+        """Where the row kernel writes the gradient of the logits of a chunk: in the rows of a block from the `first` on, or in the
+        memory of the logits."""
+        if kept is None or self.work.scaled:
             return self.products.gradient_buffer(logits, self.exact)
-        return self._block[self._filled : self._filled + logits.shape[0]]
+        return kept[first : first + logits.shape[0]]
 
     def _of_slope_1(self, block: Block, partials: Partials, out: Tensor) -> None:
         """Write the gradient of the log-probs. Of a log-prob of NaN it is 0, so that its slope says whether it is one."""
         of_logps = (~partials.logps.isnan()).to(torch.float32)
         self.backend.gradient(block.rows, partials, Slopes.stacked({"target": of_logps}), out)
 
-    def _kept(self, d_logits: Tensor) -> Tensor:
-        """The gradients of a finished chunk as the products take them."""
-        if self.d_bias is not None:
-            self.d_bias += d_logits.sum(0, dtype=torch.float32)
-        return d_logits if self._block is None else self.products.keep(d_logits, self._block, self._filled)
-
-    def _accumulate(self, chunk: Chunk, d_logits: Tensor, index: Tensor, slopes: Callable[[], Tensor] | None = None) -> None:
-        """Called when the gradients of a chunk are complete. Those of a whole block go into d_hidden and d_weight, times the
-        `slopes` of its rows, of [n], which are known by then."""
-        at, hidden = chunk.at, chunk.hidden
-        if self._block is not None:
-            self._filled += len(hidden)
-            if self._filled < self._block.shape[0]:
-                return
-            d_logits, self._block, self._filled = self._block, None, 0
-            if len(d_logits) > len(hidden):  # of several chunks
-                at, hidden = self._hidden(index, self.summed, self.summed + len(d_logits))
-        self.summed += len(hidden)
-        if slopes is not None and self.summed < index.numel():
+    def _take(
+        self, at: slice | Tensor, hidden: Tensor, d_logits: Tensor, last: bool, slopes: Callable[[], Tensor] | None
+    ) -> None:
+        """Add what products make of the gradients of a block to d_hidden and d_weight, times the `slopes` of its rows, of [n],
+        which are known by then. `last`: of the pass."""
+        if slopes is not None and not last:
             assert self.stream.columns == 0, "the rows of a run are one block"
             return  # of a rank without a part of the vocabulary, whose gradients are 0
         factors = None if slopes is None else slopes()[at]
@@ -464,9 +432,8 @@ class Engine(Gradients):
         elif self.d_hidden is not None:
             self.d_hidden[at] = _multiplied(self.products.d_hidden(d_logits), factors).to(self.d_hidden.dtype)
         if self.wanted[1]:
-            last = self.rounded and self.is_last and self.summed == index.numel()
             hidden = hidden if factors is None else _multiplied(hidden.clone(), factors)
-            self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden, last)
+            self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden, last and self.rounded and self.is_last)
 
     # ---- gradients
 
