@@ -209,7 +209,8 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/rows/ragged.py", COMBINATIONS,
         ("an id belongs to two ranks", "self.ids < first + count", "self.ids <= first + count", RANKS),
-        ("slots of other chunks are in use", "ids=torch.where(place >= 0, self.ids, -1)", "ids=self.ids", RELATIONS),
+        ("slots of other chunks are in use", "ids=torch.where(place >= 0, self.ids, -1)", "ids=self.ids", SHARED),
+        ("slots of a chunk are those of the first rows", "(self.offsets[at] - offsets[:-1])[rows]", "0 * rows", RELATIONS),
         ("no room for a target beside a full set", "-(-(sets.longest + 1) // 16) * 16", "-(-sets.longest // 16) * 16"),
         ("rows are grouped by ids, not by slots", "sets.host_counts + 1,", "sets.host_counts,"),
         (

@@ -292,8 +292,8 @@ class Engine(Gradients):
             assert out is not None
             block.pull(found.values[:, block.at], slopes.at(block.at), out)
             if slots is not None and at_ids is not None:
-                here = slots.in_chunk(block.places, n)
-                write_at(out[0], (here.rows, here.ids.clamp(min=0)), at_ids, here.ids >= 0)
+                here, which = slots.in_chunk(block.places, n)
+                write_at(out[0], (here.rows, here.ids.clamp(min=0)), at_ids[which], here.ids >= 0)
 
         self._each(visit, index, step, True)
 

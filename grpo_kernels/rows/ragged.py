@@ -16,6 +16,9 @@ from ..token_sets import TokenSets
 
 Tensor = torch.Tensor
 
+#: Devices whose values the host reads without a wait.
+READ_AT_ONCE = ("cpu",)
+
 #: If no row has more slots than this, all rows are padded to one width.
 WIDTH = 64
 
@@ -39,15 +42,6 @@ class Ragged(NamedTuple):
         """Those of these rows, bool [n], the others not in use."""
         return self._replace(ids=torch.where(rows[self.rows], self.ids, -1))
 
-    def of_rows(self, lo: int, hi: int) -> Ragged:
-        """Those of rows lo to hi, the first of which counts as 0. The host does not wait for a GPU: the others stay there,
-        not in use."""
-        if self.ids.device.type == "cpu":
-            first, last = int(self.offsets[lo]), int(self.offsets[hi])
-            return Ragged(self.ids[first:last], self.offsets[lo : hi + 1] - first, self.rows[first:last] - lo)
-        here = (self.rows >= lo) & (self.rows < hi)
-        return self._replace(ids=torch.where(here, self.ids, -1), rows=torch.where(here, self.rows - lo, 0))
-
     def taken(self, at: Tensor) -> tuple[Ragged, Tensor]:
         """(those of the rows `at`, int64 [r], counted as their places in `at`; which of the slots they are). Waits for a device."""
         counts = self.offsets.diff()[at]
@@ -56,10 +50,12 @@ class Ragged(NamedTuple):
         which = torch.arange(rows.numel(), device=at.device) + (self.offsets[at] - offsets[:-1])[rows]
         return Ragged(self.ids[which], offsets, rows), which
 
-    def in_chunk(self, at: Tensor, n: int) -> Ragged:
-        """Those of the rows `at`, of n, counted as their places in `at`; the others are not in use."""
+    def in_chunk(self, at: Tensor, n: int) -> tuple[Ragged, Tensor | slice]:
+        """`taken` of the rows `at`, of n, without a wait: where that would be one, all slots, those of other rows not in use."""
+        if at.device.type in READ_AT_ONCE:
+            return self.taken(at)
         place = torch.full((n,), -1, device=at.device).index_copy_(0, at, torch.arange(at.numel(), device=at.device))[self.rows]
-        return self._replace(ids=torch.where(place >= 0, self.ids, -1), rows=place.clamp(min=0))
+        return self._replace(ids=torch.where(place >= 0, self.ids, -1), rows=place.clamp(min=0)), slice(None)
 
     def positions(self, inner: int) -> tuple[Tensor, Tensor, Tensor]:
         """Indices of the slots into logits [A, inner, V]; those of another one where a slot is not in use."""
@@ -180,14 +176,14 @@ class Tokens:
         first = torch.cat([slots.ids, slots.ids.new_zeros(1)])[slots.offsets[:-1]]
         return plain(torch.where(slots.offsets.diff() > 0, first, 0).clamp(min=0))
 
-    def at(self, rows: Tensor, cut: bool) -> tuple[Tokens, Tensor | slice, Tensor | slice]:
+    def at(self, rows: Tensor) -> tuple[Tokens, Tensor | slice, Tensor | slice]:
         """(the tokens of these rows, int64 [r], which count as their places; which of the tokens they are, and of the listed ids).
-        `cut` False: all tokens, the others not read, so that the host does not have to know how many they are."""
+        Where the host would wait to know how many they are: all tokens, the others not read."""
         place = torch.full((self.n,), -1, device=rows.device)
         place.index_copy_(0, rows, torch.arange(rows.numel(), device=rows.device))
         of_tokens = place[self.rows.clamp(0, self.n - 1)]
         here, all_of_them = self.used & (of_tokens >= 0), slice(None)
-        if not cut:
+        if rows.device.type not in READ_AT_ONCE:
             return replace(self, rows=of_tokens, read=here, n=rows.numel()), all_of_them, all_of_them
         which = here.nonzero()[:, 0]
         listed, of_listed = (None, all_of_them) if self.listed is None else self.listed.taken(which)

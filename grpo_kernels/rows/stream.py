@@ -286,7 +286,7 @@ class Block:
         assert visit.at is not None
         z = self.rows.transform.of_rows(x, x if self.stream.computed else torch.empty(x.shape, device=x.device))
         z = z.clone() if z is x and not self.stream.computed else z
-        slots = self.stream.own(visit.at).in_chunk(self.places, visit.targets.numel())
+        slots, _ = self.stream.own(visit.at).in_chunk(self.places, visit.targets.numel())
         below = torch.full((), -torch.inf, device=z.device).expand(slots.ids.shape)
         write_at(z, (slots.rows, slots.ids.clamp(min=0)), below, slots.ids >= 0)
         return self.backend.stats(LogitRows(z[None], self.rows.targets, self.rows.read), partials_of(())).values[:2]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_kernels import Objective, Options, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs, token_logprobs
-from grpo_kernels.rows import logits, tokens
+from grpo_kernels.rows import logits, ragged
 from support.doors import check
 from support.inside import count_products, in_chunks, of_a_gpu
 from support.recipes import KINDS, Recipe, legal
@@ -39,7 +39,7 @@ def test_rows_in_chunks(recipe, backend, monkeypatch):
     in_chunks(monkeypatch, 3)
     monkeypatch.setitem(logits.BLOCK_BYTES, "cpu", 4 * 3 * recipe.vocab)
     for known in (("cpu",), ()):
-        monkeypatch.setattr(tokens, "READ_AT_ONCE", known)
+        monkeypatch.setattr(ragged, "READ_AT_ONCE", known)
         check(recipe, backend=backend)
 
 
