@@ -67,9 +67,8 @@ class OverSets:
 
         self._each(z, work, False)
         found = visit.found(values)
-        top = found.partials.get("top")
-        if top is not None:  # the kernels give a column of their memory
-            top.copy_(self._top_id(z, found.partials.max))
+        if "top" in visit.names:  # the kernels give a column of their memory
+            found.partials["top"].copy_(self._top_id(z, found.partials.max))
         return found
 
     def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: Gradients, at_ids: Tensor | None) -> None:
