@@ -9,11 +9,11 @@ none is. Exit code: 0; 1 if there is such a cell, or one that could not be measu
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
 
+from benchmarks import SWITCH, parser_of
 from benchmarks.machine import kind, require_kernels
 from benchmarks.measure import describe
 from benchmarks.report import promise
@@ -23,22 +23,18 @@ from benchmarks.tune import apply
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--suite", nargs="+", choices=SUITES, default=list(SUITES), metavar="NAME", help="see --list")
-    parser.add_argument("--quick", action="store_true", help="small cells, few runs")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--without-native", action="store_true", help="measure what runs where our kernels are missing or stale"
-    )
-    parser.add_argument("--fresh", action="store_true", help="measure again what is there already")
-    parser.add_argument(
-        "--first", action="store_true", help="the first cell of each suite, without providers that compile for long"
-    )
-    parser.add_argument("--choices", type=Path, help="settings of our launches: a file that benchmarks.tune has written")
-    parser.add_argument("--out", type=Path, help="folder (default: benchmarks/results; with --quick runs/benchmarks)")
-    parser.add_argument("--list", action="store_true", help="print the suites and their cells, and do nothing")
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = parser_of("benchmarks", __doc__, {
+        "--suite": {"nargs": "+", "choices": SUITES, "default": list(SUITES), "metavar": "NAME", "help": "see --list"},
+        "--quick": SWITCH | {"help": "small cells, few runs"},
+        "--device": {"choices": ("cpu", "cuda"), "default": available},
+        "--without-native": SWITCH | {"help": "measure what runs where our kernels are missing or stale"},
+        "--fresh": SWITCH | {"help": "measure again what is there already"},
+        "--first": SWITCH | {"help": "the first cell of each suite, without providers that compile for long"},
+        "--choices": {"type": Path, "help": "settings of our launches: a file that benchmarks.tune has written"},
+        "--out": {"type": Path, "help": "folder (default: benchmarks/results; with --quick runs/benchmarks)"},
+        "--list": SWITCH | {"help": "print the suites and their cells, and do nothing"},
+    })  # fmt: skip
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but torch finds no GPU: use --device cpu.")

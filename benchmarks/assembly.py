@@ -22,7 +22,22 @@ def code(kernel: Any) -> str:
     return kernel.asm["ptx"] if "ptx" in kernel.asm else kernel.asm["amdgcn"]
 
 
-def blocks(assembly: str) -> tuple[list[list[str]], list[set[int]]]:
+def loops(assembly: str) -> list[list[str]]:
+    """The instructions of every innermost loop."""
+    body, successors = _blocks(assembly)
+    every = _reached(successors, 0)
+    predecessors = {block: {p for p in every if block in successors[p]} for block in every}
+    found = set()
+    for header in every:
+        # A branch back to it comes from a block that control reaches through it alone.
+        back = predecessors[header] - _reached(successors, 0, without=header)
+        if back:
+            found.add(frozenset({header}.union(*(_reached(predecessors, tail, without=header) for tail in back))))
+    inner = [a for a in found if not any(b < a for b in found)]
+    return [[line for block in sorted(loop) for line in body[block]] for loop in inner]
+
+
+def _blocks(assembly: str) -> tuple[list[list[str]], list[set[int]]]:
     """Basic blocks of the kernel's code and, for each, where control goes next."""
     body: list[list[str]] = [[]]
     labels: dict[str, int] = {}
@@ -42,38 +57,15 @@ def blocks(assembly: str) -> tuple[list[list[str]], list[set[int]]]:
     return body, successors
 
 
-def loops(assembly: str) -> list[list[str]]:
-    """The instructions of every innermost loop."""
-    body, successors = blocks(assembly)
-    reached, stack = {0}, [0]
+def _reached(graph: Any, start: int, without: int | None = None) -> set[int]:
+    """The blocks to which edges lead from `start`, with it, and not through the block `without`."""
+    seen: set[int] = {start} - {without}
+    stack = [*seen]
     while stack:
-        stack += (new := successors[stack.pop()] - reached)
-        reached |= new
-    predecessors = {block: {p for p in reached if block in successors[p]} for block in reached}
-    dominators = {block: reached for block in reached} | {0: {0}}  # the blocks on every path from the entry to a block
-    changed = True
-    while changed:
-        changed = False
-        for block in sorted(reached - {0}):
-            new = {block} | set.intersection(*(dominators[p] for p in predecessors[block]))
-            changed |= new != dominators[block]
-            dominators[block] = new
-
-    def around(header: int) -> frozenset[int]:
-        """The natural loop of a header: the blocks that lead to its back edges without passing through it."""
-        inside, stack = {header}, [tail for tail in predecessors[header] if header in dominators[tail]]
-        if not stack:
-            return frozenset()
-        while stack:
-            block = stack.pop()
-            if block not in inside:
-                inside.add(block)
-                stack += predecessors[block]
-        return frozenset(inside)
-
-    natural_loops = {around(header) for header in reached} - {frozenset()}
-    inner = [a for a in natural_loops if not any(b < a for b in natural_loops)]
-    return [[line for block in sorted(loop) for line in body[block]] for loop in inner]
+        new = graph[stack.pop()] - seen - {without}
+        seen |= new
+        stack += new
+    return seen
 
 
 LOAD = r"\bld\.global\S*|(?:global|buffer)_load_\w+"

@@ -16,11 +16,10 @@ Copy the results into the repository, for the tables and the pictures of the doc
 
     tar xzf DIR/results.tar.gz -C benchmarks results && python -m benchmarks.report --write
 
-This file uses the standard library only, so that no failure of a stage can end it."""
+This file needs the standard library only, so that no failure of a stage can end it."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -34,6 +33,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from benchmarks import SWITCH, parser_of
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ("logits", "hidden", "active", "length")  # beside the three other files
@@ -319,35 +320,30 @@ def chosen(kit: Kit, call: int, names: Sequence[str] | None) -> list[Stage]:
     return [stage for name, stage in every.items() if name in names]
 
 
-def existing(kind: str) -> Callable[[str], Path]:
-    """A parser's type: the path of a file or folder that there is."""
-
-    def parsed(text: str) -> Path:
-        path = Path(text).resolve()
-        if not getattr(path, f"is_{kind}")():
-            raise argparse.ArgumentTypeError(f"{text} is no {kind}: name one that there is, or leave it out")
-        return path
-
-    return parsed
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if all stages ended well."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = list(dict.fromkeys(stage.name for stages in CALLS.values() for stage in stages))
-    parser.add_argument("--out", type=Path, required=True, help="folder for what comes back: at most 8 files")
-    parser.add_argument("--call", type=int, choices=CALLS, default=1, help="see docs/gpu.md (default 1)")
-    parser.add_argument("--wheels", type=existing("dir"), help="folder with the peers' wheels")
-    parser.add_argument("--resume", type=existing("file"), metavar="ARCHIVE", help="results.tar.gz of an earlier call")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for everything")
-    parser.add_argument("--stages", nargs="+", choices=names, metavar="STAGE", help=f"in place of a call's: {', '.join(names)}")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, small, with Triton's interpreter")
+    names, path = (
+        list(dict.fromkeys(stage.name for stages in CALLS.values() for stage in stages)),
+        lambda text: Path(text).resolve(),
+    )
+    parser = parser_of("benchmarks.gpu_kit", __doc__, {
+        "--out": {"type": path, "required": True, "help": "folder for what comes back: at most 8 files"},
+        "--call": {"type": int, "choices": CALLS, "default": 1, "help": "see docs/gpu.md (default 1)"},
+        "--wheels": {"type": path, "help": "folder with the peers' wheels"},
+        "--resume": {"type": path, "metavar": "ARCHIVE", "help": "results.tar.gz of an earlier call"},
+        "--minutes": {"type": float, "default": 10.0, "help": "for everything"},
+        "--stages": {"nargs": "+", "choices": names, "metavar": "STAGE", "help": f"in place of a call's: {', '.join(names)}"},
+        "--rehearse": SWITCH | {"help": "on a CPU, small, with Triton's interpreter"},
+    })  # fmt: skip
     args = parser.parse_args(argv)
+    for given in (args.wheels, args.resume):
+        if given is not None and not given.exists():
+            parser.error(f"{given} does not exist: name what there is, or leave it out.")
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as work:
         if args.resume is not None:
             with tarfile.open(args.resume) as tar:
                 tar.extractall(work, filter="data")
-        kit = Kit(args.out.resolve(), Path(work), args.wheels, args.rehearse)
+        kit = Kit(args.out, Path(work), args.wheels, args.rehearse)
         stages = chosen(kit, args.call, args.stages)
         run(kit, stages, args.minutes)
         print("\n" + summary(kit))  # last: a caller may see the end of the output only

@@ -7,7 +7,6 @@ with small shapes on a CPU, with Triton's interpreter in place of a GPU; what ne
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import csv
 import importlib.util
@@ -25,13 +24,14 @@ from typing import Any
 
 import torch
 
+from benchmarks import SWITCH, parser_of
 from benchmarks import tune as tuning
 from benchmarks.gpu_kit import CASES, COMPARED, FURTHER, HEADLINE, REHEARSED, REHEARSED_SUITES
 from benchmarks.harness import interleaved
 from benchmarks.machine import gpu_state, machine
+from benchmarks.report import report
 from benchmarks.results import ROOT, load, save
 from benchmarks.suites import LOST_DEVICE
-from benchmarks.tables import details
 
 
 class Kit:
@@ -278,22 +278,11 @@ def compare(kit: Kit) -> None:
         seconds = max(0.4, 1 / (len(names) - i)) * kit.left  # a suite may hang
         status = kit.until_it_keeps_its_gpu(
             seconds, "-m", "benchmarks", "--device", kit.device, "--out", str(results), *options, "--suite", name,
-            "--choices", str(kit.work / "json" / CHOICES), TRITON_INTERPRET="",
+            "--choices", str(kit.work / "json" / CHOICES), TRITON_INTERPRET="", BENCHMARKS_COMMAND="python -m benchmarks.gpu_kit",
         )  # fmt: skip
-        name_the_command(results)
         cells = [cell for path in results.glob(f"*/{name}.json") for cell in load(path)["cells"]]
         took = f"{len(cells)} cells, {sum(cell.get('seconds', 0) for cell in cells):.0f} s"
         kit.say(f"{name}: {took}, {outcome(status)}", well=status == 0)
-
-
-def name_the_command(results: Path) -> None:
-    """Writes a command into the result files that a reader can run. The command of this call contains a temporary folder."""
-    for path in results.glob("*/*.json"):
-        record = load(path)
-        for made in (record, *record["cells"]):
-            if "command" in made:
-                made["command"] = "python -m benchmarks.gpu_kit"
-        save(path, record)
 
 
 def memcheck(kit: Kit) -> None:
@@ -336,21 +325,15 @@ def traffic(kit: Kit) -> None:
     if tool is None or kit.rehearse:
         kit.leave_out("bytes of device memory, which Nsight Compute counts")
         return
-    names = "|".join(name for some in TRAFFIC.values() for name in some)
-    command = [tool, *"--clock-control none --csv --page raw --print-units base --metrics".split(), ",".join(METRICS)]
-    command += [
-        "--kernel-name",
-        f"regex:^({names})$",
-        sys.executable,
-        *"-m benchmarks.gpu_stages large --work".split(),
-        str(kit.work),
-    ]
+    expected = [(dtype, name) for dtype in LARGE for some in TRAFFIC.values() for name in some]
+    names = "|".join({name for _, name in expected})
+    how = f"--clock-control none --csv --page raw --print-units base --metrics {','.join(METRICS)} --kernel-name regex:^({names})$"
+    command = [tool, *how.split(), sys.executable, *f"-m benchmarks.gpu_stages large --work {kit.work}".split()]
     printed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=kit.left).stdout
     print(printed, flush=True)
     lines = printed.splitlines()
     table = csv.DictReader(lines[next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines)) :])
     launched = [row for row in table if row["ID"]]  # the first line has units
-    expected = [(dtype, name) for dtype in LARGE for some in TRAFFIC.values() for name in some]
     if [row["Kernel Name"] for row in launched] != [name for _, name in expected]:
         kit.say(f"bytes of device memory: {[row['Kernel Name'] for row in launched]} were launched", well=False)
         return
@@ -376,18 +359,9 @@ def large(kit: Kit) -> None:
 def plots(kit: Kit) -> None:
     """Tables and pictures from the result files."""
     results = kit.work / "results"
-    name_the_command(results)  # an interrupted comparison has not done this
     status = kit.python("-m", "benchmarks.report", "--write", "--results", str(results))
     kit.say(f"plots: {outcome(status)}", well=status == 0)
-    text = []
-    for path in sorted(results.glob("*/*.json")):
-        record = load(path)
-        text += [
-            f"## {record['title']}",
-            record["contract"],
-            *(f"```\n{details(cell, markdown=False)}\n```" for cell in record["cells"]),
-        ]
-    (kit.work / "tables.md").write_text("\n\n".join(text) + "\n")
+    (kit.work / "tables.md").write_text(report(results))
 
 
 STAGES: dict[str, Callable[[Kit], None]] = {
@@ -397,12 +371,13 @@ STAGES: dict[str, Callable[[Kit], None]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """0 if all went well."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=STAGES)
-    parser.add_argument("--work", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--seconds", type=float, default=600.0, help="that it may take")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels to install")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, small")
+    parser = parser_of("benchmarks.gpu_stages", __doc__, {
+        "stage": {"choices": STAGES},
+        "--work": {"type": Path, "required": True, "help": "folder to write to"},
+        "--seconds": {"type": float, "default": 600.0, "help": "that it may take"},
+        "--wheels": {"type": Path, "help": "folder of wheels to install"},
+        "--rehearse": SWITCH | {"help": "on a CPU, small"},
+    })  # fmt: skip
     args = parser.parse_args(argv)
     if not args.rehearse and not torch.cuda.is_available():
         parser.error("torch finds no GPU: use --rehearse to try the script on a CPU.")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from grpo_kernels.diagnosis.machine import memory_available
 from grpo_kernels.rows.memory import release
 
 FLUSH_BYTES = 256 << 20  # beyond every L2
@@ -138,7 +139,7 @@ def memory_free(device: str) -> int:
     if device == "cuda":
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + cached
-    return _read("/proc/meminfo", "MemAvailable")
+    return int(memory_available())
 
 
 def peak_memory(run: Callable[[], Any], device: str, baseline: int | None = None) -> int:
@@ -166,11 +167,7 @@ def _trim() -> None:
 
 
 def _status(key: str) -> int:
-    return _read("/proc/self/status", key)
-
-
-def _read(path: str, key: str) -> int:
-    line = next(x for x in Path(path).read_text().splitlines() if x.startswith(key + ":"))
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key + ":"))
     return 1024 * int(line.split()[1])
 
 

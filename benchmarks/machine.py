@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -13,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-import grpo_kernels.rows.backends.native
+from grpo_kernels.diagnosis.environment import version
 from grpo_kernels.diagnosis.machine import processor
 from grpo_kernels.diagnosis.native import best_isa, findings
 from grpo_kernels.rows import backends
-from grpo_kernels.rows.backends import cpu_products
+from grpo_kernels.rows.backends import cpu_products, native
 
 ENVIRONMENT = ("OMP_", "KMP_", "GOMP_", "MKL_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "PYTORCH_", "GRPO_KERNELS_")  # prefixes
 NATIVE = {"cpu": "cpu", "cuda": "triton"}  # the backend of the kernels on each device
@@ -57,20 +56,13 @@ def machine(device: str) -> dict:
         "backend": NATIVE[device] if reason is None else f"eager ({reason})",
         "library": library(),
     }
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        facts["name"] = properties.name
-        facts["capability"] = f"{properties.major}.{properties.minor}"
-        facts["multiprocessors"] = properties.multi_processor_count
-        facts["memory_gb"] = round(properties.total_memory / 1e9, 1)
-        facts["cuda"] = torch.version.cuda
-        facts |= _nvidia_smi("driver_version")
-    else:
-        facts["name"] = facts["cpu"]
-        if reason is None:
-            facts["instruction set"] = grpo_kernels.rows.backends.native.load().isa()
-        facts["products"] = cpu_products.engine()
-    return facts
+    if device == "cpu":
+        own = {"instruction set": native.load().isa()} if reason is None else {}
+        return facts | {"name": facts["cpu"], "products": cpu_products.engine()} | own
+    p = torch.cuda.get_device_properties(0)
+    known = {"name": p.name, "capability": f"{p.major}.{p.minor}", "multiprocessors": p.multi_processor_count}
+    known |= {"memory_gb": round(p.total_memory / 1e9, 1), "cuda": torch.version.cuda}
+    return facts | known | _nvidia_smi("driver_version")
 
 
 def require_kernels(device: str) -> None:
@@ -93,7 +85,7 @@ def environment() -> dict[str, str]:
 def library() -> str:
     """A hash of the compiled module, or "none"."""
     try:
-        path = grpo_kernels.rows.backends.native.load().__file__
+        path = native.load().__file__
     except ImportError:
         return "none"
     assert path is not None
@@ -107,13 +99,7 @@ def _huge_pages() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of the packages whose code is measured, where they are installed."""
-    installed = {}
-    for name in PACKAGES:
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return installed
+    return {name: there for name in PACKAGES if (there := version(name))}
 
 
 def gpu_state(device: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -69,16 +70,14 @@ def measure(
                 del runs[name]
                 return None
 
-        calls = {name: runs[name].call for name in names}
+        calls = {name: runs[name].call for name in names if name in runs}
         return interleaved(calls, device, lambda name: _restore(runs[name]), attempt=attempt, **how)
 
     for name, provider in sorted(chosen.items(), key=lambda x: x[1].late):  # providers that compile for long come last
         rows[name] |= _checked(provider, case, device, expected, memory, known.get(name), runs)
         if save is not None:  # times of a few runs, in case the cell is not finished
-            few = timed([name], seconds=0.1, least=3, most=5).get(name) if name in runs else None
-            early[name] = few and {key: few[key] for key in ("ms", "p20", "p80", "runs")} | {"x_limit": None}
-            some = [rows[x] | (early[x] or {}) for x in rows if x in early]
-            save(describe(cell) | {"limit": None, "providers": some, "unfinished": True})
+            early[name] = rows[name] | timed([name], seconds=0.1, least=3, most=5).get(name, {})
+            save(describe(cell) | {"limit": None, "providers": [*early.values()], "unfinished": True})
     del expected
     _free(device)
     retries = _alloc_retries(device)
@@ -91,7 +90,6 @@ def measure(
     limits = [{"name": row["name"], "ms": row["ms"]} for row in found if row.get("limit") and "ms" in row]
     limit = min(limits, key=lambda x: x["ms"], default=None)
     for row in (row for row in found if "ms" in row):
-        row["x_limit"] = row["ms"] / limit["ms"] if limit else None
         row |= {"x_copy": row["ms"] / times["copy"]["ms"]} if "copy" in times else {}
     reached = {} if case.entropy is None else {"entropy_reached": round(case.entropy, 3)}
     whole = {"limit": limit, "providers": found, "seconds": round(time.perf_counter() - begin, 1)}
@@ -157,9 +155,7 @@ def with_sum_of_parts(rows: list[Row], times: dict[str, Row]) -> list[Row]:
 
 def describe(cell: Cell) -> Record:
     """The cell's shape as the result files have it."""
-    names = ("contract", "rows", "sequences", "hidden", "vocab", "dtype", "active", "layers")
-    shape = {name: getattr(cell, name) for name in names} | {"dtype": str(cell.dtype).removeprefix("torch.")}
-    return shape | {name: x for name in ("entropy", "shared") if (x := getattr(cell, name)) is not None}
+    return asdict(cell) | {"dtype": str(cell.dtype).removeprefix("torch.")}
 
 
 def outside_gate(cell: Cell, found: dict[str, float], drawn: bool = False) -> str | None:

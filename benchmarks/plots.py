@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -40,12 +39,12 @@ from benchmarks.tables import (
     untimed,
 )
 
-Picture = dict[str, Any]
+Picture = Record
 #: The background is transparent: all of these colours can be read on white and on GitHub's dark grey.
 TEXT, MUTED, HIGHLIGHT, VARIANT = "#797979", "#8f8f8f", "#2f81f7", "#5b8fc7"
 #: Of curves in their order, those of ours and of limits aside.
 COLOURS = ("#bb6f2c", "#3f9470", "#8a76c9", "#c65f5f", "#2e8f9a", "#c0679a")
-STYLE: dict[Any, Any] = {
+STYLE: Record = {
     "font.family": "DejaVu Sans", "font.size": 8.5, "text.color": TEXT, "axes.labelcolor": TEXT, "axes.edgecolor": TEXT,
     "xtick.color": TEXT, "ytick.color": TEXT, "xtick.labelsize": 8, "ytick.labelsize": 8, "axes.labelsize": 8.5,
     "axes.titlesize": 9, "axes.titlelocation": "left", "axes.titlepad": 8, "axes.spines.top": False,
@@ -124,7 +123,7 @@ def of_front(folder: Path, machine: str) -> Picture | None:
 # ---- how it is drawn
 
 
-def draw(shown: Picture, size: tuple[float, float] | None = None) -> Figure:
+def draw(shown: Picture) -> Figure:
     """Panels in two columns; bars stand below each other where their names are long."""
     panels = shown["panels"]
     columns = 1 if "bars" in panels[0] else min(2, len(panels))
@@ -173,13 +172,9 @@ def _draw_curves(axes: Axes, panel: Record, names: list[str]) -> None:
     axes.set_xlabel(panel["x"])
     axes.grid(color=TEXT, alpha=0.2, linewidth=0.5)
     for i, (name, (x, y)) in enumerate(panel["curves"].items()):
-        style: dict[str, Any] = {"color": HIGHLIGHT if name == OURS else VARIANT, "linestyle": "-"}
-        if name.startswith("products"):
-            style = {"color": TEXT, "linestyle": "--"}
-        elif name in names:
-            again, place = divmod(names.index(name), len(COLOURS))
-            style = {"color": COLOURS[place], "linestyle": ":" if again else "-"}
-        axes.plot(x, y, linewidth=max(1.0, 2.6 - 0.5 * i), marker="o", markersize=3, label=name, **style)
+        colour = COLOURS[names.index(name) % len(COLOURS)] if name in names else HIGHLIGHT if name == OURS else VARIANT
+        colour, line = (TEXT, "--") if name.startswith("products") else (colour, "-")
+        axes.plot(x, y, linewidth=max(1.0, 2.6 - 0.5 * i), marker="o", markersize=3, label=name, color=colour, linestyle=line)
     for scale in (axes.set_xscale, axes.set_yscale):
         scale("log" if panel["log"] else "linear")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))

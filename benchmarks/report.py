@@ -6,7 +6,6 @@ Prints RESULTS.md, or writes or checks all pages and pictures."""
 
 from __future__ import annotations
 
-import argparse
 import html
 import math
 import os
@@ -15,8 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import results
-from benchmarks.experiments import EXPERIMENTS
+from benchmarks import SWITCH, parser_of, results, swaps
 from benchmarks.results import RESULTS, ROOT
 from benchmarks.suites import EAGER, OURS, SUITES
 from benchmarks.tables import (
@@ -43,7 +41,8 @@ from benchmarks.tables import (
 from grpo_kernels.diagnosis import numbers
 from grpo_kernels.diagnosis.step import MOST_TIMES
 from grpo_kernels.formulas.surrogates import PolicyGradient
-from grpo_kernels.presets import NUMERICS, PRESETS
+from grpo_kernels.objective import PRESETS
+from grpo_kernels.presets import NUMERICS
 
 README, DOCS, REPORT = ROOT / "README.md", ROOT / "docs", Path(__file__).parent / "RESULTS.md"
 FIGURES = DOCS / "benchmarks.md"
@@ -251,7 +250,11 @@ def gpus(folder: Path, page: Path = FIGURES) -> str:
     return "\n\n".join([*tables, pictures(folder, "cuda", page)])
 
 
-# ---- the budgets of the compiled kernels
+# ---- other tables
+
+
+def swapped(record: Record) -> str:
+    return f"{source(record)}\n\n{render(swaps.table(record), markdown=True)}"
 
 
 def budgets() -> Table:
@@ -285,6 +288,7 @@ def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
             "plots_cpu": pictures(folder),
             "gpus": gpus(folder),
         },
+        ROOT / "grpo_kernels" / "integrations" / "README.md": {"swaps": swapped(results.load(swaps.FILE))},
         DOCS / "gpu.md": {"budgets": render(budgets(), markdown=True)},
     }
 
@@ -328,8 +332,6 @@ def pages(folder: Path = RESULTS) -> Iterator[tuple[Path, Callable[[], str]]]:
     yield REPORT, lambda: report(folder)
     for page, parts in blocks(folder).items():
         yield page, lambda page=page, parts=parts: updated(page, parts)
-    for experiment in EXPERIMENTS.values():
-        yield experiment.page, experiment.updated
 
 
 def updated(page: Path, parts: dict[str, str]) -> str:
@@ -350,14 +352,12 @@ def stale() -> list[Path]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--write", action="store_true", help="update pictures, README.md, docs/ and benchmarks/RESULTS.md")
-    what.add_argument("--check", action="store_true", help="name what --write would change, and exit with 1 if there is any")
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="folder of result files; of others, --write makes pictures alone"
-    )
-    args = parser.parse_args(argv)
+    others = "folder of result files; of others, --write makes pictures alone"
+    args = parser_of("benchmarks.report", __doc__, {
+        "--write": SWITCH | {"help": "update pictures, README.md, docs/ and benchmarks/RESULTS.md"},
+        "--check": SWITCH | {"help": "name what --write would change, and exit with 1 if there is any"},
+        "--results": {"type": Path, "default": RESULTS, "help": others},
+    }).parse_args(argv)  # fmt: skip
     folder = args.results.resolve()
     if args.check:
         old = stale()

@@ -11,7 +11,6 @@ results/budgets.json, for docs/gpu.md."""
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import re
@@ -23,16 +22,9 @@ from itertools import product
 import triton
 from triton.runtime.jit import JITFunction
 
+from benchmarks import SWITCH, parser_of
 from benchmarks.assembly import PIPES, Loop, code, row_loops, taken
-from benchmarks.launches import (
-    KINDS,
-    QUICK,
-    TARGETS,
-    Case,
-    backend,
-    cases,
-    compiling,
-)
+from benchmarks.launches import KINDS, QUICK, TARGETS, Case, backend, cases, compiling
 from benchmarks.report import BUDGETS
 from benchmarks.results import load, save
 from benchmarks.tables import Record, Table, render
@@ -60,11 +52,6 @@ class Report:
     def threads(self) -> int:
         """Of a program."""
         return self.warps * TARGETS[self.target].gpu.warp_size
-
-    @property
-    def reloads(self) -> int:
-        """Of spilled registers, in a round of the loops."""
-        return sum(loop.local for loop in self.loops)
 
     @property
     def loads(self) -> list[int]:
@@ -132,7 +119,7 @@ def broken(case: Case, found: Report) -> list[str]:
     at_most = {
         "registers": (found.registers, TARGETS[found.target].registers // threads),
         "bytes spilled": (found.spilled + found.stack, spill),
-        "reloads in loops": (found.reloads, 0),
+        "reloads in loops": (sum(loop.local for loop in found.loops), 0),
         "fp64": (int(found.fp64), 0),
         "kinds of store": (len(found.stores), int(case.stores) if case.kind.counted else 2),
     }
@@ -190,32 +177,19 @@ def outcome(found: Sequence[Judged]) -> Record:
         "kernels": len(found),
         "beyond": [f"{r.kernel} {r.case}: {'; '.join(failures)}" for r, failures in found if failures],
         "spilled": max(r.spilled + r.stack for r, _ in found),
-        "in flight": min(r.in_flight for r, _ in found if "V 151936" in r.case),
+        "in flight": min(r.in_flight for r, _ in found if "V 151936" in r.case and KINDS[r.kernel].counted),
     }
 
 
 # ---- the command
 
 
+#: The columns of the table.
+HEAD = "kernel, regs, spill, shared, load, store, warps, /SM, limit, in flight, KiB/SM, written, fp32, exp, all"
+
+
 def shown(found: Sequence[Judged]) -> Table:
-    head = (
-        "kernel",
-        "regs",
-        "spill",
-        "shared",
-        "load",
-        "store",
-        "warps",
-        "/SM",
-        "limit",
-        "in flight",
-        "KiB/SM",
-        "written",
-        "fp32",
-        "exp",
-        "all",
-    )
-    lines = [[*head]]
+    lines = [HEAD.split(", ")]
     for r, _ in found:
         widths = ["/".join(map(str, x)) or "-" for x in (r.loads, r.stores)]
         together = "/".join(f"{loop.in_flight} of {len(loop.loads)}" for loop in r.loops)
@@ -227,10 +201,11 @@ def shown(found: Sequence[Judged]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--quick", action="store_true", help="a few kernels of each kind")
-    parser.add_argument("--write", action="store_true", help=f"and this version's outcome into {BUDGETS.name}")
+    parser = parser_of("benchmarks.resources", __doc__, {
+        "--target": {"nargs": "+", "choices": TARGETS, "default": list(TARGETS)},
+        "--quick": SWITCH | {"help": "a few kernels of each kind"},
+        "--write": SWITCH | {"help": f"and this version's outcome into {BUDGETS.name}"},
+    })  # fmt: skip
     args = parser.parse_args()
     if not isinstance(backend._stats_kernel, JITFunction):
         parser.error("TRITON_INTERPRET=1 is set: there is nothing to compile. Unset it.")
@@ -239,10 +214,11 @@ def main() -> int:
     for target in args.target:
         found = [*judge_all([target], every)]
         print(f"\n{target}, Triton {triton.__version__}\n{render(shown(found), markdown=False)}", flush=True)
-        failed += [f"{target} {r.kernel} {r.case}: {'; '.join(failures)}" for r, failures in found if failures]
+        of_target = outcome(found)
+        failed += [f"{target} {beyond}" for beyond in of_target["beyond"]]
         if args.write:
             kept = load(BUDGETS)
-            kept.setdefault(triton.__version__, {})[target] = outcome(found)
+            kept.setdefault(triton.__version__, {})[target] = of_target
             save(BUDGETS, kept)
     print(f"\n{len(every) * len(args.target)} kernels, {len(failed)} beyond their budgets", *failed, sep="\n")
     return 1 if failed else 0

@@ -8,11 +8,13 @@ import functools
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Cell
 
+Record = dict[str, Any]  # a result file, or a part of one
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 #: The files that a figure depends on: the library, and the parts of the benchmarks that measure.
@@ -22,12 +24,12 @@ SOURCES = (
 )  # fmt: skip
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path) -> Record:
     """A result file; {} if there is none yet."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def save(path: Path, record: dict[str, Any]) -> None:
+def save(path: Path, record: Record) -> None:
     """Replaces the file at once, so that it is never half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
@@ -35,12 +37,17 @@ def save(path: Path, record: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-def fingerprint(cell: Cell, only: tuple[str, ...] | None, quick: bool, machine: dict[str, Any]) -> str:
+def origin(machine: Record, command: str) -> Record:
+    """How a file, or a cell of one, was made."""
+    return {"command": command, "date": time.strftime("%Y-%m-%d"), "machine": machine}
+
+
+def fingerprint(cell: Cell, only: tuple[str, ...] | None, quick: bool, machine: Record) -> str:
     """Changes with the cell, the providers that take part, the effort, the machine, the packages and the code."""
     return _hash(cell, only, quick, setting(machine))
 
 
-def setting(machine: dict[str, Any]) -> str:
+def setting(machine: Record) -> str:
     """Changes with the machine (`machine.machine`), the packages and the code."""
     return _hash(json.dumps(machine, sort_keys=True), _code())
 

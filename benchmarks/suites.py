@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,8 @@ from benchmarks.cases import CONTRACTS, OF_SEQUENCES, Cell
 from benchmarks.machine import machine
 from benchmarks.measure import DeviceLost, measure
 from benchmarks.providers import first_line, providers
-from benchmarks.tables import EAGER, LEGEND, details
+from benchmarks.results import Record
+from benchmarks.tables import EAGER, LEGEND, details, source
 
 QWEN, LLAMA, GEMMA = 151936, 128256, 262144  # vocabularies
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -111,20 +112,13 @@ def _swept(
     only: tuple[str, ...] | None = None,
 ) -> Suite:  # fmt: skip
     """From hidden states with few providers, in fp32 on a CPU and in bf16 on a GPU. shares: of sequences with an advantage."""
-    on_cpu = [x for a in shares for x in plan("hidden", *cpu, dtypes=(FP32,), only=only or SWEEP, active=a)]
-    return Suite(name, title, "hidden", on_cpu, [x for a in shares for x in gpu("hidden", *cuda, only=only or PEERS, active=a)])
+    on_cpu = each("active", shares, "hidden", *cpu, dtypes=(FP32,), only=only or SWEEP)
+    return Suite(name, title, "hidden", on_cpu, each("active", shares, "hidden", *cuda, dtypes=(BF16,), only=only or PEERS))
 
 
-def _trees(shape: Shape, **more: Any) -> Plan:
-    return [
-        one
-        for shared in (0.0, 0.5, 0.875)
-        for one in plan("trees", shape, shared=shared, only=(OURS, "grpo_kernels, rollouts one by one"), **more)
-    ]
-
-
-def _entropies(shape: Shape, *entropies: float, **more: Any) -> Plan:
-    return [one for entropy in entropies for one in plan("sparse", shape, entropy=entropy, **more)]
+def each(field: str, values: tuple[float, ...], contract: str, *shapes: Shape, **more: Any) -> Plan:
+    """A plan for each value of a field of the cells."""
+    return [one for x in values for one in plan(contract, *shapes, **{field: x}, **more)]
 
 
 SEQUENCES = (OURS, EAGER, "torch.compile", "TRL fused head + loss", "torch linear_cross_entropy + loss")
@@ -132,6 +126,8 @@ KEPT = ("grpo_kernels, into weight_grad", OURS, "pairs in PyTorch, autograd")
 DIVERGENCES = (OURS, "TRL chunked divergence + mean")
 SPARSE = (OURS, *(f"grpo_kernels, sparse 1/{fraction}" for fraction in (64, 256, 1024)))
 VOCABULARIES = (32768, 65536, LLAMA, QWEN, GEMMA)
+ENTROPIES = (0.6, 0.3, 2.0, 6.0)  # mean, in nats
+SHARED, TREES = (0.0, 0.5, 0.875), (OURS, "grpo_kernels, rollouts one by one")
 SHARES = (1.0, 0.5, 0.25, 0.75, 0.125)  # with an advantage; those of the targets first
 MANY = (1000, 1024, QWEN)
 SUITES = {
@@ -154,12 +150,14 @@ SUITES = {
         Suite(
             # Many rows are measured at two entropies, and only with ours: a cell takes minutes.
             "sparse", "Loss and sparse gradients, by the mean entropy of the rows", "sparse",
-            _entropies((256, 1024, QWEN), 0.6, 0.3, 2.0, 6.0) + _entropies((2048, 1024, QWEN), 0.6, 6.0, only=SPARSE),
-            _entropies(LARGE, 0.6, 0.3, 2.0, 6.0, dtypes=(BF16,)),
+            each("entropy", ENTROPIES, "sparse", (256, 1024, QWEN))
+            + each("entropy", (0.6, 6.0), "sparse", (2048, 1024, QWEN), only=SPARSE),
+            each("entropy", ENTROPIES, "sparse", LARGE, dtypes=(BF16,)),
         ),
         Suite(
             "trees", "Loss and gradients of rollouts that share rows, from hidden states", "trees",
-            _trees((256, 1024, QWEN), dtypes=(FP32,)), _trees(LARGE, dtypes=(BF16,)),
+            each("shared", SHARED, "trees", (256, 1024, QWEN), dtypes=(FP32,), only=TREES),
+            each("shared", SHARED, "trees", LARGE, dtypes=(BF16,), only=TREES),
         ),
         Suite(
             "forms", "Loss and gradients with terms at listed ids, from hidden states", "forms",
@@ -217,10 +215,10 @@ class How:
     quick: bool = False
     first: bool = False
     fresh: bool = False
-    choices: dict[str, Any] | None = None
+    choices: Record | None = None
 
     @property
-    def effort(self) -> dict[str, Any]:
+    def effort(self) -> Record:
         if self.quick:
             return {"seconds": 0.2, "least": 5}
         return {"seconds": 0.5, "least": 20} if self.device == "cuda" else {"seconds": 1.0, "least": 5}
@@ -232,38 +230,38 @@ def run(names: list[str], how: How) -> tuple[list[Path], list[str]]:
     with LOST_DEVICE. The same command then continues without that provider, until the code or the machine changes. On a GPU a
     file is written after each provider."""
     here = machine(how.device) | ({"choices": how.choices} if how.choices else {})
-    print(heading(here), flush=True)
+    # That of the kit names a temporary folder.
+    command = os.environ.get("BENCHMARKS_COMMAND", " ".join(["python -m benchmarks", *sys.argv[1:]]))
+    origin = results.origin(here, command)
+    print(f"{source(origin, packages=True)} Backend: {here['backend']}.\n\n{LEGEND}", flush=True)
     paths = {name: how.out / here["kind"] / f"{name}.json" for name in names}
-    return [*paths.values()], [line for name, path in paths.items() for line in _run(SUITES[name], path, here, how)]
+    return [*paths.values()], [line for name, path in paths.items() for line in _run(SUITES[name], path, origin, how)]
 
 
-def _run(suite: Suite, path: Path, here: dict[str, Any], how: How) -> Iterator[str]:
+def _run(suite: Suite, path: Path, origin: Record, how: How) -> Iterator[str]:
     """Measures one suite and yields the cells that could not be measured."""
-    planned = suite.plan(how.device, how.quick)
+    here, planned = origin["machine"], suite.plan(how.device, how.quick)
     planned = [_promptly(suite, planned[0])] if how.first else planned
     marks = [results.fingerprint(*one, how.quick, here) for one in planned]
-    former, setting, origin = results.load(path), results.setting(here), _origin(here)
-    done = {} if how.fresh else {cell.get("fingerprint"): cell for cell in former.get("cells", [])}
-    lost = [entry for entry in former.get("lost", []) if entry["setting"] == setting]  # providers that broke CUDA
+    done = {} if how.fresh else {cell.get("fingerprint"): cell for cell in results.load(path).get("cells", [])}
+    broke = path.parent / "lost" / f"{results.setting(here)}.json"  # of this code: {contract, dtype: {provider: why}}
     about = {"suite": suite.name, "title": suite.title, "contract": CONTRACTS[suite.contract]} | origin
 
-    def save(*unfinished: dict[str, Any]) -> None:
-        cells = [*(done[mark] for mark in marks if mark in done), *unfinished]
-        results.save(path, about | {"cells": cells} | ({"lost": lost} if lost else {}))
+    def save(*unfinished: Record) -> None:
+        results.save(path, about | {"cells": [*(done[mark] for mark in marks if mark in done), *unfinished]})
 
     print(f"\n# {suite.title}: {CONTRACTS[suite.contract]}", flush=True)
     for (cell, only), mark in zip(planned, marks, strict=True):
         before = "\n(measured before)" * (mark in done)
         if not before:
-            key = {"contract": cell.contract, "dtype": str(cell.dtype), "setting": setting}
-            every = [entry for file in sorted(path.parent.glob("*.json")) for entry in results.load(file).get("lost", [])]
-            known = {entry["provider"]: entry["reason"] for entry in every if key.items() <= entry.items()}  # in any suite
+            lost = results.load(broke)
+            known = lost.setdefault(f"{cell.contract}, {cell.dtype}", {})
             try:
                 parts = save if how.device == "cuda" else None
                 done[mark] = measure(cell, how.device, only=only, known=known, save=parts, **how.effort)
             except DeviceLost as failure:
-                lost.append({"provider": failure.provider, "reason": failure.reason} | key)
-                save()
+                known[failure.provider] = failure.reason
+                results.save(broke, lost)
                 print(f"\n{failure}: CUDA is unusable in this process. Run the same command again.", file=sys.stderr)
                 raise SystemExit(LOST_DEVICE) from failure
             except Exception as failure:  # the other cells are still measured
@@ -278,22 +276,5 @@ def _run(suite: Suite, path: Path, here: dict[str, Any], how: How) -> Iterator[s
 
 def _promptly(suite: Suite, planned: Planned) -> Planned:
     """The same without providers that compile for long."""
-    late = {p.name for p in providers(suite.contract) if p.late}
-    names = planned.only or tuple(p.name for p in providers(suite.contract))
-    return Planned(planned.cell, tuple(name for name in names if name not in late))
-
-
-def heading(here: dict[str, Any]) -> str:
-    """A text that says what runs where and how to read the tables."""
-    parts = [here["name"], f"{here['threads']} threads", f"torch {here['torch']}"]
-    parts += [f"{name} {version}" for name, version in here["versions"].items()]
-    parts += [f"backend {here['backend']}", *(here[x] for x in ("instruction set",) if x in here)]
-    return f"{', '.join(parts)}\n\n{LEGEND}"
-
-
-def _origin(here: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": here,
-    }
+    names = (p.name for p in providers(suite.contract) if not p.late and p.name in (planned.only or [p.name]))
+    return Planned(planned.cell, tuple(names))

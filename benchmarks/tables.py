@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
+from benchmarks.results import Record
 
 Table = list[list[str]]  # head and lines
-Record = dict[str, Any]  # a result file, see results.py
-Cell = dict[str, Any]
-Row = dict[str, Any]
+Cell = Row = Record  # parts of a result file
 
 EAGER = "eager PyTorch"
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -126,30 +125,16 @@ def named(cell: Cell, name: str) -> Row | None:
     return next((row for row in timed(cell) if row["name"] == name), None)
 
 
-def entropy(cell: Cell) -> str:
-    """The mean entropy of the rows of a cell, if they were made for one."""
-    asked_for = cell.get("entropy")
-    return "" if asked_for is None else f", mean entropy {cell.get('entropy_reached', asked_for):.2f} nats"
-
-
-def shared(cell: Cell) -> str:
-    """The share of the tokens without a row of their own, in a tree."""
-    return "" if cell.get("shared") is None else f", {100 * cell['shared']:g} % of the rows shared"
+#: The contracts of a suite that has several losses.
+LOSSES = {"gspo": "GSPO", "gspo-frozen": "GSPO with a frozen head", "vespo": "VESPO"}
 
 
 def size(cell: Cell) -> str:
-    return (
-        " x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x])
-        + of_loss(cell)
-        + entropy(cell)
-        + shared(cell)
-    )
-
-
-def of_loss(cell: Cell) -> str:
-    """Which loss it is, in a suite that has several."""
-    names = {"gspo": "GSPO", "gspo-frozen": "GSPO with a frozen head", "vespo": "VESPO"}
-    return f", {names[cell['contract']]}" if cell["contract"] in names else ""
+    """The shape of a cell, and what else its rows were made for."""
+    entropy, shared, loss = cell.get("entropy"), cell.get("shared"), LOSSES.get(cell["contract"])
+    parts = [" x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x]), loss]
+    parts += [entropy is not None and f"mean entropy {cell.get('entropy_reached', entropy):.2f} nats"]
+    return ", ".join(filter(None, [*parts, shared is not None and f"{100 * shared:g} % of the rows shared"]))
 
 
 def fixed(cell: Cell, varied: str) -> str:

@@ -12,17 +12,16 @@ shapes on the CPU: with TRITON_INTERPRET=1 this script can be tested without a G
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import multiprocessing
 import os
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -31,12 +30,13 @@ from unittest import mock
 
 import torch
 
+from benchmarks import SWITCH, parser_of
 from benchmarks.cases import Cell, make_case
-from benchmarks.measure import DeviceLost, measure
+from benchmarks.measure import DeviceLost, describe, measure
 from benchmarks.providers import Provider, Run, Unavailable, first_line, providers
 from benchmarks.results import load, save
 from benchmarks.suites import LOST_DEVICE
-from benchmarks.tables import Record, details
+from benchmarks.tables import Record, details, size
 from grpo_kernels.rows import backends
 from grpo_kernels.rows import products as blocks
 from grpo_kernels.rows.backends import triton as backend
@@ -72,15 +72,7 @@ class Setting:
     choice: Choice | Chunk
 
     def __str__(self) -> str:
-        c = self.choice
-        if isinstance(c, Chunk):
-            return f"{c.mib} MiB of logits, {c.block} MiB of gradients"
-        words = [f"{c.threads} threads x {c.accesses} accesses, {c.programs} per SM"]
-        words += [f"{c.stages} stages"] * (c.stages > 1)
-        if self.kind in ("visit", *FUSED):
-            words += [f"ends {c.ends}, kept {c.kept}"]
-            words += ["hints" if c.hints else "no hints", f"grid {c.grid:g}" if c.grid else "a program a row"]
-        return ", ".join(words)
+        return ", ".join(f"{name} {value}" for name, value in self.choice._asdict().items())
 
     @property
     def fits(self) -> bool:
@@ -100,24 +92,15 @@ class Setting:
             return [(where, device, size * MIB) for where, size in sizes for device in where]
         return [(backend.launch.LAUNCH, self.kind, self.choice)]
 
-    def put(self, but: str = "") -> None:
-        """Changes the package's, except under one key."""
-        for where, key, value in self.places():
-            if key != but:
-                where[key] = value
-
     @contextmanager
     def applied(self) -> Iterator[None]:
-        before = [(where, key, where[key]) for where, key, _ in self.places()]
-        try:
-            self.put()
-            with warnings.catch_warnings():
-                # A smaller tile was used, or no kernel at all: this one has failed to compile.
-                warnings.filterwarnings("error", "the Triton kernel|grpo_kernels falls back", RuntimeWarning)
-                yield
-        finally:
-            for where, key, value in before:
-                where[key] = value
+        with ExitStack() as stack:
+            for where, key, value in self.places():
+                stack.enter_context(mock.patch.dict(where, {key: value}))
+            stack.enter_context(warnings.catch_warnings())
+            # A smaller tile was used, or no kernel at all: this one has failed to compile.
+            warnings.filterwarnings("error", "the Triton kernel|grpo_kernels falls back", RuntimeWarning)
+            yield
 
 
 def copied_ahead(choice: Choice) -> int:
@@ -174,9 +157,8 @@ class Workload:
     cell: Cell
 
     def __str__(self) -> str:
-        c = self.cell
-        shape = " x ".join(str(x) for x in (c.rows, c.hidden, c.vocab) if x is not None)
-        return f"{c.contract}, {self.provider}: {shape} {str(c.dtype).removeprefix('torch.')}"
+        cell = describe(self.cell)
+        return f"{cell['contract']}, {self.provider}: {size(cell)} {cell['dtype']}"
 
     def candidate(self, setting: Setting) -> Provider:
         ours = next(p for p in providers(self.cell.contract) if p.name == self.provider)
@@ -255,19 +237,22 @@ def ranking(cells: Sequence[Record]) -> list[tuple[str, float]]:
     return sorted(relative.items(), key=lambda item: item[1])
 
 
-def tune(kind: str, device: str, small: bool, seconds: float, before: Record, save: Callable[[Record], None]) -> None:
-    """`save` gets {"cells", "ranking", "best", "now", "lost"} after each candidate. `before`: what a run that was cut off has
-    saved. A candidate that breaks CUDA is noted in "lost", and DeviceLost ends the run."""
-    candidates = settings(kind, small)
+def tune(kind: str, small: bool, seconds: float, found: Record, path: Path | None) -> None:
+    """Writes {"cells", "ranking", "best", "now", "lost"} into found[kind], and `found` into a file, after each candidate, and goes
+    on from what it finds there. A candidate that breaks CUDA is noted in "lost", and DeviceLost ends the run."""
+    device, candidates, before = "cpu" if small else "cuda", settings(kind, small), found.get(kind, {})
     chosen = [w for w in workloads(small) if w.kind == kind]
     measured = {cell["workload"]: cell for cell in before.get("cells", []) if not cell.get("unfinished")}
     lost: dict[str, dict[str, str]] = before.get("lost", {})
     cells: list[Record] = []
 
-    def saved(found: list[Record]) -> None:
-        order, by_name = ranking(found), {str(s): s for s in candidates}
+    def saved(timed: list[Record]) -> None:
+        order, by_name = ranking(timed), {str(s): s for s in candidates}
         best = by_name[order[0][0]].choice._asdict() if order else None
-        save({"cells": found, "ranking": order, "best": best, "now": str(candidates[0]), "lost": lost})
+        of_kind = {"cells": timed, "ranking": order, "best": best, "now": str(candidates[0]), "lost": lost}
+        found[kind] = json.loads(json.dumps(of_kind))
+        if path is not None:
+            save(path, found)
 
     if kind != "chunk" and not measured:  # its kernels are those that the package compiles
         workers = 1 if small else min(12, os.cpu_count() or 1)
@@ -309,7 +294,9 @@ def apply(path: Path) -> Record:
     """Sets the launches of this process to the settings of a file, and returns them. Without a file nothing changes."""
     chosen = load(path)
     for kind, best in chosen.items():
-        setting_of(kind, best).put(but="cpu")
+        for where, key, value in setting_of(kind, best).places():
+            if key != "cpu":
+                where[key] = value
     return chosen
 
 
@@ -335,30 +322,17 @@ def summary(found: Record) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or LOST_DEVICE if a candidate has broken CUDA: the same command goes on without it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--seconds", type=float, default=0.05, help="of runs for each candidate and workload")
-    parser.add_argument("--json", type=Path, help="write all figures there, after each candidate, and go on from it")
-    parser.add_argument("--small", action="store_true", help="small shapes on the CPU, to try the script itself")
+    parser = parser_of("benchmarks.tune", __doc__, {
+        "--kind": {"nargs": "+", "choices": KINDS, "default": list(KINDS)},
+        "--seconds": {"type": float, "default": 0.05, "help": "of runs for each candidate and workload"},
+        "--json": {"type": Path, "help": "write all figures there, after each candidate, and go on from it"},
+        "--small": SWITCH | {"help": "small shapes on the CPU, to try the script itself"},
+    })  # fmt: skip
     args = parser.parse_args(argv)
     found = load(args.json) if args.json is not None else {}
-
-    def keep(kind: str, result: Record) -> None:
-        found[kind] = json.loads(json.dumps(result))
-        if args.json is not None:
-            save(args.json, found)
-
     try:
         for kind in args.kind:
-            before = found.get(kind, {})
-            tune(
-                kind,
-                "cpu" if args.small else "cuda",
-                args.small,
-                args.seconds,
-                before,
-                lambda result, kind=kind: keep(kind, result),
-            )
+            tune(kind, args.small, args.seconds, found, args.json)
     except DeviceLost as failure:
         print(f"\n{failure}: CUDA is unusable in this process. Run the same command again.", flush=True)
         return LOST_DEVICE

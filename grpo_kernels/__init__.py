@@ -2,8 +2,6 @@
 
 from ._version import __version__ as __version__
 from .batch import TokenBatch
-from .divergences import linear_divergence, token_divergence
-from .formulas.custom import Custom, check_surrogate
 from .formulas.divergence import Exact
 from .formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
 from .formulas.kl import Kl, check_kl
@@ -12,6 +10,7 @@ from .formulas.surrogates import (
     Cispo,
     Clip,
     ClipCov,
+    Custom,
     Dro,
     Gmpo,
     ImportanceSampling,
@@ -20,8 +19,9 @@ from .formulas.surrogates import (
     PolicyGradient,
     Sapo,
     Vespo,
+    check_surrogate,
 )
-from .logprobs import TokenLogprobs, linear_logprobs, token_logprobs
+from .logprobs import TokenLogprobs, linear_divergence, linear_logprobs, token_divergence, token_logprobs
 from .losses import LossOutput, grpo_loss, linear_grpo_loss
 from .model import loss_from_model
 from .objective import Denominators, Objective

@@ -4,21 +4,44 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .checks import check_missing, describe, refuse_unknown, require, with_hints
-from .layout import as_mask, as_wide, check_offsets, check_rows, check_width, flat, is_capturing, per_token, sequence_ids
+from .layout import (
+    ALL,
+    FLOATING,
+    INTEGERS,
+    INTEGRAL,
+    as_mask,
+    as_wide,
+    check_offsets,
+    check_rows,
+    check_width,
+    flat,
+    is_capturing,
+    per_token,
+    require_device,
+    require_shape,
+    require_tensor,
+    sequence_ids,
+)
 from .rewards.estimators import ADVANTAGES, Evidence, lookup
-from .rewards.tensors import as_rewards
+from .rewards.groups import as_rewards
 from .token_sets import TokenSets, check_sets, narrowed, outside, without_set
 
 Tensor = torch.Tensor
+M = TypeVar("M")
 
-SETS = ("kept", "logp_terms", "prob_terms")
+#: Fields that are tensors, and the dtypes that they may have.
+FIELDS = {
+    **dict.fromkeys(("advantages", "old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights"), FLOATING),
+    **dict.fromkeys(("mask", "cu_seqlens", "groups", "rows"), ALL),
+}
 KINDS = ("trained", "contributing", "sequences")
 
 
@@ -137,64 +160,56 @@ class TokenBatch:
 
     targets: Tensor
     advantages: Tensor
-    mask: Tensor | None = field(default=None, kw_only=True)
-    old_logps: Tensor | None = field(default=None, kw_only=True)
-    ref_logps: Tensor | None = field(default=None, kw_only=True)
-    weights: Tensor | None = field(default=None, kw_only=True)
-    cu_seqlens: Tensor | None = field(default=None, kw_only=True)
-    sampler_logps: Tensor | None = field(default=None, kw_only=True)
-    nll_weights: Tensor | None = field(default=None, kw_only=True)
-    groups: Tensor | None = field(default=None, kw_only=True)
-    context_group: Any = field(default=None, kw_only=True)
-    kept: TokenSets | None = field(default=None, kw_only=True)
-    missing: str | None = field(default=None, kw_only=True)
-    logp_terms: TokenSets | None = field(default=None, kw_only=True)
-    prob_terms: TokenSets | None = field(default=None, kw_only=True)
-    rows: Tensor | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    mask: Tensor | None = None
+    old_logps: Tensor | None = None
+    ref_logps: Tensor | None = None
+    weights: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    sampler_logps: Tensor | None = None
+    nll_weights: Tensor | None = None
+    groups: Tensor | None = None
+    context_group: Any = None
+    kept: TokenSets | None = None
+    missing: str | None = None
+    logp_terms: TokenSets | None = None
+    prob_terms: TokenSets | None = None
+    rows: Tensor | None = None
     __repr__ = describe
 
     def __post_init__(self) -> None:
         targets = self.targets
-        if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
-            got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
-            raise ValueError(f"targets is {got}: pass an int64 tensor of token ids, [B, T] or packed [N].")
+        require_tensor("targets", targets, INTEGERS, "an int64 tensor of token ids, [B, T] or packed [N]")
+        shape = targets.shape
         if targets.dim() not in (1, 2):
-            raise ValueError(f"targets has shape {list(targets.shape)}: pass [B, T], or packed [N] with cu_seqlens.")
-        for name in (f.name for f in fields(self) if f.name not in ("targets", "context_group", "missing", *SETS)):
+            raise ValueError(f"targets has shape {list(shape)}: pass [B, T], or packed [N] with cu_seqlens.")
+        if self.advantages is None:
+            raise ValueError("advantages is None: pass a float tensor [B] or [B, T]; see group_advantages.")
+        if isinstance(self.advantages, Tensor) and self.advantages.dtype in INTEGRAL and self.advantages.dtype != torch.bool:
+            self._put("advantages", self.advantages.to(torch.float32))
+        for name, dtypes in FIELDS.items():
             value = getattr(self, name)
-            if value is None:
-                if name == "advantages":
-                    raise ValueError("advantages is None: pass a float tensor [B] or [B, T]; see group_advantages.")
-                continue
-            if not isinstance(value, Tensor):
-                logps = ".logps of it" if hasattr(value, "logps") else f"a tensor on {targets.device}"
-                raise ValueError(f"{name} is a {type(value).__name__}: pass {logps}.")
-            if value.device != targets.device:
-                raise ValueError(f"{name} is on {value.device}, but targets is on {targets.device}: move it there.")
-            if name == "advantages" and not (value.dtype == torch.bool or value.is_floating_point() or value.is_complex()):
-                object.__setattr__(self, name, value.to(torch.float32))
-            elif name not in ("mask", "cu_seqlens", "groups", "rows") and not value.is_floating_point():
-                raise ValueError(f"{name} has dtype {value.dtype}: pass a floating-point tensor.")
-        for name in ("old_logps", "ref_logps", "sampler_logps"):
-            value = getattr(self, name)
-            if value is not None and value.shape != targets.shape:
-                raise ValueError(
-                    f"{name} has shape {list(value.shape)}, but targets has {list(targets.shape)}: they must be the same."
+            if value is not None:
+                logps = ", .logps of it" if hasattr(value, "logps") else ""
+                require_tensor(
+                    name, value, dtypes, f"a {'floating-point ' * (dtypes is FLOATING)}tensor on {targets.device}{logps}"
                 )
+                require_device(name, value, targets.device, "targets")
+                if name.endswith("logps"):
+                    require_shape(name, value, shape, "targets")
         if self.rows is not None:
             check_rows(self.rows, targets)
         if self.mask is not None:
-            object.__setattr__(self, "mask", as_mask("mask", self.mask, targets.shape))
+            self._put("mask", as_mask("mask", self.mask, shape))
         if self.cu_seqlens is not None:
             check_offsets("targets", targets, self.cu_seqlens)
         if self.missing is not None:
             check_missing(self.missing)
         if self.kept is not None:
             check_sets("kept", self.kept, targets)
-            object.__setattr__(self, "_given_mask", self.mask)
-            object.__setattr__(self, "mask", narrowed(self.kept, targets, self.mask, self.missing))
-        for name in ("logp_terms", "prob_terms"):
-            sets = getattr(self, name)
+            self._put("_given_mask", self.mask)
+            self._put("mask", narrowed(self.kept, targets, self.mask, self.missing))
+        for name, sets in (("logp_terms", self.logp_terms), ("prob_terms", self.prob_terms)):
             if sets is not None:
                 check_sets(name, sets, targets)
                 require(sets.values is not None, name, sets, "give each id its coefficient: sets.with_values(...).")
@@ -205,16 +220,13 @@ class TokenBatch:
         for name in ("advantages", "weights", "nll_weights"):
             value = getattr(self, name)
             if value is not None:
-                check_width(name, value.shape, targets.shape, self.cu_seqlens)
+                check_width(name, value.shape, shape, self.cu_seqlens)
         if self.context_group is not None:
             ready = dist.is_available() and dist.is_initialized()
             require(ready, "context_group", self.context_group, "call init_process_group first.")
             remedy = "this rank is not in it: pass the group that it shares sequences with."
             require(dist.get_rank(self.context_group) >= 0, "context_group", self.context_group, remedy)
-            if self.sequences is None:
-                raise ValueError(
-                    "context_group is given, but packed targets without cu_seqlens have no sequences: pass cu_seqlens."
-                )
+            self.check_sequences("a context_group needs")
         if self.groups is not None and (self.groups.shape != (self.sequences,) or self.groups.is_floating_point()):
             raise ValueError(
                 f"groups has shape {list(self.groups.shape)} and dtype {self.groups.dtype}: pass one integer id per sequence, "
@@ -222,6 +234,9 @@ class TokenBatch:
             )
         if sends_ahead(targets.device) and not (torch.compiler.is_compiling() or is_capturing(targets.device)):
             self._counts()  # starts the copy to the host early, so that a loss need not wait for it
+
+    def _put(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     @classmethod
     def from_rewards(
@@ -289,8 +304,7 @@ class TokenBatch:
 
     def with_ref_logps(self, ref_logps: Tensor) -> TokenBatch:
         """This batch with the reference's log-probs, the shape of targets."""
-        if ref_logps.shape != self.targets.shape:
-            raise ValueError(f"ref_logps has shape {list(ref_logps.shape)}, but targets has {list(self.targets.shape)}.")
+        require_shape("ref_logps", ref_logps, self.targets.shape, "targets")
         if torch.compiler.is_compiling() and self.kept is None:  # torch 2.9 does not trace copy.copy
             return replace(self, ref_logps=ref_logps.detach())
         return self._copy(ref_logps=ref_logps.detach())
@@ -300,7 +314,7 @@ class TokenBatch:
         changed = copy.copy(self)
         changed.__dict__.pop("_with_missing", None)  # which has the former fields
         for name, value in changes.items():
-            object.__setattr__(changed, name, value)
+            changed._put(name, value)
         return changed
 
     # ---- the batch as flat rows, row-major
@@ -316,6 +330,19 @@ class TokenBatch:
         if self.cu_seqlens is not None:
             return self.cu_seqlens.numel() - 1
         return self.targets.shape[0] if self.targets.dim() == 2 else None
+
+    def check_sequences(self, what: str) -> TokenBatch:
+        """This batch. Raises ValueError unless its sequences are known, which `what` needs."""
+        if self.sequences is None:
+            raise ValueError(
+                f"cu_seqlens is None, but {what} to know the sequences of packed rows: pass cu_seqlens, or padded targets [B, T]."
+            )
+        return self
+
+    @property
+    def trained(self) -> Tensor:
+        """bool [N]: the mask."""
+        return torch.ones(self.tokens, dtype=torch.bool, device=self.targets.device) if self.mask is None else flat(self.mask)
 
     def flat(self, name: str) -> Tensor | None:
         """The float field `name` as fp32 [N], one value per token, 0 where the mask is False; None if it was not given."""
@@ -349,17 +376,18 @@ class TokenBatch:
 
     def _contributing(self) -> Tensor:
         """bool [N]: see `marked`."""
-        advantages, weights, nll_weights = (
-            None if x is None else as_wide(name, x, self.targets.shape, self.cu_seqlens)
-            for name, x in (("advantages", self.advantages), ("weights", self.weights), ("nll_weights", self.nll_weights))
-        )
-        assert advantages is not None
-        contributing = advantages != 0
+
+        def other_than_0(name: str) -> Tensor | None:
+            value = getattr(self, name)
+            return None if value is None else as_wide(name, value, self.targets.shape, self.cu_seqlens) != 0
+
+        contributing, weights, nll_weights = map(other_than_0, ("advantages", "weights", "nll_weights"))
+        assert contributing is not None
         if self.listed is not None:
             contributing = contributing | (self.listed.counts > 0).view(self.targets.shape)
-        contributing = contributing if weights is None else contributing & (weights != 0)
+        contributing = contributing if weights is None else contributing & weights
         if nll_weights is not None:
-            contributing = contributing | (nll_weights != 0)
+            contributing = contributing | nll_weights
         contributing = contributing if self.mask is None else contributing & self.mask
         return flat(contributing.expand(self.targets.shape))
 
@@ -368,12 +396,17 @@ class TokenBatch:
         its tensors."""
         assert self.kept is not None
         tensors = (self.targets, self.mask, self.advantages, self.weights, self.nll_weights, self.kept.ids, self.kept.offsets)
-        versions = missing, versions_of(*tensors)
-        known = self.__dict__.get("_with_missing")
-        if known is None or known[0] != versions or any(x is not None and x.is_inference() for x in tensors):
-            # With "include" masks and counts are those of a batch that does not say it.
-            known = versions, self._copy(missing=missing) if missing == "include" else replace(self, missing=missing)
-            object.__setattr__(self, "_with_missing", known)
+        versions = [missing, *(object() if x.is_inference() else x._version for x in tensors if x is not None)]
+        # With "include" masks and counts are those of a batch that does not say it.
+        changed = self._copy if missing == "include" else partial(replace, self)
+        return self._known("_with_missing", versions, lambda: changed(missing=missing))
+
+    def _known(self, name: str, versions: list[Any], make: Callable[[], M]) -> M:
+        """What `make` returns, made again where the versions of what it depends on are others than before."""
+        known = self.__dict__.get(name)
+        if known is None or known[0] != versions:
+            known = versions, make()
+            self._put(name, known)
         return known[1]
 
     def count(self, kind: str, marked: Tensor | None = None) -> int:
@@ -394,7 +427,7 @@ class TokenBatch:
         On a GPU, a write that torch does not see (through DLPack or `.data`, or in inference mode, or between replays of a graph)
         makes these numbers stale. An asynchronous assertion on the device then stops the program; the host does not wait for it."""
         marked = self.marked(kind) if marked is None else marked
-        own = self._own_sum(self._everywhere() if marked is None else marked).to(torch.int64)
+        own = self._own_sum(self.trained if marked is None else marked).to(torch.int64)
         if not sends_ahead(self.targets.device):
             return tuple(own.tolist())
         sent, on_device = self._sent(kind)
@@ -432,16 +465,11 @@ class TokenBatch:
     def _counts(self) -> Counts:
         """The counts of all kinds, cached on the host, and sent again if a tensor that they depend on was written since."""
         versions = versions_of(self.mask, self.advantages, self.weights, self.nll_weights)
-        known = self.__dict__.get("_known_counts")
-        if known is None or known[0] != versions:
-            known = versions, self._count_rows()
-            object.__setattr__(self, "_known_counts", known)
-        return known[1]
+        return self._known("_known_counts", versions, self._count_rows)
 
     def _count_rows(self) -> Counts:
         """Those of `_kinds`, [B, kinds], in one sum and without a host sync."""
-        trained = self.marked("trained")
-        marked = torch.stack([self._everywhere() if trained is None else trained, self._contributing()], 1)
+        marked = torch.stack([self.trained, self._contributing()], 1)
         if self.kept is not None:
             marked = torch.cat([marked, marked & self.without_set[:, None]], 1)
         own = self._own_sum(marked)
@@ -450,10 +478,6 @@ class TokenBatch:
         if self.sequences is not None:
             alive = of_trained * (self._alive(own[:, 1]) > 0)[:, None]
         return Counts(torch.stack([of_trained, contributing, alive], 2).flatten(1).to(torch.int64))
-
-    def _everywhere(self) -> Tensor:
-        """bool [N]: all rows."""
-        return torch.ones(self.tokens, dtype=torch.bool, device=self.targets.device)
 
     def _alive(self, contributing: Tensor) -> Tensor:
         """[B]: contributing tokens of each sequence, from those of this rank."""
@@ -464,16 +488,14 @@ class TokenBatch:
         computed again if one of `sources`, the tensors that it depends on, was written since."""
         if self.context_group is None or torch.compiler.is_compiling():
             return self.over_context(own)
-        versions = versions_of(*sources)
-        known = self.__dict__.get(f"_known_{name}")
-        if known is None or known[0] != versions:
-            known = versions, own, self.over_context(own.clone())
-            object.__setattr__(self, f"_known_{name}", known)
-        elif sends_ahead(own.device):
-            torch._assert_async((own == known[1]).all(), f"the {name} of a TokenBatch {UNSEEN}")
-        elif not torch.equal(own, known[1]):  # a new exchange needs all ranks, and the others may not have seen a change
+        of, total = self._known(f"_known_{name}", versions_of(*sources), lambda: (own, self.over_context(own.clone())))
+        if of is not own and sends_ahead(own.device):
+            torch._assert_async((own == of).all(), f"the {name} of a TokenBatch {UNSEEN}")
+        elif of is not own and not torch.equal(
+            own, of
+        ):  # a new exchange needs all ranks, and the others may not have seen a change
             raise RuntimeError(f"the {name} of a TokenBatch with a context_group {UNSEEN}")
-        return known[2]
+        return total
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """Sum of flat `values` [N] over each sequence: [B], accumulated in fp64 in a fixed order, no atomics."""
@@ -503,9 +525,7 @@ class TokenBatch:
     @property
     def lengths(self) -> Tensor:
         """Trained tokens of each sequence, fp64 [B]."""
-        mask = self.marked("trained")
-        own = self._own_sum(self._everywhere() if mask is None else mask)
-        return self._exchanged("trained tokens", own, self.mask)
+        return self._exchanged("trained tokens", self._own_sum(self.trained), self.mask)
 
     def same_group(self) -> Tensor:
         """fp64 [B, B]: 1 where two sequences answer the same prompt. The shape does not depend on values, so no host sync."""
@@ -548,21 +568,16 @@ def shift_targets(
     take their part: the target of a part's last token is on another rank.
     Raises ValueError on shapes and dtypes that disagree.
     """
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.dim() not in (1, 2):
-        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"ids is {got}: pass an int64 tensor of token ids, [B, T] or packed [N].")
+    require_tensor("ids", ids, INTEGERS, "an int64 tensor of token ids, [B, T] or packed [N]")
+    require(ids.dim() in (1, 2), "ids.shape", list(ids.shape), "pass token ids [B, T] or packed [N].")
     if cu_seqlens is not None:
         if segment_ids is not None:
             raise ValueError("cu_seqlens and segment_ids are both given: pass one of them.")
         check_offsets("ids", ids, cu_seqlens)
         segment_ids = sequence_ids(cu_seqlens, ids.numel())
-    elif segment_ids is not None and not isinstance(segment_ids, Tensor):
-        raise ValueError(f"segment_ids is a {type(segment_ids).__name__}: pass an integer tensor of the shape of ids.")
-    elif segment_ids is not None and (segment_ids.shape != ids.shape or segment_ids.is_floating_point()):
-        raise ValueError(
-            f"segment_ids has dtype {segment_ids.dtype} and shape {list(segment_ids.shape)}: pass integers of the shape of ids, "
-            f"{list(ids.shape)}."
-        )
+    elif segment_ids is not None:
+        require_tensor("segment_ids", segment_ids, INTEGRAL, "integers of the shape of ids")
+        require_shape("segment_ids", segment_ids, ids.shape, "ids")
     valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else as_mask("mask", mask, ids.shape)
     if segment_ids is not None:
         follows = segment_ids[..., 1:] == segment_ids[..., :-1]

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -76,6 +76,18 @@ def with_hints(kind: type[C]) -> type[C]:
     return kind
 
 
+class Checked:
+    """The base of dataclasses with fields that are numbers in a range."""
+
+    #: (fields, remedy, lowest, highest).
+    ranges: ClassVar[tuple[tuple[Any, ...], ...]] = ()
+
+    def __post_init__(self) -> None:
+        for names, remedy, *bounds in self.ranges:
+            for name in names.split():
+                require_number(name, getattr(self, name), remedy, *bounds)
+
+
 def warn_once(message: str) -> None:
     """Issue a RuntimeWarning once per process and message, at the line that called this package."""
     if message not in _warned:
@@ -97,10 +109,15 @@ def require_whole(name: str, value: object, remedy: str, low: int = 1) -> None:
     require(whole and value >= low, name, value, remedy)  # type: ignore[operator]
 
 
-def require_clip_widths(eps_low: float, eps_high: float) -> None:
-    """Those of a ratio that is clipped to [1 - eps_low, 1 + eps_high]."""
-    require_number("eps_low", eps_low, "the lower clip width is a number in [0, 1].", 0, 1)
-    require_number("eps_high", eps_high, "the upper clip width is a finite number >= 0.", 0, LARGEST)
+def check_temperature(t: Any) -> None:
+    """Raise ValueError unless t can be a temperature: a finite number above 0, or a tensor of floats without gradient."""
+    if not isinstance(t, torch.Tensor):
+        require_number("temperature", t, "it divides the logits and must be a finite number above 0.", SMALLEST, LARGEST)
+        return
+    if not t.is_floating_point():
+        raise ValueError(f"temperature has dtype {t.dtype}: pass a floating-point tensor.")
+    if t.requires_grad:
+        raise ValueError("temperature requires grad, but no gradient flows to it: pass temperature.detach().")
 
 
 def describe(spec: Any) -> str:

@@ -4,18 +4,49 @@ it reads it."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from itertools import islice, pairwise
+from collections.abc import Collection, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from .checks import LARGEST, SMALLEST, require_number
-
 Tensor = torch.Tensor
 
 #: Places of rows that `overlap` looks at before it takes two tensors for overlapping.
-MOST_PLACES = 1000
+MOST_PLACES = 4000
+
+
+#: Dtypes of ids and numbers of rows, of what goes into a product, all, those of floats, and those of whole numbers and bools.
+INTEGERS = (torch.int32, torch.int64)
+OF_PRODUCTS = (torch.float32, torch.bfloat16, torch.float16)
+ALL = frozenset(x for x in vars(torch).values() if isinstance(x, torch.dtype))
+FLOATING = frozenset(x for x in ALL if x.is_floating_point)
+INTEGRAL = frozenset(x for x in ALL if not (x.is_floating_point or x.is_complex))
+
+
+def require_tensor(name: str, x: Any, dtypes: Collection[torch.dtype], remedy: str, verb: str = "is") -> None:
+    """Raise ValueError unless x is a tensor of one of these dtypes."""
+    if not isinstance(x, Tensor) or x.dtype not in dtypes:
+        raise ValueError(f"{name} {verb} {x.dtype if isinstance(x, Tensor) else 'a ' + type(x).__name__}: pass {remedy}.")
+
+
+def require_shape(name: str, x: Tensor, shape: torch.Size, of: str) -> None:
+    """Raise ValueError unless x has the shape of `of`."""
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {list(x.shape)}, but {of} has {list(shape)}: they must be the same.")
+
+
+def require_device(name: str, x: Tensor, device: torch.device, of: str) -> None:
+    """Raise ValueError unless x is on the device of `of`."""
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}, but {of} is on {device}: move it there.")
+
+
+def refuse_where(bad: Tensor, name: str, x: Tensor, remedy: str) -> None:
+    """Raise ValueError for the first element of x that `bad` marks."""
+    if bad.any():
+        at = bad.nonzero()[0].tolist()
+        raise ValueError(f"{name}{at}={x[tuple(at)].item()}{remedy}")
 
 
 def values_are_checked(tensor: Tensor) -> bool:
@@ -43,38 +74,30 @@ def check_targets(targets: Tensor, mask: Tensor | None, vocab: int, logits: bool
     seen = targets if mask is None else torch.where(mask, targets, 0)
     low, high = seen.aminmax()
     if int(low) < 0 or int(high) >= vocab:
-        at = tuple(((seen < 0) | (seen >= vocab)).nonzero()[0].tolist())
-        raise ValueError(
-            f"targets{list(at)}={int(targets[at])} is outside the vocabulary [0, {vocab}). "
-            "Mask the position (mask=False) if it is padding; its id may then be anything."
+        remedy = (
+            f" is outside the vocabulary [0, {vocab}). Mask the position (mask=False) if it is padding; its id may then be anything."
             + (" If the logits are hidden states: those go to linear_grpo_loss or linear_logprobs." if logits else "")
         )
+        refuse_where((seen < 0) | (seen >= vocab), "targets", targets, remedy)
 
 
 def check_rows(rows: Any, targets: Tensor) -> None:
     """Raise ValueError unless `rows` can name the row of logits that predicts each target."""
-    if not isinstance(rows, Tensor) or rows.dtype not in (torch.int64, torch.int32):
-        got = rows.dtype if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
-        raise ValueError(f"rows is {got}: pass int64 numbers of rows of the logits or hidden states, the shape of targets.")
-    if rows.shape != targets.shape or rows.device != targets.device:
-        raise ValueError(
-            f"rows has shape {list(rows.shape)} on {rows.device}, but targets has {list(targets.shape)} on {targets.device}: pass one row "
-            "for each target, beside them."
-        )
+    remedy = "int64 numbers of rows of the logits or hidden states, one for each target, in their shape"
+    require_tensor("rows", rows, INTEGERS, remedy)
+    require_shape("rows", rows, targets.shape, "targets")
+    require_device("rows", rows, targets.device, "targets")
 
 
 def check_named(rows: Tensor, mask: Tensor | None, n: int) -> None:
     """Raise ValueError naming the first token that is not masked and whose row is none of n."""
-    if not values_are_checked(rows):
-        return
-    wrong = (rows < 0) | (rows >= n)
-    wrong = wrong if mask is None or n == 0 else wrong & mask
-    if wrong.any():
-        at = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"rows{at}={int(rows[tuple(at)])} is none of the {n} rows of the logits or hidden states, which count from 0 in the order "
-            "in which they lie: pass the row that predicts the token, or mask the token."
+    if values_are_checked(rows):
+        wrong = (rows < 0) | (rows >= n)
+        remedy = (
+            f" is none of the {n} rows of the logits or hidden states, which count from 0 in the order in which they lie: pass the row "
+            "that predicts the token, or mask the token."
         )
+        refuse_where(wrong if mask is None or n == 0 else wrong & mask, "rows", rows, remedy)
 
 
 def leading_shape(x: Any, targets: Tensor, rows: Tensor | None) -> torch.Size:
@@ -89,22 +112,17 @@ def flat(x: Tensor) -> Tensor:
 
 def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
     """A bool mask of `shape`; 0/1 integers, as tokenizers give them, are accepted."""
-    if not isinstance(mask, Tensor):
-        raise ValueError(f"{name} is a {type(mask).__name__}: pass a bool tensor, the shape of targets.")
-    if mask.shape != shape:
-        raise ValueError(f"{name} has shape {list(mask.shape)}, but targets has {list(shape)}: they must be the same.")
-    if mask.is_floating_point() or mask.is_complex():
-        raise ValueError(f"{name} has dtype {mask.dtype}: pass a bool (or 0/1 integer) tensor, for example {name}.bool().")
+    require_tensor(name, mask, ALL, "a bool tensor, the shape of targets")
+    require_shape(name, mask, shape, "targets")
+    require_tensor(name, mask, INTEGRAL, f"a bool (or 0/1 integer) tensor, for example {name}.bool()")
     return mask if mask.dtype == torch.bool else mask != 0
 
 
 def mask_of_rows(mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
     """The mask of a function of rows on `device`, as bool of `shape`."""
-    if mask is None:
-        return None
-    mask = as_mask("mask", mask, shape)
-    if mask.device != device:
-        raise ValueError(f"mask is on {mask.device}, but the rows are on {device}: move it there.")
+    if mask is not None:
+        mask = as_mask("mask", mask, shape)
+        require_device("mask", mask, device, "the rows")
     return mask
 
 
@@ -113,12 +131,10 @@ def check_offsets(name: str, packed: Tensor, cu_seqlens: Tensor) -> None:
     if packed.dim() != 1:
         one = f" Pass {name}[0], and the same of what goes with it." if packed.dim() == 2 and packed.shape[0] == 1 else ""
         raise ValueError(f"cu_seqlens goes with packed tokens [N], but {name} has shape {list(packed.shape)}.{one}")
-    if not isinstance(cu_seqlens, Tensor):
-        raise ValueError(f"cu_seqlens is a {type(cu_seqlens).__name__}: pass int32 [B + 1], starting at 0.")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
-        raise ValueError(
-            f"cu_seqlens has dtype {cu_seqlens.dtype} and shape {list(cu_seqlens.shape)}: pass int32 [B + 1], starting at 0."
-        )
+    remedy = "int32 [B + 1], starting at 0"
+    require_tensor("cu_seqlens", cu_seqlens, INTEGERS, remedy)
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}: pass {remedy}.")
     if values_are_checked(cu_seqlens):
         offsets, n = cu_seqlens.tolist(), packed.numel()
         if offsets[0] != 0 or offsets[-1] != n or any(a > b for a, b in pairwise(offsets)):
@@ -166,33 +182,18 @@ def as_wide(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | No
     return value.reshape(-1)[sequence_ids(cu_seqlens, shape.numel())]
 
 
-def check_temperature(t: Any) -> None:
-    """Raise ValueError unless t can be a temperature: a finite number above 0, or a tensor of floats without gradient."""
-    if not isinstance(t, Tensor):
-        require_number("temperature", t, "it divides the logits and must be a finite number above 0.", SMALLEST, LARGEST)
-        return
-    if not t.is_floating_point():
-        raise ValueError(f"temperature has dtype {t.dtype}: pass a floating-point tensor.")
-    if t.requires_grad:
-        raise ValueError("temperature requires grad, but no gradient flows to it: pass temperature.detach().")
-
-
 def inverse_temperatures(
     t: float | Tensor, shape: torch.Size, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device
 ) -> float | Tensor:
     """1 / t of flat rows of targets of `shape` on `device`: a number, or of a tensor fp32 [n], checked where mask is set."""
     if not isinstance(t, Tensor):
         return 1.0 / float(t)
-    if t.device != device:
-        raise ValueError(f"temperature is on {t.device}, but the logits are on {device}: move it there.")
+    require_device("temperature", t, device, "the tensor of logits")
     t = per_token("temperature", t, shape, cu_seqlens)
     if values_are_checked(t):
         bad = ~((t > 0) & torch.isfinite(t))
-        if mask is not None:
-            bad &= mask.reshape(-1)
-        if bad.any():
-            at = int(bad.nonzero()[0])
-            raise ValueError(f"temperature is {float(t[at])} at row {at}: it must be finite and above 0.")
+        bad = bad if mask is None else bad & mask.reshape(-1)
+        refuse_where(bad, "temperature", t, ": it must be finite and above 0.")
     return t.reciprocal().contiguous()
 
 
@@ -213,18 +214,15 @@ def whole_rows(x: Tensor) -> Tensor:
 def logit_rows(logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, whole: bool = True) -> Tensor:
     """Logits as [A, T, V] with unit stride in V, in the order of targets of `shape`; a view where possible. One rank's part of
     a cut vocabulary (`whole` False) may have no column."""
-    if not isinstance(logits, Tensor) or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"logits is {got}: pass a float32, bfloat16 or float16 tensor.")
-    if logits.dim() != len(shape) + 1 or logits.shape[:-1] != shape:
+    require_tensor("logits", logits, OF_PRODUCTS, "a float32, bfloat16 or float16 tensor")
+    if logits.shape[:-1] != shape:
         raise ValueError(
             f"logits has shape {list(logits.shape)}, but targets has {list(shape)}: logits must be targets' shape plus the "
             "vocabulary, row i predicting targets[i] (for a model's output usually logits[:, :-1] against ids[:, 1:])."
         )
     if logits.shape[-1] == 0 and whole:
         raise ValueError(f"logits has shape {list(logits.shape)}: the vocabulary is empty.")
-    if logits.device != device:
-        raise ValueError(f"logits is on {logits.device}, but targets is on {device}: move one of them.")
+    require_device("logits", logits, device, "targets")
     if inplace and of_a_leaf(logits):
         raise ValueError(
             f"inplace=True, but logits of shape {list(logits.shape)} is a leaf that requires grad, or a view of one: its values would "
@@ -282,27 +280,30 @@ def overlap(x: Tensor, y: Tensor) -> bool:
     # The addresses of the bytes of both are first + sum(step * i), 0 <= i <= last. Two are equal where the sum over the steps of
     # both is `apart`, with the indices of y counted from the end.
     steps: dict[int, int] = {}
-    apart = of_other - first
+    apart, tried = of_other - first, 0
     for tensor in (x, y):
         size = tensor.element_size()
-        of_tensor = [(1, size - 1), *((size * step, n - 1) for step, n in zip(tensor.stride(), tensor.shape, strict=True))]
+        of_tensor = [
+            (1, size - 1),
+            *((size * step, n - 1) for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1),
+        ]
         for step, last in of_tensor:
             steps[step] = steps.get(step, 0) + last
         apart += sum(step * last for step, last in of_tensor) if tensor is y else 0
-    width, rows = 0, []  # steps of 0 to `width` are reached one by one; larger ones lead from row to row
-    for step, last in sorted(steps.items()):
-        if step <= width + 1:
-            width += step * last
-        else:
-            rows.append((step, last))
-    places, reach = [apart], width + sum(step * last for step, last in rows)
-    for step, last in reversed(rows):
-        reach -= step * last
-        ways = (at - step * i for at in places for i in range(max(0, -((reach - at) // step)), min(last, at // step) + 1))
-        places = list(islice(ways, MOST_PLACES + 1))
-        if len(places) > MOST_PLACES:
-            return True
-    return any(0 <= at <= width for at in places)
+
+    def is_reached(apart: int, steps: list[tuple[int, int]]) -> bool:
+        nonlocal tried
+        if not steps:
+            return apart == 0
+        (step, last), *rest = steps
+        if step == 0:
+            return is_reached(apart, rest)
+        reach = sum(step * last for step, last in rest)
+        ways = range(max(0, -((reach - apart) // step)), min(last, apart // step) + 1)
+        tried += len(ways)
+        return tried > MOST_PLACES or any(is_reached(apart - step * i, rest) for i in ways)
+
+    return is_reached(apart, sorted(steps.items(), reverse=True))
 
 
 def _extent(x: Tensor) -> int:

@@ -1,4 +1,5 @@
-"""Layer 1: log-probs and entropy of the chosen tokens, differentiable, from logits or from hidden states."""
+"""Layer 1, differentiable, from logits or from hidden states: log-probs and entropy of the chosen tokens, and the exact divergence
+of each token's distribution to that of a reference or teacher."""
 
 from __future__ import annotations
 
@@ -10,25 +11,38 @@ import torch
 from torch.utils._pytree import register_pytree_node
 
 from .checks import describe, require
-from .layout import check_named, check_rows, check_targets, flat, leading_shape, mask_of_rows, plain
+from .formulas.divergence import Exact, as_exact
+from .layout import (
+    ALL,
+    INTEGERS,
+    check_named,
+    check_rows,
+    check_targets,
+    flat,
+    leading_shape,
+    mask_of_rows,
+    plain,
+    require_tensor,
+)
 from .rows.hidden import Hidden
 from .rows.logits import Logits
 from .rows.partials import DIFFERENTIABLE, OFFERED
 from .rows.ragged import KeptRows, Ragged, Tokens
 from .specs import (
-    IDENTITY,
+    NOT_BOUNDED,
     Head,
     LogitTransform,
     Options,
     as_options,
     as_transform,
+    for_rows,
     refuse_keywords,
     refuse_product,
     refuse_sparse,
     refuse_with_rows,
 )
 from .statistics import Asked, check_kept, rows_with_sets, statistics_of
-from .streams import draws, hidden_stream, is_traced, leaves_the_graph, logits_stream, outside
+from .streams import Policy, draws, hidden_stream, is_traced, leaves_the_graph, logits_stream, outside, seconds_of, squared
 from .token_sets import TokenSets, check_sets, narrowed
 
 Tensor = torch.Tensor
@@ -112,7 +126,7 @@ def token_logprobs(
         return outside(token_logprobs, logits, targets, also=also, at=at, rows=rows, options=options, **given)
     mask = _check_targets(targets, mask, entropy, also, rows, transform, options)
     read = {"targets": targets, "mask": mask, "transform": transform, "kept": kept, "at": at, "rows": rows}
-    of_rows, shape = _for_rows(transform, targets, mask), leading_shape(logits, targets, rows)
+    of_rows, shape = for_rows(transform, targets, mask), leading_shape(logits, targets, rows)
     stream = logits_stream(logits, shape, targets.device, of_rows, options, inplace=inplace, read=read)
     return _logprobs(stream, targets, mask, entropy, also, kept, at, rows, options)
 
@@ -160,7 +174,7 @@ def linear_logprobs(
         return outside(linear_logprobs, hidden, head, targets, options=options, **given)
     mask = _check_targets(targets, mask, entropy, also, rows, head.transform, options)
     read = {"targets": targets, "mask": mask, "transform": head.transform, "kept": kept, "at": at, "rows": rows}
-    of_rows, shape = _for_rows(head.transform, targets, mask), leading_shape(hidden, targets, rows)
+    of_rows, shape = for_rows(head.transform, targets, mask), leading_shape(hidden, targets, rows)
     stream = hidden_stream(hidden, head, shape, targets.device, of_rows, options, read)
     return _logprobs(stream, targets, mask, entropy, also, kept, at, rows, options)
 
@@ -175,11 +189,8 @@ def _check_targets(
     transform: LogitTransform | None, options: Options,
 ) -> Tensor | None:  # fmt: skip
     """Check the arguments that do not depend on the logits, and return the mask as bool."""
-    if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
-        got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
-        raise ValueError(
-            f"targets is {got}: pass an int64 tensor of token ids, the leading shape of the logits or hidden states."
-        )
+    remedy = "an int64 tensor of token ids, the leading shape of the logits or hidden states"
+    require_tensor("targets", targets, INTEGERS, remedy)
     if entropy not in (False, True, "detached"):
         raise ValueError(f'entropy={entropy!r}: it must be False, True or "detached".')
     if also != ():
@@ -189,10 +200,6 @@ def _check_targets(
         check_rows(rows, targets)
         refuse_with_rows(transform, options)
     return mask_of_rows(mask, targets.shape, targets.device)
-
-
-def _for_rows(transform: LogitTransform | None, targets: Tensor, mask: Tensor | None) -> Any:
-    return IDENTITY if transform is None else as_transform(transform).for_rows(targets.shape, mask, None, targets.device)
 
 
 def _kept(
@@ -235,3 +242,121 @@ def _logprobs(
         named["log_kept_mass"] = torch.zeros_like(found.logps).view(shape)
     H = named.pop("entropy", None)
     return TokenLogprobs(found.logps.view(shape), H, named)
+
+
+# ---- exact divergences
+
+
+def token_divergence(
+    logits: Tensor,
+    ref_logits: Tensor | tuple[Tensor, LogitTransform] | TokenSets | list[Any],
+    divergence: str | Exact = "reverse",
+    *,
+    mask: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    inplace: bool = False,
+    kept: TokenSets | None = None,
+    options: Options | None = None,
+    **unknown: NoReturn,
+) -> Tensor:
+    """The exact divergence of each row of logits to the reference's or teacher's, for trainers that keep a loss of their own.
+
+        kl = token_divergence(logits[:, :-1], teacher_logits[:, :-1], Exact("jsd"), mask=mask)
+        loss = kl.sum() / mask.sum()
+
+    logits      [B, T, V] or [N, V], fp32, bf16 or fp16, any strides: the policy or student, which gets the gradient.
+    ref_logits  the same shape, any of these dtypes: the reference or teacher, under the same transform; (logits,
+                LogitTransform) under one of their own; or `TokenSets` whose values are the log-probs of a teacher that is known
+                at these ids only; or a list of pairs (one of these, weight), a number or a tensor [B] or [B, T]: the weighted sum.
+    divergence  "reverse" (KL(policy || reference)), "forward", "jsd", "tv", or an `Exact` with its options.
+    mask        bool [B, T] or [N]: rows where it is False are not read and give exactly 0, in value and gradient.
+    kept        `TokenSets`, a set for each row: both sides are renormalised over it, and only the logits of its ids are read. A row
+                without ids runs over the whole vocabulary.
+    inplace, options   as in `token_logprobs`; the logits of both sides are cut over the group of a shard.
+
+    Returns fp32, the leading shape of logits, in nats: at least 0, also for two nearly equal rows, whose KL of 1e-10 keeps its
+    digits; infinite where the other side has no probability. Both rows are read twice in the forward and in the backward each
+    (of "jsd" and "tv" three times in the forward). Raises ValueError naming the argument that is wrong."""
+    if unknown:
+        refuse_keywords(token_divergence, unknown)
+    exact, options = as_exact(divergence), as_options(options)
+    refuse_product(options)
+    if is_traced() and leaves_the_graph(exact, options):
+        given: dict[str, Any] = {"mask": mask, "transform": transform, "inplace": inplace, "kept": kept, "options": options}
+        return outside(token_divergence, logits, ref_logits, exact, **given)
+    shape, device = _leading("logits", logits)
+    read = {"mask": mask, "transform": transform, "kept": kept}
+    mask = mask_of_rows(mask, shape, device)
+    of_rows = as_transform(transform).for_rows(shape, mask, None, device)
+    stream = logits_stream(logits, shape, device, of_rows, options, inplace=inplace, read=read, ref_logits=ref_logits)
+    policy = Policy(shape, device, as_transform(transform), mask, None, stream, options)
+    return _divergence(policy, "ref_logits", ref_logits, exact, kept)
+
+
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor | Head,
+    reference: tuple[Any, ...] | TokenSets | list[Any],
+    divergence: str | Exact = "reverse",
+    *,
+    mask: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    kept: TokenSets | None = None,
+    options: Options | None = None,
+    **unknown: NoReturn,
+) -> Tensor:
+    """`token_divergence` from hidden states: the logits of neither side ever exist beyond a chunk of rows.
+
+        kl = linear_divergence(hidden, lm_head.weight, (teacher_hidden, teacher.lm_head.weight), "forward", mask=mask)
+
+    hidden     [B, T, H] or [N, H], and weight [V, H] or a `Head`, as in `linear_logprobs`.
+    reference  (hidden, weight), (hidden, weight, bias) or (hidden, Head(...)) of the reference or teacher, as in
+               `linear_grpo_loss`, with a hidden size and dtype of its own; or `TokenSets` whose values are the log-probs of a
+               teacher known at these ids only; or a list of pairs (one of these, weight): six products for each.
+    mask, kept, divergence  as in `token_divergence`; transform and options as in `linear_logprobs`.
+
+    Masked rows take part in no product. On a GPU, selecting rows by a mask is a host sync. The forward is a product for each
+    side; the backward, which cannot know the upstream gradient before it arrives, computes the logits of both again: six products
+    in all. `linear_grpo_loss` with Objective.preset("distillation") takes four.
+    Raises ValueError naming the argument that is wrong."""
+    if unknown:
+        refuse_keywords(linear_divergence, unknown)
+    exact, head, options = as_exact(divergence), Head.of(weight, transform), as_options(options)
+    refuse_sparse(options, NOT_BOUNDED)
+    if is_traced() and leaves_the_graph(exact, options):
+        given: dict[str, Any] = {"mask": mask, "kept": kept, "options": options}
+        return outside(linear_divergence, hidden, head, reference, exact, **given)
+    shape, device = _leading("hidden", hidden)
+    read = {"reference": reference, "mask": mask, "transform": head.transform, "kept": kept}
+    mask = mask_of_rows(mask, shape, device)
+    of_rows = as_transform(head.transform).for_rows(shape, mask, None, device)
+    stream = hidden_stream(hidden, head, shape, device, of_rows, options, read)
+    policy = Policy(shape, device, as_transform(head.transform), mask, None, stream, options)
+    return _divergence(policy, "reference", reference, exact, kept)
+
+
+def _leading(name: str, x: Any) -> tuple[torch.Size, torch.device]:
+    remedy = "a tensor [B, T, ..] or [N, ..], one row for each token"
+    require_tensor(name, x, ALL, remedy)
+    require(x.dim() > 1, f"{name}.shape", list(x.shape), f"pass {remedy}.")
+    return x.shape[:-1], x.device
+
+
+def _divergence(policy: Policy, name: str, given: Any, exact: Exact, kept: TokenSets | None) -> Tensor:
+    seconds, stream = seconds_of(name, given, exact, policy), policy.stream
+    targets, read, sets = torch.zeros(policy.shape, dtype=torch.int64, device=policy.device), None, None
+    if policy.mask is not None:
+        read = flat(policy.mask)
+    if kept is not None:
+        check_sets("kept", kept, targets, stream.vocab)
+        remedy = "a teacher known at some ids has no distribution over a kept set: leave one of them out."
+        require(not seconds.known, "kept", kept, remedy)
+        # The target of a row is the first id of its set, so that no set gets a further one.
+        first = torch.cat([kept.ids, kept.ids.new_zeros(1)]).to(torch.int64)[kept.offsets[:-1].to(torch.int64)]
+        targets = torch.where(kept.counts > 0, first, 0)
+        sets = KeptRows.of(kept, targets, read)
+    asked = Asked(kept=sets, seconds=seconds, exact=exact)
+    value = statistics_of(stream, asked, flat(targets), read, policy.options).named["divergence"]
+    if exact.temperature_squared:
+        value = value / squared(stream.transform, read)
+    return value.view(policy.shape)

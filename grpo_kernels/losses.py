@@ -12,9 +12,20 @@ from .batch import TokenBatch, sends_ahead, whole
 from .checks import describe, nearest, require
 from .formulas.divergence import Exact
 from .formulas.listed import ListedTerms
-from .formulas.ops import bounded_exp
-from .formulas.token_stage import JointStage, TokenRows
-from .layout import check_named, check_targets, flat, leading_shape, per_token, plain, values_are_checked
+from .formulas.ops import bounded_exp, times
+from .formulas.token_stage import JointStage, Terms, TokenRows
+from .layout import (
+    FLOATING,
+    check_named,
+    check_targets,
+    flat,
+    leading_shape,
+    per_token,
+    plain,
+    require_shape,
+    require_tensor,
+    values_are_checked,
+)
 from .objective import Denominators, Objective
 from .rows.backends import WITH_ENTROPY, is_strict
 from .rows.hidden import Hidden
@@ -25,13 +36,13 @@ from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
 from .rows.stream import Seconds, Stream, Visit
 from .specs import (
     DEFAULTS,
-    IDENTITY,
     NOT_BOUNDED,
     Head,
     LogitTransform,
     Options,
     as_options,
     as_transform,
+    for_rows,
     refuse_keywords,
     refuse_product,
     refuse_sparse,
@@ -127,9 +138,8 @@ class LossOutput:
 
     def _measured(self) -> dict[str, Tensor]:
         rows, logps = self.rows, self.logps.reshape(-1)
-        everywhere = torch.ones_like(logps, dtype=torch.bool)
-        trained = everywhere if rows.trained is None else rows.trained
-        read = everywhere if rows.read is None else rows.read
+        trained = rows.mask
+        read = trained if rows.read is None else rows.read
         count = read.sum().to(torch.float32)
         tokens = count.clamp(min=1.0)
 
@@ -220,26 +230,23 @@ def grpo_loss(
     Raises ValueError naming the argument that is wrong, before any work."""
     if unknown:
         refuse_keywords(grpo_loss, unknown)
-    check_specs(batch, objective, "ref_logits", ref_logits)
     options = as_options(options)
     refuse_product(options)
-    if batch.rows is not None:
-        refuse_with_rows(transform, options, "ref_logits", ref_logits)
-    sets = next((x for x in (ref_logits, batch.kept, batch.listed, batch.rows) if x is not None), None)
-    if is_traced() and leaves_the_graph(sets, options, batch.context_group):
+    if _leaves_the_graph(batch, objective, transform, options, "ref_logits", ref_logits):
         given: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "options": options}
         return outside(grpo_loss, logits, batch, objective, ref_logits=ref_logits, **given)
     batch, read = _with_options(batch, options), {"batch": batch, "transform": transform, "normalizer": normalizer}
-    shape, device = leading_shape(logits, batch.targets, batch.rows), batch.targets.device
-    of_rows = _for_rows(transform, batch)
-    stream = logits_stream(logits, shape, device, of_rows, options, inplace=inplace, read=read, ref_logits=ref_logits)
+    shape, of_rows = (
+        leading_shape(logits, batch.targets, batch.rows),
+        for_rows(transform, batch.targets, batch.mask, batch.cu_seqlens),
+    )
+    stream = logits_stream(
+        logits, shape, batch.targets.device, of_rows, options, inplace=inplace, read=read, ref_logits=ref_logits
+    )
     # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
     # visited twice anyway, with the exchange in between.
     late = options.shard is not None or (stream.logits.dtype == torch.float16 and torch.is_grad_enabled())
-    policy = Policy(
-        shape, device, as_transform(transform), batch.mask, batch.cu_seqlens, stream, options, batch.rows is not None
-    )
-    return _loss(policy, batch, objective, "ref_logits", ref_logits, normalizer, late)
+    return _loss(stream, shape, transform, batch, objective, "ref_logits", ref_logits, normalizer, options, late)
 
 
 def linear_grpo_loss(
@@ -279,44 +286,47 @@ def linear_grpo_loss(
     Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(linear_grpo_loss, unknown)
-    check_specs(batch, objective, "reference", reference)
     head, options = Head.of(weight, transform), as_options(options)
-    if objective.exact is not None:
-        refuse_sparse(options, NOT_BOUNDED)
-    if batch.rows is not None:
-        refuse_with_rows(head.transform, options, "reference", reference)
-    sets = next((x for x in (objective.exact, batch.kept, batch.listed, batch.rows) if x is not None), None)
-    if is_traced() and leaves_the_graph(sets, options, batch.context_group):
+    if _leaves_the_graph(batch, objective, head.transform, options, "reference", reference):
         given: dict[str, Any] = {"reference": reference, "normalizer": normalizer, "options": options}
         return outside(linear_grpo_loss, hidden, head, batch, objective, **given)
     batch = _with_options(batch, options)
     read = {"batch": batch, "reference": reference, "transform": head.transform, "normalizer": normalizer}
-    shape, device = leading_shape(hidden, batch.targets, batch.rows), batch.targets.device
-    of_rows = _for_rows(head.transform, batch)
-    stream = hidden_stream(hidden, head, shape, device, of_rows, options, read)
-    policy = Policy(
-        shape, device, as_transform(head.transform), batch.mask, batch.cu_seqlens, stream, options, batch.rows is not None
-    )
-    return _loss(policy, batch, objective, "reference", reference, normalizer)
+    shape = leading_shape(hidden, batch.targets, batch.rows)
+    of_rows = for_rows(head.transform, batch.targets, batch.mask, batch.cu_seqlens)
+    stream = hidden_stream(hidden, head, shape, batch.targets.device, of_rows, options, read)
+    return _loss(stream, shape, head.transform, batch, objective, "reference", reference, normalizer, options)
 
 
-def _for_rows(transform: LogitTransform | None, batch: TokenBatch) -> Any:
-    if transform is None:
-        return IDENTITY
-    return as_transform(transform).for_rows(batch.targets.shape, batch.mask, batch.cu_seqlens, batch.targets.device)
+def _leaves_the_graph(
+    batch: TokenBatch, objective: Objective, transform: LogitTransform | None, options: Options, name: str, given: Any
+) -> bool:
+    """Whether a traced call has to break the graph. Raises ValueError for what does not go together. `given`: the second stream, as
+    the argument `name`."""
+    check_specs(batch, objective, name, given)
+    if objective.exact is not None:
+        refuse_sparse(options, NOT_BOUNDED)
+    if batch.rows is not None:
+        refuse_with_rows(transform, options, name, given)
+    if not is_traced():
+        return False
+    sets = next((x for x in (objective.exact, batch.kept, batch.listed, batch.rows) if x is not None), None)
+    return leaves_the_graph(sets, options, batch.context_group)
 
 
 def _loss(
-    policy: Policy, batch: TokenBatch, objective: Objective, name: str, given: Any,
-    normalizer: float | Tensor | Denominators | None, late: bool = False,
+    stream: Logits | Hidden, leading: torch.Size, transform: LogitTransform | None, batch: TokenBatch, objective: Objective, name: str,
+    given: Any, normalizer: float | Tensor | Denominators | None, options: Options, late: bool = False,
 ) -> LossOutput:  # fmt: skip
-    """The loss of a stream's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull.
-    `given`: the second stream, as the argument `name`. `late`: not in one visit."""
-    stream, options, shape, device, exact = policy.stream, policy.options, batch.targets.shape, policy.device, objective.exact
+    """The loss of a stream's rows, of the shape `leading`: in one visit with the gradient made in the forward, or as statistics,
+    token stage, pull. `given`: the second stream, as the argument `name`. `late`: not in one visit."""
+    shape, device, exact = batch.targets.shape, batch.targets.device, objective.exact
     check_targets(batch.targets, batch.mask, stream.vocab, logits=isinstance(stream, Logits))
     if batch.rows is not None:
         check_named(batch.rows, batch.mask, stream.n)
     seconds, reference, kept, over = Seconds(), None, None, None
+    shared = batch.rows is not None
+    policy = Policy(leading, device, as_transform(transform), batch.mask, batch.cu_seqlens, stream, options, shared)
     if exact is not None:
         seconds = seconds_of(name, given, exact, policy)
     elif given is not None:
@@ -344,8 +354,8 @@ def _loss(
         with torch.no_grad():
             asked = Asked(kept=of_sets, rows=index, tokens=tokens)
             ref_logps = statistics_of(reference, asked, rows.targets, rows.read, options).logps
-        batch = batch.with_ref_logps(ref_logps.view(shape))
-        rows = _token_rows(batch, objective, normalizer, options)
+        batch, rows = batch.with_ref_logps(ref_logps.view(shape)), replace(rows, ref_logps=ref_logps)
+        _refuse_nan(rows, batch, options)
     if exact is not None:
         rows = scaled_by_temperature(rows, exact, stream.transform)
     late = late or over is not None or sparse is not None or is_traced() or bool(seconds.known)
@@ -355,7 +365,7 @@ def _loss(
         refuse_sparse(options, "the gradients of ids of logp_terms and prob_terms would be among the columns drawn once more")
         check_ids(name, batch.listed, stream.vocab)
     if tokens is not None or listed is not None:
-        late, joint = late or kept is not None or bool(seconds.others), joint and listed is None
+        late = late or kept is not None or bool(seconds.others)
     if not late and (objective.one_pass or joint):
         return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited, listed, at, tokens)
     with_gradient = ("entropy",) if objective.needs_entropy else ()
@@ -364,12 +374,11 @@ def _loss(
     kl_apart = over is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
     own = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
     beside = None if listed is None else (listed, found.named["at"])
-    out = _loss_of_logps(found.logps, found.named["entropy"], batch, objective, own, beside)
-    out = _with_divergence(out, found.named.get("divergence"))
+    out = _loss_of_logps(found.logps, found.named["entropy"], batch, objective, own, beside, found.named.get("divergence"))
     if found.whole_logps is None:
         return out
-    out = replace(out, rows=rows, whole_logps=found.whole_logps.detach().view(shape), kl_apart=kl_apart)
-    return replace(out, loss=out.loss + _kl_over_vocabulary(found.whole_logps, objective, rows)) if kl_apart else out
+    loss = out.loss + _kl_over_vocabulary(found.whole_logps, objective, rows) if kl_apart else out.loss
+    return replace(out, loss=loss, rows=rows, whole_logps=found.whole_logps.detach().view(shape), kl_apart=kl_apart)
 
 
 def _in_one_visit(
@@ -390,8 +399,10 @@ def _in_one_visit(
 
     def terms(logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal log_ratio
-        log_ratio = objective.log_ratio(logps, rows, batch)
-        return objective.token_stage(logps, entropy, rows, batch, log_ratio)[:2]
+        logps, *of_ids = logps.tensor_split([rows.targets.numel()])
+        at = None if listed is None else (listed, of_ids[0])
+        made, log_ratio, d_ids = _terms(logps, entropy, batch, objective, rows, at)
+        return made.losses, made.d_logps if d_ids is None else torch.cat([made.d_logps, d_ids])
 
     groups = () if objective.one_pass else _groups(batch, objective, active, tokens)
     stage = objective.stage(rows, listed) if objective.one_pass else JointStage(terms, groups)
@@ -445,16 +456,6 @@ def _kl_over_vocabulary(logps: Tensor, objective: Objective, rows: TokenRows) ->
     return applied(_TokenStage, logps, None, None, weight * value, weight * slope, None, None)
 
 
-def _with_divergence(out: LossOutput, divergence: Tensor | None) -> LossOutput:
-    """The loss with the exact divergence [n] of its rows, weighted; None: there is none."""
-    if divergence is None:
-        return out
-    weight = out.rows.divergence_weight
-    assert weight is not None
-    terms = torch.where(weight == 0, 0.0, weight * divergence)
-    return replace(out, loss=out.loss + total(terms), divergence=divergence.detach().view(out.logps.shape))
-
-
 def _loss_of_logps(
     logps: Tensor,
     entropy: Tensor | None,
@@ -462,21 +463,37 @@ def _loss_of_logps(
     objective: Objective,
     rows: TokenRows,
     listed: tuple[ListedTerms, Tensor] | None = None,
+    divergence: Tensor | None = None,
 ) -> LossOutput:
-    """The loss of flat log-probs and entropy [n], and of the log-probs [k] of listed ids: the token stage alone."""
+    """The loss of flat log-probs, entropy and exact divergence [n], and of the log-probs [k] of listed ids: the token stage."""
     L, H = logps.detach(), None if entropy is None else entropy.detach()
-    x = None if objective.one_pass else objective.log_ratio(L, rows, batch)
-    if listed is None:
-        losses, d_logps, d_entropy, _ = objective.token_stage(L, H, rows, batch, x)
-        loss = applied(_TokenStage, logps, entropy, None, losses, d_logps, d_entropy, None)
-    else:
-        terms, at = listed
-        term, slopes = terms.of(at.detach(), rows.advantages)
-        losses, d_logps, d_entropy, d_term = objective.token_stage(L, H, rows, batch, x, term)
-        loss = applied(_TokenStage, logps, entropy, at, losses, d_logps, d_entropy, d_term[terms.rows] * slopes)
+    own = None if listed is None else (listed[0], listed[1].detach())
+    made, x, d_at = _terms(L, H, batch, objective, rows, own)
+    loss = applied(
+        _TokenStage, logps, entropy, None if listed is None else listed[1], made.losses, made.d_logps, made.d_entropy, d_at
+    )
     H = torch.full_like(L, math.nan) if H is None else H
     shape = batch.targets.shape
-    return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x)
+    if divergence is not None:
+        assert rows.divergence_weight is not None
+        loss = loss + total(times(rows.divergence_weight, divergence))
+        divergence = divergence.detach().view(shape)
+    return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x, divergence=divergence)
+
+
+def _terms(
+    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows,
+    listed: tuple[ListedTerms, Tensor] | None,
+) -> tuple[Terms, Tensor | None, Tensor | None]:  # fmt: skip
+    """(losses and slopes of flat rows, their log-ratio where the objective has more than one pass, the slopes of the log-probs [k]
+    of listed ids)."""
+    x = None if objective.one_pass else objective.log_ratio(logps, rows, batch)
+    if listed is None:
+        return objective.token_stage(logps, entropy, rows, batch, x), x, None
+    terms, of_ids = listed
+    term, slopes = terms.of(of_ids, rows.advantages)
+    made = objective.token_stage(logps, entropy, rows, batch, x, term)
+    return made, x, times(made.d_listed[terms.rows], slopes)
 
 
 class _TokenStage(torch.autograd.Function):
@@ -563,10 +580,9 @@ def objective_loss(
             "grpo_loss or linear_grpo_loss."
         )
     for name, x in (("logps", logps), ("entropy", entropy), ("divergence", divergence)):
-        if x is not None and (x.shape != batch.targets.shape or not x.is_floating_point()):
-            raise ValueError(
-                f"{name} is {x.dtype} {list(x.shape)}: pass floats of targets' shape, {list(batch.targets.shape)}."
-            )
+        if x is not None:
+            require_tensor(name, x, FLOATING, "floats of targets' shape")
+            require_shape(name, x, batch.targets.shape, "targets")
     if entropy is None and (objective.needs_entropy or any(f.filters_entropy for f in objective.filters)):
         raise ValueError("entropy is None, but the objective has an entropy bonus or a filter of entropy: pass it.")
     exact = objective.exact is not None
@@ -583,8 +599,9 @@ def objective_loss(
         x = x.reshape(-1).to(torch.float32)
         return x if rows.trained is None else torch.where(rows.trained, x, 0.0)
 
-    out = _loss_of_logps(flat_rows(logps), None if entropy is None else flat_rows(entropy), batch, objective, rows)
-    return _with_divergence(out, None if divergence is None else flat_rows(divergence))
+    L, H, D = (None if x is None else flat_rows(x) for x in (logps, entropy, divergence))
+    assert L is not None
+    return _loss_of_logps(L, H, batch, objective, rows, divergence=D)
 
 
 def _with_options(batch: TokenBatch, options: Options) -> TokenBatch:
@@ -598,12 +615,17 @@ def _with_options(batch: TokenBatch, options: Options) -> TokenBatch:
 def _token_rows(
     batch: TokenBatch, objective: Objective, normalizer: float | Tensor | Denominators | None, options: Options = DEFAULTS
 ) -> TokenRows:
-    """`Objective.token_rows`. Raises ValueError in strict mode for a NaN in a row that is read, where values are checked; elsewhere
-    the device stops the program. A graph knows of the call's own `strict` alone."""
+    """`Objective.token_rows`, without NaN in strict mode."""
     rows = objective.token_rows(batch, normalizer, options.skip_inactive)
-    strict = options.strict if torch.compiler.is_compiling() else is_strict(options.strict)
-    if not strict:
-        return rows
+    _refuse_nan(rows, batch, options)
+    return rows
+
+
+def _refuse_nan(rows: TokenRows, batch: TokenBatch, options: Options) -> None:
+    """Raise ValueError in strict mode for a NaN in a row that is read, where values are checked; elsewhere the device stops the
+    program. A graph knows of the call's own `strict` alone."""
+    if not (options.strict if torch.compiler.is_compiling() else is_strict(options.strict)):
+        return
     for name in ("advantages", "old_logps", "ref_logps", "weights", "nll_weight"):
         value = getattr(rows, name)
         if value is None:
@@ -620,7 +642,6 @@ def _token_rows(
                 f"{field} is NaN at {len(at)} of {trained} trained tokens, {first}: the loss would be NaN, which strict mode refuses. Mask "
                 "these tokens, or find out where the NaN comes from."
             )
-    return rows
 
 
 def check_specs(batch: Any, objective: Any, second_stream: str = "", given: Any = None) -> None:

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .batch import TokenBatch
-from .checks import LARGEST, SMALLEST, as_number, require, require_number, require_one_of, require_whole, with_hints
+from .checks import LARGEST, SMALLEST, Checked, as_number, require, require_number, require_one_of, require_whole, with_hints
 from .formulas.divergence import Exact
 from .formulas.filters import TRUST_REGIONS, EntropyFloor, Filter, OffPolicySequences, TrustRegion, check_filters
-from .formulas.keys import is_own
 from .formulas.kl import Kl, as_kl, kl_terms
 from .formulas.listed import ListedFunction, ListedTerms, logp_term, prob_term
+from .formulas.program import is_own
 from .formulas.surrogates import LEVELS, Clip, Surrogate, check_log_ratio_bounds
 from .formulas.token_stage import Terms, TokenFormula, TokenRows, TokenStage, ratio_of_kl
 from .layout import flat, values_are_checked
-from .published import preset_fields
+from .presets import PUBLISHED, preset_fields
 
 Tensor = torch.Tensor
 F = TypeVar("F", bound=Filter)
@@ -53,7 +53,7 @@ class Denominators(NamedTuple):
 
 @with_hints
 @dataclass(frozen=True)
-class Objective:
+class Objective(Checked):
     """A GRPO-family objective.
 
     surrogate     the per-token policy term, see surrogates.py: Clip, Cispo, Sapo, Gmpo, Vespo, ..., or Custom.
@@ -101,8 +101,13 @@ class Objective:
     entropy_aggregate: str | None = None
     count_empty: bool = True
     listed: ListedFunction | None = None
+    ranges = (
+        ("beta", "the KL weight is a finite number >= 0.", 0, LARGEST),
+        ("entropy_coef", "it must be a finite number.", -LARGEST, LARGEST),
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.surrogate, Surrogate):
             raise ValueError(f"surrogate={self.surrogate!r}: pass Clip(), Cispo(), PolicyGradient() or Custom(your_function).")
         require_one_of("level", self.level, LEVELS)
@@ -112,14 +117,12 @@ class Objective:
             value = getattr(self, name)
             known = value in AGGREGATES or (value is None and name != "aggregate")
             require(known, name, value, f"it must be one of {', '.join(AGGREGATES)}.")
-        require_number("beta", self.beta, "the KL weight is a finite number >= 0.", 0, LARGEST)
         # Not a field, because `kl` already has the information.
         object.__setattr__(self, "_kl", Kl() if isinstance(self.kl, Exact) else as_kl(self.kl))
         remedy = "pass a function (logp, values, advantage, sums) -> (term, slope), or None."
         require(
             self.listed is None or (callable(self.listed) and not isinstance(self.listed, type)), "listed", self.listed, remedy
         )
-        require_number("entropy_coef", self.entropy_coef, "it must be a finite number.", -LARGEST, LARGEST)
         if self.max_tokens is not None:
             require_whole("max_tokens", self.max_tokens, "the completion budget is a whole number of at least 1 token.")
         for name in ("beta", "entropy_coef", "max_tokens"):
@@ -135,7 +138,7 @@ class Objective:
 
     @classmethod
     def preset(cls, name: str, *, numerics: str | None = None, **changes: Any) -> Objective:
-        """A published objective by name (see published.py), with fields replaced by `changes`.
+        """A published objective by name (see presets.py), with fields replaced by `changes`.
 
         numerics: "trl", "verl", "openrlhf", ...: that trainer's constants, clamps and denominators."""
         return cls(**preset_fields(name, numerics, changes, known=tuple(f.name for f in fields(cls))))
@@ -208,12 +211,12 @@ class Objective:
             return float(batch.tokens) if batch.mask is None else batch.mask.sum().to(torch.float32)
         if aggregate == "group-mean":
             same = batch.same_group()
-            tokens = same @ self._lengths(batch)
+            tokens = same @ self._of_sequences(batch).lengths
             counted = torch.ones_like(tokens) if self.count_empty else (tokens > 0).to(same.dtype)
             return (counted / same.sum(1)).sum().to(torch.float32) / batch.context_ranks
-        sequences: float | Tensor = self._sequences(batch) / batch.context_ranks
-        if not self.count_empty:
-            sequences = (self._lengths(batch) > 0).sum().to(torch.float32) / batch.context_ranks
+        known: Any = self._of_sequences(batch)
+        count = known.sequences if self.count_empty else (known.lengths > 0).sum().to(torch.float32)
+        sequences: float | Tensor = count / batch.context_ranks
         if aggregate != "constant":
             return sequences
         if self.max_tokens is None:
@@ -223,18 +226,9 @@ class Objective:
             )
         return sequences * self.max_tokens
 
-    def _sequences(self, batch: TokenBatch) -> int:
-        if batch.sequences is None:
-            raise ValueError(
-                f'cu_seqlens is None, but aggregate="{self.aggregate}", level="{self.level}" and filters={self.filters} need to know '
-                "the sequences of packed rows: pass cu_seqlens, or padded targets [B, T]."
-            )
-        return batch.sequences
-
-    def _lengths(self, batch: TokenBatch) -> Tensor:
-        """Trained tokens of each sequence, fp64 [B]."""
-        self._sequences(batch)
-        return batch.lengths
+    def _of_sequences(self, batch: TokenBatch) -> TokenBatch:
+        """The batch, whose sequences have to be known."""
+        return batch.check_sequences(f'aggregate="{self.aggregate}", level="{self.level}" and filters={self.filters} need')
 
     def _weights(
         self, batch: TokenBatch, mask: Tensor | None, aggregate: str, normalizer: float | Tensor | None
@@ -254,9 +248,9 @@ class Objective:
             weight = mask.to(torch.float32)
         inner: Tensor | None = None  # tokens that share a mean with this one
         if aggregate == "seq-mean-token-mean":
-            inner = self._lengths(batch)
+            inner = self._of_sequences(batch).lengths
         elif aggregate == "group-mean":
-            inner = batch.same_group() @ self._lengths(batch)
+            inner = batch.same_group() @ self._of_sequences(batch).lengths
         if inner is not None:
             weight = weight / batch.spread(inner.clamp(min=1.0)).to(torch.float32)
         if own:
@@ -297,7 +291,7 @@ class Objective:
         if sampler and batch.sampler_logps is None:
             raise ValueError('sampler_logps is None, but TrustRegion(anchor="sampler") compares with them: pass them.')
         if self.level != "token" or (self.filters and self.filter(OffPolicySequences) is not None):
-            self._sequences(batch)
+            self._of_sequences(batch)
         if self.surrogate.absorbs_weights and batch.weights is not None and batch.weights.shape != batch.targets.shape:
             raise ValueError(
                 f"weights has shape {list(batch.weights.shape)}, but {type(self.surrogate).__name__} multiplies the weights of a "
@@ -472,3 +466,7 @@ NO_KL = Kl()
 
 def _own_log_ratio(logps: Tensor, rows: TokenRows) -> Tensor:
     return torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
+
+
+#: The published objectives.
+PRESETS = {name: Objective(**changes) for name, changes in PUBLISHED.items()}

@@ -16,13 +16,14 @@ from .checks import (
     SMALLEST,
     as_number,
     check_missing,
+    check_temperature,
     describe,
     refuse_unknown,
     require,
     require_number,
     with_hints,
 )
-from .layout import check_temperature, inverse_temperatures
+from .layout import inverse_temperatures
 from .rows import backends
 from .rows.parallel import VocabShard, check_shard
 from .rows.partials import RowTransform
@@ -89,6 +90,15 @@ def as_transform(transform: LogitTransform | None) -> LogitTransform:
         temperature = transform if isinstance(transform, numbers.Real) else 0.7
         raise ValueError(f"transform is {given}: pass a LogitTransform, for example LogitTransform(temperature={temperature}).")
     return transform or AS_THEY_ARE
+
+
+def for_rows(
+    transform: LogitTransform | None, targets: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None = None
+) -> RowTransform:
+    """`LogitTransform.for_rows` of targets."""
+    if transform is None:
+        return IDENTITY
+    return as_transform(transform).for_rows(targets.shape, mask, cu_seqlens, targets.device)
 
 
 @with_hints

@@ -114,7 +114,8 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
             tokens = replace(tokens, listed=whole.at)
             whole = replace(whole, targets=tokens.of_any, at=tokens.pairs.slots, tokens=tokens)
         whole = _indexed(stream, whole, asked, read)
-        if not (with_gradient or others or known or whole.all_rows or sparse is not None or at is not None):
+        beside_target = at is not None and tokens is None
+        if not (with_gradient or others or known or whole.all_rows or sparse is not None or beside_target):
             whole = replace(whole, ahead=_with_frozen_head(stream))
         reads.append(Read(whole, names, with_gradient))
     for teacher in () if beside is not None else known:

@@ -11,9 +11,8 @@ from functools import partial
 
 import torch
 
-from .checks import require, require_number, require_whole
-from .layout import check_temperature, inverse_temperatures, per_token
-from .token_set_formats import Flat, offsets_of
+from .checks import check_temperature, require, require_number, require_whole
+from .layout import FLOATING, INTEGRAL, inverse_temperatures, per_token, require_shape, require_tensor
 
 Tensor = torch.Tensor
 Rule = Callable[[Tensor], Tensor]
@@ -72,11 +71,11 @@ def kept_ids(
     temperature: float | Tensor,
     order: str,
     targets: Tensor | None,
-) -> Flat | None:
-    """(ids, offsets, None), or None if no rule leaves anything out. Arguments as in TokenSets.from_logits."""
-    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0 or logits.shape[-1] == 0:
-        got = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"logits is {got}: pass a float tensor [..., V].")
+) -> tuple[Tensor, Tensor] | None:
+    """(ids, number of ids of each row), or None if no rule leaves anything out. Arguments as in TokenSets.from_logits."""
+    require_tensor("logits", logits, FLOATING, "a float tensor [..., V]")
+    fine = logits.dim() > 0 and logits.shape[-1] > 0
+    require(fine, "logits.shape", list(logits.shape), "pass a float tensor [..., V] of at least one id.")
     shape, vocab = logits.shape[:-1], logits.shape[-1]
     top_k, top_p, min_p = 0 if top_k is None else top_k, 1.0 if top_p is None else top_p, min_p or 0.0
     require_whole("top_k", top_k, "it is a number of ids; None, 0 or -1 keeps all.", -1)
@@ -85,9 +84,9 @@ def kept_ids(
     )
     require_number("min_p", min_p, "it is a share of the largest probability in [0, 1]; None keeps all.", 0, 1)
     require(order in ("vllm", "sglang"), "order", order, 'samplers truncate differently: pass "vllm" or "sglang".')
-    if targets is not None and (not isinstance(targets, Tensor) or targets.shape != shape or targets.is_floating_point()):
-        got = f"{targets.dtype} {list(targets.shape)}" if isinstance(targets, Tensor) else type(targets).__name__
-        raise ValueError(f"targets is {got}: pass integers of the logits' leading shape, {list(shape)}.")
+    if targets is not None:
+        require_tensor("targets", targets, INTEGRAL, "integers of the logits' leading shape")
+        require_shape("targets", targets, shape, "the leading part of the logits")
     check_temperature(temperature)
     inverse_temperatures(temperature, shape, None, None, logits.device)  # refuses what is none for these rows
     t = per_token("temperature", torch.as_tensor(temperature, device=logits.device), shape)
@@ -118,7 +117,7 @@ def kept_ids(
         row = rows.stop
     if row == 0:
         return None
-    return torch.cat(ids), offsets_of(torch.cat(counts)), None
+    return torch.cat(ids), torch.cat(counts)
 
 
 def refuse_endless(largest: Tensor, row: int) -> None:

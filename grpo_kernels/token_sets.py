@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from itertools import accumulate, chain
+from operator import sub
 from typing import Any
 
 import torch
 
 from .checks import describe, require, require_whole
-from .layout import values_are_checked
-from .token_set_formats import (
-    alone,
-    check_form,
-    flat_lists,
-    lengths_of,
-    offsets_of,
-    read_facts,
-    row_numbers,
-    saveable,
-    unpadded,
+from .layout import (
+    FLOATING,
+    INTEGERS,
+    INTEGRAL,
+    as_mask,
+    check_offsets,
+    refuse_where,
+    require_device,
+    require_shape,
+    require_tensor,
+    values_are_checked,
 )
 from .token_set_rules import kept_ids
 
@@ -53,35 +56,21 @@ class TokenSets:
     values: Tensor | None = None
     _starts: array = field(init=False, repr=False)
     _largest: int = field(init=False, repr=False)
-    _lengths: tuple[int, int] = field(init=False, repr=False)
     __repr__ = describe
 
     def __post_init__(self) -> None:
         self._accept(self.ids, self.offsets, self.values, "offsets")
 
     def _accept(self, ids: Tensor, offsets: Tensor, values: Tensor | None, given: str) -> None:
-        check_form(ids, offsets, values, given)
-        self._set(ids, offsets, values, *read_facts(ids, offsets, values, given))
+        _check_form(ids, offsets, values, given)
+        self._set(ids, offsets, values, *_read_facts(ids, offsets, values, given))
 
-    def _set(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        values: Tensor | None,
-        starts: array,
-        largest: int,
-        lengths: tuple[int, int],
-    ) -> None:
-        """The fields, and what the host knows: the offsets, (a bound of) the largest id, (longest row, number of empty rows)."""
-        for name, value in (
-            ("ids", saveable(ids.contiguous())),
-            ("offsets", saveable(offsets.to(torch.int64).contiguous())),
-            ("values", None if values is None else saveable(values.contiguous())),
-            ("_starts", starts),
-            ("_largest", largest),
-            ("_lengths", lengths),
-        ):
-            object.__setattr__(self, name, value)
+    def _set(self, ids: Tensor, offsets: Tensor, values: Tensor | None, starts: array, largest: int) -> None:
+        """The fields, and what the host knows: the offsets, (a bound of) the largest id."""
+        offsets = offsets.to(torch.int64)
+        of_rows = (None if x is None else _saveable(x.contiguous()) for x in (ids, offsets, values))
+        for field_of, value in zip(fields(self), (*of_rows, starts, largest), strict=True):
+            object.__setattr__(self, field_of.name, value)
 
     @classmethod
     def _of(cls, *parts: Any) -> TokenSets:
@@ -101,7 +90,7 @@ class TokenSets:
         This is what prime-rl sends (`SamplingMask`): bytes of int32, `torch.frombuffer(data, dtype=torch.int32)`, a count for
         each token of the prompt too, so shift them as the targets are shifted (`shift_sets`)."""
         made = object.__new__(cls)
-        made._accept(ids, offsets_of(counts), values, "counts")
+        made._accept(ids, _offsets_of(counts), values, "counts")
         return made
 
     @classmethod
@@ -112,7 +101,14 @@ class TokenSets:
         values   float, the shape of ids; what stands beside padding is dropped.
 
         Waits for the device. SkyRL pads so, and prime-rl and TRL inside their trainers."""
-        return cls(*unpadded(ids, fill, values))
+        require_tensor("ids", ids, INTEGERS, "int32 or int64 [rows, K] or [B, T, K]")
+        require(ids.dim() > 1, "ids", list(ids.shape), "pass padded sets, [rows, K] or [B, T, K].")
+        given = ids != fill
+        if values is not None:
+            require_tensor("values", values, FLOATING, "floats, the shape of ids, or None")
+            require_shape("values", values, ids.shape, "ids")
+            values = values[given]
+        return cls(ids[given], _offsets_of(given.flatten(0, -2).sum(-1)), values)
 
     @classmethod
     def from_lists(
@@ -143,9 +139,27 @@ class TokenSets:
         vLLM: `CompletionOutput.sampling_mask.token_ids`; SGLang: `meta_info["output_token_sampling_mask"]`, and with
         sampling_logprobs_mode="support" `output_token_sampling_logprobs` as values. Raises ValueError where a sequence has not as
         many records as generated tokens: cut both alike, and add None for a token that was appended."""
-        ids, offsets, numbers = flat_lists(lists, values, generated, cu_seqlens)
+        rows = _placed("lists", lists, generated, cu_seqlens)
+        ids, told = _numbers("lists", rows), None
+        if ids.numel():
+            require_tensor("lists", ids, INTEGERS, "lists of integer ids", "holds")
+            largest, most = int(ids.max()), torch.iinfo(torch.int32).max
+            if max(largest, -int(ids.min())) > most:
+                raise ValueError(f"lists holds ids up to {largest}: from lists ids become int32.")
+        counts = [*map(len, rows)]
+        if values is not None:
+            beside = _placed("values", values, generated, cu_seqlens)
+            if [*map(len, beside)] != counts:
+                row = next(
+                    (i for i, (x, y) in enumerate(zip(beside, rows, strict=False)) if len(x) != len(y)),
+                    min(len(beside), len(rows)),
+                )
+                raise ValueError(
+                    f"values has {len(beside)} rows, and lists {len(rows)}, of other lengths from row {row} on: pass one number for each id."
+                )
+            told = _numbers("values", beside).to(torch.float32)
         where = device if device is not None or generated is None else generated.device
-        return cls(ids, offsets, numbers).to(where or "cpu")
+        return cls(ids.to(torch.int32), _offsets_of(torch.tensor(counts, dtype=torch.int64)), told).to(where or "cpu")
 
     @classmethod
     def from_logits(
@@ -177,7 +191,7 @@ class TokenSets:
         No row is empty, unless nothing is asked for (top_k, top_p and min_p all keep everything): then all are. Logits of -inf are
         never kept. Works in chunks of rows: no copy of the logits is made. Waits for the device."""
         kept = kept_ids(logits, top_k, top_p, min_p, temperature, order, targets)
-        return cls.whole(logits.shape[:-1].numel(), device=logits.device) if kept is None else cls(*kept)
+        return cls.whole(logits.shape[:-1].numel(), device=logits.device) if kept is None else cls.from_counts(*kept)
 
     @classmethod
     def whole(cls, rows: int, *, device: torch.device | str | None = None) -> TokenSets:
@@ -185,7 +199,7 @@ class TokenSets:
         require_whole("rows", rows, "the number of rows is a whole number of at least 0.", 0)
         ids = torch.empty(0, dtype=torch.int32, device=device)
         offsets = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-        return cls._of(ids, offsets, None, array("q", bytes(8 * (rows + 1))), -1, (0, rows))
+        return cls._of(ids, offsets, None, array("q", bytes(8 * (rows + 1))), -1)
 
     @classmethod
     def cat(cls, parts: Sequence[TokenSets]) -> TokenSets:
@@ -200,16 +214,12 @@ class TokenSets:
         if any(with_values) and not all(with_values):
             remedy = "all parts have values or none: give it some (with_values), or drop the others' with with_values(None)."
             raise ValueError(f"parts[{with_values.index(False)}] has no values, but others have: {remedy}")
-        offsets, starts = [parts[0].offsets], parts[0]._starts[:]
-        for part in parts[1:]:
-            base = starts[-1]
-            offsets.append(part.offsets[1:] + base)
-            starts.extend([start + base for start in part._starts[1:]])
+        offsets = _offsets_of(torch.cat([part.counts for part in parts]))
+        starts = array("q", accumulate(chain.from_iterable(part._counts for part in parts), initial=0))
         values = [part.values for part in parts if part.values is not None]
         largest = max(part._largest for part in parts)
-        lengths = max(part.longest for part in parts), sum(part.empty_rows for part in parts)
         ids = torch.cat([part.ids for part in parts])
-        return cls._of(ids, torch.cat(offsets), torch.cat(values) if values else None, starts, largest, lengths)
+        return cls._of(ids, offsets, torch.cat(values) if values else None, starts, largest)
 
     # ---- what the host knows
 
@@ -221,15 +231,19 @@ class TokenSets:
     def __len__(self) -> int:
         return self.rows
 
+    @cached_property
+    def _counts(self) -> list[int]:
+        return [*map(sub, self._starts[1:], self._starts[:-1])]  # Python numbers alone: under fake tensors they stay such
+
     @property
     def longest(self) -> int:
         """Number of ids of the longest row, 0 where there is none. A Python number, known without asking the device."""
-        return self._lengths[0]
+        return max(self._counts, default=0)
 
     @property
     def empty_rows(self) -> int:
         """Number of rows without ids, which stand for the whole vocabulary. A Python number, known without asking the device."""
-        return self._lengths[1]
+        return self._counts.count(0)
 
     @property
     def host_counts(self) -> Tensor:
@@ -252,15 +266,20 @@ class TokenSets:
             if step == 1:
                 return self._between(start, max(start, stop))
             rows = torch.arange(self.rows)[start:stop:step] if step > 0 else [*range(self.rows)[rows]]
-        return self.take(row_numbers(rows, self.rows))
+        numbers = torch.as_tensor(rows, dtype=None if isinstance(rows, Tensor | int) or len(rows) else torch.int64)
+        remedy = "pass a slice, integers, or a bool of the shape of targets. For one row, sets[i : i + 1]."
+        if numbers.is_floating_point() or numbers.is_complex() or numbers.dim() == 0:
+            raise ValueError(f"rows is {numbers.dtype} {list(numbers.shape)}: {remedy}")
+        try:
+            return self.take(torch.arange(self.rows)[numbers.reshape(-1).cpu()])
+        except IndexError as error:
+            raise ValueError(f"there are {self.rows} rows, but {error}: {remedy}") from None
 
     def _between(self, start: int, stop: int) -> TokenSets:
         first, last = self._starts[start], self._starts[stop]
         values = None if self.values is None else self.values[first:last]
         starts = array("q", [at - first for at in self._starts[start : stop + 1]])
-        return self._of(
-            self.ids[first:last], self.offsets[start : stop + 1] - first, values, starts, self._largest, lengths_of(starts)
-        )
+        return self._of(self.ids[first:last], self.offsets[start : stop + 1] - first, values, starts, self._largest)
 
     def take(self, index: Tensor) -> TokenSets:
         """Row index[i] as row i; -1 is a row without ids. `index`: int64 [n] in [-1, rows), which the host reads."""
@@ -268,13 +287,12 @@ class TokenSets:
         starts = torch.frombuffer(self._starts, dtype=torch.int64)
         first, last = starts[index.clamp(min=0)], starts[index + 1]  # of -1: both 0
         counts = last - first
-        offsets = offsets_of(counts)
+        offsets = _offsets_of(counts)
         device, nnz = self.ids.device, int(offsets[-1])
         shifts = (first - offsets[:-1]).to(device).repeat_interleave(counts.to(device), output_size=nnz)
         at = shifts + torch.arange(nnz, device=device)
         values = None if self.values is None else self.values[at]
-        told = array("q", offsets.tolist())
-        return self._of(self.ids[at], offsets.to(device), values, told, self._largest, lengths_of(told))
+        return self._of(self.ids[at], offsets.to(device), values, array("q", offsets.tolist()), self._largest)
 
     # ---- as tensors: nothing here waits for the device
 
@@ -309,7 +327,7 @@ class TokenSets:
         check_rows("targets", targets, self)
         row = self.row_of
         # The number of hits before each row; an id stands in a row once.
-        hits = offsets_of((self.ids == targets.reshape(-1)[row]).to(torch.int64))[self.offsets]
+        hits = _offsets_of((self.ids == targets.reshape(-1)[row]).to(torch.int64))[self.offsets]
         return (hits.diff() > 0) | (self.counts == 0)
 
     # ---- other places, other values
@@ -317,7 +335,7 @@ class TokenSets:
     def _apply(self, change: Callable[[Tensor], Tensor]) -> TokenSets:
         """The sets with each tensor changed in a way that keeps its numbers."""
         values = None if self.values is None else change(self.values)
-        return self._of(change(self.ids), change(self.offsets), values, self._starts, self._largest, self._lengths)
+        return self._of(change(self.ids), change(self.offsets), values, self._starts, self._largest)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TokenSets:
         """The sets on another device. `non_blocking` as in Tensor.to: from pinned memory the host goes on at once."""
@@ -330,10 +348,10 @@ class TokenSets:
     def with_values(self, values: Tensor | None) -> TokenSets:
         """These ids with other values: float [nnz] on the same device, a gradient may flow through them; None = without. NaN is
         refused; on a GPU, where that waits for the device, only with GRPO_KERNELS_CHECK=1."""
-        check_form(self.ids, self.offsets, values)
+        _check_form(self.ids, self.offsets, values)
         if values is not None and values_are_checked(values):
-            read_facts(self.ids, self.offsets, values, "offsets")
-        return self._of(self.ids, self.offsets, values, self._starts, self._largest, self._lengths)
+            _read_facts(self.ids, self.offsets, values, "offsets")
+        return self._of(self.ids, self.offsets, values, self._starts, self._largest)
 
     def same_ids(self, other: TokenSets) -> bool:
         """Whether the sets of the other are the same, in the same order; waits for a device, unless their ids are one tensor."""
@@ -345,8 +363,8 @@ class TokenSets:
 
     def __reduce__(self) -> Any:
         """For pickle and deepcopy: of a slice only the ids that are in it, and values without their history."""
-        values = None if self.values is None else alone(self.values.detach())
-        return TokenSets._of, (alone(self.ids), alone(self.offsets), values, self._starts, self._largest, self._lengths)
+        values = None if self.values is None else _alone(self.values.detach())
+        return TokenSets._of, (_alone(self.ids), _alone(self.offsets), values, self._starts, self._largest)
 
 
 # ---- sets beside a batch
@@ -364,9 +382,7 @@ def check_sets(name: str, sets: Any, targets: Tensor, vocab: int | None = None) 
 
 
 def check_rows(name: str, targets: Tensor, sets: TokenSets, of: str = "these sets") -> None:
-    if not isinstance(targets, Tensor) or targets.is_floating_point():
-        got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
-        raise ValueError(f"{name} is {got}: pass a tensor of integers.")
+    require_tensor(name, targets, INTEGRAL, "a tensor of integers")
     if targets.numel() != sets.rows:
         raise ValueError(
             f"{name} of shape {list(targets.shape)} has {targets.numel()} tokens, but {of} have {sets.rows} rows: there is one for each "
@@ -411,11 +427,146 @@ def narrowed(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str
     lacking = outside(sets, targets).view(targets.shape)
     if missing == "mask":
         return ~lacking if mask is None else mask & ~lacking
-    lacking = lacking if mask is None else mask & lacking
-    if not torch.compiler.is_compiling() and lacking.any():
-        at = lacking.nonzero()[0].tolist()
-        raise ValueError(
-            f"targets{at}={int(targets[tuple(at)])} is not in its kept set, and missing='raise' (as in strict mode): keep what the sampler recorded, or pass "
-            "missing='include' (the target joins its set), 'full' (the row runs over the whole vocabulary) or 'mask'."
+    if not torch.compiler.is_compiling():
+        remedy = (
+            " is not in its kept set, and missing='raise' (as in strict mode): keep what the sampler recorded, or pass missing='include' "
+            "(the target joins its set), 'full' (the row runs over the whole vocabulary) or 'mask'."
         )
+        refuse_where(lacking if mask is None else mask & lacking, "targets", targets, remedy)
     return mask
+
+
+# ---- what sets are made of
+
+
+def _offsets_of(counts: Tensor) -> Tensor:
+    """int64 [rows + 1]."""
+    require_tensor("counts", counts, INTEGERS, "int32 or int64 [rows], the number of ids of each row")
+    if counts.dim() != 1:
+        raise ValueError(
+            f"counts has shape {list(counts.shape)}: pass one number for each row, [rows]; of [B, T], counts.flatten()."
+        )
+    return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])
+
+
+def _numbers(name: str, rows: list[Any]) -> Tensor:
+    """Those of all rows, one after another."""
+    try:
+        flat = torch.tensor(list(chain.from_iterable(rows)))
+        reason = None if flat.dim() == 1 else "lists within lists within a list"
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = str(error)
+    if reason is not None:
+        raise ValueError(
+            f"{name} is not one list of numbers for each row ({reason}): records of sequences want generated=, the mask of the "
+            "rows that they go to."
+        )
+    return flat
+
+
+def _placed(name: str, lists: Sequence[Any], generated: Tensor | None, cu_seqlens: Tensor | None) -> list[Any]:
+    """One list for each row, empty where there is no record."""
+    if isinstance(lists, str | bytes | Tensor) or not isinstance(lists, Sequence):
+        raise ValueError(f"{name} is a {type(lists).__name__}: pass a list of lists.")
+    if generated is None:
+        if cu_seqlens is not None:
+            raise ValueError(
+                "cu_seqlens is given without generated: pass the mask of the rows whose target was generated, [N]."
+            )
+        return [() if row is None else row for row in lists]
+    if not isinstance(generated, Tensor) or generated.dim() not in (1, 2):
+        got = f"shape {list(generated.shape)}" if isinstance(generated, Tensor) else type(generated).__name__
+        raise ValueError(f"generated is {got}: pass a bool tensor of the shape of targets, [B, T] or packed [N].")
+    mask = as_mask("generated", generated, generated.shape)
+    parts: Sequence[Tensor] = [*mask]
+    if cu_seqlens is not None:
+        check_offsets("generated", generated, cu_seqlens)
+        parts = mask.split(cu_seqlens.diff().tolist())
+    elif mask.dim() == 1:
+        parts, lists = [mask], [lists]
+    if len(lists) != len(parts):
+        raise ValueError(
+            f"{name} has {len(lists)} sequences, but generated has {len(parts)}: pass the records of each sequence."
+        )
+    rows: list[Any] = [()] * mask.numel()
+    given: list[Any] = []
+    for b, (records, part) in enumerate(zip(lists, parts, strict=True)):
+        tokens = int(part.sum())
+        if records is not None and len(records) != tokens:
+            raise ValueError(
+                f"{name}[{b}] has {len(records)} records, but generated marks {tokens} tokens of sequence {b}: cut both alike, and add "
+                "None for a token that was appended."
+            )
+        given += [None] * tokens if records is None else records
+    for place, record in zip(mask.flatten().nonzero()[:, 0].tolist(), given, strict=True):
+        rows[place] = () if record is None else record
+    return rows
+
+
+def _saveable(x: Tensor) -> Tensor:
+    """`x` in a form that can be saved for a backward pass, which a tensor of inference mode cannot."""
+    if not x.is_inference():
+        return x
+    with torch.inference_mode(False):
+        return x.clone()
+
+
+def _alone(x: Tensor) -> Tensor:
+    """`x` in a storage that holds nothing else."""
+    return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
+
+
+# ---- what may be wrong with them
+
+
+def _check_form(ids: Tensor, offsets: Tensor, values: Tensor | None, given: str = "offsets") -> None:
+    """Raise ValueError on types, dtypes, shapes and devices. No value is looked at. `given` is what the offsets came as."""
+    require_tensor("ids", ids, INTEGERS, "int32 or int64 [nnz], the ids of all rows one after another")
+    require_tensor("offsets", offsets, INTEGERS, "int32 or int64 [rows + 1], where each row starts, and the end")
+    if ids.dim() != 1:
+        padded = " Padded sets [rows, K] go through TokenSets.from_padded." if ids.dim() > 1 else ""
+        raise ValueError(f"ids has shape {list(ids.shape)}: pass the ids of all rows one after another, [nnz].{padded}")
+    if offsets.dim() != 1 or offsets.numel() < 1:
+        raise ValueError(f"offsets has shape {list(offsets.shape)}: pass [rows + 1], a single 0 for no row.")
+    require_device(given, offsets, ids.device, "ids")
+    if values is not None:
+        require_tensor("values", values, FLOATING, "floats, one number for each id, or None")
+        require_shape("values", values, ids.shape, "ids")
+        require_device("values", values, ids.device, "ids")
+
+
+def _read_facts(ids: Tensor, offsets: Tensor, values: Tensor | None, given: str) -> tuple[array[int], int]:
+    """(offsets as numbers, largest id or -1). Raises ValueError on values that cannot be; the offsets came as "offsets" or "counts"
+    (`given`). The host reads one tensor, and a second if ids do not ascend in their rows."""
+    nnz, offsets = ids.numel(), offsets.to(torch.int64)
+    starts_row = torch.zeros(nnz + 1, dtype=torch.bool, device=ids.device).index_fill_(0, offsets.clamp(0, nnz), True)
+    ascending = ((ids[1:] > ids[:-1]) | starts_row[1:-1]).all()
+    bounds = [ids.min(), ids.max()] if nnz else [ascending.new_full((), -1, dtype=torch.int64)] * 2
+    nan = ascending.new_zeros(()) if values is None else values.isnan().any()
+    read = torch.cat([offsets, torch.stack([x.to(torch.int64) for x in (*bounds, ascending, nan)])]).cpu()
+    host = read[:-4]
+    smallest, largest, ordered, has_nan = read[-4:].tolist()
+    counts, end = host.diff(), int(host[-1])
+    if host[0] != 0:
+        raise ValueError(f"offsets[0]={int(host[0])}: the ids of row 0 start at 0. (Of a part, subtract its first offset.)")
+    for row in (counts < 0).nonzero()[:1, 0].tolist():
+        raise ValueError(f"{given} give row {row} {int(counts[row])} ids: pass numbers of at least 0, offsets that rise.")
+    if end != nnz:
+        raise ValueError(f"{given} end at {end}, but there are {nnz} ids: the last row ends where the ids end.")
+
+    def refuse(name: str, x: Tensor, bad: Tensor, remedy: str) -> None:
+        for at in bad.nonzero()[:1, 0].tolist():
+            row = int(torch.searchsorted(host, at, right=True)) - 1
+            raise ValueError(f"{name}[{at}]={x[at].item()}, in row {row}: {remedy}")
+
+    if nnz and smallest < 0:
+        refuse("ids", ids, ids < 0, "ids are at least 0. Padded sets go through TokenSets.from_padded.")
+    if not ordered:  # a stable sort by id leaves rows ascending, so that two of one row are neighbours
+        rows, order = torch.repeat_interleave(offsets.diff(), output_size=nnz), ids.argsort(stable=True)
+        twice = (ids[order[1:]] == ids[order[:-1]]) & (rows[order[1:]] == rows[order[:-1]])
+        refuse(
+            "ids", ids, torch.zeros_like(starts_row[1:]).index_fill_(0, order[1:][twice], True), "an id stands in a set once."
+        )
+    if has_nan and values is not None:
+        refuse("values", values, values.isnan(), "leave out ids without a number.")
+    return array("q", host.tolist()), largest

@@ -52,32 +52,12 @@ def gathered(case: Case) -> Call:
 # ---- products
 
 
-class _Untimed:
-    """A product of a tensor of the size of the logits. That tensor is made before each run, and a run returns it with the
-    product, so that it is freed after the run: neither is timed (to free it takes a seventh of a small product), and other
-    contenders can use the memory."""
-
-    def __init__(self, made: Callable[[], Tensor], product: Callable[[Tensor], Tensor]) -> None:
-        self.made, self.product = made, product
-        self.held: list[Tensor] = []
-
-    def make(self) -> None:
-        self.held = [self.made()]
-
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        operand = self.held.pop()
-        return self.product(operand), operand
-
-
 class _Torch:
     """torch.mm in the dtype of the operands: a head's weight [V, H] and the hidden states [R, H] of the rows that take part."""
 
     def __init__(self, weight: Tensor, hidden: Tensor) -> None:
         self.weight, self.hidden = weight.detach(), hidden.detach()
-
-    def gradient(self) -> Tensor:
-        """A gradient of the logits, for the two products below."""
-        return self.hidden @ self.weight.t()
+        self.chunks: tuple[Tensor, ...] = (self.hidden,)
 
     def logits(self) -> Tensor:
         return self.hidden @ self.weight.t()
@@ -109,15 +89,8 @@ class _Ours(_Torch):
     """The products of the engine, in the precision in which it makes them on this device. They are made anew for each run: they
     hold the memory of a chunk, and of such memory the engine keeps a few blocks only, for whoever is measured beside this."""
 
-    def __init__(self, weight: Tensor, hidden: Tensor) -> None:
-        super().__init__(weight, hidden)
-        self.chunks: tuple[Tensor, ...] = (self.hidden,)
-
     def products(self) -> Products:
         return products_for(self.weight, None, self.hidden.dtype)
-
-    def gradient(self) -> Tensor:
-        return self.chunks[0] @ self.weight.t()
 
     def logits(self) -> Tensor:
         products = self.products()
@@ -149,22 +122,12 @@ class _OursInChunks(_Ours):
             raise Unavailable("the engine takes all rows at once")
 
 
-def _backward(case: Case, way: type[_Torch], of_weight: bool) -> Run:
-    product = way(case.weight, case.hidden.detach()[case.active])
-    run = _Untimed(product.gradient, product.d_weight if of_weight else product.d_hidden)
-    return Run(run, run.make)
-
-
 BACKWARD = ("hidden", "hidden-frozen", *OF_SEQUENCES, "sparse", "cross-entropy", "trees", "forms", *BETAS)
-PARTS: dict[str, tuple[tuple[str, ...], Callable[[Case, type[_Torch]], Run]]] = {
-    "teacher logits": (tuple(BETAS), lambda case, way: Run(way(case.ref_weight, case.ref_hidden).logits)),
-    "logits": ((*BACKWARD, "hidden-forward"), lambda case, way: Run(way(case.weight, case.hidden).logits)),
-    "d_hidden": (BACKWARD, lambda case, way: _backward(case, way, of_weight=False)),
-    "d_weight": (
-        tuple(x for x in BACKWARD if not x.endswith("-frozen")),
-        lambda case, way: _backward(case, way, of_weight=True),
-    ),
-}
+#: The products, and the contracts that need each.
+PARTS = {
+    "teacher logits": tuple(BETAS), "logits": (*BACKWARD, "hidden-forward"), "d_hidden": BACKWARD,
+    "d_weight": tuple(x for x in BACKWARD if not x.endswith("-frozen")),
+}  # fmt: skip
 WAYS: dict[str, tuple[type[_Torch], tuple[str, ...]]] = {
     "torch.mm": (_Torch, ("cpu", "cuda")),
     "oneDNN": (_OneDnn, ("cpu",)),
@@ -173,11 +136,29 @@ WAYS: dict[str, tuple[type[_Torch], tuple[str, ...]]] = {
 }
 
 
+def _product(case: Case, part: str, way: type[_Torch]) -> Run:
+    """Of a gradient: that tensor of the size of the logits is made before each run, and a run returns it with the product, so that
+    it is freed after the run: neither is timed (to free it takes a seventh of a small product), and other contenders can use the
+    memory."""
+    if part == "teacher logits":
+        return Run(way(case.ref_weight, case.ref_hidden).logits)
+    if part == "logits":
+        return Run(way(case.weight, case.hidden).logits)
+    made, held = way(case.weight, case.hidden.detach()[case.active]), list[Tensor]()
+
+    def call() -> tuple[Tensor, Tensor]:
+        operand = held.pop()
+        return getattr(made, part)(operand), operand
+
+    return Run(call, lambda: held.append(made.chunks[0] @ made.weight.t()))
+
+
 def _register(part: str, name: str) -> None:
     """Beside the inputs there are the logits in fp32, their gradient, and the copy of it that oneDNN makes."""
-    (contracts, make), (way, devices) = PARTS[part], WAYS[name]
+    way, devices = WAYS[name]
     memory = None if way is _OursInChunks else lambda cell: 12.0 * cell.rows * cell.vocab
-    provider(f"{part}, {name}", *contracts, devices=devices, limit=True, part=part, memory=memory)(lambda case: make(case, way))
+    how: dict[str, Any] = {"devices": devices, "limit": True, "part": part, "memory": memory}
+    provider(f"{part}, {name}", *PARTS[part], **how)(lambda case: _product(case, part, way))
 
 
 for _part in PARTS:

@@ -11,20 +11,23 @@ under the policy and under the anchor, A is the advantage.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..batch import TokenBatch
-from ..checks import LARGEST, require, require_number, require_one_of, with_hints
-from ..rewards.corrections import off_policy_sequence_mask
-from ..rewards.entropy import entropy_threshold
+from ..checks import LARGEST, Checked, require, require_one_of, with_hints
+from ..rewards.entropy import SHARE, entropy_threshold
 from .ops import bounded_exp, ops
 from .token_stage import TokenRows, above_floor
 
 Tensor = torch.Tensor
+
+#: A ratio beyond e^60 is useless anyway, and e^60 is still finite in fp32; see ops.bounded_exp.
+BOUND = 60.0
+#: What `delta` of `near_sampler` is.
+DELTA = ("the largest mean log-ratio is a finite number.", -LARGEST, LARGEST)
 
 # ---- trust regions
 
@@ -60,7 +63,7 @@ def trust_ratio(logp, anchor_logp, advantage, params):
 TRUST_REGIONS = {"tv": trust_tv, "symmetric-tv": trust_symmetric_tv, "kl": trust_kl, "ratio": trust_ratio}
 
 
-class Filter:
+class Filter(Checked):
     """A frozen dataclass with `keep`. With `one_pass` a token's own log-prob and entropy decide, and `token_stage.token_terms`
     computes the decision. A filter that you write leaves it False."""
 
@@ -92,11 +95,11 @@ class TrustRegion(Filter):
     high: float = 0.2
     anchor: str = "old"
     one_pass = True
+    ranges = (("low high", "the width of the region is a number >= 0.", 0),)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_one_of("kind", self.kind, TRUST_REGIONS)
-        for name in ("low", "high"):
-            require_number(name, getattr(self, name), "the width of the region is a number >= 0.", 0)
         require(self.anchor in ("old", "sampler"), "anchor", self.anchor, "it must be old or sampler.")
 
     @property
@@ -124,9 +127,7 @@ class EntropyFloor(Filter):
     threshold: float
     one_pass = True
     filters_entropy = True
-
-    def __post_init__(self) -> None:
-        require_number("threshold", self.threshold, "it is an entropy in nats.", -LARGEST, LARGEST)
+    ranges = (("threshold", "it is an entropy in nats.", -LARGEST, LARGEST),)
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
         assert entropy is not None
@@ -142,9 +143,7 @@ class EntropyQuantile(Filter):
     share: float
     process_group: Any = None
     filters_entropy = True
-
-    def __post_init__(self) -> None:
-        require_number("share", self.share, "the share of tokens to keep is in (0, 1].", math.nextafter(0.0, 1.0), 1)
+    ranges = (("share", *SHARE),)
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
         assert entropy is not None
@@ -159,13 +158,25 @@ class OffPolicySequences(Filter):
 
     delta: float = 0.5
     by_sequence = True
-
-    def __post_init__(self) -> None:
-        require_number("delta", self.delta, "the largest mean log-ratio is a finite number.", -LARGEST, LARGEST)
+    ranges = (("delta", *DELTA),)
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
         assert batch is not None
-        return off_policy_sequence_mask(batch, logps.view(batch.targets.shape), delta=self.delta).reshape(-1) != 0
+        return near_sampler(batch, logps, self.delta)
+
+
+def near_sampler(batch: TokenBatch, logps: Tensor, delta: float) -> Tensor:
+    """bool [n]: A >= 0, or the mean of (sampler_logp - logp) over the sequence is at most `delta`; logps fp32 [n]."""
+    given = batch.table("advantages", "old_logps", "sampler_logps")
+    now = torch.where(batch.trained, logps, 0.0)
+    sampler = given.get("sampler_logps", given.get("old_logps", now))
+    moved = batch.sequence_sum(log_ratio(sampler, now)) / batch.lengths.clamp(min=1.0)
+    return (given["advantages"] >= 0) | batch.spread(moved <= delta)
+
+
+def log_ratio(above: Tensor, below: Tensor) -> Tensor:
+    """above - below in fp64, in [-BOUND, BOUND]; NaN, a token that one of them did not score, counts as 0."""
+    return torch.nan_to_num(above.to(torch.float64) - below.to(torch.float64), nan=0.0).clamp(-BOUND, BOUND)
 
 
 def check_filters(filters: Any, level: str) -> None:

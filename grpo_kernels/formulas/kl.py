@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from ..checks import SMALLEST, require, require_number, require_one_of, with_hints
-from .derivatives import check_returned, compare, log_probs
-from .ops import bounded_exp, finite, ops
+from ..checks import SMALLEST, Checked, require, require_one_of, with_hints
+from .ops import bounded_exp, check_returned, compare, finite, log_probs, ops
 
 # ---- estimators: (logp, old_logp, ref_logp) -> (value, slope)
 
@@ -127,7 +126,7 @@ def kl_terms(logp, old_logp, ref_logp, log_ratio, clamps, ESTIMATOR, SCORE, WEIG
 
 @with_hints
 @dataclass(frozen=True)
-class Kl:
+class Kl(Checked):
     """How the KL to the reference is estimated.
 
     estimator         "k1", "k2", "k3", "abs", "distillation" (see the functions of this module), or a function of yours,
@@ -151,16 +150,16 @@ class Kl:
     straight_through: bool = False
     clamp_log: float = math.inf
     clamp: float = math.inf
+    ranges = (("clamp_log clamp", "the bound is above 0 (math.inf switches it off).", SMALLEST),)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         known = callable(self.estimator) or self.estimator in ESTIMATORS
         require(known, "estimator", self.estimator, f"it must be one of {', '.join(ESTIMATORS)}, or a function.")
         if callable(self.estimator):
             remedy = "the estimator and its derivative with respect to logp"
             check_returned(self.estimator, "value and slope", remedy)
         require_one_of("weighting", self.weighting, WEIGHTINGS)
-        for name in ("clamp_log", "clamp"):
-            require_number(name, getattr(self, name), "the bound is above 0 (math.inf switches it off).", SMALLEST)
         if self.estimator == "distillation":
             plain = (self.weighting, self.straight_through, self.clamps) == ("none", False, None)
             require(plain, "estimator", self.estimator, "it has its own weighting: leave the other fields alone.")

@@ -6,7 +6,12 @@ in place of tensors, see program.py. So each formula of this package exists once
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+
+Tensor = torch.Tensor
 
 NUMBERS = (int, float)
 
@@ -54,3 +59,69 @@ def finite(x):
 def times(weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """weight * x; 0 where the weight is 0, whatever x is. None: a weight of 1."""
     return x if weight is None else (weight * x).masked_fill_(weight == 0, 0.0)
+
+
+# ---- what a formula has to return, its slope from autograd, and the comparison of both
+
+
+def check_returned(function: Callable[..., Any], returns: str, remedy: str, *last: Any) -> None:
+    """Raise ValueError unless `function`, called with tensors of three tokens (and `last`), returns what it should: "loss" or
+    "loss and slope" of each token. Unchecked, a tensor with two rows in place of a pair would be unpacked into its rows."""
+    if torch.compiler.is_compiling():
+        return
+    given = [torch.tensor(values, device="cpu") for values in ((-1.0, -0.5, -2.0), (-1.2, -0.5, -1.0), (1.0, 0.0, -1.0))]
+    returned = function(*given, *last)
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    fine = len(parts) == len(returns.split(" and ")) and all(
+        isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.shape in ((3,), ())) for x in parts
+    )
+    if not fine:
+        got = ", ".join(f"a Tensor {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}" for x in parts)
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise ValueError(
+            f"{name} returned {got or 'nothing'} for tensors of shape [3]: return {returns} of each token, {remedy}."
+        )
+
+
+def by_autograd(function: Callable[..., Tensor], logp: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss, d loss / d logp) of each token, the shape of logp, for a function (logp, *others) -> loss."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = logp.detach().clone().requires_grad_()  # a copy, because a graph cannot save a tensor made in inference mode
+        loss = torch.as_tensor(function(x, *(y.detach().clone() for y in others)))
+        if not loss.requires_grad:  # the loss does not depend on logp
+            return loss.detach().to(x.dtype).expand_as(x), torch.zeros_like(x)
+        (slope,) = torch.autograd.grad(loss.expand_as(x).sum(), x)
+    return loss.detach().expand_as(x), slope
+
+
+def log_probs(points: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(log-probs from -5 to 0, their distances to others, within 3 and, one in four, within 20), fp64 [points]."""
+    logp = -5.0 * torch.rand(points, generator=g, dtype=torch.float64)
+    x = 3.0 * (2.0 * torch.rand(points, generator=g, dtype=torch.float64) - 1.0)
+    x[1::4] *= 20.0 / 3.0
+    return logp, x
+
+
+def compare(
+    name: str,
+    terms: Callable[[Tensor], tuple[Tensor, Tensor]],
+    logp: Tensor,
+    tolerance: float,
+    at: dict[str, Tensor],
+) -> None:
+    """Raise ValueError where the slope that `terms` gives at logp is not the derivative of its value. The message names the
+    point of the largest error, with the numbers of `at` there."""
+    logp = logp.detach().requires_grad_()
+    value, slope = terms(logp)
+    (expected,) = (
+        torch.autograd.grad(value.sum(), logp, materialize_grads=True) if value.requires_grad else (torch.zeros_like(logp),)
+    )
+    slope = torch.as_tensor(slope).detach().expand_as(expected)
+    error = (slope - expected).abs() / (1.0 + expected.abs())
+    worst = int(error.nan_to_num(torch.inf).argmax())
+    if not error[worst] <= tolerance:  # NaN fails too
+        where = "".join(f", {key}={float(x[worst]):.4g}" for key, x in at.items())
+        raise ValueError(
+            f"the slope of {name} is {float(slope[worst]):.6g}, but autograd gives {float(expected[worst]):.6g} at "
+            f"logp={float(logp[worst].detach()):.4g}{where}."
+        )

@@ -9,7 +9,11 @@ gives in torch: each operation rounds alike, and exp and log, which no two libra
 
 from __future__ import annotations
 
+import dis
+import functools
+import math
 import operator
+import types
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +87,15 @@ class Program:
         return [torch.as_tensor(registers[r], dtype=torch.float32).expand_as(inputs[0]) for r in self.outputs]
 
 
+def _recorded(operation: str, swapped: bool = False) -> Callable[..., Any]:
+    """A method of symbols: the operation of a symbol and, where it has two operands, another number, or of these `swapped`."""
+
+    def method(self: Symbol, *other: Any) -> Symbol:
+        return self.tracer.apply(operation, *(*other, self) if swapped else (self, *other))
+
+    return method
+
+
 class Symbol:
     """A placeholder for a number while a formula is traced."""
 
@@ -94,69 +107,21 @@ class Symbol:
 
     __hash__ = object.__hash__
 
-    def __neg__(self) -> Symbol:
-        return self.tracer.apply("neg", self)
-
-    def __abs__(self) -> Symbol:
-        return self.tracer.apply("abs", self)
-
-    def __add__(self, other: Any) -> Symbol:
-        return self.tracer.apply("add", self, other)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Symbol:
-        return self.tracer.apply("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Symbol:
-        return self.tracer.apply("sub", other, self)
-
-    def __mul__(self, other: Any) -> Symbol:
-        return self.tracer.apply("mul", self, other)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Symbol:
-        return self.tracer.apply("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Symbol:
-        return self.tracer.apply("div", other, self)
+    __neg__, __abs__, __invert__ = map(_recorded, ("neg", "abs", "not"))
+    __add__ = __radd__ = _recorded("add")
+    __mul__ = __rmul__ = _recorded("mul")
+    __and__ = __rand__ = _recorded("and")
+    __or__ = __ror__ = _recorded("or")
+    __sub__, __rsub__ = _recorded("sub"), _recorded("sub", swapped=True)
+    __truediv__, __rtruediv__ = _recorded("div"), _recorded("div", swapped=True)
+    __lt__, __gt__ = _recorded("lt"), _recorded("lt", swapped=True)
+    __le__, __ge__ = _recorded("le"), _recorded("le", swapped=True)
+    __eq__, __ne__ = _recorded("eq"), _recorded("ne")
 
     def __pow__(self, exponent: Any) -> Symbol:
         if exponent not in (2, 3):
             raise FormulaRefused(f"** {exponent!r}: write products, or ops.exp and ops.log.")
         return self * self if exponent == 2 else self * self * self
-
-    def __lt__(self, other: Any) -> Symbol:
-        return self.tracer.apply("lt", self, other)
-
-    def __le__(self, other: Any) -> Symbol:
-        return self.tracer.apply("le", self, other)
-
-    def __gt__(self, other: Any) -> Symbol:
-        return self.tracer.apply("lt", other, self)
-
-    def __ge__(self, other: Any) -> Symbol:
-        return self.tracer.apply("le", other, self)
-
-    def __eq__(self, other: Any) -> Symbol:  # type: ignore[override]
-        return self.tracer.apply("eq", self, other)
-
-    def __ne__(self, other: Any) -> Symbol:  # type: ignore[override]
-        return self.tracer.apply("ne", self, other)
-
-    def __and__(self, other: Any) -> Symbol:
-        return self.tracer.apply("and", self, other)
-
-    __rand__ = __and__
-
-    def __or__(self, other: Any) -> Symbol:
-        return self.tracer.apply("or", self, other)
-
-    __ror__ = __or__
-
-    def __invert__(self) -> Symbol:
-        return self.tracer.apply("not", self)
 
     def __bool__(self) -> bool:
         raise FormulaRefused("a branch on a value: write ops.where(condition, a, b).")
@@ -292,3 +257,124 @@ def same_numbers(found: torch.Tensor, expected: torch.Tensor, tolerance: float) 
     typical = some.median() if some.numel() else torch.zeros(())
     near = sizes.isfinite() & ((found - expected).abs() <= tolerance * (typical + sizes))
     return near | (found == expected) | (found.isnan() & expected.isnan())
+
+
+# ---- what a formula depends on, as a key: what was made of it (a program, a kernel) serves as long as the key is the same
+
+#: Functions and types whose results follow from what they are given.
+PURE = frozenset(
+    {abs, all, any, bool, dict, divmod, enumerate, float, functools.partial, functools.reduce, int, isinstance, len, list, map, max,
+     min, pow, range, reversed, round, sorted, str, sum, tuple, type, zip, torch.Tensor}
+    | {f for module in (math, operator) for f in vars(module).values() if isinstance(f, types.BuiltinFunctionType)}
+)  # fmt: skip
+PACKAGE = __name__.removesuffix("formulas.program")
+#: Instructions after which a name is not what the globals of a function have under it.
+REBINDING = {dis.opmap[name] for name in ("IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")}
+_names: dict[int, tuple[types.CodeType, tuple[tuple[str, ...], ...] | None]] = {}
+
+
+class _Unknown(Exception):
+    """What a formula depends on cannot be told without running it."""
+
+
+def is_own(x: object) -> bool:
+    """Whether x is a function or a class of this package, which nobody defines again."""
+    return (
+        isinstance(x, (types.FunctionType, type))
+        and str(x.__module__).startswith(PACKAGE)
+        and not getattr(x, "__closure__", None)
+    )
+
+
+def key_of(x: object) -> Hashable | None:
+    """Equal for formulas, and for what they keep, that give the same program: a function made anew has the same key while its
+    code, its defaults, what it closes over and the values of the global names in it, those of its helpers included, are the same.
+    None where this cannot be told, as of an object with methods. A key holds no function of the user."""
+    try:
+        return _key(x, {})
+    except (_Unknown, RecursionError):  # a list that contains itself
+        return None
+
+
+def _key(x: Any, seen: dict[int, int]) -> Hashable:
+    """`seen`: which functions have their key further to the left already, and where."""
+    kind = type(x)
+    if kind is types.FunctionType:
+        return x if is_own(x) else _key_of_function(x, seen)
+    if x is None or isinstance(x, (bool, int, str)):
+        return kind, x
+    if isinstance(x, float):
+        return kind, x.hex()  # tells 0.0 from -0.0, and is equal for NaN
+    if kind is tuple or kind is list:
+        return kind, *[_key(y, seen) for y in x]
+    if kind is dict:
+        return kind, *[(_key(name, seen), _key(y, seen)) for name, y in x.items()]
+    if kind is functools.partial:
+        return kind, _key(x.func, seen), _key(x.args, seen), _key(x.keywords, seen)
+    if isinstance(x, (type, types.BuiltinFunctionType)) and (is_own(x) or x in PURE or _is_of_tensors(x)):
+        return x
+    raise _Unknown
+
+
+def _is_of_tensors(x: Any) -> bool:
+    """Whether it is a function of torch that is a method of tensors too, so not a random number, for example."""
+    name = x.__name__
+    return hasattr(torch.Tensor, name) and getattr(torch, name, None) is x
+
+
+def _key_of_function(x: Any, seen: dict[int, int]) -> Hashable:
+    if id(x) in seen:
+        return "again", seen[id(x)]
+    seen[id(x)] = len(seen)
+    code, globals_, names = x.__code__, x.__globals__, _names_in(x.__code__)
+    if names is None:
+        raise _Unknown
+    kept: list[Any] = [code, *[_key(y, seen) if y else None for y in (x.__defaults__, x.__kwdefaults__, x.__dict__)]]
+    for cell in x.__closure__ or ():
+        if cell == types.CellType():  # a name that has no value yet
+            raise _Unknown
+        kept.append(_key(cell.cell_contents, seen))
+    for name, *attributes in names:
+        value = globals_[name] if name in globals_ else x.__builtins__.get(name, _Unknown)
+        for attribute in attributes:
+            if type(value) is not types.ModuleType:
+                break
+            if attribute not in vars(value):
+                raise _Unknown
+            value = vars(value)[attribute]
+        kept.append(_key(value, seen))
+    return tuple(kept)
+
+
+def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], ...] | None:
+    """The global names in a function and in the functions inside of it, each with the attributes that are asked of it. None if it
+    changes what they mean."""
+    known = _names.get(id(code))
+    if known is None:  # an id is not given again while its code is kept here
+        if len(_names) >= 1024:
+            _names.clear()
+        known = _names[id(code)] = code, _read(code)
+    return known[1]
+
+
+def _read(code: types.CodeType) -> tuple[tuple[str, ...], ...] | None:
+    found: dict[tuple[str, ...], None] = {}
+    path: tuple[str, ...] = ()
+    for step in dis.get_instructions(code):
+        if step.opcode in REBINDING:
+            return None
+        if step.opname in ("EXTENDED_ARG", "CACHE"):
+            continue
+        if path and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            path = (*path, step.argval)
+            continue
+        if path:
+            found[path] = None
+        path = (step.argval,) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ()
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            names = _read(inner)
+            if names is None:
+                return None
+            found.update(dict.fromkeys(names))
+    return tuple(found)

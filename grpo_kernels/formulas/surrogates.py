@@ -12,36 +12,16 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-from ..checks import LARGEST, SMALLEST, require, require_clip_widths, require_number, with_hints
-from .custom import LEVELS, Custom, Surrogate, check_surrogate
-from .ops import bounded_exp, ops
+from ..checks import LARGEST, SMALLEST, Checked, require, with_hints
+from .ops import bounded_exp, by_autograd, check_returned, compare, log_probs, ops
 
 Tensor = torch.Tensor
-
-__all__ = [
-    "LEVELS",
-    "A2po",
-    "Cispo",
-    "Clip",
-    "ClipCov",
-    "Custom",
-    "Dro",
-    "Gmpo",
-    "ImportanceSampling",
-    "KlCov",
-    "NoPolicyTerm",
-    "PolicyGradient",
-    "Sapo",
-    "Surrogate",
-    "Vespo",
-    "check_surrogate",
-    "covariance",
-]
 
 
 # ---- formulas: (logp, old_logp, advantage, params) -> (loss, slope)
@@ -119,6 +99,74 @@ def regression(logp, old_logp, advantage, params):
 
 # ---- surrogates with their parameters, as users name them
 
+#: Of a ratio that is clipped to [1 - eps_low, 1 + eps_high].
+CLIP_WIDTHS = (
+    ("eps_low", "the lower clip width is a number in [0, 1].", 0, 1),
+    ("eps_high", "the upper clip width is a finite number >= 0.", 0, LARGEST),
+)
+SHARE = ("share", "the share of tokens is in [0, 1].", 0, 1)
+
+LEVELS = ("token", "sequence", "sequence-token", "sequence-sum")
+
+
+class Surrogate(Checked):
+    """A surrogate function together with its parameters. Subclasses are frozen dataclasses of floats.
+
+    The attributes tell an objective how it may be used."""
+
+    function: Callable[..., Any]
+    #: Levels of the ratio that it is defined for.
+    levels: tuple[str, ...] = LEVELS
+    #: True: the ratio is a constant weight and the gradient flows through logp itself (CISPO). At sequence levels the
+    #: slope then stays at its token instead of flowing through the log-ratio of the sequence.
+    detached_ratio: bool = False
+    #: True: a token with advantage 0 has loss 0 and slope 0 whatever its ratio, so its row need not be read.
+    zero_at_zero_advantage: bool = True
+    #: True: a batch's weights enter the ratio of the sequence instead of multiplying the term (VESPO).
+    absorbs_weights: bool = False
+    #: True: `select` needs the log-probs of the whole batch before any slope can be computed.
+    selects: bool = False
+
+    @property
+    def in_torch(self) -> bool:
+        """True: autograd finds the slope, not `function`. It then runs in torch only, and logits are read twice."""
+        return False
+
+    @property
+    def formula(self) -> Callable[..., tuple[Any, Any]]:
+        """(logp, old_logp, advantage, params) -> (loss, slope) of a token: `function`, where that gives both."""
+        return self.function
+
+    @property
+    def params(self) -> tuple[float, ...]:
+        """What `function` receives as its last argument: runtime floats, so a schedule recompiles nothing. Where the surrogate
+        `selects`, what it selected follows them."""
+        return tuple(float(getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
+
+    @property
+    def ratio_bounds(self) -> tuple[float, float]:
+        """Ratios below the first (A < 0) or above the second (A > 0) count as clipped in the metrics."""
+        return (0.0, math.inf)
+
+    def clipped(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """Which tokens count as clipped, two bools in the shape of ratio and advantages: those below the lower bound with A <
+        0, and those above the upper with A > 0."""
+        low, high = self.ratio_bounds
+        return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+
+    def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
+        """What a token adds to its sequence's mean or sum of log-ratios x [n], and the derivative in x; advantages [n]."""
+        return x, 1.0
+
+    def select(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
+        """fp32 [n] of 0 and 1, for a surrogate that `selects`, from logps, old_logps and advantages, fp32 [n], and trained,
+        bool [n]."""
+        raise NotImplementedError
+
+    def __call__(self, logp: Tensor, old_logp: Tensor, advantage: Tensor, *selected: Tensor) -> tuple[Tensor, Tensor]:
+        """Per-token loss and slope, fp32, in the shape of `logp`."""
+        return self.formula(logp, old_logp, advantage, (*self.params, *selected))
+
 
 @with_hints
 @dataclass(frozen=True)
@@ -134,12 +182,7 @@ class Clip(Surrogate):
     eps_high: float = 0.2
     delta: float = math.inf
     function = staticmethod(clip)
-
-    def __post_init__(self) -> None:
-        require_clip_widths(self.eps_low, self.eps_high)
-        require_number(
-            "delta", self.delta, "the two-sided bound is above 1 (math.inf switches it off).", math.nextafter(1.0, 2.0)
-        )
+    ranges = (*CLIP_WIDTHS, ("delta", "the two-sided bound is above 1 (math.inf switches it off).", math.nextafter(1.0, 2.0)))
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
@@ -159,10 +202,14 @@ class Cispo(Surrogate):
     low: float = 0.0
     function = staticmethod(cispo)
     detached_ratio = True
+    ranges = (
+        ("cap", "the cap is an absolute ratio above 0, for example 5.0.", SMALLEST),
+        ("low", "the lower bound is a ratio.", 0),
+    )
 
     def __post_init__(self) -> None:
-        require_number("cap", self.cap, "the cap is an absolute ratio above 0, for example 5.0.", SMALLEST)
-        require_number("low", self.low, "the lower bound is a ratio in [0, cap].", 0, self.cap)
+        super().__post_init__()
+        require(self.low <= self.cap, "low", self.low, "the lower bound is a ratio in [0, cap].")
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
@@ -202,12 +249,7 @@ class Sapo(Surrogate):
     tau_pos: float = 1.0
     tau_neg: float = 1.05
     function = staticmethod(sapo)
-
-    def __post_init__(self) -> None:
-        for name in ("tau_pos", "tau_neg"):
-            require_number(
-                name, getattr(self, name), "the temperature of the gate is a finite number above 0.", SMALLEST, LARGEST
-            )
+    ranges = (("tau_pos tau_neg", "the temperature of the gate is a finite number above 0.", SMALLEST, LARGEST),)
 
 
 @with_hints
@@ -227,12 +269,10 @@ class Vespo(Surrogate):
     levels = ("sequence-sum",)
     detached_ratio = True
     absorbs_weights = True
-
-    def __post_init__(self) -> None:
-        for name in ("k_pos", "k_neg"):
-            require_number(name, getattr(self, name), "the exponent is a finite number >= 0.", 0, LARGEST)
-        for name in ("lambda_pos", "lambda_neg"):
-            require_number(name, getattr(self, name), "the rate is a finite number of at least 1e-4.", 1e-4, LARGEST)
+    ranges = (
+        ("k_pos k_neg", "the exponent is a finite number >= 0.", 0, LARGEST),
+        ("lambda_pos lambda_neg", "the rate is a finite number of at least 1e-4.", 1e-4, LARGEST),
+    )
 
     def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
         return x.clamp(-20.0, 20.0), 1.0
@@ -249,17 +289,14 @@ class Gmpo(Surrogate):
     eps_high: float = 0.4
     function = staticmethod(importance_sampling)
     levels = ("sequence",)
-
-    def __post_init__(self) -> None:
-        for name in ("eps_low", "eps_high"):
-            require_number(name, getattr(self, name), "the clip width in log space is a number >= 0.", 0)
+    ranges = (("eps_low eps_high", "the clip width in log space is a number >= 0.", 0),)
 
     def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
         # A > 0: x is bounded by eps_high from above. A < 0: by -eps_low from below. A = 0: x does not count.
-        high = torch.full_like(x, self.eps_high).masked_fill(advantages < 0, math.inf).masked_fill(advantages == 0, 0.0)
-        low = torch.full_like(x, -self.eps_low).masked_fill(advantages > 0, -math.inf).masked_fill(advantages == 0, 0.0)
-        inside = (x >= low) & (x <= high) & (advantages != 0)
-        return torch.minimum(torch.maximum(x, low), high), inside.to(x.dtype)
+        clipped = torch.where(advantages > 0, x.clamp(max=self.eps_high), x.clamp(min=-self.eps_low)).masked_fill(
+            advantages == 0, 0.0
+        )
+        return clipped, ((clipped == x) & (advantages != 0)).to(x.dtype)
 
     @property
     def params(self) -> tuple[float, ...]:
@@ -275,9 +312,7 @@ class Dro(Surrogate):
     function = staticmethod(dro)
     levels = ("token",)
     zero_at_zero_advantage = False
-
-    def __post_init__(self) -> None:
-        require_number("beta", self.beta, "the pull is a finite number >= 0.", 0, LARGEST)
+    ranges = (("beta", "the pull is a finite number >= 0.", 0, LARGEST),)
 
 
 @with_hints
@@ -291,9 +326,101 @@ class A2po(Surrogate):
     function = staticmethod(regression)
     levels = ("sequence-sum",)
     zero_at_zero_advantage = False
+    ranges = (("beta", "the temperature of the regression is a finite number above 0.", SMALLEST, LARGEST),)
+
+
+# ---- your own
+
+
+@with_hints
+@dataclass(frozen=True)
+class Custom(Surrogate):
+    """Your own surrogate, which then runs in every backend and inside the kernels that visit a row once.
+
+        from grpo_kernels.formulas.surrogates import Custom, ops
+
+        def squared(logp, old_logp, advantage, params):       # params a tuple of floats
+            x = logp - old_logp
+            return -advantage * logp + 0.5 * params[0] * x * x, -advantage + params[0] * x
+
+        objective = Objective(surrogate=Custom(squared, (0.1,)))
+
+    `function` is written as if for one token: arithmetic, comparisons and the names of `ops`, without Python branches on
+    values. It receives `parameters` as its last argument. `check_surrogate` compares the slope with autograd. For C++ and
+    Triton the function, which may be a closure or another object that can be called, is called with symbols in place of
+    tensors, again when a function, a number, a list or a dictionary that it uses has changed, and at each call where it uses
+    other objects. If this is not possible, the logits are read a second time, with a warning, and strict raises ValueError, as
+    does backend="triton"; strict also compares what was made of it with torch before it is first used. At sequence levels,
+    unless detached_ratio, logp is the log-ratio of the sequence and old_logp is 0, so the formula may use their difference
+    only.
+
+    slope="autograd" is meant for prototypes: `function` returns the loss alone, in operations that torch can differentiate, and
+    autograd finds the slope. It runs in torch with every backend, and costs a second read of the logits and a graph over [n]
+    numbers. Detach in the formula what shall have no gradient. Raises ValueError where the function does not return what it
+    should.
+    """
+
+    function: Callable[..., Any]
+    parameters: tuple[float, ...] = ()
+    detached_ratio: bool = False
+    zero_at_zero_advantage: bool = False
+    slope: str = "formula"
 
     def __post_init__(self) -> None:
-        require_number("beta", self.beta, "the temperature of the regression is a finite number above 0.", SMALLEST, LARGEST)
+        require(
+            callable(self.function), "function", self.function, "pass (logp, old_logp, advantage, params) -> (loss, slope)."
+        )
+        require(self.slope in ("formula", "autograd"), "slope", self.slope, 'it must be "formula" or "autograd".')
+        object.__setattr__(self, "parameters", tuple(float(p) for p in self.parameters))
+        returns = "loss" if self.in_torch else "loss and slope"
+        check_returned(self.function, returns, 'or, for a loss alone, pass slope="autograd"', self.parameters)
+
+    @property
+    def in_torch(self) -> bool:
+        return self.slope == "autograd"
+
+    @property
+    def formula(self) -> Callable[..., tuple[Any, Any]]:
+        return self._with_slope if self.in_torch else self.function
+
+    def _with_slope(
+        self, logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]
+    ) -> tuple[Tensor, Tensor]:
+        return by_autograd(lambda *given: self.function(*given, params), logp, old_logp, advantage)
+
+    @property
+    def params(self) -> tuple[float, ...]:
+        return self.parameters
+
+
+def check_surrogate(surrogate: Surrogate, *, points: int = 4096, tolerance: float = 1e-6, seed: int = 0) -> None:
+    """Compare a surrogate's slope with autograd's derivative of its loss, in fp64. It is meant for surrogates of your own.
+
+    `points` random points are drawn with `seed`: log-probs, ratios between e^-3 and e^3 (one in four between e^-20 and e^20),
+    and advantages of both signs and 0. An error above `tolerance` times (1 + the derivative) is refused, and so is a surrogate
+    with zero_at_zero_advantage=True whose loss or slope is not 0 at advantage 0. With detached_ratio=True old_logp moves along
+    with logp, so that the ratio is constant. Raises ValueError naming the worst point. Points on a kink, where a derivative
+    does not exist, have probability 0.
+    """
+    g = torch.Generator().manual_seed(seed)
+    logp, x = log_probs(points, g)
+    advantage = torch.randn(points, generator=g, dtype=torch.float64)
+    advantage[::16] = 0.0
+    selected = (torch.rand(points, generator=g) < 0.5).to(torch.float64)
+    old_logp = logp - x
+    extra = (selected,) if surrogate.selects else ()
+    if surrogate.zero_at_zero_advantage:
+        for what, value in zip(("loss", "slope"), surrogate(logp, old_logp, 0.0 * x, *extra), strict=True):
+            if torch.as_tensor(value).any():
+                raise ValueError(f"the {what} of {surrogate!r} is not 0 at advantage 0: set zero_at_zero_advantage=False.")
+
+    if surrogate.in_torch:
+        return
+
+    def terms(logp: Tensor) -> tuple[Tensor, Tensor]:
+        return surrogate(logp, logp - x if surrogate.detached_ratio else old_logp, advantage, *extra)
+
+    compare(repr(surrogate), terms, logp, tolerance, {"old_logp": old_logp, "advantage": advantage})
 
 
 def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
@@ -339,16 +466,15 @@ def kl_cov(logp, old_logp, advantage, params):
 def covariance(logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
     """(A - mean A) (logp - mean logp) of every trained token of the batch, fp64 [n]; 0 elsewhere. arXiv 2505.22617 eq. 9.
     logps and advantages fp32 [n], trained bool [n]."""
+    x, y = (torch.where(trained, values.to(torch.float64), 0.0) for values in (logps, advantages))
     count = trained.sum().clamp(min=1)
-    centred = []
-    for values in (logps, advantages):
-        x = torch.where(trained, values.to(torch.float64), 0.0)
-        centred.append(x - x.sum() / count)
-    return torch.where(trained, centred[0] * centred[1], 0.0)
+    return torch.where(trained, (x - x.sum() / count) * (y - y.sum() / count), 0.0)
 
 
-def _first(order: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
-    """fp32 [n]: 1 for the `count` (0-d) eligible tokens with the lowest `order`, 0 for the others. No host sync."""
+def _first(order: Tensor, eligible: Tensor, share: float, trained: Tensor) -> Tensor:
+    """fp32 [n]: 1 for the eligible tokens with the lowest `order`, a share of the trained ones and at least one; 0 for the others.
+    No host sync."""
+    count = (share * trained.sum().to(torch.float64)).floor().clamp(min=1)
     ranked = torch.argsort(torch.where(eligible, order, math.inf), stable=True)
     rank = torch.zeros_like(ranked).scatter_(0, ranked, torch.arange(ranked.numel(), device=ranked.device))
     return (eligible & (rank < count)).to(torch.float32)
@@ -371,23 +497,19 @@ class ClipCov(Surrogate):
     function = staticmethod(clip_cov)
     levels = ("token",)
     selects = True
+    ranges = (*CLIP_WIDTHS, SHARE, ("low high", "the band of covariances is low < high."))
 
     def __post_init__(self) -> None:
-        require_clip_widths(self.eps_low, self.eps_high)
-        require_number("share", self.share, "the share of tokens is in [0, 1].", 0, 1)
-        require_number("low", self.low, "the band of covariances is low < high.")
+        super().__post_init__()
         require(self.low < self.high, "high", self.high, f"the band of covariances is low < high, but low={self.low}.")
 
-    @property
-    def ratio_bounds(self) -> tuple[float, float]:
-        return (1.0 - self.eps_low, 1.0 + self.eps_high)
+    ratio_bounds = Clip.ratio_bounds
 
     def select(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
         low, high = self.clipped(bounded_exp(logps - old_logps), advantages)
         cov = covariance(logps, advantages, trained)
         eligible = trained & ~(low | high) & (cov > self.low) & (cov < self.high)
-        count = (self.share * trained.sum().to(torch.float64)).floor().clamp(min=1)
-        return _first(torch.rand(logps.shape, device=logps.device), eligible, count)
+        return _first(torch.rand(logps.shape, device=logps.device), eligible, self.share, trained)
 
 
 @with_hints
@@ -402,11 +524,7 @@ class KlCov(Surrogate):
     levels = ("token",)
     zero_at_zero_advantage = False
     selects = True
-
-    def __post_init__(self) -> None:
-        require_number("coef", self.coef, "the weight of the penalty is a finite number >= 0.", 0, LARGEST)
-        require_number("share", self.share, "the share of tokens is in [0, 1].", 0, 1)
+    ranges = (("coef", "the weight of the penalty is a finite number >= 0.", 0, LARGEST), SHARE)
 
     def select(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
-        count = (self.share * trained.sum().to(torch.float64)).floor().clamp(min=1)
-        return _first(-covariance(logps, advantages, trained), trained, count)
+        return _first(-covariance(logps, advantages, trained), trained, self.share, trained)

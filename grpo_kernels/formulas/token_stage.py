@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checks import describe
-from .keys import is_own, key_of
 from .kl import Kl, kl_terms
 from .listed import ListedTerms
 from .ops import ops
-from .program import FormulaRefused, Program, Tracer, refusal, same_numbers
+from .program import FormulaRefused, Program, Tracer, is_own, key_of, refusal, same_numbers
 
 Tensor = torch.Tensor
 
@@ -51,9 +50,13 @@ class TokenRows:
         """bool [n]: `trained`, never None."""
         return torch.ones_like(self.targets, dtype=torch.bool) if self.trained is None else self.trained
 
+    def given(self, *more: str) -> dict[str, Tensor]:
+        """INPUTS, and `more` fields, of those that these rows have."""
+        return {name: x for name in (*INPUTS, *more) if (x := getattr(self, name)) is not None}
+
     def __getitem__(self, rows: slice | Tensor) -> TokenRows:
         """What the token stage takes of these rows."""
-        given = {name: x for name in (*INPUTS, "divergence_weight") if (x := getattr(self, name)) is not None}
+        given = self.given("divergence_weight")
         cut = torch.stack([*given.values()])[:, rows] if isinstance(rows, Tensor) else [x[rows] for x in given.values()]
         return TokenRows(self.targets[rows], None, **dict(zip(given, cut, strict=True)))
 
@@ -162,15 +165,10 @@ class TokenFormula:
     _programs: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False)
 
     def terms(
-        self, logps: Tensor, entropy: Tensor | None, log_ratio: Tensor, rows: TokenRows, **numbers: Any
+        self, logps: Tensor, entropy: Tensor | None, log_ratio: Tensor | None, rows: TokenRows, **numbers: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """`token_terms` [n] of flat rows in torch; `numbers`: arguments that are others than usual."""
-        old = logps if rows.old_logps is None else rows.old_logps
-        return token_terms(
-            logps, entropy, log_ratio, old, rows.ref_logps, old if rows.sampler_logps is None else rows.sampler_logps,
-            rows.advantages, rows.policy_weight, rows.kl_weight, rows.entropy_weight, rows.nll_weight,
-            **{**self.numbers, **numbers}, **self.chosen,
-        )  # fmt: skip
+        return _terms({"logps": logps, "entropy": entropy, **rows.given()}, {**self.numbers, **numbers}, self.chosen, log_ratio)
 
     @property
     def flat_numbers(self) -> list[float]:
@@ -219,8 +217,7 @@ class TokenStage(NamedTuple):
 
     def terms(self, logps: Tensor, entropy: Tensor | None, listed: Tensor | None = None) -> Terms:
         """The terms of these rows in torch. `listed` fp32 [n]: those in the log-probs of listed ids."""
-        old = logps if self.rows.old_logps is None else self.rows.old_logps
-        losses, d_logps, _, *others = self.formula.terms(logps, entropy, logps - old, self.rows, listed=listed)
+        losses, d_logps, _, *others = self.formula.terms(logps, entropy, None, self.rows, listed=listed)
         return Terms(losses, d_logps, others[0] if self.formula.bonus else None, others[1])
 
     def program(self) -> tuple[Program, list[float]]:
@@ -260,7 +257,7 @@ class TokenStage(NamedTuple):
         made.compared = True
 
     def _made(self) -> tuple[_Made, list[float]]:
-        formula, present = self.formula, tuple([name for name in INPUTS if getattr(self.rows, name) is not None])
+        formula, present = self.formula, tuple(self.rows.given())
         cached = formula._programs.get(present)
         if cached is not None:
             theirs, keys, result = cached
@@ -335,12 +332,12 @@ def _traced(chosen: dict[str, Any], present: tuple[str, ...], shape: tuple[tuple
         return refusal(name, error)
 
 
-def _terms(given: dict[str, Any], numbers: dict[str, Any], chosen: dict[str, Any]) -> tuple[Any, ...]:
-    """`token_terms` of an objective of one pass, on tensors or symbols."""
+def _terms(given: dict[str, Any], numbers: dict[str, Any], chosen: dict[str, Any], log_ratio: Any = None) -> tuple[Any, ...]:
+    """`token_terms` on tensors or symbols. `log_ratio`: None for a token's own."""
     logp = given["logps"]
     old = given.get("old_logps", logp)
     return token_terms(
-        logp, given["entropy"], logp - old, old, given.get("ref_logps"), given.get("sampler_logps", old), given["advantages"],
+        logp, given["entropy"], logp - old if log_ratio is None else log_ratio, old, given.get("ref_logps"), given.get("sampler_logps", old), given["advantages"],
         given["policy_weight"], given.get("kl_weight"), given.get("entropy_weight"), given.get("nll_weight"),
         **numbers, **chosen,
     )  # fmt: skip

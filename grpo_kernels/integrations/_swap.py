@@ -63,9 +63,9 @@ class Adapter:
             f"{named} was not tested with this adapter ({', '.join(self.tested)} {'was' if len(self.tested) == 1 else 'were'})"
         )
 
-    def bind(self, *ours: Function, strict: bool = False, any_version: bool = False) -> Slots:
-        """Replace what the declaration says that these functions of ours replace."""
-        slots = Slots(self, strict, any_version)
+    def bind(self, *ours: Function, **how: bool) -> Slots:
+        """Replace what the declaration says that these functions of ours replace. how: of `Slots`."""
+        slots = Slots(self, **how)
         for function in ours:
             slots.bind(function)
         return slots
@@ -97,8 +97,14 @@ def alike(what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance
     return told
 
 
+def tolerances(coarse: bool) -> tuple[float, float]:
+    """Of `alike`; coarse: a function of 16-bit tensors, which may sum in 16 bits."""
+    return (3e-2, 2e-2) if coarse else (1e-3, 1e-5)
+
+
 def ran(function: Function, call: Any, part: Function) -> tuple[list[Tensor], list[Tensor]]:
-    """(results of a call on copies of its tensors, which may be overwritten; what wants a gradient of them)."""
+    """(results of a call on copies of its tensors, which may be overwritten; what wants a gradient of them). What it warns of, the
+    call itself says."""
     leaves: list[Tensor] = []
 
     def copied(x: Tensor) -> Tensor:
@@ -108,7 +114,9 @@ def ran(function: Function, call: Any, part: Function) -> tuple[list[Tensor], li
         return leaves[-1].clone()
 
     args, kwargs = tree_map_only(Tensor, copied, call)
-    found = tree_leaves(part(function(*args, **kwargs)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = tree_leaves(part(function(*args, **kwargs)))
     return [x for x in found if isinstance(x, Tensor) and x.is_floating_point()], leaves
 
 
@@ -138,7 +146,7 @@ class Trial:
         """Run both on copies of the call's (args, kwargs), of whose results `part` is compared. A call under no_grad shows
         values."""
         coarse = any(isinstance(x, Tensor) and x.is_floating_point() and x.element_size() < 4 for x in tree_leaves(call))
-        tolerance, floor = (3e-2, 2e-2) if coarse else (1e-3, 1e-5)  # 16-bit functions may sum in 16 bits
+        tolerance, floor = tolerances(coarse)
         with self.refusing(name):
             mine, leaves = ran(ours, call, part)
             try:
@@ -165,10 +173,14 @@ class Trial:
 
     @contextlib.contextmanager
     def refusing(self, name: str) -> Iterator[None]:
-        """Turn `Differs` into the error that the user gets."""
+        """Turn `Differs` into the error that the user gets, under a tested version because of strict=True."""
         try:
             yield
         except Differs as difference:
+            if self.version is None:
+                raise RuntimeError(
+                    f"strict=True, but {difference}: this is a bug of the adapter, or {name} is not what it knows."
+                ) from None
             done = "Nothing was trained with ours: keep its own,"
             if self.remove is not None:
                 self.remove()
@@ -198,6 +210,7 @@ class Slots:
     counts   Counter of calls: "fused", or the trainer's name and why its own function was called.
     strict   True: a call that is left to the trainer raises RuntimeError instead, and so does the end of a `with` block in
              which none of our functions was called.
+    any_version   True: no comparison under a version that was not tested.
     trial    the comparison under a version that was not tested."""
 
     def __init__(self, adapter: Adapter, strict: bool = False, any_version: bool = False) -> None:
@@ -228,11 +241,10 @@ class Slots:
                     f"version, or pass any_version=True (or set {OVERRIDE}=1) and compare your first steps with and without it."
                 )
             theirs = getattr(sys.modules[home], name)
-            if getattr(theirs, "grpo_kernels", False):
-                raise RuntimeError(f"{home}.{name} is ours already: call undo() on what bound it.")
             if not comparable and not attribute:
                 same_arguments(f"{home}.{name}", theirs, ours)
-            value = self.counted(ours, getattr(theirs, attribute) if attribute else theirs)
+            own = getattr(theirs, attribute) if attribute else theirs
+            value = self.counted(self.trial.beside(ours, own), own)
             if attribute:
                 value = type(name, (), {attribute: staticmethod(value), "grpo_kernels": True, "theirs": theirs})
             for module, key in list(names_of(theirs, home)):
@@ -243,22 +255,24 @@ class Slots:
             raise
 
     def put(self, module: Any, key: str, value: Any) -> None:
-        """Set `module.key` to `value` until `undo()`, in this module (or object) only and without counting calls."""
+        """Set `module.key` to `value` until `undo()`, in this module (or object) only and without counting calls. Raises
+        RuntimeError where it is ours."""
+        if getattr(getattr(module, key, None), "grpo_kernels", False):
+            raise RuntimeError(f"{name_of(module)}.{key} is ours already: call undo() on what bound it.")
         self._bound.append((module, key, value, vars(module).get(key, ABSENT)))
         setattr(module, key, value)
 
     def counted(self, ours: Function, theirs: Function) -> Any:
         """Our function, or theirs if ours raises NotCovered, with a count of the calls of each."""
-        compared = self.trial.beside(ours, theirs)
 
         @functools.wraps(ours)
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                result = compared(*args, **kwargs)
+                result = ours(*args, **kwargs)
             except NotCovered as reason:
                 if self.strict:
                     raise RuntimeError(
-                        f"strict=True, but {ours.__name__} is left to {self.adapter.trainer}: {reason}."
+                        f"strict=True, but {ours.__name__} is left to {self.adapter.trainer}'s own code: {reason}."
                     ) from None
                 self.counts[f"{self.adapter.trainer}: {reason}"] += 1
                 return theirs(*args, **kwargs)
@@ -273,14 +287,13 @@ class Slots:
         RuntimeError, before anything is restored, where another package has replaced one of ours."""
         for module, name, value, _ in self._bound:
             if module.__dict__.get(name) is not value:
-                home = getattr(module, "__name__", type(module).__name__)
-                raise RuntimeError(f"{home}.{name} is not ours any more: undo in the reverse order of binding.")
+                raise RuntimeError(f"{name_of(module)}.{name} is not ours any more: undo in the reverse order of binding.")
         for module, name, value, theirs in self._bound:
             if theirs is ABSENT:
                 delattr(module, name)
                 continue
             setattr(module, name, theirs)
-            for late, key in names_of(value, getattr(module, "__name__", "")):
+            for late, key in names_of(value, name_of(module)):
                 setattr(late, key, theirs)
         self._bound.clear()
 
@@ -299,6 +312,11 @@ class Slots:
                 f"strict=True, but no call was fused in this block: {self.adapter.trainer} did not call {' or '.join(self._paths)}. "
                 "Either it did not get as far as the loss, or this version or configuration of it calls something else."
             )
+
+
+def name_of(module: Any) -> str:
+    """That of a module, or of an object's type."""
+    return getattr(module, "__name__", type(module).__name__)
 
 
 def found(paths: str | tuple[str, ...]) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from .. import (
     Options,
     Sapo,
     TokenBatch,
+    TokenLogprobs,
     TokenSets,
     Vespo,
     token_logprobs,
@@ -93,17 +94,19 @@ def two_sided(owner: str, low: float, high: float, delta: float | None, name: st
     return Clip(low, high, bound)
 
 
-def surrogate_of(
-    loss_type: str, low: float, high: float, delta: float | None, sapo: tuple[float, float], vespo: tuple[float, ...]
-) -> Any:
-    """The surrogate of TRL's and Liger's `loss_type`. As they have it, `high` is CISPO's cap, an absolute ratio."""
-    require_one_of("loss_type", loss_type, (*CLIPPED, "cispo", "sapo", "vespo"))
-    if loss_type in CLIPPED:
-        return Clip(min(low, 1.0), high, math.inf if delta is None else delta)  # below 0 there is no ratio to be clipped
-    if loss_type == "vespo":
-        k_pos, lambda_pos, k_neg, lambda_neg = vespo
-        return Vespo(k_pos, max(lambda_pos, 1e-4), k_neg, max(lambda_neg, 1e-4))
-    return Cispo(high) if loss_type == "cispo" else Sapo(*sapo)
+def surrogate_of(options: Any) -> Any:
+    """The surrogate of TRL's and Liger's `loss_type`, of an object that has their options under their names. As they have it,
+    epsilon_high is CISPO's cap, an absolute ratio."""
+    kind, high, delta = options.loss_type, options.epsilon_high, options.delta
+    require_one_of("loss_type", kind, (*CLIPPED, "cispo", "sapo", "vespo"))
+    if kind in CLIPPED:
+        return Clip(
+            min(options.epsilon_low, 1.0), high, math.inf if delta is None else delta
+        )  # below 0 there is no ratio to be clipped
+    if kind == "vespo":
+        rates = [max(rate, 1e-4) for rate in (options.vespo_lambda_pos, options.vespo_lambda_neg)]
+        return Vespo(options.vespo_k_pos, rates[0], options.vespo_k_neg, rates[1])
+    return Cispo(high) if kind == "cispo" else Sapo(options.sapo_temperature_pos, options.sapo_temperature_neg)
 
 
 # ---- batches, denominators, metrics
@@ -161,37 +164,46 @@ def entropy_kind(wanted: bool, gradient: bool = True) -> bool | str:
     return (True if gradient else "detached") if wanted else False
 
 
+def log_probs_of(
+    logits: Tensor, targets: Tensor, *, temperature: float = 1.0, group: Any = None, options: Options | None = None, **others: Any
+) -> TokenLogprobs:  # fmt: skip
+    """`token_logprobs` of a trainer's logits [..., V / ranks of the group], no group being one rank; `options` and `others` are its
+    arguments. Raises NotCovered for logits that our kernels cannot read."""
+    plain(logits)
+    options = options or Options()
+    shard = even_shard(logits.shape[-1], group) or options.shard
+    return token_logprobs(
+        logits, targets, transform=LogitTransform(temperature), options=replace(options, shard=shard), **others
+    )
+
+
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     """verl's and SkyRL's function of this name: log-probs of labels, fp32 [...]; logits [..., V], labels of any shape with as
     many elements as there are rows.
 
     inplace_backward   True: the gradient overwrites the logits, unless they are a leaf. Autograd raises where another operation
                        still needs them."""
-    plain(logits)
     if labels.numel() == logits.shape[:-1].numel():  # any other number is refused below, in an error that names both shapes
         labels = labels.reshape(logits.shape[:-1])
     inplace = inplace_backward and logits.requires_grad and not of_a_leaf(logits) and logits.is_contiguous()
-    return token_logprobs(logits, labels, inplace=inplace)[0]
+    return log_probs_of(logits, labels, inplace=inplace).logps
 
 
-def entropy_from_logits(
-    logits: Tensor, *, transform: LogitTransform | None = None, mask: Tensor | None = None, gradient: bool = True
-) -> Tensor:
-    """Entropy in nats, fp32 [...], of logits [..., V] after `transform`; 0 where the mask is False."""
-    plain(logits)
+def entropy_from_logits(logits: Tensor, *, temperature: float = 1.0, mask: Tensor | None = None, gradient: bool = True) -> Any:
+    """Entropy in nats, fp32 [...], of logits [..., V]; 0 where the mask is False."""
     kind = entropy_kind(True, gradient)
-    entropy = token_logprobs(logits, no_ids(logits[..., 0]), transform=transform, mask=mask, entropy=kind)[1]
-    assert entropy is not None
-    return entropy
+    return log_probs_of(logits, no_ids(logits[..., 0]), temperature=temperature, mask=mask, entropy=kind).entropy
 
 
 def in_a_column(
-    logits: Tensor, tokens: Tensor, group: Any, *, options: Options | None = None, **others: Any
-) -> tuple[Tensor, Tensor | None]:
-    """slime's and miles' form: (log-probs [R, 1], or [0] of no tokens; entropy [R] or None) of logits [R, V / ranks of the
-    group], no group being all ranks; `options` and `others` are those of `token_logprobs`."""
-    options = replace(options or Options(), shard=even_shard(logits.shape[-1], group or world()))
-    logps, entropy = token_logprobs(logits, tokens, options=options, **others)
+    logits: Tensor, tokens: Tensor, group: Any, wanted: bool, gradient: bool = True, *, options: Options | None = None, **others: Any
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """slime's and miles' form: (log-probs [R, 1], or [0] of no tokens; entropy [R], with a gradient or without, or None) of logits
+    [R, V / ranks of the group], no group being all ranks; `options` and `others` are those of `log_probs_of`."""
+    if options is not None and not wanted:
+        options = replace(options, entropy_over="kept")  # nothing runs over the vocabulary
+    kind = entropy_kind(wanted, gradient)
+    logps, entropy = log_probs_of(logits, tokens, group=group or world(), entropy=kind, options=options, **others)
     return logps[:, None] if len(logps) else logps, entropy
 
 
@@ -201,7 +213,7 @@ def in_a_column(
 def at_ids(logits: Tensor, ids: Tensor, **others: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     """(log-probs at the ids [.., K] of each row of logits [.., V], entropies if asked for, [..]: how many different ids a row
     has), in one visit of each row, for trainers that take an id several times. An id of -1 is padding, with log-prob 0. `others`
-    are those of `token_logprobs`."""
+    are those of `log_probs_of`."""
     flat = ids.flatten(0, -2)
     in_order, order = flat.sort(-1)
     first = torch.ones_like(flat, dtype=torch.bool)
@@ -209,7 +221,7 @@ def at_ids(logits: Tensor, ids: Tensor, **others: Any) -> tuple[Tensor, Tensor |
     first &= in_order >= 0
     sets = TokenSets.from_counts(in_order[first], first.sum(-1))
     place = first.reshape(-1).cumsum(0).view(flat.shape) - 1  # in the sets' ids
-    found = token_logprobs(logits, ids[..., 0].clamp(min=0).long(), at=sets, **others)  # a kept set has the first
+    found = log_probs_of(logits, ids[..., 0].clamp(min=0).long(), at=sets, **others)  # a kept set has the first
     of_sets = torch.cat([found.also["at"], logits.new_zeros(1, dtype=torch.float32)])  # what comes last is for padding
     logps = of_sets[place.gather(-1, order.argsort(-1)).masked_fill(flat < 0, -1)].view(ids.shape)
     return logps, found.entropy, first.sum(-1).view(ids.shape[:-1])

@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-from .. import LogitTransform, Options, TokenLogprobs, token_logprobs
 from ._swap import Adapter, Slots
-from ._tensors import even_shard, plain
+from ._tensors import log_probs_of
 
 Tensor = torch.Tensor
 
@@ -37,14 +36,13 @@ ADAPTER = Adapter(
 )  # fmt: skip
 
 
-def bind(*, trees: bool = False, strict: bool = False, any_version: bool = False) -> Slots:
+def bind(*, trees: bool = False, **how: bool) -> Slots:
     """Replace AReaL's two functions by ours; the result restores them, see `Slots`, which has the errors too.
 
     trees    True: the function of packed trees too, of versions that have it.
-    strict   True: a call that AReaL's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested."""
+    how      strict and any_version of `Slots`."""
     ours = (gather_logprobs, gather_logprobs_entropy, *((mapped_logprobs_entropy,) if trees else ()))
-    return ADAPTER.bind(*ours, strict=strict, any_version=any_version)
+    return ADAPTER.bind(*ours, **how)
 
 
 def gather_logprobs(
@@ -52,27 +50,18 @@ def gather_logprobs(
 ) -> Tensor:
     """Log-probs of labels, fp32 in their shape; logits [..., V], divided by temperature. With a tp_group of several ranks
     logits are [..., V / ranks], this rank's part. chunk_size has no effect."""
-    return _scored(logits, labels, temperature, tp_group).logps
+    return log_probs_of(logits, labels, temperature=temperature, group=tp_group).logps
 
 
 def gather_logprobs_entropy(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, ...]:
     """(log-probs of labels, entropy in nats) with the arguments of `gather_logprobs`; both differentiable."""
-    logps, entropy = _scored(logits, labels, temperature, tp_group, entropy=True)
-    return logps, entropy
+    return tuple(log_probs_of(logits, labels, temperature=temperature, group=tp_group, entropy=True))
 
 
 def mapped_logprobs_entropy(
     logits: Tensor, rows: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, ...]:
     """The same of labels [M], each predicted by the row of logits [N, V] that `rows`, int64 [M], names: several by one row."""
-    logps, entropy = _scored(logits, labels, temperature, tp_group, entropy=True, rows=rows)
-    return logps, entropy
-
-
-def _scored(logits: Tensor, labels: Tensor, temperature: float, group: Any, **others: Any) -> TokenLogprobs:
-    """What `token_logprobs` gives, of which `others` are arguments."""
-    plain(logits)
-    transform, options = LogitTransform(temperature), Options(shard=even_shard(logits.shape[-1], group))
-    return token_logprobs(logits, labels, transform=transform, options=options, **others)
+    return tuple(log_probs_of(logits, labels, temperature=temperature, group=tp_group, entropy=True, rows=rows))

@@ -22,27 +22,27 @@ What differs on purpose:
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import importlib.util
 import inspect
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, fields, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .. import Head, Kl, LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
 from ..checks import require
+from ..distributed import global_normalizer
 from ..formulas.ops import bounded_exp
 from ..formulas.token_stage import TokenRows
 from ..layout import of_a_leaf, values_are_checked
-from ..presets import PRESETS
+from ..objective import PRESETS
 from ..rows.run import total
 from ._swap import Adapter, Slots, Trial
-from ._tensors import CLIPPED, at_least_one, divergence_of, surrogate_of, teaching
+from ._tensors import CLIPPED, at_least_one, divergence_of, surrogate_of, teaching, world
 
 __all__ = [
     "LIGER_VERSION", "LigerFusedLinearGRPOLoss", "LigerFusedLinearJSD", "bind", "fused_selective_log_softmax", "liger_objective", "patch",
@@ -71,44 +71,28 @@ ATTRIBUTES = ("liger_loss", "liger_grpo_loss")
 GLOBAL_COUNT = ("dapo", "cispo", "vespo")
 
 
-def liger_objective(
-    loss_type: str = "dapo",
-    *,
-    importance_sampling_level: str = "token",
-    beta: float = 0.04,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    delta: float | None = None,
-    use_bias_correction_kl: bool = False,
-    sapo_temperatures: tuple[float, float] = (1.0, 1.05),
-    vespo: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0),
-    max_completion_length: int | None = None,
-) -> Objective:
+#: Options of `liger_objective` that stand for several of Liger's.
+TOGETHER = {
+    "sapo_temperatures": ("sapo_temperature_pos", "sapo_temperature_neg"),
+    "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+}
+
+
+def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
     """Liger's options as an Objective, for the functions of grpo_kernels itself. Raises ValueError naming what is wrong.
 
     loss_type    "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo": surrogate and denominator.
+    options      of `LigerFusedLinearGRPOLoss`, with its defaults:
     importance_sampling_level   "token", or "sequence" for the losses that clip.
     beta         weight of the KL, by k3; use_bias_correction_kl: times the ratio.
     epsilon_low, epsilon_high, delta   clip widths and two-sided bound, as in `Clip`. As in Liger, epsilon_high is CISPO's cap,
                  an absolute ratio, and delta means nothing to CISPO, SAPO and VESPO.
-    sapo_temperatures   (for A > 0, for the others).
-    vespo        (k, lambda) for A >= 0, then for the others.
+    sapo_temperature_pos, sapo_temperature_neg   for A > 0, for the others; together sapo_temperatures.
+    vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg   for A >= 0, then for the others; together vespo.
     max_completion_length   tokens, which dr_grpo divides by; nothing to the others."""
-    surrogate = surrogate_of(loss_type, epsilon_low, epsilon_high, delta, sapo_temperatures, vespo)
-    level, kl = importance_sampling_level, Kl("k3", weighting="ratio" if use_bias_correction_kl else "none")
-    require(level in ("token", "sequence"), "importance_sampling_level", level, 'it must be "token" or "sequence".')
-    # Liger's own message, because callers match on it.
-    remedy = f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}. Use importance_sampling_level='token' instead."
-    require(level == "token" or loss_type in CLIPPED, "importance_sampling_level", level, remedy)
-    if loss_type == "cispo" and epsilon_high < 1:
-        warnings.warn(
-            f"epsilon_high={epsilon_high} is CISPO's cap, an absolute ratio: below 1 it caps on-policy tokens too. "
-            "The paper's value is near 5.", stacklevel=3,
-        )  # fmt: skip
-    return Objective(
-        surrogate, level="sequence-sum" if loss_type == "vespo" else level, aggregate=PRESETS[loss_type].aggregate, beta=beta, kl=kl,
-        max_tokens=max_completion_length if loss_type == "dr_grpo" else None,
-    )  # fmt: skip
+    for name in options.keys() & TOGETHER:
+        options |= zip(TOGETHER[name], options.pop(name), strict=True)
+    return LigerFusedLinearGRPOLoss(loss_type=loss_type, any_version=True, **options).objective()
 
 
 # ---- Liger's tensors as a TokenBatch and a denominator
@@ -142,16 +126,15 @@ def token_batch(
     return TokenBatch(padded(ids), padded(advantages).to(torch.float32), **given)
 
 
-def denominator(loss_type: str, batch: TokenBatch, num_items: float | Tensor | None) -> float | Tensor | None:
+def denominator(
+    objective: Objective, loss_type: str, batch: TokenBatch, num_items: float | Tensor | None
+) -> float | Tensor | None:
     """Liger's denominator where it is not the batch's own: the average over ranks of the tokens given or found."""
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if loss_type not in GLOBAL_COUNT or (num_items is None and world == 1):
+    group = world()
+    if loss_type not in GLOBAL_COUNT or (num_items is None and group is None):
         return None
-    if num_items is None:
-        count = torch.full((), batch.tokens, device=batch.targets.device) if batch.mask is None else batch.mask.sum()
-        num_items = count.to(torch.float32)
-        dist.all_reduce(num_items)
-    return at_least_one(num_items / world)
+    items: Any = global_normalizer(objective, batch) if num_items is None else num_items
+    return at_least_one(items / (1 if group is None else group.size()))
 
 
 # ---- masked positions as Liger's chunked loss counts them
@@ -178,9 +161,8 @@ def rows_with_padding(batch: TokenBatch, objective: Objective) -> TokenRows:
 class LigerFusedLinearGRPOLoss(torch.nn.Module):
     """`linear_grpo_loss` as Liger's module of this name: hidden states and head in, `(loss, metrics)` out.
 
-    The options are Liger's, read on every call; see `liger_objective`, where sapo_temperature_pos and sapo_temperature_neg are
-    sapo_temperatures, and vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg are vespo. `temperature` divides the
-    logits. use_ref_model=False leaves the KL out, which is then 0 in the metrics, with a warning if beta is not 0.
+    The options are Liger's, read on every call; see `liger_objective`. `temperature` divides the logits. use_ref_model=False leaves
+    the KL out, which is then 0 in the metrics, with a warning if beta is not 0.
 
     as_liger   True: LUSPO and VESPO count masked positions as Liger's chunked loss does, with a warning, so that a run can be
                compared with Liger's number by number before it is improved. Everything else is the same either way.
@@ -213,17 +195,25 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
     def __post_init__(self, any_version: bool) -> None:
         super().__init__()
         if importlib.util.find_spec("liger_kernel") and (version := ADAPTER.untested(any_version)):
-            self.register_forward_pre_hook(torch.compiler.disable(_beside_ligers(Trial(version))), with_kwargs=True)
+            before = functools.partial(beside_ligers, Trial(version))
+            self.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True)
 
     def objective(self) -> Objective:
         """The objective that the options describe. Raises ValueError naming the option that is wrong."""
-        return liger_objective(
-            self.loss_type, importance_sampling_level=self.importance_sampling_level,
-            beta=self.beta if self.use_ref_model else 0.0, epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high,
-            delta=self.delta, use_bias_correction_kl=self.use_bias_correction_kl,
-            sapo_temperatures=(self.sapo_temperature_pos, self.sapo_temperature_neg),
-            vespo=(self.vespo_k_pos, self.vespo_lambda_pos, self.vespo_k_neg, self.vespo_lambda_neg),
-            max_completion_length=self.max_completion_length,
+        surrogate, kind, level = surrogate_of(self), self.loss_type, self.importance_sampling_level
+        require(level in ("token", "sequence"), "importance_sampling_level", level, 'it must be "token" or "sequence".')
+        # Liger's own message, because callers match on it.
+        remedy = f"Sequence-level importance sampling is not supported for loss_type={kind!r}. Use importance_sampling_level='token' instead."
+        require(level == "token" or kind in CLIPPED, "importance_sampling_level", level, remedy)
+        if kind == "cispo" and self.epsilon_high < 1:
+            warnings.warn(
+                f"epsilon_high={self.epsilon_high} is CISPO's cap, an absolute ratio: below 1 it caps on-policy tokens too. "
+                "The paper's value is near 5.", stacklevel=3,
+            )  # fmt: skip
+        return Objective(
+            surrogate, level="sequence-sum" if kind == "vespo" else level, aggregate=PRESETS[kind].aggregate,
+            beta=self.beta if self.use_ref_model else 0.0, kl=Kl("k3", weighting="ratio" if self.use_bias_correction_kl else "none"),
+            max_tokens=self.max_completion_length if kind == "dr_grpo" else None,
         )  # fmt: skip
 
     def forward(
@@ -279,7 +269,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             rows = rows_with_padding(batch, objective)
             loss, logps = total(_TokenLosses.apply(own, objective, rows, batch)), own.detach()
         else:
-            D = denominator(self.loss_type, batch, num_items_in_batch)
+            D = denominator(objective, self.loss_type, batch, num_items_in_batch)
             out = linear_grpo_loss(_input, Head(lin_weight, bias), batch, objective, transform=transform, normalizer=D)
             loss, logps, rows = out.loss, out.logps.reshape(-1), out.rows
         kl, clipped = _kl_and_clipped(logps, objective, rows, batch)
@@ -288,39 +278,21 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         return loss, tuple(_metrics(kl, clipped, batch))
 
 
-def _beside_ligers(trial: Trial) -> Callable[[Any, Any, Any], None]:
+def beside_ligers(trial: Trial, module: Any, args: Any, kwargs: Any) -> None:
     """A hook before our module's forward that also calls the installed Liger's class until values and slopes were compared.
     Differences that are ours on purpose are no reason to refuse: it is `as_liger=True` that is compared."""
-
-    def silent(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what there is to be warned of is said by the call itself
-                return function(*args, **kwargs)
-
-        return call
-
-    def before(module: Any, args: Any, kwargs: Any) -> None:
-        if not trial.pending(NAME):
-            return
-        try:
-            released = getattr(importlib.import_module(HOME), NAME)
-        except ImportError:  # a Liger that cannot be imported is not what ours has replaced
-            trial.version = None
-            return
-        ours = copy.copy(module)
-        ours.as_liger = True
-        trial.compare(NAME, silent(ours.forward), silent(lambda *a, **k: _like(module, released)(*a, **k)), (args, kwargs))
-
-    return before
-
-
-def _like(module: Any, released: Callable[..., Any]) -> Any:
-    """Liger's object with the options of ours that are not the defaults. One that it lacks is an error."""
-    own = {f.name: f.default for f in fields(module) if not f.kw_only}
-    options = {name: getattr(module, name) for name, default in own.items() if getattr(module, name) != default}
+    if not trial.pending(NAME):
+        return
+    try:
+        theirs = getattr(importlib.import_module(HOME), NAME)(compiled=False)
+    except ImportError:  # a Liger that cannot be imported is not what ours has replaced
+        trial.version = None
+        return
+    ours, options = copy.copy(module), {f.name: getattr(module, f.name) for f in fields(module) if not f.kw_only}
     # Without a KL Liger asks for a reference all the same, unless use_ref_model says that there is none.
-    return released(**options | {"compiled": False, "use_ref_model": module.use_ref_model and module.beta != 0})
+    vars(theirs).update(options | {"compiled": False, "use_ref_model": module.use_ref_model and module.beta != 0})
+    ours.as_liger = True
+    trial.compare(NAME, ours.forward, theirs, (args, kwargs))
 
 
 # ---- the loss from logits
@@ -371,9 +343,9 @@ def triton_grpo_loss(
     B, L = completion_ids.shape
     objective = liger_objective(
         loss_type, importance_sampling_level=importance_sampling_level, beta=beta, epsilon_low=eps_low, epsilon_high=eps_high,
-        delta=delta, use_bias_correction_kl=use_bias_correction_kl, sapo_temperatures=(sapo_temperature_pos, sapo_temperature_neg),
-        vespo=(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
-        max_completion_length=max(L, 1) if max_completion_length is None else max_completion_length,
+        delta=delta, use_bias_correction_kl=use_bias_correction_kl, sapo_temperature_pos=sapo_temperature_pos,
+        sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg,
+        vespo_lambda_neg=vespo_lambda_neg, max_completion_length=max(L, 1) if max_completion_length is None else max_completion_length,
     )  # fmt: skip
     mask = as_bool("completion_mask", completion_mask)
     if mask is None:
@@ -384,7 +356,7 @@ def triton_grpo_loss(
         weights=vllm_is_ratio,
     )  # fmt: skip
     transform = LogitTransform(temperature)
-    normalizer = denominator(loss_type, batch, num_items_in_batch) if reduce else 1.0
+    normalizer = denominator(objective, loss_type, batch, num_items_in_batch) if reduce else 1.0
     rows = (objective if reduce else replace(objective, aggregate="token-sum")).token_rows(batch, normalizer)
     how = False if of_a_leaf(logits) else inplace
     if reduce and how is not True:
@@ -450,7 +422,7 @@ def _metrics(kl: Tensor | None, clipped: Tensor, batch: TokenBatch) -> list[Tens
 # ---- the loss in the place of Liger's, in trainers that keep it as an attribute
 
 
-def patch(trainer: Any, *, strict: bool = False, any_version: bool = False) -> Slots:
+def patch(trainer: Any, **how: bool) -> Slots:
     """Replace the loss object of this trainer, and of no other; the result undoes it, by `undo()` or as a context manager.
 
         slots = liger.patch(trainer)     # one trainer that exists
@@ -460,8 +432,7 @@ def patch(trainer: Any, *, strict: bool = False, any_version: bool = False) -> S
     trainer gave to its own object. The first call is compared with it where the version of Liger-Kernel (or of a TRL with a copy of
     it) was not tested. What Liger's slot has not, ours has not there: the entropy bonus, the entropy quantile, off-policy masks.
 
-    strict        True: a call that Liger has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested.
+    how   strict and any_version of `Slots`.
     Raises RuntimeError for a trainer without such an object, or with ours, and in the first step where the comparison fails."""
     name = next((name for name in ATTRIBUTES if callable(getattr(trainer, name, None))), None)
     if name is None:
@@ -471,21 +442,17 @@ def patch(trainer: Any, *, strict: bool = False, any_version: bool = False) -> S
             "integrations.trl.fused_lm_head(), from 1.15 on integrations.trl.patch(trainer)."
         )
     theirs = getattr(trainer, name)
-    if getattr(theirs, "grpo_kernels", False):
-        raise RuntimeError(f"the {name} of this trainer is ours already: call undo() on what patch() returned.")
-    slots = _slots(theirs, strict, any_version)
+    slots = _slots(theirs, **how)
     slots.put(trainer, name, _in_place_of(theirs, slots))
     return slots
 
 
-def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
+def bind(**how: bool) -> Slots:
     """Make `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` ours for what imports it from now on; `undo()` puts it back,
     but for trainers that are made already. Options and errors are those of `patch`."""
     home = importlib.import_module(HOME)
     theirs = getattr(home, NAME)
-    if getattr(theirs, "grpo_kernels", False):
-        raise RuntimeError(f"{HOME}.{NAME} is ours already: call undo() on what bound it.")
-    slots = _slots(theirs(), strict, any_version)
+    slots = _slots(theirs(), **how)
 
     def make(*args: Any, **kwargs: Any) -> Any:
         return _in_place_of(theirs(*args, **kwargs), slots)
@@ -495,9 +462,9 @@ def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
     return slots
 
 
-def _slots(theirs: Any, strict: bool, any_version: bool) -> Slots:
+def _slots(theirs: Any, **how: bool) -> Slots:
     package = type(theirs).__module__.partition(".")[0].replace("_", "-")
-    return Slots(replace(ADAPTER, package=package, tested=COPIES.get(package, ())), strict, any_version)
+    return Slots(replace(ADAPTER, package=package, tested=COPIES.get(package, ())), **how)
 
 
 def _in_place_of(theirs: Any, slots: Slots) -> Any:
@@ -505,13 +472,16 @@ def _in_place_of(theirs: Any, slots: Slots) -> Any:
     names = [name for name in inspect.signature(LigerFusedLinearGRPOLoss).parameters if hasattr(theirs, name)]
     missing = {"beta", "epsilon_low", "epsilon_high", "loss_type", "temperature"} - {*names}
     if missing:
-        raise RuntimeError(f"{type(theirs).__name__} has no {', '.join(sorted(missing))}: it is not Liger's GRPO loss.")
+        raise RuntimeError(
+            f"a {type(theirs).__name__} without {', '.join(sorted(missing))} is not Liger's GRPO loss, or is ours already: call undo() on "
+            "what bound it."
+        )
     module = LigerFusedLinearGRPOLoss(**{name: getattr(theirs, name) for name in names}, any_version=True)
 
     def loss(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         return module(*args, **kwargs)
 
-    return slots.counted(loss, theirs)
+    return slots.counted(slots.trial.beside(loss, theirs), theirs)
 
 
 # ---- Liger's fused linear Jensen-Shannon divergence

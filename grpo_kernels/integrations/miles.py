@@ -24,15 +24,15 @@ tests run stand-ins with its signatures.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .. import LogitTransform, Options, TokenSets
+from .. import Options, TokenSets
 from ..checks import require
-from ..distributed import VocabShard
 from ._swap import Adapter, NotCovered, Slots
-from ._tensors import at_ids, entropy_kind, in_a_column, on_rows, plain, response_sets
+from ._tensors import at_ids, even_shard, in_a_column, on_rows, response_sets
 
 Tensor = torch.Tensor
 
@@ -56,16 +56,14 @@ def bind(
     reference_over: str | None = None,
     entropy_over: str = "vocabulary",
     missing: str = "raise",
-    strict: bool = False,
-    any_version: bool = False,
+    **how: bool,
 ) -> Slots:
     """Put our functions in the place of miles'; the result undoes it, see `Slots`, which has the errors too.
 
     args            miles' arguments: rollout_top_p and rollout_top_k say whether there is replay.
     reference_over  "kept" declares that the log-probs of a reference or teacher run over the same sets.
     entropy_over, missing   of replayed rows, as in `Options`. missing="raise" waits for the device.
-    strict          True: a call that has to be left to miles raises RuntimeError instead.
-    any_version     True: no comparison under a version that was not tested; replay cannot be compared.
+    how             strict and any_version of `Slots`; replay cannot be compared.
     Raises ValueError for replay with a KL or a teacher and no declaration."""
     require(
         reference_over in (None, "kept"),
@@ -81,7 +79,7 @@ def bind(
             "reference_over='kept' if they run over the same sets."
         )
         require(not getattr(args, name, None), name, getattr(args, name, None), remedy)
-    slots = Slots(ADAPTER, strict, any_version)
+    slots = Slots(ADAPTER, **how)
     slots.bind(calculate_log_probs_and_entropy, options=Options(missing=missing, entropy_over=entropy_over))
     if replays:
         slots.bind(local_sets, comparable=False)
@@ -152,13 +150,9 @@ def calculate_log_probs_and_entropy(
     if true_on_policy:
         require(sampling_mask is None, "true_on_policy", True, "with replay it is miles' own: undo() this binding for it.")
         raise NotCovered("true on-policy mode")
-    plain(logits)
-    over = options or Options(missing="raise", entropy_over="vocabulary")
-    if not with_entropy:  # nothing runs over the vocabulary
-        over = Options(missing=over.missing)
     return in_a_column(
-        logits, tokens, tp_group, transform=LogitTransform(temperature), kept=sampling_mask, options=over,
-        entropy=entropy_kind(with_entropy, entropy_requires_grad),
+        logits, tokens, tp_group, with_entropy, entropy_requires_grad, temperature=temperature, kept=sampling_mask,
+        options=options or Options(missing="raise", entropy_over="vocabulary"),
     )  # fmt: skip
 
 
@@ -182,16 +176,22 @@ def selected_log_probs_and_entropy(
     temperature      divides the logits. chunk_size is not needed.
     sampling_support   True: the softmax is over the ids after the first, which is the token; a row without them has zeros.
     missing          what becomes of a token that is not among them, as in `Options`."""
-    plain(logits)
-    ranks, width = (1, logits.shape[-1]) if group is None else (torch.distributed.get_world_size(group), logits.shape[-1])
-    vocab = ranks * width if vocab_size is None else vocab_size
-    if vocab <= (ranks - 1) * width:
+    width, shard = logits.shape[-1], even_shard(logits.shape[-1], group)
+    start, whole = (0, width) if shard is None else (shard.start, shard.vocab)
+    vocab = whole if vocab_size is None else vocab_size
+    if vocab <= whole - width:
         raise NotCovered("a rank that has padding of the head alone")
-    start = 0 if ranks == 1 else torch.distributed.get_rank(group) * width
-    shard = None if ranks == 1 else VocabShard(start, vocab, group)
-    how: dict[str, Any] = {"transform": LogitTransform(temperature), "entropy": with_entropy, "options": Options(shard=shard)}
+    options, kept, mask = Options(shard=None if shard is None else replace(shard, vocab=vocab)), None, None
     if sampling_support:
-        how |= {"kept": TokenSets.from_padded(token_ids[:, 1:]), "mask": (token_ids[:, 1:] >= 0).any(-1)}
-        how["options"] = Options(shard=shard, missing=missing)
-    logps, entropy, _ = at_ids(logits[:, : vocab - start], token_ids, **how)
-    return logps, logits.new_zeros(len(logits), dtype=torch.float32) if entropy is None else entropy
+        sets = token_ids[:, 1:]
+        options, kept, mask = replace(options, missing=missing), TokenSets.from_padded(sets), (sets >= 0).any(-1)
+    at, entropy, _ = at_ids(
+        logits[:, : vocab - start],
+        token_ids,
+        temperature=temperature,
+        entropy=with_entropy,
+        kept=kept,
+        mask=mask,
+        options=options,
+    )
+    return at, logits.new_zeros(len(logits), dtype=torch.float32) if entropy is None else entropy

@@ -29,7 +29,7 @@ loss were run on ours with stand-ins for what else it imports, and the tests her
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from .. import (
     Exact,
     Kl,
     LossOutput,
+    NoPolicyTerm,
     Objective,
     Options,
     PolicyGradient,
@@ -49,8 +50,8 @@ from .. import (
 )
 from ..checks import require, require_number, require_one_of
 from ..distributed import VocabShard
-from ..formulas.kl import k3
-from ..formulas.ops import bounded_exp
+from ..formulas.kl import k3, kl_terms
+from ..formulas.ops import bounded_exp, ops
 from ..losses import objective_loss
 from ..rewards.corrections import importance_weights, rejection_mask
 from ._swap import Adapter
@@ -72,6 +73,7 @@ OUTSIDE = -100.0
 FORWARD, REVERSE = (Exact(direction, tail="ignore") for direction in ("forward", "reverse"))
 
 
+@dataclass(eq=False)
 class PolicyLoss:
     """A NeMo-RL loss function: (logits, data, global_valid_seqs, global_valid_toks) -> (loss, metrics).
 
@@ -92,22 +94,22 @@ class PolicyLoss:
     metric_normalizations tells NeMo-RL's split workers which metric has which denominator.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        *,
-        importance: dict[str, Any] | None = None,
-        inplace: bool = False,
-        megatron: bool = False,
-        force_on_policy_ratio: bool = False,
-        use_on_policy_kl_approximation: bool = False,
-        positive_example_nll_weight: float = 0.0,
-        sampling_params: Any = None,
-    ) -> None:
-        require_one_of("aggregate", objective.aggregate, ("token-mean", "seq-mean-token-mean"))
+    objective: Objective
+    _: KW_ONLY
+    importance: dict[str, Any] | None = None
+    inplace: bool = False
+    megatron: bool = False
+    force_on_policy_ratio: bool = False
+    use_on_policy_kl_approximation: bool = False
+    positive_example_nll_weight: float = 0.0
+    sampling_params: Any = None
+
+    def __post_init__(self) -> None:
         from nemo_rl.algorithms.loss import interfaces
 
-        top_k, top_p = getattr(sampling_params, "top_k", None), getattr(sampling_params, "top_p", None)
+        objective = self.objective
+        require_one_of("aggregate", objective.aggregate, ("token-mean", "seq-mean-token-mean"))
+        top_k, top_p = (getattr(self.sampling_params, name, None) for name in ("top_k", "top_p"))
         #: What the filter keeps, as `TokenSets.from_logits` takes it; None without a filter.
         self.rules: dict[str, Any] | None = (
             None if (top_k or 0) <= 0 and top_p in (None, 1) else {"top_k": top_k, "top_p": top_p}
@@ -118,17 +120,15 @@ class PolicyLoss:
         )
         weighted = objective.beta != 0 and objective.kl_spec.weighting not in ("none", "score")
         require(not (self.rules and weighted), "kl", objective.kl, remedy)
-        options = importance or {}
-        #: Whether the ratio of the correction is reported per sequence; whether it drops sequences, or tokens; its bounds.
-        self.sequences = objective.level != "token" or options.get("level", "token") != "token"
-        self.drops_sequences = options.get("mode") == "sequence-mask"
-        self.bounds = None if importance is None else (options.get("low", 0.0), options.get("high", 2.0))
-        # With a ratio of 1 the levels do not differ.
-        self.objective = replace(objective, level="token") if force_on_policy_ratio else objective
-        self.importance, self.inplace, self.megatron = importance, inplace, megatron
-        self.force_on_policy_ratio = force_on_policy_ratio
-        self.use_on_policy_kl_approximation = use_on_policy_kl_approximation
-        self.positive_example_nll_weight = positive_example_nll_weight
+        #: The correction with all of its options; without one, what its weights would be.
+        nothing: dict[str, Any] = {"level": "token", "mode": "truncate", "low": 0.0, "high": math.inf}
+        self.correction = nothing if self.importance is None else nothing | {"high": 2.0} | self.importance
+        #: Whether the ratio of the correction is reported per sequence; whether it drops sequences, or tokens, or nothing.
+        self.sequences = objective.level != "token" or self.correction["level"] != "token"
+        self.drops_sequences = self.correction["mode"] == "sequence-mask"
+        self.bounded = self.correction["low"] > 0 or self.correction["high"] < math.inf
+        if self.force_on_policy_ratio:  # with a ratio of 1 the levels do not differ
+            self.objective = replace(objective, level="token")
         tokens = objective.aggregate == "token-mean"
         self.loss_type = interfaces.LossType.TOKEN_LEVEL if tokens else interfaces.LossType.SEQUENCE_LEVEL
         self.input_type = interfaces.LossInputType.LOGIT
@@ -145,41 +145,35 @@ class PolicyLoss:
         return named | ({"outside_sampling_set": kinds.TOKENS} if self.rules else {})
 
     @classmethod
-    def like(
-        cls, theirs: Any, *, inplace: bool = False, megatron: bool = False, sampling_params: Any = None
-    ) -> PolicyLoss:  # fmt: skip
-        """This loss with the settings of `theirs`, a `ClippedPGLossFn`. Raises ValueError for unsupported ones."""
-        clip_c, high = theirs.ratio_clip_c, theirs.ratio_clip_max
+    def like(cls, theirs: Any, **options: Any) -> PolicyLoss:
+        """This loss with the settings of `theirs`, a `ClippedPGLossFn`. Raises ValueError for unsupported ones.
+
+        options   inplace, megatron, sampling_params."""
+        low, high, clip_c = theirs.ratio_clip_min, theirs.ratio_clip_max, theirs.ratio_clip_c
         remedy = "with disable_ppo_ratio it bounds no ratio: set one of them only."
         require(clip_c is None or not theirs.disable_ppo_ratio, "ratio_clip_c", clip_c, remedy)
-        surrogate: Any = two_sided("NeMo-RL", theirs.ratio_clip_min, high, clip_c, "ratio_clip_c", "ratio_clip_max")
-        sequences, kind = theirs.sequence_level_importance_ratios, theirs.truncated_importance_sampling_type
+        surrogate: Any = two_sided("NeMo-RL", low, high, clip_c, "ratio_clip_c", "ratio_clip_max")
         if theirs.use_cispo or theirs.disable_ppo_ratio:
-            surrogate = Cispo(1 + high, 1 - theirs.ratio_clip_min) if theirs.use_cispo else PolicyGradient()
-
-        def finite(x: float | None) -> float:
-            return math.inf if x is None else x
-
+            surrogate = Cispo(1 + high, 1 - low) if theirs.use_cispo else PolicyGradient()
+        level, largest, *bounds = (
+            "sequence" if theirs.sequence_level_importance_ratios else "token",
+            *(math.inf if x is None else x for x in (
+                theirs.truncated_importance_sampling_ratio, theirs.kl_input_clamp_value, theirs.kl_output_clamp_value
+            )),
+        )  # fmt: skip
         importance = {
-            "level": "sequence" if sequences else "token", "mode": MODES[kind],
-            "low": theirs.truncated_importance_sampling_ratio_min or 0.0, "high": finite(theirs.truncated_importance_sampling_ratio),
+            "level": level, "mode": MODES[theirs.truncated_importance_sampling_type],
+            "low": theirs.truncated_importance_sampling_ratio_min or 0.0, "high": largest,
         }  # fmt: skip
-        bounds = finite(theirs.kl_input_clamp_value), finite(theirs.kl_output_clamp_value)
         objective = Objective(
-            surrogate, level="sequence" if sequences and not theirs.disable_ppo_ratio else "token",
+            surrogate, level="token" if theirs.disable_ppo_ratio else level,
             aggregate="token-mean" if theirs.loss_type.name == "TOKEN_LEVEL" else "seq-mean-token-mean",
             beta=theirs.reference_policy_kl_penalty, kl=Kl(theirs.reference_policy_kl_type, "score", False, *bounds),
         )  # fmt: skip
+        if theirs.use_importance_sampling_correction:
+            options["importance"] = importance
         names = ("force_on_policy_ratio", "use_on_policy_kl_approximation", "positive_example_nll_weight")
-        return cls(
-            objective, importance=importance if theirs.use_importance_sampling_correction else None, inplace=inplace,
-            megatron=megatron, sampling_params=sampling_params, **{name: getattr(theirs, name) for name in names},
-        )  # fmt: skip
-
-    @property
-    def bounded(self) -> bool:
-        """Whether the correction has bounds that a ratio can be outside of."""
-        return self.bounds is not None and (self.bounds[0] > 0 or self.bounds[1] < math.inf)
+        return cls(objective, **options, **{name: getattr(theirs, name) for name in names})
 
     def __call__(
         self,
@@ -191,29 +185,30 @@ class PolicyLoss:
         vocab_parallel_group: Any = None,
     ) -> tuple[Tensor, dict[str, float]]:
         """vocab_parallel_group: what a prepare_fn of yours hands on, in the place of megatron=True."""
-        shard = shard_of(logits, vocab_parallel_group, self.megatron)
-        batch, positive = self._batch(data)
+        options = Options(shard=shard_of(logits, vocab_parallel_group, self.megatron))
+        batch = self._batch(data)
         mask: Any = batch.mask
         tokens, sequences = (x.to(torch.float32) for x in (global_valid_toks, global_valid_seqs))
-        D = tokens if self.objective.aggregate == "token-mean" else sequences
-        filtered, dropped = self._filtered(logits, batch, shard)
+        filtered, dropped = self._filtered(logits, batch, options)
+        compared = batch
         if self.force_on_policy_ratio and self.importance is not None:  # whose weights are those of the policy's log-probs
             with torch.no_grad():
-                own = token_logprobs(logits, batch.targets, mask=mask, kept=filtered.kept, options=Options(shard=shard))[0]
-            weights, outside = self._weights(replace(batch, old_logps=own))
-        else:
-            weights, outside = self._weights(batch)
-        loss, out = self._loss(logits, replace(filtered, weights=weights), D, shard)
-        named = self._metrics(out, batch, data["sample_mask"], (tokens, sequences), weights, outside)
-        named |= {"loss": loss, "positive_nll_loss": -torch.where(positive, out.logps, 0.0).sum() / positive.sum().clamp(min=1)}
+                own = token_logprobs(logits, batch.targets, mask=mask, kept=filtered.kept, options=options)[0]
+            compared = replace(batch, old_logps=own)
+        weights, outside = self._weights(compared)
+        D = tokens if self.objective.aggregate == "token-mean" else sequences
+        loss, out = self._loss(logits, replace(filtered, weights=weights), D, options)
+        named = self._metrics(out, batch, data["sample_mask"], (tokens, sequences), weights, outside) | {"loss": loss}
+        if batch.nll_weights is not None:
+            named["positive_nll_loss"] = -(batch.nll_weights * out.logps).sum() / self.positive_example_nll_weight
         if loss is not out.loss:
             named["kl_penalty"] = (loss - out.loss) / self.objective.beta
         if dropped is not None:
             named["outside_sampling_set"] = (dropped & mask).sum() / tokens.clamp(min=1)
         return loss, numbers(named)
 
-    def _batch(self, data: Any) -> tuple[TokenBatch, Tensor]:
-        """(NeMo-RL's columns as a batch, which of its tokens are in samples with a reward above 0)."""
+    def _batch(self, data: Any) -> TokenBatch:
+        """NeMo-RL's columns as a batch."""
 
         def column(name: str) -> Tensor:
             # The last position is masked. A view of the logits without it would cost a second copy of the gradient.
@@ -225,18 +220,17 @@ class PolicyLoss:
             fields["old_logps"] = column("prev_logprobs")
         if self.objective.beta != 0:
             fields["ref_logps"] = column("reference_policy_logprobs")
-        positive = torch.zeros_like(mask)
         if self.positive_example_nll_weight > 0 and "rewards" in data:
             positive = mask & (data["rewards"] > 0)[:, None]
             fields["nll_weights"] = positive * (self.positive_example_nll_weight / positive.sum().clamp(min=1))
-        return TokenBatch(column("input_ids"), column("advantages"), **fields), positive
+        return TokenBatch(column("input_ids"), column("advantages"), **fields)
 
-    def _filtered(self, logits: Tensor, batch: TokenBatch, shard: VocabShard | None) -> tuple[TokenBatch, Tensor | None]:
+    def _filtered(self, logits: Tensor, batch: TokenBatch, options: Options) -> tuple[TokenBatch, Tensor | None]:
         """(the batch with what the filter keeps of these logits, bool [B, S]: targets that it drops), or (the batch, None). Where a
         target is dropped the set is the target alone: log-prob 0, no gradient."""
         if not self.rules:
             return batch, None
-        if shard is not None:
+        if options.shard is not None:
             raise ValueError(
                 "sampling_params: a filter needs whole rows of logits, but these are cut over tensor-parallel ranks."
             )
@@ -248,44 +242,35 @@ class PolicyLoss:
         kept = TokenSets.cat([sets, alone]).take(rows + lacking * len(targets))
         return replace(batch, kept=kept), lacking.view(batch.targets.shape)
 
-    def _loss(self, logits: Tensor, batch: TokenBatch, D: Tensor, shard: VocabShard | None) -> tuple[Tensor, LossOutput]:
+    def _loss(self, logits: Tensor, batch: TokenBatch, D: Tensor, options: Options) -> tuple[Tensor, LossOutput]:
         """(the loss, the result that it is of): without a KL over more than the sets, or weighted by the ratio to the sampler."""
         spec, whole = self.objective, batch.kept is not None and self.objective.beta != 0
         inplace, on_policy = self.inplace and not whole, spec.beta != 0 and self.use_on_policy_kl_approximation
         if not whole and not on_policy:
-            out = grpo_loss(logits, batch, spec, normalizer=D, inplace=inplace, options=Options(shard=shard))
+            out = grpo_loss(logits, batch, spec, normalizer=D, inplace=inplace, options=options)
             return out.loss, out
         scored = token_logprobs(
-            logits, batch.targets, mask=batch.mask, entropy=spec.needs_entropy, options=Options(shard=shard), kept=batch.kept,
-            inplace=inplace, also=("log_kept_mass",) if whole else (),
+            logits, batch.targets, mask=batch.mask, entropy=spec.needs_entropy, options=options, kept=batch.kept, inplace=inplace,
+            also=("log_kept_mass",),
         )  # fmt: skip
-        logps, entropy = scored
-        out = objective_loss(logps, batch, replace(spec, beta=0.0), entropy=entropy, normalizer=D)
-        logps = logps + scored.also["log_kept_mass"] if whole else logps
-        if not on_policy:
-            alone = replace(spec, surrogate=PolicyGradient(), level="token", filters=(), entropy_coef=0.0)
-            silent = replace(batch, advantages=torch.zeros_like(logps), old_logps=None, nll_weights=None, kept=None)
-            return out.loss + objective_loss(logps, silent, alone, normalizer=D).loss, out
-        # Unlike `Kl`, NeMo-RL bounds the weighted value. Masked positions may hold any value.
-        mask, *given = batch.mask, batch.ref_logps, batch.sampler_logps
-        ref, sampler = (torch.where(mask, x, logps.detach()) for x in given)  # type: ignore[arg-type]
-        kl, d = spec.kl_spec, ref - logps
-        bounded = d.clamp(-kl.clamp_log, kl.clamp_log)
-        r = (logps - sampler).exp().nan_to_num(0.0, 0.0, 0.0)
-        r = torch.where(d == bounded, r, r.detach())
-        value = (r * kl.function(logps, sampler, logps + bounded)[0]).clamp(-kl.clamp, kl.clamp)
-        return out.loss + (value.reshape(-1) * spec.token_rows(batch, D).kl_weight).sum(), out
+        out = objective_loss(scored.logps, batch, replace(spec, beta=0.0), entropy=scored.entropy, normalizer=D)
+        kl = by_ratio_to_the_sampler(spec.kl_spec) if on_policy else spec.kl
+        alone = Objective(NoPolicyTerm(), aggregate=spec.aggregate, beta=spec.beta, kl=kl)
+        compared = replace(
+            batch, old_logps=batch.sampler_logps if on_policy else None, weights=None, nll_weights=None, kept=None
+        )
+        return out.loss + objective_loss(scored.logps + scored.also["log_kept_mass"], compared, alone, normalizer=D).loss, out
 
     def _weights(self, batch: TokenBatch) -> tuple[Tensor | None, Tensor | None]:
         """The weights of the correction and which tokens are outside its bounds, both [B, S]; None without a correction."""
-        if self.importance is None or self.bounds is None:
+        if self.importance is None:
             return None, None
-        low, high = self.bounds
+        low, high = self.correction["low"], self.correction["high"]
         if self.drops_sequences:
             kept = rejection_mask(batch, metric="ratio", over="mean", low=low, high=high)
             return kept * importance_weights(batch, high=math.inf), kept == 0
-        raw = importance_weights(batch, level=self.importance.get("level", "token"), high=math.inf)
-        return importance_weights(batch, **{"low": low, "high": high} | self.importance), (raw < low) | (raw > high)
+        raw = importance_weights(batch, level=self.correction["level"], high=math.inf)
+        return importance_weights(batch, **self.correction), (raw < low) | (raw > high)
 
     def _metrics(
         self, out: LossOutput, batch: TokenBatch, samples: Tensor, counts: tuple[Tensor, Tensor], weights: Tensor | None,
@@ -310,25 +295,35 @@ class PolicyLoss:
             "token_mult_prob_error": mean(bounded_exp((sampler - old).abs())), "gen_kl_error": mean(value(sampler, sampler, old)[0]),
             "policy_kl_error": mean(value(old, old, sampler)[0]), "approx_entropy": mean(-bounded_exp(logps - sampler) * logps),
             "js_divergence_error": mean((k3(middle, middle, old)[0] + k3(middle, middle, sampler)[0]) / 2),
-            "num_valid_samples": samples.sum(), "kl_penalty": r.new_zeros(()),
+            "num_valid_samples": samples.sum(), "kl_penalty": r.new_zeros(()), "positive_nll_loss": r.new_zeros(()),
         }  # fmt: skip
         for name, ratio in (("probs_ratio", r), ("probs_ratio_clamped", clamped)):
-            low, high = (torch.where(mask, ratio, end) for end in (torch.inf, -torch.inf))
-            metrics |= {name: mean(ratio), f"{name}_min": low.amin() if low.numel() else ratio.new_tensor(torch.inf)}
-            metrics[f"{name}_max"] = high.amax() if high.numel() else ratio.new_tensor(-torch.inf)
+            low, high = torch.where(mask, ratio, torch.inf).amin(), torch.where(mask, ratio, -torch.inf).amax()
+            metrics |= {name: mean(ratio), f"{name}_min": low, f"{name}_max": high}
         if out.rows.kl_weight is not None:
             kl = self.objective.kl_terms(logps.reshape(-1), out.rows, x)[0]
             metrics["kl_penalty"] = torch.where(mask.reshape(-1), out.rows.kl_weight * kl, 0.0).sum() / self.objective.beta
-        d = torch.where(mask, old - sampler, 0.0)
-        w = (d.sum(1) if self.sequences else d).exp().nan_to_num(0.0, 0.0, 0.0)
-        if weights is not None:
-            w = weights.amax(1) if self.sequences else weights
-        of_samples = (torch.where(mask.any(1), w, 1.0) * samples).sum() / sequences if self.sequences else mean(w)
-        metrics["sampling_importance_ratio"] = of_samples
+        if weights is None:
+            weights = importance_weights(
+                replace(batch, old_logps=old), level="sequence" if self.sequences else "token", high=math.inf
+            )
+        of_sequences = torch.where(mask.any(1), weights.amax(1), 1.0) * samples
+        metrics["sampling_importance_ratio"] = of_sequences.sum() / sequences if self.sequences else mean(weights)
         if outside is not None and self.bounded:
             dropped = ((outside & mask).any(1) * samples).sum() / sequences
             metrics["is_oob_ratio"] = dropped if self.drops_sequences else mean(outside.float())
         return metrics
+
+
+def by_ratio_to_the_sampler(kl: Kl) -> Kl:
+    """NeMo-RL's KL of samples whose old log-probs are the sampler's. Unlike in a `Kl`, it bounds the weighted value."""
+    weighted = replace(kl, weighting="ratio", clamp=math.inf)
+
+    def estimator(logp: Any, old_logp: Any, ref_logp: Any) -> tuple[Any, Any]:
+        value, _, _, slope = kl_terms(logp, old_logp, ref_logp, logp - old_logp, weighted.clamps, **weighted.formula)
+        return ops.minimum(ops.maximum(value, -kl.clamp), kl.clamp), ops.where(ops.abs(value) <= kl.clamp, slope, 0.0)
+
+    return Kl(estimator)
 
 
 # ---- distillation

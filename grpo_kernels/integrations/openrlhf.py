@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from .. import LogitTransform, Objective, TokenBatch, token_logprobs
+from .. import Objective, TokenBatch
 from ..checks import require, require_one_of
 from ..losses import objective_loss
 from ..rewards.corrections import importance_weights, rejection_mask
 from ._swap import Adapter, Slots
-from ._tensors import at_least_one, entropy_from_logits, left_out, masked_mean, plain, scored_batch, two_sided
+from ._tensors import at_least_one, entropy_from_logits, left_out, log_probs_of, masked_mean, scored_batch, two_sided
 
 Tensor = torch.Tensor
 
@@ -181,23 +181,22 @@ class PolicyLoss(torch.nn.Module):
         return weights, (outside | ~mask).all(1) if sequences else outside
 
 
-def bind(*, entropy_temperature: float = 1.0, strict: bool = False, any_version: bool = False) -> Slots:
+def bind(*, entropy_temperature: float = 1.0, **how: bool) -> Slots:
     """Replace `log_probs_from_logits` and `compute_entropy` of openrlhf.models.utils by our functions, also in the actor that
     imported them; the result restores them, see `Slots`, which has the errors too.
 
-    strict   True: a call that OpenRLHF's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested."""
-    slots = ADAPTER.bind(log_probs_from_logits, strict=strict, any_version=any_version)
+    entropy_temperature   that of the entropy, see above.
+    how      strict and any_version of `Slots`."""
+    slots = ADAPTER.bind(log_probs_from_logits, **how)
     slots.bind(compute_entropy, comparable=entropy_temperature == 1.0, temperature=entropy_temperature)
     return slots
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probs of labels at temperature, fp32 in their shape; logits [..., V] keep their values."""
-    plain(logits)
-    return token_logprobs(logits, labels, transform=LogitTransform(temperature))[0]
+    return log_probs_of(logits, labels, temperature=temperature).logps
 
 
 def compute_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy in nats, fp32, of logits [..., V]."""
-    return entropy_from_logits(logits, transform=LogitTransform(temperature))
+    return entropy_from_logits(logits, temperature=temperature)

@@ -52,15 +52,14 @@ ADAPTER = Adapter(
 
 
 def bind(
-    *, entropy_over: str = "vocabulary", missing: str = "full", strict: bool = False, any_version: bool = False
+    *, entropy_over: str = "vocabulary", missing: str = "full", **how: bool
 ) -> Slots:  # fmt: skip
     """Replace `_SequenceChunkedLogProbEntropyFn` by our function; the result restores it, see `Slots`, which has the errors too.
 
     entropy_over, missing   for replayed rows, as in `Options`: the set that the entropy is taken over, and how a label outside its
                             set is treated. The defaults are prime-rl's.
-    strict   True: a call that prime-rl's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested."""
-    slots, own = Slots(ADAPTER, strict, any_version), (missing, entropy_over) == ("full", "vocabulary")
+    how      strict and any_version of `Slots`."""
+    slots, own = Slots(ADAPTER, **how), (missing, entropy_over) == ("full", "vocabulary")
     options = Options(missing=missing, entropy_over=entropy_over)
     slots.bind(chunked_logprobs, attribute="apply", comparable=own, options=options)
     return slots

@@ -30,9 +30,7 @@ it score centering; ours follows pull request 2244 of September 2026, which is o
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
-import inspect
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
@@ -58,7 +56,8 @@ from ..checks import require
 from ..distributed import VocabShard
 from ..formulas.centering import ScoreCentering
 from ..losses import objective_loss
-from ..presets import NUMERICS, PRESETS
+from ..objective import PRESETS
+from ..presets import NUMERICS
 from ._swap import Adapter, NotCovered, Slots, Trial
 from ._tensors import (
     centered,
@@ -98,33 +97,24 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
 
     names = [n for n, o in PRESETS.items() if not isinstance(o.surrogate, NOT_LINEAR) and o.beta == 0]
     for name in names:
-        register_policy_loss(prefix + name)(_with_witness(policy_loss(name), trial))
+        register_policy_loss(prefix + name)(policy_loss(name, trial))
     return [prefix + name for name in names]
 
 
-def _with_witness(ours: Callable[..., Any], trial: Trial) -> Callable[..., Any]:
-    """Wraps `ours`. Before its first call under an untested version SkyRL's "regular" loss is compared with our clip of the same
-    constants, because arguments, corrections and reduction are the same for every loss."""
+def _compare_with_witness(trial: Trial, config: Any, *tensors: Tensor | None) -> None:
+    """Compare SkyRL's "regular" loss with our clip of the same constants, because arguments, corrections and reduction are the
+    same for every loss. Of a clipped loss nothing is centered."""
+    from skyrl.backends.skyrl_train.utils.ppo_utils import ppo_policy_loss
 
-    @functools.wraps(ours)
-    def loss(*args: Any, **kwargs: Any) -> Any:
-        if trial.pending(WITNESS):
-            from skyrl.backends.skyrl_train.utils.ppo_utils import ppo_policy_loss
-
-            given = inspect.signature(ours).bind(*args, **kwargs).arguments
-            given = {name: x for name, x in given.items() if "topk" not in name}  # of a clipped loss nothing is centered
-            given["config"] = config = copy.copy(given["config"])
-            if hasattr(config, "score_centering"):
-                config.score_centering = None
-            config.policy_loss_type, clip = "regular", Clip(config.eps_clip_low, config.eps_clip_high)
-            own = policy_loss(Objective.preset("grpo", surrogate=clip, beta=0.0, aggregate="token-sum"))
-            trial.compare(WITNESS, own, ppo_policy_loss, ([*given.values()], {}), itemgetter(0))
-        return ours(*args, **kwargs)
-
-    return ours if trial.version is None else loss
+    config = copy.copy(config)
+    if hasattr(config, "score_centering"):
+        config.score_centering = None
+    config.policy_loss_type, clip = "regular", Clip(config.eps_clip_low, config.eps_clip_high)
+    own = policy_loss(Objective.preset("grpo", surrogate=clip, beta=0.0, aggregate="token-sum"))
+    trial.compare(WITNESS, own, ppo_policy_loss, ((*tensors[:3], config, *tensors[3:]), {}), itemgetter(0))
 
 
-def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[str, float]]]:
+def policy_loss(objective: str | Objective, trial: Trial | None = None) -> Callable[..., tuple[Tensor, dict[str, float]]]:
     """A policy loss with SkyRL's signature, (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs) ->
     (loss, metrics), tensors [B, T]: the sum over tokens, of advantages that SkyRL has divided already.
 
@@ -134,7 +124,8 @@ def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[
 
     With score centering the loss also takes rollout_topk_logprobs and topk_log_probs [B, T, K]: log-probs of the ids of the
     sampler's head under the sampler, -inf for padding, and under the policy.
-    """
+
+    trial       of `register`: a comparison before the first call under an untested version."""
     spec, name = objective, "objective"
     if isinstance(spec, str):
         name = spec
@@ -156,6 +147,8 @@ def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[
     ) -> tuple[Tensor, dict[str, float]]:
         from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import apply_off_policy_correction
 
+        if trial is not None and trial.pending(WITNESS):
+            _compare_with_witness(trial, config, log_probs, old_log_probs, advantages, loss_mask, rollout_logprobs)
         ones, correction = torch.ones_like(log_probs), config.off_policy_correction
         given = ones if loss_mask is None else loss_mask
         weights, mask, metrics = apply_off_policy_correction(ones, old_log_probs, rollout_logprobs, given, correction)
@@ -164,10 +157,10 @@ def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[
         if cispo and getattr(getattr(config, "cispo", None), "cispo_anchor", "old") == "rollout":
             remedy = 'cispo_anchor="rollout" takes the ratio to them: pass them.'
             require(rollout_logprobs is not None, "rollout_logprobs", None, remedy)
-            tis, remedy = getattr(correction, "tis_ratio_type", None), (
-                'cispo_anchor="rollout" is the correction already, and this would double-count it: set '
-                "off_policy_correction.tis_ratio_type=None."
-            )  # fmt: skip
+            tis, remedy = (
+                getattr(correction, "tis_ratio_type", None),
+                'cispo_anchor="rollout" is that correction already: set it to None.',
+            )
             require(tis is None, "tis_ratio_type", tis, remedy)
             anchored = True
         old: Any = rollout_logprobs if anchored else old_log_probs
@@ -183,35 +176,32 @@ def policy_loss(objective: str | Objective) -> Callable[..., tuple[Tensor, dict[
                 )
             terms = centered(ScoreCentering.of(spec), topk_log_probs, rollout_topk_logprobs, advantages, mask != 0)
             value = value + torch.where(mask != 0, weights * terms, 0.0).sum()
-        if cispo:  # over the tokens before the correction, with any advantage
-            named = _ratios((log_probs.detach() - old)[given != 0], *spec.surrogate.ratio_bounds)
-        else:
-            named = {"clip_ratio": left_out(out, spec)}
+        # Of CISPO over the tokens before the correction, with any advantage.
+        named = _ratios((log_probs.detach() - old)[given != 0], spec) if cispo else {"clip_ratio": left_out(out, spec)}
         return value, numbers(named) | metrics
 
     loss.__name__ = f"fused_{name}"
     return loss
 
 
-def _ratios(log_ratio: Tensor, low: float, high: float) -> dict[str, Tensor]:
+def _ratios(log_ratio: Tensor, objective: Objective) -> dict[str, Tensor]:
     """SkyRL's metrics of CISPO; it bounds the exponent at 20. Without tokens the ratio is 1."""
     r = log_ratio.clamp(-20.0, 20.0).exp() if log_ratio.numel() else log_ratio.new_ones(1)
-    clamped = r.clamp(low, high)
+    clamped = r.clamp(*objective.surrogate.ratio_bounds)
     return {
         "clip_ratio": (clamped != r).float().mean(), "cispo/ratio_mean": r.mean(), "cispo/ratio_clamped_mean": clamped.mean(),
         "cispo/ratio_max": r.max(), "cispo/ratio_min": r.min(),
     }  # fmt: skip
 
 
-def bind(*, megatron: bool = False, replay: bool = False, strict: bool = False, any_version: bool = False) -> Slots:
+def bind(*, megatron: bool = False, replay: bool = False, **how: bool) -> Slots:
     """Replace SkyRL's functions by ours; the result restores them, see `Slots`, which has the errors too. Bind before
     `HFModelWrapper` is created, because it stores the entropy function of that time.
 
     megatron   True: the fused head of SkyRL's Megatron worker too.
     replay     True: the scores over recorded sets too.
-    strict     True: a call that SkyRL's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested."""
-    slots = ADAPTER.bind(logprobs_from_logits, chunked_entropy_from_logits, strict=strict, any_version=any_version)
+    how        strict and any_version of `Slots`."""
+    slots = ADAPTER.bind(logprobs_from_logits, chunked_entropy_from_logits, **how)
     if megatron:
         slots.bind(fused_lm_head_logprobs)
     if replay:

@@ -38,13 +38,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import Cispo, Kl, LogitTransform, LossOutput, Objective, Options, PolicyGradient, TokenBatch, TokenSets, TrustRegion
+from .. import Cispo, Kl, LossOutput, Objective, Options, PolicyGradient, TokenBatch, TokenSets, TrustRegion
 from ..checks import require
 from ..formulas.centering import ScoreCentering
 from ..formulas.ops import bounded_exp
 from ..losses import objective_loss
 from ._swap import Adapter, Slots
-from ._tensors import at_ids, entropy_kind, even_shard, in_a_column, plain, response_sets, scored_batch, two_sided, world
+from ._tensors import at_ids, even_shard, in_a_column, response_sets, scored_batch, two_sided, world
 
 Tensor = torch.Tensor
 
@@ -71,16 +71,15 @@ class Replay(NamedTuple):
 
 
 def bind(
-    *, replay: bool = False, entropy_over: str = "vocabulary", strict: bool = False, any_version: bool = False
+    *, replay: bool = False, entropy_over: str = "vocabulary", **how: bool
 ) -> Slots:  # fmt: skip
     """Replace `slime.utils.ppo_utils.calculate_log_probs_and_entropy` by our function; the result restores it, see `Slots`, which
     has the errors too.
 
     replay   True: also replace `slime.backends.megatron_utils.loss._build_topp_keep_mask`, so that the record is not made a mask.
     entropy_over  for replayed rows with replay=True: "vocabulary", as in slime, or "kept", which reads fewer logits.
-    strict   True: a call that slime's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested."""
-    slots = Slots(ADAPTER, strict, any_version)
+    how      strict and any_version of `Slots`."""
+    slots = Slots(ADAPTER, **how)
     slots.bind(calculate_log_probs_and_entropy, options=Options(entropy_over=entropy_over))
     if hasattr(sys.modules["slime.utils.ppo_utils"], "calculate_topk_log_probs"):
         slots.bind(calculate_topk_log_probs)
@@ -141,18 +140,16 @@ def calculate_log_probs_and_entropy(
     with_entropy, with_entropy_grad   whether to compute the entropy, and whether it has a gradient.
     log_prob_keep_mask   bool [T, V]: the softmax of the log-prob, but not of the entropy, is over these tokens and the target. Or
                          the result of `keep_sets`; then `options` say what the entropy is taken over (None: the vocabulary)."""
-    plain(logits)
-    entropy, kept = entropy_kind(with_entropy, with_entropy_grad), log_prob_keep_mask
-    if isinstance(kept, Replay):
-        over = (options or Options(entropy_over="vocabulary")) if with_entropy else None
-        return in_a_column(logits, tokens, tp_group, mask=kept.scored, entropy=entropy, kept=kept.kept, options=over)
-    if kept is None:
-        return in_a_column(logits, tokens, tp_group, entropy=entropy)
+    keep = log_prob_keep_mask
+    if keep is None or isinstance(keep, Replay):
+        sets, scored = keep or (None, None)
+        over = options or Options(entropy_over="vocabulary")
+        return in_a_column(logits, tokens, tp_group, with_entropy, with_entropy_grad, mask=scored, kept=sets, options=over)
     shard = even_shard(logits.shape[-1], tp_group or world())
     ids = torch.arange(logits.shape[-1], device=tokens.device) + (0 if shard is None else shard.start)
-    masked = logits.masked_fill((ids != tokens[:, None]).logical_and_(~kept), -math.inf)
-    H = in_a_column(logits, tokens, tp_group, entropy=entropy)[1] if with_entropy else None
-    return in_a_column(masked, tokens, tp_group)[0], H
+    masked = logits.masked_fill((ids != tokens[:, None]).logical_and_(~keep), -math.inf)
+    H = in_a_column(logits, tokens, tp_group, True, with_entropy_grad)[1] if with_entropy else None
+    return in_a_column(masked, tokens, tp_group, False)[0], H
 
 
 def calculate_topk_log_probs(
@@ -160,9 +157,7 @@ def calculate_topk_log_probs(
 ) -> Tensor:  # fmt: skip
     """Log-probs of token_ids [R, K], fp32, in one visit of each row; logits [R, V / tensor-parallel ranks] are divided by the
     temperature. tp_group is as in `calculate_log_probs_and_entropy`; chunk_size is not needed."""
-    plain(logits)
-    options = Options(shard=even_shard(logits.shape[-1], tp_group or world()))
-    return at_ids(logits, token_ids, transform=LogitTransform(temperature), options=options)[0]
+    return at_ids(logits, token_ids, temperature=temperature, group=tp_group or world())[0]
 
 
 def _centered_term(args: Any) -> dict[str, Any]:
@@ -214,15 +209,14 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
     def loss(
         args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_rollout_top_p_logprob_kwargs
+        from slime.backends.megatron_utils import loss as theirs
 
         centers = getattr(args, "use_score_centering", False)
-        require(
-            objective is None or not centers, "use_score_centering", True, "it corrects a term of its own: pass no objective."
-        )
+        remedy = "it corrects a term of its own: pass no objective."
+        require(objective is None or not centers, "use_score_centering", True, remedy)
         spec = objective_of(args) if objective is None else objective
-        _, scored = get_log_probs_and_entropy(
-            logits, args=args, with_entropy=True, **get_rollout_top_p_logprob_kwargs(args, batch),
+        _, scored = theirs.get_log_probs_and_entropy(
+            logits, args=args, with_entropy=True, **theirs.get_rollout_top_p_logprob_kwargs(args, batch),
             **{name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")},
         )  # fmt: skip
 
@@ -231,13 +225,9 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
                 return None
             return torch.cat(parts) if parts else logits.new_zeros(0, dtype=torch.float32)
 
-        lengths = [x.numel() for x in scored["log_probs"]]
+        lengths, logps = [x.numel() for x in scored["log_probs"]], joined(scored["log_probs"])
         if spec.level != "token" and lengths != [x.numel() for x in batch["loss_masks"]]:
             raise ValueError(f"level={spec.level!r} needs whole sequences, but context parallelism has cut them.")
-        logps, old = (
-            joined(scored["log_probs"]),
-            batch["rollout_log_probs"] if args.use_rollout_logprobs or centers else batch.get("log_probs"),
-        )
         # The reducer is linear, so its result for a single token is the derivative with respect to that token. It applies its
         # own masks.
         weights = torch.zeros_like(logps, dtype=torch.float32)
@@ -245,51 +235,40 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
             probe = weights.requires_grad_()
             with torch.enable_grad():
                 (weights,) = torch.autograd.grad(sum_of_sample_mean(probe), probe, materialize_grads=True)
+
+        def reduce(values: Tensor) -> Tensor:
+            return torch.where(weights != 0, weights * values, 0.0).sum()
+
+        old, rollout, advantages, ref = (
+            joined(batch.get(name)) for name in ("log_probs", "rollout_log_probs", "advantages", "ref_log_probs")
+        )
+        old = rollout if args.use_rollout_logprobs else old
         rows = scored_batch(
-            weights, joined(batch["advantages"]), old_logps=joined(old), ref_logps=joined(batch.get("ref_log_probs")),
+            weights, advantages, old_logps=rollout if centers else old, ref_logps=ref,
             cu_seqlens=torch.tensor([0, *(lengths or [0])], device=logps.device).cumsum(0),
         )  # fmt: skip
         out = objective_loss(logps, rows, spec, entropy=joined(scored["entropy"]), token_weights=weights)
         value = out.loss if logps.numel() else out.loss + 0 * logits.sum()  # every rank needs a graph
-        metrics = _metrics(spec, out, rows, weights, joined(batch.get("rollout_log_probs")))
-        if not centers:
-            return value, metrics
-        terms = _centering(args, batch, logits, ScoreCentering.of(spec), out)
-        added = sum_of_sample_mean(torch.where(weights != 0, rows.advantages, 0.0) * terms["sc_correction"])
-        metrics |= {name: sum_of_sample_mean(x.detach()) for name, x in terms.items()}
-        return value + added, metrics | {name: metrics[name] + added.detach() for name in ("loss", "pg_loss")}
+        of_tokens, old = _metrics(spec, out, rows), out.logps if old is None else old
+        if rollout is not None:
+            of_tokens["train_rollout_logprob_abs_diff"] = ((out.logps if centers else old) - rollout).abs()
+        if centers:
+            own = ScoreCentering.of(spec).weighted(out.logps, rollout, torch.ones_like(rollout))
+            terms = theirs.get_score_centering_terms(args, batch, logits)
+            value = value + reduce(torch.where(weights != 0, advantages, 0.0) * terms["sc_correction"])
+            of_tokens |= (
+                {"ppo_kl": old - out.logps, "pg_clipfrac": torch.zeros_like(own)} | terms | {"sc_importance_weight": own}
+            )
+        metrics = {name: reduce(x.detach()) for name, x in of_tokens.items()} | {"loss": value.detach()}
+        others = spec.entropy_coef * metrics["entropy_loss"] - spec.beta * metrics.get("kl_loss", 0.0)
+        return value, metrics | {"pg_loss": metrics["loss"] + others}
 
     return loss
 
 
-def _centering(args: Any, batch: Any, logits: Tensor, centering: ScoreCentering, out: LossOutput) -> dict[str, Tensor]:
-    """slime's terms of score centering of each token, and what its metrics are with it."""
-    from slime.backends.megatron_utils.loss import get_score_centering_terms
-
-    logps, rollout = out.logps, torch.cat(batch["rollout_log_probs"])
-    given = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
-    old = torch.cat(given) if given else logps
-    return get_score_centering_terms(args, batch, logits) | {
-        "sc_importance_weight": centering.weighted(logps, rollout, torch.ones_like(logps)), "train_rollout_logprob_abs_diff": (logps - rollout).abs(),
-        "ppo_kl": old - logps, "pg_clipfrac": torch.zeros_like(logps),
-    }  # fmt: skip
-
-
-def _metrics(objective: Objective, out: Any, batch: TokenBatch, weights: Tensor, rollout: Tensor | None) -> dict[str, Tensor]:
-    """slime's metrics under slime's names: 0-d tensors, reduced by its reducer."""
-    logps, x = out.logps, objective.log_ratio(out.logps, out.rows, batch)
-
-    def reduce(values: Tensor) -> Tensor:
-        return torch.where(weights != 0, weights * values, 0.0).sum()
-
+def _metrics(objective: Objective, out: LossOutput, batch: TokenBatch) -> dict[str, Tensor]:
+    """slime's metrics under slime's names, of each token."""
+    x = objective.log_ratio(out.logps, out.rows, batch)
     clipped = torch.logical_or(*objective.surrogate.clipped(bounded_exp(x), batch.advantages))
-    loss, entropy = out.loss.detach(), reduce(out.entropy)
-    named = {"loss": loss, "entropy_loss": entropy, "pg_clipfrac": reduce(clipped.float()), "ppo_kl": reduce(-x)}
-    named["pg_loss"] = loss + objective.entropy_coef * entropy
-    if objective.beta != 0:
-        named["kl_loss"] = reduce(objective.kl_terms(logps, out.rows, x)[0])
-        named["pg_loss"] = named["pg_loss"] - objective.beta * named["kl_loss"]
-    if rollout is not None:
-        old = logps if batch.old_logps is None else batch.old_logps
-        named["train_rollout_logprob_abs_diff"] = reduce((old - rollout).abs())
-    return named
+    named = {"entropy_loss": out.entropy, "pg_clipfrac": clipped.float(), "ppo_kl": -x}
+    return named if objective.beta == 0 else named | {"kl_loss": objective.kl_terms(out.logps, out.rows, x)[0]}

@@ -43,7 +43,6 @@ from .. import (
     EntropyQuantile,
     Head,
     LogitTransform,
-    LossOutput,
     Objective,
     OffPolicySequences,
     Options,
@@ -55,8 +54,8 @@ from .. import (
 )
 from ..architectures import language_model
 from ..model import plain_head
-from ._swap import Adapter, Differs, NotCovered, Slots, alike, read_closure, replaced_inside, same_arguments
-from ._tensors import divergence_of, plain, surrogate_of, teaching, world
+from ._swap import Adapter, NotCovered, Slots, alike, read_closure, replaced_inside, same_arguments, tolerances
+from ._tensors import divergence_of, on_rows, plain, surrogate_of, teaching, world
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_divergence", "fused_lm_head", "patch"]  # noqa: F822
 
@@ -149,13 +148,11 @@ class FusedLoss(Slots):
         self.trainer, self.skip_inactive, self.sparse_step = trainer, skip_inactive, sparse_step
         self._columns()  # refuses a wrong step now
         self.replay = Replay(trainer) if replay else None
-        models = [
-            language_model(trainer.accelerator.unwrap_model(x)) for x in (trainer.model, trainer.ref_model) if x is not None
-        ]
-        self._forwards = [Forward(model, self.counts, self.replay) for model in models]
+        models = [trainer.accelerator.unwrap_model(x) for x in (trainer.model, trainer.ref_model) if x is not None]
+        self._forwards = [Forward(language_model(model), self.counts, self.replay) for model in models]
         self._theirs, self._paths = trainer._compute_loss, [LOSS]
-        ours = {"_compute_loss": self._compute_loss, "fused_loss": self} | (self.replay.ours if self.replay else {})
-        for name, value in ours.items():
+        ours = {"_compute_loss": self.counted(self._compute_loss, self._theirs), "fused_loss": self}
+        for name, value in (ours | (self.replay.ours if self.replay else {})).items():
             self.put(trainer, name, value)
         for forward in self._forwards:
             forward.install()
@@ -178,59 +175,32 @@ class FusedLoss(Slots):
         trainer = self.trainer
         reason, objective = objective_of(settings_of(trainer))
         if objective is None:
-            self.counts[f"TRL: {reason}"] += 1
             message = f"the loss of this configuration is left to TRL's own code: {reason}."
-            if self.strict or self.replay is not None:
-                raise RuntimeError(f"{'strict' if self.strict else 'replay'}=True, but {message}")
-            if self.counts[f"TRL: {reason}"] == 1:
-                warnings.warn(message, stacklevel=2)
-            return self._theirs(model, inputs)
+            if self.replay is not None:
+                raise RuntimeError(f"replay=True, but {message}")
+            if not self.strict and f"TRL: {reason}" not in self.counts:
+                warnings.warn(message, stacklevel=3)
+            raise NotCovered(reason)
 
         batch, first = token_batch(trainer, inputs, objective), self.trial.pending(LOSS)
         # If no token is active, all are projected: the mean entropy that TRL logs needs some tokens.
         skip = self.skip_inactive and not first and objective.one_pass and batch.count(objective.active_rows) > 0
         options = Options(skip_inactive=skip, sparse=self._columns())
-        call = LossCall(batch, objective, denominator(trainer, inputs, batch), options, with_graph=self.strict or first)
-        theirs = self._theirs(call.through(model, self._trls_own if first and self.replay is None else None), inputs)
+        call = LossCall(batch, objective, denominator(trainer, inputs, batch), options)
+        call.compared, call.asks = (
+            self.strict or first,
+            first and self.replay is None,
+        )  # with replay TRL scores over the vocabulary
+        theirs = self._theirs(call.through(model), inputs)
         loss, aux_loss = call.output.loss, call.output.aux_loss
-        self.counts["fused"] += 1
         if aux_loss is not None:
             loss = loss + trainer.router_aux_loss_coef * aux_loss / accumulation(trainer)
-        if first:
+        if call.compared:
             with self.trial.refusing(LOSS):
-                self._check_log_probs(call)
                 call.check(loss, theirs)
+        if first:
             self.trial.passed(LOSS, {"values", "slopes"} if theirs.requires_grad else set())
-        elif self.strict:
-            try:
-                call.check(loss, theirs)
-            except Differs as difference:
-                raise RuntimeError(
-                    f"strict=True, but {difference}: this is a bug of the adapter, or a TRL that it does not know."
-                ) from None
         return loss
-
-    def _trls_own(self, model: Any, kwargs: dict[str, Any]) -> Any:
-        """The result of TRL's own head for this call of the model, without gradients and with the same random numbers as the
-        next call."""
-        device = self.trainer.accelerator.device
-        for forward in self._forwards:
-            forward.active = False
-        try:
-            with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-                return model(**kwargs)
-        finally:
-            for forward in self._forwards:
-                forward.active = True
-
-    def _check_log_probs(self, call: LossCall) -> None:
-        """Raise Differs unless TRL's own head, where it ran (with replay it scores over the vocabulary), gives the same."""
-        dtypes = {p.dtype for p in self._forwards[0].model.parameters()}
-        coarse, mask = self.trainer.accelerator.mixed_precision != "no" or dtypes != {torch.float32}, call.batch.mask
-        for name, ours in zip(NAMES, call.read, strict=True) if call.own else ():
-            theirs = call.own.get(name)
-            if theirs is not None:
-                alike(name, [ours[mask]], [theirs[:, -ours.shape[1] :][mask]], *((3e-2, 2e-2) if coarse else (1e-3, 1e-5)))
 
 
 # ---- the subclass, made at first use, because the core and its tests run without TRL
@@ -324,12 +294,8 @@ def objective_of(settings: tuple[tuple[str, Any], ...]) -> tuple[str, Objective 
     if not vespo:
         changes["level"] = level
     try:
-        surrogate = surrogate_of(
-            s.loss_type, s.epsilon_low, s.epsilon_high, s.delta, (s.sapo_temperature_pos, s.sapo_temperature_neg),
-            (s.vespo_k_pos, s.vespo_lambda_pos, s.vespo_k_neg, s.vespo_lambda_neg),
-        )  # fmt: skip
         return "", Objective.preset(
-            s.loss_type, numerics="trl", surrogate=surrogate, beta=s.beta, filters=tuple(filters), entropy_coef=s.entropy_coef,
+            s.loss_type, numerics="trl", surrogate=surrogate_of(s), beta=s.beta, filters=tuple(filters), entropy_coef=s.entropy_coef,
             **changes,
         )  # fmt: skip
     except ValueError as error:
@@ -398,33 +364,31 @@ class LossCall:
     """The arguments of one loss, passed through the wrappers of a model. Not a dataclass, because FSDP would cast its
     tensors.
 
-    read     log-probs and entropies as TRL got them
-    own      what TRL's own head gives, if it was asked
-    output   of the outermost wrapper, because DDP and FSDP put hooks on its tensors; rows: of the loss"""
+    compared  whether TRL's loss has a graph, for `check`; asks: whether TRL's own head is asked too
+    read      log-probs and entropies as TRL got them
+    own       what TRL's own head gives, and how far from ours that may be
+    output    of the outermost wrapper, because DDP and FSDP put hooks on its tensors; rows: of the loss"""
 
-    def __init__(
-        self, batch: TokenBatch, objective: Objective, normalizer: float | Tensor, options: Options, with_graph: bool = False
-    ) -> None:
-        self.batch, self.objective, self.normalizer, self.options = batch, objective, normalizer, options
-        self.with_graph = with_graph
-        self.read: Any = ()
-        self.own: Any = None
-        self.output: Any = None
-        self.rows: Any = None
+    compared = asks = False
+    read: Any = ()
+    own: Any = None
+    output: Any = None
+    rows: Any = None
 
-    def through(self, model: Any, trls_own: Callable[[Any, dict[str, Any]], Any] | None = None) -> Any:
-        """The model as TRL calls it. It passes this call to the model, and returns the result without the loss and detached;
-        with `with_graph`, log-probs and entropies are leaves of a graph that begins there.
+    def __init__(self, batch: TokenBatch, objective: Objective, normalizer: float | Tensor, options: Options) -> None:
+        self.batch, self.objective = batch, objective
+        self.given: dict[str, Any] = {"batch": batch, "objective": objective, "normalizer": normalizer, "options": options}
 
-        trls_own   is given the model and its arguments first, and its result is kept."""
+    def through(self, model: Any) -> Any:
+        """The model as TRL calls it. It passes this call to the model, and returns the result without the loss and detached; where
+        TRL's loss is compared, log-probs and entropies are leaves of a graph that begins there."""
 
         def call(**kwargs: Any) -> Any:
-            self.own = None if trls_own is None else trls_own(model, kwargs)
             self.output = out = model(**kwargs, grpo=self)
             detached = {name: x.detach() for name, x in out.items() if name != "loss"}
-            if self.options.skip_inactive:
-                detached |= self.filled(*(detached[name] for name in NAMES))
-            self.read = [detached[name].requires_grad_(self.with_graph and torch.is_grad_enabled()) for name in NAMES]
+            if self.given["options"].skip_inactive:
+                detached |= self.filled(**{name: detached[name] for name in NAMES})
+            self.read = [detached[name].requires_grad_(self.compared and torch.is_grad_enabled()) for name in NAMES]
             return type(out)(**detached)
 
         return call
@@ -438,19 +402,16 @@ class LossCall:
         mean = (entropy * read).sum() / read.sum()
         return {"log_probs": torch.where(read, log_probs, others), "entropy": torch.where(read, entropy, mean)}
 
-    def loss(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> LossOutput:
-        out = linear_grpo_loss(
-            hidden, Head(weight, bias), self.batch, self.objective, transform=transform, normalizer=self.normalizer,
-            options=self.options,
-        )  # fmt: skip
-        self.rows = out.rows
-        return out
-
     def check(self, loss: Tensor, theirs: Tensor) -> None:
-        """Raise Differs unless TRL's arithmetic gives the same loss for the same log-probs, and the same slopes, because
-        on-policy the loss is near 0 for any denominator. Rounding errors are relative to the sum of the absolute values of all
-        terms, because terms of different sign cancel; those of entropies are plain weights. Differences of all tokens are summed,
-        so that a single token whose ratio rounding moves across the edge of the clip range does not raise."""
+        """Raise Differs unless TRL's own head, where it was asked, gives the same, and TRL's arithmetic the same loss for the same
+        log-probs, and the same slopes, because on-policy the loss is near 0 for any denominator. Rounding errors are relative to
+        the sum of the absolute values of all terms, because terms of different sign cancel; those of entropies are plain
+        weights. Differences of all tokens are summed, so that a single token whose ratio rounding moves across the edge of the
+        clip range does not raise."""
+        if self.own is not None:
+            (found, tolerance), mask = self.own, self.batch.mask
+            for name, ours in zip(NAMES, self.read, strict=True):
+                alike(name, [ours[mask]], [found[name][:, -ours.shape[1] :][mask]], *tolerance)
         rows = self.rows
         terms = 1e-3 * (
             (rows.policy_weight * rows.advantages).abs().sum() + (0 if rows.kl_weight is None else rows.kl_weight.sum())
@@ -462,11 +423,9 @@ class LossCall:
         flat = [x.detach().reshape(-1) for x in self.read]
         ours = self.objective.token_stage(flat[0], flat[1], rows, self.batch)[1:3]
         for name, mine, want, floor in zip(("log-probs", "entropies"), ours, gradients, (terms, 0.0), strict=True):
-            what, mine = (
-                f"the gradient of the fused loss with respect to the {name}",
-                flat[0].new_zeros(()) if mine is None else mine,
-            )
-            alike(what, [mine.expand_as(flat[0])], [want.reshape(-1)], 1e-3, floor / max(len(flat[0]), 1))
+            mine = torch.zeros_like(flat[0]) if mine is None else mine.expand_as(flat[0])
+            what = f"the gradient of the fused loss with respect to the {name}"
+            alike(what, [mine], [want.reshape(-1)], 1e-3, floor / max(len(mine), 1))
 
 
 def _fp32_cast(head: Any) -> Any:
@@ -527,10 +486,16 @@ class Forward:
     def loss(self, call: LossCall, args: Any, kwargs: dict[str, Any]) -> Any:
         from trl.trainer.utils import FusedCausalLMOutput
 
-        tokens = call.batch.targets.shape[1]
         aux_loss: Any = None
+        tokens, device = call.batch.targets.shape[1], call.batch.targets.device
+        if call.asks:  # without gradients, and with the same random numbers as ours
+            with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                own = self.previous(*args, **kwargs)
         states, router_logits = self.hidden(args, kwargs)
-        out = self.head(states[:, -tokens - 1 : -1], functools.partial(call.loss, transform=self.transform))
+        if call.asks:
+            call.own = own, tolerances(states.dtype != torch.float32 or torch.is_autocast_enabled(device.type))
+        out = self.head(states[:, -tokens - 1 : -1], linear_grpo_loss, **call.given)
+        call.rows = out.rows
         if kwargs.get("output_router_logits"):
             from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -541,19 +506,11 @@ class Forward:
     def log_probs(self, *args: Any, **kwargs: Any) -> Any:
         from trl.trainer.utils import FusedCausalLMOutput
 
-        labels = kwargs["labels"][:, 1:]
-        mask = labels != -100
-        kept = None if self.replay is None else self.replay.rows(labels)
-
-        def score(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            entropy, how = "entropy" in self.outputs, self.transform
-            head = Head(weight, bias)
-            found = linear_logprobs(hidden, head, labels, mask=mask, transform=how, entropy=entropy, kept=kept)
-            return found.logps, found.entropy
-
-        log_probs, entropy = self.head(self.hidden(args, kwargs)[0][:, :-1], score)
+        labels, items = kwargs["labels"][:, 1:], kwargs.get("num_items_in_batch")
+        mask, kept = labels != -100, None if self.replay is None else self.replay.rows(labels)
+        states = self.hidden(args, kwargs)[0][:, :-1]
+        log_probs, entropy = self.head(states, linear_logprobs, labels, mask=mask, entropy="entropy" in self.outputs, kept=kept)
         self.counts["scored"] += 1
-        items = kwargs.get("num_items_in_batch")
         loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items)
         return FusedCausalLMOutput(loss=loss, log_probs=log_probs, entropy=entropy, label_mask=mask)
 
@@ -564,8 +521,8 @@ class Forward:
         states = getattr(self.model, self.backbone)(*args, **kwargs)
         return states.last_hidden_state, getattr(states, "router_logits", None)
 
-    def head(self, states: Tensor, function: Any) -> Any:
-        """function(hidden, weight, bias) with a head that is whole on this rank."""
+    def head(self, states: Tensor, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """What a function of hidden states and a `Head` gives, with a head that is whole on this rank."""
         from trl.trainer.utils import maybe_gather_lm_head_ctx  # DeepSpeed ZeRO-3
 
         head = plain_head(self.model, _fp32_cast)
@@ -573,7 +530,7 @@ class Forward:
         if self.fp32_head:
             states, precision = states.float(), torch.autocast(states.device.type, enabled=False)
         with precision, maybe_gather_lm_head_ctx(head.weight, head.bias):
-            return function(states, gathered(head.weight), gathered(head.bias))
+            return function(states, Head(gathered(head.weight), gathered(head.bias), self.transform), *given, **named)
 
 
 # ---- the sets that the sampler kept: from the generation to the rows that are scored and trained
@@ -589,10 +546,8 @@ class Replay:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.ours = {
-            "_generate": self._generate, "_generate_and_score_completions": self._complete,
-            "_get_per_token_logps_and_entropies": self._score,
-        }  # fmt: skip
+        names = ("_generate", "_generate_and_score_completions", "_get_per_token_logps_and_entropies")
+        self.ours = dict(zip(names, (self._generate, self._complete, self._score), strict=True))
         self._theirs = {name: getattr(trainer, name) for name in self.ours}
         self._record: Any = None  # lists of ids, and of each completion which tokens they are of
         self._scored: TokenSets | None = None  # of all completions, while they are scored
@@ -603,12 +558,10 @@ class Replay:
         generation is scored."""
         if self._scored is None:
             return None
-        b, length = labels.shape
-        tokens = self._scored.rows // len(self._record[0]) if self._record else 0
-        index = torch.full((b, length), -1)
-        index[:, length - tokens :] = (torch.arange(b * tokens) + self._taken * tokens).view(b, tokens)
+        first, tokens, (b, length) = self._taken, self._scored.rows // len(self._record[0]), labels.shape
         self._taken += b
-        return self._scored.take(index.flatten())
+        completions = (torch.arange(length) >= length - tokens).expand(b, length)
+        return on_rows(self._scored[first * tokens : self._taken * tokens], completions)
 
     def _generate(self, prompts: list[Any]) -> Any:
         from trl.generation import vllm_generation
@@ -680,7 +633,7 @@ EVERY_OUTPUT = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 FUSED_OUTPUTS = {"entropy": None, "log_sum_sq_probs": "sum_squares", "is_top1": "top_id"}
 
 
-def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
+def fused_lm_head(**how: bool) -> Slots:
     """Replace TRL's function of its fused head by `linear_logprobs`, in all trainers of the process. The returned `Slots` restores
     it, by `undo()` or as a context manager, and its `counts` tell which calls were "fused", and which ran in TRL and why.
 
@@ -695,25 +648,24 @@ def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
     passes only the rows that it needs, as it does on a GPU. TRL 1.14 has the function too, with log-probs and entropy alone:
     there trainers call it with use_liger_kernel=True.
 
-    strict   True: a call that TRL's own function has to handle raises RuntimeError, and so does the end of a `with` block in
-             which TRL did not call ours.
-    any_version   True: under a version that was not tested, skip the comparison with TRL's own function.
+    how   strict and any_version of `Slots`.
     Raises RuntimeError for a TRL whose function has other arguments, if the function is replaced already, and in the first step
     if that comparison fails."""
     import trl
     from trl.trainer import utils
 
     path, theirs = ADAPTER.replaces["log_probs"], getattr(utils, "_ChunkedLogProbFunction", None)
-    # Without ctx and the hidden states, which are called hidden or last_hidden. What is ours already is refused by `bind`.
-    known = getattr(theirs, "theirs", theirs)
-    given, taken = ([*inspect.signature(f).parameters] for f in (getattr(known, "forward", abs), log_probs))
-    if given[2:] not in (taken[1:], taken[1:-1]):
+    known = getattr(theirs, "theirs", theirs)  # what is ours already is refused by `bind`
+    given, taken = (tuple(inspect.signature(f).parameters) for f in (getattr(known, "forward", abs), log_probs))
+    # Without ctx and the hidden states, which are called hidden or last_hidden.
+    ours = {taken[1:]: log_probs, taken[1:-1]: log_probs_and_entropy}.get(given[2:])
+    if ours is None:
         raise RuntimeError(
             f"trl is {trl.__version__}, where {path} is {known!r} and takes ({', '.join(given[1:])}), but ours takes "
             f"({', '.join(taken)}): another package has taken the slot (undo that), or install TRL {ADAPTER.tested[-1]}."
         )
-    slots = Slots(ADAPTER, strict, any_version)
-    slots.bind(log_probs if given[-1] == "outputs" else log_probs_and_entropy, str(path), attribute="apply")
+    slots = Slots(ADAPTER, **how)
+    slots.bind(ours, str(path), attribute="apply")
     if hasattr(utils, "_use_triton"):  # from 1.16 on
         # TRL's forward asks this whether to pass only the rows with a label. Its kernels use another name for it.
         on_device = utils._use_triton
@@ -805,7 +757,7 @@ def average_gathered(*parameters: Tensor | None) -> None:
 # ---- the distillation loss
 
 
-def fused_divergence(*, strict: bool = False, any_version: bool = False) -> Slots:
+def fused_divergence(**how: bool) -> Slots:
     """Replace TRL's function of its distillation loss by `linear_grpo_loss`: four matrix products where TRL's has six, and eight
     for the jsd. The returned `Slots` restores it, by `undo()` or as a context manager, and its `counts` tell which calls were
     "fused", and which ran in TRL and why.
@@ -817,14 +769,14 @@ def fused_divergence(*, strict: bool = False, any_version: bool = False) -> Slot
     denominator have the same effect as in TRL. Unlike in TRL, a logit of -inf does not give NaN, and fp32 tensors under fp16
     autocast on a CPU are multiplied as they are: fp16 products are no faster there, and lose digits.
 
-    strict, any_version   as in `fused_lm_head`.
+    how   strict and any_version of `Slots`.
     Raises RuntimeError for a TRL whose function has other arguments, and in the first step if that comparison fails."""
     from trl.trainer import distillation_trainer
 
     same_arguments(
         str(DISTILLATION.replaces["divergence_loss"]), distillation_trainer._chunked_divergence_loss, divergence_loss
     )
-    return DISTILLATION.bind(divergence_loss, strict=strict, any_version=any_version)
+    return DISTILLATION.bind(divergence_loss, **how)
 
 
 def divergence_loss(

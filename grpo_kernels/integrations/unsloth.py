@@ -41,16 +41,15 @@ ADAPTER = Adapter(
 )  # fmt: skip
 
 
-def bind(trainer: type, *, strict: bool = False, any_version: bool = False) -> Slots:
+def bind(trainer: type, **how: bool) -> Slots:
     """Replace Unsloth's functions by ours in the module of `trainer`, the class that Unsloth generated; the result restores them,
     see `Slots`, which has the errors too.
 
-    strict   True: a call that Unsloth's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested.
+    how   strict and any_version of `Slots`.
     Raises AttributeError if the module has no such name."""
     if hasattr(sys.modules.get(ZOO), "grpo_chunked_hidden_states_logprobs"):
-        return ADAPTER.bind(selective_log_softmax, log_softmax_and_entropy, strict=strict, any_version=any_version)
-    slots = Slots(ADAPTER, strict, any_version)
+        return ADAPTER.bind(selective_log_softmax, log_softmax_and_entropy, **how)
+    slots = Slots(ADAPTER, **how)
     slots.bind(selective_log_softmax, f"{trainer.__module__}.{HELPER}")
     return slots
 

@@ -39,7 +39,6 @@ Its trainer (Ray, vLLM), its Megatron engine and anything on a GPU were not run.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import itemgetter
@@ -69,7 +68,8 @@ from .. import (
 )
 from ..checks import require, require_one_of
 from ..losses import objective_loss
-from ..presets import NUMERICS, PRESETS
+from ..objective import PRESETS
+from ..presets import NUMERICS
 from ._swap import Adapter, NotCovered, Slots, Trial
 from ._tensors import (
     at_ids,
@@ -112,6 +112,9 @@ LOSSES = {
 RANDOM = ("clip_cov",)
 #: Presets whose old_logps are not those of verl's policy loss, which is given no reference.
 WITHOUT = ("a2po", "distillation", "sampled_distillation")
+
+#: The metrics of tokens that are clipped, and of those at the other end.
+CLIPPED_SHARES = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")
 
 #: verl's `loss_agg_mode` -> ours.
 AGGREGATES = {
@@ -227,10 +230,9 @@ def _gspo_by_sequence(config: Any) -> bool:
     if theirs not in _by_sequence:
         plain = copy.copy(config)
         vars(plain)["global_batch_info"] = {}  # the config refuses an assignment
-        # Sequences of 2 tokens and of 1, whose sums are not their means.
-        logps, advantages = torch.zeros(2, 2), torch.tensor([[1.0, 1.0], [3.0, 3.0]])
-        given = logps, logps, advantages, torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-        sums, means = (float(theirs(*given, f"seq-mean-token-{kind}", plain)[0]) for kind in ("sum", "mean"))
+        # Of sequences of 2 tokens and of 1 the sums are not the means.
+        logps, mask = torch.zeros(2, 2), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+        sums, means = (float(theirs(logps, logps, mask, mask, f"seq-mean-token-{kind}", plain)[0]) for kind in ("sum", "mean"))
         _by_sequence[theirs] = sums == means
     return _by_sequence[theirs]
 
@@ -257,54 +259,51 @@ def _metrics(name: str, objective: Objective, out: LossOutput, batch: TokenBatch
     mask: Any = batch.mask
     old: Any = batch.old_logps
     A, surrogate, x = batch.advantages, objective.surrogate, torch.where(mask, out.logps - old, 0.0)
-    bounds = objective.log_ratio_bounds or (-math.inf, math.inf)
-    bounded = x if objective.level != "token" else x.clamp(*bounds)
-    low, high = (math.log(r) if r > 0 else -math.inf for r in surrogate.ratio_bounds)
-    below, above, none = bounded < low, bounded > high, torch.zeros_like(mask)
+    if objective.log_ratio_bounds is not None and objective.level == "token":
+        x = x.clamp(*objective.log_ratio_bounds)
+    ratio, none = x.exp(), torch.zeros_like(mask)
     # Which tokens are clipped, and which at the other end; verl has neither of some losses.
-    marked = {"actor/pg_clipfrac": none, "actor/pg_clipfrac_lower": none}
+    marks: tuple[Tensor, ...] = ()
     if name == "cispo":
-        marked["actor/pg_clipfrac"] = below | above
+        low, high = surrogate.ratio_bounds
+        marks = (ratio < low) | (ratio > high), none
     elif name in ("dppo_tv", "dppo_kl"):
         # In verl an advantage of 0 counts as negative.
-        rows = replace(out.rows, advantages=torch.where(out.rows.advantages == 0, -1.0, out.rows.advantages))
-        keep = objective.filters[0].keep(out.logps.reshape(-1), None, rows, batch).view(mask.shape)
-        marked = {"actor/pg_clipfrac": ~keep, "actor/pg_clipfrac_lower": above & keep}
-    elif isinstance(surrogate, Gmpo) and name == "geo_mean":
-        beyond = (x < -surrogate.eps_low) | (x > surrogate.eps_high)
-        marked = {"actor/pg_clipfrac": beyond & (A > 0), "actor/pg_clipfrac_lower": beyond & (A < 0)}
+        keep = objective.filters[0].keeps(out.logps, old, torch.where(A == 0, -1.0, A))  # type: ignore[attr-defined]
+        marks = ~keep, (ratio > surrogate.ratio_bounds[1]) & keep
+    elif name == "geo_mean":
+        beyond = (x < -surrogate.eps_low) | (x > surrogate.eps_high)  # type: ignore[attr-defined]
+        marks = beyond & (A > 0), beyond & (A < 0)
     elif name == "clip_cov":
         # Tokens that were drawn have no slope. All others have one, except those that are clipped.
         slopes = torch.autograd.grad(out.loss, log_prob, retain_graph=True)[0] if out.loss.requires_grad else x
-        silent = torch.logical_or(*surrogate.clipped(bounded.exp(), A)) | (A == 0)
+        silent = torch.logical_or(*surrogate.clipped(ratio, A)) | (A == 0)
         silent = silent if batch.weights is None else silent | (batch.weights == 0)
-        marked = {"actor/pg_clipfrac": (slopes == 0) & ~silent}
-    elif name in ("kl_cov", "dro"):
-        marked = {}
-    elif objective.level == "token" and name != "sapo":
-        marked["actor/pg_clipfrac"] = torch.logical_or(*surrogate.clipped(bounded.exp(), A))
-        if isinstance(surrogate, Clip) and name == "vanilla":
-            marked["actor/pg_clipfrac_lower"] = (bounded > math.log(surrogate.delta)) & (A < 0)
-    named = {key: masked_mean(value.float(), mask) for key, value in marked.items()}
-    if objective.level != "token" and name not in ("sapo", "geo_mean"):
-        named["actor/pg_clipfrac"] = out.metrics["clip_low"] + out.metrics["clip_high"]
-    return named | {"actor/ppo_kl": masked_mean(x.abs() if name == "kl_cov" else -bounded, mask)}
+        marks = ((slopes == 0) & ~silent,)
+    elif name == "sapo":
+        marks = none, none
+    elif name not in ("kl_cov", "dro"):
+        if objective.level != "token":
+            ratio = objective.log_ratio(out.logps.reshape(-1), out.rows, batch).view(mask.shape).exp()
+        lower = (ratio > surrogate.delta) & (A < 0) if name == "vanilla" else none  # type: ignore[attr-defined]
+        marks = torch.logical_or(*surrogate.clipped(ratio, A)), lower
+    named = {"actor/ppo_kl": masked_mean(x.abs() if name == "kl_cov" else -x, mask)}
+    return named | {key: masked_mean(mark.float(), mask) for key, mark in zip(CLIPPED_SHARES, marks, strict=False)}
 
 
 # ---- log-probs and entropy
 
 
-def bind(*, hidden: bool = True, logits: bool = True, strict: bool = False, any_version: bool = False) -> Slots:
+def bind(*, hidden: bool = True, logits: bool = True, **how: bool) -> Slots:
     """Replace verl's functions by ours in this process; the result restores them, see `Slots`, which has the errors too.
 
     hidden   `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`, for use_fused_kernels with impl_backend=triton.
     logits   `logprobs_from_logits` and `entropy_from_logits` of verl.utils.torch_functional and of the engines that imported
              them. Bind before the engine is built, because the engine keeps the entropy function of that time.
-    strict   True: a call that verl's own function has to handle raises RuntimeError.
-    any_version   True: no comparison under a version that was not tested."""
+    how      strict and any_version of `Slots`."""
     ours: list[Callable[..., Any]] = [linear_cross_entropy] * hidden
     ours += [logprobs_from_logits, entropy_from_logits] * logits
-    return ADAPTER.bind(*ours, strict=strict, any_version=any_version)
+    return ADAPTER.bind(*ours, **how)
 
 
 def linear_cross_entropy(

@@ -12,8 +12,18 @@ from typing import Any
 import torch
 
 from ..checks import LARGEST, SMALLEST, require, require_number, require_one_of
-from .groups import Grouped, Groups, group_ids, grouped, warn_of_single_completions
-from .tensors import Tensor, read_lengths, read_rewards, read_weights, weighted_sum
+from .groups import (
+    Grouped,
+    Groups,
+    Tensor,
+    group_ids,
+    grouped,
+    read_lengths,
+    read_rewards,
+    read_weights,
+    warn_of_single_completions,
+    weighted_sum,
+)
 
 BASELINES = ("mean", "leave-one-out", "length", "none")
 SCALES = ("group", "batch", "none", "mean", "others")

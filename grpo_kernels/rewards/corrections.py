@@ -52,7 +52,8 @@ import torch
 
 from ..batch import TokenBatch
 from ..checks import LARGEST, SMALLEST, refuse_unknown, require, require_number, require_one_of
-from ..layout import as_mask, sequence_ids
+from ..formulas.filters import BOUND, DELTA, log_ratio, near_sampler
+from ..layout import ALL, INTEGRAL, as_mask, require_shape, require_tensor, sequence_ids
 from .groups import Grouped, Groups
 
 Tensor = torch.Tensor
@@ -61,9 +62,6 @@ LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask")
 METRICS = ("ratio", "k1", "k2", "k3")
 OVER = ("token", "sum", "mean", "max", "min")
-
-#: A ratio beyond e^60 is useless anyway, and e^60 is still finite in fp32; see ops.bounded_exp.
-BOUND = 60.0
 
 
 def importance_weights(
@@ -93,9 +91,9 @@ def importance_weights(
     require_one_of("mode", mode, MODES)
     require_number("low", low, "the lower bound is a ratio >= 0.", 0, LARGEST)
     require_number("high", high, f"the upper bound is a ratio above 0 and >= low={low!r}.", max(low, SMALLEST))
-    x, counted = _log_weights(batch), _trained(batch)
+    x, counted = _log_weights(batch), batch.trained
     if level != "token":
-        tokens = _sequence_tokens(batch, f'level="{level}"')
+        tokens = batch.check_sequences(f'level="{level}" needs').lengths
         x, counted = batch.sequence_sum(x), tokens > 0
         if level == "geometric":
             x = x / tokens.clamp(min=1.0)
@@ -138,7 +136,7 @@ def rejection_mask(
     elif metric == "k3":
         x = x.exp() - 1.0 - x
     if over != "token":
-        tokens = _sequence_tokens(batch, f'over="{over}"')
+        tokens = batch.check_sequences(f'over="{over}" needs').lengths
         if over in ("max", "min"):
             x = _sequence_extreme(batch, x, over)
         else:
@@ -161,14 +159,9 @@ def off_policy_sequence_mask(batch: TokenBatch, logps: Tensor, *, delta: float) 
     ValueError for logps of another size and for packed rows without cu_seqlens.
     Sources: DeepSeek-V3.2 arXiv 2512.02556, section 3.1; TRL's `off_policy_mask_threshold`.
     """
-    require_number("delta", delta, "the largest mean log-ratio is a finite number.", -LARGEST, LARGEST)
-    tokens = _sequence_tokens(batch, "off_policy_sequence_mask")
-    now = torch.where(_trained(batch), _like_targets(batch, "logps", logps).to(torch.float32), 0.0)
-    sampler = batch.flat("old_logps") if batch.sampler_logps is None else batch.flat("sampler_logps")
-    advantages = batch.flat("advantages")
-    assert advantages is not None
-    moved = batch.sequence_sum(_log_ratio(now if sampler is None else sampler, now)) / tokens.clamp(min=1.0)
-    return _per_token(batch, (advantages >= 0) | batch.spread(moved <= delta))
+    require_number("delta", delta, *DELTA)
+    batch.check_sequences("off_policy_sequence_mask needs")
+    return _per_token(batch, near_sampler(batch, _like_targets(batch, "logps", logps).to(torch.float32), delta))
 
 
 def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
@@ -179,7 +172,7 @@ def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
     Source: M2PO arXiv 2510.01161; AReaL's `m2_threshold`.
     """
     require_number("threshold", threshold, "the bound of the mean (log w)^2 is a number above 0.", SMALLEST, LARGEST)
-    x, trained = _log_weights(batch), _trained(batch)
+    x, trained = _log_weights(batch), batch.trained
     ordered, order = torch.sort(torch.where(trained, x * x, torch.inf), stable=True)
     rank = torch.arange(batch.tokens, device=x.device)
     # The mean of the k smallest rises with k, so bisection finds the last k below the threshold. Each step is a plain sum,
@@ -202,13 +195,12 @@ def without_truncated(mask: Tensor, finished: Tensor, *, cu_seqlens: Tensor | No
     Tokens that are taken out of the mask leave the denominators, too (TRL's `mask_truncated_completions`; overlong filtering in
     DAPO, arXiv 2503.14476). Raises ValueError on shapes or dtypes that do not fit.
     """
-    if not isinstance(mask, Tensor) or mask.dim() != (2 if cu_seqlens is None else 1):
-        got = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"mask has {got}: pass [B, T], or packed [N] with cu_seqlens.")
+    require_tensor("mask", mask, ALL, "a bool tensor [B, T], or packed [N] with cu_seqlens")
+    dims = 2 if cu_seqlens is None else 1
+    require(mask.dim() == dims, "mask.shape", list(mask.shape), "pass [B, T], or packed [N] with cu_seqlens.")
     sequences = len(mask) if cu_seqlens is None else cu_seqlens.numel() - 1
-    if not isinstance(finished, Tensor) or finished.shape != (sequences,) or finished.is_floating_point():
-        got = f"{finished.dtype} {list(finished.shape)}" if isinstance(finished, Tensor) else type(finished).__name__
-        raise ValueError(f"finished is {got}: pass one bool per sequence, [{sequences}].")
+    require_tensor("finished", finished, INTEGRAL, f"one bool per sequence, [{sequences}]")
+    require_shape("finished", finished, torch.Size([sequences]), "the number of sequences")
     done = finished[:, None] if cu_seqlens is None else finished[sequence_ids(cu_seqlens, mask.numel())]
     return as_mask("mask", mask, mask.shape) & (done != 0)
 
@@ -239,7 +231,7 @@ def correction_metrics(
     for name, bound in (("low", low), ("high", high)):
         if bound is not None:
             require_number(name, bound, "the bound is a ratio >= 0.", 0)
-    x, trained = _log_weights(batch), _trained(batch)
+    x, trained = _log_weights(batch), batch.trained
 
     def mean(values: Tensor, among: Tensor = trained) -> Tensor:
         return torch.where(among, values, 0.0).sum(dtype=torch.float64) / among.sum().clamp(min=1)
@@ -277,35 +269,12 @@ def correction_metrics(
 # ---- the parts
 
 
-def _log_ratio(above: Tensor, below: Tensor) -> Tensor:
-    """above - below in fp64, in [-60, 60]; NaN, a token that one of them did not score, counts as 0."""
-    return torch.nan_to_num(above.to(torch.float64) - below.to(torch.float64), nan=0.0).clamp(-BOUND, BOUND)
-
-
 def _log_weights(batch: TokenBatch) -> Tensor:
     """log w, flat fp64 [N], 0 where masked."""
-    old, sampler = batch.flat("old_logps"), batch.flat("sampler_logps")
-    for name, value in (("old_logps", old), ("sampler_logps", sampler)):
-        if value is None:
+    for name in ("old_logps", "sampler_logps"):
+        if getattr(batch, name) is None:
             raise ValueError(f"{name} is None: the mismatch is pi_old / pi_sampler, so the TokenBatch needs {name}= too.")
-    assert old is not None and sampler is not None
-    return _log_ratio(old, sampler)
-
-
-def _trained(batch: TokenBatch) -> Tensor:
-    """bool [N]"""
-    trained = batch.marked("trained")
-    return torch.ones(batch.tokens, dtype=torch.bool, device=batch.targets.device) if trained is None else trained
-
-
-def _sequence_tokens(batch: TokenBatch, what: str) -> Tensor:
-    """Trained tokens of each sequence, fp64 [B]."""
-    if batch.sequences is None:
-        raise ValueError(
-            f"cu_seqlens is None, but {what} needs to know the sequences of packed rows: pass cu_seqlens, or padded "
-            "targets [B, T]."
-        )
-    return batch.lengths
+    return log_ratio(*batch.table("old_logps", "sampler_logps").values())
 
 
 def _sequence_extreme(batch: TokenBatch, values: Tensor, which: str) -> Tensor:
@@ -313,7 +282,7 @@ def _sequence_extreme(batch: TokenBatch, values: Tensor, which: str) -> Tensor:
     nothing = -torch.inf if which == "max" else torch.inf
     extremes = torch.full_like(batch.lengths, nothing)
     owner = batch.spread(torch.arange(len(extremes), device=extremes.device))
-    extremes = extremes.scatter_reduce(0, owner, torch.where(_trained(batch), values, nothing), f"a{which}")
+    extremes = extremes.scatter_reduce(0, owner, torch.where(batch.trained, values, nothing), f"a{which}")
     return batch.over_context(extremes, which.upper())
 
 
@@ -327,7 +296,7 @@ def _like_targets(batch: TokenBatch, name: str, x: object) -> Tensor:
 
 def _per_token(batch: TokenBatch, values: Tensor) -> Tensor:
     """Flat values as fp32 in the shape of targets, 0 where masked."""
-    return torch.where(_trained(batch), values.to(torch.float32), 0.0).view(batch.targets.shape)
+    return torch.where(batch.trained, values.to(torch.float32), 0.0).view(batch.targets.shape)
 
 
 # ---- by name

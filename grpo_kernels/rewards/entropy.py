@@ -12,6 +12,8 @@ from ..checks import LARGEST, require, require_number
 
 Tensor = torch.Tensor
 
+SHARE = ("the share of tokens to keep is in (0, 1].", math.nextafter(0.0, 1.0), 1)
+
 
 def entropy_threshold(entropy: Tensor, mask: Tensor, share: float, process_group: Any = None) -> Tensor:
     """The entropy that the `share` of tokens with the highest entropy reach: their quantile 1 - share, 0-d fp32.
@@ -28,7 +30,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, share: float, process_group
 
     Raises ValueError on a share outside (0, 1] and on shapes that differ.
     """
-    require_number("share", share, "the share of tokens to keep is in (0, 1].", math.nextafter(0.0, 1.0), 1)
+    require_number("share", share, *SHARE)
     if mask.shape != entropy.shape:
         raise ValueError(f"mask has shape {list(mask.shape)}, but entropy has {list(entropy.shape)}: they must be the same.")
     values = entropy.detach().reshape(-1).to(torch.float32)

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..checks import refuse_unknown, require, require_one_of
 from .advantages import gpg_scale, greedy_baseline_advantages, group_advantages, pass_at_k_advantages
+from .groups import Tensor
 from .returns import at_last_token, discounted_returns, gae, optimal_token_advantages, process_advantages, whiten
-from .tensors import Tensor
 
 
 @dataclass(frozen=True, eq=False)

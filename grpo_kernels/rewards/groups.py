@@ -1,14 +1,92 @@
-"""Groups of rewards that share a prompt: sums, extremes, means and deviations of each."""
+"""Rewards of completions as fp64 tensors, without wrong types, shapes and values, and the groups of those that share a prompt:
+sums, extremes, means and deviations of each."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ..checks import require_whole, warn_once
-from ..layout import values_are_checked
-from .tensors import Tensor, read_rewards
+from ..checks import require_one_of, require_whole, warn_once
+from ..layout import FLOATING, INTEGRAL, refuse_where, require_shape, require_tensor, values_are_checked
+
+Tensor = torch.Tensor
+
+
+def as_rewards(name: str, rewards: Any) -> Tensor:
+    """Rewards as a tensor, of a list or an array those of its numbers. Raises ValueError where they are no real numbers."""
+    try:
+        tensor = rewards if isinstance(rewards, Tensor) else torch.as_tensor(rewards, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        tensor = None
+    if tensor is None or tensor.is_complex():
+        got = type(rewards).__name__ if tensor is None else tensor.dtype
+        raise ValueError(f"{name} is {got}: pass numbers, a tensor or a list, one per completion, [B].")
+    return tensor
+
+
+def read_rewards(
+    rewards: Any, missing: str = "raise", *, several: bool = False, name: str = "rewards"
+) -> tuple[Tensor, Tensor]:
+    """(rewards in fp64 with missing ones set to 0, a mask of those not missing); [B], or [B, K] of `several` functions."""
+    rewards = as_rewards(name, rewards)
+    if rewards.dim() != 1 + several:
+        shape_needed = (
+            "with reward_weights, one per completion and function, [B, K]" if several else "one number per completion, [B]"
+        )
+        hint = " (those of K functions, [B, K], go with reward_weights.)" if name == "rewards" and not several else ""
+        raise ValueError(f"{name} has shape {list(rewards.shape)}: pass {shape_needed}.{hint}")
+    require_one_of("missing", missing, ("raise", "skip"))
+    r = rewards.detach().to(torch.float64)
+    missed = torch.isnan(r) if missing == "skip" else torch.zeros_like(r, dtype=torch.bool)
+    r = torch.where(missed, 0.0, r)
+    return finite(name, r, "give every completion a finite number, or leave it out."), ~missed
+
+
+def finite(name: str, x: Tensor, remedy: str, low: float = -math.inf) -> Tensor:
+    """x, whose first value that is NaN, infinite or below `low` is refused where `values_are_checked`."""
+    if values_are_checked(x):
+        refuse_where(~(torch.isfinite(x) & (x >= low)), name, x, f": {remedy}")
+    return x
+
+
+def float_tensor(name: str, x: object) -> Tensor:
+    require_tensor(name, x, FLOATING, "a floating-point tensor")
+    assert isinstance(x, Tensor)
+    return x
+
+
+def read_lengths(lengths: Tensor, n: int, device: torch.device) -> Tensor:
+    """Tokens of each of n completions, fp64 [n]."""
+    require_tensor("lengths", lengths, FLOATING | INTEGRAL, f"the number of tokens of each completion, a tensor [{n}]")
+    require_shape("lengths", lengths, torch.Size([n]), "the rewards")
+    tokens = lengths.detach().to(device=device, dtype=torch.float64)
+    return finite("lengths", tokens, "a number of tokens is finite and >= 0.", low=0.0)
+
+
+def read_weights(weights: Sequence[float] | Tensor, r: Tensor) -> Sequence[Tensor]:
+    """K factors, 0-d fp64, for rewards [B, K]. Numbers stay on the CPU: sending them to a device would wait for it."""
+    device = r.device if isinstance(weights, Tensor) else "cpu"
+    factors = torch.as_tensor(weights, dtype=torch.float64, device=device).detach()
+    if factors.shape != r.shape[1:] or not len(factors):
+        raise ValueError(
+            f"reward_weights has shape {list(factors.shape)}, but rewards has {list(r.shape)}: one for each function."
+        )
+    return factors.unbind()
+
+
+def weighted_sum(columns: Sequence[Tensor], factors: Sequence[Any]) -> Tensor:
+    """Adds the terms one by one, so that equal rows have exactly equal sums. A matrix product may add different rows in
+    different orders."""
+    total = torch.zeros_like(columns[0])
+    for column, factor in zip(columns, factors, strict=True):
+        total = total + factor * column
+    return total
+
+
+# ---- groups
 
 
 class Groups:
@@ -83,12 +161,8 @@ def group_ids(n: int, device: torch.device, group_size: int | None, groups: Tens
             f"group_size={group_size} and groups={'None' if groups is None else 'given'}: pass exactly one of them."
         )
     if groups is not None:
-        if not isinstance(groups, Tensor):
-            raise ValueError(f"groups is a {type(groups).__name__}: pass an integer tensor, one id per reward, [{n}].")
-        if groups.shape != (n,) or groups.is_floating_point() or groups.dtype == torch.bool:
-            raise ValueError(
-                f"groups has shape {list(groups.shape)} and dtype {groups.dtype}: pass one integer id per reward, [{n}]."
-            )
+        require_tensor("groups", groups, INTEGRAL - {torch.bool}, f"an integer tensor, one integer id per reward, [{n}]")
+        require_shape("groups", groups, torch.Size([n]), "the rewards")
         return groups.to(device=device, dtype=torch.int64)
     require_whole("group_size", group_size, "it must be a whole number of at least 1.")
     assert group_size is not None

@@ -17,8 +17,7 @@ from ..checks import LARGEST, require, require_number, require_one_of
 from ..formulas.kl import Kl, as_kl, kl_terms
 from ..layout import as_mask, check_offsets, per_token, sequence_ids
 from .advantages import group_advantages
-from .groups import Grouped, Groups, group_ids
-from .tensors import Tensor, finite, float_tensor, read_rewards
+from .groups import Grouped, Groups, Tensor, finite, float_tensor, group_ids, read_rewards
 
 SHARE = "it must be a number in [0, 1]."
 FINITE = "it must be finite wherever the mask is True."

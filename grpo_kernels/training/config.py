@@ -16,9 +16,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from .. import EntropyQuantile, Exact, Objective, TokenBatch
+from ..batch import TokenBatch
 from ..checks import LARGEST, SMALLEST, near_name, require, require_number, require_one_of
-from ..presets import NUMERICS, PRESETS
+from ..formulas.divergence import Exact
+from ..formulas.filters import EntropyQuantile
+from ..objective import PRESETS, Objective
+from ..presets import NUMERICS
 from ..rewards.advantages import BASELINES, SCALES
 from ..rewards.advantages import NUMERICS as CONSTANTS
 from ..rewards.corrections import CORRECTIONS

@@ -9,19 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import (
-    Denominators,
-    Head,
-    LogitTransform,
-    Objective,
-    Options,
-    Sparse,
-    TokenBatch,
-    grpo_loss,
-    linear_grpo_loss,
-    linear_logprobs,
-    token_logprobs,
-)
+from ..batch import TokenBatch
+from ..logprobs import linear_logprobs, token_logprobs
+from ..losses import grpo_loss, linear_grpo_loss
+from ..objective import Denominators, Objective
+from ..rows.selection import Sparse
+from ..specs import Head, LogitTransform, Options
 from .config import TrainConfig
 from .ranks import ParallelModel, Ranks
 from .rollouts import Completions, autocast, completion_logits

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .. import EntropyQuantile, Objective
+from ..formulas.filters import EntropyQuantile
+from ..objective import Objective
 from . import require
 from .config import TRACKERS, TrainConfig, write
 from .data import Row

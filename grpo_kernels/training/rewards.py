@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ..rewards.estimators import Evidence
-from ..rewards.tensors import weighted_sum
+from ..rewards.groups import weighted_sum
 from . import require
 
 Tensor = torch.Tensor

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .. import TokenSets
+from ..token_sets import TokenSets
 from . import require
 from .config import TrainConfig
 from .data import Row

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from .. import TokenBatch
+from ..batch import TokenBatch
 from ..distributed import global_normalizer
 from ..rewards.entropy import AdaptiveEntropyCoef
 from . import require, setup

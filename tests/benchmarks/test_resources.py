@@ -14,17 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks import assembly, resources
 from benchmarks.assembly import loops
-from benchmarks.launches import (
-    KINDS,
-    OBJECTIVES,
-    QUICK,
-    SHORT,
-    TARGETS,
-    TRANSFORMS,
-    Case,
-    backend,
-    cases,
-)
+from benchmarks.launches import KINDS, OBJECTIVES, QUICK, SHORT, TARGETS, TRANSFORMS, Case, backend, cases
 from benchmarks.resources import broken, report
 
 pytestmark = pytest.mark.skipif(

@@ -19,10 +19,11 @@ MANY = int(os.environ.get("GRPO_KERNELS_FUZZ", "2000"))
 EXECUTORS = executors()
 LOGPS = Recipe(door="logprobs")
 ITSELF = Recipe(objective="dapo, exact", others=("itself",), inplace=True, seed=1)
-#: Recipes, each with all combinations of the values of some axes: rows with and without sets beside a second stream, several of
-#: those beside a term of likelihood; sets, and a factor that the backward brings; real vocabularies, and more rows than a dimension
-#: of a grid has; sets of one to thousands of ids; impossible logits, those at the ends of a dtype and, from hidden states, beyond
-#: fp16; a teacher that is the same logits, which are overwritten; no rows, and no trained row.
+#: Recipes, each with all combinations of the values of some axes: rows with and without sets beside a second stream, several
+#: of those beside a term of likelihood; sets, and a factor that the backward brings; real vocabularies, and more rows than a
+#: dimension of a grid has; sets of one to thousands of ids; a frozen head, whose log-probs have their gradient made in the
+#: forward; impossible logits, those at the ends of a dtype and, from hidden states, beyond fp16; a teacher that is the same
+#: logits, which are overwritten; no rows, and no trained row.
 TABLE = [
     (Recipe(objective="dapo, exact", kept="some", missing="full", others=("near",)), {"seed": (0, 1)}),
     (Recipe(objective="dapo, exact", others=("whole", "near")), {}),
@@ -32,6 +33,7 @@ TABLE = [
     (replace(LOGPS, lengths=(1,), vocab=1_000_003), {}),
     (Recipe(lengths=(9,), vocab=4000, kept="long"), {"door": ("loss", "logprobs"), "source": AXES["source"]}),
     (Recipe(lengths=(200,), vocab=65, kept="long"), {"source": AXES["source"]}),  # with sets of the width of a group, 64
+    (replace(LOGPS, source="hidden", frozen="weight"), {"also": ("nothing", "detached"), "rows": AXES["rows"]}),
     (LOGPS, {"extreme": ("absent", "ends"), "dtype": AXES["dtype"], "vocab": (7, 300, 9000)}),
     (replace(LOGPS, source="hidden", dtype="float16", spread=5e4), {"transform": ("none", "everything")}),
     (ITSELF, {"exact": AXES["exact"], "dtype": ("float32", "bfloat16"), "objective": ("dapo, exact", "gspo, exact")}),

@@ -38,7 +38,8 @@ from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.surrogates import A2po, Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, Vespo
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.model import FusedLMHead
-from grpo_kernels.presets import NUMERICS, PRESETS
+from grpo_kernels.objective import PRESETS
+from grpo_kernels.presets import NUMERICS
 from grpo_kernels.rewards.corrections import CORRECTIONS
 from grpo_kernels.rewards.estimators import ADVANTAGES, Evidence
 from grpo_kernels.token_sets import check_sets
@@ -146,9 +147,9 @@ BATCH = {
     "targets has shape [1, 12]. Pass targets[0], and the same of what goes with it.": {
         "targets": IDS.view(1, -1), "advantages": torch.ones(1, B * T), "cu_seqlens": torch.tensor([0, 12])
     },
-    "rows|[12]|[3, 4]|one row for each target": IDS.view(-1),
+    "rows|[12]|[3, 4]|the same": IDS.view(-1),
     "rows|torch.float32|int64": PER_TOKEN,
-    "rows is a list: pass": [0, 1],
+    "rows is a list: pass a tensor": [0, 1],
     "kept is a list: pass": [[1], [2]],
     "has 12 tokens, but kept have 3 rows": {"kept": KEPT[:3]},
     "missing='drop': it must be one of": "drop",
@@ -355,7 +356,7 @@ CALLS = [
     (objective_given, {
         "divergence is None, but kl=Exact": {"objective": EXACT},
         "divergence is given, but kl='k3'": PER_TOKEN,
-        "logps is torch.float32 [3, 3]: pass floats of targets' shape, [3, 4]": PER_TOKEN[:, 1:],
+        "logps has shape [3, 3], but targets has [3, 4]": PER_TOKEN[:, 1:],
         "entropy is None, but the objective has an entropy bonus": {"objective": Objective(entropy_coef=0.1)},
         "token_weights has shape [4]": torch.ones(T),
         "objective is a str": "dapo",
@@ -373,7 +374,7 @@ CALLS = [
     }),
     (functools.partial(shift_targets, IDS.view(-1)), {
         "both given": {**CUT, "segment_ids": IDS.view(-1)},
-        "segment_ids has dtype torch.int64 and shape [3]": IDS[:, 0],
+        "segment_ids has shape [3], but ids has [12]": IDS[:, 0],
         "cu_seqlens|[0, 5]": torch.tensor([0, 5]),
     }),
     (shift_targets, {"ids is torch.float32": PER_TOKEN}),
@@ -394,18 +395,18 @@ RECORDS = {"generated": MASK}
 #: How sets of ids are made -> what is right of it, and what a message must say -> what is changed.
 SETS = [
     (TokenSets, {"ids": torch.tensor([4, 6, 1]), "offsets": torch.tensor([0, 2, 3]), "values": torch.zeros(3)}, {
-        "ids is list: pass int32 or int64 [nnz]": [1, 2, 3],
+        "ids is a list: pass int32 or int64 [nnz]": [1, 2, 3],
         "ids is torch.float32: pass int32 or int64": ONES,
         "ids has shape [3, 1]|TokenSets.from_padded": IDS[:, :1],
         "offsets is torch.bool: pass int32 or int64 [rows + 1]": torch.tensor([False, True]),
         "offsets has shape [0]: pass [rows + 1], a single 0 for no row": IDS[0, :0],
         "offsets[0]=1: the ids of row 0 start at 0": torch.tensor([1, 3]),
-        "offsets[1]=2, offsets[2]=1: row 1 ends before it starts|the number of ids, 3": torch.tensor([0, 2, 1, 3]),
-        "offsets[2]=2, but there are 3 ids": torch.tensor([0, 1, 2]),
-        "ids is -1 in row 1 (ids[2]): ids are at least 0|from_padded": torch.tensor([4, 6, -1]),
-        "ids is 4 twice in row 0 (offsets 0 to 2)": torch.tensor([4, 4, 1]),
+        "offsets give row 1 -1 ids": torch.tensor([0, 2, 1, 3]),
+        "offsets end at 2, but there are 3 ids": torch.tensor([0, 1, 2]),
+        "ids[2]=-1, in row 1: ids are at least 0|from_padded": torch.tensor([4, 6, -1]),
+        "ids[1]=4, in row 0: an id stands in a set once": torch.tensor([4, 4, 1]),
         "values has shape [4], but ids has [3]: they must be the same": torch.zeros(4),
-        "values is NaN in row 1 (values[2], id 1)": torch.tensor([0.0, -INF, NAN]),
+        "values[2]=nan, in row 1": torch.tensor([0.0, -INF, NAN]),
     }),
     (TokenSets.whole, {}, {
         f"rows={rows}: the number of rows is a whole number of at least 0": {"rows": rows} for rows in (-1, 2.5, True)
@@ -420,41 +421,41 @@ SETS = [
     }),
     (TokenSets.from_counts, {"ids": torch.tensor([3, 4, 5])}, {
         "counts has shape [3, 4]: pass one number for each row, [rows]; of [B, T], counts.flatten()": IDS,
-        "counts is -1 in row 1: a number of ids is at least 0": torch.tensor([2, -1, 2]),
+        "counts give row 1 -1 ids: pass numbers of at least 0": torch.tensor([2, -1, 2]),
     }),
     (TokenSets.from_padded, {"ids": torch.tensor([[1, 2], [3, -1]])}, {
         "ids is torch.float32: pass int32 or int64 [rows, K]": PER_TOKEN,
         "values has shape [2], but ids has [2, 2]": torch.zeros(2),
-        "values is NaN in row 0 (values[1], id 2)": torch.tensor([[0, NAN], [0, NAN]]),
-        "ids is -100 in row 1 (ids[2])": torch.tensor([[1, 2], [-100, 3]]),
+        "values[1]=nan, in row 0": torch.tensor([[0, NAN], [0, NAN]]),
+        "ids[2]=-100, in row 1": torch.tensor([[1, 2], [-100, 3]]),
     }),
     (TokenSets.from_lists, {}, {
         "lists is a Tensor: pass a list of lists": PER_TOKEN,
         "lists is not one list of numbers for each row|generated=": [1, 2],
         "lists holds torch.float32: pass lists of integer ids": [[1.5]],
         "lists holds ids up to 2147483648: from lists ids become int32": [[2**31]],
-        "ids is -1 in row 1": {"lists": [[1], [3, -1]]},
-        "ids is 3 twice in row 1": {"lists": [[], [3, 3]]},
-        "values has 1 rows, but lists has 2": {"lists": [[1], [2]], "values": [[0.5]]},
-        "values has 1 numbers in row 1, but lists has 2 ids there": {"lists": [[1], [2, 3]], "values": [[1.0], [1.0]]},
+        "ids[2]=-1, in row 1": {"lists": [[1], [3, -1]]},
+        "ids[1]=3, in row 1": {"lists": [[], [3, 3]]},
+        "values has 1 rows, and lists 2": {"lists": [[1], [2]], "values": [[0.5]]},
+        "values|of other lengths from row 1 on: pass one number for each id": {"lists": [[1], [2, 3]], "values": [[1.0], [1.0]]},
         "cu_seqlens is given without generated": {"lists": [[1]], "cu_seqlens": torch.tensor([0, 1])},
         "generated is shape [1, 2, 3]: pass a bool tensor": {"lists": [[[1]]], "generated": MASK[None]},
         "lists[0] has 1 records, but generated marks 2 tokens of sequence 0": {"lists": [[[1]], [[2]]], **RECORDS},
         "cu_seqlens=[0, 2]: it must rise": {"lists": [[[1]]], "generated": MASK[0], "cu_seqlens": torch.tensor([0, 2])},
     }),
     (TokenSets.from_logits, {"logits": TWO, "top_k": 1}, {
-        "logits is list: pass a float tensor [..., V]": [[1.0]],
-        "logits is torch.int64 [3, 4]": IDS,
-        "logits is torch.float32 [2, 0]": TWO[:, :0],
+        "logits is a list: pass a float tensor [..., V]": [[1.0]],
+        "logits is torch.int64": IDS,
+        "logits|.shape=[2, 0]": TWO[:, :0],
         "all -inf in row 1": {"logits": TWO.index_fill(1, torch.tensor(0), 0.0) / TWO[:, 1:]},
         "top_k=1.5: it is a number of ids; None, 0 or -1 keeps all": 1.5,
         "top_p=0.0: it is a probability above 0, at most 1; None keeps all. A greedy sampler is top_k=1": 0.0,
         "min_p=-0.1: it is a share of the largest probability in [0, 1]": -0.1,
         "order='trl': samplers truncate differently: pass \"vllm\" or \"sglang\"": "trl",
-        "temperature is 0.0 at row 1": torch.tensor([1.0, 0.0]),
+        "temperature[1]=0.0": torch.tensor([1.0, 0.0]),
         "temperature has shape [3]": ONES,
-        "temperature is on meta, but the logits are on cpu": ONES[:2].to("meta"),
-        "targets is torch.int64 [3]: pass integers of the logits' leading shape, [2]": IDS[:, 0],
+        "temperature is on meta, but the tensor of logits is on cpu": ONES[:2].to("meta"),
+        "targets has shape [3], but the leading part of the logits has [2]": IDS[:, 0],
     }),
 ]  # fmt: skip
 
@@ -462,8 +463,8 @@ SETS = [
 ROWS = {
     "pass a slice, integers, or a bool of the shape of targets. For one row, ": 3,
     "rows is torch.float32 [3]: pass a slice": ONES,
-    "row 5 is asked for, but there are 5": torch.tensor([0, 5]),
-    "the mask has 12 elements, but there are 5 rows": IDS > 3,
+    "there are 5 rows, but index 5 is out of bounds": torch.tensor([0, 5]),
+    "there are 5 rows|shape of the mask [12]": IDS > 3,
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -363,15 +364,19 @@ def test_another_rule_for_missing_targets_makes_one_batch(device, batch):
     assert kept.with_missing("mask").mask.sum() == 1 and device.recorded > before[0]
 
 
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("missing", ["include", "mask"])
-def test_a_batch_with_another_rule_has_the_fields_of_its_own(missing):
-    """Also after another field is put in, and after a write to targets: the sets of the others lack them."""
-    batch = TokenBatch(torch.tensor([1, 2, 1]), torch.ones(3), kept=TokenSets.from_lists([[1, 2]] * 3))
-    batch.with_missing(missing)
-    assert batch.with_ref_logps(torch.ones(3)).with_missing(missing).ref_logps is not None
-    batch.targets[0] = 5
-    trained = batch.with_missing(missing).mask
-    assert trained is None if missing == "include" else trained.tolist() == [False, True, True]
+def test_a_batch_with_another_rule_has_the_fields_of_its_own(missing, inference):
+    """Also after another field is put in, and after a write to targets, which torch does not count in inference mode: the sets of
+    the others lack them. The one of before the write is let go."""
+    with torch.inference_mode(inference):
+        batch = TokenBatch(torch.tensor([1, 2, 1]), torch.ones(3), kept=TokenSets.from_lists([[1, 2]] * 3))
+        before = weakref.ref(batch.with_missing(missing))
+        assert batch.with_ref_logps(torch.ones(3)).with_missing(missing).ref_logps is not None
+        batch.targets[0] = 5
+        trained = batch.with_missing(missing).mask
+        assert trained is None if missing == "include" else trained.tolist() == [False, True, True]
+        assert before() is None
 
 
 def test_a_first_read_in_a_capture_is_refused(device, batch):

@@ -303,7 +303,7 @@ def test_the_slot_of_one_trainer(changed, attribute):
     theirs = Counting(compiled=False, **SHORT)
     trainer = SimpleNamespace(**{attribute: theirs})
     slots = liger.patch(trainer)
-    with pytest.raises(RuntimeError, match=f"{attribute} of this trainer is ours already"):
+    with pytest.raises(RuntimeError, match="is ours already"):
         liger.patch(trainer)
     if changed != 1:
         with pytest.raises(RuntimeError, match=r"liger-kernel 99\.1.*loss is not what it was: values"):

@@ -328,7 +328,7 @@ REFUSED = [
         without_truncated,
         {"mask": BOOLS, "finished": BOOLS[:, 0]},
         {
-            r"finished is torch.bool \[3\]": {"finished": BOOLS[0]},
+            r"finished has shape \[3\]": {"finished": BOOLS[0]},
         },
     ),
     (

@@ -16,8 +16,7 @@ from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
 from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.surrogates import Cispo, Custom
 from grpo_kernels.formulas.token_stage import TokenRows
-from grpo_kernels.objective import Objective
-from grpo_kernels.presets import PRESETS
+from grpo_kernels.objective import PRESETS, Objective
 from grpo_kernels.rows.backends import triton
 from grpo_kernels.rows.backends.triton.launch import LAUNCH, Choice
 from grpo_kernels.rows.partials import RowTransform
