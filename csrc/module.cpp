@@ -6,6 +6,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
+
 #include "arguments.h"
 #include "parallel.h"
 
@@ -113,35 +115,86 @@ char* memory_of_thread(size_t bytes) {
     return memory.get() + (ALIGNED - reinterpret_cast<uintptr_t>(memory.get()) % ALIGNED);
 }
 
+// Memory of a thread, taken piece by piece, each aligned to 64 bytes. Without a base only its size is counted.
+struct Pieces {
+    char* base = nullptr;
+    size_t size = 0;
+
+    template <class T> T* take(int64_t count) {
+        T* piece = base ? reinterpret_cast<T*>(base + size) : nullptr;
+        size += (size_t(count) * sizeof(T) + 63) / 64 * 64;
+        return piece;
+    }
+};
+
 // For what a row keeps. Nothing is kept if the gradient has to be formed from the logits.
-TermMemory scratch_of(const FusedJob& job) {
-    TermMemory scratch = {{nullptr, nullptr}, nullptr};
-    if (!job.out.base || job.with_entropy) return scratch;
+TermMemory term_memory(const FusedJob& job, Pieces& pieces) {
+    TermMemory memory = {{nullptr, nullptr}, nullptr};
+    if (!job.out.base || job.with_entropy) return memory;
     const int64_t vocab = job.own.rows.vocab;
-    const size_t row = (size_t(vocab) * sizeof(float) + 63) / 64 * 64;
-    const size_t first = job.out.dtype == FP32 ? 0 : row, second = job.second ? row : 0;
-    char* memory = memory_of_thread(first + second + size_t(most_segments(vocab)) * sizeof(Segment));
-    if (!memory) return scratch;
-    if (first) scratch.terms[0] = reinterpret_cast<float*>(memory);
-    if (second) scratch.terms[1] = reinterpret_cast<float*>(memory + first);
-    scratch.segments = reinterpret_cast<Segment*>(memory + first + second);
-    return scratch;
+    if (job.out.dtype != FP32) memory.terms[0] = pieces.take<float>(vocab);
+    if (job.second) memory.terms[1] = pieces.take<float>(vocab);
+    memory.segments = pieces.take<Segment>(most_segments(vocab));
+    return memory;
 }
 
+// For the ids of a row.
+struct MostIds {
+    int64_t of_row = 0, of_list = 0;
+
+    MostIds(const Tokens& tokens, int64_t rows) {
+        const Listed* listed = tokens.listed;
+        for (int64_t i = 0; i < rows; i++) {
+            int64_t ids = tokens.starts[i + 1] - tokens.starts[i];
+            for (const int64_t* t = tokens.order + tokens.starts[i]; listed && t < tokens.order + tokens.starts[i + 1]; t++) {
+                const int64_t count = listed->starts[*t + 1] - listed->starts[*t];
+                ids += count;
+                of_list = count < of_list ? of_list : count;
+            }
+            of_row = ids < of_row ? of_row : ids;
+        }
+    }
+    IdMemory memory(const Listed* listed, Pieces& pieces) const {
+        IdMemory memory = {pieces.take<IdOfRow>(of_row), pieces.take<int32_t>(of_row), nullptr, 1, nullptr};
+        while (memory.table_size < 2 * of_row) memory.table_size *= 2;
+        memory.table = pieces.take<int32_t>(memory.table_size);
+        if (listed) memory.registers = pieces.take<float>(of_list * listed->program->registers());
+        return memory;
+    }
+};
+
 void fused(const Formula& formula, const std::vector<float>& numbers, const std::vector<uintptr_t>& inputs, bool with_entropy,
-           const LogitRows& own, const Beside* second, uintptr_t targets, uintptr_t read, const Memory* out, const Named& to, int threads) {
-    const int64_t n = own.rows.count;
-    const std::vector<const float*> vectors = formula.inputs(numbers, inputs, n, 2);
-    formula.check(formula.program.outputs == TOKEN_OUTPUTS, "it does not give a loss and two slopes.");
+           const LogitRows& own, const Beside* second, uintptr_t targets, uintptr_t read, const Memory* out, const Named& to, int threads,
+           const OfTokens* tokens) {
+    const int64_t rows = own.rows.count, n = tokens ? tokens->count : rows;
+    const bool listed = tokens && tokens->listed;
+    const std::vector<const float*> vectors = formula.inputs(numbers, inputs, n, listed ? 3 : 2);
+    formula.check(formula.program.outputs == (listed ? OUTPUTS_OF_LISTED : TOKEN_OUTPUTS), "it does not give a loss and its slopes.");
     check_streams(own, second, threads);
     if (out) check_out(own.rows, *out);
+    require(!tokens || (tokens->rows == rows && !second && !read), "tokens", n, "they are those of the rows, without a second stream.");
     const uint32_t needed = bits(LOGPS, ENTROPY, LOSSES) | (second ? bits(OF_DIVERGENCE) : 0);
     const FusedJob job{own, second, out ? Rows(*out) : Rows{}, vector<int64_t>("targets", targets, n), at<uint8_t>(read),
-                       &formula.program, numbers.data(), vectors.data(), with_entropy, to.vectors<RESULTS>(n, needed)};
+                       &formula.program, numbers.data(), vectors.data(), with_entropy, to.vectors<RESULTS>(n, needed), tokens};
+    Pieces terms, ids;
+    term_memory(job, terms);
+    std::optional<MostIds> most;
+    if (tokens) most.emplace(*tokens, rows);
+    if (most) most->memory(tokens->listed, ids);
+    std::atomic<bool> no_memory(false);
     each_rows(own.rows, threads, [&](int64_t begin, int64_t end) {
-        const TermMemory scratch = scratch_of(job);
-        for (int64_t i = begin; i < end; i++) kernels->fused(job, i, scratch);
+        Pieces pieces{memory_of_thread(ids.size + terms.size)};
+        const bool for_terms = pieces.base;
+        if (!for_terms && most) pieces.base = memory_of_thread(ids.size);
+        if (most && !pieces.base) {
+            no_memory = true;
+            return;
+        }
+        const IdMemory of_ids = most ? most->memory(tokens->listed, pieces) : IdMemory{};
+        const TermMemory scratch = for_terms ? term_memory(job, pieces) : TermMemory{};
+        for (int64_t i = begin; i < end; i++) most ? kernels->fused_tokens(job, i, scratch, of_ids) : kernels->fused(job, i, scratch);
     });
+    if (no_memory) throw std::bad_alloc();
 }
 
 void scale(uintptr_t data, int dtype, int64_t count, float factor, int threads) {
@@ -310,12 +363,18 @@ NB_MODULE(_cpu, m) {
     nb::class_<Formula>(m, "Program")
         .def(nb::init<const std::string&, int, int, const std::vector<Step>&, const std::vector<int>&>())
         .def("run", &Formula::run);
+    nb::class_<OfListed>(m, "Listed")
+        .def(nb::init<const Formula&, const std::vector<float>&, uintptr_t, uintptr_t, uintptr_t, const std::vector<uintptr_t>&, int64_t, int64_t>(),
+             nb::keep_alive<1, 2>());
+    nb::class_<OfTokens>(m, "Tokens")
+        .def(nb::init<uintptr_t, uintptr_t, int64_t, int64_t, const OfListed*>(), nb::arg("starts"), nb::arg("order"), nb::arg("n"),
+             nb::arg("m"), nb::arg("listed").none(), nb::keep_alive<1, 6>());
     const auto second = nb::arg("second").none();
     m.def("stats", &stats, nb::arg("own"), second, nb::arg("targets"), nb::arg("read"), nb::arg("to"), nb::arg("threads"));
     m.def("mixed", &mixed);
     m.def("pull", &pull, nb::arg("own"), second, nb::arg("targets"), nb::arg("of"), nb::arg("slopes"), nb::arg("out"), nb::arg("threads"));
     m.def("fused", &fused, nb::arg("program"), nb::arg("numbers"), nb::arg("inputs"), nb::arg("with_entropy"), nb::arg("own"), second,
-          nb::arg("targets"), nb::arg("read"), nb::arg("out").none(), nb::arg("to"), nb::arg("threads"));
+          nb::arg("targets"), nb::arg("read"), nb::arg("out").none(), nb::arg("to"), nb::arg("threads"), nb::arg("tokens").none());
     m.def("scale", &scale);
     m.def("select", &select);
     m.def("slot_logits", &slot_logits);

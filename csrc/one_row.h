@@ -88,7 +88,7 @@ struct Row {
     // One transformed logit, and dz/dx.
     float logit(int64_t j, double* slope = nullptr) const {
         const Logit of = with_type(dtype, [&](auto e) INLINED_LAMBDA {
-            const F x = load_some(as<decltype(e)>() + j, 1);
+            const F x = load_one(as<decltype(e)>() + j);
             return with_mode(t.mode, [&](auto m) INLINED_LAMBDA { return transformed<decltype(m)::mode>(t, x); });
         });
         if (slope) *slope = double(t.slope) * (t.mode == CAPPED ? lane0(of.slope) : 1.0f);
@@ -611,40 +611,191 @@ template <class FactorsOf> void write_kept(const Kept& kept, const Gradient& out
 
 // ---- statistics, loss and gradient in one call
 
-// Runs the program on a row's log-prob and entropy, stores the loss and returns the slopes.
-inline Slopes token_of(const FusedJob& job, int64_t i, float logp, float entropy) {
-    float inputs[MOST_REGISTERS], found[TOKEN_OUTPUTS];
-    inputs[0] = job.to[LOGPS][i] = logp;
-    inputs[1] = job.to[ENTROPY][i] = entropy;
-    for (int k = 2; k < job.program->inputs; k++) inputs[k] = job.inputs[k - 2][i];
+// The slopes of a token's loss.
+struct TokenSlopes {
+    double target, entropy, listed;
+};
+
+// Runs the program of token t on its log-prob, the entropy of its row and, where there are `listed` ids, their term; stores the loss.
+inline TokenSlopes token_of(const FusedJob& job, int64_t t, float logp, float entropy, const float* listed = nullptr) {
+    float inputs[MOST_REGISTERS], found[OUTPUTS_OF_LISTED];
+    int count = 0;
+    inputs[count++] = job.to[LOGPS][t] = logp;
+    inputs[count++] = job.to[ENTROPY][t] = entropy;
+    if (listed) inputs[count++] = *listed;
+    for (int k = 0; count < job.program->inputs; k++) inputs[count++] = job.inputs[k][t];
     evaluate(*job.program, job.numbers, inputs, found);
-    job.to[LOSSES][i] = found[0];
-    const double d_entropy = job.with_entropy ? found[2] : 0.0;
-    const double constant = d_entropy != 0 ? -d_entropy * entropy : 0;  // dH/dz_j = -p_j (log p_j + H), and H may be NaN
-    return {found[1], constant, -d_entropy, 0};
+    job.to[LOSSES][t] = found[0];
+    return {found[1], job.with_entropy ? found[2] : 0.0, listed ? found[3] : 0.0};
 }
+
+// Those of its row, of which a log-prob and the entropy arrive at the logits: dH/dz_j = -p_j (log p_j + H), and H may be NaN.
+inline Slopes slopes_of(double target, double constant, double of_entropy, double entropy) {
+    return {target, constant + (of_entropy != 0 ? -of_entropy * entropy : 0.0), -of_entropy, 0};
+}
+
+inline Slopes slopes_of_token(const FusedJob& job, int64_t i, const Softmax& softmax) {
+    const TokenSlopes found = token_of(job, i, float(softmax.logp), softmax.entropy);
+    return slopes_of(found.target, 0, found.entropy, softmax.entropy);
+}
+
+// A visit of a row that may overwrite it with what its gradient needs.
+struct FusedVisit {
+    const Row& row;
+    Gradient out;
+    Kept kept;
+    bool keeps, in_pairs;
+    Visit found;
+    double sum;
+
+    FusedVisit(const FusedJob& job, int64_t i, const Row& row, const TermMemory& scratch)
+        : row(row), out(job.out, i), kept(kept_in(row, out, scratch)),
+          // The gradient of the entropy needs the logits, so their exponentials alone are of no use for it.
+          keeps(out.base && !job.with_entropy && scratch.segments), in_pairs(row.dtype == BF16 && out.dtype == BF16) {
+        const int64_t vocab = job.own.rows.vocab;
+        found = keeps ? visit(row, vocab, in_pairs, kept) : visit(row, vocab, WITH_WEIGHTED);
+        sum = float(found.sums.sum);  // rounded to fp32 as in `stats`, so that results are the same
+    }
+
+    Softmax softmax(double target) const { return {found.max, sum, target, float(found.sums.weighted)}; }
+
+    // Writes the gradient. False: it is NaN.
+    bool write(const Slopes& slopes, const AtTarget& target, const Softmax& softmax) const {
+        const RowGradient gradient(slopes, row.t, found.max, sum, softmax.log_sum);
+        if (!keeps || !gradient.finite()) {
+            write_gradient(row, out, slopes, target, softmax.logp, gradient);
+            return gradient.finite();
+        }
+        write_kept(kept, out, ONE, in_pairs, [&](const Segment& at) {
+            const F factor = factor_of(float(gradient.k0 * exp(double(at.shift) - double(gradient.max))));
+            return Factors{factor, factor, factor};
+        });
+        if (target.there) out.put(target.j, gradient_of_target(slopes, softmax.logp, target.dz_dx));
+        return true;
+    }
+};
 
 void fused_row(const FusedJob& job, int64_t i, const TermMemory& scratch) {
     const Row row(job.own, i);
-    const Gradient out(job.out, i);
-    const int64_t vocab = job.own.rows.vocab;
-    const AtTarget target(row, job.targets[i], vocab);  // before its logit may be overwritten
-    // The gradient of the entropy needs the logits, so their exponentials alone are of no use for it.
-    Kept kept = kept_in(row, out, scratch);
-    const bool keeps = out.base && !job.with_entropy && scratch.segments, in_pairs = row.dtype == BF16 && out.dtype == BF16;
-    const Visit found = keeps ? visit(row, vocab, in_pairs, kept) : visit(row, vocab, WITH_WEIGHTED);
-    const double sum = float(found.sums.sum);  // rounded to fp32 as in `stats`, so that results are the same
-    const Softmax softmax(found.max, sum, target.z, float(found.sums.weighted));
-    const Slopes slopes = token_of(job, i, float(softmax.logp), softmax.entropy);
+    const AtTarget target(row, job.targets[i], job.own.rows.vocab);  // before its logit may be overwritten
+    const FusedVisit visit(job, i, row, scratch);
+    const Softmax softmax = visit.softmax(target.z);
+    const Slopes slopes = slopes_of_token(job, i, softmax);
+    if (!visit.out.base) return;
+    if (slopes.none()) return visit.out.zero();
+    visit.write(slopes, target, softmax);
+}
+
+// ---- the same of a row with several tokens, or with ids that its tokens list
+
+// The ids of a row, each once. The likeliest, the first of equal ones, has the log-prob that the kernels give a target; the others are
+// less likely by a difference of logits. So none is above 0, and where logits are rounded their probabilities fit each other.
+struct IdsOfRow {
+    const Row& row;
+    const IdMemory& memory;
+    int64_t vocab, count = 0, likeliest = -1;
+
+    IdsOfRow(const Row& row, const IdMemory& memory, int64_t vocab) : row(row), memory(memory), vocab(vocab) {
+        memset(memory.table, -1, size_t(memory.table_size) * sizeof(int32_t));
+    }
+
+    // The place of an id among them.
+    int32_t add(int64_t id) {
+        const uint64_t mask = uint64_t(memory.table_size) - 1;
+        uint64_t at = uint64_t(id) * 0x9E3779B97F4A7C15 >> 32 & mask;
+        while (memory.table[at] >= 0 && memory.ids[memory.table[at]].id != id) at = (at + 1) & mask;
+        if (memory.table[at] < 0) {
+            IdOfRow& it = memory.ids[count];
+            it = {id, NAN, NAN, 0, 0};
+            if (id >= 0 && id < vocab) it.z = row.logit(id, &it.dz_dx);
+            if (likeliest < 0 ? it.z == it.z : it.z > memory.ids[likeliest].z) likeliest = count;
+            memory.table[at] = int32_t(count++);
+        }
+        return memory.table[at];
+    }
+    double top() const { return likeliest < 0 ? NAN : memory.ids[likeliest].z; }
+
+    void set_logps(float of_likeliest) {
+        for (int64_t k = 0; k < count; k++) {
+            IdOfRow& it = memory.ids[k];
+            it.logp = of_likeliest + (it.z == -INFINITY ? it.z : it.z - float(top()));
+        }
+    }
+    // d loss / d z times dz/dx of one of them, from what arrives at the log-probs of all, and at the other columns of the row.
+    float gradient(const IdOfRow& it, double total, const Slopes& of_entropy) const {
+        const double p = exp(double(it.logp)), rest = p < 0.5 ? 1 - p : -expm1(double(it.logp));
+        const double of_row = p > 0 ? p * (of_entropy.constant + of_entropy.log * it.logp - (total - it.slope)) : 0.0;
+        return float((it.slope * rest + of_row) * it.dz_dx);
+    }
+};
+
+// Runs the program of the ids that token t lists, which are at these places. Returns the slopes of their log-probs.
+inline const float* listed_of(const Listed& listed, int64_t t, const IdMemory& memory, const int32_t* places, float* term) {
+    const Program& program = *listed.program;
+    const int64_t start = listed.starts[t], count = listed.starts[t + 1] - start;
+    *term = 0;
+    if (count == 0) return nullptr;
+    float* to = memory.registers + program.numbers * count;
+    for (int64_t k = 0; k < count; k++) to[k] = memory.ids[places[k]].logp;
+    to += count;
+    for (int64_t k = 0; k < count; k++) to[k] = listed.advantages[t];
+    for (int part = 0; part < program.inputs - 2; part++) memcpy(to += count, listed.values[part] + start, size_t(count) * sizeof(float));
+    evaluate(program, listed.numbers, count, memory.registers);
+    *term = memory.registers[program.output[0] * count];
+    return memory.registers + program.output[1] * count;
+}
+
+void fused_row_of_tokens(const FusedJob& job, int64_t i, const TermMemory& scratch, const IdMemory& memory) {
+    const Tokens& tokens = *job.tokens;
+    const Listed* listed = tokens.listed;
+    const int64_t *begin = tokens.order + tokens.starts[i], *end = tokens.order + tokens.starts[i + 1], vocab = job.own.rows.vocab;
+    if (begin == end) {
+        if (job.out.base) Gradient(job.out, i).zero();
+        return;
+    }
+    const Row row(job.own, i);
+    IdsOfRow ids(row, memory, vocab);
+    const auto read_ids = [&] {
+        int32_t* place = memory.places;
+        for (const int64_t* t = begin; t < end; t++) {
+            *place++ = ids.add(job.targets[*t]);
+            for (int64_t k = listed ? listed->starts[*t] : 0; listed && k < listed->starts[*t + 1]; k++) *place++ = ids.add(listed->ids[k]);
+        }
+    };
+    // Once the row was visited it is in the cache, unless the visit may overwrite it.
+    const bool in_place = job.out.base && job.out.row(i) == row.base;
+    if (in_place) read_ids();
+    const FusedVisit visit(job, i, row, scratch);
+    if (!in_place) read_ids();
+    const Softmax softmax = visit.softmax(ids.top());
+    ids.set_logps(float(softmax.logp));
+    double of_entropy = 0;
+    int32_t* place = memory.places;
+    for (const int64_t* t = begin; t < end; t++) {
+        const int64_t count = listed ? listed->starts[*t + 1] - listed->starts[*t] : 0;
+        IdOfRow& target = memory.ids[*place++];
+        float term;
+        const float* slopes = listed ? listed_of(*listed, *t, memory, place, &term) : nullptr;
+        const TokenSlopes of = token_of(job, *t, target.logp, softmax.entropy, listed ? &term : nullptr);
+        target.slope += of.target;
+        of_entropy += of.entropy;
+        for (int64_t k = 0; k < count; k++) memory.ids[*place++].slope += of.listed == 0 ? 0.0 : of.listed * slopes[k];
+    }
+    const Gradient& out = visit.out;
     if (!out.base) return;
-    if (slopes.none()) return out.zero();
-    const RowGradient gradient(slopes, row.t, found.max, sum, softmax.log_sum);
-    if (!keeps || !gradient.finite()) return write_gradient(row, out, slopes, target, softmax.logp, gradient);
-    write_kept(kept, out, ONE, in_pairs, [&](const Segment& at) {
-        const F factor = factor_of(float(gradient.k0 * exp(double(at.shift) - double(gradient.max))));
-        return Factors{factor, factor, factor};
-    });
-    if (target.there) out.put(target.j, gradient_of_target(slopes, softmax.logp, target.dz_dx));
+    double total = 0;
+    bool none = of_entropy == 0;
+    for (int64_t k = 0; k < ids.count; k++) total += memory.ids[k].slope, none = none && memory.ids[k].slope == 0;
+    if (none) return out.zero();
+    const Slopes of_row = slopes_of(0, 0, of_entropy, softmax.entropy), slopes = slopes_of(0, -total, of_entropy, softmax.entropy);
+    if (slopes.none()) {
+        out.zero();
+    } else if (!visit.write(slopes, AtTarget(row, -1, vocab), softmax)) {
+        return;
+    }
+    for (int64_t k = 0; k < ids.count; k++) {
+        if (memory.ids[k].id >= 0 && memory.ids[k].id < vocab) out.put(memory.ids[k].id, ids.gradient(memory.ids[k], total, of_row));
+    }
 }
 
 // ---- a factor

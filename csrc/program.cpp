@@ -1,6 +1,8 @@
 // Formulas as programs, see kernels.h: how they are checked, and run.
 #include <math.h>
 
+#include <algorithm>
+
 #include "arguments.h"
 
 namespace grpo {
@@ -8,51 +10,76 @@ namespace {
 
 // In the order of Operation.
 const char* const operation_names[OPERATIONS] = {
-    "neg", "abs", "exp", "log", "sqrt", "reciprocal", "not", "add", "sub", "mul",
-    "div", "min", "max", "lt",  "le",   "eq",         "ne",  "and", "or",  "where",
+    "neg", "abs", "exp", "log", "sqrt", "reciprocal", "not", "sum", "add", "sub",
+    "mul", "div", "min", "max", "lt",   "le",         "eq",  "ne",  "and", "or",  "where",
 };
 
 // The number of operands: registers a, b, c in this order.
-int operands(int operation) { return operation <= NOT ? 1 : operation < SELECT ? 2 : 3; }
+int operands(int operation) { return operation <= SUM_OF_IDS ? 1 : operation < SELECT ? 2 : 3; }
 
 // Both return NaN if an argument is NaN, as in torch.
 float smaller(float a, float b) { return a < b || a != a ? a : b; }
 float larger(float a, float b) { return a > b || a != a ? a : b; }
 
+// One number at a time: a loop over it costs nothing.
+struct One {
+    constexpr operator int64_t() const { return 1; }
+};
+
+template <class Count, class Body> void each(Count count, float* to, const Body& body) {
+    for (int64_t j = 0; j < count; j++) to[j] = body(j);
+}
+
+// Runs the instructions on registers of `count` numbers each.
+template <class Count> void run(const Program& program, Count count, float* r) {
+    float* to = r + (program.numbers + program.inputs) * count;
+    for (int i = 0; i < program.count; i++, to += count) {
+        const Instruction& of = program.instructions[i];
+        const float *a = r + of.a * count, *b = r + of.b * count, *c = r + of.c * count;
+        switch (of.operation) {
+            case NEGATE: each(count, to, [=](int64_t j) { return -a[j]; }); break;
+            case ABSOLUTE: each(count, to, [=](int64_t j) { return fabsf(a[j]); }); break;
+            case EXPONENTIAL: each(count, to, [=](int64_t j) { return float(exp(double(a[j]))); }); break;
+            case LOGARITHM: each(count, to, [=](int64_t j) { return float(log(double(a[j]))); }); break;
+            case SQUARE_ROOT: each(count, to, [=](int64_t j) { return sqrtf(a[j]); }); break;
+            case RECIPROCAL: each(count, to, [=](int64_t j) { return 1.0f / a[j]; }); break;
+            case NOT: each(count, to, [=](int64_t j) { return float(a[j] == 0); }); break;
+            case SUM_OF_IDS: {
+                double total = 0;
+                for (int64_t j = 0; j < count; j++) total += a[j];
+                each(count, to, [=](int64_t) { return float(total); });
+                break;
+            }
+            case ADD: each(count, to, [=](int64_t j) { return a[j] + b[j]; }); break;
+            case SUBTRACT: each(count, to, [=](int64_t j) { return a[j] - b[j]; }); break;
+            case MULTIPLY: each(count, to, [=](int64_t j) { return a[j] * b[j]; }); break;
+            case DIVIDE: each(count, to, [=](int64_t j) { return a[j] / b[j]; }); break;
+            case MINIMUM: each(count, to, [=](int64_t j) { return smaller(a[j], b[j]); }); break;
+            case MAXIMUM: each(count, to, [=](int64_t j) { return larger(a[j], b[j]); }); break;
+            case LESS: each(count, to, [=](int64_t j) { return float(a[j] < b[j]); }); break;
+            case LESS_EQUAL: each(count, to, [=](int64_t j) { return float(a[j] <= b[j]); }); break;
+            case EQUAL: each(count, to, [=](int64_t j) { return float(a[j] == b[j]); }); break;
+            case NOT_EQUAL: each(count, to, [=](int64_t j) { return float(a[j] != b[j]); }); break;
+            case AND: each(count, to, [=](int64_t j) { return float(a[j] != 0 && b[j] != 0); }); break;
+            case OR: each(count, to, [=](int64_t j) { return float(a[j] != 0 || b[j] != 0); }); break;
+            default: each(count, to, [=](int64_t j) { return a[j] != 0 ? b[j] : c[j]; }); break;  // SELECT
+        }
+    }
+}
+
 }  // namespace
 
 void evaluate(const Program& program, const float* numbers, const float* inputs, float* outputs) {
     float r[MOST_REGISTERS];
-    float* next = r;
-    for (int k = 0; k < program.numbers; k++) *next++ = numbers[k];
-    for (int k = 0; k < program.inputs; k++) *next++ = inputs[k];
-    for (int i = 0; i < program.count; i++) {
-        const Instruction& of = program.instructions[i];
-        const float a = r[of.a], b = r[of.b];
-        switch (of.operation) {
-            case NEGATE: *next++ = -a; break;
-            case ABSOLUTE: *next++ = fabsf(a); break;
-            case EXPONENTIAL: *next++ = float(exp(double(a))); break;
-            case LOGARITHM: *next++ = float(log(double(a))); break;
-            case SQUARE_ROOT: *next++ = sqrtf(a); break;
-            case RECIPROCAL: *next++ = 1.0f / a; break;
-            case NOT: *next++ = a == 0; break;
-            case ADD: *next++ = a + b; break;
-            case SUBTRACT: *next++ = a - b; break;
-            case MULTIPLY: *next++ = a * b; break;
-            case DIVIDE: *next++ = a / b; break;
-            case MINIMUM: *next++ = smaller(a, b); break;
-            case MAXIMUM: *next++ = larger(a, b); break;
-            case LESS: *next++ = a < b; break;
-            case LESS_EQUAL: *next++ = a <= b; break;
-            case EQUAL: *next++ = a == b; break;
-            case NOT_EQUAL: *next++ = a != b; break;
-            case AND: *next++ = a != 0 && b != 0; break;
-            case OR: *next++ = a != 0 || b != 0; break;
-            default: *next++ = a != 0 ? b : r[of.c]; break;  // SELECT
-        }
-    }
+    for (int k = 0; k < program.numbers; k++) r[k] = numbers[k];
+    for (int k = 0; k < program.inputs; k++) r[program.numbers + k] = inputs[k];
+    run(program, One(), r);
     for (int k = 0; k < program.outputs; k++) outputs[k] = r[program.output[k]];
+}
+
+void evaluate(const Program& program, const float* numbers, int64_t ids, float* r) {
+    for (int k = 0; k < program.numbers; k++) each(ids, r + k * ids, [=](int64_t) { return numbers[k]; });
+    run(program, ids, r);
 }
 
 Formula::Formula(const std::string& name, int numbers, int inputs, const std::vector<Step>& steps, const std::vector<int>& outputs)
@@ -97,12 +124,10 @@ void Formula::run(const std::vector<float>& numbers, const std::vector<uintptr_t
     const std::vector<const float*> from = this->inputs(numbers, inputs, count, 0);
     check(int(outputs.size()) == program.outputs, "each of its outputs needs an address.");
     for (uintptr_t address : outputs) vector<float>("outputs", address, count);
-    std::vector<float> row(from.size()), found(outputs.size());
-    for (int64_t i = 0; i < count; i++) {
-        for (size_t k = 0; k < row.size(); k++) row[k] = from[k][i];
-        evaluate(program, numbers.data(), row.data(), found.data());
-        for (size_t k = 0; k < found.size(); k++) at<float>(outputs[k])[i] = found[k];
-    }
+    std::vector<float> r(size_t(program.registers()) * size_t(count));
+    for (size_t k = 0; k < from.size(); k++) std::copy_n(from[k], count, r.data() + (program.numbers + int64_t(k)) * count);
+    evaluate(program, numbers.data(), count, r.data());
+    for (size_t k = 0; k < outputs.size(); k++) std::copy_n(r.data() + program.output[k] * count, count, at<float>(outputs[k]));
 }
 
 }  // namespace grpo

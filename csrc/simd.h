@@ -170,6 +170,16 @@ template <class T> inline F load_some(const T* p, int n) {
     for (int k = 0; k < n; k++) padded[k] = p[k];
     return load(padded);
 }
+// One element in all lanes.
+inline F load_one(const float* p) { return all(*p); }
+inline F load_one(const bf16* p) {
+    const uint32_t bits = uint32_t(p->bits) << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return all(x);
+}
+inline F load_one(const fp16* p) { return all(_cvtsh_ss(p->bits)); }
+
 template <class T> inline void store_some(T* p, F a, int n) {
     T lanes[W];
     store(lanes, a);

@@ -613,7 +613,7 @@ void fused_rows(const FusedJob& job, int64_t i, const TermMemory& scratch) {
         divergence = sums.divergence(second), center = sums.student;
     }
     const Softmax softmax(known.max, known.sum, target.z, found.weighted);
-    const Slopes slopes = token_of(job, i, float(softmax.logp), softmax.entropy);
+    const Slopes slopes = slopes_of_token(job, i, softmax);
     job.to[OF_DIVERGENCE][i] = divergence;
     if (c != 0) job.to[LOSSES][i] += c * divergence;
     if (!out.base) return;

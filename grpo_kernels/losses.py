@@ -388,7 +388,7 @@ def _in_one_visit(
     shape, others, (index, active) = batch.targets.shape, seconds.others, visited or (None, None)
     over_vocabulary, over_sets = None, None
     if tokens is not None:
-        over_vocabulary = Visit(tokens.of_any, tokens.named(None), (), others, index, active, tokens=tokens)
+        over_vocabulary = Visit(rows.targets.new_zeros(tokens.n), tokens.named(None), (), others, index, active, tokens=tokens)
     elif kept is None or not kept.has_all:
         read = rows.read if kept is None else kept.others(rows.read)
         own = None if at is None else Tokens.one_a_row(rows.targets, read, at)

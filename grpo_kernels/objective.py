@@ -385,7 +385,7 @@ class Objective(Checked):
         parts = [(self.listed or logp_term, batch.logp_terms), (prob_term, batch.prob_terms)]
         values = ((function, of.values) for function, of in parts if of is not None and of.values is not None)
         given = tuple((function, x.detach().to(torch.float32)) for function, x in values)
-        return ListedTerms(given, sets.row_of, sets.offsets)
+        return ListedTerms(given, sets.offsets)
 
     def token_stage(
         self,

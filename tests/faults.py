@@ -44,6 +44,8 @@ PRODUCTS = "tests/core/test_products.py"
 SETS = "tests/core/test_rows.py"
 RANKS = "tests/core/test_ranks.py"
 HOSTILE = "tests/rows/test_sanitizers.py"
+LISTED = "tests/core/test_listed.py"
+ROWS = "tests/rows/test_row_kernels.py"
 TWO_ROWS = "tests/rows/test_two_row_kernels.py"
 COMPILED = "tests/rows/test_triton_compiled.py"
 BENCHMARKS = "tests/benchmarks/test_benchmarks.py"
@@ -110,7 +112,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/rows/tokens.py", COMBINATIONS,
-        ("what is combined at listed ids is left out", "at_ids, here.ids >= 0)", "at_ids, here.ids < -1)", "tests/core/test_listed.py"),
+        ("what is combined at listed ids is left out", "at_ids, here.ids >= 0)", "at_ids, here.ids < -1)", LISTED),
         ("a row has the log-prob of its first id", "self.used & (z == top[rows]), torch.arange", "self.used, torch.arange", SHARED),
         ("ids are as likely as the likeliest", "return torch.where(z == -torch.inf, z, z - torch", "return torch.where(z == -torch.inf, z, 0 * torch", SHARED),
         ("log-probs at ids are those of other sums", "        if self.one is None:", "        if True:", SHARED),
@@ -123,6 +125,7 @@ FAULTS: list[Fault] = [
         ("the sign of what other columns get", "constant = -total  #", "constant = total  #"),
         ("the gradient at ids lacks the transform", "g * transform.slope(self.logits, rows), 0.0)", "g, 0.0)"),
         ("1 - p of a certain id is rounded", "rest = torch.where(p > 0.5, (mass", "rest = torch.where(p > 1.5, (mass", SETS),
+        ("infinite values reach ids of a weight of 0", "times(terms.d_listed[listed.rows], of_term)", "terms.d_listed[listed.rows] * of_term", LISTED),
     ),
     *of("grpo_kernels/formulas/ops.py", COMBINATIONS,
         ("divergences lack their teacher's weight", "(weight * x).masked_fill_", "(1 * x).masked_fill_"),
@@ -268,6 +271,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/losses.py", SETS,
+        ("infinite values reach ids of a weight of 0", "times(made.d_listed[terms.rows], slopes)", "made.d_listed[terms.rows] * slopes", LISTED),
         (
             "fp16 gradients are stored before the loss scale",
             "(stream.logits.dtype == torch.float16 and torch.is_grad_enabled())", "False", AUTOGRAD,
@@ -881,6 +885,10 @@ FAULTS: list[Fault] = [
         ),
         ("kept terms are all relative to the last shift", "exp(double(at.shift) - double(gradient.max))", "1.0", HOSTILE),
         ("a widened row begins anew at each block", "fetch<T, PLAIN>(x + j, n", "fetch<T, PLAIN>(x, n", HOSTILE),
+        ("ids are as likely as the likeliest", "it.z : it.z - float(top()))", "it.z : 0)", ROWS),
+        ("other columns do not know of listed ids", "slopes_of(0, -total, of_entropy", "slopes_of(0, 0, of_entropy", ROWS),
+        ("ids are read where a visit was", "const bool in_place = job.out.base && job.out.row(i) == row.base;", "const bool in_place = false;", ROWS),
+        ("infinite values reach ids of a weight of 0", "of.listed == 0 ? 0.0 : of.listed * slopes[k]", "of.listed * slopes[k]", LISTED),
     ),
     *of("csrc/two_rows.h", COMBINATIONS,
         (
@@ -926,6 +934,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("csrc/program.cpp", "tests/formulas/test_program.py",
+        ("a sum over ids is the last of them", "total += a[j]", "total = a[j]"),
         ("a NaN is no minimum", 'return a < b || a != a ? a : b; }\nfloat larger', 'return a < b ? a : b; }\nfloat larger'),
     ),
     *of("csrc/arguments.h", "tests/rows/test_raw_pointers.py",

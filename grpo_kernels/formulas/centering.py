@@ -61,7 +61,7 @@ class ScoreCentering:
         coefficient = q * self.weighted(logp, values, advantage)
         if self.tail:
             rest = (1.0 - sums(q)).clamp(min=1e-6) / (1.0 - sums(p)).clamp(min=1e-6)
-            coefficient = coefficient - rest * p * self.weighted(-rest.log(), torch.zeros_like(rest), advantage, RARE)
+            coefficient = coefficient - rest * p * self.weighted(-rest.log(), 0.0 * rest, advantage, RARE)
         return logp_term(logp, coefficient, advantage, sums)
 
     def weighted(self, logp: Tensor, sampler: Tensor, advantage: Tensor, rare: float = 0.0) -> Tensor:

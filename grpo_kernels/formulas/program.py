@@ -1,6 +1,6 @@
 """Formulas for the kernels: a formula is run once with symbols in place of tensors, and what it did becomes a straight-line
-program. C++ evaluates it for one row after the other (csrc/kernels.h); for a GPU it is printed as a function of the fused kernel
-(rows/backends/triton/launch.py).
+program. C++ evaluates it for one row after the other (csrc/kernels.h), or for the ids that a row lists (listed.py), whose sum is
+an operation too; for a GPU it is printed as a function of the fused kernel (rows/backends/triton/launch.py).
 
 A symbol is a number of a row (an input, or what follows from one), fp32, or a number of the whole call (a parameter, or what
 follows from parameters alone), which stays a Python number, as it does beside tensors. So a program gives what the formula
@@ -9,6 +9,7 @@ gives in torch: each operation rounds alike, and exp and log, which no two libra
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import functools
 import math
@@ -36,12 +37,12 @@ OF_NUMBERS: dict[str, Callable[..., Any]] = {
 OF_ROWS: dict[str, Callable[..., Any]] = {
     **OF_NUMBERS, "min": ops.minimum, "max": ops.maximum, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "reciprocal": torch.reciprocal,
     "and": lambda a, b: (a != 0) & (b != 0), "or": lambda a, b: (a != 0) | (b != 0), "not": lambda a: a == 0,
-    "where": lambda condition, a, b: torch.where(condition != 0, a, b),
+    "where": lambda condition, a, b: torch.where(condition != 0, a, b), "sum": lambda a: a.to(torch.float64).sum().to(torch.float32).expand_as(a),
 }  # fmt: skip
 #: How many operands an operation has, if not two.
-OPERANDS = {**dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "reciprocal", "not"), 1), "where": 3}
+OPERANDS = {**dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "reciprocal", "not", "sum"), 1), "where": 3}
 CONDITIONS = {"lt", "le", "eq", "ne", "and", "or", "not"}
-OF_CONDITIONS = {"and", "or", "not", "where", "eq", "ne"}
+OF_CONDITIONS = {"and", "or", "not", "where", "eq", "ne", "sum"}
 
 
 class FormulaRefused(ValueError):
@@ -117,6 +118,11 @@ class Symbol:
     __lt__, __gt__ = _recorded("lt"), _recorded("lt", swapped=True)
     __le__, __ge__ = _recorded("le"), _recorded("le", swapped=True)
     __eq__, __ne__ = _recorded("eq"), _recorded("ne")
+    # Methods of tensors that functions of `ops` stand for.
+    abs, exp, log, sqrt = map(_recorded, ("abs", "exp", "log", "sqrt"))
+
+    def clamp(self, min: Any = None, max: Any = None) -> Symbol:
+        return self.tracer.clamped(self, min, max)
 
     def __pow__(self, exponent: Any) -> Symbol:
         if exponent not in (2, 3):
@@ -202,6 +208,10 @@ class Tracer:
             symbol.condition = of[1].condition and of[2].condition
         return symbol
 
+    def sum(self, x: Any) -> Symbol:
+        """The sum over the ids of a row, for each of them."""
+        return self.apply("sum", x)
+
     def clamped(self, x: Any, min: Any = None, max: Any = None) -> Symbol:
         if min is not None:
             x = self.apply("max", x, min)
@@ -259,6 +269,37 @@ def same_numbers(found: torch.Tensor, expected: torch.Tensor, tolerance: float) 
     return near | (found == expected) | (found.isnan() & expected.isnan())
 
 
+@dataclass(eq=False)
+class Made:
+    """What was made of formulas: a program, or the reason why there is none."""
+
+    program: Program | str | None = None
+    compared: bool = False  # with torch
+
+    def checked(self) -> Program:
+        """The program. Raises FormulaRefused where there is none."""
+        assert self.program is not None
+        if isinstance(self.program, str):
+            raise FormulaRefused(self.program)
+        return self.program
+
+    def compare(self, inputs: Sequence[torch.Tensor], found: Sequence[torch.Tensor], expected: dict[str, Any]) -> None:
+        """Raise FormulaRefused where what a kernel has found for these inputs is not what is expected, by name: the formula does
+        something with tensors that it does not do with symbols."""
+        program = self.checked()
+        for (what, y), x in zip(expected.items(), found, strict=True):
+            y = torch.as_tensor(y, dtype=torch.float32).expand_as(x)
+            off = ~same_numbers(x, y, 1e-4)
+            if off.any():
+                i = int(off.nonzero()[0])
+                at = ", ".join(f"{name}={float(v[i]):.6g}" for name, v in zip(program.inputs, inputs, strict=True))
+                raise FormulaRefused(
+                    f"{program.name} gives {what} {float(x[i]):.6g} in the kernels and {float(y[i]):.6g} in torch, at {at}: it must do "
+                    "the same with every kind of number that it is given."
+                )
+        self.compared = True
+
+
 # ---- what a formula depends on, as a key: what was made of it (a program, a kernel) serves as long as the key is the same
 
 #: Functions and types whose results follow from what they are given.
@@ -311,6 +352,8 @@ def _key(x: Any, seen: dict[int, int]) -> Hashable:
         return kind, *[(_key(name, seen), _key(y, seen)) for name, y in x.items()]
     if kind is functools.partial:
         return kind, _key(x.func, seen), _key(x.args, seen), _key(x.keywords, seen)
+    if dataclasses.is_dataclass(x) and is_own(kind):
+        return kind, *[_key(getattr(x, field.name), seen) for field in dataclasses.fields(x)]
     if isinstance(x, (type, types.BuiltinFunctionType)) and (is_own(x) or x in PURE or _is_of_tensors(x)):
         return x
     raise _Unknown

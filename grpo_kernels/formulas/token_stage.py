@@ -20,7 +20,7 @@ from ..checks import describe
 from .kl import Kl, kl_terms
 from .listed import ListedTerms
 from .ops import ops
-from .program import FormulaRefused, Program, Tracer, is_own, key_of, refusal, same_numbers
+from .program import Made, Program, Tracer, is_own, key_of, refusal
 
 Tensor = torch.Tensor
 
@@ -197,7 +197,7 @@ class Terms(NamedTuple):
 class TokenStage(NamedTuple):
     """The token stage of an objective whose slopes depend on one token alone, for these rows. `rows.divergence_weight` is the
     weight of the divergence from a second stream, where there is one. `listed`: terms in further log-probs, of all rows of a
-    batch: they are computed in torch."""
+    batch."""
 
     formula: TokenFormula
     rows: TokenRows
@@ -222,42 +222,30 @@ class TokenStage(NamedTuple):
 
     def program(self) -> tuple[Program, list[float]]:
         """(the program, its numbers): (loss, d loss / d log-prob, d loss / d entropy) from the log-prob, the entropy and those of
-        INPUTS that the rows have. Raises FormulaRefused where a formula cannot be traced."""
+        INPUTS that the rows have; with `listed` also d loss / d their term, which is the third input. Raises FormulaRefused where a
+        formula cannot be traced."""
         made, numbers = self._made()
-        assert isinstance(made.program, Program)
-        return made.program, numbers
+        return made.checked(), numbers
 
     def inputs(self, program: Program) -> dict[str, Tensor]:
-        """The inputs of the program behind log-prob and entropy, fp32 [n] in one piece, by name."""
-        return {name: getattr(self.rows, name).contiguous() for name in program.inputs[2:]}
+        """The inputs of the program that the rows have, which are its last, fp32 [n] in one piece, by name."""
+        return {name: getattr(self.rows, name).contiguous() for name in program.inputs if name in INPUTS}
 
     def compare_once(self, run: Callable[[Program, list[float], list[Tensor]], list[Tensor]]) -> None:
         """Compare the program with torch on random inputs, unless it was compared before; where `key_of` cannot tell whether a
-        formula has changed, at each call. `run` evaluates a program. Raises FormulaRefused where they differ: the formula does
-        something with tensors that it does not do with symbols."""
+        formula has changed, at each call. `run` evaluates a program. Raises FormulaRefused where they differ, see `Made`."""
         made, numbers = self._made()
         if made.compared:
             return
-        program = made.program
-        assert isinstance(program, Program)
+        program = made.checked()
         inputs = random_inputs(program.inputs)
-        results = run(program, numbers, inputs)
+        found = run(program, numbers, inputs)
         named = dict(zip(program.inputs, inputs, strict=True))
-        loss, d_logp, _, d_entropy, _ = _terms(named, self.formula.numbers, self.formula.chosen)
-        for what, x, expected in zip(("loss", "d_logp", "d_entropy"), results, (loss, d_logp, d_entropy), strict=True):
-            expected = torch.as_tensor(expected, dtype=torch.float32).expand_as(x)
-            off = ~same_numbers(x, expected, 1e-4)
-            if off.any():
-                i = int(off.nonzero()[0])
-                at = ", ".join(f"{name}={float(v[i]):.6g}" for name, v in zip(program.inputs, inputs, strict=True))
-                raise FormulaRefused(
-                    f"{program.name} gives {what} {float(x[i]):.6g} in the kernels and {float(expected[i]):.6g} in torch, at {at}: it "
-                    "must do the same with every kind of number that it is given."
-                )
-        made.compared = True
+        made.compare(inputs, found, _outputs(named, self.formula.numbers, self.formula.chosen))
 
-    def _made(self) -> tuple[_Made, list[float]]:
+    def _made(self) -> tuple[Made, list[float]]:
         formula, present = self.formula, tuple(self.rows.given())
+        present = present if self.listed is None else ("listed", *present)
         cached = formula._programs.get(present)
         if cached is not None:
             theirs, keys, result = cached
@@ -266,12 +254,10 @@ class TokenStage(NamedTuple):
         shape = tuple((name, len(x) if isinstance(x, tuple) else x if x is None else -1) for name, x in formula.numbers.items())
         keys = {name: key_of(x) for name, x in formula.chosen.items()}
         known = None not in keys.values()  # else it is traced at each call
-        made = _made_before(tuple(keys.values()), present, shape) if known else _Made()
+        made = _made_before(tuple(keys.values()), present, shape) if known else Made()
         if made.program is None:
             made.program = _traced(formula.chosen, present, shape)
-        if isinstance(made.program, str):
-            raise FormulaRefused(made.program)
-        result = made, made.program.numbers(formula.flat_numbers)
+        result = made, made.checked().numbers(formula.flat_numbers)
         if known:
             theirs = {name: x for name, x in formula.chosen.items() if callable(x) and not is_own(x)}
             formula._programs[present] = tuple(theirs.values()), tuple(keys[name] for name in theirs), result
@@ -303,18 +289,10 @@ NOTHING = TokenFormula(
 # ---- programs
 
 
-@dataclass(eq=False)
-class _Made:
-    """What was made of formulas: a program, or the reason why there is none."""
-
-    program: Program | str | None = None
-    compared: bool = False  # with torch
-
-
 @functools.lru_cache(maxsize=256)
-def _made_before(keys: tuple[Hashable, ...], present: tuple[str, ...], shape: tuple[tuple[str, Any], ...]) -> _Made:
+def _made_before(keys: tuple[Hashable, ...], present: tuple[str, ...], shape: tuple[tuple[str, Any], ...]) -> Made:
     """Empty at the first call with these arguments. They hold no function of the user, whose globals may be large."""
-    return _Made()
+    return Made()
 
 
 def _traced(chosen: dict[str, Any], present: tuple[str, ...], shape: tuple[tuple[str, Any], ...]) -> Program | str:
@@ -326,10 +304,16 @@ def _traced(chosen: dict[str, Any], present: tuple[str, ...], shape: tuple[tuple
         for name, count in shape
     }
     try:
-        loss, d_logp, _, d_entropy, _ = _terms(given, parameters, chosen)
-        return tracer.program(name, (loss, d_logp, d_entropy))
+        return tracer.program(name, [*_outputs(given, parameters, chosen).values()])
     except Exception as error:  # a formula may do anything with a symbol
         return refusal(name, error)
+
+
+def _outputs(given: dict[str, Any], numbers: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+    """What the program of an objective of one pass gives."""
+    loss, d_logp, _, d_entropy, d_listed = _terms(given, numbers, chosen)
+    own = {"loss": loss, "d_logp": d_logp, "d_entropy": d_entropy}
+    return own | {"d_listed": d_listed} if "listed" in given else own
 
 
 def _terms(given: dict[str, Any], numbers: dict[str, Any], chosen: dict[str, Any], log_ratio: Any = None) -> tuple[Any, ...]:
@@ -339,7 +323,7 @@ def _terms(given: dict[str, Any], numbers: dict[str, Any], chosen: dict[str, Any
     return token_terms(
         logp, given["entropy"], logp - old if log_ratio is None else log_ratio, old, given.get("ref_logps"), given.get("sampler_logps", old), given["advantages"],
         given["policy_weight"], given.get("kl_weight"), given.get("entropy_weight"), given.get("nll_weight"),
-        **numbers, **chosen,
+        **{"listed": given.get("listed"), **numbers}, **chosen,
     )  # fmt: skip
 
 

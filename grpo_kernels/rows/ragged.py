@@ -152,6 +152,13 @@ class Tokens:
         """bool [m]: `read`, never None."""
         return torch.ones_like(self.rows, dtype=torch.bool) if self.read is None else self.read
 
+    @property
+    def by_row(self) -> tuple[Tensor, Tensor]:
+        """(the tokens that are read, in the order of their rows, and behind them the others, int64 [m]; where those of each row
+        begin, int64 [n + 1])."""
+        rows, order = torch.where(self.used, self.rows, self.n).sort(stable=True)
+        return order, torch.searchsorted(rows, torch.arange(self.n + 1, device=rows.device))
+
     @functools.cached_property
     def pairs(self) -> Distinct:
         """Of the targets, and behind them the listed ids."""

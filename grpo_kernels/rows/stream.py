@@ -256,6 +256,10 @@ class Block:
         """`fused` of the tokens of these rows, into the results of all tokens."""
         assert self.visit.tokens is not None
         chunk = ChunkOfTokens.of(self.visit.tokens, stage, self.places)
+        at_once = self.backend.fused_tokens(self.rows, chunk.tokens, chunk.stage, out)
+        if at_once is not None:
+            chunk.add_to(result, at_once)
+            return
         own, z, shard = self.stream.own(chunk.slots), self.rows.logits[0], self.stream.shard
         logits = torch.zeros(own.ids.shape, device=z.device)
         if self.stream.columns:  # else of a rank without a part of the vocabulary

@@ -145,7 +145,7 @@ class ChunkOfTokens(NamedTuple):
             return cls(tokens, which, stage)
         own, ids, listed = stage.at(which), tokens.listed, stage.listed
         if listed is not None and ids is not None and isinstance(of_listed, Tensor):
-            own = own._replace(listed=listed.taken(of_listed, ids.rows, ids.offsets))
+            own = own._replace(listed=listed.taken(of_listed, ids.offsets))
         return cls(tokens, which, own)
 
     @property
@@ -171,7 +171,7 @@ class ChunkOfTokens(NamedTuple):
         if out is not None:
             upstream = torch.where(tokens.used, terms.d_logps, 0.0)
             if listed is not None and of_term is not None:
-                upstream = torch.cat([upstream, terms.d_listed[listed.rows] * of_term])
+                upstream = torch.cat([upstream, times(terms.d_listed[listed.rows], of_term)])
             of_entropy = None if terms.d_entropy is None else tokens.to_rows(torch.where(tokens.used, terms.d_entropy, 0.0))
             given = {"logps": torch.zeros_like(partials.max)} | ({} if of_entropy is None else {"entropy": of_entropy})
             slopes = Slopes.of({"entropy": partials.entropy}, given, rows.read)

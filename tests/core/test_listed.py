@@ -72,6 +72,20 @@ def test_values_are_combined_before_they_are_rounded(backend):
     torch.testing.assert_close(leaf.grad.double(), z.grad, rtol=2**-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_what_is_listed_at_a_token_of_weight_0_adds_nothing(level, backend):
+    """Infinite values neither, in loss and gradient; whether the slopes are made with the losses or wait for a sequence."""
+    logits, found = torch.randn(1, 3, V), []
+    for value in (math.inf, 0.5):
+        sets = TokenSets.from_lists([[1, 3], [], [2, 9]], values=[[value, -value], [], [0.5, -0.2]])
+        batch = TokenBatch(torch.tensor([[4, 5, 2]]), torch.ones(1), weights=torch.tensor([[0.0, 1.0, 1.0]]), logp_terms=sets)
+        leaf = logits.clone().requires_grad_()
+        grpo_loss(leaf, batch, Objective(level=level), options=Options(backend)).loss.backward()
+        assert leaf.grad is not None and leaf.grad[0, 2].any()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
 def test_a_function_of_ones_own(backend):
     """In place of c log p: KL to what is listed, over the ids alone, times the advantage; and over given memory the same."""
 
@@ -195,7 +209,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="logp_terms is None, but listed"):
         grpo_loss(hidden @ weight.t(), replace(batch, logp_terms=None), Objective(listed=ScoreCentering()))
     with pytest.raises(ValueError, match="no pair of tensors"):
-        grpo_loss(hidden @ weight.t(), batch, Objective(listed=lambda logp, *_: logp))
+        grpo_loss(hidden @ weight.t(), batch, Objective(listed=lambda logp, *_: logp), options=Options("eager"))
 
 
 def test_a_batch_moves_with_one_list_of_ids():

@@ -12,7 +12,7 @@ from math import inf, nan
 import pytest
 import torch
 
-from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, use
+from grpo_kernels import Objective, Options, TokenBatch, TokenSets, grpo_loss, use
 from grpo_kernels.formulas.ops import bounded_exp, finite, ops
 from grpo_kernels.formulas.program import FormulaRefused, Tracer
 from grpo_kernels.formulas.surrogates import Clip, Custom, Surrogate
@@ -240,3 +240,47 @@ def test_strict_compares_a_formula_with_torch(factor):
         loss_of(Custom(two_faced), "auto")
     with pytest.raises(FormulaRefused, match="two_faced gives loss"):
         loss_of(Custom(two_faced), strict=True)
+
+
+# ---- terms of listed ids
+
+
+def loss_of_listed(function, backend="cpu", strict=False):
+    """Loss and gradient of a small batch, the first row of which lists more ids than the others."""
+    g = torch.Generator().manual_seed(3)
+    logits = (3 * torch.randn(3, 50, generator=g)).requires_grad_()
+    sets = TokenSets.from_lists(
+        [list(range(40)), [], [1, 8]], values=[[*torch.randn(40, generator=g).tolist()], [], [0.5, -1.0]]
+    )
+    batch = TokenBatch(torch.tensor([3, 4, 8]), torch.tensor([1.0, 0.3, -0.7]), logp_terms=sets)
+    objective = Objective(listed=function)
+    loss = grpo_loss(logits, batch, objective, options=Options(backend=backend, strict=strict)).loss
+    return loss.detach(), *torch.autograd.grad(loss, logits)
+
+
+def by_methods(logp, values, advantage, sums):
+    """Methods of tensors and a sum of what is a condition."""
+    p = logp.exp().clamp(min=1e-3) + (logp.abs() + 1.0).log() + logp.abs().sqrt() * sums(values > 0)
+    return advantage * p * values, p - sums(p * values)
+
+
+def alternating(logp, values, advantage, sums):
+    return logp * values * (-1.0) ** torch.arange(len(logp)), values
+
+
+def two_faced_about_ids(logp, values, advantage, sums):
+    return logp, (1.0 if isinstance(logp, Tensor) else 2.0) * values
+
+
+def test_terms_of_listed_ids_are_a_program(monkeypatch):
+    """Of a function of one's own, traced once; in torch where it cannot be, unless strict refuses it, as it does what differs."""
+    expected = loss_of_listed(by_methods, "eager")
+    assert calls(by_methods, lambda: loss_of_listed(by_methods, strict=True)) > 0
+    assert calls(by_methods, lambda: torch.testing.assert_close(loss_of_listed(by_methods, strict=True), expected)) == 0
+    monkeypatch.setattr("grpo_kernels.checks._warned", set())
+    with pytest.warns(RuntimeWarning, match=r"second visit.*alternating"):
+        torch.testing.assert_close(loss_of_listed(alternating), loss_of_listed(alternating, "eager"))
+    with pytest.raises(FormulaRefused, match="alternating"):
+        loss_of_listed(alternating, strict=True)
+    with pytest.raises(FormulaRefused, match="two_faced_about_ids gives slope"):
+        loss_of_listed(two_faced_about_ids, strict=True)

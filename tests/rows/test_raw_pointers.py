@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_kernels.formulas.listed import ListedTerms, logp_term
 from grpo_kernels.formulas.token_stage import NOTHING, TokenRows, TokenStage
 from grpo_kernels.rows.backends import cpu, cpu_products
 from grpo_kernels.rows.partials import SLOPES, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
-from grpo_kernels.rows.ragged import Ragged
+from grpo_kernels.rows.ragged import Ragged, Tokens
 from support.processes import start
 
 Tensor = torch.Tensor
@@ -48,6 +49,13 @@ def fused(b, x):
     b.fused(rows(x), TokenStage(NOTHING, inputs), x["out"])
 
 
+def fused_tokens(b, x):
+    listed = Ragged(x["listed.ids"], x["listed.offsets"], torch.arange(N))
+    inputs = TokenRows(x["targets"], None, x["advantages"], x["policy_weight"])
+    stage = TokenStage(NOTHING, inputs, ListedTerms(((logp_term, x["listed.values"]),), x["listed.offsets"]))
+    b.fused_tokens(rows(x, False), Tokens(torch.arange(N), x["targets"], None, N, listed), stage, x["out"])
+
+
 def pull(b, x):
     names = SLOPES if "second.logits" in x else SLOPES[:4]
     b.pull(rows(x, False), partials(x), Slopes(x["slopes"], names), x["out"])
@@ -64,6 +72,7 @@ OF_ROWS = {
     "stats": (lambda b, x: b.stats(rows(x), ENTROPY), (*ROWS, "read")),
     "pull": (pull, (*ROWS, "out", "partials", "slopes")),
     "fused": (fused, (*ROWS, "read", "out")),
+    "fused_tokens": (fused_tokens, (*ROWS, "out", "listed.ids", "listed.offsets", "listed.values")),
     "select": (lambda b, x: b.select(rows(x), partials(x), 0.1, x["starts"]), (*ROWS, "partials", "starts")),
     "stats beside": (lambda b, x: b.stats(rows(x), JSD), (*BESIDE, "read")),
     "mixed beside": (lambda b, x: b.mixed(rows(x), partials(x)), ("logits", "inv_temperature", "second.logits", "read", "partials")),
@@ -95,6 +104,7 @@ def arguments(function):
         "logits": torch.randn(1, N, V), "out": torch.zeros(out.get(function, (1, N, V))),
         "targets": torch.arange(N), "read": torch.ones(N, dtype=torch.bool), "starts": torch.zeros(N, dtype=torch.int64),
         "partials": torch.rand(len(JSD if beside else ENTROPY), N) + 1.0, "slopes": torch.rand(5 if beside else 4, N),
+        "listed.ids": torch.arange(N), "listed.offsets": torch.arange(N + 1), "listed.values": torch.rand(N),
         "slots.ids": torch.arange(N), "slots.rows": torch.arange(N),
         "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "bias": torch.zeros(V), "gradient": torch.randn(N, V),
         "start": torch.zeros(V, H), **{name: torch.rand(N) for name in vectors},

@@ -11,6 +11,11 @@ from itertools import cycle
 import pytest
 import torch
 
+from grpo_kernels import Objective
+from grpo_kernels.formulas.listed import ListedTerms, logp_term, prob_term
+from grpo_kernels.formulas.surrogates import PolicyGradient
+from grpo_kernels.formulas.token_stage import TokenRows
+from grpo_kernels.rows.ragged import Tokens
 from support.kernel_rows import (
     COOL,
     DTYPES,
@@ -23,9 +28,12 @@ from support.kernel_rows import (
     Rows,
     beside,
     check,
+    given,
     in_cpp,
     kernels,
     same,
+    slots_of,
+    transformed,
     visited,
     ways,
 )
@@ -216,6 +224,95 @@ def test_what_cannot_be_computed_shows_in_its_row(module, at):
                 ({k: x[fine] for k, x in values.items()}, gradient[0, fine]),
             )
             assert found["logps"][1:5].isnan().all() and out[0, 1:3].isnan().all() and (around[[0, 2]] == 7.0).all()
+
+
+#: Of eight tokens: row 3 has three, row 1 two, rows 2 and 4 none; one is not read.
+ROWS_OF_TOKENS, READ = torch.tensor([3, 0, 3, 5, 1, 3, 9, 1]), torch.tensor([1, 1, 1, 1, 1, 1, 0, 1]) > 0
+
+
+def drawn_tokens(vocab, bonus, lists):
+    """Tokens with ids that they list or without, of which several are equal, and their loss."""
+    targets, k = torch.randint(vocab, (8,)), min(vocab, 40)
+    targets[2], listed, of_ids = targets[0], None, None
+    if lists:
+        ids = [torch.randperm(vocab)[:n].tolist() for n in (k, 0, k // 2, 1, 0, k, 3, k)]
+        ids[2] = [*{*ids[2], int(targets[0])}]
+        listed = slots_of(ids)
+        values = tuple(torch.randn(len(listed.ids)) for _ in range(2))
+        of_ids = ListedTerms(tuple(zip((logp_term, prob_term), values, strict=True)), listed.offsets)
+    weight, of_entropy = torch.rand(8) + 0.5, torch.rand(8) if bonus else None
+    rows = TokenRows(targets, READ, torch.randn(8), weight, entropy_weight=of_entropy)
+    stage = Objective(PolicyGradient(), entropy_coef=0.3 if bonus else 0.0).stage(rows, of_ids)
+    return Tokens(ROWS_OF_TOKENS, targets, READ, 6, listed), stage
+
+
+def exact_tokens(r, tokens, stage):
+    """(losses of the tokens, gradient [n, V], the sizes of what arrives in a row [n, 1]) in float64, by autograd."""
+    leaf = r.logits.detach().reshape(6, -1).double().requires_grad_()
+    log_p = transformed(leaf, r.transform).log_softmax(-1)
+    losses, sizes = torch.zeros(8, dtype=torch.float64), torch.zeros(6, 1, dtype=torch.float64)
+    for t in READ.nonzero()[:, 0].tolist():
+        of, i = log_p[ROWS_OF_TOKENS[t]], ROWS_OF_TOKENS[t]
+        loss, size = -stage.rows.advantages[t] * of[tokens.targets[t]], stage.rows.advantages[t].abs()
+        if stage.listed is not None:
+            at = slice(*tokens.listed.offsets[t : t + 2])
+            (_, c), (_, r_v) = stage.listed.parts
+            here = of[tokens.listed.ids[at]]
+            loss = loss + (c[at] * here + r_v[at] * here.exp()).sum()
+            size = size + c[at].abs().sum() + r_v[at].abs().sum()
+        loss = stage.rows.policy_weight[t] * loss
+        if stage.rows.entropy_weight is not None:
+            loss, size = loss + stage.rows.entropy_weight[t] * (of.exp() * of).sum(), size + 12.0
+        losses[t], sizes[i] = loss, sizes[i] + 2.0 * size
+    (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+    return losses.detach(), gradient, sizes
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith("cpu")])
+def test_tokens_of_a_row_in_one_visit(name):
+    """In every dtype, with every transform, in other memory and over the logits; the same bits on any number of threads."""
+    with kernels(name) as module:
+        for vocab, dtype, transform in (*BOTH, (V, torch.bfloat16, "plain"), (3, torch.float32, "plain")):
+            for bonus, lists in ((False, True), (True, True), (False, False)):
+                r = drawn(vocab, dtype, transform=TRANSFORMS[transform])
+                tokens, stage = drawn_tokens(vocab, bonus, lists)
+                losses, gradient, sizes = exact_tokens(r, tokens, stage)
+                found, before = [], r.logits.clone()
+                for threads, out in (
+                    (1, torch.full_like(r.logits, math.nan)),
+                    (3, torch.full_like(r.logits, math.nan)),
+                    (1, r.logits),
+                ):
+                    torch.set_num_threads(threads)
+                    result = module.fused_tokens(given(r), tokens, stage, out)
+                    found.append(({"values": result.values}, out.view(6, -1).clone()))
+                torch.set_num_threads(1)
+                same(found[1], found[0], "threads")
+                same(found[2], found[0], "in place")
+                same(
+                    ({"values": module.fused_tokens(given(replace(r, logits=before)), tokens, stage, None).values}, gradient),
+                    (found[0][0], gradient),
+                )
+                torch.testing.assert_close(result.losses.double(), losses, rtol=1e-5, atol=2e-5 * float(sizes.max()))
+                assert (result.logps <= 0).all() and not result.values[:, ~READ].any()
+                error = (found[0][1].double() - gradient).abs() - UNIT[dtype] * gradient.abs()
+                assert (error <= 2e-6 * sizes + 2.0**-24).all(), (vocab, dtype, transform, bonus, lists)
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith("cpu")])
+def test_what_tokens_name_outside_of_their_row(name):
+    """A NaN in the row of who names it; rows beside it keep their bits, and memory around is not written."""
+    with kernels(name) as module:
+        r, (tokens, stage) = drawn(1003, torch.bfloat16, (1, 6)), drawn_tokens(1003, False, True)
+        expected = torch.zeros_like(r.logits)
+        module.fused_tokens(given(r), tokens, stage, expected)
+        for outside in (-1, 1003, 1 << 60):
+            around, targets, ids = torch.full((3, 6, 1003), 7.0).bfloat16(), tokens.targets.clone(), tokens.listed.ids.clone()
+            targets[0], ids[-1] = outside, outside
+            spoiled = replace(tokens, targets=targets, listed=tokens.listed._replace(ids=ids))
+            found = module.fused_tokens(given(r), spoiled, stage, around[1:2])
+            assert found.losses.isnan().tolist() == [True, *6 * [False], True] and (around[[0, 2]] == 7.0).all()
+            assert torch.equal(around[1, [0, 2, 4, 5]], expected[0, [0, 2, 4, 5]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -28,7 +28,7 @@ from ..partials import (
     partials_of,
     side_by_side,
 )
-from ..ragged import Ragged
+from ..ragged import Ragged, Tokens
 from ..selection import Drawn
 
 Tensor = torch.Tensor
@@ -110,6 +110,11 @@ class Backend(ABC):
     def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
         """The losses of a token stage, and their gradient into `out`; None leaves it out."""
         return self.two_visits(rows, stage, out, max(1, rows.n))
+
+    def fused_tokens(self, rows: LogitRows, tokens: Tokens, stage: TokenStage, out: Tensor | None) -> FusedRows | None:
+        """The same of tokens of the rows, which may share a row, or list ids: losses of tokens. None, and nothing was done,
+        where the kernels do not do that in one visit."""
+        return None
 
     @abstractmethod
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -18,7 +18,7 @@ from ...formulas.program import FormulaRefused, Program
 from ...formulas.token_stage import TokenStage
 from ..divergence import KINDS
 from ..partials import OF_KERNELS, SLOPES_OF_KERNELS, LogitRows, Partials, RowTransform, Slopes
-from ..ragged import Ragged
+from ..ragged import Ragged, Tokens
 from ..selection import Drawn, capacity, per_unit
 from . import Backend, FusedRows, fall_back, native
 
@@ -103,30 +103,55 @@ class Kernels(Backend):
 
     def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
         """Both passes over a row and the formulas between them, run by one thread per row."""
-        if self.strict:
-            stage.compare_once(_run)
-        try:
-            program, numbers = stage.program()
-            compiled = _compiled(program)
-        except FormulaRefused as refusal:
-            if self.strict:
-                raise
-            fall_back("a second visit of the logits, with the formulas in PyTorch, which is slower", str(refusal).rstrip("."))
+        made = self._programs(stage)
+        if made is None:
             threads = torch.get_num_threads()
             of_row = rows.logits.shape[-1] * rows.logits.element_size() * (1 if rows.second is None else 2)
             block_rows = max(last_level_cache(), BLOCK_BYTES_PER_THREAD * threads) // of_row
             return self.two_visits(rows, stage, out, max(block_rows, threads))
-        n, inputs, weight = _count(rows), stage.inputs(program), stage.rows.divergence_weight
-        of_inputs = [vector(name, x, torch.float32, n) for name, x in inputs.items()]
+        n, weight = _count(rows), stage.rows.divergence_weight
         weight = None if weight is None or rows.second is None else weight.contiguous()
-        own, second = _streams(rows, n, weight=weight)
-        results = torch.empty(3 if second is None else 4, n, dtype=torch.float32)
-        to = None if out is None else memory(_cpu.Memory, "out", out, rows, n)
-        _cpu.fused(
-            compiled, numbers, of_inputs, stage.formula.bonus, own, second, *_of_rows(rows, n), to,
-            named("results", results, 0b111 if second is None else 0b1111), torch.get_num_threads(),
-        )  # fmt: skip
+        streams = _streams(rows, n, weight=weight)
+        results = torch.empty(3 if rows.second is None else 4, n, dtype=torch.float32)
+        _fused(made, stage, rows, streams, _of_rows(rows, n), out, results, None)
         return FusedRows(results)
+
+    def fused_tokens(self, rows: LogitRows, tokens: Tokens, stage: TokenStage, out: Tensor | None) -> FusedRows | None:
+        made = self._programs(stage)
+        if made is None:
+            return None
+        n, m, (order, starts) = _count(rows), tokens.targets.numel(), tokens.by_row
+        advantages, of_listed = stage.rows.advantages.contiguous(), None
+        if stage.listed is not None and tokens.listed is not None and made.listed is not None:
+            ids, offsets, k = tokens.listed.ids, tokens.listed.offsets, tokens.listed.ids.numel()
+            addresses = vector("listed.ids", ids, torch.int64, k), vector("listed.offsets", offsets, torch.int64, m + 1)
+            values = [vector("listed.values", x, torch.float32, k) for _, x in stage.listed.parts]
+            of_listed = _cpu.Listed(*made.listed, *addresses, vector("advantages", advantages, torch.float32, m), values, m, k)
+        of_tokens = _cpu.Tokens(
+            vector("starts", starts, torch.int64, n + 1), vector("order", order, torch.int64, m), n, m, of_listed
+        )
+        results, at = torch.zeros(3, m, dtype=torch.float32), (vector("targets", tokens.targets, torch.int64, m), 0)
+        _fused(made, stage, rows, _streams(rows, n), at, out, results, of_tokens)
+        return FusedRows(results)
+
+    def _programs(self, stage: TokenStage) -> Programs | None:
+        """What C++ runs of a token stage; None if it cannot, which `strict` refuses."""
+        if self.strict:
+            stage.compare_once(_run)
+            if stage.listed is not None:
+                stage.listed.compare_once(_run)
+        try:
+            program, numbers = stage.program()
+            of_listed = None
+            if stage.listed is not None:
+                listed = stage.listed.program()
+                of_listed = _compiled(listed), listed.numbers(())
+            return Programs(program, _compiled(program), numbers, of_listed)
+        except FormulaRefused as refusal:
+            if self.strict:
+                raise
+            fall_back("a second visit of the logits, with the formulas in PyTorch, which is slower", str(refusal).rstrip("."))
+            return None
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         number = float(factor)
@@ -166,6 +191,29 @@ class Kernels(Backend):
         drawn = Drawn(torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32))
         _select(rows, partials, step, starts, drawn, None)
         return drawn
+
+
+class Programs(NamedTuple):
+    """The program of a token stage, compiled, with its numbers, and likewise that of its listed ids."""
+
+    program: Program
+    compiled: _cpu.Program
+    numbers: list[float]
+    listed: tuple[_cpu.Program, list[float]] | None
+
+
+def _fused(
+    made: Programs, stage: TokenStage, rows: LogitRows, streams: tuple[_cpu.LogitRows, _cpu.Second | None], at: tuple[int, int],
+    out: Tensor | None, results: Tensor, tokens: _cpu.Tokens | None,
+) -> None:  # fmt: skip
+    """The call of C++, of rows or of their tokens: `at`, the inputs of the stage and the results are those of either."""
+    inputs = stage.inputs(made.program)
+    of_inputs = [vector(name, x, torch.float32, results.shape[1]) for name, x in inputs.items()]
+    to = None if out is None else memory(_cpu.Memory, "out", out, rows, _count(rows))
+    _cpu.fused(
+        made.compiled, made.numbers, of_inputs, stage.formula.bonus, *streams, *at, to,
+        named("results", results, (1 << len(results)) - 1), torch.get_num_threads(), tokens,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
