@@ -14,6 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch.torch_version import TorchVersion
+
 from benchmarks import SWITCH, parser_of, results, swaps
 from benchmarks.results import RESULTS, ROOT
 from benchmarks.suites import EAGER, OURS, SUITES
@@ -38,7 +40,6 @@ from benchmarks.tables import (
     source,
     timed,
 )
-from grpo_kernels.diagnosis import numbers
 from grpo_kernels.diagnosis.step import MOST_TIMES
 from grpo_kernels.formulas.surrogates import PolicyGradient
 from grpo_kernels.objective import PRESETS
@@ -260,7 +261,7 @@ def swapped(record: Record) -> str:
 def budgets() -> Table:
     record = results.load(BUDGETS)
     lines = [["Triton", "target", "kernels", "beyond their budgets", "most bytes spilled", "least KiB in flight"]]
-    for version, target in ((x, target) for x in sorted(record, key=numbers) for target in record[x]):
+    for version, target in ((x, target) for x in sorted(record, key=TorchVersion) for target in record[x]):
         of = record[version][target]
         counts = str(of["kernels"]), "; ".join(of["beyond"]) or "0", str(of["spilled"]), f"{of['in flight']:.0f}"
         lines.append([version, target, *counts])

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import triton
+from torch.torch_version import TorchVersion
 from triton.runtime.jit import JITFunction
 
 from benchmarks import SWITCH, parser_of
@@ -28,7 +29,6 @@ from benchmarks.launches import KINDS, QUICK, TARGETS, Case, backend, cases, com
 from benchmarks.report import BUDGETS
 from benchmarks.results import load, save
 from benchmarks.tables import Record, Table, render
-from grpo_kernels.diagnosis import numbers
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _loads_before_the_first_wait(case: Case, found: Report) -> dict[str, tuple[i
         needed = max(1, round(case.before_wait * tile))
         if found.stages > 1 and width == 128:  # all tiles but the one that is computed
             needed = (found.stages - 1) * tile
-        if TARGETS[found.target].gpu.backend == "hip" and numbers(triton.__version__) < (3, 6):
+        if TARGETS[found.target].gpu.backend == "hip" and TorchVersion(triton.__version__) < (3, 6):
             needed = 1  # Triton's compiler for AMD waits for the first loads of a tile before it issues the last
         if loop.in_flight < needed:
             return {"loads before the first wait": (loop.in_flight, needed)}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .checks import check_missing, describe, refuse_unknown, require, with_hints
 from .layout import (
-    ALL,
+    DTYPES,
     FLOATING,
     INTEGERS,
     INTEGRAL,
@@ -40,7 +40,7 @@ M = TypeVar("M")
 #: Fields that are tensors, and the dtypes that they may have.
 FIELDS = {
     **dict.fromkeys(("advantages", "old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights"), FLOATING),
-    **dict.fromkeys(("mask", "cu_seqlens", "groups", "rows"), ALL),
+    **dict.fromkeys(("mask", "cu_seqlens", "groups", "rows"), DTYPES),
 }
 KINDS = ("trained", "contributing", "sequences")
 
@@ -258,20 +258,18 @@ class TokenBatch:
         ours, told = ({f.name for f in fields(spec)} for spec in (cls, Evidence))
         known = (ours | told | estimate.option_names) - {"targets", "advantages", "rewards"}
         refuse_unknown("TokenBatch.from_rewards", options, sorted(known))
-        own = ours & options.keys()
-        evidence = Evidence(
-            as_rewards("rewards", rewards),
-            group_size=group_size,
-            groups=groups,
-            **{name: options[name] for name in told & options.keys()},
-        )
-        chosen = {name: value for name, value in options.items() if name not in ours | told}
-        advantages = estimate(evidence, **chosen).to(targets.device)
+
+        def of(names: set[str]) -> dict[str, Any]:
+            return {name: value for name, value in options.items() if name in names}
+
+        own = of(ours)
+        evidence = Evidence(as_rewards("rewards", rewards), group_size=group_size, groups=groups, **of(told))
+        advantages = estimate(evidence, **of(estimate.option_names - ours - told)).to(targets.device)
         if groups is None:
             groups = torch.arange(len(evidence.rewards), device=targets.device) // (group_size or 1)
         if "cu_seqlens" in own and not estimate.per_token:  # as many sequences as tokens would read [B] as one per token
             advantages = advantages[:, None]
-        return cls(targets, advantages, groups=groups.to(targets.device), **{name: options[name] for name in own})
+        return cls(targets, advantages, groups=groups.to(targets.device), **own)
 
     def to(self, device: torch.device | str | None, *, non_blocking: bool = False) -> TokenBatch:
         """Return the batch on another device, with its kept sets; dtypes stay. One that is there already, and None as in Tensor.to,

@@ -77,7 +77,7 @@ def with_hints(kind: type[C]) -> type[C]:
 
 
 class Checked:
-    """The base of dataclasses with fields that are numbers in a range."""
+    """The base of dataclasses with fields that are numbers in a range, or what their default is; NumPy's become Python's."""
 
     #: (fields, remedy, lowest, highest).
     ranges: ClassVar[tuple[tuple[Any, ...], ...]] = ()
@@ -85,7 +85,10 @@ class Checked:
     def __post_init__(self) -> None:
         for names, remedy, *bounds in self.ranges:
             for name in names.split():
-                require_number(name, getattr(self, name), remedy, *bounds)
+                value = getattr(self, name)
+                if value is not getattr(type(self), name, self):
+                    require_number(name, value, remedy, *bounds)
+                    object.__setattr__(self, name, as_number(value))
 
 
 def warn_once(message: str) -> None:

@@ -19,9 +19,9 @@ MOST_PLACES = 4000
 #: Dtypes of ids and numbers of rows, of what goes into a product, all, those of floats, and those of whole numbers and bools.
 INTEGERS = (torch.int32, torch.int64)
 OF_PRODUCTS = (torch.float32, torch.bfloat16, torch.float16)
-ALL = frozenset(x for x in vars(torch).values() if isinstance(x, torch.dtype))
-FLOATING = frozenset(x for x in ALL if x.is_floating_point)
-INTEGRAL = frozenset(x for x in ALL if not (x.is_floating_point or x.is_complex))
+DTYPES = frozenset(x for x in vars(torch).values() if isinstance(x, torch.dtype))
+FLOATING = frozenset(x for x in DTYPES if x.is_floating_point)
+INTEGRAL = frozenset(x for x in DTYPES if not (x.is_floating_point or x.is_complex))
 
 
 def require_tensor(name: str, x: Any, dtypes: Collection[torch.dtype], remedy: str, verb: str = "is") -> None:
@@ -112,7 +112,7 @@ def flat(x: Tensor) -> Tensor:
 
 def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
     """A bool mask of `shape`; 0/1 integers, as tokenizers give them, are accepted."""
-    require_tensor(name, mask, ALL, "a bool tensor, the shape of targets")
+    require_tensor(name, mask, DTYPES, "a bool tensor, the shape of targets")
     require_shape(name, mask, shape, "targets")
     require_tensor(name, mask, INTEGRAL, f"a bool (or 0/1 integer) tensor, for example {name}.bool()")
     return mask if mask.dtype == torch.bool else mask != 0

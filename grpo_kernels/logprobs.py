@@ -13,7 +13,7 @@ from torch.utils._pytree import register_pytree_node
 from .checks import describe, require
 from .formulas.divergence import Exact, as_exact
 from .layout import (
-    ALL,
+    DTYPES,
     INTEGERS,
     check_named,
     check_rows,
@@ -337,7 +337,7 @@ def linear_divergence(
 
 def _leading(name: str, x: Any) -> tuple[torch.Size, torch.device]:
     remedy = "a tensor [B, T, ..] or [N, ..], one row for each token"
-    require_tensor(name, x, ALL, remedy)
+    require_tensor(name, x, DTYPES, remedy)
     require(x.dim() > 1, f"{name}.shape", list(x.shape), f"pass {remedy}.")
     return x.shape[:-1], x.device
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -103,7 +104,6 @@ class LossOutput:
     whole_logps: Tensor | None = field(default=None, repr=False)
     kl_apart: bool = field(default=False, repr=False)
     divergence: Tensor | None = field(default=None, repr=False)
-    _metrics: dict[str, Tensor] | None = field(default=None, repr=False)
     __repr__ = describe
 
     def __getattr__(self, name: str) -> Any:
@@ -114,7 +114,7 @@ class LossOutput:
     def __iter__(self) -> NoReturn:
         raise TypeError("a LossOutput is no tuple: take out.loss, out.metrics, out.logps and out.entropy.")
 
-    @property
+    @cached_property
     def metrics(self) -> dict[str, Tensor]:
         """0-d fp32 tensors on the device of the data, computed on first use from the batch's tensors as they are then.
         Computing them is no host sync, reading one is. Means are over the trained tokens of this batch; with
@@ -132,11 +132,6 @@ class LossOutput:
         kept_mass        mean probability that rows with a set give to it (only where whole_logps is there)
         kept             share of tokens that all filters of this process keep (only with filters)
         """
-        if self._metrics is None:
-            self._metrics = self._measured()
-        return self._metrics
-
-    def _measured(self) -> dict[str, Tensor]:
         rows, logps = self.rows, self.logps.reshape(-1)
         trained = rows.mask
         read = trained if rows.read is None else rows.read
@@ -534,16 +529,15 @@ def _split_rows(
         if of is not None:
             active = of(active)
             read = active if same else of(read)
-    if read is None and active is None:
+    if active is None:  # nor is a row left out of `read`
         return torch.arange(n, device=device), n
     # Nothing waits for it on a CPU, and few rows are sorted sooner this way.
     if tokens is not None or (device.type == "cpu" and not sends_ahead(device)):
-        first = torch.arange(n) if active is None else active.nonzero()[:, 0]
-        if active is None or same:
+        first = active.nonzero()[:, 0]
+        if same:
             return first, first.numel()
         others = ~active if read is None else read & ~active
         return torch.cat([first, others.nonzero()[:, 0]]), first.numel()
-    assert active is not None
     rank = active.view(torch.uint8) if same or read is None else read.view(torch.uint8) + active.view(torch.uint8)
     order = torch.argsort(rank, stable=True, descending=True)
     kind = str if kept is None else whole

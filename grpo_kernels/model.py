@@ -14,7 +14,7 @@ from torch import nn
 from .architectures import language_model
 from .batch import TokenBatch
 from .checks import describe
-from .layout import values_are_checked
+from .layout import INTEGRAL, OF_PRODUCTS, refuse_where, require_tensor, values_are_checked
 from .logprobs import linear_logprobs
 from .losses import LossOutput, check_specs, linear_grpo_loss
 from .objective import Denominators, Objective
@@ -188,11 +188,6 @@ def _base_model(model: Any) -> Any:
 # ---- which row predicts what
 
 
-def _flat(input_ids: Tensor, batch: TokenBatch) -> bool:
-    """Whether input_ids [1, N] are packed sequences of a batch [N]: a model takes them as a batch of one."""
-    return batch.targets.dim() == 1 and input_ids.dim() == 2 and input_ids.shape[0] == 1
-
-
 def _rows(hidden: Tensor, input_ids: Tensor, batch: TokenBatch) -> Tensor:
     """The rows of hidden states [B, T, H] that predict the targets."""
     if hidden.shape[:-1] != (input_ids.shape if input_ids.dim() > 1 else (1, *input_ids.shape)):
@@ -209,9 +204,7 @@ def _rows(hidden: Tensor, input_ids: Tensor, batch: TokenBatch) -> Tensor:
 
 def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
     """Raise ValueError unless batch.targets are the tokens that follow in input_ids, where the mask is set."""
-    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
-        got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        raise ValueError(f"input_ids is {got}: pass an int64 tensor of token ids, [B, T].")
+    require_tensor("input_ids", input_ids, INTEGRAL, "an int64 tensor of token ids, [B, T]")
     if batch.context_group is not None:
         raise ValueError(
             "batch has a context_group, but a rank's input_ids do not show what follows its last token: call the base model "
@@ -220,7 +213,8 @@ def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
     if batch.rows is not None:
         return
     targets, mask = batch.targets, batch.mask
-    ids = input_ids[0] if _flat(input_ids, batch) else input_ids
+    # A model takes packed sequences [1, N] as a batch of one.
+    ids = input_ids[0] if targets.dim() == 1 and input_ids.dim() == 2 and input_ids.shape[0] == 1 else input_ids
     count, total = (x.shape[-1] if x.dim() else 0 for x in (targets, ids))
     if ids.shape[:-1] != targets.shape[:-1] or ids.dim() != targets.dim() or count > total:
         raise ValueError(
@@ -247,14 +241,12 @@ def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
     wrong = wrong if mask is None else wrong & mask
     if not values_are_checked(targets):
         torch._assert_async(~wrong.any(), "loss_from_model: batch.targets are not the tokens that follow in input_ids")
-    elif wrong.any():
-        at = wrong.nonzero()[0].tolist()
-        last = at[-1] + 1 == total or (batch.cu_seqlens is not None and at[-1] + 1 in batch.cu_seqlens.tolist())
-        there = "nothing follows" if whole and last else f"{int(following[tuple(at)])} follows"
-        raise ValueError(
-            f"batch.targets{at}={int(targets[tuple(at)])}, but there {there} in input_ids: row t of a model predicts token t + 1. "
-            "grpo_kernels.batch.shift_targets makes targets and mask; mask what is not trained on."
-        )
+        return
+    remedy = (
+        " is not the token that follows in input_ids (at the end of a sequence nothing follows): row t of a model predicts token t + 1. "
+        "grpo_kernels.batch.shift_targets makes targets and mask; mask what is not trained on."
+    )
+    refuse_where(wrong, "batch.targets", targets, remedy)
 
 
 # ---- the head as a module
@@ -497,9 +489,7 @@ def plain_head(model: Any, known: Callable[[Any], Any] = lambda head: None) -> A
     inner = head.original_module if hasattr(head, "modules_to_save") else head
     check_linear(inner, known(inner))
     weight = head.weight
-    if not isinstance(weight, Tensor) or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        dtype = getattr(weight, "dtype", None)
-        raise ValueError(f"the weight of the head is {dtype}: it must be float32, bfloat16 or float16.")
+    require_tensor("the weight of the head", weight, OF_PRODUCTS, "a model whose head is float32, bfloat16 or float16")
     return head
 
 

@@ -125,8 +125,7 @@ class Objective(Checked):
         )
         if self.max_tokens is not None:
             require_whole("max_tokens", self.max_tokens, "the completion budget is a whole number of at least 1 token.")
-        for name in ("beta", "entropy_coef", "max_tokens"):
-            object.__setattr__(self, name, as_number(getattr(self, name)))
+            object.__setattr__(self, "max_tokens", as_number(self.max_tokens))
         check_filters(self.filters, self.level)
         if self.log_ratio_bounds is not None:
             check_log_ratio_bounds(self.log_ratio_bounds, self.surrogate)
@@ -324,18 +323,14 @@ class Objective(Checked):
         return TokenRows(
             targets=flat(batch.targets).to(torch.int64),
             read=mask if active is None else active,
-            advantages=given["advantages"],
             policy_weight=policy_weight,
-            old_logps=given.get("old_logps"),
-            ref_logps=given.get("ref_logps"),
             kl_weight=kl_weight if estimated else None,
             divergence_weight=None if estimated else kl_weight,
             entropy_weight=scaled(self.entropy_coef, self.entropy_aggregate, entropy_D),
-            nll_weight=given.get("nll_weights"),
-            sampler_logps=given.get("sampler_logps"),
-            weights=weights,
+            nll_weight=given.pop("nll_weights", None),
             trained=mask,
             active=active,
+            **given,
         )
 
     # ---- the token stage
@@ -361,7 +356,6 @@ class Objective(Checked):
             "DETACHED": self.surrogate.detached_ratio,
             "LEVEL": self.level,
             "TRUST": None if trust is None else TRUST_REGIONS[trust.kind],
-            "KL_TERMS": kl_terms,
             **kl.formula,
         }
         numbers = {

@@ -14,13 +14,13 @@ from .architectures import language_model, logits_of
 from .checks import (
     LARGEST,
     SMALLEST,
+    Checked,
     as_number,
     check_missing,
     check_temperature,
     describe,
     refuse_unknown,
     require,
-    require_number,
     with_hints,
 )
 from .layout import inverse_temperatures
@@ -35,7 +35,7 @@ Tensor = torch.Tensor
 
 @with_hints
 @dataclass(frozen=True, eq=False, repr=False)
-class LogitTransform:
+class LogitTransform(Checked):
     """What the model does to its logits before the softmax: z = softcap * tanh(x * scale / softcap) / temperature.
 
     temperature: a number > 0, or a tensor > 0: 0-d, per sequence [B] or per token (the shape of targets).
@@ -48,15 +48,15 @@ class LogitTransform:
     softcap: float | None = None
     scale: float = 1.0
     __repr__ = describe
+    ranges = (
+        ("softcap", "it must be a finite number above 0, or None for no softcap.", SMALLEST, LARGEST),
+        ("scale", "it multiplies the logits and must be finite and not 0.", -LARGEST, LARGEST),
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_temperature(self.temperature)
-        if self.softcap is not None:
-            remedy = "it must be a finite number above 0, or None for no softcap."
-            require_number("softcap", self.softcap, remedy, SMALLEST, LARGEST)
-        require_number("scale", self.scale, "it multiplies the logits and must be finite and not 0.", -LARGEST, LARGEST)
-        for name in ("temperature", "softcap", "scale"):
-            object.__setattr__(self, name, as_number(getattr(self, name)))
+        object.__setattr__(self, "temperature", as_number(self.temperature))
         require(self.scale != 0, "scale", self.scale, "it multiplies the logits and must be finite and not 0.")
 
     @classmethod

@@ -440,8 +440,8 @@ FAULTS: list[Fault] = [
             "",
         ),
         (
-            "slopes never compared after a call without gradients", "self.open[name] -= told",
-            'self.open[name] -= told or set()\n        self.open[name] -= {"slopes"}',
+            "slopes never compared after a call without gradients", "        if told:\n            self.passed(name)",
+            "        self.passed(name)",
         ),
         ("a comparison of nothing counts", "        told = told or bool(size > 0)\n", "        told = True\n"),
         (
@@ -467,8 +467,8 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/integrations/_tensors.py", "tests/integrations/test_trainer_distillation.py",
         (
-            "vocab-parallel heads: gradient of hidden states reduced twice", "return VocabShard(torch.distributed.get_rank(group) * width, ranks * width, group, reduce_hidden)",
-            "return VocabShard(torch.distributed.get_rank(group) * width, ranks * width, group)", "tests/integrations/test_adapters_vocab_parallel.py",
+            "vocab-parallel heads: gradient of hidden states reduced twice", "ranks * width, group, False)",
+            "ranks * width, group)", "tests/integrations/test_adapters_vocab_parallel.py",
         ),
         (
             "repeated ids: places count from each row", "place = first.reshape(-1).cumsum(0).view(flat.shape) - 1",
@@ -509,8 +509,8 @@ FAULTS: list[Fault] = [
             "to(torch.float32) / len(batch.targets)",
         ),
         (
-            "KL of masked tokens in the metric", "clipped * trained, None if kl is None else torch.where(trained, kl, 0.0)",
-            "clipped * trained, kl",
+            "KL of masked tokens in the metric", "return None if kl is None else torch.where(rows.mask, kl, 0.0),",
+            "return kl,",
         ),
         (
             "log-probs of the first ids in place of the last", "ids = input_ids[:, input_ids.shape[1] - L :]",
@@ -564,8 +564,8 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/integrations/prime_rl.py", "tests/integrations/test_bound_functions.py",
         (
-            "inverse temperature taken for the temperature", "LogitTransform(1.0 / inv_temperature.float())",
-            "LogitTransform(inv_temperature.float())",
+            "inverse temperature taken for the temperature", "temperature=1.0 / inv_temperature.float()",
+            "temperature=inv_temperature.float()",
         ),
     ),
     *of("grpo_kernels/integrations/skyrl.py", "tests/integrations/test_policy_losses.py",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 
@@ -20,8 +19,3 @@ def first_line(error: BaseException) -> str:
     """The type of an exception and the first line of its message that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """The two leading numbers of a version."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])

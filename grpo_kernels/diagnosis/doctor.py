@@ -54,10 +54,6 @@ from .step import Step, Timing, measure
 REMEDIES = {
     "C compiler": "install a C compiler (Debian, Ubuntu: apt-get install gcc) or set CC: Triton compiles its launcher with it",
     "Python.h": "install Python's headers (Debian, Ubuntu: apt-get install python3-dev): Triton's launcher needs them",
-    "No module named": "pip install what is missing",
-    "Permission denied": "set TRITON_CACHE_DIR to a folder that can be written",
-    "No space left": "free some disk space, or set TRITON_CACHE_DIR to another disk",
-    "out of memory": "free some GPU memory: nvidia-smi shows who holds it",
     "no kernel image": "install a torch that was built for this GPU: torch.cuda.get_arch_list() says for which",
     "": 'train with another backend (backend="eager" is always there), install the package again, and if that does not help '
     "report it with the output of `python -m grpo_kernels doctor --json`",

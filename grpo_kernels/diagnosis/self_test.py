@@ -11,22 +11,11 @@ import itertools
 import math
 import time
 import warnings
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from .. import (
-    Clip,
-    Exact,
-    LogitTransform,
-    Objective,
-    TokenBatch,
-    TokenSets,
-    grpo_loss,
-    linear_grpo_loss,
-    use,
-)
+from .. import Clip, Exact, LogitTransform, Objective, TokenBatch, TokenSets, grpo_loss, linear_grpo_loss, use
 from ..formulas.divergence import DIRECTIONS
 from . import first_line
 
@@ -41,6 +30,16 @@ BETA, ENTROPY_COEF, TEMPERATURE = 0.04, 0.02, 0.7
 VALUE_LIMIT = 5e-5
 GRADIENT_LIMIT = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
 
+#: A clipped ratio, a KL to the reference (k3) and an entropy bonus: name -> what else its objective says, and "kept".
+CASES: dict[str, dict[str, Any]] = {
+    "clip + KL + entropy bonus": {},
+    "clip + KL + entropy bonus over kept sets": {"kept": True},
+    "sequence ratio": {"level": "sequence", "aggregate": "seq-mean-token-mean"},
+    **{f"clip + divergence, {way}": {"kl": Exact(way)} for way in DIRECTIONS},
+}
+#: (B, T, V, H) and the cases: with an odd vocabulary, and with one of a model's size (rows of many tiles).
+SHAPES = (((3, 4, 1003, 64), [*CASES]), ((2, 2, 128_257, 8), [*CASES][:1]))
+
 
 def self_test(backend: str, device: torch.device) -> dict[str, Any]:
     """All checks of one backend with data on `device`, as doctor --json prints them. Never raises: an exception is that check's
@@ -49,19 +48,18 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
     worst = {"value": 0.0, "float32": 0.0, "bfloat16": 0.0}  # of gradients by their dtype
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for case, level, inputs, reference in _questions():
-            dtype, errors = str(inputs.weight.dtype).removeprefix("torch."), dict[str, float]()
+        for q in questions():
+            errors = dict[str, float]()
             try:
-                found = results(case, level, inputs, backend, device)
-                errors |= {name: error_of(name, found[name], wanted) for name, wanted in reference.items()}
-                failure = beyond_limits(errors, inputs.weight.dtype)
+                found = results(q, backend, device)
+                errors |= {name: error_of(name, found[name], wanted) for name, wanted in q.expected.items()}
+                failure = beyond_limits(errors, q.dtype)
             except Exception as error:  # a kernel that does not compile must not end the report
                 failure = first_line(error)
             for name, off in errors.items():
-                kind = dtype if name.startswith("d_") else "value"
+                kind = q.about["dtype"] if name.startswith("d_") else "value"
                 worst[kind] = max(worst[kind], off)
-            check = {"case": case.name, "level": level, "dtype": dtype, "vocab": len(inputs.weight)}
-            checks.append(check | {"errors": errors, "failure": failure})
+            checks.append(q.about | {"errors": errors, "failure": failure})
     return {
         "available": True,
         "reason": None,
@@ -74,128 +72,83 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
     }
 
 
-# ---- the cases
+# ---- the questions, and what is expected in float64
 
 
-@dataclass(frozen=True)
-class Case:
-    """A clipped ratio, a KL to the reference (k3) and an entropy bonus: as `objective` says it to the package, and as the other
-    fields say it to `expected`."""
+class Question(NamedTuple):
+    """What a backend is asked. Rows that are masked are NaN."""
 
-    name: str
+    about: dict[str, Any]  # case, level (logits, hidden), dtype, vocab
+    dtype: torch.dtype
     objective: Objective
-    sequences: bool = False  # a ratio of each sequence, and the mean over sequences of the mean over tokens; else of tokens
-    kept: bool = False  # over kept sets
-    divergence: str = ""  # in place of the estimate of the KL, the exact divergence of this direction
-
-
-def _objective(**others: Any) -> Objective:
-    return Objective(Clip(eps_low=0.2, eps_high=0.28), beta=BETA, entropy_coef=ENTROPY_COEF, **others)
-
-
-CASES = [
-    Case("clip + KL + entropy bonus", _objective()),
-    Case("clip + KL + entropy bonus over kept sets", _objective(), kept=True),
-    Case("sequence ratio", _objective(level="sequence", aggregate="seq-mean-token-mean"), sequences=True),
-    *(Case(f"clip + divergence, {way}", _objective(kl=Exact(way)), divergence=way) for way in DIRECTIONS),
-]
-#: (B, T, V, H) and the cases: with an odd vocabulary, and with one of a model's size (rows of many tiles).
-SHAPES = (((3, 4, 1003, 64), CASES), ((2, 2, 128_257, 8), CASES[:1]))
-
-
-@dataclass
-class Inputs:
-    """What all cases read. Rows that are masked are NaN."""
-
-    hidden: Tensor  # [B, T, H]
-    weight: Tensor  # [V, H]
-    targets: Tensor  # [B, T]
-    mask: Tensor  # [B, T] bool
-    advantages: Tensor  # [B], one of them 0
-    old_logps: Tensor  # [B, T]
-    ref_logps: Tensor  # [B, T]
-    kept: TokenSets | None  # for the B * T rows: the target alone, some ids with it, none
-
-    def leaves(self, level: str, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """The tensors whose gradients are compared. The logits are computed in float64 and rounded to the dtype of the inputs."""
-        given = {"hidden": self.hidden, "weight": self.weight}
-        if level == "logits":
-            given = {level: (self.hidden.double() @ self.weight.double().t()).to(self.hidden.dtype)}
-        return {name: x.to(device, dtype).requires_grad_() for name, x in given.items()}
-
-    def teacher(self) -> Tensor:
-        """The logits of a second stream of rows, fp32 [B, T, V]."""
-        return (self.hidden.float() @ self.weight.float().t()).roll(1, -1)
+    leaves: dict[str, Tensor]  # logits [B, T, V], or hidden [B, T, H] and weight [V, H]
+    batch: TokenBatch
+    teacher: Tensor | None  # of an exact divergence: the logits of a second stream of rows, fp32 [B, T, V]
+    expected: dict[str, Tensor]  # loss, logps, entropy, d_logits, ...
 
 
 @functools.cache
-def make_inputs(B: int, T: int, V: int, H: int, dtype: torch.dtype, kept: bool) -> Inputs:
+def questions() -> list[Question]:
+    """The same for every backend."""
+    found = []
+    for (shape, cases), dtype, level in itertools.product(SHAPES, GRADIENT_LIMIT, ("logits", "hidden")):
+        # The second stream of rows is logits.
+        found += [question(case, level, dtype, *shape) for case in cases if level == "logits" or "kl" not in CASES[case]]
+    return found
+
+
+def question(case: str, level: str, dtype: torch.dtype, B: int, T: int, V: int, H: int) -> Question:
+    """One sequence has no advantage; sets are the target alone, some ids with it, none."""
+    how = dict(CASES[case])
+    kept = how.pop("kept", False)
+    objective = Objective(Clip(eps_low=0.2, eps_high=0.28), beta=BETA, entropy_coef=ENTROPY_COEF, **how)
     g = torch.Generator().manual_seed(V)
-    hidden = torch.randn(B, T, H, generator=g).to(dtype)
-    weight = (3 / H**0.5 * torch.randn(V, H, generator=g)).to(dtype)
+    hidden, weight = torch.randn(B, T, H, generator=g), 3 / H**0.5 * torch.randn(V, H, generator=g)
     targets = torch.randint(0, V, (B, T), generator=g)
     mask = torch.rand(B, T, generator=g) < 0.75
     mask[:, 0] = True
-    advantages = torch.randn(B, generator=g)
+    advantages, noise = torch.randn(B, generator=g), 0.3 * torch.randn(2, B, T, generator=g)
     advantages[-1] = 0.0
-    noise = torch.randn(2, B, T, generator=g)
     lists = [sorted((t + 7 * j) % V for j in range((0, 1, 20)[i % 3])) for i, t in enumerate(targets.flatten().tolist())]
     sets = TokenSets.from_lists(lists) if kept else None
-    inputs = Inputs(hidden, weight, targets, mask, advantages, noise[0], noise[1], sets)
-    logps = _of_targets(_log_probs(hidden.double() @ weight.double().t(), inputs), inputs).float()
-    inputs.old_logps, inputs.ref_logps = torch.where(mask, logps + 0.3 * noise, torch.nan)
-    hidden[~mask] = torch.nan
-    return inputs
+    given = {"logits": hidden @ weight.t()} if level == "logits" else {"hidden": hidden, "weight": weight}
+    leaves = {name: x.to(dtype) for name, x in given.items()}
+
+    exact = {name: x.double().requires_grad_() for name, x in leaves.items()}
+    logits = exact[level] if level == "logits" else exact["hidden"] @ exact["weight"].t()
+    teacher = logits.detach().float().roll(1, -1) if "kl" in how else None
+    inside = None if sets is None else sets.mask(V).view(logits.shape)
+    log_p = _log_probs(logits, inside)
+    logps, entropy = (
+        log_p.gather(2, targets[..., None])[..., 0],
+        -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1),
+    )  # no 0 times infinity
+    old, ref = (logps.detach() + noise).float()
+    log_ratio, A = torch.where(mask, logps - old.double(), 0.0), advantages[:, None]
+    if objective.level == "sequence":
+        log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(logps)
+    ratio, to_ref = log_ratio.exp(), ref.double() - logps
+    kl = (
+        to_ref.expm1() - to_ref
+        if teacher is None
+        else _divergence(how["kl"].direction, log_p, _log_probs(teacher.double(), inside))
+    )
+    policy = -torch.min(ratio * A, ratio.clamp(0.8, 1.28) * A)
+    terms = torch.where(mask, policy + BETA * kl - ENTROPY_COEF * entropy, 0.0)
+    loss = terms.sum() / mask.sum() if objective.level == "token" else (terms.sum(1) / mask.sum(1)).mean()
+    expected = _collect(loss, torch.where(mask, logps, 0.0), torch.where(mask, entropy, 0.0), exact)
+
+    leaves[level] = leaves[level].masked_fill(~mask[..., None], torch.nan)
+    old, ref = (x.masked_fill(~mask, torch.nan) for x in (old, ref))
+    batch = TokenBatch(targets, advantages, mask=mask, old_logps=old, ref_logps=ref if teacher is None else None, kept=sets)
+    about = {"case": case, "level": level, "dtype": str(dtype).removeprefix("torch."), "vocab": V}
+    return Question(about, dtype, objective, leaves, batch, teacher, expected)
 
 
-@functools.cache
-def _questions() -> list[tuple[Case, str, Inputs, dict[str, Tensor]]]:
-    """(case, level, inputs, what is expected in float64): the same for every backend."""
-    questions = []
-    for shape, cases in SHAPES:
-        for case, dtype, level in itertools.product(cases, GRADIENT_LIMIT, ("logits", "hidden")):
-            if level == "logits" or not case.divergence:  # the second stream of rows is logits
-                x = make_inputs(*shape, dtype, case.kept)
-                questions.append((case, level, x, expected(case, level, x)))
-    return questions
-
-
-# ---- in float64
-
-
-def expected(case: Case, level: str, x: Inputs) -> dict[str, Tensor]:
-    """{"loss", "logps", "entropy", "d_...": ...}"""
-    leaves = x.leaves(level, torch.float64, x.mask.device)
-    logits = leaves[level]
-    if level == "hidden":
-        logits = torch.where(x.mask[..., None], logits, 0.0) @ leaves["weight"].t()
-    log_p, advantages = _log_probs(logits, x), x.advantages[:, None]
-    logps, entropy = _of_targets(log_p, x), -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)  # no 0 times infinity
-    log_ratio = torch.where(x.mask, logps - x.old_logps.double(), 0.0)
-    if case.sequences:
-        log_ratio = (log_ratio.sum(1, keepdim=True) / x.mask.sum(1, keepdim=True)).expand_as(logps)
-    ratio = log_ratio.exp()
-    if case.divergence:
-        kl = _divergence(case.divergence, log_p, _log_probs(x.teacher().double(), x))
-    else:
-        to_reference = torch.where(x.mask, x.ref_logps.double() - logps, 0.0)
-        kl = to_reference.expm1() - to_reference
-    policy = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-    terms = torch.where(x.mask, policy + BETA * kl - ENTROPY_COEF * entropy, 0.0)
-    loss = (terms.sum(1) / x.mask.sum(1)).mean() if case.sequences else terms.sum() / x.mask.sum()
-    return _collect(loss, logps, torch.where(x.mask, entropy, 0.0), leaves)
-
-
-def _log_probs(logits: Tensor, x: Inputs) -> Tensor:
-    """Over the vocabulary or over the sets; no NaN of masked rows reaches the gradients."""
-    scaled = torch.where(x.mask[..., None], logits, 0.0) / TEMPERATURE
-    if x.kept is not None:
-        scaled = scaled.masked_fill(~x.kept.mask(scaled.shape[-1]).view(scaled.shape), -torch.inf)
-    return scaled.log_softmax(-1)
-
-
-def _of_targets(log_p: Tensor, x: Inputs) -> Tensor:
-    return torch.where(x.mask, log_p.gather(2, x.targets[..., None])[..., 0], 0.0)
+def _log_probs(logits: Tensor, inside: Tensor | None) -> Tensor:
+    """Over the vocabulary or over the sets."""
+    scaled = logits / TEMPERATURE
+    return (scaled if inside is None else scaled.masked_fill(~inside, -torch.inf)).log_softmax(-1)
 
 
 def _divergence(direction: str, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -213,15 +166,13 @@ def _divergence(direction: str, log_p: Tensor, log_q: Tensor) -> Tensor:
 # ---- by a backend
 
 
-def results(case: Case, level: str, x: Inputs, backend: str, device: torch.device) -> dict[str, Tensor]:
+def results(q: Question, backend: str, device: torch.device) -> dict[str, Tensor]:
     """The same from a backend, in strict mode: otherwise a fallback could be tested in its place."""
-    leaves = x.leaves(level, x.hidden.dtype, device)
-    ref_logps = None if case.divergence else x.ref_logps
-    batch = TokenBatch(x.targets, x.advantages, mask=x.mask, old_logps=x.old_logps, ref_logps=ref_logps, kept=x.kept).to(device)
-    teacher = {"ref_logits": x.teacher().to(device)} if case.divergence else {}
-    loss_of: Any = grpo_loss if level == "logits" else linear_grpo_loss
+    leaves = {name: x.to(device, copy=True).requires_grad_() for name, x in q.leaves.items()}
+    teacher = {} if q.teacher is None else {"ref_logits": q.teacher.to(device)}
+    loss_of: Any = grpo_loss if "logits" in leaves else linear_grpo_loss
     with use(backend=backend, strict=True):
-        out = loss_of(*leaves.values(), batch, case.objective, transform=LogitTransform(TEMPERATURE), **teacher)
+        out = loss_of(*leaves.values(), q.batch.to(device), q.objective, transform=LogitTransform(TEMPERATURE), **teacher)
         return _collect(out.loss, out.logps, out.entropy, leaves)
 
 

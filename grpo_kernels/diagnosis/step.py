@@ -142,21 +142,18 @@ def contenders(step: Step, backend: str, device: torch.device) -> list[Contender
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g).to(device)
 
-    def leaf(x: Tensor) -> Tensor:
-        return x.to(getattr(torch, step.dtype)).contiguous().requires_grad_()
-
     # A few random columns, repeated: random numbers for all would take longer than the measurement.
     repeated = torch.arange(step.vocab, device=device) % 1013
     if step.hidden is None:
-        head, x = None, leaf(2 * random(step.rows, 1013)[:, repeated])
+        inputs = [2 * random(step.rows, 1013)[:, repeated]]
     else:
-        head, x = leaf(2 / step.hidden**0.5 * random(1013, step.hidden)[repeated]), leaf(random(step.rows, step.hidden))
-    leaves = [x] if head is None else [x, head]
+        inputs = [random(step.rows, step.hidden), 2 / step.hidden**0.5 * random(1013, step.hidden)[repeated]]
+    leaves = [x.to(getattr(torch, step.dtype)).contiguous().requires_grad_() for x in inputs]
     targets, advantages = torch.randint(0, step.vocab, (step.rows,), generator=g).to(device), random(step.rows)
-    objective = Objective.preset("dapo")
+    loss_of: Any = grpo_loss if step.hidden is None else linear_grpo_loss
 
     def log_probs() -> Tensor:
-        logits = x if head is None else x @ head.t()
+        logits = leaves[0] if step.hidden is None else leaves[0] @ leaves[1].t()
         return torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0]
 
     old_logps = log_probs().detach() + 0.3 * random(step.rows)
@@ -167,26 +164,24 @@ def contenders(step: Step, backend: str, device: torch.device) -> list[Contender
         loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages).mean()
         return torch.autograd.grad(loss, leaves)
 
-    def linear(engine: str | None = None) -> object:
-        assert head is not None
+    def ours(own: list[Tensor] = leaves, front: Any = lambda own: own, engine: str | None = None, **how: bool) -> object:
         by = contextlib.nullcontext() if engine is None else cpu_products.using(engine)
         with use(backend=backend, strict=True), by:
-            return torch.autograd.grad(linear_grpo_loss(x, head, batch, objective).loss, leaves)
+            return torch.autograd.grad(loss_of(*front(own), batch, Objective.preset("dapo"), **how).loss, own)
 
-    def fused(leaf: Tensor, inplace: bool) -> object:
-        with use(backend=backend, strict=True):
-            logits = Output.apply(leaf) if inplace else leaf
-            return torch.autograd.grad(grpo_loss(logits, batch, objective, inplace=inplace).loss, [leaf])
+    if step.level == "products":
+        able = sorted((name for name, reason in cpu_products.engines().items() if reason is None), key=_not_in_use)
+        return [Contender(name, functools.partial(ours, engine=name)) for name in able]
+    found = [Contender("eager PyTorch", eager), Contender(loss_of.__name__, ours)]
+    if step.hidden is None:
+        overwritten = leaves[0].detach().clone().requires_grad_()
+        in_place = functools.partial(ours, [overwritten], lambda own: [Output.apply(*own)], inplace=True)
+        found.append(Contender("grpo_loss, in place", in_place, lambda: overwritten.detach().copy_(leaves[0])))
+    return found
 
-    plain = Contender("eager PyTorch", eager)
-    if head is None:
-        overwritten = x.detach().clone().requires_grad_()
-        in_place = Contender("grpo_loss, in place", lambda: fused(overwritten, True), lambda: overwritten.detach().copy_(x))
-        return [plain, Contender("grpo_loss", lambda: fused(x, False)), in_place]
-    if step.level == "hidden":
-        return [plain, Contender("linear_grpo_loss", linear)]
-    able = [name for name, reason in cpu_products.engines().items() if reason is None]
-    return [Contender(name, functools.partial(linear, name)) for name in sorted(able, key=lambda n: n != cpu_products.engine())]
+
+def _not_in_use(engine: str) -> bool:
+    return engine != cpu_products.engine()
 
 
 def interleaved(chosen: list[Contender], device: torch.device) -> dict[str, list[float]]:

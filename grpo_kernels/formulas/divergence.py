@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import require, require_number, require_one_of, with_hints
+from ..checks import Checked, require, require_one_of, with_hints
 
 Tensor = torch.Tensor
 
@@ -26,7 +26,7 @@ LEAST_TAIL = 1e-7
 
 @with_hints
 @dataclass(frozen=True)
-class Exact:
+class Exact(Checked):
     """The exact divergence of a token's whole distribution p to that of the reference or teacher q, in place of an estimate
     from the sampled token: as `Objective(kl=Exact(...))`, and in `token_divergence` and `linear_divergence`.
 
@@ -58,17 +58,17 @@ class Exact:
     mixture: float | None = None
     tail: str = "bin"
     temperature_squared: bool = False
+    ranges = (("mixture", "the teacher's share is above 0 and below 1 (at them it is a KL).", 1e-6, 1 - 1e-6),)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_one_of("direction", self.direction, DIRECTIONS)
         require_one_of("tail", self.tail, TAILS)
-        if self.mixture is not None:
-            require(
-                self.direction == "jsd", "mixture", self.mixture, f'"{self.direction}" has none: leave it out, or pass "jsd".'
-            )
-            require_number(
-                "mixture", self.mixture, "the teacher's share is above 0 and below 1 (at them it is a KL).", 1e-6, 1 - 1e-6
-            )
+        mixed, remedy = (
+            self.mixture is None or self.direction == "jsd",
+            f'"{self.direction}" has none: leave it out, or pass "jsd".',
+        )
+        require(mixed, "mixture", self.mixture, remedy)
         squared = self.temperature_squared
         require(isinstance(squared, bool), "temperature_squared", squared, "pass True or False.")
 

@@ -19,7 +19,7 @@ import torch
 from ..checks import describe
 from .kl import Kl, kl_terms
 from .listed import ListedTerms
-from .ops import ops
+from .ops import log_probs, ops
 from .program import Made, Program, Tracer, is_own, key_of, refusal
 
 Tensor = torch.Tensor
@@ -72,7 +72,7 @@ def token_terms(
     logp, entropy, log_ratio, old_logp, ref_logp, anchor_logp, advantage,
     policy_weight, kl_weight, entropy_weight, nll_weight,
     surrogate_params, trust_params, entropy_floor, ratio_bounds, kl_clamps,
-    SURROGATE, DETACHED, LEVEL, TRUST, KL_TERMS, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH, listed=None,
+    SURROGATE, DETACHED, LEVEL, TRUST, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH, listed=None,
 ):
     """(loss, d loss / d logp, d loss / d log-ratio, d loss / d entropy, d loss / d listed) of a token; None leaves a term out.
 
@@ -110,7 +110,7 @@ def token_terms(
             d_ratio = d_logp
             d_logp = zero
     if kl_weight is not None:
-        kl, kl_slope, through_ratio, both = KL_TERMS(
+        kl, kl_slope, through_ratio, both = kl_terms(
             logp, old_logp, ref_logp, ratio_of_kl(log_ratio, logp - old_logp, LEVEL), kl_clamps,
             ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH,
         )
@@ -280,7 +280,7 @@ def _nothing(logp, old_logp, advantage, params):
 
 #: The formula of a loss without a term that depends on log-probs.
 NOTHING = TokenFormula(
-    {"SURROGATE": _nothing, "DETACHED": False, "LEVEL": "token", "TRUST": None, "KL_TERMS": kl_terms, **Kl().formula},
+    {"SURROGATE": _nothing, "DETACHED": False, "LEVEL": "token", "TRUST": None, **Kl().formula},
     {"surrogate_params": (), "trust_params": (), "entropy_floor": None, "ratio_bounds": None, "kl_clamps": None},
     False,
 )
@@ -335,16 +335,14 @@ def name_of(chosen: dict[str, Any]) -> str:
 
 
 def random_inputs(names: tuple[str, ...], points: int = 512, seed: int = 0) -> list[Tensor]:
-    """fp32 [points] of each input of a token: log-probs that lie apart by up to 3 and, one in eight, up to 30, numbers with zeros
-    among them, and a few that are infinite or NaN."""
+    """fp32 [points] of each input of a token: log-probs and others as in `log_probs`, numbers with zeros among them, and a few that
+    are infinite or NaN."""
     g = torch.Generator().manual_seed(seed)
-    logp = -5.0 * torch.rand(points, generator=g)
+    logp, _ = log_probs(points, g)
     tensors = []
     for name in names:
         if name.endswith("logps"):
-            x = 6.0 * torch.rand(points, generator=g) - 3.0
-            x[1::8] *= 10.0
-            x = logp if name == "logps" else logp + x
+            x = (logp if name == "logps" else logp + log_probs(points, g)[1]).to(torch.float32)
         elif name == "entropy":
             x = 6.0 * torch.rand(points, generator=g)
         else:

@@ -136,11 +136,11 @@ class Trial:
     remove    takes ours off again; None: ours was put in by the user."""
 
     def __init__(self, version: str | None, remove: Callable[[], None] | None = None) -> None:
-        self.version, self.remove, self.said = version, remove, False
-        self.open: dict[str, set[str]] = {}  # of each function what was not compared yet
+        self.version, self.remove = version, remove
+        self.done: set[str] = set()  # functions of which values and slopes were compared
 
     def pending(self, name: str) -> bool:
-        return self.version is not None and bool(self.open.setdefault(name, {"values", "slopes"}))
+        return self.version is not None and name not in self.done
 
     def compare(self, name: str, ours: Function, theirs: Function, call: Any, part: Function = lambda result: result) -> None:
         """Run both on copies of the call's (args, kwargs), of whose results `part` is compared. A call under no_grad shows
@@ -153,12 +153,13 @@ class Trial:
                 own, own_leaves = ran(theirs, call, part)
             except Exception as error:
                 raise Differs(f"its own function raised {type(error).__name__}: {error}") from error
-            told = {"values"} if alike("values", mine, own, tolerance, floor) else set()
+            alike("values", mine, own, tolerance, floor)
             # What has no slope there is used without one.
             both = [(a, b) for a, b in zip(mine, own, strict=True) if a.requires_grad and b.requires_grad]
             slopes, wanted = slopes_of([a for a, _ in both], leaves), slopes_of([b for _, b in both], own_leaves)
-            told |= {"slopes"} if alike("slopes", slopes, wanted, tolerance) else set()  # which may be small everywhere
-        self.passed(name, told)
+            told = alike("slopes", slopes, wanted, tolerance)  # which may be small everywhere
+        if told:
+            self.passed(name)
 
     def beside(self, ours: Function, theirs: Function, part: Function = lambda result: result) -> Function:
         """Our function, compared with theirs for the first calls; our function alone under a tested version."""
@@ -190,11 +191,10 @@ class Trial:
                 f"any_version=True (or set {OVERRIDE}=1) to go on all the same."
             ) from difference
 
-    def passed(self, name: str, told: set[str]) -> None:
-        """Note what was compared of `name`; when that is all, a warning says so the first time."""
-        self.open[name] -= told
-        if not self.open[name] and not self.said:
-            self.said = True
+    def passed(self, name: str) -> None:
+        """Note that `name` was compared; a warning says so for the first."""
+        self.done.add(name)
+        if len(self.done) == 1:
             warnings.warn(
                 f"{self.version}: its own arithmetic and ours were compared on the first step, values and slopes ({name}). They agree, "
                 "ours goes on.", stacklevel=3,

@@ -13,6 +13,7 @@ from .. import (
     Cispo,
     Clip,
     Exact,
+    Head,
     LogitTransform,
     LossOutput,
     Objective,
@@ -22,12 +23,15 @@ from .. import (
     TokenLogprobs,
     TokenSets,
     Vespo,
+    linear_logprobs,
     token_logprobs,
 )
 from ..checks import require, require_one_of
 from ..distributed import VocabShard
 from ..formulas.centering import ScoreCentering
 from ..formulas.divergence import divergence_at
+from ..formulas.ops import bounded_exp
+from ..formulas.token_stage import TokenRows
 from ..layout import of_a_leaf
 from ._swap import NotCovered
 
@@ -50,13 +54,12 @@ def plain(*tensors: Tensor | None) -> None:
 # ---- groups of ranks
 
 
-def even_shard(width: int, group: Any, *, reduce_hidden: bool = True) -> VocabShard | None:
+def even_shard(width: int, group: Any) -> VocabShard | None:
     """This rank's part of a vocabulary that is split evenly over `group`, `width` ids per rank, as Megatron does; None where
-    one rank has all of it. Padding rows of the weight count as ids, as they do in the trainers."""
+    one rank has all of it. Padding rows of the weight count as ids, as they do in the trainers, and a rank's gradient of the hidden
+    states is its own share, which the layers in front add up."""
     ranks = 1 if group is None else torch.distributed.get_world_size(group)
-    if ranks == 1:
-        return None
-    return VocabShard(torch.distributed.get_rank(group) * width, ranks * width, group, reduce_hidden)
+    return None if ranks == 1 else VocabShard(torch.distributed.get_rank(group) * width, ranks * width, group, False)
 
 
 def shard_of(logits: Tensor, group: Any, megatron: bool) -> VocabShard | None:
@@ -138,6 +141,16 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
 
 
+def terms_of(
+    objective: Objective, logps: Tensor, rows: TokenRows, batch: TokenBatch
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(log-ratio at the objective's level, bool: where the ratio is clipped, the KL term or None without one), [n] of the flat rows
+    of a batch."""
+    x = objective.log_ratio(logps, rows, batch)
+    clipped = torch.logical_or(*objective.surrogate.clipped(bounded_exp(x), rows.advantages))
+    return x, clipped, None if rows.ref_logps is None else objective.kl_terms(logps, rows, x)[0]
+
+
 def left_out(out: LossOutput, objective: Objective) -> Tensor:
     """The share of tokens that a filter dropped or a clip bounded."""
     return 1 - out.metrics["kept"] if objective.filters else out.metrics["clip_low"] + out.metrics["clip_high"]
@@ -165,16 +178,18 @@ def entropy_kind(wanted: bool, gradient: bool = True) -> bool | str:
 
 
 def log_probs_of(
-    logits: Tensor, targets: Tensor, *, temperature: float = 1.0, group: Any = None, options: Options | None = None, **others: Any
+    source: Tensor, targets: Tensor, *, head: Tensor | Head | None = None, temperature: float | Tensor = 1.0, group: Any = None,
+    options: Options | None = None, **others: Any,
 ) -> TokenLogprobs:  # fmt: skip
-    """`token_logprobs` of a trainer's logits [..., V / ranks of the group], no group being one rank; `options` and `others` are its
-    arguments. Raises NotCovered for logits that our kernels cannot read."""
-    plain(logits)
+    """`token_logprobs` of a trainer's logits [..., V / ranks of the group], or `linear_logprobs` of hidden states and a head, whose
+    weight is [V / ranks, H]; no group is one rank. `options` and `others` are arguments of theirs. Raises NotCovered for tensors
+    that our kernels cannot read."""
+    weight, bias = (head.weight, head.bias) if isinstance(head, Head) else (head, None)
+    plain(source, weight, bias)
     options = options or Options()
-    shard = even_shard(logits.shape[-1], group) or options.shard
-    return token_logprobs(
-        logits, targets, transform=LogitTransform(temperature), options=replace(options, shard=shard), **others
-    )
+    shard = even_shard(source.shape[-1] if weight is None else len(weight), group) or options.shard
+    how: dict[str, Any] = {"transform": LogitTransform(temperature), "options": replace(options, shard=shard)} | others
+    return token_logprobs(source, targets, **how) if head is None else linear_logprobs(source, head, targets, **how)
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:

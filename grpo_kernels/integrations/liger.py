@@ -36,13 +36,12 @@ import torch
 from .. import Head, Kl, LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
 from ..checks import require
 from ..distributed import global_normalizer
-from ..formulas.ops import bounded_exp
 from ..formulas.token_stage import TokenRows
 from ..layout import of_a_leaf, values_are_checked
 from ..objective import PRESETS
 from ..rows.run import total
 from ._swap import Adapter, Slots, Trial
-from ._tensors import CLIPPED, at_least_one, divergence_of, surrogate_of, teaching, world
+from ._tensors import CLIPPED, at_least_one, divergence_of, surrogate_of, teaching, terms_of, world
 
 __all__ = [
     "LIGER_VERSION", "LigerFusedLinearGRPOLoss", "LigerFusedLinearJSD", "bind", "fused_selective_log_softmax", "liger_objective", "patch",
@@ -123,7 +122,7 @@ def token_batch(
         return x if x is None or not padding or x.shape != shape else torch.nn.functional.pad(x, (0, padding))
 
     given = {name: padded(x) for name, x in (fields | {"weights": weights}).items()}
-    return TokenBatch(padded(ids), padded(advantages).to(torch.float32), **given)
+    return TokenBatch(padded(ids), padded(advantages), **given)
 
 
 def denominator(
@@ -404,13 +403,8 @@ class _TokenLosses(torch.autograd.Function):
 
 def _kl_and_clipped(logps: Tensor, objective: Objective, rows: TokenRows, batch: TokenBatch) -> tuple[Tensor | None, Tensor]:
     """fp32 [n], 0 where masked: the KL term (None with beta = 0) as it is in the loss, and 1 where the ratio is clipped."""
-    x = objective.log_ratio(logps, rows, batch)
-    clipped = torch.logical_or(*objective.surrogate.clipped(bounded_exp(x), rows.advantages)).to(torch.float32)
-    kl = None if rows.ref_logps is None else objective.kl_terms(logps, rows, x)[0]
-    trained = rows.trained
-    if trained is not None:
-        clipped, kl = clipped * trained, None if kl is None else torch.where(trained, kl, 0.0)
-    return kl, clipped
+    _, clipped, kl = terms_of(objective, logps, rows, batch)
+    return None if kl is None else torch.where(rows.mask, kl, 0.0), (clipped & rows.mask).to(torch.float32)
 
 
 def _metrics(kl: Tensor | None, clipped: Tensor, batch: TokenBatch) -> list[Tensor]:

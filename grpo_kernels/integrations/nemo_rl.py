@@ -55,7 +55,7 @@ from ..formulas.ops import bounded_exp, ops
 from ..losses import objective_loss
 from ..rewards.corrections import importance_weights, rejection_mask
 from ._swap import Adapter
-from ._tensors import at_ids, divergence_over, numbers, shard_of, two_sided
+from ._tensors import at_ids, divergence_over, numbers, shard_of, terms_of, two_sided
 
 Tensor = torch.Tensor
 
@@ -237,7 +237,7 @@ class PolicyLoss:
         targets = batch.targets.reshape(-1)
         sets = TokenSets.from_logits(logits, order="vllm", **self.rules)
         lacking = ~sets.contains(targets)
-        alone = TokenSets.from_counts(targets.to(sets.ids.dtype), torch.ones_like(targets))
+        alone = TokenSets.from_padded(targets[:, None].to(sets.ids.dtype))
         rows = torch.arange(len(targets), device=targets.device)
         kept = TokenSets.cat([sets, alone]).take(rows + lacking * len(targets))
         return replace(batch, kept=kept), lacking.view(batch.targets.shape)
@@ -254,7 +254,7 @@ class PolicyLoss:
             also=("log_kept_mass",),
         )  # fmt: skip
         out = objective_loss(scored.logps, batch, replace(spec, beta=0.0), entropy=scored.entropy, normalizer=D)
-        kl = by_ratio_to_the_sampler(spec.kl_spec) if on_policy else spec.kl
+        kl = _by_ratio_to_the_sampler(spec.kl_spec) if on_policy else spec.kl
         alone = Objective(NoPolicyTerm(), aggregate=spec.aggregate, beta=spec.beta, kl=kl)
         compared = replace(
             batch, old_logps=batch.sampler_logps if on_policy else None, weights=None, nll_weights=None, kept=None
@@ -281,7 +281,7 @@ class PolicyLoss:
         sampler: Any = batch.sampler_logps
         tokens, sequences = (count.clamp(min=1) for count in counts)
         logps, old = out.logps, out.logps if batch.old_logps is None else batch.old_logps
-        x = self.objective.log_ratio(logps.reshape(-1), out.rows, batch)
+        x, _, kl = terms_of(self.objective, logps.reshape(-1), out.rows, batch)
         r = bounded_exp(x.view(mask.shape))
         clamped = r.clamp(*self.objective.surrogate.ratio_bounds)
         if isinstance(self.objective.surrogate, PolicyGradient) and not self.force_on_policy_ratio:
@@ -300,9 +300,9 @@ class PolicyLoss:
         for name, ratio in (("probs_ratio", r), ("probs_ratio_clamped", clamped)):
             low, high = torch.where(mask, ratio, torch.inf).amin(), torch.where(mask, ratio, -torch.inf).amax()
             metrics |= {name: mean(ratio), f"{name}_min": low, f"{name}_max": high}
-        if out.rows.kl_weight is not None:
-            kl = self.objective.kl_terms(logps.reshape(-1), out.rows, x)[0]
-            metrics["kl_penalty"] = torch.where(mask.reshape(-1), out.rows.kl_weight * kl, 0.0).sum() / self.objective.beta
+        if kl is not None:
+            weight: Any = out.rows.kl_weight
+            metrics["kl_penalty"] = torch.where(weight != 0, weight * kl, 0.0).sum() / self.objective.beta
         if weights is None:
             weights = importance_weights(
                 replace(batch, old_logps=old), level="sequence" if self.sequences else "token", high=math.inf
@@ -315,7 +315,7 @@ class PolicyLoss:
         return metrics
 
 
-def by_ratio_to_the_sampler(kl: Kl) -> Kl:
+def _by_ratio_to_the_sampler(kl: Kl) -> Kl:
     """NeMo-RL's KL of samples whose old log-probs are the sampler's. Unlike in a `Kl`, it bounds the weighted value."""
     weighted = replace(kl, weighting="ratio", clamp=math.inf)
 
@@ -364,9 +364,9 @@ class DistillationLoss:
         self.loss_type, self.input_type = interfaces.LossType.TOKEN_LEVEL, interfaces.LossInputType.LOGIT
 
     @classmethod
-    def like(cls, theirs: Any, *, megatron: bool = False) -> DistillationLoss:
-        """This loss with the settings of `theirs`, a `DistillationLossFn`."""
-        return cls(theirs.kl_type, theirs.mixed_kl_weight, theirs.zero_outside_topk, megatron=megatron)
+    def like(cls, theirs: Any, **options: bool) -> DistillationLoss:
+        """This loss with the settings of `theirs`, a `DistillationLossFn`. options: megatron."""
+        return cls(theirs.kl_type, theirs.mixed_kl_weight, theirs.zero_outside_topk, **options)
 
     def __call__(
         self,
@@ -382,9 +382,10 @@ class DistillationLoss:
         if ids.shape[-1] <= 0:
             raise ValueError("teacher_topk_indices has no id: topk must be positive.")
         masked = "token_mask" in data and "sample_mask" in data
-        mask = torch.ones(ids.shape[:2], dtype=torch.bool, device=logits.device)
         if masked:
             mask = data["token_mask"].roll(-1, 1) * data["sample_mask"][:, None] != 0
+        else:
+            mask = torch.ones_like(ids[..., 0], dtype=torch.bool)
         mask[:, -1] = False
         teacher = torch.log_softmax(data["teacher_topk_logits"].to(logits.device, torch.float32), -1)
         shard = shard_of(logits, vocab_parallel_group, self.megatron)

@@ -32,14 +32,14 @@ from typing import Any
 
 import torch
 
-from .. import LogitTransform, Objective, Options, TokenSets, linear_logprobs
+from .. import Objective, Options, TokenSets
 from ..batch import shift_sets
 from ..formulas.centering import ScoreCentering
 from ..formulas.ops import bounded_exp
 from ..losses import objective_loss
 from ..presets import NUMERICS
 from ._swap import Adapter, Slots
-from ._tensors import centered, left_out, masked_mean, plain, scored_batch
+from ._tensors import centered, left_out, log_probs_of, masked_mean, scored_batch
 
 Tensor = torch.Tensor
 
@@ -82,11 +82,10 @@ def chunked_logprobs(
     return_mask_logprobs  True: a third result is the log-probs of all ids of the sets, fp32 [N, K], with gradient; 0 for
                           padding and rows that are not replayed. False: it is None.
     options         for replayed rows; None: as in prime-rl, see `bind`."""
-    plain(hidden, weight)
     options = options or Options(missing="full", entropy_over="vocabulary")
     sets = None if sampling_mask is None else TokenSets.from_padded(sampling_mask)
-    found = linear_logprobs(
-        hidden, weight, labels, transform=LogitTransform(1.0 / inv_temperature.float()), entropy="detached", kept=sets,
+    found = log_probs_of(
+        hidden, labels, head=weight, temperature=1.0 / inv_temperature.float(), entropy="detached", kept=sets,
         at=sets if return_mask_logprobs else None, options=options,
     )  # fmt: skip
     if sampling_mask is None or not return_mask_logprobs:

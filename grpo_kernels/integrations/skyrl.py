@@ -44,16 +44,11 @@ from .. import (
     ClipCov,
     Dro,
     KlCov,
-    LogitTransform,
     Objective,
-    Options,
     PolicyGradient,
     TokenSets,
-    linear_logprobs,
-    token_logprobs,
 )
 from ..checks import require
-from ..distributed import VocabShard
 from ..formulas.centering import ScoreCentering
 from ..losses import objective_loss
 from ..objective import PRESETS
@@ -63,12 +58,12 @@ from ._tensors import (
     centered,
     entropy_from_logits,
     entropy_kind,
-    even_shard,
     left_out,
+    log_probs_of,
     logprobs_from_logits,
     numbers,
     on_rows,
-    plain,
+    response_sets,
     scored_batch,
     world,
 )
@@ -236,22 +231,20 @@ def fused_lm_head_logprobs(
     this rank's part, and the gradient of hidden is this rank's share, which SkyRL's layers before the head add up.
     vocab_start_index and vocab_end_index are the bounds of that part. backend and chunk_size choose among SkyRL's own
     implementations and have no effect here. Raises ValueError if the bounds are not those of this rank's part."""
-    plain(hidden, weight)
-    shard = _part(weight.shape[0], (vocab_start_index, vocab_end_index), tp_group or world())
+    group = tp_group or world()
+    _check_part(weight.shape[0], (vocab_start_index, vocab_end_index), group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        return linear_logprobs(hidden, weight, target, options=Options(shard=shard))[0]
+        return log_probs_of(hidden, target, head=weight, group=group).logps
 
 
-def _part(width: int, bounds: tuple[int, int], group: Any) -> VocabShard | None:
-    """This rank's part of the vocabulary, of `width` ids. Raises ValueError if SkyRL's bounds differ from it."""
-    shard = even_shard(width, group, reduce_hidden=False)
-    start = 0 if shard is None else shard.start
+def _check_part(width: int, bounds: tuple[int, int], group: Any) -> None:
+    """Raise ValueError if SkyRL's bounds are not those of this rank's part of the vocabulary, of `width` ids."""
+    start = 0 if group is None else torch.distributed.get_rank(group) * width
     if bounds != (start, start + width):
         raise ValueError(
             f"vocab_start_index={bounds[0]} and vocab_end_index={bounds[1]}, but the part of this rank of tp_group, by its "
             f"{width} rows or columns, is [{start}, {start + width}): pass the group that the head is cut over."
         )
-    return shard
 
 
 # ---- over recorded sets
@@ -286,7 +279,6 @@ def _over_support(
     lm_head_weight: Tensor | None = None, temperature: float = 1.0, chunk_size: int | None = None, entropy: bool | str = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(log-probs, entropy or None, rows with a set)."""
-    plain(source, lm_head_weight)
     if support.shape[:-1] != sampled.shape:
         raise ValueError(
             f"support_ids has shape {list(support.shape)}, but sampled_ids has {list(sampled.shape)}: pass one set for each."
@@ -297,14 +289,11 @@ def _over_support(
     if lacking.any() or twice.any():  # on every rank of the group alike
         raise NotCovered("a sampled id outside of its set" if lacking.any() else "a set that lists an id twice")
     width = source.shape[-1] if lm_head_weight is None else lm_head_weight.shape[0]
-    options = Options(shard=_part(width, (vocab_start_index, vocab_end_index), tp_group))
-    how: dict[str, Any] = {"mask": scored.reshape(-1), "transform": LogitTransform(temperature), "entropy": entropy}
-    how |= {"kept": TokenSets.from_padded(in_order), "options": options}
-    source, sampled_ids = source.flatten(0, -2), sampled.reshape(-1)  # SkyRL's rows may have any leading shape
-    if lm_head_weight is None:
-        logps, H = token_logprobs(source, sampled_ids, **how)
-    else:
-        logps, H = linear_logprobs(source, lm_head_weight, sampled_ids, **how)
+    _check_part(width, (vocab_start_index, vocab_end_index), tp_group)
+    logps, H = log_probs_of(  # SkyRL's rows may have any leading shape
+        source.flatten(0, -2), sampled.reshape(-1), head=lm_head_weight, temperature=temperature, group=tp_group, entropy=entropy,
+        mask=scored.reshape(-1), kept=TokenSets.from_padded(in_order),
+    )  # fmt: skip
     return logps.view(sampled.shape), None if H is None else H.view(sampled.shape), scored
 
 
@@ -325,10 +314,8 @@ def kept_sets(
             raise ValueError(f"support has shape {list(support.shape)}, but loss_mask has {list(mask.shape)}: pass [B, A, K].")
         sets = TokenSets.from_padded(support)
     else:
-        record, given = TokenSets(*support), mask if response_mask is None else response_mask != 0
-        if record.rows != given.sum():
-            raise ValueError(f"support has {record.rows} sets, but there are {given.sum()} response tokens: pass one for each.")
-        sets = on_rows(record, given)
+        given = mask if response_mask is None else response_mask != 0
+        sets = on_rows(response_sets("support", support, int(given.sum())), given)
     lacking = (sets.counts == 0).view(mask.shape) & mask
     for b in (lacking.sum(1) > 1).nonzero()[:1, 0].tolist():
         raise ValueError(

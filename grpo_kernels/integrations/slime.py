@@ -41,10 +41,9 @@ import torch
 from .. import Cispo, Kl, LossOutput, Objective, Options, PolicyGradient, TokenBatch, TokenSets, TrustRegion
 from ..checks import require
 from ..formulas.centering import ScoreCentering
-from ..formulas.ops import bounded_exp
 from ..losses import objective_loss
 from ._swap import Adapter, Slots
-from ._tensors import at_ids, even_shard, in_a_column, response_sets, scored_batch, two_sided, world
+from ._tensors import at_ids, even_shard, in_a_column, response_sets, scored_batch, terms_of, two_sided, world
 
 Tensor = torch.Tensor
 
@@ -268,7 +267,6 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
 
 def _metrics(objective: Objective, out: LossOutput, batch: TokenBatch) -> dict[str, Tensor]:
     """slime's metrics under slime's names, of each token."""
-    x = objective.log_ratio(out.logps, out.rows, batch)
-    clipped = torch.logical_or(*objective.surrogate.clipped(bounded_exp(x), batch.advantages))
+    x, clipped, kl = terms_of(objective, out.logps, out.rows, batch)
     named = {"entropy_loss": out.entropy, "pg_clipfrac": clipped.float(), "ppo_kl": -x}
-    return named if objective.beta == 0 else named | {"kl_loss": objective.kl_terms(out.logps, out.rows, x)[0]}
+    return named if kl is None else named | {"kl_loss": kl}

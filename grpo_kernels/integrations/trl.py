@@ -55,7 +55,7 @@ from .. import (
 from ..architectures import language_model
 from ..model import plain_head
 from ._swap import Adapter, NotCovered, Slots, alike, read_closure, replaced_inside, same_arguments, tolerances
-from ._tensors import divergence_of, on_rows, plain, surrogate_of, teaching, world
+from ._tensors import divergence_of, log_probs_of, on_rows, plain, surrogate_of, teaching, world
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_divergence", "fused_lm_head", "patch"]  # noqa: F822
 
@@ -198,8 +198,8 @@ class FusedLoss(Slots):
         if call.compared:
             with self.trial.refusing(LOSS):
                 call.check(loss, theirs)
-        if first:
-            self.trial.passed(LOSS, {"values", "slopes"} if theirs.requires_grad else set())
+        if first and theirs.requires_grad:
+            self.trial.passed(LOSS)
         return loss
 
 
@@ -698,8 +698,8 @@ def log_probs(
     plain(hidden, weight)
     average_gathered(weight, bias)
     also = tuple(statistic for output, statistic in FUSED_OUTPUTS.items() if statistic and output in outputs)
-    found = linear_logprobs(
-        hidden, Head(weight, bias), targets.clamp(min=0), entropy="entropy" in outputs, also=also,
+    found = log_probs_of(
+        hidden, targets.clamp(min=0), head=Head(weight, bias), entropy="entropy" in outputs, also=also,
         transform=LogitTransform(float(temperature), final_logit_softcapping, float(logit_scale)),
     )  # fmt: skip
     squares, top, counted = found.also.get("sum_squares"), found.also.get("top_id"), targets >= 0

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from .. import Head, LogitTransform, linear_logprobs
+from .. import Head, LogitTransform
 from ._swap import Adapter, NotCovered, Slots
-from ._tensors import entropy_kind, plain
+from ._tensors import entropy_kind, log_probs_of, plain
 
 Tensor = torch.Tensor
 
@@ -109,7 +109,7 @@ def log_softmax_and_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`selective_log_softmax` over all tokens; with return_entropy (log-probs, entropy), which has a gradient if
     entropy_requires_grad."""
-    plain(hidden_states, lm_head, lm_head_bias)
+    plain(hidden_states, lm_head)
     if fp32_lm_head is None:
         fp32_lm_head = os.environ.get("UNSLOTH_VLLM_FP32_LM_HEAD", "0").strip().lower() in ("1", "true", "on", "yes")
     scale = (logit_scale_multiply or 1.0) / (logit_scale_divide or 1.0)
@@ -124,8 +124,8 @@ def log_softmax_and_entropy(
         # 65,504; the kernels convert inside.
         products = torch.autocast(kind, lm_head.dtype)
     with products:
-        logps, entropy = linear_logprobs(
-            hidden, Head(lm_head, lm_head_bias), ids, transform=LogitTransform(temperature, logit_softcapping or None, scale),
+        logps, entropy = log_probs_of(
+            hidden, ids, head=Head(lm_head, lm_head_bias), transform=LogitTransform(temperature, logit_softcapping or None, scale),
             entropy=entropy_kind(return_entropy, entropy_requires_grad),
         )  # fmt: skip
     logps = logps.to(hidden_states.device)

@@ -54,16 +54,13 @@ from .. import (
     Exact,
     Gmpo,
     KlCov,
-    LogitTransform,
     LossOutput,
     Objective,
-    Options,
     PolicyGradient,
     Sapo,
     TokenBatch,
     TokenSets,
     TrustRegion,
-    linear_logprobs,
     token_divergence,
 )
 from ..checks import require, require_one_of
@@ -76,12 +73,12 @@ from ._tensors import (
     at_least_one,
     divergence_over,
     entropy_from_logits,
-    even_shard,
+    log_probs_of,
     logprobs_from_logits,
     masked_mean,
     numbers,
-    plain,
     scored_batch,
+    terms_of,
     two_sided,
 )
 
@@ -283,10 +280,8 @@ def _metrics(name: str, objective: Objective, out: LossOutput, batch: TokenBatch
     elif name == "sapo":
         marks = none, none
     elif name not in ("kl_cov", "dro"):
-        if objective.level != "token":
-            ratio = objective.log_ratio(out.logps.reshape(-1), out.rows, batch).view(mask.shape).exp()
         lower = (ratio > surrogate.delta) & (A < 0) if name == "vanilla" else none  # type: ignore[attr-defined]
-        marks = torch.logical_or(*surrogate.clipped(ratio, A)), lower
+        marks = terms_of(objective, out.logps.reshape(-1), out.rows, batch)[1].view(mask.shape), lower
     named = {"actor/ppo_kl": masked_mean(x.abs() if name == "kl_cov" else -x, mask)}
     return named | {key: masked_mean(mark.float(), mask) for key, mark in zip(CLIPPED_SHARES, marks, strict=False)}
 
@@ -313,7 +308,7 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     reduction: str = "none",
     dist_process_group: Any = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """(log-probs, entropy) of labels, fp32 [N] for N of them in any shape, as verl's, at temperature; hidden [..., H] in as
     many rows, weight [V, H].
 
@@ -321,14 +316,8 @@ def linear_cross_entropy(
     share: verl's layers in front sum it up. A reduction other than "none" runs in verl."""
     if reduction != "none":
         raise NotCovered(f"reduction={reduction!r}")
-    plain(hidden, weight)
-    shard = even_shard(weight.shape[0], dist_process_group, reduce_hidden=False)
-    rows, transform = hidden.reshape(-1, hidden.shape[-1]), LogitTransform(temperature)
-    logps, entropy = linear_logprobs(
-        rows, weight, labels.reshape(-1), transform=transform, entropy=True, options=Options(shard=shard)
-    )
-    assert entropy is not None
-    return logps, entropy
+    rows, group = hidden.reshape(-1, hidden.shape[-1]), dist_process_group
+    return tuple(log_probs_of(rows, labels.reshape(-1), head=weight, temperature=temperature, group=group, entropy=True))
 
 
 # ---- sets of a sampler
@@ -429,7 +418,6 @@ def topk_divergence(
     exact = _registered.get(mode)
     if exact is None:
         raise NotCovered(f"loss_mode={mode!r}")
-    plain(student_logits)
     given = [x.values().unsqueeze(0) for x in (teacher_topk_ids, teacher_topk_log_probs)]
     if get_ulysses_sequence_parallel_world_size() > 1:
         given = [slice_input_tensor(x, dim=1) for x in given]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..checks import LARGEST, SMALLEST, require, require_number, require_one_of
+from ..layout import require_shape
 from .groups import (
     Grouped,
     Groups,
@@ -207,8 +208,7 @@ def greedy_baseline_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tenso
     rewards the same baseline is taken from `discounted_returns`. Raises ValueError for other shapes and values."""
     r, _ = read_rewards(rewards)
     greedy, _ = read_rewards(greedy_rewards, name="greedy_rewards")
-    if r.shape != greedy.shape:
-        raise ValueError(f"greedy_rewards has shape {list(greedy.shape)}, but rewards has {list(r.shape)}: give one for each.")
+    require_shape("greedy_rewards", greedy, r.shape, "rewards")
     return (r - greedy.to(r.device)).to(torch.float32)
 
 

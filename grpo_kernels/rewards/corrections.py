@@ -53,7 +53,7 @@ import torch
 from ..batch import TokenBatch
 from ..checks import LARGEST, SMALLEST, refuse_unknown, require, require_number, require_one_of
 from ..formulas.filters import BOUND, DELTA, log_ratio, near_sampler
-from ..layout import ALL, INTEGRAL, as_mask, require_shape, require_tensor, sequence_ids
+from ..layout import DTYPES, INTEGRAL, as_mask, require_shape, require_tensor, sequence_ids
 from .groups import Grouped, Groups
 
 Tensor = torch.Tensor
@@ -195,7 +195,7 @@ def without_truncated(mask: Tensor, finished: Tensor, *, cu_seqlens: Tensor | No
     Tokens that are taken out of the mask leave the denominators, too (TRL's `mask_truncated_completions`; overlong filtering in
     DAPO, arXiv 2503.14476). Raises ValueError on shapes or dtypes that do not fit.
     """
-    require_tensor("mask", mask, ALL, "a bool tensor [B, T], or packed [N] with cu_seqlens")
+    require_tensor("mask", mask, DTYPES, "a bool tensor [B, T], or packed [N] with cu_seqlens")
     dims = 2 if cu_seqlens is None else 1
     require(mask.dim() == dims, "mask.shape", list(mask.shape), "pass [B, T], or packed [N] with cu_seqlens.")
     sequences = len(mask) if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -323,7 +323,7 @@ class Correction:
             require(
                 finished is not None, "finished", None, f"the correction {self.name!r} needs to know which completions ended."
             )
-            mask = torch.ones_like(batch.targets, dtype=torch.bool) if batch.mask is None else batch.mask
+            mask = batch.trained.view(batch.targets.shape)
             return dataclasses.replace(batch, mask=without_truncated(mask, finished, cu_seqlens=batch.cu_seqlens))  # type: ignore[arg-type]
         if self.function is off_policy_sequence_mask:
             chosen["logps"] = batch.old_logps

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..checks import LARGEST, require, require_number
+from ..layout import require_shape
 
 Tensor = torch.Tensor
 
@@ -31,8 +32,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, share: float, process_group
     Raises ValueError on a share outside (0, 1] and on shapes that differ.
     """
     require_number("share", share, *SHARE)
-    if mask.shape != entropy.shape:
-        raise ValueError(f"mask has shape {list(mask.shape)}, but entropy has {list(entropy.shape)}: they must be the same.")
+    require_shape("mask", mask, entropy.shape, "entropy")
     values = entropy.detach().reshape(-1).to(torch.float32)
     # Tokens that do not count become infinity, which sorts behind the others.
     values = torch.where((mask.reshape(-1) != 0) & values.isfinite(), values, torch.inf)

@@ -15,7 +15,7 @@ import torch
 
 from ..checks import LARGEST, require, require_number, require_one_of
 from ..formulas.kl import Kl, as_kl, kl_terms
-from ..layout import as_mask, check_offsets, per_token, sequence_ids
+from ..layout import as_mask, check_offsets, per_token, require_shape, sequence_ids
 from .advantages import group_advantages
 from .groups import Grouped, Groups, Tensor, finite, float_tensor, group_ids, read_rewards
 
@@ -116,8 +116,7 @@ def at_last_token(rewards: Tensor, *, mask: Tensor, cu_seqlens: Tensor | None = 
     mask, cu_seqlens   as in a TokenBatch. Raises ValueError naming the argument."""
     tokens = _Tokens("mask", mask.to(torch.float32), mask, cu_seqlens)
     r, _ = read_rewards(rewards)
-    if r.shape != (tokens.sequences,):
-        raise ValueError(f"rewards has shape {list(r.shape)}: pass one for each of the {tokens.sequences} sequences.")
+    require_shape("rewards", r, torch.Size([tokens.sequences]), "the number of sequences")
     return tokens.shaped(tokens.at_last(r.to(mask.device)))
 
 
@@ -242,7 +241,7 @@ class _Tokens:
     """Flat tokens [N]: the sequence of each, whether it is trained, and recurrences along the sequences."""
 
     def __init__(self, name: str, like: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        self.shape, n = float_tensor(name, like).shape, like.numel()
+        self.name, self.shape, n = name, float_tensor(name, like).shape, like.numel()
         if cu_seqlens is None:
             if like.dim() not in (1, 2):
                 raise ValueError(f"{name} has shape {list(self.shape)}: pass [B, T], or packed [N] with cu_seqlens.")
@@ -261,13 +260,9 @@ class _Tokens:
 
     def values(self, name: str, x: Tensor) -> Tensor:
         """fp64 [N], 0 where not trained."""
-        if float_tensor(name, x).shape != self.shape:
-            raise ValueError(
-                f"{name} has shape {list(x.shape)}, but the tokens have {list(self.shape)}: they must be the same."
-            )
-        return finite(
-            name, torch.where(self.trained, x.detach().reshape(-1).to(torch.float64), 0.0).view(self.shape), FINITE
-        ).view(-1)
+        require_shape(name, float_tensor(name, x), self.shape, self.name)
+        trained = torch.where(self.trained, x.detach().reshape(-1).to(torch.float64), 0.0)
+        return finite(name, trained.view(self.shape), FINITE).view(-1)
 
     def shaped(self, x: Tensor) -> Tensor:
         return torch.where(self.trained, x, 0.0).to(torch.float32).view(self.shape)

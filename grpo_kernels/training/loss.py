@@ -62,13 +62,16 @@ class Losses:
             if objective.exact is not None:  # the other side of the divergence
                 assert self.reference is not None
                 second = self.reference.without_gradients(self.rows, completions)
-            if self.linear:
-                hidden, head = rows
-                out = linear_grpo_loss(hidden, head, batch, objective, reference=second, **options)
-        if not self.linear:
-            options |= {"transform": LogitTransform(self.config.temperature), "inplace": self.inplace}
-            out = grpo_loss(rows, batch, objective, ref_logits=second, **options)
+        own = {"reference": second} if self.linear else {"ref_logits": second, "inplace": self.inplace}
+        out = self.of_rows((linear_grpo_loss, grpo_loss), rows, batch, objective, **options, **own)
         return LossParts(out.loss, out.logps, out.metrics)
+
+    def of_rows(self, functions: tuple[Any, Any], rows: Any, *arguments: Any, **options: Any) -> Any:
+        """What the function of hidden states and head returns, or that of logits."""
+        if not self.linear:
+            return functions[1](rows, *arguments, transform=LogitTransform(self.config.temperature), **options)
+        with self.autocast():
+            return functions[0](*rows, *arguments, **options)
 
     def rows(self, model: Any, completions: Completions) -> Any:
         """A model's hidden states and head, or its logits: rows [B, T], of which row t predicts completion token t."""
@@ -89,10 +92,7 @@ class Losses:
         options |= {"mask": completions.mask, "kept": completions.kept, "options": self.options}
         with self.autocast():
             rows = self.rows(model, completions)
-            if self.linear:
-                hidden, head = rows
-                return linear_logprobs(hidden, head, completions.targets, **options)
-        return token_logprobs(rows, completions.targets, transform=LogitTransform(self.config.temperature), **options)
+        return self.of_rows((linear_logprobs, token_logprobs), rows, completions.targets, **options)
 
     def autocast(self) -> Any:
         return autocast(self.device, getattr(torch, self.config.dtype), cache=not self.sharded)

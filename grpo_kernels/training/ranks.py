@@ -39,9 +39,7 @@ class Ranks:
 
     def share(self, count: int) -> slice:
         """This rank's part of `count` things: consecutive, the parts in the order of the ranks, at most one longer."""
-        size, longer = divmod(count, self.world)
-        first = self.rank * size + min(self.rank, longer)
-        return slice(first, first + size + (self.rank < longer))
+        return slice(*(-(-count * rank // self.world) for rank in (self.rank, self.rank + 1)))
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, on every rank."""
@@ -63,20 +61,20 @@ class Ranks:
         failed."""
         if self.world == 1:
             return [function()]
-        result, error, message = None, None, None
+        result: Any = None
+        error, message = None, ""
         try:
             result = function()
-        except Exception as caught:
-            # What the arguments or the machine are to blame for; the exception itself may not be fit to be sent.
-            error = caught
-            message = (isinstance(caught, (ValueError, OSError)), f"{type(caught).__name__}: {caught}")
-        outcomes = self.gather((result, message))
-        failed = [(rank, *told) for rank, (_, told) in enumerate(outcomes) if told is not None]
-        if not failed:
-            return [outcome for outcome, _ in outcomes]  # type: ignore[misc]
-        rank, blame, text = failed[0]
-        self.shared_error = error or (ValueError if blame else RuntimeError)(f"process {rank} of the run failed: {text}")
-        raise self.shared_error
+        except Exception as caught:  # which may not be fit to be sent
+            error, message = caught, f"{type(caught).__name__}: {caught}"
+        # ValueError and OSError: arguments or the machine are to blame.
+        kind = ValueError if isinstance(error, (ValueError, OSError)) else RuntimeError
+        outcomes = self.gather((result, message, kind))
+        for rank, (_, text, kind) in enumerate(outcomes):
+            if text:
+                self.shared_error = error or kind(f"process {rank} of the run failed: {text}")
+                raise self.shared_error
+        return [outcome for outcome, _, _ in outcomes]
 
     def on_main(self, function: Callable[[], T]) -> T:
         """Its result on rank 0, on every rank; the others wait for it, and fail if it fails."""

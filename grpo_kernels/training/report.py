@@ -172,7 +172,8 @@ class RunLog:
 
     def __init__(self, config: TrainConfig, out: Path, ranks: Ranks, trackers: Sequence[Tracker]) -> None:
         self.config, self.out, self.ranks, self.given = config, out, ranks, trackers
-        self.samples: JsonLines | None = None
+        self.files: dict[str, JsonLines] = {}
+        self.trackers: list[Tracker] = []
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
@@ -182,20 +183,16 @@ class RunLog:
         try:
             yield
         finally:
-            if self.ranks.main:
-                self._close()
+            for file in self.files.values():
+                file.close()
+            self.files = {}
+            self.ask_trackers("is not closed", lambda tracker: tracker.close())
 
     def _open(self, at: int) -> None:
         write(self.config, self.out / "config.yaml")
-        self.metrics, self.samples = (JsonLines(self.out / f"{name}.jsonl", at) for name in ("metrics", "samples"))
+        self.files = {name: JsonLines(self.out / f"{name}.jsonl", at) for name in ("metrics", "samples")}
         named = [Dashboard(name, self.config, self.out, at) for name in self.config.log_to if name in TRACKERS]
-        self.trackers: list[Tracker] = [*named, *self.given]
-
-    def _close(self) -> None:
-        self.metrics.close()
-        if self.samples is not None:
-            self.samples.close()
-        self.ask_trackers("is not closed", lambda tracker: tracker.close())
+        self.trackers = [*named, *self.given]
 
     def ask_trackers(self, failed: str, act: Callable[[Tracker], None]) -> None:
         """One that fails is left out from then on, with a message: the run is worth more."""
@@ -214,14 +211,14 @@ class RunLog:
 
     def _keep_samples(self, step: int, rows: list[Row], scores: Scores, advantages: Tensor) -> None:
         config, totals = self.config, scores.totals
-        if self.samples is None:  # a step outside of a run
+        if not self.files:  # a step outside of a run
             return
         for i, text in enumerate(scores.texts[: config.sample_count]):  # rank 0 has the first ones of all
             length, rewards = scores.lengths[i], dict(zip(scores.names, scores.each[:, i].tolist(), strict=True))
             advantage = float(advantages[i, ..., :length].mean() if advantages.dim() > 1 else advantages[i])
             reward, prompt = totals[i].item(), rows[i // config.group_size]["prompt"]
             numbers = {"tokens": length, "reward": reward, "rewards": rewards, "advantage": advantage}
-            self.samples.log(step, {"prompt": prompt, "completion": text, **numbers})
+            self.files["samples"].log(step, {"prompt": prompt, "completion": text, **numbers})
             told = ", ".join(f"{name} {value:.3g}" for name, value in {**rewards, "advantage": advantage}.items())
             self.show(f"step {step}: {told}{pair(prompt, text)}")
 
@@ -230,7 +227,7 @@ class RunLog:
         self.ranks.on_main(lambda: self._write(**line))
 
     def _write(self, step: int, **metrics: Any) -> None:
-        self.metrics.log(step, metrics)
+        self.files["metrics"].log(step, metrics)
         self.ask_trackers("gets no more metrics", lambda tracker: tracker.log(step, metrics))
         if "accuracy" in metrics:
             self.show(f"step {step}: held-out accuracy {metrics['accuracy']:.3f} ({metrics['accuracy_counts']})")

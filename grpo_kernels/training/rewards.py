@@ -20,7 +20,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -104,22 +104,13 @@ class RewardModel:
 SHOWN = 240
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """The B completions that reward functions are asked about."""
 
     prompts: list[str]
     completions: list[str]
     tokens: list[list[int]]
     columns: dict[str, list[Any]]
-
-    def by(self, function: RewardFunction) -> Any:
-        """What a function returns for them, as a list; what is none stays as it is. Without completions it is not called."""
-        if not self.completions:
-            return []
-        returned = function(self.prompts, self.completions, completion_ids=self.tokens, **self.columns)
-        plain = isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Iterable)
-        return returned if plain else list(returned)
 
 
 def pair(prompt: str, completion: str) -> str:
@@ -133,11 +124,14 @@ def name_of(function: RewardFunction) -> str:
 
 
 def call(function: RewardFunction, asked: Asked) -> list[float | list[float | None]]:
-    """A function's rewards, one for each completion. Raises RuntimeError where it raises, ValueError for what it must not return;
-    both name the function, the second shows the completion with its prompt."""
+    """A function's rewards, one for each completion; without completions it is not called. Raises RuntimeError where it raises,
+    ValueError for what it must not return; both name the function, the second shows the completion with its prompt."""
     name, count = name_of(function), len(asked.completions)
+    if not count:
+        return []
     try:
-        values = asked.by(function)
+        values = function(asked.prompts, asked.completions, completion_ids=asked.tokens, **asked.columns)
+        values = list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping)) else values
     except Exception as error:
         raise RuntimeError(f"reward {name} raised {type(error).__name__}: {error}") from error
     if not isinstance(values, list):

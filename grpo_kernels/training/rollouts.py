@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..token_sets import TokenSets
 from . import require
@@ -92,10 +93,9 @@ def autocast(device: torch.device, dtype: torch.dtype, cache: bool = True) -> Ab
 
 def left_pad(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(ids [B, P], attention [B, P] bool)"""
-    width = max(map(len, prompts))
-    ids = [[pad_id] * (width - len(p)) + p for p in prompts]
-    attention = [[False] * (width - len(p)) + [True] * len(p) for p in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(attention, device=device)
+    ids = [torch.tensor(prompt, device=device) for prompt in prompts]
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")
+    return padded(ids, padding_value=pad_id), padded([torch.ones_like(x, dtype=torch.bool) for x in ids])
 
 
 @torch.no_grad()

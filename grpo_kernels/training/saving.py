@@ -221,14 +221,10 @@ class Saved:
     def check_space(self) -> None:
         """Room for one checkpoint more than are kept (a new one is whole before an old one goes) and for the model."""
         models = [each.model for each in (self.policy, self.reference) if each is not None]
-        model, *frozen = (
-            sum(p.numel() * p.element_size() for p in each.parameters()) for each in models
-        )  # of shards: the whole
+        model, *frozen = (sum(p.nbytes for p in each.parameters()) for each in models)  # of shards: the whole
         more = max(self.config.keep_checkpoints + 1 - len(listed(self.folder.checkpoints)), 1)
-        needed, free = (
-            model + more * (3 * model + sum(frozen)),
-            shutil.disk_usage(self.folder.path).free,
-        )  # AdamW has two moments
+        needed = model + more * (3 * model + sum(frozen))  # AdamW has two moments
+        free = shutil.disk_usage(self.folder.path).free
         if free < needed:
             raise ValueError(
                 f"out={str(self.folder.path)!r} has {free / 1e6:.0f} MB free, and the run writes up to {needed / 1e6:.0f} MB: "

@@ -28,7 +28,7 @@ import torch
 from ..batch import TokenBatch
 from ..distributed import global_normalizer
 from ..rewards.entropy import AdaptiveEntropyCoef
-from . import require, setup
+from . import data, require
 from .config import TrainConfig, parse
 from .data import Row, prompts_of_step
 from .loss import Losses, LossParts, check_recomputing, micro_batches, pieces, recomputing
@@ -62,7 +62,7 @@ class Trainer:
         trackers: Sequence[Tracker] = (),
     ) -> None:
         self.config, self.out = config, Path(config.out)
-        self.device = setup.check(config, model, tokenizer, rows, teacher)
+        self.device = data.check(config, model, tokenizer, rows, teacher)
         self.ranks = Ranks(self.device)
         self.objective = config.objective  # which from now on knows of the ranks
         if config.prompts_per_step < self.ranks.world:
@@ -73,7 +73,7 @@ class Trainer:
         self.folder = OutputFolder(self.out)
         self.ranks.on_main(lambda: self.folder.take(config.resume))
         try:
-            self.start(*setup.load(config, self.ranks, model, tokenizer, rows, rewards, teacher))
+            self.start(*data.load(config, self.ranks, model, tokenizer, rows, rewards, teacher))
         except BaseException:
             self.folder.release()
             raise

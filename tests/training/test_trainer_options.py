@@ -23,8 +23,7 @@ import yaml
 from examples.arithmetic import tokenizer
 from grpo_kernels.__main__ import main as command_line
 from grpo_kernels.training.config import parse, write
-from grpo_kernels.training.data import encode, load_rows
-from grpo_kernels.training.setup import pick_device
+from grpo_kernels.training.data import encode, load_rows, pick_device
 from grpo_kernels.training.trainer import TrainConfig, Trainer
 from support.runs import PROMPTS, config, flags, lines, on_disk, tiny, trainer
 
