@@ -74,7 +74,8 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         (named,) = statistics(TracedRows((asked_of,), stream.transform, options.backend, options.strict, dtype), stream.tensors)
         return Statistics(named.pop("logps"), named)
     targets, read = plain(targets), None if read is None else plain(read)  # under torch.func they may have wrappers
-    stream = stream.of(stream.tensors, stream.transform.plain())
+    if isinstance(stream.transform.inv_temperature, Tensor):
+        stream = stream.of(stream.tensors, stream.transform.plain())
     if others:
         names, with_gradient = (*names, "divergence"), (*with_gradient, "divergence")
     alone = len(known) == 1 and known[0].weight is None and not others and at is None

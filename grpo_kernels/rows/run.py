@@ -22,7 +22,7 @@ from .gradients import Gradients
 from .memory import converted
 from .partials import Partials, Second, Slopes
 from .ragged import Tokens
-from .sets import over
+from .sets import OverSets
 from .stream import Found, Parts, Stream, Visit
 from .tokens import LogitsAt
 
@@ -166,7 +166,7 @@ class Rows(Problem):
         return tuple(None if g is None else converted(g, x.dtype) for g, x in pairs)
 
     def without_tensors(self) -> Rows:
-        return replace(self, stream=self.stream.of((), self.stream.transform))
+        return Rows(self.reads, self.stream.of((), self.stream.transform))
 
     def versions(self) -> tuple[int, ...]:
         others = {id(other.stream): other.stream for read in self.reads for other in read.visit.others}
@@ -174,6 +174,11 @@ class Rows(Problem):
         tensors += [x for visit, *_ in self.reads for x in (visit.targets, visit.read)]
         tensors.append(self.stream.transform.inv_temperature)
         return tuple(x._version for x in tensors if isinstance(x, Tensor) and not x.is_inference())
+
+
+def over(stream: Stream, visit: Visit) -> Stream | OverSets:
+    """What a visit of a stream runs over: the vocabulary, or sets."""
+    return stream if visit.kept is None else OverSets(stream, visit)
 
 
 #: Tensors of columns that were drawn, see `Draws.tensors`.

@@ -227,8 +227,3 @@ class OverSets:
             first = place.new_full((n,), size).index_copy_(0, order, torch.cat(starts))
             shapes = tuple((rows.numel(), width) for rows, width in own)
             yield _Memory(order, shapes, (first[slots.rows] + place).clamp_(max=size))
-
-
-def over(stream: Stream, visit: Visit) -> Stream | OverSets:
-    """What a visit of a stream runs over: the vocabulary, or sets."""
-    return stream if visit.kept is None else OverSets(stream, visit)
