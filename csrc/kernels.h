@@ -136,6 +136,9 @@ struct Listed {
 struct Tokens {
     const int64_t *starts, *order;  // those of row i are order[starts[i]] to order[starts[i + 1]]
     const Listed* listed;           // or null
+
+    // How many ids token t lists.
+    int64_t ids_of(int64_t t) const { return listed ? listed->starts[t + 1] - listed->starts[t] : 0; }
 };
 
 // The loss and its gradient in one call. The program computes the loss and its slopes. Its first two inputs are the row's log-prob

@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "arguments.h"
@@ -143,15 +144,14 @@ struct MostIds {
     int64_t of_row = 0, of_list = 0;
 
     MostIds(const Tokens& tokens, int64_t rows) {
-        const Listed* listed = tokens.listed;
         for (int64_t i = 0; i < rows; i++) {
-            int64_t ids = tokens.starts[i + 1] - tokens.starts[i];
-            for (const int64_t* t = tokens.order + tokens.starts[i]; listed && t < tokens.order + tokens.starts[i + 1]; t++) {
-                const int64_t count = listed->starts[*t + 1] - listed->starts[*t];
-                ids += count;
-                of_list = count < of_list ? of_list : count;
+            int64_t ids = 0;
+            for (int64_t k = tokens.starts[i]; k < tokens.starts[i + 1]; k++) {
+                const int64_t count = tokens.ids_of(tokens.order[k]);
+                ids += 1 + count;
+                of_list = std::max(of_list, count);
             }
-            of_row = ids < of_row ? of_row : ids;
+            of_row = std::max(of_row, ids);
         }
     }
     IdMemory memory(const Listed* listed, Pieces& pieces) const {
@@ -192,7 +192,9 @@ void fused(const Formula& formula, const std::vector<float>& numbers, const std:
         }
         const IdMemory of_ids = most ? most->memory(tokens->listed, pieces) : IdMemory{};
         const TermMemory scratch = for_terms ? term_memory(job, pieces) : TermMemory{};
-        for (int64_t i = begin; i < end; i++) most ? kernels->fused_tokens(job, i, scratch, of_ids) : kernels->fused(job, i, scratch);
+        for (int64_t i = begin; i < end; i++) {
+            most ? kernels->fused_tokens(job, i, scratch, of_ids) : kernels->fused(job, i, scratch);
+        }
     });
     if (no_memory) throw std::bad_alloc();
 }
@@ -364,7 +366,8 @@ NB_MODULE(_cpu, m) {
         .def(nb::init<const std::string&, int, int, const std::vector<Step>&, const std::vector<int>&>())
         .def("run", &Formula::run);
     nb::class_<OfListed>(m, "Listed")
-        .def(nb::init<const Formula&, const std::vector<float>&, uintptr_t, uintptr_t, uintptr_t, const std::vector<uintptr_t>&, int64_t, int64_t>(),
+        .def(nb::init<const Formula&, const std::vector<float>&, uintptr_t, uintptr_t, uintptr_t, const std::vector<uintptr_t>&, int64_t,
+                      int64_t>(),
              nb::keep_alive<1, 2>());
     nb::class_<OfTokens>(m, "Tokens")
         .def(nb::init<uintptr_t, uintptr_t, int64_t, int64_t, const OfListed*>(), nb::arg("starts"), nb::arg("order"), nb::arg("n"),

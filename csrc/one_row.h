@@ -733,13 +733,13 @@ struct IdsOfRow {
 inline const float* listed_of(const Listed& listed, int64_t t, const IdMemory& memory, const int32_t* places, float* term) {
     const Program& program = *listed.program;
     const int64_t start = listed.starts[t], count = listed.starts[t + 1] - start;
-    *term = 0;
-    if (count == 0) return nullptr;
     float* to = memory.registers + program.numbers * count;
     for (int64_t k = 0; k < count; k++) to[k] = memory.ids[places[k]].logp;
     to += count;
     for (int64_t k = 0; k < count; k++) to[k] = listed.advantages[t];
-    for (int part = 0; part < program.inputs - 2; part++) memcpy(to += count, listed.values[part] + start, size_t(count) * sizeof(float));
+    for (int part = 0; part < program.inputs - 2; part++) {
+        memcpy(to += count, listed.values[part] + start, size_t(count) * sizeof(float));
+    }
     evaluate(program, listed.numbers, count, memory.registers);
     *term = memory.registers[program.output[0] * count];
     return memory.registers + program.output[1] * count;
@@ -747,7 +747,6 @@ inline const float* listed_of(const Listed& listed, int64_t t, const IdMemory& m
 
 void fused_row_of_tokens(const FusedJob& job, int64_t i, const TermMemory& scratch, const IdMemory& memory) {
     const Tokens& tokens = *job.tokens;
-    const Listed* listed = tokens.listed;
     const int64_t *begin = tokens.order + tokens.starts[i], *end = tokens.order + tokens.starts[i + 1], vocab = job.own.rows.vocab;
     if (begin == end) {
         if (job.out.base) Gradient(job.out, i).zero();
@@ -759,7 +758,7 @@ void fused_row_of_tokens(const FusedJob& job, int64_t i, const TermMemory& scrat
         int32_t* place = memory.places;
         for (const int64_t* t = begin; t < end; t++) {
             *place++ = ids.add(job.targets[*t]);
-            for (int64_t k = listed ? listed->starts[*t] : 0; listed && k < listed->starts[*t + 1]; k++) *place++ = ids.add(listed->ids[k]);
+            for (int64_t k = 0; k < tokens.ids_of(*t); k++) *place++ = ids.add(tokens.listed->ids[tokens.listed->starts[*t] + k]);
         }
     };
     // Once the row was visited it is in the cache, unless the visit may overwrite it.
@@ -772,11 +771,11 @@ void fused_row_of_tokens(const FusedJob& job, int64_t i, const TermMemory& scrat
     double of_entropy = 0;
     int32_t* place = memory.places;
     for (const int64_t* t = begin; t < end; t++) {
-        const int64_t count = listed ? listed->starts[*t + 1] - listed->starts[*t] : 0;
+        const int64_t count = tokens.ids_of(*t);
         IdOfRow& target = memory.ids[*place++];
-        float term;
-        const float* slopes = listed ? listed_of(*listed, *t, memory, place, &term) : nullptr;
-        const TokenSlopes of = token_of(job, *t, target.logp, softmax.entropy, listed ? &term : nullptr);
+        float term = 0;
+        const float* slopes = count ? listed_of(*tokens.listed, *t, memory, place, &term) : nullptr;
+        const TokenSlopes of = token_of(job, *t, target.logp, softmax.entropy, tokens.listed ? &term : nullptr);
         target.slope += of.target;
         of_entropy += of.entropy;
         for (int64_t k = 0; k < count; k++) memory.ids[*place++].slope += of.listed == 0 ? 0.0 : of.listed * slopes[k];

@@ -114,7 +114,7 @@ def side(name: str, start: Path, seed: int, size: Size) -> Iterator[Line]:
             warmup_steps=3, eval_steps=0, out=folder, seed=seed, progress=False, device="cpu",
         )  # fmt: skip
         trainer = Watched(config, model=model, tokenizer=tok, rows=(training, []), rewards=[exact])
-        trainer.losses = LOSSES[name](config, trainer.policy, trainer.reference, trainer.device)
+        trainer.losses = LOSSES[name](config, trainer.policy, trainer.reference)
         yield {"accuracy": arithmetic.accuracy(model, tok, held_out[: size.held_out])}
         for step in range(size.steps):
             lines: list[Line] = []

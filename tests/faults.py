@@ -358,7 +358,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/token_sets.py", "tests/core/test_batch.py",
-        ("offsets of joined sets start again", "_offsets_of(torch.cat([part.counts for part in parts]))", "_offsets_of(torch.cat([part.counts for part in parts[::-1]]))"),
+        ("offsets of joined sets are in another order", "_offsets_of(torch.cat([part.counts for part in parts]))", "_offsets_of(torch.cat([part.counts for part in parts[::-1]]))"),
         (
             "an id of the vocabulary's size passes", "if sets.largest_id < vocab:", "if sets.largest_id <= vocab:",
             "tests/core/test_refusals.py",

@@ -184,10 +184,8 @@ def step_findings(step: Step, auto: str, known: list[Finding]) -> list[Finding]:
     findings, again = [], "run again on an idle machine"
     for t in step.timings:
         if t.verdict == "slower":
-            causes = [f for f in known if f.slows]
-            if auto == "eager":
-                fuses_nothing = 'backend="auto" takes eager here, which fuses nothing'
-                causes = [Finding(fuses_nothing, "get the native kernels, see above", False)]
+            eager = Finding('backend="auto" takes eager here, which fuses nothing', "get the native kernels, see above", False)
+            causes = [eager] if auto == "eager" else [f for f in known if f.slows]
             why = "; ".join(f.problem for f in causes) or "nothing that doctor knows explains it"
             way_out = "until then take log-probs of plain PyTorch and grpo_kernels.losses.objective_loss"
             slow = f"{t.name} is slower than plain PyTorch: {t.ms:.0f} ms where that takes {step.timings[0].ms:.0f} ms"

@@ -33,7 +33,7 @@ def cpu() -> dict[str, Any]:
         "processors": processors,
         "usable_processors": min(affinity, cgroup_limits()[0]),
         "torch_threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "load": round(os.getloadavg()[0], 2),
         "free_gb": round(memory_available() / 1e9, 1),
     }
 
@@ -48,7 +48,7 @@ def thread_findings(found: Mapping[str, Any], environ: Mapping[str, str]) -> lis
         cause = "; torchrun sets OMP_NUM_THREADS=1" if environ.get("OMP_NUM_THREADS") == "1" else ""
         remedy = f"set OMP_NUM_THREADS to the processors of each process (alone: {int(usable)}) if losses run on the CPU"
         findings.append(Finding(f"torch uses 1 of {usable:g} processors{cause}", remedy, False, slows=True))
-    if load is not None and load > found["processors"] and environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
+    if load > found["processors"] and environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
         problem = f"the machine is busy (load {load:g}): threads that wait and spin take processors from those that work"
         findings.append(Finding(problem, "set OMP_WAIT_POLICY=PASSIVE before Python starts", False, slows=True))
     return findings
@@ -110,18 +110,12 @@ def gpus() -> dict[str, Any]:
     module = torch.get_device_module(kind)
     for index in range(module.device_count()):
         p = module.get_device_properties(index)
-        units = getattr(p, "multi_processor_count", None)
+        # "9.0" (NVIDIA), "gfx942:..." (AMD), "xpu".
+        capability = f"{p.major}.{p.minor}" if torch.version.cuda else getattr(p, "gcnArchName", kind)
         free, total = (round(size / 1e9, 1) for size in module.mem_get_info(index))
-        known = {"name": p.name, "capability": _capability(kind, p), "multiprocessors": units}
+        known = {"name": p.name, "capability": capability, "multiprocessors": getattr(p, "multi_processor_count", None)}
         devices.append(known | {"memory_gb": total, "free_gb": free})
     return {"available": True, "reason": None, "devices": devices}
-
-
-def _capability(kind: str, properties: Any) -> str:
-    """ "9.0" (NVIDIA), "gfx942:..." (AMD), "xpu"."""
-    if kind != "cuda":
-        return kind
-    return f"{properties.major}.{properties.minor}" if torch.version.hip is None else str(properties.gcnArchName)
 
 
 def device_present() -> bool:

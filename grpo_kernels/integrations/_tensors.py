@@ -178,18 +178,22 @@ def entropy_kind(wanted: bool, gradient: bool = True) -> bool | str:
 
 
 def log_probs_of(
-    source: Tensor, targets: Tensor, *, head: Tensor | Head | None = None, temperature: float | Tensor = 1.0, group: Any = None,
-    options: Options | None = None, **others: Any,
+    source: Tensor, targets: Tensor, *, head: Tensor | Head | None = None, temperature: float | Tensor | None = None,
+    group: Any = None, options: Options | None = None, **others: Any,
 ) -> TokenLogprobs:  # fmt: skip
     """`token_logprobs` of a trainer's logits [..., V / ranks of the group], or `linear_logprobs` of hidden states and a head, whose
     weight is [V / ranks, H]; no group is one rank. `options` and `others` are arguments of theirs. Raises NotCovered for tensors
     that our kernels cannot read."""
     weight, bias = (head.weight, head.bias) if isinstance(head, Head) else (head, None)
     plain(source, weight, bias)
-    options = options or Options()
-    shard = even_shard(source.shape[-1] if weight is None else len(weight), group) or options.shard
-    how: dict[str, Any] = {"transform": LogitTransform(temperature), "options": replace(options, shard=shard)} | others
-    return token_logprobs(source, targets, **how) if head is None else linear_logprobs(source, head, targets, **how)
+    shard = even_shard(source.shape[-1] if weight is None else len(weight), group)
+    if shard is not None:
+        options = replace(options or Options(), shard=shard)
+    if temperature is not None:
+        others["transform"] = LogitTransform(temperature)
+    if head is None:
+        return token_logprobs(source, targets, options=options, **others)
+    return linear_logprobs(source, head, targets, options=options, **others)
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
@@ -204,7 +208,9 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     return log_probs_of(logits, labels, inplace=inplace).logps
 
 
-def entropy_from_logits(logits: Tensor, *, temperature: float = 1.0, mask: Tensor | None = None, gradient: bool = True) -> Any:
+def entropy_from_logits(
+    logits: Tensor, *, temperature: float | None = None, mask: Tensor | None = None, gradient: bool = True
+) -> Any:
     """Entropy in nats, fp32 [...], of logits [..., V]; 0 where the mask is False."""
     kind = entropy_kind(True, gradient)
     return log_probs_of(logits, no_ids(logits[..., 0]), temperature=temperature, mask=mask, entropy=kind).entropy

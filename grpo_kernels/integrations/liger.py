@@ -29,12 +29,13 @@ import inspect
 import math
 import warnings
 from dataclasses import KW_ONLY, InitVar, dataclass, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from .. import Head, Kl, LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
-from ..checks import require
+from ..checks import refuse_unknown, require
 from ..distributed import global_normalizer
 from ..formulas.token_stage import TokenRows
 from ..layout import of_a_leaf, values_are_checked
@@ -91,7 +92,27 @@ def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
     max_completion_length   tokens, which dr_grpo divides by; nothing to the others."""
     for name in options.keys() & TOGETHER:
         options |= zip(TOGETHER[name], options.pop(name), strict=True)
-    return LigerFusedLinearGRPOLoss(loss_type=loss_type, any_version=True, **options).objective()
+    refuse_unknown("liger_objective", options, OPTIONS)
+    return _objective_of(SimpleNamespace(**OPTIONS | options | {"loss_type": loss_type}))
+
+
+def _objective_of(options: Any) -> Objective:
+    """The objective of an object that has Liger's options."""
+    surrogate, kind, level = surrogate_of(options), options.loss_type, options.importance_sampling_level
+    require(level in ("token", "sequence"), "importance_sampling_level", level, 'it must be "token" or "sequence".')
+    # Liger's own message, because callers match on it.
+    remedy = f"Sequence-level importance sampling is not supported for loss_type={kind!r}. Use importance_sampling_level='token' instead."
+    require(level == "token" or kind in CLIPPED, "importance_sampling_level", level, remedy)
+    if kind == "cispo" and options.epsilon_high < 1:
+        warnings.warn(
+            f"epsilon_high={options.epsilon_high} is CISPO's cap, an absolute ratio: below 1 it caps on-policy tokens too. "
+            "The paper's value is near 5.", stacklevel=4,
+        )  # fmt: skip
+    return Objective(
+        surrogate, level="sequence-sum" if kind == "vespo" else level, aggregate=PRESETS[kind].aggregate,
+        beta=options.beta if options.use_ref_model else 0.0, kl=Kl("k3", weighting="ratio" if options.use_bias_correction_kl else "none"),
+        max_tokens=options.max_completion_length if kind == "dr_grpo" else None,
+    )  # fmt: skip
 
 
 # ---- Liger's tensors as a TokenBatch and a denominator
@@ -199,21 +220,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
 
     def objective(self) -> Objective:
         """The objective that the options describe. Raises ValueError naming the option that is wrong."""
-        surrogate, kind, level = surrogate_of(self), self.loss_type, self.importance_sampling_level
-        require(level in ("token", "sequence"), "importance_sampling_level", level, 'it must be "token" or "sequence".')
-        # Liger's own message, because callers match on it.
-        remedy = f"Sequence-level importance sampling is not supported for loss_type={kind!r}. Use importance_sampling_level='token' instead."
-        require(level == "token" or kind in CLIPPED, "importance_sampling_level", level, remedy)
-        if kind == "cispo" and self.epsilon_high < 1:
-            warnings.warn(
-                f"epsilon_high={self.epsilon_high} is CISPO's cap, an absolute ratio: below 1 it caps on-policy tokens too. "
-                "The paper's value is near 5.", stacklevel=3,
-            )  # fmt: skip
-        return Objective(
-            surrogate, level="sequence-sum" if kind == "vespo" else level, aggregate=PRESETS[kind].aggregate,
-            beta=self.beta if self.use_ref_model else 0.0, kl=Kl("k3", weighting="ratio" if self.use_bias_correction_kl else "none"),
-            max_tokens=self.max_completion_length if kind == "dr_grpo" else None,
-        )  # fmt: skip
+        return _objective_of(self)
 
     def forward(
         self,
@@ -277,6 +284,10 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         return loss, tuple(_metrics(kl, clipped, batch))
 
 
+#: Liger's options and their defaults.
+OPTIONS = {f.name: f.default for f in fields(LigerFusedLinearGRPOLoss) if not f.kw_only}
+
+
 def beside_ligers(trial: Trial, module: Any, args: Any, kwargs: Any) -> None:
     """A hook before our module's forward that also calls the installed Liger's class until values and slopes were compared.
     Differences that are ours on purpose are no reason to refuse: it is `as_liger=True` that is compared."""
@@ -287,7 +298,7 @@ def beside_ligers(trial: Trial, module: Any, args: Any, kwargs: Any) -> None:
     except ImportError:  # a Liger that cannot be imported is not what ours has replaced
         trial.version = None
         return
-    ours, options = copy.copy(module), {f.name: getattr(module, f.name) for f in fields(module) if not f.kw_only}
+    ours, options = copy.copy(module), {name: getattr(module, name) for name in OPTIONS}
     # Without a KL Liger asks for a reference all the same, unless use_ref_model says that there is none.
     vars(theirs).update(options | {"compiled": False, "use_ref_model": module.use_ref_model and module.beta != 0})
     ours.as_liger = True

@@ -17,7 +17,7 @@ from ..rows.selection import Sparse
 from ..specs import Head, LogitTransform, Options
 from .config import TrainConfig
 from .ranks import ParallelModel, Ranks
-from .rollouts import Completions, autocast, completion_logits
+from .rollouts import Completions, completion_logits
 
 Tensor = torch.Tensor
 
@@ -33,10 +33,8 @@ class LossParts(NamedTuple):
 class Losses:
     """`config.loss` for the model of a run; its methods run inside a forward of that model or of its reference."""
 
-    def __init__(
-        self, config: TrainConfig, policy: ParallelModel, reference: ParallelModel | None, device: torch.device
-    ) -> None:
-        self.config, self.reference, self.device, self.sharded = config, reference, device, policy.sharded
+    def __init__(self, config: TrainConfig, policy: ParallelModel, reference: ParallelModel | None) -> None:
+        self.config, self.policy, self.reference = config, policy, reference
         self.linear = config.loss == "linear"
         backend = "eager" if config.loss == "eager" else config.backend
         self.options = Options(entropy_over=config.entropy_over, backend=backend)
@@ -57,7 +55,7 @@ class Losses:
         columns that are drawn, another one for each call."""
         sparse = Sparse(self.config.sparse_step, seed) if self.config.sparse_step else None
         options: dict[str, Any] = {"normalizer": normalizer, "options": replace(self.options, sparse=sparse)}
-        with self.autocast():
+        with self.policy.autocast(self.config.dtype):
             rows, second = self.rows(model, completions), None
             if objective.exact is not None:  # the other side of the divergence
                 assert self.reference is not None
@@ -70,7 +68,7 @@ class Losses:
         """What the function of hidden states and head returns, or that of logits."""
         if not self.linear:
             return functions[1](rows, *arguments, transform=LogitTransform(self.config.temperature), **options)
-        with self.autocast():
+        with self.policy.autocast(self.config.dtype):
             return functions[0](*rows, *arguments, **options)
 
     def rows(self, model: Any, completions: Completions) -> Any:
@@ -90,12 +88,9 @@ class Losses:
 
     def _layer_1(self, model: Any, completions: Completions, **options: Any) -> Any:
         options |= {"mask": completions.mask, "kept": completions.kept, "options": self.options}
-        with self.autocast():
+        with self.policy.autocast(self.config.dtype):
             rows = self.rows(model, completions)
         return self.of_rows((linear_logprobs, token_logprobs), rows, completions.targets, **options)
-
-    def autocast(self) -> Any:
-        return autocast(self.device, getattr(torch, self.config.dtype), cache=not self.sharded)
 
 
 def head_of(model: Any, temperature: float) -> Head:

@@ -164,6 +164,13 @@ class ParallelModel:
         finally:
             self.inside.reshard()  # which a forward leaves to the backward
 
+    def autocast(self, dtype: str) -> AbstractContextManager:
+        """Around a forward: its arithmetic. Copies of the weights are kept until it ends; of gathered shards they would become the
+        whole model."""
+        if dtype == "float32":
+            return nullcontext()
+        return torch.autocast(self.ranks.device.type, getattr(torch, dtype), cache_enabled=not self.sharded)
+
     def reduction(self, wanted: bool) -> AbstractContextManager:
         """Around forward and backward: False leaves gradients as sums of this rank, to be reduced by a later backward. Sharded
         gradients are reduced every time: unreduced ones would be whole on each rank."""

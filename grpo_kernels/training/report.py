@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -254,7 +255,7 @@ def write_summary(out: Path) -> None:
         told.append(f"held-out accuracy {first['accuracy']:.3f} -> {last['accuracy']:.3f} ({last['accuracy_counts']})")
     if steps:
         tenth, seconds = max(1, len(steps) // 10), math.fsum(line["seconds"] for line in steps)
-        begin, end = (math.fsum(line["reward"] for line in some) / tenth for some in (steps[:tenth], steps[-tenth:]))
+        begin, end = (fmean(line["reward"] for line in some) for some in (steps[:tenth], steps[-tenth:]))
         tokens = math.fsum(line["tokens_per_second"] * line["seconds"] for line in steps)
         told.append(f"reward {begin:.4g} -> {end:.4g} (means of {tenth})")
         told.append(f"{seconds:.1f} s, {tokens / seconds:.0f} sampled tokens a second")

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -81,11 +80,6 @@ def completion_logits(model: Any, completions: Completions) -> Tensor:
             f"{type(model).__name__} gives {out.logits.shape[1]} logits for logits_to_keep={width}: it ignores that."
         )
     return out.logits
-
-
-def autocast(device: torch.device, dtype: torch.dtype, cache: bool = True) -> AbstractContextManager:
-    """cache: keep the weights' copies in `dtype` until it ends; of gathered shards they would become the whole model."""
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=cache)
 
 
 # ---- sampling
@@ -199,7 +193,6 @@ class Rollouts:
     ) -> None:
         self.config, self.policy, self.tokenizer, self.rewards, self.ranks = config, policy, tokenizer, rewards, ranks
         self.weights = config.reward_weights or [1.0] * len(rewards)
-        self.dtype = getattr(torch, config.dtype)
         # Every id that ends a completion: the tokenizer's, and those of the generation config (a chat model has several).
         configured = getattr(getattr(policy.model, "generation_config", None), "eos_token_id", None)
         ids = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id} - {None}
@@ -223,7 +216,7 @@ class Rollouts:
 
         how = dict(options, group_size=group_size, max_new_tokens=self.config.max_new_tokens, ends=self.ends, uniform=uniform)
         how["wanted"] = self.ranks.any if self.policy.sharded else bool
-        with autocast(device, self.dtype, cache=not self.policy.sharded):
+        with self.policy.autocast(self.config.dtype):
             # A rank without prompts makes the forwards of the others all the same.
             drawn = self.policy.without_gradients(partial(sample, **how), prompts or [rows[0]["prompt_ids"]])[:count]
         return drawn if self.config.replays else dataclasses.replace(drawn, kept=None)

@@ -94,7 +94,7 @@ class Trainer:
         self.entropy_coef: AdaptiveEntropyCoef | None = None
         if config.entropy_target:
             self.entropy_coef = AdaptiveEntropyCoef(target=config.entropy_target, initial=config.entropy_coef)
-        self.losses = Losses(config, self.policy, self.reference, self.device)
+        self.losses = Losses(config, self.policy, self.reference)
         if config.gradient_checkpointing:
             self.policy.without_gradients(check_recomputing)
         self.rollouts = Rollouts(config, self.policy, self.tokenizer, rewards, ranks)

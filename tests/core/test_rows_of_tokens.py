@@ -10,6 +10,7 @@ import torch
 
 from grpo_kernels import Objective, Options, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs, token_logprobs
 from grpo_kernels.rows import logits, ragged
+from grpo_kernels.rows.backends import cpu
 from support.doors import check
 from support.inside import count_products, in_chunks, of_a_gpu
 from support.recipes import KINDS, Recipe, legal
@@ -41,6 +42,16 @@ def test_rows_in_chunks(recipe, backend, monkeypatch):
     for known in (("cpu",), ()):
         monkeypatch.setattr(ragged, "READ_AT_ONCE", known)
         check(recipe, backend=backend)
+
+
+@pytest.mark.skipif(cpu.available() is not None, reason="the compiled module is missing")
+@pytest.mark.parametrize("rows, listed", [("shared", "none"), ("own", "some"), ("shared", "some")])
+@pytest.mark.parametrize("name", ["dapo, k3", "grpo, k3 and entropy"])
+def test_rows_of_logits_are_visited_once_in_cpp(name, rows, listed, monkeypatch):
+    """Statistics and gradient are no visits of their own."""
+    for visit in ("stats", "pull"):
+        monkeypatch.delattr(cpu.Kernels, visit)
+    check(replace(SHARED, source="logits", objective=name, rows=rows, listed=listed), backend="cpu")
 
 
 B, H, V = 4, 8, 40
@@ -130,5 +141,5 @@ def test_a_masked_token_with_a_set_may_name_any_row(backend):
     rows, mask, logits = torch.tensor([0, -100, 1]), torch.tensor([True, False, True]), torch.randn(2, 7)
     given = {"kept": sets, "at": sets, "options": Options(backend, missing="include")}
     found = token_logprobs(logits, torch.tensor([1, 2, 3]), mask=mask, rows=rows, **given)
-    exact = [logits[0, [1, 4]].log_softmax(0)[0], 0.0, logits[1, [3, 6]].log_softmax(0)[0]]
-    torch.testing.assert_close(found.logps, torch.tensor(exact))
+    exact = torch.stack([logits[0, [1, 4]].log_softmax(0), torch.zeros(2), logits[1, [3, 6]].log_softmax(0)])[:, 0]
+    torch.testing.assert_close(found.logps, exact)
