@@ -25,10 +25,9 @@ from .layout import (
     require_tensor,
 )
 from .rows.hidden import Hidden
+from .rows.logits import Logits
 from .rows.partials import DIFFERENTIABLE, OFFERED
-from .rows.ragged import Ragged, Tokens
-from .rows.sets import KeptRows
-from .rows.stream import Logits
+from .rows.ragged import KeptRows, Ragged, Tokens
 from .specs import (
     NOT_BOUNDED,
     Head,

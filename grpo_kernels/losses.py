@@ -30,11 +30,11 @@ from .layout import (
 from .objective import Denominators, Objective
 from .rows.backends import WITH_ENTROPY, is_strict
 from .rows.hidden import Hidden
+from .rows.logits import Logits
 from .rows.partials import RowTransform
-from .rows.ragged import Ragged, Tokens
+from .rows.ragged import KeptRows, Ragged, Tokens, slots_of
 from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
-from .rows.sets import KeptRows, OverSets
-from .rows.stream import Logits, Seconds, Stream, Whole, slots_of
+from .rows.stream import Seconds, Stream, Visit
 from .specs import (
     DEFAULTS,
     NOT_BOUNDED,
@@ -383,13 +383,13 @@ def _in_one_visit(
     shape, others, (index, active) = batch.targets.shape, seconds.others, visited or (None, None)
     over_vocabulary, over_sets = None, None
     if tokens is not None:
-        over_vocabulary = Whole(rows.targets.new_zeros(tokens.n), tokens.named(None), (), others, index, active, tokens=tokens)
+        over_vocabulary = Visit(rows.targets.new_zeros(tokens.n), tokens.named(None), (), others, index, active, tokens=tokens)
     elif kept is None or not kept.has_all:
         read = rows.read if kept is None else kept.others(rows.read)
         own = None if at is None else Tokens.one_a_row(rows.targets, read, at)
-        over_vocabulary = Whole(rows.targets, read, (), others, index, active, tokens=own)
+        over_vocabulary = Visit(rows.targets, read, (), others, index, active, tokens=own)
     if kept is not None:
-        over_sets = OverSets(kept, rows.targets, WITH_ENTROPY, others)
+        over_sets = Visit(rows.targets, kept.read, WITH_ENTROPY, others, kept=kept)
     log_ratio: Tensor | None = None
 
     def terms(logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
@@ -409,7 +409,7 @@ def _in_one_visit(
 
 def _made_jointly(stream: Hidden, objective: Objective, kept: KeptRows | None) -> bool:
     """Whether the gradient of rows that wait for each other is made in the forward: each is a slope times a vector that does not
-    depend on other rows, and products wait for slopes. With a frozen head none do, see `Whole.ahead`; over sets there are none."""
+    depend on other rows, and products wait for slopes. With a frozen head none do, see `Visit.ahead`; over sets there are none."""
     _, weight, bias = stream.tensors
     of_bias, has_all = bias is not None and bias.requires_grad, kept is not None and kept.has_all
     waits = torch.is_grad_enabled() and weight.requires_grad and not has_all

@@ -13,12 +13,12 @@ from .layout import flat, plain
 from .rows.backends import is_strict
 from .rows.compile import TracedRows
 from .rows.hidden import Hidden
+from .rows.logits import Logits
 from .rows.partials import partials_of
-from .rows.ragged import Ragged, Tokens
+from .rows.ragged import KeptRows, Ragged, Tokens
 from .rows.run import Read, Rows, of_tokens, statistics
 from .rows.selection import Sparse
-from .rows.sets import KeptRows, OverSets
-from .rows.stream import Known, Logits, Other, Seconds, Stream, Whole, one_of, read_beside
+from .rows.stream import Known, Other, Seconds, Stream, Visit, one_of, read_beside
 from .specs import Options
 from .token_sets import TokenSets, check_sets, narrowed, without_set
 
@@ -35,7 +35,7 @@ class Asked(NamedTuple):
     seconds  second streams. The divergence from them, all added up, is the statistic "divergence".
     exact    which divergence that is.
     at       further ids of rows, whose log-probs are wanted.
-    rows     (index, active) of `Whole`, where the caller knows them.
+    rows     (index, active) of `Visit`, where the caller knows them.
     sparse   how columns are drawn for the gradient.
     tokens   the tokens of the rows, where a row may have several: targets, sets and `at` are then theirs, as are the results."""
 
@@ -70,10 +70,12 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         )
     if torch.compiler.is_compiling():
         dtype = stream.dtype if isinstance(stream, Hidden) else None
-        traced = TracedRows(names, with_gradient, options.backend, options.strict, dtype, sparse)
-        logps, *others_of_rows = statistics(traced, targets, read, stream.transform, stream.tensors).values()
-        return Statistics(logps, dict(zip(names, others_of_rows, strict=True)))
+        asked_of = Read(Visit(targets, read, partials_of(names), sparse=sparse), names, with_gradient)
+        (named,) = statistics(TracedRows((asked_of,), stream.transform, options.backend, options.strict, dtype), stream.tensors)
+        return Statistics(named.pop("logps"), named)
     targets, read = plain(targets), None if read is None else plain(read)  # under torch.func they may have wrappers
+    if isinstance(stream.transform.inv_temperature, Tensor):
+        stream = stream.of(stream.tensors, stream.transform.plain())
     if others:
         names, with_gradient = (*names, "divergence"), (*with_gradient, "divergence")
     alone = len(known) == 1 and known[0].weight is None and not others and at is None
@@ -87,14 +89,14 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
     reads, sets = [], None
     if kept is not None:
         own = tuple(name for name in names if over is None or name not in over)
-        sets = OverSets(
-            kept, targets, _partials(own, others), others if "divergence" in own else (),
-            None if at is None or (over is not None and "at" in over) else at.only(kept.has).plain(), tokens,
+        sets = Visit(
+            targets, kept.read, _partials(own, others), others if "divergence" in own else (), kept=kept, tokens=tokens,
+            at=None if at is None or (over is not None and "at" in over) else at.only(kept.has).plain(),
         )  # fmt: skip
         reads.append(Read(sets, own, tuple(name for name in with_gradient if name in own)))
     if kept is None or over is not None or not kept.has_all:
         some = read if kept is None or over is not None else plain(kept.others(read))
-        whole = Whole(
+        whole = Visit(
             targets,
             some,
             _partials(names, others),
@@ -119,11 +121,10 @@ def statistics_of(stream: Stream, asked: Asked, targets: Tensor, read: Tensor | 
         reads.append(Read(whole, names, with_gradient))
     for teacher in () if beside is not None else known:
         reads.append(_of_known(stream, teacher, exact, targets, read))
-    values = statistics(Rows(stream, tuple(reads)), targets, read, stream.transform, stream.tensors)
-    found = [_of_visit(values, i) for i in range(len(reads))]
+    found = statistics(Rows(tuple(reads), stream), stream.tensors)
     found = [
-        of_tokens(x, read.visit.tokens) if isinstance(read.visit, Whole) and read.visit.tokens is not None else x
-        for x, read in zip(found, reads, strict=True)
+        of_tokens(x, visit.tokens) if visit.kept is None and visit.tokens is not None else x
+        for x, (visit, *_) in zip(found, reads, strict=True)
     ]
     of_known = found[len(found) - (0 if beside is not None else len(known)) :]
     logps, named, whole_logps = _joined(found, kept, over, at)
@@ -142,17 +143,13 @@ def _with_frozen_head(stream: Stream) -> bool:
     return hidden.requires_grad and not any(x is not None and x.requires_grad for x in head)
 
 
-def _of_visit(values: dict[str, Tensor], i: int) -> dict[str, Tensor]:
-    return {name.partition(" ")[2]: x for name, x in values.items() if name.startswith(f"{i} ")}
-
-
 def _partials(names: tuple[str, ...], others: tuple[Other, ...]) -> tuple[str, ...]:
     """The partials of a visit: those of a divergence only beside a second stream that is read in the same visit."""
     one = one_of(others)
     return partials_of(tuple(name for name in names if one or name != "divergence"), "" if one is None else one.kind)
 
 
-def _indexed(stream: Stream, whole: Whole, asked: Asked, read: Tensor | None) -> Whole:
+def _indexed(stream: Stream, whole: Visit, asked: Asked, read: Tensor | None) -> Visit:
     """With the rows that are visited, which hidden states are gathered by: forward and backward share them. Under torch.func there
     are no values to look at."""
     if not isinstance(stream, Hidden) or torch._C._are_functorch_transforms_active():
@@ -173,7 +170,7 @@ def _outside(exact: Exact | None) -> tuple[str, ...]:
 def _of_known(stream: Stream, teacher: Known, exact: Exact | None, targets: Tensor, read: Tensor | None) -> Read:
     """The visit of the rows where this teacher has a weight."""
     read, outside = read_beside(teacher.weight, read), _outside(exact)
-    whole = Whole(targets, read, partials_of(outside), at=teacher.slots)
+    whole = Visit(targets, read, partials_of(outside), at=teacher.slots)
     return Read(_indexed(stream, whole, Asked(), read), outside, outside)
 
 

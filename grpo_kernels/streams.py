@@ -14,11 +14,13 @@ from .formulas.divergence import Exact
 from .layout import logit_rows, overlaps_itself, per_token, plain, refuse_overlap, values_are_checked, whole_rows
 from .rows import backends
 from .rows.backends import Backend
+from .rows.gradients import WeightMemory
 from .rows.hidden import Hidden
+from .rows.logits import Logits
 from .rows.parallel import is_managed, on_shard, refuse_managed
 from .rows.partials import RowTransform
 from .rows.selection import Sparse
-from .rows.stream import Known, Logits, Other, Seconds, Stream, WeightMemory
+from .rows.stream import Known, Other, Seconds, Stream
 from .specs import Head, LogitTransform, Options, as_transform, refuse_with_rows
 from .token_sets import TokenSets, check_sets
 

@@ -20,185 +20,129 @@ import torch
 from ..layout import check_targets
 from . import backends
 from .hidden import Hidden
-from .partials import Partials, RowTransform, Slopes, partials_of
-from .run import DRAWS, Given, Tensors
+from .logits import Logits
+from .partials import Partials, RowTransform, Slopes
+from .run import DRAWS, Name, Problem, Tensors
 from .selection import Sparse, capacity
-from .stream import Found, Logits, Parts, Stream, Whole
+from .stream import Parts, Stream, Visit
 
 Tensor = torch.Tensor
 
 NAMESPACE = __name__.partition(".")[0]
-ROWS = "Tensor targets, Tensor? read, str[] names"
+ROWS = "Tensor?[] tensors, ScalarType? dtype, Tensor targets, Tensor? read, str[] names"  # dtype None: the tensors are logits
 HOW = "float scale, float softcap, float inv_temperature, Tensor? inv_temperatures, str backend, bool strict"
-SLOPES = "Tensor partials, Tensor slopes, str[] slope_names"
-HEAD = "Tensor hidden, Tensor weight, Tensor? bias, ScalarType dtype"
-DRAWN = "Tensor? ids, Tensor? offsets, Tensor? rows, Tensor? logits, float step"  # of columns that were drawn
 SPARSE = "float step, SymInt seed, Tensor? seeds, SymInt first_row"  # a step of 0: the gradient has all columns
+OF_GRADIENT = "bool[] wanted, Tensor partials, Tensor slopes, str[] slope_names, Tensor[] draws"
 
 
-def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: registers the function as an operator with this schema; `fake` makes empty results of the same shapes, dtypes and
-    strides. All results are contiguous, whatever the layout of the inputs is."""
-
-    def register(function: Callable[..., Any]) -> Any:
-        name = function.__name__.removeprefix("_")
-        # From hidden states the host waits for row counts, which a CUDA graph cannot capture.
-        unsafe = getattr(torch.Tag, "cudagraph_unsafe", None) if name.startswith("linear") else None
-        options: dict[str, Any] = {} if unsafe is None else {"tags": (unsafe,)}
-        operator = torch.library.custom_op(f"{NAMESPACE}::{name}", function, mutates_args=(), schema=schema, **options)
+def _operators(
+    name: str, schema: str, function: Callable[..., list[Tensor]], fake: Callable[..., list[Tensor]]
+) -> tuple[Any, Any]:
+    """Registers a function as operators from logits and from hidden states; `fake` makes empty results of the same shapes, dtypes
+    and strides. All results are contiguous, whatever the layout of the inputs is."""
+    made = []
+    # From hidden states the host waits for row counts, which a CUDA graph cannot capture.
+    for kind, tag in (("", None), ("linear_", getattr(torch.Tag, "cudagraph_unsafe", None))):
+        tags: Any = () if tag is None else (tag,)
+        operator = torch.library.custom_op(
+            f"{NAMESPACE}::{kind}{name}", function, mutates_args=(), schema=f"({schema}) -> Tensor[]", tags=tags
+        )
         operator.register_fake(fake)
-        return operator
+        made.append(operator)
+    return made[0], made[1]
 
-    return register
 
-
-def _stream(tensors: Tensors, dtype: torch.dtype | None, how: tuple[Any, ...]) -> Stream:
+def _stream(tensors: list[Tensor | None], dtype: torch.dtype | None, targets: Tensor, how: tuple[Any, ...]) -> Stream:
     scale, softcap, inv_temperature, inv_temperatures, backend, strict = how
     transform = RowTransform(scale, softcap, inv_temperature if inv_temperatures is None else inv_temperatures)
-    picked = backends.pick(backend, tensors[0].device, strict)
-    return Logits(tensors, transform, picked, None) if dtype is None else Hidden(tensors, transform, picked, None, dtype)
+    of = (tuple(tensors), transform, backends.pick(backend, targets.device, strict), None)
+    return Logits(*of) if dtype is None else Hidden(*of, dtype)
 
 
-def _fake_stats(targets: Tensor, names: list[str]) -> Tensor:
-    return torch.empty(len(names), *targets.shape, dtype=torch.float32, device=targets.device)
-
-
-@_operator(
-    f"(Tensor logits, {ROWS}, {HOW}) -> Tensor",
-    lambda logits, targets, read, names, *_: _fake_stats(targets, names),
-)
-def _stats(logits: Tensor, targets: Tensor, read: Tensor | None, names: list[str], *how: Any) -> Tensor:
-    check_targets(targets, read, logits.shape[-1])
-    return _stream((logits,), None, how).stats(Whole(targets, read, tuple(names))).partials.values
-
-
-@_operator(f"(Tensor logits, {ROWS}, {SLOPES}, {HOW}) -> Tensor", lambda logits, *_: logits.new_empty(logits.shape))
-def _pull(
-    logits: Tensor, targets: Tensor, read: Tensor | None, names: list[str], partials: Tensor, slopes: Tensor,
-    slope_names: list[str], *how: Any,
-) -> Tensor:  # fmt: skip
-    return _pulled((logits,), (True,), None, Whole(targets, read, tuple(names)), partials, (), slopes, slope_names, how)[0]
-
-
-def _pulled(
-    tensors: Tensors, wanted: tuple[bool, ...], dtype: torch.dtype | None, whole: Whole, partials: Tensor,
-    draws: tuple[Tensor, ...], slopes: Tensor, slope_names: list[str], how: tuple[Any, ...],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    stream = _stream(tensors, dtype, how)
-    gradients = stream.gradients(wanted, Parts(whole, slots=bool(draws)))
-    found = Found(Partials(partials, whole.names), (), draws)
-    stream.pull(whole, found, Slopes(slopes, tuple(slope_names)), gradients, None)
-    made = gradients.tensors()
-    # An operator cannot return None.
-    return tuple(tensors[0].new_empty(0) if g is None else g.to(x.dtype) for g, x in zip(made, tensors, strict=True))
-
-
-def _fake_linear_stats(
-    hidden: Tensor, weight: Tensor, bias: Any, dtype: Any, targets: Tensor, read: Any, names: Any, step: float, *_: Any
-) -> tuple[Tensor, ...]:
-    n = targets.numel()
-    slots, rows = (n * capacity(step), n + 1) if step else (0, 0)
-    ids, offsets = (torch.empty(k, dtype=torch.int64, device=targets.device) for k in (slots, rows))
-    return _fake_stats(targets, names), ids, offsets, torch.empty_like(ids), torch.empty_like(ids, dtype=torch.float32)
-
-
-@_operator(f"({HEAD}, {ROWS}, {SPARSE}, {HOW}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_linear_stats)
-def _linear_stats(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, targets: Tensor, read: Tensor | None,
-    names: list[str], step: float, seed: int, seeds: Tensor | None, first_row: int, *how: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    check_targets(targets, read, weight.shape[0])
+def _stats(
+    tensors: list[Tensor | None], dtype: torch.dtype | None, targets: Tensor, read: Tensor | None, names: list[str], step: float,
+    seed: int, seeds: Tensor | None, first_row: int, *how: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Partials of rows, and columns that were drawn."""
+    stream = _stream(tensors, dtype, targets, how)
+    check_targets(targets, read, stream.columns)
     sparse = Sparse(step, seed if seeds is None else seeds, first_row) if step else None
-    whole = Whole(targets, read, tuple(names), sparse=sparse, padded=True)
-    found = _stream((hidden, weight, bias), dtype, how).stats(whole)
-    nothing = (*(targets.new_empty(0, dtype=torch.int64) for _ in range(3)), targets.new_empty(0, dtype=torch.float32))
-    return found.partials.values, *(found.draws or nothing)
+    found = stream.stats(Visit(targets, read, tuple(names), sparse=sparse, padded=True))
+    return [found.values, *found.draws]
 
 
-def _fake_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *rest: Any) -> tuple[Tensor, ...]:
-    pairs = zip((hidden, weight, bias), rest, strict=False)
-    return tuple(x.new_empty(x.shape) if wanted and x is not None else hidden.new_empty(0) for x, wanted in pairs)
+def _fake_stats(tensors: Any, dtype: Any, targets: Tensor, read: Any, names: list[str], step: float, *_: Any) -> list[Tensor]:
+    n, device = targets.numel(), targets.device
+    partials = torch.empty(len(names), *targets.shape, dtype=torch.float32, device=device)
+    if not step:
+        return [partials]
+    ids, offsets = (torch.empty(k, dtype=torch.int64, device=device) for k in (n * capacity(step), n + 1))
+    return [partials, ids, offsets, torch.empty_like(ids), torch.empty_like(ids, dtype=torch.float32)]
 
 
-@_operator(
-    f"({HEAD}, bool d_hidden, bool d_weight, bool d_bias, {ROWS}, {SLOPES}, {DRAWN}, {HOW}) -> (Tensor, Tensor, Tensor)",
-    _fake_gradients,
-)
-def _linear_pull(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, h: bool, w: bool, b: bool,
-    targets: Tensor, read: Tensor | None, names: list[str], partials: Tensor, slopes: Tensor, slope_names: list[str],
-    *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    *drawn, step = rest[:5]
-    whole, draws = Whole(targets, read, tuple(names), sparse=Sparse(step) if step else None), tuple(drawn) if step else ()
-    return _pulled((hidden, weight, bias), (h, w, b), dtype, whole, partials, draws, slopes, slope_names, rest[5:])
+def _pull(
+    tensors: list[Tensor | None], dtype: torch.dtype | None, targets: Tensor, read: Tensor | None, names: list[str],
+    wanted: list[bool], partials: Tensor, slopes: Tensor, slope_names: list[str], draws: list[Tensor], step: float, *how: Any,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients that are wanted."""
+    stream = _stream(tensors, dtype, targets, how)
+    visit = Visit(targets, read, tuple(names), sparse=Sparse(step) if step else None)
+    gradients = stream.gradients(tuple(wanted), Parts(visit, slots=bool(step)))
+    stream.pull(visit, visit.found(partials, tuple(draws)), Slopes(slopes, tuple(slope_names)), gradients, None)
+    pairs = zip(gradients.tensors(), tensors, strict=True)
+    return [g.to(x.dtype) for g, x in pairs if g is not None and x is not None]
+
+
+def _fake_pull(tensors: Any, dtype: Any, targets: Any, read: Any, names: Any, wanted: list[bool], *_: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x, needed in zip(tensors, wanted, strict=True) if needed]
+
+
+STATS = _operators("stats", f"{ROWS}, {SPARSE}, {HOW}", _stats, _fake_stats)
+PULL = _operators("pull", f"{ROWS}, {OF_GRADIENT}, float step, {HOW}", _pull, _fake_pull)
 
 
 # ---- a problem that puts these operators into a graph
 
 
 @dataclass(frozen=True, eq=False)
-class TracedRows:
-    """Statistics of rows over the vocabulary: `run.Rows` in a graph. The backend is picked when the graph runs.
+class TracedRows(Problem):
+    """One visit over the vocabulary in a graph. The backend is picked when the graph runs.
 
     dtype  of products; None: the tensors are logits."""
 
-    statistics: tuple[str, ...]
-    with_gradient: tuple[str, ...]
+    transform: RowTransform
     backend: str
     strict: bool
     dtype: torch.dtype | None = None
-    sparse: Sparse | None = None
+
+    def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
+        ((visit, statistics, _),) = self.reads
+        sparse = (0.0, 0, None, 0)
+        if visit.sparse is not None:
+            seed = visit.sparse.seed
+            seeds = (0, seed) if isinstance(seed, Tensor) else (seed, None)
+            sparse = (visit.sparse.step, *seeds, visit.sparse.first_row)
+        partials, *draws = STATS[self.dtype is not None](*self._rows(tensors), *sparse, *self._how)
+        return *Partials(partials, visit.names).found(statistics, visit.read), partials, *draws
+
+    def pull(
+        self, tensors: Tensors, known: dict[Name, Tensor], upstream: dict[Name, Tensor], wanted: tuple[bool, ...]
+    ) -> Tensors:
+        ((visit, _, with_gradient),) = self.reads
+        of_values = {name: known[0, name] for name in with_gradient}
+        slopes = Slopes.of(of_values, {name: x for (_, name), x in upstream.items()}, visit.read)
+        of_gradient = (list(wanted), known[0, "partials"], slopes.values, list(slopes.names))
+        draws, step = ([], 0.0) if visit.sparse is None else ([known[0, name] for name in DRAWS], visit.sparse.step)
+        made = PULL[self.dtype is not None](*self._rows(tensors), *of_gradient, draws, step, *self._how)
+        found = iter(made)
+        return tuple(next(found) if needed else None for needed in wanted)
+
+    def _rows(self, tensors: Tensors) -> tuple[Any, ...]:
+        visit = self.reads[0].visit
+        return list(tensors), self.dtype, visit.targets, visit.read, list(visit.names)
 
     @property
-    def values(self) -> tuple[str, ...]:
-        return tuple(f"0 {name}" for name in ("logps", *self.statistics))
-
-    @property
-    def differentiable(self) -> tuple[str, ...]:
-        return tuple(f"0 {name}" for name in ("logps", *self.with_gradient))
-
-    @property
-    def saved(self) -> tuple[str, ...]:
-        of_draws = () if self.sparse is None else DRAWS
-        return tuple(f"0 {name}" for name in ("partials", *of_draws))
-
-    def stats(self, given: Given) -> tuple[Tensor, ...]:
-        names, how = partials_of(self.statistics), self._how(given.transform)
-        rows = (given.targets, given.read, list(names))
-        draws: Any = ()
-        if self.dtype is None:
-            partials = _stats(*given.tensors, *rows, *how)
-        else:
-            sparse = (0.0, 0, None, 0)
-            if self.sparse is not None:
-                seed = self.sparse.seed
-                seeds = (0, seed) if isinstance(seed, Tensor) else (seed, None)
-                sparse = (self.sparse.step, *seeds, self.sparse.first_row)
-            partials, *draws = _linear_stats(*given.tensors, self.dtype, *rows, *sparse, *how)
-        saved = (partials,) if self.sparse is None else (partials, *draws)
-        return *Partials(partials, names).found(self.statistics, given.read), *saved
-
-    def pull(self, given: Given, known: dict[str, Tensor], upstream: dict[str, Tensor], wanted: tuple[bool, ...]) -> Tensors:
-        of_values = {name: known[f"0 {name}"] for name in self.with_gradient}
-        arrived = {name[2:]: x for name, x in upstream.items()}
-        slopes = Slopes.of(of_values, arrived, given.read)
-        rows = (given.targets, given.read, list(partials_of(self.statistics)))
-        of_slopes = (known["0 partials"], slopes.values, list(slopes.names))
-        how = self._how(given.transform)
-        if self.dtype is None:
-            return (_pull(*given.tensors, *rows, *of_slopes, *how),)
-        drawn = (*(known.get(f"0 {name}") for name in DRAWS), 0.0 if self.sparse is None else self.sparse.step)
-        gradients = _linear_pull(*given.tensors, self.dtype, *wanted, *rows, *of_slopes, *drawn, *how)
-        return tuple(g if w else None for g, w in zip(gradients, wanted, strict=True))
-
-    def versions(self) -> tuple[int, ...]:
-        return ()
-
-    def without_tensors(self) -> TracedRows:
-        return self
-
-    def _how(self, transform: RowTransform) -> tuple[Any, ...]:
-        t = transform.inv_temperature
+    def _how(self) -> tuple[Any, ...]:
+        t = self.transform.inv_temperature
         numbers = (1.0, t) if isinstance(t, Tensor) else (t, None)
-        return transform.scale, transform.softcap, *numbers, self.backend, self.strict
+        return self.transform.scale, self.transform.softcap, *numbers, self.backend, self.strict

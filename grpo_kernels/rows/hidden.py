@@ -6,7 +6,7 @@ are known only later, it is one product in `forward`, and three in `backward` fo
 
 The gradient of a row is one slope times a vector that is known at once. So rows that wait for the log-probs of others get the one
 for a slope of 1 (`fused_jointly`); their slopes multiply what the products make of a block, or what they take: three products.
-Likewise `forward` makes the gradient of hidden states where the head is frozen (`Whole.ahead`), and `backward` multiplies it: two
+Likewise `forward` makes the gradient of hidden states where the head is frozen (`Visit.ahead`), and `backward` multiplies it: two
 products. Rows that are not visited are not projected.
 """
 
@@ -15,31 +15,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from ..formulas.token_stage import JointStage, TokenStage
 from .backends import WITH_ENTROPY, FusedRows
-from .partials import OUTSIDE, LogitRows, Partials, RowTransform, Slopes, side_by_side
+from .gradients import Gradients, LateGradient, WeightGradient, WeightMemory
+from .partials import LogitRows, Partials, RowTransform, Second, Slopes, side_by_side
 from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
-from .ragged import Ragged, merged, write_at
+from .ragged import Ragged, write_at
 from .selection import Draws, gradient_at, starts
-from .stream import (
-    Found,
-    Gradients,
-    LateGradient,
-    Parts,
-    Stream,
-    WeightGradient,
-    WeightMemory,
-    Whole,
-    beside,
-    fused_beside,
-    pull_beside,
-    sums_outside,
-)
-from .tokens import ChunkOfTokens
+from .stream import Block, Found, Other, Parts, Stream, Visit
 
 Tensor = torch.Tensor
 
@@ -53,6 +40,7 @@ class Hidden(Stream):
 
     dtype: torch.dtype = torch.float32
     into: WeightMemory | None = None
+    computed = True
 
     @property
     def hidden(self) -> Tensor:
@@ -89,14 +77,14 @@ class Hidden(Stream):
     def rows(self, at: Tensor) -> Tensor:
         return Engine(self).logits_of(self, at)
 
-    def stats(self, whole: Whole) -> Found:
+    def stats(self, visit: Visit) -> Found:
         with torch.autocast(self.hidden.device.type, enabled=False):
-            return Engine(self, (whole.ahead, False, False), Parts(whole)).forward(whole)
+            return Engine(self, (visit.ahead, False, False), Parts(visit)).forward(visit)
 
-    def work(self, whole: Whole | None, d_hidden: int, d_weight: int, rounded: bool) -> Work:
+    def work(self, visit: Visit | None, d_hidden: int, d_weight: int, rounded: bool) -> Work:
         """What a pass over rows computes; `d_hidden` and `d_weight` are the bytes of their elements, 0 where they are not made."""
         weight, dtype = self.weight, self.dtype
-        others = 0 if whole is None else 1 if whole.one else len(whole.others) + 2 * bool(whole.others)
+        others = 0 if visit is None else 1 if visit.one else len(visit.others) + 2 * bool(visit.others)
         return Work(
             self.vocab, weight.shape[1], keeps_rows(dtype, self.hidden.device), d_hidden, d_weight, rounded,
             1 if self.shard is None else self.shard.ranks, others * self.vocab, dtype == torch.float16,
@@ -118,18 +106,18 @@ class Hidden(Stream):
             self.check_there()
         return Engine(self, wanted, parts)
 
-    def pull(self, whole: Whole, found: Found, slopes: Slopes, gradients: Engine, at_ids: Tensor | None) -> None:
+    def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: Engine, at_ids: Tensor | None) -> None:
         if self.into is not None and gradients.d_weight is None:  # all factors are in the slopes
             gradients.d_weight = self.into.sum_of_chunks
         with torch.autocast(self.hidden.device.type, enabled=False):
-            gradients.backward(whole, found, slopes, at_ids)
+            gradients.backward(visit, found, slopes, at_ids)
 
-    def fused(self, whole: Whole, stage: TokenStage | JointStage, gradients: Engine | None) -> FusedRows:
-        engine = Engine(self, parts=Parts(whole)) if gradients is None else gradients
+    def fused(self, visit: Visit, stage: TokenStage | JointStage, gradients: Engine | None) -> FusedRows:
+        engine = Engine(self, parts=Parts(visit)) if gradients is None else gradients
         with torch.autocast(self.hidden.device.type, enabled=False):
             if isinstance(stage, JointStage):
-                return engine.fused_jointly(whole, stage, gradients is not None)
-            return engine.fused(whole, stage, gradients is not None)
+                return engine.fused_jointly(visit, stage, gradients is not None)
+            return engine.fused(visit, stage, gradients is not None)
 
 
 def _same(x: Tensor | None, y: Tensor | None) -> bool:
@@ -139,18 +127,8 @@ def _same(x: Tensor | None, y: Tensor | None) -> bool:
     return place and x.dtype == y.dtype and x.shape == y.shape and x.stride() == y.stride()
 
 
-class Chunk(NamedTuple):
-    """Rows whose logits exist at one time.
-
-    at        where they are in the batch.
-    in_pass   and among the rows of the pass, whose vectors have been put into its order.
-    hidden    their hidden states as the products take them."""
-
-    at: slice | Tensor
-    in_pass: slice
-    hidden: Tensor
-    targets: Tensor
-    transform: RowTransform
+#: What is done with a chunk: of its block, of where it is among the rows of the pass, and of memory for the gradient of its logits.
+Step = Callable[[Block, slice, Tensor | None], Any]
 
 
 class Engine(Gradients):
@@ -170,7 +148,6 @@ class Engine(Gradients):
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
-        self.slots: tuple[Ragged, Tensor] | None = None  # and the gradient of the logits at them
         self.is_last = True  # whether this pass is the last that adds to the gradients
         self._made: dict[int, Products] = {}
         if wanted[0]:
@@ -180,7 +157,6 @@ class Engine(Gradients):
             self.d_hidden = torch.zeros(self.hidden.shape, dtype=of_sum, device=self.hidden.device)
         if wanted[2]:
             self.d_bias = torch.zeros(stream.columns, device=self.hidden.device, dtype=torch.float32)
-        self._start()
 
     @functools.cached_property
     def work(self) -> Work:
@@ -193,82 +169,45 @@ class Engine(Gradients):
     def chunk_rows(self) -> int:
         return self.work.plan(self.hidden.device.type, 0).chunk
 
-    def _start(self) -> None:
-        self.summed = 0  # rows that the products have taken
-        self.block_rows = 0  # the most rows that a block of this pass has
-        self._block: Tensor | None = None  # the gradients of the block at hand, where they have memory of their own,
-        self._filled = 0  # and of how many of its rows they are there
-
     # ---- passes over rows
 
-    def forward(self, whole: Whole) -> Found:
+    def forward(self, visit: Visit) -> Found:
         """Partials [q, N]: computed for the rows that are visited; the others get the values of a row that is not read. Columns are
         drawn from each chunk while its logits are there."""
-        n, device, others = whole.targets.numel(), self.hidden.device, whole.apart
-        active, parts = whole.active if whole.ahead else None, list[Tensor]()
-        apart = tuple(Partials.not_read(other.names, n, device, other) for other in others)
-        sparse = whole.sparse
-        draws = None if sparse is None else Draws(sparse.step, n, device, whole.padded)
-        for some, chunk, wanted in self._visited(whole, whole.ahead, active):
-            rows, at = self._rows(whole, chunk), chunk.at
-            part = self.backend.visit(rows, whole.names)
-            parts.append(part.values)
-            for i, here, own, _ in beside(rows, self._places(at), others, self.logits_of) if others else ():
-                these = at if here is None else self._places(at)[here]
-                apart[i].values[:, these] = self.backend.visit(own, others[i].names).values
+        n, device, sparse = visit.targets.numel(), self.hidden.device, visit.sparse
+        active = visit.active if visit.ahead else None
+        draws = None if sparse is None else Draws(sparse.step, n, device, visit.padded)
+
+        def step(block: Block, _: slice, out: Tensor | None) -> Tensor:
+            values = block.stats()
+            partials = visit.found(values).partials
             if draws is not None and sparse is not None:
-                places = self._places(at)
-                first = starts(sparse.seed, places + sparse.first_row)
-                draws.take(places, self.backend.select(rows, part, sparse.step, first))
-            if OUTSIDE[0] in whole.names:  # the last thing that the logits are needed for
-                assert whole.at is not None
-                z = rows.transform.of_rows(rows.logits[0], rows.logits[0])
-                slots = self.stream.own(whole.at).in_chunk(self._places(at), n)
-                part.put(OUTSIDE, sums_outside(self.backend, z, slots, rows))
-            d_logits = self._gradient(rows.logits[0], some) if wanted else None
-            if d_logits is not None:
-                self._of_slope_1(rows, part, d_logits)
-            del rows  # before the next chunk's are made
-            if d_logits is not None:
-                d_logits = self._kept(d_logits)
-                self._accumulate(chunk, d_logits, some)
-            del d_logits
-        of = () if whole.one is None else (whole.one.kind, whole.one.mixture)
-        values = self._in_batch(parts, whole.rows(), active, lambda: Partials.not_read(whole.names, n, device).values)
-        partials = Partials(values, whole.names, *of)
-        return Found(partials, apart, () if draws is None else draws.tensors(), self.d_hidden if whole.ahead else None)
+                first = starts(sparse.seed, block.places + sparse.first_row)
+                draws.take(block.places, self.backend.select(block.rows, partials, sparse.step, first))
+            if out is not None:
+                self._of_slope_1(block, partials, out)
+            return values
 
-    def fused(self, whole: Whole, stage: TokenStage, gradients: bool) -> FusedRows:
+        parts = self._visited(visit, step, visit.ahead, active)
+        values = self._in_batch(visit, active, parts, lambda: visit.not_read(n, device))
+        return visit.found(values, () if draws is None else draws.tensors(), self.d_hidden if visit.ahead else None)
+
+    def fused(self, visit: Visit, stage: TokenStage, gradients: bool) -> FusedRows:
         """Losses of the rows of a token stage, with `gradients` collected or not."""
-        n, tokens, index = whole.targets.numel(), whole.tokens, whole.rows()
-        n = n if tokens is None else tokens.rows.numel()
-        nothing, parts = functools.partial(FusedRows.zeros, n, self.hidden.device, whole.others or None), list[Tensor]()
-        result = None if tokens is None else nothing()
-        ordered = stage.at(index) if tokens is None and self._gathers(index[: whole.active]) else stage
-        for some, chunk, wanted in self._visited(whole, gradients, whole.active):
-            rows = self._rows(whole, chunk)
-            d_logits = self._gradient(rows.logits[0], some) if wanted else None
-            out = None if d_logits is None else d_logits[None]
-            if tokens is not None and result is not None:
-                of_tokens = ChunkOfTokens.of(tokens, stage, self._places(chunk.at))
-                of_tokens.add_to(result, self._fused_tokens(of_tokens, rows, out))
-            elif whole.apart:
-                own, at = ordered.at(chunk.in_pass), self._places(chunk.at)
-                parts.append(fused_beside(self.backend, rows, own, out, at, whole.apart, self.logits_of).values)
-            else:
-                parts.append(self.backend.fused(rows, ordered.at(chunk.in_pass), out).values)
-            del rows, out  # before the products of a block make theirs
-            if d_logits is not None:
-                d_logits = self._kept(d_logits)
-                self._accumulate(chunk, d_logits, some)
-            del d_logits
-        if result is not None:
+        tokens, index = visit.tokens, visit.rows()
+        n = visit.targets.numel() if tokens is None else tokens.rows.numel()
+        nothing = functools.partial(FusedRows.zeros, n, self.hidden.device, visit.others or None)
+        if tokens is not None:
+            result = nothing()
+            self._visited(visit, lambda block, _, out: block.add_tokens(result, stage, out), gradients, visit.active)
             return result
-        return FusedRows(self._in_batch(parts, index, whole.active, lambda: nothing().values))
+        ordered = stage.at(index) if self._gathers(index[: visit.active]) else stage
+        parts = self._visited(visit, lambda block, own, out: block.fused(ordered.at(own), out).values, gradients, visit.active)
+        return FusedRows(self._in_batch(visit, visit.active, parts, lambda: nothing().values))
 
-    def _in_batch(self, parts: list[Tensor], index: Tensor, active: int | None, nothing: Callable[[], Tensor]) -> Tensor:
-        """[q, n], from the values [q, r] of the chunks of a pass over `index`. `nothing` makes those of rows that are not
-        visited."""
+    def _in_batch(self, visit: Visit, active: int | None, parts: list[Tensor], nothing: Callable[[], Tensor]) -> Tensor:
+        """[q, n], from the values [q, r] of the chunks of a pass. `nothing` makes those of rows that are not visited."""
+        index = visit.rows()
         if not parts:
             return nothing()
         if not self._gathers(index[:active]):
@@ -277,24 +216,13 @@ class Engine(Gradients):
         in_batch[:, index] = side_by_side(parts)
         return in_batch
 
-    def _fused_tokens(self, chunk: ChunkOfTokens, rows: LogitRows, out: Tensor | None) -> FusedRows:
-        """`fused` of the tokens of a chunk, the logits at whose ids are among those of the chunk."""
-        at_once = self.backend.fused_tokens(rows, chunk.tokens, chunk.stage, out)
-        if at_once is not None:
-            return at_once
-        here, shard = self.stream.own(chunk.slots), self.stream.shard
-        logits = rows.logits[0].new_zeros(here.ids.shape)
-        if self.stream.columns:  # else of a rank without a part of the vocabulary
-            logits = torch.where(here.ids >= 0, rows.logits[0][here.rows, here.ids.clamp(min=0)], 0.0)
-        logits = logits if shard is None else shard.sum_over_ranks(logits)
-        return chunk.fused(self.backend, rows, logits, out, here)
-
-    def fused_jointly(self, whole: Whole, stage: JointStage, gradients: bool) -> FusedRows:
+    def fused_jointly(self, visit: Visit, stage: JointStage, gradients: bool) -> FusedRows:
         """`fused` of rows that wait for the log-probs of their group. The rows that have no gradient come first, as groups may wait
         for them too. A run of groups is one block, whose products wait for its slopes; or it is too long for that, and the
         logits of its rows are computed again, once these are known."""
-        index, n = whole.rows(), whole.targets.numel()
-        active = index.numel() if whole.active is None else whole.active
+        visit = replace(visit, names=WITH_ENTROPY)
+        index, n = visit.rows(), visit.targets.numel()
+        active = index.numel() if visit.active is None else visit.active
         runs = self._runs(stage.groups if gradients else (), active)
         partials = Partials.not_read(WITH_ENTROPY, n, self.hidden.device)
         losses: Tensor | None = None
@@ -305,24 +233,17 @@ class Engine(Gradients):
             losses, of_logps = stage.terms(logps, entropy)
             return torch.where(logps.isnan() & (of_logps != 0), torch.nan, of_logps)
 
+        def step(block: Block, _: slice, out: Tensor | None) -> None:
+            partials.values[:, block.at] = values = block.stats()
+            if out is not None:
+                self._of_slope_1(block, visit.found(values).partials, out)
+
         for i, (first, end, is_block) in enumerate([(active if gradients else 0, index.numel(), False), *runs]):
             some, self.is_last = index[first:end], i == len(runs)
-            self._start()
-            for chunk in self._chunks(whole, some):
-                rows = self._rows(whole, chunk)
-                part = self.backend.visit(rows, WITH_ENTROPY)
-                partials.values[:, chunk.at] = part.values
-                if not is_block:
-                    continue
-                d_logits = self._gradient(rows.logits[0], some)
-                self._of_slope_1(rows, part, d_logits)
-                del rows
-                d_logits = self._kept(d_logits)
-                self._accumulate(chunk, d_logits, some, slopes)
-                del d_logits
+            self._each(visit, some, step, is_block, slopes=slopes)
             if i and not is_block:
-                of_run = replace(whole, index=some, active=None)
-                self.backward(of_run, Found(partials), Slopes.stacked({"target": slopes()}), None)
+                of_run = replace(visit, index=some, active=None)
+                self.backward(of_run, visit.found(partials.values), Slopes.stacked({"target": slopes()}), None)
         if losses is None:
             slopes()
         assert losses is not None
@@ -345,46 +266,36 @@ class Engine(Gradients):
             runs.append((first, end, is_block))
         return runs
 
-    def backward(self, whole: Whole, found: Found, slopes: Slopes, at_ids: Tensor | None) -> None:
+    def backward(self, visit: Visit, found: Found, slopes: Slopes, at_ids: Tensor | None) -> None:
         """Add the gradients of the rows that are visited; their logits are computed again."""
-        if whole.sparse is not None:
+        if visit.sparse is not None:
             if found.draws:  # else no row ran over the vocabulary
                 *of_slots, logits = found.draws
                 drawn, shard = Ragged(*of_slots), self.stream.shard
-                own = whole.targets if shard is None else whole.targets - shard.start
-                step, transform = whole.sparse.step, self.stream.transform
-                self.add(drawn, gradient_at(drawn, logits, step, own, found.partials, slopes, transform))
+                own = visit.targets if shard is None else visit.targets - shard.start
+                at = gradient_at(drawn, logits, visit.sparse.step, own, found.partials, slopes, self.stream.transform)
+                self.add(drawn, at)
             return
         if found.ahead is not None and self.d_hidden is not None:
             self.d_hidden += _multiplied(found.ahead.clone(), slopes.target)
             return
         self.stream.check_there()
-        index, n = whole.rows()[: whole.active], whole.targets.numel()
-        slots = None if at_ids is None or whole.at is None else self.stream.own(whole.at)
+        index, n = visit.rows()[: visit.active], visit.targets.numel()
+        slots = None if at_ids is None or visit.at is None else self.stream.own(visit.at)
         if index.device.type == "cpu":
             nonzero = slopes.nonzero
             if slots is not None and at_ids is not None:  # slopes of several ids may cancel in the sum of their row
                 nonzero = nonzero.index_fill(0, slots.rows[at_ids != 0], True)
             index = index[nonzero[index]]
-        self._start()
-        for chunk in self._chunks(whole, index):
-            rows, at = self._rows(whole, chunk), chunk.at
-            d_logits = self._gradient(rows.logits[0], index)
-            if whole.apart:
-                part, of_others = (
-                    Found(found.partials.at(at), tuple(x.at(at) for x in found.apart)),
-                    (whole.apart, self.logits_of),
-                )
-                pull_beside(self.backend, rows, part, slopes.at(at), d_logits[None], self._places(at), *of_others)
-            else:
-                self.backend.gradient(rows, found.partials.at(at), slopes.at(at), d_logits[None])
+
+        def step(block: Block, _: slice, out: Tensor | None) -> None:
+            assert out is not None
+            block.pull(found.values[:, block.at], slopes.at(block.at), out)
             if slots is not None and at_ids is not None:
-                here = slots.in_chunk(self._places(at), n)
-                write_at(d_logits, (here.rows, here.ids.clamp(min=0)), at_ids, here.ids >= 0)
-            del rows
-            d_logits = self._kept(d_logits)
-            self._accumulate(chunk, d_logits, index)
-            del d_logits
+                here, which = slots.in_chunk(block.places, n)
+                write_at(out[0], (here.rows, here.ids.clamp(min=0)), at_ids[which], here.ids >= 0)
+
+        self._each(visit, index, step, True)
 
     # ---- logits of a chunk
 
@@ -402,13 +313,10 @@ class Engine(Gradients):
         own = self._made[id(stream)]
         return own.logits(stream.hidden.detach()[at].to(own.dtype))
 
-    def _places(self, at: slice | Tensor) -> Tensor:
-        return torch.arange(at.start, at.stop, device=self.hidden.device) if isinstance(at, slice) else at
-
-    def _rows(self, whole: Whole, chunk: Chunk) -> LogitRows:
-        """The rows of a chunk, beside those of the one second stream that is read in the same visit. With the same head (adapters
-        in the body of a model), both are one product."""
-        one, second, at, hidden = whole.one, None, chunk.at, chunk.hidden
+    def _block(self, visit: Visit, at: slice | Tensor, hidden: Tensor, targets: Tensor, transform: RowTransform) -> Block:
+        """The rows of a chunk, beside those of the one second stream that is read with them. With the same head (adapters in the
+        body of a model), both are one product."""
+        one, second = visit.one, None
         if one is None:
             logits = self.products.logits(hidden)
         elif isinstance(one.stream, Hidden) and one.stream.shares(self.stream):
@@ -417,45 +325,79 @@ class Engine(Gradients):
             second = one.second(of_second[None], one.stream.transform.at(at))
         else:
             logits = self.products.logits(hidden)
-            second = one.second(self.logits_of(one.stream, self._places(at))[None], one.stream.transform.at(at))
-        return LogitRows(logits[None], chunk.targets, None, chunk.transform, second)
+            second = self._second(one, at, None)
+        rows = LogitRows(logits[None], targets, None, transform, second)
+        return Block(self.stream, self.backend, visit, rows, at, lambda i, here: self._second(visit.apart[i], at, here))
 
-    def _visited(self, whole: Whole, gradients: bool, active: int | None) -> Iterator[tuple[Tensor, Chunk, bool]]:
-        """For each chunk of the rows that are visited: (those that get a gradient, or do not, like its own; the chunk; whether they
-        get one). The first `active` rows may have one, None: all of them."""
-        index = whole.rows()
-        rest = index[:0] if active is None else index[active:]
-        for some, before, wanted in ((index[:active], 0, gradients), (rest, active or 0, False)):
-            self._start()
-            for chunk in self._chunks(whole, some, before):
-                yield some, chunk, wanted
+    def _second(self, other: Other, at: slice | Tensor, here: Tensor | None) -> Second:
+        """A second stream beside the rows `at` of the batch, or some of them."""
+        places = _places(at, self.hidden.device)
+        places = places if here is None else places[here]
+        return other.second(self.logits_of(other.stream, places)[None], other.stream.transform.at(places))
 
-    def _chunks(self, whole: Whole, index: Tensor, before: int = 0) -> Iterator[Chunk]:
-        """The chunks of these rows, `before` which the pass has had others."""
-        if index.numel() == 0:
-            return
-        targets, transform = whole.targets, self.stream.transform
+    def _visited(self, visit: Visit, step: Step, gradients: bool, active: int | None) -> list[Any]:
+        """What `step` makes of the chunks of the rows that are visited. The first `active` may have a gradient; None: all may."""
+        index = visit.rows()
+        found = self._each(visit, index[:active], step, gradients)
+        return found if active is None else found + self._each(visit, index[active:], step, False, active)
+
+    def _each(
+        self, visit: Visit, index: Tensor, step: Step, wanted: bool, before: int = 0, slopes: Callable[[], Tensor] | None = None
+    ) -> list[Any]:
+        """What `step` makes of each chunk of these rows, `before` which the pass has had others: of its block, of where it is among
+        the rows of the pass, and of memory for the gradient of its logits, or None unless that is `wanted`. Products take the
+        gradients of a block, times `slopes` of [n], which are known when all of it is there."""
+        rows, found = index.numel(), list[Any]()
+        if rows == 0:
+            return found
+        targets, transform = visit.targets, self.stream.transform
         if self._gathers(index):  # once, so that those of a chunk are slices
             targets, transform = targets[index], transform.at(index)
+        work = self.work if self.d_weight is None else self.work._replace(d_weight=0)
+        block_rows = work.plan(self.hidden.device.type, rows, self._copies(rows)).block if wanted else 0
+        kept, first = None, 0  # the gradients of the block at hand, where they have memory of their own, and its first row
+        for own in self._chunks(index):
+            at, hidden = self._hidden(index, own)
+            block, out = self._block(visit, at, hidden, targets[own], transform.at(own)), None
+            if wanted:
+                kept = self.products.gradient_rows(min(block_rows, rows - first)) if own.start == first else kept
+                out = self._gradient(block.rows.logits[0], kept, own.start - first)
+            in_pass = slice(before + own.start, before + own.stop)
+            found.append(step(block, in_pass, None if out is None else out[None]))
+            del block  # before the products of a block, or the next chunk, make theirs
+            if out is None:
+                continue
+            if self.d_bias is not None:
+                self.d_bias += out.sum(0, dtype=torch.float32)
+            if kept is not None:
+                out = self.products.keep(out, kept, own.start - first)
+                if own.stop - first < len(kept):
+                    continue
+                out, kept = kept, None
+            if first < own.start:  # a block of several chunks
+                at, hidden = self._hidden(index, slice(first, own.stop))
+            first = own.stop
+            self._take(at, hidden, out, first == rows, slopes)
+            del out
+        return found
+
+    def _chunks(self, index: Tensor) -> Iterator[slice]:
+        """Which of these rows are one chunk."""
         if index.device.type == "cpu" and not self.work.apart:
             # As few chunks as the memory allows, of nearly one size: a product of a few last rows reads the whole weight, too.
             parts = index.tensor_split(-(-index.numel() // self.chunk_rows))
         else:  # equal sizes except the last: a library chooses its kernel by the size
             parts = index.split(self.chunk_rows)
-        lo = 0
+        end = 0
         for part in parts:
-            own = slice(lo, lo + part.numel())
-            in_pass = slice(before + own.start, before + own.stop)
-            at, hidden = self._hidden(index, own.start, own.stop)
-            yield Chunk(at, in_pass, hidden, targets[own], transform.at(own))
-            lo = own.stop
+            first, end = end, end + part.numel()
+            yield slice(first, end)
 
-    def _hidden(self, index: Tensor, lo: int, hi: int) -> tuple[slice | Tensor, Tensor]:
-        """Where rows lo to hi of `index` are in the batch, and their hidden states as the products take them. If `index` has all
-        rows there are, they are taken in the order of the batch, and nothing is copied."""
-        at = index[lo:hi] if self._gathers(index) else slice(lo, hi)
-        hidden = self.hidden[at]
-        return at, hidden.to(self.products.dtype).contiguous()
+    def _hidden(self, index: Tensor, own: slice) -> tuple[slice | Tensor, Tensor]:
+        """Where some rows of `index` are in the batch, and their hidden states as the products take them. If `index` has all rows
+        there are, they are taken in the order of the batch, and nothing is copied."""
+        at = index[own] if self._gathers(index) else own
+        return at, self.hidden[at].to(self.products.dtype).contiguous()
 
     def _copies(self, rows: int) -> bool:
         """Whether the products take copies of so many rows of hidden states."""
@@ -464,63 +406,40 @@ class Engine(Gradients):
     def _gathers(self, index: Tensor) -> bool:
         return index.numel() < self.hidden.shape[0]
 
-    def _gradient(self, logits: Tensor, index: Tensor) -> Tensor:
-        """Where the row kernel writes the gradient of the logits of the chunk at hand."""
-        if self.summed == self._filled == 0:
-            work = self.work if self.d_weight is None else self.work._replace(d_weight=0)
-            self.block_rows = work.plan(self.hidden.device.type, index.numel(), self._copies(index.numel())).block
-        if self._block is None:
-            self._block = self.products.gradient_rows(min(self.block_rows, index.numel() - self.summed))
-        if self._block is None or self.work.scaled:
+    def _gradient(self, logits: Tensor, kept: Tensor | None, first: int) -> Tensor:
+        """Where the row kernel writes the gradient of the logits of a chunk: in the rows of a block from the `first` on, or in the
+        memory of the logits."""
+        if kept is None or self.work.scaled:
             return self.products.gradient_buffer(logits, self.exact)
-        return self._block[self._filled : self._filled + logits.shape[0]]
+        return kept[first : first + logits.shape[0]]
 
-    def _of_slope_1(self, rows: LogitRows, partials: Partials, d_logits: Tensor) -> None:
+    def _of_slope_1(self, block: Block, partials: Partials, out: Tensor) -> None:
         """Write the gradient of the log-probs. Of a log-prob of NaN it is 0, so that its slope says whether it is one."""
         of_logps = (~partials.logps.isnan()).to(torch.float32)
-        self.backend.gradient(rows, partials, Slopes.stacked({"target": of_logps}), d_logits[None])
+        self.backend.gradient(block.rows, partials, Slopes.stacked({"target": of_logps}), out)
 
-    def _kept(self, d_logits: Tensor) -> Tensor:
-        """The gradients of a finished chunk as the products take them."""
-        if self.d_bias is not None:
-            self.d_bias += d_logits.sum(0, dtype=torch.float32)
-        return d_logits if self._block is None else self.products.keep(d_logits, self._block, self._filled)
-
-    def _accumulate(self, chunk: Chunk, d_logits: Tensor, index: Tensor, slopes: Callable[[], Tensor] | None = None) -> None:
-        """Called when the gradients of a chunk are complete. Those of a whole block go into d_hidden and d_weight, times the
-        `slopes` of its rows, of [n], which are known by then."""
-        at, hidden = chunk.at, chunk.hidden
-        if self._block is not None:
-            self._filled += len(hidden)
-            if self._filled < self._block.shape[0]:
-                return
-            d_logits, self._block, self._filled = self._block, None, 0
-            if len(d_logits) > len(hidden):  # of several chunks
-                at, hidden = self._hidden(index, self.summed, self.summed + len(d_logits))
-        self.summed += len(hidden)
-        if slopes is not None and self.summed < index.numel():
+    def _take(
+        self, at: slice | Tensor, hidden: Tensor, d_logits: Tensor, last: bool, slopes: Callable[[], Tensor] | None
+    ) -> None:
+        """Add what products make of the gradients of a block to d_hidden and d_weight, times the `slopes` of its rows, of [n],
+        which are known by then. `last`: of the pass."""
+        if slopes is not None and not last:
             assert self.stream.columns == 0, "the rows of a run are one block"
             return  # of a rank without a part of the vocabulary, whose gradients are 0
         factors = None if slopes is None else slopes()[at]
         if self.d_hidden is not None and self.summed_later:
-            self.d_hidden.index_add_(0, self._places(at), _multiplied(self.products.d_hidden(d_logits), factors))
+            self.d_hidden.index_add_(0, _places(at, self.hidden.device), _multiplied(self.products.d_hidden(d_logits), factors))
         elif self.d_hidden is not None:
             self.d_hidden[at] = _multiplied(self.products.d_hidden(d_logits), factors).to(self.d_hidden.dtype)
         if self.wanted[1]:
-            last = self.rounded and self.is_last and self.summed == index.numel()
             hidden = hidden if factors is None else _multiplied(hidden.clone(), factors)
-            self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden, last)
+            self.d_weight = self.products.add_d_weight(self.d_weight, d_logits, hidden, last and self.rounded and self.is_last)
 
     # ---- gradients
 
-    def add(self, slots: Ragged, values: Tensor) -> None:
-        """Kept until the end: the gradients are sums over the slots of a row, or of an id."""
-        if self.stream.columns:  # else of a rank without a part of the vocabulary
-            self.slots = (slots, values) if self.slots is None else merged(*self.slots, slots, values)
-
     def made(self) -> tuple[Tensor | LateGradient | None, ...]:
         stream, device = self.stream, self.hidden.device
-        slots, values = self.slots or (None, None)
+        slots, values = (None, None) if self.few is None or not stream.columns else self.few  # a rank may have no column
         if slots is not None and values is not None:
             if self.d_hidden is not None:
                 of_slots = torch.zeros_like(self.d_hidden) if self.summed_later else self.d_hidden
@@ -538,6 +457,10 @@ class Engine(Gradients):
             like = (self.backend, stream.weight.shape, stream.weight.dtype)
             d_weight = WeightGradient(*like, self.d_weight, stream.into, device, hidden, slots, values)
         return self.d_hidden, d_weight, self.d_bias
+
+
+def _places(at: slice | Tensor, device: torch.device) -> Tensor:
+    return torch.arange(at.start, at.stop, device=device) if isinstance(at, slice) else at
 
 
 def _multiplied(rows: Tensor, factors: Tensor | None) -> Tensor:

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..checks import as_number, require, require_whole
-from ..formulas.token_stage import TokenStage
-from .backends import Backend, FusedRows
+from .backends import Backend
 from .partials import MIXED, OF_SECOND_VISIT, LogitRows, Partials, Slopes, merge
 from .ragged import Ragged
 from .selection import Drawn
@@ -125,6 +124,12 @@ class VocabShard:
             dist.all_reduce(x, group=self.group)
         return x
 
+    def lowest_of_ranks(self, x: Tensor) -> Tensor:
+        """The smallest x of the ranks, in place."""
+        if _ranks(self.group) > 1:
+            dist.all_reduce(x, dist.ReduceOp.MIN, group=self.group)
+        return x
+
     def sum_hidden(self, d_hidden: Tensor) -> Tensor:
         """Sum d_hidden, the gradient of the hidden states [N, H], over the ranks in place, if reduce_hidden is set."""
         return self.sum_over_ranks(d_hidden) if self.reduce_hidden else d_hidden
@@ -155,7 +160,7 @@ class VocabParallel(Backend):
             part = Partials.not_read(names, rows.n, rows.logits.device, rows.second)
             for name, nothing in NO_COLUMN.items():
                 if name in names:
-                    part.get(name).fill_(nothing)  # type: ignore[union-attr]
+                    part[name].fill_(nothing)
         return exchange(self.shard, part, rows.read, self.shard.start)
 
     def mixed(self, rows: LogitRows, partials: Partials) -> Tensor:
@@ -177,10 +182,6 @@ class VocabParallel(Backend):
         if padding.numel():
             at = torch.arange(*(rows.part or (0, out.shape[0] * out.shape[1])), device=out.device)
             padding[at // out.shape[1], at % out.shape[1]] = 0
-
-    def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
-        """Two passes with the exchange between them."""
-        return self.two_visits(rows, stage, out, max(1, rows.n))
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         self.backend.scale_(gradient, factor)

@@ -193,15 +193,17 @@ class Partials:
         stats.values.zero_()
         for name in names:
             if NOT_READ[name] != 0:
-                stats.get(name).fill_(NOT_READ[name])  # type: ignore[union-attr]
+                stats[name].fill_(NOT_READ[name])
         return stats
 
-    def get(self, name: str) -> Tensor | None:
-        """A partial [n], a view of `values`; None if it was not asked for. `top` is int32."""
-        if name not in self.names:
-            return None
+    def __getitem__(self, name: str) -> Tensor:
+        """A partial [n], a view of `values`. `top` is int32."""
         row = self.values[self.names.index(name)]
         return row.view(torch.int32) if name == "top" else row
+
+    def get(self, name: str) -> Tensor | None:
+        """The same; None if it was not asked for."""
+        return self[name] if name in self.names else None
 
     def put(self, names: tuple[str, ...], values: Tensor, rows: slice | Tensor = slice(None)) -> None:
         """Set partials whose names follow one another, of these rows."""
@@ -255,9 +257,7 @@ class Partials:
     @property
     def sum_squares(self) -> Tensor:
         """Sum of p^2: the probability that two draws from the row agree."""
-        squares = self.get("squares")
-        assert squares is not None
-        return squares / (self.sum * self.sum)
+        return self["squares"] / (self.sum * self.sum)
 
     @property
     def top_prob(self) -> Tensor:
@@ -274,9 +274,7 @@ class Partials:
     @property
     def top_id(self) -> Tensor:
         """int64: the id of the largest probability, the lowest where several are equal; -1 for a row that is not read."""
-        top = self.get("top")
-        assert top is not None
-        return top.to(torch.int64)
+        return self["top"].to(torch.int64)
 
     @functools.cached_property
     def _two_streams(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -302,9 +300,7 @@ class Partials:
     def divergence(self) -> Tensor:
         """That of `kind`, never negative; infinite where q is 0 and p is not ("forward": the other way round)."""
         if self.kind in OF_BOTH_SUMS:
-            student, teacher = self.get("mixed_student"), self.get("mixed_teacher")
-            assert student is not None and teacher is not None, self.names
-            return of_mixed(self.kind, student, teacher, self.mixture)
+            return of_mixed(self.kind, self["mixed_student"], self["mixed_teacher"], self.mixture)
         r, near, logs, cross, excess = self._two_streams
         return torch.where(near, excess - phi(r), cross + logs).clamp(min=0.0).to(torch.float32)
 
@@ -312,9 +308,7 @@ class Partials:
     def center(self) -> Tensor:
         """What `divergence.gradient` takes off the factor of p: its mean over p."""
         if self.kind in OF_BOTH_SUMS:
-            student = self.get("mixed_student")
-            assert student is not None, self.names
-            return student
+            return self["mixed_student"]
         return self.divergence if self.kind == "reverse" else torch.zeros_like(self.sum)
 
     def found(self, statistics: tuple[str, ...], read: Tensor | None) -> tuple[Tensor, ...]:
@@ -453,7 +447,7 @@ def merge(
             found[name] = parts[name].sum(0)
     for name in names:
         x = found[name]
-        merged.get(name).copy_(x if read is None else torch.where(read, x, NOT_READ[name]))  # type: ignore[union-attr]
+        merged[name].copy_(x if read is None else torch.where(read, x, NOT_READ[name]))
     return merged
 
 

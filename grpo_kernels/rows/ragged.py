@@ -12,8 +12,15 @@ from typing import NamedTuple
 import torch
 
 from ..layout import plain
+from ..token_sets import TokenSets
 
 Tensor = torch.Tensor
+
+#: Devices whose values the host reads without a wait.
+READ_AT_ONCE = ("cpu",)
+
+#: If no row has more slots than this, all rows are padded to one width.
+WIDTH = 64
 
 
 class Ragged(NamedTuple):
@@ -35,15 +42,6 @@ class Ragged(NamedTuple):
         """Those of these rows, bool [n], the others not in use."""
         return self._replace(ids=torch.where(rows[self.rows], self.ids, -1))
 
-    def of_rows(self, lo: int, hi: int) -> Ragged:
-        """Those of rows lo to hi, the first of which counts as 0. The host does not wait for a GPU: the others stay there,
-        not in use."""
-        if self.ids.device.type == "cpu":
-            first, last = int(self.offsets[lo]), int(self.offsets[hi])
-            return Ragged(self.ids[first:last], self.offsets[lo : hi + 1] - first, self.rows[first:last] - lo)
-        here = (self.rows >= lo) & (self.rows < hi)
-        return self._replace(ids=torch.where(here, self.ids, -1), rows=torch.where(here, self.rows - lo, 0))
-
     def taken(self, at: Tensor) -> tuple[Ragged, Tensor]:
         """(those of the rows `at`, int64 [r], counted as their places in `at`; which of the slots they are). Waits for a device."""
         counts = self.offsets.diff()[at]
@@ -52,10 +50,12 @@ class Ragged(NamedTuple):
         which = torch.arange(rows.numel(), device=at.device) + (self.offsets[at] - offsets[:-1])[rows]
         return Ragged(self.ids[which], offsets, rows), which
 
-    def in_chunk(self, at: Tensor, n: int) -> Ragged:
-        """Those of the rows `at`, of n, counted as their places in `at`; the others are not in use."""
+    def in_chunk(self, at: Tensor, n: int) -> tuple[Ragged, Tensor | slice]:
+        """`taken` of the rows `at`, of n, without a wait: where that would be one, all slots, those of other rows not in use."""
+        if at.device.type in READ_AT_ONCE:
+            return self.taken(at)
         place = torch.full((n,), -1, device=at.device).index_copy_(0, at, torch.arange(at.numel(), device=at.device))[self.rows]
-        return self._replace(ids=torch.where(place >= 0, self.ids, -1), rows=place.clamp(min=0))
+        return self._replace(ids=torch.where(place >= 0, self.ids, -1), rows=place.clamp(min=0)), slice(None)
 
     def positions(self, inner: int) -> tuple[Tensor, Tensor, Tensor]:
         """Indices of the slots into logits [A, inner, V]; those of another one where a slot is not in use."""
@@ -183,14 +183,14 @@ class Tokens:
         first = torch.cat([slots.ids, slots.ids.new_zeros(1)])[slots.offsets[:-1]]
         return plain(torch.where(slots.offsets.diff() > 0, first, 0).clamp(min=0))
 
-    def at(self, rows: Tensor, cut: bool) -> tuple[Tokens, Tensor | slice, Tensor | slice]:
+    def at(self, rows: Tensor) -> tuple[Tokens, Tensor | slice, Tensor | slice]:
         """(the tokens of these rows, int64 [r], which count as their places; which of the tokens they are, and of the listed ids).
-        `cut` False: all tokens, the others not read, so that the host does not have to know how many they are."""
+        Where the host would wait to know how many they are: all tokens, the others not read."""
         place = torch.full((self.n,), -1, device=rows.device)
         place.index_copy_(0, rows, torch.arange(rows.numel(), device=rows.device))
         of_tokens = place[self.rows.clamp(0, self.n - 1)]
         here, all_of_them = self.used & (of_tokens >= 0), slice(None)
-        if not cut:
+        if rows.device.type not in READ_AT_ONCE:
             return replace(self, rows=of_tokens, read=here, n=rows.numel()), all_of_them, all_of_them
         which = here.nonzero()[:, 0]
         listed, of_listed = (None, all_of_them) if self.listed is None else self.listed.taken(which)
@@ -225,3 +225,100 @@ class Tokens:
     def to_rows(self, x: Tensor) -> Tensor:
         """fp32 [n]: sums over the tokens of each row."""
         return self.pairs.row_sums(torch.cat([x, x.new_zeros(self.pairs.place.numel() - x.numel())])).to(torch.float32)
+
+
+# ---- sets
+
+
+def slots_of(sets: TokenSets) -> Ragged:
+    """The ids of sets, all of them in use."""
+    return Ragged(sets.ids.to(torch.int64), sets.offsets, sets.row_of).plain()
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRows:
+    """The rows of a batch that have a set, of n rows in all.
+
+    has       bool [n]: rows with a set. The others run over the whole vocabulary.
+    has_all   whether every row that is read has one; False if the host does not know.
+    without   how many have none, where the host knows it; else None.
+    read      bool [n]: rows with a set that are looked at.
+    several   bool [n]: those with more than one id. The log-prob of the only id of a set is 0 whatever its logit is, which is
+              therefore not computed.
+    slots     int64: the ids of each row's set, and behind them a place for its target, in use where the set lacks it. -1 where
+              a slot is not in use, as none is of a row that is not read.
+    place     int64 [m]: which slot of its row each is.
+    target    int64 [n]: which slot of its row holds the target.
+    groups    rows of like sizes, (int64 [r], or None for all rows; at least the number of slots of each).
+    """
+
+    has: Tensor
+    has_all: bool
+    without: int | None
+    read: Tensor
+    several: Tensor
+    slots: Ragged
+    place: Tensor
+    target: Tensor
+    groups: tuple[tuple[Tensor | None, int], ...]
+
+    @classmethod
+    def of(cls, sets: TokenSets, targets: Tensor, read: Tensor | None, has: Tensor | None = None) -> KeptRows:
+        """Those of flat int64 `targets` [n], of which `read` are looked at. `has`: rows whose set
+        counts, None: all that are not empty."""
+        n, device = targets.numel(), targets.device
+        counts, m = sets.counts, sets.ids.numel() + n
+        without = sets.empty_rows if has is None else None
+        has = counts > 0 if has is None else has
+        looked_at = has if read is None else has & read
+        # The number of slots does not depend on which targets their sets lack: it would have to be asked of the device. Each row
+        # has one slot more than ids, behind them.
+        owner = torch.repeat_interleave(counts + 1, output_size=m)
+        offsets, at = sets.offsets + torch.arange(n + 1, device=device), torch.arange(m, device=device)
+        place = at - offsets[owner]
+        ids = torch.nn.functional.pad(sets.ids, (0, 1))[at - owner].to(torch.int64)  # in the last slot of a row another one's
+        elsewhere = place.masked_fill(ids != targets[owner], m)
+        target = counts.scatter_reduce(0, owner, elsewhere, "amin")  # the last slot where the set lacks it
+        inside = target < counts
+        ids = ids.index_copy_(0, offsets[1:] - 1, targets.masked_fill(inside, -1))
+        slots = Ragged(torch.where(looked_at[owner], ids, -1), offsets, owner)
+        several = looked_at & (counts > inside)
+        has_all = without == 0
+        if not has_all and read is not None and device.type == "cpu":  # rows of a prompt, which are not read
+            has_all = not bool((read & ~has).any())
+        looked_at, several, place, target = map(plain, (looked_at, several, place, target))
+        return cls(plain(has), has_all, without, looked_at, several, slots.plain(), place, target, _groups(sets))
+
+    def others(self, read: Tensor | None) -> Tensor:
+        """bool [n]: rows that are read and have no set."""
+        return ~self.has if read is None else read > self.has  # as numbers: read and without a set
+
+    def places(self, at: Ragged) -> Tensor:
+        """int64 [k]: the index in `slots` of each pair of `at`; the number of slots where it is not among them."""
+        m = self.slots.ids.numel()
+        pairs, order = self.slots.pairs.sort()
+        place = torch.searchsorted(pairs, at.pairs)
+        has_slot = torch.cat([pairs, pairs.new_full((1,), -1)])[place] == at.pairs
+        return torch.where(has_slot, torch.cat([order, order.new_full((1,), m)])[place], m)
+
+    def holds(self, at: Ragged) -> Tensor:
+        """bool [k]: pairs of `at` that are among `slots`."""
+        return self.places(at) < self.slots.ids.numel()
+
+    def replaced(self, gradient: Tensor, at: Ragged, of_ids: Tensor) -> Tensor:
+        """The gradient of the logits at `slots`, with `of_ids` in its place at the pairs of `at`."""
+        return torch.cat([gradient, gradient.new_zeros(1)]).index_copy_(0, self.places(at), of_ids)[:-1]
+
+
+def _groups(sets: TokenSets) -> tuple[tuple[Tensor | None, int], ...]:
+    """Rows grouped by their number of slots, in widths that grow by factors of 8, so that one large set does not widen all rows."""
+    if sets.longest < WIDTH:
+        return ((None, -(-(sets.longest + 1) // 16) * 16),)  # few different widths, so that few kernels are compiled
+    widths = [WIDTH]
+    while widths[-1] <= sets.longest:
+        widths.append(8 * widths[-1])
+
+    # Rows are sorted on their device and cut where the host knows that a group ends: nothing is sent, and nobody waits.
+    sizes = torch.bincount(torch.bucketize(sets.host_counts + 1, torch.tensor(widths)), minlength=len(widths)).tolist()
+    grouped = sets.counts.argsort(stable=True).split(sizes)
+    return tuple((rows, width) for rows, width in zip(grouped, widths, strict=True) if rows.numel())

@@ -8,21 +8,22 @@ torch.compile sees the same Function with the operators of compile.py in place o
 
 from __future__ import annotations
 
-import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from ..formulas.ops import times
 from ..formulas.token_stage import JointStage, TokenStage
 from .backends import FusedRows
+from .gradients import Gradients
 from .memory import converted
-from .partials import Partials, RowTransform, Second, Slopes
-from .ragged import Ragged, Tokens
+from .partials import Partials, Second, Slopes
+from .ragged import Tokens
 from .sets import OverSets
-from .stream import Found, Gradients, Parts, Stream, Whole, at_all_ranks
+from .stream import Found, Parts, Stream, Visit
 from .tokens import LogitsAt
 
 Tensor = torch.Tensor
@@ -36,183 +37,155 @@ HANDED_OVER = (
 )
 
 
-def _whole_logits_at(stream: Stream, whole: Whole) -> LogitsAt:
-    slots, vocab = whole.at, stream.columns if stream.shard is None else stream.shard.vocab
-    assert slots is not None
-    at = LogitsAt(slots, at_all_ranks(stream, slots), (slots.ids >= 0) & (slots.ids < vocab))
-    return at if whole.tokens is None else at.with_likeliest(stream.transform)
-
-
 # ---- the problem
 
 
 class Read(NamedTuple):
     """A visit, and what is asked of it: statistics beside log-probs, see STATISTICS, and those of them that have a gradient."""
 
-    visit: Whole | OverSets
+    visit: Visit
     statistics: tuple[str, ...]
     with_gradient: tuple[str, ...]
 
 
-class Problem(Protocol):
-    """What `statistics` computes. Values and saved tensors have names, a number for the visit in front."""
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        """Names of what is returned."""
-
-    @property
-    def differentiable(self) -> tuple[str, ...]:
-        """Those that have a gradient."""
-
-    @property
-    def saved(self) -> tuple[str, ...]:
-        """Names of what else the backward needs."""
-
-    def stats(self, given: Given) -> tuple[Tensor, ...]:
-        """The values, then what is saved."""
-
-    def pull(self, given: Given, known: dict[str, Tensor], upstream: dict[str, Tensor], wanted: tuple[bool, ...]) -> Tensors:
-        """Gradients of the tensors. known: what was saved, and the values that have a gradient."""
-
-    def versions(self) -> tuple[int, ...]:
-        """How often tensors that the backward reads again, beside those of the policy, were written to."""
-
-    def without_tensors(self) -> Problem:
-        """The problem as the backward keeps it: autograd keeps the tensors."""
-
-
-class Given(NamedTuple):
-    targets: Tensor  # int64 [n]
-    read: Tensor | None  # bool [n]
-    transform: RowTransform
-    tensors: Tensors
+Name = tuple[int, str]  # the number of a visit, and what it gives
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """Reads of one stream."""
+class Problem(ABC):
+    """What `statistics` computes: reads of one stream."""
 
-    stream: Stream
     reads: tuple[Read, ...]
 
-    @functools.cached_property
-    def values(self) -> tuple[str, ...]:
+    @property
+    def values(self) -> tuple[Name, ...]:
+        """What is returned."""
         return self._named([read.statistics for read in self.reads])
 
-    @functools.cached_property
-    def differentiable(self) -> tuple[str, ...]:
+    @property
+    def differentiable(self) -> tuple[Name, ...]:
+        """The values that have a gradient."""
         return self._named([read.with_gradient for read in self.reads])
 
-    def _named(self, statistics: list[tuple[str, ...]]) -> tuple[str, ...]:
-        """These statistics of each visit, with its log-probs in front and those at further ids behind them."""
-        names = []
-        for i, (read, own) in enumerate(zip(self.reads, statistics, strict=True)):
-            at = () if read.visit.at is None else ("at",)
-            names += [f"{i} {name}" for name in ("logps", *own, *at)]
-        return tuple(names)
-
-    @functools.cached_property
-    def saved(self) -> tuple[str, ...]:
-        names = []
+    @property
+    def saved(self) -> tuple[Name, ...]:
+        """What else the backward needs."""
+        names: list[Name] = []
         for i, (visit, *_) in enumerate(self.reads):
-            of_visit = ["partials", *(f"apart {k}" for k in range(len(visit.apart)))]
-            if visit.at is not None:
-                of_visit += ["at logits", "at used"]
-            if isinstance(visit, Whole) and visit.sparse is not None:
-                of_visit += DRAWS
-            if isinstance(visit, Whole) and visit.ahead:
-                of_visit.append("ahead")
-            names += [f"{i} {name}" for name in of_visit]
+            of_at = () if visit.at is None else ("at logits", "at used")
+            of_draws = () if visit.sparse is None else DRAWS
+            names += [(i, name) for name in ("partials", *of_at, *of_draws, *(("ahead",) if visit.ahead else ()))]
         return tuple(names)
 
-    def stats(self, given: Given) -> tuple[Tensor, ...]:
-        stream = self.stream
-        if given.tensors is not stream.tensors:
-            stream = stream.of(given.tensors, given.transform)
+    def _named(self, statistics: list[tuple[str, ...]]) -> tuple[Name, ...]:
+        """These statistics of each visit, with its log-probs in front and those at further ids behind them."""
+        names: list[Name] = []
+        for i, (read, own) in enumerate(zip(self.reads, statistics, strict=True)):
+            names += [(i, name) for name in ("logps", *own, *(() if read.visit.at is None else ("at",)))]
+        return tuple(names)
+
+    @abstractmethod
+    def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
+        """The values, then what is saved, from the tensors of the stream."""
+
+    @abstractmethod
+    def pull(
+        self, tensors: Tensors, known: dict[Name, Tensor], upstream: dict[Name, Tensor], wanted: tuple[bool, ...]
+    ) -> Tensors:
+        """Gradients of the tensors. known: what was saved, and the values that have a gradient."""
+
+    def versions(self) -> tuple[int, ...]:
+        """How often tensors that the backward reads again, beside those of the stream, were written to."""
+        return ()
+
+    def without_tensors(self) -> Problem:
+        """The problem as the backward keeps it: autograd keeps the tensors."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Problem):
+    """Reads of a stream as it is."""
+
+    stream: Stream
+
+    def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
+        base = self.stream if tensors is self.stream.tensors else self.stream.of(tensors, self.stream.transform)
         values: list[Tensor] = []
         saved: list[Tensor] = []
         for visit, statistics, _ in self.reads:
-            at = None if visit.at is None else _logits_at(stream, visit)
-            if isinstance(visit, Whole):
-                found = stream.stats(visit if at is None or at.one is None else replace(visit, targets=at.targets))
-            else:
-                found = visit.stats(stream)
+            stream = over(base, visit)
+            at = None if visit.at is None else stream.logits_at(visit)
+            found = stream.stats(visit if at is None or at.one is None else replace(visit, targets=at.targets))
             ours = tuple(name for name in statistics if name != "divergence")
             logps, *others = found.partials.found(ours, visit.read)
             named = dict(zip(ours, others, strict=True))
             if "divergence" in statistics:
                 named["divergence"] = _divergence(visit, found)
             values += [logps, *(named[name] for name in statistics)]
-            saved += [found.partials.values, *(x.values for x in found.apart)]
+            saved.append(found.values)
             if at is not None:
-                values.append(at.log_probs(found.partials, visit.read, stream.transform))
+                values.append(at.log_probs(found.partials, visit.read, base.transform))
                 saved += [at.logits, at.used]
             saved += [*found.draws, *(() if found.ahead is None else (found.ahead,))]
         return *values, *saved
 
-    def pull(self, given: Given, known: dict[str, Tensor], upstream: dict[str, Tensor], wanted: tuple[bool, ...]) -> Tensors:
-        stream = self.stream.of(given.tensors, given.transform)
-        wholes = [read.visit for read in self.reads if isinstance(read.visit, Whole)]
+    def pull(
+        self, tensors: Tensors, known: dict[Name, Tensor], upstream: dict[Name, Tensor], wanted: tuple[bool, ...]
+    ) -> Tensors:
+        base = self.stream.of(tensors, self.stream.transform)
+        wholes = [read.visit for read in self.reads if read.visit.kept is None]
         sets = len(self.reads) > len(wholes)
-        twice = len(wholes) > 1 or (sets and wholes[0].all_rows if wholes else False)
+        twice = len(wholes) > 1 or (sets and any(x.all_rows for x in wholes))
         at_slots = sets or any(x.sparse is not None or (x.ahead and x.at is not None) for x in wholes)
-        gradients = stream.gradients(wanted, Parts(wholes[0] if wholes else None, twice, at_slots))
-        few: list[tuple[Ragged, Tensor]] = []  # of rows with sets: added when visits over the vocabulary have written all rows
+        gradients = base.gradients(wanted, Parts(wholes[0] if wholes else None, twice, at_slots))
         # Visits of sets come first: they read logits that may be written over.
         for i, (visit, _, with_gradient) in enumerate(self.reads):
-            given_to = {name.partition(" ")[2]: x for name, x in upstream.items() if name.startswith(f"{i} ")}
+            given_to = {name: x for (of, name), x in upstream.items() if of == i}
             d_at, d_outside = given_to.pop("at", None), given_to.pop("outside", None)
             if not given_to and d_at is None and d_outside is None:
                 continue
-            found = self._found(i, known)
-            of_values = {name: known[f"{i} {name}"] for name in with_gradient}
+            draws = tuple(known[i, name] for name in DRAWS if (i, name) in known)
+            found = visit.found(known[i, "partials"], draws, known.get((i, "ahead")))
+            of_values = {name: known[i, name] for name in with_gradient}
             given_to = given_to or {"logps": torch.zeros_like(found.partials.max)}
             slopes, at_ids = Slopes.of(of_values, given_to, visit.read), None
             if visit.at is not None and (d_at is not None or d_outside is not None):
-                at = LogitsAt(visit.at, known[f"{i} at logits"], known[f"{i} at used"])
+                at = LogitsAt(visit.at, known[i, "at logits"], known[i, "at used"])
                 d_at = torch.zeros_like(at.logits) if d_at is None else d_at.to(torch.float32)
-                at = at.with_likeliest(stream.transform) if isinstance(visit, Whole) and visit.tokens is not None else at
-                if isinstance(visit, Whole) and visit.ahead:
-                    target, values = at.beside_one(d_at, stream.transform)
+                at = at if visit.tokens is None or visit.kept is not None else at.with_likeliest(base.transform)
+                if visit.ahead:
+                    target, values = at.beside_one(d_at, base.transform)
                     slopes = Slopes.stacked({"target": target})
-                    few.append((stream.own(visit.at), values))
+                    gradients.add(base.own(visit.at), values)
                 else:
-                    rows = (visit.targets, visit.read, found.partials, slopes, stream.transform, _seconds_at(visit, found))
+                    rows = (visit.targets, visit.read, found.partials, slopes, base.transform, _seconds_at(visit, found))
                     at_ids, slopes = at.gradients(d_at, d_outside, *rows)
-            if isinstance(visit, Whole):
-                stream.pull(visit, found, slopes, gradients, at_ids)
-            else:
-                few.append(visit.pull(stream, found, slopes, at_ids))
-        for slots, values in few:
-            gradients.add(slots, values)
-        pairs = zip(gradients.tensors(), given.tensors, strict=True)
+            over(base, visit).pull(visit, found, slopes, gradients, at_ids)
+        pairs = zip(gradients.tensors(), tensors, strict=True)
         return tuple(None if g is None else converted(g, x.dtype) for g, x in pairs)
 
-    def _found(self, i: int, known: dict[str, Tensor]) -> Found:
-        visit = self.reads[i].visit
-        of = ("", 0.0) if visit.one is None else (visit.one.kind, visit.one.mixture)
-        partials = Partials(known[f"{i} partials"], visit.names, *of)
-        apart = tuple(
-            Partials(known[f"{i} apart {k}"], other.names, other.kind, other.mixture) for k, other in enumerate(visit.apart)
-        )
-        draws = tuple(known[f"{i} {name}"] for name in DRAWS if f"{i} {name}" in known)
-        return Found(partials, apart, draws, known.get(f"{i} ahead"))
-
     def without_tensors(self) -> Rows:
-        return Rows(self.stream.of((), self.stream.transform), self.reads)
+        return Rows(self.reads, self.stream.of((), self.stream.transform))
 
     def versions(self) -> tuple[int, ...]:
         others = {id(other.stream): other.stream for read in self.reads for other in read.visit.others}
-        tensors = [x for stream in others.values() for x in stream.tensors if x is not None]
-        return tuple(x._version for x in tensors if not x.is_inference())
+        tensors = [x for stream in others.values() for x in stream.tensors]
+        tensors += [x for visit, *_ in self.reads for x in (visit.targets, visit.read)]
+        tensors.append(self.stream.transform.inv_temperature)
+        return tuple(x._version for x in tensors if isinstance(x, Tensor) and not x.is_inference())
+
+
+def over(stream: Stream, visit: Visit) -> Stream | OverSets:
+    """What a visit of a stream runs over: the vocabulary, or sets."""
+    return stream if visit.kept is None else OverSets(stream, visit)
 
 
 #: Tensors of columns that were drawn, see `Draws.tensors`.
 DRAWS = ("draws ids", "draws offsets", "draws rows", "draws logits")
 
 
-def _divergence(visit: Whole | OverSets, found: Found) -> Tensor:
+def _divergence(visit: Visit, found: Found) -> Tensor:
     """fp32 [n], from all second streams."""
     if not visit.apart:
         return found.partials.divergence
@@ -220,15 +193,11 @@ def _divergence(visit: Whole | OverSets, found: Found) -> Tensor:
     return torch.stack(values).sum(0)
 
 
-def _seconds_at(visit: Whole | OverSets, found: Found) -> Iterator[tuple[Second, Tensor | None, Partials]]:
+def _seconds_at(visit: Visit, found: Found) -> Iterator[tuple[Second, Tensor | None, Partials]]:
     """The second streams of a visit, with logits [k] at its ids: with each its weight, and the partials of its divergence."""
-    partials = found.apart if visit.one is None else (found.partials,)
-    for other, both in zip(visit.others, partials, strict=True):
-        yield other.second(_logits_at(other.stream, visit).logits, other.stream.transform), other.weight, both
-
-
-def _logits_at(stream: Stream, visit: Whole | OverSets) -> LogitsAt:
-    return _whole_logits_at(stream, visit) if isinstance(visit, Whole) else visit.logits_at(stream)
+    for other, both in zip(visit.others, found.apart or (found.partials,), strict=True):
+        at = over(other.stream, visit).logits_at(visit)
+        yield other.second(at.logits, other.stream.transform), other.weight, both
 
 
 # ---- autograd
@@ -277,83 +246,56 @@ class _Statistics(torch.autograd.Function):
     """The values of a problem, then what is saved, which has no gradient."""
 
     @staticmethod
-    def forward(
-        problem: Problem, targets: Tensor, read: Tensor | None, scale: float, softcap: float, inv_temperature: float | Tensor,
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        return problem.stats(Given(targets, read, RowTransform(scale, softcap, inv_temperature), tensors))
+    def forward(problem: Problem, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return problem.stats(tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        problem, targets, read, scale, softcap, inv_temperature, *tensors = inputs
-        count = len(problem.values)
-        values, saved = dict(zip(problem.values, output[:count], strict=True)), output[count:]
+        problem, *tensors = inputs
+        names, differentiable = problem.values, problem.differentiable
+        values, saved = dict(zip(names, output[: len(names)], strict=True)), output[len(names) :]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*saved, *(x for name, x in values.items() if name not in problem.differentiable))
-        per_row = isinstance(inv_temperature, Tensor)
+        ctx.mark_non_differentiable(*saved, *(x for name, x in values.items() if name not in differentiable))
         ctx.problem, ctx.versions = problem, problem.versions()
-        ctx.numbers = (scale, softcap, None if per_row else inv_temperature)
-        kept = [values[name] for name in problem.differentiable]
-        ctx.save_for_backward(targets, read, inv_temperature if per_row else None, *saved, *kept, *tensors)
+        ctx.save_for_backward(*saved, *(values[name] for name in differentiable), *tensors)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Tensors:
-        problem = ctx.problem
-        of_values = dict(zip(problem.values, upstream[: len(problem.values)], strict=True))
-        given = tuple(name for name in problem.differentiable if of_values[name] is not None)
+        problem, wanted = ctx.problem, ctx.needs_input_grad[1:]
+        values, differentiable = problem.values, problem.differentiable
+        of_values = dict(zip(values, upstream[: len(values)], strict=True))
+        given = tuple(name for name in differentiable if of_values[name] is not None)
         if not given:
             return (None,) * len(ctx.needs_input_grad)
         if problem.versions() != ctx.versions:
             raise RuntimeError(
-                "the second stream of rows (its logits, hidden states or head) was written to between forward and backward, which "
-                "reads it again: call backward first, or pass a copy."
+                "what the backward reads again was written to between forward and backward, the second stream of rows (its logits, hidden "
+                "states or head), targets, mask or temperatures: call backward first, or pass a copy."
             )
-        plan = _Plan(problem, ctx.needs_input_grad[6:], ctx.numbers, given)
-        return *(None,) * 6, *gradient_once(_pull, plan, *(of_values[name] for name in given), *ctx.saved_tensors)
+        names = (*given, *problem.saved, *differentiable)
+
+        def pull(*x: Any) -> Tensors:
+            known = dict(zip(names[len(given) :], x[len(given) : len(names)], strict=True))
+            return problem.pull(x[len(names) :], known, dict(zip(given, x[: len(given)], strict=True)), wanted)
+
+        return None, *gradient_once(pull, *(of_values[name] for name in given), *ctx.saved_tensors)
 
 
-class _Plan(NamedTuple):
-    """What the backward of `_Statistics` knows beside tensors."""
-
-    problem: Problem
-    wanted: tuple[bool, ...]
-    numbers: tuple[float, float, float | None]  # of the transform; None: temperatures of rows
-    given: tuple[str, ...]  # values with an upstream gradient
-
-
-def _pull(plan: _Plan, *tensors: Any) -> Tensors:
-    problem, count = plan.problem, len(plan.given)
-    targets, read, inv_temperatures, *rest = tensors[count:]
-    names = (*problem.saved, *problem.differentiable)
-    scale, softcap, number = plan.numbers
-    transform = RowTransform(scale, softcap, inv_temperatures if number is None else number)
-    known = dict(zip(names, rest[: len(names)], strict=True))
-    upstream = dict(zip(plan.given, tensors[:count], strict=True))
-    return problem.pull(Given(targets, read, transform, tuple(rest[len(names) :])), known, upstream, plan.wanted)
-
-
-def statistics(
-    problem: Problem, targets: Tensor, read: Tensor | None, transform: RowTransform, tensors: Tensors
-) -> dict[str, Tensor]:
-    """The values of a problem by name, each [n] (those at further ids [k]), with the gradient of the stream's tensors."""
+def statistics(problem: Problem, tensors: Tensors) -> list[dict[str, Tensor]]:
+    """The values of each visit by name, each [n] (those at further ids [k]), with the gradient of the stream's tensors."""
     needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    rows: tuple[Any, ...] = (targets, read, *transform)
     if torch.compiler.is_compiling():
         # torch.compile knows such a Function with gradients only.
-        function = _Statistics.apply if needed else _Statistics.forward
-        made = function(problem, *rows, *tensors)
+        made = (_Statistics.apply if needed else _Statistics.forward)(problem, *tensors)
     elif needed or torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        made = applied(_Statistics, problem.without_tensors(), *map(_savable, rows), *tensors)
+        made = applied(_Statistics, problem.without_tensors(), *tensors)
     else:  # for a small batch the overhead of a Function would dominate
         with torch.no_grad():
-            made = problem.stats(Given(targets, read, transform, tensors))
-    return dict(zip(problem.values, made[: len(problem.values)], strict=True))
-
-
-def _savable(x: Any) -> Any:
-    """x as autograd may save it: a tensor made in inference mode has to be copied."""
-    copied = isinstance(x, Tensor) and x.is_inference() and not torch.is_inference_mode_enabled()
-    return x.clone() if copied else x
+            made = problem.stats(tensors)
+    found: list[dict[str, Tensor]] = [{} for _ in problem.reads]
+    for (i, name), x in zip(problem.values, made, strict=False):  # behind the values stands what is saved
+        found[i][name] = x
+    return found
 
 
 class _OfTokens(torch.autograd.Function):
@@ -394,32 +336,32 @@ class OneVisit:
     caller."""
 
     stream: Stream
-    whole: Whole | None  # rows over the vocabulary; None: there are none
-    sets: OverSets | None
+    whole: Visit | None  # rows over the vocabulary; None: there are none
+    sets: Visit | None
     stage: TokenStage | JointStage
     gradients: bool
 
-    def of_rows(self, gradients: Gradients | None) -> tuple[FusedRows, tuple[Ragged, Tensor] | None]:
-        """(losses of all rows, slots and the gradient of the logits at them); the gradients of the other rows are collected."""
-        stream, whole, sets, stage = self.stream, self.whole, self.sets, self.stage
-        if sets is None:
-            assert whole is not None
-            if whole.tokens is not None and isinstance(stage, JointStage):
-                return self._tokens_jointly(whole, whole.tokens, stage, gradients)
-            return stream.fused(whole, stage, gradients), None
-        if isinstance(stage, JointStage):
-            return self._jointly(sets, stage, gradients)
-        of_sets, few = sets.fused(stream, stage, gradients is not None)  # first: the others may write over logits that it reads
-        if whole is None:
-            return of_sets, few
-        return FusedRows(torch.where(sets.kept.has, of_sets.values, stream.fused(whole, stage, gradients).values)), few
+    def of_rows(self, gradients: Gradients | None) -> FusedRows:
+        """The losses of all rows; their gradients are collected."""
+        if isinstance(self.stage, JointStage) and self.whole is not None and self.sets is not None:
+            return self._jointly(self.whole, self.sets, self.stage, gradients)
+        if isinstance(self.stage, JointStage) and self.whole is not None and self.whole.tokens is not None:
+            return self._tokens_jointly(self.whole, self.whole.tokens, self.stage, gradients)
+        # Sets first: the others may write over logits that they read.
+        visits = [visit for visit in (self.sets, self.whole) if visit is not None]
+        results = [over(self.stream, visit).fused(visit, self.stage, gradients) for visit in visits]
+        if len(results) == 1:
+            return results[0]
+        assert self.sets is not None and self.sets.kept is not None
+        of_sets, of_others = results
+        return FusedRows(torch.where(self.sets.kept.has, of_sets.values, of_others.values))
 
-    def _jointly(
-        self, sets: OverSets, stage: JointStage, gradients: Gradients | None
-    ) -> tuple[FusedRows, tuple[Ragged, Tensor] | None]:
+    def _jointly(self, whole: Visit, sets: Visit, stage: JointStage, gradients: Gradients | None) -> FusedRows:
         """The same of rows that wait for each other: log-probs over sets are there first, and their gradient is made last."""
-        found, has = sets.stats(self.stream), sets.kept.has
-        of_sets, slopes = found.partials.softmax(True), torch.zeros(())
+        assert sets.kept is not None
+        stream, has, slopes = over(self.stream, sets), sets.kept.has, torch.zeros(())
+        found = stream.stats(sets)
+        of_sets = found.partials.softmax(True)
 
         def of_all(*of_others: Tensor) -> tuple[Tensor, Tensor]:
             logps, entropy = (torch.where(has, x, y) for x, y in zip(of_sets, of_others, strict=True))
@@ -430,19 +372,16 @@ class OneVisit:
             losses, slopes = stage.terms(*of_all(*of_others))
             return losses, slopes
 
-        assert self.whole is not None
-        result = self.stream.fused(self.whole, stage._replace(terms=terms), gradients)
-        result = FusedRows.of(*of_all(result.logps, result.entropy), result.losses)
-        few = None if gradients is None else sets.pull(self.stream, found, Slopes.stacked({"target": slopes}), None)
-        return result, few
+        result = self.stream.fused(whole, stage._replace(terms=terms), gradients)
+        if gradients is not None:
+            stream.pull(sets, found, Slopes.stacked({"target": slopes}), gradients, None)
+        return FusedRows.of(*of_all(result.logps, result.entropy), result.losses)
 
-    def _tokens_jointly(
-        self, whole: Whole, tokens: Tokens, stage: JointStage, gradients: Gradients | None
-    ) -> tuple[FusedRows, tuple[Ragged, Tensor]]:
+    def _tokens_jointly(self, whole: Visit, tokens: Tokens, stage: JointStage, gradients: Gradients | None) -> FusedRows:
         """The same of tokens that share rows and wait for each other: the products are those of one id of each row, see
         `LogitsAt.beside_one`."""
         stream, slots = self.stream, tokens.pairs.slots
-        at = LogitsAt(slots, at_all_ranks(stream, slots), slots.ids >= 0).with_likeliest(stream.transform)
+        at = LogitsAt(slots, stream.at_all_ranks(slots), slots.ids >= 0).with_likeliest(stream.transform)
         behind, values = at.behind(stream.transform), torch.zeros_like(at.logits)
         result, m = FusedRows.zeros(tokens.rows.numel(), values.device, None), tokens.rows.numel()
 
@@ -456,7 +395,9 @@ class OneVisit:
             return slopes, slopes  # in place of losses of rows, which there are none of
 
         stream.fused(replace(whole, targets=at.targets), stage._replace(terms=terms), gradients)
-        return result, (stream.own(slots), values)
+        if gradients is not None:
+            gradients.add(stream.own(slots), values)
+        return result
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -469,9 +410,7 @@ class _FusedLoss(torch.autograd.Function):
         shared = visit.whole is not None and visit.whole.tokens is not None and isinstance(visit.stage, JointStage)
         parts = Parts(visit.whole, shared, shared or visit.sets is not None)
         gradients = stream.gradients(wanted, parts) if any(wanted) else None
-        result, few = visit.of_rows(gradients)
-        if few is not None and gradients is not None:
-            gradients.add(*few)
+        result = visit.of_rows(gradients)
         ctx.gradients = (None,) * len(tensors) if gradients is None else gradients.made()
         ctx.versions = [g._version if isinstance(g, Tensor) else None for g in ctx.gradients]
         ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in tensors], stream.backend

@@ -1,8 +1,7 @@
 """Rows whose softmax runs over a set of ids.
 
 A set is a small vocabulary. The logits at its ids are gathered side by side into [n, width], padded with -inf, and the row
-kernels of a backend run on them as on any logits. The stream reads these logits and writes their gradient; it knows the
-positions (row, id) as `Ragged`.
+kernels of a backend run on them as on any logits. The stream reads these logits and gets their gradient at the positions (row, id).
 """
 
 from __future__ import annotations
@@ -10,19 +9,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ..formulas.ops import times
-from ..formulas.token_stage import TokenStage
-from ..layout import plain
-from ..token_sets import TokenSets
-from .backends import Backend, FusedRows
-from .parallel import VocabShard, exchange, on_shard
-from .partials import MIXED, TRANSFORMED, LogitRows, Partials, RowTransform, Second, Slopes, side_by_side
-from .ragged import Distinct, Ragged, Tokens
-from .stream import Found, Other, Stream, at_all_ranks, one_of, read_beside
+from ..formulas.token_stage import JointStage, TokenStage
+from .backends import FusedRows
+from .gradients import Gradients
+from .parallel import on_shard
+from .partials import TRANSFORMED, LogitRows, Second, Slopes
+from .ragged import Distinct, KeptRows, Ragged
+from .stream import Block, Found, Stream, Visit
 from .tokens import LogitsAt
 
 Tensor = torch.Tensor
@@ -30,108 +27,8 @@ Tensor = torch.Tensor
 #: Bytes of gathered logits at a time. Most sets are small: the limit is for batches with a few very large ones.
 BLOCK_BYTES = 64 << 20
 
-#: If no row has more slots than this, all rows are padded to one width.
-WIDTH = 64
 
-
-@dataclass(frozen=True, eq=False)
-class KeptRows:
-    """The rows of a batch that have a set, of n rows in all.
-
-    has       bool [n]: rows with a set. The others run over the whole vocabulary.
-    has_all   whether every row that is read has one; False if the host does not know.
-    without   how many have none, where the host knows it; else None.
-    read      bool [n]: rows with a set that are looked at.
-    several   bool [n]: those with more than one id. The log-prob of the only id of a set is 0 whatever its logit is, which is
-              therefore not computed.
-    slots     int64: the ids of each row's set, and behind them a place for its target, in use where the set lacks it. -1 where
-              a slot is not in use, as none is of a row that is not read.
-    place     int64 [m]: which slot of its row each is.
-    target    int64 [n]: which slot of its row holds the target.
-    groups    rows of like sizes, (int64 [r], or None for all rows; at least the number of slots of each).
-    """
-
-    has: Tensor
-    has_all: bool
-    without: int | None
-    read: Tensor
-    several: Tensor
-    slots: Ragged
-    place: Tensor
-    target: Tensor
-    groups: tuple[tuple[Tensor | None, int], ...]
-
-    @classmethod
-    def of(cls, sets: TokenSets, targets: Tensor, read: Tensor | None, has: Tensor | None = None) -> KeptRows:
-        """Those of flat int64 `targets` [n], of which `read` are looked at. `has`: rows whose set
-        counts, None: all that are not empty."""
-        n, device = targets.numel(), targets.device
-        counts, m = sets.counts, sets.ids.numel() + n
-        without = sets.empty_rows if has is None else None
-        has = counts > 0 if has is None else has
-        looked_at = has if read is None else has & read
-        # The number of slots does not depend on which targets their sets lack: it would have to be asked of the device. Each row
-        # has one slot more than ids, behind them.
-        owner = torch.repeat_interleave(counts + 1, output_size=m)
-        offsets, at = sets.offsets + torch.arange(n + 1, device=device), torch.arange(m, device=device)
-        place = at - offsets[owner]
-        ids = torch.nn.functional.pad(sets.ids, (0, 1))[at - owner].to(torch.int64)  # in the last slot of a row another one's
-        elsewhere = place.masked_fill(ids != targets[owner], m)
-        target = counts.scatter_reduce(0, owner, elsewhere, "amin")  # the last slot where the set lacks it
-        inside = target < counts
-        ids = ids.index_copy_(0, offsets[1:] - 1, targets.masked_fill(inside, -1))
-        slots = Ragged(torch.where(looked_at[owner], ids, -1), offsets, owner)
-        several = looked_at & (counts > inside)
-        has_all = without == 0
-        if not has_all and read is not None and device.type == "cpu":  # rows of a prompt, which are not read
-            has_all = not bool((read & ~has).any())
-        looked_at, several, place, target = map(plain, (looked_at, several, place, target))
-        return cls(plain(has), has_all, without, looked_at, several, slots.plain(), place, target, _groups(sets))
-
-    def others(self, read: Tensor | None) -> Tensor:
-        """bool [n]: rows that are read and have no set."""
-        return ~self.has if read is None else read > self.has  # as numbers: read and without a set
-
-    def places(self, at: Ragged) -> Tensor:
-        """int64 [k]: the index in `slots` of each pair of `at`; the number of slots where it is not among them."""
-        m = self.slots.ids.numel()
-        pairs, order = self.slots.pairs.sort()
-        place = torch.searchsorted(pairs, at.pairs)
-        has_slot = torch.cat([pairs, pairs.new_full((1,), -1)])[place] == at.pairs
-        return torch.where(has_slot, torch.cat([order, order.new_full((1,), m)])[place], m)
-
-    def holds(self, at: Ragged) -> Tensor:
-        """bool [k]: pairs of `at` that are among `slots`."""
-        return self.places(at) < self.slots.ids.numel()
-
-    def replaced(self, gradient: Tensor, at: Ragged, of_ids: Tensor) -> Tensor:
-        """The gradient of the logits at `slots`, with `of_ids` in its place at the pairs of `at`."""
-        return torch.cat([gradient, gradient.new_zeros(1)]).index_copy_(0, self.places(at), of_ids)[:-1]
-
-
-def _groups(sets: TokenSets) -> tuple[tuple[Tensor | None, int], ...]:
-    """Rows grouped by their number of slots, in widths that grow by factors of 8, so that one large set does not widen all rows."""
-    if sets.longest < WIDTH:
-        return ((None, -(-(sets.longest + 1) // 16) * 16),)  # few different widths, so that few kernels are compiled
-    widths = [WIDTH]
-    while widths[-1] <= sets.longest:
-        widths.append(8 * widths[-1])
-
-    # Rows are sorted on their device and cut where the host knows that a group ends: nothing is sent, and nobody waits.
-    sizes = torch.bincount(torch.bucketize(sets.host_counts + 1, torch.tensor(widths)), minlength=len(widths)).tolist()
-    grouped = sets.counts.argsort(stable=True).split(sizes)
-    return tuple((rows, width) for rows, width in zip(grouped, widths, strict=True) if rows.numel())
-
-
-class Beside(NamedTuple):
-    """A second stream of rows over the same sets: its transformed logits at the slots, [m]."""
-
-    z: Tensor
-    kind: str
-    mixture: float
-
-
-class _Block(NamedTuple):
+class _Memory(NamedTuple):
     """Rows whose logits are in one memory, those of like sizes side by side.
 
     rows   their numbers.
@@ -142,7 +39,7 @@ class _Block(NamedTuple):
     parts: tuple[tuple[int, int], ...]
     at: Tensor
 
-    def memory(self, z: Tensor) -> Tensor:
+    def filled(self, z: Tensor) -> Tensor:
         """z of the slots in their places, and -inf in all others."""
         size = sum(rows * width for rows, width in self.parts)
         return torch.full((size + 1,), -torch.inf, dtype=torch.float32, device=z.device).scatter_(0, self.at, z)
@@ -155,16 +52,68 @@ class _Block(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SetKernels:
-    """The kernels of a backend over rows with sets. `z` are transformed logits, fp32 [m], one a slot, see `transformed`.
+class OverSets:
+    """The rows of a stream over the sets of a visit, with the verbs of a stream. z are transformed logits, fp32 [m], one a slot."""
 
-    backend   of the row kernels, without an exchange.
-    columns   how many ids this process has: all, or those of `shard` from its start on."""
+    stream: Stream
+    visit: Visit
 
-    kept: KeptRows
-    backend: Backend
-    columns: int
-    shard: VocabShard | None = None
+    def stats(self, visit: Visit) -> Found:
+        z, _ = self._z(self.stream)
+        values = visit.not_read(self.kept.read.numel(), z.device)
+
+        def work(block: Block) -> None:
+            values[:, block.at] = block.stats()
+
+        self._each(z, work, False)
+        found = visit.found(values)
+        if "top" in visit.names:  # the kernels give a column of their memory
+            found.partials["top"].copy_(self._top_id(z, found.partials.max))
+        return found
+
+    def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: Gradients, at_ids: Tensor | None) -> None:
+        z, logits = self._z(self.stream)
+        of_z = self._each(z, lambda block: block.pull(found.values[:, block.at], slopes.at(block.at), block.rows.logits), True)
+        assert of_z is not None
+        gradient = self._of_logits(of_z, logits)
+        if at_ids is not None and visit.at is not None:
+            gradient = self.kept.replaced(gradient, visit.at, at_ids)
+        pairs = self._pairs(self.slots)
+        if pairs is None:
+            gradients.add(self.slots, gradient)
+        else:
+            gradients.add(pairs.slots, pairs.sums(gradient).to(torch.float32))
+
+    def fused(self, visit: Visit, stage: TokenStage | JointStage, gradients: Gradients | None) -> FusedRows:
+        assert isinstance(stage, TokenStage)
+        z, logits = self._z(self.stream)
+        results: list[tuple[slice | Tensor, FusedRows]] = []
+
+        def work(block: Block) -> None:
+            out = None if gradients is None else block.rows.logits
+            results.append((block.at, block.fused(stage.at(block.at), out)))
+
+        of_z = self._each(z, work, gradients is not None)
+        if gradients is not None and of_z is not None:
+            gradients.add(self.slots, self._of_logits(of_z, logits))
+        at, result = results[0]
+        if isinstance(at, Tensor):
+            result = FusedRows.zeros(self.kept.read.numel(), z.device, visit.others or None)
+            for at, part in results:
+                result.put(at, part)
+        return result
+
+    def logits_at(self, visit: Visit) -> LogitsAt:
+        assert visit.at is not None
+        logits = self._read(self.stream.at_all_ranks, visit.at)
+        # The log-prob of the only id of a set is 0 whatever its logit is, which is therefore not computed.
+        logits = torch.where(self.kept.several[visit.at.rows], logits, 0.0)
+        return LogitsAt(visit.at, logits, (visit.at.ids >= 0) & self.kept.holds(visit.at))
+
+    @property
+    def kept(self) -> KeptRows:
+        assert self.visit.kept is not None
+        return self.visit.kept
 
     @functools.cached_property
     def slots(self) -> Ragged:
@@ -172,81 +121,38 @@ class SetKernels:
         ids = self.kept.slots.ids
         return self.kept.slots._replace(ids=torch.where(self._used, ids - self._first if self._first else ids, -1))
 
-    def transformed(self, logits: Tensor, transform: RowTransform) -> Tensor:
-        """z of `logits`, fp32 [m], arbitrary where a slot is not in use here: -inf there, and 0 where it is the only one of its
+    def _z(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """(z, logits) of a stream at the slots. Where a slot is not in use here, z is -inf, and 0 where it is the only one of its
         row."""
-        z = torch.where(self._several, transform.of(logits, self.kept.slots.rows), 0.0)
-        return torch.where(self._own, z, -torch.inf)
+        logits = self._read(stream.at, self.slots)
+        z = torch.where(self._several, stream.transform.of(logits, self.kept.slots.rows), 0.0)
+        return torch.where(self._own, z, -torch.inf), logits
 
-    def of_logits(self, gradient: Tensor, logits: Tensor, transform: RowTransform) -> Tensor:
+    def _of_logits(self, gradient: Tensor, logits: Tensor) -> Tensor:
         """The gradient of logits from that of z; 0 of a slot that is not in use."""
-        return torch.where(self._used, gradient * transform.slope(logits, self.kept.slots.rows), 0.0)
+        return torch.where(self._used, gradient * self.stream.transform.slope(logits, self.kept.slots.rows), 0.0)
 
-    def stats(self, z: Tensor, names: tuple[str, ...], beside: Beside | None, read: Tensor | None = None) -> Partials:
-        """Partials of all rows; one that is not read has log-prob and entropy 0. `read`: bool [n], of the rows that `kept`
-        reads."""
-        read = self.kept.read if read is None else read
-        partials = Partials.empty(names, read.numel(), z.device, beside)
-        for block in self._blocks():
-            found = [
-                self.backend.first_visit(rows, names).values for _, rows in self._parts(block, block.memory(z), beside, read)
-            ]
-            partials.values[:, block.rows] = side_by_side(found)
-        top = partials.get("top")
-        if top is not None:  # the kernels give a column of the block
-            top.copy_(self._top_id(z, partials.max))
-        if self.shard is not None:
-            partials = exchange(self.shard, partials, read, 0)
-        if MIXED[0] in names:
-            mixed = torch.empty(len(MIXED), read.numel(), device=z.device)
-            for block in self._blocks():
-                own, parts = partials.at(block.rows), self._parts(block, block.memory(z), beside, read)
-                mixed[:, block.rows] = side_by_side([self.backend.mixed(rows, own.at(places)) for places, rows in parts])
-            partials.put(MIXED, mixed if self.shard is None else self.shard.sum_over_ranks(mixed))
-        return partials
+    def _pairs(self, slots: Ragged) -> Distinct | None:
+        """Slots of tokens as those of their rows, each once; None: they are that already."""
+        tokens = self.visit.tokens
+        if tokens is None:
+            return None
+        return Distinct.of(tokens.rows[slots.rows], slots.ids, (slots.ids >= 0) & tokens.used[slots.rows], tokens.n)
 
-    def pull(self, z: Tensor, partials: Partials, slopes: Slopes, beside: Beside | None) -> Tensor:
-        """The gradient of z."""
-        gradient: Tensor | None = None
-        for block in self._blocks():
-            memory, found, own = block.memory(z), partials.at(block.rows), slopes.at(block.rows)
-            for places, rows in self._parts(block, memory, beside, self.kept.read):
-                self.backend.gradient(rows, found.at(places), own.at(places), rows.logits)
-            gradient = block.added(gradient, memory)
-        assert gradient is not None, "there is one block at least"
-        return gradient
-
-    def fused(
-        self, z: Tensor, stage: TokenStage, wanted: bool, beside: Beside | None, read: Tensor | None = None
-    ) -> tuple[FusedRows, Tensor | None]:
-        """Losses of all rows of a token stage, and the gradient of z if it is wanted."""
-        read = self.kept.read if read is None else read
-        gradient: Tensor | None = None
-        order, results = [], []
-        for block in self._blocks():
-            memory, own = block.memory(z), stage.at(block.rows)
-            order += [block.rows] if isinstance(block.rows, Tensor) else []
-            for places, rows in self._parts(block, memory, beside, read):
-                # Every rank's block has the same slots, each with the ids of the rank alone.
-                shard = None if self.shard is None else replace(self.shard, start=0, vocab=rows.logits.shape[2])
-                backend, out = on_shard(self.backend, shard), rows.logits if wanted else None
-                results.append(backend.fused(rows, own.at(places), out).values)
-            gradient = block.added(gradient, memory) if wanted else None
-        result = FusedRows(side_by_side(results))
-        if order:
-            in_blocks, result = result, FusedRows.zeros(read.numel(), read.device, beside)
-            result.put(torch.cat(order), in_blocks)
-        return result, gradient
+    def _read(self, logits: Callable[[Ragged], Tensor], slots: Ragged) -> Tensor:
+        """fp32 [m]: the logits of a stream at slots."""
+        pairs = self._pairs(slots)
+        return logits(slots) if pairs is None else logits(pairs.slots)[pairs.place]
 
     @property
     def _first(self) -> int:
-        return 0 if self.shard is None else self.shard.start
+        return 0 if self.stream.shard is None else self.stream.shard.start
 
     @functools.cached_property
     def _own(self) -> Tensor:
         """bool [m]: slots in use whose id is among this process's columns. An id outside the vocabulary belongs to no rank."""
-        ids, end = self.kept.slots.ids, self._first + self.columns
-        return (ids >= self._first) & (ids < (end if self.shard is None else min(end, self.shard.vocab)))
+        ids, end = self.kept.slots.ids, self._first + self.stream.columns
+        return (ids >= self._first) & (ids < (end if self.stream.shard is None else min(end, self.stream.shard.vocab)))
 
     @functools.cached_property
     def _several(self) -> Tensor:
@@ -265,31 +171,48 @@ class SetKernels:
         return torch.where(self._own[slots.offsets[:-1] + target], target, -1)
 
     def _top_id(self, z: Tensor, top: Tensor) -> Tensor:
-        """int64 [n]: the lowest id whose z is the row's largest, -1 where none is."""
-        slots, none = self.kept.slots, torch.iinfo(torch.int64).max
+        """int64 [n]: the lowest id of all ranks whose z is the row's largest, -1 where none is."""
+        slots, none, shard = self.kept.slots, torch.iinfo(torch.int64).max, self.stream.shard
         ids = torch.where(self._own & (z == top[slots.rows]), slots.ids, none)
         lowest = torch.full_like(self.kept.target, none).scatter_reduce_(0, slots.rows, ids, "amin")
+        lowest = lowest if shard is None else shard.lowest_of_ranks(lowest)
         return torch.where(lowest == none, -1, lowest)
 
-    def _parts(self, block: _Block, memory: Tensor, beside: Beside | None, read: Tensor) -> Iterator[tuple[slice, LogitRows]]:
-        """Each part of a block: (its places among the rows of the block, these as rows of logits [1, rows, width])."""
-        target, read = self._target[block.rows], read[block.rows]
-        second = None if beside is None else block.memory(beside.z)
-        row = first = 0
-        for rows, width in block.parts:
-            places, shape, own = slice(row, row + rows), (1, rows, width), slice(first, first + rows * width)
-            other = None if second is None else second[own].view(shape)
-            of_second = None if other is None or beside is None else Second(other, TRANSFORMED, beside.kind, beside.mixture)
-            yield places, LogitRows(memory[own].view(shape), target[places], read[places], TRANSFORMED, of_second)
-            row, first = places.stop, own.stop
+    def _each(self, z: Tensor, work: Callable[[Block], None], writes: bool) -> Tensor | None:
+        """Let `work` compute all rows, block by block, and return what it `writes` over their logits, fp32 [m]."""
+        others, total = [self._z(other.stream)[0] for other in self.visit.others], None
+        for memory in self._memories():
+            logits, seconds = memory.filled(z), [memory.filled(of_other) for of_other in others]
+            row = first = 0
+            for rows, width in memory.parts:
+                own, at = slice(first, first + rows * width), memory.rows
+                at = at if isinstance(at, slice) else at[row : row + rows]
+                work(self._block(at, *(x[own].view(1, rows, width) for x in (logits, *seconds))))
+                row, first = row + rows, own.stop
+            total = memory.added(total, logits) if writes else None
+        return total
 
-    def _blocks(self) -> Iterator[_Block]:
+    def _block(self, at: slice | Tensor, logits: Tensor, *of_others: Tensor) -> Block:
+        """Rows `at` of the visit, from their logits [1, r, width] and those of second streams."""
+        stream, visit = self.stream, self.visit
+        seconds = [Second(x, TRANSFORMED, other.kind, other.mixture) for x, other in zip(of_others, visit.others, strict=True)]
+        second = seconds[0] if visit.one is not None else None
+        rows = LogitRows(logits, self._target[at], self.kept.read[at], TRANSFORMED, second)
+        # Every rank's block has the same slots, each with the ids of the rank alone.
+        shard = None if stream.shard is None else replace(stream.shard, start=0, vocab=logits.shape[2])
+
+        def second_of(i: int, here: Tensor | None) -> Second:
+            return seconds[i] if here is None else seconds[i]._replace(logits=seconds[i].logits[:, here])
+
+        return Block(stream, on_shard(stream.kernels, shard), visit, rows, at, second_of)
+
+    def _memories(self) -> Iterator[_Memory]:
         """As many rows at a time as BLOCK_BYTES allow, one part at least."""
         slots, place, n = self.kept.slots, self.kept.place, self.kept.read.numel()
         parts: list[tuple[Tensor, int]] = []
         for group, width in self.kept.groups:
             if group is None and 4 * n * width <= BLOCK_BYTES:
-                yield _Block(slice(0, n), ((n, width),), torch.add(place, slots.rows, alpha=width))
+                yield _Memory(slice(0, n), ((n, width),), torch.add(place, slots.rows, alpha=width))
                 return
             rows = torch.arange(n, device=place.device) if group is None else group
             parts += [(some, width) for some in rows.split(max(1, BLOCK_BYTES // (4 * width)))]
@@ -303,107 +226,4 @@ class SetKernels:
             order = torch.cat([rows for rows, _ in own])
             first = place.new_full((n,), size).index_copy_(0, order, torch.cat(starts))
             shapes = tuple((rows.numel(), width) for rows, width in own)
-            yield _Block(order, shapes, (first[slots.rows] + place).clamp_(max=size))
-
-
-@dataclass(frozen=True, eq=False)
-class OverSets:
-    """A visit of rows over their sets. `names` of the partials; `others`: second streams; `at`: further ids of rows
-    with a set, in it or not. `tokens`: where the sets are those of tokens, the rows of the stream that these are of."""
-
-    kept: KeptRows
-    targets: Tensor
-    names: tuple[str, ...]
-    others: tuple[Other, ...] = ()
-    at: Ragged | None = None
-    tokens: Tokens | None = None
-
-    @property
-    def read(self) -> Tensor:
-        return self.kept.read
-
-    @property
-    def one(self) -> Other | None:
-        """The second stream that is read in the same visit."""
-        return one_of(self.others)
-
-    @property
-    def apart(self) -> tuple[Other, ...]:
-        """Those that are visited after one another."""
-        return () if self.one is not None else self.others
-
-    def stats(self, stream: Stream) -> Found:
-        kernels, z, _ = self._rows(stream)
-        partials = kernels.stats(z, self.names, self._beside(kernels, self.one))
-        apart = []
-        for other in self.apart:
-            apart.append(kernels.stats(z, other.names, self._beside(kernels, other), read_beside(other.weight, self.read)))
-        return Found(partials, tuple(apart))
-
-    def pull(self, stream: Stream, found: Found, slopes: Slopes, at_ids: Tensor | None) -> tuple[Ragged, Tensor]:
-        """(slots, the gradient of the logits at them)."""
-        kernels, z, logits = self._rows(stream)
-        of_divergence = slopes.get("divergence")
-        own = slopes.without("divergence") if self.apart else slopes
-        gradient = kernels.pull(z, found.partials, own, self._beside(kernels, self.one))
-        for other, partials in zip(self.apart, found.apart, strict=True):
-            if of_divergence is not None:
-                slope = times(other.weight, of_divergence)
-                alone = Slopes.stacked({"target": torch.zeros_like(slope), "divergence": slope})
-                gradient += kernels.pull(z, partials, alone, self._beside(kernels, other))
-        gradient = kernels.of_logits(gradient, logits, stream.transform)
-        if at_ids is not None and self.at is not None:
-            gradient = self.kept.replaced(gradient, self.at, at_ids)
-        pairs = self._pairs(kernels.slots)
-        return (kernels.slots, gradient) if pairs is None else (pairs.slots, pairs.sums(gradient).to(torch.float32))
-
-    def fused(self, stream: Stream, stage: TokenStage, wanted: bool) -> tuple[FusedRows, tuple[Ragged, Tensor] | None]:
-        """(losses of all rows, what `pull` returns if it is wanted)."""
-        kernels, z, logits = self._rows(stream)
-        result, gradient = kernels.fused(z, stage, wanted, self._beside(kernels, self.one))
-        of_loss = stage.rows.divergence_weight
-        for other in self.apart:
-            weight = torch.zeros_like(result.losses) if of_loss is None else times(other.weight, of_loss)
-            read = read_beside(other.weight, self.read)
-            alone = TokenStage.divergence_alone(self.targets, weight)
-            part, more = kernels.fused(z, alone, wanted, self._beside(kernels, other), read)
-            assert part.divergence is not None
-            divergence = times(other.weight, part.divergence)
-            divergence = divergence if result.divergence is None else result.divergence + divergence
-            result = FusedRows.of(result.logps, result.entropy, result.losses + part.losses, divergence)
-            gradient = None if gradient is None or more is None else gradient + more
-        if gradient is None:
-            return result, None
-        return result, (kernels.slots, kernels.of_logits(gradient, logits, stream.transform))
-
-    def logits_at(self, stream: Stream) -> LogitsAt:
-        assert self.at is not None
-        slots, logits = self.at, self._read(at_all_ranks, stream, self.at)
-        # The log-prob of the only id of a set is 0 whatever its logit is, which is therefore not computed.
-        logits = torch.where(self.kept.several[slots.rows], logits, 0.0)
-        return LogitsAt(slots, logits, (slots.ids >= 0) & self.kept.holds(slots))
-
-    def _rows(self, stream: Stream) -> tuple[SetKernels, Tensor, Tensor]:
-        """(the kernels over sets, z of the slots, their logits)."""
-        kernels = SetKernels(self.kept, stream.kernels, stream.columns, stream.shard)
-        logits = self._read(type(stream).at, stream, kernels.slots)
-        return kernels, kernels.transformed(logits, stream.transform), logits
-
-    def _beside(self, kernels: SetKernels, other: Other | None) -> Beside | None:
-        if other is None:
-            return None
-        logits = self._read(type(other.stream).at, other.stream, kernels.slots)
-        return Beside(kernels.transformed(logits, other.stream.transform), other.kind, other.mixture)
-
-    def _pairs(self, slots: Ragged) -> Distinct | None:
-        """Slots of tokens as those of their rows, each once; None: they are that already."""
-        if self.tokens is None:
-            return None
-        return Distinct.of(
-            self.tokens.rows[slots.rows], slots.ids, (slots.ids >= 0) & self.tokens.used[slots.rows], self.tokens.n
-        )
-
-    def _read(self, logits: Callable[[Any, Ragged], Tensor], stream: Stream, slots: Ragged) -> Tensor:
-        """fp32 [m]: the logits of a stream at slots."""
-        pairs = self._pairs(slots)
-        return logits(stream, slots) if pairs is None else logits(stream, pairs.slots)[pairs.place]
+            yield _Memory(order, shapes, (first[slots.rows] + place).clamp_(max=size))

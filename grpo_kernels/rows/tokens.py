@@ -17,9 +17,6 @@ from .ragged import Ragged, Tokens, write_at
 
 Tensor = torch.Tensor
 
-#: Devices whose values the host reads without a wait.
-READ_AT_ONCE = ("cpu",)
-
 
 @dataclass(frozen=True, eq=False)
 class LogitsAt:
@@ -143,7 +140,7 @@ class ChunkOfTokens(NamedTuple):
     @classmethod
     def of(cls, all_tokens: Tokens, stage: TokenStage, at: Tensor) -> ChunkOfTokens:
         """Those of the rows `at`, int64 [r]. `stage`: of all tokens."""
-        tokens, which, of_listed = all_tokens.at(at, at.device.type in READ_AT_ONCE)
+        tokens, which, of_listed = all_tokens.at(at)
         if isinstance(which, slice):
             return cls(tokens, which, stage)
         own, ids, listed = stage.at(which), tokens.listed, stage.listed

@@ -190,6 +190,6 @@ def test_opcheck(view, dtype):
             (results[0].sum() + results[1].sum()).backward()
     assert {name for name, _ in calls.seen} == OPERATORS
     for name, arguments in calls.seen:
-        plain = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
+        plain = torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, arguments)
         found = torch.library.opcheck(getattr(torch.ops.grpo_kernels, name).default, plain)
         assert set(found.values()) == {"SUCCESS"}, (name, found)

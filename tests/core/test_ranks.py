@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from unittest import mock
 
 import pytest
@@ -416,7 +416,7 @@ def check_collectives_of_a_cut_vocabulary(rank, ranks):
 
 def check_extremes(rank, ranks):
     """Parts that hold only -inf, a peaked row, logits of 1e4, a row of only -inf; the largest ids count from the first column of
-    the vocabulary, whoever holds them, and of equal ones it is the lowest."""
+    the vocabulary, whoever holds them, and of equal ones it is the lowest, also over a set."""
     logits = torch.randn(7, V, generator=torch.Generator().manual_seed(4))
     logits[0, 20:] = logits[1, :50] = logits[6] = -torch.inf
     logits[2] *= 1e4
@@ -427,10 +427,9 @@ def check_extremes(rank, ranks):
     entropy = -torch.where(log_p == -torch.inf, 0.0, log_p.exp() * log_p).sum(-1)
     right = {"logps": log_p.gather(1, targets[:, None])[:, 0], "entropy": entropy, "top_prob": log_p.exp().amax(1)}
     ways = [(widths, Options(shard=shard, backend=x)) for widths, shard in cuts(rank, ranks) for x in BACKENDS]
-    for widths, options in ways:
-        found = token_logprobs(
-            cut(logits, widths, rank, -1), targets, entropy=True, also=("top_id", "top_prob"), options=options
-        )
+    for (widths, options), kept in product(ways, (None, TokenSets.from_lists([[*range(V)]] * 7))):
+        asked = {"entropy": True, "also": ("top_id", "top_prob"), "options": options}
+        found = token_logprobs(cut(logits, widths, rank, -1), targets, kept=kept, **asked)
         for name, x in {"logps": found.logps, "entropy": found.entropy, "top_prob": found.also["top_prob"]}.items():
             assert x[6].isnan()
             torch.testing.assert_close(x[:6].double(), right[name][:6], rtol=1e-6, atol=2e-6)

@@ -22,14 +22,15 @@ from grpo_kernels import Sparse
 from grpo_kernels.layout import logit_rows, overlap, whole_rows
 from grpo_kernels.rows import backends, products
 from grpo_kernels.rows import hidden as linear
-from grpo_kernels.rows.backends import FusedRows, cpu_products, eager
+from grpo_kernels.rows.backends import WITH_ENTROPY, FusedRows, cpu_products, eager
 from grpo_kernels.rows.backends import native as native
 from grpo_kernels.rows.backends.cpu import _cpu
 from grpo_kernels.rows.compile import TracedRows
 from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform
 from grpo_kernels.rows.products import Plan, Work
-from grpo_kernels.rows.run import statistics
+from grpo_kernels.rows.run import Read, statistics
 from grpo_kernels.rows.selection import starts
+from grpo_kernels.rows.stream import Visit
 
 #: Sizes of chunks and blocks.
 blocks = products
@@ -149,13 +150,15 @@ def traced_stages(backend: str, dtype: torch.dtype) -> list[tuple[Callable[..., 
     """What puts operators into a graph: functions of (targets, tensors) that give log-probs and entropies of rows, and whether
     they take hidden states, weight and bias, or logits."""
 
-    def stage(problem: Any) -> Callable[..., Any]:
-        transform = RowTransform(1.0, 0.0, 0.7)
-        return lambda targets, *x: tuple(statistics(problem, targets, None, transform, x).values())
+    def stage(*how: Any, sparse: Any = None) -> Callable[..., Any]:
+        def log_probs(targets: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            read = Read(Visit(targets, None, WITH_ENTROPY, sparse=sparse), ("entropy",), ("entropy",))
+            (found,) = statistics(TracedRows((read,), RowTransform(1.0, 0.0, 0.7), backend, False, *how), x)
+            return found["logps"], found["entropy"]
 
-    names = (("entropy",), ("entropy",), backend, False)
-    problems = (TracedRows(*names), TracedRows(*names, dtype), TracedRows(*names, dtype, Sparse(1 / 16)))
-    return [(stage(problem), i > 0) for i, problem in enumerate(problems)]
+        return log_probs
+
+    return [(stage(), False), (stage(dtype), True), (stage(dtype, sparse=Sparse(1 / 16)), True)]
 
 
 def rows_of_logits(logits: torch.Tensor) -> torch.Tensor:

@@ -107,9 +107,9 @@ class Backend(ABC):
         """Write the gradient that slopes give into the same rows of `out` [A, T, V], which may be the logits themselves or other
         memory. A row whose slopes are 0 becomes 0. The second stream is read where slopes have a "divergence"."""
 
-    @abstractmethod
     def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
         """The losses of a token stage, and their gradient into `out`; None leaves it out."""
+        return self.two_visits(rows, stage, out, max(1, rows.n))
 
     def fused_tokens(self, rows: LogitRows, tokens: Tokens, stage: TokenStage, out: Tensor | None) -> FusedRows | None:
         """The same of tokens of the rows, which may share a row, or list ids: losses of tokens. None, and nothing was done,

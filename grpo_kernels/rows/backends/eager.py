@@ -68,7 +68,7 @@ class Kernels(Backend):
                 found |= dict(zip(OF_BOTH, (w_top, row_sums(q), row_sums(cross), row_sums(excess)), strict=True))
             for name in names:
                 if name in found:
-                    result.at(r).get(name).copy_(found[name])  # type: ignore[union-attr]
+                    result.at(r)[name].copy_(found[name])
         if rows.read is not None:
             empty = Partials.not_read(names, 1, rows.logits.device)
             return replace(result, values=torch.where(rows.read, result.values, empty.values))
@@ -201,10 +201,8 @@ def _second(rows: LogitRows, r: slice) -> Tensor:
 
 def _against(z: Tensor, w: Tensor, partials: Partials) -> tuple[Tensor, Tensor]:
     """(q, log p - log q) [r, V], from transformed rows and their statistics."""
-    w_top, w_sum = partials.get("teacher_max"), partials.get("teacher_sum")
-    assert w_top is not None and w_sum is not None, partials.names
-    tops = _finite(partials.max)[:, None], _finite(w_top)[:, None]
-    q = (w - tops[1]).exp() / w_sum[:, None]
+    tops = _finite(partials.max)[:, None], _finite(partials["teacher_max"])[:, None]
+    q = (w - tops[1]).exp() / partials["teacher_sum"][:, None]
     return q, divergence.differences(z, w, *tops) + partials.log_sums[:, None]
 
 

@@ -71,7 +71,7 @@ class Kernels(Backend):
         of.run("two", _two_stats_kernel, arguments, NAMES=" ".join(own), DIRECTION=direction)
         if "top" in names:  # rarely asked for beside a second stream, so it is a separate pass
             alone = self.stats(rows._replace(second=None), WITH_TOP)
-            result.get("top").copy_(alone.get("top"))  # type: ignore[union-attr, arg-type]
+            result["top"].copy_(alone["top"])
         return result
 
     def mixed(self, rows: LogitRows, partials: Partials) -> Tensor:
@@ -104,7 +104,7 @@ class Kernels(Backend):
     def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
         """In one visit of each row; beside a second stream in two."""
         if rows.second is not None:
-            return self.two_visits(rows, stage, out, max(1, rows.n))
+            return super().fused(rows, stage, out)
         assert rows.part is None
         if self.strict:
             stage.compare_once(Program.__call__)
@@ -220,7 +220,7 @@ class OrEager(Backend):
             fall_back(SECOND_VISIT, failure.reason)
         except FormulaRefused as refusal:
             fall_back(SECOND_VISIT, str(refusal).rstrip("."))
-        return self.two_visits(rows, stage, out, max(1, rows.n))
+        return super().fused(rows, stage, out)
 
     def _either(self, name: str, *arguments: Any) -> Any:
         try:
