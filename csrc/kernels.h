@@ -85,7 +85,7 @@ struct Program {
     int count, numbers, inputs, outputs;
     const uint16_t* output;  // registers
 
-    int registers() const { return numbers + inputs + count; }
+    [[gnu::always_inline]] int registers() const { return numbers + inputs + count; }
 };
 
 // Each operation rounds to fp32 as torch does; exp and log are those of fp64, rounded.
@@ -138,7 +138,7 @@ struct Tokens {
     const Listed* listed;           // or null
 
     // How many ids token t lists.
-    int64_t ids_of(int64_t t) const { return listed ? listed->starts[t + 1] - listed->starts[t] : 0; }
+    [[gnu::always_inline]] int64_t ids_of(int64_t t) const { return listed ? listed->starts[t + 1] - listed->starts[t] : 0; }
 };
 
 // The loss and its gradient in one call. The program computes the loss and its slopes. Its first two inputs are the row's log-prob

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels.formulas.listed import ListedTerms, logp_term
+from grpo_kernels import Objective
+from grpo_kernels.formulas.listed import ListedTerms, logp_term, prob_term
+from grpo_kernels.formulas.surrogates import PolicyGradient
 from grpo_kernels.formulas.token_stage import NOTHING, TokenRows, TokenStage
 from grpo_kernels.rows.backends import cpu, cpu_products
 from grpo_kernels.rows.partials import SLOPES, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
 from grpo_kernels.rows.ragged import Ragged, Tokens
+from support.kernel_rows import KERNELS, kernels, slots_of
 from support.processes import start
 
 Tensor = torch.Tensor
@@ -157,6 +161,30 @@ def test_rows_that_cannot_be_are_refused():
     ):  # fmt: skip
         with pytest.raises(ValueError):
             cpu._cpu.Memory(*right[:place], wrong, *right[place + 1 :])
+
+
+@no_module
+@pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith("cpu")])
+def test_what_tokens_name_outside_of_their_row(name):
+    """A NaN in the row of who names it; rows beside it keep their bits, and memory around is not written. Of eight tokens row 3 has
+    three, row 1 two, rows 2 and 4 none; one is not read."""
+    of_rows, read, targets = torch.tensor([3, 0, 3, 5, 1, 3, 9, 1]), torch.arange(8) != 6, torch.randint(1003, (8,))
+    listed = slots_of([torch.randperm(1003)[:n].tolist() for n in (40, 0, 20, 1, 0, 40, 3, 40)])
+    of_ids = ListedTerms(((logp_term, torch.randn(144)), (prob_term, torch.randn(144))), listed.offsets)
+    stage = Objective(PolicyGradient()).stage(TokenRows(targets, read, torch.randn(8), torch.rand(8) + 0.5), of_ids)
+    with kernels(name) as module:
+        logits, tokens = torch.randn(1, 6, 1003).bfloat16(), Tokens(of_rows, targets, read, 6, listed)
+        expected = torch.zeros_like(logits)
+        own = LogitRows(logits, targets[:6], None)
+        module.fused_tokens(own, tokens, stage, expected)
+        assert expected[0, [0, 1, 3, 5]].any(1).all() and not expected[0, [2, 4]].any()
+        for outside in (-1, 1003, 1 << 60):
+            around, named, ids = torch.full((3, 6, 1003), 7.0).bfloat16(), targets.clone(), listed.ids.clone()
+            named[0], ids[-1] = outside, outside
+            spoiled = replace(tokens, targets=named, listed=listed._replace(ids=ids))
+            found = module.fused_tokens(own, spoiled, stage, around[1:2])
+            assert found.losses.isnan().tolist() == [True, *6 * [False], True] and (around[[0, 2]] == 7.0).all()
+            assert torch.equal(around[1, [0, 2, 4, 5]], expected[0, [0, 2, 4, 5]])
 
 
 # ---- without assertions

@@ -11,11 +11,6 @@ from itertools import cycle
 import pytest
 import torch
 
-from grpo_kernels import Objective
-from grpo_kernels.formulas.listed import ListedTerms, logp_term, prob_term
-from grpo_kernels.formulas.surrogates import PolicyGradient
-from grpo_kernels.formulas.token_stage import TokenRows
-from grpo_kernels.rows.ragged import Tokens
 from support.kernel_rows import (
     COOL,
     DTYPES,
@@ -28,11 +23,9 @@ from support.kernel_rows import (
     Rows,
     beside,
     check,
-    given,
     in_cpp,
     kernels,
     same,
-    slots_of,
     visited,
     ways,
 )
@@ -223,28 +216,6 @@ def test_what_cannot_be_computed_shows_in_its_row(module, at):
                 ({k: x[fine] for k, x in values.items()}, gradient[0, fine]),
             )
             assert found["logps"][1:5].isnan().all() and out[0, 1:3].isnan().all() and (around[[0, 2]] == 7.0).all()
-
-
-@pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith("cpu")])
-def test_what_tokens_name_outside_of_their_row(name):
-    """A NaN in the row of who names it; rows beside it keep their bits, and memory around is not written. Of eight tokens row 3 has
-    three, row 1 two, rows 2 and 4 none; one is not read."""
-    of_rows, read, targets = torch.tensor([3, 0, 3, 5, 1, 3, 9, 1]), torch.arange(8) != 6, torch.randint(1003, (8,))
-    listed = slots_of([torch.randperm(1003)[:n].tolist() for n in (40, 0, 20, 1, 0, 40, 3, 40)])
-    of_ids = ListedTerms(((logp_term, torch.randn(144)), (prob_term, torch.randn(144))), listed.offsets)
-    stage = Objective(PolicyGradient()).stage(TokenRows(targets, read, torch.randn(8), torch.rand(8) + 0.5), of_ids)
-    with kernels(name) as module:
-        r, tokens = drawn(1003, torch.bfloat16, (1, 6)), Tokens(of_rows, targets, read, 6, listed)
-        expected = torch.zeros_like(r.logits)
-        module.fused_tokens(given(r), tokens, stage, expected)
-        assert expected[0, [0, 1, 3, 5]].any(1).all() and not expected[0, [2, 4]].any()
-        for outside in (-1, 1003, 1 << 60):
-            around, own, ids = torch.full((3, 6, 1003), 7.0).bfloat16(), targets.clone(), listed.ids.clone()
-            own[0], ids[-1] = outside, outside
-            spoiled = replace(tokens, targets=own, listed=listed._replace(ids=ids))
-            found = module.fused_tokens(given(r), spoiled, stage, around[1:2])
-            assert found.losses.isnan().tolist() == [True, *6 * [False], True] and (around[[0, 2]] == 7.0).all()
-            assert torch.equal(around[1, [0, 2, 4, 5]], expected[0, [0, 2, 4, 5]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
