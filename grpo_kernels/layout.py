@@ -95,7 +95,7 @@ def check_named(rows: Tensor, mask: Tensor | None, n: int) -> None:
         wrong = (rows < 0) | (rows >= n)
         remedy = (
             f" is none of the {n} rows of the logits or hidden states, which count from 0 in the order in which they lie: pass the row "
-            "that predicts the token, or mask the token."
+            f"that predicts the token{', or mask the token' if n else ''}."
         )
         refuse_where(wrong if mask is None or n == 0 else wrong & mask, "rows", rows, remedy)
 

@@ -39,7 +39,8 @@ class VocabShard:
 
     Per call from logits, and per chunk of rows from hidden states, there is one all-gather of the rows' softmax partials:
     16 bytes a row and rank (12 without entropy). The backward of log-probs has none but the sum of d_hidden. Kept sets are given
-    whole to all ranks, and each takes the ids of its part: one such all-gather for all rows with a set. `at=` sums 4 bytes an id.
+    whole to all ranks, and each takes the ids of its part: such an all-gather for each block of rows whose sets have like sizes.
+    `at=` sums 4 bytes an id.
     Source: the split softmax of Megatron-LM (arXiv 1909.08053, section 3), with the statistics merged in one exchange as
     online softmax merges tiles (arXiv 1805.02867).
 
