@@ -268,9 +268,9 @@ DIMS = {"logits": -1, "weight": 0, "bias": 0}
 EXCHANGED = "mask kept missing over others exact tail also weight_grad transform extreme spread rows listed".split()
 #: What ranks add up beside the sums of rows: mixtures over sets, logits at listed ids. And squares that all ranks have a share of.
 FURTHER = [
-    Recipe(door="logprobs", also="sum_squares", ranks=2),
     *(Recipe(objective="dapo, exact", source=source, kept="some", others=("whole",), exact="jsd", ranks=2) for source in ("logits", "hidden")),
     *(Recipe(source="hidden", listed="some", rows=rows, objective="dapo, k3", given="on-policy", ranks=2) for rows in ("own", "shared", "shuffled")),
+    Recipe(door="logprobs", also="sum_squares", ranks=2),
 ]  # fmt: skip
 HEAD = Recipe(source="hidden", objective="grpo, k3 and entropy", vocab=V, bias="plain", lengths=LENGTHS)
 
