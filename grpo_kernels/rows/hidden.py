@@ -24,7 +24,7 @@ from .backends import WITH_ENTROPY, FusedRows
 from .gradients import Gradients, LateGradient, WeightGradient, WeightMemory
 from .partials import LogitRows, Partials, RowTransform, Second, Slopes, side_by_side
 from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
-from .ragged import Ragged, write_at
+from .ragged import Ragged
 from .selection import Draws, gradient_at, starts
 from .stream import Block, Found, Other, Parts, Stream, Visit
 
@@ -290,10 +290,11 @@ class Engine(Gradients):
 
         def step(block: Block, _: slice, out: Tensor | None) -> None:
             assert out is not None
-            block.pull(found.values[:, block.at], slopes.at(block.at), out)
+            own = None
             if slots is not None and at_ids is not None:
                 here, which = slots.in_chunk(block.places, n)
-                write_at(out[0], (here.rows, here.ids.clamp(min=0)), at_ids[which], here.ids >= 0)
+                own = here, at_ids[which]
+            block.pull(found.values[:, block.at], slopes.at(block.at), out, own)
 
         self._each(visit, index, step, True)
 

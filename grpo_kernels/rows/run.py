@@ -159,7 +159,9 @@ class Rows(Problem):
                     slopes = Slopes.stacked({"target": target})
                     gradients.add(base.own(visit.at), values)
                 else:
-                    rows = (visit.targets, visit.read, found.partials, slopes, base.transform, _seconds_at(visit, found))
+                    # Of computed rows the divergence has its gradient where they are computed again, see `Block.pull`.
+                    seconds = () if base.computed and visit.kept is None else _seconds_at(visit, found)
+                    rows = (visit.targets, visit.read, found.partials, slopes, base.transform, seconds)
                     at_ids, slopes = at.gradients(d_at, d_outside, *rows)
             over(base, visit).pull(visit, found, slopes, gradients, at_ids)
         pairs = zip(gradients.tensors(), tensors, strict=True)

@@ -212,18 +212,21 @@ class Block:
             part.put(OUTSIDE, self._outside())
         return _stacked(values)
 
-    def pull(self, values: Tensor, slopes: Slopes, out: Tensor) -> None:
-        """Write the gradient of the logits, which may be `out`, from partials fp32 [q, r] and slopes of these rows."""
-        found = self.visit.found(values)
-        of_divergence = slopes.get("divergence")
-        if not self.visit.apart or of_divergence is None:
+    def pull(self, values: Tensor, slopes: Slopes, out: Tensor, at_ids: tuple[Ragged, Tensor] | None = None) -> None:
+        """Write the gradient of the logits, which may be `out`, from partials fp32 [q, r] and slopes of these rows. `at_ids`: what
+        it is at some ids of these rows but for that of divergences, which is added as the kernels make it: where two rows are
+        nearly equal, the sign of a difference is that of the logits whose sums the partials have."""
+        found, of_divergence = self.visit.found(values), slopes.get("divergence")
+        if of_divergence is None or (at_ids is None and not self.visit.apart):
             self.backend.gradient(self.rows, found.partials, slopes, out)
+            _put(out, at_ids)
             return
         gradient = torch.empty_like(self.rows.logits)
-        self.backend.gradient(self.rows, found.partials, slopes.without("divergence"), gradient)
-        for i, here, own, weight in self._beside():
-            slope = times(weight, _taken(of_divergence, here))
-            partials = found.apart[i] if here is None else found.apart[i].at(here)
+        self.backend.gradient(self.rows._replace(second=None), found.partials, slopes.without("divergence"), gradient)
+        _put(gradient, at_ids)
+        for i, here, own, weight in self._beside() if self.visit.apart else ((0, None, self.rows, None),):
+            slope, partials = times(weight, _taken(of_divergence, here)), (found.apart or (found.partials,))[i]
+            partials = partials if here is None else partials.at(here)
             memory = torch.empty_like(own.logits)
             self.backend.pull(own, partials, Slopes.stacked({"target": torch.zeros_like(slope), "divergence": slope}), memory)
             _add(gradient, here, memory, 1)
@@ -294,6 +297,13 @@ class Block:
         below = torch.full((), -torch.inf, device=z.device).expand(slots.ids.shape)
         write_at(z, (slots.rows, slots.ids.clamp(min=0)), below, slots.ids >= 0)
         return self.backend.stats(LogitRows(z[None], self.rows.targets, self.rows.read), partials_of(())).values[:2]
+
+
+def _put(out: Tensor, at_ids: tuple[Ragged, Tensor] | None) -> None:
+    """Write values [k] at ids of rows [1, r, V], where they are in use."""
+    if at_ids is not None:
+        slots, values = at_ids
+        write_at(out[0], (slots.rows, slots.ids.clamp(min=0)), values, slots.ids >= 0)
 
 
 def _taken(x: Tensor, here: Tensor | None) -> Tensor:
