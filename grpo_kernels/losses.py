@@ -14,7 +14,7 @@ from .checks import describe, nearest, require
 from .formulas.divergence import Exact
 from .formulas.listed import ListedTerms
 from .formulas.ops import bounded_exp, times
-from .formulas.token_stage import JointStage, Terms, TokenRows
+from .formulas.token_stage import JointStage, TokenRows
 from .layout import (
     FLOATING,
     check_named,
@@ -361,6 +361,8 @@ def _loss(
         check_ids(name, batch.listed, stream.vocab)
     if tokens is not None or listed is not None:
         late = late or kept is not None or bool(seconds.others)
+    # What listed ids add may be small at the likeliest id of a row, whose place the engine would give and take off again.
+    joint = joint and listed is None
     if not late and (objective.one_pass or joint):
         return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited, listed, at, tokens)
     with_gradient = ("entropy",) if objective.needs_entropy else ()
@@ -394,10 +396,8 @@ def _in_one_visit(
 
     def terms(logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal log_ratio
-        logps, *of_ids = logps.tensor_split([rows.targets.numel()])
-        at = None if listed is None else (listed, of_ids[0])
-        made, log_ratio, d_ids = _terms(logps, entropy, batch, objective, rows, at)
-        return made.losses, made.d_logps if d_ids is None else torch.cat([made.d_logps, d_ids])
+        log_ratio = objective.log_ratio(logps, rows, batch)
+        return objective.token_stage(logps, entropy, rows, batch, log_ratio)[:2]
 
     groups = () if objective.one_pass else _groups(batch, objective, active, tokens)
     stage = objective.stage(rows, listed) if objective.one_pass else JointStage(terms, groups)
@@ -462,11 +462,16 @@ def _loss_of_logps(
 ) -> LossOutput:
     """The loss of flat log-probs, entropy and exact divergence [n], and of the log-probs [k] of listed ids: the token stage."""
     L, H = logps.detach(), None if entropy is None else entropy.detach()
-    own = None if listed is None else (listed[0], listed[1].detach())
-    made, x, d_at = _terms(L, H, batch, objective, rows, own)
-    loss = applied(
-        _TokenStage, logps, entropy, None if listed is None else listed[1], made.losses, made.d_logps, made.d_entropy, d_at
-    )
+    x = None if objective.one_pass else objective.log_ratio(L, rows, batch)
+    at = d_at = None
+    if listed is None:
+        made = objective.token_stage(L, H, rows, batch, x)
+    else:
+        terms, at = listed
+        term, slopes = terms.of(at.detach(), rows.advantages)
+        made = objective.token_stage(L, H, rows, batch, x, term)
+        d_at = times(made.d_listed[terms.rows], slopes)
+    loss = applied(_TokenStage, logps, entropy, at, made.losses, made.d_logps, made.d_entropy, d_at)
     H = torch.full_like(L, math.nan) if H is None else H
     shape = batch.targets.shape
     if divergence is not None:
@@ -474,21 +479,6 @@ def _loss_of_logps(
         loss = loss + total(times(rows.divergence_weight, divergence))
         divergence = divergence.detach().view(shape)
     return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x, divergence=divergence)
-
-
-def _terms(
-    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows,
-    listed: tuple[ListedTerms, Tensor] | None,
-) -> tuple[Terms, Tensor | None, Tensor | None]:  # fmt: skip
-    """(losses and slopes of flat rows, their log-ratio where the objective has more than one pass, the slopes of the log-probs [k]
-    of listed ids)."""
-    x = None if objective.one_pass else objective.log_ratio(logps, rows, batch)
-    if listed is None:
-        return objective.token_stage(logps, entropy, rows, batch, x), x, None
-    terms, of_ids = listed
-    term, slopes = terms.of(of_ids, rows.advantages)
-    made = objective.token_stage(logps, entropy, rows, batch, x, term)
-    return made, x, times(made.d_listed[terms.rows], slopes)
 
 
 class _TokenStage(torch.autograd.Function):

@@ -385,14 +385,14 @@ class OneVisit:
         stream, slots = self.stream, tokens.pairs.slots
         at = LogitsAt(slots, stream.at_all_ranks(slots), slots.ids >= 0).with_likeliest(stream.transform)
         behind, values = at.behind(stream.transform), torch.zeros_like(at.logits)
-        result, m = FusedRows.zeros(tokens.rows.numel(), values.device, None), tokens.rows.numel()
+        result = FusedRows.zeros(tokens.rows.numel(), values.device, None)
 
         def terms(logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal result, values
-            of_pairs, of_rows = tokens.of_pairs(logps[slots.rows] + behind), tokens.of_rows(entropy)
-            losses, of_logps = stage.terms(of_pairs, of_rows)
-            result = FusedRows.of(of_pairs[:m], of_rows, losses)
-            upstream = tokens.to_pairs(of_logps)
+            of_tokens = tokens.of_pairs(logps[slots.rows] + behind), tokens.of_rows(entropy)
+            losses, of_logps = stage.terms(*of_tokens)
+            result = FusedRows.of(*of_tokens, losses)
+            upstream = tokens.to_pairs(torch.where(tokens.used, of_logps, 0.0))
             slopes, values = at.beside_one(upstream, stream.transform)
             return slopes, slopes  # in place of losses of rows, which there are none of
 
