@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -29,33 +28,11 @@ from grpo_kernels.formulas.centering import ScoreCentering
 from grpo_kernels.formulas.surrogates import NoPolicyTerm, PolicyGradient
 from grpo_kernels.losses import objective_loss
 from support import pages
-from support.doors import batch_of, run
-from support.inside import count_products, in_chunks
-from support.oracle import to_rows
+from support.doors import batch_of
 from support.recipes import Recipe, problem
 
 Tensor = torch.Tensor
 V = 61
-
-
-@pytest.mark.parametrize("objective", ["dapo", "gspo"])
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_rows_in_products(frozen, objective, backend, monkeypatch):
-    """Three products, two with a frozen head. Of rows without an advantage those have a gradient that list ids; at a sequence
-    level with their sequences."""
-    in_chunks(monkeypatch, 4 if objective == "dapo" else 11)  # sequences that wait for their log-probs in one block
-    own = {"objective": objective, "frozen": "weight" if frozen else "nothing"}
-    p = problem(Recipe(source="hidden", listed="some", given="on-policy", **own))
-    assert p.terms is not None
-    has_advantage = (to_rows(p.seen["advantages"], p.sequences, torch.float64) != 0) & p.trained
-    active = has_advantage | p.trained & torch.tensor(list(map(bool, p.terms[0])))
-    assert has_advantage.sum() < active.sum() < p.trained.sum()
-    for sequence in p.sequences if objective == "gspo" else ():  # whose log-probs are all in one ratio
-        active[sequence] = active[sequence].any() & p.trained[sequence]
-    expected = {"logits": p.trained.sum(), "d_hidden": active.sum(), "d_weight": 0 if frozen else active.sum()}
-    rows = count_products(monkeypatch)
-    run(p, backend=backend)
-    assert +rows == +Counter({name: int(count) for name, count in expected.items()})
 
 
 def test_values_are_combined_before_they_are_rounded(backend):
