@@ -97,7 +97,7 @@ def over_greedy(plain, rewards):
 
 def optimal_token(plain, rewards):
     at_end = [[0.0] * (len(ids) - 1) + [r] for r, ids in zip(rewards[0], plain.ids, strict=True)]
-    logps, squares = ([x.tolist() for x in each] for each in (plain.old, plain.squares))
+    logps, squares = ([x[at].tolist() for at in plain.sequences] for x in (plain.old, plain.squares))
     return estimators.optimal_token_advantages(at_end, logps, squares, plain.groups)
 
 
