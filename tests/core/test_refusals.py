@@ -74,14 +74,18 @@ def packed(cu_seqlens=None, **changes):
     return batch(**{"targets": IDS.view(-1), "advantages": torch.ones(B * T), "cu_seqlens": cuts, **changes})
 
 
+def of_given(given):
+    """A batch, whose fields may stand among the keywords of a loss."""
+    return given.pop("of") if "of" in given else batch(**{k: given.pop(k) for k in FIELDS & given.keys()})
+
+
 def loss(objective=PACKED, logits=LOGITS, **given):
-    """Fields of the batch stand among the keywords; so in `linear`."""
-    of = given.pop("of") if "of" in given else batch(**{k: given.pop(k) for k in FIELDS & given.keys()})
+    of = of_given(given)
     return grpo_loss(logits, of, objective, **in_options(**{"backend": "eager", **given}))
 
 
 def linear(objective=PACKED, hidden=HIDDEN, weight=WEIGHT, **given):
-    of = given.pop("of") if "of" in given else batch(**{k: given.pop(k) for k in FIELDS & given.keys()})
+    of = of_given(given)
     weight = Head(weight, given.pop("bias")) if "bias" in given else weight
     return linear_grpo_loss(hidden, weight, of, objective, **in_options(**{"backend": "eager", **given}))
 

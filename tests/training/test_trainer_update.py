@@ -21,7 +21,7 @@ from grpo_kernels.training.rollouts import draw
 from support import advantage_oracle as estimators
 from support.oracle import Spec
 from support.plain_trainer import GRPO, Plain, Watch, kept_ids
-from support.runs import PROMPTS, lines, tiny, trainer, varied
+from support.runs import PROMPTS, lines, of_steps, tiny, trainer, varied
 
 Tensor = torch.Tensor
 DAPO = Spec(eps_high=0.28)
@@ -60,11 +60,6 @@ def with_three_ends(tok):
     model = tiny(tok)
     model.generation_config.eos_token_id = [3, 5]
     return model
-
-
-def of_steps(prompts, completions, *, completion_ids, **_):
-    """A process reward at every other token."""
-    return [[float(i % 2 == 0) if t % 2 == 0 else None for t, i in enumerate(ids)] for ids in completion_ids]
 
 
 def some_alike(prompts, completions, **_):
