@@ -1,4 +1,4 @@
-"""What a call costs: the rows that enter each product, the memory that is allocated, and its peak from hidden states."""
+"""What a call costs: the products and the memory of what is frozen, what is allocated, and the peak from hidden states."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ import pytest
 import torch
 
 from grpo_kernels import (
-    Exact,
     Head,
     LogitTransform,
     Objective,
     Options,
     TokenBatch,
     grpo_loss,
-    linear_divergence,
     linear_grpo_loss,
     linear_logprobs,
     token_logprobs,
@@ -49,51 +47,6 @@ def batch(**fields):
 
 def loss(x, objective, of=None, **options):
     return linear_grpo_loss(x["hidden"], Head(x["weight"], x["bias"]), of or batch(), objective, **in_options(**options)).loss
-
-
-def test_rows_in_the_products_of_log_probs(backend, monkeypatch):
-    """One product of the rows that count, then three of those whose upstream gradient is not 0; entropy costs none."""
-    for entropy in (False, True):
-        x, of = leaves(), batch()
-        with monkeypatch.context() as patch:
-            rows = count_products(patch)
-            found = linear_logprobs(
-                x["hidden"], x["weight"], of.targets, mask=MASK, entropy=entropy, options=Options(backend=backend)
-            )
-            (found[0] * (torch.arange(B) < 3)[:, None]).sum().backward()
-        some = int(MASK[:3].sum())
-        assert rows == {"logits": N + some, "d_hidden": some, "d_weight": some}
-        assert x["hidden"].grad is not None and not x["hidden"].grad[3:].any()
-
-
-def test_a_second_stream_costs_a_product_of_its_own(backend, monkeypatch):
-    """In a loss four in all, each teacher only in the rows where it has a weight; six where gradients wait for the backward. No
-    more than a chunk of logits of either exists."""
-    in_chunks(monkeypatch, 4)
-    second = (torch.randn(B, T, 24), torch.randn(V, 24) / 5)
-    few = torch.arange(B) < 3
-    exact = Objective.preset("distillation", kl=Exact())
-    for reference, teachers in ((second, N), ([(second, 1.0), (second, few.float())], N + int(MASK[few].sum()))):
-        x = leaves()
-        with monkeypatch.context() as patch, Allocations() as seen:
-            rows = count_products(patch)
-            loss(x, exact, batch(ref_logps=None), reference=reference, backend=backend).backward()
-        assert rows == {"logits": N + teachers, "d_hidden": N, "d_weight": N}
-        assert not any(V in shape and max(shape) <= V and N in shape for shape in seen.shapes)
-    rows = count_products(monkeypatch)
-    x = leaves()
-    linear_divergence(x["hidden"], x["weight"], second, mask=MASK, options=Options(backend=backend)).sum().backward()
-    assert rows == {"logits": 4 * N, "d_hidden": N, "d_weight": N}
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_a_gradient_there_is_one_product(mode, backend, monkeypatch):
-    x, rows = leaves(), count_products(monkeypatch)
-    for objective in (Objective.preset("dapo"), Objective.preset("gspo")):
-        rows.clear()
-        with mode():
-            loss(x, objective, backend=backend)
-        assert rows == {"logits": N}
 
 
 @pytest.mark.parametrize("layer", [1, 2])

@@ -1,15 +1,19 @@
-"""How many rows take part in each product with the head, by level of the objective, kind of head, and KL."""
+"""How many rows take part in each product with the head, by what is asked for, level of the objective, kind of head, and KL."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from grpo_kernels import (
     EntropyQuantile,
+    Exact,
     Head,
     Objective,
     OffPolicySequences,
@@ -21,7 +25,7 @@ from grpo_kernels import (
     linear_logprobs,
 )
 from grpo_kernels.formulas.filters import Filter
-from support.inside import count_products, in_chunks
+from support.inside import Allocations, count_products, in_chunks
 
 Tensor = torch.Tensor
 B, T, H, V = 6, 5, 16, 40
@@ -46,81 +50,132 @@ def leaves(frozen):
     return torch.randn(B, T, H, generator=g).requires_grad_(), torch.randn(V, H, generator=g).requires_grad_(not frozen)
 
 
-def batch():
+def batch(**fields):
     g = torch.Generator().manual_seed(6)
     ref_logps = -4 + 0.1 * torch.randn(
         B, T, generator=g
     )  # on-policy: no ratio is clipped, which would leave a row without a slope
-    return TokenBatch(torch.randint(V, (B, T), generator=g), ADVANTAGES, mask=MASK, ref_logps=ref_logps)
+    return TokenBatch(torch.randint(V, (B, T), generator=g), ADVANTAGES, **{"mask": MASK, "ref_logps": ref_logps, **fields})
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1], ids=["", "kl"])
-@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
-@pytest.mark.parametrize("chunks", [True, False], ids=["chunks", "one block"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_rows_in_the_products_of_a_loss(level, chunks, frozen, beta, backend, monkeypatch):
-    if chunks:
-        in_chunks(monkeypatch, 4)
-    with_gradient = N if beta else ACTIVE
-    # A slope waits for its group. Until it is known the gradients of a block are kept, and of a longer group are made again.
-    longer = with_gradient if level == "choice of a batch" else 10 if beta else 5
-    again = longer if level != "token" and not frozen and chunks else 0
-    hidden, weight = leaves(frozen)
-    rows = count_products(monkeypatch)
-    objective = replace(LEVELS[level], beta=beta)
-    linear_grpo_loss(hidden, weight, batch(), objective, options=Options(backend)).loss.backward()
-    expected = {"logits": N + again, "d_hidden": with_gradient, "d_weight": 0 if frozen else with_gradient}
-    assert rows == Counter(expected)
+TARGETS = batch().targets
+
+# ---- how many rows
 
 
-SETS = TokenSets.from_lists([[1, 2]] + [[]] * (B * T - 1))
+class Case(NamedTuple):
+    """A function of hidden states, head and options, rows of a chunk (0: all are one), and how many rows it should take."""
+
+    call: Callable[..., Tensor]
+    chunk: int
+    forward: int  # projected without gradients
+    live: int  # that have a gradient
+    trained: tuple[int, int]  # in the products of logits and of hidden states
+    frozen: tuple[int, int] | None = None  # the same with a frozen head, where it differs
 
 
-@pytest.mark.parametrize("chunks", [True, False], ids=["chunks", "one block"])
-def test_rows_beside_one_with_a_set(chunks, backend, monkeypatch):
-    """Which is in no product. Without it its sequence fits into a block."""
-    if chunks:
-        in_chunks(monkeypatch, 4)
-    (hidden, weight), rows = leaves(False), count_products(monkeypatch)
-    b = replace(batch(), kept=SETS, missing="include")
-    linear_grpo_loss(hidden, weight, b, Objective.preset("gspo"), options=Options(backend)).loss.backward()
-    assert rows == Counter({"logits": N - 1, "d_hidden": ACTIVE - 1, "d_weight": ACTIVE - 1})
+def of_loss(objective, of, **given):
+    return lambda hidden, weight, options: linear_grpo_loss(hidden, weight, of, objective, options=options, **given).loss
 
 
-ONE, TEACHER = TokenSets.from_lists([[3, 4]] * (B * T)), torch.full((2 * B * T,), -1.0)
-#: Calls of log-probs with a frozen head -> rows in the products of logits and hidden states, in units of N. What has a gradient
-#: beside them, or is not what the loss reads, is not made ahead.
-FROZEN = {
-    "log-probs": ({}, (1, 1)),
-    "entropy without a gradient": ({"entropy": "detached", "also": ("top_prob",)}, (1, 1)),
-    "entropy": ({"entropy": True}, (2, 1)),
-    "sum of squares": ({"also": ("sum_squares",)}, (2, 1)),
-    "entropy over the vocabulary": (
-        {"entropy": "detached", "kept": SETS, "options": Options(entropy_over="vocabulary", missing="include")}, (1, 0)
+def of_logps(upstream=1.0, targets=TARGETS, mask=MASK, over="kept", **given):
+    def call(hidden, weight, options):
+        options = replace(options, entropy_over=over, missing="include")
+        return (linear_logprobs(hidden, weight, targets, mask=mask, options=options, **given).logps * upstream).sum()
+
+    return call
+
+
+def of_divergence(teachers):
+    return lambda hidden, weight, options: linear_divergence(hidden, weight, teachers, mask=MASK, options=options).sum()
+
+
+FEW = torch.arange(B)[:, None] < 2
+SOME, FIRST = int(MASK[:2].sum()), torch.arange(B * T).view(B, T) == 0
+SECOND, EXACT = (torch.randn(B, T, 24), torch.randn(V, 24) / 5), Objective.preset("distillation", kl=Exact())
+SETS, TEACHER = TokenSets.from_lists([[1, 2]] + [[]] * (B * T - 1)), TokenSets.from_lists([[3, 4]] * (B * T))
+TEACHERS = [(TEACHER.with_values(torch.full((2 * B * T,), -1.0)), 1.0)]
+#: Ids at a row that has an advantage, at one of three that have none, and at one that is masked.
+LISTED = TokenSets.from_lists([[1, 2] if i in (0, 6, 9) else [] for i in range(B * T)]).with_values(torch.ones(6))
+TERMS = batch(logp_terms=LISTED, prob_terms=LISTED)
+#: Two prompts of two rollouts each: rows 0 to 2 and 6 to 8 are shared, nobody names row 5. The first two tokens of a prompt's
+#: rollouts are the same, the third differs.
+ROWS = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4], [6, 7, 8, 9], [6, 7, 8, 10]])
+IDS = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 8], [1, 2, 3, 4], [1, 2, 4, 4]])
+TREES = TokenBatch(IDS, torch.tensor([1.0, -0.5, 0.3, 0.6]), rows=ROWS)
+DAPO, GSPO = (Objective.preset(name) for name in ("dapo", "gspo"))
+
+
+def of_levels():
+    """A slope waits for its group. Until it is known the gradients of a block are kept, and of a longer group are made again."""
+    for name, chunk, beta in itertools.product(LEVELS, (0, 4), (0.0, 0.1)):
+        live = N if beta else ACTIVE
+        longer = live if name == "choice of a batch" else 10 if beta else 5
+        again = longer if name != "token" and chunk else 0
+        call = of_loss(replace(LEVELS[name], beta=beta), batch())
+        yield f"{name}, chunk {chunk}, beta {beta}", Case(call, chunk, N, live, (N + again, live), (N, live))
+
+
+CASES = {
+    **dict(of_levels()),
+    # Entropy costs no product. Rows without an upstream gradient are not projected back. A frozen head's are, ahead of it, but
+    # not what has a gradient beside log-probs, or is not what the loss reads.
+    "log-probs of some": Case(of_logps(FEW), 0, N, SOME, (N + SOME, SOME), (N, N)),
+    "log-probs of some, and entropy": Case(of_logps(FEW, entropy=True), 0, N, SOME, (N + SOME, SOME)),
+    "log-probs": Case(of_logps(), 4, N, N, (2 * N, N), (N, N)),
+    "entropy without a gradient": Case(of_logps(entropy="detached", also=("top_prob",)), 4, N, N, (2 * N, N), (N, N)),
+    "entropy": Case(of_logps(entropy=True), 4, N, N, (2 * N, N)),
+    "sum of squares": Case(of_logps(also=("sum_squares",)), 4, N, N, (2 * N, N)),
+    "entropy over the vocabulary": Case(of_logps(FIRST, over="vocabulary", entropy="detached", kept=SETS), 4, N, 1, (N, 0)),
+    # A second stream has a product of its own, each teacher in the rows where it has a weight, twice where gradients wait.
+    "teacher": Case(of_loss(EXACT, batch(ref_logps=None), reference=SECOND), 4, 2 * N, N, (2 * N, N)),
+    "teachers": Case(
+        of_loss(EXACT, batch(ref_logps=None), reference=[(SECOND, 1.0), (SECOND, FEW.float())]),
+        4, 2 * N + SOME, N, (2 * N + SOME, N),
     ),
+    "divergence": Case(of_divergence(SECOND), 4, 2 * N, N, (4 * N, N)),
+    "teacher at some ids": Case(of_divergence(TEACHERS), 0, 2 * N, N, (3 * N, N)),
+    "teachers at some ids": Case(of_divergence(TEACHERS * 2), 0, 3 * N, N, (5 * N, 2 * N)),
+    # A row with a set is in no product. Without it its sequence fits into a block.
+    **{
+        f"beside a set, chunk {chunk}": Case(
+            of_loss(GSPO, batch(kept=SETS, missing="include")), chunk, N - 1, ACTIVE, (N - 1, ACTIVE - 1)
+        )
+        for chunk in (0, 4)
+    },
+    # Of rows without an advantage those that list ids have a gradient; at the level of sequences with their sequence.
+    "listed": Case(of_loss(DAPO, TERMS), 4, N, ACTIVE + 1, (N, ACTIVE + 1)),
+    "listed, sequence": Case(of_loss(GSPO, TERMS), 5, N, ACTIVE + 1, (N, ACTIVE + 3)),
+    # A row of several tokens is in each product once, where slopes wait too if its prompt fits a block; where they cancel in none.
+    "trees": Case(of_loss(DAPO, TREES), 4, 10, 10, (10, 10)),
+    "trees, sequence": Case(of_loss(GSPO, TREES), 5, 10, 10, (10, 10)),
+    "trees, sequence, beyond a block": Case(of_loss(GSPO, TREES), 4, 10, 10, (20, 10), (10, 10)),
+    "slopes cancel": Case(of_logps(torch.tensor([[1], [-1], [1], [0]]), IDS, None, rows=ROWS), 0, 10, 7, (17, 7), (10, 10)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FROZEN)
-def test_rows_in_the_products_of_log_probs_of_a_frozen_head(name, backend, monkeypatch):
-    in_chunks(monkeypatch, 4)
-    given, (projected, with_gradient) = FROZEN[name]
-    options = replace(given.get("options", Options()), backend=backend)
-    (hidden, weight), b = leaves(True), batch()
-    rows = count_products(monkeypatch)
-    only_set = name == "entropy over the vocabulary"
-    found = linear_logprobs(hidden, weight, b.targets, mask=MASK, **{**given, "options": options})
-    (found.logps[0, 0] if only_set else found.logps.sum()).backward()
-    expected = Counter({"logits": projected * N, "d_hidden": with_gradient * N})
-    assert rows == +expected
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("name", CASES)
+def test_rows_in_products(name, frozen, backend, monkeypatch):
+    """Of no more than a chunk there are logits at a time."""
+    call, chunk, forward, live, trained, of_frozen = CASES[name]
+    if chunk:
+        in_chunks(monkeypatch, chunk)
+    (hidden, weight), rows = leaves(frozen), count_products(monkeypatch)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            call(hidden, weight, Options(backend))
+        assert rows == {"logits": forward}
+        rows.clear()
+    with Allocations() as seen:
+        call(hidden, weight, Options(backend)).backward()
+    projected, back = (frozen and of_frozen) or trained
+    assert +rows == +Counter({"logits": projected, "d_hidden": back, "d_weight": 0 if frozen else back})
+    assert hidden.grad is not None and hidden.grad.any(-1).sum() == live
+    assert not chunk or not any({N, V} <= {*shape} for shape in seen.shapes)
 
 
-@pytest.mark.parametrize("teachers", [1, 2])
-def test_teachers_at_some_ids_make_nothing_ahead(teachers, backend, monkeypatch):
-    (hidden, weight), rows = leaves(True), count_products(monkeypatch)
-    given = [(ONE.with_values(TEACHER), 1.0)] * teachers
-    linear_divergence(hidden, weight, given, mask=MASK, options=Options(backend)).sum().backward()
-    assert rows == Counter({"logits": (1 + 2 * teachers) * N, "d_hidden": teachers * N})
+# ---- what rows hold
 
 
 def test_a_row_without_a_slope_may_hold_anything(backend):

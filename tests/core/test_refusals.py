@@ -32,6 +32,7 @@ from grpo_kernels import (
 )
 from grpo_kernels.batch import shift_sets, shift_targets
 from grpo_kernels.distributed import global_normalizer
+from grpo_kernels.formulas.centering import ScoreCentering
 from grpo_kernels.formulas.filters import EntropyFloor, OffPolicySequences, TrustRegion
 from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.formulas.ops import ops
@@ -73,14 +74,18 @@ def packed(cu_seqlens=None, **changes):
     return batch(**{"targets": IDS.view(-1), "advantages": torch.ones(B * T), "cu_seqlens": cuts, **changes})
 
 
+def of_given(given):
+    """A batch, whose fields may stand among the keywords of a loss."""
+    return given.pop("of") if "of" in given else batch(**{k: given.pop(k) for k in FIELDS & given.keys()})
+
+
 def loss(objective=PACKED, logits=LOGITS, **given):
-    """Fields of the batch stand among the keywords; so in `linear`."""
-    of = given.pop("of") if "of" in given else batch(**{k: given.pop(k) for k in FIELDS & given.keys()})
+    of = of_given(given)
     return grpo_loss(logits, of, objective, **in_options(**{"backend": "eager", **given}))
 
 
 def linear(objective=PACKED, hidden=HIDDEN, weight=WEIGHT, **given):
-    of = given.pop("of") if "of" in given else batch(**{k: given.pop(k) for k in FIELDS & given.keys()})
+    of = of_given(given)
     weight = Head(weight, given.pop("bias")) if "bias" in given else weight
     return linear_grpo_loss(hidden, weight, of, objective, **in_options(**{"backend": "eager", **given}))
 
@@ -153,6 +158,9 @@ BATCH = {
     "kept is a list: pass": [[1], [2]],
     "has 12 tokens, but kept have 3 rows": {"kept": KEPT[:3]},
     "missing='drop': it must be one of": "drop",
+    "logp_terms|give each id its coefficient": KEPT,
+    "prob_terms|list the ids of both in both": {"logp_terms": sets([[1]]), "prob_terms": sets([[2]])},
+    "logp_terms have 3 rows": {"logp_terms": sets([[1]])[:3]},
     "context_group|init_process_group": object(),
     **{f"{name}|[3]|[3, 4]|the same": {name: ONES} for name in ("old_logps", "ref_logps", "sampler_logps")},
     **{f"{name}|torch.int64|floating-point": {name: IDS} for name in ("old_logps", "sampler_logps", "nll_weights")},
@@ -270,6 +278,9 @@ CALLS = [
         "ref_logits is a whole distribution|kl='k3' is an estimate": {"objective": Objective(beta=0.1), "ref_logits": LOGITS},
         "ref_logits='Tensor': with beta=0": LOGITS,
         "ref_logits has a vocabulary of 10, but the policy has 11": {"objective": EXACT, "ref_logits": LOGITS[..., :-1] + 1, "inplace": True},
+        "logp_terms holds id 11 in row 0": TOO_HIGH,
+        "logp_terms is None, but listed": {"objective": Objective(listed=ScoreCentering())},
+        "inplace=True, but each teacher": {"objective": EXACT, "ref_logits": sets([[1]]), "logp_terms": sets([[1]]), "inplace": True},
         "rows[0, 2]=12|none of the 12 rows|mask the token": {"rows": IDS + 10, "mask": IDS > 1},
         "temperature=tensor|rows=|as a number": {"rows": IDS, "transform": transform(PER_TOKEN)},
         "temperature=tensor|share its softmax": {"rows": IDS, "objective": EXACT, "ref_logits": (LOGITS + 1, transform(PER_TOKEN))},
@@ -297,6 +308,8 @@ CALLS = [
                 "reference has a vocabulary of 10, but the policy has 11": [(TEACHER, 1.0), ((HIDDEN, OTHER[1:]), 1.0)],
             }.items()
         },
+        "logp_terms holds id 11 in row 0": TOO_HIGH,
+        "sparse|logp_terms and prob_terms": {"logp_terms": sets([[1]]), "options": SPARSE},
         "sparse|with rows= it may have several": {"rows": IDS, "options": SPARSE},
         "reference='list'|with rows=": {"rows": IDS, "objective": Objective.preset("distillation"), "reference": [(TEACHER, 1.0)]},
     }),
@@ -332,6 +345,8 @@ CALLS = [
         "eps_high|-0.2|>= 0": -0.2,
         "delta=1.0: the two-sided bound is above 1": 1.0,
     }),
+    (ScoreCentering, {"surrogate='min'": "min", "surrogate=ClipCov": ClipCov(), "trust='ratio'": "ratio"}),
+    (Objective, {"listed|pass a function": ScoreCentering}),
     (Cispo, {"cap|0.0|above 0": 0.0, "low|3.0|[0, cap]": {"cap": 2.0, "low": 3.0}}),
     (Objective.preset, {
         "preset='grop'|must be one of grpo, dapo": {"name": "grop"},
@@ -360,6 +375,7 @@ CALLS = [
         "entropy is None, but the objective has an entropy bonus": {"objective": Objective(entropy_coef=0.1)},
         "token_weights has shape [4]": torch.ones(T),
         "objective is a str": "dapo",
+        "objective_loss does not have": {"batch": batch(logp_terms=sets([[1]]))},
     }),
     (head, {
         "pass a TokenBatch with an Objective": {"targets": batch()},

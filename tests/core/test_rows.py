@@ -23,6 +23,7 @@ from grpo_kernels import (
     token_divergence,
     token_logprobs,
 )
+from grpo_kernels.formulas.surrogates import PolicyGradient
 from grpo_kernels.losses import objective_loss
 from support.bits import same_bits
 from support.doors import batch_of, by_func, call_of, compare, leaves_of, named, objective_of, pull, run
@@ -66,30 +67,38 @@ def test_metrics_of_sets():
 # ---- further ids
 
 
-def test_slopes_at_ids_of_a_certain_row_keep_their_digits(backend):
-    """bf16 logits of a row with p = 0.9999 at one id: 1 - p there, and the slopes of two ids may cancel in their sum."""
-    logits = torch.zeros(2, 40)
-    logits[:, 7] = 13.0
-    leaf = logits.bfloat16().requires_grad_()
-    more = token_logprobs(
-        leaf, torch.tensor([3, 3]), at=TokenSets.from_lists([[7], [7, 9]]), options=Options(backend=backend)
-    ).also
-    more["at"].backward(torch.tensor([1.0, 1.0, -1.0]))
-    exact = leaf.detach().double().requires_grad_()
-    log_p = exact.log_softmax(1)
-    (log_p[0, 7] + log_p[1, 7] - log_p[1, 9]).backward()
-    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2**-8, atol=1e-12)
+REINFORCE = Objective(PolicyGradient(), aggregate="token-sum")
+LISTS = TokenSets.from_lists([[7], [7, 9]], values=[[0.999], [1.0, -2.0]])
+TEACHER = LISTS.with_values(torch.full((3,), -1.5))
+#: The logit of the likely id 7 and its dtype, how near the gradient has to be, a call, and what it is of float64 log-probs.
+CERTAIN = {
+    "further ids": (
+        13.0, torch.bfloat16, 2**-8,
+        lambda z, o: token_logprobs(z, torch.tensor([3, 3]), at=LISTS, options=o).also["at"] @ torch.tensor([1.0, 1.0, -1.0]),
+        lambda log_p: log_p[0, 7] + log_p[1, 7] - log_p[1, 9],
+    ),
+    "terms beside the targets": (
+        10.6, torch.bfloat16, 2**-8,
+        lambda z, o: grpo_loss(z, TokenBatch(torch.tensor([7, 7]), torch.ones(2), logp_terms=LISTS), REINFORCE, options=o).loss,
+        lambda log_p: (0.999 - 1.0) * log_p[0, 7] - 2 * log_p[1, 9],
+    ),
+    "a listed teacher": (
+        16.0, torch.float32, 1e-5, lambda z, o: token_divergence(z, TEACHER, Exact(tail="bin"), options=o).sum(),
+        lambda log_p: listed_divergence(log_p, torch.full((2, 40), -1.5).double(), [[7], [7, 9]], "reverse", 0.0, "bin").sum(),
+    ),
+}  # fmt: skip
 
 
-def test_a_listed_teacher_of_a_certain_row_keeps_its_digits(backend):
-    """1 - p of an id is the probability of all others, of which fp32 has more digits than of a sum near 1."""
-    leaf = torch.zeros(2, 40).index_fill(1, torch.tensor(7), 16.0).requires_grad_()
-    ids, teacher = [[7], [7, 9]], torch.full((2, 40), -1.5)
-    listed = TokenSets.from_lists(ids, values=[[-1.5], [-1.5, -1.5]])
-    token_divergence(leaf, listed, Exact(tail="bin"), options=Options(backend)).sum().backward()
-    exact = leaf.detach().double().requires_grad_()
-    listed_divergence(exact.log_softmax(1), teacher.double(), ids, "reverse", 0.0, "bin").sum().backward()
-    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-5, atol=1e-12)
+@pytest.mark.parametrize("name", CERTAIN)
+def test_slopes_at_ids_of_a_certain_row_keep_their_digits(name, backend):
+    """1 - p of an id is the probability of all others, of which fp32 has more digits than of a sum near 1; and what cancels in a
+    sum of slopes does so before they are rounded."""
+    likely, dtype, rtol, ours, exact = CERTAIN[name]
+    leaf = torch.zeros(2, 40).index_fill(1, torch.tensor(7), likely).to(dtype).requires_grad_()
+    z = leaf.detach().double().requires_grad_()
+    ours(leaf, Options(backend)).backward()
+    exact(z.log_softmax(1)).backward()
+    torch.testing.assert_close(leaf.grad.double(), z.grad, rtol=rtol, atol=1e-12)
 
 
 def test_the_largest_probability_and_its_id(backend):

@@ -87,12 +87,18 @@ def test_operations_are_those_of_torch(function, parameters):
 
 
 def loss_of(surrogate, backend="cpu", strict=False, on_policy=False):
-    """Loss and gradient of a small batch."""
+    """Loss and gradient of a small batch, the first row of which lists more ids than the others."""
     g = torch.Generator().manual_seed(3)
     logits = (3 * torch.randn(6, 50, generator=g)).requires_grad_()
     targets, numbers = torch.randint(0, 50, (6,), generator=g), torch.rand(2, 6, generator=g)
-    batch = TokenBatch(targets, 2 * numbers[0] - 1, old_logps=None if on_policy else -4 * numbers[1])
     objective = surrogate if isinstance(surrogate, Objective) else Objective(surrogate)
+    listed = TokenSets.from_lists([range(40), [], [1, 8], [], [], []]).with_values(torch.randn(42, generator=g))
+    batch = TokenBatch(
+        targets,
+        2 * numbers[0] - 1,
+        old_logps=None if on_policy else -4 * numbers[1],
+        logp_terms=listed if objective.listed else None,
+    )
     loss = grpo_loss(logits, batch, objective, options=Options(backend=backend, strict=strict)).loss
     return loss.detach(), *torch.autograd.grad(loss, logits)
 
@@ -191,20 +197,23 @@ def long(logp, old_logp, advantage, params):
     return -advantage * sum((0.001 * logp for _ in range(1000)), logp * 0.0), -advantage
 
 
+def alternating(logp, values, advantage, sums):
+    return logp * values * (-1.0) ** torch.arange(len(logp)), values
+
+
 @pytest.mark.parametrize(
-    "surrogate, words",
+    "function, words",
     [
-        (
-            Custom(hyperbolic),
-            ("hyperbolic", "tanh", "names of `ops`", f"line {hyperbolic.__code__.co_firstlineno + 1} of hyperbolic"),
-        ),
-        (Custom(branching), ("branching", "ops.where(condition, a, b)")),
-        (Custom(long), ("long", "registers", "512")),
+        (hyperbolic, ("hyperbolic", "tanh", "names of `ops`", f"line {hyperbolic.__code__.co_firstlineno + 1} of hyperbolic")),
+        (branching, ("branching", "ops.where(condition, a, b)")),
+        (long, ("long", "registers", "512")),
+        (alternating, ("alternating",)),
     ],
-    ids=lambda x: x.function.__name__ if isinstance(x, Custom) else "",
+    ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_what_cannot_be_traced_is_computed_in_torch(surrogate, words, monkeypatch):
-    """With one warning; a refusal by strict is remembered."""
+def test_what_cannot_be_traced_is_computed_in_torch(function, words, monkeypatch):
+    """With one warning; a refusal by strict is remembered, but for terms of listed ids."""
+    surrogate = Objective(listed=function) if function is alternating else Custom(function)
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
     with pytest.warns(RuntimeWarning, match="second visit") as caught:
         found = loss_of(surrogate)
@@ -220,7 +229,7 @@ def test_what_cannot_be_traced_is_computed_in_torch(surrogate, words, monkeypatc
         assert all(word in str(refusal.value) for word in words)
 
     refused()
-    assert calls(surrogate.function, refused) == 0
+    assert function is alternating or calls(function, refused) == 0
 
 
 def test_a_parameter_that_is_nan_is_refused_by_name(backend):
@@ -245,42 +254,21 @@ def test_strict_compares_a_formula_with_torch(factor):
 # ---- terms of listed ids
 
 
-def loss_of_listed(function, backend="cpu", strict=False):
-    """Loss and gradient of a small batch, the first row of which lists more ids than the others."""
-    g = torch.Generator().manual_seed(3)
-    logits = (3 * torch.randn(3, 50, generator=g)).requires_grad_()
-    sets = TokenSets.from_lists(
-        [list(range(40)), [], [1, 8]], values=[[*torch.randn(40, generator=g).tolist()], [], [0.5, -1.0]]
-    )
-    batch = TokenBatch(torch.tensor([3, 4, 8]), torch.tensor([1.0, 0.3, -0.7]), logp_terms=sets)
-    objective = Objective(listed=function)
-    loss = grpo_loss(logits, batch, objective, options=Options(backend=backend, strict=strict)).loss
-    return loss.detach(), *torch.autograd.grad(loss, logits)
-
-
 def by_methods(logp, values, advantage, sums):
     """Methods of tensors and a sum of what is a condition."""
     p = logp.exp().clamp(min=1e-3) + (logp.abs() + 1.0).log() + logp.abs().sqrt() * sums(values > 0)
     return advantage * p * values, p - sums(p * values)
 
 
-def alternating(logp, values, advantage, sums):
-    return logp * values * (-1.0) ** torch.arange(len(logp)), values
-
-
 def two_faced_about_ids(logp, values, advantage, sums):
     return logp, (1.0 if isinstance(logp, Tensor) else 2.0) * values
 
 
-def test_terms_of_listed_ids_are_a_program(monkeypatch):
-    """Of a function of one's own, traced once; in torch where it cannot be, unless strict refuses it, as it does what differs."""
-    expected = loss_of_listed(by_methods, "eager")
-    assert calls(by_methods, lambda: loss_of_listed(by_methods, strict=True)) > 0
-    assert calls(by_methods, lambda: torch.testing.assert_close(loss_of_listed(by_methods, strict=True), expected)) == 0
-    monkeypatch.setattr("grpo_kernels.checks._warned", set())
-    with pytest.warns(RuntimeWarning, match=r"second visit.*alternating"):
-        torch.testing.assert_close(loss_of_listed(alternating), loss_of_listed(alternating, "eager"))
-    with pytest.raises(FormulaRefused, match="alternating"):
-        loss_of_listed(alternating, strict=True)
+def test_terms_of_listed_ids_are_a_program():
+    """Of a function of one's own, traced once, unless it differs from torch."""
+    of = Objective(listed=by_methods)
+    expected = loss_of(of, "eager")
+    assert calls(by_methods, lambda: loss_of(of, strict=True)) > 0
+    assert calls(by_methods, lambda: torch.testing.assert_close(loss_of(of, strict=True), expected)) == 0
     with pytest.raises(FormulaRefused, match="two_faced_about_ids gives slope"):
-        loss_of_listed(two_faced_about_ids, strict=True)
+        loss_of(Objective(listed=two_faced_about_ids), strict=True)

@@ -24,6 +24,7 @@ from support.trainers import (
     T,
     V,
     assert_scored,
+    entropy_of,
     log_softmax_of,
     stand_in,
     their_file,
@@ -73,10 +74,6 @@ def counted(factor, function, dtype=None):
 
     call.calls = 0
     return call
-
-
-def entropy_of(logits):
-    return log_softmax_of(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))[1]
 
 
 def both(logits, labels, temperature=1.0, **_):

@@ -11,7 +11,7 @@ import torch
 
 from grpo_kernels import TokenSets
 from grpo_kernels.integrations import miles, prime_rl, skyrl, slime
-from support.trainers import H, V, assert_scored, log_softmax_of, refused, stand_in
+from support.trainers import H, V, assert_scored, entropy_of, refused, stand_in
 
 parametrize = pytest.mark.parametrize
 
@@ -26,10 +26,6 @@ def over(logits, ids, sets, target=False):
     rows = [row[s].log_softmax(0) for row, s in zip(logits.double(), kept, strict=True)]
     logps = [row[t] - row[s].logsumexp(0) for row, t, s in zip(logits.double(), ids, kept, strict=True)]
     return torch.stack(logps), torch.stack([-(p.exp() * p).sum() for p in rows])
-
-
-def entropies(logits):
-    return log_softmax_of(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))[1]
 
 
 # ---- slime
@@ -80,7 +76,7 @@ def test_slime(slime_home):
     logits = torch.randn(sum(TOTALS), V, generator=torch.Generator().manual_seed(4))
 
     def exact(x):
-        return torch.where(OWN, over(x[RESPONSE_ROWS], RESPONSE_IDS, FLAT, target=True)[0], 0.0), entropies(
+        return torch.where(OWN, over(x[RESPONSE_ROWS], RESPONSE_IDS, FLAT, target=True)[0], 0.0), entropy_of(
             x[RESPONSE_ROWS]
         ) * OWN
 
@@ -145,7 +141,7 @@ def test_miles(miles_homes):
 
     with miles.bind(arguments(), strict=True) as slots:
         for order in (range(6), [0, 5, 4, 2, 1, 3]):
-            exact = lambda x: (over(x / 1.3, TOKENS, SETS)[0], entropies(x / 1.3))  # noqa: E731
+            exact = lambda x: (over(x / 1.3, TOKENS, SETS)[0], entropy_of(x / 1.3))  # noqa: E731
             assert_scored(score(Record(SETS), order, temperature=1.3), exact, logits)
         got = score(Record(partial, partial=True))()[0]
         torch.testing.assert_close(got.double(), over(logits, TOKENS, partial)[0], rtol=1e-5, atol=1e-5)
@@ -288,7 +284,7 @@ def test_prime_rl(prime_rl_head, more):
 
         def exact(hidden, weight):
             logits = hidden @ weight.T * INVERSE[:, None]
-            found = over(logits, LABELS, scored)[0], entropies(logits).detach()
+            found = over(logits, LABELS, scored)[0], entropy_of(logits).detach()
             if more != (True,):
                 return found
             own = torch.tensor([bool(s) for s in scored])[:, None] & (REPLAYED >= 0)

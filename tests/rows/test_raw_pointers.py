@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,11 +52,13 @@ def fused(b, x):
     b.fused(rows(x), TokenStage(NOTHING, inputs), x["out"])
 
 
-def fused_tokens(b, x):
+def fused_tokens(b, x, of_rows=None, read=None):
+    of_rows = torch.arange(N) if of_rows is None else of_rows
     listed = Ragged(x["listed.ids"], x["listed.offsets"], torch.arange(N))
-    inputs = TokenRows(x["targets"], None, x["advantages"], x["policy_weight"])
-    stage = TokenStage(NOTHING, inputs, ListedTerms(((logp_term, x["listed.values"]),), x["listed.offsets"]))
-    b.fused_tokens(rows(x, False), Tokens(torch.arange(N), x["targets"], None, N, listed), stage, x["out"])
+    inputs = TokenRows(x["targets"], read, x["advantages"], x["policy_weight"])
+    terms = ListedTerms(tuple((term, x["listed.values"]) for term in (logp_term, prob_term)), x["listed.offsets"])
+    stage = Objective(PolicyGradient()).stage(inputs, terms)
+    return b.fused_tokens(rows(x, False), Tokens(of_rows, x["targets"], read, N, listed), stage, x["out"])
 
 
 def pull(b, x):
@@ -166,25 +167,23 @@ def test_rows_that_cannot_be_are_refused():
 @no_module
 @pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith("cpu")])
 def test_what_tokens_name_outside_of_their_row(name):
-    """A NaN in the row of who names it; rows beside it keep their bits, and memory around is not written. Of eight tokens row 3 has
-    three, row 1 two, rows 2 and 4 none; one is not read."""
-    of_rows, read, targets = torch.tensor([3, 0, 3, 5, 1, 3, 9, 1]), torch.arange(8) != 6, torch.randint(1003, (8,))
-    listed = slots_of([torch.randperm(1003)[:n].tolist() for n in (40, 0, 20, 1, 0, 40, 3, 40)])
-    of_ids = ListedTerms(((logp_term, torch.randn(144)), (prob_term, torch.randn(144))), listed.offsets)
-    stage = Objective(PolicyGradient()).stage(TokenRows(targets, read, torch.randn(8), torch.rand(8) + 0.5), of_ids)
+    """A NaN in the row of who names it; rows beside it keep their bits, and memory around is not written. Of six tokens rows 1 and
+    3 have two each, rows 2, 4 and 5 none; one is not read."""
+    of_rows, read, memory = torch.tensor([3, 0, 3, 9, 1, 1]), torch.arange(N) != 3, torch.full((3, N, 1003), 7.0).bfloat16()
+    listed = slots_of([torch.randperm(1003)[:n].tolist() for n in (40, 0, 20, 3, 1, 40)])
+    own = {"logits": torch.randn(1, N, 1003).bfloat16(), "targets": torch.randint(1003, (N,)), "out": memory[1:2]}
+    own |= {"listed.ids": listed.ids, "listed.offsets": listed.offsets, "listed.values": torch.randn(104)}
+    x = arguments("fused_tokens") | own
     with kernels(name) as module:
-        logits, tokens = torch.randn(1, 6, 1003).bfloat16(), Tokens(of_rows, targets, read, 6, listed)
-        expected = torch.zeros_like(logits)
-        own = LogitRows(logits, targets[:6], None)
-        module.fused_tokens(own, tokens, stage, expected)
-        assert expected[0, [0, 1, 3, 5]].any(1).all() and not expected[0, [2, 4]].any()
+        fused_tokens(module, x, of_rows, read)
+        expected = memory[1].clone()
+        assert expected.any(1).tolist() == [True, True, False, True, False, False]
         for outside in (-1, 1003, 1 << 60):
-            around, named, ids = torch.full((3, 6, 1003), 7.0).bfloat16(), targets.clone(), listed.ids.clone()
+            named, ids = x["targets"].clone(), listed.ids.clone()
             named[0], ids[-1] = outside, outside
-            spoiled = replace(tokens, targets=named, listed=listed._replace(ids=ids))
-            found = module.fused_tokens(own, spoiled, stage, around[1:2])
-            assert found.losses.isnan().tolist() == [True, *6 * [False], True] and (around[[0, 2]] == 7.0).all()
-            assert torch.equal(around[1, [0, 2, 4, 5]], expected[0, [0, 2, 4, 5]])
+            found = fused_tokens(module, x | {"targets": named, "listed.ids": ids}, of_rows, read)
+            assert found.losses.isnan().tolist() == [True, *4 * [False], True] and (memory[[0, 2]] == 7.0).all()
+            assert torch.equal(memory[1, [0, 2, 4, 5]], expected[[0, 2, 4, 5]])
 
 
 # ---- without assertions

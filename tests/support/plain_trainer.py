@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -106,10 +106,18 @@ class Plain:
         self.model = copy.deepcopy(self.model).double().eval()
         self.reference = copy.deepcopy(self.teacher or self.model).double().eval()
 
-    def logits(self, model: Any) -> list[Tensor]:
-        """[T, V] of each completion, over the temperature."""
+    def logits(self, model: Any) -> Tensor:
+        """[N, V] of the tokens of all completions."""
         pairs = zip(self.prompts, self.ids, strict=True)
-        return [model(input_ids=torch.tensor([p + ids])).logits[0, len(p) - 1 : -1] / self.c.temperature for p, ids in pairs]
+        return torch.cat([model(input_ids=torch.tensor([p + ids])).logits[0, len(p) - 1 : -1] for p, ids in pairs])
+
+    def over(self, keep: Tensor | None, logits: Tensor) -> oracle.Rows:
+        """Their softmaxes, over the ids of `keep`."""
+        ids, transform = (
+            torch.cat([*map(torch.tensor, self.ids)]),
+            {"softcap": None, "scale": 1.0, "temperature": self.c.temperature},
+        )
+        return oracle.Rows(logits, ids, transform, self.sequences, keep=keep)
 
     def greedy(self, prompt: list[int], ends: Sequence[int]) -> list[int]:
         ids: list[int] = []
@@ -128,24 +136,17 @@ class Plain:
         """What was sampled, and by what: sets, log-probs of the sampler and of the policy."""
         self.load(parameters)
         self.prompts, self.ids = [self.tok(text)["input_ids"] for text in call.prompts], call.ids
-        logits = [z.detach() for z in self.logits(self.model)]
-        self.masks = [torch.ones_like(z, dtype=torch.bool) for z in logits]
-        for z, mask in zip(logits, self.masks, strict=True):
-            for row, at in zip(z * self.c.temperature, mask, strict=True):
-                at[:] = False
-                at[kept_ids(row, self.c)] = True
-        self.sampler = self.of_tokens(logits)
-        assert all((x > -1e3).all() for x in self.sampler), "a token that sampling leaves out"
-        if self.c.replay is False:
-            self.masks = [torch.ones_like(mask) for mask in self.masks]
-        self.old = self.of_tokens(logits)
-        self.squares = [x.exp().square().sum(-1) for x in self.over_sets(logits)]
-
-    def over_sets(self, logits: list[Tensor]) -> list[Tensor]:
-        return [z.masked_fill(~m, -1e4).log_softmax(-1) for z, m in zip(logits, self.masks, strict=True)]
-
-    def of_tokens(self, logits: list[Tensor]) -> list[Tensor]:
-        return [x[range(len(ids)), ids] for x, ids in zip(self.over_sets(logits), self.ids, strict=True)]
+        ends = torch.tensor([len(ids) for ids in self.ids]).cumsum(0).tolist()
+        self.sequences = [[*range(end - len(ids), end)] for end, ids in zip(ends, self.ids, strict=True)]
+        logits = self.logits(self.model).detach()
+        self.keep = torch.zeros_like(logits, dtype=torch.bool)
+        for row, at in zip(logits, self.keep, strict=True):
+            at[kept_ids(row, self.c)] = True
+        self.sampler = self.over(self.keep, logits).chosen
+        assert self.sampler.isfinite().all(), "a token that sampling leaves out"
+        self.keep |= self.c.replay is False
+        own = self.over(self.keep, logits)
+        self.old, self.squares = own.chosen, own.sum_squares
 
     def step(
         self, calls: list[Call], updates: list[Update], ends: Sequence[int]
@@ -162,13 +163,12 @@ class Plain:
         advantages = torch.tensor(
             [x for v, ids in pairs for x in (v if isinstance(v, (list, tuple)) else [v] * len(ids))]
         ).double()
-        gaps = [old - sampler for old, sampler in zip(self.old, self.sampler, strict=True)]
         weights = torch.ones_like(advantages)
         if self.weigh is not None:
-            weights = torch.cat([self.weigh(gap, ids[-1] in ends) for gap, ids in zip(gaps, self.ids, strict=True)])
-        old = torch.cat(self.sampler if self.c.ratio_to == "sampler" else self.old)
-        found = [self.update(update.parameters, advantages, old, weights) for update in updates]
-        return found
+            gaps, both = self.old - self.sampler, zip(self.sequences, self.ids, strict=True)
+            weights = torch.cat([self.weigh(gaps[at], ids[-1] in ends) for at, ids in both])
+        old = self.sampler if self.c.ratio_to == "sampler" else self.old
+        return [self.update(update.parameters, advantages, old, weights) for update in updates]
 
     def of_groups(self, rewards: list[list[float]], **options: Any) -> list[float]:
         weights = self.c.reward_weights or [1.0] * len(rewards)
@@ -179,32 +179,22 @@ class Plain:
         self, parameters: dict[str, Tensor], advantages: Tensor, old: Tensor, weights: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         self.load(parameters)
-        at = self.logits(self.model)
+        logits = self.logits(self.model)
+        own = self.over(self.keep, logits)
         with torch.no_grad():
-            other = self.over_sets(self.logits(self.reference))
-        own = self.over_sets(at)
-        logps, ref = (torch.cat([x[range(len(i)), i] for x, i in zip(each, self.ids, strict=True)]) for each in (own, other))
-        wide = own if self.c.entropy_over == "kept" else [z.log_softmax(-1) for z in at]
-        entropy = -torch.cat([(x.exp() * x).sum(-1) for x in wide])
-        ends = torch.tensor([len(ids) for ids in self.ids]).cumsum(0).tolist()
-        sequences = [[*range(end - len(ids), end)] for end, ids in zip(ends, self.ids, strict=True)]
+            other = self.over(self.keep, self.logits(self.reference))
+        entropy = own.entropy if self.c.entropy_over == "kept" else self.over(None, logits).entropy
         kind = "reverse" if self.c.preset == "distillation" else KINDS.get(self.c.kl or "")
-        spec = replace(self.spec, beta=0.0) if kind else self.spec
         mask = ~weights.isnan()
         some = (advantages[mask] != 0) | (not self.c.drop_zero_variance)  # of which the metrics tell
         result = oracle.objective(
-            spec, logps, entropy, sequences, advantages=advantages, old_logps=old, ref_logps=ref, mask=mask,
-            weights=weights.nan_to_num(1.0),
+            self.spec, own.chosen, entropy, self.sequences, advantages=advantages, old_logps=old, ref_logps=other.chosen, mask=mask,
+            weights=weights.nan_to_num(1.0), divergences=oracle.divergence(own.log_p, other.log_p, kind, 0.5) if kind else None,
         )  # fmt: skip
-        loss, kl = result.loss, result.kl[mask]
-        if kind:
-            terms = [oracle.divergence(p, q, kind, 0.5) for p, q in zip(own, other, strict=True)]
-            loss = loss + self.spec.beta * oracle.combine(spec, spec.aggregate, terms, None, None, logps[:0].sum())
-            kl = torch.cat(terms).detach()
-        gradients = torch.autograd.grad(loss, [*self.model.parameters()])
+        gradients = torch.autograd.grad(result.loss, [*self.model.parameters()])
         ratio = result.log_ratio.exp()[some]
         told = {
-            "loss": loss.detach(), "kl": kl[some].mean(), "entropy": result.entropy[mask][some].mean(), "ratio_mean": ratio.mean(),
+            "loss": result.loss.detach(), "kl": result.kl[mask][some].mean(), "entropy": result.entropy[mask][some].mean(), "ratio_mean": ratio.mean(),
             "ratio_min": ratio.min(), "ratio_max": ratio.max(), "clip_low": result.clipped_low[some].double().mean(),
             "clip_high": result.clipped_high[some].double().mean(), "tokens": some.sum(),
             "grad_norm": torch.stack([g.norm() for g in gradients]).norm(),

@@ -50,6 +50,11 @@ def varied(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 
 
+def of_steps(prompts: list[str], completions: list[str], *, completion_ids: list[list[int]], **_: Any) -> list[Any]:
+    """A process reward at every other token."""
+    return [[float(i % 2 == 0) if t % 2 == 0 else None for t, i in enumerate(ids)] for ids in completion_ids]
+
+
 def noisy(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     """Rewards that can only be reproduced with the state of all three shared random generators."""
     draws = [random.random() + float(numpy.random.rand()) + torch.rand(()).item() for _ in completions]

@@ -137,6 +137,10 @@ def without_trainers(*roots: str) -> Iterator[None]:
 log_softmax_of = oracle.log_probs
 
 
+def entropy_of(logits: Tensor) -> Tensor:
+    return log_softmax_of(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))[1]
+
+
 def exact(spec: oracle.Spec, logps: Tensor, data: Data = DATA, entropy: Tensor | None = None, **fields: Any) -> oracle.Result:
     """The oracle's loss of log-probs [B, T]; `fields` are its own, in place of those of `data`."""
     given = {"advantages": data.advantages, "mask": data.mask, "old_logps": data.old} | fields

@@ -30,6 +30,7 @@ from support.runs import (
     flags,
     lines,
     noisy,
+    of_steps,
     on_disk,
     saved,
     saved_steps,
@@ -49,10 +50,6 @@ def small_first(prompts, completions, **_):
     return [s if p[0] in "01" else 0.7 for p, s in zip(prompts, varied(prompts, completions), strict=True)]
 
 
-def steps(prompts, completions, *, completion_ids, **_):
-    return [[float(i % 2 == 0) if t % 2 == 0 else None for t, i in enumerate(ids)] for ids in completion_ids]
-
-
 #: Five prompts are three and two; in micro-batches of five completions three passes and two.
 UNEVEN = dict(
     steps=4, prompts_per_step=5, micro_batch=5, num_updates=2, beta=0.1, ref_refresh_steps=2, eval_steps=2, eval_prompts=7,
@@ -64,16 +61,16 @@ RUNS = {
     "shards": ("fsdp2", (evens,), UNEVEN),
     "masked": ("ddp", (small_first,), {"steps": 6, "prompts_per_step": 2, "drop_zero_variance": True, "preset": "dapo"}),
     "steps": (
-        "fsdp2", (evens, steps),
+        "fsdp2", (evens, of_steps),
         {"steps": 3, "advantage_scale": "batch", "entropy_target": 50.0, "gradient_checkpointing": True, "loss": "logits"},
     ),
     "tokens": (
-        "fsdp2", (varied, steps),
+        "fsdp2", (varied, of_steps),
         {"prompts_per_step": 5, "advantages": "optimal_token", "micro_batch": 3, "top_p": 0.8, "replay": False,
          "corrections": ["tis:high=0.9,normalize=True", "without_truncated"]},
     ),
     "sets": (
-        "ddp", (varied, steps),
+        "ddp", (varied, of_steps),
         {"prompts_per_step": 5, "micro_batch": 5, "num_updates": 2, "beta": 0.1, "advantages": "optimal_token", "top_k": 12,
          "top_p": 0.9, "min_p": 0.01, "ratio_to": "sampler", "entropy_over": "vocabulary"},
     ),

@@ -21,7 +21,7 @@ from grpo_kernels.training.rollouts import draw
 from support import advantage_oracle as estimators
 from support.oracle import Spec
 from support.plain_trainer import GRPO, Plain, Watch, kept_ids
-from support.runs import PROMPTS, lines, tiny, trainer, varied
+from support.runs import PROMPTS, lines, of_steps, tiny, trainer, varied
 
 Tensor = torch.Tensor
 DAPO = Spec(eps_high=0.28)
@@ -62,11 +62,6 @@ def with_three_ends(tok):
     return model
 
 
-def of_steps(prompts, completions, *, completion_ids, **_):
-    """A process reward at every other token."""
-    return [[float(i % 2 == 0) if t % 2 == 0 else None for t, i in enumerate(ids)] for ids in completion_ids]
-
-
 def some_alike(prompts, completions, **_):
     """The completions of one prompt differ in reward, those of the others do not."""
     score = varied(prompts, completions)
@@ -97,7 +92,7 @@ def over_greedy(plain, rewards):
 
 def optimal_token(plain, rewards):
     at_end = [[0.0] * (len(ids) - 1) + [r] for r, ids in zip(rewards[0], plain.ids, strict=True)]
-    logps, squares = ([x.tolist() for x in each] for each in (plain.old, plain.squares))
+    logps, squares = ([x[at].tolist() for at in plain.sequences] for x in (plain.old, plain.squares))
     return estimators.optimal_token_advantages(at_end, logps, squares, plain.groups)
 
 
