@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..checks import refuse_unknown
+
 Tensor = torch.Tensor
 Function = Callable[..., Any]
 
@@ -213,7 +215,8 @@ class Slots:
     any_version   True: no comparison under a version that was not tested.
     trial    the comparison under a version that was not tested."""
 
-    def __init__(self, adapter: Adapter, strict: bool = False, any_version: bool = False) -> None:
+    def __init__(self, adapter: Adapter, strict: bool = False, any_version: bool = False, **unknown: Any) -> None:
+        refuse_unknown("an adapter", unknown, ("strict", "any_version"))
         self.adapter, self.strict = adapter, strict
         self.trial = Trial(adapter.untested(any_version), self.undo)
         self.counts: Counter[str] = Counter()

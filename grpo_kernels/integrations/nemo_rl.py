@@ -255,7 +255,7 @@ class PolicyLoss:
         )  # fmt: skip
         out = objective_loss(scored.logps, batch, replace(spec, beta=0.0), entropy=scored.entropy, normalizer=D)
         kl = _by_ratio_to_the_sampler(spec.kl_spec) if on_policy else spec.kl
-        alone = Objective(NoPolicyTerm(), aggregate=spec.aggregate, beta=spec.beta, kl=kl)
+        alone = replace(spec, surrogate=NoPolicyTerm(), level="token", filters=(), entropy_coef=0.0, kl=kl)
         compared = replace(
             batch, old_logps=batch.sampler_logps if on_policy else None, weights=None, nll_weights=None, kept=None
         )
@@ -298,8 +298,9 @@ class PolicyLoss:
             "num_valid_samples": samples.sum(), "kl_penalty": r.new_zeros(()), "positive_nll_loss": r.new_zeros(()),
         }  # fmt: skip
         for name, ratio in (("probs_ratio", r), ("probs_ratio_clamped", clamped)):
-            low, high = torch.where(mask, ratio, torch.inf).amin(), torch.where(mask, ratio, -torch.inf).amax()
-            metrics |= {name: mean(ratio), f"{name}_min": low, f"{name}_max": high}
+            last = ratio.new_tensor([torch.inf])  # what there is of a batch without samples
+            low, high = (torch.cat([torch.where(mask, x, torch.inf).flatten(), last]).amin() for x in (ratio, -ratio))
+            metrics |= {name: mean(ratio), f"{name}_min": low, f"{name}_max": -high}
         if kl is not None:
             weight: Any = out.rows.kl_weight
             metrics["kl_penalty"] = torch.where(weight != 0, weight * kl, 0.0).sum() / self.objective.beta

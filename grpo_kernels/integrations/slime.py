@@ -238,9 +238,9 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
         def reduce(values: Tensor) -> Tensor:
             return torch.where(weights != 0, weights * values, 0.0).sum()
 
-        old, rollout, advantages, ref = (
-            joined(batch.get(name)) for name in ("log_probs", "rollout_log_probs", "advantages", "ref_log_probs")
-        )
+        needed = args.use_rollout_logprobs or centers
+        rollout = joined(batch["rollout_log_probs"] if needed else batch.get("rollout_log_probs"))
+        old, advantages, ref = (joined(batch.get(name)) for name in ("log_probs", "advantages", "ref_log_probs"))
         old = rollout if args.use_rollout_logprobs else old
         rows = scored_batch(
             weights, advantages, old_logps=rollout if centers else old, ref_logps=ref,

@@ -200,7 +200,7 @@ def without_truncated(mask: Tensor, finished: Tensor, *, cu_seqlens: Tensor | No
     require(mask.dim() == dims, "mask.shape", list(mask.shape), "pass [B, T], or packed [N] with cu_seqlens.")
     sequences = len(mask) if cu_seqlens is None else cu_seqlens.numel() - 1
     require_tensor("finished", finished, INTEGRAL, f"one bool per sequence, [{sequences}]")
-    require_shape("finished", finished, torch.Size([sequences]), "the number of sequences")
+    require_shape("finished", finished, torch.Size([sequences]), "a tensor of one number a sequence")
     done = finished[:, None] if cu_seqlens is None else finished[sequence_ids(cu_seqlens, mask.numel())]
     return as_mask("mask", mask, mask.shape) & (done != 0)
 

@@ -61,7 +61,7 @@ def float_tensor(name: str, x: object) -> Tensor:
 def read_lengths(lengths: Tensor, n: int, device: torch.device) -> Tensor:
     """Tokens of each of n completions, fp64 [n]."""
     require_tensor("lengths", lengths, FLOATING | INTEGRAL, f"the number of tokens of each completion, a tensor [{n}]")
-    require_shape("lengths", lengths, torch.Size([n]), "the rewards")
+    require_shape("lengths", lengths, torch.Size([n]), "a tensor of one number a completion")
     tokens = lengths.detach().to(device=device, dtype=torch.float64)
     return finite("lengths", tokens, "a number of tokens is finite and >= 0.", low=0.0)
 
@@ -162,7 +162,7 @@ def group_ids(n: int, device: torch.device, group_size: int | None, groups: Tens
         )
     if groups is not None:
         require_tensor("groups", groups, INTEGRAL - {torch.bool}, f"an integer tensor, one integer id per reward, [{n}]")
-        require_shape("groups", groups, torch.Size([n]), "the rewards")
+        require_shape("groups", groups, torch.Size([n]), "a tensor of one number a completion")
         return groups.to(device=device, dtype=torch.int64)
     require_whole("group_size", group_size, "it must be a whole number of at least 1.")
     assert group_size is not None

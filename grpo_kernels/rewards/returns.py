@@ -116,7 +116,7 @@ def at_last_token(rewards: Tensor, *, mask: Tensor, cu_seqlens: Tensor | None = 
     mask, cu_seqlens   as in a TokenBatch. Raises ValueError naming the argument."""
     tokens = _Tokens("mask", mask.to(torch.float32), mask, cu_seqlens)
     r, _ = read_rewards(rewards)
-    require_shape("rewards", r, torch.Size([tokens.sequences]), "the number of sequences")
+    require_shape("rewards", r, torch.Size([tokens.sequences]), "a tensor of one number a sequence")
     return tokens.shaped(tokens.at_last(r.to(mask.device)))
 
 
