@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tarfile
 import time
@@ -16,7 +15,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from support.processes import for_its_own_pytest
+from support.processes import for_its_own_pytest, said
 
 pytest.importorskip("triton")
 
@@ -330,8 +329,7 @@ def test_rehearsal_of_everything(tmp_path):
         out = tmp_path / str(call)
         command = [sys.executable, "-m", "benchmarks.gpu_kit", "--out", str(out), "--rehearse", "--call", str(call), *home]
         command += ["--minutes", "60"]  # of a CPU, which may have other work
-        done = subprocess.run(command, cwd=ROOT, env=for_its_own_pytest(), capture_output=True, text=True, timeout=3600)
-        assert done.returncode == 0, done.stdout[-6000:]
+        said(command, cwd=ROOT, env=for_its_own_pytest(), timeout=3600)
         home = ["--resume", str(out / "results.tar.gz")]
         summary = (out / "summary.md").read_text()
         with tarfile.open(out / "results.tar.gz") as tar:

@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from grpo_kernels import (
 )
 from support.doors import in_options
 from support.inside import Allocations, blocks_of_a_row, count_products, in_chunks
+from support.processes import said
 
 Tensor = torch.Tensor
 B, T, V, H = 8, 7, 811, 96
@@ -169,9 +169,8 @@ def peaks():
     paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2]), *sys.path])
     env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     asked = f"[{','.join(calls)}]"
-    done = subprocess.run([sys.executable, "-c", MEASURE], input=asked, env=os.environ | env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(calls, json.loads(done.stdout), strict=True))
+    found = said([sys.executable, "-c", MEASURE], input=asked, env=os.environ | env)
+    return dict(zip(calls, json.loads(found), strict=True))
 
 
 def call(layer, dtype, n, **more):

@@ -92,25 +92,7 @@ def test_check_surrogate_names_what_is_wrong(surrogate, message):
         check_surrogate(surrogate)
 
 
-# ---- refusals
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        # Unpacked, a tensor of two tokens would look like a pair (loss, slope).
-        (lambda: Custom(squared_alone, (0.25,)), r'alone returned a Tensor \[3\].*return loss and slope.*slope="autograd"'),
-        (
-            lambda: Custom(squared, (0.25,), slope="autograd"),
-            r"squared returned a Tensor .3., a Tensor .3. .*return loss of each",
-        ),
-        (lambda: Custom(squared, (0.25,), slope="torch"), "slope='torch'"),
-        (lambda: Custom("squared"), "function='squared'"),
-    ],
-)
-def test_a_function_that_does_not_return_what_it_should_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+# ---- fields
 
 
 #: What each field refuses.
@@ -166,12 +148,20 @@ def test_small_distances_keep_their_digits(kl, slope):
     assert_close(ours.double(), slope(ref.double() - logp.double()), rtol=1e-6, atol=0 if kl.weighting != "none" else 1.3e-7)
 
 
-# ---- the specification
+# ---- what is no formula
 
 
 @pytest.mark.parametrize(
     "call, message",
     [
+        # Unpacked, a tensor of two tokens would look like a pair (loss, slope).
+        (lambda: Custom(squared_alone, (0.25,)), r'alone returned a Tensor \[3\].*return loss and slope.*slope="autograd"'),
+        (
+            lambda: Custom(squared, (0.25,), slope="autograd"),
+            r"squared returned a Tensor .3., a Tensor .3. .*return loss of each",
+        ),
+        (lambda: Custom(squared, (0.25,), slope="torch"), "slope='torch'"),
+        (lambda: Custom("squared"), "function='squared'"),
         *((lambda name=name: Objective(kl=name), "^(kl|estimator)=") for name in ("k4", "+", None)),
         *((lambda bound=bound: Kl(clamp_log=bound), "^clamp_log=") for bound in (0.0, nan)),
         *((lambda bound=bound: Kl(clamp=bound), "^clamp=") for bound in (-1.0, "10")),
@@ -179,7 +169,6 @@ def test_small_distances_keep_their_digits(kl, slope):
             (lambda own=own: Kl("distillation", **own), "^estimator=")
             for own in ({"weighting": "ratio"}, {"straight_through": True}, {"clamp": 10.0})
         ),
-        # Unpacked, a tensor of two tokens would look like a pair (value, slope).
         (lambda: Objective(kl=lambda a, b, c: c - a), r"returned a Tensor \[3\].*return value and slope of each token"),
         (lambda: check_kl("distillation"), "slope of the KL estimator distillation is"),  # of a detached weight
         (
@@ -189,7 +178,7 @@ def test_small_distances_keep_their_digits(kl, slope):
         (lambda: check_kl(flat_beyond), "slope of the KL estimator flat_beyond is .* autograd gives .* ref_logp="),
     ],
 )
-def test_what_a_kl_refuses(call, message):
+def test_what_formulas_refuse(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 

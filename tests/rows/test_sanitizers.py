@@ -13,7 +13,7 @@ import pytest
 from grpo_kernels.rows.backends import cpu
 from support import amx
 from support.pairs import MANY
-from support.processes import for_its_own_pytest
+from support.processes import for_its_own_pytest, said
 
 if cpu.available() is not None:
     pytest.skip(cpu.available() or "", allow_module_level=True)
@@ -84,17 +84,13 @@ def run(code, module, *arguments, **environment):
     """What code prints that runs with a build of the module."""
     command = [sys.executable, "-c", code, module, *arguments]
     paths = os.pathsep.join([str(HERE), *filter(None, sys.path)])
-    found = subprocess.run(
-        command, env=for_its_own_pytest() | {"PYTHONPATH": paths} | environment, cwd=ROOT, capture_output=True, text=True
-    )
-    assert found.returncode == 0, f"{found.returncode}: {arguments}\n{found.stdout[-6000:]}\n{found.stderr[-6000:]}"
-    return found.stdout
+    return said(command, env=for_its_own_pytest() | {"PYTHONPATH": paths} | environment, cwd=ROOT)
 
 
 def fuzz(module, seed, calls, **environment):
     library = amx.emulator() if "LD_PRELOAD" not in environment else None  # a sanitizer sees no access of tiles
-    said = run(FUZZ, module, str(seed), "0", str(calls), str(library or ""), **environment)
-    assert said.endswith(f"{calls} calls were right\n")
+    printed = run(FUZZ, module, str(seed), "0", str(calls), str(library or ""), **environment)
+    assert printed.endswith(f"{calls} calls were right\n")
 
 
 def test_hostile_calls():
@@ -136,18 +132,17 @@ def build(folder, sanitizers):
         ["cmake", "-S", str(ROOT), "-B", str(folder), *options],
         ["cmake", "--build", str(folder), "--parallel", str(os.cpu_count())],
     ):
-        run = subprocess.run(command, capture_output=True, text=True)
-        assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
+        said(command)
     return str(next(folder.glob("_cpu*.so")))
 
 
 def run_tests(module, threads, *arguments, **environment):
     """pytest with another build of the module; no test is skipped. What a sanitizer says goes past pytest."""
     options = ("-q", "-x", "--capture=sys", "-p", "no:cacheprovider")
-    said = run(
+    printed = run(
         TESTS, module, str(threads), *(str(HERE / x) if x.endswith(".py") else x for x in arguments), *options, **environment
     )
-    assert " passed" in said and "skipped" not in said, said
+    assert " passed" in printed and "skipped" not in printed, printed
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -104,16 +104,21 @@ def for_its_own_pytest() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS" and not k.startswith("PYTEST_XDIST")}
 
 
+def said(command: Sequence[str], **how: Any) -> str:
+    """What a command prints, which has to succeed."""
+    run = subprocess.run(command, capture_output=True, text=True, **how)
+    assert run.returncode == 0, f"{run.returncode}: {' '.join(command)}\n{run.stdout[-6000:]}\n{run.stderr[-6000:]}"
+    return run.stdout
+
+
 def interpreted(cases: Path) -> None:
     """Asserts that all cases of a file pass in Triton's interpreter and none is skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(cases)]
     environment = for_its_own_pytest() | {
         "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path), "GRPO_KERNELS_TEST_BACKENDS": "triton",
     }  # fmt: skip
-    root = Path(__file__).parents[2]
-    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=1800)
-    assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout[-6000:]}\n{run.stderr[-2000:]}"
-    assert " passed" in run.stdout and "skipped" not in run.stdout, run.stdout
+    found = said(command, env=environment, cwd=Path(__file__).parents[2], timeout=1800)
+    assert " passed" in found and "skipped" not in found, found
 
 
 # ---- checks that run on all ranks of a group, started once for all of them

@@ -185,13 +185,13 @@ def assert_scored(ours: Any, theirs: Any, *leaves: Tensor, dtype: torch.dtype = 
         assert_close(a, b, rtol=rtol, atol=rtol * max(1e-3, float(b.abs().max())))
 
 
-def same_metrics(got: Any, want: Any, rel: float = 1e-4) -> None:
-    """By name, numbers or 0-d tensors; None is itself."""
+def same_metrics(got: Any, want: Any) -> None:
+    """All that are wanted, by name, numbers or 0-d tensors; None is itself."""
 
     def of(named: Any, number: Callable[[float], Any]) -> dict[Any, Any]:
-        return {name: x if x is None else number(float(x)) for name, x in named.items()}
+        return {name: None if named[name] is None else number(float(named[name])) for name in want}
 
-    assert of(got, float) == of(want, lambda x: pytest.approx(x, rel=rel, abs=1e-5))
+    assert of(got, float) == of(want, lambda x: pytest.approx(x, rel=1e-4, abs=1e-5))
 
 
 def refused(*calls: tuple[Callable[[], Any], str]) -> None:

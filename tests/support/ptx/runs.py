@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from support.processes import for_its_own_pytest
+from support.processes import for_its_own_pytest, said
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "tests" / "rows"
@@ -52,8 +51,7 @@ def executed(cases: Sequence[Path], target: str, order: int, *, first: bool = Fa
             "support.ptx.launches",
             *map(str, cases),
         ]
-        run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-        assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout[-6000:]}\n{run.stderr[-2000:]}"
+        said(command, env=environment, cwd=ROOT)
         found = json.loads(report.read_text())
     assert set(found["outcomes"]) == {"passed"} and found["launches"], found
     return found
