@@ -84,7 +84,9 @@ class Hidden(Stream):
     def work(self, visit: Visit | None, d_hidden: int, d_weight: int, rounded: bool) -> Work:
         """What a pass over rows computes; `d_hidden` and `d_weight` are the bytes of their elements, 0 where they are not made."""
         weight, dtype = self.weight, self.dtype
-        others = 0 if visit is None else 1 if visit.one else len(visit.others) + 2 * bool(visit.others)
+        others = 0 if visit is None else len(visit.others)
+        if visit is not None and others and (visit.apart or visit.at is not None):
+            others += 2  # a gradient, and that of a divergence, which is added to it: see `Block.pull`
         return Work(
             self.vocab, weight.shape[1], keeps_rows(dtype, self.hidden.device), d_hidden, d_weight, rounded,
             1 if self.shard is None else self.shard.ranks, others * self.vocab, dtype == torch.float16,

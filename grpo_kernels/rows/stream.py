@@ -303,7 +303,7 @@ def _put(out: Tensor, at_ids: tuple[Ragged, Tensor] | None) -> None:
     """Write values [k] at ids of rows [1, r, V], where they are in use."""
     if at_ids is not None:
         slots, values = at_ids
-        write_at(out[0], (slots.rows, slots.ids.clamp(min=0)), values, slots.ids >= 0)
+        write_at(out, slots.positions(out.shape[1]), values, slots.ids >= 0)
 
 
 def _taken(x: Tensor, here: Tensor | None) -> Tensor:
