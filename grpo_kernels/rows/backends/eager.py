@@ -45,15 +45,15 @@ class Kernels(Backend):
 
     def stats(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
         result = Partials.empty(names, rows.n, rows.logits.device, rows.second)
+        space = _space(rows)
         for r, block in _blocks(rows, rows.logits):
-            z = _transformed(block, rows.transform.at(r))
+            z, d, e = _transformed(block, rows.transform.at(r), space[0]), space[1, : len(block)], space[2, : len(block)]
             ids, valid = _safe(rows.targets[r], z.shape[1])
             top = z.amax(1)
-            d = z - _finite(top)[:, None]
-            e = d.exp()
+            torch.exp(torch.sub(z, _finite(top)[:, None], out=d), out=e)
             found = {"max": top, "sum": row_sums(e), "target": torch.where(valid, z.gather(1, ids)[:, 0], torch.nan)}
             if "weighted" in names:
-                found["weighted"] = row_sums(d.clamp(min=-1e4) * e)  # no infinity times 0
+                found["weighted"] = row_sums(d.clamp_(min=-1e4).mul_(e))  # no infinity times 0
             if "squares" in names:
                 found["squares"] = row_sums(e * e)
             if "top" in names:
@@ -63,8 +63,8 @@ class Kernels(Backend):
                 w = _second(rows, r)
                 w_top = w.amax(1)
                 q = (w - _finite(w_top)[:, None]).exp()
-                d = divergence.differences(z, w, _finite(top)[:, None], _finite(w_top)[:, None])
-                cross, excess = divergence.first_terms(rows.second.kind, e, q, d)
+                differences = divergence.differences(z, w, _finite(top)[:, None], _finite(w_top)[:, None])
+                cross, excess = divergence.first_terms(rows.second.kind, e, q, differences)
                 found |= dict(zip(OF_BOTH, (w_top, row_sums(q), row_sums(cross), row_sums(excess)), strict=True))
             for name in names:
                 if name in found:
@@ -102,21 +102,25 @@ class Kernels(Backend):
             at_target, per_ee = at_target + prob * probs * probs, prob * dz_dx / (partials.sum * partials.sum)
         per_e, at_target, idle = per_e * dz_dx / partials.sum, at_target * dz_dx, ~slopes.nonzero
         of_divergence = slopes.get("divergence")
+        space = _space(rows)
         for (r, block), (_, to) in zip(_blocks(rows, rows.logits), _blocks(rows, out), strict=True):
-            z, own = _transformed(block, transform.at(r)), partials.at(r)
-            d = z - own.max[:, None]
-            e = d.exp()
-            g = e * (per_e[r, None] if per_ee is None else per_ee[r, None] * e + per_e[r, None])
-            if per_ed is not None:
-                g.addcmul_(d.clamp_(min=-1e4).mul_(e), per_ed[r, None])
-            ids, valid = _safe(rows.targets[r], z.shape[1])
-            # A target outside these columns (it may belong to another rank) changes none of them.
-            g.scatter_(1, ids, torch.where(valid[:, None], at_target[r, None], g.gather(1, ids)))
+            z, own = _transformed(block, transform.at(r), space[0]), partials.at(r)
+            d, e = space[1, : len(block)], space[2, : len(block)]
+            torch.exp(torch.sub(z, own.max[:, None], out=d), out=e)
             if of_divergence is not None:
                 assert rows.second is not None
                 q, log_ratio = _against(z, _second(rows, r), own)
                 of = (e / own.sum[:, None], q, log_ratio, own.center[:, None])
                 of_columns = divergence.gradient(rows.second.kind, *of, rows.second.mixture)
+            if per_ed is not None:
+                d.clamp_(min=-1e4).mul_(e).mul_(per_ed[r, None])
+            g = e.mul_(per_e[r, None] if per_ee is None else per_ee[r, None] * e + per_e[r, None])
+            if per_ed is not None:
+                g.add_(d)
+            ids, valid = _safe(rows.targets[r], z.shape[1])
+            # A target outside these columns (it may belong to another rank) changes none of them.
+            g.scatter_(1, ids, torch.where(valid[:, None], at_target[r, None], g.gather(1, ids)))
+            if of_divergence is not None:
                 g.add_(of_columns.mul_((of_divergence * dz_dx)[r, None]))
             if transform.softcap:
                 g.mul_(1.0 - (block.to(torch.float32) * (transform.scale / transform.softcap)).tanh_().square_())
@@ -187,8 +191,16 @@ def _blocks(rows: LogitRows, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
         start = end
 
 
-def _transformed(x: Tensor, transform: RowTransform) -> Tensor:
-    return transform.of_rows(x, torch.empty(x.shape, dtype=torch.float32, device=x.device))
+def _space(rows: LogitRows) -> Tensor:
+    """Three fp32 copies of a block, for all blocks: on a CPU fresh memory of this size costs more than the arithmetic."""
+    return torch.empty(3, min(_block_rows(rows), rows.n), rows.logits.shape[-1], dtype=torch.float32, device=rows.logits.device)
+
+
+def _transformed(x: Tensor, transform: RowTransform, space: Tensor | None = None) -> Tensor:
+    """The transformed rows x [r, V] in fp32: x itself where nothing changes it, else in the first rows of `space`."""
+    if space is None:
+        space = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    return transform.of_rows(x, space[: len(x)])
 
 
 def _second(rows: LogitRows, r: slice) -> Tensor:
