@@ -228,6 +228,7 @@ class Block:
             slope, partials = times(weight, _taken(of_divergence, here)), (found.apart or (found.partials,))[i]
             partials = partials if here is None else partials.at(here)
             memory = torch.empty_like(own.logits)
+            own = own._replace(targets=torch.full_like(own.targets, -1))  # the partials may have the target of the likeliest id
             self.backend.pull(own, partials, Slopes.stacked({"target": torch.zeros_like(slope), "divergence": slope}), memory)
             _add(gradient, here, memory, 1)
         out.copy_(gradient)

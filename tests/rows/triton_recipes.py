@@ -53,6 +53,7 @@ def of_triton(r):
 
 
 PAIRS = list(dict.fromkeys(of_triton(r) for r in covering(seed=7)))[:: 1 if ON_GPU else 5]
+PAIRS.append(Recipe(vocab=272, source="hidden", objective="dapo, exact", others=("near",), listed="some", rows="shared"))
 
 
 @pytest.mark.parametrize("recipe", PAIRS, ids=str)
