@@ -1,4 +1,4 @@
-"""Finds the fastest launch settings: threads, accesses in flight, programs per multiprocessor, grids, cache hints and tiles in
+"""Finds the fastest launch settings: threads, accesses in flight, programs per multiprocessor, cache hints and tiles in
 registers of the row kernels, of one stream and of two; of the selection of columns and the sparse products; and from hidden
 states the bytes of a chunk of logits and of a block of gradients.
 
@@ -129,7 +129,7 @@ def settings(kind: str, small: bool) -> list[Setting]:
         shapes = [c._replace(stages=stages) for c in shapes for stages in (1, 3)]
         around += [now._replace(hints=not now.hints), *(now._replace(stages=stages) for stages in (1, 3, 4))]
     if kind in FUSED:
-        around += [now._replace(grid=grid) for grid in (0.5, 1.0)] + [now._replace(kept=kept) for kept in range(now.ends)]
+        around += [now._replace(kept=kept) for kept in range(now.ends)]
         around += [now._replace(ends=now.ends + more, kept=now.ends + more) for more in (1, 2)]
     first, *others = (Setting(kind, choice) for choice in dict.fromkeys([*around, *shapes]))
     return [first, *(setting for setting in others if setting.fits)][: 2 if small else None]

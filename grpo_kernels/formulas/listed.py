@@ -8,8 +8,8 @@ A function of these has the arguments
     advantage  of the row of each id, fp32 [k]
     sums       a function: the sum of x [k] over the ids of a row, for each of its ids, [k]
 
-and returns (term, slope), each [k]: a row's term is the sum over its ids, the slope d term of the row / d logp. The C++ kernels run
-it as a program (program.py), if it is arithmetic; elsewhere it runs in torch."""
+and returns (term, slope), each [k]: a row's term is the sum over its ids, the slope d term of the row / d logp. Kernels run it as a
+program (program.py), if it is arithmetic; elsewhere it runs in torch."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _traced(functions: tuple[ListedFunction, ...]) -> Program | str:
     """The program of functions whose terms are added up, or why there is none."""
     tracer, name = Tracer(), ", ".join(getattr(f, "__qualname__", repr(f)) for f in functions)
     logp, advantage, *values = map(tracer.input, ("logps", "advantages", *(f"values {i}" for i in range(len(functions)))))
-    term: Any = 0.0
+    term: Any = -0.0  # plus a number that number; no function adds it, so that the sum of the terms is one of its own
     slope: Any = 0.0
     try:
         for function, of_part in zip(functions, values, strict=True):

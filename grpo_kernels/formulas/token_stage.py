@@ -233,7 +233,10 @@ class TokenStage(NamedTuple):
 
     def compare_once(self, run: Callable[[Program, list[float], list[Tensor]], list[Tensor]]) -> None:
         """Compare the program with torch on random inputs, unless it was compared before; where `key_of` cannot tell whether a
-        formula has changed, at each call. `run` evaluates a program. Raises FormulaRefused where they differ, see `Made`."""
+        formula has changed, at each call; likewise that of `listed`. `run` evaluates a program. Raises FormulaRefused where they
+        differ, see `Made`."""
+        if self.listed is not None:
+            self.listed.compare_once(run)
         made, numbers = self._made()
         if made.compared:
             return

@@ -133,19 +133,21 @@ class Tokens:
     rows     int64 [m], the row of each token; anything where it is not read.
     targets  int64 [m].
     read     bool [m]: tokens that are looked at; None: all.
-    listed   further ids of each token, whose log-probs are wanted."""
+    listed   further ids of each token, whose log-probs are wanted.
+    of_row   int64 [n], the token of each row, where the host knows that each has one; else None."""
 
     rows: Tensor
     targets: Tensor
     read: Tensor | None
     n: int
     listed: Ragged | None = None
+    of_row: Tensor | None = None
 
     @classmethod
     def one_a_row(cls, targets: Tensor, read: Tensor | None, listed: Ragged | None = None) -> Tokens:
         """Those of rows that have one token each."""
-        n = targets.numel()
-        return cls(torch.arange(n, device=targets.device), targets, read, n, listed)
+        rows = torch.arange(targets.numel(), device=targets.device)
+        return cls(rows, targets, read, targets.numel(), listed, rows)
 
     @functools.cached_property
     def used(self) -> Tensor:
@@ -191,7 +193,8 @@ class Tokens:
         of_tokens = place[self.rows.clamp(0, self.n - 1)]
         here, all_of_them = self.used & (of_tokens >= 0), slice(None)
         if rows.device.type not in READ_AT_ONCE:
-            return replace(self, rows=of_tokens, read=here, n=rows.numel()), all_of_them, all_of_them
+            own = None if self.of_row is None else rows
+            return replace(self, rows=of_tokens, read=here, n=rows.numel(), of_row=own), all_of_them, all_of_them
         which = here.nonzero()[:, 0]
         listed, of_listed = (None, all_of_them) if self.listed is None else self.listed.taken(which)
         return Tokens(of_tokens[which], self.targets[which], None, rows.numel(), listed), which, of_listed

@@ -212,7 +212,7 @@ def test_tuning_goes_on_after_a_candidate_that_breaks_cuda(tmp_path, monkeypatch
 
 
 def test_later_stages_run_with_what_was_clearly_faster(tmp_path, monkeypatch):
-    fused, visit = (Choice(256, 8, programs=2, grid=1.0), Choice(32, 1))
+    fused, visit = (Choice(256, 8, programs=2), Choice(32, 1))
     best = {"fused": (fused._asdict(), 1.1), "visit": (visit._asdict(), 1.01), "chunk": ({"mib": 7, "block": 9}, 1.5)}
     found = {kind: {"ranking": [("x", 1.0), ("now", now)], "best": one, "now": "now"} for kind, (one, now) in best.items()}
     (tmp_path / "choices.json").write_text(json.dumps(tune.winners(found)))

@@ -38,34 +38,47 @@ def test_what_is_listed_at_a_token_of_weight_0_adds_nothing(level, backend):
         batch = TokenBatch(torch.tensor([[4, 5, 2]]), torch.ones(1), weights=torch.tensor([[0.0, 1.0, 1.0]]), logp_terms=sets)
         leaf = logits.clone().requires_grad_()
         grpo_loss(leaf, batch, Objective(level=level), options=Options(backend)).loss.backward()
-        assert leaf.grad is not None and leaf.grad[0, 2].any()
+        assert leaf.grad[0, 2].any()
         found.append(leaf.grad)
     assert torch.equal(*found)
 
 
 def test_a_function_of_ones_own(backend):
-    """In place of c log p: KL to what is listed, over the ids alone, times the advantage; and over given memory the same."""
+    """In place of c log p: KL to what is listed, over the ids alone, and half its square; and over given memory the same."""
 
     def kl(logp, values, advantage, sums):
-        p = logp.exp()
-        return advantage * p * (logp - values), advantage * p * (logp - values + 1.0)
+        p, apart = logp.exp(), logp - values
+        of_row = advantage * sums(p * apart)
+        return advantage * p * apart * (1.0 + 0.5 * of_row), advantage * p * (apart + 1.0) * (1.0 + of_row)
 
-    sets = TokenSets.from_lists([[1, 3], [], [0, 2, 5]], values=[[-1.0, -2.0], [], [-0.3, -3.0, -2.0]])
-    logits, targets, A = torch.randn(3, 11), torch.tensor([1, 4, 7]), torch.tensor([1.0, -0.7, 0.4])
+    sets = TokenSets.from_lists([[1, 3], [], range(2, 602)], values=[[-1.0, -2.0], [], [-3.0] * 600])
+    logits, targets, A = torch.randn(3, 701), torch.tensor([1, 4, 7]), torch.tensor([1.0, -0.7, 0.4])
     z = logits.double().requires_grad_()
     log_p = z.log_softmax(1)
     at = log_p[sets.row_of, sets.ids.long()]
-    (A[sets.row_of] * at.exp() * (at - sets.values)).sum().sub((A * log_p[range(3), targets]).sum()).backward()
-    batch, spec = TokenBatch(targets, A, logp_terms=sets), Objective(PolicyGradient(), aggregate="token-sum", listed=kl)
+    of_row = A * torch.zeros(3).double().index_add(0, sets.row_of, at.exp() * (at - sets.values))
+    exact = (of_row + 0.5 * of_row.square() - A * log_p[range(3), targets]).mean()
+    exact.backward()
+    batch, spec = TokenBatch(targets, A, logp_terms=sets), Objective(PolicyGradient(), listed=kl)
     found = []
     for inplace in (False, True):
         leaf = logits.clone().requires_grad_()
-        grpo_loss(leaf * 1.0, batch, spec, inplace=inplace, options=Options(backend)).loss.backward()
+        loss = grpo_loss(leaf * 1.0, batch, spec, inplace=inplace, options=Options(backend)).loss
+        loss.backward()
         found.append(leaf.grad)
     assert torch.equal(*found)
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0)
     torch.testing.assert_close(found[0].double(), z.grad, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="no pair of tensors"):
         grpo_loss(logits, batch, replace(spec, listed=lambda logp, *_: logp), options=Options("eager"))
+
+
+def test_what_cancels_at_ids_leaves_the_rest(backend):
+    sets, leaf = TokenSets.from_lists([[1, 3, 6]], values=[[1e9, -1e9, 1.0]]), torch.zeros(1, 8).requires_grad_()
+    grpo_loss(
+        leaf, TokenBatch(torch.tensor([2]), torch.zeros(1), logp_terms=sets), Objective(), options=Options(backend)
+    ).loss.backward()
+    assert leaf.grad[0, 5] == -0.125
 
 
 #: A surrogate and a trust region of which either takes some ids of the sampler below and leaves others.
@@ -79,7 +92,7 @@ CENTERED = {
 @pytest.mark.parametrize("A", [1.7, -0.6])
 @pytest.mark.parametrize("what", CENTERED)
 @pytest.mark.parametrize("tail", [False, True], ids=["over all ids", "with a tail"])
-def test_score_centering_has_no_drift(tail, what, A):
+def test_score_centering_has_no_drift(tail, what, A, backend):
     """The mean of the loss' gradient over the sampler's tokens is 0, though the sampler is not the policy: over all of its ids, or
     over its head where p / q of the tail is one number. Of a token that the trust region drops the centering stays."""
     head, (surrogate, *trust) = 4 if tail else V, CENTERED[what]
@@ -95,8 +108,7 @@ def test_score_centering_has_no_drift(tail, what, A):
     for listed in (None, ScoreCentering(surrogate, *trust, tail=tail)):
         leaf = z.float().repeat(V, 1).requires_grad_()
         spec = Objective(surrogate, filters=tuple(trust), aggregate="token-sum", listed=listed)
-        grpo_loss(leaf, batch if listed else replace(batch, logp_terms=None), spec).loss.backward()
-        assert leaf.grad is not None
+        grpo_loss(leaf, batch if listed else replace(batch, logp_terms=None), spec, options=Options(backend)).loss.backward()
         drift.append((q[:, None] * leaf.grad).sum(0).abs().max())
     assert drift[1] < 1e-6 < 1e-3 < drift[0]
 

@@ -255,6 +255,7 @@ class Operations(TorchDispatchMode):
 #: they made when this was written.
 BUDGETS = {
     "grpo_loss": (Recipe(objective="dapo, k3"), 17),
+    "grpo_loss, listed ids": (Recipe(objective="dapo, k3", listed="some"), 30),
     "linear_grpo_loss": (Recipe(source="hidden", objective="dapo, k3"), 85),
     "linear_grpo_loss, kept sets": (Recipe(source="hidden", kept="some"), 139),
 }
@@ -273,7 +274,6 @@ def test_a_call_makes_few_operations(name, monkeypatch):
     monkeypatch.setattr(backends, "pick", lambda *_: kernels.Kernels())
     monkeypatch.setattr(kernels.launch, "run", lambda *arguments: launched.append(arguments))
     monkeypatch.setattr(kernels.launch, "on_device", contextlib.nullcontext)
-    monkeypatch.setattr(kernels.launch, "multiprocessors", lambda _: 132)
     in_chunks(monkeypatch, 4, block=64)
     call = called(f, after, given)
     with of_a_gpu() as products, Operations() as seen:

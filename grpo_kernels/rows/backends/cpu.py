@@ -138,8 +138,6 @@ class Kernels(Backend):
         """What C++ runs of a token stage; None if it cannot, which `strict` refuses."""
         if self.strict:
             stage.compare_once(_run)
-            if stage.listed is not None:
-                stage.listed.compare_once(_run)
         try:
             program, numbers = stage.program()
             of_listed = None

@@ -145,7 +145,7 @@ typedef uint8_t pred;
 typedef uint16_t b16; typedef uint32_t b32; typedef uint64_t b64;
 typedef uint16_t u16; typedef uint32_t u32; typedef uint64_t u64;
 typedef int16_t s16; typedef int32_t s32; typedef int64_t s64;
-typedef float f32;
+typedef float f32; typedef double f64;
 
 /* Of one, two, three operands x, y, z of these types. program.py reads how many there are. */
 #define TAKES(name, n) const int32_t operands_##name = n;
@@ -204,6 +204,14 @@ THREE(max3_f32, f32, f32, f32, f32, larger(larger(x, y), z)) THREE(min3_f32, f32
 TWO(max_NaN_f32, f32, f32, f32, nan_if(x != x || y != y, larger(x, y)))
 TWO(min_NaN_f32, f32, f32, f32, nan_if(x != x || y != y, smaller(x, y)))
 
+/* fp64 */
+TWO(add_f64, f64, f64, f64, x + y) TWO(add_rn_f64, f64, f64, f64, x + y)
+TWO(sub_f64, f64, f64, f64, x - y) TWO(sub_rn_f64, f64, f64, f64, x - y)
+TWO(mul_f64, f64, f64, f64, x * y) TWO(mul_rn_f64, f64, f64, f64, x * y)
+THREE(fma_rn_f64, f64, f64, f64, f64, fma(x, y, z))
+ONE(neg_f64, f64, f64, -x)
+ONE(cvt_f64_f32, f64, f32, x) ONE(cvt_rn_f32_f64, f32, f64, x)
+
 /* Two of them in 64 bits. */
 #define PAIR(low, high) (bits(low) | (u64)bits(high) << 32)
 #define LOW(x) f((b32)(x))
@@ -221,6 +229,7 @@ COMPARE(eq, f32, x == y) COMPARE(lt, f32, x < y) COMPARE(le, f32, x <= y) COMPAR
 COMPARE(ne, f32, x < y || x > y) COMPARE(num, f32, x == x && y == y) COMPARE(nan, f32, x != x || y != y)
 COMPARE(equ, f32, !(x < y || x > y)) COMPARE(neu, f32, x != y) COMPARE(ltu, f32, !(x >= y)) COMPARE(leu, f32, !(x > y))
 COMPARE(gtu, f32, !(x <= y)) COMPARE(geu, f32, !(x < y))
+COMPARE(eq, f64, x == y) COMPARE(neu, f64, x != y)
 #define COMPARE_ALL(t) COMPARE(eq, t, x == y) COMPARE(ne, t, x != y) \
   COMPARE(lt, t, x < y) COMPARE(le, t, x <= y) COMPARE(gt, t, x > y) COMPARE(ge, t, x >= y)
 COMPARE_ALL(s32) COMPARE_ALL(u32) COMPARE_ALL(s64) COMPARE_ALL(u64)
@@ -239,9 +248,9 @@ NAN_OF_TWO(bf16) NAN_OF_TWO(f16)
 
 /* Moves and conversions */
 #define MOVE(name, type) ONE(mov_##name, type, type, x)
-MOVE(pred, pred) MOVE(b16, b16) MOVE(u16, b16) MOVE(b32, b32) MOVE(u32, b32) MOVE(f32, b32) MOVE(b64, b64) MOVE(u64, b64)
+MOVE(pred, pred) MOVE(b16, b16) MOVE(u16, b16) MOVE(b32, b32) MOVE(u32, b32) MOVE(f32, b32) MOVE(b64, b64) MOVE(u64, b64) MOVE(f64, b64)
 #define SELECT(name, type) THREE(selp_##name, type, type, type, pred, z ? x : y)
-SELECT(b16, b16) SELECT(b32, b32) SELECT(f32, b32) SELECT(b64, b64)
+SELECT(b16, b16) SELECT(b32, b32) SELECT(f32, b32) SELECT(b64, b64) SELECT(f64, b64)
 TWO(mov_b32_of2, b32, b16, b16, x | (b32)y << 16)
 TWO(mov_b64_of2, b64, b32, b32, x | (b64)y << 32)
 #define UNPACK(type, half, width)                                                            \

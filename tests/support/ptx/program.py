@@ -49,6 +49,7 @@ RUNS, BRANCH, END, BARRIER = range(4)
 BITS = {
     "pred": 8, "b8": 16, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32, "u32": 32, "s32": 32, "f32": 32, "f16x2": 32,
     "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f32x2": 64,
+    "f64": 64,
 }  # fmt: skip
 #: Changes no result: all jumps of a warp alike or not, how a copy is cached, and that a policy has a share of the lines.
 NO_EFFECT = {"uni", "ca", "cg", "fractional"}
@@ -208,7 +209,7 @@ class Program:
             return place
         if text in self._shared_names or text in ("%tid.x", "%ctaid.x", "%nctaid.x", "%ntid.x"):
             return self._constant(text, 32)
-        if re.fullmatch(r"0f[0-9A-F]{8}", text):
+        if re.fullmatch(r"0f[0-9A-F]{8}|0d[0-9A-F]{16}", text):
             return self._constant(str(int(text[2:], 16)), bits)
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text):
             return self._constant(str(int(text, 0) % 2**bits), bits)

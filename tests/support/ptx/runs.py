@@ -15,7 +15,10 @@ from support.processes import for_its_own_pytest, said
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "tests" / "rows"
-CASES = [FOLDER / f"{name}.py" for name in ("triton_cases", "test_row_kernels", "test_two_row_kernels", "test_sparse")]
+CASES = [
+    FOLDER / f"{name}.py"
+    for name in ("triton_cases", "test_row_kernels", "../core/test_listed", "test_two_row_kernels", "test_sparse")
+]
 #: What takes longer, or runs the same kernels by calls of the package: in one order only.
 ONCE = [FOLDER / "triton_recipes.py"]
 #: Orders of warps: as they are, reversed, shuffled by a seed.

@@ -18,7 +18,7 @@ import triton
 from ....formulas.program import FormulaRefused, Program
 from ....formulas.token_stage import INPUTS, TokenStage
 from ...partials import OF_STUDENT, LogitRows, Partials, Slopes, partials_of
-from ...ragged import Ragged
+from ...ragged import Ragged, Tokens
 from ...selection import Drawn, capacity, per_unit
 from .. import Backend, FusedRows, eager, fall_back
 from . import launch as launch
@@ -36,7 +36,8 @@ from .kernels import (
     _two_pull_kernel,
     _two_stats_kernel,
 )
-from .launch import Arguments, KernelFailure, available, check_layout, formula_of, run_blocks, serves, vectors
+from .launch import Arguments, KernelFailure, aligned, available, check_layout, formula_of, run_blocks, serves, vectors
+from .listed import OfListed
 
 Tensor = torch.Tensor
 
@@ -101,24 +102,47 @@ class Kernels(Backend):
         kind = launch.pull_kind(rows.transform.softcap, rows.second.transform.softcap)
         of.run(kind, _two_pull_kernel, arguments, NAMES=names, DIRECTION=rows.second.kind)
 
-    def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
-        """In one visit of each row; beside a second stream in two."""
+    def fused(
+        self, rows: LogitRows, stage: TokenStage, out: Tensor | None, ids: tuple[OfListed | None, Any, int] = (None, None, 0)
+    ) -> FusedRows:
+        """In one visit of each row; beside a second stream in two. `ids`: those that tokens list, the function of their program,
+        how many sums it has."""
         if rows.second is not None:
             return super().fused(rows, stage, out)
         assert rows.part is None
         if self.strict:
             stage.compare_once(Program.__call__)
         program, numbers = stage.program()
-        formula, used = formula_of(program)
-        of, logits = Arguments(rows, out), rows.logits
-        inputs = stage.inputs(program)
-        of_rows = of.vectors(targets=rows.targets, read=rows.read, **{name: inputs.get(name) for name in INPUTS})
-        results = torch.empty(3, of.n, dtype=torch.float32, device=logits.device)
+        formula, used, _ = formula_of(program)
+        of, m = Arguments(rows, out), stage.rows.targets.numel()
+        given = stage.inputs(program)
+        of_rows, inputs = (
+            of.vectors(targets=rows.targets, read=rows.read),
+            vectors(m, **{name: given.get(name) for name in INPUTS}),
+        )
+        listed, of_ids, sums = ids
+        make = torch.empty if listed is None else torch.zeros  # of tokens of other rows
+        results = make(3, m, dtype=torch.float32, device=rows.logits.device)
         memory = of.memory if out is not None else (*of.memory, None, 0, 0)
-        arguments = (*memory, *of.sizes[:2], of.n, *of_rows, *of.transforms, tuple(numbers[i] for i in used), results)
-        kind = launch.fused_kind(logits.dtype, rows.transform.softcap)
-        of.run(kind, _fused_kernel, arguments, FORMULA=formula)
+        arguments = (
+            *memory, *of.sizes[:2], *of_rows, *inputs, *of.transforms, tuple(numbers[i] for i in used), results, m, listed,
+        )  # fmt: skip
+        kind = launch.fused_kind(rows.logits.dtype, rows.transform.softcap)
+        of.run(kind, _fused_kernel, arguments, FORMULA=formula, LISTED=of_ids, SUMS=sums)
         return FusedRows(results)
+
+    def fused_tokens(self, rows: LogitRows, tokens: Tokens, stage: TokenStage, out: Tensor | None) -> FusedRows | None:
+        """Of tokens that list ids, each alone in its row."""
+        terms, ids = stage.listed, tokens.listed
+        if terms is None or ids is None or tokens.of_row is None:
+            return None
+        program = terms.program()
+        formula, used, sums = formula_of(program)
+        numbers, inputs = program.numbers(()), aligned(stage.rows.advantages[ids.rows], *(x for _, x in terms.parts))
+        memory = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
+        at = *aligned(tokens.of_row, ids.offsets, ids.ids), *memory
+        listed = OfListed._make((*at, inputs, tuple(numbers[i] for i in used)))
+        return self.fused(rows, stage, out, (listed, formula, sums))
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """The kernel reads the factor: a factor of 1 costs a launch only, and no host sync."""
@@ -212,15 +236,18 @@ class OrEager(Backend):
         self.kernels, self.eager = Kernels(), eager.Kernels()
 
     def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
+        at_once = None if rows.second is not None else self._at_once("fused", rows, stage, out)
+        return super().fused(rows, stage, out) if at_once is None else at_once
+
+    def _at_once(self, name: str, *arguments: Any) -> Any:
         """If the kernel that contains the formulas cannot run, kernels without them may: torch then computes the formulas."""
         try:
-            if rows.second is None:  # there is no fused kernel of two streams
-                return self.kernels.fused(rows, stage, out)
-        except KernelFailure as failure:
-            fall_back(SECOND_VISIT, failure.reason)
-        except FormulaRefused as refusal:
-            fall_back(SECOND_VISIT, str(refusal).rstrip("."))
-        return super().fused(rows, stage, out)
+            return getattr(self.kernels, name)(*arguments)
+        except (KernelFailure, FormulaRefused) as failure:
+            fall_back(SECOND_VISIT, getattr(failure, "reason", str(failure).rstrip(".")))
+        return None
+
+    fused_tokens: Any = functools.partialmethod(_at_once, "fused_tokens")
 
     def _either(self, name: str, *arguments: Any) -> Any:
         try:

@@ -1,13 +1,14 @@
 """The Triton kernels: statistics of rows of one stream and of two, their gradients, a fused kernel of both with the formula of a
 loss, scaling; columns of sparse gradients; products over slots.
 
-Rows are on grid axis 0, since the other axes are limited to 65 535: one program per row, or, in the fused kernel, for several rows.
+Rows are on grid axis 0, since the other axes are limited to 65 535: one program per row.
 Partials and slopes are tables: a pointer, a stride, and at compile time the names of the rows that are there, as one string."""
 
 import triton
 import triton.language as tl
 
 from ...selection import BITS as _WHOLE_BITS
+from .listed import _at_ids, _write_at_ids
 from .one_row import (
     _FLOOR,
     _NEG_INF,
@@ -174,61 +175,76 @@ def _pull_kernel(
 
 
 @triton.jit(do_not_specialize=[
-    "stride_a", "stride_t", "out_stride_a", "out_stride_t", "T", "n", "targets", "read", "old_logps", "ref_logps",
-    "sampler_logps", "advantages", "policy_weight", "kl_weight", "entropy_weight", "nll_weight", "inv_temperature", "scale",
-    "softcap", "numbers", "results",
+    "stride_a", "stride_t", "out_stride_a", "out_stride_t", "T", "targets", "read", "old_logps", "ref_logps", "sampler_logps",
+    "advantages", "policy_weight", "kl_weight", "entropy_weight", "nll_weight", "inv_temperature", "scale", "softcap", "numbers",
+    "results", "m",
 ])
 def _fused_kernel(
     logits, stride_a: tl.int64, stride_t: tl.int64,                        # [A, T, V]
     out, out_stride_a: tl.int64, out_stride_t: tl.int64,                   # [A, T, V], may be the logits, or None
-    V, T, n,
-    targets, read, old_logps, ref_logps, sampler_logps, advantages,        # [n], None where there is none
-    policy_weight, kl_weight, entropy_weight, nll_weight,                  # [n], likewise
-    inv_temperature, scale, softcap, numbers,
-    results,                                                               # [3, n]: log-probs, entropies, losses
-    FORMULA: tl.constexpr, SHAPE: tl.constexpr, ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr,
-    COLS: tl.constexpr, PEELED: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, FIRST_HINT: tl.constexpr,
-    LAST_HINT: tl.constexpr, STAGES: tl.constexpr,
+    V, T,
+    targets, read,                                                         # [n], n programs; None where there is none
+    old_logps, ref_logps, sampler_logps, advantages,                       # [m], likewise
+    policy_weight, kl_weight, entropy_weight, nll_weight,                  # [m], likewise
+    inv_temperature, scale, softcap, numbers, results, m,                  # [3, m]: log-probs, entropies, losses
+    listed,                                                                # `OfListed`, None where tokens list no ids: m is n
+    FORMULA: tl.constexpr, LISTED: tl.constexpr, SUMS: tl.constexpr, SHAPE: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+    PEELED: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, FIRST_HINT: tl.constexpr, LAST_HINT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     BONUS: tl.constexpr = 1 if entropy_weight is not None else 0
-    for i in range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0)):
-        target = tl.load(targets + i)  # asked for together, so that the row waits once
-        inv_t = _number(inv_temperature, i, ROW_TEMPERATURE)
-        live = True
-        if read is not None:
-            live = tl.load(read + i)
-        if live:
-            row = logits + _row_offset(i, T, stride_a, stride_t, ALIGNED)
-            # Read before the first store, since the gradient may overwrite the logits. The reductions below act as the barrier.
-            k = _k(scale, softcap, inv_t, SHAPE)
-            u = _target_u(row, target, V, scale, softcap, SHAPE)
-            m, s, w, _, kept = _softmax_partials(row, V, k, scale, softcap, SHAPE, 1, ALIGNED, ACCESSES, LANES, COLS, ENDS,
-                                                 KEPT, FIRST_HINT, LAST_HINT, STAGES)
-            log_s = tl.log(s)
-            logp = (k * u - k * m) - log_s  # the bits that the statistics of layer 1 give
-            entropy = log_s - w / s
-            entropy = tl.where(entropy < 0.0, 0.0, entropy)  # unlike maximum, keeps NaN
-            loss, d_logp, d_entropy = FORMULA(
-                logp, entropy, i, old_logps, ref_logps, sampler_logps, advantages, policy_weight, kl_weight, entropy_weight,
-                nll_weight, numbers,
-            )
-            tl.store(results + i, logp)
-            tl.store(results + i + n, entropy)
-            tl.store(results + i + n + n, loss)
-            if out is not None:
-                out_row = out + _row_offset(i, T, out_stride_a, out_stride_t, ALIGNED)
-                if (d_logp != 0.0) | (d_entropy != 0.0):
-                    _write_gradient(row, out_row, V, kept if KEPT > 0 else None, target, u, 1.0, m, s, logp, d_logp,
-                                    -d_entropy * entropy, -d_entropy, 0.0, k, scale, softcap, inv_t, SHAPE, BONUS, ALIGNED,
-                                    PEELED, ACCESSES, LANES, COLS, LAST_HINT, STAGES)
-                else:
-                    _write_zeros(out_row, V, ALIGNED, LANES, COLS, LAST_HINT)
-        else:
-            tl.store(results + i, 0.0)
-            tl.store(results + i + n, 0.0)
-            tl.store(results + i + n + n, 0.0)
-            if out is not None:
-                _write_zeros(out + _row_offset(i, T, out_stride_a, out_stride_t, ALIGNED), V, ALIGNED, LANES, COLS, LAST_HINT)
+    i = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + i)  # asked for together, so that the row waits once
+    inv_t = _number(inv_temperature, i, ROW_TEMPERATURE)
+    live = True
+    if read is not None:
+        live = tl.load(read + i)
+    t = i
+    if listed is not None:
+        t = tl.load(listed.token + i)
+    if live:
+        row = logits + _row_offset(i, T, stride_a, stride_t, ALIGNED)
+        # Read before the first store, since the gradient may overwrite the logits. The reductions below act as the barrier.
+        k = _k(scale, softcap, inv_t, SHAPE)
+        u = _target_u(row, target, V, scale, softcap, SHAPE)
+        top, s, w, _, kept = _softmax_partials(row, V, k, scale, softcap, SHAPE, 1, ALIGNED, ACCESSES, LANES, COLS, ENDS,
+                                               KEPT, FIRST_HINT, LAST_HINT, STAGES)
+        log_s = tl.log(s)
+        logp = (k * u - k * top) - log_s  # the bits that the statistics of layer 1 give
+        entropy = log_s - w / s
+        entropy = tl.where(entropy < 0.0, 0.0, entropy)  # unlike maximum, keeps NaN
+        of_row = (row, V, k, k * top, log_s, scale, softcap)
+        inputs = (old_logps, ref_logps, sampler_logps, advantages, policy_weight, kl_weight, entropy_weight, nll_weight)
+        sums = ()
+        for phase in tl.static_range(SUMS):
+            x = _at_ids(listed, t, of_row, sums, None, LISTED, phase, SHAPE, LANES)
+            sums = sums + (x.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        found = FORMULA((logp, entropy) + sums[-1:], t, inputs, numbers, (), 0)  # noqa: RUF005
+        d_entropy = found[2]
+        d_ids = found[1]
+        tl.store(results + t, logp)
+        tl.store(results + t + m, entropy)
+        tl.store(results + t + m + m, found[0])
+        if listed is not None:
+            d_ids += _at_ids(listed, t, of_row, sums, found[3], LISTED, SUMS, SHAPE, LANES)
+        if out is not None:
+            out_row = out + _row_offset(i, T, out_stride_a, out_stride_t, ALIGNED)
+            if (d_ids != 0.0) | (d_entropy != 0.0):
+                _write_gradient(row, out_row, V, kept if KEPT > 0 else None, target, u, 1.0, top, s, logp, d_ids.to(tl.float32),
+                                -d_entropy * entropy, -d_entropy, 0.0, k, scale, softcap, inv_t, SHAPE, BONUS, ALIGNED,
+                                PEELED, ACCESSES, LANES, COLS, LAST_HINT, STAGES)
+            else:
+                _write_zeros(out_row, V, ALIGNED, LANES, COLS, LAST_HINT)
+            if listed is not None:
+                _write_at_ids(listed, t, of_row, out_row, target, u, logp, found[1], d_ids, -d_entropy * entropy, -d_entropy,
+                              inv_t, SHAPE, LANES)
+    else:
+        tl.store(results + t, 0.0)
+        tl.store(results + t + m, 0.0)
+        tl.store(results + t + m + m, 0.0)
+        if out is not None:
+            _write_zeros(out + _row_offset(i, T, out_stride_a, out_stride_t, ALIGNED), V, ALIGNED, LANES, COLS, LAST_HINT)
 
 
 @triton.jit(do_not_specialize=["stride_a", "stride_t", "V", "T", "n", "factor"])

@@ -1,6 +1,6 @@
 """How the Triton kernels are launched: on which device, with which threads and tiles, with which arguments.
 
-Choices of threads, loads in flight, registers, grids and cache hints affect results only through the order of sums, which depends
+Choices of threads, loads in flight, registers and cache hints affect results only through the order of sums, which depends
 on the vocabulary, dtypes and strides, never on the number of rows. `benchmarks.tune` times other choices; `benchmarks.resources`
 reads from the binaries what they need.
 
@@ -68,14 +68,6 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if x.device.type == "cpu" else torch.get_device_module(x.device).device(x.device)
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 4
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    return int(properties["multiprocessor_count"])
-
-
 # ---- choices
 
 
@@ -87,7 +79,6 @@ class Choice(NamedTuple):
     programs: int = 1  # programs resident on a multiprocessor, which share its registers
     ends: int = 1  # the last tiles of a row, loaded at once
     kept: int = 0  # how many of these stay in registers between the first and the second pass over a row
-    grid: float = 0.0  # fused kernel: programs per multiprocessor, each looping over rows; 0: one program per row
     hints: bool = False  # cache hints: keep data that is read again, evict the rest
     stages: int = 1  # tiles that are computed or on their way at a time: 3 lets two arrive while one is computed
 
@@ -181,11 +172,7 @@ def _launch(
             "KEPT": min(choice.kept, ends) if keeps else 0,
         }
         flags |= {"FIRST_HINT": first, "LAST_HINT": last, "STAGES": choice.stages if tiles > ends and _copies_ahead() else 1}
-    return Launch(
-        flags,
-        options(lanes, choice, fusion=False),  # kernels of rows say where: `_fma`
-        max(1, choice.programs * choice.threads // lanes),
-    )
+    return Launch(flags, options(lanes, choice, fusion=False))  # kernels of rows say where: `_fma`
 
 
 def _copies_ahead() -> bool:
@@ -223,11 +210,6 @@ class Launch(NamedTuple):
 
     flags: dict[str, Any]  # compile-time arguments: LANES, ACCESSES and COLS of the tile, and others
     options: dict[str, Any]
-    programs_per_sm: int
-
-    def programs(self, multiprocessors: int) -> int:
-        """Number of full-size programs that are resident on so many."""
-        return max(1, self.programs_per_sm * multiprocessors)
 
     @property
     def accesses(self) -> int:
@@ -366,6 +348,11 @@ def vectors(n: int, **given: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if x is None else x.contiguous() for x in given.values())
 
 
+def aligned(*given: Tensor) -> tuple[Tensor, ...]:
+    """Vectors in one piece from a 16-byte boundary on. In a tuple, one that begins elsewhere would select another kernel."""
+    return tuple(x.contiguous() if x.data_ptr() % 16 == 0 else x.clone() for x in given)
+
+
 def table(name: str, n: int, x: Tensor) -> tuple[Tensor, int]:
     """A table [q, n] and the stride of its rows, each of which is in one piece."""
     if x.dim() != 2 or x.shape[1] != n:
@@ -415,14 +402,12 @@ class Arguments:
         return table("slopes", self.n, slopes.values)
 
     def run(self, kind: str, kernel: Any, arguments: tuple[Any, ...], **flags: Any) -> None:
-        """Launch a kernel with a program for each row; the fused kernel with as many as the choice for its kind says."""
+        """Launch a kernel with a program for each row."""
         if self.n == 0:
             return
-        logits, grid = self.tensors[0], choice_of(kind).grid if kind in FUSED else 0.0
-        some = round(grid * multiprocessors(logits.device)) if grid else 0
         tile = functools.partial(choose, kind, self.vocab, self.tensors)
-        with on_device(logits):
-            run(kernel, tile, lambda of: min(self.n, of.programs(some)) if grid else self.n, arguments, self.flags | flags)
+        with on_device(self.tensors[0]):
+            run(kernel, tile, lambda _: self.n, arguments, self.flags | flags)
 
 
 def run_blocks(
@@ -453,7 +438,7 @@ def run_blocks(
         choice = LAUNCH[kind]
         lanes = choice.threads >> halvings
         sizes = {"LANES": lanes, "ACCESSES": choice.accesses, "COLS": 16 // given[0].element_size()}
-        return Launch({"ALIGNED": aligned, **sizes}, options(lanes, choice), choice.programs)
+        return Launch({"ALIGNED": aligned, **sizes}, options(lanes, choice))
 
     with on_device(given[0]):
         run(kernel, tile, lambda launch: programs(launch.size), arguments, flags)
@@ -469,41 +454,55 @@ OPERATIONS = {
     "lt": "{} < {}", "le": "{} <= {}", "eq": "{} == {}", "ne": "{} != {}", "and": "{} & {}", "or": "{} | {}", "not": "{} == 0",
     "where": "tl.where({}, {}, {})",
 }  # fmt: skip
+#: Inputs that are not loaded.
+OF_KERNEL = ("logps", "entropy", "listed")
 SMALLEST, LARGEST_NUMBER = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 @functools.lru_cache(maxsize=256)
-def formula_of(program: Program) -> tuple[Any, tuple[int, ...]]:
-    """The program of a token stage as a Triton function, and which of its numbers the function takes: the others are constants in
-    its source. Programs with the same source are the same function, and so the same kernel."""
+def formula_of(program: Program) -> tuple[Any, tuple[int, ...], int]:
+    """The program of a token stage, or of listed ids, as a Triton function; which of its numbers the function takes: the others
+    are constants in its source; how many sums over ids it has, the last of which is the term. Programs with the same source are
+    the same function, and so the same kernel.
+
+    Of a program with sums, PHASE i gives what the i-th is of, from the sums before it, and the phase behind them the slope."""
     names: list[str] = []
     used: list[int] = []
+    sums, token = 0, "entropy" in program.inputs
     for k, place in enumerate(program.numbers_used):
         what, of = program.sources[place]
-        if what == "constant" and (of[0] == 0 or SMALLEST <= abs(of[0]) <= LARGEST_NUMBER):  # others would not be fp32 there
-            names.append(repr(of[0]) if isinstance(of[0], bool) else repr(float(of[0])))
+        if what == "constant" and isinstance(of[0], bool):
+            names.append(repr(of[0]))
+        # Others would not be fp32 there, and what the function of listed ids holds, a bound for one, may change with each step.
+        elif what == "constant" and token and (of[0] == 0 or SMALLEST <= abs(of[0]) <= LARGEST_NUMBER):
+            names.append(repr(float(of[0])))
         else:
             names.append(f"numbers[{len(used)}]")
             used.append(k)
-    lines = []
+    lines, pad = [], "    "
     for k, name in enumerate(program.inputs):
         names.append(f"x{len(names)}")
-        lines.append(f"{names[-1]} = {name}" if k < 2 else f"{names[-1]} = tl.load({name} + i)")
+        place = INPUTS.index(name) if token and name in INPUTS else k - 1
+        lines.append(f"{pad}{names[-1]} = " + (f"given[{k}]" if name in OF_KERNEL else f"tl.load(inputs[{place}] + i)"))
     for operation, *registers in program.steps:
+        if operation == "sum":
+            lines += [f"{pad}if PHASE == {sums}:", f"{pad}    return {names[registers[0]]}", f"{pad}else:"]
+            names.append(f"sums[{sums}]")
+            pad, sums = pad + "    ", sums + 1
+            continue
         words = OPERATIONS[operation]
-        given = [names[r] for r in registers[: words.count("{}")]]
+        operands = [names[r] for r in registers[: words.count("{}")]]
         names.append(f"x{len(names)}")
-        lines.append(f"{names[-1]} = {words.format(*(f'({x})' for x in given))}")
-    lines.append(f"return {', '.join(names[r] for r in program.outputs)}")
-    return _formula("".join(f"    {line}\n" for line in lines)), tuple(used)
+        lines.append(f"{pad}{names[-1]} = {words.format(*(f'({x})' for x in operands))}")
+    lines.append(f"{pad}return {', '.join(names[r] for r in program.outputs[sums > 0 :])}\n")
+    return _formula("\n".join(lines)), tuple(used), sums
 
 
 @functools.lru_cache(maxsize=256)
 def _formula(body: str) -> Any:
-    """A Triton function of a token with this body. Its name tells it from others: Triton 3.5 has kernels by the names of their
-    functions."""
+    """A Triton function with this body. Its name tells it from others: Triton 3.5 has kernels by the names of their functions."""
     name = f"formula_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
-    source = f"def {name}(logps, entropy, i, {', '.join(INPUTS)}, numbers):\n{body}"
+    source = f"def {name}(given, i, inputs, numbers, sums, PHASE: tl.constexpr):\n{body}"
     file = f"<{name}>"
     linecache.cache[file] = len(source), None, source.splitlines(True), file  # where Triton looks for it
     found: dict[str, Any] = {"tl": tl, "__name__": __name__}

@@ -297,18 +297,20 @@ def _factors(m, s, k, d_target, d_constant, d_log, d_prob, KIND: tl.constexpr):
 
 
 @triton.jit
-def _target_gradient(
-    u, logp, d_target, d_constant, d_log, d_prob, scale, inv_t, SHAPE: tl.constexpr, KIND: tl.constexpr
+def _store_at(
+    out, id, V, u, logp, d_target, d_constant, d_log, d_prob, scale, inv_t, SHAPE: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """That of the target's logit, computed separately: 1 - p_y cancels as p_y -> 1, -expm1(logp) does not, and adding 1 to a
-    stored 16-bit value would lose it."""
+    """The gradient of the logit of an id to whose log-prob a slope belongs, computed separately: 1 - p_y cancels as p_y -> 1,
+    -expm1(logp) does not, and adding 1 to a stored 16-bit value would lose it."""
     g = -d_target * _expm1(logp)
     if KIND >= 1:
         factor = d_constant + d_log * tl.maximum(logp, _FLOOR)
         if KIND >= 2:
             factor += d_prob * tl.exp(logp)
         g += tl.exp(logp) * factor
-    return g * _dz_dx(u, scale, inv_t, SHAPE)
+    g = (g * _dz_dx(u, scale, inv_t, SHAPE)).to(tl.float32)
+    tl.debug_barrier()  # one store for the row, behind those of its tiles
+    tl.store(out + id, g.to(out.dtype.element_ty), mask=(id >= 0) & (id < V))
 
 
 @triton.jit
@@ -378,6 +380,4 @@ def _write_gradient(
             xs, first_out, at, width, cols,
             unit, c, b, constant, linear, quadratic, scale, softcap, inv_t, False, SHAPE, KIND, HINT,
         )  # fmt: skip
-    g_target = _target_gradient(u_target, logp, d_target, d_constant, d_log, d_prob, scale, inv_t, SHAPE, KIND)
-    tl.debug_barrier()  # one store for the row, behind those of its tiles
-    tl.store(out + target, g_target.to(out.dtype.element_ty), mask=(target >= 0) & (target < V))
+    _store_at(out, target, V, u_target, logp, d_target, d_constant, d_log, d_prob, scale, inv_t, SHAPE, KIND)
