@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..formulas.ops import times
-from ..formulas.token_stage import JointStage, TokenStage
+from ..formulas.token_stage import TokenStage
 from ..layout import plain
 from ..token_sets import TokenSets
 from .backends import Backend, FusedRows
@@ -141,6 +141,13 @@ class Visit:
             first += len(names)
         return Found(values, tables[0], tuple(tables[1:]), draws, ahead)
 
+    def slopes(self, factor: Tensor) -> Slopes:
+        """Those of rows whose gradient is one vector times `factor` [n]: that of the log-prob, or with further ids, whose gradient
+        comes apart, the probabilities of all other columns."""
+        return Slopes.stacked(
+            {"target": factor} if self.at is None else {"target": torch.zeros_like(factor), "constant": factor}
+        )
+
     @property
     def _tables(self) -> list[tuple[tuple[str, ...], Other | None]]:
         return [(self.names, self.one), *((other.names, other) for other in self.apart)]
@@ -159,6 +166,16 @@ class Found(NamedTuple):
     apart: tuple[Partials, ...]
     draws: tuple[Tensor, ...]
     ahead: Tensor | None
+
+
+class Waiting(NamedTuple):
+    """The stage of rows whose gradient is one vector each times a factor that waits for other rows.
+
+    terms   (losses, factors), fp32 [n], from the partials of all rows: of each group for which they are there.
+    groups  the number of rows of each group that can have a gradient; groups follow one another."""
+
+    terms: Callable[[Partials], tuple[Tensor, Tensor]]
+    groups: tuple[int, ...]
 
 
 class Parts(NamedTuple):
@@ -231,6 +248,15 @@ class Block:
             self.backend.pull(own, partials, Slopes.stacked({"target": torch.zeros_like(slope), "divergence": slope}), memory)
             _add(gradient, here, memory, 1)
         out.copy_(gradient)
+
+    def pull_unit(self, values: Tensor, out: Tensor) -> None:
+        """Write the gradient of a factor of 1, see `Visit.slopes`. Of a log-prob of NaN it is 0, so that the factor says whether it
+        is one."""
+        partials = self.visit.found(values).partials
+        self.backend.gradient(self.rows, partials, self.visit.slopes((~partials.logps.isnan()).to(torch.float32)), out)
+        if self.visit.at is not None:
+            slots, _ = self.stream.own(self.visit.at).in_chunk(self.places, self.visit.targets.numel())
+            _put(out, (slots, torch.zeros(slots.ids.shape, device=out.device)))
 
     def fused(self, stage: TokenStage, out: Tensor | None) -> FusedRows:
         """Losses of a token stage of these rows, and their gradient into `out`, which may be the logits. Each of several second
@@ -403,6 +429,6 @@ class Stream(ABC):
         `visit.at`, in place of what the slopes say there."""
 
     @abstractmethod
-    def fused(self, visit: Visit, stage: TokenStage | JointStage, gradients: Any) -> FusedRows:
-        """Losses of all rows of a token stage, and their gradients; `gradients` None leaves these out. Hidden states alone take a
-        JointStage: logits that are there cost no product to read again."""
+    def fused(self, visit: Visit, stage: TokenStage | Waiting, gradients: Any) -> FusedRows:
+        """Losses of all rows of a token stage, and their gradients; `gradients` None leaves these out. Hidden states alone take
+        rows that wait: logits that are there cost no product to read again."""
