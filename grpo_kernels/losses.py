@@ -361,7 +361,7 @@ def _loss(
         check_ids(name, batch.listed, stream.vocab)
     at_once = objective.one_pass
     if tokens is not None or listed is not None:
-        late, at_once = late or bool(seconds.others), at_once and kept is None
+        late, at_once = late or (kept is not None and bool(seconds.others)), at_once and kept is None
     if not late and (at_once or joint):
         return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited, listed, at, tokens, at_once)
     with_gradient = ("entropy",) if objective.needs_entropy else ()

@@ -105,7 +105,11 @@ class Logits(Stream):
         out = None if gradients is None else gradients.rows()
         if not visit.apart and visit.tokens is None:
             return self.backend.fused(self._rows(visit), stage, out)
-        at_once = None if visit.tokens is None else self.backend.fused_tokens(self._rows(visit), visit.tokens, stage, out)
+        at_once = (
+            None
+            if visit.tokens is None or visit.apart
+            else self.backend.fused_tokens(self._rows(visit), visit.tokens, stage, out)
+        )
         if at_once is not None:
             return at_once
         result = FusedRows.zeros(stage.rows.targets.numel(), self.logits.device, visit.apart or None)

@@ -172,4 +172,4 @@ class ChunkOfTokens(NamedTuple):
 
     def add_to(self, result: FusedRows, part: FusedRows) -> None:
         """Set those of these tokens in `result`, of all tokens of the visit, which begins as zeros."""
-        result.values[:3, self.which] += part.values[:3]
+        result.values[:, self.which] += part.values
