@@ -84,10 +84,7 @@ FAULTS: list[Fault] = [
         ("a divergence beside tokens is not in the loss", "part.losses + times(weight, divergence)", "part.losses"),
         ("tokens of a block are those of the first", "stage, self.places)", "stage, torch.arange(self.rows.n))", SHARED),
         ("logits at listed ids are this rank's", "logits if shard is None else shard.sum_over_ranks(logits)", "logits", RANKS),
-        (
-            "every teacher adds the nll term", "backend.fused(own, TokenStage.divergence_alone(own.targets, of_part), memory)",
-            "backend.fused(own, stage if here is None else stage.at(here), memory)",
-        ),
+        ("the loss has every teacher with a weight of 1", "times(weight, _taken(of_loss, here))", "_taken(of_loss, here)"),
     ),
     *of("grpo_kernels/rows/logits.py", COMBINATIONS,
         (
