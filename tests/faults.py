@@ -256,7 +256,7 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/rows/run.py", SETS,
         ("the gradient of a row is ahead of another id", "visit if at is None or at.one is None", "visit if at is None or True", SHARED),
         ("rows with a set are not in their sequence", "logps, entropy, of_ids = of_sets.joined(logps, entropy, of_ids)", "pass", COMBINATIONS),
-        ("slopes of rows with a set are dropped", 'Slopes.of({}, {"logps": d_logps}', 'Slopes.of({}, {"logps": 0 * d_logps}', COMBINATIONS),
+        ("slopes of rows with a set are dropped", 'upstream = {"logps": d_logps}', 'upstream = {"logps": 0 * d_logps}', COMBINATIONS),
         ("a teacher that was written to is not noticed", "if problem.versions() != ctx.versions:", "if False:"),
         (
             "passes are summed in 16 bits", "twice = len(wholes) > 1 or (sets and any(x.all_rows for x in wholes))",
