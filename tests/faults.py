@@ -117,7 +117,7 @@ FAULTS: list[Fault] = [
         ("ids are as likely as the likeliest", "torch.where(z == -torch.inf, z, z - of_one)", "torch.where(z == -torch.inf, z, 0 * of_one)", SHARED),
         ("log-probs at ids are those of other sums", "        if self.one is None:", "        if True:", SHARED),
         ("teachers have one weight at listed ids", "slope = times(weight, of_divergence)[rows]", "slope = of_divergence[rows]", COMBINATIONS),
-        ("a divergence has no gradient at ids", "times(slope, self", "times(0 * slope, self", SHARED),
+        ("a divergence has no gradient at ids", "times(slope, self", "times(0 * slope, self", COMBINATIONS),
         ("as many tokens as rows are one for each", "self.tokens.rows.unique().numel() == self.tokens.n", "True", SHARED),
         ("the only token of a row has another's numbers", "part.values[:, tokens.rows]", "part.values", SHARED),
         ("tokens of a chunk replace each other", "result.values[:, self.which] += part.values", "result.values[:, self.which] = part.values", SHARED),
@@ -255,7 +255,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/rows/run.py", SETS,
         ("the gradient of a row is ahead of another id", "visit if at is None or at.one is None", "visit if at is None or True", SHARED),
-        ("rows with a set are not in their sequence", "logps, entropy, of_ids = of_sets.joined(logps, entropy, of_ids)", "pass", COMBINATIONS),
+        ("rows with a set are not in their sequence", "logps, entropy, of_ids = of_sets.joined(logps, entropy, of_ids, transform)", "pass", COMBINATIONS),
         ("slopes of rows with a set are dropped", 'upstream = {"logps": d_logps}', 'upstream = {"logps": 0 * d_logps}', COMBINATIONS),
         ("a teacher that was written to is not noticed", "if problem.versions() != ctx.versions:", "if False:"),
         (
