@@ -164,7 +164,7 @@ FAULTS: list[Fault] = [
         ("rows without a gradient have no log-probs", "self._each(visit, index[active:], step", "self._each(visit, index[:0], step", COST),
         ("what arrives at a gradient made ahead is dropped", "_multiplied(found.ahead.clone(), factors)", "found.ahead"),
         ("a row without a slope is not left out", ".masked_fill_((factors == 0)[:, None], 0.0)", "", PRODUCTS),
-        ("a log-prob of NaN has no slope", "torch.where(partials.logps.isnan() & (factors != 0), torch.nan, factors)", "factors", PRODUCTS),
+        ("a log-prob of NaN has no slope", "torch.where(unknown & (d_logps != 0), torch.nan, d_logps)", "d_logps", PRODUCTS),
         ("the weight's gradient of a block has no slopes", "_multiplied(hidden.clone(), factors)", "hidden"),
         ("slopes are written into the hidden states", "_multiplied(hidden.clone(), factors)", "_multiplied(hidden, factors)", PRODUCTS),
         ("rows without a gradient are left out of their sequence", "active if gradients else 0, index.numel(), False)", "active, active, False)", PRODUCTS),

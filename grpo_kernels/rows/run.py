@@ -19,11 +19,12 @@ from ..formulas.ops import times
 from ..formulas.token_stage import JointStage, TokenStage
 from .backends import FusedRows
 from .gradients import Gradients
+from .hidden import Hidden
 from .memory import converted
 from .partials import Partials, RowTransform, Second, Slopes
 from .ragged import Tokens
 from .sets import OverSets
-from .stream import Found, Parts, Stream, Visit, Waiting
+from .stream import Found, Parts, Stream, Visit
 from .tokens import LogitsAt
 
 Tensor = torch.Tensor
@@ -386,16 +387,17 @@ class OneVisit:
     def _jointly(self, whole: Visit, stage: JointStage, gradients: Gradients | None) -> FusedRows:
         """The same of rows that wait for each other: log-probs over sets are there first. The gradients over these and at further
         ids are made last."""
+        assert isinstance(self.stream, Hidden), "logits that are there cost no product to read again"
         sets, tokens, transform = self.sets, whole.tokens, self.stream.transform
         of_sets = None if sets is None else Made.of(self.stream, sets)
         at = None if whole.at is None else self.stream.logits_at(whole)
         whole = whole if at is None else replace(whole, targets=at.targets)
         result, values, upstream = FusedRows(torch.empty(0)), torch.empty(0), dict[str, Tensor]()
 
-        def terms(partials: Partials) -> tuple[Tensor, Tensor]:
+        def factors(partials: Partials) -> Tensor:
             nonlocal result, values, upstream
             logps, entropy = partials.softmax(True)
-            of_ids = None
+            of_ids, unknown = None, logps.isnan()
             if tokens is not None and at is not None:
                 of_pairs = tokens.of_pairs(at.log_probs(partials, None, transform))
                 (logps, of_ids), entropy = of_pairs.tensor_split([tokens.rows.numel()]), tokens.of_rows(entropy)
@@ -405,15 +407,15 @@ class OneVisit:
             result = FusedRows.of(logps, entropy, losses)
             upstream = {"logps": d_logps} | ({} if d_ids is None else {"at": d_ids})
             if tokens is None or at is None:
-                return losses, d_logps
+                return torch.where(unknown & (d_logps != 0), torch.nan, d_logps)
             nothing = Slopes.stacked({"target": torch.zeros_like(partials.max)})
             of_rows = (whole.targets, None, partials, nothing, transform)
             values, slopes = at.gradients(tokens.to_pairs(torch.cat([*upstream.values()])), None, *of_rows)
-            factors = slopes.get("constant")
-            assert factors is not None
-            return factors, factors  # in place of losses of rows, which there are none of
+            constant = slopes.get("constant")
+            assert constant is not None
+            return torch.where(unknown & (constant != 0), torch.nan, constant)
 
-        self.stream.fused(whole, Waiting(terms, stage.groups), gradients)
+        self.stream.fused_jointly(whole, factors, stage.groups, gradients)
         if gradients is not None:
             if at is not None:
                 gradients.add(self.stream.own(at.slots), values)
