@@ -19,8 +19,9 @@ from ..formulas.ops import times
 from ..formulas.token_stage import JointStage, TokenStage
 from .backends import FusedRows
 from .gradients import Gradients
+from .hidden import Hidden
 from .memory import converted
-from .partials import Partials, Second, Slopes
+from .partials import Partials, RowTransform, Second, Slopes
 from .ragged import Tokens
 from .sets import OverSets
 from .stream import Found, Parts, Stream, Visit
@@ -114,9 +115,7 @@ class Rows(Problem):
         values: list[Tensor] = []
         saved: list[Tensor] = []
         for visit, statistics, _ in self.reads:
-            stream = over(base, visit)
-            at = None if visit.at is None else stream.logits_at(visit)
-            found = stream.stats(visit if at is None or at.one is None else replace(visit, targets=at.targets))
+            _, found, at = Made.of(base, visit)
             ours = tuple(name for name in statistics if name != "divergence")
             logps, *others = found.partials.found(ours, visit.read)
             named = dict(zip(ours, others, strict=True))
@@ -142,28 +141,15 @@ class Rows(Problem):
         # Visits of sets come first: they read logits that may be written over.
         for i, (visit, _, with_gradient) in enumerate(self.reads):
             given_to = {name: x for (of, name), x in upstream.items() if of == i}
-            d_at, d_outside = given_to.pop("at", None), given_to.pop("outside", None)
-            if not given_to and d_at is None and d_outside is None:
+            if not given_to:
                 continue
             draws = tuple(known[i, name] for name in DRAWS if (i, name) in known)
-            found = visit.found(known[i, "partials"], draws, known.get((i, "ahead")))
-            of_values = {name: known[i, name] for name in with_gradient}
-            given_to = given_to or {"logps": torch.zeros_like(found.partials.max)}
-            slopes, at_ids = Slopes.of(of_values, given_to, visit.read), None
-            if visit.at is not None and (d_at is not None or d_outside is not None):
+            found, at = visit.found(known[i, "partials"], draws, known.get((i, "ahead"))), None
+            if visit.at is not None:
                 at = LogitsAt(visit.at, known[i, "at logits"], known[i, "at used"])
-                d_at = torch.zeros_like(at.logits) if d_at is None else d_at.to(torch.float32)
                 at = at if visit.tokens is None or visit.kept is not None else at.with_likeliest(base.transform)
-                if visit.ahead:
-                    target, values = at.beside_one(d_at, base.transform)
-                    slopes = Slopes.stacked({"target": target})
-                    gradients.add(base.own(visit.at), values)
-                else:
-                    # Of computed rows the divergence has its gradient where they are computed again, see `Block.pull`.
-                    seconds = () if base.computed and visit.kept is None else _seconds_at(visit, found)
-                    rows = (visit.targets, visit.read, found.partials, slopes, base.transform, seconds)
-                    at_ids, slopes = at.gradients(d_at, d_outside, *rows)
-            over(base, visit).pull(visit, found, slopes, gradients, at_ids)
+            of_values = {name: known[i, name] for name in with_gradient}
+            Made(visit, found, at).pull(base, of_values, given_to, gradients)
         pairs = zip(gradients.tensors(), tensors, strict=True)
         return tuple(None if g is None else converted(g, x.dtype) for g, x in pairs)
 
@@ -181,6 +167,47 @@ class Rows(Problem):
 def over(stream: Stream, visit: Visit) -> Stream | OverSets:
     """What a visit of a stream runs over: the vocabulary, or sets."""
     return stream if visit.kept is None else OverSets(stream, visit)
+
+
+class Made(NamedTuple):
+    """A visit that was made, and logits at its further ids, if there are any."""
+
+    visit: Visit
+    found: Found
+    at: LogitsAt | None
+
+    @classmethod
+    def of(cls, base: Stream, visit: Visit) -> Made:
+        stream = over(base, visit)
+        at = None if visit.at is None else stream.logits_at(visit)
+        return cls(visit, stream.stats(visit if at is None or at.one is None else replace(visit, targets=at.targets)), at)
+
+    def joined(
+        self, logps: Tensor, entropy: Tensor, of_ids: Tensor | None, transform: RowTransform
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs, entropies and log-probs at further ids of all rows: these over sets, the given ones over the vocabulary."""
+        assert self.visit.kept is not None
+        has, given = self.visit.kept.has, (logps, entropy)
+        logps, entropy = (torch.where(has, x, y) for x, y in zip(self.found.partials.softmax(True), given, strict=True))
+        if self.at is not None and of_ids is not None:
+            own = self.at.log_probs(self.found.partials, self.visit.read, transform)
+            of_ids = torch.where(has[self.at.slots.rows], own, of_ids)
+        return logps, entropy, of_ids
+
+    def pull(self, base: Stream, of_values: dict[str, Tensor], upstream: dict[str, Tensor], gradients: Gradients) -> None:
+        """Add the gradient from d loss / d statistic, by name, and the values of those of DIFFERENTIABLE."""
+        (visit, found, at), d_ids = self, {name: x for name in ("at", "outside") if (x := upstream.pop(name, None)) is not None}
+        slopes = Slopes.of(of_values, upstream or {"logps": torch.zeros_like(found.partials.max)}, visit.read)
+        at_ids = None
+        if at is not None and d_ids:
+            d_at = d_ids["at"].to(torch.float32) if "at" in d_ids else torch.zeros_like(at.logits)
+            # Of computed rows the divergence has its gradient where they are computed again, see `Block.pull`.
+            seconds = () if base.computed and visit.kept is None else _seconds_at(visit, found)
+            rows = (visit.targets, visit.read, found.partials, slopes, base.transform, seconds)
+            at_ids, slopes = at.gradients(d_at, d_ids.get("outside"), *rows)
+            if visit.ahead:
+                gradients.add(base.own(at.slots), at_ids)
+        over(base, visit).pull(visit, found, slopes, gradients, at_ids)
 
 
 #: Tensors of columns that were drawn, see `Draws.tensors`.
@@ -345,10 +372,9 @@ class OneVisit:
 
     def of_rows(self, gradients: Gradients | None) -> FusedRows:
         """The losses of all rows; their gradients are collected."""
-        if isinstance(self.stage, JointStage) and self.whole is not None and self.sets is not None:
-            return self._jointly(self.whole, self.sets, self.stage, gradients)
-        if isinstance(self.stage, JointStage) and self.whole is not None and self.whole.tokens is not None:
-            return self._tokens_jointly(self.whole, self.whole.tokens, self.stage, gradients)
+        if isinstance(self.stage, JointStage):
+            assert self.whole is not None, "rows that are visited over sets alone have no products that wait"
+            return self._jointly(self.whole, self.stage, gradients)
         # Sets first: the others may write over logits that they read.
         visits = [visit for visit in (self.sets, self.whole) if visit is not None]
         results = [over(self.stream, visit).fused(visit, self.stage, gradients) for visit in visits]
@@ -358,47 +384,43 @@ class OneVisit:
         of_sets, of_others = results
         return FusedRows(torch.where(self.sets.kept.has, of_sets.values, of_others.values))
 
-    def _jointly(self, whole: Visit, sets: Visit, stage: JointStage, gradients: Gradients | None) -> FusedRows:
-        """The same of rows that wait for each other: log-probs over sets are there first, and their gradient is made last."""
-        assert sets.kept is not None
-        stream, has, slopes = over(self.stream, sets), sets.kept.has, torch.zeros(())
-        found = stream.stats(sets)
-        of_sets = found.partials.softmax(True)
+    def _jointly(self, whole: Visit, stage: JointStage, gradients: Gradients | None) -> FusedRows:
+        """The same of rows that wait for each other: log-probs over sets are there first. The gradients over these and at further
+        ids are made last."""
+        assert isinstance(self.stream, Hidden), "logits that are there cost no product to read again"
+        sets, tokens, transform = self.sets, whole.tokens, self.stream.transform
+        of_sets = None if sets is None else Made.of(self.stream, sets)
+        at = None if whole.at is None else self.stream.logits_at(whole)
+        whole = whole if at is None else replace(whole, targets=at.targets)
+        result, values, upstream = FusedRows(torch.empty(0)), torch.empty(0), dict[str, Tensor]()
 
-        def of_all(*of_others: Tensor) -> tuple[Tensor, Tensor]:
-            logps, entropy = (torch.where(has, x, y) for x, y in zip(of_sets, of_others, strict=True))
-            return logps, entropy
+        def factors(partials: Partials) -> Tensor:
+            nonlocal result, values, upstream
+            logps, entropy = partials.softmax(True)
+            of_ids, unknown = None, logps.isnan()
+            if tokens is not None and at is not None:
+                of_pairs = tokens.of_pairs(at.log_probs(partials, None, transform))
+                (logps, of_ids), entropy = of_pairs.tensor_split([tokens.rows.numel()]), tokens.of_rows(entropy)
+            if of_sets is not None:
+                logps, entropy, of_ids = of_sets.joined(logps, entropy, of_ids, transform)
+            losses, d_logps, d_ids = stage.terms(logps, entropy, of_ids)
+            result = FusedRows.of(logps, entropy, losses)
+            upstream = {"logps": d_logps} | ({} if d_ids is None else {"at": d_ids})
+            if tokens is None or at is None:
+                return torch.where(unknown & (d_logps != 0), torch.nan, d_logps)
+            nothing = Slopes.stacked({"target": torch.zeros_like(partials.max)})
+            of_rows = (whole.targets, None, partials, nothing, transform)
+            values, slopes = at.gradients(tokens.to_pairs(torch.cat([*upstream.values()])), None, *of_rows)
+            constant = slopes.get("constant")
+            assert constant is not None
+            return torch.where(unknown & (constant != 0), torch.nan, constant)
 
-        def terms(*of_others: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal slopes
-            losses, slopes = stage.terms(*of_all(*of_others))
-            return losses, slopes
-
-        result = self.stream.fused(whole, stage._replace(terms=terms), gradients)
+        self.stream.fused_jointly(whole, factors, stage.groups, gradients)
         if gradients is not None:
-            stream.pull(sets, found, Slopes.stacked({"target": slopes}), gradients, None)
-        return FusedRows.of(*of_all(result.logps, result.entropy), result.losses)
-
-    def _tokens_jointly(self, whole: Visit, tokens: Tokens, stage: JointStage, gradients: Gradients | None) -> FusedRows:
-        """The same of tokens that share rows and wait for each other: the products are those of one id of each row, see
-        `LogitsAt.beside_one`."""
-        stream, slots = self.stream, tokens.pairs.slots
-        at = LogitsAt(slots, stream.at_all_ranks(slots), slots.ids >= 0).with_likeliest(stream.transform)
-        behind, values = at.behind(stream.transform), torch.zeros_like(at.logits)
-        result = FusedRows.zeros(tokens.rows.numel(), values.device, None)
-
-        def terms(logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal result, values
-            of_tokens = tokens.of_pairs(logps[slots.rows] + behind), tokens.of_rows(entropy)
-            losses, of_logps = stage.terms(*of_tokens)
-            result = FusedRows.of(*of_tokens, losses)
-            upstream = tokens.to_pairs(torch.where(tokens.used, of_logps, 0.0))
-            slopes, values = at.beside_one(upstream, stream.transform)
-            return slopes, slopes  # in place of losses of rows, which there are none of
-
-        stream.fused(replace(whole, targets=at.targets), stage._replace(terms=terms), gradients)
-        if gradients is not None:
-            gradients.add(stream.own(slots), values)
+            if at is not None:
+                gradients.add(self.stream.own(at.slots), values)
+            if of_sets is not None:
+                of_sets.pull(self.stream, {}, upstream, gradients)
         return result
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..formulas.token_stage import JointStage, TokenStage
+from ..formulas.token_stage import TokenStage
 from .backends import FusedRows
 from .gradients import Gradients
 from .parallel import on_shard
@@ -84,8 +84,7 @@ class OverSets:
         else:
             gradients.add(pairs.slots, pairs.sums(gradient).to(torch.float32))
 
-    def fused(self, visit: Visit, stage: TokenStage | JointStage, gradients: Gradients | None) -> FusedRows:
-        assert isinstance(stage, TokenStage)
+    def fused(self, visit: Visit, stage: TokenStage, gradients: Gradients | None) -> FusedRows:
         z, logits = self._z(self.stream)
         results: list[tuple[slice | Tensor, FusedRows]] = []
 
