@@ -134,7 +134,7 @@ class Kernels(Backend):
     def fused_tokens(self, rows: LogitRows, tokens: Tokens, stage: TokenStage, out: Tensor | None) -> FusedRows | None:
         """Of tokens that list ids, each alone in its row."""
         terms, ids = stage.listed, tokens.listed
-        if terms is None or ids is None or tokens.of_row is None:
+        if terms is None or ids is None or tokens.of_row is None or rows.second is not None:
             return None
         program = terms.program()
         formula, used, sums = formula_of(program)
@@ -142,7 +142,7 @@ class Kernels(Backend):
         memory = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
         at = *aligned(tokens.of_row, ids.offsets, ids.ids), *memory
         listed = OfListed._make((*at, inputs, tuple(numbers[i] for i in used)))
-        return self.fused(rows, stage, out, (listed, formula, sums))
+        return self.fused(rows._replace(targets=tokens.targets[tokens.of_row]), stage, out, (listed, formula, sums))
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """The kernel reads the factor: a factor of 1 costs a launch only, and no host sync."""
