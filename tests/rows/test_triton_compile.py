@@ -20,7 +20,6 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.assembly import code
 from benchmarks.launches import KERNELS, compiling, device_name, token_rows
-from grpo_kernels.rows import backends
 from grpo_kernels.rows.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(
@@ -126,14 +125,3 @@ def launch_sparse(n, vocab, width, hidden, weight, gap=0):
 def test_values_and_gradients_in_the_interpreter():
     pytest.importorskip("numpy")  # Triton's interpreter imports it
     interpreted(Path(__file__).with_name("triton_fallback_cases.py"))
-
-
-def test_auto_alone_may_fall_back(monkeypatch):
-    monkeypatch.delenv("GRPO_KERNELS_STRICT", raising=False)
-    monkeypatch.setattr(backends, "unavailable", lambda name: None)
-    monkeypatch.setattr(backend, "serves", lambda device: device.type == "cuda")
-    gpu = torch.device("cuda")
-    assert type(backends.pick("auto", gpu)) is backend.OrEager
-    assert all(type(x) is backend.Kernels for x in (backends.pick("auto", gpu, strict=True), backends.pick("triton", gpu)))
-    monkeypatch.setenv("GRPO_KERNELS_STRICT", "1")
-    assert type(backends.pick("auto", gpu)) is backend.Kernels
