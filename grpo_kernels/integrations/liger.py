@@ -76,6 +76,11 @@ TOGETHER = {
     "sapo_temperatures": ("sapo_temperature_pos", "sapo_temperature_neg"),
     "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 }
+#: Options of Liger's loss that are no part of an objective, and where they belong.
+NO_OBJECTIVE = {
+    "temperature": "it divides the logits: pass transform=LogitTransform(temperature) to the function of the loss.",
+    **dict.fromkeys(("compiled", "chunk_size"), "it changes nothing here: leave it out."),
+}
 
 
 def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
@@ -89,9 +94,16 @@ def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
                  an absolute ratio, and delta means nothing to CISPO, SAPO and VESPO.
     sapo_temperature_pos, sapo_temperature_neg   for A > 0, for the others; together sapo_temperatures.
     vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg   for A >= 0, then for the others; together vespo.
-    max_completion_length   tokens, which dr_grpo divides by; nothing to the others."""
-    for name in options.keys() & TOGETHER:
-        options |= zip(TOGETHER[name], options.pop(name), strict=True)
+    max_completion_length   tokens, which dr_grpo divides by; nothing to the others.
+    What is no part of an objective is refused: temperature, compiled and chunk_size."""
+    for name in [name for name in TOGETHER if name in options]:
+        parts, values = TOGETHER[name], options.pop(name)
+        remedy = f"it stands for {', '.join(parts)}: pass {len(parts)} numbers, and none of these names beside it."
+        fits = isinstance(values, tuple | list) and len(values) == len(parts)
+        require(fits and not options.keys() & parts, name, values, remedy)
+        options |= zip(parts, values, strict=True)
+    for name in options.keys() & NO_OBJECTIVE:
+        require(False, name, options[name], NO_OBJECTIVE[name])
     refuse_unknown("liger_objective", options, OPTIONS)
     return _objective_of(SimpleNamespace(**OPTIONS | options | {"loss_type": loss_type}))
 

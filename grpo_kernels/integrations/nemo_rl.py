@@ -19,8 +19,9 @@ rows are visited whole. A token that its own filter drops has log-prob 0 and no 
 `outside_sampling_set`.
 
 Not covered: sequence packing (NeMo-RL packs log-probs only), context parallelism, filters of tensor-parallel logits. A token
-that the sampler did not score has weight 1 here, 0 there. `sampling_importance_ratio` of an objective at sequence level is the
-mean over the sequences, where NeMo-RL multiplies it by their number.
+that the sampler did not score has weight 1 here, 0 there. A weight that overflows is 0, as there; others, and the two KLs to the
+sampler among the metrics, end at e^60. `sampling_importance_ratio` of an objective at sequence level is the mean over the
+sequences, where NeMo-RL multiplies it by their number.
 
 Written from the code of August 2026 (7ea279a). Its package on PyPI is empty and it wants Python 3.13: its own tests of the
 loss were run on ours with stand-ins for what else it imports, and the tests here compare with a transcription of its loss.
@@ -51,7 +52,7 @@ from .. import (
 from ..checks import require, require_number, require_one_of
 from ..distributed import VocabShard
 from ..formulas.kl import k3, kl_terms
-from ..formulas.ops import bounded_exp, ops
+from ..formulas.ops import ops
 from ..losses import objective_loss
 from ..rewards.corrections import importance_weights, rejection_mask
 from ._swap import Adapter
@@ -121,8 +122,11 @@ class PolicyLoss:
         weighted = objective.beta != 0 and objective.kl_spec.weighting not in ("none", "score")
         require(not (self.rules and weighted), "kl", objective.kl, remedy)
         #: The correction with all of its options; without one, what its weights would be.
-        nothing: dict[str, Any] = {"level": "token", "mode": "truncate", "low": 0.0, "high": math.inf}
-        self.correction = nothing if self.importance is None else nothing | {"high": 2.0} | self.importance
+        self.correction: dict[str, Any] = {"level": "token", "mode": "truncate", "low": 0.0, "high": 2.0} | (
+            {"level": "token" if objective.level == "token" else "sequence", "high": math.inf}
+            if self.importance is None
+            else self.importance
+        )
         #: Whether the ratio of the correction is reported per sequence; whether it drops sequences, or tokens, or nothing.
         self.sequences = objective.level != "token" or self.correction["level"] != "token"
         self.drops_sequences = self.correction["mode"] == "sequence-mask"
@@ -195,7 +199,7 @@ class PolicyLoss:
             with torch.no_grad():
                 own = token_logprobs(logits, batch.targets, mask=mask, kept=filtered.kept, options=options)[0]
             compared = replace(batch, old_logps=own)
-        weights, outside = self._weights(compared)
+        weights, outside = (None, None) if self.importance is None else self._weights(compared)
         D = tokens if self.objective.aggregate == "token-mean" else sequences
         loss, out = self._loss(logits, replace(filtered, weights=weights), D, options)
         named = self._metrics(out, batch, data["sample_mask"], (tokens, sequences), weights, outside) | {"loss": loss}
@@ -261,16 +265,17 @@ class PolicyLoss:
         )
         return out.loss + objective_loss(scored.logps + scored.also["log_kept_mass"], compared, alone, normalizer=D).loss, out
 
-    def _weights(self, batch: TokenBatch) -> tuple[Tensor | None, Tensor | None]:
-        """The weights of the correction and which tokens are outside its bounds, both [B, S]; None without a correction."""
-        if self.importance is None:
-            return None, None
-        low, high = self.correction["low"], self.correction["high"]
+    def _weights(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """The weights of the correction and which tokens are outside its bounds, both [B, S]."""
+        mode, level, low, high = (self.correction[name] for name in ("mode", "level", "low", "high"))
+        x = torch.where(batch.mask, batch.old_logps - batch.sampler_logps, 0.0)
+        beyond = (x if level == "token" else x.nansum(1, keepdim=True)).exp().isinf()  # which is a weight of 0 to NeMo-RL
+        raw = importance_weights(batch, level=level, high=math.inf).masked_fill(beyond, 0.0)
         if self.drops_sequences:
             kept = rejection_mask(batch, metric="ratio", over="mean", low=low, high=high)
-            return kept * importance_weights(batch, high=math.inf), kept == 0
-        raw = importance_weights(batch, level=self.correction["level"], high=math.inf)
-        return importance_weights(batch, **self.correction), (raw < low) | (raw > high)
+            return kept * raw, kept == 0
+        weights = importance_weights(batch, **self.correction)
+        return weights.masked_fill(beyond, low if mode == "truncate" else 0.0), (raw < low) | (raw > high)
 
     def _metrics(
         self, out: LossOutput, batch: TokenBatch, samples: Tensor, counts: tuple[Tensor, Tensor], weights: Tensor | None,
@@ -282,7 +287,7 @@ class PolicyLoss:
         tokens, sequences = (count.clamp(min=1) for count in counts)
         logps, old = out.logps, out.logps if batch.old_logps is None else batch.old_logps
         x, _, kl = terms_of(self.objective, logps.reshape(-1), out.rows, batch)
-        r = bounded_exp(x.view(mask.shape))
+        r = x.view(mask.shape).exp()  # may be infinite, as NeMo-RL's
         clamped = r.clamp(*self.objective.surrogate.ratio_bounds)
         if isinstance(self.objective.surrogate, PolicyGradient) and not self.force_on_policy_ratio:
             r = clamped = logps  # REINFORCE has no ratio, and NeMo-RL shows the log-probs
@@ -292,8 +297,8 @@ class PolicyLoss:
 
         value, middle = self.objective.kl_spec.function, torch.logaddexp(old, sampler) - math.log(2.0)
         metrics = {
-            "token_mult_prob_error": mean(bounded_exp((sampler - old).abs())), "gen_kl_error": mean(value(sampler, sampler, old)[0]),
-            "policy_kl_error": mean(value(old, old, sampler)[0]), "approx_entropy": mean(-bounded_exp(logps - sampler) * logps),
+            "token_mult_prob_error": mean((sampler - old).abs().exp()), "gen_kl_error": mean(value(sampler, sampler, old)[0]),
+            "policy_kl_error": mean(value(old, old, sampler)[0]), "approx_entropy": mean(-(logps - sampler).exp() * logps),
             "js_divergence_error": mean((k3(middle, middle, old)[0] + k3(middle, middle, sampler)[0]) / 2),
             "num_valid_samples": samples.sum(), "kl_penalty": r.new_zeros(()), "positive_nll_loss": r.new_zeros(()),
         }  # fmt: skip
@@ -305,9 +310,7 @@ class PolicyLoss:
             weight: Any = out.rows.kl_weight
             metrics["kl_penalty"] = torch.where(weight != 0, weight * kl, 0.0).sum() / self.objective.beta
         if weights is None:
-            weights = importance_weights(
-                replace(batch, old_logps=old), level="sequence" if self.sequences else "token", high=math.inf
-            )
+            weights, _ = self._weights(replace(batch, old_logps=old))
         of_sequences = torch.where(mask.any(1), weights.amax(1), 1.0) * samples
         metrics["sampling_importance_ratio"] = of_sequences.sum() / sequences if self.sequences else mean(weights)
         if outside is not None and self.bounded:

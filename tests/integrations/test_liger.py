@@ -5,6 +5,7 @@ own."""
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from liger_kernel import chunked_loss as chunked
 
 from grpo_kernels.integrations import liger
 from support.pairs import label, pairs
-from support.trainers import CLIPPED, CONSTANTS, LOSS_TYPES, assert_same, value_and_gradient
+from support.trainers import CLIPPED, CONSTANTS, LOSS_TYPES, assert_same, refused, value_and_gradient
 
 parametrize = pytest.mark.parametrize
 
@@ -165,6 +166,13 @@ REFUSED = [
     ({}, {"mask": 0.5 * MASK}, "attention_mask holds"),
     ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, {}, "Sequence-level importance sampling is not supported"),
 ]  # fmt: skip
+#: Options of `liger_objective`, and what is said.
+NO_OBJECTIVE = [
+    ({"temperature": 0.9}, r"temperature=0\.9: .*pass transform="), ({"compiled": True}, "compiled=True: .*leave it out"),
+    ({"chunk_size": 2}, "chunk_size=2: .*leave it out"), ({"vespo": (1, 2)}, r"vespo=\(1, 2\): .*pass 4 numbers"),
+    ({"sapo_temperatures": (1.0, 2.0), "sapo_temperature_pos": 0.5}, "sapo_temperatures=.*none of these names beside it"),
+    ({"sapo_temperatures": 1.0}, "sapo_temperatures=1.0: .*pass 2 numbers"),
+]  # fmt: skip
 
 
 def test_refused():
@@ -174,6 +182,9 @@ def test_refused():
     for options in ({"loss_type": "sapo", "delta": 2.0}, {"inplace": "backward"}):
         with pytest.raises(ValueError, match=[*options][-1]):
             liger.triton_grpo_loss(LOGITS, None, None, IDS, ADVANTAGES, beta=0.0, **options)
+    refused(*((partial(liger.liger_objective, **options), message) for options, message in NO_OBJECTIVE))
+    both = liger.liger_objective("sapo", sapo_temperatures=(0.9, 1.3))
+    assert both == liger.liger_objective("sapo", sapo_temperature_pos=0.9, sapo_temperature_neg=1.3)
 
 
 # ---- the loss from logits
