@@ -54,7 +54,7 @@ from .. import (
 )
 from ..architectures import language_model
 from ..model import plain_head
-from ._swap import Adapter, NotCovered, Slots, alike, read_closure, replaced_inside, same_arguments, tolerances
+from ._swap import COARSE, FINE, Adapter, NotCovered, Slots, Trial, read_closure, replaced_inside
 from ._tensors import divergence_of, log_probs_of, on_rows, plain, surrogate_of, teaching, world
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_divergence", "fused_lm_head", "patch"]  # noqa: F822
@@ -196,8 +196,7 @@ class FusedLoss(Slots):
         if aux_loss is not None:
             loss = loss + trainer.router_aux_loss_coef * aux_loss / accumulation(trainer)
         if call.compared:
-            with self.trial.refusing(LOSS):
-                call.check(loss, theirs)
+            call.check(self.trial, loss, theirs)
         if first and theirs.requires_grad:
             self.trial.passed(LOSS)
         return loss
@@ -402,8 +401,8 @@ class LossCall:
         mean = (entropy * read).sum() / read.sum()
         return {"log_probs": torch.where(read, log_probs, others), "entropy": torch.where(read, entropy, mean)}
 
-    def check(self, loss: Tensor, theirs: Tensor) -> None:
-        """Raise Differs unless TRL's own head, where it was asked, gives the same, and TRL's arithmetic the same loss for the same
+    def check(self, trial: Trial, loss: Tensor, theirs: Tensor) -> None:
+        """Refuse a loss unless TRL's own head, where it was asked, gives the same, and TRL's arithmetic the same loss for the same
         log-probs, and the same slopes, because on-policy the loss is near 0 for any denominator. Rounding errors are relative to
         the sum of the absolute values of all terms, because terms of different sign cancel; those of entropies are plain
         weights. Differences of all tokens are summed, so that a single token whose ratio rounding moves across the edge of the
@@ -411,21 +410,19 @@ class LossCall:
         if self.own is not None:
             (found, tolerance), mask = self.own, self.batch.mask
             for name, ours in zip(NAMES, self.read, strict=True):
-                alike(name, [ours[mask]], [found[name][:, -ours.shape[1] :][mask]], *tolerance)
+                trial.alike(LOSS, name, [ours[mask]], [found[name][:, -ours.shape[1] :][mask]], *tolerance)
         rows = self.rows
-        terms = 1e-3 * (
-            (rows.policy_weight * rows.advantages).abs().sum() + (0 if rows.kl_weight is None else rows.kl_weight.sum())
-        )
-        alike("the fused loss", [loss], [theirs], 1e-3, terms)
-        if not theirs.requires_grad:
-            return
-        gradients = torch.autograd.grad(theirs, self.read, allow_unused=True, materialize_grads=True)
-        flat = [x.detach().reshape(-1) for x in self.read]
-        ours = self.objective.token_stage(flat[0], flat[1], rows, self.batch)[1:3]
-        for name, mine, want, floor in zip(("log-probs", "entropies"), ours, gradients, (terms, 0.0), strict=True):
-            mine = torch.zeros_like(flat[0]) if mine is None else mine.expand_as(flat[0])
-            what = f"the gradient of the fused loss with respect to the {name}"
-            alike(what, [mine], [want.reshape(-1)], 1e-3, floor / max(len(mine), 1))
+        terms = (rows.policy_weight * rows.advantages).abs().sum()
+        terms = 1e-3 * (terms if rows.kl_weight is None else terms + rows.kl_weight.sum())
+        trial.alike(LOSS, "the fused loss", [loss], [theirs], 1e-3, terms)
+        if theirs.requires_grad:
+            gradients = torch.autograd.grad(theirs, self.read, allow_unused=True, materialize_grads=True)
+            logps, entropy = (x.detach().reshape(-1) for x in self.read)
+            ours = self.objective.token_stage(logps, entropy, rows, self.batch)[1:3]
+            for name, mine, want, floor in zip(NAMES, ours, gradients, (terms, 0.0), strict=True):
+                mine = torch.zeros_like(want) if mine is None else mine.expand(want.numel()).view_as(want)
+                what = f"the gradient with respect to the {name}"
+                trial.alike(LOSS, what, [mine], [want], 1e-3, floor / max(want.numel(), 1))
 
 
 def _fp32_cast(head: Any) -> Any:
@@ -493,7 +490,8 @@ class Forward:
                 own = self.previous(*args, **kwargs)
         states, router_logits = self.hidden(args, kwargs)
         if call.asks:
-            call.own = own, tolerances(states.dtype != torch.float32 or torch.is_autocast_enabled(device.type))
+            coarse = states.dtype != torch.float32 or torch.is_autocast_enabled(device.type)
+            call.own = own, COARSE if coarse else FINE
         out = self.head(states[:, -tokens - 1 : -1], linear_grpo_loss, **call.given)
         call.rows = out.rows
         if kwargs.get("output_router_logits"):
@@ -770,12 +768,7 @@ def fused_divergence(**how: bool) -> Slots:
     autocast on a CPU are multiplied as they are: fp16 products are no faster there, and lose digits.
 
     how   strict and any_version of `Slots`.
-    Raises RuntimeError for a TRL whose function has other arguments, and in the first step if that comparison fails."""
-    from trl.trainer import distillation_trainer
-
-    same_arguments(
-        str(DISTILLATION.replaces["divergence_loss"]), distillation_trainer._chunked_divergence_loss, divergence_loss
-    )
+    Raises RuntimeError in the first step if that comparison fails."""
     return DISTILLATION.bind(divergence_loss, **how)
 
 
