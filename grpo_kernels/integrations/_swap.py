@@ -48,17 +48,20 @@ class Adapter:
     replaces: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     configured: Mapping[str, str] = field(default_factory=dict)
 
-    def untested(self, any_version: bool = False) -> str | None:
-        """The installed version in words, if the adapter was not tested with it; None if it was, and where any_version or the
-        environment setting says to go on without a comparison."""
+    def installed(self) -> str:
+        """The version that is installed, in words where that is not known."""
         try:
-            installed = metadata.version(self.package)
+            return metadata.version(self.package)
         except metadata.PackageNotFoundError:
-            installed = "of an unknown version"
-        known = any(f"{installed}.".startswith(f"{version}.") for version in self.tested)
-        if known or any_version or os.environ.get(OVERRIDE, "0") == "1":
+            return "of an unknown version"
+
+    def untested(self, any_version: bool = False) -> str | None:
+        """What says that the adapter was not tested with the installed version; None if it was, and where any_version or the
+        environment setting says to go on without a comparison."""
+        if one_of(self.installed(), self.tested) or any_version or os.environ.get(OVERRIDE, "0") == "1":
             return None
-        return f"{self.package} {installed} was not tested with this adapter (tested: {', '.join(self.tested) or 'none'})"
+        tested = ", ".join(self.tested) or "none"
+        return f"{self.package} {self.installed()} was not tested with this adapter (tested: {tested})"
 
     def bind(self, *ours: Function, **how: bool) -> Slots:
         """Replace what the declaration says that these functions of ours replace. how: of `Slots`."""
@@ -66,6 +69,11 @@ class Adapter:
         for function in ours:
             slots.bind(function)
         return slots
+
+
+def one_of(version: str, known: Sequence[str]) -> bool:
+    """Whether this is one of the known versions, or begins as one."""
+    return any(f"{version}.".startswith(f"{beginning}.") for beginning in known)
 
 
 # ---- the first calls under a version that was not tested

@@ -10,6 +10,7 @@ import importlib
 import math
 import sys
 from dataclasses import replace
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -396,16 +397,10 @@ VERL = pairs(
 )  # fmt: skip
 
 
-def by_mode(old, logps, advantages, mask, mode, config):
-    """verl 0.9.1's GSPO as far as its mode goes."""
-    sums = (advantages * mask).sum(1)
-    return -(sums / mask.sum(1) if mode == "seq-mean-token-mean" else sums).mean(), {}
-
-
 @pytest.fixture
 def registry(monkeypatch):
     """A stand-in for verl, which has all its losses but one, as an older verl."""
-    losses = dict.fromkeys([name for name in verl.LOSSES if name != "dro"], by_mode)
+    losses = dict.fromkeys([name for name in verl.LOSSES if name != "dro"], len)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with without_trainers("verl"):
         register = lambda name: lambda f: losses.setdefault(name, f)  # noqa: E731
@@ -438,17 +433,13 @@ def test_verls_registry(registry, monkeypatch):
         assert torch.isfinite(slopes).all() and slopes.any(), name
 
 
-def test_gspo_aggregates_as_this_verl_does(registry):
-    """Before 0.9.1 its mode has no effect. The step of the config has no part in the question."""
-    config = config_of_verl({"dp_size": 3})
-
-    def asked(old, logps, advantages, mask, mode, config):
-        assert not config.global_batch_info
-        return by_mode(old, logps, advantages, mask, "seq-mean-token-mean", config)
-
-    for theirs, mode, want in ((by_mode, "token-mean", "token-mean"), (asked, "seq-mean-token-sum", "seq-mean-token-mean")):
-        registry["gspo"] = theirs
-        assert verl.objective_of("gspo", config, mode).aggregate == want
+@parametrize("version, want", [("0.9.0", "seq-mean-token-mean"), ("0.9.1", "token-mean")])
+def test_gspo_aggregates_as_this_verl_does(registry, monkeypatch, version, want):
+    """Before 0.9.1 its mode has no effect."""
+    monkeypatch.setattr(metadata, "version", lambda _: version)
+    verl._gspo_by_sequence.cache_clear()
+    assert verl.objective_of("gspo", config_of_verl({}), "token-mean").aggregate == want
+    verl._gspo_by_sequence.cache_clear()
 
 
 def test_these_are_all_losses_of_verl():
