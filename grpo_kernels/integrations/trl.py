@@ -33,8 +33,9 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -236,15 +237,17 @@ OF_TRAINER = ("loss_type", "importance_sampling_level", "epsilon_low", "epsilon_
               "off_policy_mask_threshold")  # fmt: skip
 OF_ARGUMENTS = ("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos",
                 "vespo_k_neg", "vespo_lambda_neg")  # fmt: skip
+#: These, the coefficient of the entropy bonus at this step, whether the range of the sampler's weights is without 1, the group of all
+#: ranks, and why TRL's own loss has to run, if it has to.
+SETTINGS = (*OF_TRAINER, *OF_ARGUMENTS, "entropy_coef", "without_1", "ranks", "obstacle")
 BY_ITEMS = ("dapo", "cispo", "vespo")
 #: The least weight of a token in TRL's VESPO.
 LEAST_WEIGHT = 1e-8
 
 
-def settings_of(trainer: Any) -> tuple[tuple[str, Any], ...]:
-    """The settings that determine the Objective: by name those above, the coefficient of the entropy bonus at this step, the
-    range of the sampler's weights, the group of all ranks, and why TRL's own loss has to run, if it has to."""
-    model, corrected = trainer.model, _corrected(trainer)
+def settings_of(trainer: Any) -> tuple[Any, ...]:
+    """What determines the Objective: SETTINGS."""
+    model, low, high = trainer.model, trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
     on = trainer._entropy_bonus_enabled and not (
         trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
     )
@@ -253,11 +256,9 @@ def settings_of(trainer: Any) -> tuple[tuple[str, Any], ...]:
         obstacle = "the auxiliary loss of this mixture of experts"
     elif len({*(getattr(model, "hf_device_map", None) or {}).values()}) > 1:
         obstacle = "a model split over devices"
-    low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
     return (
-        *((name, getattr(trainer, name)) for name in OF_TRAINER), *((name, getattr(trainer.args, name)) for name in OF_ARGUMENTS),
-        ("entropy_coef", trainer.entropy_coef / accumulation(trainer) if on else 0.0),
-        ("without_1", corrected and ((low or 0) > 1 or (high is not None and high < 1))), ("ranks", world()), ("obstacle", obstacle),
+        *attrgetter(*OF_TRAINER)(trainer), *attrgetter(*OF_ARGUMENTS)(trainer.args), trainer.entropy_coef / accumulation(trainer) if on else 0.0,
+        _corrected(trainer) and ((low or 0) > 1 or (high is not None and high < 1)), world(), obstacle,
     )  # fmt: skip
 
 
@@ -268,15 +269,15 @@ def _corrected(trainer: Any) -> bool:
 
 def router(config: Any) -> tuple[int, int] | None:
     """(experts, experts per token) of a model whose load-balancing loss is Mixtral's."""
-    if not hasattr(config, "num_experts") or not hasattr(config, "num_experts_per_tok"):
-        return None
-    return config.num_experts, config.num_experts_per_tok
+    with suppress(AttributeError):
+        return config.num_experts, config.num_experts_per_tok
+    return None
 
 
 @functools.lru_cache(maxsize=16)
-def objective_of(settings: tuple[tuple[str, Any], ...]) -> tuple[str, Objective | None]:
+def objective_of(settings: tuple[Any, ...]) -> tuple[str, Objective | None]:
     """("", the Objective), or (the reason why there is none, None). It depends on settings only, so all ranks get the same."""
-    s = types.SimpleNamespace(**dict(settings))
+    s = types.SimpleNamespace(**dict(zip(SETTINGS, settings, strict=True)))
     level, vespo, reason = s.importance_sampling_level, s.loss_type == "vespo", s.obstacle
     if vespo and s.without_1:
         reason = "VESPO with a clip range without 1, in which the weights of padding count"
@@ -308,11 +309,7 @@ def accumulation(trainer: Any) -> float:
 
 def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> TokenBatch:
     """TRL's tensors of a micro-batch."""
-    mask, weights, off_policy = (
-        inputs["completion_mask"],
-        inputs.get("importance_sampling_ratio"),
-        trainer.off_policy_mask_threshold,
-    )
+    mask, weights = inputs["completion_mask"], inputs.get("importance_sampling_ratio")
     if trainer.loss_type == "vespo":
         # TRL keeps a token that the sampler's mask leaves out, with the least weight.
         weights = None if weights is None else weights.clamp(min=LEAST_WEIGHT)
@@ -322,7 +319,7 @@ def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> T
         inputs["completion_ids"], inputs["advantages"], weights=weights, old_logps=inputs.get("old_per_token_logps"),
         mask=mask * inputs["tool_mask"] if "tool_mask" in inputs else mask,
         ref_logps=inputs["ref_per_token_logps"] if objective.beta != 0 else None,
-        sampler_logps=None if off_policy is None else inputs.get("sampling_per_token_logps"),
+        sampler_logps=None if trainer.off_policy_mask_threshold is None else inputs.get("sampling_per_token_logps"),
         kept=TokenSets.from_padded(inputs[KEY]) if KEY in inputs else None,
     )  # fmt: skip
 

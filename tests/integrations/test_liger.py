@@ -317,7 +317,7 @@ def test_the_slot_of_one_trainer(changed, attribute):
     with pytest.raises(RuntimeError, match="is ours already"):
         liger.patch(trainer)
     if changed != 1:
-        with pytest.raises(RuntimeError, match=r"liger-kernel 99\.1.*loss is not what it was: values"):
+        with pytest.raises(RuntimeError, match=r"liger-kernel 99\.1.*forward is not what it was: values"):
             getattr(trainer, attribute)(*GIVEN)
     else:
         with pytest.warns(UserWarning, match=r"liger-kernel 99\.1.*They agree"):
