@@ -174,24 +174,23 @@ class FusedLoss(Slots):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         trainer = self.trainer
-        reason, objective = objective_of(settings_of(trainer))
-        if objective is None:
+        try:
+            objective = objective_of(settings_of(trainer))
+        except ValueError as reason:
             message = f"the loss of this configuration is left to TRL's own code: {reason}."
             if self.replay is not None:
-                raise RuntimeError(f"replay=True, but {message}")
+                raise RuntimeError(f"replay=True, but {message}") from reason
             if not self.strict and f"TRL: {reason}" not in self.counts:
                 warnings.warn(message, stacklevel=3)
-            raise NotCovered(reason)
+            raise NotCovered(*reason.args) from reason
 
         batch, first = token_batch(trainer, inputs, objective), self.trial.pending(LOSS)
         # If no token is active, all are projected: the mean entropy that TRL logs needs some tokens.
         skip = self.skip_inactive and not first and objective.one_pass and batch.count(objective.active_rows) > 0
         options = Options(skip_inactive=skip, sparse=self._columns())
         call = LossCall(batch, objective, denominator(trainer, inputs, batch), options)
-        call.compared, call.asks = (
-            self.strict or first,
-            first and self.replay is None,
-        )  # with replay TRL scores over the vocabulary
+        # With replay TRL scores over the vocabulary.
+        call.compared, call.asks = self.strict or first, first and self.replay is None
         theirs = self._theirs(call.through(model), inputs)
         loss, aux_loss = call.output.loss, call.output.aux_loss
         if aux_loss is not None:
@@ -237,8 +236,8 @@ OF_TRAINER = ("loss_type", "importance_sampling_level", "epsilon_low", "epsilon_
               "off_policy_mask_threshold")  # fmt: skip
 OF_ARGUMENTS = ("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos",
                 "vespo_k_neg", "vespo_lambda_neg")  # fmt: skip
-#: These, the coefficient of the entropy bonus at this step, whether the range of the sampler's weights is without 1, the group of all
-#: ranks, and why TRL's own loss has to run, if it has to.
+#: These, the coefficient of the entropy bonus at this step, whether the range of the sampler's weights is without 1, the group of
+#: all ranks, and why TRL's own loss has to run, if it has to.
 SETTINGS = (*OF_TRAINER, *OF_ARGUMENTS, "entropy_coef", "without_1", "ranks", "obstacle")
 BY_ITEMS = ("dapo", "cispo", "vespo")
 #: The least weight of a token in TRL's VESPO.
@@ -275,31 +274,25 @@ def router(config: Any) -> tuple[int, int] | None:
 
 
 @functools.lru_cache(maxsize=16)
-def objective_of(settings: tuple[Any, ...]) -> tuple[str, Objective | None]:
-    """("", the Objective), or (the reason why there is none, None). It depends on settings only, so all ranks get the same."""
+def objective_of(settings: tuple[Any, ...]) -> Objective:
+    """The objective of these settings, so all ranks get the same. Raises ValueError with the reason why there is none."""
     s = types.SimpleNamespace(**dict(zip(SETTINGS, settings, strict=True)))
-    level, vespo, reason = s.importance_sampling_level, s.loss_type == "vespo", s.obstacle
+    level, vespo = s.importance_sampling_level, s.loss_type == "vespo"
+    if s.obstacle:
+        raise NotCovered(s.obstacle)
     if vespo and s.without_1:
-        reason = "VESPO with a clip range without 1, in which the weights of padding count"
+        raise NotCovered("VESPO with a clip range without 1, in which the weights of padding count")
     if vespo and level == "sequence" and s.beta != 0 and s.use_bias_correction_kl:
-        reason = "VESPO's KL weighted by the ratio of the sequence"
-    if not vespo and level not in ("token", "sequence"):
-        reason = f"importance_sampling_level={level!r}"
-    if reason:
-        return reason, None
+        raise NotCovered("VESPO's KL weighted by the ratio of the sequence")
     filters: list[Any] = [] if s.top_entropy_quantile >= 1.0 else [EntropyQuantile(s.top_entropy_quantile, s.ranks)]
     if s.off_policy_mask_threshold is not None:
         filters.append(OffPolicySequences(s.off_policy_mask_threshold))
     changes: dict[str, Any] = {} if s.use_bias_correction_kl else {"kl": "k3"}
     if not vespo:
         changes["level"] = level
-    try:
-        return "", Objective.preset(
-            s.loss_type, numerics="trl", surrogate=surrogate_of(s), beta=s.beta, filters=tuple(filters), entropy_coef=s.entropy_coef,
-            **changes,
-        )  # fmt: skip
-    except ValueError as error:
-        return str(error), None
+    return Objective.preset(
+        s.loss_type, numerics="trl", surrogate=surrogate_of(s), beta=s.beta, filters=tuple(filters), entropy_coef=s.entropy_coef, **changes
+    )  # fmt: skip
 
 
 def accumulation(trainer: Any) -> float:

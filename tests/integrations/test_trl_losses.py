@@ -215,7 +215,7 @@ def test_presets_have_trls_defaults(trainer, monkeypatch, loss_type):
     level = "sequence" if loss_type == "luspo" else "token"  # the one that TRL advises
     for name, value in {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.3}.items():
         monkeypatch.setattr(trainer, name, value)
-    own, preset = objective_of(settings_of(trainer))[1], Objective.preset(loss_type, numerics="trl", beta=0.3)
+    own, preset = objective_of(settings_of(trainer)), Objective.preset(loss_type, numerics="trl", beta=0.3)
     if loss_type == "cispo":
         assert own.surrogate == Cispo(0.2) and preset.surrogate == Cispo(5.0)
         own = replace(own, surrogate=preset.surrogate)
