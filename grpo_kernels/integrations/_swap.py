@@ -212,7 +212,8 @@ class Slots:
 
         path        where it is; "": where the declaration of the adapter says.
         attribute   the attribute that the trainer calls, such as `apply` of an autograd function; "": the function itself.
-        comparable  False: ours returns something else than theirs does, so that it is refused under an untested version.
+        comparable  False: ours returns something else than theirs does, so that it is refused under an untested version, and
+                    where its arguments have other names.
         fixed       arguments of ours that the trainer does not pass.
         Raises RuntimeError where it is replaced already. After this or any other error everything is restored."""
         try:
@@ -224,6 +225,8 @@ class Slots:
                     f"version, or pass any_version=True (or set {OVERRIDE}=1) and compare your first steps with and without it."
                 )
             theirs = getattr(sys.modules[home], name)
+            if not comparable and not attribute:
+                same_arguments(f"{home}.{name}", theirs, ours)
             own = getattr(theirs, attribute) if attribute else theirs
             value = self.counted(self.trial.beside(ours, own), own)
             if attribute:
@@ -319,6 +322,19 @@ def names_of(value: Any, home: str) -> Iterator[tuple[Any, str]]:
     for path, module in list(sys.modules.items()):
         if path.partition(".")[0] == root:
             yield from ((module, key) for key, held in list(getattr(module, "__dict__", {}).items()) if held is value)
+
+
+def same_arguments(path: str, theirs: Function, ours: Function) -> None:
+    """Raise RuntimeError unless ours begins with the arguments of theirs; what theirs takes by name alone its call shows."""
+    given, taken = (
+        [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        for function in (theirs, ours)
+    )
+    if given != taken[: len(given)]:
+        raise RuntimeError(
+            f"{path} takes ({', '.join(given)}), but ours takes ({', '.join(taken)}): it is not the function that this adapter was "
+            "written for."
+        )
 
 
 # ---- experimental: these depend on a trainer's inside, which may change in any release
