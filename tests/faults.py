@@ -252,8 +252,7 @@ FAULTS: list[Fault] = [
         ("a token that is dropped takes its row's ids along", "d_entropy, listed_weight", "d_entropy, policy_weight"),
     ),
     *of("grpo_kernels/integrations/_tensors.py", "tests/integrations/test_bound_functions.py",
-        ("padding of a head is an id", "first &= in_order >= 0", "first &= in_order >= -1"),
-        ("padding of a head has the log-prob of an id", ".masked_fill(flat < 0, -1)", ""),
+        ("padding of a head is an id", "first = in_order >= 0", "first = in_order >= -1"),
     ),
     *of("grpo_kernels/rows/run.py", SETS,
         ("the gradient of a row is ahead of another id", "visit if at is None or at.one is None", "visit if at is None or True", SHARED),
@@ -439,22 +438,18 @@ FAULTS: list[Fault] = [
             "undo leaves late imports bound", '            for late, key in names_of(value, name_of(module)):\n                setattr(late, key, theirs)\n',
             "",
         ),
-        (
-            "slopes never compared after a call without gradients", "        if told:\n            self.passed(name)",
-            "        self.passed(name)",
-        ),
-        ("a comparison of nothing counts", "        told = told or bool(size > 0)\n", "        told = True\n"),
+        ("slopes never compared after a call without gradients", "if any(x.any() for x in wanted):", "if True:"),
         (
             "experimental: a function that was replaced inside a call stays", "    finally:\n        setattr(home, name, theirs)",
             "    finally:\n        pass", "tests/integrations/test_trl_losses.py",
         ),
         (
-            "the second place of a trainer's function is not looked at", "            if len(every) > 1 and error.name is not None and home.startswith(error.name):",
-            "            if False:", "tests/integrations/test_replayed_sets.py",
+            "the second place of a trainer's function is not looked at", "if isinstance(paths, str) else paths:",
+            "if isinstance(paths, str) else paths[:1]:", "tests/integrations/test_replayed_sets.py",
         ),
         (
-            "arguments in another order are taken", "        if places == our_places[: len(places)]:",
-            "        if True:", "tests/integrations/test_replayed_sets.py",
+            "arguments in another order are taken", "    if given != taken[: len(given)]:",
+            "    if False:", "tests/integrations/test_replayed_sets.py",
         ),
         (
             "slopes of a result that has none there are compared", "if a.requires_grad and b.requires_grad]",
@@ -471,8 +466,8 @@ FAULTS: list[Fault] = [
             "ranks * width, group)", "tests/integrations/test_adapters_vocab_parallel.py",
         ),
         (
-            "repeated ids: places count from each row", "place = first.reshape(-1).cumsum(0).view(flat.shape) - 1",
-            "place = first.cumsum(-1) - 1",
+            "repeated ids: a second one has no log-prob", "(first * torch.arange(ids.shape[-1], device=ids.device))",
+            "torch.arange(ids.shape[-1], device=ids.device).expand_as(first)",
         ),
         (
             "rows in which an id repeats are not noticed", "first.sum(-1).view(ids.shape[:-1])",
@@ -530,7 +525,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/integrations/nemo_rl.py", "tests/integrations/test_nemo_rl.py",
         (
-            "weights of kept sequences dropped", "return kept * importance_weights(batch, high=math.inf), kept == 0",
+            "weights of kept sequences dropped", "return kept * raw, kept == 0",
             "return kept, kept == 0",
         ),
         ("gradient through a clamped KL", "ops.where(ops.abs(value) <= kl.clamp, slope, 0.0)", "slope"),
@@ -599,8 +594,8 @@ FAULTS: list[Fault] = [
         ),
         ("tool mask dropped", 'mask=mask * inputs["tool_mask"] if "tool_mask" in inputs else mask,', "mask=mask,"),
         (
-            "entropy bonus not divided by accumulation", '("entropy_coef", trainer.entropy_coef / accumulation(trainer) if on else 0.0)',
-            '("entropy_coef", trainer.entropy_coef if on else 0.0)',
+            "entropy bonus not divided by accumulation", "trainer.entropy_coef / accumulation(trainer) if on else 0.0",
+            "trainer.entropy_coef if on else 0.0",
         ),
         (
             "Dr. GRPO's budget dropped", 'return sequences * trainer.max_completion_length if trainer.loss_type == "dr_grpo" else sequences',
@@ -656,18 +651,17 @@ FAULTS: list[Fault] = [
             "loss_scale_factor left out of the step's denominator", "        total = total * objective.max_tokens\n",
             "        pass\n",
         ),
-        ("CISPO's lower bound dropped", "Cispo(cap=1 + high, low=1 - low)", "Cispo(cap=1 + high)"),
+        ("CISPO's lower bound dropped", '"cispo": (Cispo, "to from")', '"cispo": (Cispo, "to")'),
         (
-            "DPPO's lower clip fraction counts filtered tokens", 'marks = ~keep, (ratio > surrogate.ratio_bounds[1]) & keep',
-            'marks = ~keep, ratio > surrogate.ratio_bounds[1]',
+            "DPPO's lower clip fraction counts filtered tokens", 'marks = ~keep, (ratio > high) & keep',
+            'marks = ~keep, ratio > high',
         ),
         (
             "verl distillation: masses of padding kept", ".sum(-1).masked_fill(~counted, 0.0) for x in (logps, listed)",
             ".sum(-1) for x in (logps, listed)", "tests/integrations/test_trainer_distillation.py",
         ),
         (
-            "GSPO's aggregation asked the wrong way", "_by_sequence[theirs] = sums == means",
-            "_by_sequence[theirs] = sums != means",
+            "GSPO's aggregation is the mode's before 0.9.1", '("0.7", "0.8", "0.9.0")', '("0.7", "0.8")',
         ),
     ),
     *of("grpo_kernels/plugins/__init__.py", "tests/plugins/test_plugins.py",

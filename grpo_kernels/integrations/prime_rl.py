@@ -146,9 +146,8 @@ def loss(
     value = out.loss
     ours, theirs = (row(f"{of}_mask_logprobs") if score_centering else None for of in ("trainer", "inference"))
     if ours is not None and theirs is not None:
-        terms = centered(ScoreCentering.of(spec, tail=False), ours, theirs, batch.advantages, mask)
         weights = 1.0 if inputs.loss_weights is None else row("loss_weights")
-        value = value + torch.where(mask, weights * terms, 0.0).sum()
+        value = value + centered(ScoreCentering.of(spec, tail=False), ours, theirs, batch.advantages, mask, weights)
     x = torch.where(mask, out.logps - sampler, 0.0)
     metrics = {"mismatch_kl": masked_mean(bounded_exp(x) - x - 1, mask), "is_masked": left_out(out, spec)}
     if score_centering:

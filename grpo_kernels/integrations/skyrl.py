@@ -169,8 +169,8 @@ def policy_loss(objective: str | Objective, trial: Trial | None = None) -> Calla
                 raise ValueError(
                     "rollout_topk_logprobs and topk_log_probs are needed for score centering: record the sampler's head."
                 )
-            terms = centered(ScoreCentering.of(spec), topk_log_probs, rollout_topk_logprobs, advantages, mask != 0)
-            value = value + torch.where(mask != 0, weights * terms, 0.0).sum()
+            of = ScoreCentering.of(spec)
+            value = value + centered(of, topk_log_probs, rollout_topk_logprobs, advantages, mask != 0, weights)
         # Of CISPO over the tokens before the correction, with any advantage.
         named = _ratios((log_probs.detach() - old)[given != 0], spec) if cispo else {"clip_ratio": left_out(out, spec)}
         return value, numbers(named) | metrics
