@@ -169,9 +169,8 @@ REFUSED = [
 #: Options of `liger_objective`, and what is said.
 NO_OBJECTIVE = [
     ({"temperature": 0.9}, r"temperature=0\.9: .*pass transform="), ({"compiled": True}, "compiled=True: .*leave it out"),
-    ({"chunk_size": 2}, "chunk_size=2: .*leave it out"), ({"vespo": (1, 2)}, r"vespo=\(1, 2\): .*pass 4 numbers"),
+    ({"vespo": (1, 2)}, r"vespo=\(1, 2\): .*pass 4 numbers"),
     ({"sapo_temperatures": (1.0, 2.0), "sapo_temperature_pos": 0.5}, "sapo_temperatures=.*none of these names beside it"),
-    ({"sapo_temperatures": 1.0}, "sapo_temperatures=1.0: .*pass 2 numbers"),
 ]  # fmt: skip
 
 

@@ -64,15 +64,14 @@ NEMO = {
     "forced on policy": (preset("gspo", beta=0.0), Spec(aggregate=MEAN), FORCED | truncated(0.8, 1.3, **SEQUENCE)),
     "on-policy kl": (preset("grpo", beta=0.3, kl=Kl("k3", "score", clamp_log=0.6, clamp=0.1)), Spec(), {"use_on_policy_kl_approximation": True}),
     "positive examples": (preset("dapo", beta=0.05), Spec(eps_high=0.28, beta=0.05), {"positive_example_nll_weight": 0.4}),
-    "far, kl, icepop": (preset("dapo", beta=0.1), Spec(eps_high=0.28, beta=0.1), truncated(0.7, 1.4, "mask")),
-    "far, sequences": (preset("gspo", beta=0.0), Spec(level="sequence", aggregate=MEAN), truncated(0.5, 1.1, **SEQUENCE)),
-    "far, uncorrected": (preset("dapo", beta=0.0), Spec(eps_high=0.28), {}),
     "filtered, kl over the vocabulary": (preset("grpo", beta=0.3), Spec(beta=0.3), {"sampling_params": KEPT, **truncated(0.8, 1.3)}),
     "filtered, sequences, on-policy kl": (preset("gspo", beta=0.3, kl=Kl("k3", "score", clamp_log=0.6, clamp=10.0)), Spec(level="sequence", aggregate=MEAN),
                                           {"sampling_params": SIX, "use_on_policy_kl_approximation": True}),
     "filtered, forced on policy": (preset("dapo", beta=0.2), Spec(eps_high=0.28, beta=0.2),
                                    {"sampling_params": KEPT, "positive_example_nll_weight": 0.4, **FORCED, **truncated(0.8, 1.3)}),
 }  # fmt: skip
+#: With ratios beyond those of fp32.
+NEMO |= {f"far, {name}": NEMO[name] for name in ("sequences, gspo, corrected", "sequences, kl, icepop", "cispo")}
 
 
 def filtered(logits, top_k=None, top_p=1.0, **_):
