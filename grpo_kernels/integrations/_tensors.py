@@ -37,6 +37,9 @@ from ._swap import NotCovered
 
 Tensor = torch.Tensor
 
+#: What a trainer's loss returns: 0-d, and numbers by name.
+LossAndMetrics = tuple[Tensor, dict[str, Any]]
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Of the losses that TRL and Liger name alike those that clip.
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")

@@ -56,7 +56,7 @@ from ..formulas.ops import ops
 from ..losses import objective_loss
 from ..rewards.corrections import importance_weights, rejection_mask
 from ._swap import Adapter
-from ._tensors import at_ids, divergence_over, numbers, shard_of, terms_of, two_sided
+from ._tensors import LossAndMetrics, at_ids, divergence_over, numbers, shard_of, terms_of, two_sided
 
 Tensor = torch.Tensor
 
@@ -112,9 +112,7 @@ class PolicyLoss:
         require_one_of("aggregate", objective.aggregate, ("token-mean", "seq-mean-token-mean"))
         top_k, top_p = (getattr(self.sampling_params, name, None) for name in ("top_k", "top_p"))
         #: What the filter keeps, as `TokenSets.from_logits` takes it; None without a filter.
-        self.rules: dict[str, Any] | None = (
-            None if (top_k or 0) <= 0 and top_p in (None, 1) else {"top_k": top_k, "top_p": top_p}
-        )
+        self.rules: Any = None if (top_k or 0) <= 0 and top_p in (None, 1) else {"top_k": top_k, "top_p": top_p}
         remedy = (
             "with sampling_params: the KL runs over the vocabulary, its weight over the sets: use the weighting 'score' or "
             "'none', or use_on_policy_kl_approximation."
@@ -187,7 +185,7 @@ class PolicyLoss:
         global_valid_toks: Tensor,
         *,
         vocab_parallel_group: Any = None,
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> LossAndMetrics:
         """vocab_parallel_group: what a prepare_fn of yours hands on, in the place of megatron=True."""
         options = Options(shard=shard_of(logits, vocab_parallel_group, self.megatron))
         batch = self._batch(data)
@@ -380,7 +378,7 @@ class DistillationLoss:
         global_valid_toks: Tensor,
         *,
         vocab_parallel_group: Any = None,
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> LossAndMetrics:
         """vocab_parallel_group: what a prepare_fn of yours hands on, in the place of megatron=True."""
         ids = data["teacher_topk_indices"].to(logits.device)
         if ids.shape[-1] <= 0:

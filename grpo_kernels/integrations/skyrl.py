@@ -55,6 +55,7 @@ from ..objective import PRESETS
 from ..presets import NUMERICS
 from ._swap import Adapter, NotCovered, Slots, Trial
 from ._tensors import (
+    LossAndMetrics,
     centered,
     entropy_from_logits,
     entropy_kind,
@@ -109,7 +110,7 @@ def _compare_with_witness(trial: Trial, config: Any, *tensors: Tensor | None) ->
     trial.compare(WITNESS, own, ppo_policy_loss, ((*tensors[:3], config, *tensors[3:]), {}), itemgetter(0))
 
 
-def policy_loss(objective: str | Objective, trial: Trial | None = None) -> Callable[..., tuple[Tensor, dict[str, float]]]:
+def policy_loss(objective: str | Objective, trial: Trial | None = None) -> Callable[..., LossAndMetrics]:
     """A policy loss with SkyRL's signature, (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs) ->
     (loss, metrics), tensors [B, T]: the sum over tokens, of advantages that SkyRL has divided already.
 
@@ -139,7 +140,7 @@ def policy_loss(objective: str | Objective, trial: Trial | None = None) -> Calla
         rollout_logprobs: Tensor | None = None,
         rollout_topk_logprobs: Tensor | None = None,
         topk_log_probs: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> LossAndMetrics:
         from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import apply_off_policy_correction
 
         if trial is not None and trial.pending(WITNESS):

@@ -366,7 +366,7 @@ class LossCall:
 
     def __init__(self, batch: TokenBatch, objective: Objective, normalizer: float | Tensor, options: Options) -> None:
         self.batch, self.objective = batch, objective
-        self.given: dict[str, Any] = {"batch": batch, "objective": objective, "normalizer": normalizer, "options": options}
+        self.given: Any = {"batch": batch, "objective": objective, "normalizer": normalizer, "options": options}
 
     def through(self, model: Any) -> Any:
         """The model as TRL calls it. It passes this call to the model, and returns the result without the loss and detached; where

@@ -68,6 +68,7 @@ from ..objective import PRESETS
 from ..presets import NUMERICS
 from ._swap import Adapter, NotCovered, Slots, Trial, one_of
 from ._tensors import (
+    LossAndMetrics,
     at_ids,
     at_least_one,
     divergence_over,
@@ -82,7 +83,7 @@ from ._tensors import (
 )
 
 Tensor = torch.Tensor
-PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
+PolicyLoss = Callable[..., LossAndMetrics]
 
 ADAPTER = Adapter(
     "verl", "verl", ("0.7.1", "0.8.0", "0.9.0", "0.9.1"),
@@ -177,7 +178,7 @@ def policy_loss(objective: str | Objective) -> PolicyLoss:
         loss_agg_mode: str = "token-mean",
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> LossAndMetrics:
         wanted = fixed or objective_of(name, config, loss_agg_mode)
         info = dict(getattr(config, "global_batch_info", None) or {})
         if wanted.aggregate == "constant" and wanted.max_tokens is None:
@@ -205,7 +206,7 @@ def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> O
     given = vars(config) | vars(config.policy_loss) | {"low": low, "high": high, "from": 1 - low, "to": 1 + high}
     kind, fields = SURROGATES[name]
     preset = Objective.preset(LOSSES[name], numerics="verl")
-    changes: dict[str, Any] = {"surrogate": kind(*(given[field] for field in fields.split()))}
+    changes: Any = {"surrogate": kind(*(given[field] for field in fields.split()))}
     if name not in ("geo_mean", "sapo") and not (name == "gspo" and _gspo_by_sequence()):
         changes["aggregate"] = AGGREGATES[loss_agg_mode]
     if name.startswith("dppo"):
@@ -418,7 +419,7 @@ def topk_divergence(
     return dict(zip(("distillation_losses", "student_mass", "teacher_mass"), (losses, *masses), strict=True))
 
 
-def _distillation_loss(config: Any, distillation_config: Any, model_output: Any, data: Any) -> tuple[Tensor, dict[str, Any]]:
+def _distillation_loss(config: Any, distillation_config: Any, model_output: Any, data: Any) -> LossAndMetrics:
     """verl's contract of a registered loss: (losses [B, R], metrics), from what the forward has computed."""
     from verl.trainer.distillation import losses as theirs
     from verl.trainer.distillation.fsdp.losses import compute_forward_kl_topk
