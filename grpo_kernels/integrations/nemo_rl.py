@@ -65,10 +65,12 @@ ADAPTER = Adapter("NeMo-RL", "nemo-rl")
 #: NeMo-RL's truncated_importance_sampling_type -> the mode of `importance`.
 MODES = {None: "truncate", "tis": "truncate", "icepop": "mask", "seq-mask-tis": "sequence-mask"}
 #: What NeMo-RL divides its metrics by: tokens, or nothing.
-PER_TOKEN = ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error",
-             "js_divergence_error", "approx_entropy")  # fmt: skip
-ABSOLUTE = ("num_valid_samples", "positive_nll_loss", "probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min",
-            "probs_ratio_clamped_max")  # fmt: skip
+DIVISORS = {
+    **dict.fromkeys(("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error",
+                     "approx_entropy"), "TOKENS"),
+    **dict.fromkeys(("num_valid_samples", "positive_nll_loss", "probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min",
+                     "probs_ratio_clamped_max"), "NONE"),
+}  # fmt: skip
 #: The teacher's log-prob of an id outside of its largest, with zero_outside_topk.
 OUTSIDE = -100.0
 FORWARD, REVERSE = (Exact(direction, tail="ignore") for direction in ("forward", "reverse"))
@@ -132,19 +134,21 @@ class PolicyLoss:
         if self.force_on_policy_ratio:  # with a ratio of 1 the levels do not differ
             self.objective = replace(objective, level="token")
         tokens = objective.aggregate == "token-mean"
-        self.loss_type = interfaces.LossType.TOKEN_LEVEL if tokens else interfaces.LossType.SEQUENCE_LEVEL
-        self.input_type = interfaces.LossInputType.LOGIT
-        kinds = getattr(interfaces, "MetricNormalizer", None)  # which not every NeMo-RL has
-        self.metric_normalizations = {} if kinds is None else self._normalizations(kinds, tokens)
+        self.per = "TOKENS" if tokens else "SEQUENCES"
+        self.loss_type, self.input_type = (
+            interfaces.LossType["TOKEN_LEVEL" if tokens else "SEQUENCE_LEVEL"],
+            interfaces.LossInputType.LOGIT,
+        )
+        kinds = getattr(interfaces, "MetricNormalizer", {})  # which not every NeMo-RL has
+        self.metric_normalizations = {name: kinds[kind] for name, kind in self._divisors().items() if kinds}
 
-    def _normalizations(self, kinds: Any, tokens: bool) -> dict[str, Any]:
-        """What NeMo-RL divides each metric by, in its own terms; tokens: whether the loss is per token."""
-        named = dict.fromkeys(PER_TOKEN, kinds.TOKENS) | dict.fromkeys(ABSOLUTE, kinds.NONE)
-        named |= dict.fromkeys(("loss", "kl_penalty"), kinds.TOKENS if tokens else kinds.SEQUENCES)
-        named["sampling_importance_ratio"] = kinds.SEQUENCES if self.sequences else kinds.TOKENS
+    def _divisors(self) -> dict[str, str]:
+        """What NeMo-RL divides each metric by, in its own terms."""
+        named = DIVISORS | {"loss": self.per, "kl_penalty": self.per}
+        named["sampling_importance_ratio"] = "SEQUENCES" if self.sequences else "TOKENS"
         if self.bounded:
-            named["is_oob_ratio"] = kinds.SEQUENCES if self.drops_sequences else kinds.TOKENS
-        return named | ({"outside_sampling_set": kinds.TOKENS} if self.rules else {})
+            named["is_oob_ratio"] = "SEQUENCES" if self.drops_sequences else "TOKENS"
+        return named | ({"outside_sampling_set": "TOKENS"} if self.rules else {})
 
     @classmethod
     def like(cls, theirs: Any, **options: Any) -> PolicyLoss:
@@ -157,23 +161,19 @@ class PolicyLoss:
         surrogate: Any = two_sided("NeMo-RL", low, high, clip_c, "ratio_clip_c", "ratio_clip_max")
         if theirs.use_cispo or theirs.disable_ppo_ratio:
             surrogate = Cispo(1 + high, 1 - low) if theirs.use_cispo else PolicyGradient()
-        level, largest, *bounds = (
-            "sequence" if theirs.sequence_level_importance_ratios else "token",
-            *(math.inf if x is None else x for x in (
-                theirs.truncated_importance_sampling_ratio, theirs.kl_input_clamp_value, theirs.kl_output_clamp_value
-            )),
-        )  # fmt: skip
-        importance = {
-            "level": level, "mode": MODES[theirs.truncated_importance_sampling_type],
-            "low": theirs.truncated_importance_sampling_ratio_min or 0.0, "high": largest,
-        }  # fmt: skip
+        level = "sequence" if theirs.sequence_level_importance_ratios else "token"
+        bounds = [math.inf if x is None else x for x in (theirs.kl_input_clamp_value, theirs.kl_output_clamp_value)]
         objective = Objective(
             surrogate, level="token" if theirs.disable_ppo_ratio else level,
             aggregate="token-mean" if theirs.loss_type.name == "TOKEN_LEVEL" else "seq-mean-token-mean",
             beta=theirs.reference_policy_kl_penalty, kl=Kl(theirs.reference_policy_kl_type, "score", False, *bounds),
         )  # fmt: skip
         if theirs.use_importance_sampling_correction:
-            options["importance"] = importance
+            largest = theirs.truncated_importance_sampling_ratio
+            options["importance"] = {
+                "level": level, "mode": MODES[theirs.truncated_importance_sampling_type], "high": math.inf if largest is None else largest,
+                "low": theirs.truncated_importance_sampling_ratio_min or 0.0,
+            }  # fmt: skip
         names = ("force_on_policy_ratio", "use_on_policy_kl_approximation", "positive_example_nll_weight")
         return cls(objective, **options, **{name: getattr(theirs, name) for name in names})
 
