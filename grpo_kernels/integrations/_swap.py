@@ -304,16 +304,17 @@ def name_of(module: Any) -> str:
 
 
 def found(paths: str | tuple[str, ...]) -> tuple[str, str]:
-    """(module, name) of the first of these paths whose module can be imported; it is imported."""
+    """(module, name) of the first of these paths whose module can be imported; it is imported. Raises the first error."""
+    problems = []
     for path in (paths,) if isinstance(paths, str) else paths:
         home, _, name = path.rpartition(".")
         try:
             importlib.import_module(home)
         except ModuleNotFoundError as error:
-            problem = error
+            problems.append(error)
         else:
             return home, name
-    raise problem
+    raise problems[0]
 
 
 def names_of(value: Any, home: str) -> Iterator[tuple[Any, str]]:
