@@ -41,7 +41,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -108,9 +108,10 @@ LOSSES = {
 #: The surrogate of each, and what it is made of: fields of verl's config, or clip widths (low, high) and the ratios that they are.
 SURROGATES: dict[str, tuple[Callable[..., Any], str]] = {
     "vanilla": (functools.partial(two_sided, "verl", name="clip_ratio_c", name_of_high="clip_ratio_high"), "low high clip_ratio_c"),
-    "gspo": (Clip, "low high"), "gpg": (PolicyGradient, ""), "clip_cov": (ClipCov, "low high clip_cov_ratio clip_cov_lb clip_cov_ub"),
-    "kl_cov": (KlCov, "ppo_kl_coef kl_cov_ratio"), "geo_mean": (Gmpo, "low high"), "cispo": (Cispo, "to from"), "sapo": (Sapo, "tau_pos tau_neg"),
-    "dppo_tv": (Cispo, "clip_ratio_c"), "dppo_kl": (Cispo, "clip_ratio_c"), "dro": (Dro, "dro_beta"),
+    "gspo": (Clip, "low high"), "gpg": (PolicyGradient, ""), "geo_mean": (Gmpo, "low high"), "cispo": (Cispo, "to from"),
+    "clip_cov": (ClipCov, "low high policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub"),
+    "kl_cov": (KlCov, "policy_loss.ppo_kl_coef policy_loss.kl_cov_ratio"), "sapo": (Sapo, "tau_pos tau_neg"),
+    "dppo_tv": (Cispo, "clip_ratio_c"), "dppo_kl": (Cispo, "clip_ratio_c"), "dro": (Dro, "policy_loss.dro_beta"),
 }  # fmt: skip
 #: Those that leave out tokens by lot.
 RANDOM = ("clip_cov",)
@@ -203,10 +204,12 @@ def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> O
     require(config is not None, "config", config, "verl's losses read clip_ratio and more from the actor's config.")
     require_one_of("loss_agg_mode", loss_agg_mode, AGGREGATES)
     low, high = (config.clip_ratio if x is None else x for x in (config.clip_ratio_low, config.clip_ratio_high))
-    given = vars(config) | vars(config.policy_loss) | {"low": low, "high": high, "from": 1 - low, "to": 1 + high}
+    given = {"low": low, "high": high, "from": 1 - low, "to": 1 + high}
     kind, fields = SURROGATES[name]
     preset = Objective.preset(LOSSES[name], numerics="verl")
-    changes: Any = {"surrogate": kind(*(given[field] for field in fields.split()))}
+    changes: Any = {
+        "surrogate": kind(*(given[field] if field in given else attrgetter(field)(config) for field in fields.split()))
+    }
     if name not in ("geo_mean", "sapo") and not (name == "gspo" and _gspo_by_sequence()):
         changes["aggregate"] = AGGREGATES[loss_agg_mode]
     if name.startswith("dppo"):
