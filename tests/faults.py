@@ -522,6 +522,7 @@ FAULTS: list[Fault] = [
         ("rows of context parallelism not reordered", "return sets[index].to(logits.device)", "return sets.to(logits.device)"),
     ),
     *of("grpo_kernels/integrations/nemo_rl.py", "tests/integrations/test_nemo_rl.py",
+        ("a weight that overflows is e^60", "high=math.inf).masked_fill(beyond, 0.0)", "high=math.inf)"),
         (
             "weights of kept sequences dropped", "return kept * raw, kept == 0",
             "return kept, kept == 0",
