@@ -56,7 +56,7 @@ MEAN, SEQUENCE, FORCED = "seq-mean-token-mean", {"level": "sequence"}, {"force_o
 #: name -> objective, what it is, options of PolicyLoss.
 NEMO = {
     "sequences, gspo, corrected": (preset("gspo", beta=0.0), Spec(level="sequence", aggregate=MEAN), truncated(0.5, 1.1, **SEQUENCE)),
-    "kl, truncated weights": (preset("grpo", beta=0.1), Spec(beta=0.1), truncated(0.8, 1.3)),
+    "kl, truncated weights": (preset("grpo", beta=0.1), Spec(beta=0.1), truncated(0.0, 1.3)),
     "sequences, kl, icepop": (preset("grpo", beta=0.1, aggregate=MEAN), Spec(beta=0.1, aggregate=MEAN), truncated(0.7, 1.4, "mask")),
     "seq-mask-tis": (preset("dapo"), Spec(eps_high=0.28, beta=0.01), truncated(0.9, 1.1, "sequence-mask")),
     "cispo": (preset("cispo", beta=0.0), Spec("cispo", cap=1.2, low=0.8), {}),
@@ -71,7 +71,10 @@ NEMO = {
                                    {"sampling_params": KEPT, "positive_example_nll_weight": 0.4, **FORCED, **truncated(0.8, 1.3)}),
 }  # fmt: skip
 #: With ratios beyond those of fp32.
-NEMO |= {f"far, {name}": NEMO[name] for name in ("sequences, gspo, corrected", "sequences, kl, icepop", "cispo")}
+NEMO |= {
+    f"far, {name}": NEMO[name]
+    for name in ("sequences, gspo, corrected", "kl, truncated weights", "sequences, kl, icepop", "cispo")
+}
 
 
 def filtered(logits, top_k=None, top_p=1.0, **_):
