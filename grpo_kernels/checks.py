@@ -69,7 +69,8 @@ def with_hints(kind: type[C]) -> type[C]:
 
     @functools.wraps(make)
     def __init__(self: C, *values: Any, **named: Any) -> None:
-        refuse_unknown(kind.__name__, named, names)
+        if named:
+            refuse_unknown(kind.__name__, named, names)
         make(self, *values, **named)
 
     changed.__init__ = __init__

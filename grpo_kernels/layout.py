@@ -100,9 +100,9 @@ def check_named(rows: Tensor, mask: Tensor | None, n: int) -> None:
         refuse_where(wrong if mask is None or n == 0 else wrong & mask, "rows", rows, remedy)
 
 
-def leading_shape(x: Any, targets: Tensor, rows: Tensor | None) -> torch.Size:
-    """The shape that logits or hidden states x have to have in front: that of targets, or any where `rows` says which are meant."""
-    return targets.shape if rows is None or not isinstance(x, Tensor) or x.dim() < 2 else x.shape[:-1]
+def leading_shape(x: Any, targets: Tensor) -> torch.Size:
+    """The shape in front of logits or hidden states x of which tokens name rows; that of targets where x is no such thing."""
+    return x.shape[:-1] if isinstance(x, Tensor) and x.dim() > 1 else targets.shape
 
 
 def flat(x: Tensor) -> Tensor:

@@ -14,15 +14,12 @@ from .checks import describe, nearest, require
 from .formulas.divergence import Exact
 from .formulas.listed import ListedTerms
 from .formulas.ops import bounded_exp, times
-from .formulas.token_stage import JointStage, TokenRows
+from .formulas.token_stage import JointStage, TokenRows, TokenStage
 from .layout import (
     FLOATING,
-    check_named,
     check_targets,
-    flat,
     leading_shape,
     per_token,
-    plain,
     require_shape,
     require_tensor,
     values_are_checked,
@@ -32,9 +29,9 @@ from .rows.backends import WITH_ENTROPY, is_strict
 from .rows.hidden import Hidden
 from .rows.logits import Logits
 from .rows.partials import RowTransform
-from .rows.ragged import KeptRows, Ragged, Tokens, slots_of
+from .rows.ragged import KeptRows, Tokens, slots_of
 from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
-from .rows.stream import Seconds, Stream, Visit
+from .rows.stream import Seconds, Visit
 from .specs import (
     DEFAULTS,
     NOT_BOUNDED,
@@ -42,25 +39,21 @@ from .specs import (
     LogitTransform,
     Options,
     as_options,
-    as_transform,
-    for_rows,
     refuse_keywords,
     refuse_product,
     refuse_sparse,
-    refuse_with_rows,
 )
-from .statistics import Asked, check_kept, rows_with_sets, statistics_of
+from .statistics import Asked, check_kept, rows_with_sets, statistics_of, tokens_of
 from .streams import (
     Policy,
     draws,
-    hidden_stream,
     is_traced,
     leaves_the_graph,
-    logits_stream,
     outside,
-    reference_stream,
+    second_stream,
     seconds_of,
     squared,
+    stream_of,
 )
 from .token_sets import TokenSets, check_ids
 
@@ -227,21 +220,7 @@ def grpo_loss(
         refuse_keywords(grpo_loss, unknown)
     options = as_options(options)
     refuse_product(options)
-    if _leaves_the_graph(batch, objective, transform, options, "ref_logits", ref_logits):
-        given: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "options": options}
-        return outside(grpo_loss, logits, batch, objective, ref_logits=ref_logits, **given)
-    batch, read = _with_options(batch, options), {"batch": batch, "transform": transform, "normalizer": normalizer}
-    shape, of_rows = (
-        leading_shape(logits, batch.targets, batch.rows),
-        for_rows(transform, batch.targets, batch.mask, batch.cu_seqlens),
-    )
-    stream = logits_stream(
-        logits, shape, batch.targets.device, of_rows, options, inplace=inplace, read=read, ref_logits=ref_logits
-    )
-    # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
-    # visited twice anyway, with the exchange in between.
-    late = options.shard is not None or (stream.logits.dtype == torch.float16 and torch.is_grad_enabled())
-    return _loss(stream, shape, transform, batch, objective, "ref_logits", ref_logits, normalizer, options, late)
+    return _loss(logits, None, batch, objective, transform, "ref_logits", ref_logits, normalizer, options, inplace)
 
 
 def linear_grpo_loss(
@@ -281,65 +260,61 @@ def linear_grpo_loss(
     Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(linear_grpo_loss, unknown)
-    head, options = Head.of(weight, transform), as_options(options)
-    if _leaves_the_graph(batch, objective, head.transform, options, "reference", reference):
-        given: dict[str, Any] = {"reference": reference, "normalizer": normalizer, "options": options}
-        return outside(linear_grpo_loss, hidden, head, batch, objective, **given)
-    batch = _with_options(batch, options)
-    read = {"batch": batch, "reference": reference, "transform": head.transform, "normalizer": normalizer}
-    shape = leading_shape(hidden, batch.targets, batch.rows)
-    of_rows = for_rows(head.transform, batch.targets, batch.mask, batch.cu_seqlens)
-    stream = hidden_stream(hidden, head, shape, batch.targets.device, of_rows, options, read)
-    return _loss(stream, shape, head.transform, batch, objective, "reference", reference, normalizer, options)
-
-
-def _leaves_the_graph(
-    batch: TokenBatch, objective: Objective, transform: LogitTransform | None, options: Options, name: str, given: Any
-) -> bool:
-    """Whether a traced call has to break the graph. Raises ValueError for what does not go together. `given`: the second stream, as
-    the argument `name`."""
-    check_specs(batch, objective, name, given)
-    if objective.exact is not None:
-        refuse_sparse(options, NOT_BOUNDED)
-    if batch.rows is not None:
-        refuse_with_rows(transform, options, name, given)
-    if not is_traced():
-        return False
-    sets = next((x for x in (objective.exact, batch.kept, batch.listed, batch.rows) if x is not None), None)
-    return leaves_the_graph(sets, options, batch.context_group)
+    head = Head.of(weight, transform)
+    return _loss(hidden, head, batch, objective, head.transform, "reference", reference, normalizer, as_options(options))
 
 
 def _loss(
-    stream: Logits | Hidden, leading: torch.Size, transform: LogitTransform | None, batch: TokenBatch, objective: Objective, name: str,
-    given: Any, normalizer: float | Tensor | Denominators | None, options: Options, late: bool = False,
+    x: Tensor, head: Head | None, batch: TokenBatch, objective: Objective, transform: LogitTransform | None, name: str, given: Any,
+    normalizer: float | Tensor | Denominators | None, options: Options, inplace: bool = False,
 ) -> LossOutput:  # fmt: skip
-    """The loss of a stream's rows, of the shape `leading`: in one visit with the gradient made in the forward, or as statistics,
-    token stage, pull. `given`: the second stream, as the argument `name`. `late`: not in one visit."""
-    shape, device, exact = batch.targets.shape, batch.targets.device, objective.exact
-    check_targets(batch.targets, batch.mask, stream.vocab, logits=isinstance(stream, Logits))
-    if batch.rows is not None:
-        check_named(batch.rows, batch.mask, stream.n)
-    seconds, reference, kept, over = Seconds(), None, None, None
-    shared = batch.rows is not None
-    policy = Policy(leading, device, as_transform(transform), batch.mask, batch.cu_seqlens, stream, options, shared)
+    """The loss of logits or, with a head, of hidden states x: checked here, before any work. `given`: the second stream, as the
+    argument `name`."""
+    check_specs(batch, objective, name, given)
+    if objective.exact is not None:
+        refuse_sparse(options, NOT_BOUNDED)
+    if is_traced() and leaves_the_graph(options, batch.context_group, objective.exact, batch.kept, batch.listed, batch.rows):
+        return outside(_loss, x, head, batch, objective, transform, name, given, normalizer, options, inplace)
+    if batch.kept is not None and options.missing not in (None, batch.missing):
+        remedy = f"the batch says missing={batch.missing!r}: leave it out here."
+        require(batch.missing is None, "missing", options.missing, remedy)
+        batch = batch.with_missing(options.missing)
+    targets, mask, own_rows = batch.targets, batch.mask, batch.rows
+    shape = targets.shape if own_rows is None else leading_shape(x, targets)
+    policy = Policy(shape, targets.device, transform, mask, batch.cu_seqlens, options, own_rows is not None)
+    read = {"batch": batch, "transform": transform, "normalizer": normalizer}
+    stream = stream_of(x, head, policy, read, {name: given}, inplace)
+    check_targets(targets, mask, stream.vocab, logits=head is None)
+    return _loss_of(stream, policy, batch, objective, name, given, normalizer)
+
+
+def _loss_of(
+    stream: Logits | Hidden, policy: Policy, batch: TokenBatch, objective: Objective, name: str, given: Any,
+    normalizer: float | Tensor | Denominators | None,
+) -> LossOutput:  # fmt: skip
+    """The loss of a stream's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull."""
+    shape, exact, options, traced = batch.targets.shape, objective.exact, policy.options, is_traced()
+    seconds, reference, kept, over, listed, at, tokens, visited = Seconds(), None, None, None, None, None, None, None
     if exact is not None:
-        seconds = seconds_of(name, given, exact, policy)
+        seconds = seconds_of(name, given, exact, policy, stream)
     elif given is not None:
-        reference = reference_stream(given, policy)
-        batch = batch.with_ref_logps(torch.zeros(shape, device=device))  # which rows are read does not depend on them
-    rows = _token_rows(batch, objective, normalizer, options)
+        reference = second_stream(name, given, policy, stream)
+        batch = batch.with_ref_logps(torch.zeros(shape, device=policy.device))  # which rows are read does not depend on them
+    rows = objective.token_rows(batch, normalizer, options.skip_inactive)
+    _refuse_nan(rows, batch, options)
     if batch.kept is not None:
         check_kept(batch.kept, batch.targets, batch.mask, stream.vocab, batch.missing, options.strict)
         kept = rows_with_sets(batch.kept, rows.targets, rows.read, batch.missing)
         over = _over(objective, options, seconds)
-    sparse = draws(options, stream) if isinstance(stream, Hidden) else None
-    listed, at = objective.listed_terms(batch), None if batch.listed is None else slots_of(batch.listed)
-    tokens = None
+    if batch.listed is not None:
+        refuse_sparse(options, "the gradients of ids of logp_terms and prob_terms would be among the columns drawn once more")
+        check_ids("prob_terms" if batch.logp_terms is None else "logp_terms", batch.listed, stream.vocab)
+        listed, at = objective.listed_terms(batch), slots_of(batch.listed)
     if batch.rows is not None:
-        tokens = Tokens(plain(flat(batch.rows).to(torch.int64)), plain(rows.targets), rows.read, stream.n, at)
+        tokens = tokens_of(batch.rows, batch.mask, rows.targets, rows.read, stream, at)
+    sparse = None if options.sparse is None else draws(options.sparse, stream)
     # The rows that are visited as a whole: those without a set, or all.
-    visited = None
-    if not isinstance(stream, Logits) and not is_traced():
+    if isinstance(stream, Hidden) and not traced:
         visited = _split_rows(batch, rows, objective, kept if over is None else None, tokens)
     if reference is not None:
         of_sets = kept if options.reference_over == "kept" else None
@@ -347,51 +322,55 @@ def _loss(
         if visited is not None and over is not None and of_sets is not None:
             index = _split_rows(batch, rows, objective, kept, tokens)
         with torch.no_grad():
-            asked = Asked(kept=of_sets, rows=index, tokens=tokens)
-            ref_logps = statistics_of(reference, asked, rows.targets, rows.read, options).logps
+            own = Asked(rows.targets, rows.read, kept=of_sets, rows=index, tokens=tokens)
+            ref_logps = statistics_of(reference, own, options)["logps"]
         batch, rows = batch.with_ref_logps(ref_logps.view(shape)), replace(rows, ref_logps=ref_logps)
         _refuse_nan(rows, batch, options)
     if exact is not None:
         rows = scaled_by_temperature(rows, exact, stream.transform)
-    late = late or over is not None or sparse is not None or is_traced() or bool(seconds.known)
-    joint = isinstance(stream, Hidden) and not seconds.others and _made_jointly(stream, objective, kept)
-    if batch.listed is not None:
-        name = "prob_terms" if batch.logp_terms is None else "logp_terms"
-        refuse_sparse(options, "the gradients of ids of logp_terms and prob_terms would be among the columns drawn once more")
-        check_ids(name, batch.listed, stream.vocab)
-    if tokens is not None or listed is not None:
-        late = late or kept is not None or bool(seconds.others)
-    # What listed ids add may be small at the likeliest id of a row, whose place the engine would give and take off again.
-    joint = joint and listed is None
-    if not late and (objective.one_pass or joint):
-        return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited, listed, at, tokens)
-    with_gradient = ("entropy",) if objective.needs_entropy else ()
-    asked = Asked(("entropy",), with_gradient, kept, over, seconds, exact, at, visited, sparse, tokens)
-    found = statistics_of(stream, asked, rows.targets, rows.read, options)
-    kl_apart = over is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
-    own = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
-    beside = None if listed is None else (listed, found.named["at"])
-    out = _loss_of_logps(found.logps, found.named["entropy"], batch, objective, own, beside, found.named.get("divergence"))
-    if found.whole_logps is None:
+    with_gradient = ("entropy",) if objective.entropy_coef != 0 else ()
+    of_rows = (rows.targets, rows.read, ("entropy",), with_gradient)
+    asked = Asked(*of_rows, kept, over, seconds, exact, at, visited, sparse, tokens)
+    if not (traced or _is_late(stream, asked)) and (objective.one_pass or _made_jointly(stream, objective, asked)):
+        return _in_one_visit(stream, batch, objective, rows, listed, asked)
+    found = statistics_of(stream, asked, options)
+    whole_logps = found.get("whole_logps")
+    kl_apart = whole_logps is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
+    weighed = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
+    beside = None if listed is None else (listed, found["at"])
+    out = _loss_of_logps(found["logps"], found["entropy"], batch, objective, weighed, beside, found.get("divergence"))
+    if whole_logps is None:
         return out
-    loss = out.loss + _kl_over_vocabulary(found.whole_logps, objective, rows) if kl_apart else out.loss
-    return replace(out, loss=loss, rows=rows, whole_logps=found.whole_logps.detach().view(shape), kl_apart=kl_apart)
+    loss = out.loss + _kl_over_vocabulary(whole_logps, objective, rows) if kl_apart else out.loss
+    return replace(out, loss=loss, rows=rows, whole_logps=whole_logps.detach().view(shape), kl_apart=kl_apart)
+
+
+def _is_late(stream: Logits | Hidden, asked: Asked) -> bool:
+    """Whether the gradient is not made in the forward, for whatever objective."""
+    others, known = asked.seconds
+    if asked.over is not None or asked.sparse is not None or known:
+        return True
+    if (asked.tokens is not None or asked.at is not None) and (asked.kept is not None or others):
+        return True
+    # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
+    # visited twice anyway, with the exchange in between.
+    scaled = isinstance(stream, Logits) and stream.logits.dtype == torch.float16 and torch.is_grad_enabled()
+    return scaled or (isinstance(stream, Logits) and stream.shard is not None)
 
 
 def _in_one_visit(
-    stream: Stream, batch: TokenBatch, objective: Objective, rows: TokenRows, kept: KeptRows | None, seconds: Seconds,
-    visited: tuple[Tensor, int] | None, listed: ListedTerms | None, at: Ragged | None, tokens: Tokens | None,
-) -> LossOutput:  # fmt: skip
-    shape, others, (index, active) = batch.targets.shape, seconds.others, visited or (None, None)
-    over_vocabulary, over_sets = None, None
+    stream: Logits | Hidden, batch: TokenBatch, objective: Objective, rows: TokenRows, listed: ListedTerms | None, asked: Asked
+) -> LossOutput:
+    shape, targets, kept, tokens = batch.targets.shape, asked.targets, asked.kept, asked.tokens
+    others, (index, active), whole, of_sets = asked.seconds.others, asked.rows or (None, None), None, None
     if tokens is not None:
-        over_vocabulary = Visit(rows.targets.new_zeros(tokens.n), tokens.named(None), (), others, index, active, tokens=tokens)
+        whole = Visit(targets.new_zeros(tokens.n), tokens.named(None), (), others, index, active, tokens=tokens)
     elif kept is None or not kept.has_all:
-        read = rows.read if kept is None else kept.others(rows.read)
-        own = None if at is None else Tokens.one_a_row(rows.targets, read, at)
-        over_vocabulary = Visit(rows.targets, read, (), others, index, active, tokens=own)
+        read = asked.read if kept is None else kept.others(asked.read)
+        at_ids = None if asked.at is None else Tokens.one_a_row(targets, read, asked.at)
+        whole = Visit(targets, read, (), others, index, active, tokens=at_ids)
     if kept is not None:
-        over_sets = Visit(rows.targets, kept.read, WITH_ENTROPY, others, kept=kept)
+        of_sets = Visit(targets, kept.read, WITH_ENTROPY, others, kept=kept)
     log_ratio: Tensor | None = None
 
     def terms(logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
@@ -399,21 +378,25 @@ def _in_one_visit(
         log_ratio = objective.log_ratio(logps, rows, batch)
         return objective.token_stage(logps, entropy, rows, batch, log_ratio)[:2]
 
-    groups = () if objective.one_pass else _groups(batch, objective, active, tokens)
-    stage = objective.stage(rows, listed) if objective.one_pass else JointStage(terms, groups)
-    visit = OneVisit(stream, over_vocabulary, over_sets, stage, torch.is_grad_enabled())
+    stage: TokenStage | JointStage
+    if objective.one_pass:
+        stage = objective.stage(rows, listed)
+    else:
+        stage = JointStage(terms, _groups(batch, objective, active, tokens))
+    visit = OneVisit(stream, whole, of_sets, stage, torch.is_grad_enabled())
     loss, logps, entropy, divergence = fused_loss(visit, stream.tensors)
     divergence = None if divergence is None else divergence.view(shape)
     return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, log_ratio, divergence=divergence)
 
 
-def _made_jointly(stream: Hidden, objective: Objective, kept: KeptRows | None) -> bool:
+def _made_jointly(stream: Logits | Hidden, objective: Objective, asked: Asked) -> bool:
     """Whether the gradient of rows that wait for each other is made in the forward: each is a slope times a vector that does not
-    depend on other rows, and products wait for slopes. With a frozen head none do, see `Visit.ahead`; over sets there are none."""
-    _, weight, bias = stream.tensors
-    of_bias, has_all = bias is not None and bias.requires_grad, kept is not None and kept.has_all
-    waits = torch.is_grad_enabled() and weight.requires_grad and not has_all
-    return waits and not of_bias and not objective.needs_entropy
+    depend on other rows, and products wait for slopes. With a frozen head none do, see `Visit.ahead`; over sets there are none.
+    What listed ids add may be small at the likeliest id of a row, whose place the engine would give and take off again."""
+    if isinstance(stream, Logits) or asked.seconds.others or asked.at is not None or objective.needs_entropy:
+        return False
+    waits = torch.is_grad_enabled() and stream.weight.requires_grad and not (asked.kept is not None and asked.kept.has_all)
+    return waits and not (stream.bias is not None and stream.bias.requires_grad)
 
 
 def _groups(batch: TokenBatch, objective: Objective, active: int | None, tokens: Tokens | None) -> tuple[int, ...]:
@@ -575,7 +558,8 @@ def objective_loss(
         raise ValueError(
             f"divergence is {'None' if exact else 'given'}, but kl={objective.kl!r}, beta={objective.beta}: {remedy}"
         )
-    rows = _token_rows(batch, objective, normalizer)
+    rows = objective.token_rows(batch, normalizer)
+    _refuse_nan(rows, batch, DEFAULTS)
     if token_weights is not None:
         rows = rows.weighted(per_token("token_weights", token_weights, batch.targets.shape, batch.cu_seqlens))
 
@@ -586,23 +570,6 @@ def objective_loss(
     L, H, D = (None if x is None else flat_rows(x) for x in (logps, entropy, divergence))
     assert L is not None
     return _loss_of_logps(L, H, batch, objective, rows, divergence=D)
-
-
-def _with_options(batch: TokenBatch, options: Options) -> TokenBatch:
-    """The batch with what the options say of targets outside of their sets."""
-    if batch.kept is None or options.missing in (None, batch.missing):
-        return batch
-    require(batch.missing is None, "missing", options.missing, f"the batch says missing={batch.missing!r}: leave it out here.")
-    return batch.with_missing(options.missing)
-
-
-def _token_rows(
-    batch: TokenBatch, objective: Objective, normalizer: float | Tensor | Denominators | None, options: Options = DEFAULTS
-) -> TokenRows:
-    """`Objective.token_rows`, without NaN in strict mode."""
-    rows = objective.token_rows(batch, normalizer, options.skip_inactive)
-    _refuse_nan(rows, batch, options)
-    return rows
 
 
 def _refuse_nan(rows: TokenRows, batch: TokenBatch, options: Options) -> None:
@@ -628,8 +595,9 @@ def _refuse_nan(rows: TokenRows, batch: TokenBatch, options: Options) -> None:
             )
 
 
-def check_specs(batch: Any, objective: Any, second_stream: str = "", given: Any = None) -> None:
-    """Raise ValueError unless batch and objective are what they are called, and the second stream goes with them."""
+def check_specs(batch: Any, objective: Any, name: str = "", given: Any = None) -> None:
+    """Raise ValueError unless batch and objective are what they are called, and the second stream `given`, the argument `name`,
+    goes with them."""
     if isinstance(batch, Objective) and isinstance(objective, TokenBatch):
         raise ValueError(
             "batch is an Objective and objective a TokenBatch: they changed places, pass them as batch, objective."
@@ -638,26 +606,19 @@ def check_specs(batch: Any, objective: Any, second_stream: str = "", given: Any 
         raise ValueError(f"batch is a {type(batch).__name__}: pass a TokenBatch.")
     if not isinstance(objective, Objective):
         raise ValueError(f"objective is a {type(objective).__name__}: pass an Objective, for example Objective.preset('grpo').")
-    if second_stream and (given is not None or objective.exact is not None):
-        check_given(second_stream, given, objective, batch)
-
-
-def check_given(given: str, value: Any, objective: Objective, batch: TokenBatch) -> None:
-    """Raise ValueError where an objective and its second stream do not fit: `given` is the name of the argument, `value` what
-    it is."""
     if objective.exact is not None:
-        if batch.ref_logps is not None:
+        if name and batch.ref_logps is not None:
             raise ValueError(
                 f"ref_logps are log-probs of the sampled tokens, but kl={objective.kl} compares whole distributions: leave them out, and "
-                f"pass {given}=."
+                f"pass {name}=."
             )
         return
-    if value is None:
+    if given is None:
         return
-    require(objective.beta != 0, given, type(value).__name__, "with beta=0 nothing looks at it: leave it out.")
-    if given == "ref_logits" or isinstance(value, TokenSets):
+    require(objective.beta != 0, name, type(given).__name__, "with beta=0 nothing looks at it: leave it out.")
+    if name == "ref_logits" or isinstance(given, TokenSets):
         raise ValueError(
-            f"{given} is a whole distribution, but kl={objective.kl!r} is an estimate from the sampled token: pass kl=Exact(...), or the "
+            f"{name} is a whole distribution, but kl={objective.kl!r} is an estimate from the sampled token: pass kl=Exact(...), or the "
             "reference's log-probs as ref_logps of the batch."
         )
     if batch.ref_logps is not None:

@@ -274,7 +274,7 @@ FAULTS: list[Fault] = [
         ("infinite values reach ids of a weight of 0", "times(made.d_listed[terms.rows], slopes)", "made.d_listed[terms.rows] * slopes", LISTED),
         (
             "fp16 gradients are stored before the loss scale",
-            "(stream.logits.dtype == torch.float16 and torch.is_grad_enabled())", "False", AUTOGRAD,
+            "stream.logits.dtype == torch.float16 and torch.is_grad_enabled()", "False", AUTOGRAD,
         ),
         (
             "a NaN among nll_weights is not looked for", ', "weights", "nll_weight"):', ', "weights"):',
@@ -304,17 +304,17 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/streams.py", SETS,
         (
             "a reference has the policy's transform",
-            "policy.transform if head.transform is None else as_transform(head.transform)", "policy.transform",
+            "transform if head.transform is None else head.transform", "transform",
         ),
         (
-            "a teacher's own transform is dropped", "ref_logits, transform = ref_logits[0], as_transform(ref_logits[1])",
-            "ref_logits = ref_logits[0]", COMBINATIONS,
+            "a teacher's own transform is dropped", "x, transform = given[0], as_transform(given[1])",
+            "x = given[0]", COMBINATIONS,
         ),
     ),
     *of("grpo_kernels/logprobs.py", COMBINATIONS,
         ("missing is not applied to the mask", "mask = narrowed(kept, targets, mask, options.missing)", "pass"),
         ("a detached entropy has a gradient", '(name != "entropy" or entropy is True)', "True"),
-        ("the mass of no sets", 'named["log_kept_mass"] = torch.zeros_like', 'named["log_kept_mass"] = torch.ones_like'),
+        ("the mass of no sets", 'found["log_kept_mass"] = torch.zeros_like', 'found["log_kept_mass"] = torch.ones_like'),
         (
             "the temperature's square divides", "value = value / squared(stream.transform, read)",
             "value = value * squared(stream.transform, read)",
