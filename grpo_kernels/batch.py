@@ -24,7 +24,6 @@ from .layout import (
     check_width,
     flat,
     is_capturing,
-    per_token,
     require_device,
     require_shape,
     require_tensor,
@@ -348,11 +347,15 @@ class TokenBatch:
 
     def table(self, *names: str) -> dict[str, Tensor]:
         """`flat` of each of these fields that was given."""
-        shape, given = self.targets.shape, {name: x for name in names if (x := getattr(self, name)) is not None}
-        if self.mask is None:
-            return {name: per_token(name, x, shape, self.cu_seqlens) for name, x in given.items()}
-        wide = [as_wide(name, x, shape, self.cu_seqlens).expand(shape) for name, x in given.items()]
-        masked = torch.where(self.mask, torch.stack(wide), 0.0).flatten(1) if given else ()
+        shape = self.targets.shape
+        given: dict[str, Tensor] = {}
+        for name in names:
+            if (value := getattr(self, name)) is not None:
+                wide = as_wide(value, shape, self.cu_seqlens).expand(shape)
+                given[name] = wide.reshape(-1) if self.mask is None else wide
+        if self.mask is None or not given:
+            return given
+        masked = torch.where(self.mask, torch.stack([*given.values()]), 0.0).flatten(1)
         return dict(zip(given, masked, strict=True))
 
     def marked(self, kind: str) -> Tensor | None:
@@ -374,20 +377,19 @@ class TokenBatch:
 
     def _contributing(self) -> Tensor:
         """bool [N]: see `marked`."""
-
-        def other_than_0(name: str) -> Tensor | None:
-            value = getattr(self, name)
-            return None if value is None else as_wide(name, value, self.targets.shape, self.cu_seqlens) != 0
-
-        contributing, weights, nll_weights = map(other_than_0, ("advantages", "weights", "nll_weights"))
-        assert contributing is not None
+        shape, nonzero = self.targets.shape, {}
+        for name in ("advantages", "weights", "nll_weights"):
+            if (value := getattr(self, name)) is not None:
+                nonzero[name] = as_wide(value, shape, self.cu_seqlens) != 0
+        contributing = nonzero["advantages"]
         if self.listed is not None:
-            contributing = contributing | (self.listed.counts > 0).view(self.targets.shape)
-        contributing = contributing if weights is None else contributing & weights
-        if nll_weights is not None:
-            contributing = contributing | nll_weights
+            contributing = contributing | (self.listed.counts > 0).view(shape)
+        if self.weights is not None:
+            contributing = contributing & nonzero["weights"]
+        if self.nll_weights is not None:
+            contributing = contributing | nonzero["nll_weights"]
         contributing = contributing if self.mask is None else contributing & self.mask
-        return flat(contributing.expand(self.targets.shape))
+        return flat(contributing.expand(shape))
 
     def with_missing(self, missing: str) -> TokenBatch:
         """This batch with another `missing`, whose counts go to the host once: the same object again while torch sees no write into

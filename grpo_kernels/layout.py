@@ -149,8 +149,8 @@ def sequence_ids(cu_seqlens: Tensor, n: int) -> Tensor:
 
 def per_token(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None) -> Tensor:
     """Flat fp32 [N]: `value` given per token (the shape of targets), per sequence ([B] or [B, 1]) or as a 0-d tensor."""
-    wide = as_wide(name, value, shape, cu_seqlens)
-    return (wide if wide.shape == shape else wide.expand(shape)).reshape(-1)
+    check_width(name, value.shape, shape, cu_seqlens)
+    return as_wide(value, shape, cu_seqlens).expand(shape).reshape(-1)
 
 
 def check_width(name: str, given: torch.Size, shape: torch.Size, cu_seqlens: Tensor | None = None) -> None:
@@ -171,10 +171,9 @@ def check_width(name: str, given: torch.Size, shape: torch.Size, cu_seqlens: Ten
     raise ValueError(f"{name} has shape {list(given)}, but targets of shape {list(shape)} want {options}.{hint}")
 
 
-def as_wide(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The values of `per_token`, fp32 and of a shape that broadcasts to `shape`."""
-    check_width(name, value.shape, shape, cu_seqlens)
-    value = (value.detach() if value.requires_grad else value).to(torch.float32)
+def as_wide(value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor:
+    """Values that `check_width` has let pass, fp32 and of a shape that broadcasts to `shape`."""
+    value = value.detach().to(torch.float32)
     if value.shape == shape or value.dim() == 0:
         return value
     if cu_seqlens is None:

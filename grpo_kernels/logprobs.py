@@ -143,17 +143,17 @@ def linear_logprobs(
     Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(linear_logprobs, unknown)
-    head, options = Head.of(weight, transform), as_options(options)
+    (head, transform), options = Head.parts(weight, transform), as_options(options)
     if at is not None:
         refuse_sparse(options, "the gradients of ids of at= would be among the columns drawn once more")
-    return _logprobs(hidden, head, targets, mask, head.transform, entropy, also, kept, at, rows, options)
+    return _logprobs(hidden, head, targets, mask, transform, entropy, also, kept, at, rows, options)
 
 
 def _logprobs(
-    x: Tensor, head: Head | None, targets: Tensor, mask: Tensor | None, transform: LogitTransform | None, entropy: bool | str,
-    also: tuple[str, ...], kept: TokenSets | None, at: TokenSets | None, rows: Tensor | None, options: Options, inplace: bool = False,
+    x: Tensor, head: tuple[Any, Any] | None, targets: Tensor, mask: Tensor | None, transform: LogitTransform | None,
+    entropy: bool | str, also: tuple[str, ...], kept: TokenSets | None, at: TokenSets | None, rows: Tensor | None, options: Options, inplace: bool = False,
 ) -> TokenLogprobs:  # fmt: skip
-    """Those of logits or, with a head, of hidden states x."""
+    """Those of logits or, with the (weight, bias) of a head, of hidden states x."""
     if is_traced() and leaves_the_graph(options, None, kept, at, rows):
         return outside(_logprobs, x, head, targets, mask, transform, entropy, also, kept, at, rows, options, inplace)
     remedy = "an int64 tensor of token ids, the leading shape of the logits or hidden states"
@@ -182,11 +182,14 @@ def _logprobs(
         check_sets("at", at, targets, vocab)
         slots = slots_of(at)
     check_targets(targets, mask, vocab, logits=head is None)
-    names = (("entropy",) if entropy else ()) + tuple(name for name in also if name != "log_kept_mass")
+    names, with_gradient = ("entropy",) if entropy else (), ("entropy",) if entropy is True else ()
     mass = "log_kept_mass" in also
     if mass and sets is not None:
-        names, over = (*names, "lse"), over or ()
-    with_gradient = tuple(name for name in names if name in DIFFERENTIABLE and (name != "entropy" or entropy is True))
+        over = over or ()
+    for name in also:
+        if name != "log_kept_mass" or sets is not None:
+            name = "lse" if name == "log_kept_mass" else name
+            names, with_gradient = (*names, name), (*with_gradient, *((name,) if name in DIFFERENTIABLE else ()))
     sparse = None if options.sparse is None else draws(options.sparse, stream)
     read, ids = None if mask is None else flat(mask), flat(targets).to(torch.int64)
     if rows is not None:
@@ -196,8 +199,9 @@ def _logprobs(
     found.pop("whole_logps", None)
     if mass and sets is None:
         found["log_kept_mass"] = torch.zeros_like(found["logps"])
-    named = {name: x if name == "at" else x.view(shape) for name, x in found.items()}
-    return TokenLogprobs(named.pop("logps"), named.pop("entropy", None), named)
+    for name, x in found.items():
+        found[name] = x if name == "at" else x.view(shape)
+    return TokenLogprobs(found.pop("logps"), found.pop("entropy", None), found)
 
 
 # ---- exact divergences
@@ -268,16 +272,17 @@ def linear_divergence(
     Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(linear_divergence, unknown)
-    exact, head, options = as_exact(divergence), Head.of(weight, transform), as_options(options)
+    exact, (head, transform), options = as_exact(divergence), Head.parts(weight, transform), as_options(options)
     refuse_sparse(options, NOT_BOUNDED)
-    return _divergence(hidden, head, "reference", reference, exact, mask, head.transform, kept, options)
+    return _divergence(hidden, head, "reference", reference, exact, mask, transform, kept, options)
 
 
 def _divergence(
-    x: Tensor, head: Head | None, name: str, given: Any, exact: Exact, mask: Tensor | None, transform: LogitTransform | None,
-    kept: TokenSets | None, options: Options, inplace: bool = False,
+    x: Tensor, head: tuple[Any, Any] | None, name: str, given: Any, exact: Exact, mask: Tensor | None,
+    transform: LogitTransform | None, kept: TokenSets | None, options: Options, inplace: bool = False,
 ) -> Tensor:  # fmt: skip
-    """That of logits or, with a head, of hidden states x to the second streams `given`, the argument `name`."""
+    """That of logits or, with the (weight, bias) of a head, of hidden states x. `given`: the second streams, as the argument
+    `name`."""
     if is_traced() and leaves_the_graph(options, None, exact):
         return outside(_divergence, x, head, name, given, exact, mask, transform, kept, options, inplace)
     remedy, own = "a tensor [B, T, ..] or [N, ..], one row for each token", "logits" if head is None else "hidden"

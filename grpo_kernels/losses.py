@@ -260,16 +260,16 @@ def linear_grpo_loss(
     Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(linear_grpo_loss, unknown)
-    head = Head.of(weight, transform)
-    return _loss(hidden, head, batch, objective, head.transform, "reference", reference, normalizer, as_options(options))
+    head, transform = Head.parts(weight, transform)
+    return _loss(hidden, head, batch, objective, transform, "reference", reference, normalizer, as_options(options))
 
 
 def _loss(
-    x: Tensor, head: Head | None, batch: TokenBatch, objective: Objective, transform: LogitTransform | None, name: str, given: Any,
-    normalizer: float | Tensor | Denominators | None, options: Options, inplace: bool = False,
+    x: Tensor, head: tuple[Any, Any] | None, batch: TokenBatch, objective: Objective, transform: LogitTransform | None, name: str,
+    given: Any, normalizer: float | Tensor | Denominators | None, options: Options, inplace: bool = False,
 ) -> LossOutput:  # fmt: skip
-    """The loss of logits or, with a head, of hidden states x: checked here, before any work. `given`: the second stream, as the
-    argument `name`."""
+    """The loss of logits or, with the (weight, bias) of a head, of hidden states x: checked here, before any work. `given`: the
+    second stream, as the argument `name`."""
     check_specs(batch, objective, name, given)
     if objective.exact is not None:
         refuse_sparse(options, NOT_BOUNDED)
@@ -294,7 +294,8 @@ def _loss_of(
 ) -> LossOutput:  # fmt: skip
     """The loss of a stream's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull."""
     shape, exact, options, traced = batch.targets.shape, objective.exact, policy.options, is_traced()
-    seconds, reference, kept, over, listed, at, tokens, visited = Seconds(), None, None, None, None, None, None, None
+    seconds, reference, kept, over, listed, at, tokens = Seconds(), None, None, None, None, None, None
+    visited, marked = None, None
     if exact is not None:
         seconds = seconds_of(name, given, exact, policy, stream)
     elif given is not None:
@@ -315,12 +316,12 @@ def _loss_of(
     sparse = None if options.sparse is None else draws(options.sparse, stream)
     # The rows that are visited as a whole: those without a set, or all.
     if isinstance(stream, Hidden) and not traced:
-        visited = _split_rows(batch, rows, objective, kept if over is None else None, tokens)
+        visited, marked = _split_rows(batch, rows, objective, kept if over is None else None, tokens)
     if reference is not None:
         of_sets = kept if options.reference_over == "kept" else None
         index = visited
         if visited is not None and over is not None and of_sets is not None:
-            index = _split_rows(batch, rows, objective, kept, tokens)
+            index, _ = _split_rows(batch, rows, objective, kept, tokens)
         with torch.no_grad():
             own = Asked(rows.targets, rows.read, kept=of_sets, rows=index, tokens=tokens)
             ref_logps = statistics_of(reference, own, options)["logps"]
@@ -332,7 +333,7 @@ def _loss_of(
     of_rows = (rows.targets, rows.read, ("entropy",), with_gradient)
     asked = Asked(*of_rows, kept, over, seconds, exact, at, visited, sparse, tokens)
     if not (traced or _is_late(stream, asked)) and (objective.one_pass or _made_jointly(stream, objective, asked)):
-        return _in_one_visit(stream, batch, objective, rows, listed, asked)
+        return _in_one_visit(stream, batch, objective, rows, listed, asked, marked)
     found = statistics_of(stream, asked, options)
     whole_logps = found.get("whole_logps")
     kl_apart = whole_logps is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
@@ -359,8 +360,9 @@ def _is_late(stream: Logits | Hidden, asked: Asked) -> bool:
 
 
 def _in_one_visit(
-    stream: Logits | Hidden, batch: TokenBatch, objective: Objective, rows: TokenRows, listed: ListedTerms | None, asked: Asked
-) -> LossOutput:
+    stream: Logits | Hidden, batch: TokenBatch, objective: Objective, rows: TokenRows, listed: ListedTerms | None, asked: Asked,
+    marked: Tensor | None,
+) -> LossOutput:  # fmt: skip
     shape, targets, kept, tokens = batch.targets.shape, asked.targets, asked.kept, asked.tokens
     others, (index, active), whole, of_sets = asked.seconds.others, asked.rows or (None, None), None, None
     if tokens is not None:
@@ -382,7 +384,7 @@ def _in_one_visit(
     if objective.one_pass:
         stage = objective.stage(rows, listed)
     else:
-        stage = JointStage(terms, _groups(batch, objective, active, tokens))
+        stage = JointStage(terms, _groups(batch, objective, active, tokens, marked))
     visit = OneVisit(stream, whole, of_sets, stage, torch.is_grad_enabled())
     loss, logps, entropy, divergence = fused_loss(visit, stream.tensors)
     divergence = None if divergence is None else divergence.view(shape)
@@ -399,14 +401,16 @@ def _made_jointly(stream: Logits | Hidden, objective: Objective, asked: Asked) -
     return waits and not (stream.bias is not None and stream.bias.requires_grad)
 
 
-def _groups(batch: TokenBatch, objective: Objective, active: int | None, tokens: Tokens | None) -> tuple[int, ...]:
+def _groups(
+    batch: TokenBatch, objective: Objective, active: int | None, tokens: Tokens | None, marked: Tensor | None
+) -> tuple[int, ...]:
     """The rows of `JointStage.groups`: sequences, or those that share rows, or all rows where slopes wait for more, or for other
     ranks."""
     if objective.by_sequence and batch.context_group is None:
         if tokens is not None and batch.sequences is not None:
             sequences = batch.spread(torch.arange(batch.sequences, device=batch.targets.device))
             return tokens.groups(batch.marked(objective.active_rows), sequences, batch.sequences)
-        return batch.counts(objective.active_rows if batch.kept is None else whole(objective.active_rows))
+        return batch.counts(objective.active_rows if batch.kept is None else whole(objective.active_rows), marked)
     assert active is not None
     return (active,)
 
@@ -490,32 +494,34 @@ def _times(d_loss: Tensor, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def _split_rows(
     batch: TokenBatch, rows: TokenRows, objective: Objective, kept: KeptRows | None, tokens: Tokens | None
-) -> tuple[Tensor, int]:  # fmt: skip
-    """(indices of the rows that are read over the whole vocabulary, those that can have a gradient first, each kind in order;
-    how many of them can), without waiting for the device. Only where several tokens share a row does the host wait."""
-    n, device = rows.targets.numel(), rows.targets.device
-    same = rows.active is not None or objective.active_rows == "trained"
-    read, active = rows.read, rows.read if same else batch.marked(objective.active_rows)  # which ranks make together
+) -> tuple[tuple[Tensor, int], Tensor | None]:
+    """((indices of the rows that are read over the whole vocabulary, those that can have a gradient first, each kind in order;
+    how many of them can), bool [n]: these), without waiting for the device. Only where several tokens share a row does the host
+    wait."""
+    device, kind = rows.targets.device, objective.active_rows
+    same = rows.active is not None or kind == "trained"
+    read, active = rows.read, rows.read if same else batch.marked(kind)  # which ranks make together
     if kept is not None and kept.has_all:
-        return torch.empty(0, dtype=torch.int64, device=device), 0
+        return (torch.empty(0, dtype=torch.int64, device=device), 0), active
     for of in (kept.others if kept is not None else None, tokens.named if tokens is not None else None):
         if of is not None:
             active = of(active)
             read = active if same else of(read)
     if active is None:  # nor is a row left out of `read`
-        return torch.arange(n, device=device), n
+        n = rows.targets.numel()
+        return (torch.arange(n, device=device), n), None
     # Nothing waits for it on a CPU, and few rows are sorted sooner this way.
     if tokens is not None or (device.type == "cpu" and not sends_ahead(device)):
         first = active.nonzero()[:, 0]
         if same:
-            return first, first.numel()
+            return (first, first.numel()), active
         others = ~active if read is None else read & ~active
-        return torch.cat([first, others.nonzero()[:, 0]]), first.numel()
+        return (torch.cat([first, others.nonzero()[:, 0]]), first.numel()), active
     rank = active.view(torch.uint8) if same or read is None else read.view(torch.uint8) + active.view(torch.uint8)
     order = torch.argsort(rank, stable=True, descending=True)
-    kind = str if kept is None else whole
-    can_have = batch.count(kind(objective.active_rows), active)
-    return order[: can_have if same else batch.count(kind("trained"), read)], can_have
+    of_kind = str if kept is None else whole
+    can_have = batch.count(of_kind(kind), active)
+    return (order[: can_have if same else batch.count(of_kind("trained"), read)], can_have), active
 
 
 def objective_loss(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -109,16 +109,14 @@ class Head:
     transform: LogitTransform | None = None
     __repr__ = describe
 
-    @classmethod
-    def of(cls, weight: Any, transform: LogitTransform | None = None) -> Head:
-        """A caller's `weight`, a tensor or a Head, with the transform that was given beside it."""
+    @staticmethod
+    def parts(weight: Any, transform: LogitTransform | None) -> tuple[tuple[Any, Any], LogitTransform | None]:
+        """((weight, bias), transform) of a caller's `weight`, a tensor or a Head, with the transform that was given beside it."""
         if not isinstance(weight, Head):
-            return cls(weight, None, transform)
-        if transform is None:
-            return weight
-        if weight.transform is not None:
+            return (weight, None), transform
+        if transform is not None and weight.transform is not None:
             raise ValueError("transform is given, and the Head has one: pass one of them.")
-        return replace(weight, transform=transform)
+        return (weight.weight, weight.bias), weight.transform if transform is None else transform
 
 
 OVER = ("kept", "vocabulary")

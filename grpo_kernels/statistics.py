@@ -39,7 +39,8 @@ class Asked(NamedTuple):
     at       further ids of rows, whose log-probs are wanted.
     rows     (index, active) of `Visit`, where the caller knows them.
     sparse   how columns are drawn for the gradient.
-    tokens   the tokens of the rows, where a row may have several: targets, sets and `at` are then theirs, as are the results."""
+    tokens   the tokens of the rows, where a row may have several: targets, sets and `at` are then theirs, as are the results.
+    kind     of the divergence from a second stream that is read in the same visit; "": there is none."""
 
     targets: Tensor
     read: Tensor | None
@@ -53,6 +54,7 @@ class Asked(NamedTuple):
     rows: tuple[Tensor, int] | None = None
     sparse: Sparse | None = None
     tokens: Tokens | None = None
+    kind: str = ""
 
     def and_also(self, *names: str) -> Asked:
         """These statistics with gradient too."""
@@ -62,12 +64,6 @@ class Asked(NamedTuple):
     def outside(self) -> tuple[str, ...]:
         """What the divergence from a teacher that is known at some ids needs beside log-probs at them."""
         return ("outside",) if self.exact is not None and self.exact.tail == "bin" else ()
-
-    @property
-    def kind(self) -> str:
-        """Of the divergence from a second stream that is read in the same visit; "": there is none."""
-        one = one_of(self.seconds.others)
-        return "" if one is None else one.kind
 
 
 def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, Tensor]:
@@ -84,7 +80,8 @@ def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, T
         stream = stream.of(stream.tensors, stream.transform.plain())
     (others, known), kept, over = asked.seconds, asked.kept, asked.over
     if others:
-        asked = asked.and_also("divergence")
+        one = one_of(others)
+        asked = asked.and_also("divergence")._replace(kind="" if one is None else one.kind)
     in_one = len(known) == 1 and known[0].weight is None and not others and asked.at is None  # the teacher, in the same visit
     if in_one:
         of_over = None if over is None else (*over, *asked.outside, "at")
@@ -97,7 +94,8 @@ def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, T
     made = [] if kept is None else [_over_sets(asked)]
     if kept is None or joined:
         made.append(_over_vocabulary(stream, asked, in_one))
-    made += [] if in_one else [_of_known(stream, asked, teacher) for teacher in known]
+    for teacher in () if in_one else known:
+        made.append(_of_known(stream, asked, teacher))
     found = statistics(Rows(tuple(made), stream), stream.tensors)
     for i, (visit, *_) in enumerate(made):
         if visit.kept is None and visit.tokens is not None:
@@ -181,8 +179,8 @@ def _with_frozen_head(stream: Stream) -> bool:
     """Whether the hidden states alone have a gradient. Where it is one of log-probs alone, the forward can make it."""
     if not isinstance(stream, Hidden) or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return False
-    hidden, *head = stream.tensors
-    return hidden.requires_grad and not any(x is not None and x.requires_grad for x in head)
+    hidden, weight, bias = stream.tensors
+    return hidden.requires_grad and not (weight.requires_grad or (bias is not None and bias.requires_grad))
 
 
 def _joined(sets: dict[str, Tensor], whole: dict[str, Tensor], asked: Asked) -> dict[str, Tensor]:

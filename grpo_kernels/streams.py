@@ -85,11 +85,11 @@ class Policy(NamedTuple):
 
 
 def stream_of(
-    x: Tensor, head: Head | None, policy: Policy, read: dict[str, Any], second: dict[str, Any], inplace: bool = False
+    x: Tensor, head: tuple[Any, Any] | None, policy: Policy, read: dict[str, Any], second: dict[str, Any], inplace: bool = False
 ) -> Logits | Hidden:  # fmt: skip
-    """Check logits or, with a head, hidden states, or this rank's part of them, and return them as a stream of flat rows, each in
-    one piece. `read`: what a call that writes into memory of the caller reads beside them, by name; `second`: likewise, of which
-    logits are read row by row. Raises ValueError with the remedy."""
+    """Check logits or, with the (weight, bias) of a head, hidden states, or this rank's part of them, and return them as a stream
+    of flat rows, each in one piece. `read`: what a call that writes into memory of the caller reads beside them, by name; `second`:
+    likewise, of which logits are read row by row. Raises ValueError with the remedy."""
     options, device, transform = policy.options, policy.device, policy.transform
     shard, of_rows, compiling = options.shard, TRANSFORMED, torch.compiler.is_compiling()
     if policy.shared:
@@ -120,10 +120,10 @@ def stream_of(
     return Hidden(tensors, of_rows, backend, shard, compute_dtype(hidden), into)
 
 
-def _tensors_of(hidden: Tensor, head: Head, policy: Policy) -> tuple[Tensor, Tensor, Tensor | None]:
+def _tensors_of(hidden: Tensor, head: tuple[Any, Any], policy: Policy) -> tuple[Tensor, Tensor, Tensor | None]:
     """Hidden states, weight and bias that fit together, as local tensors."""
     shape, shard = policy.shape, policy.options.shard
-    given: dict[str, Any] = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
+    given: dict[str, Any] = {"hidden": hidden, "weight": head[0], "bias": head[1]}
     for name, x in given.items():
         if x is None and name == "bias":
             continue
@@ -275,11 +275,11 @@ def second_stream(name: str, given: Any, policy: Policy, stream: Stream, exact: 
         require(exact is None or given is not None, name, given, what)
         if not isinstance(given, tuple) or len(given) not in (2, 3):
             raise ValueError(f"reference is {type(given).__name__}: pass {HOW}.")
-        x, head, *bias = given
-        if isinstance(head, Head) and bias:
+        x, weight, *bias = given
+        if isinstance(weight, Head) and bias:
             raise ValueError("reference has a bias beside a Head: put it into the Head.")
-        head = head if isinstance(head, Head) else Head(head, *bias)
-        transform = transform if head.transform is None else head.transform
+        head, own = Head.parts(weight, None)
+        head, transform = (head[0], bias[0]) if bias else head, transform if own is None else own
     options = policy.options if policy.options.weight_grad is None else replace(policy.options, weight_grad=None)
     try:
         second = stream_of(x, head, policy._replace(transform=transform, options=options), {}, {})
