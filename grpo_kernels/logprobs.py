@@ -25,7 +25,7 @@ from .layout import (
 from .rows.partials import DIFFERENTIABLE, OFFERED
 from .rows.ragged import KeptRows, slots_of
 from .specs import NOT_BOUNDED, Head, LogitTransform, Options, as_options, refuse_keywords, refuse_product, refuse_sparse
-from .statistics import Asked, check_kept, rows_with_sets, statistics_of, tokens_of
+from .statistics import Asked, kept_rows, statistics_of, tokens_of
 from .streams import Policy, draws, is_traced, leaves_the_graph, outside, seconds_of, squared, stream_of
 from .token_sets import TokenSets, check_sets, narrowed
 
@@ -151,7 +151,8 @@ def linear_logprobs(
 
 def _logprobs(
     x: Tensor, head: tuple[Any, Any] | None, targets: Tensor, mask: Tensor | None, transform: LogitTransform | None,
-    entropy: bool | str, also: tuple[str, ...], kept: TokenSets | None, at: TokenSets | None, rows: Tensor | None, options: Options, inplace: bool = False,
+    entropy: bool | str, also: tuple[str, ...], kept: TokenSets | None, at: TokenSets | None, rows: Tensor | None, options: Options,
+    inplace: bool = False,
 ) -> TokenLogprobs:  # fmt: skip
     """Those of logits or, with the (weight, bias) of a head, of hidden states x."""
     if is_traced() and leaves_the_graph(options, None, kept, at, rows):
@@ -169,15 +170,15 @@ def _logprobs(
         check_rows(rows, targets)
         leading = leading_shape(x, targets)
     mask = None if mask is None else mask_of_rows(mask, shape, device)
-    stream = stream_of(
-        x, head, Policy(leading, device, transform, mask, None, options, rows is not None), read_too, {}, inplace
-    )
-    vocab, sets, slots, over, tokens = stream.vocab, None, None, None, None
     if kept is not None:
-        check_kept(kept, targets, mask, vocab, options.missing, options.strict)
+        check_sets("kept", kept, targets)
         mask = narrowed(kept, targets, mask, options.missing)
-        sets = rows_with_sets(kept, targets, None if mask is None else flat(mask), options.missing)
-        over = options.over_vocabulary
+    policy = Policy(leading, device, transform, mask, None, options, rows is not None)
+    stream = stream_of(x, head, policy, read_too, {}, inplace)
+    vocab, sets, slots, over, tokens = stream.vocab, None, None, None, None
+    read, ids = None if mask is None else flat(mask), flat(targets).to(torch.int64)
+    if kept is not None:
+        sets, over = kept_rows(kept, targets, mask, read, vocab, options.missing, options), options.over_vocabulary
     if at is not None:
         check_sets("at", at, targets, vocab)
         slots = slots_of(at)
@@ -191,7 +192,6 @@ def _logprobs(
             name = "lse" if name == "log_kept_mass" else name
             names, with_gradient = (*names, name), (*with_gradient, *((name,) if name in DIFFERENTIABLE else ()))
     sparse = None if options.sparse is None else draws(options.sparse, stream)
-    read, ids = None if mask is None else flat(mask), flat(targets).to(torch.int64)
     if rows is not None:
         tokens = tokens_of(rows, mask, ids, read, stream, slots)
     asked = Asked(ids, read, names, with_gradient, sets, over, at=slots, sparse=sparse, tokens=tokens)

@@ -43,7 +43,7 @@ from .specs import (
     refuse_product,
     refuse_sparse,
 )
-from .statistics import Asked, check_kept, rows_with_sets, statistics_of, tokens_of
+from .statistics import Asked, kept_rows, statistics_of, tokens_of
 from .streams import (
     Policy,
     draws,
@@ -304,8 +304,7 @@ def _loss_of(
     rows = objective.token_rows(batch, normalizer, options.skip_inactive)
     _refuse_nan(rows, batch, options)
     if batch.kept is not None:
-        check_kept(batch.kept, batch.targets, batch.mask, stream.vocab, batch.missing, options.strict)
-        kept = rows_with_sets(batch.kept, rows.targets, rows.read, batch.missing)
+        kept = kept_rows(batch.kept, batch.targets, batch.mask, rows.read, stream.vocab, batch.missing, options)
         over = _over(objective, options, seconds)
     if batch.listed is not None:
         refuse_sparse(options, "the gradients of ids of logp_terms and prob_terms would be among the columns drawn once more")

@@ -21,7 +21,7 @@ from .rows.run import Read, Rows, of_tokens, statistics
 from .rows.selection import Sparse
 from .rows.stream import Known, Seconds, Stream, Visit, one_of, read_beside
 from .specs import Options
-from .token_sets import TokenSets, check_sets, narrowed, without_set
+from .token_sets import TokenSets, check_ids, narrowed, without_set
 
 Tensor = torch.Tensor
 
@@ -203,16 +203,20 @@ def _joined(sets: dict[str, Tensor], whole: dict[str, Tensor], asked: Asked) -> 
 # ---- sets of ids beside targets
 
 
-def check_kept(sets: TokenSets, targets: Tensor, mask: Tensor | None, vocab: int, missing: str | None, strict: bool) -> None:
-    """Raise ValueError unless `sets` can be the kept sets of targets; in strict mode also for a target that joins its set without
-    anybody having said so."""
-    check_sets("kept", sets, targets, vocab)
-    if missing is None and is_strict(strict):
+def kept_rows(
+    sets: TokenSets,
+    targets: Tensor,
+    mask: Tensor | None,
+    read: Tensor | None,
+    vocab: int,
+    missing: str | None,
+    options: Options,
+) -> KeptRows:
+    """The rows that have a set of kept ids. `read` bool [n]: those that are looked at. Raises ValueError for an id outside of the
+    vocabulary, in strict mode also for a target that joins its set without anybody having said so."""
+    check_ids("kept", sets, vocab)
+    if missing is None and is_strict(options.strict):
         narrowed(sets, targets, mask, "raise")
-
-
-def rows_with_sets(sets: TokenSets, targets: Tensor, read: Tensor | None, missing: str | None) -> KeptRows:
-    """The rows that have a set. `targets` of any shape, `read` bool [rows]: those that are looked at."""
     has = ~without_set(sets, targets, missing) if missing == "full" else None
     return KeptRows.of(sets, flat(targets).to(torch.int64), read, has)
 
