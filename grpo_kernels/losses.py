@@ -14,7 +14,7 @@ from .checks import describe, nearest, require
 from .formulas.divergence import Exact
 from .formulas.listed import ListedTerms
 from .formulas.ops import bounded_exp, times
-from .formulas.token_stage import JointStage, TokenRows, TokenStage
+from .formulas.token_stage import JointStage, Terms, TokenRows, TokenStage
 from .layout import (
     FLOATING,
     check_targets,
@@ -331,8 +331,9 @@ def _loss_of(
     with_gradient = ("entropy",) if objective.entropy_coef != 0 else ()
     of_rows = (rows.targets, rows.read, ("entropy",), with_gradient)
     asked = Asked(*of_rows, kept, over, seconds, exact, at, visited, sparse, tokens)
-    if not (traced or _is_late(stream, asked)) and (objective.one_pass or _made_jointly(stream, objective, asked)):
-        return _in_one_visit(stream, batch, objective, rows, listed, asked, marked)
+    at_once = objective.one_pass and (kept is None or (tokens is None and listed is None))
+    if not (traced or _is_late(stream, asked)) and (at_once or _made_jointly(stream, objective, asked)):
+        return _in_one_visit(stream, batch, objective, rows, listed, asked, marked, at_once)
     found = statistics_of(stream, asked, options)
     whole_logps = found.get("whole_logps")
     kl_apart = whole_logps is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
@@ -350,7 +351,7 @@ def _is_late(stream: Logits | Hidden, asked: Asked) -> bool:
     others, known = asked.seconds
     if asked.over is not None or asked.sparse is not None or known:
         return True
-    if (asked.tokens is not None or asked.at is not None) and (asked.kept is not None or others):
+    if (asked.tokens is not None or asked.at is not None) and asked.kept is not None and others:
         return True
     # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
     # visited twice anyway, with the exchange in between.
@@ -360,30 +361,37 @@ def _is_late(stream: Logits | Hidden, asked: Asked) -> bool:
 
 def _in_one_visit(
     stream: Logits | Hidden, batch: TokenBatch, objective: Objective, rows: TokenRows, listed: ListedTerms | None, asked: Asked,
-    marked: Tensor | None,
+    marked: Tensor | None, at_once: bool,
 ) -> LossOutput:  # fmt: skip
-    shape, targets, kept, tokens = batch.targets.shape, asked.targets, asked.kept, asked.tokens
+    """The loss of rows in one visit; `at_once`: of rows that wait for no other one."""
+    shape, targets, kept, at, of_rows = batch.targets.shape, asked.targets, asked.kept, asked.at, asked.tokens
     others, (index, active), whole, of_sets = asked.seconds.others, asked.rows or (None, None), None, None
-    if tokens is not None:
-        whole = Visit(targets.new_zeros(tokens.n), tokens.named(None), (), others, index, active, tokens=tokens)
-    elif kept is None or not kept.has_all:
-        read = asked.read if kept is None else kept.others(asked.read)
-        at_ids = None if asked.at is None else Tokens.one_a_row(targets, read, asked.at)
-        whole = Visit(targets, read, (), others, index, active, tokens=at_ids)
+    if kept is None or not kept.has_all:
+        read, of_any, slots = asked.read if kept is None else kept.others(asked.read), targets, None
+        if asked.tokens is not None:
+            of_rows = replace(asked.tokens, read=read)
+            read = of_rows.named(None)
+        elif at is not None:
+            of_rows = Tokens.one_a_row(targets, read, at)
+        if of_rows is not None:  # the likeliest of a row's ids stands in for them
+            of_any, slots = targets.new_zeros(of_rows.n), None if at_once else of_rows.pairs.slots
+        whole = Visit(of_any, read, (), others, index, active, slots, of_rows)
     if kept is not None:
-        of_sets = Visit(targets, kept.read, WITH_ENTROPY, others, kept=kept)
+        at = None if at is None else at.only(kept.has).plain()
+        of_sets = Visit(targets, kept.read, WITH_ENTROPY, others, kept=kept, at=at, tokens=asked.tokens)
     log_ratio: Tensor | None = None
 
-    def terms(logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    def terms(logps: Tensor, entropy: Tensor, of_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         nonlocal log_ratio
-        log_ratio = objective.log_ratio(logps, rows, batch)
-        return objective.token_stage(logps, entropy, rows, batch, log_ratio)[:2]
+        beside = None if listed is None or of_ids is None else (listed, of_ids)
+        made, log_ratio, d_ids = _token_stage(logps, entropy, batch, objective, rows, beside)
+        return made.losses, made.d_logps, d_ids
 
     stage: TokenStage | JointStage
-    if objective.one_pass:
+    if at_once:
         stage = objective.stage(rows, listed)
     else:
-        stage = JointStage(terms, _groups(batch, objective, active, tokens, marked))
+        stage = JointStage(terms, _groups(batch, objective, active, asked.tokens, marked))
     visit = OneVisit(stream, whole, of_sets, stage, torch.is_grad_enabled())
     loss, logps, entropy, divergence = fused_loss(visit, stream.tensors)
     divergence = None if divergence is None else divergence.view(shape)
@@ -392,9 +400,8 @@ def _in_one_visit(
 
 def _made_jointly(stream: Logits | Hidden, objective: Objective, asked: Asked) -> bool:
     """Whether the gradient of rows that wait for each other is made in the forward: each is a slope times a vector that does not
-    depend on other rows, and products wait for slopes. With a frozen head none do, see `Visit.ahead`; over sets there are none.
-    What listed ids add may be small at the likeliest id of a row, whose place the engine would give and take off again."""
-    if isinstance(stream, Logits) or asked.seconds.others or asked.at is not None or objective.needs_entropy:
+    depend on other rows, and products wait for slopes. With a frozen head none do, see `Visit.ahead`; over sets there are none."""
+    if isinstance(stream, Logits) or asked.seconds.others or objective.needs_entropy:
         return False
     waits = torch.is_grad_enabled() and stream.weight.requires_grad and not (asked.kept is not None and asked.kept.has_all)
     return waits and not (stream.bias is not None and stream.bias.requires_grad)
@@ -403,14 +410,16 @@ def _made_jointly(stream: Logits | Hidden, objective: Objective, asked: Asked) -
 def _groups(
     batch: TokenBatch, objective: Objective, active: int | None, tokens: Tokens | None, marked: Tensor | None
 ) -> tuple[int, ...]:
-    """The rows of `JointStage.groups`: sequences, or those that share rows, or all rows where slopes wait for more, or for other
-    ranks."""
-    if objective.by_sequence and batch.context_group is None:
+    """The rows of `JointStage.groups`: each alone, sequences, or those that share rows, or all rows where slopes wait for more, or
+    for other ranks."""
+    assert active is not None
+    if objective.one_pass:
+        return (1,) * active
+    if objective.by_sequence and batch.context_group is None and (tokens is None or batch.kept is None):
         if tokens is not None and batch.sequences is not None:
             sequences = batch.spread(torch.arange(batch.sequences, device=batch.targets.device))
             return tokens.groups(batch.marked(objective.active_rows), sequences, batch.sequences)
         return batch.counts(objective.active_rows if batch.kept is None else whole(objective.active_rows), marked)
-    assert active is not None
     return (active,)
 
 
@@ -448,15 +457,8 @@ def _loss_of_logps(
 ) -> LossOutput:
     """The loss of flat log-probs, entropy and exact divergence [n], and of the log-probs [k] of listed ids: the token stage."""
     L, H = logps.detach(), None if entropy is None else entropy.detach()
-    x = None if objective.one_pass else objective.log_ratio(L, rows, batch)
-    at = d_at = None
-    if listed is None:
-        made = objective.token_stage(L, H, rows, batch, x)
-    else:
-        terms, at = listed
-        term, slopes = terms.of(at.detach(), rows.advantages)
-        made = objective.token_stage(L, H, rows, batch, x, term)
-        d_at = times(made.d_listed[terms.rows], slopes)
+    made, x, d_at = _token_stage(L, H, batch, objective, rows, listed)
+    at = None if listed is None else listed[1]
     loss = applied(_TokenStage, logps, entropy, at, made.losses, made.d_logps, made.d_entropy, d_at)
     H = torch.full_like(L, math.nan) if H is None else H
     shape = batch.targets.shape
@@ -465,6 +467,20 @@ def _loss_of_logps(
         loss = loss + total(times(rows.divergence_weight, divergence))
         divergence = divergence.detach().view(shape)
     return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x, divergence=divergence)
+
+
+def _token_stage(
+    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows,
+    listed: tuple[ListedTerms, Tensor] | None,
+) -> tuple[Terms, Tensor | None, Tensor | None]:  # fmt: skip
+    """(the terms of flat rows, the log-ratio where slopes wait for other rows, d loss / d log-prob of listed ids)."""
+    x = None if objective.one_pass else objective.log_ratio(logps, rows, batch)
+    if listed is None:
+        return objective.token_stage(logps, entropy, rows, batch, x), x, None
+    terms, at = listed
+    term, slopes = terms.of(at.detach(), rows.advantages)
+    made = objective.token_stage(logps, entropy, rows, batch, x, term)
+    return made, x, times(made.d_listed[terms.rows], slopes)
 
 
 class _TokenStage(torch.autograd.Function):
