@@ -38,9 +38,11 @@ M = TypeVar("M")
 
 #: Fields that are tensors, and the dtypes that they may have.
 FIELDS = {
-    **dict.fromkeys(("advantages", "old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights"), FLOATING),
     **dict.fromkeys(("mask", "cu_seqlens", "groups", "rows"), DTYPES),
+    **dict.fromkeys(("advantages", "old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights"), FLOATING),
 }
+#: Those that may have one number a sequence.
+WIDE = ("advantages", "weights", "nll_weights")
 KINDS = ("trained", "contributing", "sequences")
 
 
@@ -186,6 +188,8 @@ class TokenBatch:
             raise ValueError("advantages is None: pass a float tensor [B] or [B, T]; see group_advantages.")
         if isinstance(self.advantages, Tensor) and self.advantages.dtype in INTEGRAL and self.advantages.dtype != torch.bool:
             self._put("advantages", self.advantages.to(torch.float32))
+        if self.cu_seqlens is not None:
+            check_offsets("targets", targets, self.cu_seqlens)
         for name, dtypes in FIELDS.items():
             value = getattr(self, name)
             if value is not None:
@@ -196,12 +200,12 @@ class TokenBatch:
                 require_device(name, value, targets.device, "targets")
                 if name.endswith("logps"):
                     require_shape(name, value, shape, "targets")
+                elif name in WIDE:
+                    check_width(name, value.shape, shape, self.cu_seqlens)
         if self.rows is not None:
             check_rows(self.rows, targets)
         if self.mask is not None:
             self._put("mask", as_mask("mask", self.mask, shape))
-        if self.cu_seqlens is not None:
-            check_offsets("targets", targets, self.cu_seqlens)
         if self.missing is not None:
             check_missing(self.missing)
         if self.kept is not None:
@@ -216,10 +220,6 @@ class TokenBatch:
             same = self.logp_terms.same_ids(self.prob_terms)
             remedy = "they list other ids than logp_terms: list the ids of both in both, with the value 0 where one has none."
             require(same, "prob_terms", self.prob_terms, remedy)
-        for name in ("advantages", "weights", "nll_weights"):
-            value = getattr(self, name)
-            if value is not None:
-                check_width(name, value.shape, shape, self.cu_seqlens)
         if self.context_group is not None:
             ready = dist.is_available() and dist.is_initialized()
             require(ready, "context_group", self.context_group, "call init_process_group first.")
@@ -378,7 +378,7 @@ class TokenBatch:
     def _contributing(self) -> Tensor:
         """bool [N]: see `marked`."""
         shape, nonzero = self.targets.shape, {}
-        for name in ("advantages", "weights", "nll_weights"):
+        for name in WIDE:
             if (value := getattr(self, name)) is not None:
                 nonzero[name] = as_wide(value, shape, self.cu_seqlens) != 0
         contributing = nonzero["advantages"]

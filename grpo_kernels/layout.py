@@ -4,6 +4,7 @@ it reads it."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator
 from itertools import pairwise
 from typing import Any
@@ -156,19 +157,14 @@ def per_token(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | 
 def check_width(name: str, given: torch.Size, shape: torch.Size, cu_seqlens: Tensor | None = None) -> None:
     """Raise ValueError unless a tensor of the shape `given` has one value per token of targets of `shape`, one per sequence, or
     one for all."""
-    if given == shape or len(given) == 0:
+    sequences = shape[:1] if cu_seqlens is None else (cu_seqlens.numel() - 1,)
+    column = (*sequences, *(1,) * max(1, len(shape) - 1))
+    known = cu_seqlens is not None or len(shape) > 1
+    if given == shape or len(given) == 0 or (known and given in (sequences, column)):
         return
-    if cu_seqlens is None:
-        if len(shape) >= 2 and given in (shape[:1], shape[:1] + (1,) * (len(shape) - 1)):
-            return
-        options = f"{list(shape)}" + (f", [{shape[0]}] or [{shape[0]}, 1]" if len(shape) == 2 else "")
-        hint = " (Packed sequences take one per sequence in a TokenBatch with cu_seqlens.)" if len(shape) == 1 else ""
-    else:
-        sequences = cu_seqlens.numel() - 1
-        if given in ((sequences,), (sequences, 1)):
-            return
-        options, hint = f"{list(shape)} (per token) or [{sequences}] (per sequence)", ""
-    raise ValueError(f"{name} has shape {list(given)}, but targets of shape {list(shape)} want {options}.{hint}")
+    more = f", {list(sequences)} or {list(column)}: one per token, or per sequence."
+    more = more if known else ". (Packed sequences take one per sequence in a TokenBatch with cu_seqlens.)"
+    raise ValueError(f"{name} has shape {list(given)}, but targets of shape {list(shape)} want {list(shape)}{more}")
 
 
 def as_wide(value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor:
@@ -278,25 +274,20 @@ def overlap(x: Tensor, y: Tensor) -> bool:
         return False
     # The addresses of the bytes of both are first + sum(step * i), 0 <= i <= last. Two are equal where the sum over the steps of
     # both is `apart`, with the indices of y counted from the end.
-    steps: dict[int, int] = {}
-    apart, tried = of_other - first, 0
+    steps: Counter[int] = Counter()
+    apart, tried = of_other + _extent(y) - 1 - first, 0
     for tensor in (x, y):
         size = tensor.element_size()
-        of_tensor = [
-            (1, size - 1),
-            *((size * step, n - 1) for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1),
-        ]
-        for step, last in of_tensor:
-            steps[step] = steps.get(step, 0) + last
-        apart += sum(step * last for step, last in of_tensor) if tensor is y else 0
+        steps[1] += size - 1
+        for step, n in zip(tensor.stride(), tensor.shape, strict=True):
+            steps[size * step] += n - 1
+    del steps[0]
 
     def is_reached(apart: int, steps: list[tuple[int, int]]) -> bool:
         nonlocal tried
         if not steps:
             return apart == 0
         (step, last), *rest = steps
-        if step == 0:
-            return is_reached(apart, rest)
         reach = sum(step * last for step, last in rest)
         ways = range(max(0, -((reach - apart) // step)), min(last, apart // step) + 1)
         tried += len(ways)
