@@ -20,6 +20,8 @@ from .layout import (
     refuse_overlap,
     refuse_where,
     require_device,
+    require_shape,
+    require_tensor,
     values_are_checked,
     whole_rows,
 )
@@ -167,15 +169,9 @@ def _tensors_of(hidden: Tensor, head: tuple[Any, Any], policy: Policy) -> tuple[
 
 def check_weight_grad(weight_grad: Tensor, weight: Tensor, read: dict[str, Any]) -> WeightMemory:
     """Raise ValueError unless the gradient of `weight` can be added into `weight_grad`, in a call that reads `read`, by name."""
-    if not isinstance(weight_grad, Tensor) or weight_grad.shape != weight.shape or weight_grad.device != weight.device:
-        got = (
-            f"{list(weight_grad.shape)} on {weight_grad.device}"
-            if isinstance(weight_grad, Tensor)
-            else type(weight_grad).__name__
-        )
-        raise ValueError(f"weight_grad is {got}: pass a tensor like weight, {list(weight.shape)} on {weight.device}.")
-    if weight_grad.dtype not in (torch.float32, weight.dtype):
-        raise ValueError(f"weight_grad has dtype {weight_grad.dtype}: pass float32, or {weight.dtype}, that of weight.")
+    require_tensor("weight_grad", weight_grad, (torch.float32, weight.dtype), f"float32, or {weight.dtype}, that of weight")
+    require_shape("weight_grad", weight_grad, weight.shape, "weight")
+    require_device("weight_grad", weight_grad, weight.device, "weight")
     if weight_grad.requires_grad or weight_grad.stride(-1) != 1 or overlaps_itself(weight_grad):
         raise ValueError(
             "weight_grad must not require grad, have unit stride in its last dimension, and no two rows in one memory."
