@@ -351,7 +351,8 @@ class TokenBatch:
         given: dict[str, Tensor] = {}
         for name in names:
             if (value := getattr(self, name)) is not None:
-                wide = as_wide(value, shape, self.cu_seqlens).expand(shape)
+                wide = as_wide(value, shape, self.cu_seqlens)
+                wide = wide if wide.shape == shape else wide.expand(shape)
                 given[name] = wide.reshape(-1) if self.mask is None else wide
         if self.mask is None or not given:
             return given
