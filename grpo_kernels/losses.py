@@ -25,7 +25,7 @@ from .layout import (
     values_are_checked,
 )
 from .objective import Denominators, Objective
-from .rows.backends import WITH_ENTROPY, is_strict
+from .rows.backends import is_strict
 from .rows.hidden import Hidden
 from .rows.logits import Logits
 from .rows.partials import RowTransform
@@ -43,7 +43,7 @@ from .specs import (
     refuse_product,
     refuse_sparse,
 )
-from .statistics import Asked, kept_rows, statistics_of, tokens_of
+from .statistics import Asked, kept_rows, over_sets, statistics_of, tokens_of
 from .streams import (
     Policy,
     draws,
@@ -377,8 +377,7 @@ def _in_one_visit(
             of_any, slots = targets.new_zeros(of_rows.n), None if at_once else of_rows.pairs.slots
         whole = Visit(of_any, read, (), others, index, active, slots, of_rows)
     if kept is not None:
-        at = None if at is None else at.only(kept.has).plain()
-        of_sets = Visit(targets, kept.read, WITH_ENTROPY, others, kept=kept, at=at, tokens=asked.tokens)
+        of_sets = over_sets(asked).visit
     log_ratio: Tensor | None = None
 
     def terms(logps: Tensor, entropy: Tensor, of_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -91,7 +91,7 @@ def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, T
     again = "each teacher that is known at some ids" if known and not in_one else again
     if again and isinstance(stream, Logits) and stream.inplace:
         raise ValueError(f"inplace=True, but {again} needs the logits for two gradients: pass inplace=False.")
-    made = [] if kept is None else [_over_sets(asked)]
+    made = [] if kept is None else [over_sets(asked)]
     if kept is None or joined:
         made.append(_over_vocabulary(stream, asked, in_one))
     for teacher in () if in_one else known:
@@ -115,12 +115,12 @@ def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, T
 # ---- the reads
 
 
-def _over_sets(asked: Asked) -> Read:
+def over_sets(asked: Asked) -> Read:
     """The read of rows with sets over these."""
     kept, over, at = asked.kept, asked.over or (), asked.at
     assert kept is not None
     names = tuple(name for name in asked.names if name not in over)
-    others = asked.seconds.others if "divergence" in names else ()
+    others = () if "divergence" in over else asked.seconds.others
     at = None if at is None or "at" in over else at.only(kept.has).plain()
     visit = Visit(asked.targets, kept.read, _partials(names, asked.kind), others, at=at, tokens=asked.tokens, kept=kept)
     return Read(visit, names, tuple(name for name in asked.with_gradient if name in names))
