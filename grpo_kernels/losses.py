@@ -332,7 +332,7 @@ def _loss_of(
     of_rows = (rows.targets, rows.read, ("entropy",), with_gradient)
     asked = Asked(*of_rows, kept, over, seconds, exact, at, visited, sparse, tokens)
     at_once = objective.one_pass and (kept is None or (tokens is None and listed is None))
-    if not (traced or _is_late(stream, asked)) and (at_once or _made_jointly(stream, objective, asked)):
+    if not traced and _made_in_forward(stream, objective, asked, at_once):
         return _in_one_visit(stream, batch, objective, rows, listed, asked, marked, at_once)
     found = statistics_of(stream, asked, options)
     whole_logps = found.get("whole_logps")
@@ -346,17 +346,23 @@ def _loss_of(
     return replace(out, loss=loss, rows=rows, whole_logps=whole_logps.detach().view(shape), kl_apart=kl_apart)
 
 
-def _is_late(stream: Logits | Hidden, asked: Asked) -> bool:
-    """Whether the gradient is not made in the forward, for whatever objective."""
-    others, known = asked.seconds
+def _made_in_forward(stream: Logits | Hidden, objective: Objective, asked: Asked, at_once: bool) -> bool:
+    """Whether the gradient is made in the forward. That of rows that wait for each other is a slope times a vector that does not
+    depend on other rows, and products wait for slopes. With a frozen head none do, see `Visit.ahead`; over sets there are none."""
+    (others, known), kept = asked.seconds, asked.kept
     if asked.over is not None or asked.sparse is not None or known:
-        return True
-    if (asked.tokens is not None or asked.at is not None) and asked.kept is not None and others:
-        return True
-    # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
-    # visited twice anyway, with the exchange in between.
-    scaled = isinstance(stream, Logits) and stream.logits.dtype == torch.float16 and torch.is_grad_enabled()
-    return scaled or (isinstance(stream, Logits) and stream.shard is not None)
+        return False
+    if kept is not None and others and (asked.tokens is not None or asked.at is not None):
+        return False
+    if isinstance(stream, Logits):
+        # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
+        # visited twice anyway, with the exchange in between.
+        scaled = stream.logits.dtype == torch.float16 and torch.is_grad_enabled()
+        return at_once and not scaled and stream.shard is None
+    if at_once or others or objective.needs_entropy:
+        return at_once
+    waits = torch.is_grad_enabled() and stream.weight.requires_grad and not (kept is not None and kept.has_all)
+    return waits and not (stream.bias is not None and stream.bias.requires_grad)
 
 
 def _in_one_visit(
@@ -395,15 +401,6 @@ def _in_one_visit(
     loss, logps, entropy, divergence = fused_loss(visit, stream.tensors)
     divergence = None if divergence is None else divergence.view(shape)
     return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, log_ratio, divergence=divergence)
-
-
-def _made_jointly(stream: Logits | Hidden, objective: Objective, asked: Asked) -> bool:
-    """Whether the gradient of rows that wait for each other is made in the forward: each is a slope times a vector that does not
-    depend on other rows, and products wait for slopes. With a frozen head none do, see `Visit.ahead`; over sets there are none."""
-    if isinstance(stream, Logits) or asked.seconds.others or objective.needs_entropy:
-        return False
-    waits = torch.is_grad_enabled() and stream.weight.requires_grad and not (asked.kept is not None and asked.kept.has_all)
-    return waits and not (stream.bias is not None and stream.bias.requires_grad)
 
 
 def _groups(
