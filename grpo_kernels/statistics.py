@@ -141,13 +141,15 @@ def _over_vocabulary(stream: Stream, asked: Asked, in_one: bool) -> Read:
     beside_target = at is not None and tokens is None
     if tokens is not None:
         targets, at = tokens.of_any, tokens.pairs.slots
-    without_set = kept if asked.read is None and not all_rows else None
-    index, active = asked.rows or (_indexed(stream, targets, read, without_set), None)
-    several = asked.with_gradient or others or known or all_rows or asked.sparse is not None or beside_target
-    visit = Visit(
-        targets, read, _partials(asked.names, asked.kind), others, index, active, at, tokens, asked.sparse, all_rows=all_rows,
-        ahead=not several and _with_frozen_head(stream),
-    )  # fmt: skip
+    sets = kept if asked.read is None and not all_rows else None
+    index, active = asked.rows or (_indexed(stream, targets, read, sets), None)
+    more = asked.with_gradient or others or known or all_rows or asked.sparse is not None or beside_target
+    ahead = False
+    if index is not None and torch.is_grad_enabled() and not more:  # log-probs alone, whose gradient the forward can make
+        hidden, weight, bias = stream.tensors
+        ahead = hidden.requires_grad and not (weight.requires_grad or (bias is not None and bias.requires_grad))
+    names = _partials(asked.names, asked.kind)
+    visit = Visit(targets, read, names, others, index, active, at, tokens, asked.sparse, all_rows=all_rows, ahead=ahead)
     return Read(visit, asked.names, asked.with_gradient)
 
 
@@ -173,14 +175,6 @@ def _indexed(stream: Stream, targets: Tensor, read: Tensor | None, others_of: Ke
     if others_of is not None and others_of.without is not None:  # a number that the host knows
         return others_of.has.argsort(stable=True)[: others_of.without]
     return torch.arange(targets.numel(), device=targets.device) if read is None else read.nonzero()[:, 0]
-
-
-def _with_frozen_head(stream: Stream) -> bool:
-    """Whether the hidden states alone have a gradient. Where it is one of log-probs alone, the forward can make it."""
-    if not isinstance(stream, Hidden) or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-        return False
-    hidden, weight, bias = stream.tensors
-    return hidden.requires_grad and not (weight.requires_grad or (bias is not None and bias.requires_grad))
 
 
 def _joined(sets: dict[str, Tensor], whole: dict[str, Tensor], asked: Asked) -> dict[str, Tensor]:
