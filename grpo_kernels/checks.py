@@ -69,8 +69,7 @@ def with_hints(kind: type[C]) -> type[C]:
 
     @functools.wraps(make)
     def __init__(self: C, *values: Any, **named: Any) -> None:
-        if named:
-            refuse_unknown(kind.__name__, named, names)
+        refuse_unknown(kind.__name__, named, names)
         make(self, *values, **named)
 
     changed.__init__ = __init__
