@@ -271,7 +271,7 @@ FAULTS: list[Fault] = [
         ("infinite values reach ids of a weight of 0", "times(made.d_listed[terms.rows], slopes)", "made.d_listed[terms.rows] * slopes", LISTED),
         (
             "fp16 gradients are stored before the loss scale",
-            "(stream.logits.dtype == torch.float16 and torch.is_grad_enabled())", "False", AUTOGRAD,
+            "stream.logits.dtype == torch.float16 and torch.is_grad_enabled()", "False", AUTOGRAD,
         ),
         (
             "a NaN among nll_weights is not looked for", ', "weights", "nll_weight"):', ', "weights"):',
@@ -301,17 +301,17 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/streams.py", SETS,
         (
             "a reference has the policy's transform",
-            "policy.transform if head.transform is None else as_transform(head.transform)", "policy.transform",
+            "transform if own is None else own", "transform",
         ),
         (
-            "a teacher's own transform is dropped", "ref_logits, transform = ref_logits[0], as_transform(ref_logits[1])",
-            "ref_logits = ref_logits[0]", COMBINATIONS,
+            "a teacher's own transform is dropped", "x, transform = given[0], as_transform(given[1])",
+            "x = given[0]", COMBINATIONS,
         ),
     ),
     *of("grpo_kernels/logprobs.py", COMBINATIONS,
         ("missing is not applied to the mask", "mask = narrowed(kept, targets, mask, options.missing)", "pass"),
-        ("a detached entropy has a gradient", '(name != "entropy" or entropy is True)', "True"),
-        ("the mass of no sets", 'named["log_kept_mass"] = torch.zeros_like', 'named["log_kept_mass"] = torch.ones_like'),
+        ("a detached entropy has a gradient", '("entropy",) if entropy is True else ()', '("entropy",)'),
+        ("the mass of no sets", 'found["log_kept_mass"] = torch.zeros_like', 'found["log_kept_mass"] = torch.ones_like'),
         (
             "the temperature's square divides", "value = value / squared(stream.transform, read)",
             "value = value * squared(stream.transform, read)",
@@ -330,10 +330,10 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/batch.py", "tests/core/test_batch.py",
         (
             "masked numbers are used",
-            "torch.where(self.mask, torch.stack(wide), 0.0).flatten(1)", "torch.stack(wide).flatten(1)", OBJECTIVES,
+            "torch.where(self.mask, torch.stack([*given.values()]), 0.0)", "torch.stack([*given.values()])", OBJECTIVES,
         ),
         (
-            "rows with an nll weight alone have no gradient", "contributing = contributing | nll_weights", "pass",
+            "rows with an nll weight alone have no gradient", "contributing = contributing | nonzero[\"nll_weights\"]", "pass",
             COMBINATIONS,
         ),
         (
@@ -397,7 +397,7 @@ FAULTS: list[Fault] = [
         ("OpenRLHF's KL", 'Kl("k1", clamp=10.0)', 'Kl("k3", clamp=10.0)', "tests/core/test_numerics.py"),
     ),
     *of("grpo_kernels/specs.py", "tests/core/test_head.py",
-        ("a transform beside a head is dropped", "return replace(weight, transform=transform)", "return weight"),
+        ("a transform beside a head is dropped", "weight.transform if transform is None else transform", "weight.transform"),
     ),
     *of("grpo_kernels/rows/compile.py", "tests/core/test_compile.py",
         (

@@ -15,8 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import Clip, Exact, LogitTransform, Objective, TokenBatch, TokenSets, grpo_loss, linear_grpo_loss, use
-from ..formulas.divergence import DIRECTIONS
+from ..batch import TokenBatch
+from ..formulas.divergence import DIRECTIONS, Exact
+from ..formulas.surrogates import Clip
+from ..losses import grpo_loss, linear_grpo_loss
+from ..objective import Objective
+from ..rows.backends import use
+from ..specs import LogitTransform
+from ..token_sets import TokenSets
 from . import first_line
 
 Tensor = torch.Tensor

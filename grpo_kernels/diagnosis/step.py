@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-from .. import Objective, TokenBatch, grpo_loss, linear_grpo_loss, use
-from ..rows.backends import cpu_products
+from ..batch import TokenBatch
+from ..losses import grpo_loss, linear_grpo_loss
+from ..objective import Objective
+from ..rows.backends import cpu_products, use
 from .machine import memory_available
 
 Tensor = torch.Tensor

@@ -215,8 +215,8 @@ OF_HIDDEN = {
         for name, x in (("hidden", HIDDEN), ("weight", WEIGHT))
     },
     **{f"{name}|meta|cpu|move": {name: x.to("meta")} for name, x in (("hidden", HIDDEN), ("weight", WEIGHT), ("bias", BIAS))},
-    "weight_grad is [11, 7] on cpu: pass a tensor like weight, [11, 8]": torch.zeros(V, 7),
-    "weight_grad has dtype torch.bfloat16: pass float32": torch.zeros(V, H).bfloat16(),
+    "weight_grad has shape [11, 7], but weight has [11, 8]: they must be the same": torch.zeros(V, 7),
+    "weight_grad is torch.bfloat16: pass float32": torch.zeros(V, H).bfloat16(),
     "must not require grad": {"weight_grad": torch.zeros(V, H, requires_grad=True)},
     "does not require grad: leave it out for a frozen head": {"weight": WEIGHT.detach(), "weight_grad": torch.zeros(V, H)},
     "weight_grad |no two rows in one memory": torch.zeros(1, H).expand(V, H),
