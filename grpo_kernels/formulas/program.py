@@ -305,7 +305,8 @@ class Made:
 #: Functions and types whose results follow from what they are given.
 PURE = frozenset(
     {abs, all, any, bool, dict, divmod, enumerate, float, functools.partial, functools.reduce, int, isinstance, len, list, map, max,
-     min, pow, range, reversed, round, sorted, str, sum, tuple, type, zip, torch.Tensor}
+     min, pow, range, reversed, round, sorted, str, sum, tuple, type, zip, torch.Tensor, torch.arange, torch.full_like,
+     torch.ones_like, torch.zeros_like}
     | {f for module in (math, operator) for f in vars(module).values() if isinstance(f, types.BuiltinFunctionType)}
 )  # fmt: skip
 PACKAGE = __name__.removesuffix("formulas.program")
