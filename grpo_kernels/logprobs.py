@@ -124,7 +124,7 @@ def token_logprobs(
     if is_traced() and leaves_the_graph(_outside_a_graph(kept, at, rows), options):
         given: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "inplace": inplace, "kept": kept}
         return outside(token_logprobs, logits, targets, also=also, at=at, rows=rows, options=options, **given)
-    mask = _check_targets(targets, mask, entropy, also, rows, transform, options)
+    mask = _check_targets(targets, mask, entropy, also, rows, transform, kept, options)
     read = {"targets": targets, "mask": mask, "transform": transform, "kept": kept, "at": at, "rows": rows}
     of_rows, shape = for_rows(transform, targets, mask), leading_shape(logits, targets, rows)
     stream = logits_stream(logits, shape, targets.device, of_rows, options, inplace=inplace, read=read)
@@ -172,7 +172,7 @@ def linear_logprobs(
     if is_traced() and leaves_the_graph(_outside_a_graph(kept, at, rows), options):
         given: dict[str, Any] = {"mask": mask, "entropy": entropy, "also": also, "kept": kept, "at": at, "rows": rows}
         return outside(linear_logprobs, hidden, head, targets, options=options, **given)
-    mask = _check_targets(targets, mask, entropy, also, rows, head.transform, options)
+    mask = _check_targets(targets, mask, entropy, also, rows, head.transform, kept, options)
     read = {"targets": targets, "mask": mask, "transform": head.transform, "kept": kept, "at": at, "rows": rows}
     of_rows, shape = for_rows(head.transform, targets, mask), leading_shape(hidden, targets, rows)
     stream = hidden_stream(hidden, head, shape, targets.device, of_rows, options, read)
@@ -186,9 +186,9 @@ def _outside_a_graph(*given: Any) -> Any:
 
 def _check_targets(
     targets: Tensor, mask: Tensor | None, entropy: bool | str, also: tuple[str, ...], rows: Tensor | None,
-    transform: LogitTransform | None, options: Options,
+    transform: LogitTransform | None, kept: TokenSets | None, options: Options,
 ) -> Tensor | None:  # fmt: skip
-    """Check the arguments that do not depend on the logits, and return the mask as bool."""
+    """Check the arguments that do not depend on the logits, and return the mask as bool, without what missing="mask" takes out."""
     remedy = "an int64 tensor of token ids, the leading shape of the logits or hidden states"
     require_tensor("targets", targets, INTEGERS, remedy)
     if entropy not in (False, True, "detached"):
@@ -199,18 +199,11 @@ def _check_targets(
     if rows is not None:
         check_rows(rows, targets)
         refuse_with_rows(transform, options)
-    return mask_of_rows(mask, targets.shape, targets.device)
-
-
-def _kept(
-    kept: TokenSets | None, targets: Tensor, mask: Tensor | None, vocab: int, options: Options
-) -> tuple[Tensor | None, KeptRows | None]:  # fmt: skip
-    """(the mask, the rows with sets)."""
+    mask = mask_of_rows(mask, targets.shape, targets.device)
     if kept is None:
-        return mask, None
-    check_kept(kept, targets, mask, vocab, options.missing, options.strict)
-    mask = narrowed(kept, targets, mask, options.missing)
-    return mask, rows_with_sets(kept, targets, None if mask is None else flat(mask), options.missing)
+        return mask
+    check_sets("kept", kept, targets)
+    return narrowed(kept, targets, mask, options.missing)
 
 
 def _logprobs(
@@ -220,8 +213,10 @@ def _logprobs(
     shape, vocab = targets.shape, stream.vocab
     if rows is not None:
         check_named(rows, mask, stream.n)
-    mask, sets = _kept(kept, targets, mask, vocab, options)
-    slots = None
+    sets, slots = None, None
+    if kept is not None:
+        check_kept(kept, targets, mask, vocab, options.missing, options.strict)
+        sets = rows_with_sets(kept, targets, None if mask is None else flat(mask), options.missing)
     if at is not None:
         check_sets("at", at, targets, vocab)
         slots = Ragged(at.ids.to(torch.int64), at.offsets, at.row_of).plain()

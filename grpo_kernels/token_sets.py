@@ -550,9 +550,9 @@ def _read_facts(ids: Tensor, offsets: Tensor, values: Tensor | None, given: str)
     if host[0] != 0:
         raise ValueError(f"offsets[0]={int(host[0])}: the ids of row 0 start at 0. (Of a part, subtract its first offset.)")
     for row in (counts < 0).nonzero()[:1, 0].tolist():
-        raise ValueError(f"{given} give row {row} {int(counts[row])} ids: pass numbers of at least 0, offsets that rise.")
+        raise ValueError(f"{given} give row {row} {int(counts[row])} ids: a row has at least 0.")
     if end != nnz:
-        raise ValueError(f"{given} end at {end}, but there are {nnz} ids: the last row ends where the ids end.")
+        raise ValueError(f"{given} give the rows {end} ids in all, but there are {nnz}: each id belongs to a row.")
 
     def refuse(name: str, x: Tensor, bad: Tensor, remedy: str) -> None:
         for at in bad.nonzero()[:1, 0].tolist():

@@ -104,6 +104,8 @@ CLIP_WIDTHS = (
     ("eps_low", "the lower clip width is a number in [0, 1].", 0, 1),
     ("eps_high", "the upper clip width is a finite number >= 0.", 0, LARGEST),
 )
+#: Of a ratio that is clipped to [low, cap].
+LOW = "the lower bound is a ratio in [0, cap]."
 SHARE = ("share", "the share of tokens is in [0, 1].", 0, 1)
 
 LEVELS = ("token", "sequence", "sequence-token", "sequence-sum")
@@ -204,12 +206,12 @@ class Cispo(Surrogate):
     detached_ratio = True
     ranges = (
         ("cap", "the cap is an absolute ratio above 0, for example 5.0.", SMALLEST),
-        ("low", "the lower bound is a ratio.", 0),
+        ("low", LOW, 0),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.low <= self.cap, "low", self.low, "the lower bound is a ratio in [0, cap].")
+        require(self.low <= self.cap, "low", self.low, LOW)
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:

@@ -347,7 +347,7 @@ CALLS = [
     }),
     (ScoreCentering, {"surrogate='min'": "min", "surrogate=ClipCov": ClipCov(), "trust='ratio'": "ratio"}),
     (Objective, {"listed|pass a function": ScoreCentering}),
-    (Cispo, {"cap|0.0|above 0": 0.0, "low|3.0|[0, cap]": {"cap": 2.0, "low": 3.0}}),
+    (Cispo, {"cap|0.0|above 0": 0.0, "low=3.0|[0, cap]": {"cap": 2.0, "low": 3.0}, "low=-1|[0, cap]": {"low": -1}}),
     (Objective.preset, {
         "preset='grop'|must be one of grpo, dapo": {"name": "grop"},
         "preset='DAPO'|Did you mean dapo?": {"name": "DAPO"},
@@ -418,7 +418,7 @@ SETS = [
         "offsets has shape [0]: pass [rows + 1], a single 0 for no row": IDS[0, :0],
         "offsets[0]=1: the ids of row 0 start at 0": torch.tensor([1, 3]),
         "offsets give row 1 -1 ids": torch.tensor([0, 2, 1, 3]),
-        "offsets end at 2, but there are 3 ids": torch.tensor([0, 1, 2]),
+        "offsets give the rows 2 ids in all, but there are 3": torch.tensor([0, 1, 2]),
         "ids[2]=-1, in row 1: ids are at least 0|from_padded": torch.tensor([4, 6, -1]),
         "ids[1]=4, in row 0: an id stands in a set once": torch.tensor([4, 4, 1]),
         "values has shape [4], but ids has [3]: they must be the same": torch.zeros(4),
@@ -437,7 +437,8 @@ SETS = [
     }),
     (TokenSets.from_counts, {"ids": torch.tensor([3, 4, 5])}, {
         "counts has shape [3, 4]: pass one number for each row, [rows]; of [B, T], counts.flatten()": IDS,
-        "counts give row 1 -1 ids: pass numbers of at least 0": torch.tensor([2, -1, 2]),
+        "counts give row 1 -1 ids: a row has at least 0.": torch.tensor([2, -1, 2]),
+        "counts give the rows 4 ids in all, but there are 3": torch.tensor([2, 2]),
     }),
     (TokenSets.from_padded, {"ids": torch.tensor([[1, 2], [3, -1]])}, {
         "ids is torch.float32: pass int32 or int64 [rows, K]": PER_TOKEN,
@@ -585,6 +586,9 @@ def test_what_is_masked_may_be_wrong():
         assert loss(targets=targets, mask=mask, transform=transform(temperature)).loss.isfinite()
         assert linear(targets=targets, mask=mask).loss.isfinite()
         assert logps(targets=targets, mask=mask)[0].isfinite().all()
+    kept = sets([[0, 5]])
+    inside = transform(torch.where(kept.contains(IDS), 1.0, 0.0).view(B, T))  # what a rule masks likewise
+    assert all(f(kept=kept, missing="mask", transform=inside)[0].isfinite().all() for f in (logps, linear_logps))
     wild = transform(torch.where(mask, 1.0, NAN))
     divergence = token_divergence(LOGITS, LOGITS + 1, Exact(temperature_squared=True), mask=mask, transform=wild)
     assert divergence.isfinite().all()
