@@ -37,7 +37,7 @@ from ..batch import shift_sets
 from ..formulas.centering import ScoreCentering
 from ..formulas.ops import bounded_exp
 from ..losses import objective_loss
-from ..presets import NUMERICS
+from ..objective import NUMERICS
 from ._swap import Adapter, Slots
 from ._tensors import centered, left_out, log_probs_of, masked_mean, scored_batch
 

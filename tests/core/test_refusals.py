@@ -39,8 +39,7 @@ from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.surrogates import A2po, Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, Vespo
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.model import FusedLMHead
-from grpo_kernels.objective import PRESETS
-from grpo_kernels.presets import NUMERICS
+from grpo_kernels.objective import NUMERICS, PRESETS
 from grpo_kernels.rewards.corrections import CORRECTIONS
 from grpo_kernels.rewards.estimators import ADVANTAGES, Evidence
 from grpo_kernels.token_sets import check_sets
