@@ -14,12 +14,12 @@ it as a program (program.py), if it is arithmetic; elsewhere it runs in torch.""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from .program import FormulaRefused, Made, Program, Tracer, key_of, refusal
+from .program import Made, Program, Run, Tracer, Trial, key_of
 
 Tensor = torch.Tensor
 ListedFunction = Callable[[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, Tensor]]
@@ -63,24 +63,27 @@ class ListedTerms(NamedTuple):
     def program(self) -> Program:
         """The program (the term of a row, d term / d log-prob) of its ids, whose inputs are log-probs, the advantage of the row and
         the values of each part. Raises FormulaRefused where a function cannot be traced."""
-        return self._made().checked()
+        return self._made()[0].checked()
 
-    def compare_once(self, run: Callable[[Program, list[float], list[Tensor]], list[Tensor]]) -> None:
-        """Compare the program with torch on random inputs of one row, as `TokenStage.compare_once` does."""
-        made = self._made()
-        if made.compared:
-            return
-        program = made.checked()
-        inputs, (term, slope) = _of_random_ids(tuple(function for function, _ in self.parts))
-        made.compare(inputs, run(program, program.numbers(()), inputs), {"term": term, "slope": slope})
+    def compare_once(self, run: Run) -> None:
+        """`Made.compare_once`, on random inputs of one row."""
+        made, trial = self._made()
+        made.compare_once(run, made.checked().numbers(()), trial)
 
-    def _made(self) -> Made:
+    def _made(self) -> tuple[Made, Callable[[], Trial]]:
         functions = tuple(function for function, _ in self.parts)
-        keys = tuple(map(key_of, functions))
-        made = Made() if None in keys else _made_before(keys)
-        if made.program is None:
-            made.program = _traced(functions)
-        return made
+
+        def build(tracer: Tracer) -> tuple[Any, Any]:
+            logp, advantage, *values = map(
+                tracer.input, ("logps", "advantages", *(f"values {i}" for i in range(len(functions))))
+            )
+            parts = zip(functions, values, strict=True)
+            term, slope = _added(parts, logp, advantage, tracer.sum, lambda x: tracer.number(x).in_row)
+            return tracer.sum(term), slope
+
+        trial = functools.partial(_of_random_ids, functions)
+        name = ", ".join(getattr(f, "__qualname__", repr(f)) for f in functions)
+        return Made.of(tuple(map(key_of, functions)), name, build, trial), trial
 
     def taken(self, which: Tensor, offsets: Tensor) -> ListedTerms:
         """The terms of other rows, whose ids are `which` of these, [m]."""
@@ -89,27 +92,6 @@ class ListedTerms(NamedTuple):
     def _sums(self, x: Tensor) -> Tensor:
         total = torch.segment_reduce(x.to(torch.float64), "sum", offsets=self.offsets, initial=0, unsafe=True)
         return total.to(torch.float32)
-
-
-@functools.lru_cache(maxsize=256)
-def _made_before(keys: tuple[Hashable, ...]) -> Made:
-    """Empty at the first call with these keys."""
-    return Made()
-
-
-def _traced(functions: tuple[ListedFunction, ...]) -> Program | str:
-    """The program of functions whose terms are added up, or why there is none. What a function does wrong with tensors too is
-    raised as it is."""
-    tracer, name = Tracer(), ", ".join(getattr(f, "__qualname__", repr(f)) for f in functions)
-    logp, advantage, *values = map(tracer.input, ("logps", "advantages", *(f"values {i}" for i in range(len(functions)))))
-    parts = zip(functions, values, strict=True)
-    try:
-        term, slope = _added(parts, logp, advantage, tracer.sum, lambda x: tracer.number(x).in_row)
-        return tracer.program(name, (tracer.sum(term), slope))
-    except Exception as error:  # a function may do anything with a symbol
-        if not isinstance(error, FormulaRefused):
-            _of_random_ids(functions)
-        return refusal(name, error)
 
 
 def _added(
@@ -135,10 +117,12 @@ def _added(
     return term, slope
 
 
-def _of_random_ids(functions: tuple[ListedFunction, ...], points: int = 64) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-    """(log-probs, advantages and the values of each function, [points] each, of one row; `ListedTerms.of` of these)."""
+def _of_random_ids(functions: tuple[ListedFunction, ...], points: int = 64) -> Trial:
+    """Log-probs, advantages and the values of each function, [points] each, of one row, and `ListedTerms.of` of these."""
     g = torch.Generator().manual_seed(0)
     logps, advantages = -5.0 * torch.rand(points, generator=g), torch.full((points,), 0.7)
     parts = tuple((function, torch.randn(points, generator=g)) for function in functions)
     row = ListedTerms(parts, torch.tensor([0, points]))
-    return [logps, advantages, *(x for _, x in parts)], row.of(logps, advantages[:1])
+    return [logps, advantages, *(x for _, x in parts)], lambda: dict(
+        zip(("term", "slope"), row.of(logps, advantages[:1]), strict=True)
+    )

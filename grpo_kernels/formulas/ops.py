@@ -29,19 +29,15 @@ class ops:
 
     @staticmethod
     def minimum(a, b):
-        if isinstance(a, NUMBERS):
-            if isinstance(b, NUMBERS):  # two parameters
-                return min(a, b)
-            a, b = b, a
-        return torch.clamp(a, max=b) if isinstance(b, NUMBERS) else torch.minimum(a, b)
+        if isinstance(b, NUMBERS):
+            return min(a, b) if isinstance(a, NUMBERS) else torch.clamp(a, max=b)
+        return torch.clamp(b, max=a) if isinstance(a, NUMBERS) else torch.minimum(a, b)
 
     @staticmethod
     def maximum(a, b):
-        if isinstance(a, NUMBERS):
-            if isinstance(b, NUMBERS):
-                return max(a, b)
-            a, b = b, a
-        return torch.clamp(a, min=b) if isinstance(b, NUMBERS) else torch.maximum(a, b)
+        if isinstance(b, NUMBERS):
+            return max(a, b) if isinstance(a, NUMBERS) else torch.clamp(a, min=b)
+        return torch.clamp(b, min=a) if isinstance(a, NUMBERS) else torch.maximum(a, b)
 
 
 def bounded_exp(x):

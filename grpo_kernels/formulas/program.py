@@ -269,12 +269,36 @@ def same_numbers(found: torch.Tensor, expected: torch.Tensor, tolerance: float) 
     return near | (found == expected) | (found.isnan() & expected.isnan())
 
 
+#: What evaluates a program, with its numbers, on inputs.
+Run = Callable[[Program, list[float], list[torch.Tensor]], list[torch.Tensor]]
+#: Inputs to try formulas on, and what gives their outputs in torch, by name.
+Trial = tuple[list[torch.Tensor], Callable[[], dict[str, Any]]]
+
+
 @dataclass(eq=False)
 class Made:
-    """What was made of formulas: a program, or the reason why there is none."""
+    """What was made of formulas: a program, or the reason why there is none. It holds none of them: a function of the user has
+    globals, which may be large."""
 
     program: Program | str | None = None
     compared: bool = False  # with torch
+
+    @classmethod
+    def of(
+        cls, keys: tuple[Hashable, ...], name: str, build: Callable[[Tracer], Sequence[Any]], trial: Callable[[], Trial]
+    ) -> Made:
+        """That of formulas with these keys, made once unless one of them is None. `build`: (tracer) -> the outputs of the program
+        `name`. What the formulas do wrong in torch too is raised as it is."""
+        made = cls() if None in keys else _made_before(keys)
+        if made.program is None:
+            tracer = Tracer()
+            try:
+                made.program = tracer.program(name, build(tracer))
+            except Exception as error:  # a formula may do anything with a symbol
+                if not isinstance(error, FormulaRefused):
+                    trial()[1]()
+                made.program = refusal(name, error)
+        return made
 
     def checked(self) -> Program:
         """The program. Raises FormulaRefused where there is none."""
@@ -283,11 +307,15 @@ class Made:
             raise FormulaRefused(self.program)
         return self.program
 
-    def compare(self, inputs: Sequence[torch.Tensor], found: Sequence[torch.Tensor], expected: dict[str, Any]) -> None:
-        """Raise FormulaRefused where what a kernel has found for these inputs is not what is expected, by name: the formula does
-        something with tensors that it does not do with symbols."""
+    def compare_once(self, run: Run, numbers: list[float], trial: Callable[[], Trial]) -> None:
+        """Compare what `run` makes of the program with torch, unless it was before. Raises FormulaRefused where they differ: the
+        formula does something with tensors that it does not do with symbols."""
+        if self.compared:
+            return
         program = self.checked()
-        for (what, y), x in zip(expected.items(), found, strict=True):
+        inputs, in_torch = trial()
+        found = run(program, numbers, inputs)
+        for (what, y), x in zip(in_torch().items(), found, strict=True):
             y = torch.as_tensor(y, dtype=torch.float32).expand_as(x)
             off = ~same_numbers(x, y, 1e-4)
             if off.any():
@@ -298,6 +326,12 @@ class Made:
                     "the same with every kind of number that it is given."
                 )
         self.compared = True
+
+
+@functools.lru_cache(maxsize=512)
+def _made_before(keys: tuple[Hashable, ...]) -> Made:
+    """Empty at the first call with these keys."""
+    return Made()
 
 
 # ---- what a formula depends on, as a key: what was made of it (a program, a kernel) serves as long as the key is the same

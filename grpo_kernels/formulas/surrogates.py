@@ -444,13 +444,8 @@ def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
 
 def clip_cov(logp, old_logp, advantage, params):
     """`clip`, and nothing for selected tokens. See `ClipCov`."""
-    selected = params[-1]
-    low = 1.0 - params[0]
-    high = 1.0 + params[1]
-    r = bounded_exp(logp - old_logp)
-    loss = -ops.minimum(r * advantage, ops.minimum(ops.maximum(r, low), high) * advantage)
-    active = ops.where(advantage > 0.0, r <= high, r >= low) & (selected == 0.0)
-    return ops.where(selected == 0.0, loss, 0.0), ops.where(active, -r * advantage, 0.0)
+    loss, slope = clip(logp, old_logp, advantage, (params[0], params[1], math.inf))
+    return ops.where(params[-1] == 0.0, loss, 0.0), ops.where(params[-1] == 0.0, slope, 0.0)
 
 
 def kl_cov(logp, old_logp, advantage, params):
@@ -458,7 +453,7 @@ def kl_cov(logp, old_logp, advantage, params):
     selected = params[-1]
     x = logp - old_logp
     sign = ops.where(x > 0.0, 1.0, ops.where(x < 0.0, -1.0, 0.0))
-    term = -bounded_exp(x) * advantage
+    term, _ = importance_sampling(logp, old_logp, advantage, params)
     return term + params[0] * selected * ops.abs(x), term + params[0] * selected * sign
 
 
