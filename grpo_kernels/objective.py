@@ -141,9 +141,8 @@ class Objective(Checked):
         remedy = f"{type(self.surrogate).__name__} is defined at level {' or '.join(map(repr, self.surrogate.levels))} only."
         require(self.level in self.surrogate.levels, "level", self.level, remedy)
         for name in ("aggregate", "kl_aggregate", "entropy_aggregate"):
-            value = getattr(self, name)
-            known = value in AGGREGATES or (value is None and name != "aggregate")
-            require(known, name, value, f"it must be one of {', '.join(AGGREGATES)}.")
+            if name == "aggregate" or getattr(self, name) is not None:
+                require_one_of(name, getattr(self, name), AGGREGATES)
         # Not a field, because `kl` already has the information.
         object.__setattr__(self, "_kl", Kl() if isinstance(self.kl, Exact) else as_kl(self.kl))
         remedy = "pass a function (logp, values, advantage, sums) -> (term, slope), or None."

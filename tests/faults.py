@@ -791,8 +791,7 @@ FAULTS: list[Fault] = [
             "return self._coef if self._entropy < self.target else 0.0",
         ),
         (
-            "the lower end of the range", "self._coef = max(self._coef - self.step, self.low)",
-            "self._coef = max(self._coef - self.step, 0.0)",
+            "the lower end of the range", "max(self._coef - self.step, self.low)", "max(self._coef - self.step, 0.0)",
         ),
     ),
     *of("grpo_kernels/training/rollouts.py", "tests/training/test_trainer_update.py",

@@ -14,6 +14,7 @@ import dis
 import functools
 import math
 import operator
+import traceback
 import types
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -249,12 +250,8 @@ class Tracer:
 
 def refusal(name: str, error: Exception) -> str:
     """Why a formula could not be traced, with the line that caused it."""
-    where, at = "", error.__traceback__
-    while at is not None:
-        code = at.tb_frame.f_code
-        if code.co_filename != __file__:
-            where = f" (line {at.tb_lineno} of {code.co_name})"
-        at = at.tb_next
+    lines = ((line, frame.f_code) for frame, line in traceback.walk_tb(error.__traceback__))
+    *_, where = "", *(f" (line {line} of {code.co_name})" for line, code in lines if code.co_filename != __file__)
     said = str(error).rstrip(".") if isinstance(error, FormulaRefused) else f"{type(error).__name__}: {error}"
     return f"{name} cannot run in the kernels: {said}{where}. {REMEDY[0].upper()}{REMEDY[1:]}."
 
@@ -381,14 +378,15 @@ def _key(x: Any, seen: dict[int, int]) -> Hashable:
         return kind, x
     if isinstance(x, float):
         return kind, x.hex()  # tells 0.0 from -0.0, and is equal for NaN
-    if kind is tuple or kind is list:
-        return kind, *[_key(y, seen) for y in x]
+    parts = x if kind is tuple or kind is list else None
     if kind is dict:
-        return kind, *[(_key(name, seen), _key(y, seen)) for name, y in x.items()]
-    if kind is functools.partial:
-        return kind, _key(x.func, seen), _key(x.args, seen), _key(x.keywords, seen)
-    if dataclasses.is_dataclass(x) and is_own(kind):
-        return kind, *[_key(getattr(x, field.name), seen) for field in dataclasses.fields(x)]
+        parts = x.items()
+    elif kind is functools.partial:
+        parts = x.func, x.args, x.keywords
+    elif dataclasses.is_dataclass(x) and is_own(kind):
+        parts = (getattr(x, field.name) for field in dataclasses.fields(x))
+    if parts is not None:
+        return kind, *[_key(y, seen) for y in parts]
     if isinstance(x, (type, types.BuiltinFunctionType)) and (is_own(x) or x in PURE or _is_of_tensors(x)):
         return x
     raise _Unknown
