@@ -301,16 +301,15 @@ class Objective(Checked):
         return torch.where(weight != 0, weight / normalizer, 0.0)
 
     def _check_normalizer(self, normalizer: float | Tensor, batch: TokenBatch) -> float | Tensor:
+        remedy = "the denominator is a finite number above 0, over all micro-batches and ranks."
         if not isinstance(normalizer, Tensor):
-            remedy = "the denominator is a finite number above 0, over all micro-batches and ranks."
             require_number("normalizer", normalizer, remedy, SMALLEST, LARGEST)
             return float(normalizer)
         if normalizer.numel() != 1:
             raise ValueError(f"normalizer has shape {list(normalizer.shape)}: pass a number or a 0-d tensor.")
         if values_are_checked(normalizer):
-            number, nothing = float(normalizer), batch.mask is not None and not batch.mask.any()
-            if not (0 < number < math.inf or (number == 0 and nothing)):
-                raise ValueError(f"normalizer={number}: the denominator is a finite number above 0.")
+            nothing = batch.mask is not None and not batch.mask.any()
+            require_number("normalizer", float(normalizer), remedy, 0 if nothing else SMALLEST, LARGEST)
         return normalizer.detach().reshape(()).to(batch.targets.device, torch.float32, non_blocking=True)
 
     def token_rows(
@@ -419,10 +418,9 @@ class Objective(Checked):
         sets = batch.listed
         if sets is None:
             return None
-        parts = [(self.listed or logp_term, batch.logp_terms), (prob_term, batch.prob_terms)]
+        parts = ((self.listed or logp_term, batch.logp_terms), (prob_term, batch.prob_terms))
         values = ((function, of.values) for function, of in parts if of is not None and of.values is not None)
-        given = tuple((function, x.detach().to(torch.float32)) for function, x in values)
-        return ListedTerms(given, sets.offsets)
+        return ListedTerms(tuple((function, x.detach().to(torch.float32)) for function, x in values), sets.offsets)
 
     def token_stage(
         self,

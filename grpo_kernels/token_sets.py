@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, chain, zip_longest
 from operator import sub
@@ -70,10 +70,9 @@ class TokenSets:
 
     def _set(self, ids: Tensor, offsets: Tensor, values: Tensor | None, starts: array, largest: int) -> None:
         """The fields, and what the host knows: the offsets, (a bound of) the largest id."""
-        offsets = offsets.to(torch.int64)
-        of_rows = (None if x is None else _saveable(x.contiguous()) for x in (ids, offsets, values))
-        for field_of, value in zip(fields(self), (*of_rows, starts, largest), strict=True):
-            object.__setattr__(self, field_of.name, value)
+        given = {"ids": ids, "offsets": offsets.to(torch.int64), "values": values}
+        self.__dict__.update({name: None if x is None else _saveable(x.contiguous()) for name, x in given.items()})
+        self.__dict__.update(_starts=starts, _largest=largest)
 
     @classmethod
     def _of(cls, *parts: Any) -> TokenSets:
@@ -225,10 +224,8 @@ class TokenSets:
     @classmethod
     def cat(cls, parts: Sequence[TokenSets]) -> TokenSets:
         """The rows of all parts, one part after another. All have values or none has."""
-        wrong = next((part for part in parts if not isinstance(part, TokenSets)), None)
-        if len(parts) == 0 or wrong is not None:
-            got = "an empty list" if wrong is None else f"a list with a {type(wrong).__name__}"
-            raise ValueError(f"parts is {got}: pass a list of TokenSets.")
+        fine = len(parts) > 0 and all(isinstance(part, TokenSets) for part in parts)
+        require(fine, "parts", [type(part).__name__ for part in parts], "pass a list of TokenSets.")
         devices = [str(part.ids.device) for part in parts]
         require(len(set(devices)) == 1, "parts", devices, "they are on different devices: move them to one.")
         with_values = [part.values is not None for part in parts]

@@ -748,10 +748,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/rewards/corrections.py", "tests/rewards/test_corrections.py",
-        (
-            "geometric mean over one token too many", "x = x / tokens.clamp(min=1.0)\n    w = x",
-            "x = x / (tokens + 1.0)\n    w = x",
-        ),
+        ("a mean over one token too many", "(tokens.clamp(min=1.0) if over", "(tokens + 1.0 if over"),
         (
             "the upper bound excluded", "torch.where((w >= low) & (w <= high), w, 0.0)",
             "torch.where((w >= low) & (w < high), w, 0.0)",
@@ -761,10 +758,7 @@ FAULTS: list[Fault] = [
             "total = torch.stack([w.sum(), counted.sum()])",
         ),
         ("k3: a sign", "x = x.exp() - 1.0 - x", "x = x.exp() - 1.0 + x"),
-        (
-            "masked tokens in a sequence's extreme", 'torch.where(batch.trained, values, nothing), f"a{which}"',
-            'values, f"a{which}"',
-        ),
+        ("masked tokens in a sequence's extreme", 'torch.where(batch.trained, x, nothing), f"a{over}"', 'x, f"a{over}"'),
         (
             "m2po: a mean at the threshold", "below = torch.where(rank < middle, ordered, 0.0).sum() < threshold * middle",
             "below = torch.where(rank < middle, ordered, 0.0).sum() <= threshold * middle",

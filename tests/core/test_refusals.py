@@ -427,7 +427,7 @@ SETS = [
         f"rows={rows}: the number of rows is a whole number of at least 0": {"rows": rows} for rows in (-1, 2.5, True)
     }),
     (TokenSets.cat, {}, {
-        "parts is an empty list: pass a list of TokenSets": [],
+        "parts=[]: pass a list of TokenSets": [],
         "parts=['cpu', 'meta']: they are on different devices: move them to one": [FIVE, FIVE.to("meta")],
         "parts[1] has no values, but others have": [sets([[1]]), FIVE],
     }),
