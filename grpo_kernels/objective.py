@@ -24,7 +24,6 @@ from .checks import (
     require_number,
     require_one_of,
     require_whole,
-    with_hints,
 )
 from .formulas.divergence import Exact
 from .formulas.filters import TRUST_REGIONS, EntropyFloor, Filter, OffPolicySequences, TrustRegion, check_filters
@@ -78,7 +77,6 @@ class Denominators(NamedTuple):
         return Denominators(*(None if x is None else x / ranks for x in self))
 
 
-@with_hints
 @dataclass(frozen=True)
 class Objective(Checked):
     """A GRPO-family objective.

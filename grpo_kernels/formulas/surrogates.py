@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..checks import LARGEST, SMALLEST, Checked, require, with_hints
+from ..checks import LARGEST, SMALLEST, Checked, require
 from .ops import bounded_exp, by_autograd, check_returned, compare, log_probs, ops
 
 Tensor = torch.Tensor
@@ -170,7 +170,6 @@ class Surrogate(Checked):
         return self.formula(logp, old_logp, advantage, (*self.params, *selected))
 
 
-@with_hints
 @dataclass(frozen=True)
 class Clip(Surrogate):
     """PPO / GRPO clipping with separate bounds: loss = -min(min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A).
@@ -191,7 +190,6 @@ class Clip(Surrogate):
         return (1.0 - self.eps_low, 1.0 + self.eps_high)
 
 
-@with_hints
 @dataclass(frozen=True)
 class Cispo(Surrogate):
     """CISPO: loss = -sg(clip(r, low, cap)) A logp. The clipped ratio is a constant weight, so every token keeps a gradient.
@@ -241,7 +239,6 @@ class ImportanceSampling(Surrogate):
     function = staticmethod(importance_sampling)
 
 
-@with_hints
 @dataclass(frozen=True)
 class Sapo(Surrogate):
     """SAPO: a soft gate instead of a clip, loss = -(4 / tau) sigmoid(tau (r - 1)) A, of slope -A at r = 1.
@@ -254,7 +251,6 @@ class Sapo(Surrogate):
     ranges = (("tau_pos tau_neg", "the temperature of the gate is a finite number above 0.", SMALLEST, LARGEST),)
 
 
-@with_hints
 @dataclass(frozen=True)
 class Vespo(Surrogate):
     """VESPO: loss = -phi A logp, phi = sg(exp(lambda + k log w - lambda w)) with w the ratio of the whole sequence.
@@ -280,7 +276,6 @@ class Vespo(Surrogate):
         return x.clamp(-20.0, 20.0), 1.0
 
 
-@with_hints
 @dataclass(frozen=True)
 class Gmpo(Surrogate):
     """GMPO: loss = -A exp(mean of clipped log-ratios), with the geometric mean of a sequence's ratios in place of the
@@ -305,7 +300,6 @@ class Gmpo(Surrogate):
         return ()
 
 
-@with_hints
 @dataclass(frozen=True)
 class Dro(Surrogate):
     """DRO: loss = -A logp + beta x^2 / 2, a quadratic pull to the old policy instead of a clip (verl's "dro")."""
@@ -317,7 +311,6 @@ class Dro(Surrogate):
     ranges = (("beta", "the pull is a finite number >= 0.", 0, LARGEST),)
 
 
-@with_hints
 @dataclass(frozen=True)
 class A2po(Surrogate):
     """A*-PO: loss = (beta sum_t log(pi / pi_ref) - A)^2 per sequence, a regression onto A = reward - V* (arXiv 2505.20686).
@@ -334,7 +327,6 @@ class A2po(Surrogate):
 # ---- your own
 
 
-@with_hints
 @dataclass(frozen=True)
 class Custom(Surrogate):
     """Your own surrogate, which then runs in every backend and inside the kernels that visit a row once.
@@ -477,7 +469,6 @@ def _first(order: Tensor, eligible: Tensor, share: float, trained: Tensor) -> Te
     return (eligible & (rank < count)).to(torch.float32)
 
 
-@with_hints
 @dataclass(frozen=True)
 class ClipCov(Surrogate):
     """Clip-Cov: `Clip` with eps_low and eps_high, without a random `share` of the tokens (at least one). These are drawn from
@@ -509,7 +500,6 @@ class ClipCov(Surrogate):
         return _first(torch.rand(logps.shape, device=logps.device), eligible, self.share, trained)
 
 
-@with_hints
 @dataclass(frozen=True)
 class KlCov(Surrogate):
     """KL-Cov: loss = -r A, plus coef |x| for the `share` of the tokens (at least one) with the largest covariance of

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import as_number, require, require_number, require_whole, with_hints
+from ..checks import Checked, as_number, require, require_number, require_whole
 from ..layout import is_capturing
 from .partials import Partials, RowTransform, Slopes
 from .ragged import Ragged
@@ -25,9 +25,8 @@ Tensor = torch.Tensor
 FINEST = 1 / 4096
 
 
-@with_hints
 @dataclass(frozen=True)
-class Sparse:
+class Sparse(Checked):
     """`Options(sparse=Sparse(...))`: the gradient of a head from few columns of each row, unbiased.
 
         out = linear_grpo_loss(hidden, weight, batch, objective, options=Options(sparse=Sparse(step=1 / 256, seed=number_of_step)))
