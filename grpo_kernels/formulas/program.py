@@ -221,14 +221,10 @@ class Tracer:
     def program(self, name: str, outputs: Sequence[Any]) -> Program:
         """The program that gives these symbols or numbers."""
         results = [self.number(x) for x in outputs]
-        needed: set[int] = set()
-        waiting = list(results)
-        while waiting:
-            x = waiting.pop()
-            if id(x) not in needed:
-                needed.add(id(x))
-                waiting += (y for y in x.of if isinstance(y, Symbol))
-        order = [x for x in self._made.values() if id(x) in needed]  # the order in which they were made
+        needed = {*map(id, results)}
+        for x in reversed(self._made.values()):  # each was made after what it is of
+            needed |= {*map(id, x.of)} if id(x) in needed else set()
+        order = [x for x in self._made.values() if id(x) in needed]
         rows = [x for x in order if x.in_row and x.operation != "input"]
         numbers = [x for x in order if not x.in_row]
         place = {id(x): i for i, x in enumerate(numbers)}
@@ -236,12 +232,10 @@ class Tracer:
         read = {id(y) for x in rows for y in x.of} | {id(x) for x in results}
         used = [i for i, x in enumerate(numbers) if id(x) in read]
         registers = {id(numbers[i]): k for k, i in enumerate(used)}
-        for x in self._made.values():
-            if x.operation == "input":
-                registers[id(x)] = len(used) + x.of[0]
+        registers |= {id(x): len(used) + x.of[0] for x in self._made.values() if x.operation == "input"}
+        registers |= {id(x): k for k, x in enumerate(rows, start=len(used) + len(self._inputs))}
         steps = []
-        for k, x in enumerate(rows, start=len(used) + len(self._inputs)):
-            registers[id(x)] = k
+        for x in rows:
             a, b, c, *_ = *(registers[id(y)] for y in x.of), 0, 0, 0
             steps.append((x.operation, a, b, c))
         result_registers = tuple(registers[id(x)] for x in results)
