@@ -111,11 +111,11 @@ def test_lengths_and_new_tensors_compile_nothing():
     that is made in the graph, a schedule of the temperature or another normaliser cause none."""
 
     def loss(logits, batch, objective, temperature, tokens):
-        objective = Objective.preset("dapo", numerics="trl") if objective is None else objective
+        objective = objective or Objective.preset("dapo", numerics="trl")
         return grpo_loss(logits, batch, objective, transform=LogitTransform(temperature), normalizer=tokens).loss
 
     packed, padded = [(n,) for n in (5, 7, 12, 3)], [(4, 5), (4, 7), (5, 9), (6, 4)]
-    for shapes, graphs, inside in ((packed, 2, False), (padded, 3, True)):
+    for shapes, graphs in ((packed, 2), (padded, 3)):
         torch.compiler.reset()
         counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(loss, fullgraph=True, backend=counter)
@@ -124,7 +124,7 @@ def test_lengths_and_new_tensors_compile_nothing():
             batch = TokenBatch(torch.randint(17, shape), torch.randn(shape), old_logps=old, mask=mask)
             given = (
                 batch,
-                None if inside else Objective.preset("dapo"),
+                None if shapes is padded else Objective.preset("dapo"),
                 torch.tensor(0.5 + shape[0] / 10),
                 torch.tensor(shape[0] + 1.0),
             )
