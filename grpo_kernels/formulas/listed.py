@@ -13,13 +13,10 @@ it as a program (program.py), if it is arithmetic; elsewhere it runs in torch.""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-
-from .program import Made, Program, Run, Tracer, Trial, key_of
 
 Tensor = torch.Tensor
 ListedFunction = Callable[[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, Tensor]]
@@ -57,33 +54,8 @@ class ListedTerms(NamedTuple):
         def of_ids(x: Any) -> bool:
             return isinstance(x, Tensor) and x.shape == logps.shape
 
-        term, slope = _added(self.parts, logps, advantages[rows], lambda x: self._sums(x)[rows], of_ids)
+        term, slope = added(self.parts, logps, advantages[rows], lambda x: self._sums(x)[rows], of_ids)
         return self._sums(term), slope
-
-    def program(self) -> Program:
-        """The program (the term of a row, d term / d log-prob) of its ids, whose inputs are log-probs, the advantage of the row and
-        the values of each part. Raises FormulaRefused where a function cannot be traced."""
-        return self._made()[0].checked()
-
-    def compare_once(self, run: Run) -> None:
-        """`Made.compare_once`, on random inputs of one row."""
-        made, trial = self._made()
-        made.compare_once(run, made.checked().numbers(()), trial)
-
-    def _made(self) -> tuple[Made, Callable[[], Trial]]:
-        functions = tuple(function for function, _ in self.parts)
-
-        def build(tracer: Tracer) -> tuple[Any, Any]:
-            logp, advantage, *values = map(
-                tracer.input, ("logps", "advantages", *(f"values {i}" for i in range(len(functions))))
-            )
-            parts = zip(functions, values, strict=True)
-            term, slope = _added(parts, logp, advantage, tracer.sum, lambda x: tracer.number(x).in_row)
-            return tracer.sum(term), slope
-
-        trial = functools.partial(_of_random_ids, functions)
-        name = ", ".join(getattr(f, "__qualname__", repr(f)) for f in functions)
-        return Made.of(tuple(map(key_of, functions)), name, build, trial), trial
 
     def taken(self, which: Tensor, offsets: Tensor) -> ListedTerms:
         """The terms of other rows, whose ids are `which` of these, [m]."""
@@ -94,7 +66,7 @@ class ListedTerms(NamedTuple):
         return total.to(torch.float32)
 
 
-def _added(
+def added(
     parts: Iterable[tuple[ListedFunction, Any]], logp: Any, advantage: Any, sums: Callable[[Any], Any], of_ids: Callable[[Any], bool]
 ) -> tuple[Any, Any]:  # fmt: skip
     """(term, slope) of each id, added up over functions with their values, all of them tensors or symbols. `of_ids`: whether x is
@@ -117,8 +89,8 @@ def _added(
     return term, slope
 
 
-def _of_random_ids(functions: tuple[ListedFunction, ...], points: int = 64) -> Trial:
-    """Log-probs, advantages and the values of each function, [points] each, of one row, and `ListedTerms.of` of these."""
+def of_random_ids(functions: Sequence[ListedFunction], points: int = 64) -> tuple[list[Tensor], Callable[[], dict[str, Any]]]:
+    """(log-probs, advantages and the values of each function, [points] each, of one row; what gives `ListedTerms.of` of these)."""
     g = torch.Generator().manual_seed(0)
     logps, advantages = -5.0 * torch.rand(points, generator=g), torch.full((points,), 0.7)
     parts = tuple((function, torch.randn(points, generator=g)) for function in functions)

@@ -9,6 +9,7 @@ more than one token (the log-ratio of a sequence, filters and selections over a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import torch
 
 from ..checks import describe
 from .kl import Kl, kl_terms
-from .listed import ListedTerms
+from .listed import ListedTerms, added, of_random_ids
 from .ops import log_probs, ops
 from .program import Made, Program, Run, Tracer, Trial, is_own, key_of
 
@@ -230,10 +231,34 @@ class TokenStage(NamedTuple):
         """The inputs of the program that the rows have, which are its last, fp32 [n] in one piece, by name."""
         return {name: getattr(self.rows, name).contiguous() for name in program.inputs if name in INPUTS}
 
+    def listed_program(self) -> Program:
+        """The program (the term of a row, d term / d log-prob) of listed ids, whose inputs are log-probs, the advantage of the
+        row and the values of each part. Raises FormulaRefused where a function cannot be traced."""
+        return self._made_of_listed()[0].checked()
+
     def compare_once(self, run: Run) -> None:
         """`Made.compare_once`, on random inputs; where `key_of` cannot tell whether a formula has changed, at each call."""
         made, numbers, trial = self._made()
         made.compare_once(run, numbers, trial)
+        if self.listed is not None:
+            made, trial = self._made_of_listed()
+            made.compare_once(run, made.checked().numbers(()), trial)
+
+    def _made_of_listed(self) -> tuple[Made, Callable[[], Trial]]:
+        assert self.listed is not None
+        functions = [function for function, _ in self.listed.parts]
+
+        def build(tracer: Tracer) -> tuple[Any, Any]:
+            logp, advantage, *values = map(
+                tracer.input, ("logps", "advantages", *(f"values {i}" for i in range(len(functions))))
+            )
+            parts = zip(functions, values, strict=True)
+            term, slope = added(parts, logp, advantage, tracer.sum, lambda x: tracer.number(x).in_row)
+            return tracer.sum(term), slope
+
+        trial = functools.partial(of_random_ids, functions)
+        name = ", ".join(getattr(f, "__qualname__", repr(f)) for f in functions)
+        return Made.of(tuple(map(key_of, functions)), name, build, trial), trial
 
     def _made(self) -> tuple[Made, list[float], Callable[[], Trial]]:
         formula, present = self.formula, tuple(self.rows.given())
