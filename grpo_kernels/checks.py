@@ -68,7 +68,7 @@ class Checked:
     ranges: ClassVar[tuple[tuple[Any, ...], ...]] = ()
 
     def __new__(cls: type[C], *values: Any, **named: Any) -> C:
-        if "__dataclass_params__" in vars(cls):  # a subclass of the user may have a constructor of its own
+        if named and "__dataclass_params__" in vars(cls):  # a subclass of the user may have a constructor of its own
             refuse_unknown(cls.__name__, named, [name for name, f in cls.__dataclass_fields__.items() if f.init])  # type: ignore[attr-defined]
         return super().__new__(cls)
 
