@@ -275,19 +275,15 @@ class Made:
     compared: bool = False  # with torch
 
     @classmethod
-    def of(
-        cls, keys: tuple[Hashable, ...], name: str, build: Callable[[Tracer], Sequence[Any]], trial: Callable[[], Trial]
-    ) -> Made:
+    def of(cls, keys: tuple[Hashable, ...], name: str, build: Callable[[Tracer], Sequence[Any]]) -> Made:
         """That of formulas with these keys, made once unless one of them is None. `build`: (tracer) -> the outputs of the program
-        `name`. What the formulas do wrong in torch too is raised as it is."""
+        `name`."""
         made = cls() if None in keys else _made_before(keys)
         if made.program is None:
             tracer = Tracer()
             try:
                 made.program = tracer.program(name, build(tracer))
             except Exception as error:  # a formula may do anything with a symbol
-                if not isinstance(error, FormulaRefused):
-                    trial()[1]()
                 made.program = refusal(name, error)
         return made
 

@@ -242,6 +242,9 @@ class TokenStage(NamedTuple):
         made.compare_once(run, numbers, trial)
         if self.listed is not None:
             made, trial = self._made_of_listed()
+            if isinstance(made.program, str) and not made.compared:
+                trial()[1]()  # what a function does wrong with tensors too is raised as it is
+                made.compared = True
             made.compare_once(run, made.checked().numbers(()), trial)
 
     def _made_of_listed(self) -> tuple[Made, Callable[[], Trial]]:
@@ -258,7 +261,7 @@ class TokenStage(NamedTuple):
 
         trial = functools.partial(of_random_ids, functions)
         name = ", ".join(getattr(f, "__qualname__", repr(f)) for f in functions)
-        return Made.of(tuple(map(key_of, functions)), name, build, trial), trial
+        return Made.of(tuple(map(key_of, functions)), name, build), trial
 
     def _made(self) -> tuple[Made, list[float], Callable[[], Trial]]:
         formula, present = self.formula, tuple(self.rows.given())
@@ -281,7 +284,7 @@ class TokenStage(NamedTuple):
             return inputs, lambda: _outputs(dict(zip(names, inputs, strict=True)), formula.numbers, chosen)
 
         keys = {name: key_of(x) for name, x in chosen.items()}
-        made = Made.of((*keys.values(), present, shape), name_of(chosen), build, trial)
+        made = Made.of((*keys.values(), present, shape), name_of(chosen), build)
         result = made, made.checked().numbers(formula.flat_numbers), trial
         if None not in keys.values():
             theirs = {name: x for name, x in chosen.items() if callable(x) and not is_own(x)}
