@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .checks import check_missing, describe, refuse_unknown, require, with_hints
+from .checks import Checked, check_missing, describe, refuse_unknown, require
 from .layout import (
     DTYPES,
     FLOATING,
@@ -103,9 +103,8 @@ def _refuse_capture(device: torch.device) -> None:
         )
 
 
-@with_hints
 @dataclass(frozen=True, eq=False, repr=False)
-class TokenBatch:
+class TokenBatch(Checked):
     """The chosen tokens of a batch and everything the loss knows about them besides the policy itself.
 
     targets      int64 [B, T] padded, or [N] packed: the chosen token of each position. Row i of the logits (or hidden

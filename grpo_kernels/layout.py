@@ -145,7 +145,7 @@ def check_offsets(name: str, packed: Tensor, cu_seqlens: Tensor) -> None:
 def sequence_ids(cu_seqlens: Tensor, n: int) -> Tensor:
     """[n] int64: the sequence that each packed row belongs to. Computed on the device, without a host sync."""
     rows = torch.arange(n, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens[1:].to(torch.int64), rows, right=True)
+    return torch.searchsorted(cu_seqlens[1:].to(torch.int64).contiguous(), rows, right=True)
 
 
 def per_token(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None) -> Tensor:

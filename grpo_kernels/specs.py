@@ -21,7 +21,6 @@ from .checks import (
     describe,
     refuse_unknown,
     require,
-    with_hints,
 )
 from .layout import inverse_temperatures
 from .rows import backends
@@ -32,7 +31,6 @@ from .rows.selection import Sparse
 Tensor = torch.Tensor
 
 
-@with_hints
 @dataclass(frozen=True, eq=False, repr=False)
 class LogitTransform(Checked):
     """What the model does to its logits before the softmax: z = softcap * tanh(x * scale / softcap) / temperature.
@@ -90,9 +88,8 @@ def as_transform(transform: LogitTransform | None) -> LogitTransform:
     return transform or AS_THEY_ARE
 
 
-@with_hints
 @dataclass(frozen=True, eq=False, repr=False)
-class Head:
+class Head(Checked):
     """What every `linear_*` function takes in place of `weight`, so that the head is described once.
 
         head = Head(model.lm_head.weight, model.lm_head.bias, LogitTransform.of(model))
@@ -129,9 +126,8 @@ NOT_BOUNDED = (
 )
 
 
-@with_hints
 @dataclass(frozen=True, eq=False, repr=False)
-class Options:
+class Options(Checked):
     """How a call computes: `options=` of the loss, log-prob and divergence functions, the one place where this is said.
 
         out = linear_grpo_loss(hidden, weight, batch, objective, options=Options(backend="eager", strict=True))

@@ -36,7 +36,7 @@ from .. import Objective, Options, TokenSets
 from ..batch import shift_sets
 from ..formulas.centering import ScoreCentering
 from ..losses import objective_loss
-from ..presets import NUMERICS
+from ..objective import NUMERICS
 from ._swap import Adapter, Slots
 from ._tensors import centered, left_out, log_probs_of, masked_mean, scored_batch
 

@@ -51,8 +51,7 @@ from .. import (
 from ..checks import require
 from ..formulas.centering import ScoreCentering
 from ..losses import objective_loss
-from ..objective import PRESETS
-from ..presets import NUMERICS
+from ..objective import NUMERICS, PRESETS
 from ._swap import Adapter, NotCovered, Slots, Trial
 from ._tensors import (
     LossAndMetrics,

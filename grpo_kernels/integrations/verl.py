@@ -64,8 +64,7 @@ from .. import (
 )
 from ..checks import require, require_one_of
 from ..losses import objective_loss
-from ..objective import PRESETS
-from ..presets import NUMERICS
+from ..objective import NUMERICS, PRESETS
 from ._swap import Adapter, NotCovered, Slots, Trial, one_of
 from ._tensors import (
     LossAndMetrics,

@@ -20,8 +20,7 @@ from ..batch import TokenBatch
 from ..checks import LARGEST, SMALLEST, near_name, require, require_number, require_one_of
 from ..formulas.divergence import Exact
 from ..formulas.filters import EntropyQuantile
-from ..objective import PRESETS, Objective
-from ..presets import NUMERICS
+from ..objective import NUMERICS, PRESETS, Objective
 from ..rewards.advantages import BASELINES, SCALES
 from ..rewards.advantages import NUMERICS as CONSTANTS
 from ..rewards.corrections import CORRECTIONS
