@@ -53,8 +53,7 @@ SHAPES = (((3, 4, 1003, 64), [*CASES]), ((2, 2, 128_257, 8), [*CASES][:2]))
 
 
 def self_test(backend: str, device: torch.device) -> dict[str, Any]:
-    """All checks of one backend with data on `device`, as doctor --json prints them. Never raises: an exception is that check's
-    failure."""
+    """All checks of one backend with data on `device`, as doctor --json prints them."""
     begin, checks, worst = time.perf_counter(), [], dict.fromkeys(LIMITS, 0.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -64,9 +63,7 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
                     continue  # the second stream of rows is logits
                 errors, failure = dict[str, float](), None
                 try:
-                    q = question(case, level, dtype, *shape)
-                    found = results(q, backend, device, dtype)
-                    errors |= {name: error_of(name, found[name], wanted) for name, wanted in expected(q).items()}
+                    errors = errors_of(question(case, level, dtype, *shape), case == PLAIN, backend, device, dtype)
                 except Exception as error:  # a kernel that does not compile must not end the report
                     failure = first_line(error)
                 for name, off in errors.items():
@@ -91,53 +88,61 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
 class Question(NamedTuple):
     """What a backend is asked. Rows that are masked are NaN."""
 
-    plain: bool  # whether plain PyTorch has the answer
     leaves: dict[
         str, Tensor
     ]  # logits [B, T, V], or hidden [B, T, H] and weight [V, H]: fp32, as rounded to the dtype of the check
     batch: TokenBatch
     objective: Objective
     transform: LogitTransform
-    second: Tensor | None  # of an exact divergence: the logits of a second stream of rows, fp32 [B, T, V]
+    second: dict[str, Tensor]  # of an exact divergence: the logits of a second stream of rows, fp32 [B, T, V]
 
 
 def question(case: str, level: str, dtype: str, B: int, T: int, V: int, H: int) -> Question:
-    """One sequence has no advantage; sets are the target alone, some ids with it, none. Plain PyTorch has no mask."""
-    chosen, plain = dict(CASES[case]), case == PLAIN
-    g = torch.Generator().manual_seed(V)
+    """One sequence has no advantage, the last token is masked, but not for plain PyTorch. Sets hold half of the probability."""
+    g, chosen, plain = torch.Generator().manual_seed(V), dict(CASES[case]), case == PLAIN
     hidden, weight = torch.randn(B, T, H, generator=g), 3 / H**0.5 * torch.randn(V, H, generator=g)
-    logits, targets = hidden @ weight.t(), torch.randint(0, V, (B, T), generator=g)
-    mask = (torch.rand(B, T, generator=g) < 0.75) | plain
-    mask[:, 0] = True
-    advantages = torch.randn(B, 1, generator=g).repeat(1, T)
+    logits, transform = hidden @ weight.t(), LogitTransform(1.0 if plain else 0.7)
+    targets, advantages = torch.randint(0, V, (B, T), generator=g), torch.randn(B, 1, generator=g).repeat(1, T)
     advantages[-1] = 0.0
-    lists = [sorted((t + 7 * j) % V for j in range((0, 1, 20)[i % 3])) for i, t in enumerate(targets.flatten().tolist())]
-    kept = TokenSets.from_lists(lists) if chosen.pop("kept", False) else None
-    transform = LogitTransform(1.0 if plain else 0.7)
+    mask = torch.arange(T).repeat(B, 1) < T - (not plain)
+    kept = None
+    if chosen.pop("kept", False):
+        kept, targets = TokenSets.from_logits(logits, top_p=0.5), logits.argmax(-1)
     logps = token_logprobs(logits, targets, transform=transform, kept=kept, options=Options(backend="eager")).logps
     old, ref = (logps + 0.3 * torch.randn(2, B, T, generator=g)).masked_fill(~mask, torch.nan)
-    batch = TokenBatch(targets, advantages, mask=mask, old_logps=old, ref_logps=None if "kl" in chosen else ref, kept=kept)
+    second = {"ref_logits": logits.roll(1, -1)} if "kl" in chosen else {}
+    batch = TokenBatch(targets, advantages, mask=mask, old_logps=old, ref_logps=None if second else ref, kept=kept)
     leaves = {"logits": logits} if level == "logits" else {"hidden": hidden, "weight": weight}
     leaves = {name: x.to(getattr(torch, dtype)).float() for name, x in leaves.items()}
     leaves[level] = leaves[level].masked_fill(~mask[..., None], torch.nan)
-    second = logits.roll(1, -1) if "kl" in chosen else None
-    return Question(plain, leaves, batch, Objective.preset("dapo", **chosen), transform, second)
+    return Question(leaves, batch, Objective.preset("dapo", **chosen), transform, second)
 
 
-def expected(q: Question) -> dict[str, Tensor]:
-    """By plain PyTorch in float64, or by the eager backend in fp32, with torch's own matrix products."""
-    if q.plain:
+def errors_of(q: Question, plain: bool, backend: str, device: torch.device, dtype: str) -> dict[str, float]:
+    """The largest errors of values and gradients beside plain PyTorch in float64, or eager in fp32 with torch's own products; of a
+    gradient as a share of the largest entry, of logits or hidden states of the same row."""
+    found, errors = results(q, backend, device, dtype), dict[str, float]()
+    if plain:
         leaves = {name: x.double().requires_grad_() for name, x in q.leaves.items()}
         loss, logps = plain_loss([*leaves.values()], q.batch, torch.float64)
-        return _with_gradients(leaves, loss=loss, logps=logps)
-    with cpu_products.using("torch"):
-        return results(q, "eager", torch.device("cpu"), "float32")
+        expected = _with_gradients(leaves, loss=loss, logps=logps)
+    else:
+        with cpu_products.using("torch"):
+            expected = results(q, "eager", torch.device("cpu"), "float32")
+    for name, wanted in expected.items():
+        off, size = (found[name] - wanted).abs(), wanted.abs()
+        largest = size.max() if name.startswith("d_") else 1.0
+        if name in ("d_logits", "d_hidden"):  # rows that are 0, or nearly, are compared with the largest row
+            off, rows = off.amax(-1), size.amax(-1)
+            largest = torch.where(rows > 1e-2 * largest, rows, largest)
+        errors[name] = float((off / largest).max())
+    return errors
 
 
 def results(q: Question, backend: str, device: torch.device, dtype: str) -> dict[str, Tensor]:
     """By a backend, in strict mode: otherwise a fallback could be tested in its place."""
     leaves = {name: x.to(device, getattr(torch, dtype), copy=True).requires_grad_() for name, x in q.leaves.items()}
-    second = {} if q.second is None else {"ref_logits": q.second.to(device)}
+    second = {name: x.to(device) for name, x in q.second.items()}
     loss_of: Any = grpo_loss if "logits" in leaves else linear_grpo_loss
     with use(backend=backend, strict=True):
         out = loss_of(*leaves.values(), q.batch.to(device), q.objective, transform=q.transform, **second)
@@ -148,16 +153,3 @@ def _with_gradients(leaves: dict[str, Tensor], **values: Tensor) -> dict[str, Te
     gradients = torch.autograd.grad(values["loss"], [*leaves.values()])
     values |= {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
     return {name: tensor.detach().double().cpu() for name, tensor in values.items()}
-
-
-def error_of(name: str, ours: Tensor, reference: Tensor) -> float:
-    """The largest error; of a gradient as a share of the largest entry, of logits or hidden states of the same row."""
-    off, size = (ours - reference).abs(), reference.abs()
-    if not name.startswith("d_"):
-        return float(off.max())
-    largest = size.max()
-    if name != "d_weight":  # rows that are 0, or nearly, are compared with the largest row
-        off, rows = off.amax(-1), size.amax(-1)
-        size = torch.where(rows > 1e-2 * largest, rows, largest)
-        return float((off / size).max())
-    return float(off.max() / largest)

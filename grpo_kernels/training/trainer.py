@@ -26,16 +26,16 @@ from typing import Any
 import torch
 
 from ..batch import TokenBatch
+from ..checks import require as check
 from ..distributed import global_normalizer
 from ..rewards.entropy import AdaptiveEntropyCoef
 from . import data, require
 from .config import TrainConfig, parse
 from .data import Row, prompts_of_step
-from .loss import Losses, LossParts, check_recomputing, micro_batches, pieces, recomputing
-from .ranks import ParallelModel, Ranks
+from .policy import Completions, Losses, LossParts, ParallelModel, Ranks, check_recomputing, recomputing
 from .report import RunLog, Stopwatch, Tracker, of_update, write_summary
 from .rewards import RewardFunction, Scores
-from .rollouts import Completions, Rollouts
+from .rollouts import Rollouts, micro_batches, pieces
 from .saving import OutputFolder, Saved, random_state, stop_after_step
 
 __all__ = ["LossParts", "TrainConfig", "Trainer"]
@@ -65,11 +65,9 @@ class Trainer:
         self.device = data.check(config, model, tokenizer, rows, teacher)
         self.ranks = Ranks(self.device)
         self.objective = config.objective  # which from now on knows of the ranks
-        if config.prompts_per_step < self.ranks.world:
-            raise ValueError(
-                f"prompts_per_step={config.prompts_per_step}: the {self.ranks.world} processes of this run take a prompt each at "
-                "least, with all its completions; raise it, or start fewer."
-            )
+        world = self.ranks.world
+        remedy = f"the {world} processes of this run take a prompt each at least, with all its completions; raise it, or start fewer."
+        check(config.prompts_per_step >= world, "prompts_per_step", config.prompts_per_step, remedy)
         self.folder = OutputFolder(self.out)
         self.ranks.on_main(lambda: self.folder.take(config.resume))
         try:
@@ -146,33 +144,33 @@ class Trainer:
         config = self.config
         whole = self.corrected(completions, advantages)
         parts, dropped = micro_batches(completions, whole, config, self.ranks)
-        references: list[Tensor | None] = [None] * len(parts)
+        if config.ratio_to == "sampler":
+            parts = [part.knowing(old_logps=part.completions.logps) for part in parts]
         if self.reference is not None and self.objective.exact is None:
-            references = [self.reference.without_gradients(self.losses.logps, part.completions) for part in parts]
-        to_policy = config.ratio_to == "policy"
-        old_logps = [None if to_policy else part.completions.logps for part in parts]
+            ask, logps_of = self.reference.without_gradients, self.losses.logps
+            parts = [part.knowing(ref_logps=ask(logps_of, part.completions)) for part in parts]
         metrics: dict[str, float] = {}
         self.mid_update = True
         for k in range(config.num_updates):
-            outs: list[LossParts] = []
+            logps, told = list[Tensor](), list[dict[str, Tensor]]()
             if self.entropy_coef is not None:
                 self.objective = replace(self.objective, entropy_coef=self.entropy_coef.coef)
             # One denominator for the whole batch, however it is cut and whatever is left out; over the world: gradients are
             # averaged over the ranks where they should be added.
             normalizer = global_normalizer(self.objective, whole) / self.ranks.world
             for i, part in enumerate(parts):
-                batch = replace(part.batch, old_logps=old_logps[i], ref_logps=references[i])
                 # A different seed for each micro-batch, update, rank and step.
                 update = (config.seed * 1_000_003 + self.step) * config.num_updates + k
                 seed = (update * self.ranks.world + self.ranks.rank) * len(parts) + i
                 with self.policy.reduction(i == len(parts) - 1), recomputing(self.model):
-                    out: LossParts = self.policy(self.losses.loss, part.completions, batch, self.objective, normalizer, seed)
+                    out: LossParts = self.policy(self.losses.loss, *part, self.objective, normalizer, seed)
                     out.loss.backward()
-                outs.append(LossParts(out.loss.detach(), out.logps, out.metrics))
-            if k == 0 and to_policy:
-                old_logps = [out.logps for out in outs]
+                logps.append(out.logps)
+                told.append({"loss": out.loss.detach() / self.ranks.world, **out.metrics})
+            if k == 0 and config.ratio_to == "policy":
+                parts = [part.knowing(old_logps=own) for part, own in zip(parts, logps, strict=True)]
             moved = self.move(config.lr_at(self.step * config.num_updates + k))
-            metrics = of_update(outs, self.objective, self.ranks, weighted=bool(config.corrections)) | moved
+            metrics = of_update(told, self.objective, self.ranks, weighted=bool(config.corrections)) | moved
             if self.entropy_coef is not None:
                 metrics["entropy_coef"] = self.entropy_coef.coef
                 self.entropy_coef.update(metrics["entropy"])
@@ -239,8 +237,7 @@ class Trainer:
                     self.log.write(line | self.train_step())
                     if self.step == config.steps and config.eval_steps:
                         self.log.write({"step": self.step, **self.rollouts.evaluate(self.eval_rows)})
-                    if self.ranks.any(bool(signals)):
-                        self.stopped_by = max(self.ranks.gather(signals[0] if signals else 0))
+                    self.stopped_by = max(self.ranks.gather(signals[0] if signals else 0))
                     due = config.checkpoint_steps > 0 and self.step % config.checkpoint_steps == 0
                     if due or self.stopped_by or self.step == config.steps:
                         self.saved.save(self.step, self.rng)
@@ -248,7 +245,7 @@ class Trainer:
                 # Between updates the parameters are those of the last whole step, and worth keeping; of several processes all
                 # have to come here to save.
                 together = self.ranks.world == 1 or error is self.ranks.shared_error
-                if self.step and not self.mid_update and together:
+                if self.step > self.saved.newest and not self.mid_update and together:
                     self.saved.save(self.step, self.rng)
                 raise
 

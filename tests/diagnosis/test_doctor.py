@@ -145,6 +145,16 @@ def test_the_self_test_detects_a_fault(fault, monkeypatch):
     assert {check["dtype" if where & {"float32", "bfloat16"} else "vocab"] for check in failed} == where
 
 
+def test_a_wrong_eager_backend_is_found_by_itself_and_beside_the_kernels(monkeypatch):
+    kernels = backends.load("eager").Kernels
+    pull = kernels.pull
+    monkeypatch.setattr(kernels, "pull", lambda self, *given: (pull(self, *given), given[-1].mul_(1.5)) and None)
+    for name, wrong in {"eager": {True}, "cpu": {False}}.items():
+        if backends.unavailable(name) is None:
+            checks = self_test.self_test(name, CPU)["checks"]
+            assert {check["case"] == self_test.PLAIN for check in checks if check["failure"]} == wrong, name
+
+
 def test_a_check_that_raises_costs_itself_only(monkeypatch):
     def broken(*_):
         raise RuntimeError("Failed to find C compiler\nmore")
@@ -222,7 +232,7 @@ def test_times_that_spread_are_not_judged(sound):
     sound.set("measure", timed_as(logits=(0.7, 2.0, 69.7)))
     assert "all is well, as far as could be told: some times spread too much" in sound.says()
     sound.set("measure", timed_as())
-    assert sound.says().endswith("\nall is well\n")
+    assert sound.says().endswith("    -> set GRPO_KERNELS_PRODUCTS=fp32\n\nall is well\n")
 
 
 # ---- findings: what is asked -> the one finding in these words, or none
