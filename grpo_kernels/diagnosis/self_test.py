@@ -1,36 +1,24 @@
 """Whether a backend is right here: the clipped loss against plain PyTorch in float64, which autograd differentiates, and all else
-that the kernels know against the eager backend, their readable reference. `CASES` is the table.
-
-Shape suffixes: B sequences, T tokens each, V vocabulary, H hidden size.
-"""
+that the kernels know against the eager backend, their readable reference. `CASES` is the table."""
 
 from __future__ import annotations
 
 import itertools
 import time
 import warnings
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from .. import (
-    Exact,
-    LogitTransform,
-    Objective,
-    Options,
-    TokenBatch,
-    TokenSets,
-    grpo_loss,
-    linear_grpo_loss,
-    token_logprobs,
-    use,
-)
+from .. import Exact, LogitTransform, Objective, TokenBatch, TokenSets, grpo_loss, linear_grpo_loss, use
 from ..formulas.divergence import DIRECTIONS
 from ..rows.backends import cpu_products
 from . import first_line
-from .step import plain_loss
+from .step import Step, inputs, plain_loss
 
 Tensor = torch.Tensor
+CPU = torch.device("cpu")
 
 #: The largest errors that rounding can cause. Those of values (loss, log-probs, entropy), which are fp32, are absolute. Those of
 #: gradients, by the dtype of logits or hidden states, are relative to the largest entry; those of d_logits and d_hidden to the
@@ -48,8 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sequence ratio": WHOLE | {"level": "sequence", "aggregate": "seq-mean-token-mean"},
     **{f"clip + divergence, {way}": WHOLE | {"kl": Exact(way)} for way in DIRECTIONS},
 }
-#: (B, T, V, H) and the cases: with an odd vocabulary, and with one of a model's size (rows of many tiles).
-SHAPES = (((3, 4, 1003, 64), [*CASES]), ((2, 2, 128_257, 8), [*CASES][:2]))
+#: Rows, hidden size, vocabulary and cases: with an odd vocabulary, and with one of a model's size (rows of many tiles).
+SHAPES = ((12, 64, 1003, [*CASES]), (4, 8, 128_257, [*CASES][:2]))
 
 
 def self_test(backend: str, device: torch.device) -> dict[str, Any]:
@@ -57,13 +45,16 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
     begin, checks, worst = time.perf_counter(), [], dict.fromkeys(LIMITS, 0.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for (shape, cases), dtype, level in itertools.product(SHAPES, ("float32", "bfloat16"), ("logits", "hidden")):
+        for (rows, hidden, vocab, cases), dtype, level in itertools.product(
+            SHAPES, ("float32", "bfloat16"), ("logits", "hidden")
+        ):
+            step = Step(level, rows, None if level == "logits" else hidden, vocab, dtype)
             for case in cases[:1] if backend == "eager" else cases:
                 if level == "hidden" and "kl" in CASES[case]:
                     continue  # the second stream of rows is logits
                 errors, failure = dict[str, float](), None
                 try:
-                    errors = errors_of(question(case, level, dtype, *shape), case == PLAIN, backend, device, dtype)
+                    errors = errors_of(question(case, step), backend, device, dtype)
                 except Exception as error:  # a kernel that does not compile must not end the report
                     failure = first_line(error)
                 for name, off in errors.items():
@@ -71,7 +62,7 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
                     worst[kind] = max(worst[kind], off)
                     if not off <= LIMITS[kind]:  # NaN as well
                         failure = failure or f"{name} is off by {off:.1e}, more than {LIMITS[kind]:.0e}"
-                about = {"case": case, "level": level, "dtype": dtype, "vocab": shape[2]}
+                about = {"case": case, "level": level, "dtype": dtype, "vocab": vocab}
                 checks.append(about | {"errors": errors, "failure": failure})
     return {
         "available": True,
@@ -86,49 +77,48 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
 
 
 class Question(NamedTuple):
-    """What a backend is asked. Rows that are masked are NaN."""
+    """What a backend is asked."""
 
-    leaves: dict[
-        str, Tensor
-    ]  # logits [B, T, V], or hidden [B, T, H] and weight [V, H]: fp32, as rounded to the dtype of the check
+    plain: bool  # whether plain PyTorch has the answer
+    leaves: list[Tensor]  # in the dtype of the check; rows that are masked are NaN
     batch: TokenBatch
     objective: Objective
-    transform: LogitTransform
-    second: dict[str, Tensor]  # of an exact divergence: the logits of a second stream of rows, fp32 [B, T, V]
+    how: dict[str, Any]
 
 
-def question(case: str, level: str, dtype: str, B: int, T: int, V: int, H: int) -> Question:
-    """One sequence has no advantage, the last token is masked, but not for plain PyTorch. Sets hold half of the probability."""
-    g, chosen, plain = torch.Generator().manual_seed(V), dict(CASES[case]), case == PLAIN
-    hidden, weight = torch.randn(B, T, H, generator=g), 3 / H**0.5 * torch.randn(V, H, generator=g)
-    logits, transform = hidden @ weight.t(), LogitTransform(1.0 if plain else 0.7)
-    targets, advantages = torch.randint(0, V, (B, T), generator=g), torch.randn(B, 1, generator=g).repeat(1, T)
-    advantages[-1] = 0.0
-    mask = torch.arange(T).repeat(B, 1) < T - (not plain)
-    kept = None
-    if chosen.pop("kept", False):
-        kept, targets = TokenSets.from_logits(logits, top_p=0.5), logits.argmax(-1)
-    logps = token_logprobs(logits, targets, transform=transform, kept=kept, options=Options(backend="eager")).logps
-    old, ref = (logps + 0.3 * torch.randn(2, B, T, generator=g)).masked_fill(~mask, torch.nan)
-    second = {"ref_logits": logits.roll(1, -1)} if "kl" in chosen else {}
-    batch = TokenBatch(targets, advantages, mask=mask, old_logps=old, ref_logps=None if second else ref, kept=kept)
-    leaves = {"logits": logits} if level == "logits" else {"hidden": hidden, "weight": weight}
-    leaves = {name: x.to(getattr(torch, dtype)).float() for name, x in leaves.items()}
-    leaves[level] = leaves[level].masked_fill(~mask[..., None], torch.nan)
-    return Question(leaves, batch, Objective.preset("dapo", **chosen), transform, second)
+def question(case: str, step: Step) -> Question:
+    """Some tokens have no advantage; some are masked, but not for plain PyTorch. Sets: the target alone, some ids with it, none."""
+    leaves, batch = inputs(step, CPU)
+    batch.advantages[:2] = 0.0
+    chosen, how = dict(CASES[case]), dict[str, Any]()
+    kept = chosen.pop("kept", False)
+    objective = Objective.preset("dapo", **chosen)
+    if case == PLAIN:
+        return Question(True, leaves, batch, objective, how)
+    assert batch.old_logps is not None
+    mask, ends = torch.arange(step.rows) % 4 != 3, torch.arange(0, step.rows + 1, 4)
+    old = batch.old_logps.masked_fill(~mask, torch.nan)
+    batch = replace(batch, mask=mask, cu_seqlens=ends, old_logps=old, ref_logps=old - 0.2)
+    if kept:
+        lists = ([(t + 7 * j) % step.vocab for j in range((0, 1, 20)[i % 3])] for i, t in enumerate(batch.targets.tolist()))
+        batch = replace(batch, kept=TokenSets.from_lists([*map(sorted, lists)]))
+    if "kl" in chosen:
+        batch, how = replace(batch, ref_logps=None), {"ref_logits": leaves[0].float().roll(1, -1)}
+    leaves[0] = leaves[0].masked_fill(~mask[:, None], torch.nan)
+    return Question(False, leaves, batch, objective, how | {"transform": LogitTransform(0.9)})
 
 
-def errors_of(q: Question, plain: bool, backend: str, device: torch.device, dtype: str) -> dict[str, float]:
+def errors_of(q: Question, backend: str, device: torch.device, dtype: str) -> dict[str, float]:
     """The largest errors of values and gradients beside plain PyTorch in float64, or eager in fp32 with torch's own products; of a
     gradient as a share of the largest entry, of logits or hidden states of the same row."""
     found, errors = results(q, backend, device, dtype), dict[str, float]()
-    if plain:
-        leaves = {name: x.double().requires_grad_() for name, x in q.leaves.items()}
-        loss, logps = plain_loss([*leaves.values()], q.batch, torch.float64)
+    if q.plain:
+        leaves = [x.double().requires_grad_() for x in q.leaves]
+        loss, logps = plain_loss(leaves, q.batch, torch.float64)
         expected = _with_gradients(leaves, loss=loss, logps=logps)
     else:
         with cpu_products.using("torch"):
-            expected = results(q, "eager", torch.device("cpu"), "float32")
+            expected = results(q, "eager", CPU, "float32")
     for name, wanted in expected.items():
         off, size = (found[name] - wanted).abs(), wanted.abs()
         largest = size.max() if name.startswith("d_") else 1.0
@@ -141,15 +131,15 @@ def errors_of(q: Question, plain: bool, backend: str, device: torch.device, dtyp
 
 def results(q: Question, backend: str, device: torch.device, dtype: str) -> dict[str, Tensor]:
     """By a backend, in strict mode: otherwise a fallback could be tested in its place."""
-    leaves = {name: x.to(device, getattr(torch, dtype), copy=True).requires_grad_() for name, x in q.leaves.items()}
-    second = {name: x.to(device) for name, x in q.second.items()}
-    loss_of: Any = grpo_loss if "logits" in leaves else linear_grpo_loss
+    leaves = [x.to(device, getattr(torch, dtype), copy=True).requires_grad_() for x in q.leaves]
+    how = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in q.how.items()}
+    loss_of: Any = grpo_loss if len(leaves) == 1 else linear_grpo_loss
     with use(backend=backend, strict=True):
-        out = loss_of(*leaves.values(), q.batch.to(device), q.objective, transform=q.transform, **second)
+        out = loss_of(*leaves, q.batch.to(device), q.objective, **how)
         return _with_gradients(leaves, loss=out.loss, logps=out.logps, entropy=out.entropy)
 
 
-def _with_gradients(leaves: dict[str, Tensor], **values: Tensor) -> dict[str, Tensor]:
-    gradients = torch.autograd.grad(values["loss"], [*leaves.values()])
-    values |= {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+def _with_gradients(leaves: list[Tensor], **values: Tensor) -> dict[str, Tensor]:
+    names = ("d_logits",) if len(leaves) == 1 else ("d_hidden", "d_weight")
+    values |= dict(zip(names, torch.autograd.grad(values["loss"], leaves), strict=True))
     return {name: tensor.detach().double().cpu() for name, tensor in values.items()}

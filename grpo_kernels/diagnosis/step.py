@@ -151,9 +151,9 @@ class Contender:
     restore: Callable[[], object] = lambda: None  # inputs that a run overwrites, untimed
 
 
-def contenders(step: Step, backend: str, device: torch.device) -> list[Contender]:
-    """Plain PyTorch first, or the engine of products in use. All compute the clipped loss of fresh log-probs, and the gradients of
-    logits or of hidden states and head."""
+def inputs(step: Step, device: torch.device) -> tuple[list[Tensor], TokenBatch]:
+    """Logits [rows, vocab], or hidden states [rows, hidden] and a head, in the step's dtype; and tokens, with old log-probs near
+    those of the rows."""
     g = torch.Generator().manual_seed(2)
 
     def random(*shape: int) -> Tensor:
@@ -162,13 +162,20 @@ def contenders(step: Step, backend: str, device: torch.device) -> list[Contender
     # A few random columns, repeated: random numbers for all would take longer than the measurement.
     repeated = torch.arange(step.vocab, device=device) % 1013
     if step.hidden is None:
-        inputs = [2 * random(step.rows, 1013)[:, repeated]]
+        rows = [2 * random(step.rows, 1013)[:, repeated]]
     else:
-        inputs = [random(step.rows, step.hidden), 2 / step.hidden**0.5 * random(1013, step.hidden)[repeated]]
-    leaves = [x.to(getattr(torch, step.dtype)).contiguous().requires_grad_() for x in inputs]
+        rows = [random(step.rows, step.hidden), 2 / step.hidden**0.5 * random(1013, step.hidden)[repeated]]
+    leaves = [x.to(getattr(torch, step.dtype)).contiguous() for x in rows]
     targets = torch.randint(0, step.vocab, (step.rows,), generator=g).to(device)
-    old_logps = plain_logps(leaves, targets).detach() + 0.3 * random(step.rows)
-    batch = TokenBatch(targets, random(step.rows), old_logps=old_logps)
+    return leaves, TokenBatch(targets, random(step.rows), old_logps=plain_logps(leaves, targets) + 0.3 * random(step.rows))
+
+
+def contenders(step: Step, backend: str, device: torch.device) -> list[Contender]:
+    """Plain PyTorch first, or the engine of products in use. All compute the clipped loss of fresh log-probs, and the gradients of
+    logits or of hidden states and head."""
+    leaves, batch = inputs(step, device)
+    for leaf in leaves:
+        leaf.requires_grad_()
     loss_of: Any = grpo_loss if step.hidden is None else linear_grpo_loss
 
     def ours(own: list[Tensor] = leaves, front: Any = list, by: str | None = None, **how: bool) -> object:

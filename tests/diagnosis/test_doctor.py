@@ -117,8 +117,8 @@ def rounded(name, x, dtype):
 
 #: What results of these names have -> the vocabularies or dtypes whose checks find it, and no others.
 FAULTS = {
-    "a lost row of logits": ("d_logits", scaled(0.0, 0, 0), {1003, 128_257}),
-    "a lost row of hidden states": ("d_hidden", scaled(0.0, 0, 0), {1003, 128_257}),
+    "a lost row of logits": ("d_logits", scaled(0.0, 0), {1003, 128_257}),
+    "a lost row of hidden states": ("d_hidden", scaled(0.0, 0), {1003, 128_257}),
     "a lost row of the weight": ("d_weight", scaled(0.0, slice(None, None, 2)), {1003, 128_257}),
     "the end of a long row": ("d_logits", scaled(0.0, ..., slice(65536, None)), {128_257}),
     "a scaled gradient": ("d_", scaled(1.01), {"float32"}),
