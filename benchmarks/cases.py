@@ -37,6 +37,7 @@ CONTRACTS = {
     "sparse": "DAPO loss from hidden states [N, H] of rows of a mean entropy and the head's weight [V, H]: value, gradients of both",
     "cross-entropy": "mean cross-entropy from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
     "divergence": "mean KL(policy, teacher) from hidden states and weights of both: value, gradients of the policy's",
+    "logits-forms": "DAPO loss with terms at 128 listed ids a row, of given logits [N, V]: value and gradient",
     "divergence-forward": "mean KL(teacher, policy) from hidden states and weights of both: value, gradients of the policy's",
     "divergence-jsd": "mean Jensen-Shannon divergence from hidden states and weights of both: value, gradients of the policy's",
     "logits-divergence": "mean KL(policy, teacher) of given logits [N, V]: value and gradient with respect to the policy's",
@@ -227,10 +228,7 @@ def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
     else:
         case.batch = tokens(case, g)
     if cell.contract == "forms":
-        first = torch.randint(0, cell.vocab, (cell.rows, 1), generator=g, device=device)
-        ids = (first + torch.arange(LISTED, device=device)) % cell.vocab
-        terms = (TokenSets.from_padded(ids, values=torch.randn(ids.shape, generator=g, device=device)) for _ in range(2))
-        case.batch = replace(case.batch, logp_terms=next(terms), prob_terms=next(terms))
+        case.batch = with_terms(case, g)
     if kept is not None:
         case.weight_grad = torch.zeros(weight.shape, device=device)
     hidden.requires_grad_(cell.contract != "hidden-forward")
@@ -257,7 +255,18 @@ def _logits(cell: Cell, device: str, g: torch.Generator) -> Case:
     batch = TokenBatch(targets, torch.ones(cell.rows, device=device))
     case = Case(cell, batch, logits, pristine, pristine.clone(), ref_logits=ref_logits)
     case.batch = batch if two else tokens(case, g)
+    if cell.contract == "logits-forms":
+        case.batch = with_terms(case, g)
     return case
+
+
+def with_terms(case: Case, g: torch.Generator) -> TokenBatch:
+    """The batch with both terms at ids that follow one another."""
+    device, cell = case.batch.targets.device, case.cell
+    first = torch.randint(0, cell.vocab, (cell.rows, 1), generator=g, device=device)
+    ids = (first + torch.arange(LISTED, device=device)) % cell.vocab
+    terms = (TokenSets.from_padded(ids, values=torch.randn(ids.shape, generator=g, device=device)) for _ in range(2))
+    return replace(case.batch, logp_terms=next(terms), prob_terms=next(terms))
 
 
 Inputs = tuple[Tensor, Tensor, Tensor, float | None]  # hidden, weight, targets, entropy
@@ -299,7 +308,7 @@ def entropies(logits: Tensor) -> Tensor:
 #: the median is 2, the mean about 8, the 99th percentile about 82. For rows with more than one id, sizes are drawn from a
 #: log-normal distribution whose parameters reproduce these quantiles.
 SINGLE, MU, SIGMA, LARGEST = 0.46, 1.936, 1.185, 512
-#: Ids that each row lists in the suite "forms".
+#: Ids that each row lists in the suites "forms" and "logits-forms".
 LISTED = 128
 
 

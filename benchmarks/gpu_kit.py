@@ -99,7 +99,7 @@ HEADLINE = ("logits", "hidden", "kept")
 COMPARED = ("logits", "hidden", "active", "kept")
 FURTHER = (
     "step", "divergence", "sparse", "logits-divergence", "length", "cross-entropy", "hidden-frozen", "logits-forward", "hidden-forward",
-    "hidden-sequence", "divergence-forward", "divergence-jsd", "rows", "vocab", "trees", "forms",
+    "hidden-sequence", "divergence-forward", "divergence-jsd", "rows", "vocab", "trees", "forms", "logits-forms",
 )  # fmt: skip
 REHEARSED_SUITES = ("kept", "length")  # of them, on a CPU
 

@@ -163,6 +163,10 @@ SUITES = {
             "forms", "Loss and gradients with terms at listed ids, from hidden states", "forms",
             plan("forms", (256, 1024, QWEN)), gpu("forms", LARGE),
         ),
+        Suite(
+            "logits-forms", "Loss and gradient with terms at listed ids, from logits", "logits-forms",
+            plan("logits-forms", (256, None, QWEN)), gpu("logits-forms", (8192, None, QWEN)),
+        ),
         _head("divergence", "Exact KL to a teacher, from hidden states", plan("divergence", MANY, only=DIVERGENCES)),
         _head("divergence-forward", "The same, forward"),
         _head("divergence-jsd", "The same, Jensen-Shannon"),

@@ -14,7 +14,7 @@ from .checks import describe, nearest, require
 from .formulas.divergence import Exact
 from .formulas.listed import ListedTerms
 from .formulas.ops import bounded_exp, times
-from .formulas.token_stage import JointStage, TokenRows
+from .formulas.token_stage import JointStage, Terms, TokenRows
 from .layout import (
     FLOATING,
     check_named,
@@ -359,12 +359,11 @@ def _loss(
         name = "prob_terms" if batch.logp_terms is None else "logp_terms"
         refuse_sparse(options, "the gradients of ids of logp_terms and prob_terms would be among the columns drawn once more")
         check_ids(name, batch.listed, stream.vocab)
+    at_once = objective.one_pass
     if tokens is not None or listed is not None:
-        late = late or kept is not None or bool(seconds.others)
-    # What listed ids add may be small at the likeliest id of a row, whose place the engine would give and take off again.
-    joint = joint and listed is None
-    if not late and (objective.one_pass or joint):
-        return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited, listed, at, tokens)
+        late, at_once = late or (kept is not None and bool(seconds.others)), at_once and kept is None
+    if not late and (at_once or joint):
+        return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited, listed, at, tokens, at_once)
     with_gradient = ("entropy",) if objective.needs_entropy else ()
     asked = Asked(("entropy",), with_gradient, kept, over, seconds, exact, at, visited, sparse, tokens)
     found = statistics_of(stream, asked, rows.targets, rows.read, options)
@@ -380,27 +379,35 @@ def _loss(
 
 def _in_one_visit(
     stream: Stream, batch: TokenBatch, objective: Objective, rows: TokenRows, kept: KeptRows | None, seconds: Seconds,
-    visited: tuple[Tensor, int] | None, listed: ListedTerms | None, at: Ragged | None, tokens: Tokens | None,
+    visited: tuple[Tensor, int] | None, listed: ListedTerms | None, at: Ragged | None, tokens: Tokens | None, at_once: bool,
 ) -> LossOutput:  # fmt: skip
+    """The loss of rows in one visit; `at_once`: of rows that wait for no other one."""
     shape, others, (index, active) = batch.targets.shape, seconds.others, visited or (None, None)
-    over_vocabulary, over_sets = None, None
-    if tokens is not None:
-        over_vocabulary = Visit(rows.targets.new_zeros(tokens.n), tokens.named(None), (), others, index, active, tokens=tokens)
-    elif kept is None or not kept.has_all:
+    over_vocabulary, over_sets, of_rows = None, None, tokens
+    if kept is None or not kept.has_all:
         read = rows.read if kept is None else kept.others(rows.read)
-        own = None if at is None else Tokens.one_a_row(rows.targets, read, at)
-        over_vocabulary = Visit(rows.targets, read, (), others, index, active, tokens=own)
+        if tokens is not None:
+            of_rows = replace(tokens, read=read)
+        elif at is not None:
+            of_rows = Tokens.one_a_row(rows.targets, read, at)
+        over_vocabulary = Visit(rows.targets, read, (), others, index, active)
+        if of_rows is not None:
+            read = read if tokens is None else of_rows.named(None)
+            slots = None if at_once else of_rows.pairs.slots
+            targets = rows.targets.new_zeros(of_rows.n)  # the likeliest of a row's ids stands in for them
+            over_vocabulary = replace(over_vocabulary, targets=targets, read=read, tokens=of_rows, at=slots)
     if kept is not None:
-        over_sets = Visit(rows.targets, kept.read, WITH_ENTROPY, others, kept=kept)
+        own = None if at is None else at.only(kept.has).plain()
+        over_sets = Visit(rows.targets, kept.read, WITH_ENTROPY, others, kept=kept, at=own, tokens=tokens)
     log_ratio: Tensor | None = None
 
-    def terms(logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    def terms(logps: Tensor, entropy: Tensor, of_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         nonlocal log_ratio
-        log_ratio = objective.log_ratio(logps, rows, batch)
-        return objective.token_stage(logps, entropy, rows, batch, log_ratio)[:2]
+        beside = None if listed is None or of_ids is None else (listed, of_ids)
+        made, log_ratio, d_ids = _token_stage(logps, entropy, batch, objective, rows, beside)
+        return made.losses, made.d_logps, d_ids
 
-    groups = () if objective.one_pass else _groups(batch, objective, active, tokens)
-    stage = objective.stage(rows, listed) if objective.one_pass else JointStage(terms, groups)
+    stage = objective.stage(rows, listed) if at_once else JointStage(terms, _groups(batch, objective, active, tokens))
     visit = OneVisit(stream, over_vocabulary, over_sets, stage, torch.is_grad_enabled())
     loss, logps, entropy, divergence = fused_loss(visit, stream.tensors)
     divergence = None if divergence is None else divergence.view(shape)
@@ -417,14 +424,16 @@ def _made_jointly(stream: Hidden, objective: Objective, kept: KeptRows | None) -
 
 
 def _groups(batch: TokenBatch, objective: Objective, active: int | None, tokens: Tokens | None) -> tuple[int, ...]:
-    """The rows of `JointStage.groups`: sequences, or those that share rows, or all rows where slopes wait for more, or for other
-    ranks."""
-    if objective.by_sequence and batch.context_group is None:
+    """The rows of `JointStage.groups`: each alone, sequences, or those that share rows, or all rows where slopes wait for more, or
+    for other ranks."""
+    assert active is not None
+    if objective.one_pass:
+        return (1,) * active
+    if objective.by_sequence and batch.context_group is None and (tokens is None or batch.kept is None):
         if tokens is not None and batch.sequences is not None:
             sequences = batch.spread(torch.arange(batch.sequences, device=batch.targets.device))
             return tokens.groups(batch.marked(objective.active_rows), sequences, batch.sequences)
         return batch.counts(objective.active_rows if batch.kept is None else whole(objective.active_rows))
-    assert active is not None
     return (active,)
 
 
@@ -462,15 +471,8 @@ def _loss_of_logps(
 ) -> LossOutput:
     """The loss of flat log-probs, entropy and exact divergence [n], and of the log-probs [k] of listed ids: the token stage."""
     L, H = logps.detach(), None if entropy is None else entropy.detach()
-    x = None if objective.one_pass else objective.log_ratio(L, rows, batch)
-    at = d_at = None
-    if listed is None:
-        made = objective.token_stage(L, H, rows, batch, x)
-    else:
-        terms, at = listed
-        term, slopes = terms.of(at.detach(), rows.advantages)
-        made = objective.token_stage(L, H, rows, batch, x, term)
-        d_at = times(made.d_listed[terms.rows], slopes)
+    made, x, d_at = _token_stage(L, H, batch, objective, rows, listed)
+    at = None if listed is None else listed[1]
     loss = applied(_TokenStage, logps, entropy, at, made.losses, made.d_logps, made.d_entropy, d_at)
     H = torch.full_like(L, math.nan) if H is None else H
     shape = batch.targets.shape
@@ -479,6 +481,20 @@ def _loss_of_logps(
         loss = loss + total(times(rows.divergence_weight, divergence))
         divergence = divergence.detach().view(shape)
     return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x, divergence=divergence)
+
+
+def _token_stage(
+    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, objective: Objective, rows: TokenRows,
+    listed: tuple[ListedTerms, Tensor] | None,
+) -> tuple[Terms, Tensor | None, Tensor | None]:  # fmt: skip
+    """(the terms of flat rows, the log-ratio where slopes wait for other rows, d loss / d log-prob of listed ids)."""
+    x = None if objective.one_pass else objective.log_ratio(logps, rows, batch)
+    if listed is None:
+        return objective.token_stage(logps, entropy, rows, batch, x), x, None
+    terms, at = listed
+    term, slopes = terms.of(at.detach(), rows.advantages)
+    made = objective.token_stage(logps, entropy, rows, batch, x, term)
+    return made, x, times(made.d_listed[terms.rows], slopes)
 
 
 class _TokenStage(torch.autograd.Function):

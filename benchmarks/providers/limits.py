@@ -21,11 +21,11 @@ Tensor = torch.Tensor
 Call = Callable[[], Any]
 
 
-def limit(name: str, contract: str) -> Callable[[Callable[[Case], Any]], Any]:
-    return provider(name, contract, limit=True)
+def limit(name: str, *contracts: str) -> Callable[[Callable[[Case], Any]], Any]:
+    return provider(name, *contracts, limit=True)
 
 
-limit("copy", "logits")(lambda case: lambda: case.buffer.copy_(case.pristine))
+limit("copy", "logits", "logits-forms")(lambda case: lambda: case.buffer.copy_(case.pristine))
 #: On a CPU this moves fewer bytes than a copy, which reads its destination from memory before it writes it.
 limit("in-place pass", "logits")(lambda case: lambda: case.buffer.neg_())
 limit("read", "logits-forward")(lambda case: lambda: case.pristine.sum())

@@ -100,13 +100,14 @@ def loss(
     provider(f"{OURS}{name}", *contracts, **fields)(make)
 
 
-loss(", in place", "logits", "logits-divergence", inplace=True)
+loss(", in place", "logits", "logits-divergence", "logits-forms", inplace=True)
 loss(", new gradient", "logits")
 loss(", in place, upstream 0.5", "logits", inplace=True, upstream=0.5)
 loss(", new gradient, upstream 0.5", "logits", upstream=0.5)
 loss(", into weight_grad", "kept", into=True)
 loss("", "hidden", "hidden-frozen", *OF_SEQUENCES, "sparse", "kept", "cross-entropy", "trees", "forms", *BETAS)
 loss(", without terms", "forms", without_terms=True, beside=True)
+loss(", in place, without terms", "logits-forms", inplace=True, without_terms=True, beside=True)
 loss(", rollouts one by one", "trees", one_by_one=True)
 loss(", upstream 0.5", "hidden", "hidden-frozen", upstream=0.5)
 

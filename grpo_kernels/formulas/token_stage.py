@@ -267,10 +267,11 @@ class TokenStage(NamedTuple):
 class JointStage(NamedTuple):
     """The token stage of an objective whose slopes wait for other tokens: those of their sequence, or the whole batch.
 
-    terms   (losses, d loss / d log-prob), fp32 [n], from log-probs and entropies [n]: of each group for which they are there.
+    terms   (losses, d loss / d log-prob), fp32 [n], and d loss / d log-prob of listed ids [k], from log-probs and entropies [n] and
+            log-probs of listed ids; None without these: of each group for which they are there.
     groups  the number of rows of each group that can have a gradient; groups follow one another."""
 
-    terms: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    terms: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]
     groups: tuple[int, ...]
 
 

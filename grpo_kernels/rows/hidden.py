@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from ..formulas.token_stage import JointStage, TokenStage
+from ..formulas.token_stage import TokenStage
 from .backends import WITH_ENTROPY, FusedRows
 from .gradients import Gradients, LateGradient, WeightGradient, WeightMemory
 from .partials import LogitRows, Partials, RowTransform, Second, Slopes, side_by_side
 from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
 from .ragged import Ragged
 from .selection import Draws, gradient_at, starts
-from .stream import Block, Found, Other, Parts, Stream, Visit
+from .stream import Block, Found, Other, Parts, Stream, Visit, Waiting
 
 Tensor = torch.Tensor
 
@@ -114,10 +114,10 @@ class Hidden(Stream):
         with torch.autocast(self.hidden.device.type, enabled=False):
             gradients.backward(visit, found, slopes, at_ids)
 
-    def fused(self, visit: Visit, stage: TokenStage | JointStage, gradients: Engine | None) -> FusedRows:
+    def fused(self, visit: Visit, stage: TokenStage | Waiting, gradients: Engine | None) -> FusedRows:
         engine = Engine(self, parts=Parts(visit)) if gradients is None else gradients
         with torch.autocast(self.hidden.device.type, enabled=False):
-            if isinstance(stage, JointStage):
+            if isinstance(stage, Waiting):
                 return engine.fused_jointly(visit, stage, gradients is not None)
             return engine.fused(visit, stage, gradients is not None)
 
@@ -187,7 +187,7 @@ class Engine(Gradients):
                 first = starts(sparse.seed, block.places + sparse.first_row)
                 draws.take(block.places, self.backend.select(block.rows, partials, sparse.step, first))
             if out is not None:
-                self._of_slope_1(block, partials, out)
+                block.pull_unit(values, out)
             return values
 
         parts = self._visited(visit, step, visit.ahead, active)
@@ -218,7 +218,7 @@ class Engine(Gradients):
         in_batch[:, index] = side_by_side(parts)
         return in_batch
 
-    def fused_jointly(self, visit: Visit, stage: JointStage, gradients: bool) -> FusedRows:
+    def fused_jointly(self, visit: Visit, stage: Waiting, gradients: bool) -> FusedRows:
         """`fused` of rows that wait for the log-probs of their group. The rows that have no gradient come first, as groups may wait
         for them too. A run of groups is one block, whose products wait for its slopes; or it is too long for that, and the
         logits of its rows are computed again, once these are known."""
@@ -231,21 +231,21 @@ class Engine(Gradients):
 
         def slopes() -> Tensor:
             nonlocal losses
-            logps, entropy = partials.softmax(True)
-            losses, of_logps = stage.terms(logps, entropy)
-            return torch.where(logps.isnan() & (of_logps != 0), torch.nan, of_logps)
+            losses, factors = stage.terms(partials)
+            return torch.where(partials.logps.isnan() & (factors != 0), torch.nan, factors)
 
         def step(block: Block, _: slice, out: Tensor | None) -> None:
             partials.values[:, block.at] = values = block.stats()
             if out is not None:
-                self._of_slope_1(block, visit.found(values).partials, out)
+                block.pull_unit(values, out)
 
         for i, (first, end, is_block) in enumerate([(active if gradients else 0, index.numel(), False), *runs]):
             some, self.is_last = index[first:end], i == len(runs)
             self._each(visit, some, step, is_block, slopes=slopes)
             if i and not is_block:
                 of_run = replace(visit, index=some, active=None)
-                self.backward(of_run, visit.found(partials.values), Slopes.stacked({"target": slopes()}), None)
+                at_ids = None if visit.at is None else torch.zeros(visit.at.ids.shape, device=self.hidden.device)
+                self.backward(of_run, visit.found(partials.values), visit.slopes(slopes()), at_ids)
         if losses is None:
             slopes()
         assert losses is not None
@@ -279,7 +279,8 @@ class Engine(Gradients):
                 self.add(drawn, at)
             return
         if found.ahead is not None and self.d_hidden is not None:
-            self.d_hidden += _multiplied(found.ahead.clone(), slopes.target)
+            factors = slopes.target if visit.at is None else slopes.get("constant")
+            self.d_hidden += _multiplied(found.ahead.clone(), factors)
             return
         self.stream.check_there()
         index, n = visit.rows()[: visit.active], visit.targets.numel()
@@ -415,11 +416,6 @@ class Engine(Gradients):
         if kept is None or self.work.scaled:
             return self.products.gradient_buffer(logits, self.exact)
         return kept[first : first + logits.shape[0]]
-
-    def _of_slope_1(self, block: Block, partials: Partials, out: Tensor) -> None:
-        """Write the gradient of the log-probs. Of a log-prob of NaN it is 0, so that its slope says whether it is one."""
-        of_logps = (~partials.logps.isnan()).to(torch.float32)
-        self.backend.gradient(block.rows, partials, Slopes.stacked({"target": of_logps}), out)
 
     def _take(
         self, at: slice | Tensor, hidden: Tensor, d_logits: Tensor, last: bool, slopes: Callable[[], Tensor] | None

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..formulas.token_stage import JointStage, TokenStage
+from ..formulas.token_stage import TokenStage
 from .backends import FusedRows
 from .gradients import Gradients, LateGradient, SlotGradient
 from .memory import empty
 from .partials import OUTSIDE, LogitRows, Second, Slopes, side_by_side
 from .ragged import Ragged, write_at
-from .stream import Block, Found, Other, Parts, Stream, Visit
+from .stream import Block, Found, Other, Parts, Stream, Visit, Waiting
 
 Tensor = torch.Tensor
 
@@ -100,12 +100,16 @@ class Logits(Stream):
             used = here.ids >= 0 if visit.read is None else (here.ids >= 0) & visit.read[here.rows]
             write_at(out, here.positions(out.shape[1]), at_ids, used)
 
-    def fused(self, visit: Visit, stage: TokenStage | JointStage, gradients: LogitsGradient | None) -> FusedRows:
+    def fused(self, visit: Visit, stage: TokenStage | Waiting, gradients: LogitsGradient | None) -> FusedRows:
         assert isinstance(stage, TokenStage)
         out = None if gradients is None else gradients.rows()
         if not visit.apart and visit.tokens is None:
             return self.backend.fused(self._rows(visit), stage, out)
-        at_once = None if visit.tokens is None else self.backend.fused_tokens(self._rows(visit), visit.tokens, stage, out)
+        at_once = (
+            None
+            if visit.tokens is None or visit.apart
+            else self.backend.fused_tokens(self._rows(visit), visit.tokens, stage, out)
+        )
         if at_once is not None:
             return at_once
         result = FusedRows.zeros(stage.rows.targets.numel(), self.logits.device, visit.apart or None)

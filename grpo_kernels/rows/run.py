@@ -23,7 +23,7 @@ from .memory import converted
 from .partials import Partials, Second, Slopes
 from .ragged import Tokens
 from .sets import OverSets
-from .stream import Found, Parts, Stream, Visit
+from .stream import Found, Parts, Stream, Visit, Waiting
 from .tokens import LogitsAt
 
 Tensor = torch.Tensor
@@ -154,15 +154,12 @@ class Rows(Problem):
                 at = LogitsAt(visit.at, known[i, "at logits"], known[i, "at used"])
                 d_at = torch.zeros_like(at.logits) if d_at is None else d_at.to(torch.float32)
                 at = at if visit.tokens is None or visit.kept is not None else at.with_likeliest(base.transform)
+                # Of computed rows the divergence has its gradient where they are computed again, see `Block.pull`.
+                seconds = () if base.computed and visit.kept is None else _seconds_at(visit, found)
+                rows = (visit.targets, visit.read, found.partials, slopes, base.transform, seconds)
+                at_ids, slopes = at.gradients(d_at, d_outside, *rows)
                 if visit.ahead:
-                    target, values = at.beside_one(d_at, base.transform)
-                    slopes = Slopes.stacked({"target": target})
-                    gradients.add(base.own(visit.at), values)
-                else:
-                    # Of computed rows the divergence has its gradient where they are computed again, see `Block.pull`.
-                    seconds = () if base.computed and visit.kept is None else _seconds_at(visit, found)
-                    rows = (visit.targets, visit.read, found.partials, slopes, base.transform, seconds)
-                    at_ids, slopes = at.gradients(d_at, d_outside, *rows)
+                    gradients.add(base.own(visit.at), at_ids)
             over(base, visit).pull(visit, found, slopes, gradients, at_ids)
         pairs = zip(gradients.tensors(), tensors, strict=True)
         return tuple(None if g is None else converted(g, x.dtype) for g, x in pairs)
@@ -345,10 +342,9 @@ class OneVisit:
 
     def of_rows(self, gradients: Gradients | None) -> FusedRows:
         """The losses of all rows; their gradients are collected."""
-        if isinstance(self.stage, JointStage) and self.whole is not None and self.sets is not None:
-            return self._jointly(self.whole, self.sets, self.stage, gradients)
-        if isinstance(self.stage, JointStage) and self.whole is not None and self.whole.tokens is not None:
-            return self._tokens_jointly(self.whole, self.whole.tokens, self.stage, gradients)
+        if isinstance(self.stage, JointStage):
+            assert self.whole is not None, "rows that are visited over sets alone have no products that wait"
+            return self._jointly(self.whole, self.stage, gradients)
         # Sets first: the others may write over logits that they read.
         visits = [visit for visit in (self.sets, self.whole) if visit is not None]
         results = [over(self.stream, visit).fused(visit, self.stage, gradients) for visit in visits]
@@ -358,48 +354,83 @@ class OneVisit:
         of_sets, of_others = results
         return FusedRows(torch.where(self.sets.kept.has, of_sets.values, of_others.values))
 
-    def _jointly(self, whole: Visit, sets: Visit, stage: JointStage, gradients: Gradients | None) -> FusedRows:
-        """The same of rows that wait for each other: log-probs over sets are there first, and their gradient is made last."""
-        assert sets.kept is not None
-        stream, has, slopes = over(self.stream, sets), sets.kept.has, torch.zeros(())
-        found = stream.stats(sets)
-        of_sets = found.partials.softmax(True)
+    def _jointly(self, whole: Visit, stage: JointStage, gradients: Gradients | None) -> FusedRows:
+        """The same of rows that wait for each other: log-probs over sets are there first. The gradients over these and at further
+        ids are made last."""
+        sets, tokens, transform = self.sets, whole.tokens, self.stream.transform
+        of_sets = None if sets is None else SetsOfWaiting.of(self.stream, sets)
+        at = None if whole.at is None else self.stream.logits_at(whole)
+        whole = whole if at is None else replace(whole, targets=at.targets)
+        result, values = FusedRows(torch.empty(0)), torch.empty(0)
 
-        def of_all(*of_others: Tensor) -> tuple[Tensor, Tensor]:
-            logps, entropy = (torch.where(has, x, y) for x, y in zip(of_sets, of_others, strict=True))
-            return logps, entropy
-
-        def terms(*of_others: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal slopes
-            losses, slopes = stage.terms(*of_all(*of_others))
-            return losses, slopes
-
-        result = self.stream.fused(whole, stage._replace(terms=terms), gradients)
-        if gradients is not None:
-            stream.pull(sets, found, Slopes.stacked({"target": slopes}), gradients, None)
-        return FusedRows.of(*of_all(result.logps, result.entropy), result.losses)
-
-    def _tokens_jointly(self, whole: Visit, tokens: Tokens, stage: JointStage, gradients: Gradients | None) -> FusedRows:
-        """The same of tokens that share rows and wait for each other: the products are those of one id of each row, see
-        `LogitsAt.beside_one`."""
-        stream, slots = self.stream, tokens.pairs.slots
-        at = LogitsAt(slots, stream.at_all_ranks(slots), slots.ids >= 0).with_likeliest(stream.transform)
-        behind, values = at.behind(stream.transform), torch.zeros_like(at.logits)
-        result = FusedRows.zeros(tokens.rows.numel(), values.device, None)
-
-        def terms(logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+        def terms(partials: Partials) -> tuple[Tensor, Tensor]:
             nonlocal result, values
-            of_tokens = tokens.of_pairs(logps[slots.rows] + behind), tokens.of_rows(entropy)
-            losses, of_logps = stage.terms(*of_tokens)
-            result = FusedRows.of(*of_tokens, losses)
-            upstream = tokens.to_pairs(torch.where(tokens.used, of_logps, 0.0))
-            slopes, values = at.beside_one(upstream, stream.transform)
-            return slopes, slopes  # in place of losses of rows, which there are none of
+            logps, entropy = partials.softmax(True)
+            of_ids = None
+            if tokens is not None and at is not None:
+                of_pairs = tokens.of_pairs(at.log_probs(partials, None, transform))
+                (logps, of_ids), entropy = of_pairs.tensor_split([tokens.rows.numel()]), tokens.of_rows(entropy)
+            if of_sets is not None:
+                logps, entropy, of_ids = of_sets.joined(logps, entropy, of_ids)
+            losses, d_logps, d_ids = stage.terms(logps, entropy, of_ids)
+            result = FusedRows.of(logps, entropy, losses)
+            if of_sets is not None:
+                of_sets.upstream = d_logps, d_ids
+            if tokens is None or at is None:
+                return losses, d_logps
+            upstream = tokens.to_pairs(d_logps if d_ids is None else torch.cat([d_logps, d_ids]))
+            nothing = Slopes.stacked({"target": torch.zeros_like(partials.max)})
+            values, slopes = at.gradients(upstream, None, whole.targets, None, partials, nothing, transform)
+            factors = slopes.get("constant")
+            assert factors is not None
+            return factors, factors  # in place of losses of rows, which there are none of
 
-        stream.fused(replace(whole, targets=at.targets), stage._replace(terms=terms), gradients)
+        self.stream.fused(whole, Waiting(terms, stage.groups), gradients)
         if gradients is not None:
-            gradients.add(stream.own(slots), values)
+            if at is not None:
+                gradients.add(self.stream.own(at.slots), values)
+            if of_sets is not None:
+                of_sets.pull(gradients)
         return result
+
+
+@dataclass(eq=False)
+class SetsOfWaiting:
+    """Rows over sets among rows that wait for each other.
+
+    at        logits at further ids of rows, if there are any.
+    upstream  what arrives at the log-probs, and at those of further ids."""
+
+    stream: OverSets
+    visit: Visit
+    found: Found
+    at: LogitsAt | None
+    upstream: tuple[Tensor, Tensor | None] | None = None
+
+    @classmethod
+    def of(cls, stream: Stream, visit: Visit) -> SetsOfWaiting:
+        own = OverSets(stream, visit)
+        return cls(own, visit, own.stats(visit), None if visit.at is None else own.logits_at(visit))
+
+    def joined(self, logps: Tensor, entropy: Tensor, of_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs, entropies and log-probs of further ids of all rows, from those over the vocabulary."""
+        has = self.stream.kept.has
+        logps, entropy = (
+            torch.where(has, x, y) for x, y in zip(self.found.partials.softmax(True), (logps, entropy), strict=True)
+        )
+        if self.at is not None and of_ids is not None:
+            own = self.at.log_probs(self.found.partials, self.visit.read, self.stream.stream.transform)
+            of_ids = torch.where(has[self.at.slots.rows], own, of_ids)
+        return logps, entropy, of_ids
+
+    def pull(self, gradients: Gradients) -> None:
+        assert self.upstream is not None
+        d_logps, d_ids = self.upstream
+        slopes, at_ids = Slopes.of({}, {"logps": d_logps}, self.visit.read), None
+        if self.at is not None and d_ids is not None:
+            of_rows = (self.visit.targets, self.visit.read, self.found.partials, slopes, self.stream.stream.transform)
+            at_ids, slopes = self.at.gradients(d_ids, None, *of_rows)
+        self.stream.pull(self.visit, self.found, slopes, gradients, at_ids)
 
 
 class _FusedLoss(torch.autograd.Function):

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import torch
 
-from ..formulas.token_stage import JointStage, TokenStage
+from ..formulas.token_stage import TokenStage
 from .backends import FusedRows
 from .gradients import Gradients
 from .parallel import on_shard
 from .partials import TRANSFORMED, LogitRows, Second, Slopes
 from .ragged import Distinct, KeptRows, Ragged
-from .stream import Block, Found, Stream, Visit
+from .stream import Block, Found, Stream, Visit, Waiting
 from .tokens import LogitsAt
 
 Tensor = torch.Tensor
@@ -84,7 +84,7 @@ class OverSets:
         else:
             gradients.add(pairs.slots, pairs.sums(gradient).to(torch.float32))
 
-    def fused(self, visit: Visit, stage: TokenStage | JointStage, gradients: Gradients | None) -> FusedRows:
+    def fused(self, visit: Visit, stage: TokenStage | Waiting, gradients: Gradients | None) -> FusedRows:
         assert isinstance(stage, TokenStage)
         z, logits = self._z(self.stream)
         results: list[tuple[slice | Tensor, FusedRows]] = []

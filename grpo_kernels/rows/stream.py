@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..formulas.ops import times
-from ..formulas.token_stage import JointStage, TokenStage
+from ..formulas.token_stage import TokenStage
 from ..layout import plain
 from ..token_sets import TokenSets
 from .backends import Backend, FusedRows
@@ -111,7 +111,9 @@ class Visit:
 
     @property
     def one(self) -> Other | None:
-        return one_of(self.others)
+        """The second stream that is read beside the rows. One that is beside losses of tokens is read apart."""
+        of_tokens = self.tokens is not None and self.at is None and self.kept is None
+        return None if of_tokens else one_of(self.others)
 
     @property
     def apart(self) -> tuple[Other, ...]:
@@ -141,6 +143,13 @@ class Visit:
             first += len(names)
         return Found(values, tables[0], tuple(tables[1:]), draws, ahead)
 
+    def slopes(self, factor: Tensor) -> Slopes:
+        """Those of rows whose gradient is one vector times `factor` [n]: that of the log-prob, or with further ids, whose gradient
+        comes apart, the probabilities of all other columns."""
+        return Slopes.stacked(
+            {"target": factor} if self.at is None else {"target": torch.zeros_like(factor), "constant": factor}
+        )
+
     @property
     def _tables(self) -> list[tuple[tuple[str, ...], Other | None]]:
         return [(self.names, self.one), *((other.names, other) for other in self.apart)]
@@ -159,6 +168,16 @@ class Found(NamedTuple):
     apart: tuple[Partials, ...]
     draws: tuple[Tensor, ...]
     ahead: Tensor | None
+
+
+class Waiting(NamedTuple):
+    """The stage of rows whose gradient is one vector each times a factor that waits for other rows.
+
+    terms   (losses, factors), fp32 [n], from the partials of all rows: of each group for which they are there.
+    groups  the number of rows of each group that can have a gradient; groups follow one another."""
+
+    terms: Callable[[Partials], tuple[Tensor, Tensor]]
+    groups: tuple[int, ...]
 
 
 class Parts(NamedTuple):
@@ -232,6 +251,15 @@ class Block:
             _add(gradient, here, memory, 1)
         out.copy_(gradient)
 
+    def pull_unit(self, values: Tensor, out: Tensor) -> None:
+        """Write the gradient of a factor of 1, see `Visit.slopes`. Of a log-prob of NaN it is 0, so that the factor says whether it
+        is one."""
+        partials = self.visit.found(values).partials
+        self.backend.gradient(self.rows, partials, self.visit.slopes((~partials.logps.isnan()).to(torch.float32)), out)
+        if self.visit.at is not None:
+            slots, _ = self.stream.own(self.visit.at).in_chunk(self.places, self.visit.targets.numel())
+            _put(out, (slots, torch.zeros(slots.ids.shape, device=out.device)))
+
     def fused(self, stage: TokenStage, out: Tensor | None) -> FusedRows:
         """Losses of a token stage of these rows, and their gradient into `out`, which may be the logits. Each of several second
         streams adds its weight times its divergence."""
@@ -239,36 +267,49 @@ class Block:
             return self.backend.fused(self.rows, stage, out)
         gradient = None if out is None else torch.empty_like(self.rows.logits)
         result = self.backend.fused(self.rows, stage, gradient)
-        losses, divergence = result.losses.clone(), torch.zeros_like(result.losses)
-        of_loss = stage.rows.divergence_weight
+        losses, divergence = self._divergences(stage.rows.divergence_weight, gradient)
+        if out is not None and gradient is not None:
+            out.copy_(gradient)
+        return FusedRows.of(result.logps, result.entropy, result.losses + losses, divergence)
+
+    def _divergences(self, of_loss: Tensor | None, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(losses, divergences) fp32 [r] from the streams of `Visit.apart`, of weight `of_loss` in the loss. Their gradient is
+        added."""
+        losses, divergence = torch.zeros(2, self.rows.n, device=self.rows.logits.device)
         of_loss = torch.zeros_like(losses) if of_loss is None else of_loss
         for _, here, own, weight in self._beside():
-            of_part = times(weight, _taken(of_loss, here))
             memory = None if gradient is None else torch.empty_like(own.logits)
-            part = self.backend.fused(own, TokenStage.divergence_alone(own.targets, of_part), memory)
+            stage = TokenStage.divergence_alone(own.targets, times(weight, _taken(of_loss, here)))
+            part = self.backend.fused(own, stage, memory)
             assert part.divergence is not None
             _add(losses, here, part.losses)
             _add(divergence, here, times(weight, part.divergence))
             if gradient is not None and memory is not None:
                 _add(gradient, here, memory, 1)
-        if out is not None and gradient is not None:
-            out.copy_(gradient)
-        return FusedRows.of(result.logps, result.entropy, losses, divergence)
+        return losses, divergence
 
     def add_tokens(self, result: FusedRows, stage: TokenStage, out: Tensor | None) -> None:
         """`fused` of the tokens of these rows, into the results of all tokens."""
         assert self.visit.tokens is not None
         chunk = ChunkOfTokens.of(self.visit.tokens, stage, self.places)
-        at_once = self.backend.fused_tokens(self.rows, chunk.tokens, chunk.stage, out)
-        if at_once is not None:
-            chunk.add_to(result, at_once)
-            return
-        own, z, shard = self.stream.own(chunk.slots), self.rows.logits[0], self.stream.shard
-        logits = torch.zeros(own.ids.shape, device=z.device)
-        if self.stream.columns:  # else of a rank without a part of the vocabulary
-            logits = torch.where(own.ids >= 0, z[own.rows, own.ids.clamp(min=0)].to(torch.float32), 0.0)
-        logits = logits if shard is None else shard.sum_over_ranks(logits)
-        chunk.add_to(result, chunk.fused(self.backend, self.rows, logits, out, own))
+        gradient = out if out is None or not self.visit.apart else torch.empty_like(self.rows.logits)
+        part = self.backend.fused_tokens(self.rows, chunk.tokens, chunk.stage, gradient)
+        if part is None:
+            own, z, shard = self.stream.own(chunk.slots), self.rows.logits[0], self.stream.shard
+            logits = torch.zeros(own.ids.shape, device=z.device)
+            if self.stream.columns:  # else of a rank without a part of the vocabulary
+                logits = torch.where(own.ids >= 0, z[own.rows, own.ids.clamp(min=0)].to(torch.float32), 0.0)
+            logits = logits if shard is None else shard.sum_over_ranks(logits)
+            part = chunk.fused(self.backend, self.rows, logits, gradient, own)
+        if self.visit.apart:
+            tokens, weight = chunk.tokens, chunk.stage.rows.divergence_weight
+            of_rows = None if weight is None else tokens.to_rows(torch.where(tokens.used, weight, 0.0))
+            divergence = tokens.of_rows(self._divergences(of_rows, gradient)[1])
+            losses = part.losses if weight is None else part.losses + times(weight, divergence)
+            part = FusedRows.of(part.logps, part.entropy, losses, divergence)
+            if out is not None and gradient is not None:
+                out.copy_(gradient)
+        chunk.add_to(result, part)
 
     def _beside(self, gathers: bool = True) -> Iterator[tuple[int, Tensor | None, LogitRows, Tensor | None]]:
         """For each second stream of `Visit.apart`: (its place, which of these rows have it or None for all, these rows beside it,
@@ -403,6 +444,6 @@ class Stream(ABC):
         `visit.at`, in place of what the slopes say there."""
 
     @abstractmethod
-    def fused(self, visit: Visit, stage: TokenStage | JointStage, gradients: Any) -> FusedRows:
-        """Losses of all rows of a token stage, and their gradients; `gradients` None leaves these out. Hidden states alone take a
-        JointStage: logits that are there cost no product to read again."""
+    def fused(self, visit: Visit, stage: TokenStage | Waiting, gradients: Any) -> FusedRows:
+        """Losses of all rows of a token stage, and their gradients; `gradients` None leaves these out. Hidden states alone take
+        rows that wait: logits that are there cost no product to read again."""

@@ -35,11 +35,12 @@ class LogitsAt:
 
     def log_probs(self, partials: Partials, read: Tensor | None, transform: RowTransform) -> Tensor:
         """fp32 [k]."""
-        rows = self.slots.rows
+        rows, z = self.slots.rows, self._z(transform)
         if self.one is None:
-            logps = (self._z(transform) - partials.max[rows]) - torch.log(partials.sum)[rows]
+            logps = (z - partials.max[rows]) - torch.log(partials.sum)[rows]
         else:
-            logps = partials.logps[rows] + self.behind(transform)
+            of_one = torch.cat([z, z.new_zeros(1)])[self.one][rows]
+            logps = partials.logps[rows] + torch.where(z == -torch.inf, z, z - of_one)
         return logps if read is None else torch.where(read[rows], logps, 0.0)
 
     def _z(self, transform: RowTransform) -> Tensor:
@@ -58,22 +59,6 @@ class LogitsAt:
     def targets(self) -> Tensor:
         """int64 [n]: the ids at `one`, 0 of a row without any."""
         return torch.cat([self.slots.ids, self.slots.ids.new_zeros(1)])[self.one]
-
-    def behind(self, transform: RowTransform) -> Tensor:
-        """fp32 [k]: log p of each id less that of the one of its row."""
-        z = self._z(transform)
-        return torch.where(z == -torch.inf, z, z - torch.cat([z, z.new_zeros(1)])[self.one][self.slots.rows])
-
-    def beside_one(self, upstream: Tensor, transform: RowTransform) -> tuple[Tensor, Tensor]:
-        """(slopes fp32 [n], values fp32 [k]): the gradient that d loss / d log-probs [k] give is that of the log-prob of the one of
-        each row times its slope, and `values` more at the ids. As that is the likeliest, what is taken off and given back at the
-        others is no rounding of a probability near 1."""
-        assert self.one is not None
-        upstream = torch.where(self.used, upstream, 0.0).to(torch.float64)
-        rows, total = self.slots.rows, self._sums(upstream)
-        is_one = torch.arange(rows.numel(), device=rows.device) == self.one[rows]
-        values = torch.where(is_one, upstream - total[rows], upstream) * transform.slope(self.logits, rows)
-        return total.to(torch.float32), torch.where(self.used, values, 0.0).to(torch.float32)
 
     def of_divergence(self, second: Second, partials: Partials, transform: RowTransform) -> Tensor:
         """fp32 [k]: d divergence from a second stream / d z of each id, from the partials of both; its logits are [k]."""
@@ -187,4 +172,4 @@ class ChunkOfTokens(NamedTuple):
 
     def add_to(self, result: FusedRows, part: FusedRows) -> None:
         """Set those of these tokens in `result`, of all tokens of the visit, which begins as zeros."""
-        result.values[:3, self.which] += part.values[:3]
+        result.values[:, self.which] += part.values

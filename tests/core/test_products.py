@@ -143,9 +143,11 @@ CASES = {
         )
         for chunk in (0, 4)
     },
-    # Of rows without an advantage those that list ids have a gradient; ahead of a frozen head with their sequence.
+    # Of rows without an advantage those that list ids have a gradient, and where slopes wait a product with their sequence.
     "listed": Case(of_loss(DAPO, TERMS), 4, N, ACTIVE + 1, (N, ACTIVE + 1)),
-    "listed, sequence": Case(of_loss(GSPO, TERMS), 5, N, ACTIVE + 1, (N + ACTIVE + 1, ACTIVE + 1), (N, ACTIVE + 3)),
+    "listed, sequence": Case(of_loss(GSPO, TERMS), 5, N, ACTIVE + 1, (N, ACTIVE + 3)),
+    "listed beside a divergence": Case(of_loss(EXACT, replace(TERMS, ref_logps=None), reference=SECOND), 4, 2 * N, N, (2 * N, N)),
+    "listed beside a set": Case(of_loss(DAPO, replace(TERMS, kept=SETS, missing="include")), 4, N - 1, ACTIVE + 1, (N - 1, ACTIVE)),
     # A row of several tokens is in each product once, where slopes wait too if its prompt fits a block; where they cancel in none.
     "trees": Case(of_loss(DAPO, TREES), 4, 10, 10, (10, 10)),
     "trees, sequence": Case(of_loss(GSPO, TREES), 5, 10, 10, (10, 10)),

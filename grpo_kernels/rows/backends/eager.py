@@ -47,7 +47,8 @@ class Kernels(Backend):
         result = Partials.empty(names, rows.n, rows.logits.device, rows.second)
         space = _space(rows)
         for r, block in _blocks(rows, rows.logits):
-            z, d, e = _transformed(block, rows.transform.at(r), space[0]), space[1, : len(block)], space[2, : len(block)]
+            z = _transformed(block, rows.transform.at(r), space[0])
+            d, e, _ = space[1:, : len(block)]
             ids, valid = _safe(rows.targets[r], z.shape[1])
             top = z.amax(1)
             torch.exp(torch.sub(z, _finite(top)[:, None], out=d), out=e)
@@ -105,22 +106,19 @@ class Kernels(Backend):
         space = _space(rows)
         for (r, block), (_, to) in zip(_blocks(rows, rows.logits), _blocks(rows, out), strict=True):
             z, own = _transformed(block, transform.at(r), space[0]), partials.at(r)
-            d, e = space[1, : len(block)], space[2, : len(block)]
+            d, e, g = space[1:, : len(block)]
             torch.exp(torch.sub(z, own.max[:, None], out=d), out=e)
+            torch.mul(e, per_e[r, None] if per_ee is None else per_ee[r, None] * e + per_e[r, None], out=g)
+            if per_ed is not None:
+                g.addcmul_(d.clamp_(min=-1e4).mul_(e), per_ed[r, None])
+            ids, valid = _safe(rows.targets[r], z.shape[1])
+            # A target outside these columns (it may belong to another rank) changes none of them.
+            g.scatter_(1, ids, torch.where(valid[:, None], at_target[r, None], g.gather(1, ids)))
             if of_divergence is not None:
                 assert rows.second is not None
                 q, log_ratio = _against(z, _second(rows, r), own)
                 of = (e / own.sum[:, None], q, log_ratio, own.center[:, None])
                 of_columns = divergence.gradient(rows.second.kind, *of, rows.second.mixture)
-            if per_ed is not None:
-                d.clamp_(min=-1e4).mul_(e).mul_(per_ed[r, None])
-            g = e.mul_(per_e[r, None] if per_ee is None else per_ee[r, None] * e + per_e[r, None])
-            if per_ed is not None:
-                g.add_(d)
-            ids, valid = _safe(rows.targets[r], z.shape[1])
-            # A target outside these columns (it may belong to another rank) changes none of them.
-            g.scatter_(1, ids, torch.where(valid[:, None], at_target[r, None], g.gather(1, ids)))
-            if of_divergence is not None:
                 g.add_(of_columns.mul_((of_divergence * dz_dx)[r, None]))
             if transform.softcap:
                 g.mul_(1.0 - (block.to(torch.float32) * (transform.scale / transform.softcap)).tanh_().square_())
@@ -192,8 +190,8 @@ def _blocks(rows: LogitRows, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _space(rows: LogitRows) -> Tensor:
-    """Three fp32 copies of a block, for all blocks: on a CPU fresh memory of this size costs more than the arithmetic."""
-    return torch.empty(3, min(_block_rows(rows), rows.n), rows.logits.shape[-1], dtype=torch.float32, device=rows.logits.device)
+    """Four fp32 copies of a block, for all blocks: on a CPU fresh memory of this size costs more than the arithmetic."""
+    return torch.empty(4, min(_block_rows(rows), rows.n), rows.logits.shape[-1], dtype=torch.float32, device=rows.logits.device)
 
 
 def _transformed(x: Tensor, transform: RowTransform, space: Tensor | None = None) -> Tensor:
