@@ -123,10 +123,8 @@ FAULTS = {
     "the end of a long row": ("d_logits", scaled(0.0, ..., slice(65536, None)), {128_257}),
     "a scaled gradient": ("d_", scaled(1.01), {"float32"}),
     "a scaled gradient in 16 bits": ("d_", lambda name, x, dtype: x * (1.1 if dtype == "bfloat16" else 1.0), {"bfloat16"}),
-    "the sign of a gradient": ("d_", scaled(-1.0), {1003, 128_257}),
     "rounded log-probs": ("logps", rounded, {1003, 128_257}),
     "a wrong entropy": ("entropy", scaled(1.001), {1003, 128_257}),
-    "a rounded loss": ("loss", rounded, {1003, 128_257}),
     "NaN where it is masked, or nothing pulls": ("", lambda name, x, dtype: torch.where(x == 0, torch.nan, x), {1003, 128_257}),
 }
 
@@ -145,14 +143,12 @@ def test_the_self_test_detects_a_fault(fault, monkeypatch):
     assert {check["dtype" if where & {"float32", "bfloat16"} else "vocab"] for check in failed} == where
 
 
-def test_a_wrong_eager_backend_is_found_by_itself_and_beside_the_kernels(monkeypatch):
+def test_a_wrong_eager_backend_is_found_by_itself_and_beside_the_kernels(backend, monkeypatch):
     kernels = backends.load("eager").Kernels
     pull = kernels.pull
-    monkeypatch.setattr(kernels, "pull", lambda self, *given: (pull(self, *given), given[-1].mul_(1.5)) and None)
-    for name, wrong in {"eager": {True}, "cpu": {False}}.items():
-        if backends.unavailable(name) is None:
-            checks = self_test.self_test(name, CPU)["checks"]
-            assert {check["case"] == self_test.PLAIN for check in checks if check["failure"]} == wrong, name
+    monkeypatch.setattr(kernels, "pull", lambda *given: (pull(*given), given[-1].neg_()))
+    checks = self_test.self_test(backend, CPU)["checks"]
+    assert {check["case"] == self_test.PLAIN for check in checks if check["failure"]} == {backend == "eager"}
 
 
 def test_a_check_that_raises_costs_itself_only(monkeypatch):
@@ -291,11 +287,7 @@ FINDINGS = [
 ]  # fmt: skip
 
 
-def name_of(x):
-    return x.__name__ if callable(x) else str(x)[:60] if isinstance(x, dict) else "" if isinstance(x, str) else None
-
-
-@pytest.mark.parametrize(("function", "given", "expected"), FINDINGS, ids=name_of)
+@pytest.mark.parametrize(("function", "given", "expected"), FINDINGS)
 def test_findings(function, given, expected):
     found = [f"{'grave' if f.grave else 'slight'}: {f.problem} -> {f.remedy}" for f in function(**given)]
     assert found == [] if expected is None else len(found) == 1 and re.search(expected, found[0]), found
