@@ -101,7 +101,7 @@ def question(case: str, step: Step) -> Question:
     batch = replace(batch, mask=mask, cu_seqlens=ends, old_logps=old, ref_logps=old - 0.2)
     if kept:
         lists = ([(t + 7 * j) % step.vocab for j in range((0, 1, 20)[i % 3])] for i, t in enumerate(batch.targets.tolist()))
-        batch = replace(batch, kept=TokenSets.from_lists([*map(sorted, lists)]))
+        batch = replace(batch, kept=TokenSets.from_lists([*map(sorted, lists)]), old_logps=None)  # which are of no set
     if "kl" in chosen:
         batch, how = replace(batch, ref_logps=None), {"ref_logits": leaves[0].float().roll(1, -1)}
     leaves[0] = leaves[0].masked_fill(~mask[:, None], torch.nan)
