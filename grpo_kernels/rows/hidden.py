@@ -26,7 +26,7 @@ from .partials import LogitRows, Partials, RowTransform, Second, Slopes, side_by
 from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
 from .ragged import Ragged
 from .selection import Draws, gradient_at, starts
-from .stream import Block, Found, Other, Parts, Stream, Visit, Waiting
+from .stream import Block, Found, Other, Parts, Stream, Visit
 
 Tensor = torch.Tensor
 
@@ -114,12 +114,21 @@ class Hidden(Stream):
         with torch.autocast(self.hidden.device.type, enabled=False):
             gradients.backward(visit, found, slopes, at_ids)
 
-    def fused(self, visit: Visit, stage: TokenStage | Waiting, gradients: Engine | None) -> FusedRows:
+    def fused(self, visit: Visit, stage: TokenStage, gradients: Engine | None) -> FusedRows:
         engine = Engine(self, parts=Parts(visit)) if gradients is None else gradients
         with torch.autocast(self.hidden.device.type, enabled=False):
-            if isinstance(stage, Waiting):
-                return engine.fused_jointly(visit, stage, gradients is not None)
             return engine.fused(visit, stage, gradients is not None)
+
+    def fused_jointly(
+        self, visit: Visit, factors: Callable[[Partials], Tensor], groups: tuple[int, ...], gradients: Any
+    ) -> None:
+        """`fused` of rows whose gradient is one vector each, see `Visit.slopes`, times a factor that waits for other rows.
+
+        factors  these factors, fp32 [n], from the partials of all rows: of each group for which they are there.
+        groups   the number of rows of each group that can have a gradient; groups follow one another."""
+        engine = Engine(self, parts=Parts(visit)) if gradients is None else gradients
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            engine.fused_jointly(visit, factors, groups if gradients is not None else None)
 
 
 def _same(x: Tensor | None, y: Tensor | None) -> bool:
@@ -218,39 +227,30 @@ class Engine(Gradients):
         in_batch[:, index] = side_by_side(parts)
         return in_batch
 
-    def fused_jointly(self, visit: Visit, stage: Waiting, gradients: bool) -> FusedRows:
-        """`fused` of rows that wait for the log-probs of their group. The rows that have no gradient come first, as groups may wait
-        for them too. A run of groups is one block, whose products wait for its slopes; or it is too long for that, and the
+    def fused_jointly(self, visit: Visit, factors: Callable[[Partials], Tensor], groups: tuple[int, ...] | None) -> None:
+        """`Hidden.fused_jointly`; no gradients where `groups` is None. Rows that have no gradient come first, as groups may wait
+        for them too. A run of groups is one block, whose products wait for its factors; or it is too long for that, and the
         logits of its rows are computed again, once these are known."""
         visit = replace(visit, names=WITH_ENTROPY)
         index, n = visit.rows(), visit.targets.numel()
         active = index.numel() if visit.active is None else visit.active
-        runs = self._runs(stage.groups if gradients else (), active)
+        runs = self._runs(groups or (), active)
         partials = Partials.not_read(WITH_ENTROPY, n, self.hidden.device)
-        losses: Tensor | None = None
-
-        def slopes() -> Tensor:
-            nonlocal losses
-            losses, factors = stage.terms(partials)
-            return torch.where(partials.logps.isnan() & (factors != 0), torch.nan, factors)
 
         def step(block: Block, _: slice, out: Tensor | None) -> None:
             partials.values[:, block.at] = values = block.stats()
             if out is not None:
                 block.pull_unit(values, out)
 
-        for i, (first, end, is_block) in enumerate([(active if gradients else 0, index.numel(), False), *runs]):
+        for i, (first, end, is_block) in enumerate([(0 if groups is None else active, index.numel(), False), *runs]):
             some, self.is_last = index[first:end], i == len(runs)
-            self._each(visit, some, step, is_block, slopes=slopes)
+            self._each(visit, some, step, is_block, slopes=lambda: factors(partials))
             if i and not is_block:
                 of_run = replace(visit, index=some, active=None)
                 at_ids = None if visit.at is None else torch.zeros(visit.at.ids.shape, device=self.hidden.device)
-                self.backward(of_run, visit.found(partials.values), visit.slopes(slopes()), at_ids)
-        if losses is None:
-            slopes()
-        assert losses is not None
-        logps, entropy = partials.softmax(True)
-        return FusedRows.of(logps, entropy, losses)
+                self.backward(of_run, visit.found(partials.values), visit.slopes(factors(partials)), at_ids)
+        if not runs:
+            factors(partials)
 
     def _runs(self, groups: tuple[int, ...], active: int) -> list[tuple[int, int, bool]]:
         """(the first row, the end, whether that is one block) of as many groups at a time as are one, or are none."""

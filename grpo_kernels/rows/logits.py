@@ -15,7 +15,7 @@ from .gradients import Gradients, LateGradient, SlotGradient
 from .memory import empty
 from .partials import OUTSIDE, LogitRows, Second, Slopes, side_by_side
 from .ragged import Ragged, write_at
-from .stream import Block, Found, Other, Parts, Stream, Visit, Waiting
+from .stream import Block, Found, Other, Parts, Stream, Visit
 
 Tensor = torch.Tensor
 
@@ -100,8 +100,7 @@ class Logits(Stream):
             used = here.ids >= 0 if visit.read is None else (here.ids >= 0) & visit.read[here.rows]
             write_at(out, here.positions(out.shape[1]), at_ids, used)
 
-    def fused(self, visit: Visit, stage: TokenStage | Waiting, gradients: LogitsGradient | None) -> FusedRows:
-        assert isinstance(stage, TokenStage)
+    def fused(self, visit: Visit, stage: TokenStage, gradients: LogitsGradient | None) -> FusedRows:
         out = None if gradients is None else gradients.rows()
         if not visit.apart and visit.tokens is None:
             return self.backend.fused(self._rows(visit), stage, out)

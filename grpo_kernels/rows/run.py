@@ -19,11 +19,12 @@ from ..formulas.ops import times
 from ..formulas.token_stage import JointStage, TokenStage
 from .backends import FusedRows
 from .gradients import Gradients
+from .hidden import Hidden
 from .memory import converted
-from .partials import Partials, Second, Slopes
+from .partials import Partials, RowTransform, Second, Slopes
 from .ragged import Tokens
 from .sets import OverSets
-from .stream import Found, Parts, Stream, Visit, Waiting
+from .stream import Found, Parts, Stream, Visit
 from .tokens import LogitsAt
 
 Tensor = torch.Tensor
@@ -114,9 +115,7 @@ class Rows(Problem):
         values: list[Tensor] = []
         saved: list[Tensor] = []
         for visit, statistics, _ in self.reads:
-            stream = over(base, visit)
-            at = None if visit.at is None else stream.logits_at(visit)
-            found = stream.stats(visit if at is None or at.one is None else replace(visit, targets=at.targets))
+            _, found, at = Made.of(base, visit)
             ours = tuple(name for name in statistics if name != "divergence")
             logps, *others = found.partials.found(ours, visit.read)
             named = dict(zip(ours, others, strict=True))
@@ -142,25 +141,15 @@ class Rows(Problem):
         # Visits of sets come first: they read logits that may be written over.
         for i, (visit, _, with_gradient) in enumerate(self.reads):
             given_to = {name: x for (of, name), x in upstream.items() if of == i}
-            d_at, d_outside = given_to.pop("at", None), given_to.pop("outside", None)
-            if not given_to and d_at is None and d_outside is None:
+            if not given_to:
                 continue
             draws = tuple(known[i, name] for name in DRAWS if (i, name) in known)
-            found = visit.found(known[i, "partials"], draws, known.get((i, "ahead")))
-            of_values = {name: known[i, name] for name in with_gradient}
-            given_to = given_to or {"logps": torch.zeros_like(found.partials.max)}
-            slopes, at_ids = Slopes.of(of_values, given_to, visit.read), None
-            if visit.at is not None and (d_at is not None or d_outside is not None):
+            found, at = visit.found(known[i, "partials"], draws, known.get((i, "ahead"))), None
+            if visit.at is not None:
                 at = LogitsAt(visit.at, known[i, "at logits"], known[i, "at used"])
-                d_at = torch.zeros_like(at.logits) if d_at is None else d_at.to(torch.float32)
                 at = at if visit.tokens is None or visit.kept is not None else at.with_likeliest(base.transform)
-                # Of computed rows the divergence has its gradient where they are computed again, see `Block.pull`.
-                seconds = () if base.computed and visit.kept is None else _seconds_at(visit, found)
-                rows = (visit.targets, visit.read, found.partials, slopes, base.transform, seconds)
-                at_ids, slopes = at.gradients(d_at, d_outside, *rows)
-                if visit.ahead:
-                    gradients.add(base.own(visit.at), at_ids)
-            over(base, visit).pull(visit, found, slopes, gradients, at_ids)
+            of_values = {name: known[i, name] for name in with_gradient}
+            Made(visit, found, at).pull(base, of_values, given_to, gradients)
         pairs = zip(gradients.tensors(), tensors, strict=True)
         return tuple(None if g is None else converted(g, x.dtype) for g, x in pairs)
 
@@ -178,6 +167,47 @@ class Rows(Problem):
 def over(stream: Stream, visit: Visit) -> Stream | OverSets:
     """What a visit of a stream runs over: the vocabulary, or sets."""
     return stream if visit.kept is None else OverSets(stream, visit)
+
+
+class Made(NamedTuple):
+    """A visit that was made, and logits at its further ids, if there are any."""
+
+    visit: Visit
+    found: Found
+    at: LogitsAt | None
+
+    @classmethod
+    def of(cls, base: Stream, visit: Visit) -> Made:
+        stream = over(base, visit)
+        at = None if visit.at is None else stream.logits_at(visit)
+        return cls(visit, stream.stats(visit if at is None or at.one is None else replace(visit, targets=at.targets)), at)
+
+    def joined(
+        self, logps: Tensor, entropy: Tensor, of_ids: Tensor | None, transform: RowTransform
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs, entropies and log-probs at further ids of all rows: these over sets, the given ones over the vocabulary."""
+        assert self.visit.kept is not None
+        has, given = self.visit.kept.has, (logps, entropy)
+        logps, entropy = (torch.where(has, x, y) for x, y in zip(self.found.partials.softmax(True), given, strict=True))
+        if self.at is not None and of_ids is not None:
+            own = self.at.log_probs(self.found.partials, self.visit.read, transform)
+            of_ids = torch.where(has[self.at.slots.rows], own, of_ids)
+        return logps, entropy, of_ids
+
+    def pull(self, base: Stream, of_values: dict[str, Tensor], upstream: dict[str, Tensor], gradients: Gradients) -> None:
+        """Add the gradient from d loss / d statistic, by name, and the values of those of DIFFERENTIABLE."""
+        (visit, found, at), d_ids = self, {name: x for name in ("at", "outside") if (x := upstream.pop(name, None)) is not None}
+        slopes = Slopes.of(of_values, upstream or {"logps": torch.zeros_like(found.partials.max)}, visit.read)
+        at_ids = None
+        if at is not None and d_ids:
+            d_at = d_ids["at"].to(torch.float32) if "at" in d_ids else torch.zeros_like(at.logits)
+            # Of computed rows the divergence has its gradient where they are computed again, see `Block.pull`.
+            seconds = () if base.computed and visit.kept is None else _seconds_at(visit, found)
+            rows = (visit.targets, visit.read, found.partials, slopes, base.transform, seconds)
+            at_ids, slopes = at.gradients(d_at, d_ids.get("outside"), *rows)
+            if visit.ahead:
+                gradients.add(base.own(at.slots), at_ids)
+        over(base, visit).pull(visit, found, slopes, gradients, at_ids)
 
 
 #: Tensors of columns that were drawn, see `Draws.tensors`.
@@ -357,80 +387,41 @@ class OneVisit:
     def _jointly(self, whole: Visit, stage: JointStage, gradients: Gradients | None) -> FusedRows:
         """The same of rows that wait for each other: log-probs over sets are there first. The gradients over these and at further
         ids are made last."""
+        assert isinstance(self.stream, Hidden), "logits that are there cost no product to read again"
         sets, tokens, transform = self.sets, whole.tokens, self.stream.transform
-        of_sets = None if sets is None else SetsOfWaiting.of(self.stream, sets)
+        of_sets = None if sets is None else Made.of(self.stream, sets)
         at = None if whole.at is None else self.stream.logits_at(whole)
         whole = whole if at is None else replace(whole, targets=at.targets)
-        result, values = FusedRows(torch.empty(0)), torch.empty(0)
+        result, values, upstream = FusedRows(torch.empty(0)), torch.empty(0), dict[str, Tensor]()
 
-        def terms(partials: Partials) -> tuple[Tensor, Tensor]:
-            nonlocal result, values
+        def factors(partials: Partials) -> Tensor:
+            nonlocal result, values, upstream
             logps, entropy = partials.softmax(True)
-            of_ids = None
+            of_ids, unknown = None, logps.isnan()
             if tokens is not None and at is not None:
                 of_pairs = tokens.of_pairs(at.log_probs(partials, None, transform))
                 (logps, of_ids), entropy = of_pairs.tensor_split([tokens.rows.numel()]), tokens.of_rows(entropy)
             if of_sets is not None:
-                logps, entropy, of_ids = of_sets.joined(logps, entropy, of_ids)
+                logps, entropy, of_ids = of_sets.joined(logps, entropy, of_ids, transform)
             losses, d_logps, d_ids = stage.terms(logps, entropy, of_ids)
             result = FusedRows.of(logps, entropy, losses)
-            if of_sets is not None:
-                of_sets.upstream = d_logps, d_ids
+            upstream = {"logps": d_logps} | ({} if d_ids is None else {"at": d_ids})
             if tokens is None or at is None:
-                return losses, d_logps
-            upstream = tokens.to_pairs(d_logps if d_ids is None else torch.cat([d_logps, d_ids]))
+                return torch.where(unknown & (d_logps != 0), torch.nan, d_logps)
             nothing = Slopes.stacked({"target": torch.zeros_like(partials.max)})
-            values, slopes = at.gradients(upstream, None, whole.targets, None, partials, nothing, transform)
-            factors = slopes.get("constant")
-            assert factors is not None
-            return factors, factors  # in place of losses of rows, which there are none of
+            of_rows = (whole.targets, None, partials, nothing, transform)
+            values, slopes = at.gradients(tokens.to_pairs(torch.cat([*upstream.values()])), None, *of_rows)
+            constant = slopes.get("constant")
+            assert constant is not None
+            return torch.where(unknown & (constant != 0), torch.nan, constant)
 
-        self.stream.fused(whole, Waiting(terms, stage.groups), gradients)
+        self.stream.fused_jointly(whole, factors, stage.groups, gradients)
         if gradients is not None:
             if at is not None:
                 gradients.add(self.stream.own(at.slots), values)
             if of_sets is not None:
-                of_sets.pull(gradients)
+                of_sets.pull(self.stream, {}, upstream, gradients)
         return result
-
-
-@dataclass(eq=False)
-class SetsOfWaiting:
-    """Rows over sets among rows that wait for each other.
-
-    at        logits at further ids of rows, if there are any.
-    upstream  what arrives at the log-probs, and at those of further ids."""
-
-    stream: OverSets
-    visit: Visit
-    found: Found
-    at: LogitsAt | None
-    upstream: tuple[Tensor, Tensor | None] | None = None
-
-    @classmethod
-    def of(cls, stream: Stream, visit: Visit) -> SetsOfWaiting:
-        own = OverSets(stream, visit)
-        return cls(own, visit, own.stats(visit), None if visit.at is None else own.logits_at(visit))
-
-    def joined(self, logps: Tensor, entropy: Tensor, of_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, entropies and log-probs of further ids of all rows, from those over the vocabulary."""
-        has = self.stream.kept.has
-        logps, entropy = (
-            torch.where(has, x, y) for x, y in zip(self.found.partials.softmax(True), (logps, entropy), strict=True)
-        )
-        if self.at is not None and of_ids is not None:
-            own = self.at.log_probs(self.found.partials, self.visit.read, self.stream.stream.transform)
-            of_ids = torch.where(has[self.at.slots.rows], own, of_ids)
-        return logps, entropy, of_ids
-
-    def pull(self, gradients: Gradients) -> None:
-        assert self.upstream is not None
-        d_logps, d_ids = self.upstream
-        slopes, at_ids = Slopes.of({}, {"logps": d_logps}, self.visit.read), None
-        if self.at is not None and d_ids is not None:
-            of_rows = (self.visit.targets, self.visit.read, self.found.partials, slopes, self.stream.stream.transform)
-            at_ids, slopes = self.at.gradients(d_ids, None, *of_rows)
-        self.stream.pull(self.visit, self.found, slopes, gradients, at_ids)
 
 
 class _FusedLoss(torch.autograd.Function):

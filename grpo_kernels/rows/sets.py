@@ -19,7 +19,7 @@ from .gradients import Gradients
 from .parallel import on_shard
 from .partials import TRANSFORMED, LogitRows, Second, Slopes
 from .ragged import Distinct, KeptRows, Ragged
-from .stream import Block, Found, Stream, Visit, Waiting
+from .stream import Block, Found, Stream, Visit
 from .tokens import LogitsAt
 
 Tensor = torch.Tensor
@@ -84,8 +84,7 @@ class OverSets:
         else:
             gradients.add(pairs.slots, pairs.sums(gradient).to(torch.float32))
 
-    def fused(self, visit: Visit, stage: TokenStage | Waiting, gradients: Gradients | None) -> FusedRows:
-        assert isinstance(stage, TokenStage)
+    def fused(self, visit: Visit, stage: TokenStage, gradients: Gradients | None) -> FusedRows:
         z, logits = self._z(self.stream)
         results: list[tuple[slice | Tensor, FusedRows]] = []
 

@@ -170,16 +170,6 @@ class Found(NamedTuple):
     ahead: Tensor | None
 
 
-class Waiting(NamedTuple):
-    """The stage of rows whose gradient is one vector each times a factor that waits for other rows.
-
-    terms   (losses, factors), fp32 [n], from the partials of all rows: of each group for which they are there.
-    groups  the number of rows of each group that can have a gradient; groups follow one another."""
-
-    terms: Callable[[Partials], tuple[Tensor, Tensor]]
-    groups: tuple[int, ...]
-
-
 class Parts(NamedTuple):
     """What adds to the gradients of a stream.
 
@@ -444,6 +434,5 @@ class Stream(ABC):
         `visit.at`, in place of what the slopes say there."""
 
     @abstractmethod
-    def fused(self, visit: Visit, stage: TokenStage | Waiting, gradients: Any) -> FusedRows:
-        """Losses of all rows of a token stage, and their gradients; `gradients` None leaves these out. Hidden states alone take
-        rows that wait: logits that are there cost no product to read again."""
+    def fused(self, visit: Visit, stage: TokenStage, gradients: Any) -> FusedRows:
+        """Losses of all rows of a token stage, and their gradients; `gradients` None leaves these out."""

@@ -85,7 +85,8 @@ def test_probabilities_near_1_keep_their_digits(name, backend):
     hidden = weight[:11] * (14.0 + torch.randn(11, 1, generator=g)) / 300
     weight[:, 0] = hidden[:, 0] = 10.0  # 100 in all logits
     rows = torch.arange(11)[:, None].expand(11, 2).reshape(-1)
-    targets = torch.where(torch.arange(22) % 2 == 0, rows, rows + 5)
+    # The likely id of a row is its second one.
+    targets, weight = V - 1 - torch.where(torch.arange(22) % 2 == 0, rows, rows + 5), weight.flip(0)
     found = []
     for x, of_rows in ((hidden, rows), (hidden[rows], None)):
         if name == "at" and of_rows is not None:  # both tokens of a row as ids that are asked for
