@@ -59,7 +59,6 @@ def test_the_report_is_what_is_documented(sound, monkeypatch):
     assert report["step"] is None and (report["device"], report["auto"]) == ("cpu", "eager")
     (gone,) = report["problems"]
     assert gone["problem"] == "the kernels for cpu tensors do not run: cpu is gone"
-    assert report["backends"]["triton"] == {"available": False, "reason": "triton is gone"}
     eager = report["backends"]["eager"]
     assert eager["passed"] and len(eager["checks"]) == 8 and 0 < eager["value_error"] < 1e-5
     assert 1e-7 < eager["gradient_error"]["float32"] < 1e-4 < eager["gradient_error"]["bfloat16"] < 1e-2
@@ -108,7 +107,7 @@ def scaled(by, *where):
 
 
 def without_small_rows(name, x, dtype):
-    sizes = x.abs().amax(-1, keepdim=True)
+    sizes = x.abs().amax(-1, True)
     return x.where(sizes > 0.029 * sizes.max(), 0.0) if dtype == "bfloat16" else x
 
 
