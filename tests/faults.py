@@ -781,11 +781,13 @@ FAULTS: list[Fault] = [
             "the lower end of the range", "max(self._coef - self.step, self.low)", "max(self._coef - self.step, 0.0)",
         ),
     ),
-    *of("grpo_kernels/training/rollouts.py", "tests/training/test_trainer_update.py",
+    *of("grpo_kernels/training/policy.py", "tests/training/test_trainer_update.py",
         (
             "positions count the padding", "return (attention.long().cumsum(1) - 1).clamp(min=0)",
             "return torch.arange(attention.shape[1]).expand_as(attention)",
         ),
+    ),
+    *of("grpo_kernels/training/rollouts.py", "tests/training/test_trainer_update.py",
         (
             "the end of the range chooses a token of probability 0",
             "chosen = torch.where(probs.gather(-1, chosen) > 0, chosen, probs.argmax(-1, keepdim=True))", "pass",
@@ -810,9 +812,15 @@ FAULTS: list[Fault] = [
             "accuracy of the total above 1", "(scores.each[0] >= 1).double()", "(scores.totals > 1).double()",
             "tests/training/test_trainer_report.py",
         ),
+        ("the wrong completions are dropped", "kept = kept[has_gradient]", "kept = kept[~has_gradient]"),
+        ("padding is trained on", "mask=mask, weights=weights", "weights=weights"),
+        (
+            "weights of other completions", "None if batch.weights is None else batch.weights[rows]",
+            "None if batch.weights is None else batch.weights[: len(rows)]",
+        ),
     ),
     *of("grpo_kernels/training/trainer.py", "tests/training/test_trainer_update.py",
-        ("old log-probs of the update before", "if k == 0 and to_policy:", "if to_policy:"),
+        ("old log-probs of the update before", 'if k == 0 and config.ratio_to == "policy":', 'if config.ratio_to == "policy":'),
         (
             "every step samples the same",
             "generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + self.step)",
@@ -831,14 +839,6 @@ FAULTS: list[Fault] = [
         (
             "random state of the start is saved", "        self.rng = random_state(self.device)\n        return scores",
             "        return scores", "tests/training/test_trainer_resume.py",
-        ),
-    ),
-    *of("grpo_kernels/training/loss.py", "tests/training/test_trainer_update.py",
-        ("the wrong completions are dropped", "kept = kept[has_gradient]", "kept = kept[~has_gradient]"),
-        ("padding is trained on", "mask=mask, weights=weights", "weights=weights"),
-        (
-            "weights of other completions", "None if batch.weights is None else batch.weights[rows]",
-            "None if batch.weights is None else batch.weights[: len(rows)]",
         ),
     ),
     *of("grpo_kernels/training/saving.py", "tests/training/test_trainer_resume.py",
