@@ -138,13 +138,11 @@ class Kernels(Backend):
         """What C++ runs of a token stage; None if it cannot, which `strict` refuses."""
         if self.strict:
             stage.compare_once(_run)
-            if stage.listed is not None:
-                stage.listed.compare_once(_run)
         try:
             program, numbers = stage.program()
             of_listed = None
             if stage.listed is not None:
-                listed = stage.listed.program()
+                listed = stage.listed_program()
                 of_listed = _compiled(listed), listed.numbers(())
             return Programs(program, _compiled(program), numbers, of_listed)
         except FormulaRefused as refusal:
