@@ -42,8 +42,7 @@ from benchmarks.tables import (
 )
 from grpo_kernels.diagnosis.step import MOST_TIMES
 from grpo_kernels.formulas.surrogates import PolicyGradient
-from grpo_kernels.objective import PRESETS
-from grpo_kernels.presets import NUMERICS
+from grpo_kernels.objective import NUMERICS, PRESETS
 
 README, DOCS, REPORT = ROOT / "README.md", ROOT / "docs", Path(__file__).parent / "RESULTS.md"
 FIGURES = DOCS / "benchmarks.md"

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from grpo_kernels.training import require
-from grpo_kernels.training.rollouts import Completions, completion_logits, left_pad, sample
+from grpo_kernels.training.policy import Completions, completion_logits
+from grpo_kernels.training.rollouts import left_pad, sample
 
 NAMES = ("al", "bo", "cy", "di", "jo", "mo")
 CHARS = "0123456789+-=?. " + "".join(sorted(set("".join((*NAMES, "had", "got", "lost")))))

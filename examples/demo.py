@@ -30,9 +30,8 @@ from benchmarks.machine import machine
 from examples import arithmetic, demo_report
 from grpo_kernels import TokenBatch
 from grpo_kernels.training import require
-from grpo_kernels.training.loss import Losses, LossParts
+from grpo_kernels.training.policy import Completions, Losses, LossParts, completion_logits
 from grpo_kernels.training.rewards import exact
-from grpo_kernels.training.rollouts import Completions, completion_logits
 from grpo_kernels.training.trainer import TrainConfig, Trainer
 
 Tensor = torch.Tensor

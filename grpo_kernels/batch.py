@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .checks import check_missing, describe, refuse_unknown, require, with_hints
+from .checks import Checked, check_missing, describe, refuse_unknown, require
 from .layout import (
     DTYPES,
     FLOATING,
@@ -24,7 +24,6 @@ from .layout import (
     check_width,
     flat,
     is_capturing,
-    per_token,
     require_device,
     require_shape,
     require_tensor,
@@ -39,9 +38,11 @@ M = TypeVar("M")
 
 #: Fields that are tensors, and the dtypes that they may have.
 FIELDS = {
-    **dict.fromkeys(("advantages", "old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights"), FLOATING),
     **dict.fromkeys(("mask", "cu_seqlens", "groups", "rows"), DTYPES),
+    **dict.fromkeys(("advantages", "old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights"), FLOATING),
 }
+#: Those that may have one number a sequence.
+WIDE = ("advantages", "weights", "nll_weights")
 KINDS = ("trained", "contributing", "sequences")
 
 
@@ -102,9 +103,8 @@ def _refuse_capture(device: torch.device) -> None:
         )
 
 
-@with_hints
 @dataclass(frozen=True, eq=False, repr=False)
-class TokenBatch:
+class TokenBatch(Checked):
     """The chosen tokens of a batch and everything the loss knows about them besides the policy itself.
 
     targets      int64 [B, T] padded, or [N] packed: the chosen token of each position. Row i of the logits (or hidden
@@ -187,6 +187,8 @@ class TokenBatch:
             raise ValueError("advantages is None: pass a float tensor [B] or [B, T]; see group_advantages.")
         if isinstance(self.advantages, Tensor) and self.advantages.dtype in INTEGRAL and self.advantages.dtype != torch.bool:
             self._put("advantages", self.advantages.to(torch.float32))
+        if self.cu_seqlens is not None:
+            check_offsets("targets", targets, self.cu_seqlens)
         for name, dtypes in FIELDS.items():
             value = getattr(self, name)
             if value is not None:
@@ -197,12 +199,12 @@ class TokenBatch:
                 require_device(name, value, targets.device, "targets")
                 if name.endswith("logps"):
                     require_shape(name, value, shape, "targets")
+                elif name in WIDE:
+                    check_width(name, value.shape, shape, self.cu_seqlens)
         if self.rows is not None:
             check_rows(self.rows, targets)
         if self.mask is not None:
             self._put("mask", as_mask("mask", self.mask, shape))
-        if self.cu_seqlens is not None:
-            check_offsets("targets", targets, self.cu_seqlens)
         if self.missing is not None:
             check_missing(self.missing)
         if self.kept is not None:
@@ -217,10 +219,6 @@ class TokenBatch:
             same = self.logp_terms.same_ids(self.prob_terms)
             remedy = "they list other ids than logp_terms: list the ids of both in both, with the value 0 where one has none."
             require(same, "prob_terms", self.prob_terms, remedy)
-        for name in ("advantages", "weights", "nll_weights"):
-            value = getattr(self, name)
-            if value is not None:
-                check_width(name, value.shape, shape, self.cu_seqlens)
         if self.context_group is not None:
             ready = dist.is_available() and dist.is_initialized()
             require(ready, "context_group", self.context_group, "call init_process_group first.")
@@ -348,11 +346,16 @@ class TokenBatch:
 
     def table(self, *names: str) -> dict[str, Tensor]:
         """`flat` of each of these fields that was given."""
-        shape, given = self.targets.shape, {name: x for name in names if (x := getattr(self, name)) is not None}
-        if self.mask is None:
-            return {name: per_token(name, x, shape, self.cu_seqlens) for name, x in given.items()}
-        wide = [as_wide(name, x, shape, self.cu_seqlens).expand(shape) for name, x in given.items()]
-        masked = torch.where(self.mask, torch.stack(wide), 0.0).flatten(1) if given else ()
+        shape = self.targets.shape
+        given: dict[str, Tensor] = {}
+        for name in names:
+            if (value := getattr(self, name)) is not None:
+                wide = as_wide(value, shape, self.cu_seqlens)
+                wide = wide if wide.shape == shape else wide.expand(shape)
+                given[name] = wide.reshape(-1) if self.mask is None else wide
+        if self.mask is None or not given:
+            return given
+        masked = torch.where(self.mask, torch.stack([*given.values()]), 0.0).flatten(1)
         return dict(zip(given, masked, strict=True))
 
     def marked(self, kind: str) -> Tensor | None:
@@ -374,20 +377,19 @@ class TokenBatch:
 
     def _contributing(self) -> Tensor:
         """bool [N]: see `marked`."""
-
-        def other_than_0(name: str) -> Tensor | None:
-            value = getattr(self, name)
-            return None if value is None else as_wide(name, value, self.targets.shape, self.cu_seqlens) != 0
-
-        contributing, weights, nll_weights = map(other_than_0, ("advantages", "weights", "nll_weights"))
-        assert contributing is not None
+        shape, nonzero = self.targets.shape, {}
+        for name in WIDE:
+            if (value := getattr(self, name)) is not None:
+                nonzero[name] = as_wide(value, shape, self.cu_seqlens) != 0
+        contributing = nonzero["advantages"]
         if self.listed is not None:
-            contributing = contributing | (self.listed.counts > 0).view(self.targets.shape)
-        contributing = contributing if weights is None else contributing & weights
-        if nll_weights is not None:
-            contributing = contributing | nll_weights
+            contributing = contributing | (self.listed.counts > 0).view(shape)
+        if self.weights is not None:
+            contributing = contributing & nonzero["weights"]
+        if self.nll_weights is not None:
+            contributing = contributing | nonzero["nll_weights"]
         contributing = contributing if self.mask is None else contributing & self.mask
-        return flat(contributing.expand(self.targets.shape))
+        return flat(contributing.expand(shape))
 
     def with_missing(self, missing: str) -> TokenBatch:
         """This batch with another `missing`, whose counts go to the host once: the same object again while torch sees no write into

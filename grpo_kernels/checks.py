@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import math
 import numbers
 import sys
@@ -14,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-C = TypeVar("C")
+C = TypeVar("C", bound="Checked")
 
 #: Bounds for "above 0" and "finite".
 SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
@@ -61,26 +60,17 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str], rem
             raise TypeError(f"{name!r} is no argument of {owner}.{nearest(name, known)} {remedy}")
 
 
-def with_hints(kind: type[C]) -> type[C]:
-    """Decorate a dataclass so that its constructor says which field a misspelt keyword means."""
-    changed: Any = kind
-    make = changed.__init__
-    names = [f.name for f in fields(changed) if f.init]
-
-    @functools.wraps(make)
-    def __init__(self: C, *values: Any, **named: Any) -> None:
-        refuse_unknown(kind.__name__, named, names)
-        make(self, *values, **named)
-
-    changed.__init__ = __init__
-    return kind
-
-
 class Checked:
-    """The base of dataclasses with fields that are numbers in a range, or what their default is; NumPy's become Python's."""
+    """The base of dataclasses. The constructor says which field a misspelt keyword means, and checks fields that are numbers in a
+    range, or what their default is; NumPy's become Python's."""
 
     #: (fields, remedy, lowest, highest).
     ranges: ClassVar[tuple[tuple[Any, ...], ...]] = ()
+
+    def __new__(cls: type[C], *values: Any, **named: Any) -> C:
+        if named and "__dataclass_params__" in vars(cls):  # a subclass of the user may have a constructor of its own
+            refuse_unknown(cls.__name__, named, [name for name, f in cls.__dataclass_fields__.items() if f.init])  # type: ignore[attr-defined]
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for names, remedy, *bounds in self.ranges:

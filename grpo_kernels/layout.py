@@ -4,6 +4,7 @@ it reads it."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator
 from itertools import pairwise
 from typing import Any
@@ -100,9 +101,9 @@ def check_named(rows: Tensor, mask: Tensor | None, n: int) -> None:
         refuse_where(wrong if mask is None or n == 0 else wrong & mask, "rows", rows, remedy)
 
 
-def leading_shape(x: Any, targets: Tensor, rows: Tensor | None) -> torch.Size:
-    """The shape that logits or hidden states x have to have in front: that of targets, or any where `rows` says which are meant."""
-    return targets.shape if rows is None or not isinstance(x, Tensor) or x.dim() < 2 else x.shape[:-1]
+def leading_shape(x: Any, targets: Tensor) -> torch.Size:
+    """The shape in front of logits or hidden states x of which tokens name rows; that of targets where x is no such thing."""
+    return x.shape[:-1] if isinstance(x, Tensor) and x.dim() > 1 else targets.shape
 
 
 def flat(x: Tensor) -> Tensor:
@@ -144,36 +145,30 @@ def check_offsets(name: str, packed: Tensor, cu_seqlens: Tensor) -> None:
 def sequence_ids(cu_seqlens: Tensor, n: int) -> Tensor:
     """[n] int64: the sequence that each packed row belongs to. Computed on the device, without a host sync."""
     rows = torch.arange(n, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens[1:].to(torch.int64), rows, right=True)
+    return torch.searchsorted(cu_seqlens[1:].to(torch.int64).contiguous(), rows, right=True)
 
 
 def per_token(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None) -> Tensor:
     """Flat fp32 [N]: `value` given per token (the shape of targets), per sequence ([B] or [B, 1]) or as a 0-d tensor."""
-    wide = as_wide(name, value, shape, cu_seqlens)
-    return (wide if wide.shape == shape else wide.expand(shape)).reshape(-1)
+    check_width(name, value.shape, shape, cu_seqlens)
+    return as_wide(value, shape, cu_seqlens).expand(shape).reshape(-1)
 
 
 def check_width(name: str, given: torch.Size, shape: torch.Size, cu_seqlens: Tensor | None = None) -> None:
     """Raise ValueError unless a tensor of the shape `given` has one value per token of targets of `shape`, one per sequence, or
     one for all."""
-    if given == shape or len(given) == 0:
+    sequences = shape[:1] if cu_seqlens is None else (cu_seqlens.numel() - 1,)
+    column = (*sequences, *(1,) * max(1, len(shape) - 1))
+    known = cu_seqlens is not None or len(shape) > 1
+    if given == shape or len(given) == 0 or (known and given in (sequences, column)):
         return
-    if cu_seqlens is None:
-        if len(shape) >= 2 and given in (shape[:1], shape[:1] + (1,) * (len(shape) - 1)):
-            return
-        options = f"{list(shape)}" + (f", [{shape[0]}] or [{shape[0]}, 1]" if len(shape) == 2 else "")
-        hint = " (Packed sequences take one per sequence in a TokenBatch with cu_seqlens.)" if len(shape) == 1 else ""
-    else:
-        sequences = cu_seqlens.numel() - 1
-        if given in ((sequences,), (sequences, 1)):
-            return
-        options, hint = f"{list(shape)} (per token) or [{sequences}] (per sequence)", ""
-    raise ValueError(f"{name} has shape {list(given)}, but targets of shape {list(shape)} want {options}.{hint}")
+    more = f", {list(sequences)} or {list(column)}: one per token, or per sequence."
+    more = more if known else ". (Packed sequences take one per sequence in a TokenBatch with cu_seqlens.)"
+    raise ValueError(f"{name} has shape {list(given)}, but targets of shape {list(shape)} want {list(shape)}{more}")
 
 
-def as_wide(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The values of `per_token`, fp32 and of a shape that broadcasts to `shape`."""
-    check_width(name, value.shape, shape, cu_seqlens)
+def as_wide(value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor:
+    """Values that `check_width` has let pass, fp32 and of a shape that broadcasts to `shape`."""
     value = (value.detach() if value.requires_grad else value).to(torch.float32)
     if value.shape == shape or value.dim() == 0:
         return value
@@ -279,25 +274,20 @@ def overlap(x: Tensor, y: Tensor) -> bool:
         return False
     # The addresses of the bytes of both are first + sum(step * i), 0 <= i <= last. Two are equal where the sum over the steps of
     # both is `apart`, with the indices of y counted from the end.
-    steps: dict[int, int] = {}
-    apart, tried = of_other - first, 0
+    steps: Counter[int] = Counter()
+    apart, tried = of_other + _extent(y) - 1 - first, 0
     for tensor in (x, y):
         size = tensor.element_size()
-        of_tensor = [
-            (1, size - 1),
-            *((size * step, n - 1) for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1),
-        ]
-        for step, last in of_tensor:
-            steps[step] = steps.get(step, 0) + last
-        apart += sum(step * last for step, last in of_tensor) if tensor is y else 0
+        steps[1] += size - 1
+        for step, n in zip(tensor.stride(), tensor.shape, strict=True):
+            steps[size * step] += n - 1
+    del steps[0]
 
     def is_reached(apart: int, steps: list[tuple[int, int]]) -> bool:
         nonlocal tried
         if not steps:
             return apart == 0
         (step, last), *rest = steps
-        if step == 0:
-            return is_reached(apart, rest)
         reach = sum(step * last for step, last in rest)
         ways = range(max(0, -((reach - apart) // step)), min(last, apart // step) + 1)
         tried += len(ways)

@@ -15,34 +15,18 @@ from .formulas.divergence import Exact, as_exact
 from .layout import (
     DTYPES,
     INTEGERS,
-    check_named,
     check_rows,
     check_targets,
     flat,
     leading_shape,
     mask_of_rows,
-    plain,
     require_tensor,
 )
-from .rows.hidden import Hidden
-from .rows.logits import Logits
 from .rows.partials import DIFFERENTIABLE, OFFERED
-from .rows.ragged import KeptRows, Ragged, Tokens
-from .specs import (
-    NOT_BOUNDED,
-    Head,
-    LogitTransform,
-    Options,
-    as_options,
-    as_transform,
-    for_rows,
-    refuse_keywords,
-    refuse_product,
-    refuse_sparse,
-    refuse_with_rows,
-)
-from .statistics import Asked, check_kept, rows_with_sets, statistics_of
-from .streams import Policy, draws, hidden_stream, is_traced, leaves_the_graph, logits_stream, outside, seconds_of, squared
+from .rows.ragged import KeptRows, slots_of
+from .specs import NOT_BOUNDED, Head, LogitTransform, Options, as_options, refuse_keywords, refuse_product, refuse_sparse
+from .statistics import Asked, kept_rows, statistics_of, tokens_of
+from .streams import Policy, draws, is_traced, leaves_the_graph, outside, seconds_of, squared, stream_of
 from .token_sets import TokenSets, check_sets, narrowed
 
 Tensor = torch.Tensor
@@ -121,14 +105,7 @@ def token_logprobs(
         refuse_keywords(token_logprobs, unknown)
     options = as_options(options)
     refuse_product(options)
-    if is_traced() and leaves_the_graph(_outside_a_graph(kept, at, rows), options):
-        given: dict[str, Any] = {"mask": mask, "transform": transform, "entropy": entropy, "inplace": inplace, "kept": kept}
-        return outside(token_logprobs, logits, targets, also=also, at=at, rows=rows, options=options, **given)
-    mask = _check_targets(targets, mask, entropy, also, rows, transform, options)
-    read = {"targets": targets, "mask": mask, "transform": transform, "kept": kept, "at": at, "rows": rows}
-    of_rows, shape = for_rows(transform, targets, mask), leading_shape(logits, targets, rows)
-    stream = logits_stream(logits, shape, targets.device, of_rows, options, inplace=inplace, read=read)
-    return _logprobs(stream, targets, mask, entropy, also, kept, at, rows, options)
+    return _logprobs(logits, None, targets, mask, transform, entropy, also, kept, at, rows, options, inplace)
 
 
 def linear_logprobs(
@@ -166,29 +143,20 @@ def linear_logprobs(
     Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(linear_logprobs, unknown)
-    head, options = Head.of(weight, transform), as_options(options)
+    (head, transform), options = Head.parts(weight, transform), as_options(options)
     if at is not None:
         refuse_sparse(options, "the gradients of ids of at= would be among the columns drawn once more")
-    if is_traced() and leaves_the_graph(_outside_a_graph(kept, at, rows), options):
-        given: dict[str, Any] = {"mask": mask, "entropy": entropy, "also": also, "kept": kept, "at": at, "rows": rows}
-        return outside(linear_logprobs, hidden, head, targets, options=options, **given)
-    mask = _check_targets(targets, mask, entropy, also, rows, head.transform, options)
-    read = {"targets": targets, "mask": mask, "transform": head.transform, "kept": kept, "at": at, "rows": rows}
-    of_rows, shape = for_rows(head.transform, targets, mask), leading_shape(hidden, targets, rows)
-    stream = hidden_stream(hidden, head, shape, targets.device, of_rows, options, read)
-    return _logprobs(stream, targets, mask, entropy, also, kept, at, rows, options)
+    return _logprobs(hidden, head, targets, mask, transform, entropy, also, kept, at, rows, options)
 
 
-def _outside_a_graph(*given: Any) -> Any:
-    """The first of these that is given: what no operator takes."""
-    return next((x for x in given if x is not None), None)
-
-
-def _check_targets(
-    targets: Tensor, mask: Tensor | None, entropy: bool | str, also: tuple[str, ...], rows: Tensor | None,
-    transform: LogitTransform | None, options: Options,
-) -> Tensor | None:  # fmt: skip
-    """Check the arguments that do not depend on the logits, and return the mask as bool."""
+def _logprobs(
+    x: Tensor, head: tuple[Any, Any] | None, targets: Tensor, mask: Tensor | None, transform: LogitTransform | None,
+    entropy: bool | str, also: tuple[str, ...], kept: TokenSets | None, at: TokenSets | None, rows: Tensor | None, options: Options,
+    inplace: bool = False,
+) -> TokenLogprobs:  # fmt: skip
+    """Those of logits or, with the (weight, bias) of a head, of hidden states x."""
+    if is_traced() and leaves_the_graph(options, None, kept, at, rows):
+        return outside(_logprobs, x, head, targets, mask, transform, entropy, also, kept, at, rows, options, inplace)
     remedy = "an int64 tensor of token ids, the leading shape of the logits or hidden states"
     require_tensor("targets", targets, INTEGERS, remedy)
     if entropy not in (False, True, "detached"):
@@ -196,52 +164,44 @@ def _check_targets(
     if also != ():
         known = isinstance(also, tuple) and len(set(also)) == len(also) and all(name in ALSO for name in also)
         require(known, "also", also, f"pass a tuple of {', '.join(map(repr, ALSO))}, each once at most.")
+    read_too = {"targets": targets, "mask": mask, "transform": transform, "kept": kept, "at": at, "rows": rows}
+    shape, device, leading = targets.shape, targets.device, targets.shape
     if rows is not None:
         check_rows(rows, targets)
-        refuse_with_rows(transform, options)
-    return mask_of_rows(mask, targets.shape, targets.device)
-
-
-def _kept(
-    kept: TokenSets | None, targets: Tensor, mask: Tensor | None, vocab: int, options: Options
-) -> tuple[Tensor | None, KeptRows | None]:  # fmt: skip
-    """(the mask, the rows with sets)."""
-    if kept is None:
-        return mask, None
-    check_kept(kept, targets, mask, vocab, options.missing, options.strict)
-    mask = narrowed(kept, targets, mask, options.missing)
-    return mask, rows_with_sets(kept, targets, None if mask is None else flat(mask), options.missing)
-
-
-def _logprobs(
-    stream: Logits | Hidden, targets: Tensor, mask: Tensor | None, entropy: bool | str, also: tuple[str, ...],
-    kept: TokenSets | None, at: TokenSets | None, rows: Tensor | None, options: Options,
-) -> TokenLogprobs:  # fmt: skip
-    shape, vocab = targets.shape, stream.vocab
-    if rows is not None:
-        check_named(rows, mask, stream.n)
-    mask, sets = _kept(kept, targets, mask, vocab, options)
-    slots = None
+        leading = leading_shape(x, targets)
+    mask = None if mask is None else mask_of_rows(mask, shape, device)
+    if kept is not None:
+        check_sets("kept", kept, targets)
+        mask = narrowed(kept, targets, mask, options.missing)
+    policy = Policy(leading, device, transform, mask, None, options, rows is not None)
+    stream = stream_of(x, head, policy, read_too, {}, inplace)
+    vocab, sets, slots, over, tokens = stream.vocab, None, None, None, None
+    read, ids = None if mask is None else flat(mask), flat(targets).to(torch.int64)
+    if kept is not None:
+        sets, over = kept_rows(kept, targets, mask, read, vocab, options.missing, options), options.over_vocabulary
     if at is not None:
         check_sets("at", at, targets, vocab)
-        slots = Ragged(at.ids.to(torch.int64), at.offsets, at.row_of).plain()
-    check_targets(targets, mask, vocab, logits=isinstance(stream, Logits))
+        slots = slots_of(at)
+    check_targets(targets, mask, vocab, logits=head is None)
+    names, with_gradient = ("entropy",) if entropy else (), ("entropy",) if entropy is True else ()
     mass = "log_kept_mass" in also
-    names = (*(("entropy",) if entropy else ()), *(name for name in also if name != "log_kept_mass"))
-    with_gradient = tuple(name for name in names if name in DIFFERENTIABLE and (name != "entropy" or entropy is True))
-    over = options.over_vocabulary if sets is not None else None
     if mass and sets is not None:
-        names, with_gradient, over = (*names, "lse"), (*with_gradient, "lse"), over or ()
-    sparse = draws(options, stream) if isinstance(stream, Hidden) else None
-    read, ids = None if mask is None else flat(mask), flat(targets).to(torch.int64)
-    tokens = None if rows is None else Tokens(plain(flat(rows).to(torch.int64)), plain(ids), read, stream.n, slots)
-    asked = Asked(names, with_gradient, sets, over, at=slots, sparse=sparse, tokens=tokens)
-    found = statistics_of(stream, asked, ids, read, options)
-    named = {name: x if name == "at" else x.view(shape) for name, x in found.named.items()}
+        over = over or ()
+    for name in also:
+        if name != "log_kept_mass" or sets is not None:
+            name = "lse" if name == "log_kept_mass" else name
+            names, with_gradient = (*names, name), (*with_gradient, *((name,) if name in DIFFERENTIABLE else ()))
+    sparse = None if options.sparse is None else draws(options.sparse, stream)
+    if rows is not None:
+        tokens = tokens_of(rows, mask, ids, read, stream, slots)
+    asked = Asked(ids, read, names, with_gradient, sets, over, at=slots, sparse=sparse, tokens=tokens)
+    found = statistics_of(stream, asked, options)
+    found.pop("whole_logps", None)
     if mass and sets is None:
-        named["log_kept_mass"] = torch.zeros_like(found.logps).view(shape)
-    H = named.pop("entropy", None)
-    return TokenLogprobs(found.logps.view(shape), H, named)
+        found["log_kept_mass"] = torch.zeros_like(found["logps"])
+    for name, x in found.items():
+        found[name] = x if name == "at" else x.view(shape)
+    return TokenLogprobs(found.pop("logps"), found.pop("entropy", None), found)
 
 
 # ---- exact divergences
@@ -281,16 +241,7 @@ def token_divergence(
         refuse_keywords(token_divergence, unknown)
     exact, options = as_exact(divergence), as_options(options)
     refuse_product(options)
-    if is_traced() and leaves_the_graph(exact, options):
-        given: dict[str, Any] = {"mask": mask, "transform": transform, "inplace": inplace, "kept": kept, "options": options}
-        return outside(token_divergence, logits, ref_logits, exact, **given)
-    shape, device = _leading("logits", logits)
-    read = {"mask": mask, "transform": transform, "kept": kept}
-    mask = mask_of_rows(mask, shape, device)
-    of_rows = as_transform(transform).for_rows(shape, mask, None, device)
-    stream = logits_stream(logits, shape, device, of_rows, options, inplace=inplace, read=read, ref_logits=ref_logits)
-    policy = Policy(shape, device, as_transform(transform), mask, None, stream, options)
-    return _divergence(policy, "ref_logits", ref_logits, exact, kept)
+    return _divergence(logits, None, "ref_logits", ref_logits, exact, mask, transform, kept, options, inplace)
 
 
 def linear_divergence(
@@ -321,32 +272,28 @@ def linear_divergence(
     Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(linear_divergence, unknown)
-    exact, head, options = as_exact(divergence), Head.of(weight, transform), as_options(options)
+    exact, (head, transform), options = as_exact(divergence), Head.parts(weight, transform), as_options(options)
     refuse_sparse(options, NOT_BOUNDED)
-    if is_traced() and leaves_the_graph(exact, options):
-        given: dict[str, Any] = {"mask": mask, "kept": kept, "options": options}
-        return outside(linear_divergence, hidden, head, reference, exact, **given)
-    shape, device = _leading("hidden", hidden)
-    read = {"reference": reference, "mask": mask, "transform": head.transform, "kept": kept}
-    mask = mask_of_rows(mask, shape, device)
-    of_rows = as_transform(head.transform).for_rows(shape, mask, None, device)
-    stream = hidden_stream(hidden, head, shape, device, of_rows, options, read)
-    policy = Policy(shape, device, as_transform(head.transform), mask, None, stream, options)
-    return _divergence(policy, "reference", reference, exact, kept)
+    return _divergence(hidden, head, "reference", reference, exact, mask, transform, kept, options)
 
 
-def _leading(name: str, x: Any) -> tuple[torch.Size, torch.device]:
-    remedy = "a tensor [B, T, ..] or [N, ..], one row for each token"
-    require_tensor(name, x, DTYPES, remedy)
-    require(x.dim() > 1, f"{name}.shape", list(x.shape), f"pass {remedy}.")
-    return x.shape[:-1], x.device
-
-
-def _divergence(policy: Policy, name: str, given: Any, exact: Exact, kept: TokenSets | None) -> Tensor:
-    seconds, stream = seconds_of(name, given, exact, policy), policy.stream
-    targets, read, sets = torch.zeros(policy.shape, dtype=torch.int64, device=policy.device), None, None
-    if policy.mask is not None:
-        read = flat(policy.mask)
+def _divergence(
+    x: Tensor, head: tuple[Any, Any] | None, name: str, given: Any, exact: Exact, mask: Tensor | None,
+    transform: LogitTransform | None, kept: TokenSets | None, options: Options, inplace: bool = False,
+) -> Tensor:  # fmt: skip
+    """That of logits or, with the (weight, bias) of a head, of hidden states x. `given`: the second streams, as the argument
+    `name`."""
+    if is_traced() and leaves_the_graph(options, None, exact):
+        return outside(_divergence, x, head, name, given, exact, mask, transform, kept, options, inplace)
+    remedy, own = "a tensor [B, T, ..] or [N, ..], one row for each token", "logits" if head is None else "hidden"
+    require_tensor(own, x, DTYPES, remedy)
+    require(x.dim() > 1, f"{own}.shape", list(x.shape), f"pass {remedy}.")
+    read_too = {"mask": mask, "transform": transform, "kept": kept}
+    shape, device = x.shape[:-1], x.device
+    policy = Policy(shape, device, transform, mask_of_rows(mask, shape, device), None, options)
+    stream = stream_of(x, head, policy, read_too, {name: given}, inplace)
+    seconds, mask, sets = seconds_of(name, given, exact, policy, stream), policy.mask, None
+    targets, read = torch.zeros(shape, dtype=torch.int64, device=device), None if mask is None else flat(mask)
     if kept is not None:
         check_sets("kept", kept, targets, stream.vocab)
         remedy = "a teacher known at some ids has no distribution over a kept set: leave one of them out."
@@ -355,8 +302,8 @@ def _divergence(policy: Policy, name: str, given: Any, exact: Exact, kept: Token
         first = torch.cat([kept.ids, kept.ids.new_zeros(1)]).to(torch.int64)[kept.offsets[:-1].to(torch.int64)]
         targets = torch.where(kept.counts > 0, first, 0)
         sets = KeptRows.of(kept, targets, read)
-    asked = Asked(kept=sets, seconds=seconds, exact=exact)
-    value = statistics_of(stream, asked, flat(targets), read, policy.options).named["divergence"]
+    asked = Asked(flat(targets), read, kept=sets, seconds=seconds, exact=exact)
+    value = statistics_of(stream, asked, options)["divergence"]
     if exact.temperature_squared:
         value = value / squared(stream.transform, read)
-    return value.view(policy.shape)
+    return value.view(shape)

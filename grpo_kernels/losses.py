@@ -14,27 +14,24 @@ from .checks import describe, nearest, require
 from .formulas.divergence import Exact
 from .formulas.listed import ListedTerms
 from .formulas.ops import bounded_exp, times
-from .formulas.token_stage import JointStage, Terms, TokenRows
+from .formulas.token_stage import JointStage, Terms, TokenRows, TokenStage
 from .layout import (
     FLOATING,
-    check_named,
     check_targets,
-    flat,
     leading_shape,
     per_token,
-    plain,
     require_shape,
     require_tensor,
     values_are_checked,
 )
 from .objective import Denominators, Objective
-from .rows.backends import WITH_ENTROPY, is_strict
+from .rows.backends import is_strict
 from .rows.hidden import Hidden
 from .rows.logits import Logits
 from .rows.partials import RowTransform
-from .rows.ragged import KeptRows, Ragged, Tokens, slots_of
+from .rows.ragged import KeptRows, Tokens, slots_of
 from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
-from .rows.stream import Seconds, Stream, Visit
+from .rows.stream import Seconds, Visit
 from .specs import (
     DEFAULTS,
     NOT_BOUNDED,
@@ -42,25 +39,21 @@ from .specs import (
     LogitTransform,
     Options,
     as_options,
-    as_transform,
-    for_rows,
     refuse_keywords,
     refuse_product,
     refuse_sparse,
-    refuse_with_rows,
 )
-from .statistics import Asked, check_kept, rows_with_sets, statistics_of
+from .statistics import Asked, kept_rows, over_sets, statistics_of, tokens_of
 from .streams import (
     Policy,
     draws,
-    hidden_stream,
     is_traced,
     leaves_the_graph,
-    logits_stream,
     outside,
-    reference_stream,
+    second_stream,
     seconds_of,
     squared,
+    stream_of,
 )
 from .token_sets import TokenSets, check_ids
 
@@ -227,21 +220,7 @@ def grpo_loss(
         refuse_keywords(grpo_loss, unknown)
     options = as_options(options)
     refuse_product(options)
-    if _leaves_the_graph(batch, objective, transform, options, "ref_logits", ref_logits):
-        given: dict[str, Any] = {"transform": transform, "normalizer": normalizer, "inplace": inplace, "options": options}
-        return outside(grpo_loss, logits, batch, objective, ref_logits=ref_logits, **given)
-    batch, read = _with_options(batch, options), {"batch": batch, "transform": transform, "normalizer": normalizer}
-    shape, of_rows = (
-        leading_shape(logits, batch.targets, batch.rows),
-        for_rows(transform, batch.targets, batch.mask, batch.cu_seqlens),
-    )
-    stream = logits_stream(
-        logits, shape, batch.targets.device, of_rows, options, inplace=inplace, read=read, ref_logits=ref_logits
-    )
-    # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
-    # visited twice anyway, with the exchange in between.
-    late = options.shard is not None or (stream.logits.dtype == torch.float16 and torch.is_grad_enabled())
-    return _loss(stream, shape, transform, batch, objective, "ref_logits", ref_logits, normalizer, options, late)
+    return _loss(logits, None, batch, objective, transform, "ref_logits", ref_logits, normalizer, options, inplace)
 
 
 def linear_grpo_loss(
@@ -281,124 +260,130 @@ def linear_grpo_loss(
     Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(linear_grpo_loss, unknown)
-    head, options = Head.of(weight, transform), as_options(options)
-    if _leaves_the_graph(batch, objective, head.transform, options, "reference", reference):
-        given: dict[str, Any] = {"reference": reference, "normalizer": normalizer, "options": options}
-        return outside(linear_grpo_loss, hidden, head, batch, objective, **given)
-    batch = _with_options(batch, options)
-    read = {"batch": batch, "reference": reference, "transform": head.transform, "normalizer": normalizer}
-    shape = leading_shape(hidden, batch.targets, batch.rows)
-    of_rows = for_rows(head.transform, batch.targets, batch.mask, batch.cu_seqlens)
-    stream = hidden_stream(hidden, head, shape, batch.targets.device, of_rows, options, read)
-    return _loss(stream, shape, head.transform, batch, objective, "reference", reference, normalizer, options)
-
-
-def _leaves_the_graph(
-    batch: TokenBatch, objective: Objective, transform: LogitTransform | None, options: Options, name: str, given: Any
-) -> bool:
-    """Whether a traced call has to break the graph. Raises ValueError for what does not go together. `given`: the second stream, as
-    the argument `name`."""
-    check_specs(batch, objective, name, given)
-    if objective.exact is not None:
-        refuse_sparse(options, NOT_BOUNDED)
-    if batch.rows is not None:
-        refuse_with_rows(transform, options, name, given)
-    if not is_traced():
-        return False
-    sets = next((x for x in (objective.exact, batch.kept, batch.listed, batch.rows) if x is not None), None)
-    return leaves_the_graph(sets, options, batch.context_group)
+    head, transform = Head.parts(weight, transform)
+    return _loss(hidden, head, batch, objective, transform, "reference", reference, normalizer, as_options(options))
 
 
 def _loss(
-    stream: Logits | Hidden, leading: torch.Size, transform: LogitTransform | None, batch: TokenBatch, objective: Objective, name: str,
-    given: Any, normalizer: float | Tensor | Denominators | None, options: Options, late: bool = False,
+    x: Tensor, head: tuple[Any, Any] | None, batch: TokenBatch, objective: Objective, transform: LogitTransform | None, name: str,
+    given: Any, normalizer: float | Tensor | Denominators | None, options: Options, inplace: bool = False,
 ) -> LossOutput:  # fmt: skip
-    """The loss of a stream's rows, of the shape `leading`: in one visit with the gradient made in the forward, or as statistics,
-    token stage, pull. `given`: the second stream, as the argument `name`. `late`: not in one visit."""
-    shape, device, exact = batch.targets.shape, batch.targets.device, objective.exact
-    check_targets(batch.targets, batch.mask, stream.vocab, logits=isinstance(stream, Logits))
-    if batch.rows is not None:
-        check_named(batch.rows, batch.mask, stream.n)
-    seconds, reference, kept, over = Seconds(), None, None, None
-    shared = batch.rows is not None
-    policy = Policy(leading, device, as_transform(transform), batch.mask, batch.cu_seqlens, stream, options, shared)
+    """The loss of logits or, with the (weight, bias) of a head, of hidden states x: checked here, before any work. `given`: the
+    second stream, as the argument `name`."""
+    check_specs(batch, objective, name, given)
+    if objective.exact is not None:
+        refuse_sparse(options, NOT_BOUNDED)
+    if is_traced() and leaves_the_graph(options, batch.context_group, objective.exact, batch.kept, batch.listed, batch.rows):
+        return outside(_loss, x, head, batch, objective, transform, name, given, normalizer, options, inplace)
+    if batch.kept is not None and options.missing not in (None, batch.missing):
+        remedy = f"the batch says missing={batch.missing!r}: leave it out here."
+        require(batch.missing is None, "missing", options.missing, remedy)
+        batch = batch.with_missing(options.missing)
+    targets, mask, own_rows = batch.targets, batch.mask, batch.rows
+    shape = targets.shape if own_rows is None else leading_shape(x, targets)
+    policy = Policy(shape, targets.device, transform, mask, batch.cu_seqlens, options, own_rows is not None)
+    read = {"batch": batch, "transform": transform, "normalizer": normalizer}
+    stream = stream_of(x, head, policy, read, {name: given}, inplace)
+    check_targets(targets, mask, stream.vocab, logits=head is None)
+    return _loss_of(stream, policy, batch, objective, name, given, normalizer)
+
+
+def _loss_of(
+    stream: Logits | Hidden, policy: Policy, batch: TokenBatch, objective: Objective, name: str, given: Any,
+    normalizer: float | Tensor | Denominators | None,
+) -> LossOutput:  # fmt: skip
+    """The loss of a stream's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull."""
+    shape, exact, options, traced = batch.targets.shape, objective.exact, policy.options, is_traced()
+    seconds, reference, kept, over, listed, at, tokens = Seconds(), None, None, None, None, None, None
+    visited, marked = None, None
     if exact is not None:
-        seconds = seconds_of(name, given, exact, policy)
+        seconds = seconds_of(name, given, exact, policy, stream)
     elif given is not None:
-        reference = reference_stream(given, policy)
-        batch = batch.with_ref_logps(torch.zeros(shape, device=device))  # which rows are read does not depend on them
-    rows = _token_rows(batch, objective, normalizer, options)
+        reference = second_stream(name, given, policy, stream)
+        batch = batch.with_ref_logps(torch.zeros(shape, device=policy.device))  # which rows are read does not depend on them
+    rows = objective.token_rows(batch, normalizer, options.skip_inactive)
+    _refuse_nan(rows, batch, options)
     if batch.kept is not None:
-        check_kept(batch.kept, batch.targets, batch.mask, stream.vocab, batch.missing, options.strict)
-        kept = rows_with_sets(batch.kept, rows.targets, rows.read, batch.missing)
+        kept = kept_rows(batch.kept, batch.targets, batch.mask, rows.read, stream.vocab, batch.missing, options)
         over = _over(objective, options, seconds)
-    sparse = draws(options, stream) if isinstance(stream, Hidden) else None
-    listed, at = objective.listed_terms(batch), None if batch.listed is None else slots_of(batch.listed)
-    tokens = None
+    if batch.listed is not None:
+        refuse_sparse(options, "the gradients of ids of logp_terms and prob_terms would be among the columns drawn once more")
+        check_ids("prob_terms" if batch.logp_terms is None else "logp_terms", batch.listed, stream.vocab)
+        listed, at = objective.listed_terms(batch), slots_of(batch.listed)
     if batch.rows is not None:
-        tokens = Tokens(plain(flat(batch.rows).to(torch.int64)), plain(rows.targets), rows.read, stream.n, at)
+        tokens = tokens_of(batch.rows, batch.mask, rows.targets, rows.read, stream, at)
+    sparse = None if options.sparse is None else draws(options.sparse, stream)
     # The rows that are visited as a whole: those without a set, or all.
-    visited = None
-    if not isinstance(stream, Logits) and not is_traced():
-        visited = _split_rows(batch, rows, objective, kept if over is None else None, tokens)
+    if isinstance(stream, Hidden) and not traced:
+        visited, marked = _split_rows(batch, rows, objective, kept if over is None else None, tokens)
     if reference is not None:
         of_sets = kept if options.reference_over == "kept" else None
         index = visited
         if visited is not None and over is not None and of_sets is not None:
-            index = _split_rows(batch, rows, objective, kept, tokens)
+            index, _ = _split_rows(batch, rows, objective, kept, tokens)
         with torch.no_grad():
-            asked = Asked(kept=of_sets, rows=index, tokens=tokens)
-            ref_logps = statistics_of(reference, asked, rows.targets, rows.read, options).logps
+            own = Asked(rows.targets, rows.read, kept=of_sets, rows=index, tokens=tokens)
+            ref_logps = statistics_of(reference, own, options)["logps"]
         batch, rows = batch.with_ref_logps(ref_logps.view(shape)), replace(rows, ref_logps=ref_logps)
         _refuse_nan(rows, batch, options)
     if exact is not None:
         rows = scaled_by_temperature(rows, exact, stream.transform)
-    late = late or over is not None or sparse is not None or is_traced() or bool(seconds.known)
-    joint = isinstance(stream, Hidden) and not seconds.others and _made_jointly(stream, objective, kept)
-    if batch.listed is not None:
-        name = "prob_terms" if batch.logp_terms is None else "logp_terms"
-        refuse_sparse(options, "the gradients of ids of logp_terms and prob_terms would be among the columns drawn once more")
-        check_ids(name, batch.listed, stream.vocab)
-    at_once = objective.one_pass
-    if tokens is not None or listed is not None:
-        late, at_once = late or (kept is not None and bool(seconds.others)), at_once and kept is None
-    if not late and (at_once or joint):
-        return _in_one_visit(stream, batch, objective, rows, kept, seconds, visited, listed, at, tokens, at_once)
-    with_gradient = ("entropy",) if objective.needs_entropy else ()
-    asked = Asked(("entropy",), with_gradient, kept, over, seconds, exact, at, visited, sparse, tokens)
-    found = statistics_of(stream, asked, rows.targets, rows.read, options)
-    kl_apart = over is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
-    own = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
-    beside = None if listed is None else (listed, found.named["at"])
-    out = _loss_of_logps(found.logps, found.named["entropy"], batch, objective, own, beside, found.named.get("divergence"))
-    if found.whole_logps is None:
+    with_gradient = ("entropy",) if objective.entropy_coef != 0 else ()
+    of_rows = (rows.targets, rows.read, ("entropy",), with_gradient)
+    asked = Asked(*of_rows, kept, over, seconds, exact, at, visited, sparse, tokens)
+    at_once = objective.one_pass and (kept is None or (tokens is None and listed is None))
+    if not traced and _made_in_forward(stream, objective, asked, at_once):
+        return _in_one_visit(stream, batch, objective, rows, listed, asked, marked, at_once)
+    found = statistics_of(stream, asked, options)
+    whole_logps = found.get("whole_logps")
+    kl_apart = whole_logps is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
+    weighed = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
+    beside = None if listed is None else (listed, found["at"])
+    out = _loss_of_logps(found["logps"], found["entropy"], batch, objective, weighed, beside, found.get("divergence"))
+    if whole_logps is None:
         return out
-    loss = out.loss + _kl_over_vocabulary(found.whole_logps, objective, rows) if kl_apart else out.loss
-    return replace(out, loss=loss, rows=rows, whole_logps=found.whole_logps.detach().view(shape), kl_apart=kl_apart)
+    loss = out.loss + _kl_over_vocabulary(whole_logps, objective, rows) if kl_apart else out.loss
+    return replace(out, loss=loss, rows=rows, whole_logps=whole_logps.detach().view(shape), kl_apart=kl_apart)
+
+
+def _made_in_forward(stream: Logits | Hidden, objective: Objective, asked: Asked, at_once: bool) -> bool:
+    """Whether the gradient is made in the forward. That of rows that wait for each other is a slope times a vector that does not
+    depend on other rows, and products wait for slopes. With a frozen head none do, see `Visit.ahead`; over sets there are none."""
+    (others, known), kept = asked.seconds, asked.kept
+    if asked.over is not None or asked.sparse is not None or known:
+        return False
+    if kept is not None and others and (asked.tokens is not None or asked.at is not None):
+        return False
+    if isinstance(stream, Logits):
+        # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
+        # visited twice anyway, with the exchange in between.
+        scaled = stream.logits.dtype == torch.float16 and torch.is_grad_enabled()
+        return at_once and not scaled and stream.shard is None
+    if at_once or others or objective.needs_entropy:
+        return at_once
+    waits = torch.is_grad_enabled() and stream.weight.requires_grad and not (kept is not None and kept.has_all)
+    return waits and not (stream.bias is not None and stream.bias.requires_grad)
 
 
 def _in_one_visit(
-    stream: Stream, batch: TokenBatch, objective: Objective, rows: TokenRows, kept: KeptRows | None, seconds: Seconds,
-    visited: tuple[Tensor, int] | None, listed: ListedTerms | None, at: Ragged | None, tokens: Tokens | None, at_once: bool,
+    stream: Logits | Hidden, batch: TokenBatch, objective: Objective, rows: TokenRows, listed: ListedTerms | None, asked: Asked,
+    marked: Tensor | None, at_once: bool,
 ) -> LossOutput:  # fmt: skip
     """The loss of rows in one visit; `at_once`: of rows that wait for no other one."""
-    shape, others, (index, active) = batch.targets.shape, seconds.others, visited or (None, None)
-    over_vocabulary, over_sets, of_rows = None, None, tokens
+    shape, targets, kept, at, of_rows = batch.targets.shape, asked.targets, asked.kept, asked.at, asked.tokens
+    others, (index, active), whole, of_sets = asked.seconds.others, asked.rows or (None, None), None, None
     if kept is None or not kept.has_all:
-        read = rows.read if kept is None else kept.others(rows.read)
-        if tokens is not None:
-            of_rows = replace(tokens, read=read)
+        read, of_any, slots = asked.read if kept is None else kept.others(asked.read), targets, None
+        if asked.tokens is not None:
+            of_rows = replace(asked.tokens, read=read)
+            read = of_rows.named(None)
         elif at is not None:
-            of_rows = Tokens.one_a_row(rows.targets, read, at)
-        over_vocabulary = Visit(rows.targets, read, (), others, index, active)
-        if of_rows is not None:
-            read = read if tokens is None else of_rows.named(None)
-            slots = None if at_once else of_rows.pairs.slots
-            targets = rows.targets.new_zeros(of_rows.n)  # the likeliest of a row's ids stands in for them
-            over_vocabulary = replace(over_vocabulary, targets=targets, read=read, tokens=of_rows, at=slots)
+            of_rows = Tokens.one_a_row(targets, read, at)
+        if of_rows is not None:  # the likeliest of a row's ids stands in for them
+            of_any, slots = targets.new_zeros(of_rows.n), None if at_once else of_rows.pairs.slots
+        whole = Visit(of_any, read, (), others, index, active, slots, of_rows)
     if kept is not None:
-        own = None if at is None else at.only(kept.has).plain()
-        over_sets = Visit(rows.targets, kept.read, WITH_ENTROPY, others, kept=kept, at=own, tokens=tokens)
+        of_sets = over_sets(asked).visit
     log_ratio: Tensor | None = None
 
     def terms(logps: Tensor, entropy: Tensor, of_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -407,23 +392,20 @@ def _in_one_visit(
         made, log_ratio, d_ids = _token_stage(logps, entropy, batch, objective, rows, beside)
         return made.losses, made.d_logps, d_ids
 
-    stage = objective.stage(rows, listed) if at_once else JointStage(terms, _groups(batch, objective, active, tokens))
-    visit = OneVisit(stream, over_vocabulary, over_sets, stage, torch.is_grad_enabled())
+    stage: TokenStage | JointStage
+    if at_once:
+        stage = objective.stage(rows, listed)
+    else:
+        stage = JointStage(terms, _groups(batch, objective, active, asked.tokens, marked))
+    visit = OneVisit(stream, whole, of_sets, stage, torch.is_grad_enabled())
     loss, logps, entropy, divergence = fused_loss(visit, stream.tensors)
     divergence = None if divergence is None else divergence.view(shape)
     return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, log_ratio, divergence=divergence)
 
 
-def _made_jointly(stream: Hidden, objective: Objective, kept: KeptRows | None) -> bool:
-    """Whether the gradient of rows that wait for each other is made in the forward: each is a slope times a vector that does not
-    depend on other rows, and products wait for slopes. With a frozen head none do, see `Visit.ahead`; over sets there are none."""
-    _, weight, bias = stream.tensors
-    of_bias, has_all = bias is not None and bias.requires_grad, kept is not None and kept.has_all
-    waits = torch.is_grad_enabled() and weight.requires_grad and not has_all
-    return waits and not of_bias and not objective.needs_entropy
-
-
-def _groups(batch: TokenBatch, objective: Objective, active: int | None, tokens: Tokens | None) -> tuple[int, ...]:
+def _groups(
+    batch: TokenBatch, objective: Objective, active: int | None, tokens: Tokens | None, marked: Tensor | None
+) -> tuple[int, ...]:
     """The rows of `JointStage.groups`: each alone, sequences, or those that share rows, or all rows where slopes wait for more, or
     for other ranks."""
     assert active is not None
@@ -433,7 +415,7 @@ def _groups(batch: TokenBatch, objective: Objective, active: int | None, tokens:
         if tokens is not None and batch.sequences is not None:
             sequences = batch.spread(torch.arange(batch.sequences, device=batch.targets.device))
             return tokens.groups(batch.marked(objective.active_rows), sequences, batch.sequences)
-        return batch.counts(objective.active_rows if batch.kept is None else whole(objective.active_rows))
+        return batch.counts(objective.active_rows if batch.kept is None else whole(objective.active_rows), marked)
     return (active,)
 
 
@@ -523,32 +505,34 @@ def _times(d_loss: Tensor, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def _split_rows(
     batch: TokenBatch, rows: TokenRows, objective: Objective, kept: KeptRows | None, tokens: Tokens | None
-) -> tuple[Tensor, int]:  # fmt: skip
-    """(indices of the rows that are read over the whole vocabulary, those that can have a gradient first, each kind in order;
-    how many of them can), without waiting for the device. Only where several tokens share a row does the host wait."""
-    n, device = rows.targets.numel(), rows.targets.device
-    same = rows.active is not None or objective.active_rows == "trained"
-    read, active = rows.read, rows.read if same else batch.marked(objective.active_rows)  # which ranks make together
+) -> tuple[tuple[Tensor, int], Tensor | None]:
+    """((indices of the rows that are read over the whole vocabulary, those that can have a gradient first, each kind in order;
+    how many of them can), bool [n]: these), without waiting for the device. Only where several tokens share a row does the host
+    wait."""
+    device, kind = rows.targets.device, objective.active_rows
+    same = rows.active is not None or kind == "trained"
+    read, active = rows.read, rows.read if same else batch.marked(kind)  # which ranks make together
     if kept is not None and kept.has_all:
-        return torch.empty(0, dtype=torch.int64, device=device), 0
+        return (torch.empty(0, dtype=torch.int64, device=device), 0), active
     for of in (kept.others if kept is not None else None, tokens.named if tokens is not None else None):
         if of is not None:
             active = of(active)
             read = active if same else of(read)
     if active is None:  # nor is a row left out of `read`
-        return torch.arange(n, device=device), n
+        n = rows.targets.numel()
+        return (torch.arange(n, device=device), n), None
     # Nothing waits for it on a CPU, and few rows are sorted sooner this way.
     if tokens is not None or (device.type == "cpu" and not sends_ahead(device)):
         first = active.nonzero()[:, 0]
         if same:
-            return first, first.numel()
+            return (first, first.numel()), active
         others = ~active if read is None else read & ~active
-        return torch.cat([first, others.nonzero()[:, 0]]), first.numel()
+        return (torch.cat([first, others.nonzero()[:, 0]]), first.numel()), active
     rank = active.view(torch.uint8) if same or read is None else read.view(torch.uint8) + active.view(torch.uint8)
     order = torch.argsort(rank, stable=True, descending=True)
-    kind = str if kept is None else whole
-    can_have = batch.count(kind(objective.active_rows), active)
-    return order[: can_have if same else batch.count(kind("trained"), read)], can_have
+    of_kind = str if kept is None else whole
+    can_have = batch.count(of_kind(kind), active)
+    return (order[: can_have if same else batch.count(of_kind("trained"), read)], can_have), active
 
 
 def objective_loss(
@@ -591,7 +575,8 @@ def objective_loss(
         raise ValueError(
             f"divergence is {'None' if exact else 'given'}, but kl={objective.kl!r}, beta={objective.beta}: {remedy}"
         )
-    rows = _token_rows(batch, objective, normalizer)
+    rows = objective.token_rows(batch, normalizer)
+    _refuse_nan(rows, batch, DEFAULTS)
     if token_weights is not None:
         rows = rows.weighted(per_token("token_weights", token_weights, batch.targets.shape, batch.cu_seqlens))
 
@@ -602,23 +587,6 @@ def objective_loss(
     L, H, D = (None if x is None else flat_rows(x) for x in (logps, entropy, divergence))
     assert L is not None
     return _loss_of_logps(L, H, batch, objective, rows, divergence=D)
-
-
-def _with_options(batch: TokenBatch, options: Options) -> TokenBatch:
-    """The batch with what the options say of targets outside of their sets."""
-    if batch.kept is None or options.missing in (None, batch.missing):
-        return batch
-    require(batch.missing is None, "missing", options.missing, f"the batch says missing={batch.missing!r}: leave it out here.")
-    return batch.with_missing(options.missing)
-
-
-def _token_rows(
-    batch: TokenBatch, objective: Objective, normalizer: float | Tensor | Denominators | None, options: Options = DEFAULTS
-) -> TokenRows:
-    """`Objective.token_rows`, without NaN in strict mode."""
-    rows = objective.token_rows(batch, normalizer, options.skip_inactive)
-    _refuse_nan(rows, batch, options)
-    return rows
 
 
 def _refuse_nan(rows: TokenRows, batch: TokenBatch, options: Options) -> None:
@@ -644,8 +612,9 @@ def _refuse_nan(rows: TokenRows, batch: TokenBatch, options: Options) -> None:
             )
 
 
-def check_specs(batch: Any, objective: Any, second_stream: str = "", given: Any = None) -> None:
-    """Raise ValueError unless batch and objective are what they are called, and the second stream goes with them."""
+def check_specs(batch: Any, objective: Any, name: str = "", given: Any = None) -> None:
+    """Raise ValueError unless batch and objective are what they are called, and the second stream `given`, the argument `name`,
+    goes with them."""
     if isinstance(batch, Objective) and isinstance(objective, TokenBatch):
         raise ValueError(
             "batch is an Objective and objective a TokenBatch: they changed places, pass them as batch, objective."
@@ -654,26 +623,19 @@ def check_specs(batch: Any, objective: Any, second_stream: str = "", given: Any 
         raise ValueError(f"batch is a {type(batch).__name__}: pass a TokenBatch.")
     if not isinstance(objective, Objective):
         raise ValueError(f"objective is a {type(objective).__name__}: pass an Objective, for example Objective.preset('grpo').")
-    if second_stream and (given is not None or objective.exact is not None):
-        check_given(second_stream, given, objective, batch)
-
-
-def check_given(given: str, value: Any, objective: Objective, batch: TokenBatch) -> None:
-    """Raise ValueError where an objective and its second stream do not fit: `given` is the name of the argument, `value` what
-    it is."""
     if objective.exact is not None:
-        if batch.ref_logps is not None:
+        if name and batch.ref_logps is not None:
             raise ValueError(
                 f"ref_logps are log-probs of the sampled tokens, but kl={objective.kl} compares whole distributions: leave them out, and "
-                f"pass {given}=."
+                f"pass {name}=."
             )
         return
-    if value is None:
+    if given is None:
         return
-    require(objective.beta != 0, given, type(value).__name__, "with beta=0 nothing looks at it: leave it out.")
-    if given == "ref_logits" or isinstance(value, TokenSets):
+    require(objective.beta != 0, name, type(given).__name__, "with beta=0 nothing looks at it: leave it out.")
+    if name == "ref_logits" or isinstance(given, TokenSets):
         raise ValueError(
-            f"{given} is a whole distribution, but kl={objective.kl!r} is an estimate from the sampled token: pass kl=Exact(...), or the "
+            f"{name} is a whole distribution, but kl={objective.kl!r} is an estimate from the sampled token: pass kl=Exact(...), or the "
             "reference's log-probs as ref_logps of the batch."
         )
     if batch.ref_logps is not None:

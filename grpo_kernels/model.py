@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .architectures import language_model
-from .batch import TokenBatch
+from .batch import TokenBatch, shift_targets
 from .checks import describe
 from .layout import INTEGRAL, OF_PRODUCTS, refuse_where, require_tensor, values_are_checked
 from .logprobs import linear_logprobs
@@ -65,11 +65,7 @@ def loss_from_model(
     ValueError for an argument that is wrong, and where calling the base model would skip something: an adapter, a hook or a patch
     on the head or the model, prompt tuning, an encoder, a wrapper whose forward must be called (DDP, FSDP, torch.compile)."""
     check_specs(batch, objective)
-    _check_wrappers(model)
-    inner = language_model(model)
-    if transform is None:
-        transform = LogitTransform.of(inner, temperature=temperature)
-    elif isinstance(temperature, Tensor) or temperature != 1.0:
+    if transform is not None and (isinstance(temperature, Tensor) or temperature != 1.0):
         raise ValueError("temperature and transform are both given: put the temperature into the transform.")
     _check_alignment(input_ids, batch)
     model_kwargs = {} if model_kwargs is None else model_kwargs
@@ -80,20 +76,18 @@ def loss_from_model(
             raise ValueError(
                 f"{name} is given, but it is not used here: leave it out. Targets and mask are those of the batch."
             )
-    hidden, weight, bias = _projected(inner, input_ids, batch, inputs, model_kwargs)
+    given = (input_ids, batch, inputs, model_kwargs)
+    hidden, head = _projected(model, transform or temperature, *given)
 
     def second(reference: Any) -> Any:
         if not isinstance(reference, nn.Module):
             return reference
-        _check_wrappers(reference)
-        inner = language_model(reference)
         with torch.no_grad():
-            ref_hidden, ref_weight, ref_bias = _projected(inner, input_ids, batch, inputs, model_kwargs)
-        return ref_hidden, Head(ref_weight.detach(), ref_bias, LogitTransform.of(inner, temperature=transform.temperature))
+            return _projected(reference, temperature if transform is None else transform.temperature, *given)
 
     if isinstance(reference, list):  # pairs (teacher, weight)
         reference = [(second(x[0]), *x[1:]) if isinstance(x, tuple) and x else x for x in reference]
-    head, reference = Head(weight, bias, transform), second(reference)
+    reference = second(reference)
     return linear_grpo_loss(hidden, head, batch, objective, normalizer=normalizer, reference=reference, options=options)
 
 
@@ -105,9 +99,14 @@ _OWN = [p.name for p in inspect.signature(loss_from_model).parameters.values() i
 
 
 def _projected(
-    model: Any, input_ids: Tensor, batch: TokenBatch, inputs: dict[str, Any], model_kwargs: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(the hidden states that predict the targets, weight and bias of the head that they go through)."""
+    model: Any, transform: Any, input_ids: Tensor, batch: TokenBatch, inputs: dict[str, Any], model_kwargs: dict[str, Any]
+) -> tuple[Tensor, Head]:
+    """(the hidden states that predict the targets, the head that they go through). `transform`: what follows it, or the temperature
+    alone, where the model is one that is known."""
+    _check_wrappers(model)
+    model = language_model(model)
+    if not isinstance(transform, LogitTransform):
+        transform = LogitTransform.of(model, temperature=transform)
     head, base = _head(model), _base_model(model)
     named = [
         p.name for p in inspect.signature(base.forward).parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
@@ -119,7 +118,7 @@ def _projected(
     hidden = base(input_ids=input_ids if input_ids.dim() > 1 else input_ids[None], **inputs, **model_kwargs)[0]
     if not torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.promote_types(hidden.dtype, head.weight.dtype))  # a head kept in fp32 is used in fp32
-    return _rows(hidden, input_ids, batch), head.weight, getattr(head, "bias", None)
+    return _rows(hidden, input_ids, batch), Head(head.weight, getattr(head, "bias", None), transform)
 
 
 def _check_wrappers(model: Any) -> None:
@@ -232,12 +231,10 @@ def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
         )
     if torch.compiler.is_compiling() or targets.numel() == 0:
         return
-    following = ids.roll(-1, -1) if whole else ids[..., total - count :]
-    wrong = targets != following.to(targets.device)
-    if whole:  # the last row of a sequence has no next token
-        wrong[..., -1:] = True
-        if batch.cu_seqlens is not None:
-            wrong[batch.cu_seqlens[1:].long() - 1] = True  # an empty first sequence gives -1: the last row, set already
+    following, known = shift_targets(ids, cu_seqlens=batch.cu_seqlens)
+    if not whole:
+        following, known = following[..., -1 - count : -1], known[..., -1 - count : -1]
+    wrong = (targets != following.to(targets.device)) | ~known.to(targets.device)
     wrong = wrong if mask is None else wrong & mask
     if not values_are_checked(targets):
         torch._assert_async(~wrong.any(), "loss_from_model: batch.targets are not the tokens that follow in input_ids")

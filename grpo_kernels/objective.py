@@ -1,6 +1,7 @@
 """What is minimised: a surrogate, the level of its ratio, filters, a KL term, an entropy bonus and an aggregation.
 
-Everything but the surrogate, the filters and the KL estimator is a weight per token, see token_stage.py.
+Everything but the surrogate, the filters and the KL estimator is a weight per token, see token_stage.py. At the end stand the
+published objectives by name, and what trainers do differently in each: clip widths, clamps, denominators, the KL.
 """
 
 from __future__ import annotations
@@ -13,16 +14,41 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .batch import TokenBatch
-from .checks import LARGEST, SMALLEST, Checked, as_number, require, require_number, require_one_of, require_whole, with_hints
+from .checks import (
+    LARGEST,
+    SMALLEST,
+    Checked,
+    as_number,
+    refuse_unknown,
+    require,
+    require_number,
+    require_one_of,
+    require_whole,
+)
 from .formulas.divergence import Exact
 from .formulas.filters import TRUST_REGIONS, EntropyFloor, Filter, OffPolicySequences, TrustRegion, check_filters
 from .formulas.kl import Kl, as_kl, kl_terms
 from .formulas.listed import ListedFunction, ListedTerms, logp_term, prob_term
 from .formulas.program import is_own
-from .formulas.surrogates import LEVELS, Clip, Surrogate, check_log_ratio_bounds
+from .formulas.surrogates import (
+    LEVELS,
+    A2po,
+    Cispo,
+    Clip,
+    ClipCov,
+    Dro,
+    Gmpo,
+    ImportanceSampling,
+    KlCov,
+    NoPolicyTerm,
+    PolicyGradient,
+    Sapo,
+    Surrogate,
+    Vespo,
+    check_log_ratio_bounds,
+)  # fmt: skip
 from .formulas.token_stage import Terms, TokenFormula, TokenRows, TokenStage, ratio_of_kl
 from .layout import flat, values_are_checked
-from .presets import PUBLISHED, preset_fields
 
 Tensor = torch.Tensor
 F = TypeVar("F", bound=Filter)
@@ -51,7 +77,6 @@ class Denominators(NamedTuple):
         return Denominators(*(None if x is None else x / ranks for x in self))
 
 
-@with_hints
 @dataclass(frozen=True)
 class Objective(Checked):
     """A GRPO-family objective.
@@ -114,9 +139,8 @@ class Objective(Checked):
         remedy = f"{type(self.surrogate).__name__} is defined at level {' or '.join(map(repr, self.surrogate.levels))} only."
         require(self.level in self.surrogate.levels, "level", self.level, remedy)
         for name in ("aggregate", "kl_aggregate", "entropy_aggregate"):
-            value = getattr(self, name)
-            known = value in AGGREGATES or (value is None and name != "aggregate")
-            require(known, name, value, f"it must be one of {', '.join(AGGREGATES)}.")
+            if name == "aggregate" or getattr(self, name) is not None:
+                require_one_of(name, getattr(self, name), AGGREGATES)
         # Not a field, because `kl` already has the information.
         object.__setattr__(self, "_kl", Kl() if isinstance(self.kl, Exact) else as_kl(self.kl))
         remedy = "pass a function (logp, values, advantage, sums) -> (term, slope), or None."
@@ -137,10 +161,27 @@ class Objective(Checked):
 
     @classmethod
     def preset(cls, name: str, *, numerics: str | None = None, **changes: Any) -> Objective:
-        """A published objective by name (see presets.py), with fields replaced by `changes`.
+        """A published objective by name (see PRESETS), with fields replaced by `changes`.
 
-        numerics: "trl", "verl", "openrlhf", ...: that trainer's constants, clamps and denominators."""
-        return cls(**preset_fields(name, numerics, changes, known=tuple(f.name for f in fields(cls))))
+        numerics: "trl", "verl", "openrlhf", ...: that trainer's constants, clamps and denominators; a name that it does not have is
+        refused, rather than guessed. Raises ValueError for an unknown name or trainer, TypeError for an unknown field."""
+        require_one_of("preset", name, PRESETS)
+        published, theirs = PRESETS[name], {}
+        surrogate: Any = published.surrogate
+        unknown = {n: x for n, x in changes.items() if n not in FIELDS}
+        numbers = {n: x for n, x in unknown.items() if n in surrogate.__dataclass_fields__}
+        if numbers:
+            remedy = f"pass surrogate={replace(surrogate, **numbers)!r}"
+            raise ValueError(f"{', '.join(numbers)} is a number of the surrogate, not of the Objective: {remedy}.")
+        if unknown:
+            remedy = f"It has {', '.join(FIELDS)}. Clip bounds go into surrogate={surrogate!r}."
+            refuse_unknown("Objective.preset", unknown, FIELDS, remedy)
+        if numerics is not None:
+            require_one_of("numerics", numerics, NUMERICS)
+            if name not in NUMERICS[numerics]:
+                raise ValueError(f"preset {name!r}: {numerics} has no such objective, only {', '.join(NUMERICS[numerics])}.")
+            theirs = NUMERICS[numerics][name]
+        return cls(**{**{n: getattr(published, n) for n in FIELDS}, **theirs, **changes})
 
     def filter(self, kind: type[F]) -> F | None:
         """The filter of this kind, if there is one."""
@@ -258,16 +299,15 @@ class Objective(Checked):
         return torch.where(weight != 0, weight / normalizer, 0.0)
 
     def _check_normalizer(self, normalizer: float | Tensor, batch: TokenBatch) -> float | Tensor:
+        remedy = "the denominator is a finite number above 0, over all micro-batches and ranks."
         if not isinstance(normalizer, Tensor):
-            remedy = "the denominator is a finite number above 0, over all micro-batches and ranks."
             require_number("normalizer", normalizer, remedy, SMALLEST, LARGEST)
             return float(normalizer)
         if normalizer.numel() != 1:
             raise ValueError(f"normalizer has shape {list(normalizer.shape)}: pass a number or a 0-d tensor.")
         if values_are_checked(normalizer):
-            number, nothing = float(normalizer), batch.mask is not None and not batch.mask.any()
-            if not (0 < number < math.inf or (number == 0 and nothing)):
-                raise ValueError(f"normalizer={number}: the denominator is a finite number above 0.")
+            nothing = batch.mask is not None and not batch.mask.any()
+            require_number("normalizer", float(normalizer), remedy, 0 if nothing else SMALLEST, LARGEST)
         return normalizer.detach().reshape(()).to(batch.targets.device, torch.float32, non_blocking=True)
 
     def token_rows(
@@ -376,10 +416,9 @@ class Objective(Checked):
         sets = batch.listed
         if sets is None:
             return None
-        parts = [(self.listed or logp_term, batch.logp_terms), (prob_term, batch.prob_terms)]
+        parts = ((self.listed or logp_term, batch.logp_terms), (prob_term, batch.prob_terms))
         values = ((function, of.values) for function, of in parts if of is not None and of.values is not None)
-        given = tuple((function, x.detach().to(torch.float32)) for function, x in values)
-        return ListedTerms(given, sets.offsets)
+        return ListedTerms(tuple((function, x.detach().to(torch.float32)) for function, x in values), sets.offsets)
 
     def token_stage(
         self,
@@ -462,5 +501,170 @@ def _own_log_ratio(logps: Tensor, rows: TokenRows) -> Tensor:
     return torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
 
 
-#: The published objectives.
-PRESETS = {name: Objective(**changes) for name, changes in PUBLISHED.items()}
+# ---- published objectives, and the constants with which trainers compute them
+
+Changes = dict[str, Any]
+FIELDS = tuple(f.name for f in fields(Objective))
+_BY_SEQUENCE = "seq-mean-token-mean"
+
+#: Published objectives, by the papers. dapo and bnpo differ in the normaliser only: DAPO's is the token count of the whole batch
+#: (pass `normalizer=` when it is split), BNPO's the count of the micro-batch at hand.
+PRESETS: dict[str, Objective] = {
+    "grpo": Objective(aggregate=_BY_SEQUENCE),
+    "dapo": Objective(Clip(0.2, 0.28)),
+    "bnpo": Objective(),
+    "dr_grpo": Objective(aggregate="constant"),
+    "ppo": Objective(Clip(0.2, 0.2, delta=3.0)),
+    "gspo": Objective(Clip(3e-4, 4e-4), level="sequence", aggregate=_BY_SEQUENCE),
+    "gspo_token": Objective(Clip(3e-4, 4e-4), level="sequence-token", aggregate=_BY_SEQUENCE),
+    "luspo": Objective(level="sequence", aggregate="seq-mean-token-sum"),
+    "gmpo": Objective(Gmpo(), level="sequence", aggregate=_BY_SEQUENCE),
+    "cispo": Objective(Cispo(5.0)),
+    "sapo": Objective(Sapo(), aggregate=_BY_SEQUENCE),
+    "vespo": Objective(Vespo(), level="sequence-sum"),
+    "reinforce": Objective(PolicyGradient()),
+    "rloo": Objective(level="sequence-sum", aggregate=_BY_SEQUENCE),
+    "importance_sampling": Objective(ImportanceSampling(), aggregate="token-sum"),
+    "dppo_tv": Objective(ImportanceSampling(), filters=(TrustRegion("tv"),)),
+    "dppo_kl": Objective(ImportanceSampling(), filters=(TrustRegion("kl", 0.05, 0.05),)),
+    "ipo": Objective(ImportanceSampling(), filters=(TrustRegion("symmetric-tv", 0.1, 0.1),)),
+    "rollout_is": Objective(Cispo(math.inf), filters=(TrustRegion("ratio"),)),
+    "clip_cov": Objective(ClipCov()),
+    "kl_cov": Objective(KlCov()),
+    "dro": Objective(Dro()),
+    "a2po": Objective(A2po(), level="sequence-sum", aggregate=_BY_SEQUENCE),
+    "distillation": Objective(NoPolicyTerm(), beta=1.0, kl=Exact("reverse")),
+    "sampled_distillation": Objective(PolicyGradient(), beta=1.0, kl="distillation"),
+}
+
+#: What a trainer's KL is, where it has one in the loss; its weight is part of a trainer's numbers where the KL is on by default.
+_VERL_KL = Kl("k3", clamp_log=20.0, clamp=10.0)
+
+
+#: Bounds of log-ratios.
+_WITHIN_20: Changes = {"log_ratio_bounds": (-20.0, 20.0)}
+_BELOW_10: Changes = {"log_ratio_bounds": (-math.inf, 10.0)}
+
+
+def _each(common: Changes, presets: dict[str, Changes]) -> dict[str, Changes]:
+    return {name: {**common, **changes} for name, changes in presets.items()}
+
+
+#: The loss types of TRL, which Liger and Unsloth have taken over, clip widths included.
+_LOSS_TYPES: dict[str, Changes] = {
+    "grpo": {},
+    "dapo": {"surrogate": Clip(0.2, 0.2)},
+    "bnpo": {},
+    "dr_grpo": {},
+    "gspo": {"surrogate": Clip(0.2, 0.2)},
+    "cispo": {},
+    "sapo": {},
+    "vespo": {},
+}
+
+#: trainer -> its own names of presets -> changes to that preset. Versions: see integrations/README.md.
+NUMERICS: dict[str, dict[str, Changes]] = {
+    "trl": _each(
+        {"kl": Kl("k3", weighting="ratio"), "entropy_aggregate": "token-mean"},
+        {
+            **_LOSS_TYPES,
+            "luspo": {},
+            "gmpo": {"kl": "k3"},
+            "rloo": {},
+            "a2po": {},
+        },
+    ),
+    "liger": _each(
+        {"beta": 0.04},
+        {
+            **_LOSS_TYPES,
+            "luspo": {},
+        },
+    ),
+    "unsloth": {**_LOSS_TYPES, "dr_grpo": {"max_tokens": 8192}},
+    "verl": _each(
+        {"kl": _VERL_KL, "count_empty": False},
+        {
+            "grpo": {"surrogate": Clip(0.2, 0.2, delta=3.0), "aggregate": "token-mean", **_WITHIN_20},
+            "dapo": {"surrogate": Clip(0.2, 0.28, delta=3.0), **_WITHIN_20},
+            "dr_grpo": {"surrogate": Clip(0.2, 0.2, delta=3.0), **_WITHIN_20},
+            "ppo": _WITHIN_20,
+            "gspo": {"surrogate": Clip(0.2, 0.2), "level": "sequence-token", **_BELOW_10},
+            "gspo_token": {"surrogate": Clip(0.2, 0.2), **_BELOW_10},
+            "sapo": _WITHIN_20,
+            "gmpo": {"surrogate": Gmpo(0.2, 0.2), "count_empty": True},
+            "cispo": {"surrogate": Cispo(cap=1.2, low=0.8), **_WITHIN_20},
+            "reinforce": {},
+            "dppo_tv": {"surrogate": Cispo(3.0), **_WITHIN_20},
+            "dppo_kl": {
+                "surrogate": Cispo(3.0),
+                "filters": (TrustRegion("kl", 0.2, 0.2),),
+                **_WITHIN_20,
+            },
+            "clip_cov": {},
+            "kl_cov": {"surrogate": KlCov(0.1)},
+            "dro": {},
+        },
+    ),
+    "openrlhf": _each(
+        {"kl": Kl("k1", clamp=10.0), "kl_aggregate": "token-mean", "entropy_aggregate": "token-mean"},
+        {
+            "grpo": {"aggregate": "token-mean", **_WITHIN_20},
+            "dapo": _WITHIN_20,
+            "gspo": {"surrogate": Clip(0.2, 0.2), "count_empty": False},
+        },
+    ),
+    "slime": _each(
+        {"kl": "k1"},
+        {
+            # A mean of its own for every rollout, unless it is told to calculate_per_token_loss, as DAPO wants it.
+            "grpo": {},
+            "dapo": {},
+            "gspo": {"surrogate": Clip(0.2, 0.2)},
+            "cispo": {"surrogate": Cispo(cap=1.2, low=0.8), "aggregate": "seq-mean-token-mean"},
+        },
+    ),
+    "areal": {
+        "grpo": {"aggregate": "token-mean"},
+        "dapo": {},
+        "gspo": {"surrogate": Clip(0.2, 0.2), "aggregate": "token-mean"},
+        "sapo": {"aggregate": "token-mean"},
+    },
+    "nemo-rl": _each(
+        {"beta": 0.01, "kl": Kl("k3", weighting="score", clamp_log=20.0, clamp=10.0)},
+        {
+            "grpo": {"aggregate": "token-mean"},
+            "dapo": {},
+            "gspo": {"surrogate": Clip(0.2, 0.2)},
+            "cispo": {"surrogate": Cispo(cap=1.2, low=0.8)},
+            "reinforce": {},
+        },
+    ),
+    "skyrl": _each(
+        {"beta": 1e-3, "kl": _VERL_KL, "kl_aggregate": "seq-mean-token-mean", "entropy_aggregate": "token-mean"},
+        {
+            "grpo": {"aggregate": "token-mean", **_WITHIN_20},
+            "dapo": _WITHIN_20,
+            "ppo": _WITHIN_20,
+            "gspo": {"surrogate": Clip(0.2, 0.2), "level": "sequence-token", **_BELOW_10},
+            "sapo": _WITHIN_20,
+            "cispo": _WITHIN_20,
+            "rollout_is": {},
+            "dppo_tv": _WITHIN_20,
+            "dppo_kl": _WITHIN_20,
+            "importance_sampling": {},
+            "clip_cov": {},
+            "kl_cov": {"surrogate": KlCov(1.0, 0.2)},
+        },
+    ),
+    "prime-rl": {
+        # kappa (log r)^2 to the sampler, which is also the anchor of the ratio: pass its log-probs as old_logps and ref_logps.
+        "dppo_tv": {"beta": 2e-3, "kl": "k2"},
+        "ipo": {"beta": 2e-3, "kl": "k2"},
+        "sampled_distillation": {},
+    },
+    "torchtitan": {
+        "grpo": {"aggregate": "token-mean", "log_ratio_bounds": (-10.0, 10.0)},
+        "dapo": {"surrogate": Clip(0.2, 0.2), "log_ratio_bounds": (-10.0, 10.0)},
+    },
+}

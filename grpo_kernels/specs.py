@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -21,19 +21,16 @@ from .checks import (
     describe,
     refuse_unknown,
     require,
-    with_hints,
 )
 from .layout import inverse_temperatures
 from .rows import backends
 from .rows.parallel import VocabShard, check_shard
 from .rows.partials import RowTransform
 from .rows.selection import Sparse
-from .token_sets import TokenSets
 
 Tensor = torch.Tensor
 
 
-@with_hints
 @dataclass(frozen=True, eq=False, repr=False)
 class LogitTransform(Checked):
     """What the model does to its logits before the softmax: z = softcap * tanh(x * scale / softcap) / temperature.
@@ -81,7 +78,6 @@ class LogitTransform(Checked):
 
 
 AS_THEY_ARE = LogitTransform()
-IDENTITY = RowTransform(1.0, 0.0, 1.0)  # the same, of rows
 
 
 def as_transform(transform: LogitTransform | None) -> LogitTransform:
@@ -92,18 +88,8 @@ def as_transform(transform: LogitTransform | None) -> LogitTransform:
     return transform or AS_THEY_ARE
 
 
-def for_rows(
-    transform: LogitTransform | None, targets: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None = None
-) -> RowTransform:
-    """`LogitTransform.for_rows` of targets."""
-    if transform is None:
-        return IDENTITY
-    return as_transform(transform).for_rows(targets.shape, mask, cu_seqlens, targets.device)
-
-
-@with_hints
 @dataclass(frozen=True, eq=False, repr=False)
-class Head:
+class Head(Checked):
     """What every `linear_*` function takes in place of `weight`, so that the head is described once.
 
         head = Head(model.lm_head.weight, model.lm_head.bias, LogitTransform.of(model))
@@ -120,16 +106,14 @@ class Head:
     transform: LogitTransform | None = None
     __repr__ = describe
 
-    @classmethod
-    def of(cls, weight: Any, transform: LogitTransform | None = None) -> Head:
-        """A caller's `weight`, a tensor or a Head, with the transform that was given beside it."""
+    @staticmethod
+    def parts(weight: Any, transform: LogitTransform | None) -> tuple[tuple[Any, Any], LogitTransform | None]:
+        """((weight, bias), transform) of a caller's `weight`, a tensor or a Head, with the transform that was given beside it."""
         if not isinstance(weight, Head):
-            return cls(weight, transform=transform)
-        if transform is None:
-            return weight
-        if weight.transform is not None:
+            return (weight, None), transform
+        if transform is not None and weight.transform is not None:
             raise ValueError("transform is given, and the Head has one: pass one of them.")
-        return replace(weight, transform=transform)
+        return (weight.weight, weight.bias), weight.transform if transform is None else transform
 
 
 OVER = ("kept", "vocabulary")
@@ -142,9 +126,8 @@ NOT_BOUNDED = (
 )
 
 
-@with_hints
 @dataclass(frozen=True, eq=False, repr=False)
-class Options:
+class Options(Checked):
     """How a call computes: `options=` of the loss, log-prob and divergence functions, the one place where this is said.
 
         out = linear_grpo_loss(hidden, weight, batch, objective, options=Options(backend="eager", strict=True))
@@ -213,14 +196,12 @@ def refuse_product(options: Options) -> None:
         raise ValueError("weight_grad is given, but logits come without the weight of a head: leave it out of the options.")
 
 
-def refuse_with_rows(transform: LogitTransform | None, options: Options, name: str = "", second: Any = None) -> None:
-    """Raise ValueError for what several tokens of a row are not combined with. `second`: the second stream, the argument `name`."""
+def refuse_with_rows(transform: LogitTransform | None, options: Options) -> None:
+    """Raise ValueError for what several tokens of a row are not combined with."""
     refuse_sparse(options, "the columns of a row are drawn for one token, and with rows= it may have several")
     temperature = as_transform(transform).temperature
     remedy = "with rows= the tokens of a row share its softmax: pass one temperature, as a number."
     require(not isinstance(temperature, Tensor), "temperature", temperature, remedy)
-    remedy = f"with rows= a teacher's rows are those of the policy: pass its whole distribution as {name}, without a list or TokenSets."
-    require(not isinstance(second, (list, TokenSets)), name, type(second).__name__, remedy)
 
 
 def as_options(options: Options | None) -> Options:

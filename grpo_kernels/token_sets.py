@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cached_property
-from itertools import accumulate, chain
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import accumulate, chain, zip_longest
 from operator import sub
 from typing import Any
 
 import torch
 
-from .checks import describe, require, require_whole
+from .checks import check_temperature, describe, require, require_number, require_whole
 from .layout import (
     FLOATING,
     INTEGERS,
     INTEGRAL,
     as_mask,
     check_offsets,
+    inverse_temperatures,
+    per_token,
     refuse_where,
     require_device,
     require_shape,
     require_tensor,
     values_are_checked,
 )
-from .token_set_rules import kept_ids
 
 Tensor = torch.Tensor
+Rule = partial[Tensor]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,10 +70,9 @@ class TokenSets:
 
     def _set(self, ids: Tensor, offsets: Tensor, values: Tensor | None, starts: array, largest: int) -> None:
         """The fields, and what the host knows: the offsets, (a bound of) the largest id."""
-        offsets = offsets.to(torch.int64)
-        of_rows = (None if x is None else _saveable(x.contiguous()) for x in (ids, offsets, values))
-        for field_of, value in zip(fields(self), (*of_rows, starts, largest), strict=True):
-            object.__setattr__(self, field_of.name, value)
+        given = {"ids": ids, "offsets": offsets.to(torch.int64), "values": values}
+        self.__dict__.update({name: None if x is None else _saveable(x.contiguous()) for name, x in given.items()})
+        self.__dict__.update(_starts=starts, _largest=largest)
 
     @classmethod
     def _of(cls, *parts: Any) -> TokenSets:
@@ -149,11 +151,8 @@ class TokenSets:
         counts = [*map(len, rows)]
         if values is not None:
             beside = _placed("values", values, generated, cu_seqlens)
-            if [*map(len, beside)] != counts:
-                row = next(
-                    (i for i, (x, y) in enumerate(zip(beside, rows, strict=False)) if len(x) != len(y)),
-                    min(len(beside), len(rows)),
-                )
+            pairs = enumerate(zip_longest(map(len, beside), counts))
+            for row in [i for i, (x, y) in pairs if x != y][:1]:
                 raise ValueError(
                     f"values has {len(beside)} rows, and lists {len(rows)}, of other lengths from row {row} on: pass one number for each id."
                 )
@@ -190,8 +189,29 @@ class TokenSets:
 
         No row is empty, unless nothing is asked for (top_k, top_p and min_p all keep everything): then all are. Logits of -inf are
         never kept. Works in chunks of rows: no copy of the logits is made. Waits for the device."""
-        kept = kept_ids(logits, top_k, top_p, min_p, temperature, order, targets)
-        return cls.whole(logits.shape[:-1].numel(), device=logits.device) if kept is None else cls.from_counts(*kept)
+        require_tensor("logits", logits, FLOATING, "a float tensor [..., V]")
+        fine = logits.dim() > 0 and logits.shape[-1] > 0
+        require(fine, "logits.shape", list(logits.shape), "pass a float tensor [..., V] of at least one id.")
+        shape, vocab = logits.shape[:-1], logits.shape[-1]
+        rules = _rules(vocab, top_k, top_p, min_p, order)
+        if targets is not None:
+            require_tensor("targets", targets, INTEGRAL, "integers of the logits' leading shape")
+            require_shape("targets", targets, shape, "the leading part of the logits")
+        check_temperature(temperature)
+        inverse_temperatures(temperature, shape, None, None, logits.device)  # refuses what is none for these rows
+        t = per_token("temperature", torch.as_tensor(temperature, device=logits.device), shape)
+        t = t.clamp(min=COLDEST) if order == "vllm" else t
+        if not rules or not len(t):
+            return cls.whole(len(t), device=logits.device)
+        as_given = isinstance(temperature, int | float) and temperature == 1
+        found, row = [], 0
+        for chunk in _row_chunks(logits.detach(), max(1, CHUNK // vocab)):
+            rows = slice(row, row + len(chunk))
+            wide = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
+            forced = None if targets is None else targets.reshape(-1)[rows, None]
+            found.append(_kept_of(wide if as_given else wide / t[rows, None], rules, forced, row))
+            row = rows.stop
+        return cls.from_counts(*map(torch.cat, zip(*found, strict=True)))
 
     @classmethod
     def whole(cls, rows: int, *, device: torch.device | str | None = None) -> TokenSets:
@@ -204,10 +224,8 @@ class TokenSets:
     @classmethod
     def cat(cls, parts: Sequence[TokenSets]) -> TokenSets:
         """The rows of all parts, one part after another. All have values or none has."""
-        wrong = next((part for part in parts if not isinstance(part, TokenSets)), None)
-        if len(parts) == 0 or wrong is not None:
-            got = "an empty list" if wrong is None else f"a list with a {type(wrong).__name__}"
-            raise ValueError(f"parts is {got}: pass a list of TokenSets.")
+        fine = len(parts) > 0 and all(isinstance(part, TokenSets) for part in parts)
+        require(fine, "parts", [type(part).__name__ for part in parts], "pass a list of TokenSets.")
         devices = [str(part.ids.device) for part in parts]
         require(len(set(devices)) == 1, "parts", devices, "they are on different devices: move them to one.")
         with_values = [part.values is not None for part in parts]
@@ -265,7 +283,7 @@ class TokenSets:
             start, stop, step = rows.indices(self.rows)
             if step == 1:
                 return self._between(start, max(start, stop))
-            rows = torch.arange(self.rows)[start:stop:step] if step > 0 else [*range(self.rows)[rows]]
+            rows = range(start, stop, step)
         numbers = torch.as_tensor(rows, dtype=None if isinstance(rows, Tensor | int) or len(rows) else torch.int64)
         remedy = "pass a slice, integers, or a bool of the shape of targets. For one row, sets[i : i + 1]."
         if numbers.is_floating_point() or numbers.is_complex() or numbers.dim() == 0:
@@ -540,33 +558,123 @@ def _read_facts(ids: Tensor, offsets: Tensor, values: Tensor | None, given: str)
     (`given`). The host reads one tensor, and a second if ids do not ascend in their rows."""
     nnz, offsets = ids.numel(), offsets.to(torch.int64)
     starts_row = torch.zeros(nnz + 1, dtype=torch.bool, device=ids.device).index_fill_(0, offsets.clamp(0, nnz), True)
-    ascending = ((ids[1:] > ids[:-1]) | starts_row[1:-1]).all()
-    bounds = [ids.min(), ids.max()] if nnz else [ascending.new_full((), -1, dtype=torch.int64)] * 2
-    nan = ascending.new_zeros(()) if values is None else values.isnan().any()
-    read = torch.cat([offsets, torch.stack([x.to(torch.int64) for x in (*bounds, ascending, nan)])]).cpu()
-    host = read[:-4]
-    smallest, largest, ordered, has_nan = read[-4:].tolist()
+    descends, nan = (ids[1:] <= ids[:-1]) & ~starts_row[1:-1], (ids if values is None else values).isnan()
+    wrong = [x.any().to(torch.int64) for x in (ids < 0, descends, nan)]
+    most = ids.max().to(torch.int64) if nnz else wrong[0] - 1
+    read = torch.cat([offsets, torch.stack([most, *wrong])]).cpu()
+    host, (largest, has_negative, has_descent, has_nan) = read[:-4], read[-4:].tolist()
     counts, end = host.diff(), int(host[-1])
     if host[0] != 0:
         raise ValueError(f"offsets[0]={int(host[0])}: the ids of row 0 start at 0. (Of a part, subtract its first offset.)")
     for row in (counts < 0).nonzero()[:1, 0].tolist():
-        raise ValueError(f"{given} give row {row} {int(counts[row])} ids: pass numbers of at least 0, offsets that rise.")
+        raise ValueError(f"{given} give row {row} {int(counts[row])} ids: a row has at least 0.")
     if end != nnz:
-        raise ValueError(f"{given} end at {end}, but there are {nnz} ids: the last row ends where the ids end.")
+        raise ValueError(f"{given} give the rows {end} ids in all, but there are {nnz}: each id belongs to a row.")
 
     def refuse(name: str, x: Tensor, bad: Tensor, remedy: str) -> None:
         for at in bad.nonzero()[:1, 0].tolist():
             row = int(torch.searchsorted(host, at, right=True)) - 1
             raise ValueError(f"{name}[{at}]={x[at].item()}, in row {row}: {remedy}")
 
-    if nnz and smallest < 0:
+    if has_negative:
         refuse("ids", ids, ids < 0, "ids are at least 0. Padded sets go through TokenSets.from_padded.")
-    if not ordered:  # a stable sort by id leaves rows ascending, so that two of one row are neighbours
+    if has_descent:  # a stable sort by id leaves rows ascending, so that two of one row are neighbours
         rows, order = torch.repeat_interleave(offsets.diff(), output_size=nnz), ids.argsort(stable=True)
         twice = (ids[order[1:]] == ids[order[:-1]]) & (rows[order[1:]] == rows[order[:-1]])
-        refuse(
-            "ids", ids, torch.zeros_like(starts_row[1:]).index_fill_(0, order[1:][twice], True), "an id stands in a set once."
-        )
+        again = torch.zeros_like(nan).index_fill_(0, order[1:][twice], True)
+        refuse("ids", ids, again, "an id stands in a set once.")
     if has_nan and values is not None:
-        refuse("values", values, values.isnan(), "leave out ids without a number.")
+        refuse("values", values, nan, "leave out ids without a number.")
     return array("q", host.tolist()), largest
+
+
+# ---- which ids a sampler keeps of logits. A rule is a function from z [n, V], logits over the temperature in which -inf is what
+# went before, to the bool [n, V] of what it keeps of that (-inf stays away whatever it says). Each knows only differences of z:
+# what is left is renormalised by itself
+
+#: Logits of a chunk: 16 MB in fp32, and a few times that for what is made beside it.
+CHUNK = 1 << 22
+#: vLLM's smallest temperature.
+COLDEST = 0.01
+
+
+def _rules(vocab: int, top_k: int | None, top_p: float | None, min_p: float | None, order: str) -> list[list[Rule]]:
+    """Rules of one stage see the same probabilities, those of the next what is left. A rule that keeps everything is left out."""
+    top_k, top_p, min_p = 0 if top_k is None else top_k, 1.0 if top_p is None else top_p, min_p or 0.0
+    require_whole("top_k", top_k, "it is a number of ids; None, 0 or -1 keeps all.", -1)
+    require_number(
+        "top_p", top_p, "it is a probability above 0, at most 1; None keeps all. A greedy sampler is top_k=1.", 1e-30, 1
+    )
+    require_number("min_p", min_p, "it is a share of the largest probability in [0, 1]; None keeps all.", 0, 1)
+    require(order in ("vllm", "sglang"), "order", order, 'samplers truncate differently: pass "vllm" or "sglang".')
+    k: list[Rule] = [partial(_by_top_k, k=int(top_k))] * (0 < top_k < vocab)
+    p: list[Rule] = [partial(_by_top_p, p=float(top_p))] * (top_p < 1)
+    m: list[Rule] = [partial(_by_min_p, p=float(min_p))] * (min_p > 0)
+    one_by_one = [m, k, p] if order == "vllm" else [k, p, m] if m else [k + p]
+    return [stage for stage in one_by_one if stage]
+
+
+def _by_top_k(z: Tensor, k: int) -> Tensor:
+    return z >= z.topk(k).values[:, -1:]
+
+
+def _by_min_p(z: Tensor, p: float) -> Tensor:
+    return z >= z.amax(-1, keepdim=True) + math.log(p)
+
+
+def _by_top_p(z: Tensor, p: float) -> Tensor:
+    """The largest, as long as the mass before one is below p. Sums are fp64; only as many are sorted as are needed."""
+    top, vocab = z.amax(-1, keepdim=True), z.shape[-1]
+    needed = p * (z - top).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+    width = min(64, vocab)
+    while True:
+        largest = z.topk(width).values
+        mass = (largest - top).exp().to(torch.float64)
+        count = (mass.cumsum(-1) - mass < needed).sum(-1, keepdim=True)
+        if width == vocab or bool((count < width).all()):
+            break
+        width = min(8 * width, vocab)
+    last = largest.gather(-1, count - 1)
+    equal, above = z == last, z > last
+    room = count - above.sum(-1, keepdim=True)
+    if bool((equal.sum(-1, keepdim=True) > room).any()):
+        equal &= equal.cumsum(-1) <= room
+    return above | equal
+
+
+def _kept_of(z: Tensor, rules: list[list[Rule]], targets: Tensor | None, row: int) -> tuple[Tensor, Tensor]:
+    """(ids of all rows, int32; how many each has) of a chunk z [n, V] that starts at `row`, with targets [n, 1] among them."""
+    ((first, *more), *later) = rules
+    if first.func is _by_top_k and not (more or later) and targets is None:
+        k = first.keywords["k"]
+        values, ids = z.topk(k + 1)  # one look at each id
+        _refuse_endless(values[:, 0], row)  # a NaN is the largest of its row
+        if not bool((values[:, k - 1] == values[:, k]).any()):  # else a set is of another size, as where both are -inf
+            return ids[:, :k].sort(-1).values.to(torch.int32).flatten(), torch.full((len(z),), k, device=z.device)
+    _refuse_endless(z.amax(-1), row)
+    kept = z > -math.inf
+    for stage in rules:
+        left = z if stage is rules[0] else z.masked_fill(~kept, -math.inf)
+        for rule in stage:
+            kept &= rule(left)
+    if targets is not None:
+        at = targets.to(torch.int64).clamp(0, z.shape[-1] - 1)
+        kept.scatter_(-1, at, kept.gather(-1, at) | (at == targets))
+    return kept.nonzero()[:, 1].to(torch.int32), kept.sum(-1)
+
+
+def _refuse_endless(largest: Tensor, row: int) -> None:
+    """Raise ValueError where the largest logit of a row is no finite number. `row`: where the chunk starts, for messages."""
+    for at in (~largest.isfinite()).nonzero()[:1, 0].tolist():
+        raise ValueError(f"logits are NaN, +inf or all -inf in row {row + at}: there is nothing to sample from.")
+
+
+def _row_chunks(logits: Tensor, size: int) -> Iterator[Tensor]:
+    """Views [n, V] of at most `size` rows, in order, whatever the strides."""
+    if logits.dim() == 1:
+        yield logits[None]
+    elif logits.dim() == 2 or logits.is_contiguous():
+        yield from logits.flatten(0, -2).split(size)
+    else:
+        for part in logits:
+            yield from _row_chunks(part, size)

@@ -10,7 +10,7 @@ class Finding(NamedTuple):
 
     problem: str
     remedy: str
-    grave: bool  # True: kernels are missing, wrong or slower than plain PyTorch. False: they may be slow or less accurate.
+    grave: bool = False  # kernels are missing, wrong or slower than plain PyTorch; else they may be slow or less accurate
     blocks: bool = False  # tests and timings mean nothing before this is repaired
     slows: bool = False  # it may be why a step is slow
 

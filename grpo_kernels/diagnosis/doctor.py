@@ -21,10 +21,10 @@ the other backends. --json prints one object instead of the report:
     auto           the backend that backend="auto" takes there
     backends       {eager, cpu, triton: {available, reason, passed, value_error, gradient_error: {dtype}, seconds, warnings,
                    checks: [{case, level, dtype, vocab, errors, failure}]}}; only the first two if it is not available;
-                   {} if doctor stopped before
-    step           [{level ("products", "logits", "hidden"), rows, hidden, vocab, dtype, reason,
-                   timings: [{name, ms, runs, gain}]}], or null; gain: [lower quartile, median, upper quartile] of the
-                   times as fast as the first, which is eager PyTorch or the engine of products in use, null for that one
+                   {} if doctor stopped before. Against what: see grpo_kernels/diagnosis/self_test.py
+    step           [{level ("products", "logits", "hidden"), rows, hidden, vocab, dtype, timings: [{name, ms, runs, gain}]}],
+                   or null; gain: [lower quartile, median, upper quartile] of the times as fast as the first, which is
+                   plain PyTorch or the engine of products in use, null for that one
     environment    the environment variables that are set and affect the kernels
     settings       {variable: meaning}
 
@@ -37,7 +37,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -47,7 +47,7 @@ from .._version import __version__
 from ..rows import backends
 from . import Finding, environment, first_line, machine, native
 from .native import cpu_products
-from .self_test import self_test
+from .self_test import LIMITS, self_test
 from .step import Step, Timing, measure
 
 #: Part of an exception's message -> what to do about it.
@@ -61,7 +61,7 @@ REMEDIES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Say what runs on this machine and why, test it against float64, time a step against eager PyTorch."""
+    """Say what runs on this machine and why, test it, time a step against plain PyTorch."""
     parser = argparse.ArgumentParser(
         prog="python -m grpo_kernels doctor",
         description=main.__doc__,
@@ -105,59 +105,54 @@ def examine(step: bool = True, say: Any = print, without_native: bool = False) -
 
 def facts(device: torch.device) -> tuple[dict[str, Any], list[Finding]]:
     """The machine, the package and its settings, and the findings about them, before anything runs."""
-    versions = {"grpo_kernels": __version__, **environment.versions()}
     package, (module, loaded) = native.package(), native.module()
-    cpu, gpu = machine.cpu(), machine.gpus()
-    report = {
-        "versions": versions,
+    report: dict[str, Any] = {
+        "versions": {"grpo_kernels": __version__, **environment.versions()},
         "package": package,
         "native": module,
         "products": {"engine": native.engine(), "engines": cpu_products.engines()},
-        "cpu": cpu,
-        "gpu": gpu,
+        "cpu": machine.cpu(),
+        "gpu": machine.gpus(),
         "device": device.type,
         "environment": environment.variables(),
         "settings": environment.SETTINGS,
     }
-    findings = [
+    return report, [
         *environment.version_findings(),
-        *machine.gpu_findings(gpu, machine.device_present()),
+        *machine.gpu_findings(report["gpu"], machine.device_present()),
         *native.module_findings(module, loaded, package, machine.processor()[1], needed=device.type == "cpu"),
-        *machine.thread_findings(cpu, os.environ),
+        *machine.thread_findings(report["cpu"], os.environ),
         *environment.setting_findings(os.environ),
     ]
-    return report, findings
 
 
-def tests(report: dict[str, Any], device: torch.device, say: Any) -> list[Finding]:
-    """Tests each backend against float64. Writes into `report` and returns the findings."""
-    findings, native_name = [], backends.native_backend(device)[0]
-    say("backends, value and gradient against float64:")
+def tests(report: dict[str, Any], device: torch.device, say: Any) -> Iterator[Finding]:
+    """Tests each backend, and writes into `report`."""
+    native_name = backends.native_backend(device)[0]
+    say("backends, values and gradients (eager: against plain PyTorch, the others against eager too):")
     for name in backends.BACKENDS:
         reason = backends.unavailable(name)
         if reason is None:
             tested = self_test(name, torch.device("cpu") if name == "cpu" else device)
-            findings += result_findings(name, tested)
+            yield from result_findings(name, tested)
         else:
             tested = {"available": False, "reason": reason}
             # `facts` has already reported a missing module, with the reason.
             if name == native_name and (name != "cpu" or report["native"]["path"] is not None):
-                problem = f"the kernels for {device.type} tensors do not run: {reason}"
-                findings.append(Finding(problem, remedy_for(reason), True))
+                yield Finding(f"the kernels for {device.type} tensors do not run: {reason}", remedy_for(reason), grave=True)
         report["backends"][name] = tested
         say(_text_of_backend(name, tested))
     say(f'  backend="auto" takes {report["auto"]} for {device.type} tensors.\n')
-    return findings
 
 
-def result_findings(name: str, tested: dict[str, Any]) -> list[Finding]:
-    findings = [Finding(text, "see the warning; the results were right", False) for text in tested["warnings"]]
+def result_findings(name: str, tested: dict[str, Any]) -> Iterator[Finding]:
+    for text in tested["warnings"]:
+        yield Finding(text, "see the warning; the results were right")
     failed = [check for check in tested["checks"] if check["failure"]]
     if failed:
         first = "{case}, from {level}, {dtype}, vocabulary {vocab}: {failure}".format(**failed[0])
-        problem = f'backend "{name}" fails {len(failed)} of {len(tested["checks"])} checks against float64 ({first})'
-        findings.append(Finding(problem, remedy_for(failed[0]["failure"]), True))
-    return findings
+        problem = f'backend "{name}" fails {len(failed)} of {len(tested["checks"])} checks ({first})'
+        yield Finding(problem, remedy_for(failed[0]["failure"]), grave=True)
 
 
 def timings(report: dict[str, Any], device: torch.device, say: Any, findings: list[Finding]) -> None:
@@ -166,12 +161,13 @@ def timings(report: dict[str, Any], device: torch.device, say: Any, findings: li
     for level in ("logits", "products", "hidden") if device.type == "cpu" else ("logits", "hidden"):
         try:
             timed = measure(level, report["auto"], device)
-        except Exception as error:  # most likely out of memory; the other findings still have to be reported
-            findings.append(Finding(f"timing of {level} failed: {first_line(error)}", remedy_for(str(error)), True))
+        except Exception as error:  # most likely there is too little memory; the other findings still have to be reported
+            problem = f"a step from {level} was not timed: {first_line(error)}"
+            findings.append(Finding(problem, remedy_for(str(error)), grave=not isinstance(error, MemoryError)))
             continue
         report["step"].append(asdict(timed))
-        findings += product_findings(timed) if level == "products" else step_findings(timed, report["auto"], findings)
         say(_text_of_step(timed))
+        findings += product_findings(timed) if level == "products" else step_findings(timed, report["auto"], findings)
 
 
 def remedy_for(message: str) -> str:
@@ -179,31 +175,31 @@ def remedy_for(message: str) -> str:
     return next(remedy for part, remedy in REMEDIES.items() if part.lower() in message.lower())
 
 
-def step_findings(step: Step, auto: str, known: list[Finding]) -> list[Finding]:
+def step_findings(step: Step, auto: str, known: list[Finding]) -> Iterator[Finding]:
     """What is slower than plain PyTorch, with the findings among `known` that may be why, and what could not be compared."""
-    findings, again = [], "run again on an idle machine"
+    again = "run again on an idle machine"
+    causes = [f for f in known if f.slows]
+    if auto == "eager":
+        causes = [Finding('backend="auto" takes eager here, which fuses nothing', "get the native kernels, see above")]
+    why = "; ".join(f.problem for f in causes) or "nothing that doctor knows explains it"
+    way_out = "until then take log-probs of plain PyTorch and grpo_kernels.losses.objective_loss"
+    remedy = "; ".join([*(f.remedy for f in causes), again, way_out])
     for t in step.timings:
         if t.verdict == "slower":
-            eager = Finding('backend="auto" takes eager here, which fuses nothing', "get the native kernels, see above", False)
-            causes = [eager] if auto == "eager" else [f for f in known if f.slows]
-            why = "; ".join(f.problem for f in causes) or "nothing that doctor knows explains it"
-            way_out = "until then take log-probs of plain PyTorch and grpo_kernels.losses.objective_loss"
             slow = f"{t.name} is slower than plain PyTorch: {t.ms:.0f} ms where that takes {step.timings[0].ms:.0f} ms"
-            remedy = "; ".join([*(f.remedy for f in causes), again, way_out])
-            findings.append(Finding(f"{step.what}: {slow} ({_times(t)}): {why}", remedy, True))
+            yield Finding(f"{step.what}: {slow} ({_times(t)}): {why}", remedy, grave=True)
         elif t.verdict == "unsteady":
-            findings.append(Finding(f"{step.what}: {t.name} is {_times(t)}", again, False))
-    return findings
+            yield Finding(f"{step.what}: {t.name} is {_times(t)}", again)
 
 
-def product_findings(step: Step) -> list[Finding]:
+def product_findings(step: Step) -> Iterator[Finding]:
     """The fastest engine of matrix products, where it is not that in use."""
-    faster = min((t for t in step.timings if t.verdict == "faster"), key=lambda t: t.ms, default=None)
-    if faster is None:
-        return []
-    used = step.timings[0]
-    problem = f"a step by {faster.name} takes {faster.ms:.0f} ms, by {used.name}, which is in use, {used.ms:.0f} ms"
-    return [Finding(f"matrix products: {problem}", f"set {cpu_products.SETTING}={faster.name}", False, slows=True)]
+    used, *others = step.timings
+    faster = [t for t in others if t.verdict == "faster"]
+    if faster:
+        best = min(faster, key=lambda t: t.ms)
+        problem = f"a step by {best.name} takes {best.ms:.0f} ms, by {used.name}, which is in use, {used.ms:.0f} ms"
+        yield Finding(f"matrix products: {problem}", f"set {cpu_products.SETTING}={best.name}", slows=True)
 
 
 # ---- the report as text
@@ -212,11 +208,12 @@ def product_findings(step: Step) -> list[Finding]:
 def _text_of_facts(report: dict[str, Any]) -> str:
     """A section a line, without what is not there; a GPU has a line of its own."""
     lines = [f"{name}: {_listed(report[name])}" for name in ("versions", "package", "native", "products", "cpu")]
-    devices = report["gpu"]["devices"] or [{"none": report["gpu"]["reason"]}]
-    return "\n".join([*lines, *(f"gpu: {_listed(device)}" for device in devices), ""])
+    gpus = report["gpu"]["devices"] or [{"none": report["gpu"]["reason"]}]
+    return "\n".join([*lines, *(f"gpu: {_listed(gpu)}" for gpu in gpus), ""])
 
 
 def _listed(known: dict[str, Any]) -> str:
+    """What is there; of reasons why something cannot run, those."""
     words = []
     for name, value in known.items():
         if isinstance(value, dict):
@@ -229,15 +226,13 @@ def _listed(known: dict[str, Any]) -> str:
 def _text_of_backend(name: str, found: dict[str, Any]) -> str:
     if not found["available"]:
         return f"  {name:8} not available: {found['reason']}"
-    gradients = ", ".join(f"{error:.0e} ({dtype})" for dtype, error in found["gradient_error"].items())
+    errors = {"value": found["value_error"], **found["gradient_error"]}
+    value, *gradients = (f"{error:.0e} of {LIMITS[kind]:.0e} ({kind})" for kind, error in errors.items())
     checks = f"{len(found['checks'])} checks, {found['seconds']:.1f} s"
-    verdict = "ok" if found["passed"] else "WRONG"
-    return f"  {name:8} {verdict}: worst error {found['value_error']:.0e} of values, {gradients} of gradients; {checks}"
+    return f"  {name:8} {'ok' if found['passed'] else 'WRONG'}: worst error {value}, gradients {', '.join(gradients)}; {checks}"
 
 
 def _text_of_step(step: Step) -> str:
-    if step.reason is not None:
-        return f"{step.what} was not timed: {step.reason}"
     shape = " x ".join(f"{n:,}" for n in (step.rows, step.hidden, step.vocab) if n)
     lines = [f"{step.what}, {shape}, {step.dtype} (loss and gradient, median of {step.timings[0].runs} in turns):"]
     for t in step.timings:
@@ -255,12 +250,13 @@ def _times(t: Timing) -> str:
 
 def _text_of_findings(report: dict[str, Any]) -> str:
     settings, given = report["settings"], report["environment"]
-    lines = ["settings (environment):", *(f"  {name}={given.get(name, '')}  {settings[name]}" for name in settings)]
-    lines += [f"  {name}={value}" for name, value in given.items() if name not in settings]
+    lines = [f"  {name}={given.get(name, '')}  {settings.get(name, '')}".rstrip() for name in {**settings, **given}]
     for kind in ("advice", "problems"):
         if report[kind]:
             lines += ["", f"{kind}:", *(f"  {f['problem']}\n    -> {f['remedy']}" for f in report[kind])]
-    well = "all is well" if report["step"] else "all is well, as far as was tested: no step was timed"
+    verdict = "all is well" if report["step"] else "all is well, as far as was tested: no step was timed"
     if any("too unsteady" in f["problem"] for f in report["advice"]):
-        well = "all is well, as far as could be told: some times spread too much to compare, see above"
-    return "\n".join([*lines, "", well if report["healthy"] else "there are problems, see above"])
+        verdict = "all is well, as far as could be told: some times spread too much to compare, see above"
+    if report["problems"]:
+        verdict = "there are problems, see above"
+    return "\n".join(["settings (environment):", *lines, "", verdict])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -42,16 +42,15 @@ def versions() -> dict[str, str | None]:
     return build | system | {package: version(package) for package in PACKAGES}
 
 
-def version_findings() -> list[Finding]:
+def version_findings() -> Iterator[Finding]:
     """About trainers whose adapters were tested with other versions; that torch is new enough pip sees to."""
-    findings = []
     for adapter in adapters().values():
         installed = version(adapter.package)
         if installed is not None and adapter.tested and not any(f"{installed}.".startswith(f"{t}.") for t in adapter.tested):
-            problem = f"{adapter.package} is {installed}, but its adapter was tested with {', '.join(adapter.tested)}"
-            remedy = "nothing, if the warning of the first step says that its arithmetic and ours agree; else install that one"
-            findings.append(Finding(problem, remedy, False))
-    return findings
+            yield Finding(
+                f"{adapter.package} is {installed}, but its adapter was tested with {', '.join(adapter.tested)}",
+                "nothing, if the warning of the first step says that its arithmetic and ours agree; else install that one",
+            )
 
 
 # ---- settings
@@ -62,28 +61,27 @@ def variables() -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(WATCHED)}
 
 
-def setting_findings(environ: Mapping[str, str]) -> list[Finding]:
-    findings, engines = [], cpu_products.engines()
+def setting_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
+    engines = cpu_products.engines()
     able = [name for name, reason in engines.items() if reason is None]
     choices = {"GRPO_KERNELS_BACKEND": ["auto", *BACKENDS], cpu_products.SETTING: ["", "auto", *able]}  # others raise in calls
     for name, value in environ.items():
-        if name in SETTINGS:
-            known = choices.get(name, ["", "0", "1"])
-            if value not in known:
-                reason = engines.get(value) or "there is no such value"
-                says = f"{reason}, and calls raise" if name in choices else "it has no effect"
-                remedy = f"set it to one of {', '.join(filter(None, known))}, or unset it"
-                findings.append(Finding(f"{name}={value}: {says}", remedy, name in choices))
-        elif name.startswith("GRPO_KERNELS_") and not name.startswith("GRPO_KERNELS_TEST"):
+        known = choices.get(name, ["", "0", "1"])
+        if name in SETTINGS and value not in known:
+            reason = engines.get(value) or "there is no such value"
+            says = f"{reason}, and calls raise" if name in choices else "it has no effect"
+            remedy = f"set it to one of {', '.join(filter(None, known))}, or unset it"
+            yield Finding(f"{name}={value}: {says}", remedy, grave=name in choices)
+        elif name.startswith("GRPO_KERNELS_") and name not in SETTINGS and not name.startswith("GRPO_KERNELS_TEST"):
             there = ", ".join(s for s in SETTINGS if s.startswith("GRPO_KERNELS_"))
-            findings.append(Finding(f"{name} is not a setting of this version", f"there are {there}", False))
-    rounds = environ.get("NVIDIA_TF32_OVERRIDE") == "1" or torch.get_float32_matmul_precision() != "highest"
-    if rounds and torch.cuda.is_available():
-        remedy = (
+            yield Finding(f"{name} is not a setting of this version", f"there are {there}")
+    if not torch.cuda.is_available():
+        return
+    if environ.get("NVIDIA_TF32_OVERRIDE") == "1" or torch.get_float32_matmul_precision() != "highest":
+        yield Finding(
+            "fp32 matrix products are rounded to TF32, and log-probs with them",
             "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and NVIDIA_TF32_OVERRIDE (some container images set them), and call "
-            'torch.set_float32_matmul_precision("highest") before losses from fp32 hidden states'
+            'torch.set_float32_matmul_precision("highest") before losses from fp32 hidden states',
         )
-        findings.append(Finding("fp32 matrix products are rounded to TF32, and log-probs with them", remedy, False))
-    if environ.get("TRITON_INTERPRET") == "1" and torch.cuda.is_available():
-        findings.append(Finding("TRITON_INTERPRET=1: kernels run on the CPU, very slowly", "unset TRITON_INTERPRET", True))
-    return findings
+    if environ.get("TRITON_INTERPRET") == "1":
+        yield Finding("TRITON_INTERPRET=1: kernels run on the CPU, very slowly", "unset TRITON_INTERPRET", grave=True)

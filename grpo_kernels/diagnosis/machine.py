@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,19 @@ from ..rows import backends
 from . import Finding, first_line
 
 
+def _find(pattern: str, path: str | Path, otherwise: str = "") -> str:
+    """What the group of a pattern matches in a file of the system; `otherwise` where there is no such file or match."""
+    try:
+        match = re.search(pattern, Path(path).read_text(), re.MULTILINE)
+    except (OSError, UnicodeDecodeError):
+        return otherwise
+    return match[1] if match else otherwise
+
+
 def processor() -> tuple[str, frozenset[str]]:
     """(model, instruction set flags); no flags where the system does not list them."""
-    info = _read("/proc/cpuinfo")
-    model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
-    flags = re.search(r"^flags\s*:\s*(.+)$", info, re.MULTILINE)
-    name = model[1].strip() if model else platform.processor() or platform.machine()
-    return name, frozenset(flags[1].split() if flags else ())
+    model = _find(r"^model name\s*:\s*(.+)$", "/proc/cpuinfo", platform.processor() or platform.machine())
+    return model.strip(), frozenset(_find(r"^flags\s*:\s*(.+)$", "/proc/cpuinfo").split())
 
 
 def cpu() -> dict[str, Any]:
@@ -38,49 +44,38 @@ def cpu() -> dict[str, Any]:
     }
 
 
-def thread_findings(found: Mapping[str, Any], environ: Mapping[str, str]) -> list[Finding]:
-    findings = []
+def thread_findings(found: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Finding]:
     threads, usable, load = found["torch_threads"], found["usable_processors"], found["load"]
     if threads > usable:
         problem = f"torch uses {threads} threads on {usable:g} processors (affinity or container limit)"
-        findings.append(Finding(problem, f"set OMP_NUM_THREADS={max(1, int(usable))}", False, slows=True))
+        yield Finding(problem, f"set OMP_NUM_THREADS={max(1, int(usable))}", slows=True)
     elif threads == 1 and usable >= 2:
         cause = "; torchrun sets OMP_NUM_THREADS=1" if environ.get("OMP_NUM_THREADS") == "1" else ""
         remedy = f"set OMP_NUM_THREADS to the processors of each process (alone: {int(usable)}) if losses run on the CPU"
-        findings.append(Finding(f"torch uses 1 of {usable:g} processors{cause}", remedy, False, slows=True))
+        yield Finding(f"torch uses 1 of {usable:g} processors{cause}", remedy, slows=True)
     if load > found["processors"] and environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
         problem = f"the machine is busy (load {load:g}): threads that wait and spin take processors from those that work"
-        findings.append(Finding(problem, "set OMP_WAIT_POLICY=PASSIVE before Python starts", False, slows=True))
-    return findings
+        yield Finding(problem, "set OMP_WAIT_POLICY=PASSIVE before Python starts", slows=True)
 
 
 def memory_available() -> float:
     """Bytes that this process can still allocate; 2 GiB where the system does not say."""
-    match = re.search(r"^MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
-    return min(float(match[1]) * 1024 if match else 2**31, cgroup_limits()[1])
+    return min(1024 * float(_find(r"^MemAvailable:\s*(\d+) kB", "/proc/meminfo", "2097152")), cgroup_limits()[1])
 
 
 def cgroup_limits() -> tuple[float, float]:
     """(processors, bytes still free) that control groups (version 2) grant; inf where they set no limit. A container may see its
     own group as the root, so all groups above are read."""
     processors, memory = math.inf, math.inf
-    own = re.search(r"^0::/(.*)$", _read("/proc/self/cgroup"), re.MULTILINE)
-    for group in (Path(own[1]), *Path(own[1]).parents) if own else ():
-        folder = Path("/sys/fs/cgroup") / group
-        if quota := re.match(r"(\d+) (\d+)", _read(folder / "cpu.max")):
-            processors = min(processors, int(quota[1]) / int(quota[2]))
-        if limit := re.match(r"\d+", _read(folder / "memory.max")):
-            cache = re.search(r"^inactive_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)  # can be dropped
-            used = int(_read(folder / "memory.current") or 0) - (int(cache[1]) if cache else 0)
-            memory = min(memory, int(limit[0]) - used)
+    own = Path("/sys/fs/cgroup") / _find(r"^0::/(.*)$", "/proc/self/cgroup")
+    for folder in (own, *own.parents):
+        quota, period = (_find(pattern, folder / "cpu.max", "inf") for pattern in (r"^(\d+) \d+", r"^\d+ (\d+)"))
+        cache = _find(r"^inactive_file (\d+)", folder / "memory.stat", "0")  # can be dropped
+        used = float(_find(r"^(\d+)", folder / "memory.current", "0")) - float(cache)
+        if quota != "inf":
+            processors = min(processors, float(quota) / float(period))
+        memory = min(memory, float(_find(r"^(\d+)", folder / "memory.max", "inf")) - used)
     return processors, memory
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 # ---- GPUs
@@ -89,24 +84,16 @@ def _read(path: str | Path) -> str:
 def where() -> torch.device:
     """Where losses run here: on the accelerator if Triton has a driver for it, else on the CPU. "cuda" (NVIDIA, AMD) is
     returned even if Triton cannot run, so that this is reported as a problem."""
-    kind = _accelerator()
-    served = kind is not None and (kind == "cuda" or backends.native_backend(torch.device(kind))[1] is None)
-    return torch.device(str(kind) if served else "cpu")
-
-
-def _accelerator() -> str | None:
-    """The type of torch's device other than the CPU."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if accelerator is None else accelerator.type
+    device = torch.accelerator.current_accelerator(check_available=True)
+    served = device is not None and (device.type == "cuda" or backends.native_backend(device)[1] is None)
+    return torch.device(device.type if device is not None and served else "cpu")
 
 
 def gpus() -> dict[str, Any]:
     """{"available", "reason" (why not), "devices"}, see grpo_kernels/diagnosis/doctor.py."""
-    kind = where().type
-    devices: list[dict[str, Any]] = []
+    kind, devices = where().type, list[dict[str, Any]]()
     if kind == "cpu":
-        other = _accelerator()
-        return {"available": False, "reason": f"no kernels for {other} tensors" if other else why_no_gpu(), "devices": devices}
+        return {"available": False, "reason": why_no_gpu(), "devices": devices}
     module = torch.get_device_module(kind)
     for index in range(module.device_count()):
         p = module.get_device_properties(index)
@@ -118,12 +105,9 @@ def gpus() -> dict[str, Any]:
     return {"available": True, "reason": None, "devices": devices}
 
 
-def device_present() -> bool:
-    """Whether the system has a GPU's driver loaded and a device for it, NVIDIA's or AMD's."""
-    return any(Path(p).exists() for p in ("/dev/nvidia0", "/dev/dxg", "/dev/kfd"))
-
-
 def why_no_gpu() -> str:
+    if torch.accelerator.is_available():
+        return f"no kernels for {torch.accelerator.current_accelerator()} tensors"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -131,8 +115,12 @@ def why_no_gpu() -> str:
     return "torch sees none"
 
 
-def gpu_findings(found: Mapping[str, Any], present: bool) -> list[Finding]:
+def device_present() -> bool:
+    """Whether the system has a GPU's driver loaded and a device for it, NVIDIA's or AMD's."""
+    return any(map(os.path.exists, ("/dev/nvidia0", "/dev/dxg", "/dev/kfd")))
+
+
+def gpu_findings(found: Mapping[str, Any], present: bool) -> Iterator[Finding]:
     if present and not found["available"]:
         remedy = "install a torch built for your driver (pytorch.org/get-started); make the GPU visible to this process (CUDA_VISIBLE_DEVICES)"
-        return [Finding(f"there is a GPU, but torch cannot use it: {found['reason']}", remedy, True)]
-    return []
+        yield Finding(f"there is a GPU, but torch cannot use it: {found['reason']}", remedy, grave=True)

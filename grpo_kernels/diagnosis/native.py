@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,39 +26,34 @@ def module() -> tuple[dict[str, Any], ModuleType | None]:
     return facts | {name: getattr(native, name)() for name in ("compiler", "isa", "isas") if hasattr(native, name)}, native
 
 
-def findings(needed: bool) -> list[Finding]:
+def findings(needed: bool) -> Iterator[Finding]:
     """The findings about the compiled module here. `needed`: losses run on the CPU."""
     return module_findings(*module(), package(), processor()[1], needed)
 
 
 def module_findings(
     found: dict[str, Any], native: ModuleType | None, origin: dict[str, Any], flags: frozenset[str], needed: bool
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """`needed`: no GPU has kernels here, so that everything would run in eager PyTorch. `flags` are those of the processor."""
-    command = build_command(origin)
-    findings = []
+    command, here, best = build_command(origin), PACKAGE.parent, best_isa(flags)
     if origin["shadows"] is not None:
-        problem = f"the checkout at {PACKAGE.parent} hides the installed package at {origin['shadows']}"
-        findings.append(Finding(problem, "start Python in another directory to use the installed package", False))
+        problem = f"the checkout at {here} hides the installed package at {origin['shadows']}"
+        yield Finding(problem, "start Python in another directory to use the installed package")
     unserved = why_not_here() or (NO_AVX2 if found["isa"] == "" else None)
     if unserved is not None:
-        return [
-            *findings,
-            Finding(f"CPU tensors run in eager PyTorch: {unserved}", "take a processor with AVX2, or a GPU", False, slows=True),
-        ]
+        yield Finding(f"CPU tensors run in eager PyTorch: {unserved}", "take a processor with AVX2, or a GPU", slows=True)
+        return
     if native is None:
         problem = f"the compiled module is missing, CPU tensors fall back to eager PyTorch: {found['reason']}"
         remedy = f"{command}; it needs a C++17 compiler (Debian, Ubuntu: apt-get install g++), and its output says what failed"
-        return [*findings, Finding(problem, remedy, needed, blocks=needed)]
-    here = sources(PACKAGE.parent)
-    if native.__file__ is not None and here not in (None, built_from(Path(native.__file__))):
-        problem = f"the compiled module is out of date: {native.__file__} was built from other C++ sources than those in {PACKAGE.parent}"
-        findings.append(Finding(problem, command, True, blocks=needed))
-    best = best_isa(flags)
+        yield Finding(problem, remedy, needed, blocks=needed)
+        return
+    if native.__file__ is not None and sources(here) not in (None, built_from(Path(native.__file__))):
+        problem = f"the compiled module is out of date: {native.__file__} was built from other C++ sources than those in {here}"
+        yield Finding(problem, command, grave=True, blocks=needed)
     if best is not None and found["isa"] != best:
         problem = f"the compiled module runs {found['isa']} code, but this processor has {best}"
-        findings.append(Finding(problem, f"{command} (with GCC 10 or Clang 9, or newer)", False, slows=True))
-    return findings
+        yield Finding(problem, f"{command} (with GCC 10 or Clang 9, or newer)", slows=True)
 
 
 def engine() -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..checks import require, with_hints
+from ..checks import Checked, require
 from .filters import TrustRegion
 from .listed import logp_term
 from .surrogates import PolicyGradient, Surrogate
@@ -18,9 +18,8 @@ Tensor = torch.Tensor
 RARE = 40.0
 
 
-@with_hints
 @dataclass(frozen=True)
-class ScoreCentering:
+class ScoreCentering(Checked):
     """Take the drift of a sampler that is not the policy out of the gradient (arXiv 2609.20807), as `Objective(listed=)`.
 
         policy, sets = Cispo(2.0), TokenSets.from_padded(sampler_ids, values=sampler_logps)  # of the sampler's head, 128 ids say

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import Checked, require, require_one_of, with_hints
+from ..checks import Checked, require, require_one_of
 
 Tensor = torch.Tensor
 
@@ -24,7 +24,6 @@ TAILS = ("bin", "renormalise", "ignore", "generalised")
 LEAST_TAIL = 1e-7
 
 
-@with_hints
 @dataclass(frozen=True)
 class Exact(Checked):
     """The exact divergence of a token's whole distribution p to that of the reference or teacher q, in place of an estimate

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..batch import TokenBatch
-from ..checks import LARGEST, Checked, require, require_one_of, with_hints
+from ..checks import LARGEST, Checked, require, require_one_of
 from ..rewards.entropy import SHARE, entropy_threshold
 from .ops import bounded_exp, ops
 from .token_stage import TokenRows, above_floor
@@ -79,7 +79,6 @@ class Filter(Checked):
         raise NotImplementedError
 
 
-@with_hints
 @dataclass(frozen=True)
 class TrustRegion(Filter):
     """Keep a token while the policy's probability p of it is near that of the anchor, q.
@@ -116,7 +115,6 @@ class TrustRegion(Filter):
         return TRUST_REGIONS[self.kind](logps, anchor_logps, advantages, self.params)
 
 
-@with_hints
 @dataclass(frozen=True)
 class EntropyFloor(Filter):
     """Keep tokens whose entropy is at least `threshold` nats, in the policy term and the entropy bonus.
@@ -134,7 +132,6 @@ class EntropyFloor(Filter):
         return above_floor(entropy, self.threshold)
 
 
-@with_hints
 @dataclass(frozen=True, eq=False)
 class EntropyQuantile(Filter):
     """Keep the `share` of trained tokens with the highest entropy, in the policy term and the entropy bonus (0.2 in
@@ -150,7 +147,6 @@ class EntropyQuantile(Filter):
         return above_floor(entropy, entropy_threshold(entropy, rows.mask, self.share, self.process_group))
 
 
-@with_hints
 @dataclass(frozen=True)
 class OffPolicySequences(Filter):
     """Drop sequences of negative advantage whose mean of (log-prob under the sampler - log-prob now) exceeds `delta`

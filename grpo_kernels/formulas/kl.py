@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..checks import SMALLEST, Checked, require, require_one_of, with_hints
+from ..checks import SMALLEST, Checked, require, require_one_of
 from .ops import bounded_exp, check_returned, compare, finite, log_probs, ops
 
 # ---- estimators: (logp, old_logp, ref_logp) -> (value, slope)
@@ -124,7 +124,6 @@ def kl_terms(logp, old_logp, ref_logp, log_ratio, clamps, ESTIMATOR, SCORE, WEIG
             return value, slope + zero, zero, slope + zero
 
 
-@with_hints
 @dataclass(frozen=True)
 class Kl(Checked):
     """How the KL to the reference is estimated.

@@ -13,13 +13,10 @@ program (program.py), if it is arithmetic; elsewhere it runs in torch."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-
-from .program import FormulaRefused, Made, Program, Tracer, key_of, refusal
 
 Tensor = torch.Tensor
 ListedFunction = Callable[[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, Tensor]]
@@ -52,40 +49,13 @@ class ListedTerms(NamedTuple):
     def of(self, logps: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """(the term of each row, fp32 [n], d term / d log-prob [k]) from log-probs [k] and advantages [n]. Sums are fp64, in the
         order of ids."""
-        terms, slopes, rows = torch.zeros_like(logps), torch.zeros_like(logps), self.rows
-        for function, values in self.parts:
-            made = function(logps, values, advantages[rows], lambda x: self._sums(x)[rows])
-            if not isinstance(made, tuple) or [getattr(x, "shape", None) for x in made] != 2 * [logps.shape]:
-                raise ValueError(f"listed={function!r} returned no pair of tensors of the shape of logp: return (term, slope).")
-            term, slope = made
-            terms, slopes = terms + term, slopes + slope
-        return self._sums(terms), slopes
+        rows = self.rows
 
-    def program(self) -> Program:
-        """The program (the term of a row, d term / d log-prob) of its ids, whose inputs are log-probs, the advantage of the row and
-        the values of each part. Raises FormulaRefused where a function cannot be traced."""
-        return self._made().checked()
+        def of_ids(x: Any) -> bool:
+            return isinstance(x, Tensor) and x.shape == logps.shape
 
-    def compare_once(self, run: Callable[[Program, list[float], list[Tensor]], list[Tensor]]) -> None:
-        """Compare the program with torch on random inputs of one row, as `TokenStage.compare_once` does."""
-        made = self._made()
-        if made.compared:
-            return
-        program, g, points = made.checked(), torch.Generator().manual_seed(0), 64
-        logps, values = -5.0 * torch.rand(points, generator=g), [torch.randn(points, generator=g) for _ in self.parts]
-        parts = tuple((function, x) for (function, _), x in zip(self.parts, values, strict=True))
-        row = ListedTerms(parts, torch.tensor([0, points]))
-        inputs = [logps, torch.full((points,), 0.7), *values]
-        found = run(program, program.numbers(()), inputs)
-        made.compare(inputs, found, dict(zip(("term", "slope"), row.of(logps, torch.tensor([0.7])), strict=True)))
-
-    def _made(self) -> Made:
-        functions = tuple(function for function, _ in self.parts)
-        keys = tuple(map(key_of, functions))
-        made = Made() if None in keys else _made_before(keys)
-        if made.program is None:
-            made.program = _traced(functions)
-        return made
+        term, slope = added(self.parts, logps, advantages[rows], lambda x: self._sums(x)[rows], of_ids)
+        return self._sums(term), slope
 
     def taken(self, which: Tensor, offsets: Tensor) -> ListedTerms:
         """The terms of other rows, whose ids are `which` of these, [m]."""
@@ -96,24 +66,35 @@ class ListedTerms(NamedTuple):
         return total.to(torch.float32)
 
 
-@functools.lru_cache(maxsize=256)
-def _made_before(keys: tuple[Hashable, ...]) -> Made:
-    """Empty at the first call with these keys."""
-    return Made()
+def added(
+    parts: Iterable[tuple[ListedFunction, Any]], logp: Any, advantage: Any, sums: Callable[[Any], Any], of_ids: Callable[[Any], bool]
+) -> tuple[Any, Any]:  # fmt: skip
+    """(term, slope) of each id, added up over functions with their values, all of them tensors or symbols. `of_ids`: whether x is
+    a number of each id. Raises ValueError where a function sums or returns anything else."""
 
+    def sums_of_ids(x: Any) -> Any:
+        if not of_ids(x):
+            raise ValueError(
+                f"sums is given a {type(x).__name__} that is no number of each id: pass what has the shape of logp."
+            )
+        return sums(x)
 
-def _traced(functions: tuple[ListedFunction, ...]) -> Program | str:
-    """The program of functions whose terms are added up, or why there is none."""
-    tracer, name = Tracer(), ", ".join(getattr(f, "__qualname__", repr(f)) for f in functions)
-    logp, advantage, *values = map(tracer.input, ("logps", "advantages", *(f"values {i}" for i in range(len(functions)))))
     term: Any = -0.0  # plus a number that number; no function adds it, so that the sum of the terms is one of its own
     slope: Any = 0.0
-    try:
-        for function, of_part in zip(functions, values, strict=True):
-            of_term, of_slope = function(logp, of_part, advantage, tracer.sum)  # type: ignore[arg-type]
-            if not (tracer.number(of_term).in_row and tracer.number(of_slope).in_row):
-                raise FormulaRefused("a term or a slope that is no number of an id.")
-            term, slope = term + of_term, slope + of_slope
-        return tracer.program(name, (tracer.sum(term), slope))
-    except Exception as error:  # a function may do anything with a symbol
-        return refusal(name, error)
+    for function, values in parts:
+        made = function(logp, values, advantage, sums_of_ids)
+        if not (isinstance(made, tuple) and len(made) == 2 and all(map(of_ids, made))):
+            raise ValueError(f"listed={function!r} returned no pair of tensors of the shape of logp: return (term, slope).")
+        term, slope = term + made[0], slope + made[1]
+    return term, slope
+
+
+def of_random_ids(functions: Sequence[ListedFunction], points: int = 64) -> tuple[list[Tensor], Callable[[], dict[str, Any]]]:
+    """(log-probs, advantages and the values of each function, [points] each, of one row; what gives `ListedTerms.of` of these)."""
+    g = torch.Generator().manual_seed(0)
+    logps, advantages = -5.0 * torch.rand(points, generator=g), torch.full((points,), 0.7)
+    parts = tuple((function, torch.randn(points, generator=g)) for function in functions)
+    row = ListedTerms(parts, torch.tensor([0, points]))
+    return [logps, advantages, *(x for _, x in parts)], lambda: dict(
+        zip(("term", "slope"), row.of(logps, advantages[:1]), strict=True)
+    )

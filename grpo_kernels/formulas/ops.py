@@ -29,19 +29,15 @@ class ops:
 
     @staticmethod
     def minimum(a, b):
-        if isinstance(a, NUMBERS):
-            if isinstance(b, NUMBERS):  # two parameters
-                return min(a, b)
-            a, b = b, a
-        return torch.clamp(a, max=b) if isinstance(b, NUMBERS) else torch.minimum(a, b)
+        if isinstance(b, NUMBERS):
+            return min(a, b) if isinstance(a, NUMBERS) else torch.clamp(a, max=b)
+        return torch.clamp(b, max=a) if isinstance(a, NUMBERS) else torch.minimum(a, b)
 
     @staticmethod
     def maximum(a, b):
-        if isinstance(a, NUMBERS):
-            if isinstance(b, NUMBERS):
-                return max(a, b)
-            a, b = b, a
-        return torch.clamp(a, min=b) if isinstance(b, NUMBERS) else torch.maximum(a, b)
+        if isinstance(b, NUMBERS):
+            return max(a, b) if isinstance(a, NUMBERS) else torch.clamp(a, min=b)
+        return torch.clamp(b, min=a) if isinstance(a, NUMBERS) else torch.maximum(a, b)
 
 
 def bounded_exp(x):
@@ -90,7 +86,7 @@ def by_autograd(function: Callable[..., Tensor], logp: Tensor, *others: Tensor) 
         loss = torch.as_tensor(function(x, *(y.detach().clone() for y in others)))
         if not loss.requires_grad:  # the loss does not depend on logp
             return loss.detach().to(x.dtype).expand_as(x), torch.zeros_like(x)
-        (slope,) = torch.autograd.grad(loss.expand_as(x).sum(), x)
+        (slope,) = torch.autograd.grad(loss.expand_as(x).sum(), x, materialize_grads=True)
     return loss.detach().expand_as(x), slope
 
 
@@ -111,17 +107,13 @@ def compare(
 ) -> None:
     """Raise ValueError where the slope that `terms` gives at logp is not the derivative of its value. The message names the
     point of the largest error, with the numbers of `at` there."""
-    logp = logp.detach().requires_grad_()
-    value, slope = terms(logp)
-    (expected,) = (
-        torch.autograd.grad(value.sum(), logp, materialize_grads=True) if value.requires_grad else (torch.zeros_like(logp),)
-    )
-    slope = torch.as_tensor(slope).detach().expand_as(expected)
+    _, expected = by_autograd(lambda x: terms(x)[0], logp)
+    slope = torch.as_tensor(terms(logp)[1]).detach().expand_as(expected)
     error = (slope - expected).abs() / (1.0 + expected.abs())
     worst = int(error.nan_to_num(torch.inf).argmax())
     if not error[worst] <= tolerance:  # NaN fails too
         where = "".join(f", {key}={float(x[worst]):.4g}" for key, x in at.items())
         raise ValueError(
             f"the slope of {name} is {float(slope[worst]):.6g}, but autograd gives {float(expected[worst]):.6g} at "
-            f"logp={float(logp[worst].detach()):.4g}{where}."
+            f"logp={float(logp[worst]):.4g}{where}."
         )

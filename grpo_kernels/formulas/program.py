@@ -14,6 +14,7 @@ import dis
 import functools
 import math
 import operator
+import traceback
 import types
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -220,14 +221,10 @@ class Tracer:
     def program(self, name: str, outputs: Sequence[Any]) -> Program:
         """The program that gives these symbols or numbers."""
         results = [self.number(x) for x in outputs]
-        needed: set[int] = set()
-        waiting = list(results)
-        while waiting:
-            x = waiting.pop()
-            if id(x) not in needed:
-                needed.add(id(x))
-                waiting += (y for y in x.of if isinstance(y, Symbol))
-        order = [x for x in self._made.values() if id(x) in needed]  # the order in which they were made
+        needed = {*map(id, results)}
+        for x in reversed(self._made.values()):  # each was made after what it is of
+            needed |= {*map(id, x.of)} if id(x) in needed else set()
+        order = [x for x in self._made.values() if id(x) in needed]
         rows = [x for x in order if x.in_row and x.operation != "input"]
         numbers = [x for x in order if not x.in_row]
         place = {id(x): i for i, x in enumerate(numbers)}
@@ -235,12 +232,10 @@ class Tracer:
         read = {id(y) for x in rows for y in x.of} | {id(x) for x in results}
         used = [i for i, x in enumerate(numbers) if id(x) in read]
         registers = {id(numbers[i]): k for k, i in enumerate(used)}
-        for x in self._made.values():
-            if x.operation == "input":
-                registers[id(x)] = len(used) + x.of[0]
+        registers |= {id(x): len(used) + x.of[0] for x in self._made.values() if x.operation == "input"}
+        registers |= {id(x): k for k, x in enumerate(rows, start=len(used) + len(self._inputs))}
         steps = []
-        for k, x in enumerate(rows, start=len(used) + len(self._inputs)):
-            registers[id(x)] = k
+        for x in rows:
             a, b, c, *_ = *(registers[id(y)] for y in x.of), 0, 0, 0
             steps.append((x.operation, a, b, c))
         result_registers = tuple(registers[id(x)] for x in results)
@@ -249,12 +244,8 @@ class Tracer:
 
 def refusal(name: str, error: Exception) -> str:
     """Why a formula could not be traced, with the line that caused it."""
-    where, at = "", error.__traceback__
-    while at is not None:
-        code = at.tb_frame.f_code
-        if code.co_filename != __file__:
-            where = f" (line {at.tb_lineno} of {code.co_name})"
-        at = at.tb_next
+    lines = ((line, frame.f_code) for frame, line in traceback.walk_tb(error.__traceback__))
+    *_, where = "", *(f" (line {line} of {code.co_name})" for line, code in lines if code.co_filename != __file__)
     said = str(error).rstrip(".") if isinstance(error, FormulaRefused) else f"{type(error).__name__}: {error}"
     return f"{name} cannot run in the kernels: {said}{where}. {REMEDY[0].upper()}{REMEDY[1:]}."
 
@@ -269,12 +260,32 @@ def same_numbers(found: torch.Tensor, expected: torch.Tensor, tolerance: float) 
     return near | (found == expected) | (found.isnan() & expected.isnan())
 
 
+#: What evaluates a program, with its numbers, on inputs.
+Run = Callable[[Program, list[float], list[torch.Tensor]], list[torch.Tensor]]
+#: Inputs to try formulas on, and what gives their outputs in torch, by name.
+Trial = tuple[list[torch.Tensor], Callable[[], dict[str, Any]]]
+
+
 @dataclass(eq=False)
 class Made:
-    """What was made of formulas: a program, or the reason why there is none."""
+    """What was made of formulas: a program, or the reason why there is none. It holds none of them: a function of the user has
+    globals, which may be large."""
 
     program: Program | str | None = None
     compared: bool = False  # with torch
+
+    @classmethod
+    def of(cls, keys: tuple[Hashable, ...], name: str, build: Callable[[Tracer], Sequence[Any]]) -> Made:
+        """That of formulas with these keys, made once unless one of them is None. `build`: (tracer) -> the outputs of the program
+        `name`."""
+        made = cls() if None in keys else _made_before(keys)
+        if made.program is None:
+            tracer = Tracer()
+            try:
+                made.program = tracer.program(name, build(tracer))
+            except Exception as error:  # a formula may do anything with a symbol
+                made.program = refusal(name, error)
+        return made
 
     def checked(self) -> Program:
         """The program. Raises FormulaRefused where there is none."""
@@ -283,11 +294,15 @@ class Made:
             raise FormulaRefused(self.program)
         return self.program
 
-    def compare(self, inputs: Sequence[torch.Tensor], found: Sequence[torch.Tensor], expected: dict[str, Any]) -> None:
-        """Raise FormulaRefused where what a kernel has found for these inputs is not what is expected, by name: the formula does
-        something with tensors that it does not do with symbols."""
+    def compare_once(self, run: Run, numbers: list[float], trial: Callable[[], Trial]) -> None:
+        """Compare what `run` makes of the program with torch, unless it was before. Raises FormulaRefused where they differ: the
+        formula does something with tensors that it does not do with symbols."""
+        if self.compared:
+            return
         program = self.checked()
-        for (what, y), x in zip(expected.items(), found, strict=True):
+        inputs, in_torch = trial()
+        found = run(program, numbers, inputs)
+        for (what, y), x in zip(in_torch().items(), found, strict=True):
             y = torch.as_tensor(y, dtype=torch.float32).expand_as(x)
             off = ~same_numbers(x, y, 1e-4)
             if off.any():
@@ -300,12 +315,19 @@ class Made:
         self.compared = True
 
 
+@functools.lru_cache(maxsize=512)
+def _made_before(keys: tuple[Hashable, ...]) -> Made:
+    """Empty at the first call with these keys."""
+    return Made()
+
+
 # ---- what a formula depends on, as a key: what was made of it (a program, a kernel) serves as long as the key is the same
 
 #: Functions and types whose results follow from what they are given.
 PURE = frozenset(
     {abs, all, any, bool, dict, divmod, enumerate, float, functools.partial, functools.reduce, int, isinstance, len, list, map, max,
-     min, pow, range, reversed, round, sorted, str, sum, tuple, type, zip, torch.Tensor}
+     min, pow, range, reversed, round, sorted, str, sum, tuple, type, zip, torch.Tensor, torch.arange, torch.full_like,
+     torch.ones_like, torch.zeros_like}
     | {f for module in (math, operator) for f in vars(module).values() if isinstance(f, types.BuiltinFunctionType)}
 )  # fmt: skip
 PACKAGE = __name__.removesuffix("formulas.program")
@@ -346,14 +368,15 @@ def _key(x: Any, seen: dict[int, int]) -> Hashable:
         return kind, x
     if isinstance(x, float):
         return kind, x.hex()  # tells 0.0 from -0.0, and is equal for NaN
-    if kind is tuple or kind is list:
-        return kind, *[_key(y, seen) for y in x]
+    parts = x if kind is tuple or kind is list else None
     if kind is dict:
-        return kind, *[(_key(name, seen), _key(y, seen)) for name, y in x.items()]
-    if kind is functools.partial:
-        return kind, _key(x.func, seen), _key(x.args, seen), _key(x.keywords, seen)
-    if dataclasses.is_dataclass(x) and is_own(kind):
-        return kind, *[_key(getattr(x, field.name), seen) for field in dataclasses.fields(x)]
+        parts = x.items()
+    elif kind is functools.partial:
+        parts = x.func, x.args, x.keywords
+    elif dataclasses.is_dataclass(x) and is_own(kind):
+        parts = (getattr(x, field.name) for field in dataclasses.fields(x))
+    if parts is not None:
+        return kind, *[_key(y, seen) for y in parts]
     if isinstance(x, (type, types.BuiltinFunctionType)) and (is_own(x) or x in PURE or _is_of_tensors(x)):
         return x
     raise _Unknown

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..checks import LARGEST, SMALLEST, Checked, require, with_hints
+from ..checks import LARGEST, SMALLEST, Checked, require
 from .ops import bounded_exp, by_autograd, check_returned, compare, log_probs, ops
 
 Tensor = torch.Tensor
@@ -104,6 +104,8 @@ CLIP_WIDTHS = (
     ("eps_low", "the lower clip width is a number in [0, 1].", 0, 1),
     ("eps_high", "the upper clip width is a finite number >= 0.", 0, LARGEST),
 )
+#: Of a ratio that is clipped to [low, cap].
+LOW = "the lower bound is a ratio in [0, cap]."
 SHARE = ("share", "the share of tokens is in [0, 1].", 0, 1)
 
 LEVELS = ("token", "sequence", "sequence-token", "sequence-sum")
@@ -168,7 +170,6 @@ class Surrogate(Checked):
         return self.formula(logp, old_logp, advantage, (*self.params, *selected))
 
 
-@with_hints
 @dataclass(frozen=True)
 class Clip(Surrogate):
     """PPO / GRPO clipping with separate bounds: loss = -min(min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A).
@@ -189,7 +190,6 @@ class Clip(Surrogate):
         return (1.0 - self.eps_low, 1.0 + self.eps_high)
 
 
-@with_hints
 @dataclass(frozen=True)
 class Cispo(Surrogate):
     """CISPO: loss = -sg(clip(r, low, cap)) A logp. The clipped ratio is a constant weight, so every token keeps a gradient.
@@ -204,12 +204,12 @@ class Cispo(Surrogate):
     detached_ratio = True
     ranges = (
         ("cap", "the cap is an absolute ratio above 0, for example 5.0.", SMALLEST),
-        ("low", "the lower bound is a ratio.", 0),
+        ("low", LOW, 0),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.low <= self.cap, "low", self.low, "the lower bound is a ratio in [0, cap].")
+        require(self.low <= self.cap, "low", self.low, LOW)
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
@@ -239,7 +239,6 @@ class ImportanceSampling(Surrogate):
     function = staticmethod(importance_sampling)
 
 
-@with_hints
 @dataclass(frozen=True)
 class Sapo(Surrogate):
     """SAPO: a soft gate instead of a clip, loss = -(4 / tau) sigmoid(tau (r - 1)) A, of slope -A at r = 1.
@@ -252,7 +251,6 @@ class Sapo(Surrogate):
     ranges = (("tau_pos tau_neg", "the temperature of the gate is a finite number above 0.", SMALLEST, LARGEST),)
 
 
-@with_hints
 @dataclass(frozen=True)
 class Vespo(Surrogate):
     """VESPO: loss = -phi A logp, phi = sg(exp(lambda + k log w - lambda w)) with w the ratio of the whole sequence.
@@ -278,7 +276,6 @@ class Vespo(Surrogate):
         return x.clamp(-20.0, 20.0), 1.0
 
 
-@with_hints
 @dataclass(frozen=True)
 class Gmpo(Surrogate):
     """GMPO: loss = -A exp(mean of clipped log-ratios), with the geometric mean of a sequence's ratios in place of the
@@ -303,7 +300,6 @@ class Gmpo(Surrogate):
         return ()
 
 
-@with_hints
 @dataclass(frozen=True)
 class Dro(Surrogate):
     """DRO: loss = -A logp + beta x^2 / 2, a quadratic pull to the old policy instead of a clip (verl's "dro")."""
@@ -315,7 +311,6 @@ class Dro(Surrogate):
     ranges = (("beta", "the pull is a finite number >= 0.", 0, LARGEST),)
 
 
-@with_hints
 @dataclass(frozen=True)
 class A2po(Surrogate):
     """A*-PO: loss = (beta sum_t log(pi / pi_ref) - A)^2 per sequence, a regression onto A = reward - V* (arXiv 2505.20686).
@@ -332,7 +327,6 @@ class A2po(Surrogate):
 # ---- your own
 
 
-@with_hints
 @dataclass(frozen=True)
 class Custom(Surrogate):
     """Your own surrogate, which then runs in every backend and inside the kernels that visit a row once.
@@ -442,13 +436,8 @@ def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
 
 def clip_cov(logp, old_logp, advantage, params):
     """`clip`, and nothing for selected tokens. See `ClipCov`."""
-    selected = params[-1]
-    low = 1.0 - params[0]
-    high = 1.0 + params[1]
-    r = bounded_exp(logp - old_logp)
-    loss = -ops.minimum(r * advantage, ops.minimum(ops.maximum(r, low), high) * advantage)
-    active = ops.where(advantage > 0.0, r <= high, r >= low) & (selected == 0.0)
-    return ops.where(selected == 0.0, loss, 0.0), ops.where(active, -r * advantage, 0.0)
+    loss, slope = clip(logp, old_logp, advantage, (params[0], params[1], math.inf))
+    return ops.where(params[-1] == 0.0, loss, 0.0), ops.where(params[-1] == 0.0, slope, 0.0)
 
 
 def kl_cov(logp, old_logp, advantage, params):
@@ -456,7 +445,7 @@ def kl_cov(logp, old_logp, advantage, params):
     selected = params[-1]
     x = logp - old_logp
     sign = ops.where(x > 0.0, 1.0, ops.where(x < 0.0, -1.0, 0.0))
-    term = -bounded_exp(x) * advantage
+    term, _ = importance_sampling(logp, old_logp, advantage, params)
     return term + params[0] * selected * ops.abs(x), term + params[0] * selected * sign
 
 
@@ -480,7 +469,6 @@ def _first(order: Tensor, eligible: Tensor, share: float, trained: Tensor) -> Te
     return (eligible & (rank < count)).to(torch.float32)
 
 
-@with_hints
 @dataclass(frozen=True)
 class ClipCov(Surrogate):
     """Clip-Cov: `Clip` with eps_low and eps_high, without a random `share` of the tokens (at least one). These are drawn from
@@ -512,7 +500,6 @@ class ClipCov(Surrogate):
         return _first(torch.rand(logps.shape, device=logps.device), eligible, self.share, trained)
 
 
-@with_hints
 @dataclass(frozen=True)
 class KlCov(Surrogate):
     """KL-Cov: loss = -r A, plus coef |x| for the `share` of the tokens (at least one) with the largest covariance of

@@ -10,7 +10,7 @@ more than one token (the log-ratio of a sequence, filters and selections over a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ import torch
 
 from ..checks import describe
 from .kl import Kl, kl_terms
-from .listed import ListedTerms
+from .listed import ListedTerms, added, of_random_ids
 from .ops import log_probs, ops
-from .program import Made, Program, Tracer, is_own, key_of, refusal
+from .program import Made, Program, Run, Tracer, Trial, is_own, key_of
 
 Tensor = torch.Tensor
 
@@ -224,29 +224,46 @@ class TokenStage(NamedTuple):
         """(the program, its numbers): (loss, d loss / d log-prob, d loss / d entropy) from the log-prob, the entropy and those of
         INPUTS that the rows have; with `listed` also d loss / d their term, which is the third input. Raises FormulaRefused where a
         formula cannot be traced."""
-        made, numbers = self._made()
+        made, numbers, _ = self._made()
         return made.checked(), numbers
 
     def inputs(self, program: Program) -> dict[str, Tensor]:
         """The inputs of the program that the rows have, which are its last, fp32 [n] in one piece, by name."""
         return {name: getattr(self.rows, name).contiguous() for name in program.inputs if name in INPUTS}
 
-    def compare_once(self, run: Callable[[Program, list[float], list[Tensor]], list[Tensor]]) -> None:
-        """Compare the program with torch on random inputs, unless it was compared before; where `key_of` cannot tell whether a
-        formula has changed, at each call; likewise that of `listed`. `run` evaluates a program. Raises FormulaRefused where they
-        differ, see `Made`."""
-        if self.listed is not None:
-            self.listed.compare_once(run)
-        made, numbers = self._made()
-        if made.compared:
-            return
-        program = made.checked()
-        inputs = random_inputs(program.inputs)
-        found = run(program, numbers, inputs)
-        named = dict(zip(program.inputs, inputs, strict=True))
-        made.compare(inputs, found, _outputs(named, self.formula.numbers, self.formula.chosen))
+    def listed_program(self) -> Program:
+        """The program (the term of a row, d term / d log-prob) of listed ids, whose inputs are log-probs, the advantage of the
+        row and the values of each part. Raises FormulaRefused where a function cannot be traced."""
+        return self._made_of_listed()[0].checked()
 
-    def _made(self) -> tuple[Made, list[float]]:
+    def compare_once(self, run: Run) -> None:
+        """`Made.compare_once`, on random inputs; where `key_of` cannot tell whether a formula has changed, at each call."""
+        made, numbers, trial = self._made()
+        made.compare_once(run, numbers, trial)
+        if self.listed is not None:
+            made, trial = self._made_of_listed()
+            if isinstance(made.program, str) and not made.compared:
+                trial()[1]()  # what a function does wrong with tensors too is raised as it is
+                made.compared = True
+            made.compare_once(run, made.checked().numbers(()), trial)
+
+    def _made_of_listed(self) -> tuple[Made, Callable[[], Trial]]:
+        assert self.listed is not None
+        functions = [function for function, _ in self.listed.parts]
+
+        def build(tracer: Tracer) -> tuple[Any, Any]:
+            logp, advantage, *values = map(
+                tracer.input, ("logps", "advantages", *(f"values {i}" for i in range(len(functions))))
+            )
+            parts = zip(functions, values, strict=True)
+            term, slope = added(parts, logp, advantage, tracer.sum, lambda x: tracer.number(x).in_row)
+            return tracer.sum(term), slope
+
+        trial = functools.partial(of_random_ids, functions)
+        name = ", ".join(getattr(f, "__qualname__", repr(f)) for f in functions)
+        return Made.of(tuple(map(key_of, functions)), name, build), trial
+
+    def _made(self) -> tuple[Made, list[float], Callable[[], Trial]]:
         formula, present = self.formula, tuple(self.rows.given())
         present = present if self.listed is None else ("listed", *present)
         cached = formula._programs.get(present)
@@ -254,15 +271,23 @@ class TokenStage(NamedTuple):
             theirs, keys, result = cached
             if keys == tuple(map(key_of, theirs)):
                 return result
+        names, chosen = ("logps", "entropy", *present), formula.chosen
         shape = tuple((name, len(x) if isinstance(x, tuple) else x if x is None else -1) for name, x in formula.numbers.items())
-        keys = {name: key_of(x) for name, x in formula.chosen.items()}
-        known = None not in keys.values()  # else it is traced at each call
-        made = _made_before(tuple(keys.values()), present, shape) if known else Made()
-        if made.program is None:
-            made.program = _traced(formula.chosen, present, shape)
-        result = made, made.checked().numbers(formula.flat_numbers)
-        if known:
-            theirs = {name: x for name, x in formula.chosen.items() if callable(x) and not is_own(x)}
+
+        def build(tracer: Tracer) -> list[Any]:
+            given = {name: tracer.input(name) for name in names}
+            parameters = {name: _symbols(tracer, x) for name, x in formula.numbers.items()}
+            return [*_outputs(given, parameters, chosen).values()]
+
+        def trial() -> Trial:
+            inputs = random_inputs(names)
+            return inputs, lambda: _outputs(dict(zip(names, inputs, strict=True)), formula.numbers, chosen)
+
+        keys = {name: key_of(x) for name, x in chosen.items()}
+        made = Made.of((*keys.values(), present, shape), name_of(chosen), build)
+        result = made, made.checked().numbers(formula.flat_numbers), trial
+        if None not in keys.values():
+            theirs = {name: x for name, x in chosen.items() if callable(x) and not is_own(x)}
             formula._programs[present] = tuple(theirs.values()), tuple(keys[name] for name in theirs), result
         return result
 
@@ -293,24 +318,11 @@ NOTHING = TokenFormula(
 # ---- programs
 
 
-@functools.lru_cache(maxsize=256)
-def _made_before(keys: tuple[Hashable, ...], present: tuple[str, ...], shape: tuple[tuple[str, Any], ...]) -> Made:
-    """Empty at the first call with these arguments. They hold no function of the user, whose globals may be large."""
-    return Made()
-
-
-def _traced(chosen: dict[str, Any], present: tuple[str, ...], shape: tuple[tuple[str, Any], ...]) -> Program | str:
-    """The program, or why there is none."""
-    tracer, name = Tracer(), name_of(chosen)
-    given = {name: tracer.input(name) for name in ("logps", "entropy", *present)}
-    parameters = {
-        name: count if count is None else tracer.parameter() if count < 0 else tuple(tracer.parameter() for _ in range(count))
-        for name, count in shape
-    }
-    try:
-        return tracer.program(name, [*_outputs(given, parameters, chosen).values()])
-    except Exception as error:  # a formula may do anything with a symbol
-        return refusal(name, error)
+def _symbols(tracer: Tracer, numbers: Any) -> Any:
+    """A symbol for each of the numbers of a call; None stays."""
+    if isinstance(numbers, tuple):
+        return tuple(_symbols(tracer, x) for x in numbers)
+    return None if numbers is None else tracer.parameter()
 
 
 def _outputs(given: dict[str, Any], numbers: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:

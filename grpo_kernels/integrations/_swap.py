@@ -14,12 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
-
-from ..checks import refuse_unknown
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -50,20 +48,20 @@ class Adapter:
     replaces: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     configured: Mapping[str, str] = field(default_factory=dict)
 
-    def untested(self, any_version: bool = False) -> str | None:
-        """The installed version in words, if the adapter was not tested with it; None if it was, and where any_version or the
-        environment setting says to go on without a comparison."""
+    def installed(self) -> str:
+        """The version that is installed, in words where that is not known."""
         try:
-            installed = metadata.version(self.package)
+            return metadata.version(self.package)
         except metadata.PackageNotFoundError:
-            installed = ""
-        known = any(installed == version or installed.startswith(version + ".") for version in self.tested)
-        if known or any_version or os.environ.get(OVERRIDE, "0") == "1":
+            return "of an unknown version"
+
+    def untested(self, any_version: bool = False) -> str | None:
+        """What says that the adapter was not tested with the installed version; None if it was, and where any_version or the
+        environment setting says to go on without a comparison."""
+        if one_of(self.installed(), self.tested) or any_version or os.environ.get(OVERRIDE, "0") == "1":
             return None
-        named = f"{self.package} {installed}" if installed else f"{self.package}, whose version is not known here,"
-        return (
-            f"{named} was not tested with this adapter ({', '.join(self.tested)} {'was' if len(self.tested) == 1 else 'were'})"
-        )
+        tested = ", ".join(self.tested) or "none"
+        return f"{self.package} {self.installed()} was not tested with this adapter (tested: {tested})"
 
     def bind(self, *ours: Function, **how: bool) -> Slots:
         """Replace what the declaration says that these functions of ours replace. how: of `Slots`."""
@@ -73,35 +71,15 @@ class Adapter:
         return slots
 
 
+def one_of(version: str, known: Sequence[str]) -> bool:
+    """Whether this is one of the known versions, or begins as one."""
+    return any(f"{version}.".startswith(f"{beginning}.") for beginning in known)
+
+
 # ---- the first calls under a version that was not tested
 
-
-class Differs(Exception):
-    """Our results differ from the trainer's; the message says by how much."""
-
-
-def alike(what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float, floor: Tensor | float = 0.0) -> bool:
-    """Raise Differs unless these are equal up to rounding: a share of the sum of absolute values, and `floor` for each number.
-    True if anything was not 0."""
-    shapes = [[[*x.shape] for x in found] for found in (ours, theirs)]
-    if shapes[0] != shapes[1]:
-        raise Differs(f"{what} have shapes {shapes[0]}, and its own {shapes[1]}")
-    told = False
-    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        a, b = a.detach().double(), b.detach().double()
-        apart, size = (a - b).abs().sum(), b.abs().sum()
-        if not apart <= tolerance * size + floor * b.numel():  # NaN differs too
-            raise Differs(
-                f"{what}, tensor {number} of {len(ours)}: ours sum to {float(a.sum()):.6g} and its own to {float(b.sum()):.6g}; they "
-                f"are {float(apart):.3g} apart of {float(size):.3g} in absolute terms"
-            )
-        told = told or bool(size > 0)
-    return told
-
-
-def tolerances(coarse: bool) -> tuple[float, float]:
-    """Of `alike`; coarse: a function of 16-bit tensors, which may sum in 16 bits."""
-    return (3e-2, 2e-2) if coarse else (1e-3, 1e-5)
+#: Of a sum of absolute values, and for each number: fp32, and functions of 16-bit tensors, which may sum in 16 bits.
+FINE, COARSE = (1e-3, 1e-5), (3e-2, 2e-2)
 
 
 def ran(function: Function, call: Any, part: Function) -> tuple[list[Tensor], list[Tensor]]:
@@ -122,12 +100,10 @@ def ran(function: Function, call: Any, part: Function) -> tuple[list[Tensor], li
     return [x for x in found if isinstance(x, Tensor) and x.is_floating_point()], leaves
 
 
-def slopes_of(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+def slopes_of(results: Sequence[Tensor], leaves: list[Tensor]) -> Sequence[Tensor]:
     """The gradients of a fixed mixture of the results."""
-    if not results or not leaves:
-        return []
     upstream = [(1.5 + torch.arange(x.numel(), device=x.device).cos()).to(x.dtype).view(x.shape) for x in results]
-    return [*torch.autograd.grad(results, leaves, upstream, allow_unused=True, materialize_grads=True)]
+    return torch.autograd.grad(results, leaves, upstream, allow_unused=True, materialize_grads=True) if results else ()
 
 
 class Trial:
@@ -144,54 +120,60 @@ class Trial:
     def pending(self, name: str) -> bool:
         return self.version is not None and name not in self.done
 
-    def compare(self, name: str, ours: Function, theirs: Function, call: Any, part: Function = lambda result: result) -> None:
-        """Run both on copies of the call's (args, kwargs), of whose results `part` is compared. A call under no_grad shows
-        values."""
-        coarse = any(isinstance(x, Tensor) and x.is_floating_point() and x.element_size() < 4 for x in tree_leaves(call))
-        tolerance, floor = tolerances(coarse)
-        with self.refusing(name):
-            mine, leaves = ran(ours, call, part)
-            try:
-                own, own_leaves = ran(theirs, call, part)
-            except Exception as error:
-                raise Differs(f"its own function raised {type(error).__name__}: {error}") from error
-            alike("values", mine, own, tolerance, floor)
-            # What has no slope there is used without one.
-            both = [(a, b) for a, b in zip(mine, own, strict=True) if a.requires_grad and b.requires_grad]
-            slopes, wanted = slopes_of([a for a, _ in both], leaves), slopes_of([b for _, b in both], own_leaves)
-            told = alike("slopes", slopes, wanted, tolerance)  # which may be small everywhere
-        if told:
-            self.passed(name)
-
     def beside(self, ours: Function, theirs: Function, part: Function = lambda result: result) -> Function:
         """Our function, compared with theirs for the first calls; our function alone under a tested version."""
 
         @functools.wraps(ours)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.pending(ours.__name__):
-                self.compare(ours.__name__, ours, theirs, (args, kwargs), part)
+            self.compare(ours.__name__, ours, theirs, (args, kwargs), part)
             return ours(*args, **kwargs)
 
         return ours if self.version is None else call
 
-    @contextlib.contextmanager
-    def refusing(self, name: str) -> Iterator[None]:
-        """Turn `Differs` into the error that the user gets, under a tested version because of strict=True."""
+    def compare(self, name: str, ours: Function, theirs: Function, call: Any, part: Function = lambda result: result) -> None:
+        """Run both on copies of the call's (args, kwargs), of whose results `part` is compared, where that is pending. A call under
+        no_grad shows values."""
+        if not self.pending(name):
+            return
+        mine, leaves = ran(ours, call, part)
         try:
-            yield
-        except Differs as difference:
-            if self.version is None:
-                raise RuntimeError(
-                    f"strict=True, but {difference}: this is a bug of the adapter, or {name} is not what it knows."
-                ) from None
-            done = "Nothing was trained with ours: keep its own,"
-            if self.remove is not None:
-                self.remove()
-                done = "Ours was taken off, nothing was trained with it:"
-            raise RuntimeError(
-                f"{self.version}, and {name} is not what it was: {difference}. {done} install a tested version, or pass "
-                f"any_version=True (or set {OVERRIDE}=1) to go on all the same."
-            ) from difference
+            own, own_leaves = ran(theirs, call, part)
+        except Exception as error:
+            self.refuse(name, f"its own function raised {type(error).__name__}: {error}")
+        coarse = any(isinstance(x, Tensor) and x.is_floating_point() and x.element_size() < 4 for x in tree_leaves(call))
+        tolerance, floor = COARSE if coarse else FINE
+        self.alike(name, "values", mine, own, tolerance, floor)
+        # What has no slope there is used without one.
+        both = [(a, b) for a, b in zip(mine, own, strict=True) if a.requires_grad and b.requires_grad]
+        slopes, wanted = slopes_of([a for a, _ in both], leaves), slopes_of([b for _, b in both], own_leaves)
+        self.alike(name, "slopes", slopes, wanted, tolerance)  # which may be small everywhere
+        if any(x.any() for x in wanted):
+            self.passed(name)
+
+    def alike(
+        self, name: str, what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float, floor: Any = 0.0
+    ) -> None:  # fmt: skip
+        """Refuse `name` unless these are equal up to rounding: a share of the sum of absolute values, and `floor` for each
+        number."""
+        shapes = [[[*x.shape] for x in found] for found in (ours, theirs)]
+        if shapes[0] != shapes[1]:
+            self.refuse(name, f"{what} have shapes {shapes[0]}, and its own {shapes[1]}")
+        for number, pair in enumerate(zip(ours, theirs, strict=True)):
+            a, b = (x.detach().double() for x in pair)
+            apart, size = (a - b).abs().sum(), b.abs().sum()
+            if not apart <= tolerance * size + floor * b.numel():  # NaN differs too
+                self.refuse(name, f"{what}, tensor {number} of {len(ours)}: {apart:.3g} apart of {size:.3g} in absolute terms")
+
+    def refuse(self, name: str, difference: str) -> NoReturn:
+        """Take ours off and raise the error that the user gets, under a tested version because of strict=True."""
+        if self.version is None:
+            raise RuntimeError(f"strict=True, but {difference}: this is a bug of the adapter, or {name} is not what it knows.")
+        if self.remove is not None:
+            self.remove()
+        raise RuntimeError(
+            f"{self.version}, and {name} is not what it was: {difference}. Ours is not used, and nothing was trained with it: "
+            f"install a tested version, or pass any_version=True (or set {OVERRIDE}=1) to go on all the same."
+        )
 
     def passed(self, name: str) -> None:
         """Note that `name` was compared; a warning says so for the first."""
@@ -215,8 +197,7 @@ class Slots:
     any_version   True: no comparison under a version that was not tested.
     trial    the comparison under a version that was not tested."""
 
-    def __init__(self, adapter: Adapter, strict: bool = False, any_version: bool = False, **unknown: Any) -> None:
-        refuse_unknown("an adapter", unknown, ("strict", "any_version"))
+    def __init__(self, adapter: Adapter, strict: bool = False, any_version: bool = False) -> None:
         self.adapter, self.strict = adapter, strict
         self.trial = Trial(adapter.untested(any_version), self.undo)
         self.counts: Counter[str] = Counter()
@@ -323,17 +304,17 @@ def name_of(module: Any) -> str:
 
 
 def found(paths: str | tuple[str, ...]) -> tuple[str, str]:
-    """(module, name) of the first of these paths whose module exists; it is imported."""
-    every = (paths,) if isinstance(paths, str) else paths
-    for home, _, name in (path.rpartition(".") for path in every):
+    """(module, name) of the first of these paths whose module can be imported; it is imported. Raises the first error."""
+    problems = []
+    for path in (paths,) if isinstance(paths, str) else paths:
+        home, _, name = path.rpartition(".")
         try:
             importlib.import_module(home)
         except ModuleNotFoundError as error:
-            if len(every) > 1 and error.name is not None and home.startswith(error.name):
-                continue
-            raise  # it is the only one, or is there and wants another module
-        return home, name
-    raise RuntimeError(f"there is none of {', '.join(every)}: the adapter was written for other versions.")
+            problems.append(error)
+        else:
+            return home, name
+    raise problems[0]
 
 
 def names_of(value: Any, home: str) -> Iterator[tuple[Any, str]]:
@@ -345,20 +326,16 @@ def names_of(value: Any, home: str) -> Iterator[tuple[Any, str]]:
 
 
 def same_arguments(path: str, theirs: Function, ours: Function) -> None:
-    """Raise RuntimeError unless ours takes the calls of theirs, by position and by name."""
-    signatures = [inspect.signature(function) for function in (theirs, ours)]
-    given, taken = ([*signature.parameters.values()] for signature in signatures)
-    places, our_places = ([p.name for p in each if p.kind is p.POSITIONAL_OR_KEYWORD] for each in (given, taken))
-    with contextlib.suppress(TypeError):
-        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given):
-            return
-        signatures[1].bind(*places, **{p.name: None for p in given if p.kind is p.KEYWORD_ONLY})
-        if places == our_places[: len(places)]:
-            return
-    names = (", ".join(p.name for p in each) for each in (given, taken))
-    raise RuntimeError(
-        "{} takes ({}), but ours takes ({}): it is not the function that this adapter was written for.".format(path, *names)
+    """Raise RuntimeError unless ours begins with the arguments of theirs; what theirs takes by name alone its call shows."""
+    given, taken = (
+        [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        for function in (theirs, ours)
     )
+    if given != taken[: len(given)]:
+        raise RuntimeError(
+            f"{path} takes ({', '.join(given)}), but ours takes ({', '.join(taken)}): it is not the function that this adapter was "
+            "written for."
+        )
 
 
 # ---- experimental: these depend on a trainer's inside, which may change in any release

@@ -9,33 +9,26 @@ from typing import Any
 
 import torch
 
-from .. import (
-    Cispo,
-    Clip,
-    Exact,
-    Head,
-    LogitTransform,
-    LossOutput,
-    Objective,
-    Options,
-    Sapo,
-    TokenBatch,
-    TokenLogprobs,
-    TokenSets,
-    Vespo,
-    linear_logprobs,
-    token_logprobs,
-)
+from ..batch import TokenBatch
 from ..checks import require, require_one_of
 from ..distributed import VocabShard
 from ..formulas.centering import ScoreCentering
-from ..formulas.divergence import divergence_at
+from ..formulas.divergence import Exact, divergence_at
 from ..formulas.ops import bounded_exp
+from ..formulas.surrogates import Cispo, Clip, Sapo, Vespo
 from ..formulas.token_stage import TokenRows
 from ..layout import of_a_leaf
+from ..logprobs import TokenLogprobs, linear_logprobs, token_logprobs
+from ..losses import LossOutput
+from ..objective import Objective
+from ..specs import Head, LogitTransform, Options
+from ..token_sets import TokenSets
 from ._swap import NotCovered
 
 Tensor = torch.Tensor
+
+#: What a trainer's loss returns: 0-d, and numbers by name.
+LossAndMetrics = tuple[Tensor, dict[str, Any]]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Of the losses that TRL and Liger name alike those that clip.
@@ -235,31 +228,31 @@ def at_ids(logits: Tensor, ids: Tensor, **others: Any) -> tuple[Tensor, Tensor |
     """(log-probs at the ids [.., K] of each row of logits [.., V], entropies if asked for, [..]: how many different ids a row
     has), in one visit of each row, for trainers that take an id several times. An id of -1 is padding, with log-prob 0. `others`
     are those of `log_probs_of`."""
-    flat = ids.flatten(0, -2)
-    in_order, order = flat.sort(-1)
-    first = torch.ones_like(flat, dtype=torch.bool)
-    first[:, 1:] = in_order[:, 1:] != in_order[:, :-1]
-    first &= in_order >= 0
+    in_order, order = ids.flatten(0, -2).sort(-1)
+    first = in_order >= 0
+    first[:, 1:] &= in_order[:, 1:] != in_order[:, :-1]
     sets = TokenSets.from_counts(in_order[first], first.sum(-1))
-    place = first.reshape(-1).cumsum(0).view(flat.shape) - 1  # in the sets' ids
     found = log_probs_of(logits, ids[..., 0].clamp(min=0).long(), at=sets, **others)  # a kept set has the first
-    of_sets = torch.cat([found.also["at"], logits.new_zeros(1, dtype=torch.float32)])  # what comes last is for padding
-    logps = of_sets[place.gather(-1, order.argsort(-1)).masked_fill(flat < 0, -1)].view(ids.shape)
-    return logps, found.entropy, first.sum(-1).view(ids.shape[:-1])
+    of_first = torch.zeros_like(first, dtype=torch.float32).masked_scatter(first, found.also["at"])
+    place = (first * torch.arange(ids.shape[-1], device=ids.device)).cummax(-1).values  # of an id's first one in its row
+    logps = of_first.gather(-1, place.gather(-1, order.argsort(-1)))
+    return logps.view(ids.shape), found.entropy, first.sum(-1).view(ids.shape[:-1])
 
 
 #: A log-prob that has no mass.
 NO_MASS = -1e4
 
 
-def centered(centering: ScoreCentering, logps: Tensor, sampler: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """[..]: a row's term of score centering, from log-probs [.., K] of the same ids under the policy, with gradient, and under the
-    sampler, -inf for padding; advantages and mask [..]. 0 where masked, whatever stands there."""
+def centered(
+    centering: ScoreCentering, logps: Tensor, sampler: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | float
+) -> Tensor:  # fmt: skip
+    """The term of score centering, weighted and summed over rows [..], from log-probs [.., K] of the same ids under the policy,
+    with gradient, and under the sampler, -inf for padding; 0 of rows that are masked, whatever stands there."""
     given, advantages = (sampler > -math.inf) & mask[..., None], torch.where(mask, advantages, 0.0)
     ours, theirs = (torch.where(given, x, NO_MASS) for x in (logps, sampler))
     with torch.no_grad():
         slopes = centering(ours, theirs, advantages[..., None], lambda x: x.sum(-1, keepdim=True))[1]
-    return torch.where(slopes != 0, slopes * ours, 0.0).sum(-1)
+    return torch.where(mask, weights * torch.where(slopes != 0, slopes * ours, 0.0).sum(-1), 0.0).sum()
 
 
 def divergence_over(exact: Exact, logps: Tensor, teacher: Tensor) -> Tensor:

@@ -4,9 +4,7 @@
     from grpo_kernels.integrations.liger import triton_grpo_loss              # was liger_kernel.transformers.grpo_loss
     from grpo_kernels.integrations.liger import fused_selective_log_softmax   # was liger_kernel.ops.grpo_loss
 
-Signatures, defaults, values and gradients are those of Liger-Kernel 0.8.5, which need not be installed. Under an installed version
-that was not tested, the first call of `LigerFusedLinearGRPOLoss` also runs Liger's, and goes on or refuses with the difference.
-What differs on purpose:
+Signatures, defaults, values and gradients are those of Liger-Kernel 0.8.5, which need not be installed. What differs on purpose:
 
 - Bad input raises ValueError, where Liger asserts, and more of it is refused: a delta of at most 1, masks other than 0 and 1.
 - Masked positions do not count, whatever they hold: not in LUSPO, whose Liger versions weigh the padding too (or multiply by
@@ -21,8 +19,6 @@ What differs on purpose:
 
 from __future__ import annotations
 
-import copy
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -41,7 +37,7 @@ from ..formulas.token_stage import TokenRows
 from ..layout import of_a_leaf, values_are_checked
 from ..objective import PRESETS
 from ..rows.run import total
-from ._swap import Adapter, Slots, Trial
+from ._swap import Adapter, Slots
 from ._tensors import CLIPPED, at_least_one, divergence_of, surrogate_of, teaching, terms_of, world
 
 __all__ = [
@@ -76,6 +72,11 @@ TOGETHER = {
     "sapo_temperatures": ("sapo_temperature_pos", "sapo_temperature_neg"),
     "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 }
+#: Options of Liger's loss that are no part of an objective, and where they belong.
+NO_OBJECTIVE = {
+    "temperature": "it divides the logits: pass transform=LogitTransform(temperature) to the function of the loss.",
+    **dict.fromkeys(("compiled", "chunk_size"), "it changes nothing here: leave it out."),
+}
 
 
 def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
@@ -89,9 +90,16 @@ def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
                  an absolute ratio, and delta means nothing to CISPO, SAPO and VESPO.
     sapo_temperature_pos, sapo_temperature_neg   for A > 0, for the others; together sapo_temperatures.
     vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg   for A >= 0, then for the others; together vespo.
-    max_completion_length   tokens, which dr_grpo divides by; nothing to the others."""
-    for name in options.keys() & TOGETHER:
-        options |= zip(TOGETHER[name], options.pop(name), strict=True)
+    max_completion_length   tokens, which dr_grpo divides by; nothing to the others.
+    What is no part of an objective is refused: temperature, compiled and chunk_size."""
+    for name in [name for name in TOGETHER if name in options]:
+        parts, values = TOGETHER[name], options.pop(name)
+        remedy = f"it stands for {', '.join(parts)}: pass {len(parts)} numbers, and none of these names beside it."
+        fits = isinstance(values, tuple | list) and len(values) == len(parts)
+        require(fits and not options.keys() & parts, name, values, remedy)
+        options |= zip(parts, values, strict=True)
+    for name in options.keys() & NO_OBJECTIVE:
+        require(False, name, options[name], NO_OBJECTIVE[name])
     refuse_unknown("liger_objective", options, OPTIONS)
     return _objective_of(SimpleNamespace(**OPTIONS | options | {"loss_type": loss_type}))
 
@@ -186,9 +194,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
 
     as_liger   True: LUSPO and VESPO count masked positions as Liger's chunked loss does, with a warning, so that a run can be
                compared with Liger's number by number before it is improved. Everything else is the same either way.
-    any_version   True: no comparison with an installed Liger that was not tested.
-
-    Raises RuntimeError in the first call, where that comparison fails."""
+    any_version   True: no warning where an installed Liger was not tested."""
 
     beta: float = 0.04
     compiled: bool = True
@@ -214,9 +220,9 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
 
     def __post_init__(self, any_version: bool) -> None:
         super().__init__()
-        if importlib.util.find_spec("liger_kernel") and (version := ADAPTER.untested(any_version)):
-            before = functools.partial(beside_ligers, Trial(version))
-            self.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True)
+        version = ADAPTER.untested(any_version)
+        if version is not None and importlib.util.find_spec("liger_kernel"):
+            warnings.warn(f"{version}: loss and metrics are those of {LIGER_VERSION}.", stacklevel=3)
 
     def objective(self) -> Objective:
         """The objective that the options describe. Raises ValueError naming the option that is wrong."""
@@ -286,23 +292,6 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
 
 #: Liger's options and their defaults.
 OPTIONS = {f.name: f.default for f in fields(LigerFusedLinearGRPOLoss) if not f.kw_only}
-
-
-def beside_ligers(trial: Trial, module: Any, args: Any, kwargs: Any) -> None:
-    """A hook before our module's forward that also calls the installed Liger's class until values and slopes were compared.
-    Differences that are ours on purpose are no reason to refuse: it is `as_liger=True` that is compared."""
-    if not trial.pending(NAME):
-        return
-    try:
-        theirs = getattr(importlib.import_module(HOME), NAME)(compiled=False)
-    except ImportError:  # a Liger that cannot be imported is not what ours has replaced
-        trial.version = None
-        return
-    ours, options = copy.copy(module), {name: getattr(module, name) for name in OPTIONS}
-    # Without a KL Liger asks for a reference all the same, unless use_ref_model says that there is none.
-    vars(theirs).update(options | {"compiled": False, "use_ref_model": module.use_ref_model and module.beta != 0})
-    ours.as_liger = True
-    trial.compare(NAME, ours.forward, theirs, (args, kwargs))
 
 
 # ---- the loss from logits
@@ -481,17 +470,14 @@ def _in_place_of(theirs: Any, slots: Slots) -> Any:
             f"a {type(theirs).__name__} without {', '.join(sorted(missing))} is not Liger's GRPO loss, or is ours already: call undo() on "
             "what bound it."
         )
-    module = LigerFusedLinearGRPOLoss(**{name: getattr(theirs, name) for name in names}, any_version=True)
-
-    def loss(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return module(*args, **kwargs)
-
-    return slots.counted(slots.trial.beside(loss, theirs), theirs)
+    ours = LigerFusedLinearGRPOLoss(**{name: getattr(theirs, name) for name in names}, any_version=True).forward
+    return slots.counted(slots.trial.beside(ours, theirs), theirs)
 
 
 # ---- Liger's fused linear Jensen-Shannon divergence
 
 
+@dataclass(eq=False, repr=False)
 class LigerFusedLinearJSD(torch.nn.Module):
     """The mean divergence of a student's tokens to a teacher's, from hidden states and weights of both; also on a CPU. Values are
     Liger's. Logits are fp32 where Liger's may be rounded to 16 bits, and the gradient of the weight is summed in fp32.
@@ -503,17 +489,15 @@ class LigerFusedLinearJSD(torch.nn.Module):
 
     Raises ValueError naming the argument that is wrong."""
 
-    def __init__(
-        self,
-        jsd_beta: float = 0.5,
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        accum_dtype: torch.dtype | None = None,
-    ) -> None:
+    jsd_beta: float = 0.5
+    ignore_index: int = -100
+    temperature: float = 1.0
+    accum_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.jsd_beta, self.temperature, self.ignore_index, self.accum_dtype = jsd_beta, temperature, ignore_index, accum_dtype
-        self.objective = Objective.preset("distillation", kl=divergence_of(float(jsd_beta)))
-        self.transform = LogitTransform(temperature)
+        self.objective = Objective.preset("distillation", kl=divergence_of(float(self.jsd_beta)))
+        self.transform = LogitTransform(self.temperature)
 
     def forward(
         self,

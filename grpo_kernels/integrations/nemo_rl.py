@@ -19,8 +19,9 @@ rows are visited whole. A token that its own filter drops has log-prob 0 and no 
 `outside_sampling_set`.
 
 Not covered: sequence packing (NeMo-RL packs log-probs only), context parallelism, filters of tensor-parallel logits. A token
-that the sampler did not score has weight 1 here, 0 there. `sampling_importance_ratio` of an objective at sequence level is the
-mean over the sequences, where NeMo-RL multiplies it by their number.
+that the sampler did not score has weight 1 here, 0 there. A weight that overflows is 0, as there; others, and the two KLs to the
+sampler among the metrics, end at e^60. `sampling_importance_ratio` of an objective at sequence level is the mean over the
+sequences, where NeMo-RL multiplies it by their number.
 
 Written from the code of August 2026 (7ea279a). Its package on PyPI is empty and it wants Python 3.13: its own tests of the
 loss were run on ours with stand-ins for what else it imports, and the tests here compare with a transcription of its loss.
@@ -51,11 +52,11 @@ from .. import (
 from ..checks import require, require_number, require_one_of
 from ..distributed import VocabShard
 from ..formulas.kl import k3, kl_terms
-from ..formulas.ops import bounded_exp, ops
+from ..formulas.ops import ops
 from ..losses import objective_loss
 from ..rewards.corrections import importance_weights, rejection_mask
 from ._swap import Adapter
-from ._tensors import at_ids, divergence_over, numbers, shard_of, terms_of, two_sided
+from ._tensors import LossAndMetrics, at_ids, divergence_over, numbers, shard_of, terms_of, two_sided
 
 Tensor = torch.Tensor
 
@@ -64,10 +65,12 @@ ADAPTER = Adapter("NeMo-RL", "nemo-rl")
 #: NeMo-RL's truncated_importance_sampling_type -> the mode of `importance`.
 MODES = {None: "truncate", "tis": "truncate", "icepop": "mask", "seq-mask-tis": "sequence-mask"}
 #: What NeMo-RL divides its metrics by: tokens, or nothing.
-PER_TOKEN = ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error",
-             "js_divergence_error", "approx_entropy")  # fmt: skip
-ABSOLUTE = ("num_valid_samples", "positive_nll_loss", "probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min",
-            "probs_ratio_clamped_max")  # fmt: skip
+DIVISORS = {
+    **dict.fromkeys(("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error",
+                     "approx_entropy"), "TOKENS"),
+    **dict.fromkeys(("num_valid_samples", "positive_nll_loss", "probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min",
+                     "probs_ratio_clamped_max"), "NONE"),
+}  # fmt: skip
 #: The teacher's log-prob of an id outside of its largest, with zero_outside_topk.
 OUTSIDE = -100.0
 FORWARD, REVERSE = (Exact(direction, tail="ignore") for direction in ("forward", "reverse"))
@@ -111,9 +114,7 @@ class PolicyLoss:
         require_one_of("aggregate", objective.aggregate, ("token-mean", "seq-mean-token-mean"))
         top_k, top_p = (getattr(self.sampling_params, name, None) for name in ("top_k", "top_p"))
         #: What the filter keeps, as `TokenSets.from_logits` takes it; None without a filter.
-        self.rules: dict[str, Any] | None = (
-            None if (top_k or 0) <= 0 and top_p in (None, 1) else {"top_k": top_k, "top_p": top_p}
-        )
+        self.rules: Any = None if (top_k or 0) <= 0 and top_p in (None, 1) else {"top_k": top_k, "top_p": top_p}
         remedy = (
             "with sampling_params: the KL runs over the vocabulary, its weight over the sets: use the weighting 'score' or "
             "'none', or use_on_policy_kl_approximation."
@@ -121,8 +122,11 @@ class PolicyLoss:
         weighted = objective.beta != 0 and objective.kl_spec.weighting not in ("none", "score")
         require(not (self.rules and weighted), "kl", objective.kl, remedy)
         #: The correction with all of its options; without one, what its weights would be.
-        nothing: dict[str, Any] = {"level": "token", "mode": "truncate", "low": 0.0, "high": math.inf}
-        self.correction = nothing if self.importance is None else nothing | {"high": 2.0} | self.importance
+        self.correction: dict[str, Any] = {"level": "token", "mode": "truncate", "low": 0.0, "high": 2.0} | (
+            {"level": "token" if objective.level == "token" else "sequence", "high": math.inf}
+            if self.importance is None
+            else self.importance
+        )
         #: Whether the ratio of the correction is reported per sequence; whether it drops sequences, or tokens, or nothing.
         self.sequences = objective.level != "token" or self.correction["level"] != "token"
         self.drops_sequences = self.correction["mode"] == "sequence-mask"
@@ -130,19 +134,21 @@ class PolicyLoss:
         if self.force_on_policy_ratio:  # with a ratio of 1 the levels do not differ
             self.objective = replace(objective, level="token")
         tokens = objective.aggregate == "token-mean"
-        self.loss_type = interfaces.LossType.TOKEN_LEVEL if tokens else interfaces.LossType.SEQUENCE_LEVEL
-        self.input_type = interfaces.LossInputType.LOGIT
-        kinds = getattr(interfaces, "MetricNormalizer", None)  # which not every NeMo-RL has
-        self.metric_normalizations = {} if kinds is None else self._normalizations(kinds, tokens)
+        self.per = "TOKENS" if tokens else "SEQUENCES"
+        self.loss_type, self.input_type = (
+            interfaces.LossType["TOKEN_LEVEL" if tokens else "SEQUENCE_LEVEL"],
+            interfaces.LossInputType.LOGIT,
+        )
+        kinds = getattr(interfaces, "MetricNormalizer", {})  # which not every NeMo-RL has
+        self.metric_normalizations = {name: kinds[kind] for name, kind in self._divisors().items() if kinds}
 
-    def _normalizations(self, kinds: Any, tokens: bool) -> dict[str, Any]:
-        """What NeMo-RL divides each metric by, in its own terms; tokens: whether the loss is per token."""
-        named = dict.fromkeys(PER_TOKEN, kinds.TOKENS) | dict.fromkeys(ABSOLUTE, kinds.NONE)
-        named |= dict.fromkeys(("loss", "kl_penalty"), kinds.TOKENS if tokens else kinds.SEQUENCES)
-        named["sampling_importance_ratio"] = kinds.SEQUENCES if self.sequences else kinds.TOKENS
+    def _divisors(self) -> dict[str, str]:
+        """What NeMo-RL divides each metric by, in its own terms."""
+        named = DIVISORS | {"loss": self.per, "kl_penalty": self.per}
+        named["sampling_importance_ratio"] = "SEQUENCES" if self.sequences else "TOKENS"
         if self.bounded:
-            named["is_oob_ratio"] = kinds.SEQUENCES if self.drops_sequences else kinds.TOKENS
-        return named | ({"outside_sampling_set": kinds.TOKENS} if self.rules else {})
+            named["is_oob_ratio"] = "SEQUENCES" if self.drops_sequences else "TOKENS"
+        return named | ({"outside_sampling_set": "TOKENS"} if self.rules else {})
 
     @classmethod
     def like(cls, theirs: Any, **options: Any) -> PolicyLoss:
@@ -155,23 +161,19 @@ class PolicyLoss:
         surrogate: Any = two_sided("NeMo-RL", low, high, clip_c, "ratio_clip_c", "ratio_clip_max")
         if theirs.use_cispo or theirs.disable_ppo_ratio:
             surrogate = Cispo(1 + high, 1 - low) if theirs.use_cispo else PolicyGradient()
-        level, largest, *bounds = (
-            "sequence" if theirs.sequence_level_importance_ratios else "token",
-            *(math.inf if x is None else x for x in (
-                theirs.truncated_importance_sampling_ratio, theirs.kl_input_clamp_value, theirs.kl_output_clamp_value
-            )),
-        )  # fmt: skip
-        importance = {
-            "level": level, "mode": MODES[theirs.truncated_importance_sampling_type],
-            "low": theirs.truncated_importance_sampling_ratio_min or 0.0, "high": largest,
-        }  # fmt: skip
+        level = "sequence" if theirs.sequence_level_importance_ratios else "token"
+        bounds = [math.inf if x is None else x for x in (theirs.kl_input_clamp_value, theirs.kl_output_clamp_value)]
         objective = Objective(
             surrogate, level="token" if theirs.disable_ppo_ratio else level,
             aggregate="token-mean" if theirs.loss_type.name == "TOKEN_LEVEL" else "seq-mean-token-mean",
             beta=theirs.reference_policy_kl_penalty, kl=Kl(theirs.reference_policy_kl_type, "score", False, *bounds),
         )  # fmt: skip
         if theirs.use_importance_sampling_correction:
-            options["importance"] = importance
+            largest = theirs.truncated_importance_sampling_ratio
+            options["importance"] = {
+                "level": level, "mode": MODES[theirs.truncated_importance_sampling_type], "high": math.inf if largest is None else largest,
+                "low": theirs.truncated_importance_sampling_ratio_min or 0.0,
+            }  # fmt: skip
         names = ("force_on_policy_ratio", "use_on_policy_kl_approximation", "positive_example_nll_weight")
         return cls(objective, **options, **{name: getattr(theirs, name) for name in names})
 
@@ -183,7 +185,7 @@ class PolicyLoss:
         global_valid_toks: Tensor,
         *,
         vocab_parallel_group: Any = None,
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> LossAndMetrics:
         """vocab_parallel_group: what a prepare_fn of yours hands on, in the place of megatron=True."""
         options = Options(shard=shard_of(logits, vocab_parallel_group, self.megatron))
         batch = self._batch(data)
@@ -195,7 +197,7 @@ class PolicyLoss:
             with torch.no_grad():
                 own = token_logprobs(logits, batch.targets, mask=mask, kept=filtered.kept, options=options)[0]
             compared = replace(batch, old_logps=own)
-        weights, outside = self._weights(compared)
+        weights, outside = (None, None) if self.importance is None else self._weights(compared)
         D = tokens if self.objective.aggregate == "token-mean" else sequences
         loss, out = self._loss(logits, replace(filtered, weights=weights), D, options)
         named = self._metrics(out, batch, data["sample_mask"], (tokens, sequences), weights, outside) | {"loss": loss}
@@ -261,16 +263,17 @@ class PolicyLoss:
         )
         return out.loss + objective_loss(scored.logps + scored.also["log_kept_mass"], compared, alone, normalizer=D).loss, out
 
-    def _weights(self, batch: TokenBatch) -> tuple[Tensor | None, Tensor | None]:
-        """The weights of the correction and which tokens are outside its bounds, both [B, S]; None without a correction."""
-        if self.importance is None:
-            return None, None
-        low, high = self.correction["low"], self.correction["high"]
+    def _weights(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """The weights of the correction and which tokens are outside its bounds, both [B, S]."""
+        mode, level, low, high = (self.correction[name] for name in ("mode", "level", "low", "high"))
+        x = torch.where(batch.mask, batch.old_logps - batch.sampler_logps, 0.0)
+        beyond = (x if level == "token" else x.nansum(1, keepdim=True)).exp().isinf()  # which is a weight of 0 to NeMo-RL
+        raw = importance_weights(batch, level=level, high=math.inf).masked_fill(beyond, 0.0)
         if self.drops_sequences:
             kept = rejection_mask(batch, metric="ratio", over="mean", low=low, high=high)
-            return kept * importance_weights(batch, high=math.inf), kept == 0
-        raw = importance_weights(batch, level=self.correction["level"], high=math.inf)
-        return importance_weights(batch, **self.correction), (raw < low) | (raw > high)
+            return kept * raw, kept == 0
+        weights = importance_weights(batch, **self.correction)
+        return weights.masked_fill(beyond, low if mode == "truncate" else 0.0), (raw < low) | (raw > high)
 
     def _metrics(
         self, out: LossOutput, batch: TokenBatch, samples: Tensor, counts: tuple[Tensor, Tensor], weights: Tensor | None,
@@ -282,7 +285,7 @@ class PolicyLoss:
         tokens, sequences = (count.clamp(min=1) for count in counts)
         logps, old = out.logps, out.logps if batch.old_logps is None else batch.old_logps
         x, _, kl = terms_of(self.objective, logps.reshape(-1), out.rows, batch)
-        r = bounded_exp(x.view(mask.shape))
+        r = x.view(mask.shape).exp()  # may be infinite, as NeMo-RL's
         clamped = r.clamp(*self.objective.surrogate.ratio_bounds)
         if isinstance(self.objective.surrogate, PolicyGradient) and not self.force_on_policy_ratio:
             r = clamped = logps  # REINFORCE has no ratio, and NeMo-RL shows the log-probs
@@ -292,8 +295,8 @@ class PolicyLoss:
 
         value, middle = self.objective.kl_spec.function, torch.logaddexp(old, sampler) - math.log(2.0)
         metrics = {
-            "token_mult_prob_error": mean(bounded_exp((sampler - old).abs())), "gen_kl_error": mean(value(sampler, sampler, old)[0]),
-            "policy_kl_error": mean(value(old, old, sampler)[0]), "approx_entropy": mean(-bounded_exp(logps - sampler) * logps),
+            "token_mult_prob_error": mean((sampler - old).abs().exp()), "gen_kl_error": mean(value(sampler, sampler, old)[0]),
+            "policy_kl_error": mean(value(old, old, sampler)[0]), "approx_entropy": mean(-(logps - sampler).exp() * logps),
             "js_divergence_error": mean((k3(middle, middle, old)[0] + k3(middle, middle, sampler)[0]) / 2),
             "num_valid_samples": samples.sum(), "kl_penalty": r.new_zeros(()), "positive_nll_loss": r.new_zeros(()),
         }  # fmt: skip
@@ -305,9 +308,7 @@ class PolicyLoss:
             weight: Any = out.rows.kl_weight
             metrics["kl_penalty"] = torch.where(weight != 0, weight * kl, 0.0).sum() / self.objective.beta
         if weights is None:
-            weights = importance_weights(
-                replace(batch, old_logps=old), level="sequence" if self.sequences else "token", high=math.inf
-            )
+            weights, _ = self._weights(replace(batch, old_logps=old))
         of_sequences = torch.where(mask.any(1), weights.amax(1), 1.0) * samples
         metrics["sampling_importance_ratio"] = of_sequences.sum() / sequences if self.sequences else mean(weights)
         if outside is not None and self.bounded:
@@ -377,7 +378,7 @@ class DistillationLoss:
         global_valid_toks: Tensor,
         *,
         vocab_parallel_group: Any = None,
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> LossAndMetrics:
         """vocab_parallel_group: what a prepare_fn of yours hands on, in the place of megatron=True."""
         ids = data["teacher_topk_indices"].to(logits.device)
         if ids.shape[-1] <= 0:

@@ -35,9 +35,8 @@ import torch
 from .. import Objective, Options, TokenSets
 from ..batch import shift_sets
 from ..formulas.centering import ScoreCentering
-from ..formulas.ops import bounded_exp
 from ..losses import objective_loss
-from ..presets import NUMERICS
+from ..objective import NUMERICS
 from ._swap import Adapter, Slots
 from ._tensors import centered, left_out, log_probs_of, masked_mean, scored_batch
 
@@ -146,11 +145,10 @@ def loss(
     value = out.loss
     ours, theirs = (row(f"{of}_mask_logprobs") if score_centering else None for of in ("trainer", "inference"))
     if ours is not None and theirs is not None:
-        terms = centered(ScoreCentering.of(spec, tail=False), ours, theirs, batch.advantages, mask)
         weights = 1.0 if inputs.loss_weights is None else row("loss_weights")
-        value = value + torch.where(mask, weights * terms, 0.0).sum()
+        value = value + centered(ScoreCentering.of(spec, tail=False), ours, theirs, batch.advantages, mask, weights)
     x = torch.where(mask, out.logps - sampler, 0.0)
-    metrics = {"mismatch_kl": masked_mean(bounded_exp(x) - x - 1, mask), "is_masked": left_out(out, spec)}
+    metrics = {"mismatch_kl": masked_mean(x.exp() - x - 1, mask), "is_masked": left_out(out, spec)}
     if score_centering:
         metrics["is_centered"] = value.new_tensor(float(ours is not None and theirs is not None))
     return LossOutputs(loss=value, metrics=metrics)

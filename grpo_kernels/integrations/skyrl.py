@@ -51,10 +51,10 @@ from .. import (
 from ..checks import require
 from ..formulas.centering import ScoreCentering
 from ..losses import objective_loss
-from ..objective import PRESETS
-from ..presets import NUMERICS
+from ..objective import NUMERICS, PRESETS
 from ._swap import Adapter, NotCovered, Slots, Trial
 from ._tensors import (
+    LossAndMetrics,
     centered,
     entropy_from_logits,
     entropy_kind,
@@ -109,7 +109,7 @@ def _compare_with_witness(trial: Trial, config: Any, *tensors: Tensor | None) ->
     trial.compare(WITNESS, own, ppo_policy_loss, ((*tensors[:3], config, *tensors[3:]), {}), itemgetter(0))
 
 
-def policy_loss(objective: str | Objective, trial: Trial | None = None) -> Callable[..., tuple[Tensor, dict[str, float]]]:
+def policy_loss(objective: str | Objective, trial: Trial | None = None) -> Callable[..., LossAndMetrics]:
     """A policy loss with SkyRL's signature, (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs) ->
     (loss, metrics), tensors [B, T]: the sum over tokens, of advantages that SkyRL has divided already.
 
@@ -139,7 +139,7 @@ def policy_loss(objective: str | Objective, trial: Trial | None = None) -> Calla
         rollout_logprobs: Tensor | None = None,
         rollout_topk_logprobs: Tensor | None = None,
         topk_log_probs: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> LossAndMetrics:
         from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import apply_off_policy_correction
 
         if trial is not None and trial.pending(WITNESS):
@@ -169,8 +169,8 @@ def policy_loss(objective: str | Objective, trial: Trial | None = None) -> Calla
                 raise ValueError(
                     "rollout_topk_logprobs and topk_log_probs are needed for score centering: record the sampler's head."
                 )
-            terms = centered(ScoreCentering.of(spec), topk_log_probs, rollout_topk_logprobs, advantages, mask != 0)
-            value = value + torch.where(mask != 0, weights * terms, 0.0).sum()
+            of = ScoreCentering.of(spec)
+            value = value + centered(of, topk_log_probs, rollout_topk_logprobs, advantages, mask != 0, weights)
         # Of CISPO over the tokens before the correction, with any advantage.
         named = _ratios((log_probs.detach() - old)[given != 0], spec) if cispo else {"clip_ratio": left_out(out, spec)}
         return value, numbers(named) | metrics

@@ -43,7 +43,7 @@ from ..checks import require
 from ..formulas.centering import ScoreCentering
 from ..losses import objective_loss
 from ._swap import Adapter, Slots
-from ._tensors import at_ids, even_shard, in_a_column, response_sets, scored_batch, terms_of, two_sided, world
+from ._tensors import LossAndMetrics, at_ids, even_shard, in_a_column, response_sets, scored_batch, terms_of, two_sided, world
 
 Tensor = torch.Tensor
 
@@ -195,7 +195,7 @@ def objective_of(args: Any) -> Objective:
     )  # fmt: skip
 
 
-def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetrics]:
     """A custom loss of slime, (args, batch, logits, sum_of_sample_mean) -> (loss, metrics).
 
     objective   None: `objective_of(args)`. An Objective has aggregate="token-sum": slime's reducer holds the denominators. With
@@ -207,7 +207,7 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., tuple[Tenso
 
     def loss(
         args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> LossAndMetrics:
         from slime.backends.megatron_utils import loss as theirs
 
         centers = getattr(args, "use_score_centering", False)

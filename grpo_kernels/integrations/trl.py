@@ -33,8 +33,9 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ from .. import (
 )
 from ..architectures import language_model
 from ..model import plain_head
-from ._swap import Adapter, NotCovered, Slots, alike, read_closure, replaced_inside, same_arguments, tolerances
+from ._swap import COARSE, FINE, Adapter, NotCovered, Slots, Trial, read_closure, replaced_inside
 from ._tensors import divergence_of, log_probs_of, on_rows, plain, surrogate_of, teaching, world
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_divergence", "fused_lm_head", "patch"]  # noqa: F822
@@ -173,31 +174,29 @@ class FusedLoss(Slots):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         trainer = self.trainer
-        reason, objective = objective_of(settings_of(trainer))
-        if objective is None:
+        try:
+            objective = objective_of(settings_of(trainer))
+        except ValueError as reason:
             message = f"the loss of this configuration is left to TRL's own code: {reason}."
             if self.replay is not None:
-                raise RuntimeError(f"replay=True, but {message}")
+                raise RuntimeError(f"replay=True, but {message}") from reason
             if not self.strict and f"TRL: {reason}" not in self.counts:
                 warnings.warn(message, stacklevel=3)
-            raise NotCovered(reason)
+            raise NotCovered(*reason.args) from reason
 
         batch, first = token_batch(trainer, inputs, objective), self.trial.pending(LOSS)
         # If no token is active, all are projected: the mean entropy that TRL logs needs some tokens.
         skip = self.skip_inactive and not first and objective.one_pass and batch.count(objective.active_rows) > 0
         options = Options(skip_inactive=skip, sparse=self._columns())
         call = LossCall(batch, objective, denominator(trainer, inputs, batch), options)
-        call.compared, call.asks = (
-            self.strict or first,
-            first and self.replay is None,
-        )  # with replay TRL scores over the vocabulary
+        # With replay TRL scores over the vocabulary.
+        call.compared, call.asks = self.strict or first, first and self.replay is None
         theirs = self._theirs(call.through(model), inputs)
         loss, aux_loss = call.output.loss, call.output.aux_loss
         if aux_loss is not None:
             loss = loss + trainer.router_aux_loss_coef * aux_loss / accumulation(trainer)
         if call.compared:
-            with self.trial.refusing(LOSS):
-                call.check(loss, theirs)
+            call.check(self.trial, loss, theirs)
         if first and theirs.requires_grad:
             self.trial.passed(LOSS)
         return loss
@@ -237,15 +236,17 @@ OF_TRAINER = ("loss_type", "importance_sampling_level", "epsilon_low", "epsilon_
               "off_policy_mask_threshold")  # fmt: skip
 OF_ARGUMENTS = ("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos",
                 "vespo_k_neg", "vespo_lambda_neg")  # fmt: skip
+#: These, the coefficient of the entropy bonus at this step, whether the range of the sampler's weights is without 1, the group of
+#: all ranks, and why TRL's own loss has to run, if it has to.
+SETTINGS = (*OF_TRAINER, *OF_ARGUMENTS, "entropy_coef", "without_1", "ranks", "obstacle")
 BY_ITEMS = ("dapo", "cispo", "vespo")
 #: The least weight of a token in TRL's VESPO.
 LEAST_WEIGHT = 1e-8
 
 
-def settings_of(trainer: Any) -> tuple[tuple[str, Any], ...]:
-    """The settings that determine the Objective: by name those above, the coefficient of the entropy bonus at this step, the
-    range of the sampler's weights, the group of all ranks, and why TRL's own loss has to run, if it has to."""
-    model, corrected = trainer.model, _corrected(trainer)
+def settings_of(trainer: Any) -> tuple[Any, ...]:
+    """What determines the Objective: SETTINGS."""
+    model, low, high = trainer.model, trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
     on = trainer._entropy_bonus_enabled and not (
         trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
     )
@@ -254,11 +255,9 @@ def settings_of(trainer: Any) -> tuple[tuple[str, Any], ...]:
         obstacle = "the auxiliary loss of this mixture of experts"
     elif len({*(getattr(model, "hf_device_map", None) or {}).values()}) > 1:
         obstacle = "a model split over devices"
-    low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
     return (
-        *((name, getattr(trainer, name)) for name in OF_TRAINER), *((name, getattr(trainer.args, name)) for name in OF_ARGUMENTS),
-        ("entropy_coef", trainer.entropy_coef / accumulation(trainer) if on else 0.0),
-        ("without_1", corrected and ((low or 0) > 1 or (high is not None and high < 1))), ("ranks", world()), ("obstacle", obstacle),
+        *attrgetter(*OF_TRAINER)(trainer), *attrgetter(*OF_ARGUMENTS)(trainer.args), trainer.entropy_coef / accumulation(trainer) if on else 0.0,
+        _corrected(trainer) and ((low or 0) > 1 or (high is not None and high < 1)), world(), obstacle,
     )  # fmt: skip
 
 
@@ -269,37 +268,31 @@ def _corrected(trainer: Any) -> bool:
 
 def router(config: Any) -> tuple[int, int] | None:
     """(experts, experts per token) of a model whose load-balancing loss is Mixtral's."""
-    if not hasattr(config, "num_experts") or not hasattr(config, "num_experts_per_tok"):
-        return None
-    return config.num_experts, config.num_experts_per_tok
+    with suppress(AttributeError):
+        return config.num_experts, config.num_experts_per_tok
+    return None
 
 
 @functools.lru_cache(maxsize=16)
-def objective_of(settings: tuple[tuple[str, Any], ...]) -> tuple[str, Objective | None]:
-    """("", the Objective), or (the reason why there is none, None). It depends on settings only, so all ranks get the same."""
-    s = types.SimpleNamespace(**dict(settings))
-    level, vespo, reason = s.importance_sampling_level, s.loss_type == "vespo", s.obstacle
+def objective_of(settings: tuple[Any, ...]) -> Objective:
+    """The objective of these settings, so all ranks get the same. Raises ValueError with the reason why there is none."""
+    s = types.SimpleNamespace(**dict(zip(SETTINGS, settings, strict=True)))
+    level, vespo = s.importance_sampling_level, s.loss_type == "vespo"
+    if s.obstacle:
+        raise NotCovered(s.obstacle)
     if vespo and s.without_1:
-        reason = "VESPO with a clip range without 1, in which the weights of padding count"
+        raise NotCovered("VESPO with a clip range without 1, in which the weights of padding count")
     if vespo and level == "sequence" and s.beta != 0 and s.use_bias_correction_kl:
-        reason = "VESPO's KL weighted by the ratio of the sequence"
-    if not vespo and level not in ("token", "sequence"):
-        reason = f"importance_sampling_level={level!r}"
-    if reason:
-        return reason, None
+        raise NotCovered("VESPO's KL weighted by the ratio of the sequence")
     filters: list[Any] = [] if s.top_entropy_quantile >= 1.0 else [EntropyQuantile(s.top_entropy_quantile, s.ranks)]
     if s.off_policy_mask_threshold is not None:
         filters.append(OffPolicySequences(s.off_policy_mask_threshold))
     changes: dict[str, Any] = {} if s.use_bias_correction_kl else {"kl": "k3"}
     if not vespo:
         changes["level"] = level
-    try:
-        return "", Objective.preset(
-            s.loss_type, numerics="trl", surrogate=surrogate_of(s), beta=s.beta, filters=tuple(filters), entropy_coef=s.entropy_coef,
-            **changes,
-        )  # fmt: skip
-    except ValueError as error:
-        return str(error), None
+    return Objective.preset(
+        s.loss_type, numerics="trl", surrogate=surrogate_of(s), beta=s.beta, filters=tuple(filters), entropy_coef=s.entropy_coef, **changes
+    )  # fmt: skip
 
 
 def accumulation(trainer: Any) -> float:
@@ -309,11 +302,7 @@ def accumulation(trainer: Any) -> float:
 
 def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> TokenBatch:
     """TRL's tensors of a micro-batch."""
-    mask, weights, off_policy = (
-        inputs["completion_mask"],
-        inputs.get("importance_sampling_ratio"),
-        trainer.off_policy_mask_threshold,
-    )
+    mask, weights = inputs["completion_mask"], inputs.get("importance_sampling_ratio")
     if trainer.loss_type == "vespo":
         # TRL keeps a token that the sampler's mask leaves out, with the least weight.
         weights = None if weights is None else weights.clamp(min=LEAST_WEIGHT)
@@ -323,7 +312,7 @@ def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> T
         inputs["completion_ids"], inputs["advantages"], weights=weights, old_logps=inputs.get("old_per_token_logps"),
         mask=mask * inputs["tool_mask"] if "tool_mask" in inputs else mask,
         ref_logps=inputs["ref_per_token_logps"] if objective.beta != 0 else None,
-        sampler_logps=None if off_policy is None else inputs.get("sampling_per_token_logps"),
+        sampler_logps=None if trainer.off_policy_mask_threshold is None else inputs.get("sampling_per_token_logps"),
         kept=TokenSets.from_padded(inputs[KEY]) if KEY in inputs else None,
     )  # fmt: skip
 
@@ -377,7 +366,7 @@ class LossCall:
 
     def __init__(self, batch: TokenBatch, objective: Objective, normalizer: float | Tensor, options: Options) -> None:
         self.batch, self.objective = batch, objective
-        self.given: dict[str, Any] = {"batch": batch, "objective": objective, "normalizer": normalizer, "options": options}
+        self.given: Any = {"batch": batch, "objective": objective, "normalizer": normalizer, "options": options}
 
     def through(self, model: Any) -> Any:
         """The model as TRL calls it. It passes this call to the model, and returns the result without the loss and detached; where
@@ -402,8 +391,8 @@ class LossCall:
         mean = (entropy * read).sum() / read.sum()
         return {"log_probs": torch.where(read, log_probs, others), "entropy": torch.where(read, entropy, mean)}
 
-    def check(self, loss: Tensor, theirs: Tensor) -> None:
-        """Raise Differs unless TRL's own head, where it was asked, gives the same, and TRL's arithmetic the same loss for the same
+    def check(self, trial: Trial, loss: Tensor, theirs: Tensor) -> None:
+        """Refuse a loss unless TRL's own head, where it was asked, gives the same, and TRL's arithmetic the same loss for the same
         log-probs, and the same slopes, because on-policy the loss is near 0 for any denominator. Rounding errors are relative to
         the sum of the absolute values of all terms, because terms of different sign cancel; those of entropies are plain
         weights. Differences of all tokens are summed, so that a single token whose ratio rounding moves across the edge of the
@@ -411,21 +400,19 @@ class LossCall:
         if self.own is not None:
             (found, tolerance), mask = self.own, self.batch.mask
             for name, ours in zip(NAMES, self.read, strict=True):
-                alike(name, [ours[mask]], [found[name][:, -ours.shape[1] :][mask]], *tolerance)
+                trial.alike(LOSS, name, [ours[mask]], [found[name][:, -ours.shape[1] :][mask]], *tolerance)
         rows = self.rows
-        terms = 1e-3 * (
-            (rows.policy_weight * rows.advantages).abs().sum() + (0 if rows.kl_weight is None else rows.kl_weight.sum())
-        )
-        alike("the fused loss", [loss], [theirs], 1e-3, terms)
-        if not theirs.requires_grad:
-            return
-        gradients = torch.autograd.grad(theirs, self.read, allow_unused=True, materialize_grads=True)
-        flat = [x.detach().reshape(-1) for x in self.read]
-        ours = self.objective.token_stage(flat[0], flat[1], rows, self.batch)[1:3]
-        for name, mine, want, floor in zip(("log-probs", "entropies"), ours, gradients, (terms, 0.0), strict=True):
-            mine = torch.zeros_like(flat[0]) if mine is None else mine.expand_as(flat[0])
-            what = f"the gradient of the fused loss with respect to the {name}"
-            alike(what, [mine], [want.reshape(-1)], 1e-3, floor / max(len(mine), 1))
+        terms = (rows.policy_weight * rows.advantages).abs().sum()
+        terms = 1e-3 * (terms if rows.kl_weight is None else terms + rows.kl_weight.sum())
+        trial.alike(LOSS, "the fused loss", [loss], [theirs], 1e-3, terms)
+        if theirs.requires_grad:
+            gradients = torch.autograd.grad(theirs, self.read, allow_unused=True, materialize_grads=True)
+            logps, entropy = (x.detach().reshape(-1) for x in self.read)
+            ours = self.objective.token_stage(logps, entropy, rows, self.batch)[1:3]
+            for name, mine, want, floor in zip(NAMES, ours, gradients, (terms, 0.0), strict=True):
+                mine = torch.zeros_like(want) if mine is None else mine.expand(want.numel()).view_as(want)
+                what = f"the gradient with respect to the {name}"
+                trial.alike(LOSS, what, [mine], [want], 1e-3, floor / max(want.numel(), 1))
 
 
 def _fp32_cast(head: Any) -> Any:
@@ -493,7 +480,8 @@ class Forward:
                 own = self.previous(*args, **kwargs)
         states, router_logits = self.hidden(args, kwargs)
         if call.asks:
-            call.own = own, tolerances(states.dtype != torch.float32 or torch.is_autocast_enabled(device.type))
+            coarse = states.dtype != torch.float32 or torch.is_autocast_enabled(device.type)
+            call.own = own, COARSE if coarse else FINE
         out = self.head(states[:, -tokens - 1 : -1], linear_grpo_loss, **call.given)
         call.rows = out.rows
         if kwargs.get("output_router_logits"):
@@ -770,12 +758,7 @@ def fused_divergence(**how: bool) -> Slots:
     autocast on a CPU are multiplied as they are: fp16 products are no faster there, and lose digits.
 
     how   strict and any_version of `Slots`.
-    Raises RuntimeError for a TRL whose function has other arguments, and in the first step if that comparison fails."""
-    from trl.trainer import distillation_trainer
-
-    same_arguments(
-        str(DISTILLATION.replaces["divergence_loss"]), distillation_trainer._chunked_divergence_loss, divergence_loss
-    )
+    Raises RuntimeError in the first step if that comparison fails."""
     return DISTILLATION.bind(divergence_loss, **how)
 
 

@@ -38,10 +38,10 @@ Its trainer (Ray, vLLM), its Megatron engine and anything on a GPU were not run.
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -58,17 +58,16 @@ from .. import (
     Objective,
     PolicyGradient,
     Sapo,
-    TokenBatch,
     TokenSets,
     TrustRegion,
     token_divergence,
 )
 from ..checks import require, require_one_of
 from ..losses import objective_loss
-from ..objective import PRESETS
-from ..presets import NUMERICS
-from ._swap import Adapter, NotCovered, Slots, Trial
+from ..objective import NUMERICS, PRESETS
+from ._swap import Adapter, NotCovered, Slots, Trial, one_of
 from ._tensors import (
+    LossAndMetrics,
     at_ids,
     at_least_one,
     divergence_over,
@@ -83,7 +82,7 @@ from ._tensors import (
 )
 
 Tensor = torch.Tensor
-PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
+PolicyLoss = Callable[..., LossAndMetrics]
 
 ADAPTER = Adapter(
     "verl", "verl", ("0.7.1", "0.8.0", "0.9.0", "0.9.1"),
@@ -104,6 +103,14 @@ DISTILLATION = replace(
 LOSSES = {
     "vanilla": "ppo", "gspo": "gspo", "gpg": "reinforce", "clip_cov": "clip_cov", "kl_cov": "kl_cov", "geo_mean": "gmpo",
     "cispo": "cispo", "sapo": "sapo", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "dro": "dro",
+}  # fmt: skip
+#: The surrogate of each, and what it is made of: fields of verl's config, or clip widths (low, high) and the ratios that they are.
+SURROGATES: dict[str, tuple[Callable[..., Any], str]] = {
+    "vanilla": (functools.partial(two_sided, "verl", name="clip_ratio_c", name_of_high="clip_ratio_high"), "low high clip_ratio_c"),
+    "gspo": (Clip, "low high"), "gpg": (PolicyGradient, ""), "geo_mean": (Gmpo, "low high"), "cispo": (Cispo, "to from"),
+    "clip_cov": (ClipCov, "low high policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub"),
+    "kl_cov": (KlCov, "policy_loss.ppo_kl_coef policy_loss.kl_cov_ratio"), "sapo": (Sapo, "tau_pos tau_neg"),
+    "dppo_tv": (Cispo, "clip_ratio_c"), "dppo_kl": (Cispo, "clip_ratio_c"), "dro": (Dro, "policy_loss.dro_beta"),
 }  # fmt: skip
 #: Those that leave out tokens by lot.
 RANDOM = ("clip_cov",)
@@ -171,7 +178,7 @@ def policy_loss(objective: str | Objective) -> PolicyLoss:
         loss_agg_mode: str = "token-mean",
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> LossAndMetrics:
         wanted = fixed or objective_of(name, config, loss_agg_mode)
         info = dict(getattr(config, "global_batch_info", None) or {})
         if wanted.aggregate == "constant" and wanted.max_tokens is None:
@@ -195,43 +202,24 @@ def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> O
     for what ours cannot do."""
     require(config is not None, "config", config, "verl's losses read clip_ratio and more from the actor's config.")
     require_one_of("loss_agg_mode", loss_agg_mode, AGGREGATES)
-    options, c = config.policy_loss, config.clip_ratio_c
     low, high = (config.clip_ratio if x is None else x for x in (config.clip_ratio_low, config.clip_ratio_high))
-    surrogates: dict[str, Callable[[], Any]] = {
-        "vanilla": lambda: two_sided("verl", low, high, c, "clip_ratio_c", "clip_ratio_high"), "gspo": lambda: Clip(low, high), "gpg": PolicyGradient,
-        "clip_cov": lambda: ClipCov(low, high, options.clip_cov_ratio, options.clip_cov_lb, options.clip_cov_ub),
-        "kl_cov": lambda: KlCov(options.ppo_kl_coef, options.kl_cov_ratio), "geo_mean": lambda: Gmpo(low, high),
-        "cispo": lambda: Cispo(cap=1 + high, low=1 - low), "sapo": lambda: Sapo(config.tau_pos, config.tau_neg),
-        "dro": lambda: Dro(options.dro_beta),
-    }  # fmt: skip
+    given = {"low": low, "high": high, "from": 1 - low, "to": 1 + high}
+    kind, fields = SURROGATES[name]
     preset = Objective.preset(LOSSES[name], numerics="verl")
-    changes: dict[str, Any] = {"surrogate": surrogates.get(name, lambda: Cispo(c))()}
-    if name not in ("geo_mean", "sapo") and not (name == "gspo" and _gspo_by_sequence(config)):
+    changes: Any = {
+        "surrogate": kind(*(given[field] if field in given else attrgetter(field)(config) for field in fields.split()))
+    }
+    if name not in ("geo_mean", "sapo") and not (name == "gspo" and _gspo_by_sequence()):
         changes["aggregate"] = AGGREGATES[loss_agg_mode]
     if name.startswith("dppo"):
         changes["filters"] = tuple(replace(f, low=low, high=high) for f in preset.filters if isinstance(f, TrustRegion))
     return replace(preset, **changes)
 
 
-_by_sequence: dict[Callable[..., Any], bool] = {}
-
-
-def _gspo_by_sequence(config: Any) -> bool:
-    """Whether verl's GSPO takes the mean of its sequences' means whatever loss_agg_mode is, as it does before 0.9.1: the verl that
-    is here is asked.
-
-    config   of verl's actor, which its losses ask for. Its step has no part in the answer, which is kept."""
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-
-    theirs = POLICY_LOSS_REGISTRY["gspo"]
-    if theirs not in _by_sequence:
-        plain = copy.copy(config)
-        vars(plain)["global_batch_info"] = {}  # the config refuses an assignment
-        # Of sequences of 2 tokens and of 1 the sums are not the means.
-        logps, mask = torch.zeros(2, 2), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-        sums, means = (float(theirs(logps, logps, mask, mask, f"seq-mean-token-{kind}", plain)[0]) for kind in ("sum", "mean"))
-        _by_sequence[theirs] = sums == means
-    return _by_sequence[theirs]
+@functools.cache
+def _gspo_by_sequence() -> bool:
+    """Whether verl's GSPO takes the mean of its sequences' means whatever loss_agg_mode is."""
+    return one_of(ADAPTER.installed(), ("0.7", "0.8", "0.9.0"))
 
 
 def _normalizer(objective: Objective, info: dict[str, Any]) -> float | Tensor | None:
@@ -249,27 +237,25 @@ def _normalizer(objective: Objective, info: dict[str, Any]) -> float | Tensor | 
     return at_least_one(total) / ranks
 
 
-def _metrics(name: str, objective: Objective, out: LossOutput, batch: TokenBatch, log_prob: Tensor) -> dict[str, Tensor]:
+def _metrics(name: str, objective: Any, out: LossOutput, batch: Any, log_prob: Tensor) -> dict[str, Tensor]:
     """verl's metrics under verl's names, before the trip to the host."""
     if name == "gpg":
         return {}
-    mask: Any = batch.mask
-    old: Any = batch.old_logps
-    A, surrogate, x = batch.advantages, objective.surrogate, torch.where(mask, out.logps - old, 0.0)
+    mask, old, A, surrogate = batch.mask, batch.old_logps, batch.advantages, objective.surrogate
+    x = torch.where(mask, out.logps - old, 0.0)
     if objective.log_ratio_bounds is not None and objective.level == "token":
         x = x.clamp(*objective.log_ratio_bounds)
-    ratio, none = x.exp(), torch.zeros_like(mask)
+    ratio, none, (low, high) = x.exp(), torch.zeros_like(mask), surrogate.ratio_bounds
     # Which tokens are clipped, and which at the other end; verl has neither of some losses.
     marks: tuple[Tensor, ...] = ()
     if name == "cispo":
-        low, high = surrogate.ratio_bounds
         marks = (ratio < low) | (ratio > high), none
     elif name in ("dppo_tv", "dppo_kl"):
         # In verl an advantage of 0 counts as negative.
-        keep = objective.filters[0].keeps(out.logps, old, torch.where(A == 0, -1.0, A))  # type: ignore[attr-defined]
-        marks = ~keep, (ratio > surrogate.ratio_bounds[1]) & keep
+        keep = objective.filters[0].keeps(out.logps, old, torch.where(A == 0, -1.0, A))
+        marks = ~keep, (ratio > high) & keep
     elif name == "geo_mean":
-        beyond = (x < -surrogate.eps_low) | (x > surrogate.eps_high)  # type: ignore[attr-defined]
+        beyond = (x < -surrogate.eps_low) | (x > surrogate.eps_high)
         marks = beyond & (A > 0), beyond & (A < 0)
     elif name == "clip_cov":
         # Tokens that were drawn have no slope. All others have one, except those that are clipped.
@@ -280,7 +266,7 @@ def _metrics(name: str, objective: Objective, out: LossOutput, batch: TokenBatch
     elif name == "sapo":
         marks = none, none
     elif name not in ("kl_cov", "dro"):
-        lower = (ratio > surrogate.delta) & (A < 0) if name == "vanilla" else none  # type: ignore[attr-defined]
+        lower = (ratio > surrogate.delta) & (A < 0) if name == "vanilla" else none
         marks = terms_of(objective, out.logps.reshape(-1), out.rows, batch)[1].view(mask.shape), lower
     named = {"actor/ppo_kl": masked_mean(x.abs() if name == "kl_cov" else -x, mask)}
     return named | {key: masked_mean(mark.float(), mask) for key, mark in zip(CLIPPED_SHARES, marks, strict=False)}
@@ -435,7 +421,7 @@ def topk_divergence(
     return dict(zip(("distillation_losses", "student_mass", "teacher_mass"), (losses, *masses), strict=True))
 
 
-def _distillation_loss(config: Any, distillation_config: Any, model_output: Any, data: Any) -> tuple[Tensor, dict[str, Any]]:
+def _distillation_loss(config: Any, distillation_config: Any, model_output: Any, data: Any) -> LossAndMetrics:
     """verl's contract of a registered loss: (losses [B, R], metrics), from what the forward has computed."""
     from verl.trainer.distillation import losses as theirs
     from verl.trainer.distillation.fsdp.losses import compute_forward_kl_topk

@@ -93,10 +93,8 @@ def importance_weights(
     require_number("high", high, f"the upper bound is a ratio above 0 and >= low={low!r}.", max(low, SMALLEST))
     x, counted = _log_weights(batch), batch.trained
     if level != "token":
-        tokens = batch.check_sequences(f'level="{level}" needs').lengths
-        x, counted = batch.sequence_sum(x), tokens > 0
-        if level == "geometric":
-            x = x / tokens.clamp(min=1.0)
+        x = _of_sequences(batch, x, "mean" if level == "geometric" else "sum", f'level="{level}" needs')
+        counted = batch.lengths > 0
     w = x.clamp(max=BOUND).exp()
     w = w.clamp(low, high) if mode == "truncate" else torch.where((w >= low) & (w <= high), w, 0.0)
     if normalize:
@@ -136,12 +134,7 @@ def rejection_mask(
     elif metric == "k3":
         x = x.exp() - 1.0 - x
     if over != "token":
-        tokens = batch.check_sequences(f'over="{over}" needs').lengths
-        if over in ("max", "min"):
-            x = _sequence_extreme(batch, x, over)
-        else:
-            x = batch.sequence_sum(x)  # x is 0 where masked
-            x = x / tokens.clamp(min=1.0) if over == "mean" else x
+        x = _of_sequences(batch, x, over, f'over="{over}" needs')
     if metric == "ratio":
         x = x.clamp(max=BOUND).exp()
     keep = (x >= low) & (x <= high)
@@ -277,13 +270,16 @@ def _log_weights(batch: TokenBatch) -> Tensor:
     return log_ratio(*batch.table("old_logps", "sampler_logps").values())
 
 
-def _sequence_extreme(batch: TokenBatch, values: Tensor, which: str) -> Tensor:
-    """Largest or smallest of flat `values` among each sequence's trained tokens, fp64 [B]; -inf or inf where there is none."""
-    nothing = -torch.inf if which == "max" else torch.inf
-    extremes = torch.full_like(batch.lengths, nothing)
-    owner = batch.spread(torch.arange(len(extremes), device=extremes.device))
-    extremes = extremes.scatter_reduce(0, owner, torch.where(batch.trained, values, nothing), f"a{which}")
-    return batch.over_context(extremes, which.upper())
+def _of_sequences(batch: TokenBatch, x: Tensor, over: str, needs: str) -> Tensor:
+    """Sum, mean, largest or smallest of flat x among each sequence's trained tokens, fp64 [B]; x is 0 where masked. Of a sequence
+    without any 0, -inf and inf. `needs`: what the sequences are for."""
+    tokens = batch.check_sequences(needs).lengths
+    if over in ("sum", "mean"):
+        return batch.sequence_sum(x) / (tokens.clamp(min=1.0) if over == "mean" else 1.0)
+    nothing = -torch.inf if over == "max" else torch.inf
+    owner = batch.spread(torch.arange(len(tokens), device=tokens.device))
+    extremes = torch.full_like(tokens, nothing).scatter_reduce(0, owner, torch.where(batch.trained, x, nothing), f"a{over}")
+    return batch.over_context(extremes, over.upper())
 
 
 def _like_targets(batch: TokenBatch, name: str, x: object) -> Tensor:

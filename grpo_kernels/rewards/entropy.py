@@ -4,11 +4,12 @@ falling."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..checks import LARGEST, require, require_number
+from ..checks import LARGEST, Checked, require, require_number
 from ..layout import require_shape
 
 Tensor = torch.Tensor
@@ -62,7 +63,8 @@ def _gather(values: Tensor, process_group: Any) -> Tensor:
     return torch.cat(everyone)
 
 
-class AdaptiveEntropyCoef:
+@dataclass(kw_only=True, eq=False)
+class AdaptiveEntropyCoef(Checked):
     """A coefficient of the entropy bonus that rises by `step` while the entropy is at or below `target`, and falls while it is
     above.
 
@@ -83,17 +85,27 @@ class AdaptiveEntropyCoef:
     Raises ValueError naming the argument that is wrong.
     """
 
-    def __init__(
-        self, *, target: float = 0.2, step: float = 0.005, low: float = 0.0, high: float = 1.0, initial: float = 0.0
-    ) -> None:
-        require_number("target", target, "the target entropy is a number of nats >= 0.", 0, LARGEST)
-        require_number("step", step, "the change per optimiser step is a finite number >= 0.", 0, LARGEST)
-        require_number("low", low, "the lower end of the range is a finite number.", -LARGEST, LARGEST)
-        require_number("high", high, f"the upper end of the range is a finite number >= low={low!r}.", low, LARGEST)
-        require_number("initial", initial, f"the first coefficient is in the range [{low!r}, {high!r}].", low, high)
-        self.target, self.step, self.low, self.high = float(target), float(step), float(low), float(high)
-        self._coef = float(initial)
-        self._entropy = math.inf
+    target: float = 0.2
+    step: float = 0.005
+    low: float = 0.0
+    high: float = 1.0
+    initial: float = 0.0
+    ranges = (
+        ("target", "the target entropy is a number of nats >= 0.", 0, LARGEST),
+        ("step", "the change per optimiser step is a finite number >= 0.", 0, LARGEST),
+        ("low", "the lower end of the range is a finite number.", -LARGEST, LARGEST),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_number(
+            "high", self.high, f"the upper end of the range is a finite number >= low={self.low!r}.", self.low, LARGEST
+        )
+        self._move("initial", self.initial, math.inf)
+
+    def _move(self, name: str, coef: float, entropy: float) -> None:
+        require_number(name, coef, f"the coefficient is in the range [{self.low!r}, {self.high!r}].", self.low, self.high)
+        self._coef, self._entropy = float(coef), float(entropy)
 
     @property
     def coef(self) -> float:
@@ -106,11 +118,8 @@ class AdaptiveEntropyCoef:
         value = float(entropy) if isinstance(entropy, Tensor) and entropy.numel() == 1 else entropy
         require_number("entropy", value, "pass the mean entropy of the window's tokens, a finite number.", -LARGEST, LARGEST)
         assert isinstance(value, (int, float))
-        self._entropy = float(value)
-        if self._entropy <= self.target:
-            self._coef = min(self._coef + self.step, self.high)
-        else:
-            self._coef = max(self._coef - self.step, self.low)
+        rises = value <= self.target
+        self._move("coef", min(self._coef + self.step, self.high) if rises else max(self._coef - self.step, self.low), value)
 
     def state_dict(self) -> dict[str, float]:
         """The state for a checkpoint: the coefficient and the last entropy."""
@@ -119,8 +128,5 @@ class AdaptiveEntropyCoef:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from `state`, which `state_dict` returned. Raises ValueError if it is something else."""
         require(set(state) == {"coef", "entropy"}, "state", state, "pass what state_dict() returned: coef and entropy.")
-        require_number(
-            "coef", state["coef"], f"the coefficient is in the range [{self.low!r}, {self.high!r}].", self.low, self.high
-        )
         require_number("entropy", state["entropy"], "the last entropy is a number, infinite before the first update.")
-        self._coef, self._entropy = float(state["coef"]), float(state["entropy"])
+        self._move("coef", **state)

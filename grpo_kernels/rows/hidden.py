@@ -275,7 +275,9 @@ class Engine(Gradients):
                 *of_slots, logits = found.draws
                 drawn, shard = Ragged(*of_slots), self.stream.shard
                 own = visit.targets if shard is None else visit.targets - shard.start
-                at = gradient_at(drawn, logits, visit.sparse.step, own, found.partials, slopes, self.stream.transform)
+                at = gradient_at(
+                    drawn.ids, drawn.rows, logits, visit.sparse.step, own, found.partials, slopes, self.stream.transform
+                )
                 self.add(drawn, at)
             return
         if found.ahead is not None and self.d_hidden is not None:

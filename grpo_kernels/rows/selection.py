@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import as_number, require, require_number, require_whole, with_hints
+from ..checks import Checked, as_number, require, require_number, require_whole
 from ..layout import is_capturing
 from .partials import Partials, RowTransform, Slopes
-from .ragged import Ragged
 
 Tensor = torch.Tensor
 
@@ -25,9 +24,8 @@ Tensor = torch.Tensor
 FINEST = 1 / 4096
 
 
-@with_hints
 @dataclass(frozen=True)
-class Sparse:
+class Sparse(Checked):
     """`Options(sparse=Sparse(...))`: the gradient of a head from few columns of each row, unbiased.
 
         out = linear_grpo_loss(hidden, weight, batch, objective, options=Options(sparse=Sparse(step=1 / 256, seed=number_of_step)))
@@ -181,18 +179,17 @@ class Draws:
 
 
 def gradient_at(
-    slots: Ragged, logits: Tensor, step: float, targets: Tensor, partials: Partials, slopes: Slopes, transform: RowTransform
-) -> Tensor:
+    ids: Tensor, rows: Tensor, logits: Tensor, step: float, targets: Tensor, partials: Partials, slopes: Slopes, transform: RowTransform
+) -> Tensor:  # fmt: skip
     """d loss / d logits at the columns drawn, fp32 [m], so that its mean over offsets is the gradient of whole rows. `targets` are
-    numbered like the ids of the slots.
+    numbered like the ids of the columns, `rows` those of each.
 
     Where p of the target is close to 1, its 1 - p is that of expm1, as in the row kernels."""
-    rows = slots.rows
     logps = (transform.of(logits, rows) - partials.max[rows]) - torch.log(partials.sum)[rows]
-    p, is_target = logps.exp(), slots.ids == targets[rows]
+    p, is_target = logps.exp(), ids == targets[rows]
     weight = torch.where(is_target, p, p.clamp(min=step))
     gradient = slopes.target[rows] * torch.where(is_target, -torch.expm1(logps), -weight)
     for term in slopes.at_columns(rows, weight, p, logps):
         gradient = gradient + term
-    counts = (slots.ids >= 0) & slopes.nonzero[rows]
+    counts = (ids >= 0) & slopes.nonzero[rows]
     return torch.where(counts, gradient * transform.slope(logits, rows), 0.0)

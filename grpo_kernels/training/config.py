@@ -17,11 +17,10 @@ from typing import Any, ClassVar
 import torch
 
 from ..batch import TokenBatch
-from ..checks import LARGEST, SMALLEST, near_name, require, require_number, require_one_of
+from ..checks import LARGEST, SMALLEST, Checked, near_name, require, require_one_of
 from ..formulas.divergence import Exact
 from ..formulas.filters import EntropyQuantile
-from ..objective import PRESETS, Objective
-from ..presets import NUMERICS
+from ..objective import NUMERICS, PRESETS, Objective
 from ..rewards.advantages import BASELINES, SCALES
 from ..rewards.advantages import NUMERICS as CONSTANTS
 from ..rewards.corrections import CORRECTIONS
@@ -283,33 +282,6 @@ class Computation:
 # ---- what is right
 
 
-#: Fields, the ends of their range, and how it is said.
-RANGES: tuple[tuple[str, float, float, str], ...] = (
-    (
-        "steps prompts_per_step group_size num_updates max_prompt_tokens max_new_tokens",
-        1,
-        LARGEST,
-        "it must be at least 1.",
-    ),
-    (
-        "ref_refresh_steps micro_batch top_k warmup_steps weight_decay eval_steps checkpoint_steps sample_every sample_count",
-        0,
-        LARGEST,
-        "it must be 0 or more.",
-    ),
-    ("beta lr", 0, LARGEST, "it must be a finite number >= 0."),
-    ("temperature", SMALLEST, LARGEST, "it divides the logits and must be above 0; for greedy use eval_temperature=0."),
-    ("eval_temperature", 0, LARGEST, "it must be 0 (greedy) or above."),
-    ("top_p entropy_share", SMALLEST, 1, "it is a share in (0, 1]; 1 switches it off."),
-    ("min_p", 0, 1, "it must be in [0, 1]; 0 switches it off."),
-    ("entropy_coef", -LARGEST, LARGEST, "it must be finite."),
-    ("entropy_target", 0, LARGEST, "it is an entropy in nats; 0 switches it off."),
-    ("max_grad_norm", SMALLEST, math.inf, "it must be above 0; inf switches clipping off."),
-    ("eval_prompts", 1, LARGEST, "it must be at least 1; eval_steps=0 switches evaluation off."),
-    ("keep_checkpoints", 2, LARGEST, "keep at least 2, so that a damaged one has a predecessor."),
-)
-
-
 @dataclass(frozen=True)
 class TrainConfig(
     ModelAndData,
@@ -321,19 +293,35 @@ class TrainConfig(
     Logging,
     OutputAndCheckpoints,
     Computation,
+    Checked,
 ):
     """One training run. Raises ValueError naming the field, its value and what would be right."""
 
+    ranges = (
+        ("steps prompts_per_step group_size num_updates max_prompt_tokens max_new_tokens", "it must be at least 1.", 1, LARGEST),
+        (
+            "ref_refresh_steps micro_batch top_k warmup_steps weight_decay eval_steps checkpoint_steps sample_every sample_count",
+            "it must be 0 or more.", 0, LARGEST,
+        ),
+        ("beta lr", "it must be a finite number >= 0.", 0, LARGEST),
+        ("temperature", "it divides the logits and must be above 0; for greedy use eval_temperature=0.", SMALLEST, LARGEST),
+        ("eval_temperature", "it must be 0 (greedy) or above.", 0, LARGEST),
+        ("top_p entropy_share", "it is a share in (0, 1]; 1 switches it off.", SMALLEST, 1),
+        ("min_p", "it must be in [0, 1]; 0 switches it off.", 0, 1),
+        ("entropy_coef", "it must be finite.", -LARGEST, LARGEST),
+        ("entropy_target", "it is an entropy in nats; 0 switches it off.", 0, LARGEST),
+        ("max_grad_norm", "it must be above 0; inf switches clipping off.", SMALLEST, math.inf),
+        ("eval_prompts", "it must be at least 1; eval_steps=0 switches evaluation off.", 1, LARGEST),
+        ("keep_checkpoints", "keep at least 2, so that a damaged one has a predecessor.", 2, LARGEST),
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         for f in fields(self):
             value, choices = getattr(self, f.name), f.metadata.get("choices", ())
             for each in value if isinstance(value, list) else [value]:
                 if choices and each is not None:
                     require_one_of(f.name, each, choices)
-        for names, low, high, remedy in RANGES:
-            for name in names.split():
-                if getattr(self, name) is not None:
-                    require_number(name, getattr(self, name), remedy, low, high)
         for name, right, remedy in self._relations():
             require(right, name, getattr(self, name), remedy)
         self._try_estimators()
@@ -450,6 +438,10 @@ class TrainConfig(
         return self.lr * max(left[self.lr_schedule], 0.0)
 
 
+#: Dataclasses of options, in the order of `--help`.
+GROUPS = TrainConfig.__bases__[:-1]
+
+
 def with_options(text: str) -> tuple[str, dict[str, Any]]:
     """A name, and the options that follow it as in "name:key=value,key=value"."""
     name, _, rest = text.partition(":")
@@ -482,7 +474,7 @@ def parse(argv: list[str]) -> TrainConfig:
     """The config of a command line and of the YAML file that its --config names, over which the command line wins. Raises
     ValueError for what is wrong."""
     parser = package("transformers").HfArgumentParser(
-        TrainConfig.__bases__,
+        GROUPS,
         formatter_class=argparse.HelpFormatter,
         prog="python -m grpo_kernels train",
         usage="%(prog)s --model NAME --dataset NAME [option ...]\n       %(prog)s --config FILE [option ...]",
@@ -539,6 +531,6 @@ def _of_file(path: str) -> list[str]:
 def write(config: TrainConfig, path: Path) -> None:
     """All options of a run, group by group."""
     text = "# All options of this run. Another one like it: python -m grpo_kernels train --config THIS_FILE --out FOLDER\n"
-    values = {f.name: getattr(config, f.name) for group in TrainConfig.__bases__ for f in fields(group)}
+    values = {f.name: getattr(config, f.name) for group in GROUPS for f in fields(group)}
     text += package("yaml").safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
     path.write_text(text, encoding="utf-8")

@@ -16,7 +16,7 @@ from ..checks import require
 from ..rows import backends
 from . import require as package
 from .config import TRACKERS, TrainConfig
-from .ranks import Ranks
+from .policy import Ranks
 from .rewards import RewardFunction, RewardModel, resolve
 
 #: A row is the data set's own columns plus "prompt" (the text given to the model) and, where known, "answer".

@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,8 +23,7 @@ from ..objective import Objective
 from . import require
 from .config import TRACKERS, TrainConfig, write
 from .data import Row
-from .loss import LossParts
-from .ranks import Ranks
+from .policy import Ranks
 from .rewards import Scores, pair
 
 Tensor = torch.Tensor
@@ -33,12 +33,12 @@ Line = dict[str, Any]
 # ---- metrics
 
 
-def of_update(outs: list[LossParts], objective: Objective, ranks: Ranks, *, weighted: bool) -> dict[str, float]:
-    """The metrics of an update from those of its parts on all ranks, without what parts do not tell."""
+def of_update(parts: list[dict[str, Tensor]], objective: Objective, ranks: Ranks, *, weighted: bool) -> dict[str, float]:
+    """The metrics of an update from those of its parts on all ranks, their "loss" among them, without what parts do not tell."""
     # As numbers in one table: the host waits once.
-    table = torch.stack([torch.stack([out.loss / ranks.world, *out.metrics.values()]) for out in outs]).tolist()
-    lines = [dict(zip(("loss", *out.metrics), values, strict=True)) for out, values in zip(outs, table, strict=True)]
-    metrics = combine([line for part in ranks.gather(lines) for line in part])
+    table = torch.stack([torch.stack([*part.values()]) for part in parts]).tolist()
+    lines = [dict(zip(parts[0], values, strict=True)) for values in table]
+    metrics = combine([line for of_rank in ranks.gather(lines) for line in of_rank])
     if ranks.world > 1 and objective.filter(EntropyQuantile):
         del metrics["kept"]  # which leaves out a quantile over ranks
     if weighted:
@@ -69,12 +69,12 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.began = self.last = time.perf_counter()
-        self.seconds: dict[str, float] = {}
+        self.seconds = defaultdict[str, float](float)
 
     def lap(self, part: str) -> None:
         """What has passed since the last lap belongs to `part`."""
         now = time.perf_counter()
-        self.seconds[part] = self.seconds.get(part, 0.0) + now - self.last
+        self.seconds[f"{part}_seconds"] += now - self.last
         self.last = now
 
     def metrics(self, tokens: int, device: torch.device) -> dict[str, float]:
@@ -83,8 +83,7 @@ class Stopwatch:
         seconds = time.perf_counter() - self.began
         process = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else process
-        parts = {f"{part}_seconds": value for part, value in self.seconds.items()}
-        return {"seconds": seconds, **parts, "tokens_per_second": tokens / seconds, "peak_memory_gb": peak / 1e9}
+        return {"seconds": seconds, **self.seconds, "tokens_per_second": tokens / seconds, "peak_memory_gb": peak / 1e9}
 
 
 # ---- files of one JSON object per line, where a crash at any moment costs nothing that was complete
@@ -175,6 +174,7 @@ class RunLog:
         self.config, self.out, self.ranks, self.given = config, out, ranks, trackers
         self.files: dict[str, JsonLines] = {}
         self.trackers: list[Tracker] = []
+        self.samples: list[Line] = []  # of the step at hand
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
@@ -205,41 +205,42 @@ class RunLog:
                 print(f"{type(tracker).__name__} {failed}: {type(error).__name__}: {error}", file=sys.stderr)
 
     def keep_samples(self, step: int, rows: list[Row], scores: Scores, advantages: Tensor) -> None:
-        """The first completions of a batch every so many steps, to look at, from what has come to the host anyway. Of advantages
-        [B, T] a completion's is the mean."""
-        if self.config.sample_every and step % self.config.sample_every == 0:
-            self.ranks.on_main(lambda: self._keep_samples(step, rows, scores, advantages))
-
-    def _keep_samples(self, step: int, rows: list[Row], scores: Scores, advantages: Tensor) -> None:
-        config, totals = self.config, scores.totals
-        if not self.files:  # a step outside of a run
+        """The first completions of a batch every so many steps, to look at, from what has come to rank 0 anyway, which
+        has the first ones of all; `write` writes them. Of advantages [B, T] a completion's is the mean."""
+        config, totals, self.samples = self.config, scores.totals, []
+        if not self.ranks.main or not config.sample_every or step % config.sample_every:
             return
-        for i, text in enumerate(scores.texts[: config.sample_count]):  # rank 0 has the first ones of all
+        for i, text in enumerate(scores.texts[: config.sample_count]):
             length, rewards = scores.lengths[i], dict(zip(scores.names, scores.each[:, i].tolist(), strict=True))
-            advantage = float(advantages[i, ..., :length].mean() if advantages.dim() > 1 else advantages[i])
-            reward, prompt = totals[i].item(), rows[i // config.group_size]["prompt"]
-            numbers = {"tokens": length, "reward": reward, "rewards": rewards, "advantage": advantage}
-            self.files["samples"].log(step, {"prompt": prompt, "completion": text, **numbers})
-            told = ", ".join(f"{name} {value:.3g}" for name, value in {**rewards, "advantage": advantage}.items())
-            self.show(f"step {step}: {told}{pair(prompt, text)}")
+            advantage = advantages[i, ..., :length].mean().item() if advantages.dim() > 1 else advantages[i].item()
+            numbers = {"tokens": length, "reward": totals[i].item(), "rewards": rewards, "advantage": advantage}
+            self.samples.append({"prompt": rows[i // config.group_size]["prompt"], "completion": text, **numbers})
 
     def write(self, line: Line) -> None:
-        """The metrics of a step."""
+        """The metrics of a step, and its samples."""
         self.ranks.on_main(lambda: self._write(**line))
 
     def _write(self, step: int, **metrics: Any) -> None:
+        for sample in self.samples if "loss" in metrics else ():
+            self.files["samples"].log(step, sample)
+            told = _told({**sample["rewards"], "advantage": sample["advantage"]})
+            self.show(f"step {step}: {told}{pair(sample['prompt'], sample['completion'])}")
         self.files["metrics"].log(step, metrics)
         self.ask_trackers("gets no more metrics", lambda tracker: tracker.log(step, metrics))
         if "accuracy" in metrics:
             self.show(f"step {step}: held-out accuracy {metrics['accuracy']:.3f} ({metrics['accuracy_counts']})")
         if "loss" in metrics:  # and not the last evaluation alone
             names = ("reward", "kl", "entropy", "completion_length")
-            told = ", ".join(f"{name} {metrics[name]:.3g}" for name in names if name in metrics)
+            told = _told({name: metrics[name] for name in names if name in metrics})
             self.show(f"step {step}: {told}, {metrics['seconds']:.1f} s, {step + 1} of {self.config.steps} done")
 
     def show(self, text: str) -> None:
         if self.config.progress:
             print(text, file=sys.stderr)
+
+
+def _told(numbers: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
 
 
 # ---- what a run came to

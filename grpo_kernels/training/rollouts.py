@@ -1,4 +1,4 @@
-"""Completions of the policy, sampled and scored: each process does so with its share of the prompts.
+"""Completions of the policy, sampled, scored and cut into micro-batches: each process does so with its share of the prompts.
 
 Shape suffixes: B completions, P prompt width, T completion width, V vocabulary."""
 
@@ -7,79 +7,21 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from ..batch import TokenBatch
 from ..token_sets import TokenSets
 from . import require
 from .config import TrainConfig
 from .data import Row
-from .ranks import ParallelModel, Ranks
+from .policy import Completions, ParallelModel, Ranks, positions
 from .rewards import Asked, RewardFunction, Scores, call, name_of, score
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class Completions:
-    """Left-padded prompts, each followed by its completion."""
-
-    ids: Tensor  # [B, P + T] int64
-    attention: Tensor  # [B, P + T] bool: prompt tokens and completion tokens up to and including the first end token
-    prompt_width: int  # P
-    logps: Tensor | None = None  # [B, T] fp32: of each token under what it was drawn from: temperature, top-k, top-p, min-p
-    finished: Tensor | None = None  # [B] bool: an end token was sampled, and not only the budget used up
-    kept: TokenSets | None = None  # the set that each token was drawn from, B * T rows; None: all from the whole vocabulary
-
-    @property
-    def targets(self) -> Tensor:
-        """[B, T]"""
-        return self.ids[:, self.prompt_width :]
-
-    @property
-    def mask(self) -> Tensor:
-        """[B, T]: the tokens that were sampled, known from when sampling stopped and not from the padding id."""
-        return self.attention[:, self.prompt_width :]
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """The sampled ids of each completion, the end token included."""
-        rows = zip(self.targets.tolist(), self.mask.sum(1).tolist(), strict=True)
-        return [ids[:length] for ids, length in rows]
-
-    def __getitem__(self, rows: slice | Tensor) -> Completions:
-        logps, finished = (None if x is None else x[rows] for x in (self.logps, self.finished))
-        kept = self.kept
-        if kept is not None:
-            numbers = torch.arange(kept.rows, device=self.ids.device).view(self.targets.shape)
-            kept = kept.take(numbers[rows].flatten())
-        return Completions(self.ids[rows], self.attention[rows], self.prompt_width, logps, finished, kept)
-
-    @property
-    def inputs(self) -> dict[str, Tensor]:
-        """What a forward is given. The last token predicts nothing and is not fed."""
-        attention = self.attention[:, :-1]
-        return {"input_ids": self.ids[:, :-1], "attention_mask": attention.long(), "position_ids": positions(attention)}
-
-
-def positions(attention: Tensor) -> Tensor:
-    """Positions count real tokens, so that left padding moves nothing."""
-    return (attention.long().cumsum(1) - 1).clamp(min=0)
-
-
-def completion_logits(model: Any, completions: Completions) -> Tensor:
-    """Logits [B, T, V] whose row t predicts completion token t; of what is fed, only the last T positions go through the head."""
-    width = completions.targets.shape[1]
-    out = model(**completions.inputs, logits_to_keep=width, use_cache=False)
-    if out.logits.shape[1] != width:
-        raise ValueError(
-            f"{type(model).__name__} gives {out.logits.shape[1]} logits for logits_to_keep={width}: it ignores that."
-        )
-    return out.logits
 
 
 # ---- sampling
@@ -249,3 +191,46 @@ class Rollouts:
         counts = f"{name_of(self.rewards[0])} >= 1, {len(rows)} prompts"
         told = {"accuracy": accuracy, "accuracy_counts": counts, "eval_reward": reward}
         return told | {"eval_seconds": time.perf_counter() - began}
+
+
+# ---- micro-batches
+
+
+def pieces(rows: Tensor, size: int, ranks: Ranks) -> list[Tensor]:
+    """`rows` cut into pieces of `size` (0: all), as many on every rank as on the one that has the most; those beyond are empty."""
+    counts = ranks.gather(len(rows))
+    size = size or max(counts)
+    return [rows[at : at + size] for at in range(0, max(counts), size)]
+
+
+class Part(NamedTuple):
+    """Some completions, with the inputs of their loss."""
+
+    completions: Completions
+    batch: TokenBatch
+
+    def knowing(self, **more: Tensor | None) -> Part:
+        return self._replace(batch=dataclasses.replace(self.batch, **more))  # type: ignore[arg-type]
+
+
+def micro_batches(completions: Completions, batch: TokenBatch, config: TrainConfig, ranks: Ranks) -> tuple[list[Part], float]:
+    """Parts of `config.micro_batch` completions, as many on every rank; and the share of completions that was left out because
+    nothing pulls at them."""
+    assert batch.mask is not None
+    total = len(completions.ids)
+    kept = torch.arange(total, device=completions.ids.device)
+    if config.drop_zero_variance:
+        has_gradient = (batch.advantages.reshape(total, -1) != 0).any(1)
+        if not ranks.any(bool(has_gradient.any())):
+            has_gradient[0] = ranks.main  # an update of nothing is still one: the optimizer's averages decay
+        kept = kept[has_gradient]
+    parts = []
+    for rows in pieces(kept, config.micro_batch, ranks):
+        mask = batch.mask[rows]
+        if not len(rows):  # a pass for the others
+            rows, mask = kept.new_zeros(1), torch.zeros_like(batch.mask[:1])
+        weights, some = None if batch.weights is None else batch.weights[rows], completions[rows]
+        of_loss = TokenBatch(some.targets, batch.advantages[rows], mask=mask, weights=weights, kept=some.kept)
+        parts.append(Part(some, of_loss))
+    counts, totals = zip(*ranks.gather((len(kept), total)), strict=True)
+    return parts, 1 - sum(counts) / sum(totals)

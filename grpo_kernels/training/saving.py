@@ -26,7 +26,7 @@ import torch
 from ..rewards.entropy import AdaptiveEntropyCoef
 from . import require
 from .config import TrainConfig
-from .ranks import ParallelModel, Ranks
+from .policy import ParallelModel, Ranks
 
 #: What may differ between a run and its continuation without changing the steps.
 FREE_TO_CHANGE = {
@@ -89,10 +89,6 @@ class OutputFolder:
 
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
     """Write the checkpoint of a step and drop all but the newest `keep`."""
-    for path in listed(folder):
-        with contextlib.suppress(Exception):
-            if step_of(path) == step and read(path):
-                return  # the same step is the same state
     draft = folder / "draft.pt"
     with open(draft, "wb") as file:
         torch.save(state, file)
@@ -169,6 +165,7 @@ class Saved:
     reference: ParallelModel | None
     optimizer: torch.optim.Optimizer
     entropy_coef: AdaptiveEntropyCoef | None
+    newest: int = 0  # step of which there is a checkpoint
 
     def save(self, step: int, rng: dict[str, Any]) -> None:
         """A checkpoint of the run after `step` steps, where the shared random generators were at `rng`."""
@@ -181,6 +178,7 @@ class Saved:
             "config": asdict(self.config),
         }
         self.ranks.on_main(lambda: save(self.folder.checkpoints, step, state, self.config.keep_checkpoints))
+        self.newest = step
 
     def restore(self) -> tuple[int, dict[str, Any]]:
         """Continue from the newest intact checkpoint: model, optimizer, reference, random states. Returns the steps done and the
@@ -204,7 +202,8 @@ class Saved:
         if self.ranks.rank < len(small["rng"]):  # a rank that the run did not have keeps its own
             rng = small["rng"][self.ranks.rank]
             set_random_state(rng, self.ranks.device)
-        return small["step"], rng
+        self.newest = small["step"]
+        return self.newest, rng
 
     def tell_changes(self, before: dict[str, Any]) -> None:
         """Say which options are others than those of the run that goes on, unless they change no step."""
@@ -254,9 +253,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 def set_random_state(states: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(states["torch"])
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    require("numpy").random.set_state(tuple(states["numpy"]))
+    random.setstate(states["python"])
+    require("numpy").random.set_state(states["numpy"])
     if states["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
 
@@ -267,28 +265,28 @@ def set_random_state(states: dict[str, Any], device: torch.device) -> None:
 @contextlib.contextmanager
 def stop_after_step() -> Iterator[list[int]]:
     """Collects SIGINT and SIGTERM, so that the step at hand ends whole; a second signal, `ECHO` seconds later, acts at once."""
-    received: list[int] = []
+    received, times = list[int](), list[float]()
     before: dict[signal.Signals, Any] = {}
-    first = 0.0
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def note(number: int, frame: Any) -> None:
-        nonlocal first
-        if not received:
-            first = time.monotonic()
-            received.append(number)
+        received.append(number)
+        times.append(time.monotonic())
+        if len(times) == 1:
             print(f"stopping after this step; once more after {ECHO:.0f} s to stop now", file=sys.stderr)
-        elif time.monotonic() - first > ECHO:
-            for known, handler in before.items():
-                signal.signal(known, handler)
+        elif times[-1] - times[0] > ECHO:
+            restore()
             signal.raise_signal(number)
 
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, note)
+        for known in (signal.SIGINT, signal.SIGTERM):
+            before[known] = signal.signal(known, note)
     except ValueError:  # not the main thread, where Python allows no handlers
         before.clear()
     try:
         yield received
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore()

@@ -26,16 +26,16 @@ from typing import Any
 import torch
 
 from ..batch import TokenBatch
+from ..checks import require as check
 from ..distributed import global_normalizer
 from ..rewards.entropy import AdaptiveEntropyCoef
 from . import data, require
 from .config import TrainConfig, parse
 from .data import Row, prompts_of_step
-from .loss import Losses, LossParts, check_recomputing, micro_batches, pieces, recomputing
-from .ranks import ParallelModel, Ranks
+from .policy import Completions, Losses, LossParts, ParallelModel, Ranks, check_recomputing, recomputing
 from .report import RunLog, Stopwatch, Tracker, of_update, write_summary
 from .rewards import RewardFunction, Scores
-from .rollouts import Completions, Rollouts
+from .rollouts import Rollouts, micro_batches, pieces
 from .saving import OutputFolder, Saved, random_state, stop_after_step
 
 __all__ = ["LossParts", "TrainConfig", "Trainer"]
@@ -47,7 +47,7 @@ class Trainer:
     """A run. `model`, `tokenizer`, `rows` (training rows, held-out rows), `rewards` and `teacher` replace what the config names;
     a row is a dict with "prompt" and the columns that the reward functions take. `trackers` get the metrics too.
 
-    Of several processes (see `training.ranks`) each makes a Trainer with the same arguments, and calls the same methods; rank
+    Of several processes (see `training.policy`) each makes a Trainer with the same arguments, and calls the same methods; rank
     0 alone writes. What can be wrong with the output folder, the device or the options is found here, before anything slow."""
 
     def __init__(
@@ -65,11 +65,9 @@ class Trainer:
         self.device = data.check(config, model, tokenizer, rows, teacher)
         self.ranks = Ranks(self.device)
         self.objective = config.objective  # which from now on knows of the ranks
-        if config.prompts_per_step < self.ranks.world:
-            raise ValueError(
-                f"prompts_per_step={config.prompts_per_step}: the {self.ranks.world} processes of this run take a prompt each at "
-                "least, with all its completions; raise it, or start fewer."
-            )
+        world = self.ranks.world
+        remedy = f"the {world} processes of this run take a prompt each at least, with all its completions; raise it, or start fewer."
+        check(config.prompts_per_step >= world, "prompts_per_step", config.prompts_per_step, remedy)
         self.folder = OutputFolder(self.out)
         self.ranks.on_main(lambda: self.folder.take(config.resume))
         try:
@@ -101,114 +99,6 @@ class Trainer:
         self.saved = Saved(config, self.folder, ranks, self.policy, self.reference, self.optimizer, self.entropy_coef)
         ranks.on_main(self.saved.check_space)
 
-    # ---- a step, from rollouts to the optimizer
-
-    def train_step(self) -> dict[str, float]:
-        """One batch: sample, score, update. Returns its metrics."""
-        config, self.watch = self.config, Stopwatch()
-        rows = prompts_of_step(self.train_rows, self.step, config.prompts_per_step, config.seed)
-        # Every step has a seed of its own, so that a resumed run samples the same.
-        generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + self.step)
-        cuts = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
-        completions = self.rollouts.sample(rows, config.group_size, generator, **cuts)
-        self.watch.lap("sampling")
-        scores = self.rollouts.score(rows, completions, config.group_size)
-        self.watch.lap("reward")
-        advantages = self.advantages(rows, completions, scores)
-        self.log.keep_samples(self.step, rows, scores, advantages)
-        metrics = self.update(completions, advantages)
-        self.step += 1
-        if self.reference is not None and config.ref_refresh_steps and self.step % config.ref_refresh_steps == 0:
-            self.reference.model.load_state_dict(self.model.state_dict())  # in shards of the same cut
-        self.rng = random_state(self.device)
-        return scores.summary(config.group_size) | metrics | self.watch.metrics(sum(scores.lengths), self.device)
-
-    def advantages(self, rows: list[Row], completions: Completions, scores: Scores) -> Tensor:
-        """Advantages of this rank's completions on the CPU, [B] or [B, T], estimated from the scores of all ranks."""
-        config, known = self.config, dict[str, Tensor]()
-        estimate = config.estimator(config.advantages)
-        if "greedy_rewards" in estimate.func.needs:
-            known["greedy_rewards"] = self.rollouts.greedy_rewards(rows)
-        for name, function in (("old_logps", self.losses.logps), ("sum_squares", self.losses.sum_squares)):
-            if name in estimate.func.needs:
-                part = self.of_policy(function, completions).cpu()
-                padded = torch.nn.functional.pad(part, (0, max(scores.lengths) - part.shape[1]))
-                known[name] = torch.cat(self.ranks.gather(padded))
-        of_all = scores.advantages(estimate, config.estimator("process"), group_size=config.group_size, **known)
-        own = self.ranks.share(config.prompts_per_step)
-        part = of_all[own.start * config.group_size : own.stop * config.group_size]
-        return part if part.dim() == 1 else part[:, : completions.targets.shape[1]]
-
-    def update(self, completions: Completions, advantages: Tensor) -> dict[str, float]:
-        """`num_updates` optimizer steps on one batch. The first is on-policy, and its log-probs are the old ones of the
-        others: they were computed before any step, by the same code; unless the ratio is to the sampler (`config.ratio_to`).
-        Of several ranks each brings its part of the batch."""
-        config = self.config
-        whole = self.corrected(completions, advantages)
-        parts, dropped = micro_batches(completions, whole, config, self.ranks)
-        references: list[Tensor | None] = [None] * len(parts)
-        if self.reference is not None and self.objective.exact is None:
-            references = [self.reference.without_gradients(self.losses.logps, part.completions) for part in parts]
-        to_policy = config.ratio_to == "policy"
-        old_logps = [None if to_policy else part.completions.logps for part in parts]
-        metrics: dict[str, float] = {}
-        self.mid_update = True
-        for k in range(config.num_updates):
-            outs: list[LossParts] = []
-            if self.entropy_coef is not None:
-                self.objective = replace(self.objective, entropy_coef=self.entropy_coef.coef)
-            # One denominator for the whole batch, however it is cut and whatever is left out; over the world: gradients are
-            # averaged over the ranks where they should be added.
-            normalizer = global_normalizer(self.objective, whole) / self.ranks.world
-            for i, part in enumerate(parts):
-                batch = replace(part.batch, old_logps=old_logps[i], ref_logps=references[i])
-                # A different seed for each micro-batch, update, rank and step.
-                update = (config.seed * 1_000_003 + self.step) * config.num_updates + k
-                seed = (update * self.ranks.world + self.ranks.rank) * len(parts) + i
-                with self.policy.reduction(i == len(parts) - 1), recomputing(self.model):
-                    out: LossParts = self.policy(self.losses.loss, part.completions, batch, self.objective, normalizer, seed)
-                    out.loss.backward()
-                outs.append(LossParts(out.loss.detach(), out.logps, out.metrics))
-            if k == 0 and to_policy:
-                old_logps = [out.logps for out in outs]
-            moved = self.move(config.lr_at(self.step * config.num_updates + k))
-            metrics = of_update(outs, self.objective, self.ranks, weighted=bool(config.corrections)) | moved
-            if self.entropy_coef is not None:
-                metrics["entropy_coef"] = self.entropy_coef.coef
-                self.entropy_coef.update(metrics["entropy"])
-            self.watch.lap("optimizer")
-        self.mid_update = False
-        return metrics | {"dropped": dropped}
-
-    def corrected(self, completions: Completions, advantages: Tensor) -> TokenBatch:
-        """Completions and their advantages, with the weights and masks that the config names for what the sampler did otherwise
-        than the policy that is trained. Without old log-probs, which the update knows."""
-        batch = TokenBatch(completions.targets, advantages.to(self.device), mask=completions.mask, kept=completions.kept)
-        if not self.config.corrections:
-            return batch
-        batch = replace(batch, old_logps=self.of_policy(self.losses.logps, completions), sampler_logps=completions.logps)
-        group = torch.distributed.group.WORLD if self.ranks.world > 1 else None
-        batch = self.config.corrected(batch, finished=completions.finished, process_group=group)
-        return replace(batch, old_logps=None, sampler_logps=None)
-
-    def of_policy(self, function: Any, completions: Completions) -> Tensor:
-        """Numbers per token [B, T] under the current policy, 0 at padding."""
-        every = torch.arange(len(completions.ids), device=self.device)
-        parts = [completions[rows if len(rows) else every[:1]] for rows in pieces(every, self.config.micro_batch, self.ranks)]
-        return torch.cat([self.policy.without_gradients(function, part) for part in parts])[: len(every)]
-
-    def move(self, lr: float) -> dict[str, float]:
-        """The optimizer step."""
-        norm = self.policy.clip_gradients(self.config.max_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        finite = math.isfinite(norm)
-        self.watch.lap("gradient")
-        if finite:  # else the step is left out: one bad batch must not end in NaN parameters
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        return {"grad_norm": norm.item(), "lr": lr, "skipped": float(not finite)}
-
     # ---- the run
 
     def train(self) -> bool:
@@ -239,8 +129,7 @@ class Trainer:
                     self.log.write(line | self.train_step())
                     if self.step == config.steps and config.eval_steps:
                         self.log.write({"step": self.step, **self.rollouts.evaluate(self.eval_rows)})
-                    if self.ranks.any(bool(signals)):
-                        self.stopped_by = max(self.ranks.gather(signals[0] if signals else 0))
+                    self.stopped_by = max(self.ranks.gather(signals[0] if signals else 0))
                     due = config.checkpoint_steps > 0 and self.step % config.checkpoint_steps == 0
                     if due or self.stopped_by or self.step == config.steps:
                         self.saved.save(self.step, self.rng)
@@ -248,13 +137,123 @@ class Trainer:
                 # Between updates the parameters are those of the last whole step, and worth keeping; of several processes all
                 # have to come here to save.
                 together = self.ranks.world == 1 or error is self.ranks.shared_error
-                if self.step and not self.mid_update and together:
+                if self.step > self.saved.newest and not self.mid_update and together:
                     self.saved.save(self.step, self.rng)
                 raise
 
     def close(self) -> None:
         """Leave the process group that the run made, if it did; all ranks together, after the last call of the others."""
         self.ranks.close()
+
+    # ---- a step, from rollouts to the optimizer
+
+    def train_step(self) -> dict[str, float]:
+        """One batch: sample, score, update. Returns its metrics."""
+        config, self.watch = self.config, Stopwatch()
+        rows = prompts_of_step(self.train_rows, self.step, config.prompts_per_step, config.seed)
+        # Every step has a seed of its own, so that a resumed run samples the same.
+        generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + self.step)
+        cuts = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        completions = self.rollouts.sample(rows, config.group_size, generator, **cuts)
+        self.watch.lap("sampling")
+        scores = self.rollouts.score(rows, completions, config.group_size)
+        self.watch.lap("reward")
+        advantages = self.advantages(rows, completions, scores)
+        self.log.keep_samples(self.step, rows, scores, advantages)
+        metrics = self.update(completions, advantages)
+        self.step += 1
+        if self.reference is not None and config.ref_refresh_steps and self.step % config.ref_refresh_steps == 0:
+            self.reference.model.load_state_dict(self.model.state_dict())  # in shards of the same cut
+        self.rng = random_state(self.device)
+        return scores.summary(config.group_size) | metrics | self.watch.metrics(sum(scores.lengths), self.device)
+
+    def update(self, completions: Completions, advantages: Tensor) -> dict[str, float]:
+        """`num_updates` optimizer steps on one batch. The first is on-policy, and its log-probs are the old ones of the
+        others: they were computed before any step, by the same code; unless the ratio is to the sampler (`config.ratio_to`).
+        Of several ranks each brings its part of the batch."""
+        config = self.config
+        whole = self.corrected(completions, advantages)
+        parts, dropped = micro_batches(completions, whole, config, self.ranks)
+        if config.ratio_to == "sampler":
+            parts = [part.knowing(old_logps=part.completions.logps) for part in parts]
+        if self.reference is not None and self.objective.exact is None:
+            ask, logps_of = self.reference.without_gradients, self.losses.logps
+            parts = [part.knowing(ref_logps=ask(logps_of, part.completions)) for part in parts]
+        # One denominator for the whole batch, however it is cut and whatever is left out; over the world: gradients are averaged
+        # over the ranks where they should be added.
+        normalizer = global_normalizer(self.objective, whole) / self.ranks.world
+        metrics: dict[str, float] = {}
+        self.mid_update = True
+        for k in range(config.num_updates):
+            logps, told = list[Tensor](), list[dict[str, Tensor]]()
+            if self.entropy_coef is not None:
+                self.objective = replace(self.objective, entropy_coef=self.entropy_coef.coef)
+            for i, part in enumerate(parts):
+                # A different seed for each micro-batch, update, rank and step.
+                update = (config.seed * 1_000_003 + self.step) * config.num_updates + k
+                seed = (update * self.ranks.world + self.ranks.rank) * len(parts) + i
+                with self.policy.reduction(i == len(parts) - 1), recomputing(self.model):
+                    out: LossParts = self.policy(self.losses.loss, *part, self.objective, normalizer, seed)
+                    out.loss.backward()
+                logps.append(out.logps)
+                told.append({"loss": out.loss.detach() / self.ranks.world, **out.metrics})
+            if k == 0 and config.ratio_to == "policy":
+                parts = [part.knowing(old_logps=own) for part, own in zip(parts, logps, strict=True)]
+            moved = self.move(config.lr_at(self.step * config.num_updates + k))
+            metrics = of_update(told, self.objective, self.ranks, weighted=bool(config.corrections)) | moved
+            if self.entropy_coef is not None:
+                metrics["entropy_coef"] = self.entropy_coef.coef
+                self.entropy_coef.update(metrics["entropy"])
+            self.watch.lap("optimizer")
+        self.mid_update = False
+        return metrics | {"dropped": dropped}
+
+    def move(self, lr: float) -> dict[str, float]:
+        """The optimizer step."""
+        norm = self.policy.clip_gradients(self.config.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        finite = math.isfinite(norm)
+        self.watch.lap("gradient")
+        if finite:  # else the step is left out: one bad batch must not end in NaN parameters
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"grad_norm": norm.item(), "lr": lr, "skipped": float(not finite)}
+
+    # ---- what a step needs
+
+    def advantages(self, rows: list[Row], completions: Completions, scores: Scores) -> Tensor:
+        """Advantages of this rank's completions on the CPU, [B] or [B, T], estimated from the scores of all ranks."""
+        config, known = self.config, dict[str, Tensor]()
+        estimate = config.estimator(config.advantages)
+        if "greedy_rewards" in estimate.func.needs:
+            known["greedy_rewards"] = self.rollouts.greedy_rewards(rows)
+        for name, function in (("old_logps", self.losses.logps), ("sum_squares", self.losses.sum_squares)):
+            if name in estimate.func.needs:
+                part = self.of_policy(function, completions).cpu()
+                padded = torch.nn.functional.pad(part, (0, max(scores.lengths) - part.shape[1]))
+                known[name] = torch.cat(self.ranks.gather(padded))
+        of_all = scores.advantages(estimate, config.estimator("process"), group_size=config.group_size, **known)
+        own = self.ranks.share(config.prompts_per_step)
+        part = of_all[own.start * config.group_size : own.stop * config.group_size]
+        return part if part.dim() == 1 else part[:, : completions.targets.shape[1]]
+
+    def corrected(self, completions: Completions, advantages: Tensor) -> TokenBatch:
+        """Completions and their advantages, with the weights and masks that the config names for what the sampler did otherwise
+        than the policy that is trained. Without old log-probs, which the update knows."""
+        batch = TokenBatch(completions.targets, advantages.to(self.device), mask=completions.mask, kept=completions.kept)
+        if not self.config.corrections:
+            return batch
+        batch = replace(batch, old_logps=self.of_policy(self.losses.logps, completions), sampler_logps=completions.logps)
+        group = torch.distributed.group.WORLD if self.ranks.world > 1 else None
+        batch = self.config.corrected(batch, finished=completions.finished, process_group=group)
+        return replace(batch, old_logps=None, sampler_logps=None)
+
+    def of_policy(self, function: Any, completions: Completions) -> Tensor:
+        """Numbers per token [B, T] under the current policy, 0 at padding."""
+        every = torch.arange(len(completions.ids), device=self.device)
+        parts = [completions[rows if len(rows) else every[:1]] for rows in pieces(every, self.config.micro_batch, self.ranks)]
+        return torch.cat([self.policy.without_gradients(function, part) for part in parts])[: len(every)]
 
 
 def main(argv: list[str]) -> int:

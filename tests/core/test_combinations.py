@@ -23,13 +23,14 @@ ITSELF = Recipe(objective="dapo, exact", others=("itself",), inplace=True, seed=
 #: of those beside a term of likelihood; sets, and a factor that the backward brings; real vocabularies, and more rows than a
 #: dimension of a grid has; sets of one to thousands of ids; a frozen head, whose log-probs have their gradient made in the
 #: forward; impossible logits, those at the ends of a dtype and, from hidden states, beyond fp16; a teacher that is the same
-#: logits, which are overwritten; no rows, and no trained row.
+#: logits, which are overwritten; no rows, and no trained row; temperatures that are none at tokens that missing="mask" takes out.
 TABLE = [
     (Recipe(objective="dapo, exact", kept="some", missing="full", others=("near",)), {"seed": (0, 1)}),
     (Recipe(objective="dapo, exact", others=("whole", "near")), {}),
     (Recipe(kept="some", upstream=0.5), {"source": AXES["source"], "frozen": ("nothing", "hidden"), "objective": ("dapo", "gspo")}),
     (replace(LOGPS, lengths=(2,)), {"vocab": (1000, 32_001, 129_921, 151_936), "dtype": ("float32", "bfloat16")}),
     (replace(LOGPS, lengths=(65_537,), vocab=3), {}),
+    (replace(LOGPS, kept="some", missing="mask", transform="per token"), {"source": AXES["source"]}),
     (replace(LOGPS, lengths=(1,), vocab=1_000_003), {}),
     (Recipe(source="hidden", mask="none", rows="shuffled", objective="dapo, exact", others=("near",), seed=283756), {"exact": ("reverse", "tv"), "vocab": (1, 2)}),
     (Recipe(lengths=(9,), vocab=4000, kept="long"), {"door": ("loss", "logprobs"), "source": AXES["source"]}),

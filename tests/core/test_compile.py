@@ -107,10 +107,11 @@ def test_torch_func(recipe, backend):
 
 
 def test_lengths_and_new_tensors_compile_nothing():
-    """One graph for the first shape, and one more for each dimension that changes. A new but equal objective, a schedule of the
-    temperature or another normaliser cause none."""
+    """One graph for the first shape, and one more for each dimension that changes. A new but equal objective, also one
+    that is made in the graph, a schedule of the temperature or another normaliser cause none."""
 
     def loss(logits, batch, objective, temperature, tokens):
+        objective = objective or Objective.preset("dapo", numerics="trl")
         return grpo_loss(logits, batch, objective, transform=LogitTransform(temperature), normalizer=tokens).loss
 
     packed, padded = [(n,) for n in (5, 7, 12, 3)], [(4, 5), (4, 7), (5, 9), (6, 4)]
@@ -121,7 +122,12 @@ def test_lengths_and_new_tensors_compile_nothing():
         for shape in shapes:
             old, mask = -2 - torch.rand(shape), torch.ones(shape, dtype=torch.bool)
             batch = TokenBatch(torch.randint(17, shape), torch.randn(shape), old_logps=old, mask=mask)
-            given = batch, Objective.preset("dapo"), torch.tensor(0.5 + shape[0] / 10), torch.tensor(shape[0] + 1.0)
+            given = (
+                batch,
+                None if shapes is padded else Objective.preset("dapo"),
+                torch.tensor(0.5 + shape[0] / 10),
+                torch.tensor(shape[0] + 1.0),
+            )
             logits = torch.randn(*shape, 17)
             leaves = [logits.clone().requires_grad_() for _ in range(2)]
             values = [f(leaf, *given) for f, leaf in zip((loss, compiled), leaves, strict=True)]

@@ -44,6 +44,14 @@ def test_what_is_listed_at_a_token_of_weight_0_adds_nothing(level, slope, backen
     assert torch.equal(*found)
 
 
+#: Functions of one's own that do something else than they should -> what each is refused with, by whatever runs it.
+WRONG = {
+    lambda logp, *_: [logp, logp]: "^listed=.* no pair of tensors", lambda logp, *_: (logp, 1.0): "^listed=.* no pair",
+    lambda logp, values, advantage, sums: (sums(1.0) * logp, logp): "^sums is given a float",
+    lambda logp, *_: (logp, int("own")): "^invalid literal",
+}  # fmt: skip
+
+
 def test_a_function_of_ones_own(backend):
     """In place of c log p: KL to what is listed, over the ids alone, and half its square; and over given memory the same."""
 
@@ -70,8 +78,10 @@ def test_a_function_of_ones_own(backend):
     assert torch.equal(*found)
     torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0)
     torch.testing.assert_close(found[0].double(), z.grad, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="no pair of tensors"):
-        grpo_loss(logits, batch, replace(spec, listed=lambda logp, *_: logp), options=Options("eager"))
+    for function, says in WRONG.items():
+        for strict in (False, True):
+            with pytest.raises(ValueError, match=says):
+                grpo_loss(logits, batch, replace(spec, listed=function), options=Options(backend, strict=strict))
 
 
 #: A surrogate and a trust region of which either takes some ids of the sampler below and leaves others.

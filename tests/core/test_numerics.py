@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from grpo_kernels import Exact, NoPolicyTerm, Objective, TokenBatch
-from grpo_kernels.objective import PRESETS
-from grpo_kernels.presets import NUMERICS
+from grpo_kernels.objective import NUMERICS, PRESETS
 from support import objectives as stages
 from support.objectives import KL_COV, MEAN, PAPERS
 from support.oracle import Spec

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,9 +59,8 @@ def test_the_report_is_what_is_documented(sound, monkeypatch):
     assert report["step"] is None and (report["device"], report["auto"]) == ("cpu", "eager")
     (gone,) = report["problems"]
     assert gone["problem"] == "the kernels for cpu tensors do not run: cpu is gone"
-    assert report["backends"]["triton"] == {"available": False, "reason": "triton is gone"}
     eager = report["backends"]["eager"]
-    assert eager["passed"] and len(eager["checks"]) == 24 and 0 < eager["value_error"] < 1e-5
+    assert eager["passed"] and len(eager["checks"]) == 8 and 0 < eager["value_error"] < 1e-5
     assert 1e-7 < eager["gradient_error"]["float32"] < 1e-4 < eager["gradient_error"]["bfloat16"] < 1e-2
 
 
@@ -72,7 +70,7 @@ def test_a_wrong_backend_is_named_and_not_timed(sound):
     sound.set("self_test", lambda name, device: wrong if name == "cpu" else NOTHING)
     report = sound.reports(healthy=False)
     (problem,) = report["problems"]
-    assert "fails 1 of 1 checks against float64 (a case, from logits, float32, vocabulary 7: d_logits" in problem["problem"]
+    assert "fails 1 of 1 checks (a case, from logits, float32, vocabulary 7: d_logits" in problem["problem"]
     assert report["step"] is None and "cpu      WRONG" in sound.says(healthy=False)
     assert report["backends"]["cpu"]["checks"][0]["errors"] == {"d_logits": "nan"}  # JSON has no NaN
 
@@ -98,9 +96,6 @@ open(sys.argv[1], "w").write(json.dumps(reports))
 # ---- the self-test
 
 
-Fault = Callable[[str, Tensor, torch.dtype], Tensor]
-
-
 def scaled(by, *where):
     """Part of a tensor, times a factor."""
 
@@ -111,23 +106,22 @@ def scaled(by, *where):
     return fault
 
 
-def rounded(name, x, dtype):
-    return x.bfloat16().double()
+def without_small_rows(name, x, dtype):
+    sizes = x.abs().amax(-1, True)
+    return x.where(sizes > 0.029 * sizes.max(), 0.0) if dtype == "bfloat16" else x
 
 
 #: What results of these names have -> the vocabularies or dtypes whose checks find it, and no others.
 FAULTS = {
-    "a lost row of logits": ("d_logits", scaled(0.0, 0, 0), {1003, 128_257}),
-    "a lost row of hidden states": ("d_hidden", scaled(0.0, 0, 0), {1003, 128_257}),
+    "lost rows of small gradients": ("d_logits", without_small_rows, {"bfloat16"}),
+    "a lost row of hidden states": ("d_hidden", scaled(0.0, 0), {1003, 128_257}),
     "a lost row of the weight": ("d_weight", scaled(0.0, slice(None, None, 2)), {1003, 128_257}),
     "the end of a long row": ("d_logits", scaled(0.0, ..., slice(65536, None)), {128_257}),
     "a scaled gradient": ("d_", scaled(1.01), {"float32"}),
-    "a scaled gradient in 16 bits": ("d_", lambda name, x, dtype: x * (1.1 if dtype == torch.bfloat16 else 1.0), {"bfloat16"}),
-    "the sign of a gradient": ("d_", scaled(-1.0), {1003, 128_257}),
-    "rounded log-probs": ("logps", rounded, {1003, 128_257}),
+    "a scaled gradient in 16 bits": ("d_", lambda name, x, dtype: x * (1.1 if dtype == "bfloat16" else 1.0), {"bfloat16"}),
+    "rounded log-probs": ("logps", lambda name, x, dtype: x.bfloat16().double(), {1003, 128_257}),
     "a wrong entropy": ("entropy", scaled(1.001), {1003, 128_257}),
-    "a rounded loss": ("loss", rounded, {1003, 128_257}),
-    "NaN where it is masked": ("", lambda name, x, dtype: torch.where(x == 0, torch.nan, x), {1003}),
+    "NaN where it is masked, or nothing pulls": ("", lambda name, x, dtype: torch.where(x == 0, torch.nan, x), {1003, 128_257}),
 }
 
 
@@ -135,14 +129,22 @@ FAULTS = {
 def test_the_self_test_detects_a_fault(fault, monkeypatch):
     ours, (prefix, change, where) = self_test.results, FAULTS[fault]
 
-    def results(q, *_):
-        found = ours(q, "eager", CPU)
-        return {n: change(n, tensor, q.dtype) if n.startswith(prefix) else tensor for n, tensor in found.items()}
+    def results(q, name, device, dtype):
+        found = ours(q, "eager", CPU, dtype)
+        return {n: change(n, x, dtype) if name != "eager" and n.startswith(prefix) else x for n, x in found.items()}
 
     monkeypatch.setattr(self_test, "results", results)
-    failed = [check for check in self_test.self_test("eager", CPU)["checks"] if check["failure"]]
+    failed = [check for check in self_test.self_test("wrong", CPU)["checks"] if check["failure"]]
     assert all(check["failure"].startswith(prefix) for check in failed)
     assert {check["dtype" if where & {"float32", "bfloat16"} else "vocab"] for check in failed} == where
+
+
+def test_a_wrong_eager_backend_is_found_by_itself_and_beside_the_kernels(backend, monkeypatch):
+    kernels = backends.load("eager").Kernels
+    pull = kernels.pull
+    monkeypatch.setattr(kernels, "pull", lambda *given: (pull(*given), given[-1].neg_()))
+    checks = self_test.self_test(backend, CPU)["checks"]
+    assert {check["case"] == self_test.PLAIN for check in checks if check["failure"]} == {backend == "eager"}
 
 
 def test_a_check_that_raises_costs_itself_only(monkeypatch):
@@ -151,7 +153,7 @@ def test_a_check_that_raises_costs_itself_only(monkeypatch):
 
     monkeypatch.setattr(self_test, "results", broken)
     report = self_test.self_test("eager", CPU)
-    assert not report["passed"] and len(report["checks"]) == 24
+    assert not report["passed"] and len(report["checks"]) == 8
     assert {check["failure"] for check in report["checks"]} == {"RuntimeError: Failed to find C compiler"}
 
 
@@ -170,21 +172,20 @@ def test_contenders_compute_the_same(level, backend):
 
 def test_a_step_is_measured(monkeypatch):
     monkeypatch.setattr(step, "SIZES", {"cpu": ((128, 50_021, 32),)})
-    monkeypatch.setattr(step, "MOST", step.LEAST)
     found = step.measure("logits", "eager", CPU)
     assert [t.name for t in found.timings] == ["eager PyTorch", "grpo_loss", "grpo_loss, in place"]
-    assert all(t.ms > 0 and t.runs == step.LEAST for t in found.timings) and 64 <= found.rows <= 128
+    assert all(t.ms > 0 and t.runs == step.ROUNDS for t in found.timings) and 64 <= found.rows <= 128
 
 
 @pytest.mark.parametrize(
-    ("gain", "runs", "verdict"),
+    ("gain", "verdict"),
     [
-        ((0.68, 0.7, 0.72), 9, "slower"), ((0.68, 0.7, 0.72), step.LEAST - 1, "unsteady"), ((0.9, 0.94, 0.96), 9, "alike"),
-        ((0.3, 0.9, 1.4), 9, "unsteady"), ((1.9, 2.0, 2.1), 9, "faster"), (None, 9, "alike"),
+        ((0.68, 0.7, 0.72), "slower"), ((0.9, 0.94, 0.96), "alike"), ((0.3, 0.9, 1.4), "unsteady"), ((1.9, 2.0, 2.1), "faster"),
+        (None, "alike"),
     ],
 )  # fmt: skip
-def test_when_a_step_is_slower_and_when_nobody_can_tell(gain, runs, verdict):
-    assert step.Timing("ours", 5.0, runs, gain).verdict == verdict
+def test_when_a_step_is_slower_and_when_nobody_can_tell(gain, verdict):
+    assert step.Timing("ours", 5.0, 5, gain).verdict == verdict
 
 
 def timed_as(**gains):
@@ -205,7 +206,6 @@ def timed_as(**gains):
         ([Finding("8 threads on 1", "set 1", False, slows=True)], "cpu", "8 threads on 1"),
         ([Finding("old trl", "x", False)], "cpu", "nothing that doctor knows explains it"), ([], "eager", 'backend="auto" takes eager here'),
     ],
-    ids=["threads", "unknown", "eager"],
 )  # fmt: skip
 def test_slower_than_plain_pytorch_is_a_problem_with_reason_and_way_out(known, auto, why, sound, monkeypatch):
     sound.know(*known)
@@ -223,7 +223,7 @@ def test_times_that_spread_are_not_judged(sound):
     sound.set("measure", timed_as(logits=(0.7, 2.0, 69.7)))
     assert "all is well, as far as could be told: some times spread too much" in sound.says()
     sound.set("measure", timed_as())
-    assert sound.says().endswith("\nall is well\n")
+    assert sound.says().endswith("    -> set GRPO_KERNELS_PRODUCTS=fp32\n\nall is well\n")
 
 
 # ---- findings: what is asked -> the one finding in these words, or none
@@ -236,7 +236,7 @@ def compiled(**changes):
     module = None if given["file"] is None else SimpleNamespace(__file__=given["file"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "built_from", lambda path: given.get("built", native.sources(native.PACKAGE.parent)))
-        return native.module_findings(given, module, origin, given["flags"], given["needed"])
+        return [*native.module_findings(given, module, origin, given["flags"], given["needed"])]
 
 
 def machine_of(**changes):
@@ -254,7 +254,7 @@ def settings_of(gpu=False, **environ):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: gpu)
         patch.setattr(cpu_products, "engines", lambda: {"amx": "no tiles", "torch": None})
-        return environment.setting_findings(environ)
+        return [*environment.setting_findings(environ)]
 
 
 BF16 = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
@@ -282,11 +282,7 @@ FINDINGS = [
 ]  # fmt: skip
 
 
-def name_of(x):
-    return x.__name__ if callable(x) else str(x)[:60] if isinstance(x, dict) else "" if isinstance(x, str) else None
-
-
-@pytest.mark.parametrize(("function", "given", "expected"), FINDINGS, ids=name_of)
+@pytest.mark.parametrize(("function", "given", "expected"), FINDINGS)
 def test_findings(function, given, expected):
     found = [f"{'grave' if f.grave else 'slight'}: {f.problem} -> {f.remedy}" for f in function(**given)]
     assert found == [] if expected is None else len(found) == 1 and re.search(expected, found[0]), found

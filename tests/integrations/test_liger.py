@@ -5,6 +5,7 @@ own."""
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from liger_kernel import chunked_loss as chunked
 
 from grpo_kernels.integrations import liger
 from support.pairs import label, pairs
-from support.trainers import CLIPPED, CONSTANTS, LOSS_TYPES, assert_same, value_and_gradient
+from support.trainers import CLIPPED, CONSTANTS, LOSS_TYPES, assert_same, refused, value_and_gradient
 
 parametrize = pytest.mark.parametrize
 
@@ -165,6 +166,12 @@ REFUSED = [
     ({}, {"mask": 0.5 * MASK}, "attention_mask holds"),
     ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, {}, "Sequence-level importance sampling is not supported"),
 ]  # fmt: skip
+#: Options of `liger_objective`, and what is said.
+NO_OBJECTIVE = [
+    ({"temperature": 0.9}, r"temperature=0\.9: .*pass transform="), ({"compiled": True}, "compiled=True: .*leave it out"),
+    ({"vespo": (1, 2)}, r"vespo=\(1, 2\): .*pass 4 numbers"),
+    ({"sapo_temperatures": (1.0, 2.0), "sapo_temperature_pos": 0.5}, "sapo_temperatures=.*none of these names beside it"),
+]  # fmt: skip
 
 
 def test_refused():
@@ -174,6 +181,9 @@ def test_refused():
     for options in ({"loss_type": "sapo", "delta": 2.0}, {"inplace": "backward"}):
         with pytest.raises(ValueError, match=[*options][-1]):
             liger.triton_grpo_loss(LOGITS, None, None, IDS, ADVANTAGES, beta=0.0, **options)
+    refused(*((partial(liger.liger_objective, **options), message) for options, message in NO_OBJECTIVE))
+    both = liger.liger_objective("sapo", sapo_temperatures=(0.9, 1.3))
+    assert both == liger.liger_objective("sapo", sapo_temperature_pos=0.9, sapo_temperature_neg=1.3)
 
 
 # ---- the loss from logits
@@ -276,42 +286,37 @@ GIVEN = HIDDEN.clone().requires_grad_(), WEIGHT.clone().requires_grad_(), IDS, M
 class Counting(Theirs):
     """Liger's class with a count of its calls, and another factor."""
 
-    changed, calls = 1.0, 0
+    factor, calls = 1.0, 0
 
     def forward(self, *args, **kwargs):
-        Counting.calls += 1
+        self.calls += 1
         loss, metrics = super().forward(*args, **kwargs)
-        return self.changed * loss, metrics
+        return self.factor * loss, metrics
 
 
 Counting.__module__ = chunked.__name__
 
 
-@pytest.fixture(params=[1.0, 1.02])
-def changed(request, monkeypatch):
-    """A version that was not tested, as it was or with another factor."""
+@parametrize("attribute", liger.ATTRIBUTES)
+@parametrize("factor", [1.0, 1.02])
+def test_the_slot_of_one_trainer(factor, attribute, monkeypatch):
+    """Under a version that was not tested, which is as it was or has another factor."""
     monkeypatch.setattr(metadata, "version", lambda _: "99.1")
     monkeypatch.delenv("GRPO_KERNELS_ANY_VERSION", raising=False)
-    monkeypatch.setattr(chunked, "LigerFusedLinearGRPOLoss", Counting)
-    monkeypatch.setattr(Counting, "changed", request.param)
-    monkeypatch.setattr(Counting, "calls", 0)
-    return request.param
-
-
-@parametrize("attribute", liger.ATTRIBUTES)
-def test_the_slot_of_one_trainer(changed, attribute):
     theirs = Counting(compiled=False, **SHORT)
-    trainer = SimpleNamespace(**{attribute: theirs})
+    theirs.factor, trainer = factor, SimpleNamespace(**{attribute: theirs})
     slots = liger.patch(trainer)
     with pytest.raises(RuntimeError, match="is ours already"):
         liger.patch(trainer)
-    if changed != 1:
-        with pytest.raises(RuntimeError, match=r"liger-kernel 99\.1.*loss is not what it was: values"):
+    if factor != 1:
+        with pytest.raises(RuntimeError, match=r"liger-kernel 99\.1.*forward is not what it was: values"):
             getattr(trainer, attribute)(*GIVEN)
     else:
         with pytest.warns(UserWarning, match=r"liger-kernel 99\.1.*They agree"):
             got = [getattr(trainer, attribute)(*GIVEN)[0] for _ in range(2)]
-        assert slots.counts == {"fused": 2} and Counting.calls == 1
+        assert slots.counts == {"fused": 2} and theirs.calls == 1
         slots.undo()
         assert_close(got[1], theirs(*GIVEN)[0])
     assert getattr(trainer, attribute) is theirs and GIVEN[0].grad is None
+    with pytest.warns(UserWarning, match=r"99\.1 was not tested .* are those of 0\.8\.5"):
+        Ours()

@@ -56,7 +56,7 @@ MEAN, SEQUENCE, FORCED = "seq-mean-token-mean", {"level": "sequence"}, {"force_o
 #: name -> objective, what it is, options of PolicyLoss.
 NEMO = {
     "sequences, gspo, corrected": (preset("gspo", beta=0.0), Spec(level="sequence", aggregate=MEAN), truncated(0.5, 1.1, **SEQUENCE)),
-    "kl, truncated weights": (preset("grpo", beta=0.1), Spec(beta=0.1), truncated(0.8, 1.3)),
+    "kl, truncated weights": (preset("grpo", beta=0.1), Spec(beta=0.1), truncated(0.0, 1.3)),
     "sequences, kl, icepop": (preset("grpo", beta=0.1, aggregate=MEAN), Spec(beta=0.1, aggregate=MEAN), truncated(0.7, 1.4, "mask")),
     "seq-mask-tis": (preset("dapo"), Spec(eps_high=0.28, beta=0.01), truncated(0.9, 1.1, "sequence-mask")),
     "cispo": (preset("cispo", beta=0.0), Spec("cispo", cap=1.2, low=0.8), {}),
@@ -70,6 +70,11 @@ NEMO = {
     "filtered, forced on policy": (preset("dapo", beta=0.2), Spec(eps_high=0.28, beta=0.2),
                                    {"sampling_params": KEPT, "positive_example_nll_weight": 0.4, **FORCED, **truncated(0.8, 1.3)}),
 }  # fmt: skip
+#: With ratios beyond those of fp32.
+NEMO |= {
+    f"far, {name}": NEMO[name]
+    for name in ("sequences, gspo, corrected", "kl, truncated weights", "sequences, kl, icepop", "cispo")
+}
 
 
 def filtered(logits, top_k=None, top_p=1.0, **_):
@@ -87,8 +92,8 @@ SAMPLES = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
 TRAINED = MASK & (SAMPLES != 0)[:, None]
 
 
-def step():
-    """Logits [B, T + 1, V], and a micro-batch beside them."""
+def step(far=False):
+    """Logits [B, T + 1, V], and a micro-batch beside them; far: ratios of a token, and of its sequence, beyond those of fp32."""
     g = torch.Generator().manual_seed(4)
     logits, ids = torch.randn(B, T + 1, V, generator=g), torch.randint(V, (B, T + 1), generator=g)
     logps = log_softmax_of(logits[:, :-1], ids[:, 1:])[0].float()
@@ -96,16 +101,25 @@ def step():
         "token_mask": MASK.float(), "advantages": DATA.advantages, "prev_logprobs": logps + DATA.old - DATA.logps,
         "reference_policy_logprobs": logps + DATA.ref - DATA.logps, "generation_logprobs": logps + DATA.sampler - DATA.logps,
     }  # fmt: skip
+    if far:  # to the old policy, of that to the sampler, and of a token of its own
+        columns["prev_logprobs"][0, 2] -= 100.0
+        columns["generation_logprobs"][0, 2] -= 200.0
+        columns["generation_logprobs"][5, 0] -= 95.0
     rewards = torch.tensor([1.0, -1.0, 0.5, 2.0, 3.0, 0.0, 1.0, -2.0])
     return logits, {name: torch.nn.functional.pad(x, (1, 0)) for name, x in columns.items()} | {
         "input_ids": ids, "sample_mask": SAMPLES, "rewards": rewards,
     }  # fmt: skip
 
 
+def ratios(x):
+    """e^x of fp32, which may be infinite."""
+    return x.float().exp().double()
+
+
 def importance_of(options, old, gen, sequences):
     """(weights, how many are outside of the bounds, in tokens or sequences): between the old policy and the sampler."""
     d, n = old - gen, MASK.sum(1, keepdim=True).clamp(min=1)
-    w = ((d * MASK).sum(1, keepdim=True) if sequences else d).exp().expand(B, T)
+    w = ratios((d * MASK).sum(1, keepdim=True) if sequences else d).nan_to_num(posinf=0.0).expand(B, T)
     importance = options.get("importance")
     if importance is None:
         return w, None, {}
@@ -151,7 +165,7 @@ def nemo_loss(x, fields, spec, objective, options):
         r = torch.where(e == ref - whole, r, r.detach())
         penalty = total((r * (e.exp() - e - 1)).clamp(-limits.clamp, limits.clamp), share)
         loss = loss + objective.beta * penalty
-    r = torch.zeros(B, T).double().masked_scatter(TRAINED, found.log_ratio).exp()
+    r = ratios(torch.zeros(B, T).double().masked_scatter(TRAINED, found.log_ratio))
     clamped = r.clamp(*objective.surrogate.ratio_bounds)
     if isinstance(objective.surrogate, PolicyGradient):
         r = clamped = detached
@@ -160,7 +174,8 @@ def nemo_loss(x, fields, spec, objective, options):
     return loss, named | more | {
         "loss": loss.detach(), "kl_penalty": penalty.detach(), "num_valid_samples": SAMPLES.sum(),
         "positive_nll_loss": -(detached * positive).sum() / positive.sum() * bool(nll),
-        "gen_kl_error": total((old - gen).exp() - (old - gen) - 1), "approx_entropy": -total((detached - gen).exp() * detached),
+        "gen_kl_error": total((old - gen).clamp(max=60).exp() - (old - gen) - 1), "approx_entropy": -total(ratios(detached - gen) * detached),
+        "token_mult_prob_error": total(ratios((old - gen).abs())),
         "sampling_importance_ratio": (torch.where(MASK.any(1), w[:, 0], 1.0) * SAMPLES).sum() / SEQUENCES if sequences else total(w),
     }  # fmt: skip
 
@@ -168,7 +183,7 @@ def nemo_loss(x, fields, spec, objective, options):
 @parametrize("what", NEMO)
 def test_whole_loss(what):
     """Value, gradient and metrics, and what its workers rescale those by that were divided by something."""
-    (objective, spec, options), (logits, fields) = NEMO[what], step()
+    (objective, spec, options), (logits, fields) = NEMO[what], step("far" in what)
     loss_fn = nemo_rl.PolicyLoss(objective, **options, inplace=len(what) % 2 == 0)
     given = {name: x for name, x in fields.items() if name != "prev_logprobs" or "forced on policy" not in what}
     assert loss_fn.input_type.name == "LOGIT"

@@ -10,6 +10,7 @@ import importlib
 import math
 import sys
 from dataclasses import replace
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -290,36 +291,34 @@ def test_skyrl_itself(what, monkeypatch):
 
 # ---- verl
 
-#: Numbers of verl's configuration, none of which is the default.
-CONSTANTS = {
-    "clip_ratio_low": 0.13, "clip_ratio_high": 0.28, "clip_ratio_c": 1.6, "tau_pos": 0.9, "tau_neg": 1.3, "clip_cov_ratio": 0.1, "clip_cov_lb": 0.4,
-    "clip_cov_ub": 2.5, "kl_cov_ratio": 0.15, "ppo_kl_coef": 0.7, "dro_beta": 0.3,
-}  # fmt: skip
-POLICY = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta")
+#: Numbers of verl's configuration, none of which is the default, and those of its policy loss.
+ACTOR = {"clip_ratio_low": 0.13, "clip_ratio_high": 0.28, "clip_ratio_c": 1.6, "tau_pos": 0.9, "tau_neg": 1.3}
+POLICY = {
+    "clip_cov_ratio": 0.1,
+    "clip_cov_lb": 0.4,
+    "clip_cov_ub": 2.5,
+    "kl_cov_ratio": 0.15,
+    "ppo_kl_coef": 0.7,
+    "dro_beta": 0.3,
+}
+CONSTANTS = ACTOR | POLICY
 #: Of a whole step of which this is a micro-batch on one of two ranks.
 STEP = {"dp_size": 2, "batch_num_tokens": 173, "global_batch_size": 19, "loss_scale_factor": 20}
 
 
-def config_of_verl(info, **options):
-    c = CONSTANTS | options
-    numbers, policy = (
-        {n: x for n, x in c.items() if n not in POLICY},
-        {n: x for n, x in c.items() if n in POLICY or n == "rollout_correction"},
-    )
-    if importlib.util.find_spec("verl"):
-        from verl.workers.config import ActorConfig
-        from verl.workers.config.actor import PolicyLossConfig
+def config_of_verl(info):
+    if not importlib.util.find_spec("verl"):
+        return SimpleNamespace(**ACTOR, clip_ratio=0.2, policy_loss=SimpleNamespace(**POLICY), global_batch_info=dict(info))
+    from verl.workers.config import ActorConfig
+    from verl.workers.config.actor import PolicyLossConfig
 
-        policy |= {"loss_mode": numbers.pop("loss_mode")} if "loss_mode" in numbers else {}
-        numbers.pop("rollout_correction", None)
-        settings = {
-            "strategy": "fsdp",
-            "rollout_n": 1,
-            "ppo_micro_batch_size_per_gpu": 4,
-            "policy_loss": PolicyLossConfig(**policy),
-        }
-        return ActorConfig(**settings, global_batch_info=dict(info), **numbers)
-    return SimpleNamespace(**numbers, clip_ratio=0.2, policy_loss=SimpleNamespace(**policy), global_batch_info=dict(info))
+    settings = {
+        "strategy": "fsdp",
+        "rollout_n": 1,
+        "ppo_micro_batch_size_per_gpu": 4,
+        "policy_loss": PolicyLossConfig(**POLICY),
+    }
+    return ActorConfig(**settings, global_batch_info=dict(info), **ACTOR)
 
 
 def spec_of_verl(name, mode, c, info):
@@ -396,16 +395,10 @@ VERL = pairs(
 )  # fmt: skip
 
 
-def by_mode(old, logps, advantages, mask, mode, config):
-    """verl 0.9.1's GSPO as far as its mode goes."""
-    sums = (advantages * mask).sum(1)
-    return -(sums / mask.sum(1) if mode == "seq-mean-token-mean" else sums).mean(), {}
-
-
 @pytest.fixture
 def registry(monkeypatch):
     """A stand-in for verl, which has all its losses but one, as an older verl."""
-    losses = dict.fromkeys([name for name in verl.LOSSES if name != "dro"], by_mode)
+    losses = dict.fromkeys([name for name in verl.LOSSES if name != "dro"], len)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with without_trainers("verl"):
         register = lambda name: lambda f: losses.setdefault(name, f)  # noqa: E731
@@ -438,17 +431,13 @@ def test_verls_registry(registry, monkeypatch):
         assert torch.isfinite(slopes).all() and slopes.any(), name
 
 
-def test_gspo_aggregates_as_this_verl_does(registry):
-    """Before 0.9.1 its mode has no effect. The step of the config has no part in the question."""
-    config = config_of_verl({"dp_size": 3})
-
-    def asked(old, logps, advantages, mask, mode, config):
-        assert not config.global_batch_info
-        return by_mode(old, logps, advantages, mask, "seq-mean-token-mean", config)
-
-    for theirs, mode, want in ((by_mode, "token-mean", "token-mean"), (asked, "seq-mean-token-sum", "seq-mean-token-mean")):
-        registry["gspo"] = theirs
-        assert verl.objective_of("gspo", config, mode).aggregate == want
+@parametrize("version, want", [("0.9.0", "seq-mean-token-mean"), ("0.9.1", "token-mean")])
+def test_gspo_aggregates_as_this_verl_does(registry, monkeypatch, version, want):
+    """Before 0.9.1 its mode has no effect."""
+    monkeypatch.setattr(metadata, "version", lambda _: version)
+    verl._gspo_by_sequence.cache_clear()
+    assert verl.objective_of("gspo", config_of_verl({}), "token-mean").aggregate == want
+    verl._gspo_by_sequence.cache_clear()
 
 
 def test_these_are_all_losses_of_verl():

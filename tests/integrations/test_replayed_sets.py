@@ -311,4 +311,4 @@ def test_prime_rl_records_go_to_the_rows_that_predict_their_tokens():
     sets = prime_rl.kept_sets(record, ids, cu_seqlens=cuts)
     assert sets.padded().tolist() == TokenSets.from_lists([[5, 6], [7], [], [4], []]).padded().tolist() and sets.values is None
     record.counts = data([0, 2, 2, 0, 1])
-    refused((lambda: prime_rl.kept_sets(record, ids), "counts end at 5, but there are 4 ids"))
+    refused((lambda: prime_rl.kept_sets(record, ids), "counts give the rows 5 ids in all, but there are 4"))

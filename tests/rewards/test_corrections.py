@@ -357,7 +357,6 @@ REFUSED = [
         {"coef": 0.1, "entropy": 0.1},
         {"state=.*'x'": {"x": 0}, "coef=2": {"coef": 2}, "entropy='a'": {"entropy": "a"}},
     ),
-    (AdaptiveEntropyCoef().load_state_dict, {"state": {"coef": 0.1, "entropy": inf}}, {"state={}": {"state": {}}}),
 ]
 
 

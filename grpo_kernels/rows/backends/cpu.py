@@ -142,7 +142,7 @@ class Kernels(Backend):
             program, numbers = stage.program()
             of_listed = None
             if stage.listed is not None:
-                listed = stage.listed.program()
+                listed = stage.listed_program()
                 of_listed = _compiled(listed), listed.numbers(())
             return Programs(program, _compiled(program), numbers, of_listed)
         except FormulaRefused as refusal:

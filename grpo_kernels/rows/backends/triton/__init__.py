@@ -136,7 +136,10 @@ class Kernels(Backend):
         terms, ids = stage.listed, tokens.listed
         if terms is None or ids is None or tokens.of_row is None or rows.second is not None:
             return None
-        program = terms.program()
+        try:
+            program = stage.listed_program()
+        except FormulaRefused:
+            return None  # torch runs the function between two visits, and says what is wrong with it
         formula, used, sums = formula_of(program)
         numbers, inputs = program.numbers(()), aligned(stage.rows.advantages[ids.rows], *(x for _, x in terms.parts))
         memory = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
