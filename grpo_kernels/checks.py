@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import numbers
 import sys
@@ -68,8 +69,11 @@ class Checked:
     ranges: ClassVar[tuple[tuple[Any, ...], ...]] = ()
 
     def __new__(cls: type[C], *values: Any, **named: Any) -> C:
-        if named and "__dataclass_params__" in vars(cls):  # a subclass of the user may have a constructor of its own
-            refuse_unknown(cls.__name__, named, [name for name, f in cls.__dataclass_fields__.items() if f.init])  # type: ignore[attr-defined]
+        code: Any = getattr(
+            cls.__init__, "__code__", None
+        )  # of the user, in a subclass, it may take other names than the fields
+        if named and code is not None and not code.co_flags & inspect.CO_VARKEYWORDS:
+            refuse_unknown(cls.__name__, named, list(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

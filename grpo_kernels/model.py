@@ -67,6 +67,7 @@ def loss_from_model(
     check_specs(batch, objective)
     if transform is not None and (isinstance(temperature, Tensor) or temperature != 1.0):
         raise ValueError("temperature and transform are both given: put the temperature into the transform.")
+    as_transform(transform)
     _check_alignment(input_ids, batch)
     model_kwargs = {} if model_kwargs is None else model_kwargs
     if not isinstance(model_kwargs, dict):
@@ -77,7 +78,7 @@ def loss_from_model(
                 f"{name} is given, but it is not used here: leave it out. Targets and mask are those of the batch."
             )
     given = (input_ids, batch, inputs, model_kwargs)
-    hidden, head = _projected(model, transform or temperature, *given)
+    hidden, head = _projected(model, temperature if transform is None else transform, *given)
 
     def second(reference: Any) -> Any:
         if not isinstance(reference, nn.Module):

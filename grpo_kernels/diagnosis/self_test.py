@@ -1,5 +1,5 @@
-"""Whether a backend is right here: the clipped loss against plain PyTorch in float64, which autograd differentiates, and all else
-that the kernels know against the eager backend, their readable reference. `CASES` is the table."""
+"""Whether a backend is right here: the loss with its KL and bonus against plain PyTorch in float64, which autograd differentiates,
+and all else that the kernels know against the eager backend, their readable reference. `CASES` is the table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..rows.backends import cpu_products, use
 from ..specs import LogitTransform
 from ..token_sets import TokenSets
 from . import first_line
-from .step import Step, inputs, plain_loss
+from .step import Step, clipped, inputs, plain_rows
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -29,13 +29,13 @@ CPU = torch.device("cpu")
 #: largest entry of each row, so that a missing row shows. Gradients from hidden states are rounded to their dtype more than once.
 LIMITS = {"value": 5e-5, "float32": 2e-4, "bfloat16": 3e-2}
 
-#: The case that is compared with plain PyTorch, and the only one of the eager backend.
-PLAIN = "clip"
+#: The cases that are compared with plain PyTorch, and the only ones of the eager backend.
+PLAIN = ("clip", "clip + KL + entropy bonus")
 WHOLE = {"beta": 0.04, "entropy_coef": 0.02}
 #: What an objective has beside the clipped ratio; "kept": the tokens were drawn from sets.
 CASES: dict[str, dict[str, Any]] = {
-    PLAIN: {},
-    "clip + KL + entropy bonus": WHOLE,
+    PLAIN[0]: {},
+    PLAIN[1]: WHOLE,
     "clip + KL + entropy bonus over kept sets": WHOLE | {"kept": True},
     "sequence ratio": WHOLE | {"level": "sequence", "aggregate": "seq-mean-token-mean"},
     **{f"clip + divergence, {way}": WHOLE | {"kl": Exact(way)} for way in DIRECTIONS},
@@ -53,12 +53,12 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
             SHAPES, ("float32", "bfloat16"), ("logits", "hidden")
         ):
             step = Step(level, rows, None if level == "logits" else hidden, vocab, dtype)
-            for case in cases[:1] if backend == "eager" else cases:
+            for case in PLAIN if backend == "eager" else cases:
                 if level == "hidden" and "kl" in CASES[case]:
                     continue  # the second stream of rows is logits
                 errors, failure = dict[str, float](), None
                 try:
-                    errors = errors_of(question(case, step), backend, device, dtype)
+                    errors = errors_of(question(case, step), case, backend, device, dtype)
                 except Exception as error:  # a kernel that does not compile must not end the report
                     failure = first_line(error)
                 for name, off in errors.items():
@@ -83,7 +83,6 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
 class Question(NamedTuple):
     """What a backend is asked."""
 
-    plain: bool  # whether plain PyTorch has the answer
     leaves: list[Tensor]  # in the dtype of the check; rows that are masked are NaN
     batch: TokenBatch
     objective: Objective
@@ -91,14 +90,12 @@ class Question(NamedTuple):
 
 
 def question(case: str, step: Step) -> Question:
-    """Some tokens have no advantage; some are masked, but not for plain PyTorch. Sets: the target alone, some ids with it, none."""
+    """Some tokens have no advantage, some are masked. Sets: the target alone, some ids with it, none."""
     leaves, batch = inputs(step, CPU)
-    batch.advantages[:2] = 0.0
+    batch.advantages[0] = 0.0
     chosen, how = dict(CASES[case]), dict[str, Any]()
     kept = chosen.pop("kept", False)
     objective = Objective.preset("dapo", **chosen)
-    if case == PLAIN:
-        return Question(True, leaves, batch, objective, how)
     assert batch.old_logps is not None
     mask, ends = torch.arange(step.rows) % 4 != 3, torch.arange(0, step.rows + 1, 4)
     old = batch.old_logps.masked_fill(~mask, torch.nan)
@@ -109,17 +106,31 @@ def question(case: str, step: Step) -> Question:
     if "kl" in chosen:
         batch, how = replace(batch, ref_logps=None), {"ref_logits": leaves[0].float().roll(1, -1)}
     leaves[0] = leaves[0].masked_fill(~mask[:, None], torch.nan)
-    return Question(False, leaves, batch, objective, how | {"transform": LogitTransform(0.9)})
+    return Question(leaves, batch, objective, how | {"transform": LogitTransform(1.0 if case == PLAIN[0] else 0.9)})
 
 
-def errors_of(q: Question, backend: str, device: torch.device, dtype: str) -> dict[str, float]:
+def plain_results(q: Question) -> dict[str, Tensor]:
+    """By plain PyTorch in float64, of one of PLAIN."""
+    leaves, (b, mask), objective = [x.double().requires_grad_() for x in q.leaves], (q.batch, q.batch.mask), q.objective
+    assert mask is not None and b.old_logps is not None and b.ref_logps is not None
+    log_p = torch.log_softmax(plain_rows([leaves[0][mask], *leaves[1:]]) / q.how["transform"].temperature, -1)
+    logps, entropy = log_p.gather(-1, b.targets[mask, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    apart = b.ref_logps[mask] - logps
+    terms = clipped(logps, b.old_logps[mask], b.advantages[mask]) + objective.beta * (apart.exp() - apart - 1.0)
+    loss = (terms - objective.entropy_coef * entropy).mean()
+    of_rows = {
+        name: torch.zeros(len(mask)).double().masked_scatter(mask, x.detach())
+        for name, x in (("logps", logps), ("entropy", entropy))
+    }
+    return _with_gradients(leaves, loss=loss, **of_rows)
+
+
+def errors_of(q: Question, case: str, backend: str, device: torch.device, dtype: str) -> dict[str, float]:
     """The largest errors of values and gradients beside plain PyTorch in float64, or eager in fp32 with torch's own products; of a
     gradient as a share of the largest entry, of logits or hidden states of the same row."""
     found, errors = results(q, backend, device, dtype), dict[str, float]()
-    if q.plain:
-        leaves = [x.double().requires_grad_() for x in q.leaves]
-        loss, logps = plain_loss(leaves, q.batch, torch.float64)
-        expected = _with_gradients(leaves, loss=loss, logps=logps)
+    if case in PLAIN:
+        expected = plain_results(q)
     else:
         with cpu_products.using("torch"):
             expected = results(q, "eager", CPU, "float32")

@@ -40,18 +40,24 @@ MOST_TIMES = 1.05
 # ---- plain PyTorch
 
 
-def plain_logps(leaves: list[Tensor], targets: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def plain_rows(leaves: list[Tensor]) -> Tensor:
+    """Rows of logits, given or from hidden states and a head."""
+    return leaves[0] if len(leaves) == 1 else leaves[0] @ leaves[1].t()
+
+
+def plain_logps(leaves: list[Tensor], targets: Tensor) -> Tensor:
     """Log-probs of tokens from logits, or from hidden states and a head."""
-    logits = leaves[0] if len(leaves) == 1 else leaves[0] @ leaves[1].t()
-    return torch.log_softmax(logits.to(dtype), -1).gather(-1, targets[..., None])[..., 0]
+    return torch.log_softmax(plain_rows(leaves).float(), -1).gather(-1, targets[..., None])[..., 0]
 
 
-def plain_loss(leaves: list[Tensor], batch: TokenBatch, *dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The loss of DAPO, which autograd differentiates, of a batch without a mask and with an advantage a token; its log-probs."""
-    assert batch.old_logps is not None
-    logps = plain_logps(leaves, batch.targets, *dtype)
-    ratio = torch.exp(logps - batch.old_logps)
-    return -torch.min(ratio * batch.advantages, ratio.clamp(0.8, 1.28) * batch.advantages).mean(), logps
+def plain_loss(leaves: list[Tensor], batch: TokenBatch) -> Tensor:
+    """The loss of DAPO, which autograd differentiates, of a batch without a mask and with an advantage a token."""
+    return clipped(plain_logps(leaves, batch.targets), batch.old_logps, batch.advantages).mean()
+
+
+def clipped(logps: Tensor, old_logps: Any, advantages: Tensor) -> Tensor:
+    ratio = torch.exp(logps - old_logps)
+    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
 
 
 # ---- what is found
@@ -189,7 +195,7 @@ def contenders(step: Step, backend: str, device: torch.device) -> list[Contender
         able = (name for name, reason in cpu_products.engines().items() if reason is None)
         in_use_first = sorted(able, key=lambda name: name != cpu_products.engine())
         return [Contender(name, functools.partial(ours, by=name)) for name in in_use_first]
-    plain = Contender("eager PyTorch", lambda: torch.autograd.grad(plain_loss(leaves, batch)[0], leaves))
+    plain = Contender("eager PyTorch", lambda: torch.autograd.grad(plain_loss(leaves, batch), leaves))
     found = [plain, Contender(loss_of.__name__, ours)]
     if step.hidden is None:
         overwritten = leaves[0].detach().clone().requires_grad_()

@@ -267,7 +267,8 @@ class PolicyLoss:
         """The weights of the correction and which tokens are outside its bounds, both [B, S]."""
         mode, level, low, high = (self.correction[name] for name in ("mode", "level", "low", "high"))
         x = torch.where(batch.mask, batch.old_logps - batch.sampler_logps, 0.0)
-        beyond = (x if level == "token" else x.nansum(1, keepdim=True)).exp().isinf()  # which is a weight of 0 to NeMo-RL
+        of_sequence = x.nansum(1, keepdim=True) / (batch.mask.sum(1, keepdim=True).clamp(min=1) if level == "geometric" else 1)
+        beyond = (x if level == "token" else of_sequence).exp().isinf()  # which is a weight of 0 to NeMo-RL
         raw = importance_weights(batch, level=level, high=math.inf).masked_fill(beyond, 0.0)
         if self.drops_sequences:
             kept = rejection_mask(batch, metric="ratio", over="mean", low=low, high=high)

@@ -218,8 +218,8 @@ def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> O
 
 @functools.cache
 def _gspo_by_sequence() -> bool:
-    """Whether verl's GSPO takes the mean of its sequences' means whatever loss_agg_mode is."""
-    return one_of(ADAPTER.installed(), ("0.7", "0.8", "0.9.0"))
+    """Whether verl's GSPO takes the mean of its sequences' means whatever loss_agg_mode is, as it does before 0.9.1."""
+    return one_of(ADAPTER.installed(), (*(f"0.{minor}" for minor in range(9)), "0.9.0"))
 
 
 def _normalizer(objective: Objective, info: dict[str, Any]) -> float | Tensor | None:

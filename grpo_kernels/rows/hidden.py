@@ -281,8 +281,7 @@ class Engine(Gradients):
                 self.add(drawn, at)
             return
         if found.ahead is not None and self.d_hidden is not None:
-            factors = slopes.target if visit.at is None else slopes.get("constant")
-            self.d_hidden += _multiplied(found.ahead.clone(), factors)
+            self.d_hidden += _multiplied(found.ahead.clone(), visit.factors(found.partials, slopes))
             return
         self.stream.check_there()
         index, n = visit.rows()[: visit.active], visit.targets.numel()

@@ -397,7 +397,7 @@ class OneVisit:
         def factors(partials: Partials) -> Tensor:
             nonlocal result, values, upstream
             logps, entropy = partials.softmax(True)
-            of_ids, unknown = None, logps.isnan()
+            of_ids = None
             if tokens is not None and at is not None:
                 of_pairs = tokens.of_pairs(at.log_probs(partials, None, transform))
                 (logps, of_ids), entropy = of_pairs.tensor_split([tokens.rows.numel()]), tokens.of_rows(entropy)
@@ -407,13 +407,11 @@ class OneVisit:
             result = FusedRows.of(logps, entropy, losses)
             upstream = {"logps": d_logps} | ({} if d_ids is None else {"at": d_ids})
             if tokens is None or at is None:
-                return torch.where(unknown & (d_logps != 0), torch.nan, d_logps)
+                return whole.factors(partials, Slopes.stacked({"target": d_logps}))
             nothing = Slopes.stacked({"target": torch.zeros_like(partials.max)})
             of_rows = (whole.targets, None, partials, nothing, transform)
             values, slopes = at.gradients(tokens.to_pairs(torch.cat([*upstream.values()])), None, *of_rows)
-            constant = slopes.get("constant")
-            assert constant is not None
-            return torch.where(unknown & (constant != 0), torch.nan, constant)
+            return whole.factors(partials, slopes)
 
         self.stream.fused_jointly(whole, factors, stage.groups, gradients)
         if gradients is not None:

@@ -150,6 +150,12 @@ class Visit:
             {"target": factor} if self.at is None else {"target": torch.zeros_like(factor), "constant": factor}
         )
 
+    def factors(self, partials: Partials, slopes: Slopes) -> Tensor:
+        """`factor` of these slopes, NaN where it is one of a log-prob of NaN."""
+        of = slopes.target if self.at is None else slopes.get("constant")
+        assert of is not None
+        return torch.where(partials.logps.isnan() & (of != 0), torch.nan, of)
+
     @property
     def _tables(self) -> list[tuple[tuple[str, ...], Other | None]]:
         return [(self.names, self.one), *((other.names, other) for other in self.apart)]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_kernels import Clip, Kl, Objective, PolicyGradient
+from grpo_kernels import Clip, Kl, Objective, PolicyGradient, TokenBatch
 from grpo_kernels.integrations import nemo_rl
 from support.oracle import Spec
 from support.pairs import label, pairs
@@ -195,6 +195,14 @@ def test_whole_loss(what):
     same_metrics(mine[0][1], want[0][1])
     kinds = {name: kind.name for name, kind in loss_fn.metric_normalizations.items()}
     assert kinds.keys() == mine[0][1].keys() and kinds["loss"] == ("SEQUENCES" if objective.aggregate == MEAN else "TOKENS")
+
+
+def test_a_geometric_mean_has_a_weight_where_its_sequence_has_none():
+    old = torch.zeros(1, 1000)
+    batch = TokenBatch(old.long(), torch.ones(1), mask=old == 0, old_logps=old, sampler_logps=old - 0.1)
+    weights, outside = nemo_rl.PolicyLoss(preset("grpo"), **truncated(0.0, 2.0, level="geometric"))._weights(batch)
+    torch.testing.assert_close(weights.expand(1, 1000), old + math.exp(0.1))
+    assert not outside.any()
 
 
 def clipped_pg(**changes):
