@@ -1,5 +1,5 @@
-"""The C++ backend keeps its lead over plain PyTorch, and the eager backend is no slower: ratios within one process, never
-absolute times.
+"""The C++ backend keeps its lead over plain PyTorch, and the eager backend takes at most 5 % longer: ratios within one process,
+never absolute times.
 
 The contenders are those of `doctor`, in turns, and the best run of each counts: other work on the machine only adds to a time,
 and more to the longer one. The factors are below the smallest ratio seen with twice as many busy processes as cores. From logits
@@ -39,12 +39,12 @@ def poisoned_memory():
     [
         ("grpo_loss, in place", "cpu", "float32", 4.0), ("grpo_loss, in place", "cpu", "bfloat16", 7.0),
         ("linear_grpo_loss", "cpu", "float32", 1.4), ("linear_grpo_loss", "cpu", "bfloat16", 1.6),
-        *((name, "eager", dtype, 1.0) for name in ("grpo_loss, in place", "grpo_loss") for dtype in ("float32", "bfloat16")),
+        *((name, "eager", dtype, 0.95) for name in ("grpo_loss, in place", "grpo_loss") for dtype in ("float32", "bfloat16")),
     ],
 )  # fmt: skip
 def test_a_loss_and_its_gradient_is_faster_than_plain_pytorch(name, backend, dtype, factor):
-    """The eager backend is not slower than the code that it replaces. A busy machine gets six times as many rounds, because more
-    rounds can only lower the best time."""
+    """The eager backend takes at most 5 % longer than the code that it replaces, as the README says. A busy machine gets six times
+    as many rounds, because more rounds can only lower the best time."""
     level, hidden = ("hidden", 64) if "linear" in name else ("logits", None)
     plain, *others = contenders(Step(level, 64, hidden, 151936, dtype), backend, CPU)
     (ours,) = (one for one in others if one.name == name)

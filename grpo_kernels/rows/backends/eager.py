@@ -107,6 +107,9 @@ class Kernels(Backend):
         for (r, block), (_, to) in zip(_blocks(rows, rows.logits), _blocks(rows, out), strict=True):
             z, own = _transformed(block, transform.at(r), space[0]), partials.at(r)
             d, e, g = space[1:, : len(block)]
+            d = e if per_ed is None else d
+            if of_divergence is None and to.dtype == torch.float32 and not transform.softcap:
+                g = to  # in place this is the block, which is not read again
             torch.exp(torch.sub(z, own.max[:, None], out=d), out=e)
             torch.mul(e, per_e[r, None] if per_ee is None else per_ee[r, None] * e + per_e[r, None], out=g)
             if per_ed is not None:
@@ -122,7 +125,9 @@ class Kernels(Backend):
                 g.add_(of_columns.mul_((of_divergence * dz_dx)[r, None]))
             if transform.softcap:
                 g.mul_(1.0 - (block.to(torch.float32) * (transform.scale / transform.softcap)).tanh_().square_())
-            to.copy_(g.masked_fill_(idle[r, None], 0.0))
+            _zero(g, idle[r])
+            if g is not to:
+                to.copy_(g)
 
     def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
         return self.two_visits(rows, stage, out, _block_rows(rows))
@@ -187,6 +192,14 @@ def _blocks(rows: LogitRows, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
         end = min(hi, start + size, (a + 1) * T)
         yield slice(start - lo, end - lo), logits[a, t : t + end - start]
         start = end
+
+
+def _zero(g: Tensor, idle: Tensor) -> None:
+    """Write 0 into the rows of g [r, V] that are `idle`, bool [r]; into these alone where the host knows them."""
+    if g.device.type == "cpu":
+        g.index_fill_(0, idle.nonzero()[:, 0], 0.0)
+    else:
+        g.masked_fill_(idle[:, None], 0.0)
 
 
 def _space(rows: LogitRows) -> Tensor:
