@@ -69,9 +69,8 @@ class Checked:
     ranges: ClassVar[tuple[tuple[Any, ...], ...]] = ()
 
     def __new__(cls: type[C], *values: Any, **named: Any) -> C:
-        code: Any = getattr(
-            cls.__init__, "__code__", None
-        )  # of the user, in a subclass, it may take other names than the fields
+        # The constructor of a user's subclass may take other names than the fields.
+        code: Any = getattr(cls.__init__, "__code__", None)
         if named and code is not None and not code.co_flags & inspect.CO_VARKEYWORDS:
             refuse_unknown(cls.__name__, named, list(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]))
         return super().__new__(cls)
