@@ -19,9 +19,8 @@ from grpo_kernels.batch import TokenBatch
 from grpo_kernels.formulas.centering import ScoreCentering
 from grpo_kernels.formulas.filters import EntropyFloor
 from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
-from grpo_kernels.formulas.listed import ListedTerms
 from grpo_kernels.formulas.surrogates import Cispo
-from grpo_kernels.formulas.token_stage import TokenRows
+from grpo_kernels.formulas.token_stage import ListedTerms, TokenRows
 from grpo_kernels.objective import PRESETS, Objective
 from grpo_kernels.rows.backends import triton as backend
 from grpo_kernels.rows.backends.triton.launch import LAUNCH, Choice, choice_of, fused_kind, pull_kind

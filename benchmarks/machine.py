@@ -12,9 +12,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_kernels.diagnosis.environment import version
-from grpo_kernels.diagnosis.machine import processor
-from grpo_kernels.diagnosis.native import best_isa, findings
+from grpo_kernels.diagnosis.machine import best_isa, findings, processor, version
 from grpo_kernels.rows import backends
 from grpo_kernels.rows.backends import cpu_products, native
 

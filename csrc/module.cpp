@@ -18,7 +18,7 @@ namespace grpo {
 
 extern const Kernels kernels_avx512bf16, kernels_avx512, kernels_avx2;
 
-// grpo_kernels/rows/native.py reads this from the file before it loads the module, to recognise one from an older build.
+// grpo_kernels/rows/backends/native.py reads this from the file before it loads the module, to recognise one from an older build.
 extern const char built_from[];
 const char built_from[] = "grpo_kernels built from sha256:" GRPO_SOURCES;
 

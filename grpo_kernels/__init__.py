@@ -28,7 +28,7 @@ from .objective import Denominators, Objective
 from .rewards.advantages import group_advantages
 from .rows.backends import use
 from .rows.selection import Sparse
-from .specs import Head, LogitTransform, Options
+from .streams import Head, LogitTransform, Options
 from .token_sets import TokenSets
 
 __all__ = [

@@ -11,19 +11,23 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .checks import Checked, check_missing, describe, refuse_unknown, require
-from .layout import (
+from .checks import (
     DTYPES,
     FLOATING,
     INTEGERS,
     INTEGRAL,
+    Checked,
     as_mask,
     as_wide,
+    check_missing,
     check_offsets,
     check_rows,
     check_width,
+    describe,
     flat,
     is_capturing,
+    refuse_unknown,
+    require,
     require_device,
     require_shape,
     require_tensor,

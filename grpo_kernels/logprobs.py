@@ -10,23 +10,40 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import register_pytree_node
 
-from .checks import describe, require
-from .formulas.divergence import Exact, as_exact
-from .layout import (
+from .checks import (
     DTYPES,
     INTEGERS,
     check_rows,
     check_targets,
+    describe,
     flat,
     leading_shape,
     mask_of_rows,
+    require,
     require_tensor,
 )
+from .formulas.divergence import Exact, as_exact
 from .rows.partials import DIFFERENTIABLE, OFFERED
 from .rows.ragged import KeptRows, slots_of
-from .specs import NOT_BOUNDED, Head, LogitTransform, Options, as_options, refuse_keywords, refuse_product, refuse_sparse
 from .statistics import Asked, kept_rows, statistics_of, tokens_of
-from .streams import Policy, draws, is_traced, leaves_the_graph, outside, seconds_of, squared, stream_of
+from .streams import (
+    NOT_BOUNDED,
+    Head,
+    LogitTransform,
+    Options,
+    Policy,
+    as_options,
+    draws,
+    is_traced,
+    leaves_the_graph,
+    outside,
+    refuse_keywords,
+    refuse_product,
+    refuse_sparse,
+    seconds_of,
+    squared,
+    stream_of,
+)
 from .token_sets import TokenSets, check_sets, narrowed
 
 Tensor = torch.Tensor

@@ -10,46 +10,44 @@ from typing import Any, NoReturn
 import torch
 
 from .batch import TokenBatch, sends_ahead, whole
-from .checks import describe, nearest, require
-from .formulas.divergence import Exact
-from .formulas.listed import ListedTerms
-from .formulas.ops import bounded_exp, times
-from .formulas.token_stage import JointStage, Terms, TokenRows, TokenStage
-from .layout import (
+from .checks import (
     FLOATING,
     check_targets,
+    describe,
     leading_shape,
+    nearest,
     per_token,
+    require,
     require_shape,
     require_tensor,
     values_are_checked,
 )
+from .formulas.divergence import Exact
+from .formulas.ops import bounded_exp, times
+from .formulas.token_stage import JointStage, ListedTerms, Terms, TokenRows, TokenStage
 from .objective import Denominators, Objective
 from .rows.backends import is_strict
 from .rows.hidden import Hidden
-from .rows.logits import Logits
 from .rows.partials import RowTransform
 from .rows.ragged import KeptRows, Tokens, slots_of
 from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
-from .rows.stream import Seconds, Visit
-from .specs import (
+from .rows.stream import Logits, Seconds, Visit
+from .statistics import Asked, kept_rows, over_sets, statistics_of, tokens_of
+from .streams import (
     DEFAULTS,
     NOT_BOUNDED,
     Head,
     LogitTransform,
     Options,
-    as_options,
-    refuse_keywords,
-    refuse_product,
-    refuse_sparse,
-)
-from .statistics import Asked, kept_rows, over_sets, statistics_of, tokens_of
-from .streams import (
     Policy,
+    as_options,
     draws,
     is_traced,
     leaves_the_graph,
     outside,
+    refuse_keywords,
+    refuse_product,
+    refuse_sparse,
     second_stream,
     seconds_of,
     squared,

@@ -13,12 +13,11 @@ from torch import nn
 
 from .architectures import language_model
 from .batch import TokenBatch, shift_targets
-from .checks import describe
-from .layout import INTEGRAL, OF_PRODUCTS, refuse_where, require_tensor, values_are_checked
+from .checks import INTEGRAL, OF_PRODUCTS, describe, refuse_where, require_tensor, values_are_checked
 from .logprobs import linear_logprobs
 from .losses import LossOutput, check_specs, linear_grpo_loss
 from .objective import Denominators, Objective
-from .specs import Head, LogitTransform, Options, as_transform, refuse_keywords
+from .streams import Head, LogitTransform, Options, as_transform, refuse_keywords
 
 Tensor = torch.Tensor
 

@@ -19,16 +19,17 @@ from .checks import (
     SMALLEST,
     Checked,
     as_number,
+    flat,
     refuse_unknown,
     require,
     require_number,
     require_one_of,
     require_whole,
+    values_are_checked,
 )
 from .formulas.divergence import Exact
 from .formulas.filters import TRUST_REGIONS, EntropyFloor, Filter, OffPolicySequences, TrustRegion, check_filters
 from .formulas.kl import Kl, as_kl, kl_terms
-from .formulas.listed import ListedFunction, ListedTerms, logp_term, prob_term
 from .formulas.program import is_own
 from .formulas.surrogates import (
     LEVELS,
@@ -47,8 +48,17 @@ from .formulas.surrogates import (
     Vespo,
     check_log_ratio_bounds,
 )  # fmt: skip
-from .formulas.token_stage import Terms, TokenFormula, TokenRows, TokenStage, ratio_of_kl
-from .layout import flat, values_are_checked
+from .formulas.token_stage import (
+    ListedFunction,
+    ListedTerms,
+    Terms,
+    TokenFormula,
+    TokenRows,
+    TokenStage,
+    logp_term,
+    prob_term,
+    ratio_of_kl,
+)
 
 Tensor = torch.Tensor
 F = TypeVar("F", bound=Filter)
@@ -104,7 +114,7 @@ class Objective(Checked):
     log_ratio_bounds  (low, high): the log-ratio at the objective's level is clamped, with no slope outside, as torch.clamp
                   has it (verl: -20, 20). None: it is bounded in the exponent only, at 60, and keeps its slope.
     listed        what the terms of a batch's `logp_terms` are: a function (logp, values, advantage, sums) -> (term, slope) of
-                  listed ids, see formulas/listed.py; None: c log p. They are weighted, filtered and aggregated like the policy
+                  listed ids, see formulas/token_stage.py; None: c log p. They are weighted, filtered and aggregated like the policy
                   term, but that a `TrustRegion` drops the token alone.
     kl_aggregate, entropy_aggregate  None: like `aggregate`, with the same D. Otherwise their own, over this batch unless
                   `normalizer` is a Denominators.

@@ -8,19 +8,18 @@ from typing import NamedTuple
 
 import torch
 
+from .checks import check_named, flat, plain
 from .formulas.divergence import Exact, divergence_at
 from .formulas.ops import times
-from .layout import check_named, flat, plain
 from .rows.backends import is_strict
 from .rows.compile import TracedRows
 from .rows.hidden import Hidden
-from .rows.logits import Logits
 from .rows.partials import partials_of
 from .rows.ragged import KeptRows, Ragged, Tokens
 from .rows.run import Read, Rows, of_tokens, statistics
 from .rows.selection import Sparse
-from .rows.stream import Known, Seconds, Stream, Visit, one_of, read_beside
-from .specs import Options
+from .rows.stream import Known, Logits, Seconds, Stream, Visit, one_of, read_beside
+from .streams import Options
 from .token_sets import TokenSets, check_ids, narrowed, without_set
 
 Tensor = torch.Tensor

@@ -13,19 +13,23 @@ from typing import Any
 
 import torch
 
-from .checks import check_temperature, describe, require, require_number, require_whole
-from .layout import (
+from .checks import (
     FLOATING,
     INTEGERS,
     INTEGRAL,
     as_mask,
     check_offsets,
+    check_temperature,
+    describe,
     inverse_temperatures,
     per_token,
     refuse_where,
+    require,
     require_device,
+    require_number,
     require_shape,
     require_tensor,
+    require_whole,
     values_are_checked,
 )
 

@@ -45,8 +45,8 @@ import torch
 
 from .._version import __version__
 from ..rows import backends
-from . import Finding, environment, first_line, machine, native
-from .native import cpu_products
+from . import Finding, first_line, machine
+from .machine import cpu_products
 from .self_test import LIMITS, self_test
 from .step import Step, Timing, measure
 
@@ -105,24 +105,24 @@ def examine(step: bool = True, say: Any = print, without_native: bool = False) -
 
 def facts(device: torch.device) -> tuple[dict[str, Any], list[Finding]]:
     """The machine, the package and its settings, and the findings about them, before anything runs."""
-    package, (module, loaded) = native.package(), native.module()
+    package, (module, loaded) = machine.package(), machine.module()
     report: dict[str, Any] = {
-        "versions": {"grpo_kernels": __version__, **environment.versions()},
+        "versions": {"grpo_kernels": __version__, **machine.versions()},
         "package": package,
         "native": module,
-        "products": {"engine": native.engine(), "engines": cpu_products.engines()},
+        "products": {"engine": machine.engine(), "engines": cpu_products.engines()},
         "cpu": machine.cpu(),
         "gpu": machine.gpus(),
         "device": device.type,
-        "environment": environment.variables(),
-        "settings": environment.SETTINGS,
+        "environment": machine.variables(),
+        "settings": machine.SETTINGS,
     }
     return report, [
-        *environment.version_findings(),
+        *machine.version_findings(),
         *machine.gpu_findings(report["gpu"], machine.device_present()),
-        *native.module_findings(module, loaded, package, machine.processor()[1], needed=device.type == "cpu"),
+        *machine.module_findings(module, loaded, package, machine.processor()[1], needed=device.type == "cpu"),
         *machine.thread_findings(report["cpu"], os.environ),
-        *environment.setting_findings(os.environ),
+        *machine.setting_findings(os.environ),
     ]
 
 

@@ -1,18 +1,24 @@
-"""Processor, threads, memory and GPUs, and the findings about them."""
+"""Processor, threads, memory, GPUs, the compiled module, versions and settings, and the findings about them."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import os
 import platform
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from ..integrations import adapters
 from ..rows import backends
+from ..rows.backends import BACKENDS, cpu_products
+from ..rows.backends.cpu import NO_AVX2
+from ..rows.backends.native import PACKAGE, build_command, built_from, load, package, sources, why_not_here
 from . import Finding, first_line
 
 
@@ -124,3 +130,141 @@ def gpu_findings(found: Mapping[str, Any], present: bool) -> Iterator[Finding]:
     if present and not found["available"]:
         remedy = "install a torch built for your driver (pytorch.org/get-started); make the GPU visible to this process (CUDA_VISIBLE_DEVICES)"
         yield Finding(f"there is a GPU, but torch cannot use it: {found['reason']}", remedy, grave=True)
+
+
+# ---- the compiled module
+
+
+def module() -> tuple[dict[str, Any], ModuleType | None]:
+    """Facts about the compiled module, and the module if it can be loaded."""
+    facts: dict[str, Any] = {"path": None, "reason": None, "compiler": None, "isa": None, "isas": []}
+    try:
+        native = load()
+    except ImportError as error:
+        return facts | {"reason": str(error)}, None
+    facts["path"] = native.__file__
+    # One that is out of date may lack some.
+    return facts | {name: getattr(native, name)() for name in ("compiler", "isa", "isas") if hasattr(native, name)}, native
+
+
+def findings(needed: bool) -> Iterator[Finding]:
+    """The findings about the compiled module here. `needed`: losses run on the CPU."""
+    return module_findings(*module(), package(), processor()[1], needed)
+
+
+def module_findings(
+    found: dict[str, Any], native: ModuleType | None, origin: dict[str, Any], flags: frozenset[str], needed: bool
+) -> Iterator[Finding]:
+    """`needed`: no GPU has kernels here, so that everything would run in eager PyTorch. `flags` are those of the processor."""
+    command, here, best = build_command(origin), PACKAGE.parent, best_isa(flags)
+    if origin["shadows"] is not None:
+        problem = f"the checkout at {here} hides the installed package at {origin['shadows']}"
+        yield Finding(problem, "start Python in another directory to use the installed package")
+    unserved = why_not_here() or (NO_AVX2 if found["isa"] == "" else None)
+    if unserved is not None:
+        yield Finding(f"CPU tensors run in eager PyTorch: {unserved}", "take a processor with AVX2, or a GPU", slows=True)
+        return
+    if native is None:
+        problem = f"the compiled module is missing, CPU tensors fall back to eager PyTorch: {found['reason']}"
+        remedy = f"{command}; it needs a C++17 compiler (Debian, Ubuntu: apt-get install g++), and its output says what failed"
+        yield Finding(problem, remedy, needed, blocks=needed)
+        return
+    if native.__file__ is not None and sources(here) not in (None, built_from(Path(native.__file__))):
+        problem = f"the compiled module is out of date: {native.__file__} was built from other C++ sources than those in {here}"
+        yield Finding(problem, command, grave=True, blocks=needed)
+    if best is not None and found["isa"] != best:
+        problem = f"the compiled module runs {found['isa']} code, but this processor has {best}"
+        yield Finding(problem, f"{command} (with GCC 10 or Clang 9, or newer)", slows=True)
+
+
+def engine() -> str | None:
+    """What makes matrix products on the CPU; None if the setting names something that cannot, or the module is out of date."""
+    try:
+        return cpu_products.engine()
+    except (AttributeError, ValueError):
+        return None
+
+
+def best_isa(flags: frozenset[str]) -> str | None:
+    """The best instruction set of csrc/module.cpp for a processor with these flags; None if none of them is known."""
+    if not flags:
+        return None
+    if flags >= {"avx512f", "avx512bw", "avx512dq", "avx512vl"}:
+        return "avx512bf16" if "avx512_bf16" in flags else "avx512"
+    return "avx2" if flags >= {"avx2", "fma"} else None
+
+
+# ---- versions and settings
+
+PACKAGES = ("triton", "numpy", "transformers", "trl", "accelerate", "deepspeed", "liger-kernel", "flash-attn", "verl", "vllm")
+
+SETTINGS = {
+    "GRPO_KERNELS_BACKEND": "auto, eager, cpu or triton: what runs where a call leaves backend at auto",
+    cpu_products.SETTING: f"auto, {', '.join(cpu_products.ENGINES)}: who makes the matrix products of losses from hidden states on a CPU",
+    "GRPO_KERNELS_STRICT": "1: a fallback to eager raises instead of warning",
+    "GRPO_KERNELS_CHECK": "1: ids, temperatures and offsets are checked on a GPU too, which waits for it at each call",
+    "GRPO_KERNELS_ANY_VERSION": "1: adapters do not compare their first step under a version of a trainer that was not tested",
+    "TRITON_INTERPRET": '1: backend="triton" runs CPU tensors in Triton\'s interpreter (slow, for tests)',
+}
+#: Prefixes of variables that affect which device is seen, how threads wait and where kernels are compiled.
+WATCHED = ("OMP_", "KMP_", "GOMP_", "MKL_", "CUDA_", "HIP_", "ROCR_", "NVIDIA_TF32", "TORCH_", "TRITON_", "PYTORCH_", "LD_PRELOAD",
+           "CC", "CXX", "GRPO_KERNELS_")  # fmt: skip
+
+
+def version(package: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    build = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
+    system = {"python": platform.python_version(), "os": platform.platform()}
+    return build | system | {package: version(package) for package in PACKAGES}
+
+
+def version_findings() -> Iterator[Finding]:
+    """About trainers whose adapters were tested with other versions; that torch is new enough pip sees to."""
+    for adapter in adapters().values():
+        installed = version(adapter.package)
+        if installed is not None and adapter.tested and not any(f"{installed}.".startswith(f"{t}.") for t in adapter.tested):
+            yield Finding(
+                f"{adapter.package} is {installed}, but its adapter was tested with {', '.join(adapter.tested)}",
+                "nothing, if the warning of the first step says that its arithmetic and ours agree; else install that one",
+            )
+
+
+# ---- settings
+
+
+def variables() -> dict[str, str]:
+    """The environment variables that are set and affect the kernels."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(WATCHED)}
+
+
+def setting_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
+    engines = cpu_products.engines()
+    able = [name for name, reason in engines.items() if reason is None]
+    choices = {"GRPO_KERNELS_BACKEND": ["auto", *BACKENDS], cpu_products.SETTING: ["", "auto", *able]}  # others raise in calls
+    for name, value in environ.items():
+        known = choices.get(name, ["", "0", "1"])
+        if name in SETTINGS and value not in known:
+            reason = engines.get(value) or "there is no such value"
+            says = f"{reason}, and calls raise" if name in choices else "it has no effect"
+            remedy = f"set it to one of {', '.join(filter(None, known))}, or unset it"
+            yield Finding(f"{name}={value}: {says}", remedy, grave=name in choices)
+        elif name.startswith("GRPO_KERNELS_") and name not in SETTINGS and not name.startswith("GRPO_KERNELS_TEST"):
+            there = ", ".join(s for s in SETTINGS if s.startswith("GRPO_KERNELS_"))
+            yield Finding(f"{name} is not a setting of this version", f"there are {there}")
+    if not torch.cuda.is_available():
+        return
+    if environ.get("NVIDIA_TF32_OVERRIDE") == "1" or torch.get_float32_matmul_precision() != "highest":
+        yield Finding(
+            "fp32 matrix products are rounded to TF32, and log-probs with them",
+            "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and NVIDIA_TF32_OVERRIDE (some container images set them), and call "
+            'torch.set_float32_matmul_precision("highest") before losses from fp32 hidden states',
+        )
+    if environ.get("TRITON_INTERPRET") == "1":
+        yield Finding("TRITON_INTERPRET=1: kernels run on the CPU, very slowly", "unset TRITON_INTERPRET", grave=True)

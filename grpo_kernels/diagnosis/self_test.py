@@ -16,7 +16,7 @@ from ..formulas.divergence import DIRECTIONS, Exact
 from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Objective
 from ..rows.backends import cpu_products, use
-from ..specs import LogitTransform
+from ..streams import LogitTransform
 from ..token_sets import TokenSets
 from . import first_line
 from .step import Step, clipped, inputs, plain_rows

@@ -1,4 +1,4 @@
-"""Score centering: the terms at listed ids (see listed.py) that take the drift of a sampler out of a gradient."""
+"""Score centering: the terms at listed ids (see token_stage.py) that take the drift of a sampler out of a gradient."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from ..checks import Checked, require
 from .filters import TrustRegion
-from .listed import logp_term
 from .surrogates import PolicyGradient, Surrogate
+from .token_stage import logp_term
 
 Tensor = torch.Tensor
 

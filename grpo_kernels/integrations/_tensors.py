@@ -10,18 +10,17 @@ from typing import Any
 import torch
 
 from ..batch import TokenBatch
-from ..checks import require, require_one_of
+from ..checks import of_a_leaf, require, require_one_of
 from ..distributed import VocabShard
 from ..formulas.centering import ScoreCentering
 from ..formulas.divergence import Exact, divergence_at
 from ..formulas.ops import bounded_exp
 from ..formulas.surrogates import Cispo, Clip, Sapo, Vespo
 from ..formulas.token_stage import TokenRows
-from ..layout import of_a_leaf
 from ..logprobs import TokenLogprobs, linear_logprobs, token_logprobs
 from ..losses import LossOutput
 from ..objective import Objective
-from ..specs import Head, LogitTransform, Options
+from ..streams import Head, LogitTransform, Options
 from ..token_sets import TokenSets
 from ._swap import NotCovered
 

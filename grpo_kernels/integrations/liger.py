@@ -31,10 +31,9 @@ from typing import Any
 import torch
 
 from .. import Head, Kl, LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
-from ..checks import refuse_unknown, require
+from ..checks import of_a_leaf, refuse_unknown, require, values_are_checked
 from ..distributed import global_normalizer
 from ..formulas.token_stage import TokenRows
-from ..layout import of_a_leaf, values_are_checked
 from ..objective import PRESETS
 from ..rows.run import total
 from ._swap import Adapter, Slots

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ..checks import LARGEST, SMALLEST, require, require_number, require_one_of
-from ..layout import require_shape
+from ..checks import LARGEST, SMALLEST, require, require_number, require_one_of, require_shape
 from .groups import (
     Grouped,
     Groups,

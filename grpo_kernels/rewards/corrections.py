@@ -51,9 +51,21 @@ from typing import Any
 import torch
 
 from ..batch import TokenBatch
-from ..checks import LARGEST, SMALLEST, refuse_unknown, require, require_number, require_one_of
+from ..checks import (
+    DTYPES,
+    INTEGRAL,
+    LARGEST,
+    SMALLEST,
+    as_mask,
+    refuse_unknown,
+    require,
+    require_number,
+    require_one_of,
+    require_shape,
+    require_tensor,
+    sequence_ids,
+)
 from ..formulas.filters import BOUND, DELTA, log_ratio, near_sampler
-from ..layout import DTYPES, INTEGRAL, as_mask, require_shape, require_tensor, sequence_ids
 from .groups import Grouped, Groups
 
 Tensor = torch.Tensor

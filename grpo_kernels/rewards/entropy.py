@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..checks import LARGEST, Checked, require, require_number
-from ..layout import require_shape
+from ..checks import LARGEST, Checked, require, require_number, require_shape
 
 Tensor = torch.Tensor
 

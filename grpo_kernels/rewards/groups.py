@@ -9,8 +9,17 @@ from typing import Any
 
 import torch
 
-from ..checks import require_one_of, require_whole, warn_once
-from ..layout import FLOATING, INTEGRAL, refuse_where, require_shape, require_tensor, values_are_checked
+from ..checks import (
+    FLOATING,
+    INTEGRAL,
+    refuse_where,
+    require_one_of,
+    require_shape,
+    require_tensor,
+    require_whole,
+    values_are_checked,
+    warn_once,
+)
 
 Tensor = torch.Tensor
 

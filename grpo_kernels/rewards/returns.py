@@ -13,9 +13,18 @@ from typing import Any
 
 import torch
 
-from ..checks import LARGEST, require, require_number, require_one_of
+from ..checks import (
+    LARGEST,
+    as_mask,
+    check_offsets,
+    per_token,
+    require,
+    require_number,
+    require_one_of,
+    require_shape,
+    sequence_ids,
+)
 from ..formulas.kl import Kl, as_kl, kl_terms
-from ..layout import as_mask, check_offsets, per_token, require_shape, sequence_ids
 from .advantages import group_advantages
 from .groups import Grouped, Groups, Tensor, finite, float_tensor, group_ids, read_rewards
 

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 
-from ..layout import check_targets
+from ..checks import check_targets
 from . import backends
 from .hidden import Hidden
-from .logits import Logits
 from .partials import Partials, RowTransform, Slopes
 from .run import DRAWS, Name, Problem, Tensors
 from .selection import Sparse, capacity
-from .stream import Parts, Stream, Visit
+from .stream import Logits, Parts, Stream, Visit
 
 Tensor = torch.Tensor
 

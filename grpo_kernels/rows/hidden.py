@@ -20,15 +20,98 @@ from typing import Any
 import torch
 
 from ..formulas.token_stage import TokenStage
-from .backends import WITH_ENTROPY, FusedRows
-from .gradients import Gradients, LateGradient, WeightGradient, WeightMemory
+from .backends import WITH_ENTROPY, Backend, FusedRows
+from .memory import zeros
 from .partials import LogitRows, Partials, RowTransform, Second, Slopes, side_by_side
 from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
 from .ragged import Ragged
 from .selection import Draws, gradient_at, starts
-from .stream import Block, Found, Other, Parts, Stream, Visit
+from .stream import Block, Found, Gradients, LateGradient, Other, Parts, Stream, Visit
 
 Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class WeightMemory:
+    """Memory that the gradient of a weight is added into, instead of a gradient returned through autograd.
+
+    total     [V, H].
+    flagged   the weight whose `grad_added_to_main_grad` is to be set, as Megatron's own layers do where `total` is its main_grad.
+    """
+
+    total: Tensor
+    flagged: Tensor | None
+
+    @property
+    def sum_of_chunks(self) -> Tensor | None:
+        """`total` if products may add to it chunk by chunk; None if each sum would be rounded."""
+        return self.total if self.total.dtype == torch.float32 else None
+
+    def left_to_autograd(self) -> Tensor | None:
+        """The gradient that autograd gets for the weight. Megatron's hook wants one, which it drops, or, with `zero_out_wgrad`
+        (an embedding has the same weight), adds to main_grad."""
+        weight = self.flagged
+        if weight is None:
+            return None
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        if getattr(weight, "zero_out_wgrad", False):
+            return zeros(weight.shape, weight.dtype, weight.device)
+        return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+@dataclass(eq=False)
+class WeightGradient:
+    """d_weight [V, H], the sum of two parts.
+
+    dense   of rows over the whole vocabulary, None if there are none; `into.total` itself where it was added to that.
+    into    what the gradient is added into; None: memory of its own.
+    slots, values   of rows with sets, or columns that were drawn: `values` [m] is the gradient of the logits at `slots`, from
+            which a few rows of d_weight follow with `hidden`. None if there are none.
+    """
+
+    backend: Backend
+    shape: torch.Size
+    dtype: torch.dtype  # of memory of its own for rows with sets alone
+    dense: Tensor | None
+    into: WeightMemory | None
+    device: torch.device
+    hidden: Tensor | None
+    slots: Ragged | None
+    values: Tensor | None
+
+    def __post_init__(self) -> None:
+        self._version = _version(self.hidden)
+
+    def made(self, factor: Tensor | None = None) -> Tensor | None:
+        """The gradient times `factor` (0-d), in the dtype of its sum; where it was added into `into`, what autograd gets then.
+        RuntimeError if hidden states that are needed for it were written to."""
+        dense, values = self.dense, self.values
+        if values is not None and _version(self.hidden) != self._version:
+            raise RuntimeError(
+                "hidden was written to in place between the forward and the backward, which needs it for the gradient of weight: "
+                "call backward first, or write to a copy."
+            )
+        total = None if self.into is None else self.into.total
+        if factor is not None and dense is not None:
+            if dense is total:
+                raise RuntimeError("a factor of the gradient is known only after it was added to other gradients.")
+            self.backend.scale_(dense, factor)
+        if factor is not None and values is not None:
+            values = values * factor
+        out = dense
+        if total is not None:
+            out = total if dense is None or dense is total else total.add_(dense)
+        elif out is None:  # only the rows of slots are touched
+            touched = 0 if values is None else values.numel()
+            out = zeros(self.shape, self.dtype, self.device, touched)
+        if values is not None:
+            assert self.slots is not None and self.hidden is not None
+            self.backend.add_hidden_rows(values, self.slots, self.hidden, out)
+        return out if self.into is None else self.into.left_to_autograd()
+
+
+def _version(x: Tensor | None) -> int | None:
+    return None if x is None or x.is_inference() else x._version
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..layout import plain
+from ..checks import plain
 from .divergence import OF_BOTH_SUMS, SMALL, differences, merged_sums, of_mixed, phi
 
 Tensor = torch.Tensor

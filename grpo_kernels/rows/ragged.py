@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..layout import plain
+from ..checks import plain
 from ..token_sets import TokenSets
 
 Tensor = torch.Tensor

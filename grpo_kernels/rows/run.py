@@ -18,13 +18,12 @@ import torch
 from ..formulas.ops import times
 from ..formulas.token_stage import JointStage, TokenStage
 from .backends import FusedRows
-from .gradients import Gradients
 from .hidden import Hidden
 from .memory import converted
 from .partials import Partials, RowTransform, Second, Slopes
 from .ragged import Tokens
 from .sets import OverSets
-from .stream import Found, Parts, Stream, Visit
+from .stream import Found, Gradients, Parts, Stream, Visit
 from .tokens import LogitsAt
 
 Tensor = torch.Tensor

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import Checked, as_number, require, require_number, require_whole
-from ..layout import is_capturing
+from ..checks import Checked, as_number, is_capturing, require, require_number, require_whole
 from .partials import Partials, RowTransform, Slopes
 
 Tensor = torch.Tensor

@@ -15,11 +15,10 @@ import torch
 
 from ..formulas.token_stage import TokenStage
 from .backends import FusedRows
-from .gradients import Gradients
 from .parallel import on_shard
 from .partials import TRANSFORMED, LogitRows, Second, Slopes
 from .ragged import Distinct, KeptRows, Ragged
-from .stream import Block, Found, Stream, Visit
+from .stream import Block, Found, Gradients, Stream, Visit
 from .tokens import LogitsAt
 
 Tensor = torch.Tensor

@@ -23,7 +23,7 @@ from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Denominators, Objective
 from ..rows.selection import Sparse
-from ..specs import Head, LogitTransform, Options
+from ..streams import Head, LogitTransform, Options
 from ..token_sets import TokenSets
 from .config import TrainConfig
 

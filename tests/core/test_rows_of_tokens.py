@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_kernels import Objective, Options, TokenBatch, TokenSets, linear_grpo_loss, linear_logprobs, token_logprobs
-from grpo_kernels.rows import logits, ragged
+from grpo_kernels.rows import ragged, stream
 from grpo_kernels.rows.backends import cpu
 from support.doors import check
 from support.inside import in_chunks, of_a_gpu
@@ -37,7 +37,7 @@ RECIPES = [
 def test_rows_in_chunks(recipe, backend, monkeypatch):
     """Also as on a GPU, where the host does not know how many tokens the rows of a chunk have."""
     in_chunks(monkeypatch, 3)
-    monkeypatch.setitem(logits.BLOCK_BYTES, "cpu", 4 * 3 * recipe.vocab)
+    monkeypatch.setitem(stream.BLOCK_BYTES, "cpu", 4 * 3 * recipe.vocab)
     for known in (("cpu",), ()):
         monkeypatch.setattr(ragged, "READ_AT_ONCE", known)
         check(recipe, backend=backend)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_kernels.diagnosis import Finding, doctor, environment, machine, native, self_test, step
+from grpo_kernels.diagnosis import Finding, doctor, machine, self_test, step
 from support.processes import WITHOUT, finish, start
 
 CPU, Tensor, ROOT = torch.device("cpu"), torch.Tensor, Path(__file__).parents[2]
@@ -235,8 +235,8 @@ def compiled(**changes):
     given = {"isa": None, "flags": frozenset(), "needed": True, "file": None, "reason": "it was not built"} | changes
     module = None if given["file"] is None else SimpleNamespace(__file__=given["file"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "built_from", lambda path: given.get("built", native.sources(native.PACKAGE.parent)))
-        return [*native.module_findings(given, module, origin, given["flags"], given["needed"])]
+        patch.setattr(machine, "built_from", lambda path: given.get("built", machine.sources(machine.PACKAGE.parent)))
+        return [*machine.module_findings(given, module, origin, given["flags"], given["needed"])]
 
 
 def machine_of(**changes):
@@ -254,11 +254,11 @@ def settings_of(gpu=False, **environ):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: gpu)
         patch.setattr(cpu_products, "engines", lambda: {"amx": "no tiles", "torch": None})
-        return [*environment.setting_findings(environ)]
+        return [*machine.setting_findings(environ)]
 
 
 BF16 = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
-HERE = {"file": str(native.PACKAGE / "_cpu.so"), "isa": "avx512bf16", "flags": BF16}
+HERE = {"file": str(machine.PACKAGE / "_cpu.so"), "isa": "avx512bf16", "flags": BF16}
 FINDINGS = [
     (compiled, {}, "grave: the compiled module is missing.*was not built.*force-reinstall grpo_kernels.*C\\+\\+17 compiler"),
     (compiled, HERE, None),
@@ -292,6 +292,6 @@ def test_findings(function, given, expected):
 
 
 def test_every_setting_that_the_package_reads_is_described():
-    package = native.PACKAGE.rglob("*.py")
+    package = machine.PACKAGE.rglob("*.py")
     read = {name for path in package for name in re.findall(r"\bGRPO_KERNELS_[A-Z_]+[A-Z]\b", path.read_text())}
-    assert read - {"GRPO_KERNELS_TEST"} == {name for name in environment.SETTINGS if name.startswith("GRPO_KERNELS_")}
+    assert read - {"GRPO_KERNELS_TEST"} == {name for name in machine.SETTINGS if name.startswith("GRPO_KERNELS_")}

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from grpo_kernels import Objective
-from grpo_kernels.formulas.listed import ListedTerms, logp_term, prob_term
 from grpo_kernels.formulas.surrogates import PolicyGradient
-from grpo_kernels.formulas.token_stage import NOTHING, TokenRows, TokenStage
+from grpo_kernels.formulas.token_stage import NOTHING, ListedTerms, TokenRows, TokenStage, logp_term, prob_term
 from grpo_kernels.rows.backends import cpu, cpu_products
 from grpo_kernels.rows.partials import SLOPES, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
 from grpo_kernels.rows.ragged import Ragged, Tokens

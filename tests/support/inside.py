@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_kernels import Sparse
-from grpo_kernels.layout import logit_rows, overlap, whole_rows
+from grpo_kernels.checks import logit_rows, overlap, whole_rows
 from grpo_kernels.rows import backends, products
 from grpo_kernels.rows import hidden as linear
 from grpo_kernels.rows.backends import WITH_ENTROPY, FusedRows, cpu_products, eager

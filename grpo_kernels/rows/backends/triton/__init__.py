@@ -37,7 +37,7 @@ from .kernels import (
     _two_stats_kernel,
 )
 from .launch import Arguments, KernelFailure, aligned, available, check_layout, formula_of, run_blocks, serves, vectors
-from .listed import OfListed
+from .one_row import OfListed
 
 Tensor = torch.Tensor
 

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 from ...selection import BITS as _WHOLE_BITS
-from .listed import _at_ids, _write_at_ids
 from .one_row import (
     _FLOOR,
     _NEG_INF,
+    _at_ids,
     _columns,
     _dz_dx,
     _expm1,
@@ -25,6 +25,7 @@ from .one_row import (
     _softmax_partials,
     _target_u,
     _u,
+    _write_at_ids,
     _write_gradient,
     _write_zeros,
 )
