@@ -716,7 +716,7 @@ FAULTS: list[Fault] = [
         ("a scan one pass too short", "    while reach < length:", "    while 2 * reach < length:"),
         ("a sum up to a token lacks it", "- self.to_end(x) + x", "- self.to_end(x)", "tests/rewards/test_advantages.py"),
     ),
-    *of("grpo_kernels/rewards/advantages.py", "tests/rewards/test_advantages.py",
+    *of("grpo_kernels/rewards/groups.py", "tests/rewards/test_advantages.py",
         ("whiten: always biased", "/ (self.size - int(unbiased)).clamp(min=1.0)", "/ self.size.clamp(min=1.0)"),
         ("neighbouring groups are one", "first[1:] = ranked[1:] != ranked[:-1]", "first[1:] = ranked[1:] > ranked[:-1] + 1"),
         (
