@@ -29,6 +29,7 @@ from benchmarks.launches import KINDS, QUICK, TARGETS, Case, backend, cases, com
 from benchmarks.report import BUDGETS
 from benchmarks.results import load, save
 from benchmarks.tables import Record, Table, render
+from grpo_kernels.rows.backends.triton.launch import Tile
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,7 @@ def report(target: str, case: Case) -> Report:
     ((_, kernel),) = launches
     used, warps, shared = taken(kernel), kernel.metadata.num_warps, kernel.metadata.shared
     programs, limit = TARGETS[target].occupancy(warps, used["registers"], shared)
-    names = kernel.src.fn.arg_names
-    stages = next((int(value) for (i,), value in kernel.src.constants.items() if names[i] == "STAGES"), 1)
+    stages = next(x.STAGES for x in kernel.src.constants.values() if isinstance(x, Tile))
     return Report(
         target, case.kernel, str(case), **used, shared=shared, warps=warps, programs=programs, limit=limit, stages=stages,
         fp64=bool(re.search(r"\.f64|_f64", code(kernel))), loops=tuple(row_loops(kernel, case.kind.loops)), size=sum(case.sizes),

@@ -105,12 +105,12 @@ def test_kernels_are_launched_on_the_device_of_their_data():
     """Which need not be the current one."""
 
     def launches(node):
-        return {x for x in ast.walk(node) if isinstance(x, ast.Call) and ast.unparse(x.func) in ("run", "launch.run")}
+        return {x for x in ast.walk(node) if isinstance(x, ast.Call) and ast.unparse(x.func).startswith("kernel[")}
 
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "grpo_kernels/rows/backends/triton").glob("*.py")]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    guards = [x for x in nodes if isinstance(x, ast.With) and "on_device(" in ast.unparse(x.items[0])]
-    assert set().union(*map(launches, guards)) == set().union(*map(launches, trees)) and len(guards) >= 3
+    tree = ast.parse((ROOT / "grpo_kernels/rows/backends/triton/launch.py").read_text())
+    (guard,) = (x for x in ast.walk(tree) if isinstance(x, ast.With) and "on_device(" in ast.unparse(x.items[0]))
+    texts = [text for name, text in SOURCES.items() if "launch" not in str(name)]
+    assert len(launches(guard)) == 1 and launches(guard) == launches(tree) and not any("_kernel[" in text for text in texts)
 
 
 # ---- the wheel, and the build for the `kernels` library

@@ -53,7 +53,7 @@ def refuse(monkeypatch):
 
         def refusing(self, *arguments, grid, warmup, **flags):
             name = self.__name__.removeprefix("_").removesuffix("_kernel")
-            accesses = flags["LANES"] * flags["ACCESSES"]
+            accesses = flags["TILE"].accesses
             launches[name, accesses] += not warmup
             if name in kernels and accesses > above and (compiling or not warmup):
                 raise error

@@ -8,7 +8,6 @@ one_row.py and two_rows.py have what a program does with a row, kernels.py the k
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -62,73 +61,66 @@ class Kernels(Backend):
 
     def stats(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
         result, of = Partials.empty(names, rows.n, rows.logits.device, rows.second), Arguments(rows)
-        of_rows = of.vectors(targets=rows.targets, read=rows.read)
-        arguments = (*of.memory, *of.sizes, *of_rows, *of.transforms, *of.partials(result))
-        own = tuple(name for name in names if name in OF_STUDENT)
+        arguments = (*of.rows, *of.vectors(targets=rows.targets, read=rows.read), *of.partials(result))
+        own = " ".join(name for name in names if name in OF_STUDENT)
         if rows.second is None:
-            of.run("visit", _stats_kernel, arguments, NAMES=" ".join(own))
+            of.run("visit", _stats_kernel, *arguments, NAMES=own)
             return result
         direction = "forward" if rows.second.kind == "forward" else "reverse"
-        of.run("two", _two_stats_kernel, arguments, NAMES=" ".join(own), DIRECTION=direction)
+        of.run("two", _two_stats_kernel, *arguments, NAMES=own, DIRECTION=direction)
         if "top" in names:  # rarely asked for beside a second stream, so it is a separate pass
-            alone = self.stats(rows._replace(second=None), WITH_TOP)
-            result["top"].copy_(alone["top"])
+            result["top"].copy_(self.stats(rows._replace(second=None), WITH_TOP)["top"])
         return result
 
     def mixed(self, rows: LogitRows, partials: Partials) -> Tensor:
         of, sums = Arguments(rows), torch.empty(2, rows.n, dtype=torch.float32, device=rows.logits.device)
         read, log_sums = of.vectors(read=rows.read, log_sums=partials.log_sums)
-        arguments = (
-            *of.memory, *of.sizes, read, *of.transforms, *of.partials(partials), log_sums, *of.shares, sums, sums.stride(0),
-        )  # fmt: skip
         assert rows.second is not None
-        of.run("mixed", _mixed_kernel, arguments, DIRECTION=rows.second.kind)
+        arguments = (*of.rows, read, *of.partials(partials), log_sums, of.shares, sums, sums.stride(0))
+        of.run("mixed", _mixed_kernel, *arguments, DIRECTION=rows.second.kind)
         return sums
 
     def pull(self, rows: LogitRows, partials: Partials, slopes: Slopes, out: Tensor) -> None:
-        names = " ".join(slopes.names)
-        if slopes.get("divergence") is None:
-            of = Arguments(rows._replace(second=None), out)
-            (targets,) = of.vectors(targets=rows.targets)
-            arguments = (*of.memory, *of.sizes, targets, *of.partials(partials), *of.slopes(slopes), *of.transforms)
-            of.run("visit", _pull_kernel, arguments, NAMES=names)
+        second = None if slopes.get("divergence") is None else rows.second
+        of = Arguments(rows._replace(second=second), out)
+        arguments = (*of.rows, *of.vectors(targets=rows.targets), *of.partials(partials))
+        tables, names = of.slopes(slopes), " ".join(slopes.names)
+        if second is None:
+            of.run("visit", _pull_kernel, *arguments, *tables, NAMES=names)
             return
-        assert rows.second is not None
-        of = Arguments(rows, out)
-        targets, *of_second = of.vectors(targets=rows.targets, log_sums=partials.log_sums, center=partials.center)
-        arguments = (
-            *of.memory, *of.sizes, targets, *of.partials(partials), *of_second, *of.shares, *of.slopes(slopes), *of.transforms,
-        )  # fmt: skip
-        kind = launch.pull_kind(rows.transform.softcap, rows.second.transform.softcap)
-        of.run(kind, _two_pull_kernel, arguments, NAMES=names, DIRECTION=rows.second.kind)
+        of_second = of.vectors(log_sums=partials.log_sums, center=partials.center)
+        kind = launch.pull_kind(rows.transform.softcap, second.transform.softcap)
+        of.run(kind, _two_pull_kernel, *arguments, *of_second, of.shares, *tables, NAMES=names, DIRECTION=second.kind)
 
-    def fused(
-        self, rows: LogitRows, stage: TokenStage, out: Tensor | None, ids: tuple[OfListed | None, Any, int] = (None, None, 0)
-    ) -> FusedRows:
-        """In one visit of each row; beside a second stream in two. `ids`: those that tokens list, the function of their program,
-        how many sums it has."""
-        if rows.second is not None:
-            return super().fused(rows, stage, out)
+    def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
+        """In one visit of each row; beside a second stream in two."""
+        found = None if rows.second is not None else self._one_visit(rows, stage, out)
+        return super().fused(rows, stage, out) if found is None else found
+
+    def _one_visit(
+        self,
+        rows: LogitRows,
+        stage: TokenStage,
+        out: Tensor | None,
+        listed: OfListed | None = None,
+        formula: Any = None,
+        sums: int = 0,
+    ) -> FusedRows | None:
+        """`listed`: the ids that tokens list, `formula`: the function of their program, which has so many `sums`."""
         assert rows.part is None
         if self.strict:
             stage.compare_once(Program.__call__)
         program, numbers = stage.program()
-        formula, used, _ = formula_of(program)
-        of, m = Arguments(rows, out), stage.rows.targets.numel()
-        given = stage.inputs(program)
-        of_rows, inputs = (
-            of.vectors(targets=rows.targets, read=rows.read),
-            vectors(m, **{name: given.get(name) for name in INPUTS}),
-        )
-        listed, of_ids, sums = ids
+        of_tokens, used, _ = formula_of(program)
+        of, m, given = Arguments(rows, out), stage.rows.targets.numel(), stage.inputs(program)
         make = torch.empty if listed is None else torch.zeros  # of tokens of other rows
         results = make(3, m, dtype=torch.float32, device=rows.logits.device)
-        memory = of.memory if out is not None else (*of.memory, None, 0, 0)
         arguments = (
-            *memory, *of.sizes[:2], *of_rows, *inputs, *of.transforms, tuple(numbers[i] for i in used), results, m, listed,
+            *of.rows[:-1], *of.vectors(targets=rows.targets, read=rows.read), *vectors(m, **{name: given.get(name) for name in INPUTS}),
+            tuple(numbers[i] for i in used), results, m, listed,
         )  # fmt: skip
         kind = launch.fused_kind(rows.logits.dtype, rows.transform.softcap)
-        of.run(kind, _fused_kernel, arguments, FORMULA=formula, LISTED=of_ids, SUMS=sums)
+        of.run(kind, _fused_kernel, *arguments, FORMULA=of_tokens, LISTED=formula, SUMS=sums)
         return FusedRows(results)
 
     def fused_tokens(self, rows: LogitRows, tokens: Tokens, stage: TokenStage, out: Tensor | None) -> FusedRows | None:
@@ -145,25 +137,22 @@ class Kernels(Backend):
         memory = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
         at = *aligned(tokens.of_row, ids.offsets, ids.ids), *memory
         listed = OfListed._make((*at, inputs, tuple(numbers[i] for i in used)))
-        return self.fused(rows._replace(targets=tokens.targets[tokens.of_row]), stage, out, (listed, formula, sums))
+        return self._one_visit(rows._replace(targets=tokens.targets[tokens.of_row]), stage, out, listed, formula, sums)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """The kernel reads the factor: a factor of 1 costs a launch only, and no host sync."""
-        if gradient.numel() == 0:
-            return
-        view = gradient
         if gradient.is_contiguous():
             # One row, of any length, whose stride is never used: 0 keeps the length from selecting a kernel.
-            view = gradient.as_strided((1, 1, gradient.numel()), (0, 0, 1))
+            gradient = gradient.as_strided((1, 1, gradient.numel()), (0, 0, 1))
         else:
             check_layout("gradient", gradient)
-        A, T, V = view.shape
-        tile = functools.partial(launch.choose, "scale", 2**31, (view,))
-        arguments = (view, view.stride(0), view.stride(1), V, T, A * T, factor)
-        with launch.on_device(gradient):
-            launch.run(
-                _scale_kernel, tile, lambda of: min(A * T * triton.cdiv(V, of.size), launch.SCALE_PROGRAMS), arguments, {}
-            )
+        A, T, V = gradient.shape
+        arguments = (gradient, gradient.stride(0), gradient.stride(1), V, T, A * T, factor)
+
+        def programs(size: int) -> int:
+            return min(A * T * triton.cdiv(V, size), launch.SCALE_PROGRAMS)
+
+        launch.run("scale", _scale_kernel, (gradient,), programs, arguments)
 
     # ---- products over slots
 
@@ -172,7 +161,7 @@ class Kernels(Backend):
         logits = torch.empty(m, dtype=torch.float32, device=hidden.device)
         of_slots = vectors(m, **{"slots.ids": slots.ids, "slots.rows": slots.rows})
         arguments = (hidden, hidden.stride(0), weight, weight.stride(0), hidden.shape[1], *of_slots, logits)
-        run_blocks("slots", _slot_logits_kernel, {"weight": weight, "hidden": hidden}, lambda _: m, arguments)
+        run_blocks("slots", _slot_logits_kernel, {"weight": weight, "hidden": hidden}, lambda _: m, *arguments)
         return logits
 
     def add_weight_rows(self, values: Tensor, slots: Ragged, weight: Tensor, out: Tensor) -> None:
@@ -180,7 +169,7 @@ class Kernels(Backend):
         of_rows = vectors(out.shape[0] + 1, **{"slots.offsets": slots.offsets})
         arguments = (*of_slots, *of_rows, weight, weight.stride(0), out, out.stride(0), out.shape[1])
         matrices = {"weight": weight, "out": out}
-        run_blocks("slots", _add_weight_rows_kernel, matrices, _blocks_of(out, out.shape[0]), arguments)
+        run_blocks("slots", _add_weight_rows_kernel, matrices, _blocks_of(out, out.shape[0]), *arguments)
 
     def add_hidden_rows(self, values: Tensor, slots: Ragged, hidden: Tensor, out: Tensor) -> None:
         m = slots.ids.numel()
@@ -193,81 +182,65 @@ class Kernels(Backend):
         n, matrices = len(places), {"hidden": hidden, "out": out}
         to = (out, out.stride(0), out.shape[1])
         arguments = (*of_slots, ids, order, m, places, n, begins, parts, hidden, hidden.stride(0), *to)
-        run_blocks("slots", _add_hidden_rows_kernel, matrices, _blocks_of(out, n + len(begins)), arguments, PIECE=PIECE)
+        run_blocks("slots", _add_hidden_rows_kernel, matrices, _blocks_of(out, n + len(begins)), *arguments, PIECE=PIECE)
         arguments = (ids, m, begins, parts, *to)
-        run_blocks("slots", _add_pieces_kernel, matrices, _blocks_of(out, len(begins)), arguments, PIECE=PIECE)
+        run_blocks("slots", _add_pieces_kernel, matrices, _blocks_of(out, len(begins)), *arguments, PIECE=PIECE)
 
     # ---- columns of sparse gradients
 
     def masses(self, rows: LogitRows, partials: Partials, step: float) -> Tensor:
         found = torch.empty(rows.n, dtype=torch.int64, device=rows.logits.device)
-        _select(rows, partials, step, None, found, (None, None))
+        _select(rows, partials, step, None, found, None, None)
         return found
 
     def select(self, rows: LogitRows, partials: Partials, step: float, starts: Tensor) -> Drawn:
         drawn = Drawn.nothing(rows.n, step, rows.logits.device)
-        _select(rows, partials, step, starts, None, (drawn.ids, drawn.logits))
+        _select(rows, partials, step, starts, None, *drawn)
         return drawn
 
 
-def _select(
-    rows: LogitRows, partials: Partials, step: float, starts: Tensor | None, masses: Tensor | None,
-    drawn: tuple[Tensor | None, Tensor | None],
-) -> None:  # fmt: skip
-    of, logits = Arguments(rows), rows.logits[0]
-    targets, starts = of.vectors(targets=rows.targets, starts=starts)
-    arguments = (
-        logits, logits.stride(0), of.vocab, targets, *of.partials(partials), starts, *of.transforms, per_unit(step), masses, *drawn,
-        capacity(step),
-    )  # fmt: skip
-    run_blocks("select", _select_kernel, {"logits": logits}, lambda _: of.n, arguments, **of.flags)
+def _select(rows: LogitRows, partials: Partials, step: float, starts: Tensor | None, *found: Tensor | None) -> None:
+    """`found`: where masses, or ids and logits of columns, go."""
+    of = Arguments(rows)
+    given = *of.vectors(targets=rows.targets), *of.partials(partials), *of.vectors(starts=starts)
+    arguments = (*of.rows[:1], *of.rows[2:6], *given, per_unit(step), *found, capacity(step))
+    of.run("select", _select_kernel, *arguments)
 
 
 #: What runs in place of the fused kernel where it cannot run, or its formula cannot be traced.
 SECOND_VISIT = "a second visit of the logits, with the formulas in PyTorch, which is slower"
 
 
-class OrEager(Backend):
+def _or_eager(name: str) -> Any:
+    """A method of the kernels, and eager's where it fails."""
+
+    def method(self: Kernels, *arguments: Any) -> Any:
+        try:
+            return getattr(Kernels, name)(self, *arguments)
+        except KernelFailure as failure:
+            fall_back("eager PyTorch, which is slow", failure.reason)
+        return getattr(eager.Kernels(), name)(*arguments)
+
+    return method
+
+
+class OrEager(Kernels):
     """What backend="auto" uses: a call whose kernel cannot run is computed by eager PyTorch, with a warning.
 
     Launch failures are detected before anything is written, so the logits are intact even when the gradient would overwrite them.
     The two backends agree to rounding, so one may compute the gradient from statistics of the other."""
 
-    writes_behind_reads = Kernels.writes_behind_reads  # eager does not need it
+    stats, mixed, pull, scale_ = map(_or_eager, ("stats", "mixed", "pull", "scale_"))
+    slot_logits, add_weight_rows, add_hidden_rows = map(_or_eager, ("slot_logits", "add_weight_rows", "add_hidden_rows"))
+    masses, select = map(_or_eager, ("masses", "select"))
 
-    def __init__(self, strict: bool = False) -> None:
-        self.kernels, self.eager = Kernels(), eager.Kernels()
-
-    def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
-        at_once = None if rows.second is not None else self._at_once("fused", rows, stage, out)
-        return super().fused(rows, stage, out) if at_once is None else at_once
-
-    def _at_once(self, name: str, *arguments: Any) -> Any:
+    def _one_visit(self, *arguments: Any) -> FusedRows | None:
         """If the kernel that contains the formulas cannot run, kernels without them may: torch then computes the formulas."""
         try:
-            return getattr(self.kernels, name)(*arguments)
+            return super()._one_visit(*arguments)
         except (KernelFailure, FormulaRefused) as failure:
             fall_back(SECOND_VISIT, getattr(failure, "reason", str(failure).rstrip(".")))
         return None
-
-    fused_tokens: Any = functools.partialmethod(_at_once, "fused_tokens")
-
-    def _either(self, name: str, *arguments: Any) -> Any:
-        try:
-            return getattr(self.kernels, name)(*arguments)
-        except KernelFailure as failure:
-            fall_back("eager PyTorch, which is slow", failure.reason)
-        return getattr(self.eager, name)(*arguments)
-
-    stats: Any = functools.partialmethod(_either, "stats")
-    mixed: Any = functools.partialmethod(_either, "mixed")
-    pull: Any = functools.partialmethod(_either, "pull")
-    scale_: Any = functools.partialmethod(_either, "scale_")
-    slot_logits: Any = functools.partialmethod(_either, "slot_logits")
-    add_weight_rows: Any = functools.partialmethod(_either, "add_weight_rows")
-    add_hidden_rows: Any = functools.partialmethod(_either, "add_hidden_rows")
-    masses: Any = functools.partialmethod(_either, "masses")
-    select: Any = functools.partialmethod(_either, "select")
 
 
 def _blocks_of(out: Tensor, rows: int) -> Callable[[int], int]:

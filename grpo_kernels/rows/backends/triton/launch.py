@@ -24,8 +24,9 @@ import triton.language as tl
 from ....checks import warn_once
 from ....formulas.program import Program
 from ....formulas.token_stage import INPUTS
-from ...partials import LogitRows, Partials, RowTransform, Slopes
+from ...partials import LogitRows, Partials, Slopes
 from .kernels import _stats_kernel
+from .one_row import Transform
 
 Tensor = torch.Tensor
 
@@ -111,6 +112,8 @@ LAUNCH = {
     "slots": Choice(64, 2, programs=4),
 }
 FUSED = ("fused", "fused32", "capped32")
+#: Kinds with the same tile for rows of any length, and of those the ones where the compiler may fuse multiplications and additions.
+OF_BLOCKS = ("scale", "select", "slots")
 #: Programs of `scale_`: a few for each multiprocessor of the largest GPUs, and few enough to return at once when there is
 #: nothing to do.
 SCALE_PROGRAMS = 512
@@ -133,20 +136,49 @@ def choice_of(kind: str) -> Choice:
     return LAUNCH[{"scale": "visit", "capped32": "fused32"}.get(kind, kind)]
 
 
-def choose(kind: str, columns: int, tensors: tuple[Tensor, ...], halvings: int) -> Launch:
-    """The tile for rows of `columns`, halved so often; `tensors` are [A, T, V], the first sets the width of an access.
+class Tile(NamedTuple):
+    """What a program takes of a row at a time: the compile-time argument TILE of a kernel."""
+
+    ALIGNED: bool  # rows begin where accesses do
+    LANES: int  # threads
+    COLS: int  # logits of an access
+    ACCESSES: int  # accesses of a thread
+    BLOCK: int  # logits in all
+    PEELED: bool  # rows do not begin where accesses do, but those of the gradient are as far from there as those of the logits
+    ENDS: int  # the last tiles, loaded at once
+    KEPT: int  # how many of these stay in registers
+    FIRST_HINT: str  # to the cache, about what is read again
+    LAST_HINT: str  # and about what is not
+    STAGES: int  # tiles that are computed or on their way at a time
+
+    @property
+    def accesses(self) -> int:
+        """Of all threads together."""
+        return self.LANES * self.ACCESSES
+
+    @property
+    def size(self) -> str:  # in words; `str` of all fields tells kernels apart in Triton's cache
+        return f"{self.accesses} x {self.COLS}"
+
+
+def choose(kind: str, tensors: tuple[Tensor, ...], halvings: int) -> dict[str, Any]:
+    """The tile, halved so often, and options of Triton's compiler. Rows are in the last dimension of `tensors`, the first of
+    which sets the width of an access. They depend on vocabulary, dtypes and strides, never on the number of rows.
 
     Half a tile is half of what each thread has in flight and then, once that is one access, half the threads."""
     cols = 16 // tensors[0].element_size()
-    # Both strides count, whatever the sizes, so that a dimension of size 1 does not select another kernel.
+    # All strides count, whatever the sizes, so that a dimension of size 1 does not select another kernel.
     aligned, behind = True, set()
     for x in set(tensors):  # one, where the gradient is written in place
-        (A, T, _), (of_a, of_t, _) = x.shape, x.stride()
-        aligned = aligned and of_a % 16 == 0 == of_t % 16
-        behind.add((of_a % cols if A > 1 else 0, of_t % cols if T > 1 else 0, x.data_ptr() // x.element_size() % cols))
+        strides = x.stride()[:-1]
+        # Products read the end of a row by whole accesses, too.
+        aligned = aligned and not any([stride % 16 for stride in strides]) and (kind != "slots" or x.shape[-1] % 16 == 0)
+        apart = [stride % cols for stride, size in zip(strides, x.shape, strict=False) if size > 1]
+        behind.add((*apart, x.data_ptr() // x.element_size() % cols))
     # Unaligned gradients are written 16 bytes at a time too, if each of their rows has the same offset from a 16-byte boundary
     # as its logits. So only strides modulo an access matter, and the stride of a dimension of size 1 does not.
-    peeled = not aligned and len(tensors) == 2 and len(behind) == 1
+    peeled = not aligned and kind in ("visit", *FUSED) and len(tensors) == 2 and len(behind) == 1
+    columns = 2**31 if kind in OF_BLOCKS else tensors[0].shape[-1]
     device = None if INTERPRETED else triton.runtime.driver.active
     index = tensors[0].device.index
     return _launch(kind, choice_of(kind), columns, cols, aligned, peeled, halvings, device, index)
@@ -155,24 +187,20 @@ def choose(kind: str, columns: int, tensors: tuple[Tensor, ...], halvings: int) 
 @functools.lru_cache(maxsize=256)
 def _launch(
     kind: str, choice: Choice, columns: int, cols: int, aligned: bool, peeled: bool, halvings: int, driver: Any, index: int | None
-) -> Launch:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """As `choose`, from numbers. `driver` and `index` name the device, whose target `options` asks for."""
     full, row = choice.threads * choice.accesses, triton.next_power_of_2(triton.cdiv(columns, cols))
     accesses = max(32, min(full, row) >> halvings)
-    lanes = min(choice.threads, accesses)
-    flags = {"ALIGNED": aligned, "LANES": lanes, "COLS": cols, "ACCESSES": accesses // lanes}
-    if kind in ("visit", *FUSED):
-        tiles = triton.cdiv(columns, accesses * cols)
-        ends = min(choice.ends, tiles) if aligned else 1  # single elements take more registers
-        keeps = aligned and columns % cols == 0 and kind != "capped32"
-        first, last = ("evict_last", "evict_first") if choice.hints else ("", "")
-        flags |= {
-            "PEELED": peeled,
-            "ENDS": ends,
-            "KEPT": min(choice.kept, ends) if keeps else 0,
-        }
-        flags |= {"FIRST_HINT": first, "LAST_HINT": last, "STAGES": choice.stages if tiles > ends and _copies_ahead() else 1}
-    return Launch(flags, options(lanes, choice, fusion=False))  # kernels of rows say where: `_fma`
+    lanes, block = min(choice.threads, accesses), accesses * cols
+    tiles = triton.cdiv(columns, block)
+    ends = min(choice.ends, tiles) if aligned else 1  # single elements take more registers
+    keeps = aligned and columns % cols == 0 and kind != "capped32"
+    hints = ("evict_last", "evict_first") if choice.hints else ("", "")
+    stages = choice.stages if tiles > ends and _copies_ahead() else 1
+    tile = Tile(
+        aligned, lanes, cols, accesses // lanes, block, peeled, ends, min(choice.kept, ends) if keeps else 0, *hints, stages
+    )
+    return {"TILE": tile, **options(lanes, choice, kind in OF_BLOCKS[1:])}
 
 
 def _copies_ahead() -> bool:
@@ -184,10 +212,10 @@ def _copies_ahead() -> bool:
     return bool(target.backend == "cuda" and target.arch >= 90)
 
 
-def options(lanes: int, choice: Choice, fusion: bool = True) -> dict[str, Any]:
+def options(lanes: int, choice: Choice, fusion: bool) -> dict[str, Any]:
     """Options of Triton's compiler for a program of so many threads. As many threads as the choice has resident share the
     registers, also where rows are short and a program has few of them. `fusion`: of multiplications and additions, which rounds
-    once instead of twice."""
+    once instead of twice; the other kernels say where: `_fma`."""
     if INTERPRETED:
         return {}
     target = triton.runtime.driver.active.get_current_target()
@@ -203,27 +231,6 @@ def options(lanes: int, choice: Choice, fusion: bool = True) -> dict[str, Any]:
 
 #: The search for a tile that fits stops at this many accesses. Each try compiles once.
 FEWEST = 128
-
-
-class Launch(NamedTuple):
-    """Settings of a launch. They depend on vocabulary, dtypes and strides, never on the number of rows."""
-
-    flags: dict[str, Any]  # compile-time arguments: LANES, ACCESSES and COLS of the tile, and others
-    options: dict[str, Any]
-
-    @property
-    def accesses(self) -> int:
-        """Number of accesses to load a tile, over all threads."""
-        return int(self.flags["LANES"] * self.flags["ACCESSES"])
-
-    @property
-    def size(self) -> int:
-        """Number of logits in a tile."""
-        return self.accesses * int(self.flags["COLS"])
-
-    @property
-    def tile(self) -> str:
-        return f"{self.accesses} x {self.flags['COLS']}"
 
 
 class KernelFailure(RuntimeError):
@@ -242,45 +249,48 @@ _remembered: dict[Hashable, int | str] = {}
 
 
 def run(
+    kind: str,
     kernel: Any,
-    tile: Callable[[int], Launch],
-    programs: Callable[[Launch], int],
-    arguments: Sequence[Any],
-    flags: Mapping[str, Any],
+    tensors: tuple[Tensor, ...],
+    programs: Callable[[int], int],
+    arguments: tuple[Any, ...],
+    **flags: Any,
 ) -> None:
-    """Launch `programs` of the kernel with the first of tile(0), tile(1) .., each half the size of the one before, that runs.
+    """Launch a kernel on the device of `tensors` with the first tile that runs, each half the size of the one before, see `choose`.
+    `programs`: how many, for a number of columns in a tile.
 
     Raises KernelFailure if none does. Errors of the device, such as running out of memory, pass through: the kernel may have
     run in part, or would fail with a smaller tile as well."""
-    halvings = 0
-    if _remembered:  # usually empty, so that calls need not compute a key
-        known = _remembered.get(_signature(kernel, tile(0), arguments, flags), 0)
-        if isinstance(known, str):
-            raise KernelFailure(known)
-        halvings = known
+    if programs(1) == 0:
+        return
+    tile = functools.partial(choose, kind, tensors)
+    key = functools.partial(_signature, kernel, tile, arguments, flags)
+    halvings = _remembered.get(key(), 0) if _remembered else 0  # usually empty, so that calls need not compute a key
+    if isinstance(halvings, str):
+        raise KernelFailure(halvings)
     launch = first = tile(halvings)
     said = ""  # only the text: the exception would keep the arguments alive
-    while True:
-        try:
-            kernel[(programs(launch),)](*arguments, **flags, **launch.flags, **launch.options)
-            break
-        except Exception as error:
-            if not _before_it_ran(error, kernel, arguments, {**flags, **launch.flags, **launch.options}):
-                raise
-            said = said or _line(error)
-            halvings += 1
-            smaller = tile(halvings)
-            if smaller.accesses < FEWEST:
-                tried = first.tile if launch == first else f"{first.tile} down to {launch.tile}"
-                reason = f"the Triton kernel {_name(kernel)} does not run with tiles of {tried} logits: {said}"
-                _remembered[_signature(kernel, tile(0), arguments, flags)] = reason
-                raise KernelFailure(reason) from error
-            launch = smaller
+    with on_device(tensors[0]):
+        while True:
+            try:
+                kernel[(programs(launch["TILE"].BLOCK),)](*arguments, **flags, **launch)
+                break
+            except Exception as error:
+                if not _before_it_ran(error, kernel, arguments, {**flags, **launch}):
+                    raise
+                said = said or _line(error)
+                smaller = tile(halvings + 1)
+                if smaller["TILE"].accesses < FEWEST:
+                    tried = first["TILE"].size if launch is first else f"{first['TILE'].size} down to {launch['TILE'].size}"
+                    reason = f"the Triton kernel {_name(kernel)} does not run with tiles of {tried} logits: {said}"
+                    _remembered[key()] = reason
+                    raise KernelFailure(reason) from error
+                launch, halvings = smaller, halvings + 1
     if said:
-        _remembered[_signature(kernel, tile(0), arguments, flags)] = halvings
+        _remembered[key()] = halvings
         warn_once(
-            f"the Triton kernel {_name(kernel)} does not run with a tile of {first.tile} logits: {said}. It "
-            f"runs with {launch.tile}, which may be slower. `python -m grpo_kernels doctor` says more."
+            f"the Triton kernel {_name(kernel)} does not run with a tile of {first['TILE'].size} logits: {said}. It "
+            f"runs with {launch['TILE'].size}, which may be slower. `python -m grpo_kernels doctor` says more."
         )
 
 
@@ -298,13 +308,15 @@ def _before_it_ran(error: Exception, kernel: Any, arguments: Sequence[Any], comp
     return False
 
 
-def _signature(kernel: Any, full: Launch, arguments: Sequence[Any], flags: Mapping[str, Any]) -> Hashable:
+def _signature(
+    kernel: Any, tile: Callable[[int], Mapping[str, Any]], arguments: Sequence[Any], flags: Mapping[str, Any]
+) -> Hashable:
     """A key for what Triton compiles: kernel, dtypes, devices and compile-time arguments."""
 
     def kind(x: Any) -> Any:
-        return (x.dtype, x.device) if isinstance(x, Tensor) else len(x) if isinstance(x, tuple) else type(x)
+        return (x.dtype, x.device) if isinstance(x, Tensor) else tuple(map(kind, x)) if isinstance(x, tuple) else type(x)
 
-    return kernel, tuple(map(kind, arguments)), frozenset({**flags, **full.flags, **full.options}.items())
+    return kernel, tuple(map(kind, arguments)), frozenset({**flags, **tile(0)}.items())
 
 
 def _name(kernel: Any) -> str:
@@ -362,33 +374,29 @@ def table(name: str, n: int, x: Tensor) -> tuple[Tensor, int]:
 
 
 class Arguments:
-    """The rows of a call as arguments of a kernel: those of the logits, of a second stream and of `out`, where there are any."""
+    """The rows of a call as arguments of a kernel: those of the logits, of a second stream and of `outs`, where there are any."""
 
-    def __init__(self, rows: LogitRows, out: Tensor | None = None) -> None:
-        A, T, self.vocab = rows.logits.shape
+    def __init__(self, rows: LogitRows, *outs: Tensor | None) -> None:
+        (A, T, V), second = rows.logits.shape, rows.second
         first, end = rows.part or (0, A * T)
-        self.n, self.sizes = end - first, (self.vocab, T, first)
+        self.n, self.two = end - first, second is not None
         check_layout("logits", rows.logits)
-        self.transforms, self.flags = self._transform(rows.transform, "")
-        self.tensors: tuple[Tensor, ...] = (rows.logits,)
-        if rows.second is not None:
-            check_layout("second.logits", rows.second.logits, rows.logits)
-            values, flags = self._transform(rows.second.transform, "TEACHER_")
-            self.transforms, self.flags = self.transforms + values, self.flags | flags
-            self.tensors += (rows.second.logits,)
-            self.shares = float(rows.second.mixture), 1.0 - float(rows.second.mixture)  # of the second stream and of the first
-        if out is not None:
-            check_layout("out", out, rows.logits)
-            self.tensors += (out,)
-        self.memory = tuple(x for t in self.tensors for x in (t, t.stride(0), t.stride(1)))
-
-    def _transform(self, transform: RowTransform, stream: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        inverse: Any = transform.inv_temperature
-        per_row = isinstance(inverse, Tensor)
-        shape = "softcap" if transform.softcap != 0 else "linear" if transform.scale >= 0 else "mirrored"
-        inverse = vectors(self.n, inv_temperature=inverse)[0] if per_row else float(inverse)
-        values = (inverse, float(transform.scale), float(transform.softcap))
-        return values, {f"{stream}SHAPE": shape, f"{stream}ROW_TEMPERATURE": per_row}
+        streams: list[Any] = [rows]
+        if second is not None:
+            check_layout("second.logits", second.logits, rows.logits)
+            streams.append(second)
+            self.shares = float(second.mixture), 1.0 - float(second.mixture)  # of the second stream and of the first
+        places: tuple[Tensor | None, ...] = (*(of.logits for of in streams), *outs)
+        self.tensors = tuple(x for x in places if x is not None)
+        if len(self.tensors) > len(streams):
+            check_layout("out", self.tensors[-1], rows.logits)
+        self.rows: list[Any] = [y for x in places for y in ((None, 0, 0) if x is None else (x, x.stride(0), x.stride(1)))]
+        for of in streams:
+            scale, softcap, inverse = of.transform
+            inverse = vectors(self.n, inv_temperature=inverse)[0] if isinstance(inverse, Tensor) else float(inverse)
+            transform = Transform(float(scale), float(softcap) if softcap else None, True if scale < 0 else None)
+            self.rows += (inverse, transform)
+        self.rows += (V, T, first)
 
     def vectors(self, **given: Tensor | None) -> tuple[Tensor | None, ...]:
         return vectors(self.n, **given)
@@ -396,30 +404,21 @@ class Arguments:
     def partials(self, partials: Partials) -> tuple[Any, ...]:
         """The table and its stride; with a second stream also where the rows of both streams begin, in between."""
         values, stride = table("partials", self.n, partials.values)
-        return (values, values[partials.names.index("teacher_max") :], stride) if len(self.transforms) > 3 else (values, stride)
+        return (values, values[partials.names.index("teacher_max") :], stride) if self.two else (values, stride)
 
     def slopes(self, slopes: Slopes) -> tuple[Tensor, int]:
         return table("slopes", self.n, slopes.values)
 
-    def run(self, kind: str, kernel: Any, arguments: tuple[Any, ...], **flags: Any) -> None:
+    def run(self, kind: str, kernel: Any, *arguments: Any, **flags: Any) -> None:
         """Launch a kernel with a program for each row."""
-        if self.n == 0:
-            return
-        tile = functools.partial(choose, kind, self.vocab, self.tensors)
-        with on_device(self.tensors[0]):
-            run(kernel, tile, lambda _: self.n, arguments, self.flags | flags)
+        run(kind, kernel, self.tensors, lambda _: self.n, arguments, **flags)
 
 
 def run_blocks(
-    kind: str,
-    kernel: Any,
-    matrices: dict[str, Tensor],
-    programs: Callable[[int], int],
-    arguments: tuple[Any, ...],
-    **flags: Any,
+    kind: str, kernel: Any, matrices: dict[str, Tensor], programs: Callable[[int], int], *arguments: Any, **flags: Any
 ) -> None:
     """Over rows of matrices [n, width] whose columns are cut into blocks. `programs` gives the grid for a number of columns in a
-    block. The first matrix sets the width of an access."""
+    block."""
     given = tuple(matrices.values())
     width = given[0].shape[1]
     for name, x in matrices.items():
@@ -429,19 +428,7 @@ def run_blocks(
                 f"{name} has shape {list(x.shape)} and strides {list(x.stride())}: the Triton kernels take rows of {width} in one "
                 "piece."
             )
-    if programs(1) == 0:
-        return
-
-    def tile(halvings: int) -> Launch:
-        # A selection masks the end of a row by itself.
-        aligned = all(x.stride(0) % 16 == 0 and (x.shape[1] % 16 == 0 or kind == "select") for x in given)
-        choice = LAUNCH[kind]
-        lanes = choice.threads >> halvings
-        sizes = {"LANES": lanes, "ACCESSES": choice.accesses, "COLS": 16 // given[0].element_size()}
-        return Launch({"ALIGNED": aligned, **sizes}, options(lanes, choice))
-
-    with on_device(given[0]):
-        run(kernel, tile, lambda launch: programs(launch.size), arguments, flags)
+    run(kind, kernel, given, programs, arguments, **flags)
 
 
 # ---- formulas

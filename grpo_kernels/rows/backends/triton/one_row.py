@@ -1,7 +1,8 @@
 """One row of logits inside a Triton kernel: its tiles, the transform that it is read with, its statistics, its gradient.
 
 A tile is ACCESSES pieces [LANES, COLS], a lane being a thread of the program. A lane reduces its own elements of all pieces
-without exchange between threads, and all loads of a tile are issued before the first value is needed.
+without exchange between threads, and all loads of a tile are issued before the first value is needed. What is known at compile
+time has an upper-case name; TILE is a `launch.Tile`.
 
 The statistics of unaligned rows (an odd vocabulary) are read by single elements, their gradient alone is peeled to 128-bit
 accesses: sums from a 16-byte boundary on have another order, and so other bits, for each place that a row may lie at."""
@@ -21,96 +22,109 @@ _FLOOR = tl.constexpr(-1e30)
 _FAR = tl.constexpr(2.0**29)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
+#: What a `RowTransform` is to a kernel. The softmax of z = k u(x), k > 0, runs over u = tanh(x scale / softcap), or x where
+#: softcap is None, or -x where `mirrored` is not None, as a negative scale asks for.
+Transform = namedtuple("Transform", "scale softcap mirrored")
+#: A row of V logits, the columns that each thread takes of a piece, and how they are read.
+Stream = namedtuple("Stream", "row V cols k inv_t scale softcap mirrored")
+
 
 # ---- tiles: which columns each thread takes, and how they are loaded
 
 
 @triton.jit
-def _columns(ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr):
-    if ALIGNED:  # neighbours belong to one thread: a 128-bit access
-        return tl.arange(0, LANES)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+def _columns(TILE, WIDE):
+    if WIDE:  # neighbours belong to one thread: a 128-bit access
+        return tl.arange(0, TILE.LANES)[:, None] * TILE.COLS + tl.arange(0, TILE.COLS)[None, :]
     else:  # neighbours belong to neighbouring threads: single elements, side by side
-        return tl.arange(0, LANES)[:, None] + tl.arange(0, COLS)[None, :] * LANES
+        return tl.arange(0, TILE.LANES)[:, None] + tl.arange(0, TILE.COLS)[None, :] * TILE.LANES
 
 
 @triton.jit
-def _row_offset(row, T, stride_a, stride_t, ALIGNED: tl.constexpr):
-    offset = (row // T) * stride_a + (row % T) * stride_t
-    if ALIGNED:
+def _at_row(x, row, T, stride_a, stride_t, TILE):
+    """Where a row of x [A, T, V] begins; of [n, V] where T is None."""
+    offset = row * stride_t if T is None else (row // T) * stride_a + (row % T) * stride_t
+    if TILE.ALIGNED:
         offset = tl.multiple_of(offset, 16)
-    return offset
+    return x + offset
 
 
 @triton.jit
-def _to_boundary(row, V, COLS: tl.constexpr):
+def _read_as(logits, V, row, T, stride_a, stride_t, inv_t, transform, TILE):
+    """A row of logits [A, T, V] as the fields of a Stream before its transform, whose None no function can return."""
+    at = _at_row(logits, row, T, stride_a, stride_t, TILE)
+    k = tl.abs(transform.scale * inv_t) if transform.softcap is None else transform.softcap * inv_t
+    return at, V, _columns(TILE, TILE.ALIGNED), k, inv_t
+
+
+@triton.jit
+def _piece(at, i, cols):
+    """Columns of piece i of the tile that begins at `at`, a column or a pointer to it."""
+    return at + i * (cols.shape[0] * cols.shape[1]) + cols
+
+
+@triton.jit
+def _load(of, at, PIECES, END, HINT):
+    """Pieces of a row from column `at` on. END: they may reach beyond the row's end, and are 0 there."""
+    xs = ()
+    for i in tl.static_range(PIECES):
+        if END:
+            here = _piece(at, i, of.cols)
+            x = tl.load(of.row + here, mask=here < of.V, other=0.0, eviction_policy=HINT)
+        else:
+            x = tl.load(_piece(of.row + at, i, of.cols), eviction_policy=HINT)
+        xs = xs + (x,)  # type: ignore[assignment]  # noqa: RUF005
+    return xs
+
+
+@triton.jit
+def _store(out, at, i, of, x, END, HINT):
+    """Write piece i of the tile from column `at` on."""
+    here = _piece(at, i, of.cols)
+    if END:
+        tl.store(out + here, x.to(out.dtype.element_ty), mask=here < of.V, eviction_policy=HINT)
+    else:
+        tl.store(out + here, x.to(out.dtype.element_ty), eviction_policy=HINT)
+
+
+@triton.jit
+def _write_zeros(out, V, TILE):
+    cols = _columns(TILE, TILE.ALIGNED)
+    STEP: tl.constexpr = TILE.LANES * TILE.COLS
+    zeros = tl.zeros(cols.shape, out.dtype.element_ty)
+    full = V // STEP * STEP
+    for start in range(0, full, STEP):
+        tl.store(out + start + cols, zeros, eviction_policy=TILE.LAST_HINT)
+    if full < V:
+        tl.store(out + full + cols, zeros, mask=full + cols < V, eviction_policy=TILE.LAST_HINT)
+
+
+@triton.jit
+def _to_boundary(row, V, COLS):
     """How many elements of a row lie before the first 16-byte boundary; COLS elements are 16 bytes."""
     past = (row.to(tl.int64) // (row.dtype.element_ty.primitive_bitwidth // 8)) % COLS
     return tl.minimum((COLS - past) % COLS, V).to(tl.int32)
 
 
-@triton.jit
-def _load_full(row, at, cols, PIECES: tl.constexpr, HINT: tl.constexpr):
-    """Pieces of a row from column `at` on, none of which reaches beyond the row's end."""
-    STEP: tl.constexpr = cols.shape[0] * cols.shape[1]
-    xs = ()
-    for i in tl.static_range(PIECES):
-        xs = xs + (tl.load(row + at + i * STEP + cols, eviction_policy=HINT),)  # type: ignore[assignment]  # noqa: RUF005
-    return xs
-
-
-@triton.jit
-def _load_end(row, at, V, cols, PIECES: tl.constexpr, HINT: tl.constexpr):
-    """The same for pieces that may reach beyond the row's end: 0 there."""
-    STEP: tl.constexpr = cols.shape[0] * cols.shape[1]
-    xs = ()
-    for i in tl.static_range(PIECES):
-        here = at + i * STEP + cols
-        xs = xs + (tl.load(row + here, mask=here < V, other=0.0, eviction_policy=HINT),)  # type: ignore[assignment]  # noqa: RUF005
-    return xs
-
-
-@triton.jit
-def _write_zeros(out, V, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr, HINT: tl.constexpr):
-    BLOCK: tl.constexpr = LANES * COLS
-    cols = _columns(ALIGNED, LANES, COLS)
-    zeros = tl.zeros((LANES, COLS), out.dtype.element_ty)
-    full = V // BLOCK * BLOCK
-    for start in range(0, full, BLOCK):
-        tl.store(out + start + cols, zeros, eviction_policy=HINT)
-    if full < V:
-        tl.store(out + full + cols, zeros, mask=full + cols < V, eviction_policy=HINT)
-
-
 # ---- statistics
 
-# z = k u(x) with k > 0: the softmax runs over u. SHAPE is "linear" (u = x), "mirrored" (u = -x, for a negative scale) or
-# "softcap" (u = tanh).
-
 
 @triton.jit
-def _u(x, scale, softcap, SHAPE: tl.constexpr):
+def _u(x, of):
     x = x.to(tl.float32)
-    if SHAPE == "softcap":
+    if of.softcap is not None:
         # tanh(v) = 1 - 2 / (e^2v + 1), off by 6e-8: times the cap, the spacing of fp32 numbers near it.
-        return 1.0 - 2.0 / (tl.exp2(x * (2.0 * _LOG2E * scale / softcap)) + 1.0)
-    elif SHAPE == "mirrored":
+        return 1.0 - 2.0 / (tl.exp2(x * (2.0 * _LOG2E * of.scale / of.softcap)) + 1.0)
+    elif of.mirrored is not None:
         return -x
     else:
         return x
 
 
 @triton.jit
-def _k(scale, softcap, inv_t, SHAPE: tl.constexpr):
-    if SHAPE == "softcap":
-        return softcap * inv_t
-    else:
-        return tl.abs(scale * inv_t)
-
-
-@triton.jit
-def _dz_dx(u, scale, inv_t, SHAPE: tl.constexpr):
-    slope = scale * inv_t
-    if SHAPE == "softcap":
+def _dz_dx(u, of):
+    slope = of.scale * of.inv_t
+    if of.softcap is not None:
         slope = slope * (1.0 - u * u)
     return slope
 
@@ -135,22 +149,22 @@ def _base(m, c):
 
 
 @triton.jit
-def _fold(m, b, s, w, q, xs, at, V, cols, c, scale, softcap, END: tl.constexpr, SHAPE: tl.constexpr, KIND: tl.constexpr):
+def _fold(sums, xs, at, of, c, END, KIND):
     """Fold a tile into every lane's running maximum m of u, b = _base(m, c), sum s of 2^d for d = c u - b, with KIND >= 1 sum w
     of 2^d d, with KIND = 2 sum q of 2^2d. END: columns from V on are left out."""
-    STEP: tl.constexpr = cols.shape[0] * cols.shape[1]
+    m, b, s, w, q = sums
     us = ()
     for i in tl.static_range(len(xs)):
-        u = _u(xs[i], scale, softcap, SHAPE)
+        u = _u(xs[i], of)
         if END:  # -inf is put in after u is computed: tanh would turn it into a finite number, and the mirror into +inf.
-            u = tl.where(at + i * STEP + cols < V, u, _NEG_INF)
+            u = tl.where(_piece(at, i, of.cols) < of.V, u, _NEG_INF)
         us = us + (u,)  # type: ignore[assignment]  # noqa: RUF005
     top = us[0]  # type: ignore[misc]
     for i in tl.static_range(1, len(xs)):
         top = tl.maximum(top, us[i])
     m = tl.maximum(m, tl.max(top, axis=1))
     base = _base(m, c)
-    s_tile = tl.zeros(cols.shape, tl.float32)
+    s_tile = tl.zeros(of.cols.shape, tl.float32)
     w_tile = s_tile
     q_tile = s_tile
     for i in tl.static_range(len(xs)):
@@ -171,46 +185,56 @@ def _fold(m, b, s, w, q, xs, at, V, cols, c, scale, softcap, END: tl.constexpr, 
 
 
 @triton.jit
-def _ties(row, V, m, scale, softcap, SHAPE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr):
+def _inside(of, start):
+    """A piece that may reach beyond the row's end: which columns are in the row, and their u."""
+    inside = start + of.cols < of.V
+    return inside, _u(tl.load(of.row + start + of.cols, mask=inside, other=0.0), of)
+
+
+@triton.jit
+def _ties(of, m, TILE):
     """How many columns have u = m; NaN if one is NaN. The sum of e^k(u - m) of a row far from 0, where all others are less
     than e^-22 (a row of the smallest finite number, for one)."""
-    cols = _columns(ALIGNED, LANES, COLS)
-    found = tl.zeros((LANES,), tl.float32)
-    for start in range(0, V, LANES * COLS):
-        inside = start + cols < V
-        u = _u(tl.load(row + start + cols, mask=inside, other=0.0), scale, softcap, SHAPE)
+    found = tl.full((TILE.LANES,), 0.0, tl.float32)
+    for start in range(0, of.V, TILE.LANES * TILE.COLS):
+        inside, u = _inside(of, start)
         found += tl.sum(tl.where(inside, tl.where(u == m, 1.0, tl.where(u != u, u, 0.0)), 0.0), axis=1)
     return tl.sum(found, axis=0)
 
 
 @triton.jit
-def _softmax_partials(
-    row, V, k, scale, softcap,
-    SHAPE: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, ACCESSES: tl.constexpr, LANES: tl.constexpr,
-    COLS: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, HINT: tl.constexpr, LAST_HINT: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
+def _first_at(of, m, TILE):
+    """The first column whose u is m, or -1. Reads the row once more."""
+    first = tl.full((TILE.LANES,), 2147483647, tl.int32)
+    for start in range(0, of.V, TILE.LANES * TILE.COLS):
+        inside, u = _inside(of, start)
+        first = tl.minimum(first, tl.min(tl.where(inside & (u == m), start + of.cols, 2147483647), axis=1))
+    found = tl.min(first, axis=0)
+    return tl.where(found == 2147483647, -1, found)
+
+
+@triton.jit
+def _softmax_partials(of, KIND, KEPT, TILE):
     """m = max u, s = sum of e^k(u - m), w = sum of e^k(u - m) k(u - m), q = sum of e^2k(u - m) of one row, and its
     last KEPT tiles. The last ENDS tiles are loaded at once."""
-    BLOCK: tl.constexpr = ACCESSES * LANES * COLS
-    cols = _columns(ALIGNED, LANES, COLS)
-    c = k * _LOG2E
-    m = tl.full((LANES,), _NEG_INF, tl.float32)
-    b = tl.full((LANES,), -_FAR, tl.float32)
-    s = tl.zeros((LANES,), tl.float32)
-    w = tl.zeros((LANES,), tl.float32)
-    q = tl.zeros((LANES,), tl.float32)
-    end = ((V + BLOCK - 1) // BLOCK - ENDS) * BLOCK
-    for start in tl.range(0, end, BLOCK, num_stages=STAGES):
-        xs = _load_full(row, start, cols, ACCESSES, HINT)
-        m, b, s, w, q = _fold(m, b, s, w, q, xs, start, V, cols, c, scale, softcap, False, SHAPE, KIND)
-    xs = _load_full(row, end, cols, ACCESSES * (ENDS - 1), LAST_HINT if KEPT >= ENDS else HINT)
-    xs = xs + _load_end(row, end + (ENDS - 1) * BLOCK, V, cols, ACCESSES, LAST_HINT if KEPT > 0 else HINT)
+    ACCESSES: tl.constexpr = TILE.ACCESSES
+    ENDS: tl.constexpr = TILE.ENDS
+    HINT: tl.constexpr = TILE.FIRST_HINT
+    LAST_HINT: tl.constexpr = TILE.LAST_HINT
+    c = of.k * _LOG2E
+    m = tl.full((TILE.LANES,), _NEG_INF, tl.float32)
+    b = tl.full((TILE.LANES,), -_FAR, tl.float32)
+    s = tl.full((TILE.LANES,), 0.0, tl.float32)
+    sums = (m, b, s, s, s)
+    end = ((of.V + TILE.BLOCK - 1) // TILE.BLOCK - ENDS) * TILE.BLOCK
+    for start in tl.range(0, end, TILE.BLOCK, num_stages=TILE.STAGES):
+        sums = _fold(sums, _load(of, start, ACCESSES, False, HINT), start, of, c, False, KIND)
+    xs = _load(of, end, ACCESSES * (ENDS - 1), False, LAST_HINT if KEPT >= ENDS else HINT)
+    xs = xs + _load(of, end + (ENDS - 1) * TILE.BLOCK, ACCESSES, True, LAST_HINT if KEPT > 0 else HINT)
     for i in tl.static_range(ENDS):
         tile = xs[i * ACCESSES : (i + 1) * ACCESSES]
-        m, b, s, w, q = _fold(
-            m, b, s, w, q, tile, end + i * BLOCK, V, cols, c, scale, softcap, i == ENDS - 1, SHAPE, KIND
-        )  # fmt: skip
+        sums = _fold(sums, tile, end + i * TILE.BLOCK, of, c, i == ENDS - 1, KIND)
+    m, b, s, w, q = sums
     top = tl.max(m, axis=0)
     base = _base(top, c)
     shift = b - base
@@ -224,30 +248,15 @@ def _softmax_partials(
     s = sum_e * up
     s = tl.where((s < 1.0) & (top > _NEG_INF), 1.0, s)  # rounding; the maximum itself adds 1
     if (tl.abs(top * c) >= _FAR) & (tl.abs(top) < -_NEG_INF):
-        s = _ties(row, V, top, scale, softcap, SHAPE, ALIGNED, LANES, COLS)
+        s = _ties(of, top, TILE)
         w = 0.0 * s
         q = s
     return top, s, w, q, xs[(ENDS - KEPT) * ACCESSES :]
 
 
 @triton.jit
-def _first_at(row, V, m, scale, softcap, SHAPE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr):
-    """The first column whose u is m, or -1. Reads the row once more."""
-    BLOCK: tl.constexpr = LANES * COLS
-    cols = _columns(ALIGNED, LANES, COLS)
-    first = tl.full((LANES,), 2147483647, tl.int32)
-    for start in range(0, V, BLOCK):
-        inside = start + cols < V
-        u = _u(tl.load(row + start + cols, mask=inside, other=0.0), scale, softcap, SHAPE)
-        first = tl.minimum(first, tl.min(tl.where(inside & (u == m), start + cols, 2147483647), axis=1))
-    found = tl.min(first, axis=0)
-    return tl.where(found == 2147483647, -1, found)
-
-
-@triton.jit
-def _target_u(row, target, V, scale, softcap, SHAPE: tl.constexpr):
-    x = tl.load(row + target, mask=(target >= 0) & (target < V), other=float("nan"))
-    return _u(x, scale, softcap, SHAPE)
+def _target_u(of, target):
+    return _u(tl.load(of.row + target, mask=(target >= 0) & (target < of.V), other=float("nan")), of)
 
 
 @triton.jit
@@ -261,21 +270,7 @@ def _expm1(x):
 
 
 @triton.jit
-def _gradient(x, unit, c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE: tl.constexpr, KIND: tl.constexpr):
-    u = _u(x, scale, softcap, SHAPE)
-    slope = _dz_dx(u, scale, inv_t, SHAPE)
-    d = _fma(unit * u, c, -b)
-    factor = constant * slope
-    if KIND >= 1:
-        factor = _fma(linear * slope, tl.maximum(d, _FLOOR), factor)
-    e = tl.exp2(d)
-    if KIND >= 2:
-        factor = _fma(quadratic * slope, e, factor)
-    return e * factor
-
-
-@triton.jit
-def _factors(m, s, k, d_target, d_constant, d_log, d_prob, KIND: tl.constexpr):
+def _factors(m, s, k, KIND, d_target, d_constant, d_log, d_prob):
     """c and b of the exponent, and the factors of `_gradient`: d loss / dz_j = 2^d (constant + linear d + quadratic 2^d)
     without the target's own term, d = c v_j - b for e^k(v_j - m), where v_j has the maximum m."""
     c = k * _LOG2E
@@ -298,9 +293,21 @@ def _factors(m, s, k, d_target, d_constant, d_log, d_prob, KIND: tl.constexpr):
 
 
 @triton.jit
-def _store_at(
-    out, id, V, u, logp, d_target, d_constant, d_log, d_prob, scale, inv_t, SHAPE: tl.constexpr, KIND: tl.constexpr
-):  # fmt: skip
+def _gradient(x, of, KIND, unit, c, b, constant, linear, quadratic):
+    u = _u(x, of)
+    slope = _dz_dx(u, of)
+    d = _fma(unit * u, c, -b)
+    factor = constant * slope
+    if KIND >= 1:
+        factor = _fma(linear * slope, tl.maximum(d, _FLOOR), factor)
+    e = tl.exp2(d)
+    if KIND >= 2:
+        factor = _fma(quadratic * slope, e, factor)
+    return e * factor
+
+
+@triton.jit
+def _store_at(out, id, of, u, logp, KIND, d_target, d_constant, d_log, d_prob):
     """The gradient of the logit of an id to whose log-prob a slope belongs, computed separately: 1 - p_y cancels as p_y -> 1,
     -expm1(logp) does not, and adding 1 to a stored 16-bit value would lose it."""
     g = -d_target * _expm1(logp)
@@ -309,79 +316,57 @@ def _store_at(
         if KIND >= 2:
             factor += d_prob * tl.exp(logp)
         g += tl.exp(logp) * factor
-    g = (g * _dz_dx(u, scale, inv_t, SHAPE)).to(tl.float32)
+    g = (g * _dz_dx(u, of)).to(tl.float32)
     tl.debug_barrier()  # one store for the row, behind those of its tiles
-    tl.store(out + id, g.to(out.dtype.element_ty), mask=(id >= 0) & (id < V))
+    tl.store(out + id, g.to(out.dtype.element_ty), mask=(id >= 0) & (id < of.V))
 
 
 @triton.jit
-def _write_tile(
-    xs, out, at, V, cols, unit, c, b, constant, linear, quadratic, scale, softcap, inv_t,
-    END: tl.constexpr, SHAPE: tl.constexpr, KIND: tl.constexpr, HINT: tl.constexpr,
-):  # fmt: skip
-    STEP: tl.constexpr = cols.shape[0] * cols.shape[1]
+def _write_tile(xs, out, at, of, KIND, END, HINT, unit, factors):
     for i in tl.static_range(len(xs)):
-        here = at + i * STEP + cols
-        g = _gradient(xs[i], unit, c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE, KIND)
-        g = g.to(out.dtype.element_ty)
-        if END:
-            tl.store(out + here, g, mask=here < V, eviction_policy=HINT)
-        else:
-            tl.store(out + here, g, eviction_policy=HINT)
+        _store(out, at, i, of, _gradient(xs[i], of, KIND, unit, *factors), END, HINT)
 
 
 @triton.jit
-def _write_gradient(
-    row, out, V, kept,
-    target, u_target, unit, m, s, logp, d_target, d_constant, d_log, d_prob,
-    k, scale, softcap, inv_t,
-    SHAPE: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, PEELED: tl.constexpr, ACCESSES: tl.constexpr,
-    LANES: tl.constexpr, COLS: tl.constexpr, HINT: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """d loss / dx_j = (d_target (1[j = target] - p_j) + p_j (d_constant + d_log log p_j + d_prob p_j)) dz_j / dx_j, with
-    p_j = e^k(unit u_j - m) / s, m the maximum of unit u. KIND 0: d_target alone. 1: d_constant and d_log as well. 2: all.
-    `kept`: the last tiles, where they are in registers, else None. PEELED: 128-bit accesses between the row's first and last
-    16-byte boundary."""
-    BLOCK: tl.constexpr = ACCESSES * LANES * COLS
+def _write_gradient(of, out, kept, target, u_target, logp, unit, k, m, s, KIND, slopes, TILE):
+    """d loss / dx_j = (d_target (1[j = target] - p_j) + p_j (d_constant + d_log log p_j + d_prob p_j)) dz_j / dx_j of the
+    `slopes`, with p_j = e^k(unit u_j - m) / s, m the maximum of unit u. KIND 0: d_target alone. 1: d_constant and d_log as well. 2:
+    all. `kept`: the last tiles, where they are in registers, else None. PEELED: 128-bit accesses between the row's
+    first and last 16-byte boundary."""
+    ACCESSES: tl.constexpr = TILE.ACCESSES
+    COLS: tl.constexpr = TILE.COLS
+    HINT: tl.constexpr = TILE.LAST_HINT
     ENDS: tl.constexpr = 1 if kept is None else len(kept) // ACCESSES
-    c, b, constant, linear, quadratic = _factors(m, s, k, d_target, d_constant, d_log, d_prob, KIND)
-    cols = _columns(ALIGNED or PEELED, LANES, COLS)
-    first = row
-    first_out = out
-    width = V
-    if PEELED:
-        head = _to_boundary(row, V, COLS)
-        width = (V - head) // COLS * COLS
+    factors = _factors(m, s, k, KIND, *slopes)
+    rest = of
+    rest_out = out
+    if TILE.PEELED:
+        head = _to_boundary(of.row, of.V, COLS)
+        width = (of.V - head) // COLS * COLS
         i = tl.arange(0, 2 * COLS)
         here = tl.where(i < COLS, i, head + width + i - COLS)
-        beside = tl.where(i < COLS, i < head, here < V)
-        x = tl.load(row + here, mask=beside, other=0.0, eviction_policy=HINT)
-        g = _gradient(x, unit, c, b, constant, linear, quadratic, scale, softcap, inv_t, SHAPE, KIND)
+        beside = tl.where(i < COLS, i < head, here < of.V)
+        x = tl.load(of.row + here, mask=beside, other=0.0, eviction_policy=HINT)
+        g = _gradient(x, of, KIND, unit, *factors)
         tl.debug_barrier()  # every warp loads these few elements, one of them stores them
         tl.store(out + here, g.to(out.dtype.element_ty), mask=beside, eviction_policy=HINT)
-        width = tl.multiple_of(width, COLS)
-        first = tl.multiple_of(row + head, 16)
+        first = tl.multiple_of(of.row + head, 16)
+        rest = Stream(first, tl.multiple_of(width, COLS), _columns(TILE, True), *of[3:])
         # Rows of the gradient lie as many elements behind a boundary of COLS elements as those of the logits (see `choose`). Of
         # fp32 logits these are 8 bytes of a 16-bit gradient, which is what a thread stores of it at a time.
-        first_out = tl.multiple_of(out + head, COLS * out.dtype.element_ty.primitive_bitwidth // 8)
+        rest_out = tl.multiple_of(out + head, COLS * out.dtype.element_ty.primitive_bitwidth // 8)
     # Backwards: the columns read last are the most likely to be still in L2.
-    end = tl.maximum(tl.cdiv(width, BLOCK) - ENDS, 0) * BLOCK
+    end = tl.maximum(tl.cdiv(rest.V, TILE.BLOCK) - ENDS, 0) * TILE.BLOCK
     ends = kept
     if kept is None:
-        ends = _load_end(first, end, width, cols, ACCESSES, HINT)
+        ends = _load(rest, end, ACCESSES, True, HINT)
     for i in tl.static_range(ENDS - 1, -1, -1):
-        _write_tile(
-            ends[i * ACCESSES : (i + 1) * ACCESSES], first_out, end + i * BLOCK, width, cols,
-            unit, c, b, constant, linear, quadratic, scale, softcap, inv_t, i == ENDS - 1, SHAPE, KIND, HINT,
-        )  # fmt: skip
-    for done in tl.range(0, end, BLOCK, num_stages=STAGES):
-        at = end - BLOCK - done
-        xs = _load_full(first, at, cols, ACCESSES, HINT)
-        _write_tile(
-            xs, first_out, at, width, cols,
-            unit, c, b, constant, linear, quadratic, scale, softcap, inv_t, False, SHAPE, KIND, HINT,
-        )  # fmt: skip
-    _store_at(out, target, V, u_target, logp, d_target, d_constant, d_log, d_prob, scale, inv_t, SHAPE, KIND)
+        tile = ends[i * ACCESSES : (i + 1) * ACCESSES]
+        _write_tile(tile, rest_out, end + i * TILE.BLOCK, rest, KIND, i == ENDS - 1, HINT, unit, factors)
+    for done in tl.range(0, end, TILE.BLOCK, num_stages=TILE.STAGES):
+        at = end - TILE.BLOCK - done
+        _write_tile(_load(rest, at, ACCESSES, False, HINT), rest_out, at, rest, KIND, False, HINT, unit, factors)
+    _store_at(out, target, of, u_target, logp, KIND, *slopes)
 
 
 # ---- ids of rows
@@ -396,19 +381,16 @@ OfListed = namedtuple("OfListed", "token offsets ids us slopes inputs numbers")
 
 
 @triton.jit
-def _at_ids(
-    listed, t, of_row, sums, d_term, LISTED: tl.constexpr, PHASE: tl.constexpr, SHAPE: tl.constexpr, LANES: tl.constexpr
-):
+def _at_ids(listed, t, of, top, log_s, sums, d_term, LISTED, PHASE, LANES):
     """The sum over the ids of token t of what the formula has in a phase. In the last these are slopes: times `d_term` they arrive
     at log-probs, and are kept like the logits, which the gradient may overwrite."""
-    row, V, k, top, log_s, scale, softcap = of_row
-    total = tl.zeros((LANES,), tl.float64)
+    total = tl.full((LANES,), 0.0, tl.float64)
     end = tl.load(listed.offsets + t + 1)
     for start in range(tl.load(listed.offsets + t), end, LANES):
         at = start + tl.arange(0, LANES)
         here = at < end
-        u = _target_u(row, tl.load(listed.ids + at, mask=here, other=-1), V, scale, softcap, SHAPE)
-        x = LISTED(((k * u - top) - log_s,), tl.where(here, at, start), listed.inputs, listed.numbers, sums, PHASE)
+        u = _target_u(of, tl.load(listed.ids + at, mask=here, other=-1))
+        x = LISTED(((of.k * u - top) - log_s,), tl.where(here, at, start), listed.inputs, listed.numbers, sums, PHASE)
         if d_term is not None:
             x = tl.where(d_term == 0.0, 0.0, d_term * x)
             tl.store(listed.us + at, u, mask=here)
@@ -418,17 +400,14 @@ def _at_ids(
 
 
 @triton.jit
-def _write_at_ids(
-    listed, t, of_row, out, target, u, logp, d_logp, total, d_constant, d_log, inv_t, SHAPE: tl.constexpr, LANES: tl.constexpr
-):
+def _write_at_ids(listed, t, of, top, log_s, out, target, u, logp, d_logp, total, d_constant, d_log, LANES):
     """The gradient of the logits at the target and at the ids of token t, among which the target may be: combined before it is
     rounded, and stored last."""
-    _, V, k, top, log_s, scale, _ = of_row
-    _store_at(out, target, V, u, logp, d_logp, d_constant + (d_logp - total), d_log, 0.0, scale, inv_t, SHAPE, 1)
+    _store_at(out, target, of, u, logp, 1, d_logp, d_constant + (d_logp - total), d_log, 0.0)
     end = tl.load(listed.offsets + t + 1)
     for start in range(tl.load(listed.offsets + t), end, LANES):
         at = start + tl.arange(0, LANES)
         id = tl.load(listed.ids + at, mask=at < end, other=-1)
         v = tl.load(listed.us + at, mask=at < end, other=0.0)
         x = tl.load(listed.slopes + at, mask=at < end, other=0.0).to(tl.float64) + tl.where(id == target, d_logp, 0.0)
-        _store_at(out, id, V, v, (k * v - top) - log_s, x, d_constant + (x - total), d_log, 0.0, scale, inv_t, SHAPE, 1)
+        _store_at(out, id, of, v, (of.k * v - top) - log_s, 1, x, d_constant + (x - total), d_log, 0.0)

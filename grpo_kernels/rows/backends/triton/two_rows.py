@@ -4,11 +4,12 @@ Unlike in the kernels of one stream, exponents are relative to the maxima themse
 fused only by `_fma`: the difference of two nearly equal rows is accurate only if z - w uses rounded z and w."""
 
 import math
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
-from .one_row import _FLOOR, _LOG2E, _NEG_INF, _columns, _dz_dx, _fma, _load_end, _load_full, _u
+from .one_row import _FLOOR, _LOG2E, _NEG_INF, _dz_dx, _fma, _load, _piece, _store, _u
 
 _INF = tl.constexpr(float("inf"))
 #: The same constants and polynomials as in rows/divergence.py and csrc/simd.h.
@@ -19,6 +20,10 @@ _NEAR = tl.constexpr(0.41)
 _BEYOND = tl.constexpr(80.0)
 #: log 2 for each bit of an exponent, as bits of a whole number.
 _LN2_OF_BITS = tl.constexpr(math.log(2.0) / 2**23)
+
+#: What turns logits of both streams into probabilities, and their difference into log p - log q: what is taken off before the
+#: exponential, what it is multiplied with, the logarithm of the ratio of both sums.
+Softmaxes = namedtuple("Softmaxes", "base teacher_base down teacher_down log_sum")
 
 
 @triton.jit
@@ -64,20 +69,27 @@ def _between(z, w, base, teacher_base):
 
 
 @triton.jit
-def _logits(xs, at, V, cols, k, scale, softcap, END: tl.constexpr, SHAPE: tl.constexpr):
+def _logits(of, xs, at, END):
     """Transformed logits of a tile; -inf from column V on."""
-    STEP: tl.constexpr = cols.shape[0] * cols.shape[1]
     zs = ()
     for i in tl.static_range(len(xs)):
-        z = k * _u(xs[i], scale, softcap, SHAPE)
+        z = of.k * _u(xs[i], of)
         if END:
-            z = tl.where(at + i * STEP + cols < V, z, _NEG_INF)
+            z = tl.where(_piece(at, i, of.cols) < of.V, z, _NEG_INF)
         zs = zs + (z,)  # type: ignore[assignment]  # noqa: RUF005
     return zs
 
 
 @triton.jit
-def _rescaled(m, n, to, teacher_to, s, t, cross, excess, w, q, FORWARD: tl.constexpr):
+def _both(of, teacher, at, PIECES, END):
+    """Transformed logits of a tile of both streams."""
+    xs = _load(of, at, PIECES, END, "")
+    ys = _load(teacher, at, PIECES, END, "")
+    return _logits(of, xs, at, END), _logits(teacher, ys, at, END)
+
+
+@triton.jit
+def _rescaled(to, teacher_to, FORWARD, m, n, s, t, cross, excess, w, q):
     """Sums relative to maxima m and n of both streams, converted to other reference points."""
     f = tl.where(m == _NEG_INF, 0.0, _exp(m - to))
     g = tl.where(n == _NEG_INF, 0.0, _exp(n - teacher_to))
@@ -98,10 +110,12 @@ def _rescaled(m, n, to, teacher_to, s, t, cross, excess, w, q, FORWARD: tl.const
 
 
 @triton.jit
-def _fold_two(m, n, s, t, cross, excess, w, q, zs, ws, FORWARD: tl.constexpr, KIND: tl.constexpr):
+def _fold_two(sums, tiles, FORWARD, KIND):
     """Fold a tile into every lane's running maxima m and n, sums s and t, cross and excess of both streams; with KIND >= 1 also w,
     the sum of e^(z - m) (z - m), with KIND = 2 also q, the sum of e^2(z - m). Both maxima are updated together, so that nearly
     equal rows keep nearly equal reference points."""
+    m, n, s, t, cross, excess, w, q = sums
+    zs, ws = tiles
     top = zs[0]
     teacher_top = ws[0]
     for i in tl.static_range(1, len(zs)):
@@ -109,7 +123,7 @@ def _fold_two(m, n, s, t, cross, excess, w, q, zs, ws, FORWARD: tl.constexpr, KI
         teacher_top = tl.maximum(teacher_top, ws[i])
     to = tl.maximum(m, tl.max(top, axis=1))
     teacher_to = tl.maximum(n, tl.max(teacher_top, axis=1))
-    s, t, cross, excess, w, q = _rescaled(m, n, to, teacher_to, s, t, cross, excess, w, q, FORWARD)
+    s, t, cross, excess, w, q = _rescaled(to, teacher_to, FORWARD, *sums)
     base = _finite(to)[:, None]
     teacher_base = _finite(teacher_to)[:, None]
     s_tile = tl.zeros(zs[0].shape, tl.float32)
@@ -203,9 +217,15 @@ def _half_sign(d):
 
 
 @triton.jit
-def _mixed_terms(z, w, base, teacher_base, log_sums, down, teacher_down, b, rest_of_b, DIRECTION: tl.constexpr):
+def _log_ratio(z, w, of):
+    """log p - log q of columns."""
+    return _between(z, w, of.base, of.teacher_base) + of.log_sum
+
+
+@triton.jit
+def _mixed_terms(z, w, of, b, rest_of_b, DIRECTION):
     """The terms of `mixed_terms` in rows/divergence.py, both divided by the larger of p and q, and that."""
-    d = _between(z, w, base, teacher_base) + log_sums
+    d = _log_ratio(z, w, of)
     student_larger = d >= 0.0
     distance = tl.minimum(tl.abs(d), _BEYOND)
     r, psi, less = _decay(distance)
@@ -213,69 +233,40 @@ def _mixed_terms(z, w, base, teacher_base, log_sums, down, teacher_down, b, rest
         of_student, of_teacher = _half_sign(d) * tl.where(student_larger, 1.0, r), -0.5 * less
     else:
         of_student, of_teacher = _against_mixture(student_larger, distance, r, psi, less, b, rest_of_b)
-    larger = _exp(tl.where(student_larger, z - base, w - teacher_base)) * tl.where(student_larger, down, teacher_down)
+    larger = _exp(tl.where(student_larger, z - of.base, w - of.teacher_base)) * tl.where(
+        student_larger, of.down, of.teacher_down
+    )
     return of_student, of_teacher, larger
 
 
 @triton.jit
-def _slope_of_divergence(p, q, d, center, b, rest_of_b, DIRECTION: tl.constexpr):
-    """d divergence / d z of columns, from probabilities and d = log p - log q."""
+def _slope_of_divergence(p, w, d, of, c, center, b, rest_of_b, DIRECTION):
+    """The term of a divergence of slope c in d loss / d z of columns, from p, the teacher's logit and d = log p - log q."""
     if DIRECTION == "forward":
-        return tl.where(tl.abs(d) <= _SMALL, p * (d - _psi(d)), p - q)
+        q = _exp(w - of.teacher_base) * of.teacher_down
+        slope = tl.where(tl.abs(d) <= _SMALL, p * (d - _psi(d)), p - q)
     elif DIRECTION == "jsd":
-        return rest_of_b * p * (_log_against(d, b, rest_of_b) - center)
+        slope = rest_of_b * p * (_log_against(d, b, rest_of_b) - center)
     elif DIRECTION == "tv":
-        return p * (_half_sign(d) - center)
+        slope = p * (_half_sign(d) - center)
     else:
-        return tl.where(p == 0.0, 0.0, p * (d - center))
+        slope = tl.where(p == 0.0, 0.0, p * (d - center))
+    return tl.where(c == 0.0, 0.0, c * slope + 0.0 * of.log_sum)  # NaN for rows that have no divergence
 
 
 @triton.jit
-def _partials_of_two(
-    row,
-    teacher_row,
-    V,
-    k,
-    scale,
-    softcap,
-    teacher_k,
-    teacher_scale,
-    teacher_softcap,
-    SHAPE: tl.constexpr,
-    TEACHER_SHAPE: tl.constexpr,
-    FORWARD: tl.constexpr,
-    KIND: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ACCESSES: tl.constexpr,
-    LANES: tl.constexpr,
-    COLS: tl.constexpr,
-):
+def _partials_of_two(of, teacher, FORWARD, KIND, TILE):
     """Both maxima and the sums of `_fold_two` relative to them, of whole rows."""
-    BLOCK: tl.constexpr = ACCESSES * LANES * COLS
-    cols = _columns(ALIGNED, LANES, COLS)
-    m = tl.full((LANES,), _NEG_INF, tl.float32)
-    n = m
-    s = tl.zeros((LANES,), tl.float32)
-    t = s
-    cross = s
-    excess = s
-    w = s
-    q = s
-    end = (V - 1) // BLOCK * BLOCK
-    for start in range(0, end, BLOCK):
-        xs = _load_full(row, start, cols, ACCESSES, "")
-        ys = _load_full(teacher_row, start, cols, ACCESSES, "")
-        zs = _logits(xs, start, V, cols, k, scale, softcap, False, SHAPE)
-        ws = _logits(ys, start, V, cols, teacher_k, teacher_scale, teacher_softcap, False, TEACHER_SHAPE)
-        m, n, s, t, cross, excess, w, q = _fold_two(m, n, s, t, cross, excess, w, q, zs, ws, FORWARD, KIND)
-    xs = _load_end(row, end, V, cols, ACCESSES, "")
-    ys = _load_end(teacher_row, end, V, cols, ACCESSES, "")
-    zs = _logits(xs, end, V, cols, k, scale, softcap, True, SHAPE)
-    ws = _logits(ys, end, V, cols, teacher_k, teacher_scale, teacher_softcap, True, TEACHER_SHAPE)
-    m, n, s, t, cross, excess, w, q = _fold_two(m, n, s, t, cross, excess, w, q, zs, ws, FORWARD, KIND)
-    top = tl.max(m, axis=0)
-    teacher_top = tl.max(n, axis=0)
-    s, t, cross, excess, w, q = _rescaled(m, n, top, teacher_top, s, t, cross, excess, w, q, FORWARD)
+    m = tl.full((TILE.LANES,), _NEG_INF, tl.float32)
+    s = tl.full((TILE.LANES,), 0.0, tl.float32)
+    sums = (m, m, s, s, s, s, s, s)
+    end = (of.V - 1) // TILE.BLOCK * TILE.BLOCK
+    for start in range(0, end, TILE.BLOCK):
+        sums = _fold_two(sums, _both(of, teacher, start, TILE.ACCESSES, False), FORWARD, KIND)
+    sums = _fold_two(sums, _both(of, teacher, end, TILE.ACCESSES, True), FORWARD, KIND)
+    top = tl.max(sums[0], axis=0)
+    teacher_top = tl.max(sums[1], axis=0)
+    s, t, cross, excess, w, q = _rescaled(top, teacher_top, FORWARD, *sums)
     s = tl.sum(s, axis=0)
     t = tl.sum(t, axis=0)
     s = tl.where((s < 1.0) & (top > _NEG_INF), 1.0, s)  # rounding; the maximum itself adds 1
@@ -284,60 +275,34 @@ def _partials_of_two(
 
 
 @triton.jit
-def _pulled(
-    xs,
-    ys,
-    out,
-    at,
-    V,
-    cols,
-    k,
-    scale,
-    softcap,
-    inv_t,
-    teacher_k,
-    teacher_scale,
-    teacher_softcap,
-    base,
-    teacher_base,
-    down,
-    teacher_down,
-    log_sum,
-    center,
-    b,
-    rest_of_b,
-    constant,
-    linear,
-    quadratic,
-    c,
-    nothing,
-    END: tl.constexpr,
-    SHAPE: tl.constexpr,
-    TEACHER_SHAPE: tl.constexpr,
-    DIRECTION: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    STEP: tl.constexpr = cols.shape[0] * cols.shape[1]
-    ws = _logits(ys, at, V, cols, teacher_k, teacher_scale, teacher_softcap, END, TEACHER_SHAPE)
-    for j in tl.static_range(len(xs)):
-        u = _u(xs[j], scale, softcap, SHAPE)
-        z = k * u
-        x = z - base
-        p = _exp(x) * down
+def _add_mixed(sums, of, teacher, at, softmaxes, shares, DIRECTION, PIECES, END):
+    """Add the terms of a tile to both sums of a mixture."""
+    of_student, of_teacher = sums
+    zs, ws = _both(of, teacher, at, PIECES, END)
+    for i in tl.static_range(PIECES):
+        a, c, larger = _mixed_terms(zs[i], ws[i], softmaxes, *shares, DIRECTION)
+        of_student = _fma(larger, a, of_student)
+        of_teacher = _fma(larger, c, of_teacher)
+    return of_student, of_teacher
+
+
+@triton.jit
+def _pulled(of, teacher, out, at, softmaxes, factors, divergence, DIRECTION, KIND, PIECES, END):
+    """Write the gradient of a tile. `factors` of p: a constant, of log p, of p."""
+    constant, linear, quadratic = factors
+    xs = _load(of, at, PIECES, END, "")
+    ys = _load(teacher, at, PIECES, END, "")
+    ws = _logits(teacher, ys, at, END)
+    for j in tl.static_range(PIECES):
+        u = _u(xs[j], of)
+        z = of.k * u
+        x = z - softmaxes.base
+        p = _exp(x) * softmaxes.down
         factor = constant
         if KIND >= 1:
             factor += linear * tl.maximum(x, _FLOOR)
         if KIND >= 2:
             factor += quadratic * p
-        d = _between(z, ws[j], base, teacher_base) + log_sum
-        q = p
-        if DIRECTION == "forward":
-            q = _exp(ws[j] - teacher_base) * teacher_down
-        of_divergence = c * _slope_of_divergence(p, q, d, center, b, rest_of_b, DIRECTION)
-        g = p * factor + tl.where(c == 0.0, 0.0, of_divergence + nothing)
-        g = (g * _dz_dx(u, scale, inv_t, SHAPE)).to(out.dtype.element_ty)
-        here = at + j * STEP + cols
-        if END:
-            tl.store(out + here, g, mask=here < V)
-        else:
-            tl.store(out + here, g)
+        d = _log_ratio(z, ws[j], softmaxes)
+        g = p * factor + _slope_of_divergence(p, ws[j], d, softmaxes, *divergence, DIRECTION)
+        _store(out, at, j, of, g * _dz_dx(u, of), END, "")
