@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 
 from ....formulas.program import FormulaRefused, Program
 from ....formulas.token_stage import INPUTS, TokenStage
@@ -150,7 +149,7 @@ class Kernels(Backend):
         arguments = (gradient, gradient.stride(0), gradient.stride(1), V, T, A * T, factor)
 
         def programs(size: int) -> int:
-            return min(A * T * triton.cdiv(V, size), launch.SCALE_PROGRAMS)
+            return min(A * T * -(-V // size), launch.SCALE_PROGRAMS)
 
         launch.run("scale", _scale_kernel, (gradient,), programs, arguments)
 
@@ -245,7 +244,7 @@ class OrEager(Kernels):
 
 def _blocks_of(out: Tensor, rows: int) -> Callable[[int], int]:
     """How many programs there are for so many rows of `out`, from the number of columns of a program."""
-    return lambda columns: rows * triton.cdiv(out.shape[1], columns)
+    return lambda columns: rows * -(-out.shape[1] // columns)
 
 
 def first_places(ids: Tensor, most: int) -> Tensor:

@@ -168,20 +168,22 @@ def choose(kind: str, tensors: tuple[Tensor, ...], halvings: int) -> dict[str, A
     Half a tile is half of what each thread has in flight and then, once that is one access, half the threads."""
     cols = 16 // tensors[0].element_size()
     # All strides count, whatever the sizes, so that a dimension of size 1 does not select another kernel.
-    aligned, behind = True, set()
-    for x in set(tensors):  # one, where the gradient is written in place
-        strides = x.stride()[:-1]
-        # Products read the end of a row by whole accesses, too.
-        aligned = aligned and not any([stride % 16 for stride in strides]) and (kind != "slots" or x.shape[-1] % 16 == 0)
-        apart = [stride % cols for stride, size in zip(strides, x.shape, strict=False) if size > 1]
-        behind.add((*apart, x.data_ptr() // x.element_size() % cols))
+    aligned = not any([stride % 16 for x in tensors for stride in x.stride()[:-1]])
+    if kind == "slots":  # which read the end of a row by whole accesses, too
+        aligned = aligned and tensors[0].shape[-1] % 16 == 0
     # Unaligned gradients are written 16 bytes at a time too, if each of their rows has the same offset from a 16-byte boundary
     # as its logits. So only strides modulo an access matter, and the stride of a dimension of size 1 does not.
-    peeled = not aligned and kind in ("visit", *FUSED) and len(tensors) == 2 and len(behind) == 1
+    peeled = not aligned and kind in ("visit", *FUSED) and len(tensors) == 2 and len({_behind(x, cols) for x in tensors}) == 1
     columns = 2**31 if kind in OF_BLOCKS else tensors[0].shape[-1]
     device = None if INTERPRETED else triton.runtime.driver.active
     index = tensors[0].device.index
     return _launch(kind, choice_of(kind), columns, cols, aligned, peeled, halvings, device, index)
+
+
+def _behind(x: Tensor, cols: int) -> tuple[int, ...]:
+    """How far rows of x lie behind the boundaries of accesses of `cols`."""
+    apart = [stride % cols for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
+    return *apart, x.data_ptr() // x.element_size() % cols
 
 
 @functools.lru_cache(maxsize=256)
@@ -264,8 +266,9 @@ def run(
     if programs(1) == 0:
         return
     tile = functools.partial(choose, kind, tensors)
-    key = functools.partial(_signature, kernel, tile, arguments, flags)
-    halvings = _remembered.get(key(), 0) if _remembered else 0  # usually empty, so that calls need not compute a key
+    halvings: int | str = 0
+    if _remembered:  # usually empty, so that calls need not compute a key
+        halvings = _remembered.get(_signature(kernel, tile, arguments, flags), 0)
     if isinstance(halvings, str):
         raise KernelFailure(halvings)
     launch = first = tile(halvings)
@@ -278,16 +281,16 @@ def run(
             except Exception as error:
                 if not _before_it_ran(error, kernel, arguments, {**flags, **launch}):
                     raise
-                said = said or _line(error)
+                said, key = said or _line(error), _signature(kernel, tile, arguments, flags)
                 smaller = tile(halvings + 1)
                 if smaller["TILE"].accesses < FEWEST:
                     tried = first["TILE"].size if launch is first else f"{first['TILE'].size} down to {launch['TILE'].size}"
                     reason = f"the Triton kernel {_name(kernel)} does not run with tiles of {tried} logits: {said}"
-                    _remembered[key()] = reason
+                    _remembered[key] = reason
                     raise KernelFailure(reason) from error
                 launch, halvings = smaller, halvings + 1
     if said:
-        _remembered[key()] = halvings
+        _remembered[key] = halvings
         warn_once(
             f"the Triton kernel {_name(kernel)} does not run with a tile of {first['TILE'].size} logits: {said}. It "
             f"runs with {launch['TILE'].size}, which may be slower. `python -m grpo_kernels doctor` says more."
@@ -390,11 +393,15 @@ class Arguments:
         self.tensors = tuple(x for x in places if x is not None)
         if len(self.tensors) > len(streams):
             check_layout("out", self.tensors[-1], rows.logits)
-        self.rows: list[Any] = [y for x in places for y in ((None, 0, 0) if x is None else (x, x.stride(0), x.stride(1)))]
+        self.rows: list[Any] = []
+        for x in places:
+            self.rows += (None, 0, 0) if x is None else (x, x.stride(0), x.stride(1))
         for of in streams:
             scale, softcap, inverse = of.transform
             inverse = vectors(self.n, inv_temperature=inverse)[0] if isinstance(inverse, Tensor) else float(inverse)
-            transform = Transform(float(scale), float(softcap) if softcap else None, True if scale < 0 else None)
+            transform = Transform(
+                float(scale), float(softcap) if softcap else None, True if scale < 0 and not softcap else None
+            )
             self.rows += (inverse, transform)
         self.rows += (V, T, first)
 
