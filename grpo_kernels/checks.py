@@ -301,7 +301,8 @@ def check_width(name: str, given: torch.Size, shape: torch.Size, cu_seqlens: Ten
 
 def as_wide(value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor:
     """Values that `check_width` has let pass, fp32 and of a shape that broadcasts to `shape`."""
-    value = (value.detach() if value.requires_grad else value).to(torch.float32)
+    value = value.detach() if value.requires_grad else value
+    value = value if value.dtype == torch.float32 else value.to(torch.float32)
     if value.shape == shape or value.dim() == 0:
         return value
     if cu_seqlens is None:

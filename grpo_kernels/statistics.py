@@ -36,7 +36,7 @@ class Asked(NamedTuple):
     seconds  second streams. The divergence from them, all added up, is the statistic "divergence".
     exact    which divergence that is.
     at       further ids of rows, whose log-probs are wanted.
-    rows     (index, active) of `Visit`, where the caller knows them.
+    rows     (visited, active) of `Visit`, where the caller knows them.
     sparse   how columns are drawn for the gradient.
     tokens   the tokens of the rows, where a row may have several: targets, sets and `at` are then theirs, as are the results.
     kind     of the divergence from a second stream that is read in the same visit; "": there is none."""
@@ -156,7 +156,7 @@ def _of_known(stream: Stream, asked: Asked, teacher: Known) -> Read:
     """The read of the rows where a teacher that is known at some ids has a weight."""
     read = read_beside(teacher.weight, asked.read)
     index = _indexed(stream, asked.targets, read)
-    visit = Visit(asked.targets, read, _partials(asked.outside, ""), index=index, at=teacher.slots)
+    visit = Visit(asked.targets, read, _partials(asked.outside, ""), visited=index, at=teacher.slots)
     return Read(visit, asked.outside, asked.outside)
 
 

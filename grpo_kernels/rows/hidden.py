@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -314,7 +314,7 @@ class Engine(Gradients):
         """`Hidden.fused_jointly`; no gradients where `groups` is None. Rows that have no gradient come first, as groups may wait
         for them too. A run of groups is one block, whose products wait for its factors; or it is too long for that, and the
         logits of its rows are computed again, once these are known."""
-        visit = replace(visit, names=WITH_ENTROPY)
+        visit = visit._replace(names=WITH_ENTROPY)
         index, n = visit.rows(), visit.targets.numel()
         active = index.numel() if visit.active is None else visit.active
         runs = self._runs(groups or (), active)
@@ -329,7 +329,7 @@ class Engine(Gradients):
             some, self.is_last = index[first:end], i == len(runs)
             self._each(visit, some, step, is_block, slopes=lambda: factors(partials))
             if i and not is_block:
-                of_run = replace(visit, index=some, active=None)
+                of_run = visit._replace(visited=some, active=None)
                 at_ids = None if visit.at is None else torch.zeros(visit.at.ids.shape, device=self.hidden.device)
                 self.backward(of_run, visit.found(partials.values), visit.slopes(factors(partials)), at_ids)
         if not runs:
