@@ -312,7 +312,7 @@ def _loss_of(
         tokens = tokens_of(batch.rows, batch.mask, rows.targets, rows.read, stream, at)
     sparse = None if options.sparse is None else draws(options.sparse, stream)
     # The rows that are visited as a whole: those without a set, or all.
-    if isinstance(stream, Hidden) and not traced:
+    if stream.computed and not traced:
         visited, marked = _split_rows(batch, rows, objective, kept if over is None else None, tokens)
     if reference is not None:
         of_sets = kept if options.reference_over == "kept" else None

@@ -73,8 +73,8 @@ def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, T
         traced = Visit(asked.targets, asked.read, partials_of(asked.names), sparse=asked.sparse)
         reads = (Read(traced, asked.names, asked.with_gradient),)
         return statistics(TracedRows(reads, stream.transform, options.backend, options.strict, dtype), stream.tensors)[0]
-    read = None if asked.read is None else plain(asked.read)  # under torch.func they may have wrappers
-    asked = asked._replace(targets=plain(asked.targets), read=read)
+    if torch._C._are_functorch_transforms_active():  # they may have wrappers
+        asked = asked._replace(targets=plain(asked.targets), read=None if asked.read is None else plain(asked.read))
     if isinstance(stream.transform.inv_temperature, Tensor):
         stream = stream.of(stream.tensors, stream.transform.plain())
     (others, known), kept, over = asked.seconds, asked.kept, asked.over
@@ -106,7 +106,7 @@ def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, T
             assert teacher.sets.values is not None
             at = (values["at"], teacher.sets.values, teacher.sets.offsets, values.get("outside"))
             value = divergence_at(asked.exact, *at)
-            parts.append(times(teacher.weight, value if read is None else torch.where(read, value, 0.0)))
+            parts.append(times(teacher.weight, value if asked.read is None else torch.where(asked.read, value, 0.0)))
         named["divergence"] = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
     return named
 

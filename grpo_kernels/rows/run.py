@@ -434,7 +434,7 @@ class _FusedLoss(torch.autograd.Function):
         if visit.gradients and True in (wanted := ctx.needs_input_grad[1:]):
             shared = visit.whole is not None and visit.whole.tokens is not None and isinstance(visit.stage, JointStage)
             gradients = stream.gradients(wanted, Parts(visit.whole, shared, shared or visit.sets is not None))
-        logps, entropy, losses, *divergence = visit.of_rows(gradients).values.unflatten(1, visit.shape).unbind()
+        logps, entropy, losses, *divergence = visit.of_rows(gradients).values.view(-1, *visit.shape).unbind()
         ctx.gradients = (None,) * len(tensors) if gradients is None else gradients.made()
         ctx.versions = [g._version if isinstance(g, Tensor) else None for g in ctx.gradients]
         ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in tensors], stream.backend

@@ -19,7 +19,7 @@ from ..formulas.ops import times
 from ..formulas.token_stage import TokenStage
 from ..token_sets import TokenSets
 from .backends import Backend, FusedRows
-from .memory import empty, zeros
+from .memory import empty_like, zeros
 from .parallel import VocabShard
 from .partials import OUTSIDE, LogitRows, Partials, RowTransform, Second, Slopes, partials_of, side_by_side
 from .ragged import KeptRows, Ragged, Tokens, merged, slots_of, write_at
@@ -528,7 +528,7 @@ class LogitsGradient(Gradients):
         if self.out is not None:
             self.before.append(self.out)
         x = self.logits
-        self.out = x.detach() if self.inplace else empty(x.shape, x.dtype, x.device)
+        self.out = x.detach() if self.inplace else empty_like(x.detach())
         return self.out
 
     def made(self) -> tuple[Tensor | LateGradient | None, ...]:
