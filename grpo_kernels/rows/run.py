@@ -8,6 +8,7 @@ torch.compile sees the same Function with the operators of compile.py in place o
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -114,7 +115,8 @@ class Rows(Problem):
     stream: Stream
 
     def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
-        base = self.stream if tensors is self.stream.tensors else self.stream.of(tensors, self.stream.transform)
+        same = all(map(operator.is_, tensors, self.stream.tensors))  # unless torch.func takes wrappers off
+        base = self.stream if same else self.stream.of(tensors, self.stream.transform)
         values: list[Tensor] = []
         saved: list[Tensor] = []
         for visit, statistics, _ in self.reads:
@@ -287,7 +289,7 @@ class _Statistics(torch.autograd.Function):
         values, saved = dict(zip(names.values, output[:count], strict=True)), output[count:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*saved, *(x for name, x in values.items() if name not in differentiable))
-        ctx.problem, ctx.names, ctx.versions = problem, names, problem.versions()
+        ctx.problem, ctx.names, ctx.versions = problem.without_tensors(), names, problem.versions()
         ctx.save_for_backward(*saved, *(values[name] for name in differentiable), *tensors)
 
     @staticmethod
@@ -320,7 +322,7 @@ def statistics(problem: Problem, tensors: Tensors) -> list[dict[str, Tensor]]:
         # torch.compile knows such a Function with gradients only.
         made = (_Statistics.apply if needed else _Statistics.forward)(problem, names, *tensors)
     elif needed or torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        made = applied(_Statistics, problem.without_tensors(), names, *tensors)
+        made = applied(_Statistics, problem, names, *tensors)
     else:  # for a small batch the overhead of a Function would dominate
         with torch.no_grad():
             made = problem.stats(tensors)

@@ -113,8 +113,9 @@ class Visit(NamedTuple):
     @property
     def one(self) -> Other | None:
         """The second stream that is read beside the rows. One that is beside losses of tokens is read apart."""
-        of_tokens = self.tokens is not None and self.at is None and self.kept is None
-        return None if of_tokens else one_of(self.others)
+        if not self.others or (self.tokens is not None and self.at is None and self.kept is None):
+            return None
+        return one_of(self.others)
 
     @property
     def apart(self) -> tuple[Other, ...]:
