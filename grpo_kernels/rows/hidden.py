@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +154,7 @@ class Hidden(Stream):
     def at(self, slots: Ragged) -> Tensor:
         if self.columns == 0:  # of a rank without a part of the vocabulary
             return torch.zeros(slots.ids.shape, device=self.hidden.device)
-        with torch.autocast(self.hidden.device.type, enabled=False):
+        with _without_autocast(self.hidden.device.type):
             logits = self.backend.slot_logits(self.hidden.detach(), self.weight.detach(), slots)
             return logits if self.bias is None else logits + self.bias.detach().to(torch.float32)[slots.ids.clamp(min=0)]
 
@@ -161,7 +162,7 @@ class Hidden(Stream):
         return Engine(self).logits_of(self, at)
 
     def stats(self, visit: Visit) -> Found:
-        with torch.autocast(self.hidden.device.type, enabled=False):
+        with _without_autocast(self.hidden.device.type):
             return Engine(self, (visit.ahead, False, False), Parts(visit)).forward(visit)
 
     def work(self, visit: Visit | None, d_hidden: int, d_weight: int, rounded: bool) -> Work:
@@ -194,12 +195,12 @@ class Hidden(Stream):
     def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: Engine, at_ids: Tensor | None) -> None:
         if self.into is not None and gradients.d_weight is None:  # all factors are in the slopes
             gradients.d_weight = self.into.sum_of_chunks
-        with torch.autocast(self.hidden.device.type, enabled=False):
+        with _without_autocast(self.hidden.device.type):
             gradients.backward(visit, found, slopes, at_ids)
 
     def fused(self, visit: Visit, stage: TokenStage, gradients: Engine | None) -> FusedRows:
         engine = Engine(self, parts=Parts(visit)) if gradients is None else gradients
-        with torch.autocast(self.hidden.device.type, enabled=False):
+        with _without_autocast(self.hidden.device.type):
             return engine.fused(visit, stage, gradients is not None)
 
     def fused_jointly(
@@ -210,8 +211,13 @@ class Hidden(Stream):
         factors  these factors, fp32 [n], from the partials of all rows: of each group for which they are there.
         groups   the number of rows of each group that can have a gradient; groups follow one another."""
         engine = Engine(self, parts=Parts(visit)) if gradients is None else gradients
-        with torch.autocast(self.hidden.device.type, enabled=False):
+        with _without_autocast(self.hidden.device.type):
             engine.fused_jointly(visit, factors, groups if gradients is not None else None)
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Products in the dtypes of their operands. Where autocast is off, to say so again would take longer than a small product."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _same(x: Tensor | None, y: Tensor | None) -> bool:
