@@ -160,7 +160,8 @@ INTEGRAL = frozenset(x for x in DTYPES if not (x.is_floating_point or x.is_compl
 def require_tensor(name: str, x: Any, dtypes: Collection[torch.dtype], remedy: str, verb: str = "is") -> None:
     """Raise ValueError unless x is a tensor of one of these dtypes."""
     if not isinstance(x, Tensor) or x.dtype not in dtypes:
-        raise ValueError(f"{name} {verb} {x.dtype if isinstance(x, Tensor) else 'a ' + type(x).__name__}: pass {remedy}.")
+        given, logps = x.dtype if isinstance(x, Tensor) else f"a {type(x).__name__}", ", .logps of it" * hasattr(x, "logps")
+        raise ValueError(f"{name} {verb} {given}: pass {remedy}{logps}.")
 
 
 def require_shape(name: str, x: Tensor, shape: torch.Size, of: str) -> None:
