@@ -165,18 +165,6 @@ class Hidden(Stream):
         with _without_autocast(self.hidden.device.type):
             return Engine(self, (visit.ahead, False, False), Parts(visit)).forward(visit)
 
-    def work(self, visit: Visit | None, d_hidden: int, d_weight: int, rounded: bool) -> Work:
-        """What a pass over rows computes; `d_hidden` and `d_weight` are the bytes of their elements, 0 where they are not made."""
-        weight, dtype = self.weight, self.dtype
-        others = 0 if visit is None else len(visit.others)
-        if visit is not None and others and (visit.apart or visit.at is not None):
-            others += 2  # a gradient, and that of a divergence, which is added to it: see `Block.pull`
-        return Work(
-            self.vocab, weight.shape[1], keeps_rows(dtype, self.hidden.device), d_hidden, d_weight, rounded,
-            1 if self.shard is None else self.shard.ranks, others * self.vocab, dtype == torch.float16,
-            d_hidden_parts(weight, self.vocab, dtype) if d_hidden else 0,
-        )  # fmt: skip
-
     def check_there(self) -> None:
         """Raise RuntimeError where the weight was taken away after the forward."""
         emptied = self.shard is None if self.weight.numel() == 0 else self.weight.untyped_storage().nbytes() == 0
@@ -261,9 +249,15 @@ class Engine(Gradients):
     @functools.cached_property
     def work(self) -> Work:
         """What this pass computes. A backward that has no product left does not look at the weight, which may be gone."""
-        d_hidden = 0 if self.d_hidden is None else self.d_hidden.element_size()
-        d_weight = self.stream.weight.element_size() if self.wanted[1] else 0
-        return self.stream.work(self.whole, d_hidden, d_weight, self.rounded)
+        stream, visit, d_hidden = self.stream, self.whole, 0 if self.d_hidden is None else self.d_hidden.element_size()
+        weight, dtype, others = stream.weight, stream.dtype, 0 if visit is None else len(visit.others)
+        if visit is not None and others and (visit.apart or visit.at is not None):
+            others += 2  # a gradient, and that of a divergence, which is added to it: see `Block.pull`
+        return Work(
+            stream.vocab, weight.shape[1], keeps_rows(dtype, self.hidden.device), d_hidden,
+            weight.element_size() if self.wanted[1] else 0, self.rounded, 1 if stream.shard is None else stream.shard.ranks,
+            others * stream.vocab, dtype == torch.float16, d_hidden_parts(weight, stream.vocab, dtype) if d_hidden else 0,
+        )  # fmt: skip
 
     @functools.cached_property
     def chunk_rows(self) -> int:

@@ -68,14 +68,16 @@ class Problem(ABC):
 
     def names(self) -> Names:
         """Of each visit log-probs in front, and those at further ids behind the statistics."""
-        names = Names([], [], [])
+        values: list[Name] = []
+        differentiable: list[Name] = []
+        saved: list[Name] = []
         for i, (visit, statistics, with_gradient) in enumerate(self.reads):
             at, of_at = ((), ()) if visit.at is None else (("at",), ("at logits", "at used"))
-            names.values.extend((i, name) for name in ("logps", *statistics, *at))
-            names.differentiable.extend((i, name) for name in ("logps", *with_gradient, *at))
+            values += [(i, name) for name in ("logps", *statistics, *at)]
+            differentiable += [(i, name) for name in ("logps", *with_gradient, *at)]
             of_draws, ahead = () if visit.sparse is None else DRAWS, ("ahead",) if visit.ahead else ()
-            names.saved.extend((i, name) for name in ("partials", *of_at, *of_draws, *ahead))
-        return names
+            saved += [(i, name) for name in ("partials", *of_at, *of_draws, *ahead)]
+        return Names(values, differentiable, saved)
 
     def by_visit(self, names: Sequence[Name], tensors: Tensors) -> list[dict[str, Tensor]]:
         """The first tensors by these names, of each visit."""
@@ -137,12 +139,7 @@ class Rows(Problem):
         self, tensors: Tensors, known: list[dict[str, Tensor]], upstream: list[dict[str, Tensor]], wanted: tuple[bool, ...]
     ) -> Tensors:
         base = self.stream.of(tensors, self.stream.transform)
-        wholes = [read.visit for read in self.reads if read.visit.kept is None]
-        sets = len(self.reads) > len(wholes)
-        twice = len(wholes) > 1 or (sets and any(x.all_rows for x in wholes))
-        at_slots = sets or any(x.sparse is not None or (x.ahead and x.at is not None) for x in wholes)
-        gradients = base.gradients(wanted, Parts(wholes[0] if wholes else None, twice, at_slots))
-        # Visits of sets come first: they read logits that may be written over.
+        gradients = base.gradients(wanted, self._parts())
         for (visit, *_), of_visit, given in zip(self.reads, known, upstream, strict=True):
             if not given:
                 continue
@@ -154,6 +151,17 @@ class Rows(Problem):
             Made(visit, found, at).pull(base, of_visit, given, gradients)
         pairs = zip(gradients.tensors(), tensors, strict=True)
         return tuple(None if g is None else converted(g, x.dtype) for g, x in pairs)
+
+    def _parts(self) -> Parts:
+        whole, twice, slots = None, False, False
+        for visit, *_ in self.reads:  # those of sets come first: they read logits that may be written over
+            if visit.kept is not None:
+                slots = True
+                continue
+            twice = twice or whole is not None or (slots and visit.all_rows)
+            slots = slots or visit.sparse is not None or (visit.ahead and visit.at is not None)
+            whole = whole or visit
+        return Parts(whole, twice, slots)
 
     def without_tensors(self) -> Rows:
         return Rows(self.reads, self.stream.of((), self.stream.transform))
@@ -436,7 +444,8 @@ class _FusedLoss(torch.autograd.Function):
         if visit.gradients and True in (wanted := ctx.needs_input_grad[1:]):
             shared = visit.whole is not None and visit.whole.tokens is not None and isinstance(visit.stage, JointStage)
             gradients = stream.gradients(wanted, Parts(visit.whole, shared, shared or visit.sets is not None))
-        logps, entropy, losses, *divergence = visit.of_rows(gradients).values.view(-1, *visit.shape).unbind()
+        values = visit.of_rows(gradients).values
+        logps, entropy, losses, *divergence = values.view(values.shape[0], *visit.shape).unbind()
         ctx.gradients = (None,) * len(tensors) if gradients is None else gradients.made()
         ctx.versions = [g._version if isinstance(g, Tensor) else None for g in ctx.gradients]
         ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in tensors], stream.backend
