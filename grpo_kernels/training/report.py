@@ -10,11 +10,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 
@@ -89,49 +89,21 @@ class Stopwatch:
 # ---- files of one JSON object per line, where a crash at any moment costs nothing that was complete
 
 
-class JsonLines:
-    """A file of objects with a "step", whole on disk when a line is written."""
-
-    def __init__(self, path: Path, resume_at: int) -> None:
-        """Lines of steps from `resume_at` on, which a resumed run writes again, are dropped."""
-        if path.exists():
-            draft = path.with_suffix(".draft")
-            kept = [line for line in read_metrics(path, tell=True) if line["step"] < resume_at]
-            draft.write_text("".join(map(_dump, kept)))
-            draft.replace(path)
-        self.file = open(path, "a")
-
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        self.file.write(_dump({"step": step, **values}))
-        self.file.flush()
-        os.fsync(self.file.fileno())
-
-    def close(self) -> None:
-        self.file.close()
-
-
-def read_metrics(path: Path, tell: bool = False) -> list[dict[str, Any]]:
-    """All complete lines, without what a crash while writing leaves: a partial last line, or NUL bytes. tell: say how many others
-    are damaged."""
-    found, damaged = [], 0
-    for text in path.read_text(errors="replace").splitlines(keepends=True):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            line = None
-        if isinstance(line, dict) and isinstance(line.get("step"), int) and text.endswith("\n"):
-            found.append(line)
-        else:
-            damaged += text.endswith("\n")
-    if damaged and tell:
-        print(f"{path}: {damaged} damaged lines are left out", file=sys.stderr)
-    return found
-
-
-def _dump(line: dict[str, Any]) -> str:
-    """A line of JSON; NaN and infinity, which JSON lacks, become null."""
+def append(file: IO[str], line: Line) -> None:
+    """A line is whole on the disk when this returns. NaN and infinity, which JSON lacks, become null."""
     known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-    return json.dumps(known, allow_nan=False) + "\n"
+    file.write(json.dumps(known, allow_nan=False) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def read_metrics(path: Path) -> list[Line]:
+    """All complete lines, without what a crash while writing leaves: a partial last line, or NUL bytes."""
+    found = []
+    for text in path.read_text(errors="replace").splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(text))
+    return found
 
 
 # ---- where they go
@@ -172,15 +144,15 @@ class RunLog:
 
     def __init__(self, config: TrainConfig, out: Path, ranks: Ranks, trackers: Sequence[Tracker]) -> None:
         self.config, self.out, self.ranks, self.given = config, out, ranks, trackers
-        self.files: dict[str, JsonLines] = {}
+        self.files: dict[str, IO[str]] = {}
+        self.sizes: dict[str, int] = {}  # of the files when the last step was written
         self.trackers: list[Tracker] = []
         self.samples: list[Line] = []  # of the step at hand
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
-        """Around the steps of a run from `step` on."""
-        # A run that is complete keeps the evaluation after its last step.
-        self.ranks.on_main(lambda: self._open(step + (step >= self.config.steps)))
+        """Around the steps of a run from `step` on. What files hold beyond `sizes` is of steps that come again, and is cut off."""
+        self.ranks.on_main(lambda: self._open(step))
         try:
             yield
         finally:
@@ -189,10 +161,12 @@ class RunLog:
             self.files = {}
             self.ask_trackers("is not closed", lambda tracker: tracker.close())
 
-    def _open(self, at: int) -> None:
+    def _open(self, step: int) -> None:
         write(self.config, self.out / "config.yaml")
-        self.files = {name: JsonLines(self.out / f"{name}.jsonl", at) for name in ("metrics", "samples")}
-        named = [Dashboard(name, self.config, self.out, at) for name in self.config.log_to if name in TRACKERS]
+        self.files = {name: open(self.out / f"{name}.jsonl", "a") for name in ("metrics", "samples")}
+        for name, file in self.files.items():
+            file.truncate(min(self.sizes.get(name, 0), file.tell()))
+        named = [Dashboard(name, self.config, self.out, step) for name in self.config.log_to if name in TRACKERS]
         self.trackers = [*named, *self.given]
 
     def ask_trackers(self, failed: str, act: Callable[[Tracker], None]) -> None:
@@ -222,10 +196,11 @@ class RunLog:
 
     def _write(self, step: int, **metrics: Any) -> None:
         for sample in self.samples if "loss" in metrics else ():
-            self.files["samples"].log(step, sample)
+            append(self.files["samples"], {"step": step, **sample})
             told = _told({**sample["rewards"], "advantage": sample["advantage"]})
             self.show(f"step {step}: {told}{pair(sample['prompt'], sample['completion'])}")
-        self.files["metrics"].log(step, metrics)
+        append(self.files["metrics"], {"step": step, **metrics})
+        self.sizes = {name: os.path.getsize(file.fileno()) for name, file in self.files.items()}
         self.ask_trackers("gets no more metrics", lambda tracker: tracker.log(step, metrics))
         if "accuracy" in metrics:
             self.show(f"step {step}: held-out accuracy {metrics['accuracy']:.3f} ({metrics['accuracy_counts']})")

@@ -107,7 +107,7 @@ class Trainer:
         self.stopped_by = 0
         try:
             if self.config.resume:
-                self.step, self.rng = self.saved.restore()
+                self.step, self.rng, self.log.sizes = self.saved.restore()
             self.take_steps()
             if self.step == self.config.steps:
                 self.saved.save_model(self.tokenizer)
@@ -127,18 +127,18 @@ class Trainer:
                     if config.eval_steps and self.step % config.eval_steps == 0:
                         line |= self.rollouts.evaluate(self.eval_rows)
                     self.log.write(line | self.train_step())
-                    if self.step == config.steps and config.eval_steps:
-                        self.log.write({"step": self.step, **self.rollouts.evaluate(self.eval_rows)})
                     self.stopped_by = max(self.ranks.gather(signals[0] if signals else 0))
                     due = config.checkpoint_steps > 0 and self.step % config.checkpoint_steps == 0
                     if due or self.stopped_by or self.step == config.steps:
-                        self.saved.save(self.step, self.rng)
+                        self.saved.save(self.step, self.rng, self.log.sizes)
+                if self.step == config.steps and config.eval_steps:
+                    self.log.write({"step": self.step, **self.rollouts.evaluate(self.eval_rows)})
             except BaseException as error:
                 # Between updates the parameters are those of the last whole step, and worth keeping; of several processes all
                 # have to come here to save.
                 together = self.ranks.world == 1 or error is self.ranks.shared_error
                 if self.step > self.saved.newest and not self.mid_update and together:
-                    self.saved.save(self.step, self.rng)
+                    self.saved.save(self.step, self.rng, self.log.sizes)
                 raise
 
     def close(self) -> None:
