@@ -52,16 +52,17 @@ def combine(parts: list[dict[str, float]]) -> dict[str, float]:
     """Metrics of micro-batches as those of the batch: the loss adds up, extremes stay extremes, means weigh by tokens."""
     loss = math.fsum(p["loss"] for p in parts)
     parts = [p for p in parts if p["tokens"] > 0] or parts[:1]  # the extremes of nothing are not the batch's
-    tokens = math.fsum(p["tokens"] for p in parts)
-    metrics = {}
-    for name in parts[0]:
-        values = [p[name] for p in parts]
-        mean = math.fsum(p[name] * p["tokens"] for p in parts) / max(tokens, 1.0)
-        metrics[name] = max(values) if name.endswith("_max") else min(values) if name.endswith("_min") else mean
+    of = {name: torch.tensor([p[name] for p in parts], dtype=torch.float64) for name in parts[0]}
+    weights, total = of["tokens"], of["tokens"].sum()
+    metrics = {
+        name: x.max() if name.endswith("_max") else x.min() if name.endswith("_min") else weights @ x / total.clamp(min=1.0)
+        for name, x in of.items()
+    }
     # (sum of ratios)^2 / (tokens * sum of their squares), of which each part has its own.
-    sums = [p["ratio_mean"] * p["tokens"] for p in parts]
-    squares = math.fsum(s * s / max(p["tokens"] * p["ess"], 1e-30) for s, p in zip(sums, parts, strict=True))
-    return metrics | {"loss": loss, "tokens": tokens, "ess": math.fsum(sums) ** 2 / max(tokens * squares, 1e-30)}
+    sums = of["ratio_mean"] * weights
+    squares = (sums.square() / (weights * of["ess"]).clamp(min=1e-30)).sum()
+    ess = sums.sum().square() / (total * squares).clamp(min=1e-30)
+    return {name: x.item() for name, x in metrics.items()} | {"loss": loss, "tokens": total.item(), "ess": ess.item()}
 
 
 class Stopwatch:

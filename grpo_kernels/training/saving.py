@@ -8,7 +8,6 @@ were; a resumed run cuts them there."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import random
 import shutil
@@ -19,8 +18,9 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
+import filelock
 import torch
 
 from ..rewards.entropy import AdaptiveEntropyCoef
@@ -38,12 +38,11 @@ ECHO = 3.0
 
 
 class OutputFolder:
-    """`config.out`, which belongs to this run from `take` to `release`, or until its process ends."""
+    """`config.out`, which belongs to this run from `take` to `release`, or until its process ends, even by a crash."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.checkpoints = path / "checkpoints"
-        self.lock: IO[str] | None = None
+        self.path, self.checkpoints = path, path / "checkpoints"
+        self.lock = filelock.FileLock(path / ".lock", blocking=False, thread_local=False)
 
     def take(self, resume: bool) -> None:
         """Make the folder, and find out now rather than at the first checkpoint that it cannot be written, that another run
@@ -58,30 +57,19 @@ class OutputFolder:
             raise ValueError(f"out={str(self.path)!r} holds a run: continue it with resume, or choose another folder.")
 
     def hold(self) -> None:
-        """Lock the folder against other runs. The operating system releases the lock when this process ends, even after a crash."""
-        if self.lock is not None:
-            return
-        file = open(self.path / ".lock", "a+")
+        """Lock the folder against other runs."""
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            owner = file.read().strip()
-            file.close()
+            if not self.lock.is_locked:
+                self.lock.acquire()
+        except filelock.Timeout as error:
             raise ValueError(
-                f"out={str(self.path)!r} is in use by {owner}: wait for that run to end, or choose another folder."
+                f"out={str(self.path)!r} is in use by another run: wait for that run to end, or choose another folder."
             ) from error
-        except OSError as error:  # a file system without locks
+        except NotImplementedError as error:
             print(f"out={str(self.path)!r} is not safe from a second run: it cannot be locked ({error})", file=sys.stderr)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        file.flush()
-        self.lock = file
 
     def release(self) -> None:
-        if self.lock is not None:
-            self.lock.close()
-            self.lock = None
+        self.lock.release()
 
 
 # ---- checkpoints

@@ -62,7 +62,8 @@ class Trainer:
         trackers: Sequence[Tracker] = (),
     ) -> None:
         self.config, self.out = config, Path(config.out)
-        self.device = data.check(config, model, tokenizer, rows, teacher)
+        start = data.Start(model, tokenizer, rows, rewards, teacher)
+        self.device = data.check(config, start)
         self.ranks = Ranks(self.device)
         self.objective = config.objective  # which from now on knows of the ranks
         world = self.ranks.world
@@ -71,7 +72,8 @@ class Trainer:
         self.folder = OutputFolder(self.out)
         self.ranks.on_main(lambda: self.folder.take(config.resume))
         try:
-            self.start(*data.load(config, self.ranks, model, tokenizer, rows, rewards, teacher))
+            data.load(config, start, self.ranks)
+            self.start(start)
         except BaseException:
             self.folder.release()
             raise
@@ -79,12 +81,10 @@ class Trainer:
         self.step, self.stopped_by, self.mid_update = 0, 0, False  # steps done; the signal that stopped the run, if one did
         self.rng = random_state(self.device)
 
-    def start(
-        self, model: Any, tokenizer: Any, rewards: list[RewardFunction], train: list[Row], held_out: list[Row], reference: Any
-    ) -> None:
-        config, ranks = self.config, self.ranks
-        self.model, self.tokenizer, self.train_rows, self.eval_rows = model, tokenizer, train, held_out
-        self.reference = None if reference is None else ParallelModel(reference, ranks, config.parallel, frozen=True)
+    def start(self, given: data.Start) -> None:
+        config, ranks, frozen = self.config, self.ranks, given.reference
+        self.model, self.tokenizer, (self.train_rows, self.eval_rows) = given.model, given.tokenizer, given.rows
+        self.reference = None if frozen is None else ParallelModel(frozen, ranks, config.parallel, frozen=True)
         self.policy = ParallelModel(self.model, ranks, config.parallel)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay
@@ -95,7 +95,7 @@ class Trainer:
         self.losses = Losses(config, self.policy, self.reference)
         if config.gradient_checkpointing:
             self.policy.without_gradients(check_recomputing)
-        self.rollouts = Rollouts(config, self.policy, self.tokenizer, rewards, ranks)
+        self.rollouts = Rollouts(config, self.policy, self.tokenizer, given.rewards, ranks)
         self.saved = Saved(config, self.folder, ranks, self.policy, self.reference, self.optimizer, self.entropy_coef)
         ranks.on_main(self.saved.check_space)
 
