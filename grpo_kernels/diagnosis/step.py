@@ -227,16 +227,12 @@ def gain(first: list[float], other: list[float]) -> tuple[float, float, float]:
 
 def timed(contender: Contender, device: torch.device) -> float:
     """Milliseconds of one run."""
+    wait = torch.get_device_module(device).synchronize
     contender.restore()
-    _wait(device)
+    wait()
     begin = time.perf_counter()
     result = contender.run()
-    _wait(device)
+    wait()
     ms = 1e3 * (time.perf_counter() - begin)
     del result
     return ms
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
