@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..rewards.estimators import Evidence
 from ..rewards.groups import weighted_sum
 from . import require
+from .policy import Ranks
 
 Tensor = torch.Tensor
 RewardFunction = Callable[..., list[Any]]
@@ -225,8 +226,11 @@ class Scores:
         return total
 
 
-def score(names: list[str], weights: list[float], values: list[list[Any]], lengths: list[int], texts: list[str]) -> Scores:
-    """The scores of a whole batch from what `call` returned, of all ranks, for each of the functions."""
+def score(functions: list[RewardFunction], weights: list[float], asked: Asked, ranks: Ranks) -> Scores:
+    """The scores of a whole batch, of which each rank asks about its completions."""
+    of_ranks = ranks.together(lambda: [[len(ids) for ids in asked.tokens], *(call(f, asked) for f in functions)])
+    lengths, *values = ([x for part in parts for x in part] for parts in zip(*of_ranks, strict=True))
+    names = [name_of(f) for f in functions]
     names = [name if name not in names[:k] else f"{name}#{names[:k].count(name) + 1}" for k, name in enumerate(names)]
     each, steps = list[Tensor](), list[Tensor | None]()
     for name, rewards in zip(names, values, strict=True):
@@ -239,4 +243,4 @@ def score(names: list[str], weights: list[float], values: list[list[Any]], lengt
         table = pad_sequence(rows, batch_first=True, padding_value=math.nan) if lists else torch.stack(rows)
         each.append(table.nansum(1) if lists else table)
         steps.append(table if lists else None)
-    return Scores(names, weights, lengths, torch.stack(each), steps, texts)
+    return Scores(names, weights, lengths, torch.stack(each), steps, asked.completions)

@@ -19,7 +19,7 @@ from . import require
 from .config import TrainConfig
 from .data import Row
 from .policy import Completions, ParallelModel, Ranks, positions
-from .rewards import Asked, RewardFunction, Scores, call, name_of, score
+from .rewards import Asked, RewardFunction, Scores, name_of, score
 
 Tensor = torch.Tensor
 
@@ -167,9 +167,7 @@ class Rollouts:
         columns = {name: [row[name] for row in repeated] for name in rows[0] if name not in ("prompt", "prompt_ids")}
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
         asked = Asked([row["prompt"] for row in repeated], texts, tokens, columns)
-        of_ranks = self.ranks.together(lambda: [[len(ids) for ids in tokens], *(call(f, asked) for f in self.rewards)])
-        lengths, *values = ([x for part in parts for x in part] for parts in zip(*of_ranks, strict=True))
-        return score([name_of(f) for f in self.rewards], self.weights, values, lengths, texts)
+        return score(self.rewards, self.weights, asked, self.ranks)
 
     def greedy_rewards(self, rows: list[Row]) -> Tensor:
         """[B]: for each completion, the reward of the greedy completion of its prompt."""

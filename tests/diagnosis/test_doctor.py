@@ -176,13 +176,13 @@ def test_a_step_is_measured(monkeypatch):
     monkeypatch.setattr(step, "SIZES", {"cpu": ((128, 50_021, 32),)})
     found = step.measure("logits", "eager", CPU)
     assert [t.name for t in found.timings] == ["eager PyTorch", "grpo_loss", "grpo_loss, in place"]
-    assert all(t.ms > 0 and t.runs == step.ROUNDS for t in found.timings) and 64 <= found.rows <= 128
+    assert all(t.ms > 0 and t.runs == step.ROUNDS for t in found.timings) and found.rows == 128
 
 
 @pytest.mark.parametrize(
     ("gain", "verdict"),
     [
-        ((0.68, 0.7, 0.72), "slower"), ((0.9, 0.94, 0.96), "alike"), ((0.3, 0.9, 1.4), "unsteady"), ((1.9, 2.0, 2.1), "faster"),
+        ((0.68, 0.7, 0.72), "slower"), ((0.9, 0.94, 0.96), "alike"), ((0.3, 0.9, 1.4), "unsteady"), ((1.2, 2.0, 9.1), "faster"),
         (None, "alike"),
     ],
 )  # fmt: skip

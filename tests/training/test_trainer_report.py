@@ -16,6 +16,7 @@ pytest.importorskip("datasets")
 import transformers
 
 from examples import demo
+from grpo_kernels.training.policy import Ranks
 from grpo_kernels.training.rewards import Asked, call, exact, number, score
 from support.advantage_oracle import group_advantages
 from support.plain_trainer import Watch
@@ -145,8 +146,8 @@ def test_wrong_rewards_raise(values, which, message):
 
 
 def test_numbers_and_lists_do_not_mix():
-    with pytest.raises(ValueError, match="reward graded returned numbers for some completions and lists for others"):
-        score(["graded"], [1.0], [graded([[1.0], 1, 1, 1])], [1] * 4, [])
+    with pytest.raises(ValueError, match="reward <lambda> returned numbers for some completions and lists for others"):
+        score([lambda *_, **__: [[1.0], 1, 1, 1]], [1.0], ASKED, Ranks(torch.device("cpu")))
 
 
 def test_numbers_of_torch_and_process_rewards_are_rewards():
