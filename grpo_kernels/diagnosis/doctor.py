@@ -46,7 +46,7 @@ import torch
 from ..rows import backends
 from . import Finding, first_line, machine
 from .machine import cpu_products
-from .self_test import self_test
+from .self_test import LIMITS, self_test
 from .step import Step, Timing, measure
 
 #: Part of an exception's message -> what to do about it.
@@ -203,8 +203,8 @@ def _listed(known: dict[str, Any]) -> str:
 def _text_of_backend(name: str, found: dict[str, Any]) -> str:
     if not found["available"]:
         return f"  {name:8} not available: {found['reason']}"
-    errors = {"values": found["value_error"], **found["gradient_error"]}
-    told = _listed({kind: f"{error:.0e}" for kind, error in errors.items()})
+    errors = {"value": found["value_error"], **found["gradient_error"]}
+    told = _listed({kind: f"{error:.0e} of {LIMITS[kind]:.0e}" for kind, error in errors.items()})
     checks = f"{len(found['checks'])} checks, {found['seconds']:.1f} s"
     return f"  {name:8} {'ok' if found['passed'] else 'WRONG'}: {checks}; largest errors: {told}"
 

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import IO, Any, Protocol
@@ -163,7 +163,7 @@ class RunLog:
             self.ask_trackers("is not closed", lambda tracker: tracker.close())
 
     def _open(self, step: int) -> None:
-        write(self.config, self.out / "config.yaml")
+        write(replace(self.config, resume=False), self.out / "config.yaml")  # another run like it begins anew
         self.files = {name: open(self.out / f"{name}.jsonl", "a") for name in ("metrics", "samples")}
         for name, file in self.files.items():
             file.truncate(min(self.sizes.get(name, 0), file.tell()))
