@@ -8,7 +8,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -198,14 +198,8 @@ def pieces(rows: Tensor, size: int, ranks: Ranks) -> list[Tensor]:
     return [rows[at : at + size] for at in range(0, max(counts), size)]
 
 
-class Part(NamedTuple):
-    """Some completions, with the inputs of their loss."""
-
-    completions: Completions
-    batch: TokenBatch
-
-    def knowing(self, **more: Tensor | None) -> Part:
-        return self._replace(batch=dataclasses.replace(self.batch, **more))  # type: ignore[arg-type]
+#: Some completions, and the inputs of their loss.
+Part = tuple[Completions, TokenBatch]
 
 
 def micro_batches(completions: Completions, batch: TokenBatch, config: TrainConfig, ranks: Ranks) -> tuple[list[Part], float]:
@@ -226,6 +220,6 @@ def micro_batches(completions: Completions, batch: TokenBatch, config: TrainConf
             rows, mask = kept.new_zeros(1), torch.zeros_like(batch.mask[:1])
         weights, some = None if batch.weights is None else batch.weights[rows], completions[rows]
         of_loss = TokenBatch(some.targets, batch.advantages[rows], mask=mask, weights=weights, kept=some.kept)
-        parts.append(Part(some, of_loss))
+        parts.append((some, of_loss))
     counts, totals = zip(*ranks.gather((len(kept), total)), strict=True)
     return parts, 1 - sum(counts) / sum(totals)

@@ -175,10 +175,10 @@ class Trainer:
         whole = self.corrected(completions, advantages)
         parts, dropped = micro_batches(completions, whole, config, self.ranks)
         if config.ratio_to == "sampler":
-            parts = [part.knowing(old_logps=part.completions.logps) for part in parts]
+            parts = [(some, replace(batch, old_logps=some.logps)) for some, batch in parts]
         if self.reference is not None and self.objective.exact is None:
             ask, logps_of = self.reference.without_gradients, self.losses.logps
-            parts = [part.knowing(ref_logps=ask(logps_of, part.completions)) for part in parts]
+            parts = [(some, replace(batch, ref_logps=ask(logps_of, some))) for some, batch in parts]
         # One denominator for the whole batch, however it is cut and whatever is left out; over the world: gradients are averaged
         # over the ranks where they should be added.
         normalizer = global_normalizer(self.objective, whole) / self.ranks.world
@@ -198,7 +198,7 @@ class Trainer:
                 logps.append(out.logps)
                 told.append({"loss": out.loss.detach() / self.ranks.world, **out.metrics})
             if k == 0 and config.ratio_to == "policy":
-                parts = [part.knowing(old_logps=own) for part, own in zip(parts, logps, strict=True)]
+                parts = [(some, replace(batch, old_logps=own)) for (some, batch), own in zip(parts, logps, strict=True)]
             moved = self.move(config.lr_at(self.step * config.num_updates + k))
             metrics = of_update(told, self.objective, self.ranks, weighted=bool(config.corrections)) | moved
             if self.entropy_coef is not None:
