@@ -201,11 +201,11 @@ class RunLog:
             told = _told({**sample["rewards"], "advantage": sample["advantage"]})
             self.show(f"step {step}: {told}{pair(sample['prompt'], sample['completion'])}")
         append(self.files["metrics"], {"step": step, **metrics})
-        self.sizes = {name: os.path.getsize(file.fileno()) for name, file in self.files.items()}
         self.ask_trackers("gets no more metrics", lambda tracker: tracker.log(step, metrics))
         if "accuracy" in metrics:
             self.show(f"step {step}: held-out accuracy {metrics['accuracy']:.3f} ({metrics['accuracy_counts']})")
-        if "loss" in metrics:  # and not the last evaluation alone
+        if "loss" in metrics:  # and not the last evaluation alone, which comes again when the run is resumed
+            self.sizes = {name: os.path.getsize(file.fileno()) for name, file in self.files.items()}
             names = ("reward", "kl", "entropy", "completion_length")
             told = _told({name: metrics[name] for name in names if name in metrics})
             self.show(f"step {step}: {told}, {metrics['seconds']:.1f} s, {step + 1} of {self.config.steps} done")
