@@ -185,8 +185,8 @@ def product_findings(step: Step) -> Iterator[Finding]:
 def _text_of_facts(report: dict[str, Any]) -> str:
     """A section a line; a GPU has a line of its own."""
     lines = [f"{name}: {_listed(report[name])}" for name in ("versions", "package", "native", "products", "cpu", "environment")]
-    gpus = report["gpu"]["devices"] or [{"none": report["gpu"]["reason"]}]
-    return "\n".join([*lines, *(f"gpu: {_listed(gpu)}" for gpu in gpus), ""])
+    gpus = [_listed(gpu) for gpu in report["gpu"]["devices"]] or [f"none ({report['gpu']['reason']})"]
+    return "\n".join([*lines, *(f"gpu: {gpu}" for gpu in gpus), ""])
 
 
 def _listed(known: dict[str, Any]) -> str:

@@ -100,9 +100,11 @@ def gpus() -> dict[str, Any]:
 def why_no_gpu() -> str:
     if torch.accelerator.is_available():
         return f"no kernels for {torch.accelerator.current_accelerator()} tensors"
+    if not torch.backends.cuda.is_built():
+        return "this torch is a build for CPUs"
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
+    except RuntimeError as error:
         return first_line(error)
     return "torch sees none"
 
