@@ -841,8 +841,11 @@ FAULTS: list[Fault] = [
             "        return scores", "tests/training/test_trainer_resume.py",
         ),
     ),
+    *of("grpo_kernels/training/report.py", "tests/training/test_trainer_resume.py",
+        ("lines of steps that come again stay", "            file.truncate(min(self.sizes.get(name, 0), file.tell()))", "            pass"),
+    ),
     *of("grpo_kernels/training/saving.py", "tests/training/test_trainer_resume.py",
-        ("no checksum", "    if _digest(path) not in path.name:", "    if False:"),
+        ("no checksum", "        if archive.testzip() is not None:", "        if False:"),
     ),
     *of("csrc/one_row.h", COMBINATIONS,
         (
