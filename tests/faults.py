@@ -258,8 +258,8 @@ FAULTS: list[Fault] = [
         ("slopes of rows with a set are dropped", 'upstream = {"logps": d_logps}', 'upstream = {"logps": 0 * d_logps}', COMBINATIONS),
         ("a teacher that was written to is not noticed", "if problem.versions() != ctx.versions:", "if False:"),
         (
-            "passes are summed in 16 bits", "twice = len(wholes) > 1 or (sets and any(x.all_rows for x in wholes))",
-            "twice = False", COMBINATIONS,
+            "passes are summed in 16 bits", "twice = twice or whole is not None or (slots and visit.all_rows)",
+            "pass", COMBINATIONS,
         ),
         ("the factor of the loss is dropped", "ctx.backend.scale_(gradient, d_loss)", "pass", COMBINATIONS),
         (
