@@ -54,7 +54,7 @@ ADAPTER = Adapter(
     "Liger", "liger-kernel", ("0.6.5", "0.7.0", "0.8.2", "0.8.4", LIGER_VERSION), {NAME: f"{HOME}.{NAME}"},
     {"axolotl: `plugins: [grpo_kernels.plugins.axolotl.FusedGRPO]` and `trl: {use_liger_loss: true}`":
      "the loss of its GRPO trainers, where TRL calls Liger's",
-     'ms-swift: `--external_plugins "$(python -m grpo_kernels.plugins ms_swift)" --use_liger_kernel true`':
+     'ms-swift: `--external_plugins "$(python -m grpo_kernels plugin ms_swift)" --use_liger_kernel true`':
      "the GRPO loss where ms-swift calls Liger's"},
 )  # fmt: skip
 #: By the package of a trainer's object: Liger itself, and a TRL with a copy of it.
