@@ -30,12 +30,16 @@ from typing import Any
 
 import torch
 
-from .. import Head, Kl, LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from ..batch import TokenBatch
 from ..checks import of_a_leaf, refuse_unknown, require, values_are_checked
 from ..distributed import global_normalizer
+from ..formulas.kl import Kl
 from ..formulas.token_stage import TokenRows
-from ..objective import PRESETS
+from ..logprobs import linear_logprobs, token_logprobs
+from ..losses import grpo_loss, linear_grpo_loss
+from ..objective import PRESETS, Objective
 from ..rows.run import total
+from ..streams import Head, LogitTransform
 from ._swap import Adapter, Slots
 from ._tensors import CLIPPED, at_least_one, divergence_of, surrogate_of, teaching, terms_of, world
 

@@ -46,25 +46,14 @@ from typing import Any
 
 import torch
 
-from .. import (
-    Cispo,
-    Clip,
-    ClipCov,
-    Dro,
-    Exact,
-    Gmpo,
-    KlCov,
-    LossOutput,
-    Objective,
-    PolicyGradient,
-    Sapo,
-    TokenSets,
-    TrustRegion,
-    token_divergence,
-)
 from ..checks import require, require_one_of
-from ..losses import objective_loss
-from ..objective import NUMERICS, PRESETS
+from ..formulas.divergence import Exact
+from ..formulas.filters import TrustRegion
+from ..formulas.surrogates import Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, PolicyGradient, Sapo
+from ..logprobs import token_divergence
+from ..losses import LossOutput, objective_loss
+from ..objective import NUMERICS, PRESETS, Objective
+from ..token_sets import TokenSets
 from ._swap import Adapter, NotCovered, Slots, Trial, one_of
 from ._tensors import (
     LossAndMetrics,
