@@ -140,7 +140,7 @@ class FusedLoss(Slots):
         super().__init__(ADAPTER, strict, any_version)
         self.trainer, self.skip_inactive, self.sparse_step = trainer, skip_inactive, sparse_step
         self._columns()  # refuses a wrong step now
-        for model in filter(None, (trainer.model, trainer.ref_model)):
+        for model in (x for x in (trainer.model, trainer.ref_model) if x is not None):
             plain_head(self._language_model(model), _fp32_cast)
         self.replay = Replay(trainer) if replay else None
         self._theirs, self._scores, self._paths = trainer._compute_loss, getattr(trainer, SCORES), [LOSS]
