@@ -460,8 +460,8 @@ FAULTS: list[Fault] = [
             "ranks * width, group)", "tests/integrations/test_adapters_vocab_parallel.py",
         ),
         (
-            "repeated ids: a second one has no log-prob", "(first * torch.arange(ids.shape[-1], device=ids.device))",
-            "torch.arange(ids.shape[-1], device=ids.device).expand_as(first)",
+            "repeated ids: a second one has no log-prob", "torch.searchsorted(in_order, listed))",
+            "torch.searchsorted(in_order, listed, right=True) - 1)",
         ),
         (
             "rows in which an id repeats are not noticed", "first.sum(-1).view(ids.shape[:-1])",
