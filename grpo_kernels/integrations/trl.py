@@ -94,9 +94,10 @@ def patch(
     before any gradient is computed.
 
     Raises TypeError for an object that is not a GRPOTrainer, RuntimeError for one that is patched already or has another
-    loss or forward than TRL's, and ValueError for a head that is not a plain Linear, such as one with a LoRA.
+    loss than TRL's, and ValueError for a head that is not a plain Linear, such as one with a LoRA. A model whose forward another
+    package has replaced raises RuntimeError in the first step.
     """
-    check_trl()
+    function_of_head(log_probs)
     from trl import GRPOTrainer
 
     if not isinstance(trainer, GRPOTrainer):
@@ -109,20 +110,6 @@ def patch(
             "log-probs of any trainer use integrations.trl.fused_lm_head."
         )
     return FusedLoss(trainer, strict, skip_inactive, replay, any_version, sparse_step)
-
-
-def check_trl() -> None:
-    """Raise RuntimeError for a TRL that cannot be patched."""
-    import trl
-    from trl.trainer import utils
-
-    if not hasattr(utils, "add_fused_lm_head"):
-        raise RuntimeError(
-            f"trl is {trl.__version__}, which has no fused LM head in the forward of its models (trl.trainer.utils.add_fused_lm_head), "
-            f"so that there is no place for the whole loss: install TRL {ADAPTER.tested[-1]}, or train with use_liger_kernel=True: then "
-            "TRL 1.14 takes our log-probs by integrations.trl.fused_lm_head(), TRL 0.17 to 1.13 our loss by "
-            "integrations.liger.patch(trainer)."
-        )
 
 
 class FusedLoss(Slots):
@@ -257,7 +244,7 @@ def _trainer_class() -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             options = {name: kwargs.pop(name) for name in inspect.signature(patch).parameters if name in kwargs}
-            check_trl()
+            function_of_head(log_probs)  # an older TRL may not know all arguments
             super().__init__(*args, **kwargs)
             patch(self, **options)
 
@@ -551,7 +538,9 @@ def function_of_head(*ours: Any) -> tuple[Any, Any]:
             return known, function
     raise RuntimeError(
         f"trl is {trl.__version__}, where trl.trainer.utils.{SLOT} is {known!r} and takes ({', '.join(given[1:])}), but ours takes "
-        f"({', '.join(taken)}): another package has taken the slot (undo that), or install TRL {ADAPTER.tested[-1]}."
+        f"({', '.join(taken)}): another package has taken the slot (undo that), or install TRL {ADAPTER.tested[-1]}. With an older one and "
+        "use_liger_kernel=True, TRL 1.14 takes our log-probs by integrations.trl.fused_lm_head(), TRL 0.17 to 1.13 our loss by "
+        "integrations.liger.patch(trainer)."
     )
 
 
