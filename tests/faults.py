@@ -593,8 +593,7 @@ FAULTS: list[Fault] = [
             "s.entropy_coef if bonus else 0.0",
         ),
         (
-            "Dr. GRPO's budget dropped", 'return sequences * trainer.max_completion_length if trainer.loss_type == "dr_grpo" else sequences',
-            "return sequences",
+            "Dr. GRPO's budget dropped", "max_tokens=s.max_completion_length,", "max_tokens=1,",
         ),
         ("sequences begin where others end", "cu_seqlens=offsets_of(scored.sum(1)),", "cu_seqlens=offsets_of(scored.sum(1).flip(0)),"),
         ("log-probs of a loss without gradients left to TRL", "if loss is None and torch.is_grad_enabled():", "if loss is None:", "tests/integrations/test_trl_runs.py"),
@@ -643,7 +642,7 @@ FAULTS: list[Fault] = [
             "loss_scale_factor left out of the step's denominator", "        total = total * objective.max_tokens\n",
             "        pass\n",
         ),
-        ("CISPO's lower bound dropped", '"cispo": (Cispo, "to from")', '"cispo": (Cispo, "to")'),
+        ("CISPO's lower bound dropped", '("cispo", Cispo, "to from")', '("cispo", Cispo, "to")'),
         (
             "DPPO's lower clip fraction counts filtered tokens", 'marks = ~keep, (ratio > high) & keep',
             'marks = ~keep, ratio > high',

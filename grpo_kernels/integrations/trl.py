@@ -47,7 +47,7 @@ from ..rows.selection import Sparse
 from ..streams import Head, LogitTransform, Options
 from ..token_sets import TokenSets
 from ._swap import Adapter, NotCovered, Slots, Trial, replaced_inside
-from ._tensors import divergence_of, log_probs_of, plain, surrogate_of, teaching, world
+from ._tensors import at_least_one, divergence_of, log_probs_of, plain, surrogate_of, teaching, world
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_divergence", "fused_lm_head", "patch"]  # noqa: F822
 
@@ -170,7 +170,9 @@ class FusedLoss(Slots):
         # If no token is active, all are projected: the mean entropy that TRL logs needs some tokens.
         skip = self.skip_inactive and not first and objective.one_pass and batch.count(objective.active_rows) > 0
         options = Options(skip_inactive=skip, sparse=self._columns())
-        self._loss = call = LossCall(batch, objective, denominator(trainer, inputs, batch), options, self.strict or first)
+        self._loss = call = LossCall(
+            batch, objective, denominator(trainer, inputs, batch, objective), options, self.strict or first
+        )
         try:
             theirs = self._theirs(model, inputs)
         finally:
@@ -291,7 +293,7 @@ def objective_of(trainer: Any) -> Objective:
     bonus = s._entropy_bonus_enabled and not (s.use_adaptive_entropy and s._last_world_entropy > s.entropy_target)
     return Objective.preset(
         s.loss_type, numerics="trl", surrogate=surrogate_of(s), beta=s.beta, filters=tuple(filters),
-        entropy_coef=s.entropy_coef / accumulation(trainer) if bonus else 0.0, **changes,
+        entropy_coef=s.entropy_coef / accumulation(trainer) if bonus else 0.0, max_tokens=s.max_completion_length, **changes,
     )  # fmt: skip
 
 
@@ -328,16 +330,13 @@ def offsets_of(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def denominator(trainer: Any, inputs: dict[str, Any], batch: TokenBatch) -> float | Tensor:
+def denominator(trainer: Any, inputs: dict[str, Any], batch: TokenBatch, objective: Objective) -> float | Tensor:
     """TRL's denominator of this micro-batch."""
-    if trainer.loss_type in BY_ITEMS:
-        # The items of a whole generation batch on all ranks; the gradient is the mean over ranks.
-        items = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
-        return items * accumulation(trainer) / trainer.args.steps_per_generation if trainer.model.training else items
-    if trainer.loss_type == "bnpo":
-        return batch.trained.sum().clamp(min=1.0) * accumulation(trainer)
-    sequences = len(inputs["completion_ids"]) * accumulation(trainer)
-    return sequences * trainer.max_completion_length if trainer.loss_type == "dr_grpo" else sequences
+    if trainer.loss_type not in BY_ITEMS:
+        return at_least_one(objective.normalizer(batch)) * accumulation(trainer)
+    # The items of a whole generation batch on all ranks; the gradient is the mean over ranks.
+    items = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
+    return items * accumulation(trainer) / trainer.args.steps_per_generation if trainer.model.training else items
 
 
 def tree_batch(inputs: dict[str, Tensor]) -> TokenBatch:
