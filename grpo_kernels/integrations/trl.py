@@ -670,14 +670,16 @@ def divergence_loss(
     plain(student_hidden_states, teacher_hidden_states)
     covered(student_lm_head_weight, teacher_lm_head_weight, scales=(student_logit_scale, teacher_logit_scale))
     shape, mask = completion_mask.shape, completion_mask != 0
-    weight, bias = gathered(teacher_lm_head_weight).detach(), gathered(teacher_lm_head_bias)
     out = linear_grpo_loss(
         student_hidden_states.reshape(*shape, -1), Head(gathered(student_lm_head_weight), gathered(student_lm_head_bias)), teaching(mask, mask),
         Objective.preset("distillation", kl=divergence_of(beta)),
         transform=LogitTransform(temperature, student_final_logit_softcapping, student_logit_scale),
         reference=(
-            teacher_hidden_states.detach().reshape(*shape, -1),
-            Head(weight, bias if bias is None else bias.detach(), LogitTransform(temperature, teacher_final_logit_softcapping, teacher_logit_scale)),
+            teacher_hidden_states.reshape(*shape, -1),
+            Head(
+                gathered(teacher_lm_head_weight), gathered(teacher_lm_head_bias),
+                LogitTransform(temperature, teacher_final_logit_softcapping, teacher_logit_scale),
+            ),
         ),
         normalizer=num_items_in_batch,
     )  # fmt: skip
