@@ -434,7 +434,7 @@ FAULTS: list[Fault] = [
         ),
         ("slopes never compared after a call without gradients", "if any(x.any() for x in wanted):", "if True:"),
         (
-            "experimental: a function that was replaced inside a call stays", "    finally:\n        setattr(home, name, theirs)",
+            "experimental: a function that was replaced inside a call stays", "    finally:\n        vars(home).update(theirs)",
             "    finally:\n        pass", "tests/integrations/test_trl_losses.py",
         ),
         (
@@ -460,8 +460,8 @@ FAULTS: list[Fault] = [
             "ranks * width, group)", "tests/integrations/test_adapters_vocab_parallel.py",
         ),
         (
-            "repeated ids: a second one has no log-prob", "(first * torch.arange(ids.shape[-1], device=ids.device))",
-            "torch.arange(ids.shape[-1], device=ids.device).expand_as(first)",
+            "repeated ids: a second one has no log-prob", "torch.searchsorted(in_order, listed))",
+            "torch.searchsorted(in_order, listed, right=True) - 1)",
         ),
         (
             "rows in which an id repeats are not noticed", "first.sum(-1).view(ids.shape[:-1])",
@@ -587,27 +587,23 @@ FAULTS: list[Fault] = [
             "corrected and plain KL swapped", 'changes: dict[str, Any] = {} if s.use_bias_correction_kl else {"kl": "k3"}',
             'changes: dict[str, Any] = {"kl": "k3"} if s.use_bias_correction_kl else {}',
         ),
-        ("tool mask dropped", 'mask=mask * inputs["tool_mask"] if "tool_mask" in inputs else mask,', "mask=mask,"),
+        ("tool mask dropped", "mask=tools,", "mask=None,"),
         (
-            "entropy bonus not divided by accumulation", "trainer.entropy_coef / accumulation(trainer) if on else 0.0",
-            "trainer.entropy_coef if on else 0.0",
+            "entropy bonus not divided by accumulation", "s.entropy_coef / accumulation(trainer) if bonus else 0.0",
+            "s.entropy_coef if bonus else 0.0",
         ),
         (
-            "Dr. GRPO's budget dropped", 'return sequences * trainer.max_completion_length if trainer.loss_type == "dr_grpo" else sequences',
-            "return sequences",
+            "Dr. GRPO's budget dropped", "max_tokens=s.max_completion_length,", "max_tokens=1,",
         ),
-        ("hidden states off by one", "out = self.head(states[:, -tokens - 1 : -1],", "out = self.head(states[:, -tokens:],"),
+        ("sequences begin where others end", "cu_seqlens=offsets_of(scored.sum(1)),", "cu_seqlens=offsets_of(scored.sum(1).flip(0)),"),
+        ("log-probs of a loss without gradients left to TRL", "if loss is None and torch.is_grad_enabled():", "if loss is None:", "tests/integrations/test_trl_runs.py"),
         (
-            "num_items_in_batch of a scored call ignored", "loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items)",
-            "loss = -log_probs.sum() / mask.sum().clamp(min=1)", "tests/integrations/test_trl_runs.py",
-        ),
-        (
-            "logit scale of the model left out", "LogitTransform(float(temperature), softcap, float(scale)), {*outputs}",
-            "LogitTransform(float(temperature), softcap, 1.0), {*outputs}", "tests/integrations/test_trl_runs.py",
+            "logit scale of the model left out", "LogitTransform(float(temperature), softcap, float(scale)))",
+            "LogitTransform(float(temperature), softcap))", "tests/integrations/test_trl_runs.py",
         ),
         (
-            "auxiliary loss not divided by accumulation", "loss = loss + trainer.router_aux_loss_coef * aux_loss / accumulation(trainer)",
-            "loss = loss + trainer.router_aux_loss_coef * aux_loss", "tests/integrations/test_trl_runs.py",
+            "auxiliary loss not divided by accumulation", "loss = loss + trainer.router_aux_loss_coef * call.aux_loss / accumulation(trainer)",
+            "loss = loss + trainer.router_aux_loss_coef * call.aux_loss", "tests/integrations/test_trl_runs.py",
         ),
         ("strict tolerance of entropies too wide", "(terms, 0.0), strict=True)", "(terms, terms), strict=True)"),
         (
@@ -619,8 +615,8 @@ FAULTS: list[Fault] = [
             "        for dim", "tests/integrations/test_trl_ranks.py",
         ),
         (
-            "TRL replay: sets of the first completions for all batches", "self._scored[first * tokens : self._taken * tokens]",
-            "self._scored[: b * tokens]", "tests/integrations/test_trl_losses.py",
+            "TRL replay: sets of the first completions for all batches", "kept, self._kept = kept[:rows], kept[rows:]",
+            "kept = kept[:rows]", "tests/integrations/test_trl_losses.py",
         ),
         (
             "TRL replay: tool tokens take sets of sampled ones", "row[: len(is_generated)] = torch.as_tensor(is_generated) != 0",
@@ -646,7 +642,7 @@ FAULTS: list[Fault] = [
             "loss_scale_factor left out of the step's denominator", "        total = total * objective.max_tokens\n",
             "        pass\n",
         ),
-        ("CISPO's lower bound dropped", '"cispo": (Cispo, "to from")', '"cispo": (Cispo, "to")'),
+        ("CISPO's lower bound dropped", '("cispo", Cispo, "to from")', '("cispo", Cispo, "to")'),
         (
             "DPPO's lower clip fraction counts filtered tokens", 'marks = ~keep, (ratio > high) & keep',
             'marks = ~keep, ratio > high',

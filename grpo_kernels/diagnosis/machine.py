@@ -15,6 +15,7 @@ import torch
 
 from .._version import __version__
 from ..integrations import adapters
+from ..integrations._swap import one_of
 from ..rows import backends
 from ..rows.backends import BACKENDS, cpu_products
 from ..rows.backends.cpu import NO_AVX2
@@ -180,7 +181,7 @@ def version_findings() -> Iterator[Finding]:
     """About trainers whose adapters were tested with other versions; that torch is new enough pip sees to."""
     for adapter in adapters().values():
         installed = version(adapter.package)
-        if installed is not None and adapter.tested and not any(f"{installed}.".startswith(f"{t}.") for t in adapter.tested):
+        if installed is not None and adapter.tested and not one_of(installed, adapter.tested):
             yield Finding(
                 f"{adapter.package} is {installed}, but its adapter was tested with {', '.join(adapter.tested)}",
                 "nothing, if the warning of the first step says that its arithmetic and ours agree; else install that one",
