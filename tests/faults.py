@@ -365,13 +365,13 @@ FAULTS: list[Fault] = [
             "return empty", COMBINATIONS,
         ),
         (
-            "records go one row late", "rows[place] = () if record is None else record",
-            "rows[place - 1] = () if record is None else record",
+            "records go one row late", "masked_scatter_(generated.flatten().cpu() != 0, counts)",
+            "masked_scatter_(generated.flatten().cpu().roll(1) != 0, counts)",
         ),
         ("a negative row is counted from the front", "[numbers.reshape(-1).cpu()]", "[numbers.abs().reshape(-1).cpu()]"),
         ("top-p drops the id that crosses it", "(mass.cumsum(-1) - mass < needed)", "(mass.cumsum(-1) < needed)"),
         ("of equal ids one too few", "equal.cumsum(-1) <= room", "equal.cumsum(-1) < room"),
-        ("the order of SGLang's rules", "[k, p, m] if m else", "[m, p, k] if m else"),
+        ("the order of SGLang's rules", "else k + p + m", "else m + p + k"),
     ),
     *of("grpo_kernels/objective.py", OBJECTIVES,
         (
