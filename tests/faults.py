@@ -232,7 +232,7 @@ FAULTS: list[Fault] = [
         ),
         ("sums of a second visit are those of one rank", "return self.shard.sum_over_ranks(sums)", "return sums", RANKS),
         (
-            "a rank without columns has every target", '"target": torch.nan, "teacher_max"', '"target": 0.0, "teacher_max"',
+            "a rank without columns has a target", "torch.full_like(rows.targets, -1)", "torch.zeros_like(rows.targets)",
             RANKS,
         ),
     ),
