@@ -197,8 +197,13 @@ def _rows(hidden: Tensor, input_ids: Tensor, batch: TokenBatch) -> Tensor:
     if batch.rows is not None:
         return hidden
     hidden = hidden[0] if batch.targets.dim() == 1 else hidden
+    return hidden[..., _places(input_ids, batch), :]
+
+
+def _places(input_ids: Tensor, batch: TokenBatch) -> slice:
+    """Which tokens of input_ids the targets follow: all, or those before the last ones."""
     total, count = input_ids.shape[-1], batch.targets.shape[-1]
-    return hidden if count == total else hidden[..., total - 1 - count : total - 1, :]
+    return slice(None) if count == total else slice(total - 1 - count, total - 1)
 
 
 def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
@@ -214,16 +219,15 @@ def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
     targets, mask = batch.targets, batch.mask
     # A model takes packed sequences [1, N] as a batch of one.
     ids = input_ids[0] if targets.dim() == 1 and input_ids.dim() == 2 and input_ids.shape[0] == 1 else input_ids
-    count, total = (x.shape[-1] if x.dim() else 0 for x in (targets, ids))
-    if ids.shape[:-1] != targets.shape[:-1] or ids.dim() != targets.dim() or count > total:
+    if ids.dim() != targets.dim() or ids.shape[:-1] != targets.shape[:-1] or targets.shape[-1] > ids.shape[-1]:
         raise ValueError(
             f"batch.targets has shape {list(targets.shape)} and input_ids {list(input_ids.shape)}: targets are of the same shape, as "
             "grpo_kernels.batch.shift_targets makes them, or the last tokens of input_ids."
         )
-    whole = count == total
+    whole = targets.shape == ids.shape
     if batch.cu_seqlens is not None and not whole:
         raise ValueError(
-            f"batch.targets has {count} packed tokens and input_ids {total}: pass one for each, see shift_targets."
+            f"batch.targets has {len(targets)} packed tokens and input_ids {len(ids)}: pass one for each, see shift_targets."
         )
     if whole and mask is None:
         raise ValueError(
@@ -231,10 +235,8 @@ def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
         )
     if torch.compiler.is_compiling() or targets.numel() == 0:
         return
-    following, known = shift_targets(ids, cu_seqlens=batch.cu_seqlens)
-    if not whole:
-        following, known = following[..., -1 - count : -1], known[..., -1 - count : -1]
-    wrong = (targets != following.to(targets.device)) | ~known.to(targets.device)
+    following, known = (x[..., _places(ids, batch)].to(targets.device) for x in shift_targets(ids, cu_seqlens=batch.cu_seqlens))
+    wrong = (targets != following) | ~known
     wrong = wrong if mask is None else wrong & mask
     if not values_are_checked(targets):
         torch._assert_async(~wrong.any(), "loss_from_model: batch.targets are not the tokens that follow in input_ids")

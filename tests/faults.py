@@ -134,9 +134,9 @@ FAULTS: list[Fault] = [
         ("a token's set is of the row of its number", "tokens.rows[slots.rows], slots.ids", "slots.rows % tokens.n, slots.ids", SHARED),
         (
             "a target of another rank is this rank's",
-            "return torch.where(self._own[slots.offsets[:-1] + target], target, -1)", "return target", RANKS,
+            "return torch.where(self._here.ids[slots.offsets[:-1] + target] >= 0, target, -1)", "return target", RANKS,
         ),
-        ("the gradient over a set lacks the transform", "gradient * self.stream.transform.slope(logits, self.kept.slots.rows)", "gradient"),
+        ("the gradient over a set lacks the transform", "gradient * self.stream.transform.slope(logits, self.slots.rows)", "gradient"),
         ("the likeliest id is that of one rank", "lowest if shard is None else shard.lowest_of_ranks(lowest)", "lowest", RANKS),
         ("the teacher's logits over sets are the policy's", "self._z(other.stream)[0]", "self._z(self.stream)[0]"),
     ),
@@ -230,7 +230,7 @@ FAULTS: list[Fault] = [
             "hidden states are summed whatever is asked", "self.sum_over_ranks(d_hidden) if self.reduce_hidden else d_hidden",
             "self.sum_over_ranks(d_hidden)", RANKS,
         ),
-        ("sums of a second visit are those of one rank", "return self.shard.sum_over_ranks(sums)", "return sums", RANKS),
+        ("sums of a second visit are those of one rank", "self.shard.sum_over_ranks(self.backend.mixed(self._own(rows), partials))", "self.backend.mixed(self._own(rows), partials)", RANKS),
         (
             "a rank without columns has a target", "torch.full_like(rows.targets, -1)", "torch.zeros_like(rows.targets)",
             RANKS,
@@ -410,7 +410,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/model.py", "tests/core/test_model.py",
-        ("rows predict themselves", "hidden[..., total - 1 - count : total - 1, :]", "hidden[..., total - count : total, :]"),
+        ("rows predict themselves", "slice(total - 1 - count, total - 1)", "slice(total - count, total)"),
         ("an fp32 head is used in 16 bits", "torch.promote_types(hidden.dtype, head.weight.dtype)", "hidden.dtype"),
         (
             "the temperature replaces softcap and scale", "replace(self.transform, temperature=temperature)",
@@ -418,7 +418,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/architectures.py", "tests/core/test_model.py",
-        ("a model's divisor multiplies", "Logits(scale=1.0 / getattr(config, entry))", "Logits(scale=getattr(config, entry))"),
+        ("a model's divisor multiplies", "Logits(scale=1.0 / config.logits_scaling)", "Logits(scale=config.logits_scaling)"),
     ),
     *of("grpo_kernels/checks.py", OBJECTIVES,
         ("the first token of a sequence is of the one before", "rows, right=True)", "rows, right=False)"),

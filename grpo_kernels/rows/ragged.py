@@ -36,7 +36,8 @@ class Ragged(NamedTuple):
 
     def columns(self, first: int, count: int) -> Ragged:
         """These slots counted in `count` columns, of which the first is the id `first`; -1 where the id is not among them."""
-        return self._replace(ids=torch.where((self.ids >= first) & (self.ids < first + count), self.ids - first, -1))
+        counted = self.ids - first if first else self.ids
+        return self._replace(ids=torch.where((self.ids >= first) & (self.ids < first + count), counted, -1))
 
     def only(self, rows: Tensor) -> Ragged:
         """Those of these rows, bool [n], the others not in use."""
@@ -65,6 +66,11 @@ class Ragged(NamedTuple):
     def pairs(self) -> Tensor:
         """int64 [m]: a number for each pair (row, id)."""
         return (self.rows << 32) + self.ids
+
+
+def at_or(x: Tensor, index: Tensor, value: float = 0) -> Tensor:
+    """x [k] at an index in [0, k]; `value` at k."""
+    return torch.cat([x, x.new_full((1,), value)])[index]
 
 
 def write_at(out: Tensor, positions: tuple[Tensor, ...], values: Tensor, used: Tensor) -> None:
@@ -110,7 +116,7 @@ class Distinct(NamedTuple):
         slot = torch.cat([pairs.new_zeros(1), (pairs.diff() != 0).cumsum(0)])[:k]
         places = torch.arange(k + 1, device=device)
         starts = torch.full_like(places, k).scatter_reduce_(0, slot, places[:k], "amin")
-        pair = torch.where(starts < k, torch.cat([pairs, none[None]])[starts], none)[:k]
+        pair = at_or(pairs, starts, n << 32)[:k]
         owner, ids = (pair >> 32).clamp(max=n - 1), torch.where(pair < none, pair & 0xFFFFFFFF, -1)
         slots = Ragged(ids, torch.searchsorted(owner, torch.arange(n + 1, device=device)), owner)
         place = torch.empty_like(slot).index_copy_(0, order, slot)
@@ -182,7 +188,7 @@ class Tokens:
     def of_any(self) -> Tensor:
         """int64 [n]: an id of each row, 0 where nobody names one."""
         slots = self.pairs.slots
-        first = torch.cat([slots.ids, slots.ids.new_zeros(1)])[slots.offsets[:-1]]
+        first = at_or(slots.ids, slots.offsets[:-1])
         return plain(torch.where(slots.offsets.diff() > 0, first, 0).clamp(min=0))
 
     def at(self, rows: Tensor) -> tuple[Tokens, Tensor | slice, Tensor | slice]:
@@ -301,8 +307,7 @@ class KeptRows:
         m = self.slots.ids.numel()
         pairs, order = self.slots.pairs.sort()
         place = torch.searchsorted(pairs, at.pairs)
-        has_slot = torch.cat([pairs, pairs.new_full((1,), -1)])[place] == at.pairs
-        return torch.where(has_slot, torch.cat([order, order.new_full((1,), m)])[place], m)
+        return torch.where(at_or(pairs, place, -1) == at.pairs, at_or(order, place, m), m)
 
     def holds(self, at: Ragged) -> Tensor:
         """bool [k]: pairs of `at` that are among `slots`."""

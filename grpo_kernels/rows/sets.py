@@ -85,20 +85,14 @@ class OverSets:
 
     def fused(self, visit: Visit, stage: TokenStage, gradients: Gradients | None) -> FusedRows:
         z, logits = self._z(self.stream)
-        results: list[tuple[slice | Tensor, FusedRows]] = []
+        result = FusedRows.zeros(self.kept.read.numel(), z.device, visit.others or None)
 
         def work(block: Block) -> None:
-            out = None if gradients is None else block.rows.logits
-            results.append((block.at, block.fused(stage.at(block.at), out)))
+            result.put(block.at, block.fused(stage.at(block.at), None if gradients is None else block.rows.logits))
 
         of_z = self._each(z, work, gradients is not None)
         if gradients is not None and of_z is not None:
             gradients.add(self.slots, self._of_logits(of_z, logits))
-        at, result = results[0]
-        if isinstance(at, Tensor):
-            result = FusedRows.zeros(self.kept.read.numel(), z.device, visit.others or None)
-            for at, part in results:
-                result.put(at, part)
         return result
 
     def logits_at(self, visit: Visit) -> LogitsAt:
@@ -114,21 +108,28 @@ class OverSets:
         return self.visit.kept
 
     @functools.cached_property
+    def _here(self) -> Ragged:
+        """The slots with this process's columns as ids. An id outside the vocabulary belongs to no rank."""
+        shard, columns = self.stream.shard, self.stream.columns
+        if shard is None:
+            return self.kept.slots.columns(0, columns)
+        return self.kept.slots.columns(shard.start, min(columns, shard.vocab - shard.start))
+
+    @functools.cached_property
     def slots(self) -> Ragged:
-        """The slots whose logits are needed here, with this process's columns as ids: those of rows with several ids."""
-        ids = self.kept.slots.ids
-        return self.kept.slots._replace(ids=torch.where(self._used, ids - self._first if self._first else ids, -1))
+        """Those whose logits are needed here: of rows with several ids."""
+        return self._here.only(self.kept.several)
 
     def _z(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """(z, logits) of a stream at the slots. Where a slot is not in use here, z is -inf, and 0 where it is the only one of its
         row."""
         logits = self._read(stream.at, self.slots)
-        z = torch.where(self._several, stream.transform.of(logits, self.kept.slots.rows), 0.0)
-        return torch.where(self._own, z, -torch.inf), logits
+        others = torch.zeros_like(logits).masked_fill_(self._here.ids < 0, -torch.inf)
+        return torch.where(self.slots.ids >= 0, stream.transform.of(logits, self.slots.rows), others), logits
 
     def _of_logits(self, gradient: Tensor, logits: Tensor) -> Tensor:
         """The gradient of logits from that of z; 0 of a slot that is not in use."""
-        return torch.where(self._used, gradient * self.stream.transform.slope(logits, self.kept.slots.rows), 0.0)
+        return torch.where(self.slots.ids >= 0, gradient * self.stream.transform.slope(logits, self.slots.rows), 0.0)
 
     def _pairs(self, slots: Ragged) -> Distinct | None:
         """Slots of tokens as those of their rows, each once; None: they are that already."""
@@ -142,36 +143,16 @@ class OverSets:
         pairs = self._pairs(slots)
         return logits(slots) if pairs is None else logits(pairs.slots)[pairs.place]
 
-    @property
-    def _first(self) -> int:
-        return 0 if self.stream.shard is None else self.stream.shard.start
-
-    @functools.cached_property
-    def _own(self) -> Tensor:
-        """bool [m]: slots in use whose id is among this process's columns. An id outside the vocabulary belongs to no rank."""
-        ids, end = self.kept.slots.ids, self._first + self.stream.columns
-        return (ids >= self._first) & (ids < (end if self.stream.shard is None else min(end, self.stream.shard.vocab)))
-
-    @functools.cached_property
-    def _several(self) -> Tensor:
-        """bool [m]: slots of rows with several ids."""
-        return self.kept.several[self.kept.slots.rows]
-
-    @functools.cached_property
-    def _used(self) -> Tensor:
-        """bool [m]: slots whose logits are needed here."""
-        return self._own & self._several
-
     @functools.cached_property
     def _target(self) -> Tensor:
         """int64 [n]: the column of each row's target in a block, -1 where it is not in use here."""
         slots, target = self.kept.slots, self.kept.target
-        return torch.where(self._own[slots.offsets[:-1] + target], target, -1)
+        return torch.where(self._here.ids[slots.offsets[:-1] + target] >= 0, target, -1)
 
     def _top_id(self, z: Tensor, top: Tensor) -> Tensor:
         """int64 [n]: the lowest id of all ranks whose z is the row's largest, -1 where none is."""
         slots, none, shard = self.kept.slots, torch.iinfo(torch.int64).max, self.stream.shard
-        ids = torch.where(self._own & (z == top[slots.rows]), slots.ids, none)
+        ids = torch.where((self._here.ids >= 0) & (z == top[slots.rows]), slots.ids, none)
         lowest = torch.full_like(self.kept.target, none).scatter_reduce_(0, slots.rows, ids, "amin")
         lowest = lowest if shard is None else shard.lowest_of_ranks(lowest)
         return torch.where(lowest == none, -1, lowest)
