@@ -316,13 +316,9 @@ class FusedLMHead(nn.Linear):
     def __init__(self, head: nn.Linear, *, transform: LogitTransform | None = None) -> None:
         _check_plain(head)
         nn.Module.__init__(self)
-        self.in_features, self.out_features = head.in_features, head.out_features
-        self.weight = head.weight
-        self.register_parameter("bias", head.bias)
+        # Parameters, and the attributes that libraries have set on it.
+        self.__dict__.update({name: x.copy() if isinstance(x, dict) else x for name, x in vars(head).items()})
         self.transform = as_transform(transform)
-        self.training = head.training
-        for name, value in vars(head).items():  # attributes that libraries have set on it
-            self.__dict__.setdefault(name, value)
 
     def __call__(self, hidden: Tensor, *arguments: Any, **named: Any) -> Any:
         wrapped = {name: _AsGiven.wrap(x) for name, x in named.items()}

@@ -55,7 +55,7 @@ class Ragged(NamedTuple):
         """`taken` of the rows `at`, of n, without a wait: where that would be one, all slots, those of other rows not in use."""
         if at.device.type in READ_AT_ONCE:
             return self.taken(at)
-        place = torch.full((n,), -1, device=at.device).index_copy_(0, at, torch.arange(at.numel(), device=at.device))[self.rows]
+        place = places_in(at, n)[self.rows]
         return self._replace(ids=torch.where(place >= 0, self.ids, -1), rows=place.clamp(min=0)), slice(None)
 
     def positions(self, inner: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,6 +66,11 @@ class Ragged(NamedTuple):
     def pairs(self) -> Tensor:
         """int64 [m]: a number for each pair (row, id)."""
         return (self.rows << 32) + self.ids
+
+
+def places_in(at: Tensor, n: int) -> Tensor:
+    """int64 [n]: the place of each of n rows in `at`, -1 of one that is not there."""
+    return torch.full((n,), -1, device=at.device).index_copy_(0, at, torch.arange(at.numel(), device=at.device))
 
 
 def at_or(x: Tensor, index: Tensor, value: float = 0) -> Tensor:
@@ -194,9 +199,7 @@ class Tokens:
     def at(self, rows: Tensor) -> tuple[Tokens, Tensor | slice, Tensor | slice]:
         """(the tokens of these rows, int64 [r], which count as their places; which of the tokens they are, and of the listed ids).
         Where the host would wait to know how many they are: all tokens, the others not read."""
-        place = torch.full((self.n,), -1, device=rows.device)
-        place.index_copy_(0, rows, torch.arange(rows.numel(), device=rows.device))
-        of_tokens = place[self.rows.clamp(0, self.n - 1)]
+        of_tokens = places_in(rows, self.n)[self.rows.clamp(0, self.n - 1)]
         here, all_of_them = self.used & (of_tokens >= 0), slice(None)
         if rows.device.type not in READ_AT_ONCE:
             own = None if self.of_row is None else rows
@@ -308,10 +311,6 @@ class KeptRows:
         pairs, order = self.slots.pairs.sort()
         place = torch.searchsorted(pairs, at.pairs)
         return torch.where(at_or(pairs, place, -1) == at.pairs, at_or(order, place, m), m)
-
-    def holds(self, at: Ragged) -> Tensor:
-        """bool [k]: pairs of `at` that are among `slots`."""
-        return self.places(at) < self.slots.ids.numel()
 
     def replaced(self, gradient: Tensor, at: Ragged, of_ids: Tensor) -> Tensor:
         """The gradient of the logits at `slots`, with `of_ids` in its place at the pairs of `at`."""

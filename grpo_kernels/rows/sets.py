@@ -100,7 +100,7 @@ class OverSets:
         logits = self._read(self.stream.at_all_ranks, visit.at)
         # The log-prob of the only id of a set is 0 whatever its logit is, which is therefore not computed.
         logits = torch.where(self.kept.several[visit.at.rows], logits, 0.0)
-        return LogitsAt(visit.at, logits, (visit.at.ids >= 0) & self.kept.holds(visit.at))
+        return LogitsAt(visit.at, logits, (visit.at.ids >= 0) & (self.kept.places(visit.at) < self.kept.slots.ids.numel()))
 
     @property
     def kept(self) -> KeptRows:
