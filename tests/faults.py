@@ -702,8 +702,8 @@ FAULTS: list[Fault] = [
             "delta = r + gamma * tokens.next(v) - v",
         ),
         (
-            "returns flow into the sequence before", "self.followed[:-1] = self.sequence[1:] == self.sequence[:-1]",
-            "self.followed[:-1] = True",
+            "returns flow into the sequence before", "self.sequence.diff(append=self.sequence.new_full((1,), -1)) == 0",
+            "self.sequence.diff(append=self.sequence.new_full((1,), -1)) >= 0",
         ),
         (
             "a masked token is discounted", "torch.where(self.trained, decay * torch.ones_like(x), 1.0)",
@@ -718,7 +718,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/rewards/groups.py", "tests/rewards/test_advantages.py",
         ("whiten: always biased", "/ (self.size - int(unbiased)).clamp(min=1.0)", "/ self.size.clamp(min=1.0)"),
-        ("neighbouring groups are one", "first[1:] = ranked[1:] != ranked[:-1]", "first[1:] = ranked[1:] > ranked[:-1] + 1"),
+        ("neighbouring groups are one", "ranked.diff(prepend=ranked[:1]) != 0", "ranked.diff(prepend=ranked[:1]) > 1"),
         (
             "a mean over missing rewards too", "self.mean = within.sum(values) / self.size.clamp(min=1.0)",
             "self.mean = within.sum(values) / within.sum(torch.ones_like(values))", "tests/rewards/test_advantages.py",

@@ -110,9 +110,7 @@ class Groups:
         if ids is not None:
             self.order = torch.argsort(ids, stable=True)
             ranked = ids[self.order]
-            first = torch.zeros_like(ranked)
-            first[1:] = ranked[1:] != ranked[:-1]
-            group = first.cumsum(0)
+            group = (ranked.diff(prepend=ranked[:1]) != 0).cumsum(0)
             self.group = group[torch.argsort(self.order)]
             self.offsets = torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device))
 

@@ -262,8 +262,7 @@ class _Tokens:
         self.offsets = cu_seqlens.to(torch.int64)
         self.sequences = len(self.offsets) - 1
         self.sequence = sequence_ids(self.offsets, n)
-        self.followed = torch.zeros(n, dtype=torch.bool, device=like.device)
-        self.followed[:-1] = self.sequence[1:] == self.sequence[:-1]
+        self.followed = self.sequence.diff(append=self.sequence.new_full((1,), -1)) == 0
         trained = torch.ones_like(self.followed)
         self.trained = trained if mask is None else as_mask("mask", mask, self.shape).reshape(-1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -78,15 +77,8 @@ class VocabShard:
         Raises ValueError on a DTensor that is cut in another way."""
         placements = getattr(weight, "placements", None)
         if placements is None:
-            width = weight.shape[dim]
-            widths = [width]
-            if _ranks(group) > 1:
-                size = torch.tensor([width], device=weight.device)
-                sizes = torch.empty(_ranks(group), dtype=size.dtype, device=size.device)
-                all_gather(sizes, size, group)
-                widths = sizes.tolist()
-            ends = list(accumulate(widths, initial=0))
-            start, whole = ends[_rank(group)], ends[-1]
+            widths = gathered(torch.tensor(weight.shape[dim], device=weight.device), group)
+            start, whole = int(widths[: _rank(group)].sum()), int(widths.sum())
         else:
             mesh, whole = weight.device_mesh, weight.shape[dim]  # type: ignore[attr-defined]
             refuse_managed("weight", weight)
@@ -187,9 +179,7 @@ class VocabParallel(Backend):
         start, ranks = self.shard.start, self.shard.ranks
         if ranks > 1:
             mass = self.masses(rows, partials, step)
-            sent = torch.cat([mass, mass.new_full((1,), start)])
-            everyone = sent.new_empty(ranks, sent.numel())
-            all_gather(everyone, sent[None], self.shard.group)
+            everyone = gathered(torch.cat([mass, mass.new_full((1,), start)]), self.shard.group)
             starts = starts + torch.where(everyone[:, -1:] < start, everyone[:, :-1], 0).sum(0)
         return self.backend.select(self._own(rows), partials, step, starts)
 
@@ -220,11 +210,7 @@ def exchange(shard: VocabShard, part: Partials, read: Tensor | None, start: int)
     # The id of a rank's largest logit counts from the rank's first column, so that column is sent too.
     first = torch.full((1, partials.shape[1]), start, dtype=torch.int32, device=partials.device).view(torch.float32)
     sent = torch.cat([partials, first]) if "top" in names else partials
-    ranks = _ranks(shard.group)
-    everyone = sent[None]
-    if ranks > 1:
-        everyone = torch.empty(ranks, *sent.shape, dtype=torch.float32, device=partials.device)
-        all_gather(everyone, sent[None], shard.group)
+    everyone = gathered(sent, shard.group)
     starts = everyone[:, -1].view(torch.int32) if "top" in names else None
     merged = merge(everyone[:, : len(names)], names, read, starts, part)
     if names == part.names:
@@ -267,15 +253,10 @@ def refuse_managed(name: str, x: Any) -> None:
 
 def _is_parameter(x: Any, p: Any) -> bool:
     """Whether x is the parameter `p` of FSDP."""
-    gathered = not hasattr(x, "placements")
-    if gathered:
+    if not hasattr(x, "placements"):  # it is gathered
         return x is getattr(p, "_unsharded_param", None)
-    return x is p.sharded_param or _same_storage(x, p.sharded_param)
-
-
-def _same_storage(a: Any, b: Any) -> bool:
-    a, b = a._local_tensor, b._local_tensor
-    return a.numel() > 0 and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    own, other = x._local_tensor, p.sharded_param._local_tensor
+    return x is p.sharded_param or (own.numel() > 0 and own.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _cut_along(x: Any, dim: int) -> bool:
@@ -283,8 +264,14 @@ def _cut_along(x: Any, dim: int) -> bool:
     return len(x.placements) == 1 and x.placements[0].is_shard() and x.placements[0].dim % x.dim() == dim % x.dim()
 
 
-def all_gather(out: Tensor, x: Tensor, group: Any) -> None:
-    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(out, x, group=group)  # its name since torch 2.13
+def gathered(x: Tensor, group: Any) -> Tensor:
+    """[ranks, ...]: x of each rank."""
+    if _ranks(group) == 1:
+        return x[None]
+    everyone = x.new_empty(_ranks(group), *x.shape)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
+    gather(everyone, x[None], group=group)
+    return everyone
 
 
 def _ranks(group: Any) -> int:
