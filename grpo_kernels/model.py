@@ -275,16 +275,15 @@ class HeadLoss(NamedTuple):
 
 
 class _AsGiven:
-    """Hides an argument from the hooks of the head. FSDP's mixed precision casts all floats among the arguments, in dataclasses
-    too, and an old log-prob in 16 bits makes the ratio wrong by percents."""
+    """Hides an argument, unless it is a tensor of ids, from the hooks of the head. FSDP's mixed precision casts all floats among the
+    arguments, in dataclasses and lists too, and an old log-prob in 16 bits makes the ratio wrong by percents."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     @classmethod
     def wrap(cls, x: Any) -> Any:
-        floats = isinstance(x, Tensor) and x.is_floating_point()
-        return cls(x) if floats or isinstance(x, (TokenBatch, Objective, Options, tuple)) else x
+        return x if isinstance(x, Tensor) and not x.is_floating_point() else cls(x)
 
     @classmethod
     def unwrap(cls, x: Any) -> Any:

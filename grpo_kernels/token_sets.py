@@ -413,9 +413,7 @@ def check_ids(name: str, sets: TokenSets, vocab: int) -> None:
     """Raise ValueError if an id is outside of [0, vocab)."""
     if sets.largest_id < vocab:
         return
-    outside = (sets.ids >= vocab).nonzero()
-    if len(outside):
-        at = int(outside[0])
+    for at in (sets.ids >= vocab).nonzero()[:1, 0].tolist():
         row = int(sets.row_of[at])
         raise ValueError(f"{name} holds id {int(sets.ids[at])} in row {row}: it is outside of the vocabulary [0, {vocab}).")
 

@@ -46,14 +46,17 @@ def clip(logp, old_logp, advantage, params):
 def cispo(logp, old_logp, advantage, params):
     """-sg(clip(r, low, cap)) A logp. See `Cispo`."""
     r = bounded_exp(logp - old_logp)
-    weight = r.clamp(params[1], params[0]) * advantage
-    # A token of no weight contributes 0 even where its logp is -inf.
-    return ops.where(weight == 0.0, 0.0, -weight * logp), -weight
+    return weighted(r.clamp(params[1], params[0]) * advantage, logp)
 
 
 def policy_gradient(logp, old_logp, advantage, params):
     """-A logp. See `PolicyGradient`."""
-    return ops.where(advantage == 0.0, 0.0, -advantage * logp), -advantage
+    return weighted(advantage, logp)
+
+
+def weighted(weight, logp):
+    """-weight logp of a weight that is held still. Of no weight it is 0 even where logp is -inf."""
+    return ops.where(weight == 0.0, 0.0, -weight * logp), -weight
 
 
 def no_policy_term(logp, old_logp, advantage, params):
@@ -82,8 +85,7 @@ def vespo(logp, old_logp, advantage, params):
     k = ops.where(advantage >= 0.0, params[0], params[2])
     rate = ops.where(advantage >= 0.0, params[1], params[3])
     log_w = (logp - old_logp).clamp(-18.420680743952367, 20.0)
-    weight = bounded_exp(rate + k * log_w - rate * ops.exp(log_w)) * advantage
-    return ops.where(weight == 0.0, 0.0, -weight * logp), -weight
+    return weighted(bounded_exp(rate + k * log_w - rate * ops.exp(log_w)) * advantage, logp)
 
 
 def dro(logp, old_logp, advantage, params):
@@ -436,7 +438,8 @@ def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
 def clip_cov(logp, old_logp, advantage, params):
     """`clip`, and nothing for selected tokens. See `ClipCov`."""
     loss, slope = clip(logp, old_logp, advantage, (params[0], params[1], math.inf))
-    return ops.where(params[-1] == 0.0, loss, 0.0), ops.where(params[-1] == 0.0, slope, 0.0)
+    kept = params[-1] == 0.0
+    return ops.where(kept, loss, 0.0), ops.where(kept, slope, 0.0)
 
 
 def kl_cov(logp, old_logp, advantage, params):

@@ -7,8 +7,10 @@ kernels of a backend run on them as on any logits. The stream reads these logits
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -45,8 +47,7 @@ class _Memory(NamedTuple):
 
     def added(self, total: Tensor | None, memory: Tensor) -> Tensor:
         """[m]: what stands in the places of the slots, 0 for those of other rows, and the total of other blocks."""
-        if isinstance(self.rows, Tensor):
-            memory[-1:].zero_()
+        memory[-1:].zero_()
         return memory[self.at] if total is None else total.add_(memory[self.at])
 
 
@@ -196,13 +197,12 @@ class OverSets:
             rows = torch.arange(n, device=place.device) if group is None else group
             parts += [(some, width) for some in rows.split(max(1, BLOCK_BYTES // (4 * width)))]
         while parts:
-            own, size, starts = list[tuple[Tensor, int]](), 0, list[Tensor]()
-            while parts and (not own or 4 * (size + parts[0][0].numel() * parts[0][1]) <= BLOCK_BYTES):
-                rows, width = parts.pop(0)
-                own.append((rows, width))
-                starts.append(torch.arange(size, size + rows.numel() * width, width, device=place.device))
-                size += rows.numel() * width
-            order = torch.cat([rows for rows, _ in own])
-            first = place.new_full((n,), size).index_copy_(0, order, torch.cat(starts))
+            ends = [*accumulate(rows.numel() * width for rows, width in parts)]
+            count = max(1, bisect_right(ends, BLOCK_BYTES // 4))
+            own, parts, size = parts[:count], parts[count:], ends[count - 1]
+            order, widths = (
+                torch.cat(x) for x in zip(*((rows, torch.full_like(rows, width)) for rows, width in own), strict=True)
+            )
+            first = place.new_full((n,), size).index_copy_(0, order, widths.cumsum(0) - widths)
             shapes = tuple((rows.numel(), width) for rows, width in own)
             yield _Memory(order, shapes, (first[slots.rows] + place).clamp_(max=size))
