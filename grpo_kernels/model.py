@@ -275,8 +275,8 @@ class HeadLoss(NamedTuple):
 
 
 class _AsGiven:
-    """Hides an argument, unless it is a tensor of ids, from the hooks of the head. FSDP's mixed precision casts all floats among the
-    arguments, in dataclasses and lists too, and an old log-prob in 16 bits makes the ratio wrong by percents."""
+    """Hides an argument, unless it is a tensor of ids, from the hooks of the head. FSDP's mixed precision casts all floats among
+    the arguments, in dataclasses and lists too, and an old log-prob in 16 bits makes the ratio wrong by percents."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

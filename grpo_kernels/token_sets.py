@@ -109,7 +109,7 @@ class TokenSets:
             require_tensor("values", values, FLOATING, "floats, the shape of ids, or None")
             require_shape("values", values, ids.shape, "ids")
             values = values[given]
-        return cls(ids[given], _offsets_of(given.flatten(0, -2).sum(-1)), values)
+        return cls.from_counts(ids[given], given.flatten(0, -2).sum(-1), values)
 
     @classmethod
     def from_lists(
@@ -156,7 +156,7 @@ class TokenSets:
                 )
             told = told.to(torch.float32)
         where = device if device is not None or generated is None else generated.device
-        return cls(ids.to(torch.int32), _offsets_of(counts), told).to(where or "cpu")
+        return cls.from_counts(ids.to(torch.int32), counts, told).to(where or "cpu")
 
     @classmethod
     def from_logits(
