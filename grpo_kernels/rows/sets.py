@@ -32,18 +32,19 @@ BLOCK_BYTES = 64 << 20
 class _Memory(NamedTuple):
     """Rows whose logits are in one memory, those of like sizes side by side.
 
-    rows   their numbers.
-    parts  of one width, one after the other: (how many of the rows, the width).
+    parts  of one width, one after the other: (which rows, how many they are, the width).
     at     int64 [m]: where each slot stands in the memory, in its last place for slots of other rows."""
 
-    rows: slice | Tensor
-    parts: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[slice | Tensor, int, int], ...]
     at: Tensor
+
+    @property
+    def sizes(self) -> list[int]:
+        return [count * width for _, count, width in self.parts]
 
     def filled(self, z: Tensor) -> Tensor:
         """z of the slots in their places, and -inf in all others."""
-        size = sum(rows * width for rows, width in self.parts)
-        return torch.full((size + 1,), -torch.inf, dtype=torch.float32, device=z.device).scatter_(0, self.at, z)
+        return torch.full((sum(self.sizes) + 1,), -torch.inf, dtype=torch.float32, device=z.device).scatter_(0, self.at, z)
 
     def added(self, total: Tensor | None, memory: Tensor) -> Tensor:
         """[m]: what stands in the places of the slots, 0 for those of other rows, and the total of other blocks."""
@@ -162,14 +163,11 @@ class OverSets:
         """Let `work` compute all rows, block by block, and return what it `writes` over their logits, fp32 [m]."""
         others, total = [self._z(other.stream)[0] for other in self.visit.others], None
         for memory in self._memories():
-            logits, seconds = memory.filled(z), [memory.filled(of_other) for of_other in others]
-            row = first = 0
-            for rows, width in memory.parts:
-                own, at = slice(first, first + rows * width), memory.rows
-                at = at if isinstance(at, slice) else at[row : row + rows]
-                work(self._block(at, *(x[own].view(1, rows, width) for x in (logits, *seconds))))
-                row, first = row + rows, own.stop
-            total = memory.added(total, logits) if writes else None
+            filled = [memory.filled(x) for x in (z, *others)]
+            blocks = zip(*(x[:-1].split(memory.sizes) for x in filled), strict=True)
+            for (rows, count, width), own in zip(memory.parts, blocks, strict=True):
+                work(self._block(rows, *(x.view(1, count, width) for x in own)))
+            total = memory.added(total, filled[0]) if writes else None
         return total
 
     def _block(self, at: slice | Tensor, logits: Tensor, *of_others: Tensor) -> Block:
@@ -192,7 +190,7 @@ class OverSets:
         parts: list[tuple[Tensor, int]] = []
         for group, width in self.kept.groups:
             if group is None and 4 * n * width <= BLOCK_BYTES:
-                yield _Memory(slice(0, n), ((n, width),), torch.add(place, slots.rows, alpha=width))
+                yield _Memory(((slice(0, n), n, width),), torch.add(place, slots.rows, alpha=width))
                 return
             rows = torch.arange(n, device=place.device) if group is None else group
             parts += [(some, width) for some in rows.split(max(1, BLOCK_BYTES // (4 * width)))]
@@ -204,5 +202,5 @@ class OverSets:
                 torch.cat(x) for x in zip(*((rows, torch.full_like(rows, width)) for rows, width in own), strict=True)
             )
             first = place.new_full((n,), size).index_copy_(0, order, widths.cumsum(0) - widths)
-            shapes = tuple((rows.numel(), width) for rows, width in own)
-            yield _Memory(order, shapes, (first[slots.rows] + place).clamp_(max=size))
+            at = (first[slots.rows] + place).clamp_(max=size)
+            yield _Memory(tuple((rows, rows.numel(), width) for rows, width in own), at)
