@@ -115,13 +115,11 @@ class Distinct(NamedTuple):
     @classmethod
     def of(cls, rows: Tensor, ids: Tensor, used: Tensor, n: int) -> Distinct:
         """Pairs [k] of n rows. `used` bool [k]: the others have the slot behind all in use."""
-        k, device = rows.numel(), rows.device
-        none = torch.full((), n << 32, device=device)
+        k, device, none = rows.numel(), rows.device, n << 32
         pairs, order = torch.where(used, (rows << 32) + ids, none).sort(stable=True)
-        slot = torch.cat([pairs.new_zeros(1), (pairs.diff() != 0).cumsum(0)])[:k]
-        places = torch.arange(k + 1, device=device)
-        starts = torch.full_like(places, k).scatter_reduce_(0, slot, places[:k], "amin")
-        pair = at_or(pairs, starts, n << 32)[:k]
+        slot = (pairs.diff(prepend=pairs[:1]) != 0).cumsum(0)
+        starts = torch.searchsorted(slot, torch.arange(k + 1, device=device))
+        pair = at_or(pairs, starts[:k], none)
         owner, ids = (pair >> 32).clamp(max=n - 1), torch.where(pair < none, pair & 0xFFFFFFFF, -1)
         slots = Ragged(ids, torch.searchsorted(owner, torch.arange(n + 1, device=device)), owner)
         place = torch.empty_like(slot).index_copy_(0, order, slot)
