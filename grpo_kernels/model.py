@@ -466,7 +466,7 @@ def check_linear(head: Any, known: Any = None) -> None:
     plain = (nn.Linear.forward, FusedLMHead.forward)
     if not isinstance(head, nn.Linear) or type(head).forward not in plain or forward_of(head) not in (*plain, known):
         _refuse(head, "whose forward is not that of torch.nn.Linear", "its logits may be more than hidden @ weight.T.")
-    if any(True for _ in head.children()) or set(head._parameters) - {"weight", "bias"} or head._buffers:
+    if [*head.children()] or set(head._parameters) - {"weight", "bias"} or head._buffers:
         _refuse(head, "with parameters or modules besides weight and bias", "a parametrised layer has to be made plain first.")
     kind = type(head.weight.data)
     if kind is not torch.Tensor and not hasattr(head.weight, "placements"):

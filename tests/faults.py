@@ -134,9 +134,9 @@ FAULTS: list[Fault] = [
         ("a token's set is of the row of its number", "tokens.rows[slots.rows], slots.ids", "slots.rows % tokens.n, slots.ids", SHARED),
         (
             "a target of another rank is this rank's",
-            "return torch.where(self._here.ids[slots.offsets[:-1] + target] >= 0, target, -1)", "return target", RANKS,
+            "return torch.where(self._here[0][slots.offsets[:-1] + target], target, -1)", "return target", RANKS,
         ),
-        ("the gradient over a set lacks the transform", "gradient * self.stream.transform.slope(logits, self.slots.rows)", "gradient"),
+        ("the gradient over a set lacks the transform", "gradient * self.stream.transform.slope(logits, slots.rows)", "gradient"),
         ("the likeliest id is that of one rank", "lowest if shard is None else shard.lowest_of_ranks(lowest)", "lowest", RANKS),
         ("the teacher's logits over sets are the policy's", "self._z(other.stream)[0]", "self._z(self.stream)[0]"),
     ),
@@ -724,7 +724,7 @@ FAULTS: list[Fault] = [
             "self.mean = within.sum(values) / within.sum(torch.ones_like(values))", "tests/rewards/test_advantages.py",
         ),
         (
-            "rewards without their weights", "total = total + factor * column", "total = total + column",
+            "rewards without their weights", "sum(factor * column for", "sum(column for",
             "tests/training/test_trainer_report.py tests/rewards/test_advantages.py",
         ),
     ),

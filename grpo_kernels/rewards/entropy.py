@@ -38,8 +38,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, share: float, process_group
     values = torch.where((mask.reshape(-1) != 0) & values.isfinite(), values, torch.inf)
     if process_group is not None:
         values = _gather(values, process_group)
-    nothing = torch.full((1,), torch.inf, device=values.device, dtype=torch.float32)
-    values = torch.cat([values, nothing]).sort().values
+    values = torch.nn.functional.pad(values, (0, 1), value=torch.inf).sort().values
     count = values.isfinite().sum()
     position = (1.0 - share) * (count - 1).clamp(min=0).to(torch.float64)
     at = torch.stack([position.floor(), position.ceil()]).to(torch.int64)

@@ -89,10 +89,7 @@ def read_weights(weights: Sequence[float] | Tensor, r: Tensor) -> Sequence[Tenso
 def weighted_sum(columns: Sequence[Tensor], factors: Sequence[Any]) -> Tensor:
     """Adds the terms one by one, so that equal rows have exactly equal sums. A matrix product may add different rows in
     different orders."""
-    total = torch.zeros_like(columns[0])
-    for column, factor in zip(columns, factors, strict=True):
-        total = total + factor * column
-    return total
+    return sum(factor * column for column, factor in zip(columns, factors, strict=True))
 
 
 # ---- groups

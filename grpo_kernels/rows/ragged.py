@@ -216,7 +216,7 @@ class Tokens:
         last = at.new_zeros(count).scatter_reduce(0, of, at, "amax")
         reached = places.scatter_reduce(0, at, last[of], "amax").cummax(0).values
         ends = (reached == places).nonzero()[:, 0] + 1
-        return tuple(torch.cat([ends.new_zeros(1), ends]).diff().tolist())
+        return tuple(ends.diff(prepend=ends.new_zeros(1)).tolist())
 
     # ---- from rows to tokens, and back
 

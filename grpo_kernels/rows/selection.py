@@ -123,12 +123,9 @@ def starts(seed: int | Tensor, rows: Tensor) -> Tensor:
     """int64 [n] in [0, 2^BITS): where the running sum of each row starts, a function of the seed and the row's number, int64 [n],
     alone. The generator is SplitMix64 (Steele, Lea and Flood 2014), started from a hash of the seed."""
     step = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
-    first: Tensor | float
-    if isinstance(seed, Tensor):
-        first = _mixed(seed + step)
-    else:  # a copy of it to the device would wait for the device
-        first = _mixed(torch.tensor(seed, dtype=torch.int64, device="cpu") + step).item()
-    return _shifted(_mixed((rows + 1) * step + first), 64 - BITS)
+    if not isinstance(seed, Tensor):  # a copy of it to the device would wait for the device
+        seed = torch.tensor(seed, dtype=torch.int64, device="cpu")
+    return _shifted(_mixed((rows + 1) * step + _mixed(seed + step)), 64 - BITS)
 
 
 def _mixed(x: Tensor) -> Tensor:

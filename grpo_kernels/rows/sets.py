@@ -48,7 +48,8 @@ class _Memory(NamedTuple):
 
     def added(self, total: Tensor | None, memory: Tensor) -> Tensor:
         """[m]: what stands in the places of the slots, 0 for those of other rows, and the total of other blocks."""
-        memory[-1:].zero_()
+        if isinstance(self.parts[0][0], Tensor):
+            memory[-1:].zero_()
         return memory[self.at] if total is None else total.add_(memory[self.at])
 
 
@@ -79,22 +80,29 @@ class OverSets:
         gradient = self._of_logits(of_z, logits)
         if at_ids is not None and visit.at is not None:
             gradient = self.kept.replaced(gradient, visit.at, at_ids)
-        pairs = self._pairs(self.slots)
+        slots = self._here[2]
+        pairs = self._pairs(slots)
         if pairs is None:
-            gradients.add(self.slots, gradient)
+            gradients.add(slots, gradient)
         else:
             gradients.add(pairs.slots, pairs.sums(gradient).to(torch.float32))
 
     def fused(self, visit: Visit, stage: TokenStage, gradients: Gradients | None) -> FusedRows:
         z, logits = self._z(self.stream)
-        result = FusedRows.zeros(self.kept.read.numel(), z.device, visit.others or None)
+        results: list[tuple[slice | Tensor, FusedRows]] = []
 
         def work(block: Block) -> None:
-            result.put(block.at, block.fused(stage.at(block.at), None if gradients is None else block.rows.logits))
+            out = None if gradients is None else block.rows.logits
+            results.append((block.at, block.fused(stage.at(block.at), out)))
 
         of_z = self._each(z, work, gradients is not None)
         if gradients is not None and of_z is not None:
-            gradients.add(self.slots, self._of_logits(of_z, logits))
+            gradients.add(self._here[2], self._of_logits(of_z, logits))
+        at, result = results[0]
+        if isinstance(at, Tensor):
+            result = FusedRows.zeros(self.kept.read.numel(), z.device, visit.others or None)
+            for at, part in results:
+                result.put(at, part)
         return result
 
     def logits_at(self, visit: Visit) -> LogitsAt:
@@ -110,28 +118,28 @@ class OverSets:
         return self.visit.kept
 
     @functools.cached_property
-    def _here(self) -> Ragged:
-        """The slots with this process's columns as ids. An id outside the vocabulary belongs to no rank."""
-        shard, columns = self.stream.shard, self.stream.columns
-        if shard is None:
-            return self.kept.slots.columns(0, columns)
-        return self.kept.slots.columns(shard.start, min(columns, shard.vocab - shard.start))
-
-    @functools.cached_property
-    def slots(self) -> Ragged:
-        """Those whose logits are needed here: of rows with several ids."""
-        return self._here.only(self.kept.several)
+    def _here(self) -> tuple[Tensor, Tensor, Ragged]:
+        """(bool [m]: slots in use whose id is among this process's columns, one outside the vocabulary being nobody's; those of
+        them whose logits are needed, since their row has several ids; the slots, of which these are in use, columns as ids)."""
+        slots, shard, first, end = self.kept.slots, self.stream.shard, 0, self.stream.columns
+        if shard is not None:
+            first, end = shard.start, min(shard.start + end, shard.vocab)
+        own = (slots.ids >= first) & (slots.ids < end)
+        used = own & self.kept.several[slots.rows]
+        return own, used, slots._replace(ids=torch.where(used, slots.ids - first if first else slots.ids, -1))
 
     def _z(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """(z, logits) of a stream at the slots. Where a slot is not in use here, z is -inf, and 0 where it is the only one of its
         row."""
-        logits = self._read(stream.at, self.slots)
-        others = torch.zeros_like(logits).masked_fill_(self._here.ids < 0, -torch.inf)
-        return torch.where(self.slots.ids >= 0, stream.transform.of(logits, self.slots.rows), others), logits
+        own, used, slots = self._here
+        logits = self._read(stream.at, slots)
+        z = torch.where(used, stream.transform.of(logits, slots.rows), 0.0)
+        return torch.where(own, z, -torch.inf), logits
 
     def _of_logits(self, gradient: Tensor, logits: Tensor) -> Tensor:
         """The gradient of logits from that of z; 0 of a slot that is not in use."""
-        return torch.where(self.slots.ids >= 0, gradient * self.stream.transform.slope(logits, self.slots.rows), 0.0)
+        _, used, slots = self._here
+        return torch.where(used, gradient * self.stream.transform.slope(logits, slots.rows), 0.0)
 
     def _pairs(self, slots: Ragged) -> Distinct | None:
         """Slots of tokens as those of their rows, each once; None: they are that already."""
@@ -149,12 +157,12 @@ class OverSets:
     def _target(self) -> Tensor:
         """int64 [n]: the column of each row's target in a block, -1 where it is not in use here."""
         slots, target = self.kept.slots, self.kept.target
-        return torch.where(self._here.ids[slots.offsets[:-1] + target] >= 0, target, -1)
+        return torch.where(self._here[0][slots.offsets[:-1] + target], target, -1)
 
     def _top_id(self, z: Tensor, top: Tensor) -> Tensor:
         """int64 [n]: the lowest id of all ranks whose z is the row's largest, -1 where none is."""
         slots, none, shard = self.kept.slots, torch.iinfo(torch.int64).max, self.stream.shard
-        ids = torch.where((self._here.ids >= 0) & (z == top[slots.rows]), slots.ids, none)
+        ids = torch.where(self._here[0] & (z == top[slots.rows]), slots.ids, none)
         lowest = torch.full_like(self.kept.target, none).scatter_reduce_(0, slots.rows, ids, "amin")
         lowest = lowest if shard is None else shard.lowest_of_ranks(lowest)
         return torch.where(lowest == none, -1, lowest)

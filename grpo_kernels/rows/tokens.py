@@ -51,7 +51,7 @@ class LogitsAt:
     def with_likeliest(self, transform: RowTransform) -> LogitsAt:
         """The same with `one`: the first of equal ones, and the number of slots where a row has none."""
         rows, z, k = self.slots.rows, self._z(transform), self.used.numel()
-        top = z.new_full((self.slots.offsets.numel() - 1,), -torch.inf).scatter_reduce_(0, rows, z, "amax")
+        top = torch.segment_reduce(z, "max", offsets=self.slots.offsets, initial=-torch.inf, unsafe=True)
         slot = torch.where(self.used & (z == top[rows]), torch.arange(k, device=z.device), k)
         return replace(self, one=torch.full_like(top, k, dtype=torch.int64).scatter_reduce_(0, rows, slot, "amin"))
 
