@@ -136,7 +136,7 @@ class Rows(Problem):
         sets = len(self.reads) > len(wholes)
         twice = len(wholes) > 1 or (sets and any(x.all_rows for x in wholes))
         at_slots = sets or any(x.sparse is not None or (x.ahead and x.at is not None) for x in wholes)
-        gradients = base.gradients(wanted, Parts(wholes[0] if wholes else None, twice, at_slots))
+        gradients = base.gradients(wanted, Parts(wholes[0] if wholes else None, twice, at_slots, len(wholes)))
         # Visits of sets come first: they read logits that may be written over.
         for i, (visit, _, with_gradient) in enumerate(self.reads):
             given_to = {name: x for (of, name), x in upstream.items() if of == i}

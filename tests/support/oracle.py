@@ -702,10 +702,6 @@ def rooms(p: Problem, exact: Answer) -> Answer:
     # The slope of a total variation jumps where p = q: as often as it takes for every sign that is open to be both.
     others = [answer(p, noise) for noise in range(1, 25 if r.exact == "tv" else 4)]
     assert exact.sizes is not None
-    # Gradients of several passes are each in memory of the dtype. Slopes of listed ids cancel among themselves.
-    several = (
-        r.over != "kept" or len(r.others) > 1 or r.also in ("log_kept_mass", "all") or r.rows != "own" or r.listed != "none"
-    )
     least = 1e-12 + ("listed" in r.others) * 1e-9 * max(1.0, r.upstream)
 
     def room(x: Tensor, moved: list[Tensor], size: Tensor, dtype: torch.dtype) -> Tensor:
@@ -713,7 +709,6 @@ def rooms(p: Problem, exact: Answer) -> Answer:
         finite = torch.where(x.isfinite(), x, 0.0).abs()
         relative, absolute = ROUNDING[dtype]
         stored = relative * finite + absolute * max(1.0, r.upstream)  # in memory of 16 bits before the upstream gradient
-        stored = stored + 2 * (relative * size + absolute) if several else stored
         return 16 * off + 12 * EPS * (finite + size) + 2.2 * stored + least
 
     values = {
@@ -728,7 +723,9 @@ def rooms(p: Problem, exact: Answer) -> Answer:
         # Operands of 16 bits round the gradient of the logits, which is off by fp32's errors before.
         dtypes = {x.dtype for x in p.clean.values()}
         relative = 1.1 * 2.0**-8 if torch.bfloat16 in dtypes else 2.0**-10 if torch.float16 in dtypes else 0.0
-        of_logits = products(p, logit_gradient(p).abs())
+        # What several passes give is rounded before it cancels.
+        several = r.over != "kept" or len(r.others) > 1 or r.also in ("log_kept_mass", "all") or (p.sets and r.rows != "own")
+        of_logits = size if several else products(p, logit_gradient(p).abs())
         gradients = {name: x + relative * of_logits[name] for name, x in gradients.items()}
     return Answer(values, gradients)
 
