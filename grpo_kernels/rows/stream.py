@@ -645,4 +645,6 @@ class Logits(Stream):
                 return second if here is None else second.at(here)._replace(logits=second.logits[:, here])
 
             own = rows.cut(at.start, at.stop)._replace(logits=x[of].to(torch.float32) if visit.apart else x[of], part=None)
+            if own.second is not None:
+                own = own._replace(second=own.second._replace(logits=own.second.logits[of]))
             yield Block(self, self.backend, visit, own, at, second_of), None if out is None else out[of]

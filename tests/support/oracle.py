@@ -507,9 +507,9 @@ class Rows:
         if noise is None:
             self.log_p = torch.log_softmax(z, -1)
         else:
-            g, size = torch.Generator().manual_seed(noise), torch.where(z.isfinite(), z.detach().abs(), 0.0)
+            size = torch.where(z.isfinite(), z.detach().abs(), 0.0)
             row = 2 + 2 * size.amax(1, keepdim=True) + math.log(x.shape[1])
-            self.log_p = torch.log_softmax(z + EPS * (1 + size) * signs(z, g), -1) + EPS * row * signs(row, g)
+            self.log_p = torch.log_softmax(z + EPS * (1 + size) * signs(z, noise), -1) + EPS * row * signs(row, noise)
         self.keep = self.log_p.detach() > -math.inf
         self.chosen = self.log_p.gather(1, ids[:, None])[:, 0]
         finite = torch.where(self.keep, self.log_p, 0.0)
@@ -518,8 +518,11 @@ class Rows:
         self.sum_squares = self.p.square().sum(1)
 
 
-def signs(like: Tensor, g: torch.Generator) -> Tensor:
-    return torch.where(torch.rand(like.shape, generator=g) < 0.5, -1.0, 1.0).to(like.dtype)
+def signs(like: Tensor, noise: int) -> Tensor:
+    """Those of errors. Between an even number and the next every second column changes: in one of them two neighbours differ."""
+    g = torch.Generator().manual_seed(noise // 2)
+    found = torch.where(torch.rand(like.shape, generator=g) < 0.5, -1.0, 1.0).to(like.dtype)
+    return found * (1 - 2 * (torch.arange(like.shape[-1]) % 2)) ** (noise % 2)
 
 
 def listed_divergence(
@@ -529,17 +532,16 @@ def listed_divergence(
     values = []
     for p_row, q_row, listed in zip(log_p, log_q, ids, strict=True):
         lp, lq = p_row[listed], q_row[listed]
-        p, q = lp.exp().sum(), lq.exp().sum()
         if tail == "bin":
             others = [i for i in range(len(p_row)) if i not in listed]
-            rest = p_row[others].exp().sum(), 1 - q
+            rest = p_row[others].exp().sum(), 1 - lq.exp().sum()
             lp, lq = (torch.cat([x, mass.clamp(min=1e-7).log()[None]]) for x, mass in zip((lp, lq), rest, strict=True))
         elif tail == "renormalise":
             lp, lq = lp.log_softmax(0), lq.log_softmax(0)
         value = divergence(lp[None], lq[None], kind, share)[0]
-        if tail == "generalised" and kind in ("reverse", "forward"):  # of the others the masses cancel
-            value = value + {"reverse": 1, "forward": -1}[kind] * (q - p)
-        values.append(value if listed else 0.0 * p)
+        if tail != "ignore" and kind in ("reverse", "forward"):  # of the others the masses cancel
+            value = value + {"reverse": 1, "forward": -1}[kind] * (lq.exp().sum() - lp.exp().sum())
+        values.append(value if listed else 0.0 * value)
     return torch.stack(values) if values else log_p.sum(1)
 
 
@@ -562,14 +564,19 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     x = project(leaves, torch.float64)
     if noise is not None and r.source == "hidden":
         sizes = project({name: leaf.detach().abs() for name, leaf in leaves.items()}, torch.float64)
-        x = x + 8 * EPS * sizes * signs(sizes, torch.Generator().manual_seed(noise + 100))
+        x = x + 8 * EPS * sizes * signs(sizes, noise + 100)
     x = x if p.rows is None else x[p.rows]
 
-    def rows(x: Tensor, transform: dict[str, object], keep: Tensor | None) -> Rows:
+    def rows(x: Tensor, transform: dict[str, object], keep: Tensor | None, of_other: int = 0) -> Rows:
         temperature = to_rows(transform["temperature"], p.sequences, torch.float64)[live]  # type: ignore[arg-type]
         own = {**transform, "temperature": temperature}
         return Rows(
-            x[live], p.ids[live], own, [[i] for i in range(len(live))], keep=None if keep is None else keep[live], noise=noise
+            x[live],
+            p.ids[live],
+            own,
+            [[i] for i in range(len(live))],
+            keep=None if keep is None else keep[live],
+            noise=None if noise is None else noise + of_other,
         )
 
     sets = rows(x, p.transform, p.keep)
@@ -602,7 +609,7 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
         sizes[live] += (slope + softmax.p.detach() * slope.sum(1, keepdim=True)) * steep
     if p.others:  # log-ratios of two near rows cancel
         sizes[live] += sets.p.detach() * slopes[-1][live, None] * steep
-    if r.source == "hidden" and any(y is not None for y in (p.at, p.terms, p.rows)):
+    if r.source == "hidden" and ("listed" in r.others or any(y is not None for y in (p.at, p.terms, p.rows))):
         # Logits at further ids are computed again, and rounded in another way.
         arrives = slopes[0].sum(1, keepdim=True)
         sizes[live] += sets.p.detach() * arrives * steep**2 * x.detach()[live].abs().amax(1, keepdim=True)
@@ -621,8 +628,8 @@ def _divergences(p: Problem, ours: Rows, keep: Tensor | None, rows: Callable[...
     kind, _, share = r.exact.partition(" ")
     mixture = float(share or 0.5) if kind == "jsd" else 0.0
     total = torch.zeros(len(live), dtype=torch.float64)
-    for other in p.others:
-        theirs = rows(other.rows, other.transform, keep)
+    for i, other in enumerate(p.others):
+        theirs = rows(other.rows, other.transform, keep, 200 + 100 * i)
         if other.ids is None:
             value = divergence(ours.log_p, theirs.log_p.detach(), kind, mixture)
         else:
@@ -648,8 +655,7 @@ def _total(
             of_kl = torch.zeros_like(values["logps"]).index_put((live,), whole.chosen)
         seen = {name: x for name, x in p.seen.items() if name != "cu_seqlens"}
         if noise is not None:  # terms of a slope may cancel
-            g = torch.Generator().manual_seed(noise)
-            seen["advantages"] = seen["advantages"] * (1 + 2 * EPS * signs(seen["advantages"], g))
+            seen["advantages"] = seen["advantages"] * (1 + 2 * EPS * signs(seen["advantages"], noise))
         result = objective(
             p.spec, values["logps"], values["entropy"], p.sequences, normalizer=r.normalizer, kl_logps=of_kl,
             divergences=divergences, listed=_listed_terms(p, sets, live), **seen,
@@ -702,21 +708,22 @@ def rooms(p: Problem, exact: Answer) -> Answer:
     # The slope of a total variation jumps where p = q: as often as it takes for every sign that is open to be both.
     others = [answer(p, noise) for noise in range(1, 25 if r.exact == "tv" else 4)]
     assert exact.sizes is not None
-    least = 1e-12 + ("listed" in r.others) * 1e-9 * max(1.0, r.upstream)
 
-    def room(x: Tensor, moved: list[Tensor], size: Tensor, dtype: torch.dtype) -> Tensor:
+    def room(x: Tensor, moved: list[Tensor], size: Tensor, dtype: torch.dtype, roundings: float = 1.0) -> Tensor:
         off = torch.stack([torch.where(y.isfinite() & x.isfinite(), y - x, 0.0).abs() for y in moved]).amax(0)
         finite = torch.where(x.isfinite(), x, 0.0).abs()
         relative, absolute = ROUNDING[dtype]
         stored = relative * finite + absolute * max(1.0, r.upstream)  # in memory of 16 bits before the upstream gradient
-        return 16 * off + 12 * EPS * (finite + size) + 2.2 * stored + least
+        return 16 * off + 12 * EPS * (finite + size) + 2.2 * roundings * stored + 1e-12
 
     values = {
         name: room(x, [o.values[name] for o in others], torch.zeros_like(x), torch.float32) for name, x in exact.values.items()
     }
     size = {"logits": exact.sizes.view(p.clean["logits"].shape)} if "logits" in p.clean else products(p, exact.sizes)
+    # Memory of 16 bits is added to twice, and half of that is compared.
+    added = {"weight": 1.5 if r.weight_grad == "of weight" else 1.0}
     gradients = {
-        name: room(x, [o.gradients[name] for o in others], size[name], p.clean[name].dtype)
+        name: room(x, [o.gradients[name] for o in others], size[name], p.clean[name].dtype, added.get(name, 1.0))
         for name, x in exact.gradients.items()
     }
     if "hidden" in p.clean:
@@ -724,9 +731,12 @@ def rooms(p: Problem, exact: Answer) -> Answer:
         dtypes = {x.dtype for x in p.clean.values()}
         relative = 1.1 * 2.0**-8 if torch.bfloat16 in dtypes else 2.0**-10 if torch.float16 in dtypes else 0.0
         # What several passes give is rounded before it cancels.
-        several = r.over != "kept" or len(r.others) > 1 or r.also in ("log_kept_mass", "all") or (p.sets and r.rows != "own")
+        several = r.over != "kept" or "listed" in r.others or r.also in ("log_kept_mass", "all") or (p.sets and r.rows != "own")
         of_logits = size if several else products(p, logit_gradient(p).abs())
         gradients = {name: x + relative * of_logits[name] for name, x in gradients.items()}
+        waits = p.spec.level != "token" or p.spec.surrogate.endswith("-cov") or (p.sets and r.rows + r.listed != "ownnone")
+        if r.door == "loss" and waits and "weight" in gradients:
+            gradients["weight"] += relative * of_logits["weight"]  # hidden states times the slopes of rows that wait for others
     return Answer(values, gradients)
 
 
