@@ -102,6 +102,15 @@ def test_probabilities_near_1_keep_their_digits(name, backend):
     torch.testing.assert_close(*found, rtol=2e-2, atol=1.2e-7)
 
 
+def test_a_row_of_nan_is_nan_in_all_columns_or_none(backend):
+    """Whatever arrives at its ids: what cancels, nothing, something."""
+    logits = torch.randn(3, V).index_fill_(1, torch.tensor(5), torch.nan).requires_grad_()
+    sets = TokenSets.from_lists([[2, 3]] * 3)
+    at = token_logprobs(logits, torch.ones(3, dtype=torch.int64), at=sets, options=Options(backend)).also["at"]
+    at.backward(torch.tensor([1.0, -1.0, 0.0, 0.0, 2.0, 1.0]))
+    assert logits.grad.isnan().sum(1).tolist() == [V, 0, V]
+
+
 def test_a_masked_token_with_a_set_may_name_any_row(backend):
     sets = TokenSets.from_lists([[1, 4], [2, 5], [3, 6]])
     rows, mask, logits = torch.tensor([0, -100, 1]), torch.tensor([True, False, True]), torch.randn(2, 7)

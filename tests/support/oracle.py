@@ -554,7 +554,8 @@ class Answer:
     values: dict[str, Tensor]
     gradients: dict[str, Tensor]
     clear: bool = True
-    sizes: Tensor | None = None  # [N, V]: what is added up in the gradient of each logit, were nothing to cancel
+    of_logits: Tensor | None = None  # [N, V]: the gradient of the logits
+    sizes: Tensor | None = None  # [N, V]: what is added up in it, were nothing to cancel
 
 
 def answer(p: Problem, noise: int | None = None) -> Answer:
@@ -565,7 +566,7 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     if noise is not None and r.source == "hidden":
         sizes = project({name: leaf.detach().abs() for name, leaf in leaves.items()}, torch.float64)
         x = x + 8 * EPS * sizes * signs(sizes, noise + 100)
-    x = x if p.rows is None else x[p.rows]
+    logits, x = x, x if p.rows is None else x[p.rows]
 
     def rows(x: Tensor, transform: dict[str, object], keep: Tensor | None, of_other: int = 0) -> Rows:
         temperature = to_rows(transform["temperature"], p.sequences, torch.float64)[live]  # type: ignore[arg-type]
@@ -600,7 +601,7 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     names = [name for name in leaves if name != r.frozen]
     softmaxes = list(dict.fromkeys((sets, whole)))
     inner = [*(x.log_p for x in softmaxes), values["divergence"]] if p.others else [x.log_p for x in softmaxes]
-    found = torch.autograd.grad(total, [*wanted, *inner], materialize_grads=True, allow_unused=True)
+    *found, of_logits = torch.autograd.grad(total, [*wanted, *inner, logits], materialize_grads=True, allow_unused=True)
     gradients, slopes = found[: len(wanted)], [x.abs() for x in found[len(wanted) :]]
     temperature = to_rows(p.transform["temperature"], p.sequences, torch.float64)[live, None]  # type: ignore[arg-type]
     steep = abs(p.transform["scale"]) / temperature  # type: ignore[arg-type]
@@ -618,7 +619,11 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     if p.rows is not None:
         sizes = torch.zeros(p.leading.numel(), x.shape[1], dtype=torch.float64).index_add(0, p.rows, sizes)
     return Answer(
-        {name: value.detach() for name, value in values.items()}, dict(zip(names, gradients, strict=True)), clear, sizes
+        {name: value.detach() for name, value in values.items()},
+        dict(zip(names, gradients, strict=True)),
+        clear,
+        of_logits,
+        sizes,
     )
 
 
@@ -707,7 +712,7 @@ def rooms(p: Problem, exact: Answer) -> Answer:
     r = p.recipe
     # The slope of a total variation jumps where p = q: as often as it takes for every sign that is open to be both.
     others = [answer(p, noise) for noise in range(1, 25 if r.exact == "tv" else 4)]
-    assert exact.sizes is not None
+    assert exact.sizes is not None and exact.of_logits is not None
 
     def room(x: Tensor, moved: list[Tensor], size: Tensor, dtype: torch.dtype, roundings: float = 1.0) -> Tensor:
         off = torch.stack([torch.where(y.isfinite() & x.isfinite(), y - x, 0.0).abs() for y in moved]).amax(0)
@@ -732,20 +737,12 @@ def rooms(p: Problem, exact: Answer) -> Answer:
         relative = 1.1 * 2.0**-8 if torch.bfloat16 in dtypes else 2.0**-10 if torch.float16 in dtypes else 0.0
         # What several passes give is rounded before it cancels.
         several = r.over != "kept" or "listed" in r.others or r.also in ("log_kept_mass", "all") or (p.sets and r.rows != "own")
-        of_logits = size if several else products(p, logit_gradient(p).abs())
+        of_logits = size if several else products(p, exact.of_logits.abs())
         gradients = {name: x + relative * of_logits[name] for name, x in gradients.items()}
         waits = p.spec.level != "token" or p.spec.surrogate.endswith("-cov") or (p.sets and r.rows + r.listed != "ownnone")
         if r.door == "loss" and waits and "weight" in gradients:
             gradients["weight"] += relative * of_logits["weight"]  # hidden states times the slopes of rows that wait for others
     return Answer(values, gradients)
-
-
-def logit_gradient(p: Problem) -> Tensor:
-    """[N, V] of a problem from hidden states."""
-    logits = project(p.clean, torch.float64)
-    return answer(replace(p, recipe=replace(p.recipe, source="logits", frozen="nothing"), clean={"logits": logits})).gradients[
-        "logits"
-    ]
 
 
 def products(p: Problem, of_logits: Tensor) -> dict[str, Tensor]:
