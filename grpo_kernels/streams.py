@@ -470,8 +470,8 @@ def seconds_of(name: str, given: Any, exact: Exact, policy: Policy, stream: Stre
 
 def second_stream(name: str, given: Any, policy: Policy, stream: Stream, exact: Exact | None = None) -> Stream:
     """A second stream beside the policy's, of hidden states (`name` "reference") or of logits ("ref_logits"), also as one of a list
-    ("reference[0]"), under a transform of its own, else the policy's. `exact`: the divergence from it, which may be that from TokenSets
-    or a list in its place."""
+    ("reference[0]"), under a transform of its own, else the policy's. `exact`: the divergence from it, which may be that from
+    TokenSets or a list in its place."""
     x, head, transform = given, None, policy.transform
     if name.startswith("ref_logits"):
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], LogitTransform):

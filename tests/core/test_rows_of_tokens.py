@@ -104,9 +104,8 @@ def test_probabilities_near_1_keep_their_digits(name, backend):
 
 def test_a_row_of_nan_is_nan_in_all_columns_or_none(backend):
     """Whatever arrives at its ids: what cancels, nothing, something."""
-    logits = torch.randn(3, V).index_fill_(1, torch.tensor(5), torch.nan).requires_grad_()
-    sets = TokenSets.from_lists([[2, 3]] * 3)
-    at = token_logprobs(logits, torch.ones(3, dtype=torch.int64), at=sets, options=Options(backend)).also["at"]
+    logits, sets = torch.full((3, V), torch.nan, requires_grad=True), TokenSets.from_lists([[2, 3]] * 3)
+    at = token_logprobs(logits, torch.arange(3), at=sets, options=Options(backend)).also["at"]
     at.backward(torch.tensor([1.0, -1.0, 0.0, 0.0, 2.0, 1.0]))
     assert logits.grad.isnan().sum(1).tolist() == [V, 0, V]
 

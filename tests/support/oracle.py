@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -541,7 +541,7 @@ def listed_divergence(
         value = divergence(lp[None], lq[None], kind, share)[0]
         if tail != "ignore" and kind in ("reverse", "forward"):  # of the others the masses cancel
             value = value + {"reverse": 1, "forward": -1}[kind] * (lq.exp().sum() - lp.exp().sum())
-        values.append(value if listed else 0.0 * value)
+        values.append(value)
     return torch.stack(values) if values else log_p.sum(1)
 
 
@@ -554,8 +554,8 @@ class Answer:
     values: dict[str, Tensor]
     gradients: dict[str, Tensor]
     clear: bool = True
-    of_logits: Tensor | None = None  # [N, V]: the gradient of the logits
-    sizes: Tensor | None = None  # [N, V]: what is added up in it, were nothing to cancel
+    of_logits: Any = None  # [N, V]: the gradient of the logits
+    sizes: Any = None  # [N, V]: what is added up in it, were nothing to cancel
 
 
 def answer(p: Problem, noise: int | None = None) -> Answer:
@@ -675,7 +675,7 @@ def _total(
         total = total + (values["sum_squares"] * up["sum_squares"]).sum()
     if r.also in ("log_kept_mass", "all"):
         mass = torch.logsumexp(torch.where(sets.keep, whole.log_p, -math.inf), 1) if p.keep is not None else 0.0 * sets.chosen
-        mass = torch.where(own_sets(p, live), mass, 0.0)
+        mass = torch.where(torch.tensor([bool(ids) for ids in p.sets or p.ids.new_zeros(len(p.ids))])[live], mass, 0.0)
         values["log_kept_mass"] = torch.zeros_like(values["logps"]).index_put((live,), mass)
         total = total + (values["log_kept_mass"] * up["log_kept_mass"]).sum()
     if p.at is not None:
@@ -702,35 +702,30 @@ def _listed_terms(p: Problem, sets: Rows, live: Tensor) -> Tensor | None:
     return torch.zeros(len(p.ids), dtype=torch.float64).index_add(0, rows, c * log_p + of_p * log_p.exp())
 
 
-def own_sets(p: Problem, live: Tensor) -> Tensor:
-    return torch.tensor([bool((p.sets or [[]] * len(p.ids))[i]) for i in live.tolist()], dtype=torch.bool)
-
-
 def rooms(p: Problem, exact: Answer) -> Answer:
     """How far fp32 may be from each number: what errors of its size in every logit and log-prob do, some roundings of the number
     and of what it is a sum of, and one of the dtype that a gradient is stored in."""
     r = p.recipe
     # The slope of a total variation jumps where p = q: as often as it takes for every sign that is open to be both.
     others = [answer(p, noise) for noise in range(1, 25 if r.exact == "tv" else 4)]
-    assert exact.sizes is not None and exact.of_logits is not None
 
-    def room(x: Tensor, moved: list[Tensor], size: Tensor, dtype: torch.dtype, roundings: float = 1.0) -> Tensor:
+    def room(x: Tensor, moved: list[Tensor], size: Tensor, dtype: torch.dtype) -> Tensor:
         off = torch.stack([torch.where(y.isfinite() & x.isfinite(), y - x, 0.0).abs() for y in moved]).amax(0)
         finite = torch.where(x.isfinite(), x, 0.0).abs()
         relative, absolute = ROUNDING[dtype]
         stored = relative * finite + absolute * max(1.0, r.upstream)  # in memory of 16 bits before the upstream gradient
-        return 16 * off + 12 * EPS * (finite + size) + 2.2 * roundings * stored + 1e-12
+        return 16 * off + 12 * EPS * (finite + size) + 2.2 * stored + 1e-12
 
     values = {
         name: room(x, [o.values[name] for o in others], torch.zeros_like(x), torch.float32) for name, x in exact.values.items()
     }
     size = {"logits": exact.sizes.view(p.clean["logits"].shape)} if "logits" in p.clean else products(p, exact.sizes)
-    # Memory of 16 bits is added to twice, and half of that is compared.
-    added = {"weight": 1.5 if r.weight_grad == "of weight" else 1.0}
     gradients = {
-        name: room(x, [o.gradients[name] for o in others], size[name], p.clean[name].dtype, added.get(name, 1.0))
+        name: room(x, [o.gradients[name] for o in others], size[name], p.clean[name].dtype)
         for name, x in exact.gradients.items()
     }
+    if r.weight_grad == "of weight":  # is added to memory of its dtype twice, and half of that is compared
+        gradients["weight"] *= 1.5
     if "hidden" in p.clean:
         # Operands of 16 bits round the gradient of the logits, which is off by fp32's errors before.
         dtypes = {x.dtype for x in p.clean.values()}
