@@ -304,8 +304,8 @@ FAULTS: list[Fault] = [
             "transform if own is None else own", "transform",
         ),
         (
-            "a teacher's own transform is dropped", "x, transform = given[0], as_transform(given[1])",
-            "x = given[0]", COMBINATIONS,
+            "a teacher's own transform is dropped", "            x, transform = given\n",
+            "            x = given[0]\n", COMBINATIONS,
         ),
     ),
     *of("grpo_kernels/logprobs.py", COMBINATIONS,

@@ -567,10 +567,10 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
         sizes = project({name: leaf.detach().abs() for name, leaf in leaves.items()}, torch.float64)
         x = x + 8 * EPS * sizes * signs(sizes, noise + 100)
     logits, x = x, x if p.rows is None else x[p.rows]
+    temperature = to_rows(p.transform["temperature"], p.sequences, torch.float64)
 
-    def rows(x: Tensor, transform: dict[str, object], keep: Tensor | None, of_other: int = 0) -> Rows:
-        temperature = to_rows(transform["temperature"], p.sequences, torch.float64)[live]  # type: ignore[arg-type]
-        own = {**transform, "temperature": temperature}
+    def rows(x: Tensor, transform: dict[str, Any], keep: Tensor | None, of_other: int = 0) -> Rows:
+        own = {**transform, "temperature": to_rows(transform["temperature"], p.sequences, torch.float64)[live]}
         return Rows(
             x[live],
             p.ids[live],
@@ -591,20 +591,19 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     if p.others:
         over = (whole, None) if r.over == "reference" else (sets, p.keep)
         values["divergence"] = everywhere(_divergences(p, *over, rows, live))
-        squared = to_rows(p.transform["temperature"], p.sequences, torch.float64) ** 2 if r.squared else 1.0  # type: ignore[arg-type]
-        of_loss = values["divergence"] * squared
+        of_loss = values["divergence"] * (temperature**2 if r.squared else 1.0)
         if r.door == "divergence":
             values["divergence"] = of_loss
     total, clear = _total(p, values, of_loss if p.others else None, sets, whole, live, noise)
     total = total * r.upstream
-    wanted = [leaf for name, leaf in leaves.items() if name != r.frozen]
-    names = [name for name in leaves if name != r.frozen]
+    wanted = {name: leaf for name, leaf in leaves.items() if name != r.frozen}
     softmaxes = list(dict.fromkeys((sets, whole)))
-    inner = [*(x.log_p for x in softmaxes), values["divergence"]] if p.others else [x.log_p for x in softmaxes]
-    *found, of_logits = torch.autograd.grad(total, [*wanted, *inner, logits], materialize_grads=True, allow_unused=True)
-    gradients, slopes = found[: len(wanted)], [x.abs() for x in found[len(wanted) :]]
-    temperature = to_rows(p.transform["temperature"], p.sequences, torch.float64)[live, None]  # type: ignore[arg-type]
-    steep = abs(p.transform["scale"]) / temperature  # type: ignore[arg-type]
+    inner = [*(x.log_p for x in softmaxes), *([values["divergence"]] if p.others else [])]
+    of_logits, *found = torch.autograd.grad(
+        total, [logits, *wanted.values(), *inner], materialize_grads=True, allow_unused=True
+    )
+    gradients, slopes = dict(zip(wanted, found, strict=False)), [x.abs() for x in found[len(wanted) :]]
+    steep = abs(p.transform["scale"]) / temperature[live, None]
     sizes = torch.zeros(N, x.shape[1], dtype=torch.float64)
     for softmax, slope in zip(softmaxes, slopes, strict=False):
         sizes[live] += (slope + softmax.p.detach() * slope.sum(1, keepdim=True)) * steep
@@ -620,7 +619,7 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
         sizes = torch.zeros(p.leading.numel(), x.shape[1], dtype=torch.float64).index_add(0, p.rows, sizes)
     return Answer(
         {name: value.detach() for name, value in values.items()},
-        dict(zip(names, gradients, strict=True)),
+        gradients,
         clear,
         of_logits,
         sizes,
