@@ -584,10 +584,13 @@ class Logits(Stream):
         is_first, twice, out = gradients.out is None, gradients.twice, gradients.rows()
         at = None if at_ids is None or visit.at is None else (self.own(visit.at), at_ids)
         few, gradients.few = (gradients.few, None) if twice else (None, gradients.few)
+        part: Tensor | None = None
         for block, to in self._blocks(visit, out, twice or bool(visit.apart)):
             assert to is not None
-            writes = is_first and (to.dtype == torch.float32 or not twice)
-            part = to if writes else torch.empty_like(to, dtype=torch.float32)
+            if is_first and (to.dtype == torch.float32 or not twice):
+                part = to
+            elif part is None or part.shape != to.shape:
+                part = torch.empty_like(to, dtype=torch.float32)
             block.pull(found.values[:, block.at], slopes.at(block.at), part)
             if twice:  # all that adds up is there before it is rounded
                 _put(part, None if at is None else block.at_slots(*at))
