@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_kernels.diagnosis.machine import best_isa, findings, processor, version
+from grpo_kernels.diagnosis.machine import advice, best_isa, facts, processor, version
 from grpo_kernels.rows import backends
 from grpo_kernels.rows.backends import cpu_products, native
 
@@ -67,7 +67,7 @@ def require_kernels(device: str) -> None:
     """Raises SystemExit with the remedy if the kernels for `device` are missing or out of date: otherwise eager PyTorch, or old
     code, would be measured in their place."""
     if device == "cpu":
-        reasons = [f"{f.problem}\n  -> {f.remedy}" for f in findings(needed=True) if f.blocks]
+        reasons = [f"{f.problem}\n  -> {f.remedy}" for f in advice(facts(torch.device(device))) if f.blocks]
     else:
         reason = backends.unavailable(NATIVE[device])
         reasons = [] if reason is None else [f"the kernels for {device} tensors do not run: {reason}"]

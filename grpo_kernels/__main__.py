@@ -1,13 +1,15 @@
-"""python -m grpo_kernels train | doctor"""
+"""python -m grpo_kernels train | doctor | plugin"""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-USAGE = """usage: python -m grpo_kernels {train,doctor} ...
+USAGE = """usage: python -m grpo_kernels {train,doctor,plugin} ...
 
   train    train a causal language model with GRPO (train --help lists every option)
   doctor   say which kernels run on this machine and why, test them, time them, and what to repair (--quick, --json)
+  plugin   print the path of a plugin's file, for a trainer that takes a file (plugin ms_swift)
 """
 
 
@@ -21,6 +23,14 @@ def main(argv: list[str]) -> int:
         from .diagnosis.doctor import main as doctor
 
         return doctor(rest)
+    if command == "plugin":
+        # Each has a folder of its own, because the trainer may put that on sys.path.
+        files = {file.parent.name: file for file in sorted(Path(__file__).parent.glob("plugins/*/__init__.py"))}
+        if len(rest) == 1 and rest[0] in files:
+            print(files[rest[0]])
+            return 0
+        print(f"plugin takes one of {', '.join(files)}.", file=sys.stderr)
+        return 2
     asked = command in ("-h", "--help")
     if not asked:
         print(f"{command!r} is no command.", file=sys.stderr)

@@ -196,10 +196,7 @@ class TokenBatch(Checked):
         for name, dtypes in FIELDS.items():
             value = getattr(self, name)
             if value is not None:
-                logps = ", .logps of it" if hasattr(value, "logps") else ""
-                require_tensor(
-                    name, value, dtypes, f"a {'floating-point ' * (dtypes is FLOATING)}tensor on {targets.device}{logps}"
-                )
+                require_tensor(name, value, dtypes, f"a {'floating-point ' * (dtypes is FLOATING)}tensor, where targets are")
                 require_device(name, value, targets.device, "targets")
                 if name.endswith("logps"):
                     require_shape(name, value, shape, "targets")

@@ -160,7 +160,8 @@ INTEGRAL = frozenset(x for x in DTYPES if not (x.is_floating_point or x.is_compl
 def require_tensor(name: str, x: Any, dtypes: Collection[torch.dtype], remedy: str, verb: str = "is") -> None:
     """Raise ValueError unless x is a tensor of one of these dtypes."""
     if not isinstance(x, Tensor) or x.dtype not in dtypes:
-        raise ValueError(f"{name} {verb} {x.dtype if isinstance(x, Tensor) else 'a ' + type(x).__name__}: pass {remedy}.")
+        given, logps = x.dtype if isinstance(x, Tensor) else f"a {type(x).__name__}", ", .logps of it" * hasattr(x, "logps")
+        raise ValueError(f"{name} {verb} {given}: pass {remedy}{logps}.")
 
 
 def require_shape(name: str, x: Tensor, shape: torch.Size, of: str) -> None:
@@ -301,7 +302,8 @@ def check_width(name: str, given: torch.Size, shape: torch.Size, cu_seqlens: Ten
 
 def as_wide(value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor:
     """Values that `check_width` has let pass, fp32 and of a shape that broadcasts to `shape`."""
-    value = (value.detach() if value.requires_grad else value).to(torch.float32)
+    value = value.detach() if value.requires_grad else value
+    value = value if value.dtype == torch.float32 else value.to(torch.float32)
     if value.shape == shape or value.dim() == 0:
         return value
     if cu_seqlens is None:

@@ -312,7 +312,7 @@ def _loss_of(
         tokens = tokens_of(batch.rows, batch.mask, rows.targets, rows.read, stream, at)
     sparse = None if options.sparse is None else draws(options.sparse, stream)
     # The rows that are visited as a whole: those without a set, or all.
-    if isinstance(stream, Hidden) and not traced:
+    if stream.computed and not traced:
         visited, marked = _split_rows(batch, rows, objective, kept if over is None else None, tokens)
     if reference is not None:
         of_sets = kept if options.reference_over == "kept" else None
@@ -368,7 +368,7 @@ def _in_one_visit(
     marked: Tensor | None, at_once: bool,
 ) -> LossOutput:  # fmt: skip
     """The loss of rows in one visit; `at_once`: of rows that wait for no other one."""
-    shape, targets, kept, at, of_rows = batch.targets.shape, asked.targets, asked.kept, asked.at, asked.tokens
+    targets, kept, at, of_rows = asked.targets, asked.kept, asked.at, asked.tokens
     others, (index, active), whole, of_sets = asked.seconds.others, asked.rows or (None, None), None, None
     if kept is None or not kept.has_all:
         read, of_any, slots = asked.read if kept is None else kept.others(asked.read), targets, None
@@ -395,10 +395,10 @@ def _in_one_visit(
         stage = objective.stage(rows, listed)
     else:
         stage = JointStage(terms, _groups(batch, objective, active, asked.tokens, marked))
-    visit = OneVisit(stream, whole, of_sets, stage, torch.is_grad_enabled())
-    loss, logps, entropy, divergence = fused_loss(visit, stream.tensors)
-    divergence = None if divergence is None else divergence.view(shape)
-    return LossOutput(loss, logps.view(shape), entropy.view(shape), objective, batch, rows, log_ratio, divergence=divergence)
+    visit = OneVisit(batch.targets.shape, stream, whole, of_sets, stage, torch.is_grad_enabled())
+    loss, logps, entropy, *divergence = fused_loss(visit, stream.tensors)
+    of_second = divergence[0] if divergence else None
+    return LossOutput(loss, logps, entropy, objective, batch, rows, log_ratio, divergence=of_second)
 
 
 def _groups(

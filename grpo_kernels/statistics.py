@@ -36,7 +36,7 @@ class Asked(NamedTuple):
     seconds  second streams. The divergence from them, all added up, is the statistic "divergence".
     exact    which divergence that is.
     at       further ids of rows, whose log-probs are wanted.
-    rows     (index, active) of `Visit`, where the caller knows them.
+    rows     (visited, active) of `Visit`, where the caller knows them.
     sparse   how columns are drawn for the gradient.
     tokens   the tokens of the rows, where a row may have several: targets, sets and `at` are then theirs, as are the results.
     kind     of the divergence from a second stream that is read in the same visit; "": there is none."""
@@ -73,8 +73,8 @@ def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, T
         traced = Visit(asked.targets, asked.read, partials_of(asked.names), sparse=asked.sparse)
         reads = (Read(traced, asked.names, asked.with_gradient),)
         return statistics(TracedRows(reads, stream.transform, options.backend, options.strict, dtype), stream.tensors)[0]
-    read = None if asked.read is None else plain(asked.read)  # under torch.func they may have wrappers
-    asked = asked._replace(targets=plain(asked.targets), read=read)
+    if torch._C._are_functorch_transforms_active():  # they may have wrappers
+        asked = asked._replace(targets=plain(asked.targets), read=None if asked.read is None else plain(asked.read))
     if isinstance(stream.transform.inv_temperature, Tensor):
         stream = stream.of(stream.tensors, stream.transform.plain())
     (others, known), kept, over = asked.seconds, asked.kept, asked.over
@@ -106,7 +106,7 @@ def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, T
             assert teacher.sets.values is not None
             at = (values["at"], teacher.sets.values, teacher.sets.offsets, values.get("outside"))
             value = divergence_at(asked.exact, *at)
-            parts.append(times(teacher.weight, value if read is None else torch.where(read, value, 0.0)))
+            parts.append(times(teacher.weight, value if asked.read is None else torch.where(asked.read, value, 0.0)))
         named["divergence"] = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
     return named
 
@@ -156,7 +156,7 @@ def _of_known(stream: Stream, asked: Asked, teacher: Known) -> Read:
     """The read of the rows where a teacher that is known at some ids has a weight."""
     read = read_beside(teacher.weight, asked.read)
     index = _indexed(stream, asked.targets, read)
-    visit = Visit(asked.targets, read, _partials(asked.outside, ""), index=index, at=teacher.slots)
+    visit = Visit(asked.targets, read, _partials(asked.outside, ""), visited=index, at=teacher.slots)
     return Read(visit, asked.outside, asked.outside)
 
 

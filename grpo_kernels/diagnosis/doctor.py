@@ -43,7 +43,6 @@ from typing import Any
 
 import torch
 
-from .._version import __version__
 from ..rows import backends
 from . import Finding, first_line, machine
 from .machine import cpu_products
@@ -86,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def examine(step: bool = True, say: Any = print, without_native: bool = False) -> dict[str, Any]:
     """The report as --json prints it. `say` is called with each section of the text as soon as it is known."""
     device = machine.where()
-    report, findings = facts(device)
+    report = machine.facts(device)
+    findings = [*machine.version_findings(), *machine.advice(report), *machine.setting_findings(os.environ)]
     say(_text_of_facts(report))
     name, reason = backends.native_backend(device)
     report |= {"auto": name if reason is None else "eager", "backends": {}, "step": None}
@@ -101,29 +101,6 @@ def examine(step: bool = True, say: Any = print, without_native: bool = False) -
     report = {"healthy": not problems, "problems": problems, "advice": advice, **report}
     say(_text_of_findings(report))
     return report
-
-
-def facts(device: torch.device) -> tuple[dict[str, Any], list[Finding]]:
-    """The machine, the package and its settings, and the findings about them, before anything runs."""
-    package, (module, loaded) = machine.package(), machine.module()
-    report: dict[str, Any] = {
-        "versions": {"grpo_kernels": __version__, **machine.versions()},
-        "package": package,
-        "native": module,
-        "products": {"engine": machine.engine(), "engines": cpu_products.engines()},
-        "cpu": machine.cpu(),
-        "gpu": machine.gpus(),
-        "device": device.type,
-        "environment": machine.variables(),
-        "settings": machine.SETTINGS,
-    }
-    return report, [
-        *machine.version_findings(),
-        *machine.gpu_findings(report["gpu"], machine.device_present()),
-        *machine.module_findings(module, loaded, package, machine.processor()[1], needed=device.type == "cpu"),
-        *machine.thread_findings(report["cpu"], os.environ),
-        *machine.setting_findings(os.environ),
-    ]
 
 
 def tests(report: dict[str, Any], device: torch.device, say: Any) -> Iterator[Finding]:
@@ -206,10 +183,10 @@ def product_findings(step: Step) -> Iterator[Finding]:
 
 
 def _text_of_facts(report: dict[str, Any]) -> str:
-    """A section a line, without what is not there; a GPU has a line of its own."""
-    lines = [f"{name}: {_listed(report[name])}" for name in ("versions", "package", "native", "products", "cpu")]
-    gpus = report["gpu"]["devices"] or [{"none": report["gpu"]["reason"]}]
-    return "\n".join([*lines, *(f"gpu: {_listed(gpu)}" for gpu in gpus), ""])
+    """A section a line; a GPU has a line of its own."""
+    lines = [f"{name}: {_listed(report[name])}" for name in ("versions", "package", "native", "products", "cpu", "environment")]
+    gpus = [_listed(gpu) for gpu in report["gpu"]["devices"]] or [f"none ({report['gpu']['reason']})"]
+    return "\n".join([*lines, *(f"gpu: {gpu}" for gpu in gpus), ""])
 
 
 def _listed(known: dict[str, Any]) -> str:
@@ -227,16 +204,15 @@ def _text_of_backend(name: str, found: dict[str, Any]) -> str:
     if not found["available"]:
         return f"  {name:8} not available: {found['reason']}"
     errors = {"value": found["value_error"], **found["gradient_error"]}
-    value, *gradients = (f"{error:.0e} of {LIMITS[kind]:.0e} ({kind})" for kind, error in errors.items())
+    told = _listed({kind: f"{error:.0e} of {LIMITS[kind]:.0e}" for kind, error in errors.items()})
     checks = f"{len(found['checks'])} checks, {found['seconds']:.1f} s"
-    return f"  {name:8} {'ok' if found['passed'] else 'WRONG'}: worst error {value}, gradients {', '.join(gradients)}; {checks}"
+    return f"  {name:8} {'ok' if found['passed'] else 'WRONG'}: {checks}; largest errors: {told}"
 
 
 def _text_of_step(step: Step) -> str:
     shape = " x ".join(f"{n:,}" for n in (step.rows, step.hidden, step.vocab) if n)
     lines = [f"{step.what}, {shape}, {step.dtype} (loss and gradient, median of {step.timings[0].runs} in turns):"]
-    for t in step.timings:
-        lines.append(f"  {t.name:20} {t.ms:9,.1f} ms  {_times(t)}".rstrip())
+    lines += (f"  {t.name:20} {t.ms:9,.1f} ms  {_times(t)}".rstrip() for t in step.timings)
     return "\n".join([*lines, ""])
 
 
@@ -249,14 +225,14 @@ def _times(t: Timing) -> str:
 
 
 def _text_of_findings(report: dict[str, Any]) -> str:
-    settings, given = report["settings"], report["environment"]
-    lines = [f"  {name}={given.get(name, '')}  {settings.get(name, '')}".rstrip() for name in {**settings, **given}]
+    lines = []
     for kind in ("advice", "problems"):
         if report[kind]:
-            lines += ["", f"{kind}:", *(f"  {f['problem']}\n    -> {f['remedy']}" for f in report[kind])]
-    verdict = "all is well" if report["step"] else "all is well, as far as was tested: no step was timed"
-    if any("too unsteady" in f["problem"] for f in report["advice"]):
-        verdict = "all is well, as far as could be told: some times spread too much to compare, see above"
+            lines += [f"{kind}:", *(f"  {f['problem']}\n    -> {f['remedy']}" for f in report[kind]), ""]
     if report["problems"]:
         verdict = "there are problems, see above"
-    return "\n".join(["settings (environment):", *lines, "", verdict])
+    elif any("too unsteady" in f["problem"] for f in report["advice"]):
+        verdict = "all is well, as far as could be told: some times spread too much to compare, see above"
+    else:
+        verdict = "all is well" if report["step"] else "all is well, as far as was tested: no step was timed"
+    return "\n".join([*lines, verdict])

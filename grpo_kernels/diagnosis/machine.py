@@ -9,12 +9,13 @@ import platform
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from .._version import __version__
 from ..integrations import adapters
+from ..integrations._swap import one_of
 from ..rows import backends
 from ..rows.backends import BACKENDS, cpu_products
 from ..rows.backends.cpu import NO_AVX2
@@ -48,20 +49,6 @@ def cpu() -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "free_gb": round(memory_available() / 1e9, 1),
     }
-
-
-def thread_findings(found: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Finding]:
-    threads, usable, load = found["torch_threads"], found["usable_processors"], found["load"]
-    if threads > usable:
-        problem = f"torch uses {threads} threads on {usable:g} processors (affinity or container limit)"
-        yield Finding(problem, f"set OMP_NUM_THREADS={max(1, int(usable))}", slows=True)
-    elif threads == 1 and usable >= 2:
-        cause = "; torchrun sets OMP_NUM_THREADS=1" if environ.get("OMP_NUM_THREADS") == "1" else ""
-        remedy = f"set OMP_NUM_THREADS to the processors of each process (alone: {int(usable)}) if losses run on the CPU"
-        yield Finding(f"torch uses 1 of {usable:g} processors{cause}", remedy, slows=True)
-    if load > found["processors"] and environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
-        problem = f"the machine is busy (load {load:g}): threads that wait and spin take processors from those that work"
-        yield Finding(problem, "set OMP_WAIT_POLICY=PASSIVE before Python starts", slows=True)
 
 
 def memory_available() -> float:
@@ -114,9 +101,11 @@ def gpus() -> dict[str, Any]:
 def why_no_gpu() -> str:
     if torch.accelerator.is_available():
         return f"no kernels for {torch.accelerator.current_accelerator()} tensors"
+    if not torch.backends.cuda.is_built():
+        return "this torch is a build for CPUs"
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
+    except RuntimeError as error:
         return first_line(error)
     return "torch sees none"
 
@@ -126,55 +115,18 @@ def device_present() -> bool:
     return any(map(os.path.exists, ("/dev/nvidia0", "/dev/dxg", "/dev/kfd")))
 
 
-def gpu_findings(found: Mapping[str, Any], present: bool) -> Iterator[Finding]:
-    if present and not found["available"]:
-        remedy = "install a torch built for your driver (pytorch.org/get-started); make the GPU visible to this process (CUDA_VISIBLE_DEVICES)"
-        yield Finding(f"there is a GPU, but torch cannot use it: {found['reason']}", remedy, grave=True)
-
-
 # ---- the compiled module
 
 
-def module() -> tuple[dict[str, Any], ModuleType | None]:
-    """Facts about the compiled module, and the module if it can be loaded."""
+def module() -> dict[str, Any]:
     facts: dict[str, Any] = {"path": None, "reason": None, "compiler": None, "isa": None, "isas": []}
     try:
         native = load()
     except ImportError as error:
-        return facts | {"reason": str(error)}, None
+        return facts | {"reason": str(error)}
     facts["path"] = native.__file__
     # One that is out of date may lack some.
-    return facts | {name: getattr(native, name)() for name in ("compiler", "isa", "isas") if hasattr(native, name)}, native
-
-
-def findings(needed: bool) -> Iterator[Finding]:
-    """The findings about the compiled module here. `needed`: losses run on the CPU."""
-    return module_findings(*module(), package(), processor()[1], needed)
-
-
-def module_findings(
-    found: dict[str, Any], native: ModuleType | None, origin: dict[str, Any], flags: frozenset[str], needed: bool
-) -> Iterator[Finding]:
-    """`needed`: no GPU has kernels here, so that everything would run in eager PyTorch. `flags` are those of the processor."""
-    command, here, best = build_command(origin), PACKAGE.parent, best_isa(flags)
-    if origin["shadows"] is not None:
-        problem = f"the checkout at {here} hides the installed package at {origin['shadows']}"
-        yield Finding(problem, "start Python in another directory to use the installed package")
-    unserved = why_not_here() or (NO_AVX2 if found["isa"] == "" else None)
-    if unserved is not None:
-        yield Finding(f"CPU tensors run in eager PyTorch: {unserved}", "take a processor with AVX2, or a GPU", slows=True)
-        return
-    if native is None:
-        problem = f"the compiled module is missing, CPU tensors fall back to eager PyTorch: {found['reason']}"
-        remedy = f"{command}; it needs a C++17 compiler (Debian, Ubuntu: apt-get install g++), and its output says what failed"
-        yield Finding(problem, remedy, needed, blocks=needed)
-        return
-    if native.__file__ is not None and sources(here) not in (None, built_from(Path(native.__file__))):
-        problem = f"the compiled module is out of date: {native.__file__} was built from other C++ sources than those in {here}"
-        yield Finding(problem, command, grave=True, blocks=needed)
-    if best is not None and found["isa"] != best:
-        problem = f"the compiled module runs {found['isa']} code, but this processor has {best}"
-        yield Finding(problem, f"{command} (with GCC 10 or Clang 9, or newer)", slows=True)
+    return facts | {name: getattr(native, name)() for name in ("compiler", "isa", "isas") if hasattr(native, name)}
 
 
 def engine() -> str | None:
@@ -229,7 +181,7 @@ def version_findings() -> Iterator[Finding]:
     """About trainers whose adapters were tested with other versions; that torch is new enough pip sees to."""
     for adapter in adapters().values():
         installed = version(adapter.package)
-        if installed is not None and adapter.tested and not any(f"{installed}.".startswith(f"{t}.") for t in adapter.tested):
+        if installed is not None and adapter.tested and not one_of(installed, adapter.tested):
             yield Finding(
                 f"{adapter.package} is {installed}, but its adapter was tested with {', '.join(adapter.tested)}",
                 "nothing, if the warning of the first step says that its arithmetic and ours agree; else install that one",
@@ -258,13 +210,110 @@ def setting_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
         elif name.startswith("GRPO_KERNELS_") and name not in SETTINGS and not name.startswith("GRPO_KERNELS_TEST"):
             there = ", ".join(s for s in SETTINGS if s.startswith("GRPO_KERNELS_"))
             yield Finding(f"{name} is not a setting of this version", f"there are {there}")
-    if not torch.cuda.is_available():
-        return
-    if environ.get("NVIDIA_TF32_OVERRIDE") == "1" or torch.get_float32_matmul_precision() != "highest":
-        yield Finding(
-            "fp32 matrix products are rounded to TF32, and log-probs with them",
-            "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and NVIDIA_TF32_OVERRIDE (some container images set them), and call "
-            'torch.set_float32_matmul_precision("highest") before losses from fp32 hidden states',
-        )
-    if environ.get("TRITON_INTERPRET") == "1":
-        yield Finding("TRITON_INTERPRET=1: kernels run on the CPU, very slowly", "unset TRITON_INTERPRET", grave=True)
+
+
+# ---- what is found, and what to do about it
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """What grpo_kernels/diagnosis/doctor.py says of machine, package and settings, before anything runs."""
+    return {
+        "versions": {"grpo_kernels": __version__, **versions()},
+        "package": package(),
+        "native": module(),
+        "products": {"engine": engine(), "engines": cpu_products.engines()},
+        "cpu": cpu(),
+        "gpu": gpus(),
+        "device": device.type,
+        "environment": variables(),
+        "settings": SETTINGS,
+    }
+
+
+def known(report: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """What `ADVICE` is about. Of the compiled module only where losses run on the CPU, and one could."""
+    native, threads, usable = report["native"], report["cpu"]["torch_threads"], max(1, int(report["cpu"]["usable_processors"]))
+    unserved = why_not_here() or (NO_AVX2 if native["isa"] == "" else None)
+    served, best = unserved is None, best_isa(processor()[1])
+    path = native["path"] if served else None
+    return {
+        "shadows": report["package"]["shadows"],
+        "unserved": unserved,
+        "missing": native["reason"] if served and report["device"] == "cpu" else None,
+        "stale": path if path and sources(PACKAGE.parent) not in (None, built_from(Path(path))) else None,
+        "slower": native["isa"] if path and best not in (None, native["isa"]) else None,
+        "too many": threads if threads > usable else None,
+        "only one": threads == 1 < usable,
+        "busy": report["cpu"]["load"] > report["cpu"]["processors"] and environ.get("OMP_WAIT_POLICY", "").lower() != "passive",
+        "unseen": report["gpu"]["reason"] if device_present() else None,
+        "rounded": torch.get_float32_matmul_precision() != "highest" or environ.get("NVIDIA_TF32_OVERRIDE") == "1",
+        "interpreted": environ.get("TRITON_INTERPRET") == "1",
+        "here": PACKAGE.parent,
+        "command": build_command(report["package"]),
+        "best": best,
+        "usable": usable,
+        "load": report["cpu"]["load"],
+    }
+
+
+#: What is `known`, if it is anything: the problem and the remedy.
+ADVICE = {
+    "shadows": Finding(
+        "the checkout at {here} hides the installed package at {shadows}",
+        "start Python in another directory to use the installed package",
+    ),
+    "unserved": Finding("CPU tensors run in eager PyTorch: {unserved}", "take a processor with AVX2, or a GPU", slows=True),
+    "missing": Finding(
+        "the compiled module is missing, CPU tensors fall back to eager PyTorch: {missing}",
+        "{command}; it needs a C++17 compiler (Debian, Ubuntu: apt-get install g++), and its output says what failed",
+        grave=True,
+        blocks=True,
+    ),
+    "stale": Finding(
+        "the compiled module is out of date: {stale} was built from other C++ sources than those in {here}",
+        "{command}",
+        grave=True,
+        blocks=True,
+    ),
+    "slower": Finding(
+        "the compiled module runs {slower} code, but this processor has {best}",
+        "{command} (with GCC 10 or Clang 9, or newer)",
+        slows=True,
+    ),
+    "too many": Finding(
+        "torch uses {too many} threads on {usable} processors (affinity or container limit)",
+        "set OMP_NUM_THREADS={usable}",
+        slows=True,
+    ),
+    "only one": Finding(
+        "torch uses 1 of {usable} processors (torchrun sets OMP_NUM_THREADS=1)",
+        "set OMP_NUM_THREADS to the processors of each process (alone: {usable}) if losses run on the CPU",
+        slows=True,
+    ),
+    "busy": Finding(
+        "the machine is busy (load {load:g}): threads that wait and spin take processors from those that work",
+        "set OMP_WAIT_POLICY=PASSIVE before Python starts",
+        slows=True,
+    ),
+    "unseen": Finding(
+        "there is a GPU, but torch cannot use it: {unseen}",
+        "install a torch built for your driver (pytorch.org/get-started); make the GPU visible to this process (CUDA_VISIBLE_DEVICES)",
+        grave=True,
+    ),
+}
+#: The same on a GPU of NVIDIA or AMD.
+ADVICE_FOR_GPUS = {
+    "rounded": Finding(
+        "fp32 matrix products are rounded to TF32, and log-probs with them",
+        "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and NVIDIA_TF32_OVERRIDE (some container images set them), and call "
+        'torch.set_float32_matmul_precision("highest") before losses from fp32 hidden states',
+    ),
+    "interpreted": Finding("TRITON_INTERPRET=1: kernels run on the CPU, very slowly", "unset TRITON_INTERPRET", grave=True),
+}
+
+
+def advice(report: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> list[Finding]:
+    """What `facts` say is wrong or slow."""
+    given, table = known(report, environ), ADVICE | (ADVICE_FOR_GPUS if torch.cuda.is_available() else {})
+    found = [finding for name, finding in table.items() if given[name]]
+    return [f._replace(problem=f.problem.format_map(given), remedy=f.remedy.format_map(given)) for f in found]

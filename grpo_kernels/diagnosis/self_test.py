@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -93,46 +93,39 @@ class Question(NamedTuple):
 
 
 def question(case: str, step: Step) -> Question:
-    """Some tokens have no advantage, some are masked. Sets: the target alone, some ids with it, none."""
+    """The first token has no advantage. Beside eager tokens are those of sequences, whose last one is masked. Sets are
+    the target alone, some ids with it, none."""
     leaves, batch = inputs(step, CPU)
     batch.advantages[0] = 0.0
-    chosen, how = dict(CASES[case]), dict[str, Any]()
-    kept = chosen.pop("kept", False)
-    objective = Objective.preset("dapo", **chosen)
-    assert batch.old_logps is not None
-    mask, ends = torch.arange(step.rows) % 4 != 3, torch.arange(0, step.rows + 1, 4)
-    old = batch.old_logps.masked_fill(~mask, torch.nan)
-    batch = replace(batch, mask=mask, cu_seqlens=ends, old_logps=old, ref_logps=old - 0.2)
+    old: Any = batch.old_logps
+    chosen, how = dict(CASES[case]), dict[str, Any]({"transform": LogitTransform(1.0 if case == PLAIN[0] else 0.9)})
+    kept, batch = chosen.pop("kept", False), replace(batch, ref_logps=old - 0.2)
+    if case in BESIDE_EAGER:
+        masked, ends = torch.arange(step.rows) % 4 == 3, torch.arange(0, step.rows + 1, 4)
+        batch = replace(batch, mask=~masked, cu_seqlens=ends, old_logps=old.masked_fill(masked, torch.nan))
+        leaves[0] = leaves[0].masked_fill(masked[:, None], torch.nan)
     if kept:
         lists = ([(t + 7 * j) % step.vocab for j in range((0, 1, 20)[i % 3])] for i, t in enumerate(batch.targets.tolist()))
         batch = replace(batch, kept=TokenSets.from_lists([*map(sorted, lists)]), old_logps=None)  # which are of no set
     if "kl" in chosen:
-        batch, how = replace(batch, ref_logps=None), {"ref_logits": leaves[0].float().roll(1, -1)}
-    leaves[0] = leaves[0].masked_fill(~mask[:, None], torch.nan)
-    return Question(leaves, batch, objective, how | {"transform": LogitTransform(1.0 if case == PLAIN[0] else 0.9)})
+        batch, how["ref_logits"] = replace(batch, ref_logps=None), leaves[0].float().roll(1, -1)
+    return Question(leaves, batch, Objective.preset("dapo", **chosen), how)
 
 
 def plain_results(q: Question) -> dict[str, Tensor]:
     """By plain PyTorch in float64, of a case that is not beside eager."""
-    leaves, (b, mask), objective = [x.double().requires_grad_() for x in q.leaves], (q.batch, q.batch.mask), q.objective
-    assert mask is not None and b.old_logps is not None
+    leaves, b, objective = [x.double().requires_grad_() for x in q.leaves], q.batch, q.objective
     temperature = q.how["transform"].temperature
-    log_p = torch.log_softmax(plain_rows([leaves[0][mask], *leaves[1:]]) / temperature, -1)
-    logps, entropy = log_p.gather(-1, b.targets[mask, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    log_p = torch.log_softmax(plain_rows(leaves) / temperature, -1)
+    logps, entropy = log_p.gather(-1, b.targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     if objective.exact is not None:
-        log_q = torch.log_softmax(q.how["ref_logits"][mask].double() / temperature, -1)
+        log_q = torch.log_softmax(q.how["ref_logits"].double() / temperature, -1)
         kl = plain_divergence(log_p, log_q)[objective.exact.direction]
     else:
-        assert b.ref_logps is not None
-        apart = b.ref_logps[mask] - logps
+        apart = cast(Tensor, b.ref_logps) - logps
         kl = apart.exp() - apart - 1.0
-    terms = clipped(logps, b.old_logps[mask], b.advantages[mask]) + objective.beta * kl
-    loss = (terms - objective.entropy_coef * entropy).mean()
-    of_rows = {
-        name: torch.zeros(len(mask)).double().masked_scatter(mask, x.detach())
-        for name, x in (("logps", logps), ("entropy", entropy))
-    }
-    return _with_gradients(leaves, loss=loss, **of_rows)
+    terms = clipped(logps, cast(Tensor, b.old_logps), b.advantages) + objective.beta * kl
+    return _with_gradients(leaves, loss=(terms - objective.entropy_coef * entropy).mean(), logps=logps, entropy=entropy)
 
 
 def plain_divergence(p: Tensor, q: Tensor) -> dict[str, Tensor]:

@@ -23,11 +23,9 @@ Tensor = torch.Tensor
 
 #: (rows, vocabulary, hidden size) for each device: of a model, and where there is little memory.
 SIZES = {
-    "cpu": ((256, 151_936, 896), (256, 32_000, 512)),
+    "cpu": ((64, 151_936, 896), (64, 32_000, 512)),
     "gpu": ((8192, 151_936, 4096), (4096, 151_936, 1024), (2048, 32_000, 1024)),
 }
-PROBE_ROWS = 64
-EAGER_SECONDS = 0.6  # the number of rows is chosen so that eager PyTorch takes about this long
 #: Bytes per logit and per element of the head at the peak of eager PyTorch or of ours: copies in bf16 and fp32, gradients.
 LOGIT_BYTES, HEAD_BYTES = 20, 12
 ROUNDS = 5
@@ -75,16 +73,16 @@ class Timing:
 
     @property
     def verdict(self) -> str:
-        """ "slower" or "faster" than the first by more than 5 % in three quarters of the rounds; "unsteady" where the rounds do not
+        """ "slower" or "faster" than the first by more than 5 % in three quarters of the rounds; "unsteady" where rounds do not
         agree well enough to say so; else "alike"."""
         if self.gain is None:
             return "alike"
         low, _, high = self.gain
         if high * MOST_TIMES < 1:
             return "slower"
-        if high > MOST_SPREAD * low:
-            return "unsteady"
-        return "faster" if low > MOST_TIMES else "alike"
+        if low > MOST_TIMES:
+            return "faster"
+        return "unsteady" if high > MOST_SPREAD * low else "alike"
 
 
 @dataclass
@@ -107,12 +105,6 @@ def measure(level: str, backend: str, device: torch.device) -> Step:
     """Plain PyTorch and `backend` at level "logits" or "hidden"; at level "products" all engines that can make products on this
     CPU."""
     found = largest(level, device)
-    most, found.rows = found.rows, PROBE_ROWS
-    if level != "products":
-        plain = contenders(found, backend, device)[0]
-        timed(plain, device)
-        affordable = int(EAGER_SECONDS / min(timed(plain, device) for _ in range(3)) * 1e3 * PROBE_ROWS)
-        found.rows = max(PROBE_ROWS, min(most, affordable)) // 32 * 32
     (first, times), *others = interleaved(contenders(found, backend, device), device).items()
     found.timings = [Timing(first, statistics.median(times), len(times))]
     found.timings += [Timing(name, statistics.median(own), len(own), gain(times, own)) for name, own in others]
@@ -227,16 +219,12 @@ def gain(first: list[float], other: list[float]) -> tuple[float, float, float]:
 
 def timed(contender: Contender, device: torch.device) -> float:
     """Milliseconds of one run."""
+    wait = torch.get_device_module(device).synchronize
     contender.restore()
-    _wait(device)
+    wait()
     begin = time.perf_counter()
     result = contender.run()
-    _wait(device)
+    wait()
     ms = 1e3 * (time.perf_counter() - begin)
     del result
     return ms
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()

@@ -1,5 +1,5 @@
 """What all adapters share: their declaration, the replacement of a trainer's functions by ours until it is undone, the comparison
-of first calls under a version that was not tested, and the two ways into a trainer's inside that are experimental."""
+of first calls under a version that was not tested, and a way into a trainer's inside that is experimental."""
 
 from __future__ import annotations
 
@@ -338,22 +338,16 @@ def same_arguments(path: str, theirs: Function, ours: Function) -> None:
         )
 
 
-# ---- experimental: these depend on a trainer's inside, which may change in any release
-
-
-def read_closure(function: Function, names: Sequence[str]) -> dict[str, Any]:
-    """The variables of these names that a trainer's function has closed over; a name that it has not is left out. Experimental."""
-    held = inspect.getclosurevars(function).nonlocals
-    return {name: held[name] for name in names if name in held}
+# ---- experimental: this depends on a trainer's inside, which may change in any release
 
 
 @contextlib.contextmanager
-def replaced_inside(home: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Put `make(theirs)` in the place of a name in a module for the time of one call, and theirs back at its end, whatever happens.
-    Experimental: other threads of the process see it too."""
-    theirs = getattr(home, name)
-    setattr(home, name, make(theirs))
+def replaced_inside(home: Any, **ours: Any) -> Iterator[None]:
+    """Put these in the place of what a module has under their names for the time of one call, and its own back at its end, whatever
+    happens; a name that it has not is left out. Experimental: other threads of the process see it too."""
+    theirs = {name: vars(home)[name] for name in ours if name in vars(home)}
+    vars(home).update({name: ours[name] for name in theirs})
     try:
         yield
     finally:
-        setattr(home, name, theirs)
+        vars(home).update(theirs)

@@ -227,14 +227,14 @@ def at_ids(logits: Tensor, ids: Tensor, **others: Any) -> tuple[Tensor, Tensor |
     """(log-probs at the ids [.., K] of each row of logits [.., V], entropies if asked for, [..]: how many different ids a row
     has), in one visit of each row, for trainers that take an id several times. An id of -1 is padding, with log-prob 0. `others`
     are those of `log_probs_of`."""
-    in_order, order = ids.flatten(0, -2).sort(-1)
+    listed = ids.flatten(0, -2).contiguous()
+    in_order = listed.sort(-1).values
     first = in_order >= 0
     first[:, 1:] &= in_order[:, 1:] != in_order[:, :-1]
     sets = TokenSets.from_counts(in_order[first], first.sum(-1))
     found = log_probs_of(logits, ids[..., 0].clamp(min=0).long(), at=sets, **others)  # a kept set has the first
     of_first = torch.zeros_like(first, dtype=torch.float32).masked_scatter(first, found.also["at"])
-    place = (first * torch.arange(ids.shape[-1], device=ids.device)).cummax(-1).values  # of an id's first one in its row
-    logps = of_first.gather(-1, place.gather(-1, order.argsort(-1)))
+    logps = of_first.gather(-1, torch.searchsorted(in_order, listed))  # where each id stands first in its row
     return logps.view(ids.shape), found.entropy, first.sum(-1).view(ids.shape[:-1])
 
 

@@ -30,12 +30,16 @@ from typing import Any
 
 import torch
 
-from .. import Head, Kl, LogitTransform, Objective, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs, token_logprobs
+from ..batch import TokenBatch
 from ..checks import of_a_leaf, refuse_unknown, require, values_are_checked
 from ..distributed import global_normalizer
+from ..formulas.kl import Kl
 from ..formulas.token_stage import TokenRows
-from ..objective import PRESETS
+from ..logprobs import linear_logprobs, token_logprobs
+from ..losses import grpo_loss, linear_grpo_loss, objective_loss
+from ..objective import PRESETS, Objective
 from ..rows.run import total
+from ..streams import Head, LogitTransform
 from ._swap import Adapter, Slots
 from ._tensors import CLIPPED, at_least_one, divergence_of, surrogate_of, teaching, terms_of, world
 
@@ -54,7 +58,7 @@ ADAPTER = Adapter(
     "Liger", "liger-kernel", ("0.6.5", "0.7.0", "0.8.2", "0.8.4", LIGER_VERSION), {NAME: f"{HOME}.{NAME}"},
     {"axolotl: `plugins: [grpo_kernels.plugins.axolotl.FusedGRPO]` and `trl: {use_liger_loss: true}`":
      "the loss of its GRPO trainers, where TRL calls Liger's",
-     'ms-swift: `--external_plugins "$(python -m grpo_kernels.plugins ms_swift)" --use_liger_kernel true`':
+     'ms-swift: `--external_plugins "$(python -m grpo_kernels plugin ms_swift)" --use_liger_kernel true`':
      "the GRPO loss where ms-swift calls Liger's"},
 )  # fmt: skip
 #: By the package of a trainer's object: Liger itself, and a TRL with a copy of it.
@@ -113,7 +117,7 @@ def _objective_of(options: Any) -> Objective:
     if kind == "cispo" and options.epsilon_high < 1:
         warnings.warn(
             f"epsilon_high={options.epsilon_high} is CISPO's cap, an absolute ratio: below 1 it caps on-policy tokens too. "
-            "The paper's value is near 5.", stacklevel=4,
+            "The paper's value is near 5.", stacklevel=3,
         )  # fmt: skip
     return Objective(
         surrogate, level="sequence-sum" if kind == "vespo" else level, aggregate=PRESETS[kind].aggregate,
@@ -282,7 +286,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         else:
             D = denominator(objective, self.loss_type, batch, num_items_in_batch)
             out = linear_grpo_loss(_input, Head(lin_weight, bias), batch, objective, transform=transform, normalizer=D)
-            loss, logps, rows = out.loss, out.logps.reshape(-1), out.rows
+            loss, logps, rows = out.loss, out.logps, out.rows
         kl, clipped = _kl_and_clipped(logps, objective, rows, batch)
         if kl is None and self.beta != 0:
             kl = torch.zeros_like(clipped)
@@ -335,17 +339,14 @@ def triton_grpo_loss(
     num_items_in_batch   tokens of all micro-batches and ranks, as in `LigerFusedLinearGRPOLoss`.
     eps_low and eps_high are the epsilon_low and epsilon_high of `liger_objective`, `temperature` divides the logits, and
     everything else is as in `LigerFusedLinearGRPOLoss`. Raises ValueError naming what is wrong."""
+    options = SimpleNamespace(**locals())  # Liger's other functions call two of them otherwise, and have a third
     require(inplace in (True, False, "forward"), "inplace", inplace, 'it must be True, False or "forward".')
     remedy = f"two-sided clipping means nothing to loss_type={loss_type!r}: leave it None."
     require(delta is None or loss_type in CLIPPED, "delta", delta, remedy)
     B, L = completion_ids.shape
-    objective = liger_objective(
-        loss_type, importance_sampling_level=importance_sampling_level, beta=beta, epsilon_low=eps_low, epsilon_high=eps_high,
-        delta=delta, use_bias_correction_kl=use_bias_correction_kl, sapo_temperature_pos=sapo_temperature_pos,
-        sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg,
-        vespo_lambda_neg=vespo_lambda_neg, max_completion_length=max(L, 1) if max_completion_length is None else max_completion_length,
-    )  # fmt: skip
-    mask = as_bool("completion_mask", completion_mask)
+    options.epsilon_low, options.epsilon_high, options.use_ref_model = eps_low, eps_high, True
+    options.max_completion_length = max(L, 1) if max_completion_length is None else max_completion_length
+    objective, mask = _objective_of(options), as_bool("completion_mask", completion_mask)
     if mask is None:
         mask = torch.ones((B, L), dtype=torch.bool, device=completion_ids.device)
     # The extra position is masked. A view of the logits without it would cost a second copy of the gradient.
@@ -355,19 +356,18 @@ def triton_grpo_loss(
     )  # fmt: skip
     transform = LogitTransform(temperature)
     normalizer = denominator(objective, loss_type, batch, num_items_in_batch) if reduce else 1.0
-    rows = (objective if reduce else replace(objective, aggregate="token-sum")).token_rows(batch, normalizer)
     how = False if of_a_leaf(logits) else inplace
     if reduce and how is not True:
         out = grpo_loss(logits, batch, objective, transform=transform, normalizer=normalizer, inplace=how == "forward")
-        loss, logps = out.loss, out.logps.reshape(-1)
     else:
-        own, _ = token_logprobs(logits, batch.targets, mask=batch.mask, transform=transform, inplace=bool(how))
-        logps = own.reshape(-1)
-        loss, logps = _TokenLosses.apply(logps, objective, rows, batch), logps.detach()
-    kl, clipped = _kl_and_clipped(logps, objective, rows, batch)
-    if reduce:
-        return (loss if loss.dim() == 0 else total(loss)), _metrics(kl, clipped, batch)
-    return tuple(x if x is None else x.view(B, L + 1)[:, :-1] for x in (loss, kl, clipped))
+        own = token_logprobs(logits, batch.targets, mask=batch.mask, transform=transform, inplace=bool(how)).logps
+        if not reduce:
+            rows = replace(objective, aggregate="token-sum").token_rows(batch, normalizer)
+            losses = _TokenLosses.apply(own.reshape(-1), objective, rows, batch)
+            of_tokens = (losses, *_kl_and_clipped(own.detach(), objective, rows, batch))
+            return tuple(x if x is None else x.view(B, L + 1)[:, :-1] for x in of_tokens)
+        out = objective_loss(own, batch, objective, normalizer=normalizer)
+    return out.loss, _metrics(*_kl_and_clipped(out.logps, objective, out.rows, batch), batch)
 
 
 @torch.no_grad()
@@ -402,7 +402,7 @@ class _TokenLosses(torch.autograd.Function):
 
 def _kl_and_clipped(logps: Tensor, objective: Objective, rows: TokenRows, batch: TokenBatch) -> tuple[Tensor | None, Tensor]:
     """fp32 [n], 0 where masked: the KL term (None with beta = 0) as it is in the loss, and 1 where the ratio is clipped."""
-    _, clipped, kl = terms_of(objective, logps, rows, batch)
+    _, clipped, kl = terms_of(objective, logps.reshape(-1), rows, batch)
     return None if kl is None else torch.where(rows.mask, kl, 0.0), (clipped & rows.mask).to(torch.float32)
 
 

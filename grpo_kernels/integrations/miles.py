@@ -29,8 +29,9 @@ from typing import Any
 
 import torch
 
-from .. import Options, TokenSets
 from ..checks import require
+from ..streams import Options
+from ..token_sets import TokenSets
 from ._swap import Adapter, NotCovered, Slots
 from ._tensors import at_ids, even_shard, in_a_column, on_rows, response_sets
 

@@ -35,26 +35,19 @@ from typing import Any
 
 import torch
 
-from .. import (
-    Cispo,
-    Exact,
-    Kl,
-    LossOutput,
-    NoPolicyTerm,
-    Objective,
-    Options,
-    PolicyGradient,
-    TokenBatch,
-    TokenSets,
-    grpo_loss,
-    token_logprobs,
-)
+from ..batch import TokenBatch
 from ..checks import require, require_number, require_one_of
 from ..distributed import VocabShard
-from ..formulas.kl import k3, kl_terms
+from ..formulas.divergence import Exact
+from ..formulas.kl import Kl, k3, kl_terms
 from ..formulas.ops import ops
-from ..losses import objective_loss
+from ..formulas.surrogates import Cispo, NoPolicyTerm, PolicyGradient
+from ..logprobs import token_logprobs
+from ..losses import LossOutput, grpo_loss, objective_loss
+from ..objective import Objective
 from ..rewards.corrections import importance_weights, rejection_mask
+from ..streams import Options
+from ..token_sets import TokenSets
 from ._swap import Adapter
 from ._tensors import LossAndMetrics, at_ids, divergence_over, numbers, shard_of, terms_of, two_sided
 

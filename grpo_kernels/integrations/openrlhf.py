@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
-from .. import Objective, TokenBatch
+from ..batch import TokenBatch
 from ..checks import require, require_one_of
 from ..losses import objective_loss
+from ..objective import Objective
 from ..rewards.corrections import importance_weights, rejection_mask
 from ._swap import Adapter, Slots
 from ._tensors import at_least_one, entropy_from_logits, left_out, log_probs_of, masked_mean, scored_batch, two_sided

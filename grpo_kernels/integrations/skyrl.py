@@ -37,21 +37,12 @@ from typing import Any
 
 import torch
 
-from .. import (
-    A2po,
-    Cispo,
-    Clip,
-    ClipCov,
-    Dro,
-    KlCov,
-    Objective,
-    PolicyGradient,
-    TokenSets,
-)
 from ..checks import require
 from ..formulas.centering import ScoreCentering
+from ..formulas.surrogates import A2po, Cispo, Clip, ClipCov, Dro, KlCov, PolicyGradient
 from ..losses import objective_loss
-from ..objective import NUMERICS, PRESETS
+from ..objective import NUMERICS, PRESETS, Objective
+from ..token_sets import TokenSets
 from ._swap import Adapter, NotCovered, Slots, Trial
 from ._tensors import (
     LossAndMetrics,

@@ -38,10 +38,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import Cispo, Kl, LossOutput, Objective, Options, PolicyGradient, TokenBatch, TokenSets, TrustRegion
+from ..batch import TokenBatch
 from ..checks import require
 from ..formulas.centering import ScoreCentering
-from ..losses import objective_loss
+from ..formulas.filters import TrustRegion
+from ..formulas.kl import Kl
+from ..formulas.surrogates import Cispo, PolicyGradient
+from ..losses import LossOutput, objective_loss
+from ..objective import Objective
+from ..streams import Options
+from ..token_sets import TokenSets
 from ._swap import Adapter, Slots
 from ._tensors import LossAndMetrics, at_ids, even_shard, in_a_column, response_sets, scored_batch, terms_of, two_sided, world
 

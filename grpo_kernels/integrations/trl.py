@@ -9,11 +9,11 @@ forward.
 
 or, for an existing trainer, `fused = patch(trainer)`, and `fused.undo()` to restore it.
 
-How it works. TRL's own `_compute_loss` still runs. It calls the model with one more argument, the batch and its objective, which
-passes through DDP, FSDP, PEFT and accelerate to the model's forward. There `linear_grpo_loss` computes the loss and the gradient of
-the head in one call. TRL gets log-probs and entropies without a graph, so its arithmetic on [B, T] costs almost nothing and still
-gives all of its metrics, the adaptive entropy coefficient and its value of the loss. Strict mode compares this value, and its
-gradient on [B, T], with ours.
+How it works. TRL's own `_compute_loss` runs. While it does, our function stands in the place of the one that TRL's forward calls
+with hidden states and head: there `linear_grpo_loss` computes the loss and the gradient of the head in one call. TRL's forward and
+what wraps the model (DDP, FSDP, PEFT, accelerate) are untouched, and the loss leaves the model among its outputs. TRL gets
+log-probs and entropies without a graph, so its arithmetic on [B, T] costs almost nothing and still gives all of its metrics, the
+adaptive entropy coefficient and its value of the loss. Strict mode compares this value, and its gradient on [B, T], with ours.
 
 Log-probs of the old policy and of the reference, which TRL computes without gradients, are "scored" by `linear_logprobs`.
 
@@ -31,44 +31,36 @@ import functools
 import inspect
 import types
 import warnings
-from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from dataclasses import replace
-from operator import attrgetter
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from .. import (
-    EntropyQuantile,
-    Head,
-    LogitTransform,
-    Objective,
-    OffPolicySequences,
-    Options,
-    Sparse,
-    TokenBatch,
-    TokenSets,
-    linear_grpo_loss,
-    linear_logprobs,
-)
 from ..architectures import language_model
+from ..batch import TokenBatch
+from ..formulas.filters import EntropyQuantile, OffPolicySequences
+from ..logprobs import linear_logprobs
+from ..losses import linear_grpo_loss
 from ..model import plain_head
-from ._swap import COARSE, FINE, Adapter, NotCovered, Slots, Trial, read_closure, replaced_inside
-from ._tensors import divergence_of, log_probs_of, on_rows, plain, surrogate_of, teaching, world
+from ..objective import Objective
+from ..rows.selection import Sparse
+from ..streams import Head, LogitTransform, Options
+from ..token_sets import TokenSets
+from ._swap import Adapter, NotCovered, Slots, Trial, replaced_inside
+from ._tensors import at_least_one, divergence_of, log_probs_of, plain, surrogate_of, teaching, world
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_divergence", "fused_lm_head", "patch"]  # noqa: F822
 
 Tensor = torch.Tensor
 
+#: TRL's method of the loss, that of log-probs, and the function in the head of its models.
+LOSS, SCORES, SLOT = "GRPOTrainer._compute_loss", "_get_per_token_logps_and_entropies", "_ChunkedLogProbFunction"
 #: The loss and the head were tested with these versions,
-ADAPTER = Adapter("TRL", "trl", ("1.15", "1.16"), {"log_probs": "trl.trainer.utils._ChunkedLogProbFunction"})
+ADAPTER = Adapter("TRL", "trl", ("1.15", "1.16"), {"log_probs": f"trl.trainer.utils.{SLOT}"})
 #: and the distillation loss with this one.
 DISTILLATION = replace(
     ADAPTER, tested=("1.16",), replaces={"divergence_loss": "trl.trainer.distillation_trainer._chunked_divergence_loss"}
 )  # fmt: skip
-LOSS = "GRPOTrainer._compute_loss"
 ZERO3 = "a head under DeepSpeed ZeRO-3 is gathered for TRL's own backward only"
 
 
@@ -102,9 +94,10 @@ def patch(
     before any gradient is computed.
 
     Raises TypeError for an object that is not a GRPOTrainer, RuntimeError for one that is patched already or has another
-    loss or forward than TRL's, and ValueError for a head that is not a plain Linear, such as one with a LoRA.
+    loss than TRL's, and ValueError for a head that is not a plain Linear, such as one with a LoRA. A model whose forward another
+    package has replaced raises RuntimeError in the first step.
     """
-    check_trl()
+    function_of_head(log_probs)
     from trl import GRPOTrainer
 
     if not isinstance(trainer, GRPOTrainer):
@@ -117,20 +110,6 @@ def patch(
             "log-probs of any trainer use integrations.trl.fused_lm_head."
         )
     return FusedLoss(trainer, strict, skip_inactive, replay, any_version, sparse_step)
-
-
-def check_trl() -> None:
-    """Raise RuntimeError for a TRL that cannot be patched."""
-    import trl
-    from trl.trainer import utils
-
-    if not hasattr(utils, "add_fused_lm_head"):
-        raise RuntimeError(
-            f"trl is {trl.__version__}, which has no fused LM head in the forward of its models (trl.trainer.utils.add_fused_lm_head), "
-            f"so that there is no place for the whole loss: install TRL {ADAPTER.tested[-1]}, or train with use_liger_kernel=True: then "
-            "TRL 1.14 takes our log-probs by integrations.trl.fused_lm_head(), TRL 0.17 to 1.13 our loss by "
-            "integrations.liger.patch(trainer)."
-        )
 
 
 class FusedLoss(Slots):
@@ -148,20 +127,23 @@ class FusedLoss(Slots):
         super().__init__(ADAPTER, strict, any_version)
         self.trainer, self.skip_inactive, self.sparse_step = trainer, skip_inactive, sparse_step
         self._columns()  # refuses a wrong step now
+        for model in (x for x in (trainer.model, trainer.ref_model) if x is not None):
+            plain_head(self._language_model(model), _fp32_cast)
         self.replay = Replay(trainer) if replay else None
-        models = [trainer.accelerator.unwrap_model(x) for x in (trainer.model, trainer.ref_model) if x is not None]
-        self._forwards = [Forward(language_model(model), self.counts, self.replay) for model in models]
-        self._theirs, self._paths = trainer._compute_loss, [LOSS]
-        ours = {"_compute_loss": self.counted(self._compute_loss, self._theirs), "fused_loss": self}
+        self._theirs, self._scores, self._paths = trainer._compute_loss, getattr(trainer, SCORES), [LOSS]
+        self._own, _ = function_of_head(log_probs)
+        # Ours is one object for all calls, because torch.compile takes another one for another function.
+        self._head = type("FusedHead", (), {"apply": staticmethod(torch.compiler.disable(self._of_rows))})
+        # What it computes now: a loss, or log-probs over the sets that are left; of this model, and whether that has asked.
+        self._loss: LossCall | None = None
+        self._kept: TokenSets | None = None
+        self._model, self._asked = None, False
+        ours = {"_compute_loss": self.counted(self._compute_loss, self._theirs), SCORES: self._log_probs, "fused_loss": self}
         for name, value in (ours | (self.replay.ours if self.replay else {})).items():
             self.put(trainer, name, value)
-        for forward in self._forwards:
-            forward.install()
 
-    def undo(self) -> None:
-        super().undo()
-        for forward in self._forwards:
-            forward.remove()
+    def _language_model(self, model: Any) -> Any:
+        return language_model(self.trainer.accelerator.unwrap_model(model))
 
     def _columns(self) -> Sparse | None:
         """How columns are drawn for the gradient of the head; None: the gradient is dense."""
@@ -175,7 +157,7 @@ class FusedLoss(Slots):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         trainer = self.trainer
         try:
-            objective = objective_of(settings_of(trainer))
+            objective = objective_of(trainer)
         except ValueError as reason:
             message = f"the loss of this configuration is left to TRL's own code: {reason}."
             if self.replay is not None:
@@ -188,18 +170,67 @@ class FusedLoss(Slots):
         # If no token is active, all are projected: the mean entropy that TRL logs needs some tokens.
         skip = self.skip_inactive and not first and objective.one_pass and batch.count(objective.active_rows) > 0
         options = Options(skip_inactive=skip, sparse=self._columns())
-        call = LossCall(batch, objective, denominator(trainer, inputs, batch), options)
-        # With replay TRL scores over the vocabulary.
-        call.compared, call.asks = self.strict or first, first and self.replay is None
-        theirs = self._theirs(call.through(model), inputs)
-        loss, aux_loss = call.output.loss, call.output.aux_loss
-        if aux_loss is not None:
-            loss = loss + trainer.router_aux_loss_coef * aux_loss / accumulation(trainer)
+        self._loss = call = LossCall(
+            batch, objective, denominator(trainer, inputs, batch, objective), options, self.strict or first
+        )
+        try:
+            theirs = self._theirs(model, inputs)
+        finally:
+            self._loss = None
+        loss = call.output.log_sum_sq_probs.sum()
+        if call.aux_loss is not None:
+            loss = loss + trainer.router_aux_loss_coef * call.aux_loss / accumulation(trainer)
         if call.compared:
             call.check(self.trial, loss, theirs)
         if first and theirs.requires_grad:
             self.trial.passed(LOSS)
         return loss
+
+    def _log_probs(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *more: Any, **options: Any
+    ) -> Any:
+        """TRL's method of this name with our function in the head: in a loss that is ours, and where there are no gradients."""
+        from trl.trainer import utils
+
+        loss, given = self._loss, (input_ids, attention_mask, logits_to_keep, *more)
+        if loss is None and torch.is_grad_enabled():
+            return self._scores(model, *given, **options)
+        scored = attention_mask[:, -logits_to_keep:] != 0
+        self._model = self._language_model(model)
+        self._kept = None if self.replay is None else self.replay.kept(scored)
+
+        def through(**inputs: Any) -> Any:
+            self._asked = False
+            out = model(**inputs)
+            if not self._asked:
+                raise RuntimeError(
+                    f"the forward of {type(self._model).__name__} is not TRL's fused LM head: it was patched by another package, or this "
+                    "TRL is not known. Undo that patch first."
+                )
+            if loss is not None:
+                loss.output = out
+            return out
+
+        with replaced_inside(utils, **{SLOT: self._head, "_use_triton": rows_with_a_label}):
+            found = self._scores(through, *given, **options)
+        return found if loss is None else loss.seen(scored, *found)
+
+    def _of_rows(self, *given: Any) -> tuple[Tensor | None, ...]:
+        """What TRL's function of the head gives, of the rows that have a label."""
+        if self.replay is None:  # TRL scores over the vocabulary
+            with torch.no_grad():
+                self.trial.compare(LOSS, log_probs, self._own.apply, (given, {}))
+        hidden, weight, bias, targets, temperature, _, softcap, scale, outputs = given
+        plain_head(self._model, _fp32_cast)
+        average_gathered(weight, bias)
+        self._asked, head = True, Head(weight, bias, LogitTransform(float(temperature), softcap, float(scale)))
+        if self._loss is not None:
+            return *self._loss.of_rows(hidden, head), None, None
+        kept, rows = self._kept, len(targets)
+        if kept is not None:
+            kept, self._kept = kept[:rows], kept[rows:]
+        self.counts["scored"] += 1
+        return *linear_logprobs(hidden, head, targets, kept=kept, entropy="entropy" in outputs), None, None, None
 
 
 # ---- the subclass, made at first use, because the core and its tests run without TRL
@@ -215,7 +246,7 @@ def _trainer_class() -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             options = {name: kwargs.pop(name) for name in inspect.signature(patch).parameters if name in kwargs}
-            check_trl()
+            function_of_head(log_probs)  # an older TRL may not know all arguments
             super().__init__(*args, **kwargs)
             patch(self, **options)
 
@@ -231,34 +262,9 @@ def __getattr__(name: str) -> Any:
 
 # ---- a trainer's configuration and inputs as an Objective, a TokenBatch and a denominator
 
-#: What the objective is made of: attributes of the trainer, and of its arguments.
-OF_TRAINER = ("loss_type", "importance_sampling_level", "epsilon_low", "epsilon_high", "beta", "top_entropy_quantile",
-              "off_policy_mask_threshold")  # fmt: skip
-OF_ARGUMENTS = ("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos",
-                "vespo_k_neg", "vespo_lambda_neg")  # fmt: skip
-#: These, the coefficient of the entropy bonus at this step, whether the range of the sampler's weights is without 1, the group of
-#: all ranks, and why TRL's own loss has to run, if it has to.
-SETTINGS = (*OF_TRAINER, *OF_ARGUMENTS, "entropy_coef", "without_1", "ranks", "obstacle")
 BY_ITEMS = ("dapo", "cispo", "vespo")
 #: The least weight of a token in TRL's VESPO.
 LEAST_WEIGHT = 1e-8
-
-
-def settings_of(trainer: Any) -> tuple[Any, ...]:
-    """What determines the Objective: SETTINGS."""
-    model, low, high = trainer.model, trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
-    on = trainer._entropy_bonus_enabled and not (
-        trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
-    )
-    obstacle = ""
-    if trainer.aux_loss_enabled and not router(model.config.get_text_config()):
-        obstacle = "the auxiliary loss of this mixture of experts"
-    elif len({*(getattr(model, "hf_device_map", None) or {}).values()}) > 1:
-        obstacle = "a model split over devices"
-    return (
-        *attrgetter(*OF_TRAINER)(trainer), *attrgetter(*OF_ARGUMENTS)(trainer.args), trainer.entropy_coef / accumulation(trainer) if on else 0.0,
-        _corrected(trainer) and ((low or 0) > 1 or (high is not None and high < 1)), world(), obstacle,
-    )  # fmt: skip
 
 
 def _corrected(trainer: Any) -> bool:
@@ -266,32 +272,28 @@ def _corrected(trainer: Any) -> bool:
     return trainer.use_vllm and trainer.vllm_importance_sampling_correction
 
 
-def router(config: Any) -> tuple[int, int] | None:
-    """(experts, experts per token) of a model whose load-balancing loss is Mixtral's."""
-    with suppress(AttributeError):
-        return config.num_experts, config.num_experts_per_tok
-    return None
-
-
-@functools.lru_cache(maxsize=16)
-def objective_of(settings: tuple[Any, ...]) -> Objective:
-    """The objective of these settings, so all ranks get the same. Raises ValueError with the reason why there is none."""
-    s = types.SimpleNamespace(**dict(zip(SETTINGS, settings, strict=True)))
+def objective_of(trainer: Any) -> Objective:
+    """The objective of a trainer at this step. Raises ValueError with the reason why there is none."""
+    # What TRL has not copied into the trainer, it reads from its arguments.
+    s: Any = types.SimpleNamespace(**vars(trainer.args) | vars(trainer))
     level, vespo = s.importance_sampling_level, s.loss_type == "vespo"
-    if s.obstacle:
-        raise NotCovered(s.obstacle)
-    if vespo and s.without_1:
+    low, high = s.vllm_importance_sampling_clip_min, s.vllm_importance_sampling_clip_max
+    if len({*(getattr(s.model, "hf_device_map", None) or {}).values()}) > 1:
+        raise NotCovered("a model split over devices")
+    if vespo and _corrected(s) and ((low or 0) > 1 or (high is not None and high < 1)):
         raise NotCovered("VESPO with a clip range without 1, in which the weights of padding count")
     if vespo and level == "sequence" and s.beta != 0 and s.use_bias_correction_kl:
         raise NotCovered("VESPO's KL weighted by the ratio of the sequence")
-    filters: list[Any] = [] if s.top_entropy_quantile >= 1.0 else [EntropyQuantile(s.top_entropy_quantile, s.ranks)]
+    filters: list[Any] = [] if s.top_entropy_quantile >= 1.0 else [EntropyQuantile(s.top_entropy_quantile, world())]
     if s.off_policy_mask_threshold is not None:
         filters.append(OffPolicySequences(s.off_policy_mask_threshold))
     changes: dict[str, Any] = {} if s.use_bias_correction_kl else {"kl": "k3"}
     if not vespo:
         changes["level"] = level
+    bonus = s._entropy_bonus_enabled and not (s.use_adaptive_entropy and s._last_world_entropy > s.entropy_target)
     return Objective.preset(
-        s.loss_type, numerics="trl", surrogate=surrogate_of(s), beta=s.beta, filters=tuple(filters), entropy_coef=s.entropy_coef, **changes
+        s.loss_type, numerics="trl", surrogate=surrogate_of(s), beta=s.beta, filters=tuple(filters),
+        entropy_coef=s.entropy_coef / accumulation(trainer) if bonus else 0.0, max_tokens=s.max_completion_length, **changes,
     )  # fmt: skip
 
 
@@ -301,33 +303,40 @@ def accumulation(trainer: Any) -> float:
 
 
 def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> TokenBatch:
-    """TRL's tensors of a micro-batch."""
-    mask, weights = inputs["completion_mask"], inputs.get("importance_sampling_ratio")
+    """TRL's tensors of a micro-batch, packed: the tokens that its head scores, one after the other."""
+    scored = inputs["completion_mask"] != 0
+    rows = scored.reshape(-1).nonzero()[:, 0]
+
+    def packed(name: str) -> Any:
+        x = inputs.get(name)
+        return x if x is None else (x[:, None] if x.dim() == 1 else x).expand(scored.shape).reshape(-1)[rows]
+
+    weights, tools = packed("importance_sampling_ratio"), packed("tool_mask")
     if trainer.loss_type == "vespo":
         # TRL keeps a token that the sampler's mask leaves out, with the least weight.
         weights = None if weights is None else weights.clamp(min=LEAST_WEIGHT)
     elif not _corrected(trainer):
         weights = None
     return TokenBatch(
-        inputs["completion_ids"], inputs["advantages"], weights=weights, old_logps=inputs.get("old_per_token_logps"),
-        mask=mask * inputs["tool_mask"] if "tool_mask" in inputs else mask,
-        ref_logps=inputs["ref_per_token_logps"] if objective.beta != 0 else None,
-        sampler_logps=None if trainer.off_policy_mask_threshold is None else inputs.get("sampling_per_token_logps"),
-        kept=TokenSets.from_padded(inputs[KEY]) if KEY in inputs else None,
+        packed("completion_ids"), packed("advantages"), weights=weights, old_logps=packed("old_per_token_logps"), mask=tools,
+        ref_logps=packed("ref_per_token_logps") if objective.beta != 0 else None,
+        sampler_logps=None if trainer.off_policy_mask_threshold is None else packed("sampling_per_token_logps"),
+        kept=TokenSets.from_padded(inputs[KEY].flatten(0, 1)[rows]) if KEY in inputs else None, cu_seqlens=offsets_of(scored.sum(1)),
     )  # fmt: skip
 
 
-def denominator(trainer: Any, inputs: dict[str, Any], batch: TokenBatch) -> float | Tensor:
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Where each of the sequences of these lengths begins, and the end."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def denominator(trainer: Any, inputs: dict[str, Any], batch: TokenBatch, objective: Objective) -> float | Tensor:
     """TRL's denominator of this micro-batch."""
-    if trainer.loss_type in BY_ITEMS:
-        # The items of a whole generation batch on all ranks; the gradient is the mean over ranks.
-        items = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
-        return items * accumulation(trainer) / trainer.args.steps_per_generation if trainer.model.training else items
-    if trainer.loss_type == "bnpo":
-        assert batch.mask is not None
-        return batch.mask.sum().clamp(min=1.0) * accumulation(trainer)
-    sequences = batch.targets.shape[0] * accumulation(trainer)
-    return sequences * trainer.max_completion_length if trainer.loss_type == "dr_grpo" else sequences
+    if trainer.loss_type not in BY_ITEMS:
+        return at_least_one(objective.normalizer(batch)) * accumulation(trainer)
+    # The items of a whole generation batch on all ranks; the gradient is the mean over ranks.
+    items = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
+    return items * accumulation(trainer) / trainer.args.steps_per_generation if trainer.model.training else items
 
 
 def tree_batch(inputs: dict[str, Tensor]) -> TokenBatch:
@@ -340,77 +349,67 @@ def tree_batch(inputs: dict[str, Tensor]) -> TokenBatch:
     rows, advantages, old_logps, owner = (
         inputs[name][scored] for name in ("token_index", "advantages", "old_log_probs", "segment_id")
     )
-    ends = owner.bincount().cumsum(0)  # the rollouts stand one after the other
-    return TokenBatch(labels[rows], advantages, old_logps=old_logps, rows=rows, cu_seqlens=torch.cat([ends.new_zeros(1), ends]))
+    # The rollouts stand one after the other.
+    return TokenBatch(labels[rows], advantages, old_logps=old_logps, rows=rows, cu_seqlens=offsets_of(owner.bincount()))
 
 
-# ---- the loss inside a model's forward: the object that TRL passes to the model, and the forward that uses it
+# ---- a loss on its way through TRL's code
 
 NAMES = ("log_probs", "entropy")
 
 
+@dataclass(eq=False)
 class LossCall:
-    """The arguments of one loss, passed through the wrappers of a model. Not a dataclass, because FSDP would cast its
-    tensors.
+    """One loss, and what TRL makes of its log-probs.
 
-    compared  whether TRL's loss has a graph, for `check`; asks: whether TRL's own head is asked too
-    read      log-probs and entropies as TRL got them
-    own       what TRL's own head gives, and how far from ours that may be
-    output    of the outermost wrapper, because DDP and FSDP put hooks on its tensors; rows: of the loss"""
+    compared  whether TRL's loss has a graph, for `check`, that begins at log-probs and entropies as it `read` them
+    output    of the outermost wrapper, because DDP and FSDP put hooks on its tensors; out: of our loss
+    scored    bool [B, T], the tokens whose rows these are"""
 
-    compared = asks = False
-    read: Any = ()
-    own: Any = None
+    batch: TokenBatch
+    objective: Objective
+    normalizer: float | Tensor
+    options: Options
+    compared: bool
+    out: Any = None
     output: Any = None
-    rows: Any = None
+    read: Any = ()
+    scored: Any = None
+    aux_loss: Tensor | None = None
 
-    def __init__(self, batch: TokenBatch, objective: Objective, normalizer: float | Tensor, options: Options) -> None:
-        self.batch, self.objective = batch, objective
-        self.given: Any = {"batch": batch, "objective": objective, "normalizer": normalizer, "options": options}
+    def of_rows(self, hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+        """(log-probs, entropies without a graph, the loss among zeros), each [N]: TRL's loss does not read the third output."""
+        self.out = out = linear_grpo_loss(
+            hidden, head, self.batch, self.objective, normalizer=self.normalizer, options=self.options
+        )
+        logps, entropy, read = out.logps, out.entropy, self.batch.marked(self.objective.active_rows)
+        # Tokens that were not projected have a ratio of 1, and the mean entropy of the others.
+        if self.options.skip_inactive and read is not None:
+            others = torch.zeros_like(logps) if self.batch.old_logps is None else self.batch.old_logps
+            logps, entropy = torch.where(read, logps, others), torch.where(read, entropy, (entropy * read).sum() / read.sum())
+        return logps, entropy, torch.nn.functional.pad(out.loss[None], (0, len(logps) - 1))
 
-    def through(self, model: Any) -> Any:
-        """The model as TRL calls it. It passes this call to the model, and returns the result without the loss and detached; where
-        TRL's loss is compared, log-probs and entropies are leaves of a graph that begins there."""
-
-        def call(**kwargs: Any) -> Any:
-            self.output = out = model(**kwargs, grpo=self)
-            detached = {name: x.detach() for name, x in out.items() if name != "loss"}
-            if self.given["options"].skip_inactive:
-                detached |= self.filled(**{name: detached[name] for name in NAMES})
-            self.read = [detached[name].requires_grad_(self.compared and torch.is_grad_enabled()) for name in NAMES]
-            return type(out)(**detached)
-
-        return call
-
-    def filled(self, log_probs: Tensor, entropy: Tensor) -> dict[str, Tensor]:
-        """The values that TRL gets for tokens that were not projected: a ratio of 1, and the mean entropy of the other
-        tokens."""
-        read: Any = self.batch.marked(self.objective.active_rows)
-        read = read.view(entropy.shape)
-        others = torch.zeros_like(log_probs) if self.batch.old_logps is None else self.batch.old_logps
-        mean = (entropy * read).sum() / read.sum()
-        return {"log_probs": torch.where(read, log_probs, others), "entropy": torch.where(read, entropy, mean)}
+    def seen(self, scored: Tensor, logps: Tensor, entropies: Tensor, aux_loss: Tensor | None) -> tuple[Tensor | None, ...]:
+        """What TRL gets of its method's results."""
+        self.scored, self.aux_loss = scored, aux_loss
+        self.read = [x.detach().requires_grad_(self.compared) for x in (logps, entropies)]
+        return *self.read, aux_loss if aux_loss is None else aux_loss.detach()
 
     def check(self, trial: Trial, loss: Tensor, theirs: Tensor) -> None:
-        """Refuse a loss unless TRL's own head, where it was asked, gives the same, and TRL's arithmetic the same loss for the same
-        log-probs, and the same slopes, because on-policy the loss is near 0 for any denominator. Rounding errors are relative to
-        the sum of the absolute values of all terms, because terms of different sign cancel; those of entropies are plain
-        weights. Differences of all tokens are summed, so that a single token whose ratio rounding moves across the edge of the
-        clip range does not raise."""
-        if self.own is not None:
-            (found, tolerance), mask = self.own, self.batch.mask
-            for name, ours in zip(NAMES, self.read, strict=True):
-                trial.alike(LOSS, name, [ours[mask]], [found[name][:, -ours.shape[1] :][mask]], *tolerance)
-        rows = self.rows
+        """Refuse a loss unless TRL's arithmetic gives the same loss for the same log-probs, and the same slopes, because on-policy
+        the loss is near 0 for any denominator. Rounding errors are relative to the sum of the absolute values of all terms,
+        because terms of different sign cancel; those of entropies are plain weights. Differences of all tokens are summed, so that
+        a single token whose ratio rounding moves across the edge of the clip range does not raise."""
+        rows = self.out.rows
         terms = (rows.policy_weight * rows.advantages).abs().sum()
         terms = 1e-3 * (terms if rows.kl_weight is None else terms + rows.kl_weight.sum())
         trial.alike(LOSS, "the fused loss", [loss], [theirs], 1e-3, terms)
         if theirs.requires_grad:
             gradients = torch.autograd.grad(theirs, self.read, allow_unused=True, materialize_grads=True)
-            logps, entropy = (x.detach().reshape(-1) for x in self.read)
+            (logps, entropy), gradients = ([x.detach()[self.scored] for x in of] for of in (self.read, gradients))
             ours = self.objective.token_stage(logps, entropy, rows, self.batch)[1:3]
             for name, mine, want, floor in zip(NAMES, ours, gradients, (terms, 0.0), strict=True):
-                mine = torch.zeros_like(want) if mine is None else mine.expand(want.numel()).view_as(want)
+                mine = torch.zeros_like(want) if mine is None else mine.expand_as(want)
                 what = f"the gradient with respect to the {name}"
                 trial.alike(LOSS, what, [mine], [want], 1e-3, floor / max(want.numel(), 1))
 
@@ -419,106 +418,6 @@ def _fp32_cast(head: Any) -> Any:
     """The forward that TRL's cast_lm_head_to_fp32 put on a head; None where it did not."""
     cast = vars(head).get("forward")
     return cast if getattr(cast, "__module__", "") == "trl.trainer.grpo_trainer" else None
-
-
-class Forward:
-    """A model's forward with two more branches: a call with `grpo=` returns the loss, and one with TRL's `fused_lm_head=True`
-    and without gradients returns log-probs. All other calls go to the previous forward."""
-
-    def __init__(self, model: Any, counts: Counter[str], replay: Replay | None = None) -> None:
-        self.model, self.counts, self.active, self.replay = model, counts, True, replay
-        # After accelerate has prepared a model, accelerate's forward wraps TRL's.
-        self.previous = model.forward
-        trls = vars(model).get("_original_forward", self.previous)
-        markers = [getattr(forward, "grpo_kernels", None) for forward in (self.previous, trls)]
-        if any(ours is not None and ours.active for ours in markers):
-            raise RuntimeError(
-                f"the forward of {type(model).__name__} is not TRL's fused LM head, but ours already: undo() that."
-            )
-        # Accelerate still calls our removed forward, which passes the call on.
-        self.trls = trls if markers[1] is None else markers[1].trls
-        names = ("temperature", "final_logit_softcapping", "logit_scale", "cast_lm_head_to_fp32", "backbone_attr", "outputs")
-        theirs = read_closure(self.trls, names)
-        if len(theirs) < len(names):
-            raise RuntimeError(
-                f"the forward of {type(model).__name__} is not TRL's fused LM head (it knows {', '.join(theirs) or 'nothing'} of "
-                f"{', '.join(names)}): it was patched by another package, or this TRL is not known. Undo that patch first."
-            )
-        temperature, softcap, scale, self.fp32_head, self.backbone, outputs = (theirs[name] for name in names)
-        self.transform, self.outputs = LogitTransform(float(temperature), softcap, float(scale)), {*outputs}
-        plain_head(model, _fp32_cast)
-
-    def install(self) -> None:
-        @functools.wraps(type(self.model).forward)  # generate() validates its arguments against this signature
-        def forward(model: Any, *args: Any, grpo: LossCall | None = None, **kwargs: Any) -> Any:
-            if grpo is not None:
-                return self.loss(grpo, args, kwargs)
-            return (self.log_probs if self.active and self.scores(kwargs) else self.previous)(*args, **kwargs)
-
-        vars(forward)["grpo_kernels"] = self
-        self.model.forward = self.ours = types.MethodType(forward, self.model)
-
-    def remove(self) -> None:
-        self.active = False
-        if vars(self.model).get("forward") is self.ours:
-            self.model.forward = self.previous
-        # Otherwise accelerate's forward wraps ours, which from now on only passes calls on.
-
-    def scores(self, kwargs: dict[str, Any]) -> bool:
-        """Whether this is a call for log-probs without gradients that `log_probs` can answer."""
-        asked = kwargs.get("fused_lm_head", False) and kwargs.get("labels") is not None and not torch.is_grad_enabled()
-        other = kwargs.get("shift_labels") is not None or kwargs.get("output_router_logits")
-        return asked and not other and self.outputs <= {*NAMES}
-
-    def loss(self, call: LossCall, args: Any, kwargs: dict[str, Any]) -> Any:
-        from trl.trainer.utils import FusedCausalLMOutput
-
-        aux_loss: Any = None
-        tokens, device = call.batch.targets.shape[1], call.batch.targets.device
-        if call.asks:  # without gradients, and with the same random numbers as ours
-            with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-                own = self.previous(*args, **kwargs)
-        states, router_logits = self.hidden(args, kwargs)
-        if call.asks:
-            coarse = states.dtype != torch.float32 or torch.is_autocast_enabled(device.type)
-            call.own = own, COARSE if coarse else FINE
-        out = self.head(states[:, -tokens - 1 : -1], linear_grpo_loss, **call.given)
-        call.rows = out.rows
-        if kwargs.get("output_router_logits"):
-            from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-            experts: Any = router(self.model.config.get_text_config())
-            aux_loss = load_balancing_loss_func(router_logits, experts[0], experts[1], kwargs.get("attention_mask"))
-        return FusedCausalLMOutput(loss=out.loss, log_probs=out.logps, entropy=out.entropy, aux_loss=aux_loss)
-
-    def log_probs(self, *args: Any, **kwargs: Any) -> Any:
-        from trl.trainer.utils import FusedCausalLMOutput
-
-        labels, items = kwargs["labels"][:, 1:], kwargs.get("num_items_in_batch")
-        mask, kept = labels != -100, None if self.replay is None else self.replay.rows(labels)
-        states = self.hidden(args, kwargs)[0][:, :-1]
-        log_probs, entropy = self.head(states, linear_logprobs, labels, mask=mask, entropy="entropy" in self.outputs, kept=kept)
-        self.counts["scored"] += 1
-        loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items)
-        return FusedCausalLMOutput(loss=loss, log_probs=log_probs, entropy=entropy, label_mask=mask)
-
-    def hidden(self, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """(hidden states [B, L, H], router logits) of the backbone, called with TRL's arguments."""
-        ours = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")
-        kwargs = {name: value for name, value in kwargs.items() if name not in ours} | {"use_cache": False}
-        states = getattr(self.model, self.backbone)(*args, **kwargs)
-        return states.last_hidden_state, getattr(states, "router_logits", None)
-
-    def head(self, states: Tensor, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """What a function of hidden states and a `Head` gives, with a head that is whole on this rank."""
-        from trl.trainer.utils import maybe_gather_lm_head_ctx  # DeepSpeed ZeRO-3
-
-        head = plain_head(self.model, _fp32_cast)
-        precision: Any = nullcontext()
-        if self.fp32_head:
-            states, precision = states.float(), torch.autocast(states.device.type, enabled=False)
-        with precision, maybe_gather_lm_head_ctx(head.weight, head.bias):
-            return function(states, Head(gathered(head.weight), gathered(head.bias), self.transform), *given, **named)
 
 
 # ---- the sets that the sampler kept: from the generation to the rows that are scored and trained
@@ -534,36 +433,25 @@ class Replay:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        names = ("_generate", "_generate_and_score_completions", "_get_per_token_logps_and_entropies")
-        self.ours = dict(zip(names, (self._generate, self._complete, self._score), strict=True))
+        self.ours = {"_generate": self._generate, "_generate_and_score_completions": self._complete}
         self._theirs = {name: getattr(trainer, name) for name in self.ours}
         self._record: Any = None  # lists of ids, and of each completion which tokens they are of
-        self._scored: TokenSets | None = None  # of all completions, while they are scored
-        self._taken = 0  # completions that were scored already
 
-    def rows(self, labels: Tensor) -> TokenSets | None:
-        """The sets of the next labels [b, L] that are scored, of which the last belong to completions; None where nothing of a
-        generation is scored."""
-        if self._scored is None:
-            return None
-        first, tokens, (b, length) = self._taken, self._scored.rows // len(self._record[0]), labels.shape
-        self._taken += b
-        completions = (torch.arange(length) >= length - tokens).expand(b, length)
-        return on_rows(self._scored[first * tokens : self._taken * tokens], completions)
+    def kept(self, scored: Tensor) -> TokenSets | None:
+        """The sets of a generation's tokens that are `scored`, bool [B, T], in their order; None where it is over."""
+        return None if self._record is None else self._sets(scored.shape[1])[scored]
 
     def _generate(self, prompts: list[Any]) -> Any:
         from trl.generation import vllm_generation
 
         seen: list[list[Any]] = []
+        theirs = vllm_generation.extract_logprobs
 
-        def extracting(theirs: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            def extract(outputs: Any) -> Any:
-                seen.append([getattr(output, FIELD, None) for request in outputs for output in request.outputs])
-                return theirs(outputs)
+        def extract(outputs: Any) -> Any:
+            seen.append([getattr(output, FIELD, None) for request in outputs for output in request.outputs])
+            return theirs(outputs)
 
-            return extract
-
-        with replaced_inside(vllm_generation, "extract_logprobs", extracting):
+        with replaced_inside(vllm_generation, extract_logprobs=extract):
             result = self._theirs["_generate"](prompts)
         completions, environment, extra = result[1], result[2], result[5]
         record = extra.pop(FIELD, None)
@@ -595,24 +483,6 @@ class Replay:
             self._record = None
         return output
 
-    def _score(self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **options: Any) -> Any:
-        theirs = functools.partial(
-            self._theirs["_get_per_token_logps_and_entropies"], model, input_ids, attention_mask, logits_to_keep
-        )
-        if self._record is None:  # in the loss, whose batch has the sets
-            return theirs(**options)
-        self._scored, self._taken = self._sets(logits_to_keep), 0
-        try:
-            result = theirs(**options)
-        finally:
-            self._scored = None
-        if self._taken != len(input_ids):
-            raise RuntimeError(
-                f"replay=True, but {len(input_ids) - self._taken} of {len(input_ids)} completions were scored past our forward, over "
-                "the vocabulary: this configuration of TRL cannot replay."
-            )
-        return result
-
 
 # ---- the fused LM head that every TRL trainer is built on
 
@@ -639,26 +509,38 @@ def fused_lm_head(**how: bool) -> Slots:
     how   strict and any_version of `Slots`.
     Raises RuntimeError for a TRL whose function has other arguments, if the function is replaced already, and in the first step
     if that comparison fails."""
+    from trl.trainer import utils
+
+    slots = Slots(ADAPTER, **how)
+    slots.bind(function_of_head(log_probs, log_probs_and_entropy)[1], str(ADAPTER.replaces["log_probs"]), attribute="apply")
+    if hasattr(utils, "_use_triton"):  # from 1.16 on
+        slots.put(utils, "_use_triton", rows_with_a_label)
+    return slots
+
+
+def rows_with_a_label(device: torch.device) -> bool:
+    """TRL's forward asks this whether to pass these rows alone. Its kernels use another name for it."""
+    return True
+
+
+def function_of_head(*ours: Any) -> tuple[Any, Any]:
+    """(TRL's function of its head, the one of ours that has its arguments). Raises RuntimeError where none of them has."""
     import trl
     from trl.trainer import utils
 
-    path, theirs = ADAPTER.replaces["log_probs"], getattr(utils, "_ChunkedLogProbFunction", None)
-    known = getattr(theirs, "theirs", theirs)  # what is ours already is refused by `bind`
+    theirs = getattr(utils, SLOT, None)
+    known = getattr(theirs, "theirs", theirs)  # of what is ours already
     given, taken = (tuple(inspect.signature(f).parameters) for f in (getattr(known, "forward", abs), log_probs))
-    # Without ctx and the hidden states, which are called hidden or last_hidden.
-    ours = {taken[1:]: log_probs, taken[1:-1]: log_probs_and_entropy}.get(given[2:])
-    if ours is None:
-        raise RuntimeError(
-            f"trl is {trl.__version__}, where {path} is {known!r} and takes ({', '.join(given[1:])}), but ours takes "
-            f"({', '.join(taken)}): another package has taken the slot (undo that), or install TRL {ADAPTER.tested[-1]}."
-        )
-    slots = Slots(ADAPTER, **how)
-    slots.bind(ours, str(path), attribute="apply")
-    if hasattr(utils, "_use_triton"):  # from 1.16 on
-        # TRL's forward asks this whether to pass only the rows with a label. Its kernels use another name for it.
-        on_device = utils._use_triton
-        slots.put(utils, "_use_triton", lambda device: device.type == "cpu" or on_device(device))
-    return slots
+    # Without ctx and the hidden states, which are called hidden or last_hidden; TRL 1.14 asks for no outputs.
+    for arguments, function in zip((taken[1:], taken[1:-1]), ours, strict=False):
+        if given[2:] == arguments:
+            return known, function
+    raise RuntimeError(
+        f"trl is {trl.__version__}, where trl.trainer.utils.{SLOT} is {known!r} and takes ({', '.join(given[1:])}), but ours takes "
+        f"({', '.join(taken)}): another package has taken the slot (undo that), or install TRL {ADAPTER.tested[-1]}. With an older one and "
+        "use_liger_kernel=True, TRL 1.14 takes our log-probs by integrations.trl.fused_lm_head(), TRL 0.17 to 1.13 our loss by "
+        "integrations.liger.patch(trainer)."
+    )
 
 
 def log_probs(
@@ -703,7 +585,7 @@ def log_probs_and_entropy(*given: Any) -> tuple[Tensor | None, ...]:
 
 def covered(*weights: Tensor, scales: tuple[float, ...]) -> None:
     """Raise NotCovered for heads and scales that have to be left to TRL."""
-    if any(hasattr(weight, "ds_id") for weight in weights):
+    if torch.is_grad_enabled() and any(hasattr(weight, "ds_id") for weight in weights):
         raise NotCovered(ZERO3)
     if 0 in scales:
         raise NotCovered("logit_scale is 0")
@@ -788,14 +670,16 @@ def divergence_loss(
     plain(student_hidden_states, teacher_hidden_states)
     covered(student_lm_head_weight, teacher_lm_head_weight, scales=(student_logit_scale, teacher_logit_scale))
     shape, mask = completion_mask.shape, completion_mask != 0
-    weight, bias = gathered(teacher_lm_head_weight).detach(), gathered(teacher_lm_head_bias)
     out = linear_grpo_loss(
         student_hidden_states.reshape(*shape, -1), Head(gathered(student_lm_head_weight), gathered(student_lm_head_bias)), teaching(mask, mask),
         Objective.preset("distillation", kl=divergence_of(beta)),
         transform=LogitTransform(temperature, student_final_logit_softcapping, student_logit_scale),
         reference=(
-            teacher_hidden_states.detach().reshape(*shape, -1),
-            Head(weight, bias if bias is None else bias.detach(), LogitTransform(temperature, teacher_final_logit_softcapping, teacher_logit_scale)),
+            teacher_hidden_states.reshape(*shape, -1),
+            Head(
+                gathered(teacher_lm_head_weight), gathered(teacher_lm_head_bias),
+                LogitTransform(temperature, teacher_final_logit_softcapping, teacher_logit_scale),
+            ),
         ),
         normalizer=num_items_in_batch,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from .. import Head, LogitTransform
+from ..streams import Head, LogitTransform
 from ._swap import Adapter, NotCovered, Slots
 from ._tensors import entropy_kind, log_probs_of, plain
 

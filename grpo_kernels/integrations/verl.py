@@ -46,25 +46,14 @@ from typing import Any
 
 import torch
 
-from .. import (
-    Cispo,
-    Clip,
-    ClipCov,
-    Dro,
-    Exact,
-    Gmpo,
-    KlCov,
-    LossOutput,
-    Objective,
-    PolicyGradient,
-    Sapo,
-    TokenSets,
-    TrustRegion,
-    token_divergence,
-)
 from ..checks import require, require_one_of
-from ..losses import objective_loss
-from ..objective import NUMERICS, PRESETS
+from ..formulas.divergence import Exact
+from ..formulas.filters import TrustRegion
+from ..formulas.surrogates import Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, PolicyGradient, Sapo
+from ..logprobs import token_divergence
+from ..losses import LossOutput, objective_loss
+from ..objective import NUMERICS, PRESETS, Objective
+from ..token_sets import TokenSets
 from ._swap import Adapter, NotCovered, Slots, Trial, one_of
 from ._tensors import (
     LossAndMetrics,
@@ -99,18 +88,15 @@ DISTILLATION = replace(
     replaces={"topk_divergence": "verl.trainer.distillation.fsdp.losses.compute_forward_kl_topk"},
 )  # fmt: skip
 
-#: verl's names of its losses, and ours of the preset that has its formula.
-LOSSES = {
-    "vanilla": "ppo", "gspo": "gspo", "gpg": "reinforce", "clip_cov": "clip_cov", "kl_cov": "kl_cov", "geo_mean": "gmpo",
-    "cispo": "cispo", "sapo": "sapo", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "dro": "dro",
-}  # fmt: skip
-#: The surrogate of each, and what it is made of: fields of verl's config, or clip widths (low, high) and the ratios that they are.
-SURROGATES: dict[str, tuple[Callable[..., Any], str]] = {
-    "vanilla": (functools.partial(two_sided, "verl", name="clip_ratio_c", name_of_high="clip_ratio_high"), "low high clip_ratio_c"),
-    "gspo": (Clip, "low high"), "gpg": (PolicyGradient, ""), "geo_mean": (Gmpo, "low high"), "cispo": (Cispo, "to from"),
-    "clip_cov": (ClipCov, "low high policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub"),
-    "kl_cov": (KlCov, "policy_loss.ppo_kl_coef policy_loss.kl_cov_ratio"), "sapo": (Sapo, "tau_pos tau_neg"),
-    "dppo_tv": (Cispo, "clip_ratio_c"), "dppo_kl": (Cispo, "clip_ratio_c"), "dro": (Dro, "policy_loss.dro_beta"),
+#: verl's names of its losses -> ours of the preset that has its formula, the surrogate, and what it is made of: fields of verl's
+#: config, or clip widths (low, high) and the ratios that they are (from, to).
+LOSSES: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "vanilla": ("ppo", functools.partial(two_sided, "verl", name="clip_ratio_c", name_of_high="clip_ratio_high"), "low high clip_ratio_c"),
+    "gspo": ("gspo", Clip, "low high"), "gpg": ("reinforce", PolicyGradient, ""), "geo_mean": ("gmpo", Gmpo, "low high"),
+    "cispo": ("cispo", Cispo, "to from"), "sapo": ("sapo", Sapo, "tau_pos tau_neg"), "dro": ("dro", Dro, "policy_loss.dro_beta"),
+    "clip_cov": ("clip_cov", ClipCov, "low high policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub"),
+    "kl_cov": ("kl_cov", KlCov, "policy_loss.ppo_kl_coef policy_loss.kl_cov_ratio"),
+    "dppo_tv": ("dppo_tv", Cispo, "clip_ratio_c"), "dppo_kl": ("dppo_kl", Cispo, "clip_ratio_c"),
 }  # fmt: skip
 #: Those that leave out tokens by lot.
 RANDOM = ("clip_cov",)
@@ -204,8 +190,8 @@ def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> O
     require_one_of("loss_agg_mode", loss_agg_mode, AGGREGATES)
     low, high = (config.clip_ratio if x is None else x for x in (config.clip_ratio_low, config.clip_ratio_high))
     given = {"low": low, "high": high, "from": 1 - low, "to": 1 + high}
-    kind, fields = SURROGATES[name]
-    preset = Objective.preset(LOSSES[name], numerics="verl")
+    ours, kind, fields = LOSSES[name]
+    preset = Objective.preset(ours, numerics="verl")
     changes: Any = {
         "surrogate": kind(*(given[field] if field in given else attrgetter(field)(config) for field in fields.split()))
     }

@@ -21,7 +21,7 @@ from ..checks import check_targets
 from . import backends
 from .hidden import Hidden
 from .partials import Partials, RowTransform, Slopes
-from .run import DRAWS, Name, Problem, Tensors
+from .run import DRAWS, Problem, Tensors
 from .selection import Sparse, capacity
 from .stream import Logits, Parts, Stream, Visit
 
@@ -125,13 +125,12 @@ class TracedRows(Problem):
         return *Partials(partials, visit.names).found(statistics, visit.read), partials, *draws
 
     def pull(
-        self, tensors: Tensors, known: dict[Name, Tensor], upstream: dict[Name, Tensor], wanted: tuple[bool, ...]
+        self, tensors: Tensors, known: list[dict[str, Tensor]], upstream: list[dict[str, Tensor]], wanted: tuple[bool, ...]
     ) -> Tensors:
-        ((visit, _, with_gradient),) = self.reads
-        of_values = {name: known[0, name] for name in with_gradient}
-        slopes = Slopes.of(of_values, {name: x for (_, name), x in upstream.items()}, visit.read)
-        of_gradient = (list(wanted), known[0, "partials"], slopes.values, list(slopes.names))
-        draws, step = ([], 0.0) if visit.sparse is None else ([known[0, name] for name in DRAWS], visit.sparse.step)
+        (visit, *_), of_visit = self.reads[0], known[0]
+        slopes = Slopes.of(of_visit, upstream[0], visit.read)
+        of_gradient = (list(wanted), of_visit["partials"], slopes.values, list(slopes.names))
+        draws, step = ([], 0.0) if visit.sparse is None else ([of_visit[name] for name in DRAWS], visit.sparse.step)
         made = PULL[self.dtype is not None](*self._rows(tensors), *of_gradient, draws, step, *self._how)
         found = iter(made)
         return tuple(next(found) if needed else None for needed in wanted)

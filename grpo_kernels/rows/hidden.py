@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -153,7 +154,7 @@ class Hidden(Stream):
     def at(self, slots: Ragged) -> Tensor:
         if self.columns == 0:  # of a rank without a part of the vocabulary
             return torch.zeros(slots.ids.shape, device=self.hidden.device)
-        with torch.autocast(self.hidden.device.type, enabled=False):
+        with _without_autocast(self.hidden.device.type):
             logits = self.backend.slot_logits(self.hidden.detach(), self.weight.detach(), slots)
             return logits if self.bias is None else logits + self.bias.detach().to(torch.float32)[slots.ids.clamp(min=0)]
 
@@ -161,20 +162,8 @@ class Hidden(Stream):
         return Engine(self).logits_of(self, at)
 
     def stats(self, visit: Visit) -> Found:
-        with torch.autocast(self.hidden.device.type, enabled=False):
+        with _without_autocast(self.hidden.device.type):
             return Engine(self, (visit.ahead, False, False), Parts(visit)).forward(visit)
-
-    def work(self, visit: Visit | None, d_hidden: int, d_weight: int, rounded: bool) -> Work:
-        """What a pass over rows computes; `d_hidden` and `d_weight` are the bytes of their elements, 0 where they are not made."""
-        weight, dtype = self.weight, self.dtype
-        others = 0 if visit is None else len(visit.others)
-        if visit is not None and others and (visit.apart or visit.at is not None):
-            others += 2  # a gradient, and that of a divergence, which is added to it: see `Block.pull`
-        return Work(
-            self.vocab, weight.shape[1], keeps_rows(dtype, self.hidden.device), d_hidden, d_weight, rounded,
-            1 if self.shard is None else self.shard.ranks, others * self.vocab, dtype == torch.float16,
-            d_hidden_parts(weight, self.vocab, dtype) if d_hidden else 0,
-        )  # fmt: skip
 
     def check_there(self) -> None:
         """Raise RuntimeError where the weight was taken away after the forward."""
@@ -194,12 +183,12 @@ class Hidden(Stream):
     def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: Engine, at_ids: Tensor | None) -> None:
         if self.into is not None and gradients.d_weight is None:  # all factors are in the slopes
             gradients.d_weight = self.into.sum_of_chunks
-        with torch.autocast(self.hidden.device.type, enabled=False):
+        with _without_autocast(self.hidden.device.type):
             gradients.backward(visit, found, slopes, at_ids)
 
     def fused(self, visit: Visit, stage: TokenStage, gradients: Engine | None) -> FusedRows:
         engine = Engine(self, parts=Parts(visit)) if gradients is None else gradients
-        with torch.autocast(self.hidden.device.type, enabled=False):
+        with _without_autocast(self.hidden.device.type):
             return engine.fused(visit, stage, gradients is not None)
 
     def fused_jointly(
@@ -210,8 +199,13 @@ class Hidden(Stream):
         factors  these factors, fp32 [n], from the partials of all rows: of each group for which they are there.
         groups   the number of rows of each group that can have a gradient; groups follow one another."""
         engine = Engine(self, parts=Parts(visit)) if gradients is None else gradients
-        with torch.autocast(self.hidden.device.type, enabled=False):
+        with _without_autocast(self.hidden.device.type):
             engine.fused_jointly(visit, factors, groups if gradients is not None else None)
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Products in the dtypes of their operands. Where autocast is off, to say so again would take longer than a small product."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _same(x: Tensor | None, y: Tensor | None) -> bool:
@@ -255,9 +249,15 @@ class Engine(Gradients):
     @functools.cached_property
     def work(self) -> Work:
         """What this pass computes. A backward that has no product left does not look at the weight, which may be gone."""
-        d_hidden = 0 if self.d_hidden is None else self.d_hidden.element_size()
-        d_weight = self.stream.weight.element_size() if self.wanted[1] else 0
-        return self.stream.work(self.whole, d_hidden, d_weight, self.rounded)
+        stream, visit, d_hidden = self.stream, self.whole, 0 if self.d_hidden is None else self.d_hidden.element_size()
+        weight, dtype, others = stream.weight, stream.dtype, 0 if visit is None else len(visit.others)
+        if visit is not None and others and (visit.apart or visit.at is not None):
+            others += 2  # a gradient, and that of a divergence, which is added to it: see `Block.pull`
+        return Work(
+            stream.vocab, weight.shape[1], keeps_rows(dtype, self.hidden.device), d_hidden,
+            weight.element_size() if self.wanted[1] else 0, self.rounded, 1 if stream.shard is None else stream.shard.ranks,
+            others * stream.vocab, dtype == torch.float16, d_hidden_parts(weight, stream.vocab, dtype) if d_hidden else 0,
+        )  # fmt: skip
 
     @functools.cached_property
     def chunk_rows(self) -> int:
@@ -314,7 +314,7 @@ class Engine(Gradients):
         """`Hidden.fused_jointly`; no gradients where `groups` is None. Rows that have no gradient come first, as groups may wait
         for them too. A run of groups is one block, whose products wait for its factors; or it is too long for that, and the
         logits of its rows are computed again, once these are known."""
-        visit = replace(visit, names=WITH_ENTROPY)
+        visit = visit._replace(names=WITH_ENTROPY)
         index, n = visit.rows(), visit.targets.numel()
         active = index.numel() if visit.active is None else visit.active
         runs = self._runs(groups or (), active)
@@ -329,7 +329,7 @@ class Engine(Gradients):
             some, self.is_last = index[first:end], i == len(runs)
             self._each(visit, some, step, is_block, slopes=lambda: factors(partials))
             if i and not is_block:
-                of_run = replace(visit, index=some, active=None)
+                of_run = visit._replace(visited=some, active=None)
                 at_ids = None if visit.at is None else torch.zeros(visit.at.ids.shape, device=self.hidden.device)
                 self.backward(of_run, visit.found(partials.values), visit.slopes(factors(partials)), at_ids)
         if not runs:

@@ -58,9 +58,11 @@ def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """torch.empty_like, as `empty`."""
+    """`empty` of the shape of x; of small results what `torch.empty_like` takes half the time for."""
     dtype = x.dtype if dtype is None else dtype
-    return empty(x.shape, dtype, x.device) if x.is_contiguous() else torch.empty_like(x, dtype=dtype)
+    if _is_large(x.numel() * dtype.itemsize, x.device):
+        return empty(x.shape, dtype, x.device)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device, touched: int = 0) -> Tensor:

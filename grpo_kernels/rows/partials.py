@@ -311,13 +311,14 @@ class Partials:
             return self["mixed_student"]
         return self.divergence if self.kind == "reverse" else torch.zeros_like(self.sum)
 
-    def found(self, statistics: tuple[str, ...], read: Tensor | None) -> tuple[Tensor, ...]:
+    def found(self, statistics: tuple[str, ...], read: Tensor | None) -> list[Tensor]:
         """Log-probs and these of STATISTICS; 0 for a row that is not read, an id -1."""
         logps, *entropy = self.softmax("entropy" in statistics)
-        values = {name: entropy[0] if name == "entropy" else getattr(self, name) for name in statistics}
-        if "top_prob" in values and read is not None:
-            values["top_prob"] = torch.where(read, values["top_prob"], 0.0)
-        return logps, *values.values()
+        values = [logps]
+        for name in statistics:
+            x = entropy[0] if name == "entropy" else getattr(self, name)
+            values.append(torch.where(read, x, 0.0) if name == "top_prob" and read is not None else x)
+        return values
 
 
 #: Rows of the tensor of slopes, in this order; the first is always there. The kernels in C++ and Triton take these, in the order of

@@ -8,9 +8,10 @@ torch.compile sees the same Function with the operators of compile.py in place o
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -51,38 +52,39 @@ class Read(NamedTuple):
 Name = tuple[int, str]  # the number of a visit, and what it gives
 
 
+class Names(NamedTuple):
+    """The values of a problem, those of them that have a gradient, and what else its backward needs."""
+
+    values: list[Name]
+    differentiable: list[Name]
+    saved: list[Name]
+
+
 @dataclass(frozen=True, eq=False)
 class Problem(ABC):
     """What `statistics` computes: reads of one stream."""
 
     reads: tuple[Read, ...]
 
-    @property
-    def values(self) -> tuple[Name, ...]:
-        """What is returned."""
-        return self._named([read.statistics for read in self.reads])
+    def names(self) -> Names:
+        """Of each visit log-probs in front, and those at further ids behind the statistics."""
+        values: list[Name] = []
+        differentiable: list[Name] = []
+        saved: list[Name] = []
+        for i, (visit, statistics, with_gradient) in enumerate(self.reads):
+            at, of_at = ((), ()) if visit.at is None else (("at",), ("at logits", "at used"))
+            values += [(i, name) for name in ("logps", *statistics, *at)]
+            differentiable += [(i, name) for name in ("logps", *with_gradient, *at)]
+            of_draws, ahead = () if visit.sparse is None else DRAWS, ("ahead",) if visit.ahead else ()
+            saved += [(i, name) for name in ("partials", *of_at, *of_draws, *ahead)]
+        return Names(values, differentiable, saved)
 
-    @property
-    def differentiable(self) -> tuple[Name, ...]:
-        """The values that have a gradient."""
-        return self._named([read.with_gradient for read in self.reads])
-
-    @property
-    def saved(self) -> tuple[Name, ...]:
-        """What else the backward needs."""
-        names: list[Name] = []
-        for i, (visit, *_) in enumerate(self.reads):
-            of_at = () if visit.at is None else ("at logits", "at used")
-            of_draws = () if visit.sparse is None else DRAWS
-            names += [(i, name) for name in ("partials", *of_at, *of_draws, *(("ahead",) if visit.ahead else ()))]
-        return tuple(names)
-
-    def _named(self, statistics: list[tuple[str, ...]]) -> tuple[Name, ...]:
-        """These statistics of each visit, with its log-probs in front and those at further ids behind them."""
-        names: list[Name] = []
-        for i, (read, own) in enumerate(zip(self.reads, statistics, strict=True)):
-            names += [(i, name) for name in ("logps", *own, *(() if read.visit.at is None else ("at",)))]
-        return tuple(names)
+    def by_visit(self, names: Sequence[Name], tensors: Tensors) -> list[dict[str, Tensor]]:
+        """The first tensors by these names, of each visit."""
+        found: list[dict[str, Tensor]] = [{} for _ in self.reads]
+        for (i, name), x in zip(names, tensors, strict=False):
+            found[i][name] = x
+        return found
 
     @abstractmethod
     def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
@@ -90,13 +92,18 @@ class Problem(ABC):
 
     @abstractmethod
     def pull(
-        self, tensors: Tensors, known: dict[Name, Tensor], upstream: dict[Name, Tensor], wanted: tuple[bool, ...]
+        self, tensors: Tensors, known: list[dict[str, Tensor]], upstream: list[dict[str, Tensor]], wanted: tuple[bool, ...]
     ) -> Tensors:
-        """Gradients of the tensors. known: what was saved, and the values that have a gradient."""
+        """Gradients of the tensors. known: of each visit by name what was saved, and the values that have a gradient."""
+
+    @property
+    def read_again(self) -> list[Any]:
+        """What the backward reads beside the tensors of the stream."""
+        return []
 
     def versions(self) -> tuple[int, ...]:
-        """How often tensors that the backward reads again, beside those of the stream, were written to."""
-        return ()
+        """How often tensors of these were written to."""
+        return tuple(x._version for x in self.read_again if isinstance(x, Tensor) and not x.is_inference())
 
     def without_tensors(self) -> Problem:
         """The problem as the backward keeps it: autograd keeps the tensors."""
@@ -110,17 +117,17 @@ class Rows(Problem):
     stream: Stream
 
     def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
-        base = self.stream if tensors is self.stream.tensors else self.stream.of(tensors, self.stream.transform)
+        same = all(map(operator.is_, tensors, self.stream.tensors))  # unless torch.func takes wrappers off
+        base = self.stream if same else self.stream.of(tensors, self.stream.transform)
         values: list[Tensor] = []
         saved: list[Tensor] = []
         for visit, statistics, _ in self.reads:
             _, found, at = Made.of(base, visit)
-            ours = tuple(name for name in statistics if name != "divergence")
-            logps, *others = found.partials.found(ours, visit.read)
-            named = dict(zip(ours, others, strict=True))
-            if "divergence" in statistics:
-                named["divergence"] = _divergence(visit, found)
-            values += [logps, *(named[name] for name in statistics)]
+            ours = tuple(name for name in statistics if name != "divergence") if visit.apart else statistics
+            of_visit = found.partials.found(ours, visit.read)
+            if len(ours) < len(statistics):
+                of_visit.insert(1 + statistics.index("divergence"), _divergence(visit, found))
+            values += of_visit
             saved.append(found.values)
             if at is not None:
                 values.append(at.log_probs(found.partials, visit.read, base.transform))
@@ -129,38 +136,44 @@ class Rows(Problem):
         return *values, *saved
 
     def pull(
-        self, tensors: Tensors, known: dict[Name, Tensor], upstream: dict[Name, Tensor], wanted: tuple[bool, ...]
+        self, tensors: Tensors, known: list[dict[str, Tensor]], upstream: list[dict[str, Tensor]], wanted: tuple[bool, ...]
     ) -> Tensors:
         base = self.stream.of(tensors, self.stream.transform)
-        wholes = [read.visit for read in self.reads if read.visit.kept is None]
-        sets = len(self.reads) > len(wholes)
-        twice = len(wholes) > 1 or (sets and any(x.all_rows for x in wholes))
-        at_slots = sets or any(x.sparse is not None or (x.ahead and x.at is not None) for x in wholes)
-        gradients = base.gradients(wanted, Parts(wholes[0] if wholes else None, twice, at_slots, len(wholes)))
-        # Visits of sets come first: they read logits that may be written over.
-        for i, (visit, _, with_gradient) in enumerate(self.reads):
-            given_to = {name: x for (of, name), x in upstream.items() if of == i}
-            if not given_to:
+        gradients = base.gradients(wanted, self._parts())
+        for (visit, *_), of_visit, given in zip(self.reads, known, upstream, strict=True):
+            if not given:
                 continue
-            draws = tuple(known[i, name] for name in DRAWS if (i, name) in known)
-            found, at = visit.found(known[i, "partials"], draws, known.get((i, "ahead"))), None
+            draws = () if visit.sparse is None else tuple(of_visit[name] for name in DRAWS if name in of_visit)
+            found, at = visit.found(of_visit["partials"], draws, of_visit.get("ahead")), None
             if visit.at is not None:
-                at = LogitsAt(visit.at, known[i, "at logits"], known[i, "at used"])
+                at = LogitsAt(visit.at, of_visit["at logits"], of_visit["at used"])
                 at = at if visit.tokens is None or visit.kept is not None else at.with_likeliest(base.transform)
-            of_values = {name: known[i, name] for name in with_gradient}
-            Made(visit, found, at).pull(base, of_values, given_to, gradients)
+            Made(visit, found, at).pull(base, of_visit, given, gradients)
         pairs = zip(gradients.tensors(), tensors, strict=True)
         return tuple(None if g is None else converted(g, x.dtype) for g, x in pairs)
+
+    def _parts(self) -> Parts:
+        whole, twice, slots, wholes = None, False, False, 0
+        for visit, *_ in self.reads:  # those of sets come first: they read logits that may be written over
+            if visit.kept is not None:
+                slots = True
+                continue
+            twice = twice or whole is not None or (slots and visit.all_rows)
+            slots = slots or visit.sparse is not None or (visit.ahead and visit.at is not None)
+            whole, wholes = whole or visit, wholes + 1
+        return Parts(whole, twice, slots, wholes)
 
     def without_tensors(self) -> Rows:
         return Rows(self.reads, self.stream.of((), self.stream.transform))
 
-    def versions(self) -> tuple[int, ...]:
-        others = {id(other.stream): other.stream for read in self.reads for other in read.visit.others}
-        tensors = [x for stream in others.values() for x in stream.tensors]
-        tensors += [x for visit, *_ in self.reads for x in (visit.targets, visit.read)]
-        tensors.append(self.stream.transform.inv_temperature)
-        return tuple(x._version for x in tensors if isinstance(x, Tensor) and not x.is_inference())
+    @property
+    def read_again(self) -> list[Any]:
+        tensors: list[Any] = [self.stream.transform.inv_temperature]
+        for visit, *_ in self.reads:
+            tensors += visit.targets, visit.read
+            for other in visit.others:
+                tensors += other.stream.tensors
+        return tensors
 
 
 def over(stream: Stream, visit: Visit) -> Stream | OverSets:
@@ -179,7 +192,7 @@ class Made(NamedTuple):
     def of(cls, base: Stream, visit: Visit) -> Made:
         stream = over(base, visit)
         at = None if visit.at is None else stream.logits_at(visit)
-        return cls(visit, stream.stats(visit if at is None or at.one is None else replace(visit, targets=at.targets)), at)
+        return cls(visit, stream.stats(visit if at is None or at.one is None else visit._replace(targets=at.targets)), at)
 
     def joined(
         self, logps: Tensor, entropy: Tensor, of_ids: Tensor | None, transform: RowTransform
@@ -274,25 +287,24 @@ class _Statistics(torch.autograd.Function):
     """The values of a problem, then what is saved, which has no gradient."""
 
     @staticmethod
-    def forward(problem: Problem, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(problem: Problem, names: Names, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         return problem.stats(tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        problem, *tensors = inputs
-        names, differentiable = problem.values, problem.differentiable
-        values, saved = dict(zip(names, output[: len(names)], strict=True)), output[len(names) :]
+        problem, names, *tensors = inputs
+        count, differentiable = len(names.values), names.differentiable
+        values, saved = dict(zip(names.values, output[:count], strict=True)), output[count:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*saved, *(x for name, x in values.items() if name not in differentiable))
-        ctx.problem, ctx.versions = problem, problem.versions()
+        ctx.problem, ctx.names, ctx.versions = problem.without_tensors(), names, problem.versions()
         ctx.save_for_backward(*saved, *(values[name] for name in differentiable), *tensors)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Tensors:
-        problem, wanted = ctx.problem, ctx.needs_input_grad[1:]
-        values, differentiable = problem.values, problem.differentiable
-        of_values = dict(zip(values, upstream[: len(values)], strict=True))
-        given = tuple(name for name in differentiable if of_values[name] is not None)
+        problem, (values, differentiable, saved), wanted = ctx.problem, ctx.names, ctx.needs_input_grad[2:]
+        of_values = {name: x for name, x in zip(values, upstream, strict=False) if x is not None}
+        given = [name for name in differentiable if name in of_values]
         if not given:
             return (None,) * len(ctx.needs_input_grad)
         if problem.versions() != ctx.versions:
@@ -300,30 +312,29 @@ class _Statistics(torch.autograd.Function):
                 "what the backward reads again was written to between forward and backward, the second stream of rows (its logits, hidden "
                 "states or head), targets, mask or temperatures: call backward first, or pass a copy."
             )
-        names = (*given, *problem.saved, *differentiable)
+        first = len(given)
+        last = first + len(saved) + len(differentiable)
 
         def pull(*x: Any) -> Tensors:
-            known = dict(zip(names[len(given) :], x[len(given) : len(names)], strict=True))
-            return problem.pull(x[len(names) :], known, dict(zip(given, x[: len(given)], strict=True)), wanted)
+            known, of_upstream = problem.by_visit((*saved, *differentiable), x[first:last]), problem.by_visit(given, x)
+            return problem.pull(x[last:], known, of_upstream, wanted)
 
-        return None, *gradient_once(pull, *(of_values[name] for name in given), *ctx.saved_tensors)
+        return None, None, *gradient_once(pull, *(of_values[name] for name in given), *ctx.saved_tensors)
 
 
 def statistics(problem: Problem, tensors: Tensors) -> list[dict[str, Tensor]]:
     """The values of each visit by name, each [n] (those at further ids [k]), with the gradient of the stream's tensors."""
+    names = problem.names()
     needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if torch.compiler.is_compiling():
         # torch.compile knows such a Function with gradients only.
-        made = (_Statistics.apply if needed else _Statistics.forward)(problem, *tensors)
+        made = (_Statistics.apply if needed else _Statistics.forward)(problem, names, *tensors)
     elif needed or torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        made = applied(_Statistics, problem.without_tensors(), *tensors)
+        made = applied(_Statistics, problem, names, *tensors)
     else:  # for a small batch the overhead of a Function would dominate
         with torch.no_grad():
             made = problem.stats(tensors)
-    found: list[dict[str, Tensor]] = [{} for _ in problem.reads]
-    for (i, name), x in zip(problem.values, made, strict=False):  # behind the values stands what is saved
-        found[i][name] = x
-    return found
+    return problem.by_visit(names.values, made)
 
 
 class _OfTokens(torch.autograd.Function):
@@ -358,11 +369,11 @@ def total(losses: Tensor) -> Tensor:
     return losses.sum(dtype=torch.float64).to(torch.float32)
 
 
-@dataclass(frozen=True, eq=False)
-class OneVisit:
-    """Rows of a stream and the token stage of their loss. Inside forward, grad mode is off: `gradients` records that of the
-    caller."""
+class OneVisit(NamedTuple):
+    """Rows of a stream and the token stage of their loss, whose results have `shape`. Inside forward, grad mode is off: `gradients`
+    records that of the caller."""
 
+    shape: torch.Size
     stream: Stream
     whole: Visit | None  # rows over the vocabulary; None: there are none
     sets: Visit | None
@@ -374,13 +385,16 @@ class OneVisit:
         if isinstance(self.stage, JointStage):
             assert self.whole is not None, "rows that are visited over sets alone have no products that wait"
             return self._jointly(self.whole, self.stage, gradients)
-        # Sets first: the others may write over logits that they read.
-        visits = [visit for visit in (self.sets, self.whole) if visit is not None]
-        results = [over(self.stream, visit).fused(visit, self.stage, gradients) for visit in visits]
-        if len(results) == 1:
-            return results[0]
+        of_sets = None
+        if self.sets is not None:  # first: the others may write over logits that they read
+            of_sets = over(self.stream, self.sets).fused(self.sets, self.stage, gradients)
+        if self.whole is None:
+            assert of_sets is not None
+            return of_sets
+        of_others = self.stream.fused(self.whole, self.stage, gradients)
+        if of_sets is None:
+            return of_others
         assert self.sets is not None and self.sets.kept is not None
-        of_sets, of_others = results
         return FusedRows(torch.where(self.sets.kept.has, of_sets.values, of_others.values))
 
     def _jointly(self, whole: Visit, stage: JointStage, gradients: Gradients | None) -> FusedRows:
@@ -390,7 +404,7 @@ class OneVisit:
         sets, tokens, transform = self.sets, whole.tokens, self.stream.transform
         of_sets = None if sets is None else Made.of(self.stream, sets)
         at = None if whole.at is None else self.stream.logits_at(whole)
-        whole = whole if at is None else replace(whole, targets=at.targets)
+        whole = whole if at is None else whole._replace(targets=at.targets)
         result, values, upstream = FusedRows(torch.empty(0)), torch.empty(0), dict[str, Tensor]()
 
         def factors(partials: Partials) -> Tensor:
@@ -426,19 +440,18 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, visit: OneVisit, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted = tuple(visit.gradients and needed for needed in ctx.needs_input_grad[1:])
-        stream = visit.stream  # whose tensors these are
-        shared = visit.whole is not None and visit.whole.tokens is not None and isinstance(visit.stage, JointStage)
-        parts = Parts(visit.whole, shared, shared or visit.sets is not None)
-        gradients = stream.gradients(wanted, parts) if any(wanted) else None
-        result = visit.of_rows(gradients)
+        stream, gradients = visit.stream, None  # whose tensors these are
+        if visit.gradients and True in (wanted := ctx.needs_input_grad[1:]):
+            shared = visit.whole is not None and visit.whole.tokens is not None and isinstance(visit.stage, JointStage)
+            gradients = stream.gradients(wanted, Parts(visit.whole, shared, shared or visit.sets is not None))
+        values = visit.of_rows(gradients).values
+        logps, entropy, losses, *divergence = values.view(values.shape[0], *visit.shape).unbind()
         ctx.gradients = (None,) * len(tensors) if gradients is None else gradients.made()
         ctx.versions = [g._version if isinstance(g, Tensor) else None for g in ctx.gradients]
         ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in tensors], stream.backend
         ctx.set_materialize_grads(False)
-        found = (result.logps, result.entropy, result.divergence)
-        ctx.mark_non_differentiable(*(x for x in found if x is not None))
-        return total(result.losses), *found
+        ctx.mark_non_differentiable(logps, entropy, *divergence)
+        return total(losses), logps, entropy, *divergence
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -465,7 +478,6 @@ class _FusedLoss(torch.autograd.Function):
         return None, *(g if g is None or g.dtype == dtype else converted(g, dtype) for g, dtype in pairs)
 
 
-def fused_loss(visit: OneVisit, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(loss, log-probs [n], entropies [n], divergences [n] or None), the loss with the gradient of the stream's tensors."""
-    loss, logps, entropy, divergence = _FusedLoss.apply(visit, *tensors)
-    return loss, logps, entropy, divergence
+def fused_loss(visit: OneVisit, tensors: Tensors) -> tuple[Tensor, ...]:
+    """(loss, log-probs, entropies), beside second streams also divergences; the loss with the gradient of the stream's tensors."""
+    return applied(_FusedLoss, visit, *tensors)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +19,7 @@ from ..formulas.ops import times
 from ..formulas.token_stage import TokenStage
 from ..token_sets import TokenSets
 from .backends import Backend, FusedRows
-from .memory import empty, zeros
+from .memory import empty_like, zeros
 from .parallel import VocabShard
 from .partials import OUTSIDE, LogitRows, Partials, RowTransform, Second, Slopes, partials_of, side_by_side
 from .ragged import KeptRows, Ragged, Tokens, merged, slots_of, write_at
@@ -78,16 +78,15 @@ def one_of(others: tuple[Other, ...]) -> Other | None:
     return others[0] if len(others) == 1 and others[0].weight is None else None
 
 
-@dataclass(frozen=True, eq=False)
-class Visit:
+class Visit(NamedTuple):
     """A visit of rows.
 
     read    bool [n]: the rows that are visited; None: all.
     names   of the partials that are made.
     others  second streams.
-    index   the rows that are visited, [m] int64; None: found from `read`, a host sync on a GPU.
-    active  how many of `index`, from its first on, can have a slope; None: all. On a CPU, where it costs no wait, rows whose slopes
-            are zero are left out of the products as well.
+    visited   the rows that are visited, [m] int64; None: found from `read`, a host sync on a GPU.
+    active  how many of `visited`, from its first on, can have a slope; None: all. On a CPU, where it costs no wait, rows whose
+            slopes are zero are left out of the products as well.
     at      further ids of rows, whose log-probs are wanted.
     tokens  those of the rows, where these may have several, or terms at listed ids. The likeliest of a row's ids, which are those
             `at` it, stands in for its target. Where the visit is over sets: whose sets these are.
@@ -101,7 +100,7 @@ class Visit:
     read: Tensor | None
     names: tuple[str, ...]
     others: tuple[Other, ...] = ()
-    index: Tensor | None = None
+    visited: Tensor | None = None
     active: int | None = None
     at: Ragged | None = None
     tokens: Tokens | None = None
@@ -114,18 +113,19 @@ class Visit:
     @property
     def one(self) -> Other | None:
         """The second stream that is read beside the rows. One that is beside losses of tokens is read apart."""
-        of_tokens = self.tokens is not None and self.at is None and self.kept is None
-        return None if of_tokens else one_of(self.others)
+        if not self.others or (self.tokens is not None and self.at is None and self.kept is None):
+            return None
+        return one_of(self.others)
 
     @property
     def apart(self) -> tuple[Other, ...]:
         """Second streams that are read after one another, each beside the same rows."""
-        return () if self.one is not None else self.others
+        return self.others if self.others and self.one is None else ()
 
     def rows(self) -> Tensor:
         """int64 [m]: the rows that are visited."""
-        if self.index is not None:
-            return self.index
+        if self.visited is not None:
+            return self.visited
         n, device = self.targets.numel(), self.targets.device
         return torch.arange(n, device=device) if self.read is None else self.read.nonzero()[:, 0]
 
@@ -138,6 +138,9 @@ class Visit:
 
     def found(self, values: Tensor, draws: tuple[Tensor, ...] = (), ahead: Tensor | None = None) -> Found:
         """What partials fp32 [q, n] are."""
+        if not self.apart:
+            of = () if self.one is None else (self.one.kind, self.one.mixture)
+            return Found(values, Partials(values, self.names, *of), (), draws, ahead)
         tables, first = [], 0
         for names, second in self._tables:
             of = () if second is None else (second.kind, second.mixture)
@@ -303,11 +306,11 @@ class Block:
         if not self.visit.apart:
             return self.backend.fused(self.rows, stage, out)
         gradient = None if out is None else torch.empty_like(self.rows.logits)
-        result = self.backend.fused(self.rows, stage, gradient)
+        logps, entropy, own = self.backend.fused(self.rows, stage, gradient).values
         losses, divergence = self._divergences(stage.rows.divergence_weight, gradient)
         if out is not None and gradient is not None:
             out.copy_(gradient)
-        return FusedRows.of(result.logps, result.entropy, result.losses + losses, divergence)
+        return FusedRows.of(logps, entropy, own + losses, divergence)
 
     def _divergences(self, of_loss: Tensor | None, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
         """(losses, divergences) fp32 [r] from the streams of `Visit.apart`, of weight `of_loss` in the loss. Their gradient is
@@ -317,10 +320,9 @@ class Block:
         for _, here, own, weight in self._beside():
             memory = None if gradient is None else torch.empty_like(own.logits)
             stage = TokenStage.divergence_alone(own.targets, times(weight, _taken(of_loss, here)))
-            part = self.backend.fused(own, stage, memory)
-            assert part.divergence is not None
-            _add(losses, here, part.losses)
-            _add(divergence, here, times(weight, part.divergence))
+            _, _, of_second, own_divergence = self.backend.fused(own, stage, memory).values
+            _add(losses, here, of_second)
+            _add(divergence, here, times(weight, own_divergence))
             if gradient is not None and memory is not None:
                 _add(gradient, here, memory, 1)
         return losses, divergence
@@ -342,8 +344,9 @@ class Block:
             tokens, weight = chunk.tokens, chunk.stage.rows.divergence_weight
             of_rows = None if weight is None else tokens.to_rows(torch.where(tokens.used, weight, 0.0))
             divergence = tokens.of_rows(self._divergences(of_rows, gradient)[1])
-            losses = part.losses if weight is None else part.losses + times(weight, divergence)
-            part = FusedRows.of(part.logps, part.entropy, losses, divergence)
+            logps, entropy, losses = part.values
+            losses = losses if weight is None else losses + times(weight, divergence)
+            part = FusedRows.of(logps, entropy, losses, divergence)
             if out is not None and gradient is not None:
                 out.copy_(gradient)
         chunk.add_to(result, part)
@@ -415,8 +418,10 @@ class Stream(ABC):
     computed = False
 
     def of(self, tensors: Tensors, transform: RowTransform) -> Stream:
-        """The same of other tensors."""
-        return replace(self, tensors=tensors, transform=transform)
+        """The same of other tensors. (`dataclasses.replace` takes ten times as long, and each call has three of these.)"""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), tensors=tensors, transform=transform)
+        return other
 
     def plain(self) -> Stream:
         """Without gradients and the wrappers of torch.func, as a second stream is."""
@@ -530,7 +535,7 @@ class LogitsGradient(Gradients):
         """Memory, all of which the first caller is going to write, and others are to add to."""
         if self.out is None:
             x = self.logits
-            self.out = x.detach() if self.inplace else empty(x.shape, self.dtype, x.device)
+            self.out = x.detach() if self.inplace else empty_like(x.detach(), self.dtype)
         return self.out
 
     def made(self) -> tuple[Tensor | LateGradient | None, ...]:
@@ -574,6 +579,8 @@ class Logits(Stream):
         return self.logits[at // T, at % T]
 
     def stats(self, visit: Visit) -> Found:
+        if not visit.apart and OUTSIDE[0] not in visit.names:
+            return visit.found(self.backend.visit(self._rows(visit), visit.names).values)
         blocks = self._blocks(visit, None, OUTSIDE[0] in visit.names)
         return visit.found(side_by_side([block.stats() for block, _ in blocks]))
 
@@ -583,21 +590,26 @@ class Logits(Stream):
     def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: LogitsGradient, at_ids: Tensor | None) -> None:
         is_first, twice, out = gradients.out is None, gradients.twice, gradients.rows()
         at = None if at_ids is None or visit.at is None else (self.own(visit.at), at_ids)
-        few, gradients.few = (gradients.few, None) if twice else (None, gradients.few)
-        part: Tensor | None = None
-        for block, to in self._blocks(visit, out, twice or bool(visit.apart)):
+        if not twice:
+            if not visit.apart:
+                self.backend.gradient(self._rows(visit), found.partials, slopes, out)
+            for block, to in self._blocks(visit, out, True) if visit.apart else ():
+                assert to is not None
+                block.pull(found.values[:, block.at], slopes.at(block.at), to)
+            _put(out, at)
+            return
+        few, gradients.few, part = gradients.few, None, torch.empty(0)
+        for block, to in self._blocks(visit, out, True):
             assert to is not None
-            if is_first and (to.dtype == torch.float32 or not twice):
+            if is_first and to.dtype == torch.float32:
                 part = to
-            elif part is None or part.shape != to.shape:
+            elif part.shape != to.shape:
                 part = torch.empty_like(to, dtype=torch.float32)
             block.pull(found.values[:, block.at], slopes.at(block.at), part)
-            if twice:  # all that adds up is there before it is rounded
-                _put(part, None if at is None else block.at_slots(*at))
-                part = part if few is None else SlotGradient.of(part, *block.at_slots(*few)).add_to(part)
-                to.copy_(part if is_first else part.add_(to))
-        if not twice:
-            _put(out, at)
+            # All that adds up is there before it is rounded.
+            _put(part, None if at is None else block.at_slots(*at))
+            part = part if few is None else SlotGradient.of(part, *block.at_slots(*few)).add_to(part)
+            to.copy_(part if is_first else part.add_(to))
 
     def fused(self, visit: Visit, stage: TokenStage, gradients: LogitsGradient | None) -> FusedRows:
         out = None if gradients is None else gradients.rows()

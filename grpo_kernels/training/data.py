@@ -7,6 +7,7 @@ import copy
 import importlib.util
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,35 @@ from ..rows import backends
 from . import require as package
 from .config import TRACKERS, TrainConfig
 from .policy import Ranks
-from .rewards import RewardFunction, RewardModel, resolve
+from .rewards import RewardModel, resolve
 
 #: A row is the data set's own columns plus "prompt" (the text given to the model) and, where known, "answer".
 Row = dict[str, Any]
 
 FILE_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-RowLists = tuple[list[Row], list[Row]]
 
 
-def check(config: TrainConfig, model: Any, tokenizer: Any, rows: RowLists | None, teacher: Any) -> torch.device:
+@dataclass
+class Start:
+    """What a run starts from. None: `load` takes it from the source that the config names."""
+
+    model: Any
+    tokenizer: Any
+    rows: Any  # (training rows, held-out rows)
+    rewards: Any  # reward functions
+    reference: Any  # a frozen model: the teacher that is passed, or what the config says
+
+
+def check(config: TrainConfig, given: Start) -> torch.device:
     """Refuse what is known to be wrong before anything is made or loaded. Returns the device of this process."""
-    device = pick_device(config.device)
+    device, model, teacher = pick_device(config.device), given.model, given.reference
     try:
         backends.pick("eager" if config.loss == "eager" else config.backend, device)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    if (model is None) != (tokenizer is None):
+    if (model is None) != (given.tokenizer is None):
         raise ValueError("model and tokenizer go together: pass both, or neither and name them in the config.")
-    for name, passed in (("model", model), ("dataset", rows), ("reward_model", None), ("teacher", None)):
+    for name, passed in (("model", model), ("dataset", given.rows), ("reward_model", None), ("teacher", None)):
         if passed is None:
             check_name(name, getattr(config, name))
     own = set() if model is None else set(map(id, model.parameters()))
@@ -95,17 +106,8 @@ def check_name(field: str, name: str | None) -> None:
     require(bool(hub), field, name, "there is no such file or folder, and the Hub has no such names.")
 
 
-def load(
-    config: TrainConfig,
-    ranks: Ranks,
-    model: Any,
-    tokenizer: Any,
-    rows: RowLists | None,
-    rewards: list[RewardFunction] | None,
-    teacher: Any,
-) -> tuple[Any, Any, list[RewardFunction], list[Row], list[Row], Any]:
-    """(model, tokenizer, rewards, training rows, held-out rows, reference): what the caller did not pass is loaded from the sources
-    that the config names, models with float32 parameters. The reference is a frozen model, or None."""
+def load(config: TrainConfig, given: Start, ranks: Ranks) -> None:
+    """Fill in what the caller did not pass: models with float32 parameters; a reference where the objective looks at one."""
     transformers = package("transformers")
     attention = config.attn_implementation
     if attention == "auto":
@@ -115,18 +117,18 @@ def load(
     def loaded(name: str) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
 
-    rewards = list(rewards or map(resolve, config.rewards))
-    if model is None:
-        model, tokenizer = loaded(config.model), transformers.AutoTokenizer.from_pretrained(config.model)
+    given.rewards = list(given.rewards or map(resolve, config.rewards))
+    if given.model is None:
+        given.model, given.tokenizer = loaded(config.model), transformers.AutoTokenizer.from_pretrained(config.model)
     if config.reward_model is not None:
-        rewards.append(RewardModel(config.reward_model, ranks.device))
-    train_rows, eval_rows = rows or load_rows(config)
-    train_rows = encode(train_rows, tokenizer, config, "training", ranks.main)
-    eval_rows = (
-        encode(eval_rows[: config.most_held_out], tokenizer, config, "held-out", ranks.main) if config.eval_steps else []
-    )
-    if teacher is None and config.teacher is not None:
-        teacher = loaded(config.teacher)
+        given.rewards.append(RewardModel(config.reward_model, ranks.device))
+    train, held_out = given.rows or load_rows(config)
+    held_out = held_out[: config.most_held_out] if config.eval_steps else None
+    both = ((train, "training"), (held_out, "held-out"))
+    given.rows = [[] if rows is None else encode(rows, given.tokenizer, config, which, ranks.main) for rows, which in both]
+    if config.teacher is not None:
+        given.reference = loaded(config.teacher)
+    model, teacher = given.model, given.reference
     if config.liger:
         # The losses stay ours: liger's would replace the model's forward.
         own = {"cross_entropy": False, "fused_linear_cross_entropy": False}
@@ -145,8 +147,7 @@ def load(
         if of_teacher != own_size:
             sizes = f"the teacher has a vocabulary of {of_teacher}, the model of {own_size}"
             raise ValueError(f"teacher: {sizes}: they must have the same tokenizer.")
-    reference = teacher or (copy.deepcopy(model) if config.objective.beta else None)
-    return model, tokenizer, rewards, train_rows, eval_rows, reference
+    given.reference = teacher or (copy.deepcopy(model) if config.objective.beta else None)
 
 
 # ---- rows

@@ -66,11 +66,7 @@ class Ranks:
         return values
 
     def any(self, flag: bool) -> bool:
-        if self.world == 1:
-            return flag
-        flags = torch.tensor(int(flag), device=self.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return bool(flags)
+        return any(self.gather(flag))
 
     def together(self, function: Callable[[], T]) -> list[T]:
         """The function's results on each rank. If it raises on one, all ranks raise, so that none waits for a rank that has

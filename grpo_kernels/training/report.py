@@ -10,11 +10,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 
@@ -52,16 +52,17 @@ def combine(parts: list[dict[str, float]]) -> dict[str, float]:
     """Metrics of micro-batches as those of the batch: the loss adds up, extremes stay extremes, means weigh by tokens."""
     loss = math.fsum(p["loss"] for p in parts)
     parts = [p for p in parts if p["tokens"] > 0] or parts[:1]  # the extremes of nothing are not the batch's
-    tokens = math.fsum(p["tokens"] for p in parts)
-    metrics = {}
-    for name in parts[0]:
-        values = [p[name] for p in parts]
-        mean = math.fsum(p[name] * p["tokens"] for p in parts) / max(tokens, 1.0)
-        metrics[name] = max(values) if name.endswith("_max") else min(values) if name.endswith("_min") else mean
+    of = {name: torch.tensor([p[name] for p in parts], dtype=torch.float64) for name in parts[0]}
+    weights, total = of["tokens"], of["tokens"].sum()
+    metrics = {
+        name: x.max() if name.endswith("_max") else x.min() if name.endswith("_min") else weights @ x / total.clamp(min=1.0)
+        for name, x in of.items()
+    }
     # (sum of ratios)^2 / (tokens * sum of their squares), of which each part has its own.
-    sums = [p["ratio_mean"] * p["tokens"] for p in parts]
-    squares = math.fsum(s * s / max(p["tokens"] * p["ess"], 1e-30) for s, p in zip(sums, parts, strict=True))
-    return metrics | {"loss": loss, "tokens": tokens, "ess": math.fsum(sums) ** 2 / max(tokens * squares, 1e-30)}
+    sums = of["ratio_mean"] * weights
+    squares = (sums.square() / (weights * of["ess"]).clamp(min=1e-30)).sum()
+    ess = sums.sum().square() / (total * squares).clamp(min=1e-30)
+    return {name: x.item() for name, x in metrics.items()} | {"loss": loss, "tokens": total.item(), "ess": ess.item()}
 
 
 class Stopwatch:
@@ -89,49 +90,21 @@ class Stopwatch:
 # ---- files of one JSON object per line, where a crash at any moment costs nothing that was complete
 
 
-class JsonLines:
-    """A file of objects with a "step", whole on disk when a line is written."""
-
-    def __init__(self, path: Path, resume_at: int) -> None:
-        """Lines of steps from `resume_at` on, which a resumed run writes again, are dropped."""
-        if path.exists():
-            draft = path.with_suffix(".draft")
-            kept = [line for line in read_metrics(path, tell=True) if line["step"] < resume_at]
-            draft.write_text("".join(map(_dump, kept)))
-            draft.replace(path)
-        self.file = open(path, "a")
-
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        self.file.write(_dump({"step": step, **values}))
-        self.file.flush()
-        os.fsync(self.file.fileno())
-
-    def close(self) -> None:
-        self.file.close()
-
-
-def read_metrics(path: Path, tell: bool = False) -> list[dict[str, Any]]:
-    """All complete lines, without what a crash while writing leaves: a partial last line, or NUL bytes. tell: say how many others
-    are damaged."""
-    found, damaged = [], 0
-    for text in path.read_text(errors="replace").splitlines(keepends=True):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            line = None
-        if isinstance(line, dict) and isinstance(line.get("step"), int) and text.endswith("\n"):
-            found.append(line)
-        else:
-            damaged += text.endswith("\n")
-    if damaged and tell:
-        print(f"{path}: {damaged} damaged lines are left out", file=sys.stderr)
-    return found
-
-
-def _dump(line: dict[str, Any]) -> str:
-    """A line of JSON; NaN and infinity, which JSON lacks, become null."""
+def append(file: IO[str], line: Line) -> None:
+    """A line is whole on the disk when this returns. NaN and infinity, which JSON lacks, become null."""
     known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-    return json.dumps(known, allow_nan=False) + "\n"
+    file.write(json.dumps(known, allow_nan=False) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def read_metrics(path: Path) -> list[Line]:
+    """All complete lines, without what a crash while writing leaves: a partial last line, or NUL bytes."""
+    found = []
+    for text in path.read_text(errors="replace").splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(text))
+    return found
 
 
 # ---- where they go
@@ -172,15 +145,15 @@ class RunLog:
 
     def __init__(self, config: TrainConfig, out: Path, ranks: Ranks, trackers: Sequence[Tracker]) -> None:
         self.config, self.out, self.ranks, self.given = config, out, ranks, trackers
-        self.files: dict[str, JsonLines] = {}
+        self.files: dict[str, IO[str]] = {}
+        self.sizes: dict[str, int] = {}  # of the files when the last step was written
         self.trackers: list[Tracker] = []
         self.samples: list[Line] = []  # of the step at hand
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
-        """Around the steps of a run from `step` on."""
-        # A run that is complete keeps the evaluation after its last step.
-        self.ranks.on_main(lambda: self._open(step + (step >= self.config.steps)))
+        """Around the steps of a run from `step` on. What files hold beyond `sizes` is of steps that come again, and is cut off."""
+        self.ranks.on_main(lambda: self._open(step))
         try:
             yield
         finally:
@@ -189,10 +162,12 @@ class RunLog:
             self.files = {}
             self.ask_trackers("is not closed", lambda tracker: tracker.close())
 
-    def _open(self, at: int) -> None:
-        write(self.config, self.out / "config.yaml")
-        self.files = {name: JsonLines(self.out / f"{name}.jsonl", at) for name in ("metrics", "samples")}
-        named = [Dashboard(name, self.config, self.out, at) for name in self.config.log_to if name in TRACKERS]
+    def _open(self, step: int) -> None:
+        write(replace(self.config, resume=False), self.out / "config.yaml")  # another run like it begins anew
+        self.files = {name: open(self.out / f"{name}.jsonl", "a") for name in ("metrics", "samples")}
+        for name, file in self.files.items():
+            file.truncate(min(self.sizes.get(name, 0), file.tell()))
+        named = [Dashboard(name, self.config, self.out, step) for name in self.config.log_to if name in TRACKERS]
         self.trackers = [*named, *self.given]
 
     def ask_trackers(self, failed: str, act: Callable[[Tracker], None]) -> None:
@@ -222,14 +197,15 @@ class RunLog:
 
     def _write(self, step: int, **metrics: Any) -> None:
         for sample in self.samples if "loss" in metrics else ():
-            self.files["samples"].log(step, sample)
+            append(self.files["samples"], {"step": step, **sample})
             told = _told({**sample["rewards"], "advantage": sample["advantage"]})
             self.show(f"step {step}: {told}{pair(sample['prompt'], sample['completion'])}")
-        self.files["metrics"].log(step, metrics)
+        append(self.files["metrics"], {"step": step, **metrics})
         self.ask_trackers("gets no more metrics", lambda tracker: tracker.log(step, metrics))
         if "accuracy" in metrics:
             self.show(f"step {step}: held-out accuracy {metrics['accuracy']:.3f} ({metrics['accuracy_counts']})")
-        if "loss" in metrics:  # and not the last evaluation alone
+        if "loss" in metrics:  # and not the last evaluation alone, which comes again when the run is resumed
+            self.sizes = {name: os.path.getsize(file.fileno()) for name, file in self.files.items()}
             names = ("reward", "kl", "entropy", "completion_length")
             told = _told({name: metrics[name] for name in names if name in metrics})
             self.show(f"step {step}: {told}, {metrics['seconds']:.1f} s, {step + 1} of {self.config.steps} done")

@@ -18,15 +18,17 @@ from __future__ import annotations
 import math
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..rewards.estimators import Evidence
 from ..rewards.groups import weighted_sum
 from . import require
+from .policy import Ranks
 
 Tensor = torch.Tensor
 RewardFunction = Callable[..., list[Any]]
@@ -123,7 +125,7 @@ def name_of(function: RewardFunction) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def call(function: RewardFunction, asked: Asked) -> list[float | list[float | None]]:
+def call(function: RewardFunction, asked: Asked) -> list[float | list[float]]:
     """A function's rewards, one for each completion; without completions it is not called. Raises RuntimeError where it raises,
     ValueError for what it must not return; both name the function, the second shows the completion with its prompt."""
     name, count = name_of(function), len(asked.completions)
@@ -131,7 +133,7 @@ def call(function: RewardFunction, asked: Asked) -> list[float | list[float | No
         return []
     try:
         values = function(asked.prompts, asked.completions, completion_ids=asked.tokens, **asked.columns)
-        values = list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping)) else values
+        values = list(values) if isinstance(values, Iterable) else values
     except Exception as error:
         raise RuntimeError(f"reward {name} raised {type(error).__name__}: {error}") from error
     if not isinstance(values, list):
@@ -142,10 +144,6 @@ def call(function: RewardFunction, asked: Asked) -> list[float | list[float | No
     for i, value in enumerate(values):
         try:
             rewards.append(_checked(value, len(asked.tokens[i])))
-            if isinstance(rewards[i], list) != isinstance(rewards[0], list):
-                raise ValueError(
-                    f"{_told(value)}, and not so for others: return numbers for all completions, or lists for all."
-                )
         except ValueError as error:
             raise ValueError(
                 f"reward {name} returned for completion {i} {error}{pair(asked.prompts[i], asked.completions[i])}"
@@ -153,13 +151,14 @@ def call(function: RewardFunction, asked: Asked) -> list[float | list[float | No
     return rewards
 
 
-def _checked(value: Any, length: int) -> float | list[float | None]:
-    """What a function returned for a completion of `length` tokens, as a number or a list of numbers and None."""
+def _checked(value: Any, length: int) -> float | list[float]:
+    """What a function returned for a completion of `length` tokens, as a number or a list of numbers, NaN where no step ends."""
     if not isinstance(value, (list, tuple)):
         return _number(value, "return a finite number, or a list of process rewards.")
     if len(value) != length:
         raise ValueError(f"{len(value)} process rewards for {length} tokens: one entry per token.")
-    return [None if v is None else _number(v, "a process reward is a finite number; None where no step ends.") for v in value]
+    remedy = "a process reward is a finite number; None where no step ends."
+    return [math.nan if v is None else _number(v, remedy) for v in value]
 
 
 def _number(value: Any, remedy: str) -> float:
@@ -227,18 +226,21 @@ class Scores:
         return total
 
 
-def score(names: list[str], weights: list[float], values: list[list[Any]], lengths: list[int], texts: list[str]) -> Scores:
-    """The scores of a whole batch from what `call` returned, of all ranks, for each of the functions."""
+def score(functions: list[RewardFunction], weights: list[float], asked: Asked, ranks: Ranks) -> Scores:
+    """The scores of a whole batch, of which each rank asks about its completions."""
+    of_ranks = ranks.together(lambda: [[len(ids) for ids in asked.tokens], *(call(f, asked) for f in functions)])
+    lengths, *values = ([x for part in parts for x in part] for parts in zip(*of_ranks, strict=True))
+    names = [name_of(f) for f in functions]
     names = [name if name not in names[:k] else f"{name}#{names[:k].count(name) + 1}" for k, name in enumerate(names)]
     each, steps = list[Tensor](), list[Tensor | None]()
     for name, rewards in zip(names, values, strict=True):
         lists = sum(isinstance(r, list) for r in rewards)
         if lists not in (0, len(rewards)):
-            raise ValueError(f"reward {name} returned numbers in one process and lists in another: return lists everywhere.")
-        if lists:
-            pad = [math.nan] * max(lengths)
-            rewards = [([math.nan if r is None else r for r in row] + pad)[: len(pad)] for row in rewards]
-        table = torch.tensor(rewards, dtype=torch.float64)
+            raise ValueError(
+                f"reward {name} returned numbers for some completions and lists for others: return one kind for all."
+            )
+        rows = [torch.tensor(r, dtype=torch.float64) for r in rewards]
+        table = pad_sequence(rows, batch_first=True, padding_value=math.nan) if lists else torch.stack(rows)
         each.append(table.nansum(1) if lists else table)
         steps.append(table if lists else None)
-    return Scores(names, weights, lengths, torch.stack(each), steps, texts)
+    return Scores(names, weights, lengths, torch.stack(each), steps, asked.completions)

@@ -8,7 +8,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -19,7 +19,7 @@ from . import require
 from .config import TrainConfig
 from .data import Row
 from .policy import Completions, ParallelModel, Ranks, positions
-from .rewards import Asked, RewardFunction, Scores, call, name_of, score
+from .rewards import Asked, RewardFunction, Scores, name_of, score
 
 Tensor = torch.Tensor
 
@@ -42,14 +42,14 @@ def sample(
     group_size: int,
     max_new_tokens: int,
     ends: list[int],
-    uniform: Callable[[], Tensor] | None = None,
+    uniform: Tensor | None = None,
     wanted: Callable[[bool], bool] = bool,
     **how: Any,
 ) -> Completions:
     """`group_size` completions of each prompt, those of one prompt side by side, with the temperature and cuts of `draw`, and
     its sets.
 
-    uniform   called once per token of a completion: B numbers in [0, 1) that choose it. None: torch's own generator.
+    uniform   [max_new_tokens, B]: numbers in [0, 1) that choose the tokens. None: torch's own generator.
     wanted    called after each token with whether a completion goes on: whether to make another forward. Ranks that have
               to make the same number of forwards ask each other here.
 
@@ -61,7 +61,8 @@ def sample(
     cache = require("transformers").DynamicCache(config=model.config)
     copies = group_size  # a group draws its first tokens from one row
     alive = torch.ones(len(ids) * group_size, 1, dtype=torch.bool, device=device)
-    uniform = uniform or partial(torch.rand, len(alive), dtype=torch.float64, device=device)
+    if uniform is None:
+        uniform = torch.rand(max_new_tokens, len(alive), dtype=torch.float64, device=device)
     prompt_width, fed, at = ids.shape[1], ids, positions(attention)
     logps, kept = list[Tensor](), list[TokenSets]()
     while True:
@@ -69,7 +70,7 @@ def sample(
             input_ids=fed, attention_mask=attention.long(), position_ids=at, past_key_values=cache, use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]  # fmt: skip
-        token, logp, sets = draw(logits, uniform, copies, **how)
+        token, logp, sets = draw(logits, uniform[len(logps)], copies, **how)
         if copies > 1:
             cache.batch_repeat_interleave(copies)
             ids, attention, at = (x.repeat_interleave(copies, 0) for x in (ids, attention, at))
@@ -88,7 +89,7 @@ def sample(
 
 
 def draw(
-    logits: Tensor, uniform: Callable[[], Tensor], copies: int, temperature: float = 1.0, **cuts: Any
+    logits: Tensor, uniform: Tensor, copies: int, temperature: float = 1.0, **cuts: Any
 ) -> tuple[Tensor, Tensor, TokenSets | None]:
     """`copies` ids per row of logits [R, V], side by side: B = R * copies ids, each where the cumulative probability passes its
     number of `uniform`, temperature 0 is greedy; their log-probs; and the sets of ids that top_p, top_k and min_p among `cuts`
@@ -103,7 +104,7 @@ def draw(
         logits = logits.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
     probs = (logits.float() / temperature).softmax(-1)
     below = probs.cumsum(-1, dtype=torch.float64)
-    at = uniform().view(-1, copies).to(torch.float64) * below[:, -1:]
+    at = uniform.view(-1, copies).to(torch.float64) * below[:, -1:]
     chosen = torch.searchsorted(below, at, right=True).clamp(max=probs.shape[-1] - 1)
     # At the very end of the range rounding can point at a token that cannot come.
     chosen = torch.where(probs.gather(-1, chosen) > 0, chosen, probs.argmax(-1, keepdim=True))
@@ -148,19 +149,15 @@ class Rollouts:
         """Completions of this rank's share of the rows, sampled with `options` of `sample`. The generator, the same on all ranks,
         draws for all rows, so that what is sampled does not depend on how many processes sample. Without replay the sets are not
         recorded."""
-        share, total, device = self.ranks.share(len(rows)), len(rows) * group_size, self.ranks.device
-        prompts = [row["prompt_ids"] for row in rows[share]]
-        first, count = share.start * group_size, len(prompts) * group_size
-
-        def uniform() -> Tensor:
-            draws = torch.rand(total, dtype=torch.float64, device=device, generator=generator)
-            return draws[first : first + count] if prompts else draws[:group_size]
-
-        how = dict(options, group_size=group_size, max_new_tokens=self.config.max_new_tokens, ends=self.ends, uniform=uniform)
+        share, size = self.ranks.share(len(rows)), (self.config.max_new_tokens, len(rows), group_size)
+        draws = torch.rand(size, dtype=torch.float64, device=self.ranks.device, generator=generator)
+        # A rank without prompts makes the forwards of the others all the same.
+        some, count = (share, len(rows[share])) if rows[share] else (slice(1), 0)
+        how = dict(options, group_size=group_size, max_new_tokens=size[0], ends=self.ends, uniform=draws[:, some].flatten(1))
         how["wanted"] = self.ranks.any if self.policy.sharded else bool
         with self.policy.autocast(self.config.dtype):
-            # A rank without prompts makes the forwards of the others all the same.
-            drawn = self.policy.without_gradients(partial(sample, **how), prompts or [rows[0]["prompt_ids"]])[:count]
+            drawn = self.policy.without_gradients(partial(sample, **how), [row["prompt_ids"] for row in rows[some]])
+            drawn = drawn[: count * group_size]
         return drawn if self.config.replays else dataclasses.replace(drawn, kept=None)
 
     def score(self, rows: list[Row], completions: Completions, group_size: int) -> Scores:
@@ -170,9 +167,7 @@ class Rollouts:
         columns = {name: [row[name] for row in repeated] for name in rows[0] if name not in ("prompt", "prompt_ids")}
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
         asked = Asked([row["prompt"] for row in repeated], texts, tokens, columns)
-        of_ranks = self.ranks.together(lambda: [[len(ids) for ids in tokens], *(call(f, asked) for f in self.rewards)])
-        lengths, *values = ([x for part in parts for x in part] for parts in zip(*of_ranks, strict=True))
-        return score([name_of(f) for f in self.rewards], self.weights, values, lengths, texts)
+        return score(self.rewards, self.weights, asked, self.ranks)
 
     def greedy_rewards(self, rows: list[Row]) -> Tensor:
         """[B]: for each completion, the reward of the greedy completion of its prompt."""
@@ -203,14 +198,8 @@ def pieces(rows: Tensor, size: int, ranks: Ranks) -> list[Tensor]:
     return [rows[at : at + size] for at in range(0, max(counts), size)]
 
 
-class Part(NamedTuple):
-    """Some completions, with the inputs of their loss."""
-
-    completions: Completions
-    batch: TokenBatch
-
-    def knowing(self, **more: Tensor | None) -> Part:
-        return self._replace(batch=dataclasses.replace(self.batch, **more))  # type: ignore[arg-type]
+#: Some completions, and the inputs of their loss.
+Part = tuple[Completions, TokenBatch]
 
 
 def micro_batches(completions: Completions, batch: TokenBatch, config: TrainConfig, ranks: Ranks) -> tuple[list[Part], float]:
@@ -231,6 +220,6 @@ def micro_batches(completions: Completions, batch: TokenBatch, config: TrainConf
             rows, mask = kept.new_zeros(1), torch.zeros_like(batch.mask[:1])
         weights, some = None if batch.weights is None else batch.weights[rows], completions[rows]
         of_loss = TokenBatch(some.targets, batch.advantages[rows], mask=mask, weights=weights, kept=some.kept)
-        parts.append(Part(some, of_loss))
+        parts.append((some, of_loss))
     counts, totals = zip(*ranks.gather((len(kept), total)), strict=True)
     return parts, 1 - sum(counts) / sum(totals)

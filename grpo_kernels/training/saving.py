@@ -1,26 +1,26 @@
 """What a run keeps on disk, and how it stops: the folder that belongs to it, its checkpoints, the state in them, and signals.
 
-A checkpoint is a file `step-00000120-DIGEST.pt`, with the beginning of the SHA-256 of its content in its name. It is written under
+A checkpoint is a file `step-00000120.pt`, a zip archive with a checksum of each record, as torch writes it. It is written under
 another name and renamed, so a file with the right name was complete when it appeared. It is on the disk, with its name, before an
-older one is removed: a crash at any moment costs nothing that was complete."""
+older one is removed: a crash at any moment costs nothing that was complete. It knows how long the files of metrics and samples
+were; a resumed run cuts them there."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import os
 import random
-import re
 import shutil
 import signal
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
+import filelock
 import torch
 
 from ..rewards.entropy import AdaptiveEntropyCoef
@@ -38,12 +38,11 @@ ECHO = 3.0
 
 
 class OutputFolder:
-    """`config.out`, which belongs to this run from `take` to `release`, or until its process ends."""
+    """`config.out`, which belongs to this run from `take` to `release`, or until its process ends, even by a crash."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.checkpoints = path / "checkpoints"
-        self.lock: IO[str] | None = None
+        self.path, self.checkpoints = path, path / "checkpoints"
+        self.lock = filelock.FileLock(path / ".lock", blocking=False, thread_local=False)
 
     def take(self, resume: bool) -> None:
         """Make the folder, and find out now rather than at the first checkpoint that it cannot be written, that another run
@@ -58,30 +57,19 @@ class OutputFolder:
             raise ValueError(f"out={str(self.path)!r} holds a run: continue it with resume, or choose another folder.")
 
     def hold(self) -> None:
-        """Lock the folder against other runs. The operating system releases the lock when this process ends, even after a crash."""
-        if self.lock is not None:
-            return
-        file = open(self.path / ".lock", "a+")
+        """Lock the folder against other runs."""
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            owner = file.read().strip()
-            file.close()
+            if not self.lock.is_locked:
+                self.lock.acquire()
+        except filelock.Timeout as error:
             raise ValueError(
-                f"out={str(self.path)!r} is in use by {owner}: wait for that run to end, or choose another folder."
+                f"out={str(self.path)!r} is in use by another run: wait for that run to end, or choose another folder."
             ) from error
-        except OSError as error:  # a file system without locks
+        except NotImplementedError as error:
             print(f"out={str(self.path)!r} is not safe from a second run: it cannot be locked ({error})", file=sys.stderr)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        file.flush()
-        self.lock = file
 
     def release(self) -> None:
-        if self.lock is not None:
-            self.lock.close()
-            self.lock = None
+        self.lock.release()
 
 
 # ---- checkpoints
@@ -94,13 +82,13 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    final = draft.rename(folder / f"step-{step:08d}-{_digest(draft)}.pt")
+    final = draft.rename(folder / f"step-{step:08d}.pt")
     descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):  # a file system that does not do that for folders
         os.fsync(descriptor)  # before the older ones go: a crash of the machine must not leave neither
     os.close(descriptor)
-    # Newer ones than this, and others of its step, were passed over by the run that writes it: they are damaged.
-    good = [path for path in listed(folder) if step_of(path) < step] + [final]
+    # Newer ones than this were passed over by the run that writes it: they are damaged.
+    good = [path for path in listed(folder) if path <= final]
     for path in set(listed(folder)) - set(good[-keep:]):
         try:
             path.unlink()
@@ -125,30 +113,19 @@ def load_newest(folder: Path) -> dict[str, Any]:
 
 def read(path: Path) -> dict[str, Any]:
     """The state in a checkpoint. Raises whatever error the file leads to where it is not what `save` wrote."""
-    if _digest(path) not in path.name:
-        raise ValueError("the file does not match the checksum in its name")
-    # The checksum says that the file is the one written; weights_only keeps it from being a program.
+    with zipfile.ZipFile(path) as archive:
+        if archive.testzip() is not None:
+            raise ValueError("a record of the file does not match its checksum")
+    # The checksums say that the file is the one written; weights_only keeps it from being a program.
     state = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(state, dict) or state.get("step") != step_of(path):
+    if not isinstance(state, dict) or f"step-{state.get('step'):08d}" != path.stem:
         raise ValueError("the file does not hold a run of that step")
     return state
 
 
 def listed(folder: Path) -> list[Path]:
     """Checkpoints, oldest first. Copies under other names are not listed."""
-    return sorted((p for p in folder.glob("step-*.pt") if re.fullmatch(r"step-\d{8,}-[0-9a-f]{16}\.pt", p.name)), key=step_of)
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.split("-")[1])
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()[:16]
+    return sorted(folder.glob(f"step-{'[0-9]' * 8}.pt"))
 
 
 # ---- the state of a run
@@ -167,33 +144,35 @@ class Saved:
     entropy_coef: AdaptiveEntropyCoef | None
     newest: int = 0  # step of which there is a checkpoint
 
-    def save(self, step: int, rng: dict[str, Any]) -> None:
-        """A checkpoint of the run after `step` steps, where the shared random generators were at `rng`."""
+    def save(self, step: int, rng: dict[str, Any], sizes: dict[str, int]) -> None:
+        """A checkpoint of the run after `step` steps, where the shared random generators were at `rng` and the files of its log had
+        these sizes."""
         state = {
             "step": step,
             "policy": self.policy.state(self.optimizer),
             "reference": None if self.reference is None else self.reference.state(),
             "entropy_coef": None if self.entropy_coef is None else self.entropy_coef.state_dict(),
             "rng": self.ranks.gather(rng),
+            "sizes": sizes,
             "config": asdict(self.config),
         }
         self.ranks.on_main(lambda: save(self.folder.checkpoints, step, state, self.config.keep_checkpoints))
         self.newest = step
 
-    def restore(self) -> tuple[int, dict[str, Any]]:
-        """Continue from the newest intact checkpoint: model, optimizer, reference, random states. Returns the steps done and the
-        random states; 0 and those of now where there is no checkpoint."""
+    def restore(self) -> tuple[int, dict[str, Any], dict[str, int]]:
+        """Continue from the newest intact checkpoint: model, optimizer, reference, random states. Returns what `save` was given, or
+        where there is no checkpoint 0, the random states of now and no sizes."""
         whole: dict[str, Any] = {}  # on rank 0, which alone reads
 
         def read() -> dict[str, Any]:
             whole.update(load_newest(self.folder.checkpoints))
             self.tell_changes(whole.get("config", {}))
-            small = {name: whole.get(name) for name in ("step", "entropy_coef", "rng")}
+            small = {name: whole.get(name) for name in ("step", "entropy_coef", "rng", "sizes")}
             return small | {"refers": bool(whole.get("reference"))}
 
         small, rng = self.ranks.on_main(read), random_state(self.ranks.device)
         if small["step"] is None:
-            return 0, rng
+            return 0, rng, {}
         self.policy.load_state(whole.get("policy", ({}, {})), self.optimizer)
         if self.reference is not None and small["refers"]:
             self.reference.load_state(whole.get("reference", ({}, {})))
@@ -203,7 +182,7 @@ class Saved:
             rng = small["rng"][self.ranks.rank]
             set_random_state(rng, self.ranks.device)
         self.newest = small["step"]
-        return self.newest, rng
+        return self.newest, rng, small["sizes"]
 
     def tell_changes(self, before: dict[str, Any]) -> None:
         """Say which options are others than those of the run that goes on, unless they change no step."""

@@ -62,7 +62,8 @@ class Trainer:
         trackers: Sequence[Tracker] = (),
     ) -> None:
         self.config, self.out = config, Path(config.out)
-        self.device = data.check(config, model, tokenizer, rows, teacher)
+        start = data.Start(model, tokenizer, rows, rewards, teacher)
+        self.device = data.check(config, start)
         self.ranks = Ranks(self.device)
         self.objective = config.objective  # which from now on knows of the ranks
         world = self.ranks.world
@@ -71,7 +72,8 @@ class Trainer:
         self.folder = OutputFolder(self.out)
         self.ranks.on_main(lambda: self.folder.take(config.resume))
         try:
-            self.start(*data.load(config, self.ranks, model, tokenizer, rows, rewards, teacher))
+            data.load(config, start, self.ranks)
+            self.start(start)
         except BaseException:
             self.folder.release()
             raise
@@ -79,12 +81,10 @@ class Trainer:
         self.step, self.stopped_by, self.mid_update = 0, 0, False  # steps done; the signal that stopped the run, if one did
         self.rng = random_state(self.device)
 
-    def start(
-        self, model: Any, tokenizer: Any, rewards: list[RewardFunction], train: list[Row], held_out: list[Row], reference: Any
-    ) -> None:
-        config, ranks = self.config, self.ranks
-        self.model, self.tokenizer, self.train_rows, self.eval_rows = model, tokenizer, train, held_out
-        self.reference = None if reference is None else ParallelModel(reference, ranks, config.parallel, frozen=True)
+    def start(self, given: data.Start) -> None:
+        config, ranks, frozen = self.config, self.ranks, given.reference
+        self.model, self.tokenizer, (self.train_rows, self.eval_rows) = given.model, given.tokenizer, given.rows
+        self.reference = None if frozen is None else ParallelModel(frozen, ranks, config.parallel, frozen=True)
         self.policy = ParallelModel(self.model, ranks, config.parallel)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay
@@ -95,7 +95,7 @@ class Trainer:
         self.losses = Losses(config, self.policy, self.reference)
         if config.gradient_checkpointing:
             self.policy.without_gradients(check_recomputing)
-        self.rollouts = Rollouts(config, self.policy, self.tokenizer, rewards, ranks)
+        self.rollouts = Rollouts(config, self.policy, self.tokenizer, given.rewards, ranks)
         self.saved = Saved(config, self.folder, ranks, self.policy, self.reference, self.optimizer, self.entropy_coef)
         ranks.on_main(self.saved.check_space)
 
@@ -107,7 +107,7 @@ class Trainer:
         self.stopped_by = 0
         try:
             if self.config.resume:
-                self.step, self.rng = self.saved.restore()
+                self.step, self.rng, self.log.sizes = self.saved.restore()
             self.take_steps()
             if self.step == self.config.steps:
                 self.saved.save_model(self.tokenizer)
@@ -127,18 +127,18 @@ class Trainer:
                     if config.eval_steps and self.step % config.eval_steps == 0:
                         line |= self.rollouts.evaluate(self.eval_rows)
                     self.log.write(line | self.train_step())
-                    if self.step == config.steps and config.eval_steps:
-                        self.log.write({"step": self.step, **self.rollouts.evaluate(self.eval_rows)})
                     self.stopped_by = max(self.ranks.gather(signals[0] if signals else 0))
                     due = config.checkpoint_steps > 0 and self.step % config.checkpoint_steps == 0
                     if due or self.stopped_by or self.step == config.steps:
-                        self.saved.save(self.step, self.rng)
+                        self.saved.save(self.step, self.rng, self.log.sizes)
+                if self.step == config.steps and config.eval_steps:
+                    self.log.write({"step": self.step, **self.rollouts.evaluate(self.eval_rows)})
             except BaseException as error:
                 # Between updates the parameters are those of the last whole step, and worth keeping; of several processes all
                 # have to come here to save.
                 together = self.ranks.world == 1 or error is self.ranks.shared_error
                 if self.step > self.saved.newest and not self.mid_update and together:
-                    self.saved.save(self.step, self.rng)
+                    self.saved.save(self.step, self.rng, self.log.sizes)
                 raise
 
     def close(self) -> None:
@@ -175,10 +175,10 @@ class Trainer:
         whole = self.corrected(completions, advantages)
         parts, dropped = micro_batches(completions, whole, config, self.ranks)
         if config.ratio_to == "sampler":
-            parts = [part.knowing(old_logps=part.completions.logps) for part in parts]
+            parts = [(some, replace(batch, old_logps=some.logps)) for some, batch in parts]
         if self.reference is not None and self.objective.exact is None:
             ask, logps_of = self.reference.without_gradients, self.losses.logps
-            parts = [part.knowing(ref_logps=ask(logps_of, part.completions)) for part in parts]
+            parts = [(some, replace(batch, ref_logps=ask(logps_of, some))) for some, batch in parts]
         # One denominator for the whole batch, however it is cut and whatever is left out; over the world: gradients are averaged
         # over the ranks where they should be added.
         normalizer = global_normalizer(self.objective, whole) / self.ranks.world
@@ -198,7 +198,7 @@ class Trainer:
                 logps.append(out.logps)
                 told.append({"loss": out.loss.detach() / self.ranks.world, **out.metrics})
             if k == 0 and config.ratio_to == "policy":
-                parts = [part.knowing(old_logps=own) for part, own in zip(parts, logps, strict=True)]
+                parts = [(some, replace(batch, old_logps=own)) for (some, batch), own in zip(parts, logps, strict=True)]
             moved = self.move(config.lr_at(self.step * config.num_updates + k))
             metrics = of_update(told, self.objective, self.ranks, weighted=bool(config.corrections)) | moved
             if self.entropy_coef is not None:

@@ -377,7 +377,7 @@ def test_a_provider_that_breaks_cuda_is_left_out_the_next_time(planned, monkeypa
 
 def test_the_command_measures_with_current_kernels_only_and_ends_with_the_promise(monkeypatch, capsys):
     stale = []
-    monkeypatch.setattr(machine, "findings", lambda needed: stale)
+    monkeypatch.setattr(machine, "advice", lambda facts: stale)
     for unmeasured, promise in (([], (False, "broken")), (["hidden: no room"], (True, "kept"))):
         monkeypatch.setattr(command, "run", lambda *_, unmeasured=unmeasured: ([], unmeasured))
         monkeypatch.setattr(command, "promise", lambda *_, promise=promise: promise)

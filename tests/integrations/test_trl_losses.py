@@ -22,7 +22,7 @@ from trl import GRPOTrainer
 from trl.experimental.async_grpo import async_grpo_trainer, packing
 
 from grpo_kernels import Cispo, Clip, Objective, linear_grpo_loss
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, objective_of, patch, settings_of, tree_batch
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, objective_of, patch, tree_batch
 from support import oracle, trl_cases
 from support.pairs import label, pairs
 from support.trainers import CLIPPED, CONSTANTS, LOSS_TYPES, assert_same, exact, value_and_gradient
@@ -215,7 +215,7 @@ def test_presets_have_trls_defaults(trainer, monkeypatch, loss_type):
     level = "sequence" if loss_type == "luspo" else "token"  # the one that TRL advises
     for name, value in {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.3}.items():
         monkeypatch.setattr(trainer, name, value)
-    own, preset = objective_of(settings_of(trainer)), Objective.preset(loss_type, numerics="trl", beta=0.3)
+    own, preset = objective_of(trainer), Objective.preset(loss_type, numerics="trl", beta=0.3)
     if loss_type == "cispo":
         assert own.surrogate == Cispo(0.2) and preset.surrogate == Cispo(5.0)
         own = replace(own, surrogate=preset.surrogate)

@@ -17,8 +17,8 @@ import torch
 
 import grpo_kernels
 from grpo_kernels import plugins as _once
+from grpo_kernels.__main__ import main
 from grpo_kernels.integrations import liger
-from grpo_kernels.plugins.__main__ import main
 from support.trainers import H, V, stand_in, without_trainers
 
 SOURCE = Path(grpo_kernels.__file__).parents[1]
@@ -31,16 +31,20 @@ OPTIONS = {"beta": 0.0, "compiled": False, "temperature": 0.8, "loss_type": "bnp
 
 @pytest.fixture(autouse=True)
 def fresh(stand_ins, monkeypatch):
-    """No plugin has acted in this process, and what these do is undone."""
+    """No plugin has acted in this process, or was imported (as `import verl` does it), and what these do is undone."""
     monkeypatch.setattr(_once, "DONE", {})
     monkeypatch.delenv("RANK", raising=False)
-    before = set(sys.modules)
+    forget_plugins()
     yield
     for slots in _once.DONE.values():
         getattr(slots, "undo", lambda: None)()
-    for name in [name for name in set(sys.modules) - before if name.startswith("grpo_kernels.plugins.")]:
+    forget_plugins()
+
+
+def forget_plugins():
+    for name in [name for name in sys.modules if name.startswith("grpo_kernels.plugins.")]:
         del sys.modules[name]
-        vars(sys.modules["grpo_kernels.plugins"]).pop(name.rpartition(".")[2], None)
+        vars(_once).pop(name.rpartition(".")[2], None)
 
 
 def loaded(path):
@@ -200,7 +204,7 @@ def run_swift(file_path, monkeypatch):
 
 def test_ms_swift_runs_the_file(capsys, caplog, monkeypatch):
     chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
-    assert main(["ms_swift"]) == 0
+    assert main(["plugin", "ms_swift"]) == 0
     path, theirs = capsys.readouterr().out.strip(), chunked.LigerFusedLinearGRPOLoss
     assert [file.name for file in Path(path).parent.glob("*.py")] == ["__init__.py"]
     monkeypatch.setattr(metadata, "version", lambda _: liger.LIGER_VERSION)
@@ -216,7 +220,7 @@ def test_ms_swift_runs_the_file(capsys, caplog, monkeypatch):
     assert slots.counts == {"fused": 1} and len(said(caplog)) == 1
     slots.undo()
     assert chunked.LigerFusedLinearGRPOLoss is theirs
-    assert main(["no_such"]) == 2 and "ms_swift" in capsys.readouterr().err
+    assert main(["plugin", "no_such"]) == 2 and "ms_swift" in capsys.readouterr().err
 
 
 def test_axolotl_makes_the_class_and_hands_it_the_trainer(monkeypatch, caplog):

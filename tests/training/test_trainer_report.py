@@ -16,7 +16,8 @@ pytest.importorskip("datasets")
 import transformers
 
 from examples import demo
-from grpo_kernels.training.rewards import Asked, call, exact, number
+from grpo_kernels.training.policy import Ranks
+from grpo_kernels.training.rewards import Asked, call, exact, number, score
 from support.advantage_oracle import group_advantages
 from support.plain_trainer import Watch
 from support.runs import lines, read, tiny, trainer, varied
@@ -130,9 +131,9 @@ def graded(values):
         ([1.0, 1.0, 1.0, float("inf")], 3, "for completion 3 a float (inf): return a finite number"),
         ([1.0, 1.0, None, 1.0], 2, "for completion 2 None: return a finite number"),
         ([[1.0, 1.0]] * 4, 0, "for completion 0 2 process rewards for 1 tokens: one entry per token."),
-        ([[1.0], 1.0, 1.0, 1.0], 1, "a float (1.0), and not so for others: return numbers for all completions, or lists"),
         ([[1.0], [None, float("nan")], [None] * 3, [1]], 1, "a float (nan): a process reward is a finite number"),
-        ("abcd", None, "returned a str ('abcd'): return a list, with an entry for each"),
+        (1.5, None, "returned a float (1.5): return a list, with an entry for each"), ("abcd", 0, "for completion 0 a str ('a')"),
+        (lambda ids: None, None, "returned None"),
     ],
     ids=str,
 )  # fmt: skip
@@ -144,10 +145,15 @@ def test_wrong_rewards_raise(values, which, message):
     assert message in said and (which is None or said.endswith(shown(which)))
 
 
+def test_numbers_and_lists_do_not_mix():
+    with pytest.raises(ValueError, match="reward <lambda> returned numbers for some completions and lists for others"):
+        score([lambda *_, **__: [[1.0], 1, 1, 1]], [1.0], ASKED, Ranks(torch.device("cpu")))
+
+
 def test_numbers_of_torch_and_process_rewards_are_rewards():
     for values in (torch.tensor([1, 0, 2, 2.5]), (torch.tensor(1), 0, 2, 2.5)):
         assert graded(values) == [1.0, 0.0, 2.0, 2.5]
-    assert graded([(torch.tensor(1),), [None, 1], [0] * 3, [2]])[1] == [None, 1.0]
+    assert str(graded([(torch.tensor(1),), [None, 1], [0] * 3, [2]])[1]) == "[nan, 1.0]"
 
 
 def test_an_error_in_a_reward_function_names_it():

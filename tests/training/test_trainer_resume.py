@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import signal
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -131,7 +129,7 @@ def test_killed_at_random_moments_and_resumed_it_is_the_same_run(tok, tmp_path, 
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert_same(killed, straight)
     assert len(lines(straight)) == steps + 1 and all(line["grad_norm"] > 0 for line in lines(straight)[:-1])
-    want, got = (tree_leaves(saved(out) | {"config": 0}) for out in (straight, killed))
+    want, got = (tree_leaves(saved(out) | {"config": 0, "sizes": 0}) for out in (straight, killed))
     pairs = [*zip(want, got, strict=True)]
     assert len(pairs) > 50 and all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
@@ -146,11 +144,6 @@ class Program:
         return os.mkdir, ("a program ran",)
 
 
-def signed(checkpoint, data):
-    """Another content, under a name that fits."""
-    checkpoint.rename(checkpoint.with_name(f"{checkpoint.name[:14]}{sha256(data).hexdigest()[:16]}.pt")).write_bytes(data)
-
-
 def flip(checkpoint):
     data = bytearray(checkpoint.read_bytes())
     data[len(data) // 2] ^= 1
@@ -160,10 +153,10 @@ def flip(checkpoint):
 HARMS = {
     "a bit": flip,
     "cut off": lambda path: os.truncate(path, 100),
-    "no pickle": lambda path: signed(path, b"\0" * 100),
-    "a program": lambda path: signed(path, pickle.dumps({"step": Program()}, protocol=2)),
-    "no run": lambda path: signed(path, pickle.dumps([1, 2], protocol=2)),
-    "another step": lambda path: signed(path, saved_steps(path.parents[1])[0].read_bytes()),
+    "no archive": lambda path: path.write_bytes(b"\0" * 100),
+    "a program": lambda path: torch.save({"step": Program()}, path),
+    "no run": lambda path: torch.save([1, 2], path),
+    "another step": lambda path: shutil.copy(saved_steps(path.parents[1])[0], path),
 }  # fmt: skip
 
 
@@ -199,18 +192,20 @@ def test_damaged_checkpoints_only_are_not_a_fresh_start(tok, three, harm):
     assert (three / "metrics.jsonl").read_text() == before
 
 
-def test_lines_that_a_crash_leaves(tok, three, straight, capsys):
-    """A torn last line, which no checkpoint knows, costs nothing; others that are damaged are left out, with a message."""
+def test_lines_that_a_crash_leaves(tok, three, straight):
+    """A torn last line, which no checkpoint knows, costs nothing; one that is damaged is left out of what a run came to, and where
+    the file is gone the run goes on all the same."""
     other = shutil.copytree(three, three.parent / "other")
     with open(three / "metrics.jsonl", "a") as file:
         file.write('{"step": 3, "rew')
     assert resumed(tok, three).train()
     assert_same(three, straight)
-    good = (other / "metrics.jsonl").read_text().splitlines()[1:]
-    bad = ["\0" * 20, "[]", '{"reward": 1.0}', "\N{REPLACEMENT CHARACTER}"]
-    (other / "metrics.jsonl").write_text("\n".join([*bad, *good]) + "\n")
+    (other / "metrics.jsonl").unlink()
     assert resumed(tok, other).train()
-    assert lines(other) == lines(straight)[1:] and "metrics.jsonl: 4 damaged lines are left out" in capsys.readouterr().err
+    assert lines(other) == lines(straight)[3:] and "1 steps in" in (other / "summary.txt").read_text()
+    first, rest = (three / "metrics.jsonl").read_bytes().split(b"\n", 1)
+    (three / "metrics.jsonl").write_bytes(b"\0" * len(first) + b"\n" + rest)
+    assert resumed(tok, three).train() and "3 steps in" in (three / "summary.txt").read_text()
 
 
 def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(tok, tmp_path, monkeypatch):
@@ -230,7 +225,7 @@ def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(tok, tmp_path, mon
     noted(Path, "rename")
     noted(Path, "unlink")
     assert begun(tok, tmp_path, keep_checkpoints=3).train()
-    assert events[-4:] == ["fsync draft.pt", "rename draft.pt", "fsync checkpoints", "unlink step-00000001"]
+    assert events[-5:-1] == ["fsync draft.pt", "rename draft.pt", "fsync checkpoints", "unlink step-00000001"]
     assert [path.name[12] for path in saved_steps(tmp_path)] == ["2", "3", "4"]
 
 
@@ -243,7 +238,7 @@ def test_two_runs_in_one_folder_do_not_destroy_each_other(tok, tmp_path):
         trainer(tok, tmp_path, max_prompt_tokens=1)
     first = trainer(tok, tmp_path)
     for resume in (False, True):
-        with pytest.raises(ValueError, match=rf"out=.* is in use by process {os.getpid()} on .*: wait for that run to end"):
+        with pytest.raises(ValueError, match=r"out=.* is in use by another run: wait for that run to end"):
             trainer(tok, tmp_path, resume=resume)
     assert first.train() and held
     with pytest.raises(ValueError, match="holds a run: continue it with resume"):

@@ -243,7 +243,7 @@ LOGITS[2:8] = torch.tensor([0.5, 0.3, 0.1, 0.05, 0.03, 0.02]).log()
 def test_tokens_come_as_often_as_they_should(options):
     """By 4,800 numbers that fill the unit interval evenly; what is cut off never comes, and nothing else is missing."""
     even, settings = (torch.arange(4800, dtype=torch.float64) + 0.5) / 4800, TrainConfig(**options)
-    ids, logps, sets = draw(LOGITS[None].float(), lambda: even, copies=4800, **options)
+    ids, logps, sets = draw(LOGITS[None].float(), even, copies=4800, **options)
     kept = kept_ids(LOGITS, settings)
     expected = torch.zeros(30).double()
     expected[kept] = (LOGITS[kept] / settings.temperature).softmax(0)
@@ -261,7 +261,7 @@ def test_a_number_chooses_its_token_and_never_one_that_cannot_come(number, token
     logits = torch.full((1, 30), -200.0)
     logits[0, 3:7] = torch.tensor([1.0, 1e-9, 2.0, 1.0]).log() - torch.tensor([0.0, 200.0, 0.0, 0.0])
     for options in ({}, {"min_p": 0.1}):
-        ids, _, _ = draw(logits, lambda: torch.tensor([number], dtype=torch.float64), copies=1, **options)
+        ids, _, _ = draw(logits, torch.tensor([number], dtype=torch.float64), copies=1, **options)
         assert ids.tolist() == [6 if options and number == 1 else token]
 
 

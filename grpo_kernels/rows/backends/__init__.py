@@ -43,8 +43,8 @@ def others_than(known: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ..
 
 
 class FusedRows(NamedTuple):
-    """What `fused` returns: per-row fp32 [3, n], beside a second stream [4, n], 0 of a row that is not read; the gradient went into
-    `out`."""
+    """What `fused` returns: log-probs, entropies and losses, whose sum is the loss, fp32 [3, n]; beside a second stream [4, n],
+    with the divergence from it. 0 of a row that is not read. The gradient went into `out`."""
 
     values: Tensor
 
@@ -60,24 +60,6 @@ class FusedRows(NamedTuple):
     def put(self, rows: slice | Tensor, part: FusedRows) -> None:
         """Set those of these rows."""
         self.values[:, rows] = part.values
-
-    @property
-    def logps(self) -> Tensor:
-        return self.values[0]
-
-    @property
-    def entropy(self) -> Tensor:
-        return self.values[1]
-
-    @property
-    def losses(self) -> Tensor:
-        """Weighted terms: their sum is the loss."""
-        return self.values[2]
-
-    @property
-    def divergence(self) -> Tensor | None:
-        """From the second stream, where there is one."""
-        return self.values[3] if len(self.values) > 3 else None
 
 
 class Backend(ABC):

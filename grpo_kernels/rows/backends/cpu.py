@@ -210,7 +210,7 @@ def _fused(
     to = None if out is None else memory(_cpu.Memory, "out", out, rows, _count(rows))
     _cpu.fused(
         made.compiled, made.numbers, of_inputs, stage.formula.bonus, *streams, *at, to,
-        named("results", results, (1 << len(results)) - 1), torch.get_num_threads(), tokens,
+        named("results", results, (1 << results.shape[0]) - 1), torch.get_num_threads(), tokens,
     )  # fmt: skip
 
 
