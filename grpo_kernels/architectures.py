@@ -51,10 +51,6 @@ class Logits(NamedTuple):
 Rule = Callable[[Any], Logits]
 
 
-def _capped(entry: str) -> Rule:
-    return lambda config: Logits(softcap=getattr(config, entry))
-
-
 def _times(entry: str) -> Rule:
     def rule(config: Any) -> Logits:
         factor = getattr(config, entry)
@@ -63,29 +59,28 @@ def _times(entry: str) -> Rule:
     return rule
 
 
-def _over(entry: str) -> Rule:
-    return lambda config: Logits(scale=1.0 / getattr(config, entry))
-
-
-GEMMA = _capped("final_logit_softcapping")
-
 #: What the others do, from the config of their text model.
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_classes(CAUSAL, "Beam Gemma2 Gemma3 Gemma3n Gemma4 Gemma4Unified NanoChat VaultGemma"), GEMMA),
-    **dict.fromkeys(_classes(CONDITIONAL, "Gemma3n Gemma4 Gemma4Unified MistralLarge4"), GEMMA),
+    **dict.fromkeys(
+        _classes(CAUSAL, "Beam Gemma2 Gemma3 Gemma3n Gemma4 Gemma4Unified NanoChat VaultGemma")
+        + _classes(CONDITIONAL, "Gemma3n Gemma4 Gemma4Unified MistralLarge4"),
+        lambda config: Logits(config.final_logit_softcapping),
+    ),
     # whose text model may be a Gemma that has none
-    "PaliGemmaForConditionalGeneration": lambda config: Logits(softcap=getattr(config, "final_logit_softcapping", None)),
-    "RecurrentGemmaForCausalLM": _capped("logits_soft_cap"),
-    "xLSTMForCausalLM": _capped("output_logit_soft_cap"),
-    **dict.fromkeys(_classes(CAUSAL, "Cohere Cohere2 Cohere2Moe CohereCompass"), _times("logit_scale")),
-    **dict.fromkeys(_classes(CONDITIONAL, "CohereCompass"), _times("logit_scale")),
+    "PaliGemmaForConditionalGeneration": lambda config: Logits(getattr(config, "final_logit_softcapping", None)),
+    "RecurrentGemmaForCausalLM": lambda config: Logits(config.logits_soft_cap),
+    "xLSTMForCausalLM": lambda config: Logits(config.output_logit_soft_cap),
+    **dict.fromkeys(
+        _classes(CAUSAL, "Cohere Cohere2 Cohere2Moe CohereCompass") + _classes(CONDITIONAL, "CohereCompass"),
+        _times("logit_scale"),
+    ),
     "FalconH1ForCausalLM": _times("lm_head_multiplier"),
     **dict.fromkeys(_classes(CAUSAL, "HyperCLOVAX") + _classes(CONDITIONAL, "HyperCLOVAXVisionV2"), _times("logits_scaling")),
     **dict.fromkeys(
-        _classes(CAUSAL, "Granite GraniteMoe GraniteMoeHybrid GraniteMoeShared GraniteMoeSWA GraniteSWA MiniCPM3"),
-        _over("logits_scaling"),
+        _classes(CAUSAL, "Granite GraniteMoe GraniteMoeHybrid GraniteMoeShared GraniteMoeSWA GraniteSWA MiniCPM3")
+        + _classes(CONDITIONAL, "Granite4Vision GraniteDocling"),
+        lambda config: Logits(scale=1.0 / config.logits_scaling),
     ),
-    **dict.fromkeys(_classes(CONDITIONAL, "Granite4Vision GraniteDocling"), _over("logits_scaling")),
     "MiniCPMForCausalLM": lambda config: Logits(scale=config.dim_model_base / config.hidden_size),
     **dict.fromkeys(
         _classes(CONDITIONAL, "MuseGlimmer MuseSpark"),
@@ -97,9 +92,8 @@ RULES: dict[str, Rule] = {
 def language_model(model: Any) -> Any:
     """The model with the head, without the wrappers of PEFT, torch.compile, and those that keep the model as `module`."""
     while True:
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else None
-        for name in ("_orig_mod", "module"):
-            inner = getattr(model, name, None) if inner is None else inner
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else getattr(model, "_orig_mod", None)
+        inner = getattr(model, "module", None) if inner is None else inner
         if not isinstance(inner, torch.nn.Module) or inner is model:
             return model
         model = inner

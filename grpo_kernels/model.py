@@ -197,8 +197,13 @@ def _rows(hidden: Tensor, input_ids: Tensor, batch: TokenBatch) -> Tensor:
     if batch.rows is not None:
         return hidden
     hidden = hidden[0] if batch.targets.dim() == 1 else hidden
+    return hidden[..., _places(input_ids, batch), :]
+
+
+def _places(input_ids: Tensor, batch: TokenBatch) -> slice:
+    """Which tokens of input_ids the targets follow: all, or those before the last ones."""
     total, count = input_ids.shape[-1], batch.targets.shape[-1]
-    return hidden if count == total else hidden[..., total - 1 - count : total - 1, :]
+    return slice(None) if count == total else slice(total - 1 - count, total - 1)
 
 
 def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
@@ -214,16 +219,15 @@ def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
     targets, mask = batch.targets, batch.mask
     # A model takes packed sequences [1, N] as a batch of one.
     ids = input_ids[0] if targets.dim() == 1 and input_ids.dim() == 2 and input_ids.shape[0] == 1 else input_ids
-    count, total = (x.shape[-1] if x.dim() else 0 for x in (targets, ids))
-    if ids.shape[:-1] != targets.shape[:-1] or ids.dim() != targets.dim() or count > total:
+    if ids.dim() != targets.dim() or ids.shape[:-1] != targets.shape[:-1] or targets.shape[-1] > ids.shape[-1]:
         raise ValueError(
             f"batch.targets has shape {list(targets.shape)} and input_ids {list(input_ids.shape)}: targets are of the same shape, as "
             "grpo_kernels.batch.shift_targets makes them, or the last tokens of input_ids."
         )
-    whole = count == total
+    whole = targets.shape == ids.shape
     if batch.cu_seqlens is not None and not whole:
         raise ValueError(
-            f"batch.targets has {count} packed tokens and input_ids {total}: pass one for each, see shift_targets."
+            f"batch.targets has {len(targets)} packed tokens and input_ids {len(ids)}: pass one for each, see shift_targets."
         )
     if whole and mask is None:
         raise ValueError(
@@ -231,10 +235,8 @@ def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
         )
     if torch.compiler.is_compiling() or targets.numel() == 0:
         return
-    following, known = shift_targets(ids, cu_seqlens=batch.cu_seqlens)
-    if not whole:
-        following, known = following[..., -1 - count : -1], known[..., -1 - count : -1]
-    wrong = (targets != following.to(targets.device)) | ~known.to(targets.device)
+    following, known = (x[..., _places(ids, batch)].to(targets.device) for x in shift_targets(ids, cu_seqlens=batch.cu_seqlens))
+    wrong = (targets != following) | ~known
     wrong = wrong if mask is None else wrong & mask
     if not values_are_checked(targets):
         torch._assert_async(~wrong.any(), "loss_from_model: batch.targets are not the tokens that follow in input_ids")
@@ -273,16 +275,15 @@ class HeadLoss(NamedTuple):
 
 
 class _AsGiven:
-    """Hides an argument from the hooks of the head. FSDP's mixed precision casts all floats among the arguments, in dataclasses
-    too, and an old log-prob in 16 bits makes the ratio wrong by percents."""
+    """Hides an argument, unless it is a tensor of ids, from the hooks of the head. FSDP's mixed precision casts all floats among
+    the arguments, in dataclasses and lists too, and an old log-prob in 16 bits makes the ratio wrong by percents."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     @classmethod
     def wrap(cls, x: Any) -> Any:
-        floats = isinstance(x, Tensor) and x.is_floating_point()
-        return cls(x) if floats or isinstance(x, (TokenBatch, Objective, Options, tuple)) else x
+        return x if isinstance(x, Tensor) and not x.is_floating_point() else cls(x)
 
     @classmethod
     def unwrap(cls, x: Any) -> Any:
@@ -314,13 +315,9 @@ class FusedLMHead(nn.Linear):
     def __init__(self, head: nn.Linear, *, transform: LogitTransform | None = None) -> None:
         _check_plain(head)
         nn.Module.__init__(self)
-        self.in_features, self.out_features = head.in_features, head.out_features
-        self.weight = head.weight
-        self.register_parameter("bias", head.bias)
+        # Parameters, and the attributes that libraries have set on it.
+        self.__dict__.update({name: x.copy() if isinstance(x, dict) else x for name, x in vars(head).items()})
         self.transform = as_transform(transform)
-        self.training = head.training
-        for name, value in vars(head).items():  # attributes that libraries have set on it
-            self.__dict__.setdefault(name, value)
 
     def __call__(self, hidden: Tensor, *arguments: Any, **named: Any) -> Any:
         wrapped = {name: _AsGiven.wrap(x) for name, x in named.items()}
@@ -469,7 +466,7 @@ def check_linear(head: Any, known: Any = None) -> None:
     plain = (nn.Linear.forward, FusedLMHead.forward)
     if not isinstance(head, nn.Linear) or type(head).forward not in plain or forward_of(head) not in (*plain, known):
         _refuse(head, "whose forward is not that of torch.nn.Linear", "its logits may be more than hidden @ weight.T.")
-    if any(True for _ in head.children()) or set(head._parameters) - {"weight", "bias"} or head._buffers:
+    if [*head.children()] or set(head._parameters) - {"weight", "bias"} or head._buffers:
         _refuse(head, "with parameters or modules besides weight and bias", "a parametrised layer has to be made plain first.")
     kind = type(head.weight.data)
     if kind is not torch.Tensor and not hasattr(head.weight, "placements"):

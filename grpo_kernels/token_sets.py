@@ -66,17 +66,13 @@ class TokenSets:
     __repr__ = describe
 
     def __post_init__(self) -> None:
-        self._accept(self.ids, self.offsets, self.values, "offsets")
-
-    def _accept(self, ids: Tensor, offsets: Tensor, values: Tensor | None, given: str) -> None:
-        _check_form(ids, offsets, values, given)
-        self._set(ids, offsets, values, *_read_facts(ids, offsets, values, given))
+        given = (self.ids, self.offsets, self.values)
+        self._set(*given, *_read_facts(*given))
 
     def _set(self, ids: Tensor, offsets: Tensor, values: Tensor | None, starts: array, largest: int) -> None:
         """The fields, and what the host knows: the offsets, (a bound of) the largest id."""
-        given = {"ids": ids, "offsets": offsets.to(torch.int64), "values": values}
-        self.__dict__.update({name: None if x is None else _saveable(x.contiguous()) for name, x in given.items()})
-        self.__dict__.update(_starts=starts, _largest=largest)
+        given = {"ids": _saveable(ids), "offsets": _saveable(offsets.to(torch.int64)), "values": _saveable(values)}
+        self.__dict__.update(given, _starts=starts, _largest=largest)
 
     @classmethod
     def _of(cls, *parts: Any) -> TokenSets:
@@ -95,9 +91,8 @@ class TokenSets:
 
         This is what prime-rl sends (`SamplingMask`): bytes of int32, `torch.frombuffer(data, dtype=torch.int32)`, a count for
         each token of the prompt too, so shift them as the targets are shifted (`shift_sets`)."""
-        made = object.__new__(cls)
-        made._accept(ids, _offsets_of(counts), values, "counts")
-        return made
+        given = (ids, _offsets_of(counts), values)
+        return cls._of(*given, *_read_facts(*given, "counts"))
 
     @classmethod
     def from_padded(cls, ids: Tensor, fill: int = -1, values: Tensor | None = None) -> TokenSets:
@@ -114,7 +109,7 @@ class TokenSets:
             require_tensor("values", values, FLOATING, "floats, the shape of ids, or None")
             require_shape("values", values, ids.shape, "ids")
             values = values[given]
-        return cls(ids[given], _offsets_of(given.flatten(0, -2).sum(-1)), values)
+        return cls.from_counts(ids[given], given.flatten(0, -2).sum(-1), values)
 
     @classmethod
     def from_lists(
@@ -145,24 +140,23 @@ class TokenSets:
         vLLM: `CompletionOutput.sampling_mask.token_ids`; SGLang: `meta_info["output_token_sampling_mask"]`, and with
         sampling_logprobs_mode="support" `output_token_sampling_logprobs` as values. Raises ValueError where a sequence has not as
         many records as generated tokens: cut both alike, and add None for a token that was appended."""
-        rows = _placed("lists", lists, generated, cu_seqlens)
-        ids, told = _numbers("lists", rows), None
+        (ids, counts), told = _listed("lists", lists, generated, cu_seqlens), None
         if ids.numel():
             require_tensor("lists", ids, INTEGERS, "lists of integer ids", "holds")
-            largest, most = int(ids.max()), torch.iinfo(torch.int32).max
-            if max(largest, -int(ids.min())) > most:
+            largest = int(ids.abs().max())
+            if largest > torch.iinfo(torch.int32).max:
                 raise ValueError(f"lists holds ids up to {largest}: from lists ids become int32.")
-        counts = [*map(len, rows)]
         if values is not None:
-            beside = _placed("values", values, generated, cu_seqlens)
-            pairs = enumerate(zip_longest(map(len, beside), counts))
+            told, beside = _listed("values", values, generated, cu_seqlens)
+            pairs = enumerate(zip_longest(beside.tolist(), counts.tolist()))
             for row in [i for i, (x, y) in pairs if x != y][:1]:
                 raise ValueError(
-                    f"values has {len(beside)} rows, and lists {len(rows)}, of other lengths from row {row} on: pass one number for each id."
+                    f"values has {len(beside)} rows, and lists {len(counts)}, of other lengths from row {row} on: pass one number for "
+                    "each id."
                 )
-            told = _numbers("values", beside).to(torch.float32)
+            told = told.to(torch.float32)
         where = device if device is not None or generated is None else generated.device
-        return cls(ids.to(torch.int32), _offsets_of(torch.tensor(counts, dtype=torch.int64)), told).to(where or "cpu")
+        return cls.from_counts(ids.to(torch.int32), counts, told).to(where or "cpu")
 
     @classmethod
     def from_logits(
@@ -197,7 +191,7 @@ class TokenSets:
         fine = logits.dim() > 0 and logits.shape[-1] > 0
         require(fine, "logits.shape", list(logits.shape), "pass a float tensor [..., V] of at least one id.")
         shape, vocab = logits.shape[:-1], logits.shape[-1]
-        rules = _rules(vocab, top_k, top_p, min_p, order)
+        rules, at_once = _rules(vocab, top_k, top_p, min_p, order)
         if targets is not None:
             require_tensor("targets", targets, INTEGRAL, "integers of the logits' leading shape")
             require_shape("targets", targets, shape, "the leading part of the logits")
@@ -213,7 +207,7 @@ class TokenSets:
             rows = slice(row, row + len(chunk))
             wide = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
             forced = None if targets is None else targets.reshape(-1)[rows, None]
-            found.append(_kept_of(wide if as_given else wide / t[rows, None], rules, forced, row))
+            found.append(_kept_of(wide if as_given else wide / t[rows, None], rules, at_once, forced, row))
             row = rows.stop
         return cls.from_counts(*map(torch.cat, zip(*found, strict=True)))
 
@@ -232,16 +226,15 @@ class TokenSets:
         require(fine, "parts", [type(part).__name__ for part in parts], "pass a list of TokenSets.")
         devices = [str(part.ids.device) for part in parts]
         require(len(set(devices)) == 1, "parts", devices, "they are on different devices: move them to one.")
-        with_values = [part.values is not None for part in parts]
-        if any(with_values) and not all(with_values):
+        without = [i for i, part in enumerate(parts) if part.values is None]
+        if 0 < len(without) < len(parts):
             remedy = "all parts have values or none: give it some (with_values), or drop the others' with with_values(None)."
-            raise ValueError(f"parts[{with_values.index(False)}] has no values, but others have: {remedy}")
+            raise ValueError(f"parts[{without[0]}] has no values, but others have: {remedy}")
         offsets = _offsets_of(torch.cat([part.counts for part in parts]))
         starts = array("q", accumulate(chain.from_iterable(part._counts for part in parts), initial=0))
-        values = [part.values for part in parts if part.values is not None]
-        largest = max(part._largest for part in parts)
+        values = None if without else torch.cat([part.values for part in parts])  # type: ignore[misc]
         ids = torch.cat([part.ids for part in parts])
-        return cls._of(ids, offsets, torch.cat(values) if values else None, starts, largest)
+        return cls._of(ids, offsets, values, starts, max(part._largest for part in parts))
 
     # ---- what the host knows
 
@@ -299,9 +292,13 @@ class TokenSets:
 
     def _between(self, start: int, stop: int) -> TokenSets:
         first, last = self._starts[start], self._starts[stop]
-        values = None if self.values is None else self.values[first:last]
         starts = array("q", [at - first for at in self._starts[start : stop + 1]])
-        return self._of(self.ids[first:last], self.offsets[start : stop + 1] - first, values, starts, self._largest)
+        return self._changed(lambda x: x[first:last], self.offsets[start : stop + 1] - first, starts)
+
+    def _changed(self, change: Callable[[Tensor], Tensor], offsets: Tensor, starts: array) -> TokenSets:
+        """Sets of ids and values that `change` makes of these, cut into rows at `offsets`."""
+        values = None if self.values is None else change(self.values)
+        return self._of(change(self.ids), offsets, values, starts, self._largest)
 
     def take(self, index: Tensor) -> TokenSets:
         """Row index[i] as row i; -1 is a row without ids. `index`: int64 [n] in [-1, rows), which the host reads."""
@@ -313,8 +310,7 @@ class TokenSets:
         device, nnz = self.ids.device, int(offsets[-1])
         shifts = (first - offsets[:-1]).to(device).repeat_interleave(counts.to(device), output_size=nnz)
         at = shifts + torch.arange(nnz, device=device)
-        values = None if self.values is None else self.values[at]
-        return self._of(self.ids[at], offsets.to(device), values, array("q", offsets.tolist()), self._largest)
+        return self._changed(lambda x: x[at], offsets.to(device), array("q", offsets.tolist()))
 
     # ---- as tensors: nothing here waits for the device
 
@@ -330,18 +326,17 @@ class TokenSets:
 
     def padded(self, fill: int = -1) -> Tensor:
         """[rows, longest] of the dtype of ids: the ids of each row in their order, then `fill`. Undone by `from_padded`."""
-        out = self.ids.new_full((self.rows, self.longest), fill)
-        row = self.row_of
-        column = torch.arange(self.ids.shape[0], device=row.device) - self.offsets[row]
-        return out.index_put_((row, column), self.ids)
+        filled = torch.arange(self.longest, device=self.ids.device) < self.counts[:, None]
+        return torch.full_like(filled, fill, dtype=self.ids.dtype).masked_scatter_(filled, self.ids)
 
     def mask(self, vocab: int) -> Tensor:
         """bool [rows, vocab]: True for the ids of a row, and all over a row without ids. For tests and small vocabularies: at
         150,000 ids a row takes 150 kB."""
         require_whole("vocab", vocab, "the size of the vocabulary is a whole number.")
         check_ids("ids", self, vocab)
-        out = (self.counts == 0)[:, None].repeat(1, vocab)
-        return out.index_put_((self.row_of, self.ids.to(torch.int64)), torch.ones((), dtype=torch.bool, device=out.device))
+        held = (self.counts == 0)[:, None].repeat(1, vocab)
+        held[self.row_of, self.ids.to(torch.int64)] = True
+        return held
 
     def contains(self, targets: Tensor) -> Tensor:
         """bool [rows]: whether each of `targets`, integers with one element for each row, is in the set of its row. A row without
@@ -356,8 +351,7 @@ class TokenSets:
 
     def _apply(self, change: Callable[[Tensor], Tensor]) -> TokenSets:
         """The sets with each tensor changed in a way that keeps its numbers."""
-        values = None if self.values is None else change(self.values)
-        return self._of(change(self.ids), change(self.offsets), values, self._starts, self._largest)
+        return self._changed(change, change(self.offsets), self._starts)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TokenSets:
         """The sets on another device. `non_blocking` as in Tensor.to: from pinned memory the host goes on at once."""
@@ -370,9 +364,8 @@ class TokenSets:
     def with_values(self, values: Tensor | None) -> TokenSets:
         """These ids with other values: float [nnz] on the same device, a gradient may flow through them; None = without. NaN is
         refused; on a GPU, where that waits for the device, only with GRPO_KERNELS_CHECK=1."""
-        _check_form(self.ids, self.offsets, values)
-        if values is not None and values_are_checked(values):
-            _read_facts(self.ids, self.offsets, values, "offsets")
+        checked = values is not None and values_are_checked(values)
+        (_read_facts if checked else _check_form)(self.ids, self.offsets, values)
         return self._of(self.ids, self.offsets, values, self._starts, self._largest)
 
     def same_ids(self, other: TokenSets) -> bool:
@@ -385,8 +378,8 @@ class TokenSets:
 
     def __reduce__(self) -> Any:
         """For pickle and deepcopy: of a slice only the ids that are in it, and values without their history."""
-        values = None if self.values is None else _alone(self.values.detach())
-        return TokenSets._of, (_alone(self.ids), _alone(self.offsets), values, self._starts, self._largest)
+        own = self._apply(lambda x: _alone(x.detach()))
+        return TokenSets._of, (own.ids, own.offsets, own.values, own._starts, own._largest)
 
 
 # ---- sets beside a batch
@@ -420,9 +413,7 @@ def check_ids(name: str, sets: TokenSets, vocab: int) -> None:
     """Raise ValueError if an id is outside of [0, vocab)."""
     if sets.largest_id < vocab:
         return
-    outside = (sets.ids >= vocab).nonzero()
-    if len(outside):
-        at = int(outside[0])
+    for at in (sets.ids >= vocab).nonzero()[:1, 0].tolist():
         row = int(sets.row_of[at])
         raise ValueError(f"{name} holds id {int(sets.ids[at])} in row {row}: it is outside of the vocabulary [0, {vocab}).")
 
@@ -471,10 +462,11 @@ def _offsets_of(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])
 
 
-def _numbers(name: str, rows: list[Any]) -> Tensor:
-    """Those of all rows, one after another."""
+def _listed(name: str, lists: Sequence[Any], generated: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(the numbers of all rows, one after another; int64 [rows]: how many each has)."""
+    records = [() if record is None else record for record in _records(name, lists, generated, cu_seqlens)]
     try:
-        flat = torch.tensor(list(chain.from_iterable(rows)))
+        flat = torch.tensor(list(chain.from_iterable(records)))
         reason = None if flat.dim() == 1 else "lists within lists within a list"
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error)
@@ -483,11 +475,14 @@ def _numbers(name: str, rows: list[Any]) -> Tensor:
             f"{name} is not one list of numbers for each row ({reason}): records of sequences want generated=, the mask of the "
             "rows that they go to."
         )
-    return flat
+    counts = torch.tensor([*map(len, records)], dtype=torch.int64)
+    if generated is not None:
+        counts = counts.new_zeros(generated.numel()).masked_scatter_(generated.flatten().cpu() != 0, counts)
+    return flat, counts
 
 
-def _placed(name: str, lists: Sequence[Any], generated: Tensor | None, cu_seqlens: Tensor | None) -> list[Any]:
-    """One list for each row, empty where there is no record."""
+def _records(name: str, lists: Any, generated: Tensor | None, cu_seqlens: Tensor | None) -> list[Any]:
+    """The records of all rows in their order, of those that were generated if these are known."""
     if isinstance(lists, str | bytes | Tensor) or not isinstance(lists, Sequence):
         raise ValueError(f"{name} is a {type(lists).__name__}: pass a list of lists.")
     if generated is None:
@@ -495,7 +490,7 @@ def _placed(name: str, lists: Sequence[Any], generated: Tensor | None, cu_seqlen
             raise ValueError(
                 "cu_seqlens is given without generated: pass the mask of the rows whose target was generated, [N]."
             )
-        return [() if row is None else row for row in lists]
+        return [*lists]
     if not isinstance(generated, Tensor) or generated.dim() not in (1, 2):
         got = f"shape {list(generated.shape)}" if isinstance(generated, Tensor) else type(generated).__name__
         raise ValueError(f"generated is {got}: pass a bool tensor of the shape of targets, [B, T] or packed [N].")
@@ -510,27 +505,25 @@ def _placed(name: str, lists: Sequence[Any], generated: Tensor | None, cu_seqlen
         raise ValueError(
             f"{name} has {len(lists)} sequences, but generated has {len(parts)}: pass the records of each sequence."
         )
-    rows: list[Any] = [()] * mask.numel()
-    given: list[Any] = []
+    found: list[Any] = []
     for b, (records, part) in enumerate(zip(lists, parts, strict=True)):
         tokens = int(part.sum())
-        if records is not None and len(records) != tokens:
+        records = [None] * tokens if records is None else records
+        if len(records) != tokens:
             raise ValueError(
                 f"{name}[{b}] has {len(records)} records, but generated marks {tokens} tokens of sequence {b}: cut both alike, and add "
                 "None for a token that was appended."
             )
-        given += [None] * tokens if records is None else records
-    for place, record in zip(mask.flatten().nonzero()[:, 0].tolist(), given, strict=True):
-        rows[place] = () if record is None else record
-    return rows
+        found += records
+    return found
 
 
-def _saveable(x: Tensor) -> Tensor:
-    """`x` in a form that can be saved for a backward pass, which a tensor of inference mode cannot."""
-    if not x.is_inference():
-        return x
+def _saveable(x: Tensor | None) -> Tensor | None:
+    """`x`, contiguous, in a form that can be saved for a backward pass, which a tensor of inference mode cannot."""
+    if x is None or not x.is_inference():
+        return x if x is None else x.contiguous()
     with torch.inference_mode(False):
-        return x.clone()
+        return x.clone(memory_format=torch.contiguous_format)
 
 
 def _alone(x: Tensor) -> Tensor:
@@ -557,16 +550,17 @@ def _check_form(ids: Tensor, offsets: Tensor, values: Tensor | None, given: str 
         require_device("values", values, ids.device, "ids")
 
 
-def _read_facts(ids: Tensor, offsets: Tensor, values: Tensor | None, given: str) -> tuple[array[int], int]:
-    """(offsets as numbers, largest id or -1). Raises ValueError on values that cannot be; the offsets came as "offsets" or "counts"
-    (`given`). The host reads one tensor, and a second if ids do not ascend in their rows."""
+def _read_facts(ids: Tensor, offsets: Tensor, values: Tensor | None, given: str = "offsets") -> tuple[array[int], int]:
+    """(offsets as numbers, largest id or -1). Raises ValueError on forms and values that cannot be; `given`: the offsets came as
+    "offsets" or "counts". The host reads one tensor, and a second if ids do not ascend in their rows."""
+    _check_form(ids, offsets, values, given)
     nnz, offsets = ids.numel(), offsets.to(torch.int64)
+    bad = ids < 0 if values is None else (ids < 0) | values.isnan()
     starts_row = torch.zeros(nnz + 1, dtype=torch.bool, device=ids.device).index_fill_(0, offsets.clamp(0, nnz), True)
-    descends, nan = (ids[1:] <= ids[:-1]) & ~starts_row[1:-1], (ids if values is None else values).isnan()
-    wrong = [x.any().to(torch.int64) for x in (ids < 0, descends, nan)]
-    most = ids.max().to(torch.int64) if nnz else wrong[0] - 1
-    read = torch.cat([offsets, torch.stack([most, *wrong])]).cpu()
-    host, (largest, has_negative, has_descent, has_nan) = read[:-4], read[-4:].tolist()
+    descends = (ids[1:] <= ids[:-1]) & ~starts_row[1:-1]
+    most = ids.max() if nnz else ids.new_full((), -1)
+    read = torch.cat([offsets, most[None], (bad.any() | descends.any())[None]]).cpu()
+    host, (largest, suspect) = read[:-2], read[-2:].tolist()
     counts, end = host.diff(), int(host[-1])
     if host[0] != 0:
         raise ValueError(f"offsets[0]={int(host[0])}: the ids of row 0 start at 0. (Of a part, subtract its first offset.)")
@@ -574,21 +568,16 @@ def _read_facts(ids: Tensor, offsets: Tensor, values: Tensor | None, given: str)
         raise ValueError(f"{given} give row {row} {int(counts[row])} ids: a row has at least 0.")
     if end != nnz:
         raise ValueError(f"{given} give the rows {end} ids in all, but there are {nnz}: each id belongs to a row.")
-
-    def refuse(name: str, x: Tensor, bad: Tensor, remedy: str) -> None:
-        for at in bad.nonzero()[:1, 0].tolist():
-            row = int(torch.searchsorted(host, at, right=True)) - 1
-            raise ValueError(f"{name}[{at}]={x[at].item()}, in row {row}: {remedy}")
-
-    if has_negative:
-        refuse("ids", ids, ids < 0, "ids are at least 0. Padded sets go through TokenSets.from_padded.")
-    if has_descent:  # a stable sort by id leaves rows ascending, so that two of one row are neighbours
+    if suspect:  # a stable sort by id leaves rows ascending, so that two of one row are neighbours
         rows, order = torch.repeat_interleave(offsets.diff(), output_size=nnz), ids.argsort(stable=True)
         twice = (ids[order[1:]] == ids[order[:-1]]) & (rows[order[1:]] == rows[order[:-1]])
-        again = torch.zeros_like(nan).index_fill_(0, order[1:][twice], True)
-        refuse("ids", ids, again, "an id stands in a set once.")
-    if has_nan and values is not None:
-        refuse("values", values, nan, "leave out ids without a number.")
+        for at in bad.index_fill_(0, order[1:][twice], True).nonzero()[:1, 0].tolist():
+            name, x, remedy = "ids", ids, "an id stands in a set once."
+            if ids[at] < 0:
+                remedy = "ids are at least 0. Padded sets go through TokenSets.from_padded."
+            elif values is not None and values[at].isnan():
+                name, x, remedy = "values", values, "leave out ids without a number."
+            raise ValueError(f"{name}[{at}]={x[at].item()}, in row {int(rows[at])}: {remedy}")
     return array("q", host.tolist()), largest
 
 
@@ -602,8 +591,8 @@ CHUNK = 1 << 22
 COLDEST = 0.01
 
 
-def _rules(vocab: int, top_k: int | None, top_p: float | None, min_p: float | None, order: str) -> list[list[Rule]]:
-    """Rules of one stage see the same probabilities, those of the next what is left. A rule that keeps everything is left out."""
+def _rules(vocab: int, top_k: int | None, top_p: float | None, min_p: float | None, order: str) -> tuple[list[Rule], bool]:
+    """(rules, without those that keep everything; whether all see the same probabilities, or each what the ones before left)."""
     top_k, top_p, min_p = 0 if top_k is None else top_k, 1.0 if top_p is None else top_p, min_p or 0.0
     require_whole("top_k", top_k, "it is a number of ids; None, 0 or -1 keeps all.", -1)
     require_number(
@@ -614,8 +603,7 @@ def _rules(vocab: int, top_k: int | None, top_p: float | None, min_p: float | No
     k: list[Rule] = [partial(_by_top_k, k=int(top_k))] * (0 < top_k < vocab)
     p: list[Rule] = [partial(_by_top_p, p=float(top_p))] * (top_p < 1)
     m: list[Rule] = [partial(_by_min_p, p=float(min_p))] * (min_p > 0)
-    one_by_one = [m, k, p] if order == "vllm" else [k, p, m] if m else [k + p]
-    return [stage for stage in one_by_one if stage]
+    return m + k + p if order == "vllm" else k + p + m, order == "sglang" and not m
 
 
 def _by_top_k(z: Tensor, k: int) -> Tensor:
@@ -646,10 +634,10 @@ def _by_top_p(z: Tensor, p: float) -> Tensor:
     return above | equal
 
 
-def _kept_of(z: Tensor, rules: list[list[Rule]], targets: Tensor | None, row: int) -> tuple[Tensor, Tensor]:
+def _kept_of(z: Tensor, rules: list[Rule], at_once: bool, targets: Tensor | None, row: int) -> tuple[Tensor, Tensor]:
     """(ids of all rows, int32; how many each has) of a chunk z [n, V] that starts at `row`, with targets [n, 1] among them."""
-    ((first, *more), *later) = rules
-    if first.func is _by_top_k and not (more or later) and targets is None:
+    first, *more = rules
+    if first.func is _by_top_k and not more and targets is None:
         k = first.keywords["k"]
         values, ids = z.topk(k + 1)  # one look at each id
         _refuse_endless(values[:, 0], row)  # a NaN is the largest of its row
@@ -657,10 +645,8 @@ def _kept_of(z: Tensor, rules: list[list[Rule]], targets: Tensor | None, row: in
             return ids[:, :k].sort(-1).values.to(torch.int32).flatten(), torch.full((len(z),), k, device=z.device)
     _refuse_endless(z.amax(-1), row)
     kept = z > -math.inf
-    for stage in rules:
-        left = z if stage is rules[0] else z.masked_fill(~kept, -math.inf)
-        for rule in stage:
-            kept &= rule(left)
+    for rule in rules:
+        kept &= rule(z if at_once or rule is first else z.masked_fill(~kept, -math.inf))
     if targets is not None:
         at = targets.to(torch.int64).clamp(0, z.shape[-1] - 1)
         kept.scatter_(-1, at, kept.gather(-1, at) | (at == targets))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -62,23 +64,20 @@ class PrefixTree:
         path: list[int] = []  # and its rows
         for i in sorted(range(len(lists)), key=lists.__getitem__):
             own = lists[i]
-            pairs = enumerate(zip(own, before, strict=False))
-            common = next((k for k, (x, y) in pairs if x != y), min(len(own), len(before)))
+            common = len(commonprefix([before, own]))  # noqa: RUF071 (of lists, element by element)
             for row in path[common:]:
                 ends[row] = len(ids)
-            before, path = own, [*path[:common], *range(len(ids), len(ids) + len(own) - common)]
+            path = [*path[:common], *range(len(ids), len(ids) + len(own) - common)]
             ids += own[common:]
             positions += range(common, len(own))
-            ends += [0] * (len(own) - common)
-            rows_of[i] = path
+            ends += path[common:]  # until the next rollout shows where they end
+            before, rows_of[i] = own, path
         for row in path:
             ends[row] = len(ids)
-        of_completions = [range(length, len(own)) for own, length in zip(lists, lengths, strict=True)]
-        targets = [own[k] for own, span in zip(lists, of_completions, strict=True) for k in span]
-        rows = [rows_of[i][k - 1] for i, span in enumerate(of_completions) for k in span]
-        cuts = torch.tensor([0, *map(len, of_completions)]).cumsum(0).tolist()
-        made = (torch.tensor(x, dtype=torch.int64, device=device) for x in (ids, positions, ends, targets, rows, cuts))
-        return cls(*made)
+        targets = [own[length:] for own, length in zip(lists, lengths, strict=True)]
+        rows = chain.from_iterable(rows_of[i][length - 1 : -1] for i, length in enumerate(lengths))
+        parts = (ids, positions, ends, [*chain.from_iterable(targets)], [*rows], [*accumulate(map(len, targets), initial=0)])
+        return cls(*(torch.tensor(x, dtype=torch.int64, device=device) for x in parts))
 
     @property
     def attention(self) -> Tensor:

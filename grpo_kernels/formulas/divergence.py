@@ -63,11 +63,8 @@ class Exact(Checked):
         super().__post_init__()
         require_one_of("direction", self.direction, DIRECTIONS)
         require_one_of("tail", self.tail, TAILS)
-        mixed, remedy = (
-            self.mixture is None or self.direction == "jsd",
-            f'"{self.direction}" has none: leave it out, or pass "jsd".',
-        )
-        require(mixed, "mixture", self.mixture, remedy)
+        remedy = f'"{self.direction}" has none: leave it out, or pass "jsd".'
+        require(self.mixture is None or self.direction == "jsd", "mixture", self.mixture, remedy)
         squared = self.temperature_squared
         require(isinstance(squared, bool), "temperature_squared", squared, "pass True or False.")
 

@@ -90,38 +90,28 @@ def kl_terms(logp, old_logp, ref_logp, log_ratio, clamps, ESTIMATOR, SCORE, WEIG
 
     log_ratio  that of the weighting. clamps  `Kl.clamps`. ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH  `Kl.formula`."""
     # Where one of the two is -inf, their distance stays finite.
-    logp = ops.maximum(logp, -1e4)
-    ref_logp = ops.maximum(ref_logp, -1e4)
+    logp, ref_logp = logp.clamp(min=-1e4), ref_logp.clamp(min=-1e4)
     d = ref_logp - logp
     if clamps is not None:
-        ref_logp = ops.where(ops.abs(d) <= clamps[0], ref_logp, logp + ops.minimum(ops.maximum(d, -clamps[0]), clamps[0]))
+        near = ops.abs(d) <= clamps[0]
+        ref_logp = ops.where(near, ref_logp, logp + d.clamp(-clamps[0], clamps[0]))
     value, slope = ESTIMATOR(logp, old_logp, ref_logp)
-    if SCORE is None:
-        both = value + slope
-    else:
-        both = SCORE(logp, old_logp, ref_logp)
-    through = value
+    through, both = value, value + slope if SCORE is None else SCORE(logp, old_logp, ref_logp)
     if clamps is not None:
-        inside = (ops.abs(d) <= clamps[0]) & (ops.abs(value) <= clamps[1])
-        value = ops.minimum(ops.maximum(value, -clamps[1]), clamps[1])
-        slope = ops.where(inside, slope, 0.0)
-        through = ops.where(inside, through, 0.0)
-        both = ops.where(inside, both, 0.0)
+        inside = near & (ops.abs(value) <= clamps[1])
+        value = value.clamp(-clamps[1], clamps[1])
+        slope, through, both = (ops.where(inside, x, 0.0) for x in (slope, through, both))
     if STRAIGHT_THROUGH:
         slope = -d
         both = through - d
-    zero = d * 0.0
-    if WEIGHTING == "none":
-        return value, slope + zero, zero, slope + zero
-    elif WEIGHTING == "score":
-        return value, slope + zero, through, both
-    else:
+    if "ratio" in WEIGHTING:
         r = bounded_exp(log_ratio)
-        value, slope, through, both = finite(r * value), finite(r * slope), finite(r * through), finite(r * both)
-        if WEIGHTING == "ratio":
-            return value, slope + zero, through, both
-        else:
-            return value, slope + zero, zero, slope + zero
+        value, slope, through, both = (finite(r * x) for x in (value, slope, through, both))
+    zero = d * 0.0
+    slope = slope + zero
+    if WEIGHTING in ("none", "detached-ratio"):
+        return value, slope, zero, slope
+    return value, slope, through, both
 
 
 @dataclass(frozen=True)
@@ -172,12 +162,12 @@ class Kl(Checked):
     def reads_old_logps(self) -> bool:
         """Whether the estimator depends on old_logp: it is tried beside three others, one of which is NaN."""
         k = torch.arange(256, dtype=torch.float64)
-        logp, x, d = (low + width * (k * step % 1.0) for low, width, step in ((-5, 5, 0.618), (-3, 6, 0.414), (-3, 6, 0.732)))
-        results = [
+        logp, x, d = -5.0 * (k * 0.618 % 1.0), 3.0 * torch.sin(k), 3.0 * torch.cos(7.0 * k)
+        one, *others = (
             torch.stack([torch.as_tensor(part).expand_as(logp) for part in self.function(logp, old_logp, logp + d)])
             for old_logp in (logp, logp - x, logp + 20.0, torch.full_like(logp, math.nan))
-        ]
-        return not all(torch.allclose(results[0], other, rtol=0.0, atol=0.0, equal_nan=True) for other in results)
+        )
+        return not all(torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True) for other in others)
 
     @property
     def clamps(self) -> tuple[float, float] | None:

@@ -29,27 +29,31 @@ class ops:
 
     @staticmethod
     def minimum(a, b):
-        if isinstance(b, NUMBERS):
-            return min(a, b) if isinstance(a, NUMBERS) else torch.clamp(a, max=b)
-        return torch.clamp(b, max=a) if isinstance(a, NUMBERS) else torch.minimum(a, b)
+        return _extreme(min, torch.minimum, "max", a, b)
 
     @staticmethod
     def maximum(a, b):
-        if isinstance(b, NUMBERS):
-            return max(a, b) if isinstance(a, NUMBERS) else torch.clamp(a, min=b)
-        return torch.clamp(b, min=a) if isinstance(a, NUMBERS) else torch.maximum(a, b)
+        return _extreme(max, torch.maximum, "min", a, b)
+
+
+def _extreme(of_numbers, of_tensors, bound, a, b):
+    if isinstance(a, NUMBERS):
+        a, b = b, a
+    if not isinstance(b, NUMBERS):
+        return of_tensors(a, b)
+    return of_numbers(a, b) if isinstance(a, NUMBERS) else torch.clamp(a, **{bound: b})  # type: ignore[call-overload]
 
 
 def bounded_exp(x):
     """exp(min(x, 60)): e^60 times any reasonable weight is still finite in fp32.
 
     Slopes use the bounded value and are not cut, so a token beyond the bound still gets a gradient that pulls it back."""
-    return ops.exp(ops.minimum(x, 60.0))
+    return ops.exp(x.clamp(max=60.0))
 
 
 def finite(x):
     """x within +-1e30: products of two bounded ratios stay finite, as do their products with a weight."""
-    return ops.minimum(ops.maximum(x, -1e30), 1e30)
+    return x.clamp(-1e30, 1e30)
 
 
 def times(weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +73,7 @@ def check_returned(function: Callable[..., Any], returns: str, remedy: str, *las
     returned = function(*given, *last)
     parts = returned if isinstance(returned, tuple) else (returned,)
     fine = len(parts) == len(returns.split(" and ")) and all(
-        isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.shape in ((3,), ())) for x in parts
+        x.shape in ((3,), ()) if isinstance(x, Tensor) else isinstance(x, NUMBERS) for x in parts
     )
     if not fine:
         got = ", ".join(f"a Tensor {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}" for x in parts)

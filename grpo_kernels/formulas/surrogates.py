@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..checks import LARGEST, SMALLEST, Checked, require
+from .kl import absolute
 from .ops import bounded_exp, by_autograd, check_returned, compare, log_probs, ops
 
 Tensor = torch.Tensor
@@ -34,7 +35,7 @@ def clip(logp, old_logp, advantage, params):
     delta = params[2]
     r = bounded_exp(logp - old_logp)
     unclipped = ops.minimum(r, delta) * advantage
-    clipped = ops.minimum(ops.maximum(r, low), high) * advantage
+    clipped = r.clamp(low, high) * advantage
     # A ratio exactly on a bound counts as inside, as it does for autograd.
     rising = r <= ops.minimum(delta, high)
     falling = (r >= low) & (r <= ops.maximum(delta, high))
@@ -45,14 +46,17 @@ def clip(logp, old_logp, advantage, params):
 def cispo(logp, old_logp, advantage, params):
     """-sg(clip(r, low, cap)) A logp. See `Cispo`."""
     r = bounded_exp(logp - old_logp)
-    weight = ops.minimum(ops.maximum(r, params[1]), params[0]) * advantage
-    # A token of no weight contributes 0 even where its logp is -inf.
-    return ops.where(weight == 0.0, 0.0, -weight * logp), -weight
+    return weighted(r.clamp(params[1], params[0]) * advantage, logp)
 
 
 def policy_gradient(logp, old_logp, advantage, params):
     """-A logp. See `PolicyGradient`."""
-    return ops.where(advantage == 0.0, 0.0, -advantage * logp), -advantage
+    return weighted(advantage, logp)
+
+
+def weighted(weight, logp):
+    """-weight logp of a weight that is held still. Of no weight it is 0 even where logp is -inf."""
+    return ops.where(weight == 0.0, 0.0, -weight * logp), -weight
 
 
 def no_policy_term(logp, old_logp, advantage, params):
@@ -80,9 +84,8 @@ def vespo(logp, old_logp, advantage, params):
     """-phi A logp, phi = sg(exp(lambda + k log w - lambda w)), log w = x within [log 1e-8, 20]. See `Vespo`."""
     k = ops.where(advantage >= 0.0, params[0], params[2])
     rate = ops.where(advantage >= 0.0, params[1], params[3])
-    log_w = ops.minimum(ops.maximum(logp - old_logp, -18.420680743952367), 20.0)
-    weight = bounded_exp(rate + k * log_w - rate * ops.exp(log_w)) * advantage
-    return ops.where(weight == 0.0, 0.0, -weight * logp), -weight
+    log_w = (logp - old_logp).clamp(-18.420680743952367, 20.0)
+    return weighted(bounded_exp(rate + k * log_w - rate * ops.exp(log_w)) * advantage, logp)
 
 
 def dro(logp, old_logp, advantage, params):
@@ -290,10 +293,9 @@ class Gmpo(Surrogate):
 
     def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
         # A > 0: x is bounded by eps_high from above. A < 0: by -eps_low from below. A = 0: x does not count.
-        clipped = torch.where(advantages > 0, x.clamp(max=self.eps_high), x.clamp(min=-self.eps_low)).masked_fill(
-            advantages == 0, 0.0
-        )
-        return clipped, ((clipped == x) & (advantages != 0)).to(x.dtype)
+        counts = advantages != 0
+        clipped = torch.where(advantages > 0, x.clamp(max=self.eps_high), x.clamp(min=-self.eps_low))
+        return torch.where(counts, clipped, 0.0), (counts & (clipped == x)).to(x.dtype)
 
     @property
     def params(self) -> tuple[float, ...]:
@@ -407,7 +409,6 @@ def check_surrogate(surrogate: Surrogate, *, points: int = 4096, tolerance: floa
         for what, value in zip(("loss", "slope"), surrogate(logp, old_logp, 0.0 * x, *extra), strict=True):
             if torch.as_tensor(value).any():
                 raise ValueError(f"the {what} of {surrogate!r} is not 0 at advantage 0: set zero_at_zero_advantage=False.")
-
     if surrogate.in_torch:
         return
 
@@ -437,16 +438,16 @@ def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
 def clip_cov(logp, old_logp, advantage, params):
     """`clip`, and nothing for selected tokens. See `ClipCov`."""
     loss, slope = clip(logp, old_logp, advantage, (params[0], params[1], math.inf))
-    return ops.where(params[-1] == 0.0, loss, 0.0), ops.where(params[-1] == 0.0, slope, 0.0)
+    kept = params[-1] == 0.0
+    return ops.where(kept, loss, 0.0), ops.where(kept, slope, 0.0)
 
 
 def kl_cov(logp, old_logp, advantage, params):
     """-r A, plus coef |x| for selected tokens. See `KlCov`."""
-    selected = params[-1]
-    x = logp - old_logp
-    sign = ops.where(x > 0.0, 1.0, ops.where(x < 0.0, -1.0, 0.0))
+    distance, slope = absolute(logp, old_logp, old_logp)
     term, _ = importance_sampling(logp, old_logp, advantage, params)
-    return term + params[0] * selected * ops.abs(x), term + params[0] * selected * sign
+    weight = params[0] * params[-1]
+    return term + weight * distance, term + weight * slope
 
 
 # ---- selection

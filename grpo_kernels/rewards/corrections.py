@@ -57,13 +57,13 @@ from ..checks import (
     LARGEST,
     SMALLEST,
     as_mask,
+    as_wide,
     refuse_unknown,
     require,
     require_number,
     require_one_of,
     require_shape,
     require_tensor,
-    sequence_ids,
 )
 from ..formulas.filters import BOUND, DELTA, log_ratio, near_sampler
 from .groups import Grouped, Groups
@@ -206,8 +206,7 @@ def without_truncated(mask: Tensor, finished: Tensor, *, cu_seqlens: Tensor | No
     sequences = len(mask) if cu_seqlens is None else cu_seqlens.numel() - 1
     require_tensor("finished", finished, INTEGRAL, f"one bool per sequence, [{sequences}]")
     require_shape("finished", finished, torch.Size([sequences]), "a tensor of one number a sequence")
-    done = finished[:, None] if cu_seqlens is None else finished[sequence_ids(cu_seqlens, mask.numel())]
-    return as_mask("mask", mask, mask.shape) & (done != 0)
+    return as_mask("mask", mask, mask.shape) & (as_wide(finished[:, None], mask.shape, cu_seqlens) != 0)
 
 
 def correction_metrics(

@@ -38,8 +38,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, share: float, process_group
     values = torch.where((mask.reshape(-1) != 0) & values.isfinite(), values, torch.inf)
     if process_group is not None:
         values = _gather(values, process_group)
-    nothing = torch.full((1,), torch.inf, device=values.device, dtype=torch.float32)
-    values = torch.cat([values, nothing]).sort().values
+    values = torch.nn.functional.pad(values, (0, 1), value=torch.inf).sort().values
     count = values.isfinite().sum()
     position = (1.0 - share) * (count - 1).clamp(min=0).to(torch.float64)
     at = torch.stack([position.floor(), position.ceil()]).to(torch.int64)
@@ -51,13 +50,10 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, share: float, process_group
 def _gather(values: Tensor, process_group: Any) -> Tensor:
     """The flat `values` of all ranks, concatenated. Ranks may have different numbers of them: shorter ones are padded with
     infinity."""
-    size = torch.tensor([values.numel()], device=values.device)
-    sizes = [torch.zeros_like(size) for _ in range(torch.distributed.get_world_size(process_group))]
-    torch.distributed.all_gather(sizes, size, group=process_group)
-    longest = int(torch.cat(sizes).max())
-    padded = torch.full((longest,), torch.inf, device=values.device, dtype=torch.float32)
-    padded[: values.numel()] = values
-    everyone = [torch.zeros_like(padded) for _ in sizes]
+    longest = torch.tensor(values.numel(), device=values.device)
+    torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX, group=process_group)
+    padded = torch.nn.functional.pad(values, (0, int(longest) - values.numel()), value=torch.inf)
+    everyone = [torch.empty_like(padded) for _ in range(torch.distributed.get_world_size(process_group))]
     torch.distributed.all_gather(everyone, padded, group=process_group)
     return torch.cat(everyone)
 

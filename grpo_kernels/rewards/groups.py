@@ -89,10 +89,7 @@ def read_weights(weights: Sequence[float] | Tensor, r: Tensor) -> Sequence[Tenso
 def weighted_sum(columns: Sequence[Tensor], factors: Sequence[Any]) -> Tensor:
     """Adds the terms one by one, so that equal rows have exactly equal sums. A matrix product may add different rows in
     different orders."""
-    total = torch.zeros_like(columns[0])
-    for column, factor in zip(columns, factors, strict=True):
-        total = total + factor * column
-    return total
+    return sum(factor * column for column, factor in zip(columns, factors, strict=True))
 
 
 # ---- groups
@@ -110,9 +107,7 @@ class Groups:
         if ids is not None:
             self.order = torch.argsort(ids, stable=True)
             ranked = ids[self.order]
-            first = torch.zeros_like(ranked)
-            first[1:] = ranked[1:] != ranked[:-1]
-            group = first.cumsum(0)
+            group = (ranked.diff(prepend=ranked[:1]) != 0).cumsum(0)
             self.group = group[torch.argsort(self.order)]
             self.offsets = torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device))
 

@@ -160,14 +160,11 @@ def kl_in_reward(
     require(plain, "kl", kl, "in a reward only the value of an estimator is used: leave out options of its gradient.")
     logp, ref_logp = tokens.values("logps", logps), tokens.values("ref_logps", ref_logps)
     penalty = beta * kl_terms(logp, logp, ref_logp, torch.zeros_like(logp), how.clamps, **how.formula)[0]
-    if rewards.shape == (tokens.sequences,) and rewards.shape != tokens.shape:
-        whole = finite("rewards", rewards.detach().to(torch.float64), FINITE)
-        if per == "sequence":
-            return (whole - tokens.total(penalty)).to(torch.float32)
-        r = tokens.at_last(whole)
-    else:
-        r = tokens.values("rewards", rewards)
-    return tokens.total(r - penalty).to(torch.float32) if per == "sequence" else tokens.shaped(r - penalty)
+    whole = rewards.shape == (tokens.sequences,) and rewards.shape != tokens.shape
+    r = finite("rewards", rewards.detach().to(torch.float64), FINITE) if whole else tokens.values("rewards", rewards)
+    if per == "sequence":
+        return ((r if whole else tokens.total(r)) - tokens.total(penalty)).to(torch.float32)
+    return tokens.shaped((tokens.at_last(r) if whole else r) - penalty)
 
 
 def optimal_token_advantages(
@@ -262,8 +259,7 @@ class _Tokens:
         self.offsets = cu_seqlens.to(torch.int64)
         self.sequences = len(self.offsets) - 1
         self.sequence = sequence_ids(self.offsets, n)
-        self.followed = torch.zeros(n, dtype=torch.bool, device=like.device)
-        self.followed[:-1] = self.sequence[1:] == self.sequence[:-1]
+        self.followed = self.sequence.diff(append=self.sequence.new_full((1,), -1)) == 0
         trained = torch.ones_like(self.followed)
         self.trained = trained if mask is None else as_mask("mask", mask, self.shape).reshape(-1)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from ..checks import as_number, require, require_whole
 from .backends import Backend
-from .partials import MIXED, OF_SECOND_VISIT, LogitRows, Partials, Slopes, merge
-from .ragged import Ragged
+from .partials import OF_SECOND_VISIT, TRANSFORMED, LogitRows, Partials, Slopes, merge
 from .selection import Drawn
 
 Tensor = torch.Tensor
@@ -78,15 +77,8 @@ class VocabShard:
         Raises ValueError on a DTensor that is cut in another way."""
         placements = getattr(weight, "placements", None)
         if placements is None:
-            width = weight.shape[dim]
-            widths = [width]
-            if _ranks(group) > 1:
-                size = torch.tensor([width], device=weight.device)
-                sizes = torch.empty(_ranks(group), dtype=size.dtype, device=size.device)
-                all_gather(sizes, size, group)
-                widths = sizes.tolist()
-            ends = list(accumulate(widths, initial=0))
-            start, whole = ends[_rank(group)], ends[-1]
+            widths = gathered(torch.tensor(weight.shape[dim], device=weight.device), group)
+            start, whole = int(widths[: _rank(group)].sum()), int(widths.sum())
         else:
             mesh, whole = weight.device_mesh, weight.shape[dim]  # type: ignore[attr-defined]
             refuse_managed("weight", weight)
@@ -154,79 +146,60 @@ class VocabParallel(Backend):
 
     def stats(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
         """Statistics of whole rows from this rank's part of them, the same on all ranks."""
-        own = self._own(rows)
-        if own.logits.shape[-1]:
-            part = self.backend.first_visit(own, names)
-        else:
-            part = Partials.not_read(names, rows.n, rows.logits.device, rows.second)
-            for name, nothing in NO_COLUMN.items():
-                if name in names:
-                    part[name].fill_(nothing)
-        return exchange(self.shard, part, rows.read, self.shard.start)
+        return exchange(self.shard, self.backend.first_visit(self._own(rows), names), rows.read, self.shard.start)
 
     def mixed(self, rows: LogitRows, partials: Partials) -> Tensor:
         """Sums over whole rows from this rank's part of them."""
-        own = self._own(rows)
-        if own.logits.shape[-1]:
-            sums = self.backend.mixed(own, partials)
-        else:
-            sums = torch.zeros(len(MIXED), rows.n, dtype=torch.float32, device=rows.logits.device)
-        return self.shard.sum_over_ranks(sums)
+        return self.shard.sum_over_ranks(self.backend.mixed(self._own(rows), partials))
 
     def pull(self, rows: LogitRows, partials: Partials, slopes: Slopes, out: Tensor) -> None:
         """This rank's columns of the gradient, from statistics of whole rows."""
-        own = self._own(rows)
-        columns = own.logits.shape[-1]
+        columns = self._columns(rows)
         if columns:
-            self.backend.gradient(own, partials, slopes, out[..., :columns])
+            self.backend.gradient(self._own(rows), partials, slopes, out[..., :columns])
         padding = out[..., columns:]
         if padding.numel():
             at = torch.arange(*(rows.part or (0, out.shape[0] * out.shape[1])), device=out.device)
             padding[at // out.shape[1], at % out.shape[1]] = 0
 
-    def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        self.backend.scale_(gradient, factor)
+    def _of_part(self, name: str, *arguments: Any) -> Any:
+        return getattr(self.backend, name)(*arguments)
 
-    def slot_logits(self, hidden: Tensor, weight: Tensor, slots: Ragged) -> Tensor:
-        return self.backend.slot_logits(hidden, weight, slots)
-
-    def add_weight_rows(self, values: Tensor, slots: Ragged, weight: Tensor, out: Tensor) -> None:
-        self.backend.add_weight_rows(values, slots, weight, out)
-
-    def add_hidden_rows(self, values: Tensor, slots: Ragged, hidden: Tensor, out: Tensor) -> None:
-        self.backend.add_hidden_rows(values, slots, hidden, out)
+    scale_: Any = functools.partialmethod(_of_part, "scale_")
+    slot_logits: Any = functools.partialmethod(_of_part, "slot_logits")
+    add_weight_rows: Any = functools.partialmethod(_of_part, "add_weight_rows")
+    add_hidden_rows: Any = functools.partialmethod(_of_part, "add_hidden_rows")
 
     def masses(self, rows: LogitRows, partials: Partials, step: float) -> Tensor:
         """Of this rank's columns."""
-        own = self._own(rows)
-        if own.logits.shape[-1] == 0:
-            return torch.zeros(rows.n, dtype=torch.int64, device=rows.logits.device)
-        return self.backend.masses(own, partials, step)
+        return self.backend.masses(self._own(rows), partials, step)
 
     def select(self, rows: LogitRows, partials: Partials, step: float, starts: Tensor) -> Drawn:
         """This rank's part of the columns that whole rows draw: the running sum continues from the previous ranks."""
         start, ranks = self.shard.start, self.shard.ranks
         if ranks > 1:
             mass = self.masses(rows, partials, step)
-            sent = torch.cat([mass, mass.new_full((1,), start)])
-            everyone = sent.new_empty(ranks, sent.numel())
-            all_gather(everyone, sent[None], self.shard.group)
+            everyone = gathered(torch.cat([mass, mass.new_full((1,), start)]), self.shard.group)
             starts = starts + torch.where(everyone[:, -1:] < start, everyone[:, :-1], 0).sum(0)
-        own = self._own(rows)
-        if own.logits.shape[-1] == 0:
-            return Drawn.nothing(rows.n, step, rows.logits.device)
-        return self.backend.select(own, partials, step, starts)
+        return self.backend.select(self._own(rows), partials, step, starts)
+
+    def _columns(self, rows: LogitRows) -> int:
+        """How many columns of this rank's rows are ids; the others are padding."""
+        return min(rows.logits.shape[-1], max(0, self.shard.vocab - self.shard.start))
 
     def _own(self, rows: LogitRows) -> LogitRows:
-        """The rows as this rank has them: the columns that are ids, others being padding, and targets counted in them. The second
-        stream is sharded like the first."""
-        columns, second = min(rows.logits.shape[-1], max(0, self.shard.vocab - self.shard.start)), rows.second
-        second = None if second is None else second._replace(logits=second.logits[..., :columns])
-        return rows._replace(logits=rows.logits[..., :columns], targets=rows.targets - self.shard.start, second=second)
-
-
-#: Partials of a part without a column where they differ from those of a row that is not read.
-NO_COLUMN = {"max": -torch.inf, "sum": 0.0, "target": torch.nan, "teacher_max": -torch.inf, "teacher_sum": 0.0}
+        """The rows as this rank has them: the columns that are ids, and targets counted in them. Where it has none, one of -inf,
+        which is no target and adds nothing. The second stream is sharded like the first."""
+        columns, second = self._columns(rows), rows.second
+        if columns:
+            second = None if second is None else second._replace(logits=second.logits[..., :columns])
+            return rows._replace(logits=rows.logits[..., :columns], targets=rows.targets - self.shard.start, second=second)
+        none: dict[str, Any] = {
+            "logits": rows.logits.new_full((*rows.logits.shape[:-1], 1), -torch.inf),
+            "transform": TRANSFORMED,
+        }
+        second = None if second is None else second._replace(**none)
+        return rows._replace(targets=torch.full_like(rows.targets, -1), second=second, **none)
 
 
 def exchange(shard: VocabShard, part: Partials, read: Tensor | None, start: int) -> Partials:
@@ -237,11 +210,7 @@ def exchange(shard: VocabShard, part: Partials, read: Tensor | None, start: int)
     # The id of a rank's largest logit counts from the rank's first column, so that column is sent too.
     first = torch.full((1, partials.shape[1]), start, dtype=torch.int32, device=partials.device).view(torch.float32)
     sent = torch.cat([partials, first]) if "top" in names else partials
-    ranks = _ranks(shard.group)
-    everyone = sent[None]
-    if ranks > 1:
-        everyone = torch.empty(ranks, *sent.shape, dtype=torch.float32, device=partials.device)
-        all_gather(everyone, sent[None], shard.group)
+    everyone = gathered(sent, shard.group)
     starts = everyone[:, -1].view(torch.int32) if "top" in names else None
     merged = merge(everyone[:, : len(names)], names, read, starts, part)
     if names == part.names:
@@ -284,15 +253,10 @@ def refuse_managed(name: str, x: Any) -> None:
 
 def _is_parameter(x: Any, p: Any) -> bool:
     """Whether x is the parameter `p` of FSDP."""
-    gathered = not hasattr(x, "placements")
-    if gathered:
+    if not hasattr(x, "placements"):  # it is gathered
         return x is getattr(p, "_unsharded_param", None)
-    return x is p.sharded_param or _same_storage(x, p.sharded_param)
-
-
-def _same_storage(a: Any, b: Any) -> bool:
-    a, b = a._local_tensor, b._local_tensor
-    return a.numel() > 0 and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    own, other = x._local_tensor, p.sharded_param._local_tensor
+    return x is p.sharded_param or (own.numel() > 0 and own.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _cut_along(x: Any, dim: int) -> bool:
@@ -300,8 +264,14 @@ def _cut_along(x: Any, dim: int) -> bool:
     return len(x.placements) == 1 and x.placements[0].is_shard() and x.placements[0].dim % x.dim() == dim % x.dim()
 
 
-def all_gather(out: Tensor, x: Tensor, group: Any) -> None:
-    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(out, x, group=group)  # its name since torch 2.13
+def gathered(x: Tensor, group: Any) -> Tensor:
+    """[ranks, ...]: x of each rank."""
+    if _ranks(group) == 1:
+        return x[None]
+    everyone = x.new_empty(_ranks(group), *x.shape)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
+    gather(everyone, x[None], group=group)
+    return everyone
 
 
 def _ranks(group: Any) -> int:

@@ -36,7 +36,8 @@ class Ragged(NamedTuple):
 
     def columns(self, first: int, count: int) -> Ragged:
         """These slots counted in `count` columns, of which the first is the id `first`; -1 where the id is not among them."""
-        return self._replace(ids=torch.where((self.ids >= first) & (self.ids < first + count), self.ids - first, -1))
+        counted = self.ids - first if first else self.ids
+        return self._replace(ids=torch.where((self.ids >= first) & (self.ids < first + count), counted, -1))
 
     def only(self, rows: Tensor) -> Ragged:
         """Those of these rows, bool [n], the others not in use."""
@@ -54,7 +55,7 @@ class Ragged(NamedTuple):
         """`taken` of the rows `at`, of n, without a wait: where that would be one, all slots, those of other rows not in use."""
         if at.device.type in READ_AT_ONCE:
             return self.taken(at)
-        place = torch.full((n,), -1, device=at.device).index_copy_(0, at, torch.arange(at.numel(), device=at.device))[self.rows]
+        place = places_in(at, n)[self.rows]
         return self._replace(ids=torch.where(place >= 0, self.ids, -1), rows=place.clamp(min=0)), slice(None)
 
     def positions(self, inner: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,6 +66,16 @@ class Ragged(NamedTuple):
     def pairs(self) -> Tensor:
         """int64 [m]: a number for each pair (row, id)."""
         return (self.rows << 32) + self.ids
+
+
+def places_in(at: Tensor, n: int) -> Tensor:
+    """int64 [n]: the place of each of n rows in `at`, -1 of one that is not there."""
+    return torch.full((n,), -1, device=at.device).index_copy_(0, at, torch.arange(at.numel(), device=at.device))
+
+
+def at_or(x: Tensor, index: Tensor, value: float = 0) -> Tensor:
+    """x [k] at an index in [0, k]; `value` at k."""
+    return torch.cat([x, x.new_full((1,), value)])[index]
 
 
 def write_at(out: Tensor, positions: tuple[Tensor, ...], values: Tensor, used: Tensor) -> None:
@@ -105,13 +116,11 @@ class Distinct(NamedTuple):
     @classmethod
     def of(cls, rows: Tensor, ids: Tensor, used: Tensor, n: int) -> Distinct:
         """Pairs [k] of n rows. `used` bool [k]: the others have the slot behind all in use."""
-        k, device = rows.numel(), rows.device
-        none = torch.full((), n << 32, device=device)
+        k, device, none = rows.numel(), rows.device, n << 32
         pairs, order = torch.where(used, (rows << 32) + ids, none).sort(stable=True)
-        slot = torch.cat([pairs.new_zeros(1), (pairs.diff() != 0).cumsum(0)])[:k]
-        places = torch.arange(k + 1, device=device)
-        starts = torch.full_like(places, k).scatter_reduce_(0, slot, places[:k], "amin")
-        pair = torch.where(starts < k, torch.cat([pairs, none[None]])[starts], none)[:k]
+        slot = (pairs.diff(prepend=pairs[:1]) != 0).cumsum(0)
+        starts = torch.searchsorted(slot, torch.arange(k + 1, device=device))
+        pair = at_or(pairs, starts[:k], none)
         owner, ids = (pair >> 32).clamp(max=n - 1), torch.where(pair < none, pair & 0xFFFFFFFF, -1)
         slots = Ragged(ids, torch.searchsorted(owner, torch.arange(n + 1, device=device)), owner)
         place = torch.empty_like(slot).index_copy_(0, order, slot)
@@ -183,15 +192,13 @@ class Tokens:
     def of_any(self) -> Tensor:
         """int64 [n]: an id of each row, 0 where nobody names one."""
         slots = self.pairs.slots
-        first = torch.cat([slots.ids, slots.ids.new_zeros(1)])[slots.offsets[:-1]]
+        first = at_or(slots.ids, slots.offsets[:-1])
         return plain(torch.where(slots.offsets.diff() > 0, first, 0).clamp(min=0))
 
     def at(self, rows: Tensor) -> tuple[Tokens, Tensor | slice, Tensor | slice]:
         """(the tokens of these rows, int64 [r], which count as their places; which of the tokens they are, and of the listed ids).
         Where the host would wait to know how many they are: all tokens, the others not read."""
-        place = torch.full((self.n,), -1, device=rows.device)
-        place.index_copy_(0, rows, torch.arange(rows.numel(), device=rows.device))
-        of_tokens = place[self.rows.clamp(0, self.n - 1)]
+        of_tokens = places_in(rows, self.n)[self.rows.clamp(0, self.n - 1)]
         here, all_of_them = self.used & (of_tokens >= 0), slice(None)
         if rows.device.type not in READ_AT_ONCE:
             own = None if self.of_row is None else rows
@@ -210,7 +217,7 @@ class Tokens:
         last = at.new_zeros(count).scatter_reduce(0, of, at, "amax")
         reached = places.scatter_reduce(0, at, last[of], "amax").cummax(0).values
         ends = (reached == places).nonzero()[:, 0] + 1
-        return tuple(torch.cat([ends.new_zeros(1), ends]).diff().tolist())
+        return tuple(ends.diff(prepend=ends.new_zeros(1)).tolist())
 
     # ---- from rows to tokens, and back
 
@@ -303,12 +310,7 @@ class KeptRows:
         m = self.slots.ids.numel()
         pairs, order = self.slots.pairs.sort()
         place = torch.searchsorted(pairs, at.pairs)
-        has_slot = torch.cat([pairs, pairs.new_full((1,), -1)])[place] == at.pairs
-        return torch.where(has_slot, torch.cat([order, order.new_full((1,), m)])[place], m)
-
-    def holds(self, at: Ragged) -> Tensor:
-        """bool [k]: pairs of `at` that are among `slots`."""
-        return self.places(at) < self.slots.ids.numel()
+        return torch.where(at_or(pairs, place, -1) == at.pairs, at_or(order, place, m), m)
 
     def replaced(self, gradient: Tensor, at: Ragged, of_ids: Tensor) -> Tensor:
         """The gradient of the logits at `slots`, with `of_ids` in its place at the pairs of `at`."""

@@ -123,12 +123,9 @@ def starts(seed: int | Tensor, rows: Tensor) -> Tensor:
     """int64 [n] in [0, 2^BITS): where the running sum of each row starts, a function of the seed and the row's number, int64 [n],
     alone. The generator is SplitMix64 (Steele, Lea and Flood 2014), started from a hash of the seed."""
     step = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
-    first: Tensor | float
-    if isinstance(seed, Tensor):
-        first = _mixed(seed + step)
-    else:  # a copy of it to the device would wait for the device
-        first = _mixed(torch.tensor(seed, dtype=torch.int64, device="cpu") + step).item()
-    return _shifted(_mixed((rows + 1) * step + first), 64 - BITS)
+    if not isinstance(seed, Tensor):  # a copy of it to the device would wait for the device
+        seed = torch.tensor(seed, dtype=torch.int64, device="cpu")
+    return _shifted(_mixed((rows + 1) * step + _mixed(seed + step)), 64 - BITS)
 
 
 def _mixed(x: Tensor) -> Tensor:
@@ -153,28 +150,25 @@ class Draws:
 
     def take(self, at: Tensor, drawn: Drawn) -> None:
         """Keep what was drawn of the rows `at` of the batch."""
-        if self.whole is not None:
-            for x, part in zip(self.whole, drawn, strict=True):
-                x[at] = part
-            return
-        row, place = (drawn.ids >= 0).nonzero(as_tuple=True)
-        self.parts.append((at[row], drawn.ids[row, place].to(torch.int64), drawn.logits[row, place]))
+        if self.whole is None:
+            row, place = (drawn.ids >= 0).nonzero(as_tuple=True)
+            self.parts.append((at[row], drawn.ids[row, place], drawn.logits[row, place]))
+        else:
+            self.whole.ids[at], self.whole.logits[at] = drawn
 
     def tensors(self) -> tuple[Tensor, ...]:
         """(ids, offsets, rows) of `Ragged` and fp32 logits of them, [m]."""
-        if self.whole is not None:
-            width = self.whole.ids.shape[1]
-            offsets = torch.arange(self.n + 1, device=self.device) * width
-            rows = torch.arange(self.n, device=self.device).repeat_interleave(width)
-            return self.whole.ids.to(torch.int64).view(-1), offsets, rows, self.whole.logits.view(-1)
-        empty = torch.empty(0, dtype=torch.int64)
-        rows, ids, logits = map(torch.cat, zip((empty, empty, torch.empty(0)), *self.parts, strict=True))
-        if rows.numel() and (rows[1:] < rows[:-1]).any():
-            rows, order = rows.sort(stable=True)
-            ids, logits = ids[order], logits[order]
-        offsets = torch.zeros(self.n + 1, dtype=torch.int64)
-        torch.cumsum(torch.bincount(rows, minlength=self.n), 0, out=offsets[1:])
-        return ids, offsets, rows, logits
+        places = torch.arange(self.n + 1, device=self.device)
+        if self.whole is None:
+            empty = torch.empty(0, dtype=torch.int64)
+            rows, ids, logits = map(torch.cat, zip((empty, empty, torch.empty(0)), *self.parts, strict=True))
+            if (rows[1:] < rows[:-1]).any():
+                rows, order = rows.sort(stable=True)
+                ids, logits = ids[order], logits[order]
+        else:
+            ids, logits = (x.flatten() for x in self.whole)
+            rows = places[:-1].repeat_interleave(self.whole.ids.shape[1])
+        return ids.to(torch.int64), torch.searchsorted(rows, places), rows, logits
 
 
 def gradient_at(

@@ -7,8 +7,10 @@ kernels of a backend run on them as on any logits. The stream reads these logits
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -30,22 +32,23 @@ BLOCK_BYTES = 64 << 20
 class _Memory(NamedTuple):
     """Rows whose logits are in one memory, those of like sizes side by side.
 
-    rows   their numbers.
-    parts  of one width, one after the other: (how many of the rows, the width).
+    parts  of one width, one after the other: (which rows, how many they are, the width).
     at     int64 [m]: where each slot stands in the memory, in its last place for slots of other rows."""
 
-    rows: slice | Tensor
-    parts: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[slice | Tensor, int, int], ...]
     at: Tensor
+
+    @property
+    def sizes(self) -> list[int]:
+        return [count * width for _, count, width in self.parts]
 
     def filled(self, z: Tensor) -> Tensor:
         """z of the slots in their places, and -inf in all others."""
-        size = sum(rows * width for rows, width in self.parts)
-        return torch.full((size + 1,), -torch.inf, dtype=torch.float32, device=z.device).scatter_(0, self.at, z)
+        return torch.full((sum(self.sizes) + 1,), -torch.inf, dtype=torch.float32, device=z.device).scatter_(0, self.at, z)
 
     def added(self, total: Tensor | None, memory: Tensor) -> Tensor:
         """[m]: what stands in the places of the slots, 0 for those of other rows, and the total of other blocks."""
-        if isinstance(self.rows, Tensor):
+        if isinstance(self.parts[0][0], Tensor):
             memory[-1:].zero_()
         return memory[self.at] if total is None else total.add_(memory[self.at])
 
@@ -77,9 +80,10 @@ class OverSets:
         gradient = self._of_logits(of_z, logits)
         if at_ids is not None and visit.at is not None:
             gradient = self.kept.replaced(gradient, visit.at, at_ids)
-        pairs = self._pairs(self.slots)
+        slots = self._here[2]
+        pairs = self._pairs(slots)
         if pairs is None:
-            gradients.add(self.slots, gradient)
+            gradients.add(slots, gradient)
         else:
             gradients.add(pairs.slots, pairs.sums(gradient).to(torch.float32))
 
@@ -93,7 +97,7 @@ class OverSets:
 
         of_z = self._each(z, work, gradients is not None)
         if gradients is not None and of_z is not None:
-            gradients.add(self.slots, self._of_logits(of_z, logits))
+            gradients.add(self._here[2], self._of_logits(of_z, logits))
         at, result = results[0]
         if isinstance(at, Tensor):
             result = FusedRows.zeros(self.kept.read.numel(), z.device, visit.others or None)
@@ -106,7 +110,7 @@ class OverSets:
         logits = self._read(self.stream.at_all_ranks, visit.at)
         # The log-prob of the only id of a set is 0 whatever its logit is, which is therefore not computed.
         logits = torch.where(self.kept.several[visit.at.rows], logits, 0.0)
-        return LogitsAt(visit.at, logits, (visit.at.ids >= 0) & self.kept.holds(visit.at))
+        return LogitsAt(visit.at, logits, (visit.at.ids >= 0) & (self.kept.places(visit.at) < self.kept.slots.ids.numel()))
 
     @property
     def kept(self) -> KeptRows:
@@ -114,21 +118,28 @@ class OverSets:
         return self.visit.kept
 
     @functools.cached_property
-    def slots(self) -> Ragged:
-        """The slots whose logits are needed here, with this process's columns as ids: those of rows with several ids."""
-        ids = self.kept.slots.ids
-        return self.kept.slots._replace(ids=torch.where(self._used, ids - self._first if self._first else ids, -1))
+    def _here(self) -> tuple[Tensor, Tensor, Ragged]:
+        """(bool [m]: slots in use whose id is among this process's columns, one outside the vocabulary being nobody's; those of
+        them whose logits are needed, since their row has several ids; the slots, of which these are in use, columns as ids)."""
+        slots, shard, first, end = self.kept.slots, self.stream.shard, 0, self.stream.columns
+        if shard is not None:
+            first, end = shard.start, min(shard.start + end, shard.vocab)
+        own = (slots.ids >= first) & (slots.ids < end)
+        used = own & self.kept.several[slots.rows]
+        return own, used, slots._replace(ids=torch.where(used, slots.ids - first if first else slots.ids, -1))
 
     def _z(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """(z, logits) of a stream at the slots. Where a slot is not in use here, z is -inf, and 0 where it is the only one of its
         row."""
-        logits = self._read(stream.at, self.slots)
-        z = torch.where(self._several, stream.transform.of(logits, self.kept.slots.rows), 0.0)
-        return torch.where(self._own, z, -torch.inf), logits
+        own, used, slots = self._here
+        logits = self._read(stream.at, slots)
+        z = torch.where(used, stream.transform.of(logits, slots.rows), 0.0)
+        return torch.where(own, z, -torch.inf), logits
 
     def _of_logits(self, gradient: Tensor, logits: Tensor) -> Tensor:
         """The gradient of logits from that of z; 0 of a slot that is not in use."""
-        return torch.where(self._used, gradient * self.stream.transform.slope(logits, self.kept.slots.rows), 0.0)
+        _, used, slots = self._here
+        return torch.where(used, gradient * self.stream.transform.slope(logits, slots.rows), 0.0)
 
     def _pairs(self, slots: Ragged) -> Distinct | None:
         """Slots of tokens as those of their rows, each once; None: they are that already."""
@@ -142,36 +153,16 @@ class OverSets:
         pairs = self._pairs(slots)
         return logits(slots) if pairs is None else logits(pairs.slots)[pairs.place]
 
-    @property
-    def _first(self) -> int:
-        return 0 if self.stream.shard is None else self.stream.shard.start
-
-    @functools.cached_property
-    def _own(self) -> Tensor:
-        """bool [m]: slots in use whose id is among this process's columns. An id outside the vocabulary belongs to no rank."""
-        ids, end = self.kept.slots.ids, self._first + self.stream.columns
-        return (ids >= self._first) & (ids < (end if self.stream.shard is None else min(end, self.stream.shard.vocab)))
-
-    @functools.cached_property
-    def _several(self) -> Tensor:
-        """bool [m]: slots of rows with several ids."""
-        return self.kept.several[self.kept.slots.rows]
-
-    @functools.cached_property
-    def _used(self) -> Tensor:
-        """bool [m]: slots whose logits are needed here."""
-        return self._own & self._several
-
     @functools.cached_property
     def _target(self) -> Tensor:
         """int64 [n]: the column of each row's target in a block, -1 where it is not in use here."""
         slots, target = self.kept.slots, self.kept.target
-        return torch.where(self._own[slots.offsets[:-1] + target], target, -1)
+        return torch.where(self._here[0][slots.offsets[:-1] + target], target, -1)
 
     def _top_id(self, z: Tensor, top: Tensor) -> Tensor:
         """int64 [n]: the lowest id of all ranks whose z is the row's largest, -1 where none is."""
         slots, none, shard = self.kept.slots, torch.iinfo(torch.int64).max, self.stream.shard
-        ids = torch.where(self._own & (z == top[slots.rows]), slots.ids, none)
+        ids = torch.where(self._here[0] & (z == top[slots.rows]), slots.ids, none)
         lowest = torch.full_like(self.kept.target, none).scatter_reduce_(0, slots.rows, ids, "amin")
         lowest = lowest if shard is None else shard.lowest_of_ranks(lowest)
         return torch.where(lowest == none, -1, lowest)
@@ -180,14 +171,11 @@ class OverSets:
         """Let `work` compute all rows, block by block, and return what it `writes` over their logits, fp32 [m]."""
         others, total = [self._z(other.stream)[0] for other in self.visit.others], None
         for memory in self._memories():
-            logits, seconds = memory.filled(z), [memory.filled(of_other) for of_other in others]
-            row = first = 0
-            for rows, width in memory.parts:
-                own, at = slice(first, first + rows * width), memory.rows
-                at = at if isinstance(at, slice) else at[row : row + rows]
-                work(self._block(at, *(x[own].view(1, rows, width) for x in (logits, *seconds))))
-                row, first = row + rows, own.stop
-            total = memory.added(total, logits) if writes else None
+            filled = [memory.filled(x) for x in (z, *others)]
+            blocks = zip(*(x[:-1].split(memory.sizes) for x in filled), strict=True)
+            for (rows, count, width), own in zip(memory.parts, blocks, strict=True):
+                work(self._block(rows, *(x.view(1, count, width) for x in own)))
+            total = memory.added(total, filled[0]) if writes else None
         return total
 
     def _block(self, at: slice | Tensor, logits: Tensor, *of_others: Tensor) -> Block:
@@ -210,18 +198,17 @@ class OverSets:
         parts: list[tuple[Tensor, int]] = []
         for group, width in self.kept.groups:
             if group is None and 4 * n * width <= BLOCK_BYTES:
-                yield _Memory(slice(0, n), ((n, width),), torch.add(place, slots.rows, alpha=width))
+                yield _Memory(((slice(0, n), n, width),), torch.add(place, slots.rows, alpha=width))
                 return
             rows = torch.arange(n, device=place.device) if group is None else group
             parts += [(some, width) for some in rows.split(max(1, BLOCK_BYTES // (4 * width)))]
         while parts:
-            own, size, starts = list[tuple[Tensor, int]](), 0, list[Tensor]()
-            while parts and (not own or 4 * (size + parts[0][0].numel() * parts[0][1]) <= BLOCK_BYTES):
-                rows, width = parts.pop(0)
-                own.append((rows, width))
-                starts.append(torch.arange(size, size + rows.numel() * width, width, device=place.device))
-                size += rows.numel() * width
-            order = torch.cat([rows for rows, _ in own])
-            first = place.new_full((n,), size).index_copy_(0, order, torch.cat(starts))
-            shapes = tuple((rows.numel(), width) for rows, width in own)
-            yield _Memory(order, shapes, (first[slots.rows] + place).clamp_(max=size))
+            ends = [*accumulate(rows.numel() * width for rows, width in parts)]
+            count = max(1, bisect_right(ends, BLOCK_BYTES // 4))
+            own, parts, size = parts[:count], parts[count:], ends[count - 1]
+            order, widths = (
+                torch.cat(x) for x in zip(*((rows, torch.full_like(rows, width)) for rows, width in own), strict=True)
+            )
+            first = place.new_full((n,), size).index_copy_(0, order, widths.cumsum(0) - widths)
+            at = (first[slots.rows] + place).clamp_(max=size)
+            yield _Memory(tuple((rows, rows.numel(), width) for rows, width in own), at)

@@ -13,7 +13,7 @@ from ..formulas.token_stage import TokenStage
 from . import divergence
 from .backends import WITH_ENTROPY, Backend, FusedRows
 from .partials import LogitRows, Partials, RowTransform, Second, Slopes
-from .ragged import Ragged, Tokens, write_at
+from .ragged import Ragged, Tokens, at_or, write_at
 
 Tensor = torch.Tensor
 
@@ -39,7 +39,7 @@ class LogitsAt:
         if self.one is None:
             logps = (z - partials.max[rows]) - torch.log(partials.sum)[rows]
         else:
-            of_one = torch.cat([z, z.new_zeros(1)])[self.one][rows]
+            of_one = at_or(z, self.one)[rows]
             logps = partials.logps[rows] + torch.where(z == -torch.inf, z, z - of_one)
         return logps if read is None else torch.where(read[rows], logps, 0.0)
 
@@ -51,14 +51,15 @@ class LogitsAt:
     def with_likeliest(self, transform: RowTransform) -> LogitsAt:
         """The same with `one`: the first of equal ones, and the number of slots where a row has none."""
         rows, z, k = self.slots.rows, self._z(transform), self.used.numel()
-        top = z.new_full((self.slots.offsets.numel() - 1,), -torch.inf).scatter_reduce_(0, rows, z, "amax")
+        top = torch.segment_reduce(z, "max", offsets=self.slots.offsets, initial=-torch.inf, unsafe=True)
         slot = torch.where(self.used & (z == top[rows]), torch.arange(k, device=z.device), k)
         return replace(self, one=torch.full_like(top, k, dtype=torch.int64).scatter_reduce_(0, rows, slot, "amin"))
 
     @property
     def targets(self) -> Tensor:
         """int64 [n]: the ids at `one`, 0 of a row without any."""
-        return torch.cat([self.slots.ids, self.slots.ids.new_zeros(1)])[self.one]
+        assert self.one is not None
+        return at_or(self.slots.ids, self.one)
 
     def of_divergence(self, second: Second, partials: Partials, transform: RowTransform) -> Tensor:
         """fp32 [k]: d divergence from a second stream / d z of each id, from the partials of both; its logits are [k]."""

@@ -36,11 +36,11 @@ WHOLE_BATCH = ("clip-cov", "kl-cov", "entropy quantile, bonus of its own")  # th
 def counted():
     """Bytes of each collective, by name; any other than these two fails."""
     sizes = {"all_gather": [], "all_reduce": []}
-    gather, reduce = shard_of_rows.all_gather, dist.all_reduce
+    gather, reduce = shard_of_rows.gathered, dist.all_reduce
 
-    def all_gather(out, x, group):
+    def gathered(x, group):
         sizes["all_gather"].append(x.numel() * x.element_size())
-        gather(out, x, group)
+        return gather(x, group)
 
     def all_reduce(x, *args, **kwargs):
         sizes["all_reduce"].append(x.numel() * x.element_size())
@@ -49,7 +49,7 @@ def counted():
     others = ("all_gather", "broadcast", "barrier", "reduce_scatter_tensor", "all_to_all_single", "all_gather_object")
     refuse = {name: mock.Mock(side_effect=AssertionError(f"a collective of its own: {name}")) for name in others}
     with (
-        mock.patch.object(shard_of_rows, "all_gather", all_gather),
+        mock.patch.object(shard_of_rows, "gathered", gathered),
         mock.patch.multiple(dist, all_reduce=all_reduce, **refuse),
     ):
         yield sizes
