@@ -344,7 +344,8 @@ def _tensors_of(hidden: Tensor, head: tuple[Any, Any], policy: Policy) -> tuple[
             continue
         if isinstance(x, torch.nn.Module):
             tensor = "Head(lm_head.weight, lm_head.bias)" if getattr(x, "bias", None) is not None else "lm_head.weight"
-            raise ValueError(f"{name} is the module {type(x).__name__}: pass its tensor, {tensor}.")
+            tensor = "the hidden states that the head gets" if name == "hidden" else f"its tensor, {tensor}"
+            raise ValueError(f"{name} is the module {type(x).__name__}: pass {tensor}.")
         if not isinstance(x, Tensor) or x.dtype not in OF_PRODUCTS:
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
             of = f", its {name}.last_hidden_state" if hasattr(x, "last_hidden_state") else ""
@@ -457,8 +458,9 @@ def seconds_of(name: str, given: Any, exact: Exact, policy: Policy, stream: Stre
         teacher, weight = pair
         of_sets = isinstance(teacher, TokenSets)
         checked: Any = _checked_sets if of_sets else second_stream
-        checked = checked(name, teacher, policy, stream, exact)
-        weight = _weight(f"{name}[{i}][1]", weight, policy) if several else None
+        own = f"{name}[{i}]" if several else name
+        checked = checked(own, teacher, policy, stream, exact)
+        weight = _weight(f"{own}.weight", weight, policy) if several else None
         if of_sets:
             known.append(Known(checked, weight))
         else:
@@ -467,15 +469,16 @@ def seconds_of(name: str, given: Any, exact: Exact, policy: Policy, stream: Stre
 
 
 def second_stream(name: str, given: Any, policy: Policy, stream: Stream, exact: Exact | None = None) -> Stream:
-    """A second stream beside the policy's, of hidden states (`name` "reference") or of logits ("ref_logits"), under a transform of
-    its own, else the policy's. `exact`: the divergence from it, which may be that from TokenSets or a list in its place."""
+    """A second stream beside the policy's, of hidden states (`name` "reference") or of logits ("ref_logits"), also as one of a list
+    ("reference[0]"), under a transform of its own, else the policy's. `exact`: the divergence from it, which may be that from
+    TokenSets or a list in its place."""
     x, head, transform = given, None, policy.transform
-    if name == "ref_logits":
-        if isinstance(given, tuple) and len(given) == 2:
-            x, transform = given[0], as_transform(given[1])
+    if name.startswith("ref_logits"):
+        if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], LogitTransform):
+            x, transform = given
         if not isinstance(x, Tensor):
             raise ValueError(
-                f"ref_logits is {'None' if x is None else f'a {type(x).__name__}'}, but {exact} needs the whole distribution of a reference "
+                f"{name} is {'None' if x is None else f'a {type(x).__name__}'}, but {exact} needs the whole distribution of a reference "
                 "or teacher: pass its logits, (logits, LogitTransform(...)), TokenSets whose values are its log-probs, or a list of pairs "
                 "(one of these, weight)."
             )
@@ -483,10 +486,10 @@ def second_stream(name: str, given: Any, policy: Policy, stream: Stream, exact: 
         what = f"{exact} needs the whole distribution of a reference or teacher: pass {HOW_EXACT}."
         require(exact is None or given is not None, name, given, what)
         if not isinstance(given, tuple) or len(given) not in (2, 3):
-            raise ValueError(f"reference is {type(given).__name__}: pass {HOW}.")
+            raise ValueError(f"{name} is {type(given).__name__}: pass {HOW}.")
         x, weight, *bias = given
         if isinstance(weight, Head) and bias:
-            raise ValueError("reference has a bias beside a Head: put it into the Head.")
+            raise ValueError(f"{name} has a bias beside a Head: put it into the Head.")
         head, own = Head.parts(weight, None)
         head, transform = (head[0], bias[0]) if bias else head, transform if own is None else own
     options = policy.options if policy.options.weight_grad is None else replace(policy.options, weight_grad=None)

@@ -91,6 +91,8 @@ FAULTS: list[Fault] = [
         (
             "blocks of rows begin again in each sequence", "slice(a * T + of[1].start, a * T + of[1].stop)", "of[1]",
         ),
+        ("a later visit replaces what others gave", "part if is_first else part.add_(to)", "part"),
+        ("visits are rounded one by one", "torch.float32 if parts.wholes > 1 else logits.dtype", "logits.dtype"),
         ("the version of overwritten logits stays", "torch.autograd.graph.increment_version(self.logits)", "pass", AUTOGRAD),
     ),
     *of("grpo_kernels/rows/hidden.py", COMBINATIONS,
@@ -122,6 +124,7 @@ FAULTS: list[Fault] = [
         ("as many tokens as rows are one for each", "self.tokens.rows.unique().numel() == self.tokens.n", "True", SHARED),
         ("the only token of a row has another's numbers", "part.values[:, tokens.rows]", "part.values", SHARED),
         ("tokens of a chunk replace each other", "result.values[:, self.which] += part.values", "result.values[:, self.which] = part.values", SHARED),
+        ("a row of NaN is NaN at its ids alone", "torch.where(arrives.isnan(), arrives, constant)", "constant", SHARED),
         ("the sign of what other columns get", "constant = -total  #", "constant = total  #"),
         ("the gradient at ids lacks the transform", "g * transform.slope(self.logits, rows), 0.0)", "g, 0.0)"),
         ("1 - p of a certain id is rounded", "rest = torch.where(p > 0.5, (mass", "rest = torch.where(p > 1.5, (mass", SETS),
@@ -304,8 +307,8 @@ FAULTS: list[Fault] = [
             "transform if own is None else own", "transform",
         ),
         (
-            "a teacher's own transform is dropped", "x, transform = given[0], as_transform(given[1])",
-            "x = given[0]", COMBINATIONS,
+            "a teacher's own transform is dropped", "            x, transform = given\n",
+            "            x = given[0]\n", COMBINATIONS,
         ),
     ),
     *of("grpo_kernels/logprobs.py", COMBINATIONS,

@@ -1,9 +1,10 @@
-"""Whether a backend is right here: the loss with its KL and bonus against plain PyTorch in float64, which autograd differentiates,
-and all else that the kernels know against the eager backend, their readable reference. `CASES` is the table."""
+"""Whether a backend is right here: the loss with its KL, bonus and divergence against plain PyTorch in float64, which autograd
+differentiates, and all else that the kernels know against the eager backend, their readable reference. `CASES` is the table."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import warnings
 from dataclasses import replace
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 #: largest entry of each row, so that a missing row shows. Gradients from hidden states are rounded to their dtype more than once.
 LIMITS = {"value": 5e-5, "float32": 2e-4, "bfloat16": 3e-2}
 
-#: The cases that are compared with plain PyTorch, and the only ones of the eager backend.
+#: The cases of every shape.
 PLAIN = ("clip", "clip + KL + entropy bonus")
 WHOLE = {"beta": 0.04, "entropy_coef": 0.02}
 #: What an objective has beside the clipped ratio; "kept": the tokens were drawn from sets.
@@ -40,6 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sequence ratio": WHOLE | {"level": "sequence", "aggregate": "seq-mean-token-mean"},
     **{f"clip + divergence, {way}": WHOLE | {"kl": Exact(way)} for way in DIRECTIONS},
 }
+#: Those that are compared with the eager backend, which has all others itself.
+BESIDE_EAGER = ("clip + KL + entropy bonus over kept sets", "sequence ratio")
 #: Rows, hidden size, vocabulary and cases: with an odd vocabulary, and with one of a model's size (rows of many tiles).
 SHAPES = ((12, 64, 1003, tuple(CASES)), (4, 8, 128_257, PLAIN))
 
@@ -53,8 +56,8 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
             SHAPES, ("float32", "bfloat16"), ("logits", "hidden")
         ):
             step = Step(level, rows, None if level == "logits" else hidden, vocab, dtype)
-            for case in PLAIN if backend == "eager" else cases:
-                if level == "hidden" and "kl" in CASES[case]:
+            for case in cases:
+                if (level == "hidden" and "kl" in CASES[case]) or (backend == "eager" and case in BESIDE_EAGER):
                     continue  # the second stream of rows is logits
                 errors, failure = dict[str, float](), None
                 try:
@@ -90,14 +93,14 @@ class Question(NamedTuple):
 
 
 def question(case: str, step: Step) -> Question:
-    """The first token has no advantage. Beyond the plain cases tokens are those of sequences, whose last one is masked. Sets are
+    """The first token has no advantage. Beside eager tokens are those of sequences, whose last one is masked. Sets are
     the target alone, some ids with it, none."""
     leaves, batch = inputs(step, CPU)
     batch.advantages[0] = 0.0
     old: Any = batch.old_logps
     chosen, how = dict(CASES[case]), dict[str, Any]({"transform": LogitTransform(1.0 if case == PLAIN[0] else 0.9)})
     kept, batch = chosen.pop("kept", False), replace(batch, ref_logps=old - 0.2)
-    if case not in PLAIN:
+    if case in BESIDE_EAGER:
         masked, ends = torch.arange(step.rows) % 4 == 3, torch.arange(0, step.rows + 1, 4)
         batch = replace(batch, mask=~masked, cu_seqlens=ends, old_logps=old.masked_fill(masked, torch.nan))
         leaves[0] = leaves[0].masked_fill(masked[:, None], torch.nan)
@@ -110,21 +113,41 @@ def question(case: str, step: Step) -> Question:
 
 
 def plain_results(q: Question) -> dict[str, Tensor]:
-    """By plain PyTorch in float64, of one of PLAIN."""
+    """By plain PyTorch in float64, of a case that is not beside eager."""
     leaves, b, objective = [x.double().requires_grad_() for x in q.leaves], q.batch, q.objective
-    old, ref = cast(tuple[Tensor, Tensor], (b.old_logps, b.ref_logps))
-    log_p = torch.log_softmax(plain_rows(leaves) / q.how["transform"].temperature, -1)
+    temperature = q.how["transform"].temperature
+    log_p = torch.log_softmax(plain_rows(leaves) / temperature, -1)
     logps, entropy = log_p.gather(-1, b.targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    apart = ref - logps
-    terms = clipped(logps, old, b.advantages) + objective.beta * (apart.exp() - apart - 1.0)
+    if objective.exact is not None:
+        log_q = torch.log_softmax(q.how["ref_logits"].double() / temperature, -1)
+        kl = plain_divergence(log_p, log_q)[objective.exact.direction]
+    else:
+        apart = cast(Tensor, b.ref_logps) - logps
+        kl = apart.exp() - apart - 1.0
+    terms = clipped(logps, cast(Tensor, b.old_logps), b.advantages) + objective.beta * kl
     return _with_gradients(leaves, loss=(terms - objective.entropy_coef * entropy).mean(), logps=logps, entropy=entropy)
+
+
+def plain_divergence(p: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """That of each of DIRECTIONS, from the log-probs of rows."""
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a.exp() * (a - b)).sum(-1)
+
+    m = p.logaddexp(q) - math.log(2.0)
+    return {
+        "reverse": kl(p, q),
+        "forward": kl(q, p),
+        "jsd": (kl(p, m) + kl(q, m)) / 2,
+        "tv": (p.exp() - q.exp()).abs().sum(-1) / 2,
+    }
 
 
 def errors_of(q: Question, case: str, backend: str, device: torch.device, dtype: str) -> dict[str, float]:
     """The largest errors of values and gradients beside plain PyTorch in float64, or eager in fp32 with torch's own products; of a
     gradient as a share of the largest entry, of logits or hidden states of the same row."""
     found, errors = results(q, backend, device, dtype), dict[str, float]()
-    if case in PLAIN:
+    if case not in BESIDE_EAGER:
         expected = plain_results(q)
     else:
         with cpu_products.using("torch"):

@@ -102,7 +102,8 @@ def merged(slots: Ragged, values: Tensor, others: Ragged, of_others: Tensor) -> 
 class Distinct(NamedTuple):
     """Pairs (row, id) in any order, of which several may be equal, and each of them once.
 
-    slots   each pair once: as many slots as there are pairs, those that are left over not in use, so that no host counts them.
+    slots   each pair once: as many slots as there are pairs, those that are left over not in use, so that no host counts them. They
+            lie behind those of the last row and count as its slots: what is added up there is 0.
     place   int64 [k], the slot of each pair.
     order   int64 [k], the pairs in the order of their slots; equal ones stay in their order.
     starts  int64 [k + 1], where those of each slot begin in `order`."""
@@ -229,7 +230,8 @@ class Tokens:
         return torch.where(self.used, x[torch.where(self.used, self.rows, 0)], 0 if x.is_floating_point() else -1)
 
     def to_pairs(self, x: Tensor) -> Tensor:
-        """fp32 [k]: sums over equal pairs."""
+        """fp32 [k]: sums over equal pairs. A row's total is made of these, as rounded: so in the total less one of them no rounding
+        of that is left, which may be more than all others."""
         return self.pairs.sums(x).to(torch.float32)
 
     def to_rows(self, x: Tensor) -> Tensor:

@@ -153,15 +153,15 @@ class Rows(Problem):
         return tuple(None if g is None else converted(g, x.dtype) for g, x in pairs)
 
     def _parts(self) -> Parts:
-        whole, twice, slots = None, False, False
+        whole, twice, slots, wholes = None, False, False, 0
         for visit, *_ in self.reads:  # those of sets come first: they read logits that may be written over
             if visit.kept is not None:
                 slots = True
                 continue
             twice = twice or whole is not None or (slots and visit.all_rows)
             slots = slots or visit.sparse is not None or (visit.ahead and visit.at is not None)
-            whole = whole or visit
-        return Parts(whole, twice, slots)
+            whole, wholes = whole or visit, wholes + 1
+        return Parts(whole, twice, slots, wholes)
 
     def without_tensors(self) -> Rows:
         return Rows(self.reads, self.stream.of((), self.stream.transform))

@@ -186,11 +186,13 @@ class Parts(NamedTuple):
 
     whole  a visit over the vocabulary, whose second streams take memory beside a chunk of logits; None: there is none.
     twice  whether rows are visited more than once. Sums are then fp32, and rounded once at the end.
-    slots  whether gradients of logits at slots come as well."""
+    slots  whether gradients of logits at slots come as well.
+    wholes  how many visits are over the vocabulary."""
 
     whole: Visit | None
     twice: bool = False
     slots: bool = False
+    wholes: int = 1
 
 
 # ---- gradients of the tensors of a stream, which visits add to. Some are made in the backward, once its factor is known, because
@@ -250,6 +252,11 @@ class Block:
             if isinstance(self.at, slice)
             else self.at
         )
+
+    def at_slots(self, slots: Ragged, values: Tensor) -> tuple[Ragged, Tensor]:
+        """The slots of these rows with their values, the rows counted in the block."""
+        own, which = slots.in_chunk(self.places, self.visit.targets.numel())
+        return own, values[which]
 
     def stats(self) -> Tensor:
         """fp32 [q, r]: the partials of a visit, see `Visit.found`. Sums outside of ids take computed logits as their memory."""
@@ -519,17 +526,16 @@ BLOCK_BYTES = {"cpu": 16 << 20, "cuda": 300 << 20}
 class LogitsGradient(Gradients):
     """The gradient of logits [A, T, V]: in their memory or other, or of a few positions."""
 
-    def __init__(self, logits: Tensor, inplace: bool, wanted: bool) -> None:
-        self.logits, self.inplace, self.wanted = logits, inplace, wanted
+    def __init__(self, logits: Tensor, inplace: bool, wanted: bool, parts: Parts) -> None:
+        self.logits, self.inplace, self.wanted, self.twice = logits, inplace, wanted, parts.twice
+        self.dtype = torch.float32 if parts.wholes > 1 else logits.dtype
         self.out: Tensor | None = None
-        self.before: list[Tensor] = []  # of earlier visits
 
     def rows(self) -> Tensor:
-        """Memory, all of which the caller is going to write."""
-        if self.out is not None:
-            self.before.append(self.out)
-        x = self.logits
-        self.out = x.detach() if self.inplace else empty_like(x.detach())
+        """Memory, all of which the first caller is going to write, and others are to add to."""
+        if self.out is None:
+            x = self.logits
+            self.out = x.detach() if self.inplace else empty_like(x.detach(), self.dtype)
         return self.out
 
     def made(self) -> tuple[Tensor | LateGradient | None, ...]:
@@ -540,9 +546,6 @@ class LogitsGradient(Gradients):
             if self.out is None and not self.inplace:
                 return (few,)  # the only part
             self.out = few.add_to(self.logits.detach().zero_() if self.out is None else self.out)
-        for earlier in self.before:
-            assert self.out is not None
-            self.out.add_(earlier)
         if self.inplace:
             torch.autograd.graph.increment_version(self.logits)
         return (self.out,)
@@ -582,21 +585,31 @@ class Logits(Stream):
         return visit.found(side_by_side([block.stats() for block, _ in blocks]))
 
     def gradients(self, wanted: tuple[bool, ...], parts: Parts) -> LogitsGradient:
-        return LogitsGradient(self.logits, self.inplace, wanted[0])
+        return LogitsGradient(self.logits, self.inplace, wanted[0], parts)
 
     def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: LogitsGradient, at_ids: Tensor | None) -> None:
-        out = gradients.rows()
-        if not visit.apart:
-            self.backend.gradient(self._rows(visit), found.partials, slopes, out)
-        else:
-            for block, to in self._blocks(visit, out, True):
+        is_first, twice, out = gradients.out is None, gradients.twice, gradients.rows()
+        at = None if at_ids is None or visit.at is None else (self.own(visit.at), at_ids)
+        if not twice:
+            if not visit.apart:
+                self.backend.gradient(self._rows(visit), found.partials, slopes, out)
+            for block, to in self._blocks(visit, out, True) if visit.apart else ():
                 assert to is not None
                 block.pull(found.values[:, block.at], slopes.at(block.at), to)
-        if at_ids is not None:
-            assert visit.at is not None
-            here = self.own(visit.at)
-            used = here.ids >= 0 if visit.read is None else (here.ids >= 0) & visit.read[here.rows]
-            write_at(out, here.positions(out.shape[1]), at_ids, used)
+            _put(out, at)
+            return
+        few, gradients.few, part = gradients.few, None, torch.empty(0)
+        for block, to in self._blocks(visit, out, True):
+            assert to is not None
+            if is_first and to.dtype == torch.float32:
+                part = to
+            elif part.shape != to.shape:
+                part = torch.empty_like(to, dtype=torch.float32)
+            block.pull(found.values[:, block.at], slopes.at(block.at), part)
+            # All that adds up is there before it is rounded.
+            _put(part, None if at is None else block.at_slots(*at))
+            part = part if few is None else SlotGradient.of(part, *block.at_slots(*few)).add_to(part)
+            to.copy_(part if is_first else part.add_(to))
 
     def fused(self, visit: Visit, stage: TokenStage, gradients: LogitsGradient | None) -> FusedRows:
         out = None if gradients is None else gradients.rows()
@@ -647,4 +660,6 @@ class Logits(Stream):
                 return second if here is None else second.at(here)._replace(logits=second.logits[:, here])
 
             own = rows.cut(at.start, at.stop)._replace(logits=x[of].to(torch.float32) if visit.apart else x[of], part=None)
+            if own.second is not None:
+                own = own._replace(second=own.second._replace(logits=own.second.logits[of]))
             yield Block(self, self.backend, visit, own, at, second_of), None if out is None else out[of]

@@ -88,10 +88,14 @@ class LogitsAt:
         constant = -total  # the gradient of the other columns, in units of their probability
         logps = torch.where(counted, self.log_probs(partials, read, transform), -torch.inf)
         p, rest = logps.exp(), -torch.expm1(logps)
+        # A row of NaN is NaN at all of its columns if anything arrives at one of its ids, and 0 if nothing does, as in the kernels.
+        arrives = self._sums(torch.where(upstream != 0, 1.0 + 0.0 * p, 0.0).to(torch.float64))
+        constant = torch.where(arrives.isnan(), arrives, constant)
         if outside is not None:  # d log P / d z_j, P the probability outside, is p_j (1 / P - 1), of the ids -p_j
             outside, mass = outside if read is None else torch.where(read, outside, 0.0), torch.exp(partials.outside)
             inside = torch.where(mass > 0.5, self._sums(p), 1.0 - mass)
             constant = constant + torch.where(outside == 0, 0.0, outside * (inside / mass))
+            arrives = torch.where(outside == 0, arrives, 1.0)
             total = total + outside
             rest = torch.where(p > 0.5, (mass + self._sums(torch.where(p > 0.5, 0.0, p)))[rows], rest)
         g = (rest * upstream - p * (total[rows] - upstream)).to(torch.float32)
@@ -103,7 +107,8 @@ class LogitsAt:
             for second, weight, both in others:
                 slope = times(weight, of_divergence)[rows]
                 g = g + times(slope, self.of_divergence(second, both, transform))
-        g = torch.where(counted, g * transform.slope(self.logits, rows), 0.0)
+        active = ((arrives != 0) | slopes.nonzero)[rows]
+        g = torch.where(counted & active, g * transform.slope(self.logits, rows), 0.0)
         return g, slopes.plus("constant", constant.to(torch.float32))
 
     def _sums(self, x: Tensor) -> Tensor:

@@ -273,6 +273,7 @@ CALLS = [
             for i, kl in enumerate((Kl("k3", "ratio"), "distillation", kl_where_old))
         },
         "ref_logits is None|needs the whole distribution": {"objective": EXACT},
+        "ref_logits is a tuple|(logits, LogitTransform(...))": {"objective": EXACT, "ref_logits": TEACHER},
         "ref_logits holds id 11 in row 0": {"objective": EXACT, "ref_logits": TOO_HIGH},
         "ref_logits is a whole distribution|kl='k3' is an estimate": {"objective": Objective(beta=0.1), "ref_logits": LOGITS},
         "ref_logits='Tensor': with beta=0": LOGITS,
@@ -297,14 +298,15 @@ CALLS = [
         "batch.ref_logps are both given": {"objective": Objective(beta=0.1), "ref_logps": PER_TOKEN, "reference": TEACHER},
         "reference is list: pass (hidden, weight)": {"objective": Objective(beta=0.1), "reference": [*TEACHER]},
         "reference is TokenSets without values": {"objective": EXACT, "reference": KEPT},
+        "reference: hidden is the module Linear: pass the hidden states": {"objective": EXACT, "reference": (torch.nn.Linear(H, V), WEIGHT)},
         "the values of row 0 are log-probs of 2 in all": {"objective": EXACT, "reference": sets([[0, 1]], 0.0)},
         **{
             says: {"objective": Objective.preset("distillation"), "reference": teachers} for says, teachers in {
                 "reference=[]: a list of teachers holds at least one pair": [],
                 "reference[0] is Tensor: a list of teachers holds pairs (teacher, weight)": [HIDDEN],
-                "reference[1][1]=-0.5: the weight of a teacher is a finite number >= 0": [(TEACHER, 1.0), (TEACHER, -0.5)],
-                "reference[0][1] has shape [3, 5]": [(TEACHER, torch.ones(B, T + 1))],
-                "reference has a vocabulary of 10, but the policy has 11": [(TEACHER, 1.0), ((HIDDEN, OTHER[1:]), 1.0)],
+                "reference[1].weight=-0.5: the weight of a teacher is a finite number >= 0": [(TEACHER, 1.0), (TEACHER, -0.5)],
+                "reference[0].weight has shape [3, 5]": [(TEACHER, torch.ones(B, T + 1))],
+                "reference[1] has a vocabulary of 10, but the policy has 11": [(TEACHER, 1.0), ((HIDDEN, OTHER[1:]), 1.0)],
             }.items()
         },
         "logp_terms holds id 11 in row 0": TOO_HIGH,

@@ -102,10 +102,9 @@ def test_probabilities_near_1_keep_their_digits(name, backend):
     torch.testing.assert_close(*found, rtol=2e-2, atol=1.2e-7)
 
 
-def test_a_masked_token_with_a_set_may_name_any_row(backend):
-    sets = TokenSets.from_lists([[1, 4], [2, 5], [3, 6]])
-    rows, mask, logits = torch.tensor([0, -100, 1]), torch.tensor([True, False, True]), torch.randn(2, 7)
-    given = {"kept": sets, "at": sets, "options": Options(backend, missing="include")}
-    found = token_logprobs(logits, torch.tensor([1, 2, 3]), mask=mask, rows=rows, **given)
-    exact = torch.stack([logits[0, [1, 4]].log_softmax(0), torch.zeros(2), logits[1, [3, 6]].log_softmax(0)])[:, 0]
-    torch.testing.assert_close(found.logps, exact)
+def test_a_row_of_nan_is_nan_in_all_columns_or_none(backend):
+    """Whatever arrives at its ids: what cancels, nothing, something."""
+    logits, sets = torch.full((3, V), torch.nan, requires_grad=True), TokenSets.from_lists([[2, 3]] * 3)
+    at = token_logprobs(logits, torch.arange(3), at=sets, options=Options(backend)).also["at"]
+    at.backward(torch.tensor([1.0, -1.0, 0.0, 0.0, 2.0, 1.0]))
+    assert logits.grad.isnan().sum(1).tolist() == [V, 0, V]

@@ -62,7 +62,7 @@ def test_the_report_is_what_is_documented(sound, monkeypatch):
     (gone,) = report["problems"]
     assert gone["problem"] == "the kernels for cpu tensors do not run: cpu is gone"
     eager = report["backends"]["eager"]
-    assert eager["passed"] and len(eager["checks"]) == 16 and 0 < eager["value_error"] < 1e-5
+    assert eager["passed"] and len(eager["checks"]) == 24 and 0 < eager["value_error"] < 1e-5
     assert 1e-7 < eager["gradient_error"]["float32"] < 1e-4 < eager["gradient_error"]["bfloat16"] < 1e-2
 
 
@@ -146,7 +146,7 @@ def test_a_wrong_eager_backend_is_found_by_itself_and_beside_the_kernels(backend
     pull = kernels.pull
     monkeypatch.setattr(kernels, "pull", lambda *given: (pull(*given), given[-1].neg_()))
     checks = self_test.self_test(backend, CPU)["checks"]
-    assert {check["case"] in self_test.PLAIN for check in checks if check["failure"]} == {backend == "eager"}
+    assert {check["case"] in self_test.BESIDE_EAGER for check in checks if check["failure"]} == {backend != "eager"}
 
 
 def test_a_check_that_raises_costs_itself_only(monkeypatch):
@@ -155,7 +155,7 @@ def test_a_check_that_raises_costs_itself_only(monkeypatch):
 
     monkeypatch.setattr(self_test, "results", broken)
     report = self_test.self_test("eager", CPU)
-    assert not report["passed"] and len(report["checks"]) == 16
+    assert not report["passed"] and len(report["checks"]) == 24
     assert {check["failure"] for check in report["checks"]} == {"RuntimeError: Failed to find C compiler"}
 
 

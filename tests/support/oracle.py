@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -507,9 +507,9 @@ class Rows:
         if noise is None:
             self.log_p = torch.log_softmax(z, -1)
         else:
-            g, size = torch.Generator().manual_seed(noise), torch.where(z.isfinite(), z.detach().abs(), 0.0)
+            size = torch.where(z.isfinite(), z.detach().abs(), 0.0)
             row = 2 + 2 * size.amax(1, keepdim=True) + math.log(x.shape[1])
-            self.log_p = torch.log_softmax(z + EPS * (1 + size) * signs(z, g), -1) + EPS * row * signs(row, g)
+            self.log_p = torch.log_softmax(z + EPS * (1 + size) * signs(z, noise), -1) + EPS * row * signs(row, noise)
         self.keep = self.log_p.detach() > -math.inf
         self.chosen = self.log_p.gather(1, ids[:, None])[:, 0]
         finite = torch.where(self.keep, self.log_p, 0.0)
@@ -518,8 +518,11 @@ class Rows:
         self.sum_squares = self.p.square().sum(1)
 
 
-def signs(like: Tensor, g: torch.Generator) -> Tensor:
-    return torch.where(torch.rand(like.shape, generator=g) < 0.5, -1.0, 1.0).to(like.dtype)
+def signs(like: Tensor, noise: int) -> Tensor:
+    """Those of errors. Between an even number and the next every second column changes: in one of them two neighbours differ."""
+    g = torch.Generator().manual_seed(noise // 2)
+    found = torch.where(torch.rand(like.shape, generator=g) < 0.5, -1.0, 1.0).to(like.dtype)
+    return found * (1 - 2 * (torch.arange(like.shape[-1]) % 2)) ** (noise % 2)
 
 
 def listed_divergence(
@@ -529,17 +532,16 @@ def listed_divergence(
     values = []
     for p_row, q_row, listed in zip(log_p, log_q, ids, strict=True):
         lp, lq = p_row[listed], q_row[listed]
-        p, q = lp.exp().sum(), lq.exp().sum()
         if tail == "bin":
             others = [i for i in range(len(p_row)) if i not in listed]
-            rest = p_row[others].exp().sum(), 1 - q
+            rest = p_row[others].exp().sum(), 1 - lq.exp().sum()
             lp, lq = (torch.cat([x, mass.clamp(min=1e-7).log()[None]]) for x, mass in zip((lp, lq), rest, strict=True))
         elif tail == "renormalise":
             lp, lq = lp.log_softmax(0), lq.log_softmax(0)
         value = divergence(lp[None], lq[None], kind, share)[0]
-        if tail == "generalised" and kind in ("reverse", "forward"):  # of the others the masses cancel
-            value = value + {"reverse": 1, "forward": -1}[kind] * (q - p)
-        values.append(value if listed else 0.0 * p)
+        if tail != "ignore" and kind in ("reverse", "forward"):  # of the others the masses cancel
+            value = value + {"reverse": 1, "forward": -1}[kind] * (lq.exp().sum() - lp.exp().sum())
+        values.append(value)
     return torch.stack(values) if values else log_p.sum(1)
 
 
@@ -552,7 +554,8 @@ class Answer:
     values: dict[str, Tensor]
     gradients: dict[str, Tensor]
     clear: bool = True
-    sizes: Tensor | None = None  # [N, V]: what is added up in the gradient of each logit, were nothing to cancel
+    of_logits: Any = None  # [N, V]: the gradient of the logits
+    sizes: Any = None  # [N, V]: what is added up in it, were nothing to cancel
 
 
 def answer(p: Problem, noise: int | None = None) -> Answer:
@@ -562,14 +565,19 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     x = project(leaves, torch.float64)
     if noise is not None and r.source == "hidden":
         sizes = project({name: leaf.detach().abs() for name, leaf in leaves.items()}, torch.float64)
-        x = x + 8 * EPS * sizes * signs(sizes, torch.Generator().manual_seed(noise + 100))
-    x = x if p.rows is None else x[p.rows]
+        x = x + 8 * EPS * sizes * signs(sizes, noise + 100)
+    logits, x = x, x if p.rows is None else x[p.rows]
+    temperature = to_rows(p.transform["temperature"], p.sequences, torch.float64)
 
-    def rows(x: Tensor, transform: dict[str, object], keep: Tensor | None) -> Rows:
-        temperature = to_rows(transform["temperature"], p.sequences, torch.float64)[live]  # type: ignore[arg-type]
-        own = {**transform, "temperature": temperature}
+    def rows(x: Tensor, transform: dict[str, Any], keep: Tensor | None, of_other: int = 0) -> Rows:
+        own = {**transform, "temperature": to_rows(transform["temperature"], p.sequences, torch.float64)[live]}
         return Rows(
-            x[live], p.ids[live], own, [[i] for i in range(len(live))], keep=None if keep is None else keep[live], noise=noise
+            x[live],
+            p.ids[live],
+            own,
+            [[i] for i in range(len(live))],
+            keep=None if keep is None else keep[live],
+            noise=None if noise is None else noise + of_other,
         )
 
     sets = rows(x, p.transform, p.keep)
@@ -583,26 +591,25 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     if p.others:
         over = (whole, None) if r.over == "reference" else (sets, p.keep)
         values["divergence"] = everywhere(_divergences(p, *over, rows, live))
-        squared = to_rows(p.transform["temperature"], p.sequences, torch.float64) ** 2 if r.squared else 1.0  # type: ignore[arg-type]
-        of_loss = values["divergence"] * squared
+        of_loss = values["divergence"] * (temperature**2 if r.squared else 1.0)
         if r.door == "divergence":
             values["divergence"] = of_loss
     total, clear = _total(p, values, of_loss if p.others else None, sets, whole, live, noise)
     total = total * r.upstream
-    wanted = [leaf for name, leaf in leaves.items() if name != r.frozen]
-    names = [name for name in leaves if name != r.frozen]
+    wanted = {name: leaf for name, leaf in leaves.items() if name != r.frozen}
     softmaxes = list(dict.fromkeys((sets, whole)))
-    inner = [*(x.log_p for x in softmaxes), values["divergence"]] if p.others else [x.log_p for x in softmaxes]
-    found = torch.autograd.grad(total, [*wanted, *inner], materialize_grads=True, allow_unused=True)
-    gradients, slopes = found[: len(wanted)], [x.abs() for x in found[len(wanted) :]]
-    temperature = to_rows(p.transform["temperature"], p.sequences, torch.float64)[live, None]  # type: ignore[arg-type]
-    steep = abs(p.transform["scale"]) / temperature  # type: ignore[arg-type]
+    inner = [*(x.log_p for x in softmaxes), *([values["divergence"]] if p.others else [])]
+    of_logits, *found = torch.autograd.grad(
+        total, [logits, *wanted.values(), *inner], materialize_grads=True, allow_unused=True
+    )
+    gradients, slopes = dict(zip(wanted, found, strict=False)), [x.abs() for x in found[len(wanted) :]]
+    steep = abs(p.transform["scale"]) / temperature[live, None]
     sizes = torch.zeros(N, x.shape[1], dtype=torch.float64)
     for softmax, slope in zip(softmaxes, slopes, strict=False):
         sizes[live] += (slope + softmax.p.detach() * slope.sum(1, keepdim=True)) * steep
     if p.others:  # log-ratios of two near rows cancel
         sizes[live] += sets.p.detach() * slopes[-1][live, None] * steep
-    if r.source == "hidden" and any(y is not None for y in (p.at, p.terms, p.rows)):
+    if r.source == "hidden" and ("listed" in r.others or any(y is not None for y in (p.at, p.terms, p.rows))):
         # Logits at further ids are computed again, and rounded in another way.
         arrives = slopes[0].sum(1, keepdim=True)
         sizes[live] += sets.p.detach() * arrives * steep**2 * x.detach()[live].abs().amax(1, keepdim=True)
@@ -611,7 +618,11 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     if p.rows is not None:
         sizes = torch.zeros(p.leading.numel(), x.shape[1], dtype=torch.float64).index_add(0, p.rows, sizes)
     return Answer(
-        {name: value.detach() for name, value in values.items()}, dict(zip(names, gradients, strict=True)), clear, sizes
+        {name: value.detach() for name, value in values.items()},
+        gradients,
+        clear,
+        of_logits,
+        sizes,
     )
 
 
@@ -621,8 +632,8 @@ def _divergences(p: Problem, ours: Rows, keep: Tensor | None, rows: Callable[...
     kind, _, share = r.exact.partition(" ")
     mixture = float(share or 0.5) if kind == "jsd" else 0.0
     total = torch.zeros(len(live), dtype=torch.float64)
-    for other in p.others:
-        theirs = rows(other.rows, other.transform, keep)
+    for i, other in enumerate(p.others):
+        theirs = rows(other.rows, other.transform, keep, 200 + 100 * i)
         if other.ids is None:
             value = divergence(ours.log_p, theirs.log_p.detach(), kind, mixture)
         else:
@@ -648,8 +659,7 @@ def _total(
             of_kl = torch.zeros_like(values["logps"]).index_put((live,), whole.chosen)
         seen = {name: x for name, x in p.seen.items() if name != "cu_seqlens"}
         if noise is not None:  # terms of a slope may cancel
-            g = torch.Generator().manual_seed(noise)
-            seen["advantages"] = seen["advantages"] * (1 + 2 * EPS * signs(seen["advantages"], g))
+            seen["advantages"] = seen["advantages"] * (1 + 2 * EPS * signs(seen["advantages"], noise))
         result = objective(
             p.spec, values["logps"], values["entropy"], p.sequences, normalizer=r.normalizer, kl_logps=of_kl,
             divergences=divergences, listed=_listed_terms(p, sets, live), **seen,
@@ -664,7 +674,7 @@ def _total(
         total = total + (values["sum_squares"] * up["sum_squares"]).sum()
     if r.also in ("log_kept_mass", "all"):
         mass = torch.logsumexp(torch.where(sets.keep, whole.log_p, -math.inf), 1) if p.keep is not None else 0.0 * sets.chosen
-        mass = torch.where(own_sets(p, live), mass, 0.0)
+        mass = torch.where(torch.tensor([bool(ids) for ids in p.sets or p.ids.new_zeros(len(p.ids))])[live], mass, 0.0)
         values["log_kept_mass"] = torch.zeros_like(values["logps"]).index_put((live,), mass)
         total = total + (values["log_kept_mass"] * up["log_kept_mass"]).sum()
     if p.at is not None:
@@ -691,30 +701,19 @@ def _listed_terms(p: Problem, sets: Rows, live: Tensor) -> Tensor | None:
     return torch.zeros(len(p.ids), dtype=torch.float64).index_add(0, rows, c * log_p + of_p * log_p.exp())
 
 
-def own_sets(p: Problem, live: Tensor) -> Tensor:
-    return torch.tensor([bool((p.sets or [[]] * len(p.ids))[i]) for i in live.tolist()], dtype=torch.bool)
-
-
 def rooms(p: Problem, exact: Answer) -> Answer:
     """How far fp32 may be from each number: what errors of its size in every logit and log-prob do, some roundings of the number
     and of what it is a sum of, and one of the dtype that a gradient is stored in."""
     r = p.recipe
     # The slope of a total variation jumps where p = q: as often as it takes for every sign that is open to be both.
     others = [answer(p, noise) for noise in range(1, 25 if r.exact == "tv" else 4)]
-    assert exact.sizes is not None
-    # Gradients of several passes are each in memory of the dtype. Slopes of listed ids cancel among themselves.
-    several = (
-        r.over != "kept" or len(r.others) > 1 or r.also in ("log_kept_mass", "all") or r.rows != "own" or r.listed != "none"
-    )
-    least = 1e-12 + ("listed" in r.others) * 1e-9 * max(1.0, r.upstream)
 
     def room(x: Tensor, moved: list[Tensor], size: Tensor, dtype: torch.dtype) -> Tensor:
         off = torch.stack([torch.where(y.isfinite() & x.isfinite(), y - x, 0.0).abs() for y in moved]).amax(0)
         finite = torch.where(x.isfinite(), x, 0.0).abs()
         relative, absolute = ROUNDING[dtype]
         stored = relative * finite + absolute * max(1.0, r.upstream)  # in memory of 16 bits before the upstream gradient
-        stored = stored + 2 * (relative * size + absolute) if several else stored
-        return 16 * off + 12 * EPS * (finite + size) + 2.2 * stored + least
+        return 16 * off + 12 * EPS * (finite + size) + 2.2 * stored + 1e-12
 
     values = {
         name: room(x, [o.values[name] for o in others], torch.zeros_like(x), torch.float32) for name, x in exact.values.items()
@@ -724,21 +723,20 @@ def rooms(p: Problem, exact: Answer) -> Answer:
         name: room(x, [o.gradients[name] for o in others], size[name], p.clean[name].dtype)
         for name, x in exact.gradients.items()
     }
+    if r.weight_grad == "of weight":  # is added to memory of its dtype twice, and half of that is compared
+        gradients["weight"] *= 1.5
     if "hidden" in p.clean:
         # Operands of 16 bits round the gradient of the logits, which is off by fp32's errors before.
         dtypes = {x.dtype for x in p.clean.values()}
         relative = 1.1 * 2.0**-8 if torch.bfloat16 in dtypes else 2.0**-10 if torch.float16 in dtypes else 0.0
-        of_logits = products(p, logit_gradient(p).abs())
+        # What several passes give is rounded before it cancels.
+        several = r.over != "kept" or "listed" in r.others or r.also in ("log_kept_mass", "all") or (p.sets and r.rows != "own")
+        of_logits = size if several else products(p, exact.of_logits.abs())
         gradients = {name: x + relative * of_logits[name] for name, x in gradients.items()}
+        waits = p.spec.level != "token" or p.spec.surrogate.endswith("-cov") or (p.sets and r.rows + r.listed != "ownnone")
+        if r.door == "loss" and waits and "weight" in gradients:
+            gradients["weight"] += relative * of_logits["weight"]  # hidden states times the slopes of rows that wait for others
     return Answer(values, gradients)
-
-
-def logit_gradient(p: Problem) -> Tensor:
-    """[N, V] of a problem from hidden states."""
-    logits = project(p.clean, torch.float64)
-    return answer(replace(p, recipe=replace(p.recipe, source="logits", frozen="nothing"), clean={"logits": logits})).gradients[
-        "logits"
-    ]
 
 
 def products(p: Problem, of_logits: Tensor) -> dict[str, Tensor]:

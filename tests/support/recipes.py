@@ -413,7 +413,11 @@ def problem(r: Recipe) -> Problem:
         "mask": handed(mask, r.seed) if has_mask else None,
         "cu_seqlens": None if offsets is None else handed(offsets, r.seed),
     }
-    named = {} if row_of is None else {"rows": torch.where(mask, row_of.view(shape), 10**6)}
+    named = (
+        {}
+        if row_of is None
+        else {"rows": torch.where(mask, row_of.view(shape), 10**6 - 2 * 10**6 * (torch.arange(n).view(shape) % 2))}
+    )
     if "group-mean" in (spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate):
         own["groups"] = torch.arange(len(sequences)) // 2
     targets = (
@@ -517,7 +521,6 @@ def _fields(
     uniform: Callable[..., Tensor],
 ) -> dict[str, Any]:
     spec, logps = SPECS[r.objective], probs["kept"]
-    packed = logps.dim() == 1
     advantages = {"token": normal(), "column": normal(len(sequences), 1)}.get(r.given, normal(len(sequences), 1))
     if r.layout == "without offsets":
         advantages = normal()
@@ -535,7 +538,6 @@ def _fields(
     }  # fmt: skip
     gone = {"on-policy": ("old_logps", "weights", "nll_weights"), "column": ("nll_weights",)}.get(r.given, ())
     gone = (*gone, "ref_logps") if r.others else gone
-    assert packed or logps.dim() == 2
     # In fp32, as the caller has them.
     return {name: x.float().double() for name, x in seen.items() if name not in gone}
 
