@@ -1,6 +1,7 @@
 """grpo_kernels: the GRPO loss at the speed of the hardware, in any trainer."""
 
-from ._version import __version__ as __version__
+__version__ = "0.2.0.dev0"  # before the imports, some of which read it
+
 from .batch import TokenBatch
 from .formulas.divergence import Exact
 from .formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion

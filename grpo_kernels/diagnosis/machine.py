@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._version import __version__
+from .. import __version__
 from ..integrations import adapters
 from ..integrations._swap import one_of
 from ..rows import backends

@@ -19,8 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..._version import __version__
-
 #: The name that this package was imported by: another one in a build for the Hub, which has no compiled module.
 HOME = __name__.partition(".")[0]
 NAME = f"{HOME}._cpu"
@@ -135,8 +133,9 @@ def installed_module() -> tuple[Path | None, str | None]:
     module = next((m for s in importlib.machinery.EXTENSION_SUFFIXES if (m := folder / f"_cpu{s}").is_file()), None)
     if module is None:
         return None, f"{copy} has none"
-    if distribution.version != __version__:
-        return None, f"{copy} is version {distribution.version} and this is {__version__}"
+    version = sys.modules[HOME].__version__
+    if distribution.version != version:
+        return None, f"{copy} is version {distribution.version} and this is {version}"
     here = sources()
     if here is None or built_from(module) != here:
         return None, f"{copy} was built from other C++ sources"
