@@ -133,7 +133,7 @@ def graded(values):
         ([[1.0, 1.0]] * 4, 0, "for completion 0 2 process rewards for 1 tokens: one entry per token."),
         ([[1.0], [None, float("nan")], [None] * 3, [1]], 1, "a float (nan): a process reward is a finite number"),
         (1.5, None, "returned a float (1.5): return a list, with an entry for each"), ("abcd", 0, "for completion 0 a str ('a')"),
-        (lambda ids: None, None, "returned None"),
+        (None, None, "returned None"),
     ],
     ids=str,
 )  # fmt: skip
