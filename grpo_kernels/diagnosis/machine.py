@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..integrations import adapters
 from ..integrations._swap import one_of
 from ..rows import backends
 from ..rows.backends import BACKENDS, cpu_products
 from ..rows.backends.cpu import NO_AVX2
-from ..rows.backends.native import PACKAGE, build_command, built_from, load, package, sources, why_not_here
+from ..rows.backends.native import PACKAGE, build_command, built_from, load, package, sources, version_here, why_not_here
 from . import Finding, first_line
 
 
@@ -218,7 +217,7 @@ def setting_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
 def facts(device: torch.device) -> dict[str, Any]:
     """What grpo_kernels/diagnosis/doctor.py says of machine, package and settings, before anything runs."""
     return {
-        "versions": {"grpo_kernels": __version__, **versions()},
+        "versions": {"grpo_kernels": version_here(), **versions()},
         "package": package(),
         "native": module(),
         "products": {"engine": engine(), "engines": cpu_products.engines()},

@@ -25,6 +25,11 @@ NAME = f"{HOME}._cpu"
 PACKAGE = Path(__file__).parents[2]
 
 
+def version_here() -> str:
+    """The version of this package, whose first line it is."""
+    return str(sys.modules[HOME].__version__)
+
+
 def load() -> ModuleType:
     """The compiled module of this package. ImportError says why there is none."""
     try:
@@ -133,7 +138,7 @@ def installed_module() -> tuple[Path | None, str | None]:
     module = next((m for s in importlib.machinery.EXTENSION_SUFFIXES if (m := folder / f"_cpu{s}").is_file()), None)
     if module is None:
         return None, f"{copy} has none"
-    version = sys.modules[HOME].__version__
+    version = version_here()
     if distribution.version != version:
         return None, f"{copy} is version {distribution.version} and this is {version}"
     here = sources()
