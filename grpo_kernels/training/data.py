@@ -15,9 +15,9 @@ import torch
 
 from ..checks import require
 from ..rows import backends
+from . import Ranks
 from . import require as package
 from .config import TRACKERS, TrainConfig
-from .policy import Ranks
 from .rewards import RewardModel, resolve
 
 #: A row is the data set's own columns plus "prompt" (the text given to the model) and, where known, "answer".

@@ -20,10 +20,9 @@ import torch
 
 from ..formulas.filters import EntropyQuantile
 from ..objective import Objective
-from . import require
+from . import Ranks, require
 from .config import TRACKERS, TrainConfig, write
 from .data import Row
-from .policy import Ranks
 from .rewards import Scores, pair
 
 Tensor = torch.Tensor

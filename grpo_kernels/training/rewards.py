@@ -27,8 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..rewards.estimators import Evidence
 from ..rewards.groups import weighted_sum
-from . import require
-from .policy import Ranks
+from . import Ranks, require
 
 Tensor = torch.Tensor
 RewardFunction = Callable[..., list[Any]]

@@ -15,10 +15,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..batch import TokenBatch
 from ..token_sets import TokenSets
-from . import require
+from . import Ranks, require
 from .config import TrainConfig
 from .data import Row
-from .policy import Completions, ParallelModel, Ranks, positions
+from .policy import Completions, ParallelModel, positions
 from .rewards import Asked, RewardFunction, Scores, name_of, score
 
 Tensor = torch.Tensor

@@ -24,9 +24,9 @@ import filelock
 import torch
 
 from ..rewards.entropy import AdaptiveEntropyCoef
-from . import require
+from . import Ranks, require
 from .config import TrainConfig
-from .policy import ParallelModel, Ranks
+from .policy import ParallelModel
 
 #: What may differ between a run and its continuation without changing the steps.
 FREE_TO_CHANGE = {

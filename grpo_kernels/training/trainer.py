@@ -29,10 +29,10 @@ from ..batch import TokenBatch
 from ..checks import require as check
 from ..distributed import global_normalizer
 from ..rewards.entropy import AdaptiveEntropyCoef
-from . import data, require
+from . import Ranks, data, require
 from .config import TrainConfig, parse
 from .data import Row, prompts_of_step
-from .policy import Completions, Losses, LossParts, ParallelModel, Ranks, check_recomputing, recomputing
+from .policy import Completions, Losses, LossParts, ParallelModel, check_recomputing, recomputing
 from .report import RunLog, Stopwatch, Tracker, of_update, write_summary
 from .rewards import RewardFunction, Scores
 from .rollouts import Rollouts, micro_batches, pieces

@@ -16,7 +16,7 @@ pytest.importorskip("datasets")
 import transformers
 
 from examples import demo
-from grpo_kernels.training.policy import Ranks
+from grpo_kernels.training import Ranks
 from grpo_kernels.training.rewards import Asked, call, exact, number, score
 from support.advantage_oracle import group_advantages
 from support.plain_trainer import Watch
