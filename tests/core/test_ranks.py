@@ -270,7 +270,7 @@ EXCHANGED = "mask kept missing over others exact tail also weight_grad transform
 FURTHER = [
     *(Recipe(objective="dapo, exact", source=source, kept="some", others=("whole",), exact="jsd", ranks=2) for source in ("logits", "hidden")),
     *(Recipe(source="hidden", listed="some", rows=rows, objective="dapo, k3", given="on-policy", ranks=2) for rows in ("own", "shared", "shuffled")),
-    Recipe(door="logprobs", also="sum_squares", ranks=2),
+    *3 * (Recipe(door="logprobs", also="sum_squares", ranks=2),),  # in every cut
 ]  # fmt: skip
 HEAD = Recipe(source="hidden", objective="grpo, k3 and entropy", vocab=V, bias="plain", lengths=LENGTHS)
 
