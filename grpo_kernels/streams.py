@@ -474,8 +474,8 @@ def second_stream(name: str, given: Any, policy: Policy, stream: Stream, exact: 
     TokenSets or a list in its place."""
     x, head, transform = given, None, policy.transform
     if name.startswith("ref_logits"):
-        if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], LogitTransform):
-            x, transform = given
+        if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], LogitTransform | None):
+            x, transform = given[0], as_transform(given[1])
         if not isinstance(x, Tensor):
             raise ValueError(
                 f"{name} is {'None' if x is None else f'a {type(x).__name__}'}, but {exact} needs the whole distribution of a reference "

@@ -143,7 +143,7 @@ class TokenSets:
         (ids, counts), told = _listed("lists", lists, generated, cu_seqlens), None
         if ids.numel():
             require_tensor("lists", ids, INTEGERS, "lists of integer ids", "holds")
-            largest = int(ids.abs().max())
+            largest = max(int(ids.max()), -int(ids.min()))  # -2^63 is its own absolute value
             if largest > torch.iinfo(torch.int32).max:
                 raise ValueError(f"lists holds ids up to {largest}: from lists ids become int32.")
         if values is not None:

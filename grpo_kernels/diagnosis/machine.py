@@ -315,4 +315,8 @@ def advice(report: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -
     """What `facts` say is wrong or slow."""
     given, table = known(report, environ), ADVICE | (ADVICE_FOR_GPUS if torch.cuda.is_available() else {})
     found = [finding for name, finding in table.items() if given[name]]
-    return [f._replace(problem=f.problem.format_map(given), remedy=f.remedy.format_map(given)) for f in found]
+    needed = report["device"] == "cpu"  # the compiled module; elsewhere the tests mean something without it
+    return [
+        f._replace(problem=f.problem.format_map(given), remedy=f.remedy.format_map(given), blocks=f.blocks and needed)
+        for f in found
+    ]

@@ -8,6 +8,7 @@ were; a resumed run cuts them there."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import shutil
@@ -35,6 +36,8 @@ FREE_TO_CHANGE = {
 }  # fmt: skip
 #: Seconds within which a launcher and its batch system may pass on one and the same signal.
 ECHO = 3.0
+#: What file systems without locks answer, as NFS without its lock daemon does.
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class OutputFolder:
@@ -65,7 +68,9 @@ class OutputFolder:
             raise ValueError(
                 f"out={str(self.path)!r} is in use by another run: wait for that run to end, or choose another folder."
             ) from error
-        except NotImplementedError as error:
+        except (NotImplementedError, OSError) as error:  # a file system without locks, unless it says something else
+            if getattr(error, "errno", errno.ENOSYS) not in WITHOUT_LOCKS:
+                raise
             print(f"out={str(self.path)!r} is not safe from a second run: it cannot be locked ({error})", file=sys.stderr)
 
     def release(self) -> None:

@@ -452,6 +452,7 @@ SETS = [
         "lists is not one list of numbers for each row|generated=": [1, 2],
         "lists holds torch.float32: pass lists of integer ids": [[1.5]],
         "lists holds ids up to 2147483648: from lists ids become int32": [[2**31]],
+        "lists holds ids up to 9223372036854775808: from lists ids become int32": [[-(2**63)]],
         "ids[2]=-1, in row 1": {"lists": [[1], [3, -1]]},
         "ids[1]=3, in row 1": {"lists": [[], [3, 3]]},
         "values has 1 rows, and lists 2": {"lists": [[1], [2]], "values": [[0.5]]},

@@ -122,6 +122,17 @@ def test_the_largest_probability_and_its_id(backend):
 # ---- second distributions
 
 
+def test_logits_with_None_as_their_transform_have_none():
+    """And not that of the policy, also as one of a list."""
+    logits, other, divergence = torch.randn(3, 5), torch.randn(3, 5), Exact("reverse")
+    for wrap in (lambda x: x, lambda x: [(x, 0.5)]):
+        found, wanted = (
+            token_divergence(logits, wrap((other, own)), divergence, transform=LogitTransform(2.0))
+            for own in (None, LogitTransform())
+        )
+        assert same_bits(found, wanted) and not same_bits(found, torch.zeros(3))
+
+
 @pytest.mark.parametrize(
     "over, rows", [("kept", None), ("vocabulary", None), ("kept", torch.arange(10).view(2, 5) // 2)], ids=str
 )

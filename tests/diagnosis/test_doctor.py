@@ -289,6 +289,10 @@ def test_findings(function, given, expected):
     assert found == [] if expected is None else len(found) == 1 and re.search(expected, found[0]), found
 
 
+def test_an_old_module_keeps_nothing_from_being_tested_beside_a_gpu():
+    assert [f.blocks for device in ("cpu", "cuda") for f in advice(built="other", device=device)] == [True, False]
+
+
 # ---- facts
 
 

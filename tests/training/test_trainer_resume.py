@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
+
+import filelock
 
 from support.processes import finish, start
 from support.runs import RUN, flags, lines, noisy, on_disk, saved, saved_steps, seed, tiny, trainer
@@ -244,6 +248,12 @@ def test_two_runs_in_one_folder_do_not_destroy_each_other(tok, tmp_path):
     with pytest.raises(ValueError, match="holds a run: continue it with resume"):
         trainer(tok, tmp_path)
     assert trainer(tok, tmp_path, steps=3, resume=True).train() and [x["step"] for x in lines(tmp_path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("answer", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_told_of(tok, tmp_path, monkeypatch, capsys, answer):
+    monkeypatch.setattr(filelock.FileLock, "acquire", Mock(side_effect=OSError(answer, "none")))
+    assert trainer(tok, tmp_path) and "is not safe from a second run: it cannot be locked" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_reported_before_training(tok, tmp_path, monkeypatch):
