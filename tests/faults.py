@@ -307,7 +307,7 @@ FAULTS: list[Fault] = [
             "transform if own is None else own", "transform",
         ),
         (
-            "a teacher's own transform is dropped", "            x, transform = given\n",
+            "a teacher's own transform is dropped", "            x, transform = given[0], as_transform(given[1])\n",
             "            x = given[0]\n", COMBINATIONS,
         ),
     ),
