@@ -40,10 +40,13 @@ from .token_sets import TokenSets, check_sets, narrowed, outside, without_set
 Tensor = torch.Tensor
 M = TypeVar("M")
 
-#: Fields that are tensors, and the dtypes that they may have.
+#: Fields that are tensors, the dtypes that they may have, and what to pass.
 FIELDS = {
-    **dict.fromkeys(("mask", "cu_seqlens", "groups", "rows"), DTYPES),
-    **dict.fromkeys(("advantages", "old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights"), FLOATING),
+    **dict.fromkeys(("mask", "cu_seqlens", "groups", "rows"), (DTYPES, "a tensor, where targets are")),
+    **dict.fromkeys(
+        ("advantages", "old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights"),
+        (FLOATING, "a floating-point tensor, where targets are"),
+    ),
 }
 #: Those that may have one number a sequence.
 WIDE = ("advantages", "weights", "nll_weights")
@@ -193,10 +196,10 @@ class TokenBatch(Checked):
             self._put("advantages", self.advantages.to(torch.float32))
         if self.cu_seqlens is not None:
             check_offsets("targets", targets, self.cu_seqlens)
-        for name, dtypes in FIELDS.items():
+        for name, taken in FIELDS.items():
             value = getattr(self, name)
             if value is not None:
-                require_tensor(name, value, dtypes, f"a {'floating-point ' * (dtypes is FLOATING)}tensor, where targets are")
+                require_tensor(name, value, *taken)
                 require_device(name, value, targets.device, "targets")
                 if name.endswith("logps"):
                     require_shape(name, value, shape, "targets")

@@ -58,7 +58,7 @@ def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`empty` of the shape of x; of small results what `torch.empty_like` takes half the time for."""
+    """`empty` of the shape of x. Small results come from torch.empty_like, which is the sooner one."""
     dtype = x.dtype if dtype is None else dtype
     if _is_large(x.numel() * dtype.itemsize, x.device):
         return empty(x.shape, dtype, x.device)

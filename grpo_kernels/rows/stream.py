@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple, Protocol
 
@@ -133,20 +133,18 @@ class Visit(NamedTuple):
 
     def not_read(self, n: int, device: torch.device) -> Tensor:
         """fp32 [q, n]: the partials of rows that are not read."""
-        tables = [names for names, _ in self._tables]
+        tables = (self.names, *(other.names for other in self.apart))
         return _stacked([Partials.not_read(names, n, device).values for names in tables])
 
     def found(self, values: Tensor, draws: tuple[Tensor, ...] = (), ahead: Tensor | None = None) -> Found:
         """What partials fp32 [q, n] are."""
-        if not self.apart:
-            of = () if self.one is None else (self.one.kind, self.one.mixture)
-            return Found(values, Partials(values, self.names, *of), (), draws, ahead)
-        tables, first = [], 0
-        for names, second in self._tables:
-            of = () if second is None else (second.kind, second.mixture)
-            tables.append(Partials(values[first : first + len(names)], names, *of))
-            first += len(names)
-        return Found(values, tables[0], tuple(tables[1:]), draws, ahead)
+        apart, end = [], len(self.names)
+        for other in self.apart:
+            first, end = end, end + len(other.names)
+            apart.append(Partials(values[first:end], other.names, other.kind, other.mixture))
+        own, one = values[: len(self.names)] if apart else values, self.one
+        of = () if one is None else (one.kind, one.mixture)
+        return Found(values, Partials(own, self.names, *of), tuple(apart), draws, ahead)
 
     def slopes(self, factor: Tensor) -> Slopes:
         """Those of rows whose gradient is one vector times `factor` [n]: that of the log-prob, or with further ids, whose gradient
@@ -160,10 +158,6 @@ class Visit(NamedTuple):
         of = slopes.target if self.at is None else slopes.get("constant")
         assert of is not None
         return torch.where(partials.logps.isnan() & (of != 0), torch.nan, of)
-
-    @property
-    def _tables(self) -> list[tuple[tuple[str, ...], Other | None]]:
-        return [(self.names, self.one), *((other.names, other) for other in self.apart)]
 
 
 def _stacked(tables: list[Tensor]) -> Tensor:
@@ -418,10 +412,8 @@ class Stream(ABC):
     computed = False
 
     def of(self, tensors: Tensors, transform: RowTransform) -> Stream:
-        """The same of other tensors. (`dataclasses.replace` takes ten times as long, and each call has three of these.)"""
-        other = object.__new__(type(self))
-        vars(other).update(vars(self), tensors=tensors, transform=transform)
-        return other
+        """The same of other tensors."""
+        return replace(self, tensors=tensors, transform=transform)
 
     def plain(self) -> Stream:
         """Without gradients and the wrappers of torch.func, as a second stream is."""
@@ -579,7 +571,7 @@ class Logits(Stream):
         return self.logits[at // T, at % T]
 
     def stats(self, visit: Visit) -> Found:
-        if not visit.apart and OUTSIDE[0] not in visit.names:
+        if not visit.apart and OUTSIDE[0] not in visit.names:  # as they lie, without the cost of a block
             return visit.found(self.backend.visit(self._rows(visit), visit.names).values)
         blocks = self._blocks(visit, None, OUTSIDE[0] in visit.names)
         return visit.found(side_by_side([block.stats() for block, _ in blocks]))
@@ -591,11 +583,12 @@ class Logits(Stream):
         is_first, twice, out = gradients.out is None, gradients.twice, gradients.rows()
         at = None if at_ids is None or visit.at is None else (self.own(visit.at), at_ids)
         if not twice:
-            if not visit.apart:
+            if visit.apart:
+                for block, to in self._blocks(visit, out, True):
+                    assert to is not None
+                    block.pull(found.values[:, block.at], slopes.at(block.at), to)
+            else:
                 self.backend.gradient(self._rows(visit), found.partials, slopes, out)
-            for block, to in self._blocks(visit, out, True) if visit.apart else ():
-                assert to is not None
-                block.pull(found.values[:, block.at], slopes.at(block.at), to)
             _put(out, at)
             return
         few, gradients.few, part = gradients.few, None, torch.empty(0)
