@@ -187,9 +187,6 @@ def version_findings() -> Iterator[Finding]:
             )
 
 
-# ---- settings
-
-
 def variables() -> dict[str, str]:
     """The environment variables that are set and affect the kernels."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(WATCHED)}
@@ -245,7 +242,7 @@ def known(report: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, An
         "only one": threads == 1 < usable,
         "busy": report["cpu"]["load"] > report["cpu"]["processors"] and environ.get("OMP_WAIT_POLICY", "").lower() != "passive",
         "unseen": report["gpu"]["reason"] if device_present() else None,
-        "rounded": torch.get_float32_matmul_precision() != "highest" or environ.get("NVIDIA_TF32_OVERRIDE") == "1",
+        "rounded": cpu_products.less_than_fp32() or environ.get("NVIDIA_TF32_OVERRIDE") == "1",
         "interpreted": environ.get("TRITON_INTERPRET") == "1",
         "here": PACKAGE.parent,
         "command": build_command(report["package"]),

@@ -185,10 +185,10 @@ def _engine_for(dtype: torch.dtype) -> str:
     """The engine in use for operands of this type. Tiles take fp32 as two bf16 numbers, which keep 16 of the 24 bits: only where
     torch may use less than fp32 for fp32, too."""
     name = engine()
-    return "avx512bf16" if name == "amx" and dtype == torch.float32 and not _less_than_fp32() else name
+    return "avx512bf16" if name == "amx" and dtype == torch.float32 and not less_than_fp32() else name
 
 
-def _less_than_fp32() -> bool:
+def less_than_fp32() -> bool:
     """Whether the user allows it to products of fp32 operands."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
