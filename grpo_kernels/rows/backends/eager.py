@@ -38,23 +38,24 @@ class Kernels(Backend):
     makes_all = True
     writes_behind_reads = True  # a block is read completely before any of it is written
 
-    def __init__(self, strict: bool = False) -> None:
-        pass
+    def __init__(self, strict: bool = False, space: Tensor | None = None) -> None:
+        """`space`: memory of a single block, whose gradient finds there what the statistics have computed."""
+        self.space = space
 
     # ---- rows of logits
 
     def stats(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
         result = Partials.empty(names, rows.n, rows.logits.device, rows.second)
-        space = _space(rows)
+        space = _space(rows) if self.space is None else self.space
         for r, block in _blocks(rows, rows.logits):
             z = _transformed(block, rows.transform.at(r), space[0])
-            d, e, _ = space[1:, : len(block)]
+            d, e, terms = space[1:, : len(block)]
             ids, valid = _safe(rows.targets[r], z.shape[1])
             top = z.amax(1)
             torch.exp(torch.sub(z, _finite(top)[:, None], out=d), out=e)
             found = {"max": top, "sum": row_sums(e), "target": torch.where(valid, z.gather(1, ids)[:, 0], torch.nan)}
             if "weighted" in names:
-                found["weighted"] = row_sums(d.clamp_(min=-1e4).mul_(e))  # no infinity times 0
+                found["weighted"] = row_sums(torch.mul(d.clamp_(min=-1e4), e, out=terms))  # no infinity times 0
             if "squares" in names:
                 found["squares"] = row_sums(e * e)
             if "top" in names:
@@ -103,22 +104,23 @@ class Kernels(Backend):
             at_target, per_ee = at_target + prob * probs * probs, prob * dz_dx / (partials.sum * partials.sum)
         per_e, at_target, idle = per_e * dz_dx / partials.sum, at_target * dz_dx, ~slopes.nonzero
         of_divergence = slopes.get("divergence")
-        space = _space(rows)
+        space = _space(rows) if self.space is None else self.space
         for (r, block), (_, to) in zip(_blocks(rows, rows.logits), _blocks(rows, out), strict=True):
-            z, own = _transformed(block, transform.at(r), space[0]), partials.at(r)
-            d, e, g = space[1:, : len(block)]
-            d = e if per_ed is None else d
+            own, (d, e, g) = partials.at(r), space[1:, : len(block)]
+            if self.space is None:
+                z = _transformed(block, transform.at(r), space[0])
+                torch.exp(torch.sub(z, own.max[:, None], out=d), out=e)
             if of_divergence is None and to.dtype == torch.float32 and not transform.softcap:
                 g = to  # in place this is the block, which is not read again
-            torch.exp(torch.sub(z, own.max[:, None], out=d), out=e)
             torch.mul(e, per_e[r, None] if per_ee is None else per_ee[r, None] * e + per_e[r, None], out=g)
             if per_ed is not None:
                 g.addcmul_(d.clamp_(min=-1e4).mul_(e), per_ed[r, None])
-            ids, valid = _safe(rows.targets[r], z.shape[1])
+            ids, valid = _safe(rows.targets[r], g.shape[1])
             # A target outside these columns (it may belong to another rank) changes none of them.
             g.scatter_(1, ids, torch.where(valid[:, None], at_target[r, None], g.gather(1, ids)))
             if of_divergence is not None:
                 assert rows.second is not None
+                z = _transformed(block, transform.at(r), space[0])
                 q, log_ratio = _against(z, _second(rows, r), own)
                 of = (e / own.sum[:, None], q, log_ratio, own.center[:, None])
                 of_columns = divergence.gradient(rows.second.kind, *of, rows.second.mixture)
@@ -130,7 +132,11 @@ class Kernels(Backend):
                 to.copy_(g)
 
     def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
-        return self.two_visits(rows, stage, out, _block_rows(rows))
+        result, of_block = FusedRows.zeros(rows.n, rows.logits.device, rows.second), Kernels(space=_space(rows))
+        for r, _ in _blocks(rows, rows.logits):
+            block = rows.cut(r.start, r.stop)
+            result.put(r, of_block.two_visits(block, stage.at(r), out, block.n))
+        return result
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         gradient.mul_(factor)
