@@ -53,10 +53,8 @@ WIDE = ("advantages", "weights", "nll_weights")
 KINDS = ("trained", "contributing", "sequences")
 
 
-def whole(kind: str) -> str:
-    """The kind of those of these rows that have no set of kept ids: they run over the whole vocabulary."""
-    return f"{kind}, whole"
-
+#: Behind a kind: those of its rows that have no set of kept ids, which run over the whole vocabulary.
+WHOLE = ", whole"
 
 UNSEEN = (
     "changed, but torch saw no write into its tensors (NumPy, DLPack, .data, inference mode): write by torch operations, or make "
@@ -355,12 +353,11 @@ class TokenBatch(Checked):
         for name in names:
             if (value := getattr(self, name)) is not None:
                 wide = as_wide(value, shape, self.cu_seqlens)
-                wide = wide if wide.shape == shape else wide.expand(shape)
                 given[name] = wide.reshape(-1) if self.mask is None else wide
         if self.mask is None or not given:
             return given
         masked = torch.where(self.mask, torch.stack([*given.values()]), 0.0).flatten(1)
-        return dict(zip(given, masked, strict=True))
+        return dict(zip(given, masked.unbind(), strict=True))
 
     def marked(self, kind: str) -> Tensor | None:
         """bool [N] of a kind, None standing for all rows. "trained": the mask. "contributing": trained, with a nonzero advantage or
@@ -369,8 +366,8 @@ class TokenBatch(Checked):
         mask = None if self.mask is None else flat(self.mask)
         if kind == "trained":
             return mask
-        base = None if self.kept is None else next((base for base in KINDS if kind == whole(base)), None)
-        if base is not None:
+        base, *of_whole = kind.split(WHOLE)
+        if of_whole:
             marked, without = self.marked(base), self.without_set
             return without if marked is None else marked & without
         contributing = self._contributing()
@@ -392,8 +389,7 @@ class TokenBatch(Checked):
             contributing = contributing & nonzero["weights"]
         if self.nll_weights is not None:
             contributing = contributing | nonzero["nll_weights"]
-        contributing = contributing if self.mask is None else contributing & self.mask
-        return flat(contributing.expand(shape))
+        return flat(contributing if self.mask is None else contributing & self.mask)
 
     def with_missing(self, missing: str) -> TokenBatch:
         """This batch with another `missing`, whose counts go to the host once: the same object again while torch sees no write into
@@ -445,7 +441,7 @@ class TokenBatch(Checked):
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        return KINDS if self.kept is None else (*KINDS, *map(whole, KINDS))
+        return KINDS if self.kept is None else (*KINDS, *(kind + WHOLE for kind in KINDS))
 
     @property
     def outside_set(self) -> Tensor:

@@ -205,14 +205,14 @@ def check_targets(targets: Tensor, mask: Tensor | None, vocab: int, logits: bool
     tensor given as logits, which may be hidden states by mistake."""
     if not values_are_checked(targets) or targets.numel() == 0:
         return
-    seen = targets if mask is None else torch.where(mask, targets, 0)
-    low, high = seen.aminmax()
+    low, high = targets.aminmax()
     if int(low) < 0 or int(high) >= vocab:
+        wrong = (targets < 0) | (targets >= vocab)
         remedy = (
             f" is outside the vocabulary [0, {vocab}). Mask the position (mask=False) if it is padding; its id may then be anything."
             + (" If the logits are hidden states: those go to linear_grpo_loss or linear_logprobs." if logits else "")
         )
-        refuse_where((seen < 0) | (seen >= vocab), "targets", targets, remedy)
+        refuse_where(wrong if mask is None else wrong & mask, "targets", targets, remedy)
 
 
 def check_rows(rows: Any, targets: Tensor) -> None:
@@ -284,7 +284,7 @@ def sequence_ids(cu_seqlens: Tensor, n: int) -> Tensor:
 def per_token(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None) -> Tensor:
     """Flat fp32 [N]: `value` given per token (the shape of targets), per sequence ([B] or [B, 1]) or as a 0-d tensor."""
     check_width(name, value.shape, shape, cu_seqlens)
-    return as_wide(value, shape, cu_seqlens).expand(shape).reshape(-1)
+    return as_wide(value, shape, cu_seqlens).reshape(-1)
 
 
 def check_width(name: str, given: torch.Size, shape: torch.Size, cu_seqlens: Tensor | None = None) -> None:
@@ -301,14 +301,14 @@ def check_width(name: str, given: torch.Size, shape: torch.Size, cu_seqlens: Ten
 
 
 def as_wide(value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor:
-    """Values that `check_width` has let pass, fp32 and of a shape that broadcasts to `shape`."""
+    """Values that `check_width` has let pass, fp32 and one for each token, a view where possible."""
     value = value.detach() if value.requires_grad else value
     value = value if value.dtype == torch.float32 else value.to(torch.float32)
-    if value.shape == shape or value.dim() == 0:
+    if value.shape == shape:
         return value
-    if cu_seqlens is None:
-        return value.reshape(-1, *(1,) * (len(shape) - 1))
-    return value.reshape(-1)[sequence_ids(cu_seqlens, shape.numel())]
+    if cu_seqlens is not None and value.dim() > 0:
+        return value.reshape(-1)[sequence_ids(cu_seqlens, shape.numel())]
+    return value.reshape(-1, *(1,) * (len(shape) - 1)).expand(shape)
 
 
 def inverse_temperatures(

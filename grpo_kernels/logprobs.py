@@ -36,9 +36,9 @@ from .streams import (
     draws,
     is_traced,
     leaves_the_graph,
+    name_of_second,
     outside,
     refuse_keywords,
-    refuse_product,
     refuse_sparse,
     seconds_of,
     squared,
@@ -120,8 +120,6 @@ def token_logprobs(
     outside the vocabulary gives NaN."""
     if unknown:
         refuse_keywords(token_logprobs, unknown)
-    options = as_options(options)
-    refuse_product(options)
     return _logprobs(logits, None, targets, mask, transform, entropy, also, kept, at, rows, options, inplace)
 
 
@@ -160,18 +158,19 @@ def linear_logprobs(
     Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(linear_logprobs, unknown)
-    (head, transform), options = Head.parts(weight, transform), as_options(options)
-    if at is not None:
-        refuse_sparse(options, "the gradients of ids of at= would be among the columns drawn once more")
+    head, transform = Head.parts(weight, transform)
     return _logprobs(hidden, head, targets, mask, transform, entropy, also, kept, at, rows, options)
 
 
 def _logprobs(
     x: Tensor, head: tuple[Any, Any] | None, targets: Tensor, mask: Tensor | None, transform: LogitTransform | None,
-    entropy: bool | str, also: tuple[str, ...], kept: TokenSets | None, at: TokenSets | None, rows: Tensor | None, options: Options,
-    inplace: bool = False,
+    entropy: bool | str, also: tuple[str, ...], kept: TokenSets | None, at: TokenSets | None, rows: Tensor | None,
+    options: Options | None, inplace: bool = False,
 ) -> TokenLogprobs:  # fmt: skip
     """Those of logits or, with the (weight, bias) of a head, of hidden states x."""
+    options = as_options(options, head)
+    if at is not None:
+        refuse_sparse(options, "the gradients of ids of at= would be among the columns drawn once more")
     if is_traced() and leaves_the_graph(options, None, kept, at, rows):
         return outside(_logprobs, x, head, targets, mask, transform, entropy, also, kept, at, rows, options, inplace)
     remedy = "an int64 tensor of token ids, the leading shape of the logits or hidden states"
@@ -186,7 +185,7 @@ def _logprobs(
     if rows is not None:
         check_rows(rows, targets)
         leading = leading_shape(x, targets)
-    mask = None if mask is None else mask_of_rows(mask, shape, device)
+    mask = mask_of_rows(mask, shape, device)
     if kept is not None:
         check_sets("kept", kept, targets)
         mask = narrowed(kept, targets, mask, options.missing)
@@ -200,14 +199,12 @@ def _logprobs(
         check_sets("at", at, targets, vocab)
         slots = slots_of(at)
     check_targets(targets, mask, vocab, logits=head is None)
-    names, with_gradient = ("entropy",) if entropy else (), ("entropy",) if entropy is True else ()
-    mass = "log_kept_mass" in also
+    mass, names = "log_kept_mass" in also, ("entropy", *also) if entropy else also
     if mass and sets is not None:
         over = over or ()
-    for name in also:
-        if name != "log_kept_mass" or sets is not None:
-            name = "lse" if name == "log_kept_mass" else name
-            names, with_gradient = (*names, name), (*with_gradient, *((name,) if name in DIFFERENTIABLE else ()))
+    names = tuple("lse" if name == "log_kept_mass" else name for name in names if sets is not None or name != "log_kept_mass")
+    detached = ("entropy",) if entropy == "detached" else ()
+    with_gradient = tuple(name for name in names if name in DIFFERENTIABLE and name not in detached)
     sparse = None if options.sparse is None else draws(options.sparse, stream)
     if rows is not None:
         tokens = tokens_of(rows, mask, ids, read, stream, slots)
@@ -256,9 +253,7 @@ def token_divergence(
     (of "jsd" and "tv" three times in the forward). Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(token_divergence, unknown)
-    exact, options = as_exact(divergence), as_options(options)
-    refuse_product(options)
-    return _divergence(logits, None, "ref_logits", ref_logits, exact, mask, transform, kept, options, inplace)
+    return _divergence(logits, None, ref_logits, as_exact(divergence), mask, transform, kept, options, inplace)
 
 
 def linear_divergence(
@@ -289,27 +284,27 @@ def linear_divergence(
     Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(linear_divergence, unknown)
-    exact, (head, transform), options = as_exact(divergence), Head.parts(weight, transform), as_options(options)
-    refuse_sparse(options, NOT_BOUNDED)
-    return _divergence(hidden, head, "reference", reference, exact, mask, transform, kept, options)
+    exact, (head, transform) = as_exact(divergence), Head.parts(weight, transform)
+    return _divergence(hidden, head, reference, exact, mask, transform, kept, options)
 
 
 def _divergence(
-    x: Tensor, head: tuple[Any, Any] | None, name: str, given: Any, exact: Exact, mask: Tensor | None,
-    transform: LogitTransform | None, kept: TokenSets | None, options: Options, inplace: bool = False,
+    x: Tensor, head: tuple[Any, Any] | None, given: Any, exact: Exact, mask: Tensor | None, transform: LogitTransform | None,
+    kept: TokenSets | None, options: Options | None, inplace: bool = False,
 ) -> Tensor:  # fmt: skip
-    """That of logits or, with the (weight, bias) of a head, of hidden states x. `given`: the second streams, as the argument
-    `name`."""
+    """That of logits or, with the (weight, bias) of a head, of hidden states x. `given`: the second streams."""
+    options = as_options(options, head)
+    refuse_sparse(options, NOT_BOUNDED)
     if is_traced() and leaves_the_graph(options, None, exact):
-        return outside(_divergence, x, head, name, given, exact, mask, transform, kept, options, inplace)
+        return outside(_divergence, x, head, given, exact, mask, transform, kept, options, inplace)
     remedy, own = "a tensor [B, T, ..] or [N, ..], one row for each token", "logits" if head is None else "hidden"
     require_tensor(own, x, DTYPES, remedy)
     require(x.dim() > 1, f"{own}.shape", list(x.shape), f"pass {remedy}.")
     read_too = {"mask": mask, "transform": transform, "kept": kept}
     shape, device = x.shape[:-1], x.device
     policy = Policy(shape, device, transform, mask_of_rows(mask, shape, device), None, options)
-    stream = stream_of(x, head, policy, read_too, {name: given}, inplace)
-    seconds, mask, sets = seconds_of(name, given, exact, policy, stream), policy.mask, None
+    stream = stream_of(x, head, policy, read_too, {name_of_second(head is None): given}, inplace)
+    seconds, mask, sets = seconds_of(given, exact, policy, stream), policy.mask, None
     targets, read = torch.zeros(shape, dtype=torch.int64, device=device), None if mask is None else flat(mask)
     if kept is not None:
         check_sets("kept", kept, targets, stream.vocab)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .batch import TokenBatch, sends_ahead, whole
+from .batch import WHOLE, TokenBatch, sends_ahead
 from .checks import (
     FLOATING,
     check_targets,
@@ -22,13 +22,11 @@ from .checks import (
     require_tensor,
     values_are_checked,
 )
-from .formulas.divergence import Exact
 from .formulas.ops import bounded_exp, times
 from .formulas.token_stage import JointStage, ListedTerms, Terms, TokenRows, TokenStage
 from .objective import Denominators, Objective
 from .rows.backends import is_strict
 from .rows.hidden import Hidden
-from .rows.partials import RowTransform
 from .rows.ragged import KeptRows, Tokens, slots_of
 from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
 from .rows.stream import Logits, Seconds, Visit
@@ -44,9 +42,9 @@ from .streams import (
     draws,
     is_traced,
     leaves_the_graph,
+    name_of_second,
     outside,
     refuse_keywords,
-    refuse_product,
     refuse_sparse,
     second_stream,
     seconds_of,
@@ -92,9 +90,9 @@ class LossOutput:
     _batch: TokenBatch = field(repr=False)
     rows: TokenRows = field(repr=False)
     _log_ratio: Tensor | None = field(default=None, repr=False)  # fp32 [n] at the objective's level, if the loss computed it
+    divergence: Tensor | None = field(default=None, repr=False)
     whole_logps: Tensor | None = field(default=None, repr=False)
     kl_apart: bool = field(default=False, repr=False)
-    divergence: Tensor | None = field(default=None, repr=False)
     __repr__ = describe
 
     def __getattr__(self, name: str) -> Any:
@@ -216,9 +214,7 @@ def grpo_loss(
     Raises ValueError naming the argument that is wrong, before any work."""
     if unknown:
         refuse_keywords(grpo_loss, unknown)
-    options = as_options(options)
-    refuse_product(options)
-    return _loss(logits, None, batch, objective, transform, "ref_logits", ref_logits, normalizer, options, inplace)
+    return _loss(logits, None, batch, objective, transform, ref_logits, normalizer, options, inplace)
 
 
 def linear_grpo_loss(
@@ -259,20 +255,21 @@ def linear_grpo_loss(
     if unknown:
         refuse_keywords(linear_grpo_loss, unknown)
     head, transform = Head.parts(weight, transform)
-    return _loss(hidden, head, batch, objective, transform, "reference", reference, normalizer, as_options(options))
+    return _loss(hidden, head, batch, objective, transform, reference, normalizer, options)
 
 
 def _loss(
-    x: Tensor, head: tuple[Any, Any] | None, batch: TokenBatch, objective: Objective, transform: LogitTransform | None, name: str,
-    given: Any, normalizer: float | Tensor | Denominators | None, options: Options, inplace: bool = False,
+    x: Tensor, head: tuple[Any, Any] | None, batch: TokenBatch, objective: Objective, transform: LogitTransform | None, given: Any,
+    normalizer: float | Tensor | Denominators | None, options: Options | None, inplace: bool = False,
 ) -> LossOutput:  # fmt: skip
     """The loss of logits or, with the (weight, bias) of a head, of hidden states x: checked here, before any work. `given`: the
-    second stream, as the argument `name`."""
+    second stream."""
+    options, name = as_options(options, head), name_of_second(head is None)
     check_specs(batch, objective, name, given)
     if objective.exact is not None:
         refuse_sparse(options, NOT_BOUNDED)
     if is_traced() and leaves_the_graph(options, batch.context_group, objective.exact, batch.kept, batch.listed, batch.rows):
-        return outside(_loss, x, head, batch, objective, transform, name, given, normalizer, options, inplace)
+        return outside(_loss, x, head, batch, objective, transform, given, normalizer, options, inplace)
     if batch.kept is not None and options.missing not in (None, batch.missing):
         remedy = f"the batch says missing={batch.missing!r}: leave it out here."
         require(batch.missing is None, "missing", options.missing, remedy)
@@ -283,11 +280,11 @@ def _loss(
     read = {"batch": batch, "transform": transform, "normalizer": normalizer}
     stream = stream_of(x, head, policy, read, {name: given}, inplace)
     check_targets(targets, mask, stream.vocab, logits=head is None)
-    return _loss_of(stream, policy, batch, objective, name, given, normalizer)
+    return _loss_of(stream, policy, batch, objective, given, normalizer)
 
 
 def _loss_of(
-    stream: Logits | Hidden, policy: Policy, batch: TokenBatch, objective: Objective, name: str, given: Any,
+    stream: Logits | Hidden, policy: Policy, batch: TokenBatch, objective: Objective, given: Any,
     normalizer: float | Tensor | Denominators | None,
 ) -> LossOutput:  # fmt: skip
     """The loss of a stream's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull."""
@@ -295,12 +292,11 @@ def _loss_of(
     seconds, reference, kept, over, listed, at, tokens = Seconds(), None, None, None, None, None, None
     visited, marked = None, None
     if exact is not None:
-        seconds = seconds_of(name, given, exact, policy, stream)
+        seconds = seconds_of(given, exact, policy, stream)
     elif given is not None:
-        reference = second_stream(name, given, policy, stream)
+        reference = second_stream("reference", given, policy, stream)
         batch = batch.with_ref_logps(torch.zeros(shape, device=policy.device))  # which rows are read does not depend on them
     rows = objective.token_rows(batch, normalizer, options.skip_inactive)
-    _refuse_nan(rows, batch, options)
     if batch.kept is not None:
         kept = kept_rows(batch.kept, batch.targets, batch.mask, rows.read, stream.vocab, batch.missing, options)
         over = _over(objective, options, seconds)
@@ -323,10 +319,11 @@ def _loss_of(
             own = Asked(rows.targets, rows.read, kept=of_sets, rows=index, tokens=tokens)
             ref_logps = statistics_of(reference, own, options)["logps"]
         batch, rows = batch.with_ref_logps(ref_logps.view(shape)), replace(rows, ref_logps=ref_logps)
-        _refuse_nan(rows, batch, options)
-    if exact is not None:
-        rows = scaled_by_temperature(rows, exact, stream.transform)
-    with_gradient = ("entropy",) if objective.entropy_coef != 0 else ()
+    _refuse_nan(rows, batch, options)
+    if exact is not None and exact.temperature_squared:
+        assert rows.divergence_weight is not None
+        rows = replace(rows, divergence_weight=rows.divergence_weight / squared(stream.transform, rows.read))
+    with_gradient = ("entropy",) if objective.needs_entropy else ()
     of_rows = (rows.targets, rows.read, ("entropy",), with_gradient)
     asked = Asked(*of_rows, kept, over, seconds, exact, at, visited, sparse, tokens)
     at_once = objective.one_pass and (kept is None or (tokens is None and listed is None))
@@ -397,8 +394,7 @@ def _in_one_visit(
         stage = JointStage(terms, _groups(batch, objective, active, asked.tokens, marked))
     visit = OneVisit(batch.targets.shape, stream, whole, of_sets, stage, torch.is_grad_enabled())
     loss, logps, entropy, *divergence = fused_loss(visit, stream.tensors)
-    of_second = divergence[0] if divergence else None
-    return LossOutput(loss, logps, entropy, objective, batch, rows, log_ratio, divergence=of_second)
+    return LossOutput(loss, logps, entropy, objective, batch, rows, log_ratio, divergence[0] if divergence else None)
 
 
 def _groups(
@@ -413,7 +409,7 @@ def _groups(
         if tokens is not None and batch.sequences is not None:
             sequences = batch.spread(torch.arange(batch.sequences, device=batch.targets.device))
             return tokens.groups(batch.marked(objective.active_rows), sequences, batch.sequences)
-        return batch.counts(objective.active_rows if batch.kept is None else whole(objective.active_rows), marked)
+        return batch.counts(objective.active_rows + ("" if batch.kept is None else WHOLE), marked)
     return (active,)
 
 
@@ -460,7 +456,7 @@ def _loss_of_logps(
         assert rows.divergence_weight is not None
         loss = loss + total(times(rows.divergence_weight, divergence))
         divergence = divergence.detach().view(shape)
-    return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x, divergence=divergence)
+    return LossOutput(loss, L.view(shape), H.view(shape), objective, batch, rows, x, divergence)
 
 
 def _token_stage(
@@ -528,9 +524,9 @@ def _split_rows(
         return (torch.cat([first, others.nonzero()[:, 0]]), first.numel()), active
     rank = active.view(torch.uint8) if same or read is None else read.view(torch.uint8) + active.view(torch.uint8)
     order = torch.argsort(rank, stable=True, descending=True)
-    of_kind = str if kept is None else whole
-    can_have = batch.count(of_kind(kind), active)
-    return (order[: can_have if same else batch.count(of_kind("trained"), read)], can_have), active
+    of_kind = "" if kept is None else WHOLE
+    can_have = batch.count(kind + of_kind, active)
+    return (order[: can_have if same else batch.count("trained" + of_kind, read)], can_have), active
 
 
 def objective_loss(
@@ -638,10 +634,3 @@ def check_specs(batch: Any, objective: Any, name: str = "", given: Any = None) -
         )
     if batch.ref_logps is not None:
         raise ValueError("reference and batch.ref_logps are both given: pass one of them.")
-
-
-def scaled_by_temperature(rows: TokenRows, exact: Exact, transform: RowTransform) -> TokenRows:
-    """The rows with the square of the temperature in the weight of their divergence, where that is asked for."""
-    if not exact.temperature_squared or rows.divergence_weight is None:
-        return rows
-    return replace(rows, divergence_weight=rows.divergence_weight / squared(transform, rows.read))

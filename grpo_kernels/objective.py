@@ -411,11 +411,11 @@ class Objective(Checked):
         numbers = {
             "surrogate_params": params,
             "trust_params": () if trust is None else trust.params,
-            "entropy_floor": None if floor is None else float(floor.threshold),
+            "entropy_floor": None if floor is None else (float(floor.threshold),),
             "ratio_bounds": None if self.log_ratio_bounds is None else tuple(map(float, self.log_ratio_bounds)),
             "kl_clamps": self.kl_spec.clamps if self.beta else None,
         }
-        return TokenFormula(chosen, numbers, self.needs_entropy)
+        return TokenFormula(chosen, numbers)
 
     def stage(self, rows: TokenRows, listed: ListedTerms | None = None) -> TokenStage:
         """The token stage of an objective of one pass, for the kernels. `rows`: what `token_rows` returned, or some of it."""
@@ -449,12 +449,12 @@ class Objective(Checked):
         assert batch is not None
         x = self.log_ratio(logps, rows, batch) if log_ratio is None else log_ratio
         rows = self._filtered(logps, entropy, rows, batch)
-        numbers: dict[str, Any] = {"listed": listed}
+        formula, given = self.formula, {"logps": logps, "entropy": entropy, "listed": listed, **rows.given()}
+        params = formula.numbers["surrogate_params"]
         if self.surrogate.selects:
             old = logps if rows.old_logps is None else rows.old_logps
-            selected = self.surrogate.select(logps, old, rows.advantages, rows.mask)
-            numbers["surrogate_params"] = (*self.surrogate.params, selected)
-        losses, d_logps, d_ratio, d_entropy, d_listed = self.formula.terms(logps, entropy, x, rows, **numbers)
+            params = (*params, self.surrogate.select(logps, old, rows.advantages, rows.mask))
+        losses, d_logps, d_ratio, d_entropy, d_listed = formula.terms(given, x, surrogate_params=params)
         if self.through_sequence:
             # The log-ratio is a mean or sum over tokens: its slope goes back to these tokens.
             d_ratio = torch.where(rows.mask, self._over_sequences(d_ratio, batch), 0.0)

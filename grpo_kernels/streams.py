@@ -7,7 +7,7 @@ import inspect
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,7 +39,6 @@ from .checks import (
 )
 from .formulas.divergence import Exact
 from .rows import backends
-from .rows.backends import Backend
 from .rows.hidden import Hidden, WeightMemory
 from .rows.parallel import VocabShard, check_shard, is_managed, on_shard, refuse_managed
 from .rows.partials import TRANSFORMED, RowTransform
@@ -210,13 +209,6 @@ def refuse_sparse(options: Options, reason: str) -> None:
         raise ValueError(f"sparse={options.sparse!r}: {reason}; leave it out of the options.")
 
 
-def refuse_product(options: Options) -> None:
-    """Raise ValueError where options of a head are given beside logits."""
-    refuse_sparse(options, NO_PRODUCT)
-    if options.weight_grad is not None:
-        raise ValueError("weight_grad is given, but logits come without the weight of a head: leave it out of the options.")
-
-
 def refuse_with_rows(transform: LogitTransform | None, options: Options) -> None:
     """Raise ValueError for what several tokens of a row are not combined with."""
     refuse_sparse(options, "the columns of a row are drawn for one token, and with rows= it may have several")
@@ -225,10 +217,17 @@ def refuse_with_rows(transform: LogitTransform | None, options: Options) -> None
     require(not isinstance(temperature, Tensor), "temperature", temperature, remedy)
 
 
-def as_options(options: Options | None) -> Options:
-    if options is not None and not isinstance(options, Options):
+def as_options(options: Options | None, head: object) -> Options:
+    """The options of a call. Raises ValueError where those of a head are given beside logits, which have `head` None."""
+    if options is None:
+        return DEFAULTS
+    if not isinstance(options, Options):
         raise ValueError(f"options is a {type(options).__name__}: pass Options, for example Options(backend='eager').")
-    return options or DEFAULTS
+    if head is None:
+        refuse_sparse(options, NO_PRODUCT)
+        if options.weight_grad is not None:
+            raise ValueError("weight_grad is given, but logits come without the weight of a head: leave it out of the options.")
+    return options
 
 
 def refuse_keywords(function: Callable[..., Any], given: dict[str, Any], known: Sequence[str] = (), remedy: str = "") -> None:
@@ -311,7 +310,7 @@ def stream_of(
         refuse_with_rows(transform, options)
     if transform is not None:
         of_rows = as_transform(transform).for_rows(policy.shape, policy.mask, policy.cu_seqlens, device)
-    backend = cast(Backend, None)  # in a graph it is picked when the graph runs
+    backend: Any = None  # in a graph it is picked when the graph runs
     if not compiling:
         backend = backends.pick(options.backend, device, options.strict)
         backend = backend if shard is None else on_shard(backend, shard)
@@ -439,14 +438,18 @@ def draws(sparse: Sparse, stream: Stream) -> Sparse | None:
 # ---- second streams: what `reference=` and `ref_logits=` may be, checked against the policy's rows
 
 
+def name_of_second(logits: bool) -> str:
+    """The argument that says what is beside the policy's logits, or hidden states."""
+    return "ref_logits" if logits else "reference"
+
+
 HOW = "(hidden, weight), (hidden, weight, bias), (hidden, Head(...))"
 HOW_EXACT = f"{HOW}, TokenSets whose values are a teacher's log-probs, or a list of pairs (one of these, weight)"
 
 
-def seconds_of(name: str, given: Any, exact: Exact, policy: Policy, stream: Stream) -> Seconds:
-    """The second streams of a divergence, beside the policy's. `name` of the argument: "reference", from hidden states, or
-    "ref_logits"."""
-    several = isinstance(given, list)
+def seconds_of(given: Any, exact: Exact, policy: Policy, stream: Stream) -> Seconds:
+    """The second streams of a divergence, beside the policy's: what was given as `reference` or `ref_logits`."""
+    name, several = name_of_second(not stream.computed), isinstance(given, list)
     if policy.shared:
         remedy = f"with rows= a teacher's rows are those of the policy: pass its whole distribution as {name}, without a list or TokenSets."
         require(not isinstance(given, (list, TokenSets)), name, type(given).__name__, remedy)
@@ -469,11 +472,11 @@ def seconds_of(name: str, given: Any, exact: Exact, policy: Policy, stream: Stre
 
 
 def second_stream(name: str, given: Any, policy: Policy, stream: Stream, exact: Exact | None = None) -> Stream:
-    """A second stream beside the policy's, of hidden states (`name` "reference") or of logits ("ref_logits"), also as one of a list
-    ("reference[0]"), under a transform of its own, else the policy's. `exact`: the divergence from it, which may be that from
-    TokenSets or a list in its place."""
+    """A second stream beside the policy's, of hidden states or of logits as that is, under a transform of its own, else the
+    policy's. `name`: of the argument, or its place in a list. `exact`: the divergence from it, which may be that from TokenSets or
+    a list in its place."""
     x, head, transform = given, None, policy.transform
-    if name.startswith("ref_logits"):
+    if not stream.computed:
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], LogitTransform | None):
             x, transform = given[0], as_transform(given[1])
         if not isinstance(x, Tensor):

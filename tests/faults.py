@@ -313,7 +313,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/logprobs.py", COMBINATIONS,
         ("missing is not applied to the mask", "mask = narrowed(kept, targets, mask, options.missing)", "pass"),
-        ("a detached entropy has a gradient", '("entropy",) if entropy is True else ()', '("entropy",)'),
+        ("a detached entropy has a gradient", '("entropy",) if entropy == "detached" else ()', "()"),
         ("the mass of no sets", 'found["log_kept_mass"] = torch.zeros_like', 'found["log_kept_mass"] = torch.ones_like'),
         (
             "the temperature's square divides", "value = value / squared(stream.transform, read)",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -162,7 +163,7 @@ def token_terms(
     anchor_logp."""
     zero = policy_weight * 0.0
     if entropy_floor is not None:
-        high = above_floor(entropy, entropy_floor)
+        high = above_floor(entropy, entropy_floor[0])
         policy_weight = ops.where(high, policy_weight, 0.0)
         if entropy_weight is not None:
             entropy_weight = ops.where(high, entropy_weight, 0.0)
@@ -237,27 +238,23 @@ class TokenFormula:
     """What an objective computes for a token.
 
     chosen   the arguments of `token_terms` that are fixed at compile time: functions and choices.
-    numbers  those that are numbers of a call: changing them compiles nothing.
-    bonus    whether the entropy has a slope."""
+    numbers  those that are numbers of a call, tuples or None: changing them compiles nothing."""
 
     chosen: dict[str, Any]
     numbers: dict[str, Any]
-    bonus: bool
     _programs: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False)
 
-    def terms(
-        self, logps: Tensor, entropy: Tensor | None, log_ratio: Tensor | None, rows: TokenRows, **numbers: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """`token_terms` [n] of flat rows in torch; `numbers`: arguments that are others than usual."""
-        return _terms({"logps": logps, "entropy": entropy, **rows.given()}, {**self.numbers, **numbers}, self.chosen, log_ratio)
-
-    @property
-    def flat_numbers(self) -> list[float]:
-        """The numbers of a call one after the other, as a program's parameters."""
-        parameters: list[float] = []
-        for x in self.numbers.values():
-            parameters += x if isinstance(x, tuple) else () if x is None else (x,)
-        return parameters
+    def terms(self, given: dict[str, Any], log_ratio: Any = None, **numbers: Any) -> tuple[Any, ...]:
+        """`token_terms` of the inputs `given`, tensors or symbols by name. `log_ratio`: None for a token's own. `numbers`: those
+        that are others than usual."""
+        logp = given["logps"]
+        old = given.get("old_logps", logp)
+        return token_terms(
+            logp, given["entropy"], logp - old if log_ratio is None else log_ratio, old, given.get("ref_logps"),
+            given.get("sampler_logps", old), given["advantages"],
+            given["policy_weight"], given.get("kl_weight"), given.get("entropy_weight"), given.get("nll_weight"),
+            **{**self.numbers, **numbers}, **self.chosen, listed=given.get("listed"),
+        )  # fmt: skip
 
 
 class Terms(NamedTuple):
@@ -298,8 +295,9 @@ class TokenStage(NamedTuple):
 
     def terms(self, logps: Tensor, entropy: Tensor | None, listed: Tensor | None = None) -> Terms:
         """The terms of these rows in torch. `listed` fp32 [n]: those in the log-probs of listed ids."""
-        losses, d_logps, _, *others = self.formula.terms(logps, entropy, None, self.rows, listed=listed)
-        return Terms(losses, d_logps, others[0] if self.formula.bonus else None, others[1])
+        given = {"logps": logps, "entropy": entropy, "listed": listed, **self.rows.given()}
+        losses, d_logps, _, d_entropy, d_listed = self.formula.terms(given)
+        return Terms(losses, d_logps, None if self.rows.entropy_weight is None else d_entropy, d_listed)
 
     def program(self) -> tuple[Program, list[float]]:
         """(the program, its numbers): (loss, d loss / d log-prob, d loss / d entropy) from the log-prob, the entropy and those of
@@ -354,21 +352,27 @@ class TokenStage(NamedTuple):
             theirs, keys, result = cached
             if keys == tuple(map(key_of, theirs)):
                 return result
-        names, chosen = ("logps", "entropy", *present), formula.chosen
-        shape = tuple((name, len(x) if isinstance(x, tuple) else x if x is None else -1) for name, x in formula.numbers.items())
+        names, chosen, numbers = ("logps", "entropy", *present), formula.chosen, formula.numbers
+        outputs = ("loss", "d_logp", "d_ratio", "d_entropy", "d_listed")[: 4 if self.listed is None else 5]
+
+        def made_of(inputs: Iterable[Any], **numbers: Any) -> dict[str, Any]:
+            made = dict(zip(outputs, formula.terms(dict(zip(names, inputs, strict=True)), **numbers), strict=False))
+            del made["d_ratio"]  # which is 0 where a token's slope depends on that token alone
+            return made
 
         def build(tracer: Tracer) -> list[Any]:
-            given = {name: tracer.input(name) for name in names}
-            parameters = {name: _symbols(tracer, x) for name, x in formula.numbers.items()}
-            return [*_outputs(given, parameters, chosen).values()]
+            inputs = [*map(tracer.input, names)]
+            parameters = {name: None if x is None else tuple(tracer.parameter() for _ in x) for name, x in numbers.items()}
+            return [*made_of(inputs, **parameters).values()]
 
         def trial() -> Trial:
             inputs = random_inputs(names)
-            return inputs, lambda: _outputs(dict(zip(names, inputs, strict=True)), formula.numbers, chosen)
+            return inputs, lambda: made_of(inputs)
 
         keys = {name: key_of(x) for name, x in chosen.items()}
+        shape = tuple(x if x is None else len(x) for x in numbers.values())
         made = Made.of((*keys.values(), present, shape), name_of(chosen), build)
-        result = made, made.checked().numbers(formula.flat_numbers), trial
+        result = made, made.checked().numbers([*chain.from_iterable(x or () for x in numbers.values())]), trial
         if None not in keys.values():
             theirs = {name: x for name, x in chosen.items() if callable(x) and not is_own(x)}
             formula._programs[present] = tuple(theirs.values()), tuple(keys[name] for name in theirs), result
@@ -394,36 +398,10 @@ def _nothing(logp, old_logp, advantage, params):
 NOTHING = TokenFormula(
     {"SURROGATE": _nothing, "DETACHED": False, "LEVEL": "token", "TRUST": None, **Kl().formula},
     {"surrogate_params": (), "trust_params": (), "entropy_floor": None, "ratio_bounds": None, "kl_clamps": None},
-    False,
 )
 
 
 # ---- programs
-
-
-def _symbols(tracer: Tracer, numbers: Any) -> Any:
-    """A symbol for each of the numbers of a call; None stays."""
-    if isinstance(numbers, tuple):
-        return tuple(_symbols(tracer, x) for x in numbers)
-    return None if numbers is None else tracer.parameter()
-
-
-def _outputs(given: dict[str, Any], numbers: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
-    """What the program of an objective of one pass gives."""
-    loss, d_logp, _, d_entropy, d_listed = _terms(given, numbers, chosen)
-    own = {"loss": loss, "d_logp": d_logp, "d_entropy": d_entropy}
-    return own | {"d_listed": d_listed} if "listed" in given else own
-
-
-def _terms(given: dict[str, Any], numbers: dict[str, Any], chosen: dict[str, Any], log_ratio: Any = None) -> tuple[Any, ...]:
-    """`token_terms` on tensors or symbols. `log_ratio`: None for a token's own."""
-    logp = given["logps"]
-    old = given.get("old_logps", logp)
-    return token_terms(
-        logp, given["entropy"], logp - old if log_ratio is None else log_ratio, old, given.get("ref_logps"), given.get("sampler_logps", old), given["advantages"],
-        given["policy_weight"], given.get("kl_weight"), given.get("entropy_weight"), given.get("nll_weight"),
-        **{"listed": given.get("listed"), **numbers}, **chosen,
-    )  # fmt: skip
 
 
 def name_of(chosen: dict[str, Any]) -> str:

@@ -209,7 +209,7 @@ def _fused(
     of_inputs = [vector(name, x, torch.float32, results.shape[1]) for name, x in inputs.items()]
     to = None if out is None else memory(_cpu.Memory, "out", out, rows, _count(rows))
     _cpu.fused(
-        made.compiled, made.numbers, of_inputs, stage.formula.bonus, *streams, *at, to,
+        made.compiled, made.numbers, of_inputs, stage.rows.entropy_weight is not None, *streams, *at, to,
         named("results", results, (1 << results.shape[0]) - 1), torch.get_num_threads(), tokens,
     )  # fmt: skip
 
