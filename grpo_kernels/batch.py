@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +35,7 @@ from .checks import (
 )
 from .rewards.estimators import ADVANTAGES, Evidence, lookup
 from .rewards.groups import as_rewards
-from .token_sets import TokenSets, check_sets, narrowed, outside, without_set
+from .token_sets import TokenSets, check_sets, narrowed, without_set
 
 Tensor = torch.Tensor
 M = TypeVar("M")
@@ -84,20 +84,17 @@ class Counts:
         _refuse_capture(counts.device)
         module = torch.get_device_module(counts.device)
         with module.device(counts.device):
-            values = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
-            values.copy_(counts, non_blocking=True)
-            event = module.Event()
-            event.record()
-        self.counts, self.known = counts, list[list[int]]()
-        self.sent: tuple[Tensor, Any] | None = (values, event)
+            self.sent = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
+            self.sent.copy_(counts, non_blocking=True)
+            self.event = module.Event()
+            self.event.record()
+        self.counts = counts
 
+    @cached_property
     def on_host(self) -> list[list[int]]:
-        if self.sent is not None:
-            _refuse_capture(self.counts.device)
-            values, event = self.sent
-            event.synchronize()
-            self.known, self.sent = values.tolist(), None
-        return self.known
+        _refuse_capture(self.counts.device)
+        self.event.synchronize()
+        return self.sent.tolist()
 
 
 def _refuse_capture(device: torch.device) -> None:
@@ -437,7 +434,7 @@ class TokenBatch(Checked):
     def _sent(self, kind: str) -> tuple[tuple[int, ...], Tensor]:
         """`counts` as the host knows them, and on the device."""
         counts, place = self._counts(), self._kinds.index(kind)
-        return tuple(of_sequence[place] for of_sequence in counts.on_host()), counts.counts[:, place]
+        return tuple(of_sequence[place] for of_sequence in counts.on_host), counts.counts[:, place]
 
     @property
     def _kinds(self) -> tuple[str, ...]:
@@ -447,9 +444,9 @@ class TokenBatch(Checked):
     def outside_set(self) -> Tensor:
         """0-d fp32: the share of the tokens that their sets lack, also where missing="mask" takes them out."""
         assert self.kept is not None
-        lacking, given = outside(self.kept, self.targets), self.__dict__["_given_mask"]
-        given = torch.ones_like(lacking) if given is None else flat(given)
-        return (lacking & given).sum() / given.sum().clamp(min=1).to(torch.float32)
+        held, given = self.kept.contains(self.targets), self.__dict__["_given_mask"]
+        given = torch.ones_like(held) if given is None else flat(given)
+        return (given & ~held).sum() / given.sum().clamp(min=1).to(torch.float32)
 
     @property
     def listed(self) -> TokenSets | None:

@@ -433,7 +433,7 @@ def _kl_over_vocabulary(logps: Tensor, objective: Objective, rows: TokenRows) ->
     value, _, _, slope = objective.kl_terms(logps.detach(), replace(rows, old_logps=None), torch.zeros_like(logps))
     weight = rows.kl_weight
     assert weight is not None
-    return applied(_TokenStage, logps, None, None, weight * value, weight * slope, None, None)
+    return applied(_TokenStage, weight * value, logps, weight * slope)
 
 
 def _loss_of_logps(
@@ -449,7 +449,7 @@ def _loss_of_logps(
     L, H = logps.detach(), None if entropy is None else entropy.detach()
     made, x, d_at = _token_stage(L, H, batch, objective, rows, listed)
     at = None if listed is None else listed[1]
-    loss = applied(_TokenStage, logps, entropy, at, made.losses, made.d_logps, made.d_entropy, d_at)
+    loss = applied(_TokenStage, made.losses, logps, entropy, at, made.d_logps, made.d_entropy, d_at)
     H = torch.full_like(L, math.nan) if H is None else H
     shape = batch.targets.shape
     if divergence is not None:
@@ -474,23 +474,21 @@ def _token_stage(
 
 
 class _TokenStage(torch.autograd.Function):
-    """The sum of per-token losses, differentiable in log-probs, entropy and log-probs of listed ids: their slopes were computed
-    beside the losses."""
+    """The sum of per-token losses, differentiable in the values that come first (log-probs, entropy, log-probs of listed ids): as
+    many slopes, which were computed beside the losses, follow."""
 
     @staticmethod
-    def forward(
-        logps: Tensor, entropy: Tensor | None, at: Tensor | None, losses: Tensor, d_logps: Tensor, d_entropy: Tensor | None,
-        d_at: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    def forward(losses: Tensor, *values_and_slopes: Tensor | None) -> Tensor:
         return total(losses)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[4:])
+        ctx.save_for_backward(*inputs[1 + len(inputs) // 2 :])
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradient_once(_times, d_loss, *ctx.saved_tensors), None, None, None, None
+        slopes = ctx.saved_tensors
+        return None, *gradient_once(_times, d_loss, *slopes), *(None for _ in slopes)
 
 
 def _times(d_loss: Tensor, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -504,14 +502,15 @@ def _split_rows(
     how many of them can), bool [n]: these), without waiting for the device. Only where several tokens share a row does the host
     wait."""
     device, kind = rows.targets.device, objective.active_rows
-    same = rows.active is not None or kind == "trained"
-    read, active = rows.read, rows.read if same else batch.marked(kind)  # which ranks make together
+    same = rows.read is not rows.trained or kind == "trained"
+    masks = [rows.read] if same else [batch.marked(kind), rows.read]  # the first of which ranks make together
     if kept is not None and kept.has_all:
-        return (torch.empty(0, dtype=torch.int64, device=device), 0), active
-    for of in (kept.others if kept is not None else None, tokens.named if tokens is not None else None):
-        if of is not None:
-            active = of(active)
-            read = active if same else of(read)
+        return (torch.empty(0, dtype=torch.int64, device=device), 0), None
+    if kept is not None:
+        masks = [kept.others(x) for x in masks]
+    if tokens is not None:
+        masks = [tokens.named(x) for x in masks]
+    active, read = masks[0], masks[-1]
     if active is None:  # nor is a row left out of `read`
         n = rows.targets.numel()
         return (torch.arange(n, device=device), n), None

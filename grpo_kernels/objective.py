@@ -359,7 +359,7 @@ class Objective(Checked):
                 return coef * weight
             return coef * self._weights(batch, mask, aggregate or self.aggregate, own)
 
-        active = batch.marked(self.active_rows) if skip_inactive and self.one_pass else None
+        read = batch.marked(self.active_rows) if skip_inactive and self.one_pass else mask
         compared = (("ref_logps",) if estimated else ()) + (("sampler_logps",) if sampler else ())
         given = batch.table("advantages", "weights", "nll_weights", "old_logps", *compared)
         weights, policy_weight = given.get("weights"), weight
@@ -372,14 +372,13 @@ class Objective(Checked):
         kl_weight = scaled(self.beta, self.kl_aggregate, kl_D)
         return TokenRows(
             targets=flat(batch.targets).to(torch.int64),
-            read=mask if active is None else active,
+            read=read,
             policy_weight=policy_weight,
             kl_weight=kl_weight if estimated else None,
             divergence_weight=None if estimated else kl_weight,
             entropy_weight=scaled(self.entropy_coef, self.entropy_aggregate, entropy_D),
             nll_weight=given.pop("nll_weights", None),
             trained=mask,
-            active=active,
             **given,
         )
 
@@ -421,14 +420,12 @@ class Objective(Checked):
         """The token stage of an objective of one pass, for the kernels. `rows`: what `token_rows` returned, or some of it."""
         return TokenStage(self.formula, rows, listed)
 
-    def listed_terms(self, batch: TokenBatch) -> ListedTerms | None:
-        """The terms of a batch in the log-probs of listed ids; None: it lists none."""
-        sets = batch.listed
-        if sets is None:
-            return None
+    def listed_terms(self, batch: TokenBatch) -> ListedTerms:
+        """The terms of a batch, which lists ids, in the log-probs of these."""
+        assert batch.listed is not None
         parts = ((self.listed or logp_term, batch.logp_terms), (prob_term, batch.prob_terms))
         values = ((function, of.values) for function, of in parts if of is not None and of.values is not None)
-        return ListedTerms(tuple((function, x.detach().to(torch.float32)) for function, x in values), sets.offsets)
+        return ListedTerms(tuple((function, x.detach().to(torch.float32)) for function, x in values), batch.listed.offsets)
 
     def token_stage(
         self,
@@ -551,6 +548,8 @@ PRESETS: dict[str, Objective] = {
 _VERL_KL = Kl("k3", clamp_log=20.0, clamp=10.0)
 
 
+#: The clip widths of PPO, where the paper of an objective has others.
+_SYMMETRIC: Changes = {"surrogate": Clip(0.2, 0.2)}
 #: Bounds of log-ratios.
 _WITHIN_20: Changes = {"log_ratio_bounds": (-20.0, 20.0)}
 _BELOW_10: Changes = {"log_ratio_bounds": (-math.inf, 10.0)}
@@ -563,10 +562,10 @@ def _each(common: Changes, presets: dict[str, Changes]) -> dict[str, Changes]:
 #: The loss types of TRL, which Liger and Unsloth have taken over, clip widths included.
 _LOSS_TYPES: dict[str, Changes] = {
     "grpo": {},
-    "dapo": {"surrogate": Clip(0.2, 0.2)},
+    "dapo": _SYMMETRIC,
     "bnpo": {},
     "dr_grpo": {},
-    "gspo": {"surrogate": Clip(0.2, 0.2)},
+    "gspo": _SYMMETRIC,
     "cispo": {},
     "sapo": {},
     "vespo": {},
@@ -599,8 +598,8 @@ NUMERICS: dict[str, dict[str, Changes]] = {
             "dapo": {"surrogate": Clip(0.2, 0.28, delta=3.0), **_WITHIN_20},
             "dr_grpo": {"surrogate": Clip(0.2, 0.2, delta=3.0), **_WITHIN_20},
             "ppo": _WITHIN_20,
-            "gspo": {"surrogate": Clip(0.2, 0.2), "level": "sequence-token", **_BELOW_10},
-            "gspo_token": {"surrogate": Clip(0.2, 0.2), **_BELOW_10},
+            "gspo": {**_SYMMETRIC, "level": "sequence-token", **_BELOW_10},
+            "gspo_token": {**_SYMMETRIC, **_BELOW_10},
             "sapo": _WITHIN_20,
             "gmpo": {"surrogate": Gmpo(0.2, 0.2), "count_empty": True},
             "cispo": {"surrogate": Cispo(cap=1.2, low=0.8), **_WITHIN_20},
@@ -621,7 +620,7 @@ NUMERICS: dict[str, dict[str, Changes]] = {
         {
             "grpo": {"aggregate": "token-mean", **_WITHIN_20},
             "dapo": _WITHIN_20,
-            "gspo": {"surrogate": Clip(0.2, 0.2), "count_empty": False},
+            "gspo": {**_SYMMETRIC, "count_empty": False},
         },
     ),
     "slime": _each(
@@ -630,14 +629,14 @@ NUMERICS: dict[str, dict[str, Changes]] = {
             # A mean of its own for every rollout, unless it is told to calculate_per_token_loss, as DAPO wants it.
             "grpo": {},
             "dapo": {},
-            "gspo": {"surrogate": Clip(0.2, 0.2)},
+            "gspo": _SYMMETRIC,
             "cispo": {"surrogate": Cispo(cap=1.2, low=0.8), "aggregate": "seq-mean-token-mean"},
         },
     ),
     "areal": {
         "grpo": {"aggregate": "token-mean"},
         "dapo": {},
-        "gspo": {"surrogate": Clip(0.2, 0.2), "aggregate": "token-mean"},
+        "gspo": {**_SYMMETRIC, "aggregate": "token-mean"},
         "sapo": {"aggregate": "token-mean"},
     },
     "nemo-rl": _each(
@@ -645,7 +644,7 @@ NUMERICS: dict[str, dict[str, Changes]] = {
         {
             "grpo": {"aggregate": "token-mean"},
             "dapo": {},
-            "gspo": {"surrogate": Clip(0.2, 0.2)},
+            "gspo": _SYMMETRIC,
             "cispo": {"surrogate": Cispo(cap=1.2, low=0.8)},
             "reinforce": {},
         },
@@ -656,7 +655,7 @@ NUMERICS: dict[str, dict[str, Changes]] = {
             "grpo": {"aggregate": "token-mean", **_WITHIN_20},
             "dapo": _WITHIN_20,
             "ppo": _WITHIN_20,
-            "gspo": {"surrogate": Clip(0.2, 0.2), "level": "sequence-token", **_BELOW_10},
+            "gspo": {**_SYMMETRIC, "level": "sequence-token", **_BELOW_10},
             "sapo": _WITHIN_20,
             "cispo": _WITHIN_20,
             "rollout_is": {},
@@ -675,6 +674,6 @@ NUMERICS: dict[str, dict[str, Changes]] = {
     },
     "torchtitan": {
         "grpo": {"aggregate": "token-mean", "log_ratio_bounds": (-10.0, 10.0)},
-        "dapo": {"surrogate": Clip(0.2, 0.2), "log_ratio_bounds": (-10.0, 10.0)},
+        "dapo": {**_SYMMETRIC, "log_ratio_bounds": (-10.0, 10.0)},
     },
 }

@@ -279,7 +279,10 @@ class TokenSets:
         if isinstance(rows, slice):
             start, stop, step = rows.indices(self.rows)
             if step == 1:
-                return self._between(start, max(start, stop))
+                stop = max(start, stop)
+                first, last = self._starts[start], self._starts[stop]
+                starts = array("q", [at - first for at in self._starts[start : stop + 1]])
+                return self._changed(lambda x: x[first:last], self.offsets[start : stop + 1] - first, starts)
             rows = range(start, stop, step)
         numbers = torch.as_tensor(rows, dtype=None if isinstance(rows, Tensor | int) or len(rows) else torch.int64)
         remedy = "pass a slice, integers, or a bool of the shape of targets. For one row, sets[i : i + 1]."
@@ -289,11 +292,6 @@ class TokenSets:
             return self.take(torch.arange(self.rows)[numbers.reshape(-1).cpu()])
         except IndexError as error:
             raise ValueError(f"there are {self.rows} rows, but {error}: {remedy}") from None
-
-    def _between(self, start: int, stop: int) -> TokenSets:
-        first, last = self._starts[start], self._starts[stop]
-        starts = array("q", [at - first for at in self._starts[start : stop + 1]])
-        return self._changed(lambda x: x[first:last], self.offsets[start : stop + 1] - first, starts)
 
     def _changed(self, change: Callable[[Tensor], Tensor], offsets: Tensor, starts: array) -> TokenSets:
         """Sets of ids and values that `change` makes of these, cut into rows at `offsets`."""
@@ -421,15 +419,10 @@ def check_ids(name: str, sets: TokenSets, vocab: int) -> None:
 # ---- a target that is not in its set
 
 
-def outside(sets: TokenSets, targets: Tensor) -> Tensor:
-    """bool [rows]: rows with a set that lacks the row's target."""
-    return ~sets.contains(targets)
-
-
 def without_set(sets: TokenSets, targets: Tensor, missing: str | None) -> Tensor:
     """bool [rows]: rows that run over the whole vocabulary."""
     empty = sets.counts == 0
-    return empty | outside(sets, targets) if missing == "full" else empty
+    return empty | ~sets.contains(targets) if missing == "full" else empty
 
 
 def narrowed(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str | None) -> Tensor | None:
@@ -437,15 +430,15 @@ def narrowed(sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str
     GPU."""
     if missing not in ("mask", "raise"):
         return mask
-    lacking = outside(sets, targets).view(targets.shape)
+    held = sets.contains(targets).view(targets.shape)
     if missing == "mask":
-        return ~lacking if mask is None else mask & ~lacking
+        return held if mask is None else mask & held
     if not torch.compiler.is_compiling():
         remedy = (
             " is not in its kept set, and missing='raise' (as in strict mode): keep what the sampler recorded, or pass missing='include' "
             "(the target joins its set), 'full' (the row runs over the whole vocabulary) or 'mask'."
         )
-        refuse_where(lacking if mask is None else mask & lacking, "targets", targets, remedy)
+        refuse_where(~held if mask is None else mask & ~held, "targets", targets, remedy)
     return mask
 
 

@@ -162,12 +162,12 @@ class Tracer:
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Symbol] = {}
-        self._inputs: list[str] = []
+        self._inputs: dict[str, Symbol] = {}
         self._parameters = 0
 
     def input(self, name: str) -> Symbol:
-        self._inputs.append(name)
-        return self._symbol("input", (len(self._inputs) - 1,), True)
+        self._inputs[name] = self._symbol("input", (name,), True)
+        return self._inputs[name]
 
     def parameter(self) -> Symbol:
         self._parameters += 1
@@ -229,17 +229,16 @@ class Tracer:
         numbers = [x for x in order if not x.in_row]
         place = {id(x): i for i, x in enumerate(numbers)}
         sources = [(x.operation, tuple(place[id(y)] if isinstance(y, Symbol) else y for y in x.of)) for x in numbers]
-        read = {id(y) for x in rows for y in x.of} | {id(x) for x in results}
-        used = [i for i, x in enumerate(numbers) if id(x) in read]
-        registers = {id(numbers[i]): k for k, i in enumerate(used)}
-        registers |= {id(x): len(used) + x.of[0] for x in self._made.values() if x.operation == "input"}
-        registers |= {id(x): k for k, x in enumerate(rows, start=len(used) + len(self._inputs))}
+        read = {*map(id, results), *(id(y) for x in rows for y in x.of)}
+        used = [x for x in numbers if id(x) in read]
+        registers = {id(x): r for r, x in enumerate([*used, *self._inputs.values(), *rows])}
         steps = []
         for x in rows:
             a, b, c, *_ = *(registers[id(y)] for y in x.of), 0, 0, 0
             steps.append((x.operation, a, b, c))
         result_registers = tuple(registers[id(x)] for x in results)
-        return Program(name, tuple(self._inputs), tuple(steps), result_registers, tuple(sources), tuple(used))
+        places = tuple(place[id(x)] for x in used)
+        return Program(name, tuple(self._inputs), tuple(steps), result_registers, tuple(sources), places)
 
 
 def refusal(name: str, error: Exception) -> str:

@@ -112,7 +112,7 @@ class TokenRows:
     """The flat rows of a batch with the weights of an objective; every tensor is [n]."""
 
     targets: Tensor  # int64
-    read: Tensor | None  # bool: rows whose logits are read; None = all
+    read: Tensor | None  # bool: rows whose logits are read, `trained` or some of these; None = all
     advantages: Tensor  # fp32, like all that follow
     policy_weight: Tensor
     old_logps: Tensor | None = None  # None = on-policy
@@ -124,7 +124,6 @@ class TokenRows:
     sampler_logps: Tensor | None = None  # where a trust region compares with them; None = it compares with old_logps
     weights: Tensor | None = None  # of the batch, as given
     trained: Tensor | None = None  # bool: rows where the batch's mask is set; None = all
-    active: Tensor | None = None  # bool: rows that can have a gradient, where only those are read; else None
     __repr__ = describe
 
     @property
