@@ -199,19 +199,20 @@ def _logprobs(
         check_sets("at", at, targets, vocab)
         slots = slots_of(at)
     check_targets(targets, mask, vocab, logits=head is None)
-    mass, names = "log_kept_mass" in also, ("entropy", *also) if entropy else also
-    if mass and sets is not None:
-        over = over or ()
-    names = tuple("lse" if name == "log_kept_mass" else name for name in names if sets is not None or name != "log_kept_mass")
-    detached = ("entropy",) if entropy == "detached" else ()
-    with_gradient = tuple(name for name in names if name in DIFFERENTIABLE and name not in detached)
+    names, with_gradient = ("entropy",) if entropy else (), ("entropy",) if entropy is True else ()
+    for name in also:
+        if name == "log_kept_mass":
+            if sets is None:
+                continue
+            name, over = "lse", over or ()
+        names, with_gradient = (*names, name), (*with_gradient, *((name,) if name in DIFFERENTIABLE else ()))
     sparse = None if options.sparse is None else draws(options.sparse, stream)
     if rows is not None:
         tokens = tokens_of(rows, mask, ids, read, stream, slots)
     asked = Asked(ids, read, names, with_gradient, sets, over, at=slots, sparse=sparse, tokens=tokens)
     found = statistics_of(stream, asked, options)
     found.pop("whole_logps", None)
-    if mass and sets is None:
+    if "log_kept_mass" in also and sets is None:
         found["log_kept_mass"] = torch.zeros_like(found["logps"])
     for name, x in found.items():
         found[name] = x if name == "at" else x.view(shape)

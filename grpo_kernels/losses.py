@@ -76,10 +76,10 @@ class LossOutput:
     logps     fp32, the shape of targets, detached; 0 where masked.
     entropy   likewise, in nats.
     rows      the batch's flat rows as the loss weighed them, for statistics of one's own.
-    whole_logps  with kept sets, log-probs over the whole vocabulary, where an option needs them; else None.
-    kl_apart  whether the KL is that of whole_logps.
     divergence   of an exact KL (`Exact`), fp32 in nats (a total variation: a probability), the shape of targets, detached; 0
                  where masked. Else None.
+    whole_logps  with kept sets, log-probs over the whole vocabulary, where an option needs them; else None.
+    kl_apart  whether the KL is that of whole_logps.
     metrics   computed on first use, see below.
     """
 
@@ -96,7 +96,7 @@ class LossOutput:
     __repr__ = describe
 
     def __getattr__(self, name: str) -> Any:
-        known = [*(f.name for f in fields(self) if f.init and not f.name.startswith("_")), "metrics"]
+        known = [*(f.name for f in fields(self) if not f.name.startswith("_")), "metrics"]
         remedy = f" out.loss.{name} is that of the loss." if hasattr(Tensor, name) else nearest(name, known)
         raise AttributeError(f"a LossOutput has no {name!r}.{remedy}")
 
@@ -420,12 +420,16 @@ def _over(objective: Objective, options: Options, seconds: Seconds) -> tuple[str
         remedy = 'a teacher known at some ids has no distribution over a kept set: pass Options(reference_over="vocabulary").'
         require(whole_reference, "reference_over", options.reference_over, remedy)
     over = options.over_vocabulary
-    if over is not None and objective.beta != 0 and whole_reference:
-        refused = kl.weighting != "none" or kl.reads_old_logps
-        remedy = "pass a Kl without a weighting, of an estimator of logp and ref_logp alone, or reference_over='kept'."
-        remedy = f"{kl} weighs the KL by a ratio or reads old_logp, and both are over the sets: {remedy}"
-        require(not refused, "reference_over", options.reference_over, remedy)
-    return (*over, "divergence") if over is not None and whole_reference else over
+    if over is None or not whole_reference:
+        return over
+    if objective.beta != 0:
+        remedy = (
+            f"{kl} weighs the KL by a ratio or reads old_logp, and both are over the sets: pass a Kl without a weighting, of an estimator "
+            "of logp and ref_logp alone, or reference_over='kept'."
+        )
+        fine = kl.weighting == "none" and not kl.reads_old_logps
+        require(fine, "reference_over", options.reference_over, remedy)
+    return (*over, "divergence")
 
 
 def _kl_over_vocabulary(logps: Tensor, objective: Objective, rows: TokenRows) -> Tensor:

@@ -313,7 +313,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/logprobs.py", COMBINATIONS,
         ("missing is not applied to the mask", "mask = narrowed(kept, targets, mask, options.missing)", "pass"),
-        ("a detached entropy has a gradient", '("entropy",) if entropy == "detached" else ()', "()"),
+        ("a detached entropy has a gradient", '("entropy",) if entropy is True else ()', '("entropy",)'),
         ("the mass of no sets", 'found["log_kept_mass"] = torch.zeros_like', 'found["log_kept_mass"] = torch.ones_like'),
         (
             "the temperature's square divides", "value = value / squared(stream.transform, read)",
@@ -345,7 +345,7 @@ FAULTS: list[Fault] = [
         ),
         ("a copy hands on the batch of another rule", 'changed.__dict__.pop("_with_missing", None)', "pass", "tests/core/test_waits.py"),
         ("writes in inference mode count", "object() if x.is_inference() else x._version", "0 if x.is_inference() else x._version", "tests/core/test_waits.py"),
-        ("outside_set counts masked tokens", "(lacking & given).sum()", "lacking.sum()", SETS),
+        ("outside_set counts masked tokens", "(given & ~held).sum()", "(~held).sum()", SETS),
         ("a moved batch forgets the mask that it was given", 'self.__dict__.get("_given_mask", self.mask)', "self.mask"),
         (
             "an exchange of ranks is not made again",
@@ -364,7 +364,7 @@ FAULTS: list[Fault] = [
             "tests/core/test_refusals.py",
         ),
         (
-            "a missing target stays in its set", 'return empty | outside(sets, targets) if missing == "full" else empty',
+            "a missing target stays in its set", 'return empty | ~sets.contains(targets) if missing == "full" else empty',
             "return empty", COMBINATIONS,
         ),
         (

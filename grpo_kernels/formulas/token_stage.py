@@ -354,8 +354,9 @@ class TokenStage(NamedTuple):
         names, chosen, numbers = ("logps", "entropy", *present), formula.chosen, formula.numbers
         outputs = ("loss", "d_logp", "d_ratio", "d_entropy", "d_listed")[: 4 if self.listed is None else 5]
 
-        def made_of(inputs: Iterable[Any], **numbers: Any) -> dict[str, Any]:
-            made = dict(zip(outputs, formula.terms(dict(zip(names, inputs, strict=True)), **numbers), strict=False))
+        def made_of(inputs: Iterable[Any], **parameters: Any) -> dict[str, Any]:
+            terms = formula.terms(dict(zip(names, inputs, strict=True)), **parameters)
+            made = dict(zip(outputs, terms, strict=False))
             del made["d_ratio"]  # which is 0 where a token's slope depends on that token alone
             return made
 
