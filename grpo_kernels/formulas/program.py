@@ -332,7 +332,6 @@ PURE = frozenset(
 PACKAGE = __name__.removesuffix("formulas.program")
 #: Instructions after which a name is not what the globals of a function have under it.
 REBINDING = {dis.opmap[name] for name in ("IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")}
-_names: dict[int, tuple[types.CodeType, tuple[tuple[str, ...], ...] | None]] = {}
 
 
 class _Unknown(Exception):
@@ -411,18 +410,10 @@ def _key_of_function(x: Any, seen: dict[int, int]) -> Hashable:
     return tuple(kept)
 
 
+@functools.lru_cache(maxsize=1024)
 def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], ...] | None:
     """The global names in a function and in the functions inside of it, each with the attributes that are asked of it. None if it
     changes what they mean."""
-    known = _names.get(id(code))
-    if known is None:  # an id is not given again while its code is kept here
-        if len(_names) >= 1024:
-            _names.clear()
-        known = _names[id(code)] = code, _read(code)
-    return known[1]
-
-
-def _read(code: types.CodeType) -> tuple[tuple[str, ...], ...] | None:
     found: dict[tuple[str, ...], None] = {}
     path: tuple[str, ...] = ()
     for step in dis.get_instructions(code):
@@ -438,7 +429,7 @@ def _read(code: types.CodeType) -> tuple[tuple[str, ...], ...] | None:
         path = (step.argval,) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ()
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            names = _read(inner)
+            names = _names_in(inner)
             if names is None:
                 return None
             found.update(dict.fromkeys(names))

@@ -9,8 +9,7 @@ more than one token (the log-ratio of a sequence, filters and selections over a 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -94,17 +93,6 @@ def added(
             raise ValueError(f"listed={function!r} returned no pair of tensors of the shape of logp: return (term, slope).")
         term, slope = term + made[0], slope + made[1]
     return term, slope
-
-
-def of_random_ids(functions: Sequence[ListedFunction], points: int = 64) -> tuple[list[Tensor], Callable[[], dict[str, Any]]]:
-    """(log-probs, advantages and the values of each function, [points] each, of one row; what gives `ListedTerms.of` of these)."""
-    g = torch.Generator().manual_seed(0)
-    logps, advantages = -5.0 * torch.rand(points, generator=g), torch.full((points,), 0.7)
-    parts = tuple((function, torch.randn(points, generator=g)) for function in functions)
-    row = ListedTerms(parts, torch.tensor([0, points]))
-    return [logps, advantages, *(x for _, x in parts)], lambda: dict(
-        zip(("term", "slope"), row.of(logps, advantages[:1]), strict=True)
-    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -330,16 +318,20 @@ class TokenStage(NamedTuple):
     def _made_of_listed(self) -> tuple[Made, Callable[[], Trial]]:
         assert self.listed is not None
         functions = [function for function, _ in self.listed.parts]
+        names = ("logps", "advantages", *(f"values {i}" for i in range(len(functions))))
 
         def build(tracer: Tracer) -> tuple[Any, Any]:
-            logp, advantage, *values = map(
-                tracer.input, ("logps", "advantages", *(f"values {i}" for i in range(len(functions))))
-            )
+            logp, advantage, *values = map(tracer.input, names)
             parts = zip(functions, values, strict=True)
             term, slope = added(parts, logp, advantage, tracer.sum, lambda x: tracer.number(x).in_row)
             return tracer.sum(term), slope
 
-        trial = functools.partial(of_random_ids, functions)
+        def trial() -> Trial:
+            logps, advantages, *values = inputs = random_inputs(names, odd=False)
+            advantages.fill_(0.7)  # of one row
+            row = ListedTerms(tuple(zip(functions, values, strict=True)), torch.tensor([0, logps.numel()]))
+            return inputs, lambda: dict(zip(("term", "slope"), row.of(logps, advantages[:1]), strict=True))
+
         name = ", ".join(getattr(f, "__qualname__", repr(f)) for f in functions)
         return Made.of(tuple(map(key_of, functions)), name, build), trial
 
@@ -411,10 +403,10 @@ def name_of(chosen: dict[str, Any]) -> str:
     return ", ".join(theirs or list(names)[:1])
 
 
-def random_inputs(names: tuple[str, ...], points: int = 512, seed: int = 0) -> list[Tensor]:
-    """fp32 [points] of each input of a token: log-probs and others as in `log_probs`, numbers with zeros among them, and a few that
-    are infinite or NaN."""
-    g = torch.Generator().manual_seed(seed)
+def random_inputs(names: tuple[str, ...], points: int = 512, odd: bool = True) -> list[Tensor]:
+    """fp32 [points] of each input: log-probs and others as in `log_probs`, numbers with zeros among them, and a few that are
+    infinite or NaN, if `odd`."""
+    g = torch.Generator().manual_seed(0)
     logp, _ = log_probs(points, g)
     tensors = []
     for name in names:
@@ -424,6 +416,8 @@ def random_inputs(names: tuple[str, ...], points: int = 512, seed: int = 0) -> l
             x = 6.0 * torch.rand(points, generator=g)
         else:
             x = torch.randn(points, generator=g) * (torch.rand(points, generator=g) < 0.75)
-        odd = torch.randint(0, points, (9,), generator=g)
-        tensors.append(x.index_copy(0, odd, torch.tensor([torch.inf, -torch.inf, torch.nan] * 3)))
+        if odd:
+            at = torch.randint(0, points, (9,), generator=g)
+            x = x.index_copy(0, at, torch.tensor([torch.inf, -torch.inf, torch.nan] * 3))
+        tensors.append(x)
     return tensors
