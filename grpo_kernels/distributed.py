@@ -57,9 +57,8 @@ def global_normalizer(
         dist.all_reduce(total, group=process_group)
     # A plain sum has no denominator, however many micro-batches there are.
     denominators = [
-        torch.ones_like(x) if kind == "token-sum" else x.clamp(min=1.0)
+        (torch.ones_like(x) if kind == "token-sum" else x.clamp(min=1.0)).to(torch.float32)
         for x, kind in zip(total, objective.aggregates, strict=True)
     ]
-    policy, kl, entropy = (x.to(torch.float32) for x in denominators)
     own = (objective.beta != 0 and objective.kl_aggregate) or (objective.entropy_coef != 0 and objective.entropy_aggregate)
-    return Denominators(policy, kl, entropy) if own else policy
+    return Denominators(*denominators) if own else denominators[0]

@@ -174,7 +174,7 @@ class Tracer:
         return self._symbol("parameter", (self._parameters - 1,), False)
 
     def _symbol(self, operation: str, of: tuple[Any, ...], in_row: bool) -> Symbol:
-        key = (operation, *map(id, of)) if operation not in ("input", "parameter", "constant") else (operation, repr(of))
+        key = (operation, *(id(x) if isinstance(x, Symbol) else repr(x) for x in of))
         return self._made.setdefault(key, Symbol(self, operation, of, in_row))
 
     def number(self, x: Any) -> Symbol:
