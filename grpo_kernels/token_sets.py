@@ -339,7 +339,7 @@ class TokenSets:
     def contains(self, targets: Tensor) -> Tensor:
         """bool [rows]: whether each of `targets`, integers with one element for each row, is in the set of its row. A row without
         ids holds everything."""
-        check_rows("targets", targets, self)
+        _check_tokens(targets, self)
         row = self.row_of
         # The number of hits before each row; an id stands in a row once.
         hits = _offsets_of((self.ids == targets.reshape(-1)[row]).to(torch.int64))[self.offsets]
@@ -389,21 +389,21 @@ def check_sets(name: str, sets: Any, targets: Tensor, vocab: int | None = None) 
     of a part of larger sets which has a large id elsewhere."""
     if not isinstance(sets, TokenSets):
         raise ValueError(f"{name} is a {type(sets).__name__}: pass TokenSets, for example TokenSets.from_padded(ids).")
-    check_rows("targets", targets, sets, name)
+    _check_tokens(targets, sets, name)
     if vocab is not None:
         check_ids(name, sets, vocab)
 
 
-def check_rows(name: str, targets: Tensor, sets: TokenSets, of: str = "these sets") -> None:
-    require_tensor(name, targets, INTEGRAL, "a tensor of integers")
+def _check_tokens(targets: Tensor, sets: TokenSets, name: str = "these sets") -> None:
+    require_tensor("targets", targets, INTEGRAL, "a tensor of integers")
     if targets.numel() != sets.rows:
         raise ValueError(
-            f"{name} of shape {list(targets.shape)} has {targets.numel()} tokens, but {of} have {sets.rows} rows: there is one for each "
-            "token, row-major, an empty one where nothing is known."
+            f"targets of shape {list(targets.shape)} has {targets.numel()} tokens, but {name} have {sets.rows} rows: there is one for "
+            "each token, row-major, an empty one where nothing is known."
         )
     if targets.device != sets.ids.device:
         raise ValueError(
-            f"{of} are on {sets.ids.device}, but {name} is on {targets.device}: pass sets.to({str(targets.device)!r})."
+            f"{name} are on {sets.ids.device}, but targets is on {targets.device}: pass sets.to({str(targets.device)!r})."
         )
 
 
