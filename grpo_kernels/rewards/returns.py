@@ -277,12 +277,14 @@ class _Tokens:
         return torch.where(self.followed, torch.cat((x[1:], x[:1])), 0.0)
 
     def backwards(self, decay: Tensor, x: Tensor) -> Tensor:
-        """y_t = x_t + decay_t y_{t+1} within each sequence."""
-        return _scan(torch.where(self.followed, decay, 0.0), x, self.longest)
-
-    def to_end(self, x: Tensor) -> Tensor:
-        """Sum of x over the sequence from each token on."""
-        return self.backwards(torch.ones_like(x), x)
+        """y_t = x_t + decay_t y_{t+1} within each sequence, in log2(longest) passes."""
+        decay = torch.where(self.followed, decay, 0.0)
+        reach = 1
+        while reach < self.longest:
+            x = torch.cat((x[:-reach] + decay[:-reach] * x[reach:], x[-reach:]))
+            decay = torch.cat((decay[:-reach] * decay[reach:], torch.zeros_like(decay[-reach:])))
+            reach *= 2
+        return x
 
     def to_go(self, decay: float | Tensor, x: Tensor) -> Tensor:
         """y_t = x_t + decay y_{t+1} over the trained tokens. An untrained token takes over the value of the next token."""
@@ -290,22 +292,13 @@ class _Tokens:
 
     def so_far(self, x: Tensor) -> Tensor:
         """Sum of x over the sequence up to and including each token."""
-        return self.total(x)[self.sequence] - self.to_end(x) + x
+        return self.total(x)[self.sequence] - self.to_go(1.0, x) + x
 
     def at_last(self, x: Tensor) -> Tensor:
         """x [B] at the last trained token of each sequence, 0 at the others."""
-        return torch.where(self.trained & (self.to_end(self.trained.double()) == 1), x[self.sequence], 0.0)
+        return torch.where(self.trained & (self.to_go(1.0, self.trained.double()) == 1), x[self.sequence], 0.0)
 
     def total(self, x: Tensor) -> Tensor:
         """Sum over each sequence, [B]."""
         return torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0, unsafe=True)
 
-
-def _scan(decay: Tensor, x: Tensor, length: int) -> Tensor:
-    """y_i = x_i + decay_i y_{i+1} in log2(length) passes. Of any `length` consecutive places, at least one must have decay 0."""
-    reach = 1
-    while reach < length:
-        x = torch.cat((x[:-reach] + decay[:-reach] * x[reach:], x[-reach:]))
-        decay = torch.cat((decay[:-reach] * decay[reach:], torch.zeros_like(decay[-reach:])))
-        reach *= 2
-    return x
