@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..batch import TokenBatch
-from ..checks import of_a_leaf, require, require_one_of
+from ..checks import OF_PRODUCTS, of_a_leaf, require, require_one_of
 from ..distributed import VocabShard
 from ..formulas.centering import ScoreCentering
 from ..formulas.divergence import Exact, divergence_at
@@ -29,15 +29,15 @@ Tensor = torch.Tensor
 #: What a trainer's loss returns: 0-d, and numbers by name.
 LossAndMetrics = tuple[Tensor, dict[str, Any]]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Of the losses that TRL and Liger name alike those that clip.
+#: Of the losses that TRL and Liger name alike those that clip, and those that divide by the tokens of all micro-batches and ranks.
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+BY_ITEMS = ("dapo", "cispo", "vespo")
 
 
 def plain(*tensors: Tensor | None) -> None:
     """Raise NotCovered for tensors that our kernels cannot read."""
     for x in tensors:
-        if x is not None and x.dtype not in DTYPES:
+        if x is not None and x.dtype not in OF_PRODUCTS:
             raise NotCovered(f"dtype {x.dtype}")
         if not all(placement.is_replicate() for placement in getattr(x, "placements", ())):
             raise NotCovered("a sharded DTensor")
@@ -176,7 +176,7 @@ def log_probs_of(
     """`token_logprobs` of a trainer's logits [..., V / ranks of the group], or `linear_logprobs` of hidden states and a head, whose
     weight is [V / ranks, H]; no group is one rank. `options` and `others` are arguments of theirs. Raises NotCovered for tensors
     that our kernels cannot read."""
-    weight, bias = (head.weight, head.bias) if isinstance(head, Head) else (head, None)
+    (weight, bias), _ = Head.parts(head, None)
     plain(source, weight, bias)
     shard = even_shard(source.shape[-1] if weight is None else len(weight), group)
     if shard is not None:

@@ -28,11 +28,11 @@ from ._tensors import log_probs_of
 
 Tensor = torch.Tensor
 
-HOME, TREES = "areal.utils.functional.vocab_parallel", "areal.models.tree_attn.mapped_logprobs"
 ADAPTER = Adapter(
     "AReaL", "areal", ("1.0.4",),
-    {"gather_logprobs": f"{HOME}.gather_logprobs", "gather_logprobs_entropy": f"{HOME}.gather_logprobs_entropy",
-     "mapped_logprobs_entropy": f"{TREES}.mapped_logprobs_entropy"},
+    {"gather_logprobs": "areal.utils.functional.vocab_parallel.gather_logprobs",
+     "gather_logprobs_entropy": "areal.utils.functional.vocab_parallel.gather_logprobs_entropy",
+     "mapped_logprobs_entropy": "areal.models.tree_attn.mapped_logprobs.mapped_logprobs_entropy"},
 )  # fmt: skip
 
 

@@ -19,7 +19,6 @@ Signatures, defaults, values and gradients are those of Liger-Kernel 0.8.5, whic
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 import math
@@ -41,7 +40,7 @@ from ..objective import PRESETS, Objective
 from ..rows.run import total
 from ..streams import Head, LogitTransform
 from ._swap import Adapter, Slots
-from ._tensors import CLIPPED, at_least_one, divergence_of, surrogate_of, teaching, terms_of, world
+from ._tensors import BY_ITEMS, CLIPPED, at_least_one, divergence_of, surrogate_of, teaching, terms_of, world
 
 __all__ = [
     "LIGER_VERSION", "LigerFusedLinearGRPOLoss", "LigerFusedLinearJSD", "bind", "fused_selective_log_softmax", "liger_objective", "patch",
@@ -52,10 +51,10 @@ Tensor = torch.Tensor
 
 #: The version whose signatures and values these are.
 LIGER_VERSION = "0.8.5"
-HOME, NAME = "liger_kernel.chunked_loss", "LigerFusedLinearGRPOLoss"
 #: The versions whose classes gave the same losses, metrics and gradients as ours, for every option that they have.
 ADAPTER = Adapter(
-    "Liger", "liger-kernel", ("0.6.5", "0.7.0", "0.8.2", "0.8.4", LIGER_VERSION), {NAME: f"{HOME}.{NAME}"},
+    "Liger", "liger-kernel", ("0.6.5", "0.7.0", "0.8.2", "0.8.4", LIGER_VERSION),
+    {"LigerFusedLinearGRPOLoss": "liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss"},
     {"axolotl: `plugins: [grpo_kernels.plugins.axolotl.FusedGRPO]` and `trl: {use_liger_loss: true}`":
      "the loss of its GRPO trainers, where TRL calls Liger's",
      'ms-swift: `--external_plugins "$(python -m grpo_kernels plugin ms_swift)" --use_liger_kernel true`':
@@ -65,10 +64,6 @@ ADAPTER = Adapter(
 COPIES = {"liger-kernel": ADAPTER.tested, "trl": ("1.13",)}
 #: What trainers call the attribute that holds Liger's object, the newest first.
 ATTRIBUTES = ("liger_loss", "liger_grpo_loss")
-
-#: Loss types whose denominator is the token count of all micro-batches and ranks.
-GLOBAL_COUNT = ("dapo", "cispo", "vespo")
-
 
 #: Options of `liger_objective` that stand for several of Liger's.
 TOGETHER = {
@@ -162,7 +157,7 @@ def denominator(
 ) -> float | Tensor | None:
     """Liger's denominator where it is not the batch's own: the average over ranks of the tokens given or found."""
     group = world()
-    if loss_type not in GLOBAL_COUNT or (num_items is None and group is None):
+    if loss_type not in BY_ITEMS or (num_items is None and group is None):
         return None
     items: Any = global_normalizer(objective, batch) if num_items is None else num_items
     return at_least_one(items / (1 if group is None else group.size()))
@@ -443,15 +438,16 @@ def patch(trainer: Any, **how: bool) -> Slots:
 def bind(**how: bool) -> Slots:
     """Make `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` ours for what imports it from now on; `undo()` puts it back,
     but for trainers that are made already. Options and errors are those of `patch`."""
-    home = importlib.import_module(HOME)
-    theirs = getattr(home, NAME)
+    from liger_kernel import chunked_loss
+
+    theirs = chunked_loss.LigerFusedLinearGRPOLoss
     slots = _slots(theirs(), **how)
 
     def make(*args: Any, **kwargs: Any) -> Any:
         return _in_place_of(theirs(*args, **kwargs), slots)
 
     vars(make)["grpo_kernels"] = True
-    slots.put(home, NAME, make)
+    slots.put(chunked_loss, "LigerFusedLinearGRPOLoss", make)
     return slots
 
 

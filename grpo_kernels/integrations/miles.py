@@ -37,14 +37,17 @@ from ._tensors import at_ids, even_shard, in_a_column, on_rows, response_sets
 
 Tensor = torch.Tensor
 
-HOME = "miles.backends.training_utils"
 ADAPTER = Adapter(
     "miles", "miles", ("0.1.0",),
     {"calculate_log_probs_and_entropy":
-     tuple(f"{HOME}.{module}.calculate_log_probs_and_entropy" for module in ("loss_hub.math_utils", "loss.hub.math_utils")),
+     ("miles.backends.training_utils.loss_hub.math_utils.calculate_log_probs_and_entropy",
+      "miles.backends.training_utils.loss.hub.math_utils.calculate_log_probs_and_entropy"),
      "selected_log_probs_and_entropy":
-     tuple(f"{HOME}.{module}.score_centering.selected_log_probs_and_entropy" for module in ("loss_hub", "loss.hub")),
-     "local_sets": tuple(f"{HOME}.{module}.build_local_sampling_mask" for module in ("sampling_mask", "data.sampling_mask"))},
+     ("miles.backends.training_utils.loss_hub.score_centering.selected_log_probs_and_entropy",
+      "miles.backends.training_utils.loss.hub.score_centering.selected_log_probs_and_entropy"),
+     "local_sets":
+     ("miles.backends.training_utils.sampling_mask.build_local_sampling_mask",
+      "miles.backends.training_utils.data.sampling_mask.build_local_sampling_mask")},
     {"`--custom-megatron-init-path grpo_kernels.plugins.miles.init`": "log-probs and entropy, over recorded sets"},
 )  # fmt: skip
 #: Arguments of miles that compare with log-probs of another network.

@@ -34,10 +34,9 @@ from ._tensors import at_least_one, entropy_from_logits, left_out, log_probs_of,
 
 Tensor = torch.Tensor
 
-HOME = "openrlhf.models.utils"
 ADAPTER = Adapter(
     "OpenRLHF", "openrlhf", ("0.10.4", "0.11.0", "0.11.1", "0.11.2"),
-    {"log_probs_from_logits": f"{HOME}.log_probs_from_logits", "compute_entropy": f"{HOME}.compute_entropy"},
+    {"log_probs_from_logits": "openrlhf.models.utils.log_probs_from_logits", "compute_entropy": "openrlhf.models.utils.compute_entropy"},
 )  # fmt: skip
 #: The arguments of OpenRLHF's `PolicyLoss`: those of both versions, of 0.11.0 alone, of 0.11.2.
 FIELDS = ("clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type")

@@ -61,14 +61,14 @@ from ._tensors import (
 
 Tensor = torch.Tensor
 
-HOME = "skyrl.backends.skyrl_train"
-SUPPORT = f"{HOME}.utils.sample_support_replay"
+SUPPORT = "skyrl.backends.skyrl_train.utils.sample_support_replay"
 ADAPTER = Adapter(
     "SkyRL", "skyrl", ("0.2.0", "0.3.0"),
-    {"logprobs_from_logits": f"{HOME}.utils.torch_utils.logprobs_from_logits",
-     "chunked_entropy_from_logits": f"{HOME}.utils.torch_utils.chunked_entropy_from_logits",
-     "fused_lm_head_logprobs": f"{HOME}.distributed.megatron.model_utils._fused_lm_head_logprob_apply",
-     "sample_support_logprobs": f"{SUPPORT}.sample_support_logprobs", "sample_support_scores": f"{SUPPORT}.sample_support_scores"},
+    {"logprobs_from_logits": "skyrl.backends.skyrl_train.utils.torch_utils.logprobs_from_logits",
+     "chunked_entropy_from_logits": "skyrl.backends.skyrl_train.utils.torch_utils.chunked_entropy_from_logits",
+     "fused_lm_head_logprobs": "skyrl.backends.skyrl_train.distributed.megatron.model_utils._fused_lm_head_logprob_apply",
+     "sample_support_logprobs": "skyrl.backends.skyrl_train.utils.sample_support_replay.sample_support_logprobs",
+     "sample_support_scores": "skyrl.backends.skyrl_train.utils.sample_support_replay.sample_support_scores"},
 )  # fmt: skip
 WITNESS = "ppo_policy_loss"
 NOT_LINEAR = (ClipCov, KlCov, Dro, A2po)

@@ -47,7 +47,7 @@ from ..rows.selection import Sparse
 from ..streams import Head, LogitTransform, Options
 from ..token_sets import TokenSets
 from ._swap import Adapter, NotCovered, Slots, Trial, replaced_inside
-from ._tensors import at_least_one, divergence_of, log_probs_of, plain, surrogate_of, teaching, world
+from ._tensors import BY_ITEMS, at_least_one, divergence_of, log_probs_of, plain, surrogate_of, teaching, world
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_divergence", "fused_lm_head", "patch"]  # noqa: F822
 
@@ -262,7 +262,6 @@ def __getattr__(name: str) -> Any:
 
 # ---- a trainer's configuration and inputs as an Objective, a TokenBatch and a denominator
 
-BY_ITEMS = ("dapo", "cispo", "vespo")
 #: The least weight of a token in TRL's VESPO.
 LEAST_WEIGHT = 1e-8
 
@@ -355,8 +354,6 @@ def tree_batch(inputs: dict[str, Tensor]) -> TokenBatch:
 
 # ---- a loss on its way through TRL's code
 
-NAMES = ("log_probs", "entropy")
-
 
 @dataclass(eq=False)
 class LossCall:
@@ -408,7 +405,7 @@ class LossCall:
             gradients = torch.autograd.grad(theirs, self.read, allow_unused=True, materialize_grads=True)
             (logps, entropy), gradients = ([x.detach()[self.scored] for x in of] for of in (self.read, gradients))
             ours = self.objective.token_stage(logps, entropy, rows, self.batch)[1:3]
-            for name, mine, want, floor in zip(NAMES, ours, gradients, (terms, 0.0), strict=True):
+            for name, mine, want, floor in zip(("log_probs", "entropy"), ours, gradients, (terms, 0.0), strict=True):
                 mine = torch.zeros_like(want) if mine is None else mine.expand_as(want)
                 what = f"the gradient with respect to the {name}"
                 trial.alike(LOSS, what, [mine], [want], 1e-3, floor / max(want.numel(), 1))

@@ -32,12 +32,12 @@ from ._tensors import entropy_kind, log_probs_of, plain
 
 Tensor = torch.Tensor
 
-ZOO, HELPER = "unsloth_zoo.rl_replacements", "chunked_hidden_states_selective_log_softmax"
 #: The versions are those of unsloth_zoo from whose interface this was written. Before 2026.9 the first function is replaced in the
 #: module that Unsloth generates, under the name of the second with no `_recompute`.
 ADAPTER = Adapter(
     "Unsloth", "unsloth_zoo", ("2026.8.13", "2026.9.1", "2026.10.8", "2026.10.9"),
-    {"selective_log_softmax": f"{ZOO}.grpo_chunked_hidden_states_logprobs", "log_softmax_and_entropy": f"{ZOO}.{HELPER}_recompute"},
+    {"selective_log_softmax": "unsloth_zoo.rl_replacements.grpo_chunked_hidden_states_logprobs",
+     "log_softmax_and_entropy": "unsloth_zoo.rl_replacements.chunked_hidden_states_selective_log_softmax_recompute"},
 )  # fmt: skip
 
 
@@ -47,10 +47,10 @@ def bind(trainer: type, **how: bool) -> Slots:
 
     how   strict and any_version of `Slots`.
     Raises AttributeError if the module has no such name."""
-    if hasattr(sys.modules.get(ZOO), "grpo_chunked_hidden_states_logprobs"):
+    if hasattr(sys.modules.get("unsloth_zoo.rl_replacements"), "grpo_chunked_hidden_states_logprobs"):
         return ADAPTER.bind(selective_log_softmax, log_softmax_and_entropy, **how)
     slots = Slots(ADAPTER, **how)
-    slots.bind(selective_log_softmax, f"{trainer.__module__}.{HELPER}")
+    slots.bind(selective_log_softmax, f"{trainer.__module__}.chunked_hidden_states_selective_log_softmax")
     return slots
 
 

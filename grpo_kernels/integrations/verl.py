@@ -71,7 +71,6 @@ from ._tensors import (
 )
 
 Tensor = torch.Tensor
-PolicyLoss = Callable[..., LossAndMetrics]
 
 ADAPTER = Adapter(
     "verl", "verl", ("0.7.1", "0.8.0", "0.9.0", "0.9.1"),
@@ -139,7 +138,7 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
     return [prefix + name for name in names]
 
 
-def policy_loss(objective: str | Objective) -> PolicyLoss:
+def policy_loss(objective: str | Objective) -> Callable[..., LossAndMetrics]:
     """A policy loss with verl's signature: (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
     rollout_is_weights) -> (loss, metrics), all tensors [B, T].
 
