@@ -138,6 +138,7 @@ def terms_of(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(log-ratio at the objective's level, bool: where the ratio is clipped, the KL term or None without one), [n] of the flat rows
     of a batch."""
+    logps = logps.reshape(-1)
     x = objective.log_ratio(logps, rows, batch)
     clipped = torch.logical_or(*objective.surrogate.clipped(bounded_exp(x), rows.advantages))
     return x, clipped, None if rows.ref_logps is None else objective.kl_terms(logps, rows, x)[0]

@@ -397,7 +397,7 @@ class _TokenLosses(torch.autograd.Function):
 
 def _kl_and_clipped(logps: Tensor, objective: Objective, rows: TokenRows, batch: TokenBatch) -> tuple[Tensor | None, Tensor]:
     """fp32 [n], 0 where masked: the KL term (None with beta = 0) as it is in the loss, and 1 where the ratio is clipped."""
-    _, clipped, kl = terms_of(objective, logps.reshape(-1), rows, batch)
+    _, clipped, kl = terms_of(objective, logps, rows, batch)
     return None if kl is None else torch.where(rows.mask, kl, 0.0), (clipped & rows.mask).to(torch.float32)
 
 

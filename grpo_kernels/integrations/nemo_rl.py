@@ -185,12 +185,14 @@ class PolicyLoss:
         mask: Any = batch.mask
         tokens, sequences = (x.to(torch.float32) for x in (global_valid_toks, global_valid_seqs))
         filtered, dropped = self._filtered(logits, batch, options)
-        compared = batch
-        if self.force_on_policy_ratio and self.importance is not None:  # whose weights are those of the policy's log-probs
-            with torch.no_grad():
-                own = token_logprobs(logits, batch.targets, mask=mask, kept=filtered.kept, options=options)[0]
-            compared = replace(batch, old_logps=own)
-        weights, outside = (None, None) if self.importance is None else self._weights(compared)
+        weights = outside = None
+        if self.importance is not None:
+            compared = batch
+            if self.force_on_policy_ratio:  # the weights are those of the policy's log-probs
+                with torch.no_grad():
+                    own = token_logprobs(logits, batch.targets, mask=mask, kept=filtered.kept, options=options)[0]
+                compared = replace(batch, old_logps=own)
+            weights, outside = self._weights(compared)
         D = tokens if self.objective.aggregate == "token-mean" else sequences
         loss, out = self._loss(logits, replace(filtered, weights=weights), D, options)
         named = self._metrics(out, batch, data["sample_mask"], (tokens, sequences), weights, outside) | {"loss": loss}
@@ -278,7 +280,7 @@ class PolicyLoss:
         sampler: Any = batch.sampler_logps
         tokens, sequences = (count.clamp(min=1) for count in counts)
         logps, old = out.logps, out.logps if batch.old_logps is None else batch.old_logps
-        x, _, kl = terms_of(self.objective, logps.reshape(-1), out.rows, batch)
+        x, _, kl = terms_of(self.objective, logps, out.rows, batch)
         r = x.view(mask.shape).exp()  # may be infinite, as NeMo-RL's
         clamped = r.clamp(*self.objective.surrogate.ratio_bounds)
         if isinstance(self.objective.surrogate, PolicyGradient) and not self.force_on_policy_ratio:

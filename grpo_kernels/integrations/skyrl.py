@@ -143,10 +143,8 @@ def policy_loss(objective: str | Objective, trial: Trial | None = None) -> Calla
         if cispo and getattr(getattr(config, "cispo", None), "cispo_anchor", "old") == "rollout":
             remedy = 'cispo_anchor="rollout" takes the ratio to them: pass them.'
             require(rollout_logprobs is not None, "rollout_logprobs", None, remedy)
-            tis, remedy = (
-                getattr(correction, "tis_ratio_type", None),
-                'cispo_anchor="rollout" is that correction already: set it to None.',
-            )
+            tis = getattr(correction, "tis_ratio_type", None)
+            remedy = 'cispo_anchor="rollout" is that correction already: set it to None.'
             require(tis is None, "tis_ratio_type", tis, remedy)
             anchored = True
         old: Any = rollout_logprobs if anchored else old_log_probs

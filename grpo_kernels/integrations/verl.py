@@ -252,7 +252,7 @@ def _metrics(name: str, objective: Any, out: LossOutput, batch: Any, log_prob: T
         marks = none, none
     elif name not in ("kl_cov", "dro"):
         lower = (ratio > surrogate.delta) & (A < 0) if name == "vanilla" else none
-        marks = terms_of(objective, out.logps.reshape(-1), out.rows, batch)[1].view(mask.shape), lower
+        marks = terms_of(objective, out.logps, out.rows, batch)[1].view(mask.shape), lower
     named = {"actor/ppo_kl": masked_mean(x.abs() if name == "kl_cov" else -x, mask)}
     return named | {key: masked_mean(mark.float(), mask) for key, mark in zip(CLIPPED_SHARES, marks, strict=False)}
 

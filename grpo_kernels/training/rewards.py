@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from ..rewards.advantages import zero_variance
 from ..rewards.estimators import Evidence
 from ..rewards.groups import weighted_sum
 from . import Ranks, require
@@ -197,12 +198,11 @@ class Scores:
 
     def summary(self, group_size: int) -> dict[str, float]:
         totals = self.totals
-        grouped = totals.view(-1, group_size)
         told = {f"reward/{name}": x.mean().item() for name, x in zip(self.names, self.each, strict=True)}
         return (told if len(told) > 1 else {}) | {
             "reward": totals.mean().item(),
             "reward_std": totals.std(unbiased=False).item(),
-            "zero_variance_groups": (grouped.amax(1) == grouped.amin(1)).float().mean().item(),
+            "zero_variance_groups": zero_variance(totals, group_size=group_size).float().mean().item(),
             "completion_length": sum(self.lengths) / len(self.lengths),
         }
 

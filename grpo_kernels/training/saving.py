@@ -249,7 +249,8 @@ def set_random_state(states: dict[str, Any], device: torch.device) -> None:
 @contextlib.contextmanager
 def stop_after_step() -> Iterator[list[int]]:
     """Collects SIGINT and SIGTERM, so that the step at hand ends whole; a second signal, `ECHO` seconds later, acts at once."""
-    received, times = list[int](), list[float]()
+    received = list[int]()
+    first = 0.0  # when the first one came
     before: dict[signal.Signals, Any] = {}
 
     def restore() -> None:
@@ -257,11 +258,12 @@ def stop_after_step() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
     def note(number: int, frame: Any) -> None:
+        nonlocal first
         received.append(number)
-        times.append(time.monotonic())
-        if len(times) == 1:
+        if len(received) == 1:
+            first = time.monotonic()
             print(f"stopping after this step; once more after {ECHO:.0f} s to stop now", file=sys.stderr)
-        elif times[-1] - times[0] > ECHO:
+        elif time.monotonic() - first > ECHO:
             restore()
             signal.raise_signal(number)
 
