@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from ..batch import TokenBatch
 from ..formulas.divergence import DIRECTIONS, Exact
@@ -22,7 +23,6 @@ from ..token_sets import TokenSets
 from . import first_line
 from .step import Step, clipped, inputs, plain_rows
 
-Tensor = torch.Tensor
 CPU = torch.device("cpu")
 
 #: The largest errors that rounding can cause. Those of values (loss, log-probs, entropy), which are fp32, are absolute. Those of

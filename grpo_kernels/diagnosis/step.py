@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..batch import TokenBatch
 from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Objective
 from ..rows.backends import cpu_products, use
 from .machine import memory_available
-
-Tensor = torch.Tensor
 
 #: (rows, vocabulary, hidden size) for each device: of a model, and where there is little memory.
 SIZES = {

@@ -17,9 +17,9 @@ from importlib import metadata
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-Tensor = torch.Tensor
 Function = Callable[..., Any]
 
 OVERRIDE = "GRPO_KERNELS_ANY_VERSION"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..batch import TokenBatch
 from ..checks import OF_PRODUCTS, of_a_leaf, require, require_one_of
@@ -23,8 +24,6 @@ from ..objective import Objective
 from ..streams import Head, LogitTransform, Options
 from ..token_sets import TokenSets
 from ._swap import NotCovered
-
-Tensor = torch.Tensor
 
 #: What a trainer's loss returns: 0-d, and numbers by name.
 LossAndMetrics = tuple[Tensor, dict[str, Any]]

@@ -21,12 +21,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ._swap import Adapter, Slots
 from ._tensors import log_probs_of
-
-Tensor = torch.Tensor
 
 ADAPTER = Adapter(
     "AReaL", "areal", ("1.0.4",),

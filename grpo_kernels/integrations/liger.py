@@ -28,6 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..batch import TokenBatch
 from ..checks import of_a_leaf, refuse_unknown, require, values_are_checked
@@ -47,7 +48,6 @@ __all__ = [
     "triton_grpo_loss",
 ]  # fmt: skip
 
-Tensor = torch.Tensor
 
 #: The version whose signatures and values these are.
 LIGER_VERSION = "0.8.5"

@@ -28,14 +28,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checks import require
 from ..streams import Options
 from ..token_sets import TokenSets
 from ._swap import Adapter, NotCovered, Slots
 from ._tensors import at_ids, even_shard, in_a_column, on_rows, response_sets
-
-Tensor = torch.Tensor
 
 ADAPTER = Adapter(
     "miles", "miles", ("0.1.0",),

@@ -34,6 +34,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..batch import TokenBatch
 from ..checks import require, require_number, require_one_of
@@ -50,8 +51,6 @@ from ..streams import Options
 from ..token_sets import TokenSets
 from ._swap import Adapter
 from ._tensors import LossAndMetrics, at_ids, divergence_over, numbers, shard_of, terms_of, two_sided
-
-Tensor = torch.Tensor
 
 #: No version: it was written from the code of August 2026.
 ADAPTER = Adapter("NeMo-RL", "nemo-rl")

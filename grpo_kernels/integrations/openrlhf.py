@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..batch import TokenBatch
 from ..checks import require, require_one_of
@@ -31,8 +32,6 @@ from ..objective import Objective
 from ..rewards.corrections import importance_weights, rejection_mask
 from ._swap import Adapter, Slots
 from ._tensors import at_least_one, entropy_from_logits, left_out, log_probs_of, masked_mean, scored_batch, two_sided
-
-Tensor = torch.Tensor
 
 ADAPTER = Adapter(
     "OpenRLHF", "openrlhf", ("0.10.4", "0.11.0", "0.11.1", "0.11.2"),

@@ -31,6 +31,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..batch import shift_sets
 from ..formulas.centering import ScoreCentering
@@ -40,8 +41,6 @@ from ..streams import Options
 from ..token_sets import TokenSets
 from ._swap import Adapter, Slots
 from ._tensors import centered, left_out, log_probs_of, masked_mean, scored_batch
-
-Tensor = torch.Tensor
 
 ADAPTER = Adapter(
     "prime-rl", "prime-rl", ("0.8.0",),

@@ -36,6 +36,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checks import require
 from ..formulas.centering import ScoreCentering
@@ -58,8 +59,6 @@ from ._tensors import (
     scored_batch,
     world,
 )
-
-Tensor = torch.Tensor
 
 SUPPORT = "skyrl.backends.skyrl_train.utils.sample_support_replay"
 ADAPTER = Adapter(

@@ -37,6 +37,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..batch import TokenBatch
 from ..checks import require
@@ -50,8 +51,6 @@ from ..streams import Options
 from ..token_sets import TokenSets
 from ._swap import Adapter, Slots
 from ._tensors import LossAndMetrics, at_ids, even_shard, in_a_column, response_sets, scored_batch, terms_of, two_sided, world
-
-Tensor = torch.Tensor
 
 ADAPTER = Adapter(
     "slime", "slime", ("0.3.1",),

@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..architectures import language_model
 from ..batch import TokenBatch
@@ -51,7 +52,6 @@ from ._tensors import BY_ITEMS, at_least_one, divergence_of, log_probs_of, plain
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_divergence", "fused_lm_head", "patch"]  # noqa: F822
 
-Tensor = torch.Tensor
 
 #: TRL's method of the loss, that of log-probs, and the function in the head of its models.
 LOSS, SCORES, SLOT = "GRPOTrainer._compute_loss", "_get_per_token_logps_and_entropies", "_ChunkedLogProbFunction"

@@ -25,12 +25,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..streams import Head, LogitTransform
 from ._swap import Adapter, NotCovered, Slots
 from ._tensors import entropy_kind, log_probs_of, plain
-
-Tensor = torch.Tensor
 
 #: The versions are those of unsloth_zoo from whose interface this was written. Before 2026.9 the first function is replaced in the
 #: module that Unsloth generates, under the name of the second with no `_recompute`.

@@ -45,6 +45,7 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checks import require, require_one_of
 from ..formulas.divergence import Exact
@@ -69,8 +70,6 @@ from ._tensors import (
     terms_of,
     two_sided,
 )
-
-Tensor = torch.Tensor
 
 ADAPTER = Adapter(
     "verl", "verl", ("0.7.1", "0.8.0", "0.9.0", "0.9.1"),

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checks import LARGEST, SMALLEST, require, require_number, require_one_of, require_shape
 from .groups import (
     Grouped,
     Groups,
-    Tensor,
     group_ids,
     grouped,
     read_lengths,

@@ -49,6 +49,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..batch import TokenBatch
 from ..checks import (
@@ -67,8 +68,6 @@ from ..checks import (
 )
 from ..formulas.filters import BOUND, DELTA, log_ratio, near_sampler
 from .groups import Grouped, Groups
-
-Tensor = torch.Tensor
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask")

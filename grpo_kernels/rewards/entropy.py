@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checks import LARGEST, Checked, require, require_number, require_shape
-
-Tensor = torch.Tensor
 
 SHARE = ("the share of tokens to keep is in (0, 1].", math.nextafter(0.0, 1.0), 1)
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
+from torch import Tensor
+
 from ..checks import refuse_unknown, require, require_one_of
 from .advantages import gpg_scale, greedy_baseline_advantages, group_advantages, pass_at_k_advantages
-from .groups import Tensor
 from .returns import at_last_token, discounted_returns, gae, optimal_token_advantages, process_advantages, whiten
 
 

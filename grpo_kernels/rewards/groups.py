@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checks import (
     FLOATING,
@@ -20,8 +21,6 @@ from ..checks import (
     values_are_checked,
     warn_once,
 )
-
-Tensor = torch.Tensor
 
 
 def as_rewards(name: str, rewards: Any) -> Tensor:

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checks import (
     LARGEST,
@@ -26,7 +27,7 @@ from ..checks import (
 )
 from ..formulas.kl import Kl, as_kl, kl_terms
 from .advantages import group_advantages
-from .groups import Grouped, Groups, Tensor, finite, float_tensor, group_ids, read_rewards
+from .groups import Grouped, Groups, finite, float_tensor, group_ids, read_rewards
 
 SHARE = "it must be a number in [0, 1]."
 FINITE = "it must be finite wherever the mask is True."
@@ -301,4 +302,3 @@ class _Tokens:
     def total(self, x: Tensor) -> Tensor:
         """Sum over each sequence, [B]."""
         return torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0, unsafe=True)
-

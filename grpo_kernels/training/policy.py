@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as checkpoint
 
 from ..batch import TokenBatch
@@ -25,7 +25,6 @@ from ..token_sets import TokenSets
 from . import Ranks
 from .config import TrainConfig
 
-Tensor = torch.Tensor
 T = TypeVar("T")
 
 

@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import IO, Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ..formulas.filters import EntropyQuantile
 from ..objective import Objective
@@ -25,7 +26,6 @@ from .config import TRACKERS, TrainConfig, write
 from .data import Row
 from .rewards import Scores, pair
 
-Tensor = torch.Tensor
 Line = dict[str, Any]
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..rewards.advantages import zero_variance
@@ -30,7 +31,6 @@ from ..rewards.estimators import Evidence
 from ..rewards.groups import weighted_sum
 from . import Ranks, require
 
-Tensor = torch.Tensor
 RewardFunction = Callable[..., list[Any]]
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..batch import TokenBatch
@@ -20,9 +21,6 @@ from .config import TrainConfig
 from .data import Row
 from .policy import Completions, ParallelModel, positions
 from .rewards import Asked, RewardFunction, Scores, name_of, score
-
-Tensor = torch.Tensor
-
 
 # ---- sampling
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..batch import TokenBatch
 from ..checks import require as check
@@ -39,8 +40,6 @@ from .rollouts import Rollouts, micro_batches, pieces
 from .saving import OutputFolder, Saved, random_state, stop_after_step
 
 __all__ = ["LossParts", "TrainConfig", "Trainer"]
-
-Tensor = torch.Tensor
 
 
 class Trainer:
