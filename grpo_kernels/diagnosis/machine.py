@@ -58,7 +58,8 @@ def memory_available() -> float:
 def cgroup_limits() -> tuple[float, float]:
     """(processors, bytes still free) that control groups (version 2) grant; inf where they set no limit. A container may see its
     own group as the root, so all groups above are read."""
-    processors, memory = math.inf, math.inf
+    processors = math.inf
+    memory = math.inf
     own = Path("/sys/fs/cgroup") / _find(r"^0::/(.*)$", "/proc/self/cgroup")
     for folder in (own, *own.parents):
         quota, period = (_find(pattern, folder / "cpu.max", "inf") for pattern in (r"^(\d+) \d+", r"^\d+ (\d+)"))
@@ -83,7 +84,8 @@ def where() -> torch.device:
 
 def gpus() -> dict[str, Any]:
     """{"available", "reason" (why not), "devices"}, see grpo_kernels/diagnosis/doctor.py."""
-    kind, devices = where().type, list[dict[str, Any]]()
+    kind = where().type
+    devices = list[dict[str, Any]]()
     if kind == "cpu":
         return {"available": False, "reason": why_no_gpu(), "devices": devices}
     module = torch.get_device_module(kind)
@@ -228,9 +230,12 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 def known(report: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """What `ADVICE` is about. Of the compiled module only where losses run on the CPU, and one could."""
-    native, threads, usable = report["native"], report["cpu"]["torch_threads"], max(1, int(report["cpu"]["usable_processors"]))
+    native = report["native"]
+    threads = report["cpu"]["torch_threads"]
+    usable = max(1, int(report["cpu"]["usable_processors"]))
     unserved = why_not_here() or (NO_AVX2 if native["isa"] == "" else None)
-    served, best = unserved is None, best_isa(processor()[1])
+    served = unserved is None
+    best = best_isa(processor()[1])
     path = native["path"] if served else None
     return {
         "shadows": report["package"]["shadows"],
@@ -310,7 +315,8 @@ ADVICE_FOR_GPUS = {
 
 def advice(report: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """What `facts` say is wrong or slow."""
-    given, table = known(report, environ), ADVICE | (ADVICE_FOR_GPUS if torch.cuda.is_available() else {})
+    given = known(report, environ)
+    table = ADVICE | (ADVICE_FOR_GPUS if torch.cuda.is_available() else {})
     found = [finding for name, finding in table.items() if given[name]]
     needed = report["device"] == "cpu"  # the compiled module; elsewhere the tests mean something without it
     return [

@@ -49,7 +49,9 @@ SHAPES = ((12, 64, 1003, tuple(CASES)), (4, 8, 128_257, PLAIN))
 
 def self_test(backend: str, device: torch.device) -> dict[str, Any]:
     """All checks of one backend with data on `device`, as doctor --json prints them."""
-    begin, checks, worst = time.perf_counter(), [], dict.fromkeys(LIMITS, 0.0)
+    begin = time.perf_counter()
+    checks = []
+    worst = dict.fromkeys(LIMITS, 0.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for (rows, hidden, vocab, cases), dtype, level in itertools.product(
@@ -59,7 +61,8 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
             for case in cases:
                 if (level == "hidden" and "kl" in CASES[case]) or (backend == "eager" and case in BESIDE_EAGER):
                     continue  # the second stream of rows is logits
-                errors, failure = dict[str, float](), None
+                errors = dict[str, float]()
+                failure = None
                 try:
                     errors = errors_of(question(case, step), case, backend, device, dtype)
                 except Exception as error:  # a kernel that does not compile must not end the report
@@ -98,10 +101,13 @@ def question(case: str, step: Step) -> Question:
     leaves, batch = inputs(step, CPU)
     batch.advantages[0] = 0.0
     old: Any = batch.old_logps
-    chosen, how = dict(CASES[case]), dict[str, Any]({"transform": LogitTransform(1.0 if case == PLAIN[0] else 0.9)})
-    kept, batch = chosen.pop("kept", False), replace(batch, ref_logps=old - 0.2)
+    chosen = dict(CASES[case])
+    how = dict[str, Any]({"transform": LogitTransform(1.0 if case == PLAIN[0] else 0.9)})
+    kept = chosen.pop("kept", False)
+    batch = replace(batch, ref_logps=old - 0.2)
     if case in BESIDE_EAGER:
-        masked, ends = torch.arange(step.rows) % 4 == 3, torch.arange(0, step.rows + 1, 4)
+        masked = torch.arange(step.rows) % 4 == 3
+        ends = torch.arange(0, step.rows + 1, 4)
         batch = replace(batch, mask=~masked, cu_seqlens=ends, old_logps=old.masked_fill(masked, torch.nan))
         leaves[0] = leaves[0].masked_fill(masked[:, None], torch.nan)
     if kept:
@@ -114,10 +120,13 @@ def question(case: str, step: Step) -> Question:
 
 def plain_results(q: Question) -> dict[str, Tensor]:
     """By plain PyTorch in float64, of a case that is not beside eager."""
-    leaves, b, objective = [x.double().requires_grad_() for x in q.leaves], q.batch, q.objective
+    leaves = [x.double().requires_grad_() for x in q.leaves]
+    b = q.batch
+    objective = q.objective
     temperature = q.how["transform"].temperature
     log_p = torch.log_softmax(plain_rows(leaves) / temperature, -1)
-    logps, entropy = log_p.gather(-1, b.targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    logps = log_p.gather(-1, b.targets[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
     if objective.exact is not None:
         log_q = torch.log_softmax(q.how["ref_logits"].double() / temperature, -1)
         kl = plain_divergence(log_p, log_q)[objective.exact.direction]
@@ -146,17 +155,20 @@ def plain_divergence(p: Tensor, q: Tensor) -> dict[str, Tensor]:
 def errors_of(q: Question, case: str, backend: str, device: torch.device, dtype: str) -> dict[str, float]:
     """The largest errors of values and gradients beside plain PyTorch in float64, or eager in fp32 with torch's own products; of a
     gradient as a share of the largest entry, of logits or hidden states of the same row."""
-    found, errors = results(q, backend, device, dtype), dict[str, float]()
+    found = results(q, backend, device, dtype)
+    errors = dict[str, float]()
     if case not in BESIDE_EAGER:
         expected = plain_results(q)
     else:
         with cpu_products.using("torch"):
             expected = results(q, "eager", CPU, "float32")
     for name, wanted in expected.items():
-        off, size = (found[name] - wanted).abs(), wanted.abs()
+        off = (found[name] - wanted).abs()
+        size = wanted.abs()
         largest = size.max() if name.startswith("d_") else 1.0
         if name in ("d_logits", "d_hidden"):  # rows that are 0, or nearly, are compared with the largest row
-            off, rows = off.amax(-1), size.amax(-1)
+            off = off.amax(-1)
+            rows = size.amax(-1)
             largest = torch.where(rows > 1e-2 * largest, rows, largest)
         errors[name] = float((off / largest).max())
     return errors

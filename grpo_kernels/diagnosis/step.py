@@ -26,7 +26,8 @@ SIZES = {
     "gpu": ((8192, 151_936, 4096), (4096, 151_936, 1024), (2048, 32_000, 1024)),
 }
 #: Bytes per logit and per element of the head at the peak of eager PyTorch or of ours: copies in bf16 and fp32, gradients.
-LOGIT_BYTES, HEAD_BYTES = 20, 12
+LOGIT_BYTES = 20
+HEAD_BYTES = 12
 ROUNDS = 5
 #: The upper quartile over the lower one of what rounds say, above which they say nothing.
 MOST_SPREAD = 1.5

@@ -79,7 +79,8 @@ def one_of(version: str, known: Sequence[str]) -> bool:
 # ---- the first calls under a version that was not tested
 
 #: Of a sum of absolute values, and for each number: fp32, and functions of 16-bit tensors, which may sum in 16 bits.
-FINE, COARSE = (1e-3, 1e-5), (3e-2, 2e-2)
+FINE = (1e-3, 1e-5)
+COARSE = (3e-2, 2e-2)
 
 
 def ran(function: Function, call: Any, part: Function) -> tuple[list[Tensor], list[Tensor]]:
@@ -114,7 +115,8 @@ class Trial:
     remove    takes ours off again; None: ours was put in by the user."""
 
     def __init__(self, version: str | None, remove: Callable[[], None] | None = None) -> None:
-        self.version, self.remove = version, remove
+        self.version = version
+        self.remove = remove
         self.done: set[str] = set()  # functions of which values and slopes were compared
 
     def pending(self, name: str) -> bool:
@@ -145,7 +147,8 @@ class Trial:
         self.alike(name, "values", mine, own, tolerance, floor)
         # What has no slope there is used without one.
         both = [(a, b) for a, b in zip(mine, own, strict=True) if a.requires_grad and b.requires_grad]
-        slopes, wanted = slopes_of([a for a, _ in both], leaves), slopes_of([b for _, b in both], own_leaves)
+        slopes = slopes_of([a for a, _ in both], leaves)
+        wanted = slopes_of([b for _, b in both], own_leaves)
         self.alike(name, "slopes", slopes, wanted, tolerance)  # which may be small everywhere
         if any(x.any() for x in wanted):
             self.passed(name)
@@ -160,7 +163,8 @@ class Trial:
             self.refuse(name, f"{what} have shapes {shapes[0]}, and its own {shapes[1]}")
         for number, pair in enumerate(zip(ours, theirs, strict=True)):
             a, b = (x.detach().double() for x in pair)
-            apart, size = (a - b).abs().sum(), b.abs().sum()
+            apart = (a - b).abs().sum()
+            size = b.abs().sum()
             if not apart <= tolerance * size + floor * b.numel():  # NaN differs too
                 self.refuse(name, f"{what}, tensor {number} of {len(ours)}: {apart:.3g} apart of {size:.3g} in absolute terms")
 
@@ -198,7 +202,8 @@ class Slots:
     trial    the comparison under a version that was not tested."""
 
     def __init__(self, adapter: Adapter, strict: bool = False, any_version: bool = False) -> None:
-        self.adapter, self.strict = adapter, strict
+        self.adapter = adapter
+        self.strict = strict
         self.trial = Trial(adapter.untested(any_version), self.undo)
         self.counts: Counter[str] = Counter()
         self._bound: list[tuple[Any, str, Any, Any]] = []

@@ -91,7 +91,9 @@ def two_sided(owner: str, low: float, high: float, delta: float | None, name: st
 def surrogate_of(options: Any) -> Any:
     """The surrogate of TRL's and Liger's `loss_type`, of an object that has their options under their names. As they have it,
     epsilon_high is CISPO's cap, an absolute ratio."""
-    kind, high, delta = options.loss_type, options.epsilon_high, options.delta
+    kind = options.loss_type
+    high = options.epsilon_high
+    delta = options.delta
     require_one_of("loss_type", kind, (*CLIPPED, "cispo", "sapo", "vespo"))
     if kind in CLIPPED:
         return Clip(
@@ -247,7 +249,8 @@ def centered(
 ) -> Tensor:  # fmt: skip
     """The term of score centering, weighted and summed over rows [..], from log-probs [.., K] of the same ids under the policy,
     with gradient, and under the sampler, -inf for padding; 0 of rows that are masked, whatever stands there."""
-    given, advantages = (sampler > -math.inf) & mask[..., None], torch.where(mask, advantages, 0.0)
+    given = (sampler > -math.inf) & mask[..., None]
+    advantages = torch.where(mask, advantages, 0.0)
     ours, theirs = (torch.where(given, x, NO_MASS) for x in (logps, sampler))
     with torch.no_grad():
         slopes = centering(ours, theirs, advantages[..., None], lambda x: x.sum(-1, keepdim=True))[1]
@@ -256,7 +259,8 @@ def centered(
 
 def divergence_over(exact: Exact, logps: Tensor, teacher: Tensor) -> Tensor:
     """[..]: the divergence of log-probs [.., K] at the same ids, over these ids alone."""
-    shape, k = logps.shape[:-1], logps.shape[-1]
+    shape = logps.shape[:-1]
+    k = logps.shape[-1]
     offsets = torch.arange(shape.numel() + 1, device=logps.device) * k
     return divergence_at(exact, logps.reshape(-1), teacher.reshape(-1), offsets).view(shape)
 

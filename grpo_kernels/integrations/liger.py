@@ -91,7 +91,8 @@ def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
     max_completion_length   tokens, which dr_grpo divides by; nothing to the others.
     What is no part of an objective is refused: temperature, compiled and chunk_size."""
     for name in [name for name in TOGETHER if name in options]:
-        parts, values = TOGETHER[name], options.pop(name)
+        parts = TOGETHER[name]
+        values = options.pop(name)
         remedy = f"it stands for {', '.join(parts)}: pass {len(parts)} numbers, and none of these names beside it."
         fits = isinstance(values, tuple | list) and len(values) == len(parts)
         require(fits and not options.keys() & parts, name, values, remedy)
@@ -104,7 +105,9 @@ def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
 
 def _objective_of(options: Any) -> Objective:
     """The objective of an object that has Liger's options."""
-    surrogate, kind, level = surrogate_of(options), options.loss_type, options.importance_sampling_level
+    surrogate = surrogate_of(options)
+    kind = options.loss_type
+    level = options.importance_sampling_level
     require(level in ("token", "sequence"), "importance_sampling_level", level, 'it must be "token" or "sequence".')
     # Liger's own message, because callers match on it.
     remedy = f"Sequence-level importance sampling is not supported for loss_type={kind!r}. Use importance_sampling_level='token' instead."
@@ -138,7 +141,8 @@ def token_batch(
     ids: Tensor, advantages: Tensor, objective: Objective, *, padding: int = 0, weights: Tensor | None, **fields: Tensor | None
 ) -> TokenBatch:
     """Liger's tensors as a TokenBatch, with `padding` masked positions after the last one; `fields` are those of TokenBatch."""
-    shape, mask = ids.shape, fields["mask"]
+    shape = ids.shape
+    mask = fields["mask"]
     if weights is not None and objective.surrogate.absorbs_weights and weights.numel() == len(ids):
         # A weight of a sequence enters its ratio once: at its first trained token.
         trained = torch.ones(shape, dtype=torch.bool, device=ids.device) if mask is None else mask
@@ -250,7 +254,9 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         vllm_is_ratio  [B], [B, 1] or [B, T]: weights of the policy term.
         num_items_in_batch   tokens of all micro-batches and ranks, which dapo, cispo and vespo divide by, times the number
                        of ranks. None: those of this micro-batch, averaged over the ranks by a collective."""
-        objective, transform, ids = self.objective(), LogitTransform(temperature=self.temperature), selected_token_ids
+        objective = self.objective()
+        transform = LogitTransform(temperature=self.temperature)
+        ids = selected_token_ids
         mask = as_bool("attention_mask", attention_mask)
         padded = self.loss_type if self.as_liger and mask is not None and self.loss_type in ("luspo", "vespo") else None
         for said, message in (
@@ -277,11 +283,14 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         if padded == "luspo":
             own = linear_logprobs(_input, Head(lin_weight, bias), ids, transform=transform)[0].reshape(-1)
             rows = rows_with_padding(batch, objective)
-            loss, logps = total(_TokenLosses.apply(own, objective, rows, batch)), own.detach()
+            loss = total(_TokenLosses.apply(own, objective, rows, batch))
+            logps = own.detach()
         else:
             D = denominator(objective, self.loss_type, batch, num_items_in_batch)
             out = linear_grpo_loss(_input, Head(lin_weight, bias), batch, objective, transform=transform, normalizer=D)
-            loss, logps, rows = out.loss, out.logps, out.rows
+            loss = out.loss
+            logps = out.logps
+            rows = out.rows
         kl, clipped = _kl_and_clipped(logps, objective, rows, batch)
         if kl is None and self.beta != 0:
             kl = torch.zeros_like(clipped)
@@ -339,9 +348,12 @@ def triton_grpo_loss(
     remedy = f"two-sided clipping means nothing to loss_type={loss_type!r}: leave it None."
     require(delta is None or loss_type in CLIPPED, "delta", delta, remedy)
     B, L = completion_ids.shape
-    options.epsilon_low, options.epsilon_high, options.use_ref_model = eps_low, eps_high, True
+    options.epsilon_low = eps_low
+    options.epsilon_high = eps_high
+    options.use_ref_model = True
     options.max_completion_length = max(L, 1) if max_completion_length is None else max_completion_length
-    objective, mask = _objective_of(options), as_bool("completion_mask", completion_mask)
+    objective = _objective_of(options)
+    mask = as_bool("completion_mask", completion_mask)
     if mask is None:
         mask = torch.ones((B, L), dtype=torch.bool, device=completion_ids.device)
     # The extra position is masked. A view of the logits without it would cost a second copy of the gradient.
@@ -507,7 +519,8 @@ class LigerFusedLinearJSD(torch.nn.Module):
         student_input, teacher_input    [N, H], with hidden sizes of their own; student_weight, teacher_weight  [V, H].
         shift_labels                    int64 [N], of which only `ignore_index` is looked at; None: all tokens count."""
         mask = None if shift_labels is None else shift_labels != self.ignore_index
-        batch, reference = teaching(mask, student_input[..., 0]), (teacher_input.detach(), teacher_weight.detach())
+        batch = teaching(mask, student_input[..., 0])
+        reference = (teacher_input.detach(), teacher_weight.detach())
         return linear_grpo_loss(
             student_input, student_weight, batch, self.objective, reference=reference, transform=self.transform
         ).loss

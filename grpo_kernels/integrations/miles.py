@@ -110,7 +110,9 @@ def kept_sets(masks: Sequence[Any], total_lengths: Sequence[int], response_lengt
 
     Raises ValueError, with the sample and the token, where a record has not a set for each token of its response, or an empty
     one."""
-    records, rows, end = [], torch.zeros(sum(total_lengths), dtype=torch.bool), 0
+    records = []
+    rows = torch.zeros(sum(total_lengths), dtype=torch.bool)
+    end = 0
     for b, (mask, total, tokens) in enumerate(zip(masks, total_lengths, response_lengths, strict=True)):
         records.append(_sets(f"masks[{b}]", mask, tokens))
         end += total
@@ -179,15 +181,20 @@ def selected_log_probs_and_entropy(
     temperature      divides the logits. chunk_size is not needed.
     sampling_support   True: the softmax is over the ids after the first, which is the token; a row without them has zeros.
     missing          what becomes of a token that is not among them, as in `Options`."""
-    width, shard = logits.shape[-1], even_shard(logits.shape[-1], group)
+    width = logits.shape[-1]
+    shard = even_shard(logits.shape[-1], group)
     start, whole = (0, width) if shard is None else (shard.start, shard.vocab)
     vocab = whole if vocab_size is None else vocab_size
     if vocab <= whole - width:
         raise NotCovered("a rank that has padding of the head alone")
-    options, kept, mask = Options(shard=None if shard is None else replace(shard, vocab=vocab)), None, None
+    options = Options(shard=None if shard is None else replace(shard, vocab=vocab))
+    kept = None
+    mask = None
     if sampling_support:
         sets = token_ids[:, 1:]
-        options, kept, mask = replace(options, missing=missing), TokenSets.from_padded(sets), (sets >= 0).any(-1)
+        options = replace(options, missing=missing)
+        kept = TokenSets.from_padded(sets)
+        mask = (sets >= 0).any(-1)
     at, entropy, _ = at_ids(
         logits[:, : vocab - start],
         token_ids,

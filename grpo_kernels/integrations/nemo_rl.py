@@ -127,10 +127,8 @@ class PolicyLoss:
             self.objective = replace(objective, level="token")
         tokens = objective.aggregate == "token-mean"
         self.per = "TOKENS" if tokens else "SEQUENCES"
-        self.loss_type, self.input_type = (
-            interfaces.LossType["TOKEN_LEVEL" if tokens else "SEQUENCE_LEVEL"],
-            interfaces.LossInputType.LOGIT,
-        )
+        self.loss_type = interfaces.LossType["TOKEN_LEVEL" if tokens else "SEQUENCE_LEVEL"]
+        self.input_type = interfaces.LossInputType.LOGIT
         kinds = getattr(interfaces, "MetricNormalizer", {})  # which not every NeMo-RL has
         self.metric_normalizations = {name: kinds[kind] for name, kind in self._divisors().items() if kinds}
 
@@ -147,7 +145,9 @@ class PolicyLoss:
         """This loss with the settings of `theirs`, a `ClippedPGLossFn`. Raises ValueError for unsupported ones.
 
         options   inplace, megatron, sampling_params."""
-        low, high, clip_c = theirs.ratio_clip_min, theirs.ratio_clip_max, theirs.ratio_clip_c
+        low = theirs.ratio_clip_min
+        high = theirs.ratio_clip_max
+        clip_c = theirs.ratio_clip_c
         remedy = "with disable_ppo_ratio it bounds no ratio: set one of them only."
         require(clip_c is None or not theirs.disable_ppo_ratio, "ratio_clip_c", clip_c, remedy)
         surrogate: Any = two_sided("NeMo-RL", low, high, clip_c, "ratio_clip_c", "ratio_clip_max")
@@ -240,8 +240,10 @@ class PolicyLoss:
 
     def _loss(self, logits: Tensor, batch: TokenBatch, D: Tensor, options: Options) -> tuple[Tensor, LossOutput]:
         """(the loss, the result that it is of): without a KL over more than the sets, or weighted by the ratio to the sampler."""
-        spec, whole = self.objective, batch.kept is not None and self.objective.beta != 0
-        inplace, on_policy = self.inplace and not whole, spec.beta != 0 and self.use_on_policy_kl_approximation
+        spec = self.objective
+        whole = batch.kept is not None and self.objective.beta != 0
+        inplace = self.inplace and not whole
+        on_policy = spec.beta != 0 and self.use_on_policy_kl_approximation
         if not whole and not on_policy:
             out = grpo_loss(logits, batch, spec, normalizer=D, inplace=inplace, options=options)
             return out.loss, out
@@ -278,7 +280,8 @@ class PolicyLoss:
         mask: Any = batch.mask
         sampler: Any = batch.sampler_logps
         tokens, sequences = (count.clamp(min=1) for count in counts)
-        logps, old = out.logps, out.logps if batch.old_logps is None else batch.old_logps
+        logps = out.logps
+        old = out.logps if batch.old_logps is None else batch.old_logps
         x, _, kl = terms_of(self.objective, logps, out.rows, batch)
         r = x.view(mask.shape).exp()  # may be infinite, as NeMo-RL's
         clamped = r.clamp(*self.objective.surrogate.ratio_bounds)
@@ -288,7 +291,8 @@ class PolicyLoss:
         def mean(values: Tensor) -> Tensor:
             return torch.where(mask, values, 0.0).sum() / tokens
 
-        value, middle = self.objective.kl_spec.function, torch.logaddexp(old, sampler) - math.log(2.0)
+        value = self.objective.kl_spec.function
+        middle = torch.logaddexp(old, sampler) - math.log(2.0)
         metrics = {
             "token_mult_prob_error": mean((sampler - old).abs().exp()), "gen_kl_error": mean(value(sampler, sampler, old)[0]),
             "policy_kl_error": mean(value(old, old, sampler)[0]), "approx_entropy": mean(-(logps - sampler).exp() * logps),
@@ -357,8 +361,10 @@ class DistillationLoss:
         require_one_of("kl_type", kl_type, ("forward", "reverse", "mixed"))
         require_number("mixed_kl_weight", mixed_kl_weight, "the forward KL's share is a number in [0, 1].", 0.0, 1.0)
         self.forward = {"forward": 1.0, "reverse": 0.0}.get(kl_type, float(mixed_kl_weight))  # the share of that KL
-        self.zero_outside_topk, self.megatron = zero_outside_topk, megatron
-        self.loss_type, self.input_type = interfaces.LossType.TOKEN_LEVEL, interfaces.LossInputType.LOGIT
+        self.zero_outside_topk = zero_outside_topk
+        self.megatron = megatron
+        self.loss_type = interfaces.LossType.TOKEN_LEVEL
+        self.input_type = interfaces.LossInputType.LOGIT
 
     @classmethod
     def like(cls, theirs: Any, **options: bool) -> DistillationLoss:
@@ -388,7 +394,8 @@ class DistillationLoss:
         shard = shard_of(logits, vocab_parallel_group, self.megatron)
         if shard is None and not self.zero_outside_topk:
             at = torch.where(mask[..., None], logits.gather(-1, ids).to(torch.float32), 0.0)  # masked rows may hold anything
-            at, entropy = torch.log_softmax(at, -1), None
+            at = torch.log_softmax(at, -1)
+            entropy = None
         else:
             at, entropy = self._scored(logits, ids, mask, shard)
         value = at.new_zeros(mask.shape)

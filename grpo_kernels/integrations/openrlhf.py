@@ -84,14 +84,18 @@ class PolicyLoss(torch.nn.Module):
         super().__init__()
         require_one_of("policy_loss_type", policy_loss_type, ("ppo", "gspo"))
         require_one_of("vllm_is_correction_type", vllm_is_correction_type, TYPES)
-        self.reports_filter, level = is_correction_level is not None, is_correction_level
+        self.reports_filter = is_correction_level is not None
+        level = is_correction_level
         if level is None:
             level, is_correction_mode = TYPES[vllm_is_correction_type] if enable_vllm_is_correction else ("off", "mask")
-            is_correction_gating, is_correction_threshold = "ratio", vllm_is_truncated_threshold or (0.0, math.inf)
+            is_correction_gating = "ratio"
+            is_correction_threshold = vllm_is_truncated_threshold or (0.0, math.inf)
         elif enable_vllm_is_correction:
             raise ValueError("enable_vllm_is_correction=True beside is_correction_level: they are one option of two versions.")
-        self.is_correction_level, self.is_correction_mode = level, is_correction_mode
-        self.is_correction_gating, self.is_correction_threshold = is_correction_gating, is_correction_threshold
+        self.is_correction_level = level
+        self.is_correction_mode = is_correction_mode
+        self.is_correction_gating = is_correction_gating
+        self.is_correction_threshold = is_correction_threshold
         self._check_correction()
         self.token_level_loss = token_level_loss and policy_loss_type != "gspo"
         self.policy_loss_type = policy_loss_type
@@ -105,7 +109,9 @@ class PolicyLoss(torch.nn.Module):
         known = {"level": ("off", "token", "seq"), "mode": ("mask", "clip"), "gating": ("ratio", "binary_kl", "tv")}
         for name, values in known.items():
             require_one_of(f"is_correction_{name}", getattr(self, f"is_correction_{name}"), values)
-        level, gating, bounds = self.is_correction_level, self.is_correction_gating, tuple(self.is_correction_threshold)
+        level = self.is_correction_level
+        gating = self.is_correction_gating
+        bounds = tuple(self.is_correction_threshold)
         remedy = f'with is_correction_level={level!r} and is_correction_gating={gating!r} only the ratio of a token can be clamped: take "mask".'
         able = level != "seq" and gating == "ratio"
         require(able or self.is_correction_mode == "mask", "is_correction_mode", self.is_correction_mode, remedy)
@@ -143,9 +149,12 @@ class PolicyLoss(torch.nn.Module):
         batch_num_tokens, global_batch_size   the denominators of a mean over tokens, over sequences, of all ranks together;
                                               None: this batch's own. dp_size   the number of those ranks."""
         mask = torch.ones_like(log_probs, dtype=torch.bool) if action_mask is None else action_mask != 0
-        corrected, gspo = self.is_correction_level != "off", self.policy_loss_type == "gspo"
+        corrected = self.is_correction_level != "off"
+        gspo = self.policy_loss_type == "gspo"
         sampler: Any = rollout_log_probs
-        old, vllm_kl, filtered = old_log_probs, None, None
+        old = old_log_probs
+        vllm_kl = None
+        filtered = None
         if corrected:
             if sampler is None:
                 raise ValueError("rollout_log_probs is None, but the importance-sampling correction is on: pass them.")
@@ -153,7 +162,8 @@ class PolicyLoss(torch.nn.Module):
         batch = scored_batch(mask, advantages, old_logps=old, sampler_logps=sampler)
         if corrected and not gspo:
             weights, outside = self._weights(batch, mask, sampler, old)
-            batch, vllm_kl = replace(batch, weights=weights), masked_mean(sampler - old, mask)
+            batch = replace(batch, weights=weights)
+            vllm_kl = masked_mean(sampler - old, mask)
             filtered = outside.float().mean() if self.is_correction_level == "seq" else masked_mean(outside.float(), mask)
         total = batch_num_tokens if self.token_level_loss else global_batch_size
         D = None if total is None else at_least_one(total) / dp_size

@@ -58,7 +58,8 @@ def bind(
     entropy_over, missing   for replayed rows, as in `Options`: the set that the entropy is taken over, and how a label outside its
                             set is treated. The defaults are prime-rl's.
     how      strict and any_version of `Slots`."""
-    slots, own = Slots(ADAPTER, **how), (missing, entropy_over) == ("full", "vocabulary")
+    slots = Slots(ADAPTER, **how)
+    own = (missing, entropy_over) == ("full", "vocabulary")
     options = Options(missing=missing, entropy_over=entropy_over)
     slots.bind(chunked_logprobs, attribute="apply", comparable=own, options=options)
     return slots
@@ -138,7 +139,8 @@ def loss(
         x = getattr(inputs, name)
         return x if x is None else x[None]
 
-    sampler, mask = row("inference_logprobs"), row("loss_mask")
+    sampler = row("inference_logprobs")
+    mask = row("loss_mask")
     reference = sampler if theirs and objective != "sampled_distillation" else row("ref_logprobs")
     batch = scored_batch(mask, row("advantages").float(), old_logps=sampler, sampler_logps=sampler, ref_logps=reference)
     out = objective_loss(row("trainer_logprobs"), batch, spec, token_weights=row("loss_weights"))

@@ -111,7 +111,8 @@ def policy_loss(objective: str | Objective, trial: Trial | None = None) -> Calla
     sampler's head under the sampler, -inf for padding, and under the policy.
 
     trial       of `register`: a comparison before the first call under an untested version."""
-    spec, name = objective, "objective"
+    spec = objective
+    name = "objective"
     if isinstance(spec, str):
         name = spec
         spec = Objective.preset(name, numerics="skyrl" if name in NUMERICS["skyrl"] else None, aggregate="token-sum", beta=0.0)
@@ -134,7 +135,8 @@ def policy_loss(objective: str | Objective, trial: Trial | None = None) -> Calla
 
         if trial is not None and trial.pending(WITNESS):
             _compare_with_witness(trial, config, log_probs, old_log_probs, advantages, loss_mask, rollout_logprobs)
-        ones, correction = torch.ones_like(log_probs), config.off_policy_correction
+        ones = torch.ones_like(log_probs)
+        correction = config.off_policy_correction
         given = ones if loss_mask is None else loss_mask
         weights, mask, metrics = apply_off_policy_correction(ones, old_log_probs, rollout_logprobs, given, correction)
         anchored = name in ("dppo_tv", "dppo_kl", "rollout_is") and rollout_logprobs is not None
@@ -271,7 +273,8 @@ def _over_support(
         raise ValueError(
             f"support_ids has shape {list(support.shape)}, but sampled_ids has {list(sampled.shape)}: pass one set for each."
         )
-    in_order, scored = support.sort(-1).values, (support >= 0).any(-1)
+    in_order = support.sort(-1).values
+    scored = (support >= 0).any(-1)
     lacking = scored & ~(support == sampled[..., None]).any(-1)
     twice = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)
     if lacking.any() or twice.any():  # on every rank of the group alike

@@ -114,7 +114,9 @@ def keep_sets(
     Raises ValueError, naming the sample, if a record does not have one set for each token of its response."""
     from slime.backends.megatron_utils.loss import _build_shifted_tokens
 
-    records, places, known = [], [], 0
+    records = []
+    places = []
+    known = 0
     given = zip(top_p_token_ids, top_p_token_offsets, total_lengths, response_lengths, strict=True)
     for b, (ids, offsets, total, tokens) in enumerate(given):
         records.append(response_sets(f"rollout_top_p_token_ids[{b}]", (ids, offsets), tokens))
@@ -168,7 +170,8 @@ def _centered_term(args: Any) -> dict[str, Any]:
     """Surrogate and filters of the term that slime's score centering corrects; its ratio is to the sampler."""
     from slime.utils.score_centering import get_score_centering_is_config
 
-    estimator, remedy = args.advantage_estimator, "what score centering corrects is a term of its own: use grpo."
+    estimator = args.advantage_estimator
+    remedy = "what score centering corrects is a term of its own: use grpo."
     require(estimator not in ("gspo", "cispo"), "advantage_estimator", estimator, remedy)
     how = get_score_centering_is_config(args)
     if how["mode"] == "none":
@@ -186,8 +189,10 @@ def objective_of(args: Any) -> Objective:
         require(not value, name, value, "this loss has no such term: keep slime's own, and use bind() alone.")
     high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
     clip = two_sided("slime", args.eps_clip, high, getattr(args, "eps_clip_c", None), "eps_clip_c", "eps_clip_high")
-    estimator, kind = args.advantage_estimator, args.kl_loss_type
-    gspo, low_var = estimator == "gspo", kind == "low_var_kl"
+    estimator = args.advantage_estimator
+    kind = args.kl_loss_type
+    gspo = estimator == "gspo"
+    low_var = kind == "low_var_kl"
     unbiased = args.use_kl_loss and getattr(args, "use_unbiased_kl", False)
     remedy = f"with gspo, score centering or kl_loss_type={kind!r} it is slime's own: use k1, k2 or k3 without these."
     require(not (unbiased and (gspo or low_var or centers)), "use_unbiased_kl", unbiased, remedy)
@@ -229,7 +234,8 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetr
                 return None
             return torch.cat(parts) if parts else logits.new_zeros(0, dtype=torch.float32)
 
-        lengths, logps = [x.numel() for x in scored["log_probs"]], joined(scored["log_probs"])
+        lengths = [x.numel() for x in scored["log_probs"]]
+        logps = joined(scored["log_probs"])
         if spec.level != "token" and lengths != [x.numel() for x in batch["loss_masks"]]:
             raise ValueError(f"level={spec.level!r} needs whole sequences, but context parallelism has cut them.")
         # The reducer is linear, so its result for a single token is the derivative with respect to that token. It applies its
@@ -253,7 +259,8 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetr
         )  # fmt: skip
         out = objective_loss(logps, rows, spec, entropy=joined(scored["entropy"]), token_weights=weights)
         value = out.loss if logps.numel() else out.loss + 0 * logits.sum()  # every rank needs a graph
-        of_tokens, old = _metrics(spec, out, rows), out.logps if old is None else old
+        of_tokens = _metrics(spec, out, rows)
+        old = out.logps if old is None else old
         if rollout is not None:
             of_tokens["train_rollout_logprob_abs_diff"] = ((out.logps if centers else old) - rollout).abs()
         if centers:

@@ -54,7 +54,9 @@ __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_divergence", "fused_lm_head",
 
 
 #: TRL's method of the loss, that of log-probs, and the function in the head of its models.
-LOSS, SCORES, SLOT = "GRPOTrainer._compute_loss", "_get_per_token_logps_and_entropies", "_ChunkedLogProbFunction"
+LOSS = "GRPOTrainer._compute_loss"
+SCORES = "_get_per_token_logps_and_entropies"
+SLOT = "_ChunkedLogProbFunction"
 #: The loss and the head were tested with these versions,
 ADAPTER = Adapter("TRL", "trl", ("1.15", "1.16"), {"log_probs": f"trl.trainer.utils.{SLOT}"})
 #: and the distillation loss with this one.
@@ -125,19 +127,24 @@ class FusedLoss(Slots):
         self, trainer: Any, strict: bool, skip_inactive: bool, replay: bool, any_version: bool, sparse_step: float
     ) -> None:
         super().__init__(ADAPTER, strict, any_version)
-        self.trainer, self.skip_inactive, self.sparse_step = trainer, skip_inactive, sparse_step
+        self.trainer = trainer
+        self.skip_inactive = skip_inactive
+        self.sparse_step = sparse_step
         self._columns()  # refuses a wrong step now
         for model in (x for x in (trainer.model, trainer.ref_model) if x is not None):
             plain_head(self._language_model(model), _fp32_cast)
         self.replay = Replay(trainer) if replay else None
-        self._theirs, self._scores, self._paths = trainer._compute_loss, getattr(trainer, SCORES), [LOSS]
+        self._theirs = trainer._compute_loss
+        self._scores = getattr(trainer, SCORES)
+        self._paths = [LOSS]
         self._own, _ = function_of_head(log_probs)
         # Ours is one object for all calls, because torch.compile takes another one for another function.
         self._head = type("FusedHead", (), {"apply": staticmethod(torch.compiler.disable(self._of_rows))})
         # What it computes now: a loss, or log-probs over the sets that are left; of this model, and whether that has asked.
         self._loss: LossCall | None = None
         self._kept: TokenSets | None = None
-        self._model, self._asked = None, False
+        self._model = None
+        self._asked = False
         ours = {"_compute_loss": self.counted(self._compute_loss, self._theirs), SCORES: self._log_probs, "fused_loss": self}
         for name, value in (ours | (self.replay.ours if self.replay else {})).items():
             self.put(trainer, name, value)
@@ -149,7 +156,8 @@ class FusedLoss(Slots):
         """How columns are drawn for the gradient of the head; None: the gradient is dense."""
         if not self.sparse_step:
             return None
-        trainer, processes = self.trainer, self.trainer.accelerator
+        trainer = self.trainer
+        processes = self.trainer.accelerator
         step = trainer.args.seed * 1_000_003 + trainer.state.global_step
         seed = (step * processes.num_processes + processes.process_index << 20) + self.counts["fused"] % (1 << 20)
         return Sparse(self.sparse_step, seed)
@@ -166,7 +174,8 @@ class FusedLoss(Slots):
                 warnings.warn(message, stacklevel=3)
             raise NotCovered(*reason.args) from reason
 
-        batch, first = token_batch(trainer, inputs, objective), self.trial.pending(LOSS)
+        batch = token_batch(trainer, inputs, objective)
+        first = self.trial.pending(LOSS)
         # If no token is active, all are projected: the mean entropy that TRL logs needs some tokens.
         skip = self.skip_inactive and not first and objective.one_pass and batch.count(objective.active_rows) > 0
         options = Options(skip_inactive=skip, sparse=self._columns())
@@ -192,7 +201,8 @@ class FusedLoss(Slots):
         """TRL's method of this name with our function in the head: in a loss that is ours, and where there are no gradients."""
         from trl.trainer import utils
 
-        loss, given = self._loss, (input_ids, attention_mask, logits_to_keep, *more)
+        loss = self._loss
+        given = (input_ids, attention_mask, logits_to_keep, *more)
         if loss is None and torch.is_grad_enabled():
             return self._scores(model, *given, **options)
         scored = attention_mask[:, -logits_to_keep:] != 0
@@ -223,10 +233,12 @@ class FusedLoss(Slots):
         hidden, weight, bias, targets, temperature, _, softcap, scale, outputs = given
         plain_head(self._model, _fp32_cast)
         average_gathered(weight, bias)
-        self._asked, head = True, Head(weight, bias, LogitTransform(float(temperature), softcap, float(scale)))
+        self._asked = True
+        head = Head(weight, bias, LogitTransform(float(temperature), softcap, float(scale)))
         if self._loss is not None:
             return *self._loss.of_rows(hidden, head), None, None
-        kept, rows = self._kept, len(targets)
+        kept = self._kept
+        rows = len(targets)
         if kept is not None:
             kept, self._kept = kept[:rows], kept[rows:]
         self.counts["scored"] += 1
@@ -250,7 +262,8 @@ def _trainer_class() -> type:
             super().__init__(*args, **kwargs)
             patch(self, **options)
 
-    FusedGRPOTrainer.__module__, FusedGRPOTrainer.__qualname__ = __name__, "FusedGRPOTrainer"
+    FusedGRPOTrainer.__module__ = __name__
+    FusedGRPOTrainer.__qualname__ = "FusedGRPOTrainer"
     return FusedGRPOTrainer
 
 
@@ -275,8 +288,10 @@ def objective_of(trainer: Any) -> Objective:
     """The objective of a trainer at this step. Raises ValueError with the reason why there is none."""
     # What TRL has not copied into the trainer, it reads from its arguments.
     s: Any = types.SimpleNamespace(**vars(trainer.args) | vars(trainer))
-    level, vespo = s.importance_sampling_level, s.loss_type == "vespo"
-    low, high = s.vllm_importance_sampling_clip_min, s.vllm_importance_sampling_clip_max
+    level = s.importance_sampling_level
+    vespo = s.loss_type == "vespo"
+    low = s.vllm_importance_sampling_clip_min
+    high = s.vllm_importance_sampling_clip_max
     if len({*(getattr(s.model, "hf_device_map", None) or {}).values()}) > 1:
         raise NotCovered("a model split over devices")
     if vespo and _corrected(s) and ((low or 0) > 1 or (high is not None and high < 1)):
@@ -310,7 +325,8 @@ def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> T
         x = inputs.get(name)
         return x if x is None else (x[:, None] if x.dim() == 1 else x).expand(scored.shape).reshape(-1)[rows]
 
-    weights, tools = packed("importance_sampling_ratio"), packed("tool_mask")
+    weights = packed("importance_sampling_ratio")
+    tools = packed("tool_mask")
     if trainer.loss_type == "vespo":
         # TRL keeps a token that the sampler's mask leaves out, with the least weight.
         weights = None if weights is None else weights.clamp(min=LEAST_WEIGHT)
@@ -344,7 +360,8 @@ def tree_batch(inputs: dict[str, Tensor]) -> TokenBatch:
 
         ids = inputs["input_ids"][inputs["attention_mask"].bool()]  # the rows, [N]
         out = linear_grpo_loss(hidden, weight, tree_batch(inputs), objective, normalizer=...)  # hidden [N, H] of the model"""
-    scored, labels = inputs["token_index"] >= 0, inputs["shift_labels"][inputs["attention_mask"].bool()]
+    scored = inputs["token_index"] >= 0
+    labels = inputs["shift_labels"][inputs["attention_mask"].bool()]
     rows, advantages, old_logps, owner = (
         inputs[name][scored] for name in ("token_index", "advantages", "old_log_probs", "segment_id")
     )
@@ -379,16 +396,20 @@ class LossCall:
         self.out = out = linear_grpo_loss(
             hidden, head, self.batch, self.objective, normalizer=self.normalizer, options=self.options
         )
-        logps, entropy, read = out.logps, out.entropy, self.batch.marked(self.objective.active_rows)
+        logps = out.logps
+        entropy = out.entropy
+        read = self.batch.marked(self.objective.active_rows)
         # Tokens that were not projected have a ratio of 1, and the mean entropy of the others.
         if self.options.skip_inactive and read is not None:
             others = torch.zeros_like(logps) if self.batch.old_logps is None else self.batch.old_logps
-            logps, entropy = torch.where(read, logps, others), torch.where(read, entropy, (entropy * read).sum() / read.sum())
+            logps = torch.where(read, logps, others)
+            entropy = torch.where(read, entropy, (entropy * read).sum() / read.sum())
         return logps, entropy, torch.nn.functional.pad(out.loss[None], (0, len(logps) - 1))
 
     def seen(self, scored: Tensor, logps: Tensor, entropies: Tensor, aux_loss: Tensor | None) -> tuple[Tensor | None, ...]:
         """What TRL gets of its method's results."""
-        self.scored, self.aux_loss = scored, aux_loss
+        self.scored = scored
+        self.aux_loss = aux_loss
         self.read = [x.detach().requires_grad_(self.compared) for x in (logps, entropies)]
         return *self.read, aux_loss if aux_loss is None else aux_loss.detach()
 
@@ -450,7 +471,9 @@ class Replay:
 
         with replaced_inside(vllm_generation, extract_logprobs=extract):
             result = self._theirs["_generate"](prompts)
-        completions, environment, extra = result[1], result[2], result[5]
+        completions = result[1]
+        environment = result[2]
+        extra = result[5]
         record = extra.pop(FIELD, None)
         if record is None and len(seen) == 1 and None not in seen[0]:
             record = [mask.token_ids for mask in seen[0]]
@@ -569,7 +592,9 @@ def log_probs(
         hidden, targets.clamp(min=0), head=Head(weight, bias), entropy="entropy" in outputs, also=also,
         transform=LogitTransform(float(temperature), final_logit_softcapping, float(logit_scale)),
     )  # fmt: skip
-    squares, top, counted = found.also.get("sum_squares"), found.also.get("top_id"), targets >= 0
+    squares = found.also.get("sum_squares")
+    top = found.also.get("top_id")
+    counted = targets >= 0
     log_squares = None if squares is None else squares.detach().log()
     shown = [None if x is None else torch.where(counted, x, 0.0) for x in (*found, log_squares)]
     return *shown, None, None if top is None else (top == targets) & counted
@@ -666,7 +691,8 @@ def divergence_loss(
     `LogitTransform`."""
     plain(student_hidden_states, teacher_hidden_states)
     covered(student_lm_head_weight, teacher_lm_head_weight, scales=(student_logit_scale, teacher_logit_scale))
-    shape, mask = completion_mask.shape, completion_mask != 0
+    shape = completion_mask.shape
+    mask = completion_mask != 0
     out = linear_grpo_loss(
         student_hidden_states.reshape(*shape, -1), Head(gathered(student_lm_head_weight), gathered(student_lm_head_bias)), teaching(mask, mask),
         Objective.preset("distillation", kl=divergence_of(beta)),

@@ -113,7 +113,9 @@ def log_softmax_and_entropy(
         fp32_lm_head = os.environ.get("UNSLOTH_VLLM_FP32_LM_HEAD", "0").strip().lower() in ("1", "true", "on", "yes")
     scale = (logit_scale_multiply or 1.0) / (logit_scale_divide or 1.0)
     # A model spread over several devices has its head on the last one.
-    hidden, ids, kind = hidden_states.to(lm_head.device), index.to(lm_head.device), lm_head.device.type
+    hidden = hidden_states.to(lm_head.device)
+    ids = index.to(lm_head.device)
+    kind = lm_head.device.type
     products: Any = nullcontext()
     if fp32_lm_head or lm_head.dtype == torch.float32:
         hidden = hidden.to(torch.float32)

@@ -167,7 +167,8 @@ def policy_loss(objective: str | Objective) -> Callable[..., LossAndMetrics]:
         info = dict(getattr(config, "global_batch_info", None) or {})
         if wanted.aggregate == "constant" and wanted.max_tokens is None:
             wanted = replace(wanted, max_tokens=int(info.get("loss_scale_factor") or response_mask.shape[1]))
-        mask, weights = response_mask.bool(), rollout_is_weights
+        mask = response_mask.bool()
+        weights = rollout_is_weights
         if name == "geo_mean":
             info = {}  # a plain mean over the sequences of the micro-batch, weighted with the geometric means of their weights
             if weights is not None:
@@ -286,7 +287,8 @@ def linear_cross_entropy(
     share: verl's layers in front sum it up. A reduction other than "none" runs in verl."""
     if reduction != "none":
         raise NotCovered(f"reduction={reduction!r}")
-    rows, group = hidden.reshape(-1, hidden.shape[-1]), dist_process_group
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    group = dist_process_group
     return tuple(log_probs_of(rows, labels.reshape(-1), head=weight, temperature=temperature, group=group, entropy=True))
 
 
@@ -391,8 +393,10 @@ def topk_divergence(
     given = [x.values().unsqueeze(0) for x in (teacher_topk_ids, teacher_topk_log_probs)]
     if get_ulysses_sequence_parallel_world_size() > 1:
         given = [slice_input_tensor(x, dim=1) for x in given]
-    ids, listed = given[0], given[1].to(torch.float32)
-    alone, K = exact.tail == "ignore", ids.shape[-1]
+    ids = given[0]
+    listed = given[1].to(torch.float32)
+    alone = exact.tail == "ignore"
+    K = ids.shape[-1]
     with torch.set_grad_enabled(alone and torch.is_grad_enabled()):
         logps, _, different = at_ids(student_logits, ids)
     counted = (different == K) | alone

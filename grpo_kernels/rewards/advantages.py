@@ -114,7 +114,8 @@ def group_advantages(
         zero = zero | (g.mean <= 0) if scale == "mean" else zero
         if singleton == "raw":
             alone = scored & (g.size == 1)
-            above, zero = torch.where(alone, r, above), zero & ~alone
+            above = torch.where(alone, r, above)
+            zero = zero & ~alone
             divisor = divisor if scale in ("none", "batch") else torch.where(alone, 1.0 + eps, divisor)
         return torch.where(zero, 0.0, above / divisor), zero
 
@@ -160,7 +161,8 @@ def _std_of_others(g: Grouped, unbiased: bool) -> tuple[Tensor, Tensor]:
     Leaving out r subtracts n/(n-1) (r - mean)^2 from the sum of squares. For the r furthest from the mean this subtraction cancels,
     so the sum over the other rewards is computed directly. The second result is needed because rounding may give equal rewards a
     std other than 0."""
-    within, others = g.within, (g.size - 1.0).clamp(min=1.0)
+    within = g.within
+    others = (g.size - 1.0).clamp(min=1.0)
     highest = within.max_of_others(torch.where(g.counted, g.values, -math.inf))
     lowest = -within.max_of_others(torch.where(g.counted, -g.values, -math.inf))
     squares = (within.sum(g.centred * g.centred) - g.centred * g.centred * g.size / others).clamp(min=0.0)

@@ -102,7 +102,8 @@ def importance_weights(
     require_one_of("mode", mode, MODES)
     require_number("low", low, "the lower bound is a ratio >= 0.", 0, LARGEST)
     require_number("high", high, f"the upper bound is a ratio above 0 and >= low={low!r}.", max(low, SMALLEST))
-    x, counted = _log_weights(batch), batch.trained
+    x = _log_weights(batch)
+    counted = batch.trained
     if level != "token":
         x = _of_sequences(batch, x, "mean" if level == "geometric" else "sum", f'level="{level}" needs')
         counted = batch.lengths > 0
@@ -176,16 +177,19 @@ def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
     Source: M2PO arXiv 2510.01161; AReaL's `m2_threshold`.
     """
     require_number("threshold", threshold, "the bound of the mean (log w)^2 is a number above 0.", SMALLEST, LARGEST)
-    x, trained = _log_weights(batch), batch.trained
+    x = _log_weights(batch)
+    trained = batch.trained
     ordered, order = torch.sort(torch.where(trained, x * x, torch.inf), stable=True)
     rank = torch.arange(batch.tokens, device=x.device)
     # The mean of the k smallest rises with k, so bisection finds the last k below the threshold. Each step is a plain sum,
     # whose order is fixed on a GPU, unlike that of a cumulative sum, and there is no host sync.
-    kept, most = torch.ones((), dtype=torch.int64, device=x.device), trained.sum()
+    kept = torch.ones((), dtype=torch.int64, device=x.device)
+    most = trained.sum()
     for _ in range(batch.tokens.bit_length()):
         middle = (kept + most + 1) // 2
         below = torch.where(rank < middle, ordered, 0.0).sum() < threshold * middle
-        kept, most = torch.where(below, middle, kept), torch.where(below, most, middle - 1)
+        kept = torch.where(below, middle, kept)
+        most = torch.where(below, most, middle - 1)
     keep = torch.zeros_like(trained).scatter(0, order, rank < kept)
     return _per_token(batch, keep)
 
@@ -234,7 +238,8 @@ def correction_metrics(
     for name, bound in (("low", low), ("high", high)):
         if bound is not None:
             require_number(name, bound, "the bound is a ratio >= 0.", 0)
-    x, trained = _log_weights(batch), batch.trained
+    x = _log_weights(batch)
+    trained = batch.trained
 
     def mean(values: Tensor, among: Tensor = trained) -> Tensor:
         return torch.where(among, values, 0.0).sum(dtype=torch.float64) / among.sum().clamp(min=1)
@@ -263,7 +268,8 @@ def correction_metrics(
     square = mean(v.square())
     metrics["ess"] = torch.where(square > 0, mean(v).square() / square, 0.0)
     if batch.sequences is not None:
-        tokens, total = batch.sequence_sum(trained), batch.sequence_sum(x)
+        tokens = batch.sequence_sum(trained)
+        total = batch.sequence_sum(x)
         metrics["log_ppl_difference"] = mean(-total / tokens.clamp(min=1.0), tokens > 0)
         metrics["chi2_sequence"] = mean((2.0 * total).clamp(max=BOUND).exp() - 1.0, tokens > 0)
     return {name: torch.where(ratio.size > 0, value, 0.0).to(torch.float32) for name, value in metrics.items()}
@@ -335,7 +341,8 @@ class Correction:
             chosen["logps"] = batch.old_logps
         if "process_group" in parameters:
             chosen["process_group"] = process_group
-        weights, before = self.function(batch, **chosen), batch.flat("weights")
+        weights = self.function(batch, **chosen)
+        before = batch.flat("weights")
         return dataclasses.replace(batch, weights=weights if before is None else weights * before.view(weights.shape))
 
 

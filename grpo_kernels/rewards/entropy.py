@@ -99,7 +99,8 @@ class AdaptiveEntropyCoef(Checked):
 
     def _move(self, name: str, coef: float, entropy: float) -> None:
         require_number(name, coef, f"the coefficient is in the range [{self.low!r}, {self.high!r}].", self.low, self.high)
-        self._coef, self._entropy = float(coef), float(entropy)
+        self._coef = float(coef)
+        self._entropy = float(entropy)
 
     @property
     def coef(self) -> float:

@@ -134,7 +134,9 @@ class Grouped:
     those of each member's group; of a group without any, lowest and highest are inf and -inf."""
 
     def __init__(self, within: Groups, values: Tensor, counted: Tensor) -> None:
-        self.within, self.values, self.counted = within, values, counted
+        self.within = within
+        self.values = values
+        self.counted = counted
         self.size = within.sum(counted.double())
         self.mean = within.sum(values) / self.size.clamp(min=1.0)
         self.lowest = -within.max(torch.where(counted, -values, -math.inf))

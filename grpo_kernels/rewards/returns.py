@@ -78,7 +78,8 @@ def gae(
     Not whitened (verl and NeMo-RL do it next, see `whiten`). Raises ValueError naming the argument."""
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
     require_number("gamma", gamma, SHARE, 0, 1)
-    r, v = tokens.values("rewards", rewards), tokens.values("values", values)
+    r = tokens.values("rewards", rewards)
+    v = tokens.values("values", values)
     decay: float | Tensor
     if isinstance(lam, Tensor):
         decay = gamma * per_token("lam", lam, tokens.shape, cu_seqlens).to(torch.float64)
@@ -159,7 +160,8 @@ def kl_in_reward(
     how = as_kl(kl)
     plain = how.weighting == "none" and not how.straight_through and how.estimator != "distillation"
     require(plain, "kl", kl, "in a reward only the value of an estimator is used: leave out options of its gradient.")
-    logp, ref_logp = tokens.values("logps", logps), tokens.values("ref_logps", ref_logps)
+    logp = tokens.values("logps", logps)
+    ref_logp = tokens.values("ref_logps", ref_logps)
     penalty = beta * kl_terms(logp, logp, ref_logp, torch.zeros_like(logp), how.clamps, **how.formula)[0]
     whole = rewards.shape == (tokens.sequences,) and rewards.shape != tokens.shape
     r = finite("rewards", rewards.detach().to(torch.float64), FINITE) if whole else tokens.values("rewards", rewards)
@@ -248,7 +250,9 @@ class _Tokens:
     """Flat tokens [N]: the sequence of each, whether it is trained, and recurrences along the sequences."""
 
     def __init__(self, name: str, like: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        self.name, self.shape, n = name, float_tensor(name, like).shape, like.numel()
+        self.name = name
+        self.shape = float_tensor(name, like).shape
+        n = like.numel()
         if cu_seqlens is None:
             if like.dim() not in (1, 2):
                 raise ValueError(f"{name} has shape {list(self.shape)}: pass [B, T], or packed [N] with cu_seqlens.")

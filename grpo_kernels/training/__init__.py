@@ -33,7 +33,8 @@ class Ranks:
     Where WORLD_SIZE is above 1 and no process group exists, one is made: NCCL on CUDA devices, gloo on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.made = device, False
+        self.device = device
+        self.made = False
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -67,11 +68,13 @@ class Ranks:
         if self.world == 1:
             return [function()]
         result: Any = None
-        error, message = None, ""
+        error = None
+        message = ""
         try:
             result = function()
         except Exception as caught:  # which may not be fit to be sent
-            error, message = caught, f"{type(caught).__name__}: {caught}"
+            error = caught
+            message = f"{type(caught).__name__}: {caught}"
         # ValueError and OSError: arguments or the machine are to blame.
         kind = ValueError if isinstance(error, (ValueError, OSError)) else RuntimeError
         outcomes = self.gather((result, message, kind))

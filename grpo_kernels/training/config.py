@@ -318,7 +318,8 @@ class TrainConfig(
     def __post_init__(self) -> None:
         super().__post_init__()
         for f in fields(self):
-            value, choices = getattr(self, f.name), f.metadata.get("choices", ())
+            value = getattr(self, f.name)
+            choices = f.metadata.get("choices", ())
             for each in value if isinstance(value, list) else [value]:
                 if choices and each is not None:
                     require_one_of(f.name, each, choices)
@@ -355,7 +356,8 @@ class TrainConfig(
         yield "kl", self.kl is None or self.beta is not None or objective.beta > 0, remedy
         drawn = self.sparse_step == 0 or (self.loss == "linear" and objective.exact is None)
         yield "sparse_step", drawn, "it goes with loss=linear and a KL, if any, of the sampled tokens."
-        surrogate, bonus = objective.surrogate, self.entropy_coef != 0 or self.entropy_target != 0
+        surrogate = objective.surrogate
+        bonus = self.entropy_coef != 0 or self.entropy_target != 0
         alone = surrogate.zero_at_zero_advantage and not surrogate.selects and self.entropy_share == 1
         remedy = "this objective wants those completions too, for a KL, an entropy bonus or quantile, or its surrogate."
         yield "drop_zero_variance", not self.drop_zero_variance or (alone and objective.beta == 0 and not bonus), remedy
@@ -364,7 +366,8 @@ class TrainConfig(
 
     def _try_estimators(self) -> None:
         """Refuse unknown names, options and values, by using them on a batch of zeros."""
-        two, tokens = torch.zeros(2), torch.zeros(2, 1)
+        two = torch.zeros(2)
+        tokens = torch.zeros(2, 1)
         mask = tokens == 0
         evidence = Evidence(
             two, group_size=2, columns=tokens, reward_weights=[1.0], mask=mask, greedy_rewards=two, old_logps=tokens,

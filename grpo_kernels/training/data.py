@@ -39,7 +39,9 @@ class Start:
 
 def check(config: TrainConfig, given: Start) -> torch.device:
     """Refuse what is known to be wrong before anything is made or loaded. Returns the device of this process."""
-    device, model, teacher = pick_device(config.device), given.model, given.reference
+    device = pick_device(config.device)
+    model = given.model
+    teacher = given.reference
     try:
         backends.pick("eager" if config.loss == "eager" else config.backend, device)
     except RuntimeError as error:
@@ -52,7 +54,9 @@ def check(config: TrainConfig, given: Start) -> torch.device:
     own = set() if model is None else set(map(id, model.parameters()))
     if teacher is not None and any(id(p) in own for p in teacher.parameters()):
         raise ValueError("teacher shares parameters with model, and is frozen: pass a copy of it, copy.deepcopy(model).")
-    objective, on_gpu, attention = config.objective, device.type == "cuda", config.attn_implementation
+    objective = config.objective
+    on_gpu = device.type == "cuda"
+    attention = config.attn_implementation
     remedy = "a model is passed as well: leave one of them out."
     require(config.teacher is None or teacher is None, "teacher", config.teacher, remedy)
     taught = config.teacher is not None or teacher is not None
@@ -87,7 +91,8 @@ def pick_device(name: str) -> torch.device:
         return device
     require(device.type == "cuda", "device", name, "it must be auto, cpu, cuda or one of several as in cuda:1.")
     require(torch.cuda.is_available(), "device", name, "torch sees no CUDA device here; use device='cpu' or 'auto'.")
-    count, local = torch.cuda.device_count(), os.environ.get("LOCAL_RANK")
+    count = torch.cuda.device_count()
+    local = os.environ.get("LOCAL_RANK")
     if device.index is None:
         # A launcher may show each process all devices of the machine, or its own alone.
         return torch.device("cuda", torch.cuda.current_device() if local is None else int(local) % count)
@@ -119,7 +124,8 @@ def load(config: TrainConfig, given: Start, ranks: Ranks) -> None:
 
     given.rewards = list(given.rewards or map(resolve, config.rewards))
     if given.model is None:
-        given.model, given.tokenizer = loaded(config.model), transformers.AutoTokenizer.from_pretrained(config.model)
+        given.model = loaded(config.model)
+        given.tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
     if config.reward_model is not None:
         given.rewards.append(RewardModel(config.reward_model, ranks.device))
     train, held_out = given.rows or load_rows(config)
@@ -128,7 +134,8 @@ def load(config: TrainConfig, given: Start, ranks: Ranks) -> None:
     given.rows = [[] if rows is None else encode(rows, given.tokenizer, config, which, ranks.main) for rows, which in both]
     if config.teacher is not None:
         given.reference = loaded(config.teacher)
-    model, teacher = given.model, given.reference
+    model = given.model
+    teacher = given.reference
     if config.liger:
         # The losses stay ours: liger's would replace the model's forward.
         own = {"cross_entropy": False, "fused_linear_cross_entropy": False}
@@ -252,7 +259,8 @@ def render(prompt: Any, tokenizer: Any, config: TrainConfig) -> tuple[str, list[
             "messages."
         )
     if not plain or config.chat:
-        text, special = conversation([{"role": "user", "content": text}] if plain else prompt, tokenizer), False
+        text = conversation([{"role": "user", "content": text}] if plain else prompt, tokenizer)
+        special = False
     ids = tokenizer(text, add_special_tokens=special)["input_ids"]
     if not ids:
         raise ValueError(f"prompt={text!r:.80} has no tokens: leave the row out.")

@@ -50,7 +50,8 @@ class ParallelModel:
     forward of the model within them, because each gathers shards from all ranks."""
 
     def __init__(self, model: Any, ranks: Ranks, layout: str, *, frozen: bool = False) -> None:
-        self.model, self.ranks = model, ranks
+        self.model = model
+        self.ranks = ranks
         self.layout = layout if ranks.world > 1 else "single"
         self.inside: Any = Inside(model)
         if frozen:
@@ -195,7 +196,9 @@ class Losses:
     """`config.loss` for the model of a run; its methods run inside a forward of that model or of its reference."""
 
     def __init__(self, config: TrainConfig, policy: ParallelModel, reference: ParallelModel | None) -> None:
-        self.config, self.policy, self.reference = config, policy, reference
+        self.config = config
+        self.policy = policy
+        self.reference = reference
         self.linear = config.loss == "linear"
         backend = "eager" if config.loss == "eager" else config.backend
         self.options = Options(entropy_over=config.entropy_over, backend=backend)
@@ -217,7 +220,8 @@ class Losses:
         sparse = Sparse(self.config.sparse_step, seed) if self.config.sparse_step else None
         options: dict[str, Any] = {"normalizer": normalizer, "options": replace(self.options, sparse=sparse)}
         with self.policy.autocast(self.config.dtype):
-            rows, second = self.rows(model, completions), None
+            rows = self.rows(model, completions)
+            second = None
             if objective.exact is not None:  # the other side of the divergence
                 assert self.reference is not None
                 second = self.reference.without_gradients(self.rows, completions)

@@ -52,7 +52,8 @@ def combine(parts: list[dict[str, float]]) -> dict[str, float]:
     loss = math.fsum(p["loss"] for p in parts)
     parts = [p for p in parts if p["tokens"] > 0] or parts[:1]  # the extremes of nothing are not the batch's
     of = {name: torch.tensor([p[name] for p in parts], dtype=torch.float64) for name in parts[0]}
-    weights, total = of["tokens"], of["tokens"].sum()
+    weights = of["tokens"]
+    total = of["tokens"].sum()
     metrics = {
         name: x.max() if name.endswith("_max") else x.min() if name.endswith("_min") else weights @ x / total.clamp(min=1.0)
         for name, x in of.items()
@@ -181,11 +182,14 @@ class RunLog:
     def keep_samples(self, step: int, rows: list[Row], scores: Scores, advantages: Tensor) -> None:
         """The first completions of a batch every so many steps, to look at, from what has come to rank 0 anyway, which
         has the first ones of all; `write` writes them. Of advantages [B, T] a completion's is the mean."""
-        config, totals, self.samples = self.config, scores.totals, []
+        config = self.config
+        totals = scores.totals
+        self.samples = []
         if not self.ranks.main or not config.sample_every or step % config.sample_every:
             return
         for i, text in enumerate(scores.texts[: config.sample_count]):
-            length, rewards = scores.lengths[i], dict(zip(scores.names, scores.each[:, i].tolist(), strict=True))
+            length = scores.lengths[i]
+            rewards = dict(zip(scores.names, scores.each[:, i].tolist(), strict=True))
             advantage = advantages[i, ..., :length].mean().item() if advantages.dim() > 1 else advantages[i].item()
             numbers = {"tokens": length, "reward": totals[i].item(), "rewards": rewards, "advantage": advantage}
             self.samples.append({"prompt": rows[i // config.group_size]["prompt"], "completion": text, **numbers})
@@ -224,13 +228,16 @@ def _told(numbers: dict[str, float]) -> str:
 def write_summary(out: Path) -> None:
     """Evaluations and rewards before and after, time and speed: lines of text."""
     lines = read_metrics(out / "metrics.jsonl")
-    steps, evaluations = [line for line in lines if "seconds" in line], [line for line in lines if "accuracy" in line]
+    steps = [line for line in lines if "seconds" in line]
+    evaluations = [line for line in lines if "accuracy" in line]
     told = [f"{len(steps)} steps in {out}"]
     if evaluations:
-        first, last = evaluations[0], evaluations[-1]
+        first = evaluations[0]
+        last = evaluations[-1]
         told.append(f"held-out accuracy {first['accuracy']:.3f} -> {last['accuracy']:.3f} ({last['accuracy_counts']})")
     if steps:
-        tenth, seconds = max(1, len(steps) // 10), math.fsum(line["seconds"] for line in steps)
+        tenth = max(1, len(steps) // 10)
+        seconds = math.fsum(line["seconds"] for line in steps)
         begin, end = (fmean(line["reward"] for line in some) for some in (steps[:tenth], steps[-tenth:]))
         tokens = math.fsum(line["tokens_per_second"] * line["seconds"] for line in steps)
         told.append(f"reward {begin:.4g} -> {end:.4g} (means of {tenth})")

@@ -88,7 +88,8 @@ class RewardModel:
         self.pipeline = require("transformers").pipeline(
             "text-classification", model=path, device=device, batch_size=32, function_to_apply="none"
         )
-        config, tokenizer = self.pipeline.model.config, self.pipeline.tokenizer
+        config = self.pipeline.model.config
+        tokenizer = self.pipeline.tokenizer
         if config.num_labels != 1:
             raise ValueError(f"reward_model={path!r} has {config.num_labels} outputs: use a classifier with num_labels=1.")
         if tokenizer.pad_token_id is None:
@@ -128,7 +129,8 @@ def name_of(function: RewardFunction) -> str:
 def call(function: RewardFunction, asked: Asked) -> list[float | list[float]]:
     """A function's rewards, one for each completion; without completions it is not called. Raises RuntimeError where it raises,
     ValueError for what it must not return; both name the function, the second shows the completion with its prompt."""
-    name, count = name_of(function), len(asked.completions)
+    name = name_of(function)
+    count = len(asked.completions)
     if not count:
         return []
     try:
@@ -214,7 +216,8 @@ class Scores:
         step rewards of a group are normalised together, and the advantage of a token is the sum of the normalised rewards of the
         steps that end at it or later; times the weight, it is added to the outcome's advantage."""
         outcomes = [k for k, steps in enumerate(self.steps) if steps is None]
-        weights, columns = [self.weights[k] for k in outcomes], self.each[outcomes]
+        weights = [self.weights[k] for k in outcomes]
+        columns = self.each[outcomes]
         rewards = weighted_sum(columns.unbind(), weights) if outcomes else torch.zeros_like(self.each[0])
         known["mask"] = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
         total = estimate(Evidence(rewards, group_size=group_size, columns=columns.T, reward_weights=weights, **known))
@@ -231,7 +234,8 @@ def score(functions: list[RewardFunction], weights: list[float], asked: Asked, r
     lengths, *values = ([x for part in parts for x in part] for parts in zip(*of_ranks, strict=True))
     names = [name_of(f) for f in functions]
     names = [name if name not in names[:k] else f"{name}#{names[:k].count(name) + 1}" for k, name in enumerate(names)]
-    each, steps = list[Tensor](), list[Tensor | None]()
+    each = list[Tensor]()
+    steps = list[Tensor | None]()
     for name, rewards in zip(names, values, strict=True):
         lists = sum(isinstance(r, list) for r in rewards)
         if lists not in (0, len(rewards)):

@@ -61,8 +61,11 @@ def sample(
     alive = torch.ones(len(ids) * group_size, 1, dtype=torch.bool, device=device)
     if uniform is None:
         uniform = torch.rand(max_new_tokens, len(alive), dtype=torch.float64, device=device)
-    prompt_width, fed, at = ids.shape[1], ids, positions(attention)
-    logps, kept = list[Tensor](), list[TokenSets]()
+    prompt_width = ids.shape[1]
+    fed = ids
+    at = positions(attention)
+    logps = list[Tensor]()
+    kept = list[TokenSets]()
     while True:
         logits = model(
             input_ids=fed, attention_mask=attention.long(), position_ids=at, past_key_values=cache, use_cache=True,
@@ -76,7 +79,8 @@ def sample(
         logps.append(logp[:, None])
         kept += [] if sets is None else [sets]
         fed = token[:, None]
-        ids, attention = torch.cat([ids, fed.masked_fill(~alive, ends[0])], 1), torch.cat([attention, alive], 1)
+        ids = torch.cat([ids, fed.masked_fill(~alive, ends[0])], 1)
+        attention = torch.cat([attention, alive], 1)
         at = at[:, -1:] + 1
         alive = alive & ~torch.isin(fed, torch.tensor(ends, device=device))
         if len(logps) == max_new_tokens or not wanted(bool(alive.any())):
@@ -147,7 +151,8 @@ class Rollouts:
         """Completions of this rank's share of the rows, sampled with `options` of `sample`. The generator, the same on all ranks,
         draws for all rows, so that what is sampled does not depend on how many processes sample. Without replay the sets are not
         recorded."""
-        share, size = self.ranks.share(len(rows)), (self.config.max_new_tokens, len(rows), group_size)
+        share = self.ranks.share(len(rows))
+        size = (self.config.max_new_tokens, len(rows), group_size)
         draws = torch.rand(size, dtype=torch.float64, device=self.ranks.device, generator=generator)
         # A rank without prompts makes the forwards of the others all the same.
         some, count = (share, len(rows[share])) if rows[share] else (slice(1), 0)
@@ -177,7 +182,8 @@ class Rollouts:
         in words what that counts; "eval_reward": the mean of all rewards."""
         began, size, config, found = time.perf_counter(), self.config.prompts_per_step * self.config.group_size, self.config, []
         for at in range(0, len(rows), size):
-            some, generator = rows[at : at + size], torch.Generator(self.ranks.device).manual_seed(config.seed + at)
+            some = rows[at : at + size]
+            generator = torch.Generator(self.ranks.device).manual_seed(config.seed + at)
             scores = self.score(some, self.sample(some, 1, generator, temperature=config.eval_temperature), 1)
             found.append(torch.stack([(scores.each[0] >= 1).double(), scores.totals]))
         accuracy, reward = torch.cat(found, 1).mean(1).tolist()
@@ -215,8 +221,10 @@ def micro_batches(completions: Completions, batch: TokenBatch, config: TrainConf
     for rows in pieces(kept, config.micro_batch, ranks):
         mask = batch.mask[rows]
         if not len(rows):  # a pass for the others
-            rows, mask = kept.new_zeros(1), torch.zeros_like(batch.mask[:1])
-        weights, some = None if batch.weights is None else batch.weights[rows], completions[rows]
+            rows = kept.new_zeros(1)
+            mask = torch.zeros_like(batch.mask[:1])
+        weights = None if batch.weights is None else batch.weights[rows]
+        some = completions[rows]
         of_loss = TokenBatch(some.targets, batch.advantages[rows], mask=mask, weights=weights, kept=some.kept)
         parts.append((some, of_loss))
     counts, totals = zip(*ranks.gather((len(kept), total)), strict=True)

@@ -44,7 +44,8 @@ class OutputFolder:
     """`config.out`, which belongs to this run from `take` to `release`, or until its process ends, even by a crash."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.checkpoints = path, path / "checkpoints"
+        self.path = path
+        self.checkpoints = path / "checkpoints"
         self.lock = filelock.FileLock(path / ".lock", blocking=False, thread_local=False)
 
     def take(self, resume: bool) -> None:
@@ -175,7 +176,8 @@ class Saved:
             small = {name: whole.get(name) for name in ("step", "entropy_coef", "rng", "sizes")}
             return small | {"refers": bool(whole.get("reference"))}
 
-        small, rng = self.ranks.on_main(read), random_state(self.ranks.device)
+        small = self.ranks.on_main(read)
+        rng = random_state(self.ranks.device)
         if small["step"] is None:
             return 0, rng, {}
         self.policy.load_state(whole.get("policy", ({}, {})), self.optimizer)

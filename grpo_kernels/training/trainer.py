@@ -60,7 +60,8 @@ class Trainer:
         teacher: Any = None,
         trackers: Sequence[Tracker] = (),
     ) -> None:
-        self.config, self.out = config, Path(config.out)
+        self.config = config
+        self.out = Path(config.out)
         start = data.Start(model, tokenizer, rows, rewards, teacher)
         self.device = data.check(config, start)
         self.ranks = Ranks(self.device)
@@ -76,12 +77,15 @@ class Trainer:
         except BaseException:
             self.folder.release()
             raise
-        self.log, self.watch = RunLog(config, self.out, self.ranks, trackers), Stopwatch()
+        self.log = RunLog(config, self.out, self.ranks, trackers)
+        self.watch = Stopwatch()
         self.step, self.stopped_by, self.mid_update = 0, 0, False  # steps done; the signal that stopped the run, if one did
         self.rng = random_state(self.device)
 
     def start(self, given: data.Start) -> None:
-        config, ranks, frozen = self.config, self.ranks, given.reference
+        config = self.config
+        ranks = self.ranks
+        frozen = given.reference
         self.model, self.tokenizer, (self.train_rows, self.eval_rows) = given.model, given.tokenizer, given.rows
         self.reference = None if frozen is None else ParallelModel(frozen, ranks, config.parallel, frozen=True)
         self.policy = ParallelModel(self.model, ranks, config.parallel)
@@ -148,7 +152,8 @@ class Trainer:
 
     def train_step(self) -> dict[str, float]:
         """One batch: sample, score, update. Returns its metrics."""
-        config, self.watch = self.config, Stopwatch()
+        config = self.config
+        self.watch = Stopwatch()
         rows = prompts_of_step(self.train_rows, self.step, config.prompts_per_step, config.seed)
         # Every step has a seed of its own, so that a resumed run samples the same.
         generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + self.step)
@@ -176,7 +181,8 @@ class Trainer:
         if config.ratio_to == "sampler":
             parts = [(some, replace(batch, old_logps=some.logps)) for some, batch in parts]
         if self.reference is not None and self.objective.exact is None:
-            ask, logps_of = self.reference.without_gradients, self.losses.logps
+            ask = self.reference.without_gradients
+            logps_of = self.losses.logps
             parts = [(some, replace(batch, ref_logps=ask(logps_of, some))) for some, batch in parts]
         # One denominator for the whole batch, however it is cut and whatever is left out; over the world: gradients are averaged
         # over the ranks where they should be added.
@@ -184,7 +190,8 @@ class Trainer:
         metrics: dict[str, float] = {}
         self.mid_update = True
         for k in range(config.num_updates):
-            logps, told = list[Tensor](), list[dict[str, Tensor]]()
+            logps = list[Tensor]()
+            told = list[dict[str, Tensor]]()
             if self.entropy_coef is not None:
                 self.objective = replace(self.objective, entropy_coef=self.entropy_coef.coef)
             for i, part in enumerate(parts):
@@ -223,7 +230,8 @@ class Trainer:
 
     def advantages(self, rows: list[Row], completions: Completions, scores: Scores) -> Tensor:
         """Advantages of this rank's completions on the CPU, [B] or [B, T], estimated from the scores of all ranks."""
-        config, known = self.config, dict[str, Tensor]()
+        config = self.config
+        known = dict[str, Tensor]()
         estimate = config.estimator(config.advantages)
         if "greedy_rewards" in estimate.func.needs:
             known["greedy_rewards"] = self.rollouts.greedy_rewards(rows)
