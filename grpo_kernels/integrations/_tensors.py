@@ -206,7 +206,7 @@ def entropy_from_logits(
     logits: Tensor, *, temperature: float | None = None, mask: Tensor | None = None, gradient: bool = True
 ) -> Any:
     """Entropy in nats, fp32 [...], of logits [..., V]; 0 where the mask is False."""
-    kind = entropy_kind(True, gradient)
+    kind = True if gradient else "detached"
     return log_probs_of(logits, no_ids(logits[..., 0]), temperature=temperature, mask=mask, entropy=kind).entropy
 
 

@@ -256,7 +256,6 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
                        of ranks. None: those of this micro-batch, averaged over the ranks by a collective."""
         objective = self.objective()
         transform = LogitTransform(temperature=self.temperature)
-        ids = selected_token_ids
         mask = as_bool("attention_mask", attention_mask)
         padded = self.loss_type if self.as_liger and mask is not None and self.loss_type in ("luspo", "vespo") else None
         for said, message in (
@@ -273,15 +272,16 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         if objective.beta != 0 and ref is None and ref_input is not None and ref_weight is not None:
             with torch.no_grad():
                 read = None if padded == "luspo" else mask
-                ref, _ = linear_logprobs(ref_input, Head(ref_weight, ref_bias), ids, mask=read, transform=transform)
+                head = Head(ref_weight, ref_bias)
+                ref, _ = linear_logprobs(ref_input, head, selected_token_ids, mask=read, transform=transform)
         weights = vllm_is_ratio
-        if padded == "vespo" and weights is not None and mask is not None and weights.shape == ids.shape:
+        if padded == "vespo" and weights is not None and mask is not None and weights.shape == selected_token_ids.shape:
             weights = weights_with_padding(weights, mask)
         batch = token_batch(
-            ids, advantages, objective, mask=mask, old_logps=old_per_token_logps, ref_logps=ref, weights=weights
+            selected_token_ids, advantages, objective, mask=mask, old_logps=old_per_token_logps, ref_logps=ref, weights=weights
         )
         if padded == "luspo":
-            own = linear_logprobs(_input, Head(lin_weight, bias), ids, transform=transform)[0].reshape(-1)
+            own = linear_logprobs(_input, Head(lin_weight, bias), selected_token_ids, transform=transform)[0].reshape(-1)
             rows = rows_with_padding(batch, objective)
             loss = total(_TokenLosses.apply(own, objective, rows, batch))
             logps = own.detach()

@@ -38,7 +38,6 @@ from torch import Tensor
 
 from ..batch import TokenBatch
 from ..checks import require, require_number, require_one_of
-from ..distributed import VocabShard
 from ..formulas.divergence import Exact
 from ..formulas.kl import Kl, k3, kl_terms
 from ..formulas.ops import ops
@@ -393,11 +392,12 @@ class DistillationLoss:
         teacher = torch.log_softmax(data["teacher_topk_logits"].to(logits.device, torch.float32), -1)
         shard = shard_of(logits, vocab_parallel_group, self.megatron)
         if shard is None and not self.zero_outside_topk:
-            at = torch.where(mask[..., None], logits.gather(-1, ids).to(torch.float32), 0.0)  # masked rows may hold anything
-            at = torch.log_softmax(at, -1)
+            at = logits.gather(-1, ids).to(torch.float32)
             entropy = None
-        else:
-            at, entropy = self._scored(logits, ids, mask, shard)
+        else:  # in one visit of each row that counts
+            at, entropy, _ = at_ids(logits, ids, mask=mask, entropy=self.zero_outside_topk, options=Options(shard=shard))
+        at = torch.where(mask[..., None], at, OUTSIDE)  # masked rows may hold anything
+        at = at if self.zero_outside_topk else torch.log_softmax(at, -1)
         value = at.new_zeros(mask.shape)
         if self.forward > 0:
             value = value + self.forward * divergence_over(FORWARD, at, teacher)
@@ -406,12 +406,6 @@ class DistillationLoss:
         total = (global_valid_toks.to(torch.float32) + 1e-8) if masked else mask.sum()
         loss = torch.where(mask, value, 0.0).sum() / total
         return loss, {"loss": float(loss.detach()), "num_valid_samples": data["input_ids"].shape[0]}
-
-    def _scored(self, logits: Tensor, ids: Tensor, mask: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor | None]:
-        """(log-probs at ids [B, S, k], entropies [B, S] or None), in one visit of each row that counts."""
-        at, entropy, _ = at_ids(logits, ids, mask=mask, entropy=self.zero_outside_topk, options=Options(shard=shard))
-        at = torch.where(mask[..., None], at, OUTSIDE)  # a row that is not read has 0
-        return (at if self.zero_outside_topk else torch.log_softmax(at, -1)), entropy
 
     def _reverse(self, at: Tensor, teacher: Tensor, entropy: Tensor | None) -> Tensor:
         if entropy is None:

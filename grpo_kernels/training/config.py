@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -52,7 +52,7 @@ def option(default: Any, text: str, unit: str | None = None, **more: Any) -> Any
 
 @dataclass(frozen=True)
 class ModelAndData:
-    _argument_group_name: ClassVar[str] = "model and data"
+    _argument_group_name = "model and data"
 
     model: str = option(
         "", "path or Hub name of a causal language model (its tokenizer beside it); its dropout stays off", "NAME"
@@ -79,7 +79,7 @@ class ModelAndData:
 
 @dataclass(frozen=True)
 class RewardsAndAdvantages:
-    _argument_group_name: ClassVar[str] = "rewards and advantages"
+    _argument_group_name = "rewards and advantages"
 
     rewards: list[str] = option(["exact"], "reward functions: exact, number, or module:function", "NAME")
     reward_weights: list[float] | None = option(
@@ -107,7 +107,7 @@ class RewardsAndAdvantages:
 
 @dataclass(frozen=True)
 class ObjectiveOptions:
-    _argument_group_name: ClassVar[str] = "objective"
+    _argument_group_name = "objective"
 
     preset: str = option("grpo", "objective", choices=TRAINABLE)
     numerics: str | None = option(None, "compute the preset as this trainer does; default: the paper", choices=TRAINERS)
@@ -153,7 +153,7 @@ class ObjectiveOptions:
 
 @dataclass(frozen=True)
 class Sampling:
-    _argument_group_name: ClassVar[str] = "sampling"
+    _argument_group_name = "sampling"
 
     prompts_per_step: int = option(16, "prompts in a batch, over all processes", "PROMPTS")
     group_size: int = option(8, "completions per prompt, G", "COMPLETIONS")
@@ -179,7 +179,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Optimisation:
-    _argument_group_name: ClassVar[str] = "optimisation"
+    _argument_group_name = "optimisation"
 
     steps: int = option(200, "training steps: one batch of completions each", "STEPS")
     num_updates: int = option(1, "optimizer steps on each batch; see ratio_to", "UPDATES")
@@ -198,7 +198,7 @@ class Optimisation:
 
 @dataclass(frozen=True)
 class Evaluation:
-    _argument_group_name: ClassVar[str] = "evaluation"
+    _argument_group_name = "evaluation"
 
     eval_steps: int = option(
         50,
@@ -214,7 +214,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Logging:
-    _argument_group_name: ClassVar[str] = "logging"
+    _argument_group_name = "logging"
 
     progress: bool = option(True, "show a line for each step, samples and what the run came to")
     log_to: list[str] = option(
@@ -233,7 +233,7 @@ class Logging:
 
 @dataclass(frozen=True)
 class OutputAndCheckpoints:
-    _argument_group_name: ClassVar[str] = "output and checkpoints"
+    _argument_group_name = "output and checkpoints"
 
     out: str = option(
         "runs/grpo",
@@ -249,7 +249,7 @@ class OutputAndCheckpoints:
 
 @dataclass(frozen=True)
 class Computation:
-    _argument_group_name: ClassVar[str] = "computation"
+    _argument_group_name = "computation"
 
     loss: str = option(
         "linear",
