@@ -405,7 +405,7 @@ class TrainConfig(
         changes = {"entropy_coef": self.entropy_coef, "beta": self.beta, "kl": EXACT.get(self.kl or "", self.kl)}
         if PRESETS[self.preset].aggregate == "constant":
             changes["max_tokens"] = self.max_new_tokens
-        given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+        given = {name: value for name, value in changes.items() if value is not None}
         objective = Objective.preset(self.preset, numerics=self.numerics, **given)
         if self.entropy_share < 1:
             # Over the tokens of all ranks, as that of one process is over its whole batch.
@@ -419,7 +419,7 @@ class TrainConfig(
         """The estimator of advantages that a text names, with its options, else baseline and scale as chosen, else the constants
         of `numerics`."""
         name, options = with_options(text)
-        function: Any = lookup(ADVANTAGES, name, "advantages")
+        function = lookup(ADVANTAGES, name, "advantages")
         constants = CONSTANTS.get(self.numerics or "", {})
         own = {n: value for n, value in constants.items() if n in function.option_names - function.options.keys()}
         chosen = {"baseline": self.advantage_baseline, "scale": self.advantage_scale}
@@ -448,7 +448,7 @@ GROUPS = TrainConfig.__bases__[:-1]
 def with_options(text: str) -> tuple[str, dict[str, Any]]:
     """A name, and the options that follow it as in "name:key=value,key=value"."""
     name, _, rest = text.partition(":")
-    options: dict[str, Any] = {}
+    options = {}
     for pair in filter(None, rest.split(",")):
         if "=" not in pair:
             raise ValueError(f"{text!r}: options are written as name:key=value,key=value.")
@@ -524,7 +524,7 @@ def _of_file(path: str) -> list[str]:
         raise ValueError(f"config={path!r} cannot be read: {error}.") from error
     if not isinstance(options, dict):
         raise ValueError(f"config={path!r}: it must be lines of `option: value`.")
-    argv: list[str] = []
+    argv = []
     for name, value in options.items():
         if value is not None:
             argv += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]

@@ -168,7 +168,7 @@ class Saved:
     def restore(self) -> tuple[int, dict[str, Any], dict[str, int]]:
         """Continue from the newest intact checkpoint: model, optimizer, reference, random states. Returns what `save` was given, or
         where there is no checkpoint 0, the random states of now and no sizes."""
-        whole: dict[str, Any] = {}  # on rank 0, which alone reads
+        whole = {}  # on rank 0, which alone reads
 
         def read() -> dict[str, Any]:
             whole.update(load_newest(self.folder.checkpoints))

@@ -126,7 +126,7 @@ class Trainer:
         with self.log.opened(self.step), stop_after_step() as signals:
             try:
                 while self.step < config.steps and not self.stopped_by:
-                    line: dict[str, Any] = {"step": self.step}
+                    line = {"step": self.step}
                     if config.eval_steps and self.step % config.eval_steps == 0:
                         line |= self.rollouts.evaluate(self.eval_rows)
                     self.log.write(line | self.train_step())
@@ -187,7 +187,7 @@ class Trainer:
         # One denominator for the whole batch, however it is cut and whatever is left out; over the world: gradients are averaged
         # over the ranks where they should be added.
         normalizer = global_normalizer(self.objective, whole) / self.ranks.world
-        metrics: dict[str, float] = {}
+        metrics = {}
         self.mid_update = True
         for k in range(config.num_updates):
             logps = list[Tensor]()
@@ -199,7 +199,7 @@ class Trainer:
                 update = (config.seed * 1_000_003 + self.step) * config.num_updates + k
                 seed = (update * self.ranks.world + self.ranks.rank) * len(parts) + i
                 with self.policy.reduction(i == len(parts) - 1), recomputing(self.model):
-                    out: LossParts = self.policy(self.losses.loss, *part, self.objective, normalizer, seed)
+                    out = self.policy(self.losses.loss, *part, self.objective, normalizer, seed)
                     out.loss.backward()
                 logps.append(out.logps)
                 told.append({"loss": out.loss.detach() / self.ranks.world, **out.metrics})
