@@ -92,17 +92,15 @@ def surrogate_of(options: Any) -> Any:
     """The surrogate of TRL's and Liger's `loss_type`, of an object that has their options under their names. As they have it,
     epsilon_high is CISPO's cap, an absolute ratio."""
     kind = options.loss_type
-    high = options.epsilon_high
-    delta = options.delta
     require_one_of("loss_type", kind, (*CLIPPED, "cispo", "sapo", "vespo"))
     if kind in CLIPPED:
         return Clip(
-            min(options.epsilon_low, 1.0), high, math.inf if delta is None else delta
+            min(options.epsilon_low, 1.0), options.epsilon_high, math.inf if options.delta is None else options.delta
         )  # below 0 there is no ratio to be clipped
     if kind == "vespo":
         rates = [max(rate, 1e-4) for rate in (options.vespo_lambda_pos, options.vespo_lambda_neg)]
         return Vespo(options.vespo_k_pos, rates[0], options.vespo_k_neg, rates[1])
-    return Cispo(high) if kind == "cispo" else Sapo(options.sapo_temperature_pos, options.sapo_temperature_neg)
+    return Cispo(options.epsilon_high) if kind == "cispo" else Sapo(options.sapo_temperature_pos, options.sapo_temperature_neg)
 
 
 # ---- batches, denominators, metrics

@@ -141,16 +141,15 @@ def token_batch(
     ids: Tensor, advantages: Tensor, objective: Objective, *, padding: int = 0, weights: Tensor | None, **fields: Tensor | None
 ) -> TokenBatch:
     """Liger's tensors as a TokenBatch, with `padding` masked positions after the last one; `fields` are those of TokenBatch."""
-    shape = ids.shape
     mask = fields["mask"]
     if weights is not None and objective.surrogate.absorbs_weights and weights.numel() == len(ids):
         # A weight of a sequence enters its ratio once: at its first trained token.
-        trained = torch.ones(shape, dtype=torch.bool, device=ids.device) if mask is None else mask
+        trained = torch.ones(ids.shape, dtype=torch.bool, device=ids.device) if mask is None else mask
         first = trained & (trained.cumsum(1) == 1)
         weights = torch.where(first, weights.reshape(-1, 1).clamp(min=1e-8), 1.0)
 
     def padded(x: Any) -> Any:
-        return x if x is None or not padding or x.shape != shape else torch.nn.functional.pad(x, (0, padding))
+        return x if x is None or not padding or x.shape != ids.shape else torch.nn.functional.pad(x, (0, padding))
 
     given = {name: padded(x) for name, x in (fields | {"weights": weights}).items()}
     return TokenBatch(padded(ids), padded(advantages), **given)

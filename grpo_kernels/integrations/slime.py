@@ -146,14 +146,13 @@ def calculate_log_probs_and_entropy(
     with_entropy, with_entropy_grad   whether to compute the entropy, and whether it has a gradient.
     log_prob_keep_mask   bool [T, V]: the softmax of the log-prob, but not of the entropy, is over these tokens and the target. Or
                          the result of `keep_sets`; then `options` say what the entropy is taken over (None: the vocabulary)."""
-    keep = log_prob_keep_mask
-    if keep is None or isinstance(keep, Replay):
-        sets, scored = keep or (None, None)
+    if log_prob_keep_mask is None or isinstance(log_prob_keep_mask, Replay):
+        sets, scored = log_prob_keep_mask or (None, None)
         over = options or Options(entropy_over="vocabulary")
         return in_a_column(logits, tokens, tp_group, with_entropy, with_entropy_grad, mask=scored, kept=sets, options=over)
     shard = even_shard(logits.shape[-1], tp_group or world())
     ids = torch.arange(logits.shape[-1], device=tokens.device) + (0 if shard is None else shard.start)
-    masked = logits.masked_fill((ids != tokens[:, None]).logical_and_(~keep), -math.inf)
+    masked = logits.masked_fill((ids != tokens[:, None]).logical_and_(~log_prob_keep_mask), -math.inf)
     H = in_a_column(logits, tokens, tp_group, True, with_entropy_grad)[1] if with_entropy else None
     return in_a_column(masked, tokens, tp_group, False)[0], H
 
@@ -170,9 +169,8 @@ def _centered_term(args: Any) -> dict[str, Any]:
     """Surrogate and filters of the term that slime's score centering corrects; its ratio is to the sampler."""
     from slime.utils.score_centering import get_score_centering_is_config
 
-    estimator = args.advantage_estimator
     remedy = "what score centering corrects is a term of its own: use grpo."
-    require(estimator not in ("gspo", "cispo"), "advantage_estimator", estimator, remedy)
+    require(args.advantage_estimator not in ("gspo", "cispo"), "advantage_estimator", args.advantage_estimator, remedy)
     how = get_score_centering_is_config(args)
     if how["mode"] == "none":
         return {"surrogate": PolicyGradient()}
@@ -189,15 +187,14 @@ def objective_of(args: Any) -> Objective:
         require(not value, name, value, "this loss has no such term: keep slime's own, and use bind() alone.")
     high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
     clip = two_sided("slime", args.eps_clip, high, getattr(args, "eps_clip_c", None), "eps_clip_c", "eps_clip_high")
-    estimator = args.advantage_estimator
     kind = args.kl_loss_type
-    gspo = estimator == "gspo"
+    gspo = args.advantage_estimator == "gspo"
     low_var = kind == "low_var_kl"
     unbiased = args.use_kl_loss and getattr(args, "use_unbiased_kl", False)
     remedy = f"with gspo, score centering or kl_loss_type={kind!r} it is slime's own: use k1, k2 or k3 without these."
     require(not (unbiased and (gspo or low_var or centers)), "use_unbiased_kl", unbiased, remedy)
     kl = Kl("k3" if low_var else kind, weighting="ratio" if unbiased else "none", clamp=10.0 if low_var else math.inf)
-    own = {"surrogate": Cispo(cap=1 + high, low=1 - args.eps_clip) if estimator == "cispo" else clip}
+    own = {"surrogate": Cispo(cap=1 + high, low=1 - args.eps_clip) if args.advantage_estimator == "cispo" else clip}
     return Objective(
         **(_centered_term(args) if centers else own),
         level="sequence" if gspo else "token", aggregate="token-sum", kl=kl,

@@ -288,7 +288,6 @@ def objective_of(trainer: Any) -> Objective:
     """The objective of a trainer at this step. Raises ValueError with the reason why there is none."""
     # What TRL has not copied into the trainer, it reads from its arguments.
     s: Any = types.SimpleNamespace(**vars(trainer.args) | vars(trainer))
-    level = s.importance_sampling_level
     vespo = s.loss_type == "vespo"
     low = s.vllm_importance_sampling_clip_min
     high = s.vllm_importance_sampling_clip_max
@@ -296,14 +295,14 @@ def objective_of(trainer: Any) -> Objective:
         raise NotCovered("a model split over devices")
     if vespo and _corrected(s) and ((low or 0) > 1 or (high is not None and high < 1)):
         raise NotCovered("VESPO with a clip range without 1, in which the weights of padding count")
-    if vespo and level == "sequence" and s.beta != 0 and s.use_bias_correction_kl:
+    if vespo and s.importance_sampling_level == "sequence" and s.beta != 0 and s.use_bias_correction_kl:
         raise NotCovered("VESPO's KL weighted by the ratio of the sequence")
     filters: list[Any] = [] if s.top_entropy_quantile >= 1.0 else [EntropyQuantile(s.top_entropy_quantile, world())]
     if s.off_policy_mask_threshold is not None:
         filters.append(OffPolicySequences(s.off_policy_mask_threshold))
     changes: dict[str, Any] = {} if s.use_bias_correction_kl else {"kl": "k3"}
     if not vespo:
-        changes["level"] = level
+        changes["level"] = s.importance_sampling_level
     bonus = s._entropy_bonus_enabled and not (s.use_adaptive_entropy and s._last_world_entropy > s.entropy_target)
     return Objective.preset(
         s.loss_type, numerics="trl", surrogate=surrogate_of(s), beta=s.beta, filters=tuple(filters),
@@ -691,14 +690,13 @@ def divergence_loss(
     `LogitTransform`."""
     plain(student_hidden_states, teacher_hidden_states)
     covered(student_lm_head_weight, teacher_lm_head_weight, scales=(student_logit_scale, teacher_logit_scale))
-    shape = completion_mask.shape
     mask = completion_mask != 0
     out = linear_grpo_loss(
-        student_hidden_states.reshape(*shape, -1), Head(gathered(student_lm_head_weight), gathered(student_lm_head_bias)), teaching(mask, mask),
+        student_hidden_states.reshape(*completion_mask.shape, -1), Head(gathered(student_lm_head_weight), gathered(student_lm_head_bias)), teaching(mask, mask),
         Objective.preset("distillation", kl=divergence_of(beta)),
         transform=LogitTransform(temperature, student_final_logit_softcapping, student_logit_scale),
         reference=(
-            teacher_hidden_states.reshape(*shape, -1),
+            teacher_hidden_states.reshape(*completion_mask.shape, -1),
             Head(
                 gathered(teacher_lm_head_weight), gathered(teacher_lm_head_bias),
                 LogitTransform(temperature, teacher_final_logit_softcapping, teacher_logit_scale),

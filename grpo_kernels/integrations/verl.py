@@ -288,8 +288,9 @@ def linear_cross_entropy(
     if reduction != "none":
         raise NotCovered(f"reduction={reduction!r}")
     rows = hidden.reshape(-1, hidden.shape[-1])
-    group = dist_process_group
-    return tuple(log_probs_of(rows, labels.reshape(-1), head=weight, temperature=temperature, group=group, entropy=True))
+    return tuple(
+        log_probs_of(rows, labels.reshape(-1), head=weight, temperature=temperature, group=dist_process_group, entropy=True)
+    )
 
 
 # ---- sets of a sampler

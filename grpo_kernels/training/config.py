@@ -356,9 +356,8 @@ class TrainConfig(
         yield "kl", self.kl is None or self.beta is not None or objective.beta > 0, remedy
         drawn = self.sparse_step == 0 or (self.loss == "linear" and objective.exact is None)
         yield "sparse_step", drawn, "it goes with loss=linear and a KL, if any, of the sampled tokens."
-        surrogate = objective.surrogate
         bonus = self.entropy_coef != 0 or self.entropy_target != 0
-        alone = surrogate.zero_at_zero_advantage and not surrogate.selects and self.entropy_share == 1
+        alone = objective.surrogate.zero_at_zero_advantage and not objective.surrogate.selects and self.entropy_share == 1
         remedy = "this objective wants those completions too, for a KL, an entropy bonus or quantile, or its surrogate."
         yield "drop_zero_variance", not self.drop_zero_variance or (alone and objective.beta == 0 and not bonus), remedy
         remedy = "there is no reference to refresh at beta=0: set beta above 0."

@@ -85,9 +85,10 @@ class Trainer:
     def start(self, given: data.Start) -> None:
         config = self.config
         ranks = self.ranks
-        frozen = given.reference
         self.model, self.tokenizer, (self.train_rows, self.eval_rows) = given.model, given.tokenizer, given.rows
-        self.reference = None if frozen is None else ParallelModel(frozen, ranks, config.parallel, frozen=True)
+        self.reference = (
+            None if given.reference is None else ParallelModel(given.reference, ranks, config.parallel, frozen=True)
+        )
         self.policy = ParallelModel(self.model, ranks, config.parallel)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay
@@ -181,9 +182,10 @@ class Trainer:
         if config.ratio_to == "sampler":
             parts = [(some, replace(batch, old_logps=some.logps)) for some, batch in parts]
         if self.reference is not None and self.objective.exact is None:
-            ask = self.reference.without_gradients
-            logps_of = self.losses.logps
-            parts = [(some, replace(batch, ref_logps=ask(logps_of, some))) for some, batch in parts]
+            parts = [
+                (some, replace(batch, ref_logps=self.reference.without_gradients(self.losses.logps, some)))
+                for some, batch in parts
+            ]
         # One denominator for the whole batch, however it is cut and whatever is left out; over the world: gradients are averaged
         # over the ranks where they should be added.
         normalizer = global_normalizer(self.objective, whole) / self.ranks.world
