@@ -475,8 +475,8 @@ FAULTS: list[Fault] = [
             'return out.metrics["kept"] if objective.filters else', "tests/integrations/test_policy_losses.py",
         ),
         (
-            "CISPO's cap of TRL and Liger taken for a width", "Cispo(high) if kind",
-            "Cispo(1 + high) if kind", "tests/integrations/test_liger.py",
+            "CISPO's cap of TRL and Liger taken for a width", "Cispo(options.epsilon_high) if kind",
+            "Cispo(1 + options.epsilon_high) if kind", "tests/integrations/test_liger.py",
         ),
         (
             "VESPO's constants of TRL and Liger exchanged", "Vespo(options.vespo_k_pos, rates[0], options.vespo_k_neg, rates[1])",

@@ -237,6 +237,7 @@ def known(report: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, An
     served = unserved is None
     best = best_isa(processor()[1])
     path = native["path"] if served else None
+    on_gpu = torch.cuda.is_available()
     return {
         "shadows": report["package"]["shadows"],
         "unserved": unserved,
@@ -247,8 +248,8 @@ def known(report: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, An
         "only one": threads == 1 < usable,
         "busy": report["cpu"]["load"] > report["cpu"]["processors"] and environ.get("OMP_WAIT_POLICY", "").lower() != "passive",
         "unseen": report["gpu"]["reason"] if device_present() else None,
-        "rounded": cpu_products.less_than_fp32() or environ.get("NVIDIA_TF32_OVERRIDE") == "1",
-        "interpreted": environ.get("TRITON_INTERPRET") == "1",
+        "rounded": on_gpu and (cpu_products.less_than_fp32() or environ.get("NVIDIA_TF32_OVERRIDE") == "1"),
+        "interpreted": on_gpu and environ.get("TRITON_INTERPRET") == "1",
         "here": PACKAGE.parent,
         "command": build_command(report["package"]),
         "best": best,
@@ -301,9 +302,7 @@ ADVICE = {
         "install a torch built for your driver (pytorch.org/get-started); make the GPU visible to this process (CUDA_VISIBLE_DEVICES)",
         grave=True,
     ),
-}
-#: The same on a GPU of NVIDIA or AMD.
-ADVICE_FOR_GPUS = {
+    # On a GPU of NVIDIA or AMD.
     "rounded": Finding(
         "fp32 matrix products are rounded to TF32, and log-probs with them",
         "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and NVIDIA_TF32_OVERRIDE (some container images set them), and call "
@@ -316,8 +315,7 @@ ADVICE_FOR_GPUS = {
 def advice(report: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """What `facts` say is wrong or slow."""
     given = known(report, environ)
-    table = ADVICE | (ADVICE_FOR_GPUS if torch.cuda.is_available() else {})
-    found = [finding for name, finding in table.items() if given[name]]
+    found = [finding for name, finding in ADVICE.items() if given[name]]
     needed = report["device"] == "cpu"  # the compiled module; elsewhere the tests mean something without it
     return [
         f._replace(problem=f.problem.format_map(given), remedy=f.remedy.format_map(given), blocks=f.blocks and needed)

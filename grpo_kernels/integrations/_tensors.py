@@ -258,8 +258,7 @@ def centered(
 def divergence_over(exact: Exact, logps: Tensor, teacher: Tensor) -> Tensor:
     """[..]: the divergence of log-probs [.., K] at the same ids, over these ids alone."""
     shape = logps.shape[:-1]
-    k = logps.shape[-1]
-    offsets = torch.arange(shape.numel() + 1, device=logps.device) * k
+    offsets = torch.arange(shape.numel() + 1, device=logps.device) * logps.shape[-1]
     return divergence_at(exact, logps.reshape(-1), teacher.reshape(-1), offsets).view(shape)
 
 

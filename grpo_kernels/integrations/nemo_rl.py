@@ -402,13 +402,12 @@ class DistillationLoss:
         if self.forward > 0:
             value = value + self.forward * divergence_over(FORWARD, at, teacher)
         if self.forward < 1:
-            value = value + (1.0 - self.forward) * self._reverse(at, teacher, entropy)
+            if entropy is None:
+                reverse = divergence_over(REVERSE, at, teacher)
+            else:  # the sum of p log p over the vocabulary, less that of p log q, whose log q outside is one number
+                p = at.exp()
+                reverse = -entropy - (p * teacher).sum(-1) - OUTSIDE * (1.0 - p.sum(-1))
+            value = value + (1.0 - self.forward) * reverse
         total = (global_valid_toks.to(torch.float32) + 1e-8) if masked else mask.sum()
         loss = torch.where(mask, value, 0.0).sum() / total
         return loss, {"loss": float(loss.detach()), "num_valid_samples": data["input_ids"].shape[0]}
-
-    def _reverse(self, at: Tensor, teacher: Tensor, entropy: Tensor | None) -> Tensor:
-        if entropy is None:
-            return divergence_over(REVERSE, at, teacher)
-        p = at.exp()  # the sum of p log p over the vocabulary, less that of p log q, whose log q outside is one number
-        return -entropy - (p * teacher).sum(-1) - OUTSIDE * (1.0 - p.sum(-1))

@@ -145,8 +145,7 @@ def policy_loss(objective: str | Objective, trial: Trial | None = None) -> Calla
             remedy = 'cispo_anchor="rollout" takes the ratio to them: pass them.'
             require(rollout_logprobs is not None, "rollout_logprobs", None, remedy)
             tis = getattr(correction, "tis_ratio_type", None)
-            remedy = 'cispo_anchor="rollout" is that correction already: set it to None.'
-            require(tis is None, "tis_ratio_type", tis, remedy)
+            require(tis is None, "tis_ratio_type", tis, 'cispo_anchor="rollout" is that correction already: set it to None.')
             anchored = True
         old: Any = rollout_logprobs if anchored else old_log_probs
         batch = scored_batch(mask, advantages, old_logps=old, weights=weights.detach().float())

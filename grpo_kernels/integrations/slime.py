@@ -218,8 +218,9 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetr
         from slime.backends.megatron_utils import loss as theirs
 
         centers = getattr(args, "use_score_centering", False)
-        remedy = "it corrects a term of its own: pass no objective."
-        require(objective is None or not centers, "use_score_centering", True, remedy)
+        require(
+            objective is None or not centers, "use_score_centering", True, "it corrects a term of its own: pass no objective."
+        )
         spec = objective_of(args) if objective is None else objective
         _, scored = theirs.get_log_probs_and_entropy(
             logits, args=args, with_entropy=True, **theirs.get_rollout_top_p_logprob_kwargs(args, batch),

@@ -54,8 +54,7 @@ def discounted_returns(
     With gamma = 1 and whitening this is REINFORCE++ (arXiv 2501.03262). Raises ValueError naming the argument."""
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
     require_number("gamma", gamma, SHARE, 0, 1)
-    r = tokens.values("rewards", rewards)
-    return tokens.shaped(tokens.to_go(gamma, r))
+    return tokens.shaped(tokens.to_go(gamma, tokens.values("rewards", rewards)))
 
 
 def gae(

@@ -41,8 +41,7 @@ class Ranks:
             # Objects travel over gloo, so that they need not wait for the device.
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
             self.made = True
-        joined = dist.is_initialized()
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.main = self.rank == 0
         #: The exception that `together` raised, which all ranks have then raised.
         self.shared_error: BaseException | None = None
