@@ -228,96 +228,86 @@ def facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def known(report: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """What `ADVICE` is about. Of the compiled module only where losses run on the CPU, and one could."""
+def module_findings(report: Mapping[str, Any]) -> Iterator[Finding]:
+    """About the package, and the compiled module where the processor could run one."""
     native = report["native"]
-    threads = report["cpu"]["torch_threads"]
-    usable = max(1, int(report["cpu"]["usable_processors"]))
+    shadows = report["package"]["shadows"]
+    if shadows:
+        yield Finding(
+            f"the checkout at {PACKAGE.parent} hides the installed package at {shadows}",
+            "start Python in another directory to use the installed package",
+        )
     unserved = why_not_here() or (NO_AVX2 if native["isa"] == "" else None)
-    served = unserved is None
+    if unserved:
+        yield Finding(f"CPU tensors run in eager PyTorch: {unserved}", "take a processor with AVX2, or a GPU", slows=True)
+        return
+    command = build_command(report["package"])
+    needed = report["device"] == "cpu"  # elsewhere the tests mean something without it
+    if native["reason"] and needed:
+        yield Finding(
+            f"the compiled module is missing, CPU tensors fall back to eager PyTorch: {native['reason']}",
+            f"{command}; it needs a C++17 compiler (Debian, Ubuntu: apt-get install g++), and its output says what failed",
+            grave=True,
+            blocks=True,
+        )
+    path = native["path"]
+    if path and sources(PACKAGE.parent) not in (None, built_from(Path(path))):
+        yield Finding(
+            f"the compiled module is out of date: {path} was built from other C++ sources than those in {PACKAGE.parent}",
+            command,
+            grave=True,
+            blocks=needed,
+        )
     best = best_isa(processor()[1])
-    path = native["path"] if served else None
-    on_gpu = torch.cuda.is_available()
-    return {
-        "shadows": report["package"]["shadows"],
-        "unserved": unserved,
-        "missing": native["reason"] if served and report["device"] == "cpu" else None,
-        "stale": path if path and sources(PACKAGE.parent) not in (None, built_from(Path(path))) else None,
-        "slower": native["isa"] if path and best not in (None, native["isa"]) else None,
-        "too many": threads if threads > usable else None,
-        "only one": threads == 1 < usable,
-        "busy": report["cpu"]["load"] > report["cpu"]["processors"] and environ.get("OMP_WAIT_POLICY", "").lower() != "passive",
-        "unseen": report["gpu"]["reason"] if device_present() else None,
-        "rounded": on_gpu and (cpu_products.less_than_fp32() or environ.get("NVIDIA_TF32_OVERRIDE") == "1"),
-        "interpreted": on_gpu and environ.get("TRITON_INTERPRET") == "1",
-        "here": PACKAGE.parent,
-        "command": build_command(report["package"]),
-        "best": best,
-        "usable": usable,
-        "load": report["cpu"]["load"],
-    }
+    if native["isa"] and best not in (None, native["isa"]):
+        yield Finding(
+            f"the compiled module runs {native['isa']} code, but this processor has {best}",
+            f"{command} (with GCC 10 or Clang 9, or newer)",
+            slows=True,
+        )
 
 
-#: What is `known`, if it is anything: the problem and the remedy.
-ADVICE = {
-    "shadows": Finding(
-        "the checkout at {here} hides the installed package at {shadows}",
-        "start Python in another directory to use the installed package",
-    ),
-    "unserved": Finding("CPU tensors run in eager PyTorch: {unserved}", "take a processor with AVX2, or a GPU", slows=True),
-    "missing": Finding(
-        "the compiled module is missing, CPU tensors fall back to eager PyTorch: {missing}",
-        "{command}; it needs a C++17 compiler (Debian, Ubuntu: apt-get install g++), and its output says what failed",
-        grave=True,
-        blocks=True,
-    ),
-    "stale": Finding(
-        "the compiled module is out of date: {stale} was built from other C++ sources than those in {here}",
-        "{command}",
-        grave=True,
-        blocks=True,
-    ),
-    "slower": Finding(
-        "the compiled module runs {slower} code, but this processor has {best}",
-        "{command} (with GCC 10 or Clang 9, or newer)",
-        slows=True,
-    ),
-    "too many": Finding(
-        "torch uses {too many} threads on {usable} processors (affinity or container limit)",
-        "set OMP_NUM_THREADS={usable}",
-        slows=True,
-    ),
-    "only one": Finding(
-        "torch uses 1 of {usable} processors (torchrun sets OMP_NUM_THREADS=1)",
-        "set OMP_NUM_THREADS to the processors of each process (alone: {usable}) if losses run on the CPU",
-        slows=True,
-    ),
-    "busy": Finding(
-        "the machine is busy (load {load:g}): threads that wait and spin take processors from those that work",
-        "set OMP_WAIT_POLICY=PASSIVE before Python starts",
-        slows=True,
-    ),
-    "unseen": Finding(
-        "there is a GPU, but torch cannot use it: {unseen}",
-        "install a torch built for your driver (pytorch.org/get-started); make the GPU visible to this process (CUDA_VISIBLE_DEVICES)",
-        grave=True,
-    ),
-    # On a GPU of NVIDIA or AMD.
-    "rounded": Finding(
-        "fp32 matrix products are rounded to TF32, and log-probs with them",
-        "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and NVIDIA_TF32_OVERRIDE (some container images set them), and call "
-        'torch.set_float32_matmul_precision("highest") before losses from fp32 hidden states',
-    ),
-    "interpreted": Finding("TRITON_INTERPRET=1: kernels run on the CPU, very slowly", "unset TRITON_INTERPRET", grave=True),
-}
+def machine_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Finding]:
+    """About threads, load and GPUs."""
+    cpu = report["cpu"]
+    threads = cpu["torch_threads"]
+    usable = max(1, int(cpu["usable_processors"]))
+    if threads > usable:
+        yield Finding(
+            f"torch uses {threads} threads on {usable} processors (affinity or container limit)",
+            f"set OMP_NUM_THREADS={usable}",
+            slows=True,
+        )
+    if threads == 1 < usable:
+        yield Finding(
+            f"torch uses 1 of {usable} processors (torchrun sets OMP_NUM_THREADS=1)",
+            f"set OMP_NUM_THREADS to the processors of each process (alone: {usable}) if losses run on the CPU",
+            slows=True,
+        )
+    if cpu["load"] > cpu["processors"] and environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
+        yield Finding(
+            f"the machine is busy (load {cpu['load']:g}): threads that wait and spin take processors from those that work",
+            "set OMP_WAIT_POLICY=PASSIVE before Python starts",
+            slows=True,
+        )
+    if device_present() and report["gpu"]["reason"]:
+        yield Finding(
+            f"there is a GPU, but torch cannot use it: {report['gpu']['reason']}",
+            "install a torch built for your driver (pytorch.org/get-started); make the GPU visible to this process (CUDA_VISIBLE_DEVICES)",
+            grave=True,
+        )
+    if not torch.cuda.is_available():
+        return
+    if cpu_products.less_than_fp32() or environ.get("NVIDIA_TF32_OVERRIDE") == "1":
+        yield Finding(
+            "fp32 matrix products are rounded to TF32, and log-probs with them",
+            "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and NVIDIA_TF32_OVERRIDE (some container images set them), and call "
+            'torch.set_float32_matmul_precision("highest") before losses from fp32 hidden states',
+        )
+    if environ.get("TRITON_INTERPRET") == "1":
+        yield Finding("TRITON_INTERPRET=1: kernels run on the CPU, very slowly", "unset TRITON_INTERPRET", grave=True)
 
 
 def advice(report: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """What `facts` say is wrong or slow."""
-    given = known(report, environ)
-    found = [finding for name, finding in ADVICE.items() if given[name]]
-    needed = report["device"] == "cpu"  # the compiled module; elsewhere the tests mean something without it
-    return [
-        f._replace(problem=f.problem.format_map(given), remedy=f.remedy.format_map(given), blocks=f.blocks and needed)
-        for f in found
-    ]
+    return [*module_findings(report), *machine_findings(report, environ)]
