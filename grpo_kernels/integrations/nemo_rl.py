@@ -124,20 +124,20 @@ class PolicyLoss:
         self.bounded = self.correction["low"] > 0 or self.correction["high"] < math.inf
         if self.force_on_policy_ratio:  # with a ratio of 1 the levels do not differ
             self.objective = replace(objective, level="token")
-        tokens = objective.aggregate == "token-mean"
-        self.per = "TOKENS" if tokens else "SEQUENCES"
-        self.loss_type = interfaces.LossType["TOKEN_LEVEL" if tokens else "SEQUENCE_LEVEL"]
         self.input_type = interfaces.LossInputType.LOGIT
-        kinds = getattr(interfaces, "MetricNormalizer", {})  # which not every NeMo-RL has
-        self.metric_normalizations = {name: kinds[kind] for name, kind in self._divisors().items() if kinds}
-
-    def _divisors(self) -> dict[str, str]:
-        """What NeMo-RL divides each metric by, in its own terms."""
-        named = DIVISORS | {"loss": self.per, "kl_penalty": self.per}
-        named["sampling_importance_ratio"] = "SEQUENCES" if self.sequences else "TOKENS"
+        self.loss_type = interfaces.LossType.SEQUENCE_LEVEL
+        per = "SEQUENCES"
+        if objective.aggregate == "token-mean":
+            self.loss_type = interfaces.LossType.TOKEN_LEVEL
+            per = "TOKENS"
+        divisors = DIVISORS | {"loss": per, "kl_penalty": per}
+        divisors["sampling_importance_ratio"] = "SEQUENCES" if self.sequences else "TOKENS"
         if self.bounded:
-            named["is_oob_ratio"] = "SEQUENCES" if self.drops_sequences else "TOKENS"
-        return named | ({"outside_sampling_set": "TOKENS"} if self.rules else {})
+            divisors["is_oob_ratio"] = "SEQUENCES" if self.drops_sequences else "TOKENS"
+        if self.rules:
+            divisors["outside_sampling_set"] = "TOKENS"
+        kinds = getattr(interfaces, "MetricNormalizer", {})  # which not every NeMo-RL has
+        self.metric_normalizations = {name: kinds[kind] for name, kind in divisors.items() if kinds}
 
     @classmethod
     def like(cls, theirs: Any, **options: Any) -> PolicyLoss:

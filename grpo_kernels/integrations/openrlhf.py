@@ -86,17 +86,27 @@ class PolicyLoss(torch.nn.Module):
         require_one_of("vllm_is_correction_type", vllm_is_correction_type, TYPES)
         self.reports_filter = is_correction_level is not None
         level = is_correction_level
+        mode = is_correction_mode
+        gating = is_correction_gating
+        bounds = is_correction_threshold
         if level is None:
-            level, is_correction_mode = TYPES[vllm_is_correction_type] if enable_vllm_is_correction else ("off", "mask")
-            is_correction_gating = "ratio"
-            is_correction_threshold = vllm_is_truncated_threshold or (0.0, math.inf)
+            level, mode = TYPES[vllm_is_correction_type] if enable_vllm_is_correction else ("off", "mask")
+            gating = "ratio"
+            bounds = vllm_is_truncated_threshold or (0.0, math.inf)
         elif enable_vllm_is_correction:
             raise ValueError("enable_vllm_is_correction=True beside is_correction_level: they are one option of two versions.")
+        require_one_of("is_correction_level", level, ("off", "token", "seq"))
+        require_one_of("is_correction_mode", mode, ("mask", "clip"))
+        require_one_of("is_correction_gating", gating, ("ratio", "binary_kl", "tv"))
+        remedy = f'with is_correction_level={level!r} and is_correction_gating={gating!r} only the ratio of a token can be clamped: take "mask".'
+        require(mode == "mask" or (level != "seq" and gating == "ratio"), "is_correction_mode", mode, remedy)
+        remedy = f"is_correction_gating={gating!r} has an upper bound only: pass (0, high)."
+        right = gating == "ratio" or level == "off" or bounds[0] <= 0
+        require(right, "is_correction_threshold", tuple(bounds), remedy)
         self.is_correction_level = level
-        self.is_correction_mode = is_correction_mode
-        self.is_correction_gating = is_correction_gating
-        self.is_correction_threshold = is_correction_threshold
-        self._check_correction()
+        self.is_correction_mode = mode
+        self.is_correction_gating = gating
+        self.is_correction_threshold = bounds
         self.token_level_loss = token_level_loss and policy_loss_type != "gspo"
         self.policy_loss_type = policy_loss_type
         self.objective = Objective.preset(
@@ -104,19 +114,6 @@ class PolicyLoss(torch.nn.Module):
             surrogate=two_sided("OpenRLHF", clip_eps_low, clip_eps_high, dual_clip, "dual_clip", "clip_eps_high"),
             aggregate="token-mean" if self.token_level_loss else "seq-mean-token-mean",
         )  # fmt: skip
-
-    def _check_correction(self) -> None:
-        known = {"level": ("off", "token", "seq"), "mode": ("mask", "clip"), "gating": ("ratio", "binary_kl", "tv")}
-        for name, values in known.items():
-            require_one_of(f"is_correction_{name}", getattr(self, f"is_correction_{name}"), values)
-        level = self.is_correction_level
-        gating = self.is_correction_gating
-        bounds = tuple(self.is_correction_threshold)
-        remedy = f'with is_correction_level={level!r} and is_correction_gating={gating!r} only the ratio of a token can be clamped: take "mask".'
-        able = level != "seq" and gating == "ratio"
-        require(able or self.is_correction_mode == "mask", "is_correction_mode", self.is_correction_mode, remedy)
-        remedy = f"is_correction_gating={gating!r} has an upper bound only: pass (0, high)."
-        require(gating == "ratio" or level == "off" or bounds[0] <= 0, "is_correction_threshold", bounds, remedy)
 
     @classmethod
     def like(cls, theirs: Any) -> PolicyLoss:
