@@ -497,8 +497,8 @@ FAULTS: list[Fault] = [
         ("VESPO's weight of a sequence counts at every token", "first = trained & (trained.cumsum(1) == 1)", "first = trained"),
         ("token count not divided by the ranks", "items / (1 if group is None else group.size())", "items"),
         (
-            "as_liger's LUSPO divides by the batch alone", "to(torch.float32) / batch.targets.numel()",
-            "to(torch.float32) / len(batch.targets)",
+            "as_liger's LUSPO divides by the batch alone", "float() / batch.targets.numel()",
+            "float() / len(batch.targets)",
         ),
         (
             "KL of masked tokens in the metric", "return None if kl is None else torch.where(rows.mask, kl, 0.0),",

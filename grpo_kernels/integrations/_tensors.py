@@ -150,7 +150,7 @@ def left_out(out: LossOutput, objective: Objective) -> Tensor:
 
 def numbers(named: Mapping[str, Tensor]) -> dict[str, float]:
     """0-d tensors as Python numbers, in one trip to the host."""
-    values = [value.detach().to(torch.float32) for value in named.values()]
+    values = [value.detach().float() for value in named.values()]
     return dict(zip(named, torch.stack(values).tolist(), strict=True)) if values else {}
 
 

@@ -172,14 +172,14 @@ def denominator(
 def weights_with_padding(weights: Tensor, mask: Tensor) -> Tensor:
     """VESPO's weights [B, T] for Liger's result: Liger multiplies the weights of masked positions into the ratio of the
     sequence too, and replaces 0 by 1e-8. Here each trained token gets an equal share of that product."""
-    logs = weights.to(torch.float32).log().clamp(math.log(1e-8), 20.0)
+    logs = weights.float().log().clamp(math.log(1e-8), 20.0)
     return (logs.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp().expand_as(weights)
 
 
 def rows_with_padding(batch: TokenBatch, objective: Objective) -> TokenRows:
     """LUSPO's rows for Liger's result: the mean over all positions of the padded sequence, masked ones included, times the
     number of its trained tokens. The ratio of a sequence is still over its trained tokens."""
-    share = batch.spread(batch.lengths).to(torch.float32) / batch.targets.numel()
+    share = batch.spread(batch.lengths).float() / batch.targets.numel()
     return replace(objective.token_rows(replace(batch, mask=None), 1.0).weighted(share), trained=batch.marked("trained"))
 
 
@@ -409,7 +409,7 @@ class _TokenLosses(torch.autograd.Function):
 def _kl_and_clipped(logps: Tensor, objective: Objective, rows: TokenRows, batch: TokenBatch) -> tuple[Tensor | None, Tensor]:
     """fp32 [n], 0 where masked: the KL term (None with beta = 0) as it is in the loss, and 1 where the ratio is clipped."""
     _, clipped, kl = terms_of(objective, logps, rows, batch)
-    return None if kl is None else torch.where(rows.mask, kl, 0.0), (clipped & rows.mask).to(torch.float32)
+    return None if kl is None else torch.where(rows.mask, kl, 0.0), (clipped & rows.mask).float()
 
 
 def _metrics(kl: Tensor | None, clipped: Tensor, batch: TokenBatch) -> list[Tensor]:

@@ -181,7 +181,7 @@ class PolicyLoss:
         options = Options(shard=shard_of(logits, vocab_parallel_group, self.megatron))
         batch = self._batch(data)
         mask: Any = batch.mask
-        tokens, sequences = (x.to(torch.float32) for x in (global_valid_toks, global_valid_seqs))
+        tokens, sequences = (x.float() for x in (global_valid_toks, global_valid_seqs))
         filtered, dropped = self._filtered(logits, batch, options)
         weights = outside = None
         if self.importance is not None:
@@ -392,7 +392,7 @@ class DistillationLoss:
         teacher = torch.log_softmax(data["teacher_topk_logits"].to(logits.device, torch.float32), -1)
         shard = shard_of(logits, vocab_parallel_group, self.megatron)
         if shard is None and not self.zero_outside_topk:
-            at = logits.gather(-1, ids).to(torch.float32)
+            at = logits.gather(-1, ids).float()
             entropy = None
         else:  # in one visit of each row that counts
             at, entropy, _ = at_ids(logits, ids, mask=mask, entropy=self.zero_outside_topk, options=Options(shard=shard))
@@ -408,6 +408,6 @@ class DistillationLoss:
                 p = at.exp()
                 reverse = -entropy - (p * teacher).sum(-1) - OUTSIDE * (1.0 - p.sum(-1))
             value = value + (1.0 - self.forward) * reverse
-        total = (global_valid_toks.to(torch.float32) + 1e-8) if masked else mask.sum()
+        total = (global_valid_toks.float() + 1e-8) if masked else mask.sum()
         loss = torch.where(mask, value, 0.0).sum() / total
         return loss, {"loss": float(loss.detach()), "num_valid_samples": data["input_ids"].shape[0]}

@@ -118,7 +118,7 @@ def log_softmax_and_entropy(
     kind = lm_head.device.type
     products: Any = nullcontext()
     if fp32_lm_head or lm_head.dtype == torch.float32:
-        hidden = hidden.to(torch.float32)
+        hidden = hidden.float()
         products = torch.autocast(kind, enabled=False) if fp32_lm_head else products
     elif not torch.is_autocast_enabled(kind):
         # Unsloth multiplies in the head's dtype. Through a conversion here the gradient would come back in it, and fp16 ends at

@@ -395,7 +395,7 @@ def topk_divergence(
     if get_ulysses_sequence_parallel_world_size() > 1:
         given = [slice_input_tensor(x, dim=1) for x in given]
     ids = given[0]
-    listed = given[1].to(torch.float32)
+    listed = given[1].float()
     alone = exact.tail == "ignore"
     K = ids.shape[-1]
     with torch.set_grad_enabled(alone and torch.is_grad_enabled()):

@@ -199,7 +199,7 @@ def pass_at_k_advantages(
     second = g.within.max_of_others(g.values)
     lead = torch.where((g.values > second) & (g.size > 1), g.values - second, 0.0)
     lead = lead / (g.std(unbiased) + eps) if scale == "group" else lead
-    return torch.where(lead > 0, lead, 0.0).to(torch.float32)
+    return torch.where(lead > 0, lead, 0.0).float()
 
 
 def greedy_baseline_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def greedy_baseline_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tenso
     r, _ = read_rewards(rewards)
     greedy, _ = read_rewards(greedy_rewards, name="greedy_rewards")
     require_shape("greedy_rewards", greedy, r.shape, "rewards")
-    return (r - greedy.to(r.device)).to(torch.float32)
+    return (r - greedy.to(r.device)).float()
 
 
 def gpg_scale(rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None) -> Tensor:
@@ -224,7 +224,7 @@ def gpg_scale(rewards: Tensor, *, group_size: int | None = None, groups: Tensor 
         counts = r != 0
     else:
         counts = ~zero_variance(rewards, group_size=group_size, groups=groups)
-    return (counts.numel() / counts.sum().clamp(min=1).double()).to(torch.float32)
+    return (counts.numel() / counts.sum().clamp(min=1).double()).float()
 
 
 def a2po_values(rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None, beta: float = 0.5) -> Tensor:
@@ -235,7 +235,7 @@ def a2po_values(rewards: Tensor, *, group_size: int | None = None, groups: Tenso
     require_number("beta", beta, "it divides the rewards and must be a finite number above 0.", SMALLEST, LARGEST)
     g = grouped(rewards, group_size, groups)
     mean = g.within.sum(torch.exp((g.values - g.highest) / beta)) / g.size
-    return (g.highest + beta * mean.log()).to(torch.float32)
+    return (g.highest + beta * mean.log()).float()
 
 
 def zero_variance(rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None) -> Tensor:
@@ -275,4 +275,4 @@ def group_metrics(
     metrics = {name: (share * values).sum() / share.sum().clamp(min=1.0) for name, values in of_groups.items()}
     metrics |= {"reward_mean": batch.mean, "reward_std": batch.std(True)}
     metrics["missing"] = (~g.counted).double().sum() / max(len(g.values), 1)
-    return {name: value.to(torch.float32) for name, value in metrics.items()}
+    return {name: value.float() for name, value in metrics.items()}

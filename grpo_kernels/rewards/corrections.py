@@ -166,7 +166,7 @@ def off_policy_sequence_mask(batch: TokenBatch, logps: Tensor, *, delta: float) 
     """
     require_number("delta", delta, *DELTA)
     batch.check_sequences("off_policy_sequence_mask needs")
-    return _per_token(batch, near_sampler(batch, _like_targets(batch, "logps", logps).to(torch.float32), delta))
+    return _per_token(batch, near_sampler(batch, _like_targets(batch, "logps", logps).float(), delta))
 
 
 def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
@@ -263,7 +263,7 @@ def correction_metrics(
     if high is not None:
         metrics["share_above"] = mean(w > high)
     if weights is not None:
-        v = _like_targets(batch, "weights", weights).to(torch.float64)
+        v = _like_targets(batch, "weights", weights).double()
         metrics["share_rejected"] = mean(v == 0)
     square = mean(v.square())
     metrics["ess"] = torch.where(square > 0, mean(v).square() / square, 0.0)
@@ -272,7 +272,7 @@ def correction_metrics(
         total = batch.sequence_sum(x)
         metrics["log_ppl_difference"] = mean(-total / tokens.clamp(min=1.0), tokens > 0)
         metrics["chi2_sequence"] = mean((2.0 * total).clamp(max=BOUND).exp() - 1.0, tokens > 0)
-    return {name: torch.where(ratio.size > 0, value, 0.0).to(torch.float32) for name, value in metrics.items()}
+    return {name: torch.where(ratio.size > 0, value, 0.0).float() for name, value in metrics.items()}
 
 
 # ---- the parts
@@ -308,7 +308,7 @@ def _like_targets(batch: TokenBatch, name: str, x: object) -> Tensor:
 
 def _per_token(batch: TokenBatch, values: Tensor) -> Tensor:
     """Flat values as fp32 in the shape of targets, 0 where masked."""
-    return torch.where(batch.trained, values.to(torch.float32), 0.0).view(batch.targets.shape)
+    return torch.where(batch.trained, values.float(), 0.0).view(batch.targets.shape)
 
 
 # ---- by name

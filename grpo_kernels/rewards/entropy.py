@@ -32,17 +32,17 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, share: float, process_group
     """
     require_number("share", share, *SHARE)
     require_shape("mask", mask, entropy.shape, "entropy")
-    values = entropy.detach().reshape(-1).to(torch.float32)
+    values = entropy.detach().reshape(-1).float()
     # Tokens that do not count become infinity, which sorts behind the others.
     values = torch.where((mask.reshape(-1) != 0) & values.isfinite(), values, torch.inf)
     if process_group is not None:
         values = _gather(values, process_group)
     values = torch.nn.functional.pad(values, (0, 1), value=torch.inf).sort().values
     count = values.isfinite().sum()
-    position = (1.0 - share) * (count - 1).clamp(min=0).to(torch.float64)
-    at = torch.stack([position.floor(), position.ceil()]).to(torch.int64)
-    below, above = values.index_select(0, at).to(torch.float64).unbind()
-    threshold = torch.lerp(below, above, position - position.floor()).to(torch.float32)
+    position = (1.0 - share) * (count - 1).clamp(min=0).double()
+    at = torch.stack([position.floor(), position.ceil()]).long()
+    below, above = values.index_select(0, at).double().unbind()
+    threshold = torch.lerp(below, above, position - position.floor()).float()
     return torch.where(count > 0, threshold, torch.finfo(torch.float32).min)
 
 

@@ -47,7 +47,7 @@ def read_rewards(
         hint = " (those of K functions, [B, K], go with reward_weights.)" if name == "rewards" and not several else ""
         raise ValueError(f"{name} has shape {list(rewards.shape)}: pass {shape_needed}.{hint}")
     require_one_of("missing", missing, ("raise", "skip"))
-    r = rewards.detach().to(torch.float64)
+    r = rewards.detach().double()
     missed = torch.isnan(r) if missing == "skip" else torch.zeros_like(r, dtype=torch.bool)
     r = torch.where(missed, 0.0, r)
     return finite(name, r, "give every completion a finite number, or leave it out."), ~missed

@@ -81,7 +81,7 @@ def gae(
     v = tokens.values("values", values)
     decay: float | Tensor
     if isinstance(lam, Tensor):
-        decay = gamma * per_token("lam", lam, tokens.shape, cu_seqlens).to(torch.float64)
+        decay = gamma * per_token("lam", lam, tokens.shape, cu_seqlens).double()
     else:
         require_number("lam", lam, SHARE, 0, 1)
         decay = gamma * lam
@@ -124,7 +124,7 @@ def at_last_token(rewards: Tensor, *, mask: Tensor, cu_seqlens: Tensor | None = 
     reward of a sequence without a trained token is lost.
 
     mask, cu_seqlens   as in a TokenBatch. Raises ValueError naming the argument."""
-    tokens = _Tokens("mask", mask.to(torch.float32), mask, cu_seqlens)
+    tokens = _Tokens("mask", mask.float(), mask, cu_seqlens)
     r, _ = read_rewards(rewards)
     require_shape("rewards", r, torch.Size([tokens.sequences]), "a tensor of one number a sequence")
     return tokens.shaped(tokens.at_last(r.to(mask.device)))
@@ -163,9 +163,9 @@ def kl_in_reward(
     ref_logp = tokens.values("ref_logps", ref_logps)
     penalty = beta * kl_terms(logp, logp, ref_logp, torch.zeros_like(logp), how.clamps, **how.formula)[0]
     whole = rewards.shape == (tokens.sequences,) and rewards.shape != tokens.shape
-    r = finite("rewards", rewards.detach().to(torch.float64), FINITE) if whole else tokens.values("rewards", rewards)
+    r = finite("rewards", rewards.detach().double(), FINITE) if whole else tokens.values("rewards", rewards)
     if per == "sequence":
-        return ((r if whole else tokens.total(r)) - tokens.total(penalty)).to(torch.float32)
+        return ((r if whole else tokens.total(r)) - tokens.total(penalty)).float()
     return tokens.shaped((tokens.at_last(r) if whole else r) - penalty)
 
 
@@ -199,7 +199,7 @@ def optimal_token_advantages(
     if weights is not None:
         energy = energy * tokens.values("weights", weights).square()
     path = tokens.so_far(torch.where(tokens.trained, energy, 0.0))
-    step = tokens.so_far(tokens.trained.double()).to(torch.int64)  # 1 at the first trained token
+    step = tokens.so_far(tokens.trained.double()).long()  # 1 at the first trained token
     ids = group_ids(tokens.sequences, rewards.device, group_size, groups)[tokens.sequence]
     # One peer group for each prompt and step. Untrained tokens have step 0.
     group = Groups(ids).group * (len(ids) + 1)
@@ -231,7 +231,7 @@ def whiten(
     require_number("eps", eps, "it keeps the divisor from 0 and must be finite and >= 0.", 0, LARGEST)
     shape = float_tensor("values", values).shape
     trained = torch.ones_like(values, dtype=torch.bool) if mask is None else as_mask("mask", mask, shape)
-    x = Grouped(Groups(), finite("values", torch.where(trained, values.detach().to(torch.float64), 0.0), FINITE), trained)
+    x = Grouped(Groups(), finite("values", torch.where(trained, values.detach().double(), 0.0), FINITE), trained)
     variance = x.variance(unbiased)
     if guard == "std":
         divisor = variance.sqrt() + eps
@@ -239,7 +239,7 @@ def whiten(
         divisor = (variance + eps if guard == "add" else variance.clamp(min=eps)).sqrt()
     white = torch.where(x.equal, 0.0, x.centred / divisor)
     white = white if shift_mean else white + torch.where(x.equal, x.highest, x.mean)
-    return torch.where(trained, white, 0.0).to(torch.float32)
+    return torch.where(trained, white, 0.0).float()
 
 
 # ---- tokens of sequences
@@ -260,7 +260,7 @@ class _Tokens:
         else:
             check_offsets(name, like, cu_seqlens)
             self.longest = n
-        self.offsets = cu_seqlens.to(torch.int64)
+        self.offsets = cu_seqlens.long()
         self.sequences = len(self.offsets) - 1
         self.sequence = sequence_ids(self.offsets, n)
         self.followed = self.sequence.diff(append=self.sequence.new_full((1,), -1)) == 0
@@ -270,11 +270,11 @@ class _Tokens:
     def values(self, name: str, x: Tensor) -> Tensor:
         """fp64 [N], 0 where not trained."""
         require_shape(name, float_tensor(name, x), self.shape, self.name)
-        trained = torch.where(self.trained, x.detach().reshape(-1).to(torch.float64), 0.0)
+        trained = torch.where(self.trained, x.detach().reshape(-1).double(), 0.0)
         return finite(name, trained.view(self.shape), FINITE).view(-1)
 
     def shaped(self, x: Tensor) -> Tensor:
-        return torch.where(self.trained, x, 0.0).to(torch.float32).view(self.shape)
+        return torch.where(self.trained, x, 0.0).float().view(self.shape)
 
     def next(self, x: Tensor) -> Tensor:
         """x at the next token of the sequence, 0 after the last."""

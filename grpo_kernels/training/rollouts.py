@@ -106,11 +106,11 @@ def draw(
         logits = logits.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
     probs = (logits.float() / temperature).softmax(-1)
     below = probs.cumsum(-1, dtype=torch.float64)
-    at = uniform.view(-1, copies).to(torch.float64) * below[:, -1:]
+    at = uniform.view(-1, copies).double() * below[:, -1:]
     chosen = torch.searchsorted(below, at, right=True).clamp(max=probs.shape[-1] - 1)
     # At the very end of the range rounding can point at a token that cannot come.
     chosen = torch.where(probs.gather(-1, chosen) > 0, chosen, probs.argmax(-1, keepdim=True))
-    logps = (probs.gather(-1, chosen) / below[:, -1:]).log().to(torch.float32)
+    logps = (probs.gather(-1, chosen) / below[:, -1:]).log().float()
     if cut and copies > 1:
         sets = sets.take(torch.arange(len(logits), device=logits.device).repeat_interleave(copies))
     return ids.gather(-1, chosen).flatten(), logps.flatten(), sets if cut else None
