@@ -770,7 +770,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/rewards/entropy.py", "tests/rewards/test_corrections.py",
         ("a quantile off by one", "position = (1.0 - share) * (count - 1)", "position = (1.0 - share) * count"),
-        ("masked tokens in the quantile", "(mask.reshape(-1) != 0) & values.isfinite()", "values.isfinite()"),
+        ("masked tokens in the quantile", "(mask.flatten() != 0) & values.isfinite()", "values.isfinite()"),
         (
             "the coefficient at the target", "return self._coef if self._entropy <= self.target else 0.0",
             "return self._coef if self._entropy < self.target else 0.0",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..batch import TokenBatch
@@ -49,8 +50,8 @@ def even_shard(width: int, group: Any) -> VocabShard | None:
     """This rank's part of a vocabulary that is split evenly over `group`, `width` ids per rank, as Megatron does; None where
     one rank has all of it. Padding rows of the weight count as ids, as they do in the trainers, and a rank's gradient of the hidden
     states is its own share, which the layers in front add up."""
-    ranks = 1 if group is None else torch.distributed.get_world_size(group)
-    return None if ranks == 1 else VocabShard(torch.distributed.get_rank(group) * width, ranks * width, group, False)
+    ranks = 1 if group is None else dist.get_world_size(group)
+    return None if ranks == 1 else VocabShard(dist.get_rank(group) * width, ranks * width, group, False)
 
 
 def shard_of(logits: Tensor, group: Any, megatron: bool) -> VocabShard | None:
@@ -73,8 +74,8 @@ def shard_of(logits: Tensor, group: Any, megatron: bool) -> VocabShard | None:
 
 def world() -> Any:
     """The group of all ranks, for trainers in which no group means all ranks, as in torch.distributed; None without one."""
-    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.group.WORLD if ready else None
+    ready = dist.is_available() and dist.is_initialized()
+    return dist.group.WORLD if ready else None
 
 
 # ---- objectives
@@ -137,7 +138,7 @@ def terms_of(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(log-ratio at the objective's level, bool: where the ratio is clipped, the KL term or None without one), [n] of the flat rows
     of a batch."""
-    logps = logps.reshape(-1)
+    logps = logps.flatten()
     x = objective.log_ratio(logps, rows, batch)
     clipped = torch.logical_or(*objective.surrogate.clipped(bounded_exp(x), rows.advantages))
     return x, clipped, None if rows.ref_logps is None else objective.kl_terms(logps, rows, x)[0]
@@ -259,7 +260,7 @@ def divergence_over(exact: Exact, logps: Tensor, teacher: Tensor) -> Tensor:
     """[..]: the divergence of log-probs [.., K] at the same ids, over these ids alone."""
     shape = logps.shape[:-1]
     offsets = torch.arange(shape.numel() + 1, device=logps.device) * logps.shape[-1]
-    return divergence_at(exact, logps.reshape(-1), teacher.reshape(-1), offsets).view(shape)
+    return divergence_at(exact, logps.flatten(), teacher.flatten(), offsets).view(shape)
 
 
 def response_sets(name: str, record: tuple[Any, Any], tokens: int) -> TokenSets:
@@ -279,5 +280,5 @@ def response_sets(name: str, record: tuple[Any, Any], tokens: int) -> TokenSets:
 
 def on_rows(sets: TokenSets, generated: Tensor) -> TokenSets:
     """One set after another on the True rows of `generated`, bool of any shape; all other rows get none."""
-    flat = generated.reshape(-1)
+    flat = generated.flatten()
     return sets.take(torch.where(flat, flat.cumsum(0) - 1, -1))

@@ -280,7 +280,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             selected_token_ids, advantages, objective, mask=mask, old_logps=old_per_token_logps, ref_logps=ref, weights=weights
         )
         if padded == "luspo":
-            own = linear_logprobs(_input, Head(lin_weight, bias), selected_token_ids, transform=transform)[0].reshape(-1)
+            own = linear_logprobs(_input, Head(lin_weight, bias), selected_token_ids, transform=transform)[0].flatten()
             rows = rows_with_padding(batch, objective)
             loss = total(_TokenLosses.apply(own, objective, rows, batch))
             logps = own.detach()
@@ -369,7 +369,7 @@ def triton_grpo_loss(
         own = token_logprobs(logits, batch.targets, mask=batch.mask, transform=transform, inplace=bool(how)).logps
         if not reduce:
             rows = replace(objective, aggregate="token-sum").token_rows(batch, normalizer)
-            losses = _TokenLosses.apply(own.reshape(-1), objective, rows, batch)
+            losses = _TokenLosses.apply(own.flatten(), objective, rows, batch)
             of_tokens = (losses, *_kl_and_clipped(own.detach(), objective, rows, batch))
             return tuple(x if x is None else x.view(B, L + 1)[:, :-1] for x in of_tokens)
         out = objective_loss(own, batch, objective, normalizer=normalizer)

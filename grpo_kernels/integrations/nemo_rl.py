@@ -229,7 +229,7 @@ class PolicyLoss:
             raise ValueError(
                 "sampling_params: a filter needs whole rows of logits, but these are cut over tensor-parallel ranks."
             )
-        targets = batch.targets.reshape(-1)
+        targets = batch.targets.flatten()
         sets = TokenSets.from_logits(logits, order="vllm", **self.rules)
         lacking = ~sets.contains(targets)
         alone = TokenSets.from_padded(targets[:, None].to(sets.ids.dtype))

@@ -281,8 +281,8 @@ def _over_support(
     width = source.shape[-1] if lm_head_weight is None else lm_head_weight.shape[0]
     _check_part(width, (vocab_start_index, vocab_end_index), tp_group)
     logps, H = log_probs_of(  # SkyRL's rows may have any leading shape
-        source.flatten(0, -2), sampled.reshape(-1), head=lm_head_weight, temperature=temperature, group=tp_group, entropy=entropy,
-        mask=scored.reshape(-1), kept=TokenSets.from_padded(in_order),
+        source.flatten(0, -2), sampled.flatten(), head=lm_head_weight, temperature=temperature, group=tp_group, entropy=entropy,
+        mask=scored.flatten(), kept=TokenSets.from_padded(in_order),
     )  # fmt: skip
     return logps.view(sampled.shape), None if H is None else H.view(sampled.shape), scored
 

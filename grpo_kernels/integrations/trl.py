@@ -318,11 +318,11 @@ def accumulation(trainer: Any) -> float:
 def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> TokenBatch:
     """TRL's tensors of a micro-batch, packed: the tokens that its head scores, one after the other."""
     scored = inputs["completion_mask"] != 0
-    rows = scored.reshape(-1).nonzero()[:, 0]
+    rows = scored.flatten().nonzero()[:, 0]
 
     def packed(name: str) -> Any:
         x = inputs.get(name)
-        return x if x is None else (x[:, None] if x.dim() == 1 else x).expand(scored.shape).reshape(-1)[rows]
+        return x if x is None else (x[:, None] if x.dim() == 1 else x).expand(scored.shape).flatten()[rows]
 
     weights = packed("importance_sampling_ratio")
     tools = packed("tool_mask")

@@ -289,7 +289,7 @@ def linear_cross_entropy(
         raise NotCovered(f"reduction={reduction!r}")
     rows = hidden.reshape(-1, hidden.shape[-1])
     return tuple(
-        log_probs_of(rows, labels.reshape(-1), head=weight, temperature=temperature, group=dist_process_group, entropy=True)
+        log_probs_of(rows, labels.flatten(), head=weight, temperature=temperature, group=dist_process_group, entropy=True)
     )
 
 

@@ -303,7 +303,7 @@ def _like_targets(batch: TokenBatch, name: str, x: object) -> Tensor:
     if not isinstance(x, Tensor) or x.numel() != batch.tokens:
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} is {got}, but targets has shape {list(batch.targets.shape)}: they must be the same.")
-    return x.detach().reshape(-1)
+    return x.detach().flatten()
 
 
 def _per_token(batch: TokenBatch, values: Tensor) -> Tensor:

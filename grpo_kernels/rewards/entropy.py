@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import LARGEST, Checked, require, require_number, require_shape
@@ -32,9 +33,9 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, share: float, process_group
     """
     require_number("share", share, *SHARE)
     require_shape("mask", mask, entropy.shape, "entropy")
-    values = entropy.detach().reshape(-1).float()
+    values = entropy.detach().flatten().float()
     # Tokens that do not count become infinity, which sorts behind the others.
-    values = torch.where((mask.reshape(-1) != 0) & values.isfinite(), values, torch.inf)
+    values = torch.where((mask.flatten() != 0) & values.isfinite(), values, torch.inf)
     if process_group is not None:
         values = _gather(values, process_group)
     values = torch.nn.functional.pad(values, (0, 1), value=torch.inf).sort().values
@@ -50,10 +51,10 @@ def _gather(values: Tensor, process_group: Any) -> Tensor:
     """The flat `values` of all ranks, concatenated. Ranks may have different numbers of them: shorter ones are padded with
     infinity."""
     longest = torch.tensor(values.numel(), device=values.device)
-    torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX, group=process_group)
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=process_group)
     padded = torch.nn.functional.pad(values, (0, int(longest) - values.numel()), value=torch.inf)
-    everyone = [torch.empty_like(padded) for _ in range(torch.distributed.get_world_size(process_group))]
-    torch.distributed.all_gather(everyone, padded, group=process_group)
+    everyone = [torch.empty_like(padded) for _ in range(dist.get_world_size(process_group))]
+    dist.all_gather(everyone, padded, group=process_group)
     return torch.cat(everyone)
 
 

@@ -114,7 +114,7 @@ def process_advantages(
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
     require_number("gamma", gamma, SHARE, 0, 1)
     ids = group_ids(tokens.sequences, rewards.device, group_size, groups)[tokens.sequence]
-    steps = torch.where(tokens.trained, rewards.detach().reshape(-1), math.nan)
+    steps = torch.where(tokens.trained, rewards.detach().flatten(), math.nan)
     normalised = group_advantages(steps, groups=ids, **{"missing": "skip", **options}, dtype=torch.float64)
     return tokens.shaped(tokens.to_go(gamma, normalised))
 
@@ -265,12 +265,12 @@ class _Tokens:
         self.sequence = sequence_ids(self.offsets, n)
         self.followed = self.sequence.diff(append=self.sequence.new_full((1,), -1)) == 0
         trained = torch.ones_like(self.followed)
-        self.trained = trained if mask is None else as_mask("mask", mask, self.shape).reshape(-1)
+        self.trained = trained if mask is None else as_mask("mask", mask, self.shape).flatten()
 
     def values(self, name: str, x: Tensor) -> Tensor:
         """fp64 [N], 0 where not trained."""
         require_shape(name, float_tensor(name, x), self.shape, self.name)
-        trained = torch.where(self.trained, x.detach().reshape(-1).double(), 0.0)
+        trained = torch.where(self.trained, x.detach().flatten().double(), 0.0)
         return finite(name, trained.view(self.shape), FINITE).view(-1)
 
     def shaped(self, x: Tensor) -> Tensor:
