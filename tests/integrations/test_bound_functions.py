@@ -169,7 +169,9 @@ class Trainer:
         """(home, name) of each of their functions."""
         declared = [self.adapter.ADAPTER.replaces[ours] for ours in self.theirs]
         every = [(path if isinstance(path, str) else path[0]).rpartition(".") for path in declared]
-        return [(self.home or home, "chunked_hidden_states_selective_log_softmax" if self.home else name) for home, _, name in every]
+        return [
+            (self.home or home, "chunked_hidden_states_selective_log_softmax" if self.home else name) for home, _, name in every
+        ]
 
 
 def columns(*options, **more):
