@@ -96,8 +96,8 @@ def examine(step: bool = True, say: Any = print, without_native: bool = False) -
             timings(report, device, say, findings)
     else:
         say("nothing was tested; --without-native tests the backends that are there\n")
-    told = ([{"problem": f.problem, "remedy": f.remedy} for f in findings if f.grave == grave] for grave in (True, False))
-    problems, advice = told
+    problems = [{"problem": f.problem, "remedy": f.remedy} for f in findings if f.grave]
+    advice = [{"problem": f.problem, "remedy": f.remedy} for f in findings if not f.grave]
     report = {"healthy": not problems, "problems": problems, "advice": advice, **report}
     say(_text_of_findings(report))
     return report

@@ -114,7 +114,8 @@ def question(case: str, step: Step) -> Question:
         lists = ([(t + 7 * j) % step.vocab for j in range((0, 1, 20)[i % 3])] for i, t in enumerate(batch.targets.tolist()))
         batch = replace(batch, kept=TokenSets.from_lists([*map(sorted, lists)]), old_logps=None)  # which are of no set
     if "kl" in chosen:
-        batch, how["ref_logits"] = replace(batch, ref_logps=None), leaves[0].float().roll(1, -1)
+        batch = replace(batch, ref_logps=None)
+        how["ref_logits"] = leaves[0].float().roll(1, -1)
     return Question(leaves, batch, Objective.preset("dapo", **chosen), how)
 
 

@@ -171,7 +171,8 @@ class PolicyLoss(torch.nn.Module):
 
     def _weights(self, batch: TokenBatch, mask: Tensor, sampler: Any, old: Tensor) -> tuple[Tensor, Tensor]:
         """Importance weights [B, T], and which tokens [B, T] or sequences [B] are outside the threshold."""
-        (low, high), sequences = self.is_correction_threshold, self.is_correction_level == "seq"
+        low, high = self.is_correction_threshold
+        sequences = self.is_correction_level == "seq"
         if self.is_correction_gating == "ratio":
             outside = rejection_mask(batch, metric="ratio", over="mean" if sequences else "token", low=low, high=high) == 0
         else:

@@ -94,7 +94,8 @@ def _compare_with_witness(trial: Trial, config: Any, *tensors: Tensor | None) ->
     config = copy.copy(config)
     if hasattr(config, "score_centering"):
         config.score_centering = None
-    config.policy_loss_type, clip = "regular", Clip(config.eps_clip_low, config.eps_clip_high)
+    config.policy_loss_type = "regular"
+    clip = Clip(config.eps_clip_low, config.eps_clip_high)
     own = policy_loss(Objective.preset("grpo", surrogate=clip, beta=0.0, aggregate="token-sum"))
     trial.compare(WITNESS, own, ppo_policy_loss, ((*tensors[:3], config, *tensors[3:]), {}), itemgetter(0))
 

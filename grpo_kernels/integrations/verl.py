@@ -230,7 +230,9 @@ def _metrics(name: str, objective: Any, out: LossOutput, batch: Any, log_prob: T
     x = torch.where(mask, out.logps - old, 0.0)
     if objective.log_ratio_bounds is not None and objective.level == "token":
         x = x.clamp(*objective.log_ratio_bounds)
-    ratio, none, (low, high) = x.exp(), torch.zeros_like(mask), surrogate.ratio_bounds
+    ratio = x.exp()
+    none = torch.zeros_like(mask)
+    low, high = surrogate.ratio_bounds
     # Which tokens are clipped, and which at the other end; verl has neither of some losses.
     marks: tuple[Tensor, ...] = ()
     if name == "cispo":

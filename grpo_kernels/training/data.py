@@ -248,7 +248,8 @@ def render(prompt: Any, tokenizer: Any, config: TrainConfig) -> tuple[str, list[
     """(text, ids) of a prompt that is a text, or a conversation: messages {"role": ..., "content": ...}, of which an assistant's
     last one is continued."""
     plain = isinstance(prompt, str) and bool(prompt.strip())
-    text, special = "", False  # tokens, which a template writes itself
+    text = ""
+    special = False  # tokens, which a template writes itself
     if plain:
         text = config.prompt_template.replace("{prompt}", prompt)
         # A text may come with its special tokens, and a beginning-of-text token must not come twice.

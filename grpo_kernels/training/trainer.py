@@ -79,13 +79,17 @@ class Trainer:
             raise
         self.log = RunLog(config, self.out, self.ranks, trackers)
         self.watch = Stopwatch()
-        self.step, self.stopped_by, self.mid_update = 0, 0, False  # steps done; the signal that stopped the run, if one did
+        self.step = 0  # steps done
+        self.stopped_by = 0  # the signal that stopped the run, if one did
+        self.mid_update = False
         self.rng = random_state(self.device)
 
     def start(self, given: data.Start) -> None:
         config = self.config
         ranks = self.ranks
-        self.model, self.tokenizer, (self.train_rows, self.eval_rows) = given.model, given.tokenizer, given.rows
+        self.model = given.model
+        self.tokenizer = given.tokenizer
+        self.train_rows, self.eval_rows = given.rows
         self.reference = (
             None if given.reference is None else ParallelModel(given.reference, ranks, config.parallel, frozen=True)
         )
