@@ -797,8 +797,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "ends of the generation config forgotten",
-            "ids = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id} - {None}",
-            "ids = {tokenizer.eos_token_id} - {None}",
+            "ids = {*(configured if isinstance(configured, list) else [configured]), self.tokenizer.eos_token_id} - {None}",
+            "ids = {self.tokenizer.eos_token_id} - {None}",
         ),
         ("positions of generated tokens off by one", "at = at[:, -1:] + 1", "at = at[:, -1:] + 2"),
         ("sampling never ends", "alive = alive & ~torch.isin(fed, torch.tensor(ends, device=device))", "pass"),

@@ -107,6 +107,7 @@ def slopes_of(results: Sequence[Tensor], leaves: list[Tensor]) -> Sequence[Tenso
     return torch.autograd.grad(results, leaves, upstream, allow_unused=True, materialize_grads=True) if results else ()
 
 
+@dataclass(eq=False)
 class Trial:
     """The comparison under a version that was not tested: the trainer's own function runs beside ours until values and slopes were
     compared once. Then one warning says so, and ours goes on alone; or ours is taken off, and RuntimeError names the difference.
@@ -114,10 +115,9 @@ class Trial:
     version   of `Adapter.untested`; None: there is nothing to compare.
     remove    takes ours off again; None: ours was put in by the user."""
 
-    def __init__(self, version: str | None, remove: Callable[[], None] | None = None) -> None:
-        self.version = version
-        self.remove = remove
-        self.done: set[str] = set()  # functions of which values and slopes were compared
+    version: str | None
+    remove: Callable[[], None] | None = None
+    done: set[str] = field(default_factory=set)  # functions of which values and slopes were compared
 
     def pending(self, name: str) -> bool:
         return self.version is not None and name not in self.done

@@ -4,9 +4,9 @@ Shape suffixes: B completions, P prompt width, T completion width, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -130,17 +130,21 @@ def by_completion(steps: list[TokenSets], mask: Tensor, padding: int) -> TokenSe
 # ---- the rollouts of a run
 
 
+@dataclass
 class Rollouts:
     """Samples completions of a run's policy, and scores them."""
 
-    def __init__(
-        self, config: TrainConfig, policy: ParallelModel, tokenizer: Any, rewards: list[RewardFunction], ranks: Ranks
-    ) -> None:
-        self.config, self.policy, self.tokenizer, self.rewards, self.ranks = config, policy, tokenizer, rewards, ranks
-        self.weights = config.reward_weights or [1.0] * len(rewards)
+    config: TrainConfig
+    policy: ParallelModel
+    tokenizer: Any
+    rewards: list[RewardFunction]
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        self.weights = self.config.reward_weights or [1.0] * len(self.rewards)
         # Every id that ends a completion: the tokenizer's, and those of the generation config (a chat model has several).
-        configured = getattr(getattr(policy.model, "generation_config", None), "eos_token_id", None)
-        ids = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id} - {None}
+        configured = getattr(getattr(self.policy.model, "generation_config", None), "eos_token_id", None)
+        ids = {*(configured if isinstance(configured, list) else [configured]), self.tokenizer.eos_token_id} - {None}
         if not ids:
             raise ValueError(
                 "eos_token_id is None in the tokenizer and the generation config: set one, or completions never end."
@@ -161,7 +165,7 @@ class Rollouts:
         with self.policy.autocast(self.config.dtype):
             drawn = self.policy.without_gradients(partial(sample, **how), [row["prompt_ids"] for row in rows[some]])
             drawn = drawn[: count * group_size]
-        return drawn if self.config.replays else dataclasses.replace(drawn, kept=None)
+        return drawn if self.config.replays else replace(drawn, kept=None)
 
     def score(self, rows: list[Row], completions: Completions, group_size: int) -> Scores:
         """The scores of the completions of all rows, those of other ranks too."""
