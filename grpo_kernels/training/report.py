@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import IO, Any, Protocol
@@ -139,16 +139,19 @@ class Dashboard:
         self.tracker.finish()
 
 
+@dataclass
 class RunLog:
     """What rank 0, which alone has the files, keeps of a run: options, metrics and samples. With `config.progress` it shows how
     the run goes, a line for each step."""
 
-    def __init__(self, config: TrainConfig, out: Path, ranks: Ranks, trackers: Sequence[Tracker]) -> None:
-        self.config, self.out, self.ranks, self.given = config, out, ranks, trackers
-        self.files: dict[str, IO[str]] = {}
-        self.sizes: dict[str, int] = {}  # of the files when the last step was written
-        self.trackers: list[Tracker] = []
-        self.samples: list[Line] = []  # of the step at hand
+    config: TrainConfig
+    out: Path
+    ranks: Ranks
+    given: Sequence[Tracker]
+    files: dict[str, IO[str]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)  # of the files when the last step was written
+    trackers: list[Tracker] = field(default_factory=list)
+    samples: list[Line] = field(default_factory=list)  # of the step at hand
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
