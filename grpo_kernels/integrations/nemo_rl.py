@@ -64,7 +64,8 @@ DIVISORS = {
 }  # fmt: skip
 #: The teacher's log-prob of an id outside of its largest, with zero_outside_topk.
 OUTSIDE = -100.0
-FORWARD, REVERSE = (Exact(direction, tail="ignore") for direction in ("forward", "reverse"))
+FORWARD = Exact("forward", tail="ignore")
+REVERSE = Exact("reverse", tail="ignore")
 
 
 @dataclass(eq=False)
@@ -103,7 +104,8 @@ class PolicyLoss:
 
         objective = self.objective
         require_one_of("aggregate", objective.aggregate, ("token-mean", "seq-mean-token-mean"))
-        top_k, top_p = (getattr(self.sampling_params, name, None) for name in ("top_k", "top_p"))
+        top_k = getattr(self.sampling_params, "top_k", None)
+        top_p = getattr(self.sampling_params, "top_p", None)
         #: What the filter keeps, as `TokenSets.from_logits` takes it; None without a filter.
         self.rules: Any = None if (top_k or 0) <= 0 and top_p in (None, 1) else {"top_k": top_k, "top_p": top_p}
         remedy = (
@@ -181,7 +183,8 @@ class PolicyLoss:
         options = Options(shard=shard_of(logits, vocab_parallel_group, self.megatron))
         batch = self._batch(data)
         mask: Any = batch.mask
-        tokens, sequences = (x.float() for x in (global_valid_toks, global_valid_seqs))
+        tokens = global_valid_toks.float()
+        sequences = global_valid_seqs.float()
         filtered, dropped = self._filtered(logits, batch, options)
         weights = outside = None
         if self.importance is not None:
@@ -260,7 +263,9 @@ class PolicyLoss:
 
     def _weights(self, batch: Any) -> tuple[Tensor, Tensor]:
         """The weights of the correction and which tokens are outside its bounds, both [B, S]."""
-        mode, level, low, high = (self.correction[name] for name in ("mode", "level", "low", "high"))
+        level = self.correction["level"]
+        low = self.correction["low"]
+        high = self.correction["high"]
         x = torch.where(batch.mask, batch.old_logps - batch.sampler_logps, 0.0)
         of_sequence = x.nansum(1, keepdim=True) / (batch.mask.sum(1, keepdim=True).clamp(min=1) if level == "geometric" else 1)
         beyond = (x if level == "token" else of_sequence).exp().isinf()  # which is a weight of 0 to NeMo-RL
@@ -269,7 +274,7 @@ class PolicyLoss:
             kept = rejection_mask(batch, metric="ratio", over="mean", low=low, high=high)
             return kept * raw, kept == 0
         weights = importance_weights(batch, **self.correction)
-        return weights.masked_fill(beyond, low if mode == "truncate" else 0.0), (raw < low) | (raw > high)
+        return weights.masked_fill(beyond, low if self.correction["mode"] == "truncate" else 0.0), (raw < low) | (raw > high)
 
     def _metrics(
         self, out: LossOutput, batch: TokenBatch, samples: Tensor, counts: tuple[Tensor, Tensor], weights: Tensor | None,

@@ -145,7 +145,8 @@ def loss(
     batch = scored_batch(mask, row("advantages").float(), old_logps=sampler, sampler_logps=sampler, ref_logps=reference)
     out = objective_loss(row("trainer_logprobs"), batch, spec, token_weights=row("loss_weights"))
     value = out.loss
-    ours, theirs = (row(f"{of}_mask_logprobs") if score_centering else None for of in ("trainer", "inference"))
+    ours = row("trainer_mask_logprobs") if score_centering else None
+    theirs = row("inference_mask_logprobs") if score_centering else None
     if ours is not None and theirs is not None:
         weights = 1.0 if inputs.loss_weights is None else row("loss_weights")
         value = value + centered(ScoreCentering.of(spec, tail=False), ours, theirs, batch.advantages, mask, weights)
