@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,7 +122,7 @@ def question(case: str, step: Step) -> Question:
 def plain_results(q: Question) -> dict[str, Tensor]:
     """By plain PyTorch in float64, of a case that is not beside eager."""
     leaves = [x.double().requires_grad_() for x in q.leaves]
-    b = q.batch
+    b: Any = q.batch
     objective = q.objective
     temperature = q.how["transform"].temperature
     log_p = torch.log_softmax(plain_rows(leaves) / temperature, -1)
@@ -132,9 +132,9 @@ def plain_results(q: Question) -> dict[str, Tensor]:
         log_q = torch.log_softmax(q.how["ref_logits"].double() / temperature, -1)
         kl = plain_divergence(log_p, log_q)[objective.exact.direction]
     else:
-        apart = cast(Tensor, b.ref_logps) - logps
+        apart = b.ref_logps - logps
         kl = apart.exp() - apart - 1.0
-    terms = clipped(logps, cast(Tensor, b.old_logps), b.advantages) + objective.beta * kl
+    terms = clipped(logps, b.old_logps, b.advantages) + objective.beta * kl
     return _with_gradients(leaves, loss=(terms - objective.entropy_coef * entropy).mean(), logps=logps, entropy=entropy)
 
 

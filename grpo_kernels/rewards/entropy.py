@@ -111,9 +111,8 @@ class AdaptiveEntropyCoef(Checked):
     def update(self, entropy: float | Tensor) -> None:
         """Move the coefficient after an optimiser step. `entropy`: the mean over its trained tokens, of all micro-batches
         and ranks; a number or a 0-d tensor, for which the host waits."""
-        value = float(entropy) if isinstance(entropy, Tensor) and entropy.numel() == 1 else entropy
+        value: Any = float(entropy) if isinstance(entropy, Tensor) and entropy.numel() == 1 else entropy
         require_number("entropy", value, "pass the mean entropy of the window's tokens, a finite number.", -LARGEST, LARGEST)
-        assert isinstance(value, (int, float))
         rises = value <= self.target
         self._move("coef", min(self._coef + self.step, self.high) if rises else max(self._coef - self.step, self.low), value)
 

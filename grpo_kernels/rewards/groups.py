@@ -60,9 +60,8 @@ def finite(name: str, x: Tensor, remedy: str, low: float = -math.inf) -> Tensor:
     return x
 
 
-def float_tensor(name: str, x: object) -> Tensor:
+def float_tensor(name: str, x: Any) -> Tensor:
     require_tensor(name, x, FLOATING, "a floating-point tensor")
-    assert isinstance(x, Tensor)
     return x
 
 

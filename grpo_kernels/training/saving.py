@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import filelock
 import torch
@@ -232,7 +232,7 @@ class Saved:
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Of torch, Python and NumPy, as plain numbers and tensors, which a checkpoint can hold."""
-    kind, keys, *rest = cast(Any, require("numpy").random.get_state())
+    kind, keys, *rest = require("numpy").random.get_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "cuda": cuda}
 
