@@ -58,12 +58,11 @@ LOSS = "GRPOTrainer._compute_loss"
 SCORES = "_get_per_token_logps_and_entropies"
 SLOT = "_ChunkedLogProbFunction"
 #: The loss and the head were tested with these versions,
-ADAPTER = Adapter("TRL", "trl", ("1.15", "1.16"), {"log_probs": f"trl.trainer.utils.{SLOT}"})
+ADAPTER = Adapter("TRL", "trl", ("1.15", "1.16"), {"log_probs": "trl.trainer.utils._ChunkedLogProbFunction"})
 #: and the distillation loss with this one.
 DISTILLATION = replace(
     ADAPTER, tested=("1.16",), replaces={"divergence_loss": "trl.trainer.distillation_trainer._chunked_divergence_loss"}
 )  # fmt: skip
-ZERO3 = "a head under DeepSpeed ZeRO-3 is gathered for TRL's own backward only"
 
 
 # ---- the whole loss in a trainer
@@ -531,7 +530,8 @@ def fused_lm_head(**how: bool) -> Slots:
     from trl.trainer import utils
 
     slots = Slots(ADAPTER, **how)
-    slots.bind(function_of_head(log_probs, log_probs_and_entropy)[1], str(ADAPTER.replaces["log_probs"]), attribute="apply")
+    _, ours = function_of_head(log_probs, log_probs_and_entropy)
+    slots.bind(ours, "trl.trainer.utils._ChunkedLogProbFunction", attribute="apply")
     if hasattr(utils, "_use_triton"):  # from 1.16 on
         slots.put(utils, "_use_triton", rows_with_a_label)
     return slots
@@ -607,7 +607,7 @@ def log_probs_and_entropy(*given: Any) -> tuple[Tensor | None, ...]:
 def covered(*weights: Tensor, scales: tuple[float, ...]) -> None:
     """Raise NotCovered for heads and scales that have to be left to TRL."""
     if torch.is_grad_enabled() and any(hasattr(weight, "ds_id") for weight in weights):
-        raise NotCovered(ZERO3)
+        raise NotCovered("a head under DeepSpeed ZeRO-3 is gathered for TRL's own backward only")
     if 0 in scales:
         raise NotCovered("logit_scale is 0")
 
