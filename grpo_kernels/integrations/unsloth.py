@@ -82,10 +82,12 @@ def selective_log_softmax(
     chunks, max_rows_per_chunk, fused_linear   choose among Unsloth's own implementations; no effect here."""
     if support_top_k > 0 or support_top_p < 1 or support_min_p > 0 or support_excluded_ids is not None:
         raise NotCovered("a softmax over a kept set of tokens (support_top_k, ...)")
-    return log_softmax_and_entropy(
+    scored = log_softmax_and_entropy(
         hidden_states, lm_head, index, chunks, logit_scale_multiply, logit_scale_divide, logit_softcapping, temperature,
         lm_head_bias=lm_head_bias, fp32_lm_head=fp32_lm_head,
     )  # fmt: skip
+    assert isinstance(scored, Tensor)
+    return scored
 
 
 def log_softmax_and_entropy(
@@ -103,7 +105,7 @@ def log_softmax_and_entropy(
     fp32_lm_head: bool | None = None,
     fused_linear: bool | None = None,
     entropy_requires_grad: bool = True,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """`selective_log_softmax` over all tokens; with return_entropy (log-probs, entropy), which has a gradient if
     entropy_requires_grad."""
     plain(hidden_states, lm_head)

@@ -112,8 +112,8 @@ def _reinforce_pp(e: Evidence, *, baseline: str = "none", gamma: float = 1.0, **
 
 def _gae(e: Evidence, *, gamma: float = 1.0, lam: float | Tensor = 0.95, **whitening: Any) -> Tensor:
     """Generalised advantages of the completion's reward and a critic, whitened over all tokens."""
-    outcome = at_last_token(e.rewards, **e.tokens)
-    return whiten(gae(outcome, e.values, gamma=gamma, lam=lam, **e.tokens)[0], e.mask, **whitening)  # type: ignore[arg-type]
+    known: dict[str, Any] = {"values": e.values, "gamma": gamma, "lam": lam, **e.tokens}
+    return whiten(gae(at_last_token(e.rewards, **e.tokens), **known)[0], e.mask, **whitening)
 
 
 def _process(e: Evidence, **options: Any) -> Tensor:
@@ -121,8 +121,8 @@ def _process(e: Evidence, **options: Any) -> Tensor:
 
 
 def _optimal_token(e: Evidence) -> Tensor:
-    outcome = at_last_token(e.rewards, **e.tokens)
-    return optimal_token_advantages(outcome, e.old_logps, e.sum_squares, **e.prompts, **e.tokens)  # type: ignore[arg-type]
+    known: dict[str, Any] = {"old_logps": e.old_logps, "sum_squares": e.sum_squares, **e.prompts, **e.tokens}
+    return optimal_token_advantages(at_last_token(e.rewards, **e.tokens), **known)
 
 
 def _pass_at_k(e: Evidence, **options: Any) -> Tensor:
