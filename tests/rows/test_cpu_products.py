@@ -20,7 +20,7 @@ if cpu_products.available() is not None:
 
 Tensor = torch.Tensor
 
-TOLERANCE = 4e-7
+TOLERANCE = 5e-7
 #: Of fp32 operands as two bf16 numbers, each right to 2^-8: what is left of either element, and the product of the smaller ones.
 SPLIT_TOLERANCE = 3 * 2**-16 + TOLERANCE
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -706,7 +706,7 @@ def rooms(p: Problem, exact: Answer) -> Answer:
     and of what it is a sum of, and one of the dtype that a gradient is stored in."""
     r = p.recipe
     # The slope of a total variation jumps where p = q: as often as it takes for every sign that is open to be both.
-    others = [answer(p, noise) for noise in range(1, 25 if r.exact == "tv" else 4)]
+    others = [answer(p, noise) for noise in range(1, 25 if r.exact == "tv" else 8)]
 
     def room(x: Tensor, moved: list[Tensor], size: Tensor, dtype: torch.dtype) -> Tensor:
         off = torch.stack([torch.where(y.isfinite() & x.isfinite(), y - x, 0.0).abs() for y in moved]).amax(0)
