@@ -160,9 +160,9 @@ def partials_of(statistics: tuple[str, ...], kind: str = "") -> tuple[str, ...]:
     return tuple(name for i, name in enumerate(PARTIALS) if i < ALWAYS or name in needed)
 
 
-def side_by_side(tables: list[Tensor]) -> Tensor:
-    """Tables [q, r] of rows that follow one another as one."""
-    return tables[0] if len(tables) == 1 else torch.cat(tables, 1)
+def joined(tables: list[Tensor], dim: int) -> Tensor:
+    """Tables [q, r] that follow one another as one."""
+    return tables[0] if len(tables) == 1 else torch.cat(tables, dim)
 
 
 @dataclass(frozen=True, eq=False)

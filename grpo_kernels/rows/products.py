@@ -101,9 +101,10 @@ class Products:
                 out[:, block] = _times_transposed(hidden, weight)
         return out if self.bias is None else out.add_(self.bias)
 
-    def gradient_buffer(self, logits: Tensor, exact: bool) -> Tensor:
-        """Where the row kernel writes d_logits; `exact` asks for fp32 where that takes no memory of its own."""
-        return logits
+    def gradient_buffer(self, logits: Tensor, exact: bool, block: Tensor | None, first: int) -> Tensor:
+        """Where the row kernel writes d_logits: in the rows of a block from the `first` on, or in the memory of the logits.
+        `exact` asks for fp32 where that takes no memory of its own."""
+        return logits if block is None else block[first : first + logits.shape[0]]
 
     def gradient_rows(self, rows: int) -> Tensor | None:
         """Memory for d_logits of the chunks of a block of `rows` rows. None: that of the logits, one chunk after the other."""
@@ -111,7 +112,7 @@ class Products:
 
     def keep(self, d_logits: Tensor, block: Tensor, first: int) -> Tensor:
         """The d_logits of a chunk, in the rows of the block from the `first` on."""
-        return block[first : first + d_logits.shape[0]]
+        return d_logits
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
         if self.weight.dtype == torch.float32:
@@ -158,7 +159,7 @@ class NativeProducts(Products):
         cpu_products.logits(hidden, self.weight, self.bias, out)
         return out
 
-    def gradient_buffer(self, logits: Tensor, exact: bool) -> Tensor:
+    def gradient_buffer(self, logits: Tensor, exact: bool, block: Tensor | None, first: int) -> Tensor:
         return logits if exact or self.dtype == torch.float32 else logits.view(torch.bfloat16)[:, : logits.shape[1]]
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
@@ -223,6 +224,9 @@ class HalfProducts(Products):
     def gradient_rows(self, rows: int) -> Tensor | None:
         self._exponents = torch.zeros(rows, dtype=torch.int32, device=self.weight.device)
         return _aligned_rows(rows, self.weight.shape[0], self.dtype, self.weight.device)
+
+    def gradient_buffer(self, logits: Tensor, exact: bool, block: Tensor | None, first: int) -> Tensor:
+        return logits
 
     def keep(self, d_logits: Tensor, block: Tensor, first: int) -> Tensor:
         rows = slice(first, first + d_logits.shape[0])

@@ -78,14 +78,14 @@ def at_or(x: Tensor, index: Tensor, value: float = 0) -> Tensor:
     return torch.cat([x, x.new_full((1,), value)])[index]
 
 
-def write_at(out: Tensor, positions: tuple[Tensor, ...], values: Tensor, used: Tensor) -> None:
-    """out[positions] = values, [m], where `used`, bool [m], whose positions differ. The host does not ask which these are: every
-    other slot writes what the first of them does, or where there is none, what is there."""
-    m = used.numel()
+def write_at(out: Tensor, slots: Ragged, values: Tensor) -> None:
+    """Write values [m] at slots that are in use, which differ, of rows of logits `out` [A, T, V]. The host does not ask which these
+    are: every other slot writes what the first of them does, or where there is none, what is there."""
+    m, used = slots.ids.numel(), slots.ids >= 0
     if m == 0 or out.numel() == 0:  # of a rank without a part of the vocabulary
         return
     which = torch.where(used, torch.arange(m, device=used.device), used.to(torch.uint8).argmax())
-    at = tuple(x[which] for x in positions)
+    at = tuple(x[which] for x in slots.positions(out.shape[1]))
     out[at] = torch.where(used[which], values[which].to(out.dtype), out[at])
 
 

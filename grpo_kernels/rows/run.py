@@ -18,8 +18,7 @@ import torch
 
 from ..formulas.ops import times
 from ..formulas.token_stage import JointStage, TokenStage
-from .backends import FusedRows
-from .hidden import Hidden
+from .hidden import Engine
 from .memory import converted
 from .partials import Partials, RowTransform, Second, Slopes
 from .ragged import Tokens
@@ -216,9 +215,10 @@ class Made(NamedTuple):
             # Of computed rows the divergence has its gradient where they are computed again, see `Block.pull`.
             seconds = () if base.computed and visit.kept is None else _seconds_at(visit, found)
             rows = (visit.targets, visit.read, found.partials, slopes, base.transform, seconds)
-            at_ids, slopes = at.gradients(d_at, d_ids.get("outside"), *rows)
+            of_ids, slopes = at.gradients(d_at, d_ids.get("outside"), *rows)
+            at_ids = at.slots, of_ids
             if visit.ahead:
-                gradients.add(base.own(at.slots), at_ids)
+                gradients.add(base.own(at.slots), of_ids)
         over(base, visit).pull(visit, found, slopes, gradients, at_ids)
 
 
@@ -380,7 +380,7 @@ class OneVisit(NamedTuple):
     stage: TokenStage | JointStage
     gradients: bool
 
-    def of_rows(self, gradients: Gradients | None) -> FusedRows:
+    def of_rows(self, gradients: Gradients) -> Tensor:
         """The losses of all rows; their gradients are collected."""
         if isinstance(self.stage, JointStage):
             assert self.whole is not None, "rows that are visited over sets alone have no products that wait"
@@ -395,17 +395,17 @@ class OneVisit(NamedTuple):
         if of_sets is None:
             return of_others
         assert self.sets is not None and self.sets.kept is not None
-        return FusedRows(torch.where(self.sets.kept.has, of_sets.values, of_others.values))
+        return torch.where(self.sets.kept.has, of_sets, of_others)
 
-    def _jointly(self, whole: Visit, stage: JointStage, gradients: Gradients | None) -> FusedRows:
+    def _jointly(self, whole: Visit, stage: JointStage, gradients: Gradients) -> Tensor:
         """The same of rows that wait for each other: log-probs over sets are there first. The gradients over these and at further
         ids are made last."""
-        assert isinstance(self.stream, Hidden), "logits that are there cost no product to read again"
+        assert isinstance(gradients, Engine), "logits that are there cost no product to read again"
         sets, tokens, transform = self.sets, whole.tokens, self.stream.transform
         of_sets = None if sets is None else Made.of(self.stream, sets)
         at = None if whole.at is None else self.stream.logits_at(whole)
         whole = whole if at is None else whole._replace(targets=at.targets)
-        result, values, upstream = FusedRows(torch.empty(0)), torch.empty(0), dict[str, Tensor]()
+        result, values, upstream = torch.empty(0), torch.empty(0), dict[str, Tensor]()
 
         def factors(partials: Partials) -> Tensor:
             nonlocal result, values, upstream
@@ -417,7 +417,7 @@ class OneVisit(NamedTuple):
             if of_sets is not None:
                 logps, entropy, of_ids = of_sets.joined(logps, entropy, of_ids, transform)
             losses, d_logps, d_ids = stage.terms(logps, entropy, of_ids)
-            result = FusedRows.of(logps, entropy, losses)
+            result = torch.stack([logps, entropy, losses])
             upstream = {"logps": d_logps} | ({} if d_ids is None else {"at": d_ids})
             if tokens is None or at is None:
                 return whole.factors(partials, Slopes.stacked({"target": d_logps}))
@@ -426,8 +426,8 @@ class OneVisit(NamedTuple):
             values, slopes = at.gradients(tokens.to_pairs(torch.cat([*upstream.values()])), None, *of_rows)
             return whole.factors(partials, slopes)
 
-        self.stream.fused_jointly(whole, factors, stage.groups, gradients)
-        if gradients is not None:
+        gradients.fused_jointly(whole, factors, stage.groups)
+        if True in gradients.wanted:
             if at is not None:
                 gradients.add(self.stream.own(at.slots), values)
             if of_sets is not None:
@@ -440,13 +440,13 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, visit: OneVisit, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        stream, gradients = visit.stream, None  # whose tensors these are
-        if visit.gradients and True in (wanted := ctx.needs_input_grad[1:]):
-            shared = visit.whole is not None and visit.whole.tokens is not None and isinstance(visit.stage, JointStage)
-            gradients = stream.gradients(wanted, Parts(visit.whole, shared, shared or visit.sets is not None))
-        values = visit.of_rows(gradients).values
+        stream = visit.stream  # whose tensors these are
+        wanted = ctx.needs_input_grad[1:] if visit.gradients else (False,) * len(tensors)
+        shared = visit.whole is not None and visit.whole.tokens is not None and isinstance(visit.stage, JointStage)
+        gradients = stream.gradients(wanted, Parts(visit.whole, shared, shared or visit.sets is not None))
+        values = visit.of_rows(gradients)
         logps, entropy, losses, *divergence = values.view(values.shape[0], *visit.shape).unbind()
-        ctx.gradients = (None,) * len(tensors) if gradients is None else gradients.made()
+        ctx.gradients = gradients.made()
         ctx.versions = [g._version if isinstance(g, Tensor) else None for g in ctx.gradients]
         ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in tensors], stream.backend
         ctx.set_materialize_grads(False)
@@ -466,7 +466,7 @@ class _FusedLoss(torch.autograd.Function):
             if gradient is None:
                 continue
             if not isinstance(gradient, Tensor):  # a LateGradient
-                gradients[i] = gradient.made(d_loss)
+                gradients[i] = gradient(d_loss)
                 continue
             if gradient._version != version:  # in place, that of the logits
                 raise RuntimeError(

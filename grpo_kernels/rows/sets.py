@@ -16,11 +16,10 @@ from typing import NamedTuple
 import torch
 
 from ..formulas.token_stage import TokenStage
-from .backends import FusedRows
 from .parallel import on_shard
 from .partials import TRANSFORMED, LogitRows, Second, Slopes
 from .ragged import Distinct, KeptRows, Ragged
-from .stream import Block, Found, Gradients, Stream, Visit
+from .stream import AtIds, Block, Found, Gradients, Stream, Visit
 from .tokens import LogitsAt
 
 Tensor = torch.Tensor
@@ -73,13 +72,13 @@ class OverSets:
             found.partials["top"].copy_(self._top_id(z, found.partials.max))
         return found
 
-    def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: Gradients, at_ids: Tensor | None) -> None:
+    def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: Gradients, at_ids: AtIds | None) -> None:
         z, logits = self._z(self.stream)
         of_z = self._each(z, lambda block: block.pull(found.values[:, block.at], slopes.at(block.at), block.rows.logits), True)
         assert of_z is not None
         gradient = self._of_logits(of_z, logits)
-        if at_ids is not None and visit.at is not None:
-            gradient = self.kept.replaced(gradient, visit.at, at_ids)
+        if at_ids is not None:
+            gradient = self.kept.replaced(gradient, *at_ids)
         slots = self._here[2]
         pairs = self._pairs(slots)
         if pairs is None:
@@ -87,22 +86,12 @@ class OverSets:
         else:
             gradients.add(pairs.slots, pairs.sums(gradient).to(torch.float32))
 
-    def fused(self, visit: Visit, stage: TokenStage, gradients: Gradients | None) -> FusedRows:
+    def fused(self, visit: Visit, stage: TokenStage, gradients: Gradients) -> Tensor:
         z, logits = self._z(self.stream)
-        results: list[tuple[slice | Tensor, FusedRows]] = []
-
-        def work(block: Block) -> None:
-            out = None if gradients is None else block.rows.logits
-            results.append((block.at, block.fused(stage.at(block.at), out)))
-
-        of_z = self._each(z, work, gradients is not None)
-        if gradients is not None and of_z is not None:
+        result, writes = visit.no_losses(), True in gradients.wanted
+        of_z = self._each(z, lambda block: block.fused(result, stage, block.rows.logits if writes else None), writes)
+        if of_z is not None:
             gradients.add(self._here[2], self._of_logits(of_z, logits))
-        at, result = results[0]
-        if isinstance(at, Tensor):
-            result = FusedRows.zeros(self.kept.read.numel(), z.device, visit.others or None)
-            for at, part in results:
-                result.put(at, part)
         return result
 
     def logits_at(self, visit: Visit) -> LogitsAt:

@@ -22,7 +22,7 @@ from grpo_kernels import Sparse
 from grpo_kernels.checks import logit_rows, overlap, whole_rows
 from grpo_kernels.rows import backends, products
 from grpo_kernels.rows import hidden as linear
-from grpo_kernels.rows.backends import WITH_ENTROPY, FusedRows, cpu_products, eager
+from grpo_kernels.rows.backends import WITH_ENTROPY, cpu_products, eager
 from grpo_kernels.rows.backends import native as native
 from grpo_kernels.rows.backends.cpu import _cpu
 from grpo_kernels.rows.compile import TracedRows
@@ -284,9 +284,9 @@ class NoRows(eager.Kernels):
     def pull(self, rows: LogitRows, partials: Any, slopes: Any, out: Tensor) -> None:
         assert apart_or_in_place(rows.logits, out)
 
-    def fused(self, rows: LogitRows, stage: Any, out: Tensor | None) -> FusedRows:
+    def fused(self, rows: LogitRows, stage: Any, out: Tensor | None) -> Tensor:
         assert out is None or apart_or_in_place(rows.logits, out)
-        return FusedRows(rows.logits.new_empty(3, rows.n))
+        return rows.logits.new_empty(3, rows.n)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         pass
