@@ -23,11 +23,11 @@ import torch
 from ..formulas.token_stage import TokenStage
 from .backends import WITH_ENTROPY, Backend
 from .memory import zeros
-from .partials import LogitRows, Partials, RowTransform, Second, Slopes
+from .partials import LogitRows, Partials, Second, Slopes
 from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
 from .ragged import Ragged
 from .selection import Draws, gradient_at, starts
-from .stream import AtIds, Block, Found, Gradients, LateGradient, Other, Parts, Stream, Visit
+from .stream import AtIds, Block, Found, Gradients, LateGradient, Other, Parts, Stream, Visit, places_of
 
 Tensor = torch.Tensor
 
@@ -345,15 +345,7 @@ class Engine(Gradients):
         """Created with the first chunk: a call without rows touches nothing of the size of the weight."""
         return _products(self.stream)
 
-    def logits_of(self, stream: Stream, at: Tensor) -> Tensor:
-        """[c, V]: the logits of these rows of a second stream."""
-        assert isinstance(stream, Hidden)
-        if id(stream) not in self._made:
-            self._made[id(stream)] = _products(stream)
-        own = self._made[id(stream)]
-        return own.logits(stream.hidden.detach()[at].to(own.dtype))
-
-    def _block(self, visit: Visit, at: slice | Tensor, hidden: Tensor, targets: Tensor, transform: RowTransform) -> Block:
+    def _block(self, visit: Visit, at: slice | Tensor, hidden: Tensor) -> Block:
         """The rows of a chunk, beside those of the one second stream that is read with them. With the same head (adapters in the
         body of a model), both are one product."""
         one, second = visit.one, None
@@ -366,14 +358,19 @@ class Engine(Gradients):
         else:
             logits = self.products.logits(hidden)
             second = self._second(one, at, None)
-        rows = LogitRows(logits[None], targets, None, transform, second)
+        rows = LogitRows(logits[None], visit.targets[at], None, self.stream.transform.at(at), second)
         return Block(self.stream, self.backend, visit, rows, at, lambda i, here: self._second(visit.apart[i], at, here))
 
     def _second(self, other: Other, at: slice | Tensor, here: Tensor | None) -> Second:
         """A second stream beside the rows `at` of the batch, or some of them."""
-        places = _places(at, self.hidden.device)
+        places, stream = places_of(at, self.hidden.device), other.stream
         places = places if here is None else places[here]
-        return other.second(self.logits_of(other.stream, places)[None], other.stream.transform.at(places))
+        assert isinstance(stream, Hidden)
+        if id(stream) not in self._made:
+            self._made[id(stream)] = _products(stream)
+        own = self._made[id(stream)]
+        logits = own.logits(stream.hidden.detach()[places].to(own.dtype))
+        return other.second(logits[None], stream.transform.at(places))
 
     def _visited(self, visit: Visit, step: Step, active: int | None) -> None:
         """Let `step` see the chunks of the rows that are visited. The first `active` may have a gradient; None: all may."""
@@ -388,16 +385,13 @@ class Engine(Gradients):
         rows = index.numel()
         if rows == 0:
             return
-        targets, transform = visit.targets, self.stream.transform
-        if self._gathers(index):  # once, so that those of a chunk are slices
-            targets, transform = targets[index], transform.at(index)
         work = self.work if self.d_weight is None else self.work._replace(d_weight=0)
         plan = work.plan(self.hidden.device.type, rows, self._copies(rows))
         kept, first = None, 0  # the gradients of the block at hand, where they have memory of their own, and its first row
         with _without_autocast(self.hidden.device.type):
             for own in self._chunks(index, plan.chunk):
                 at, hidden = self._hidden(index, own)
-                block, out = self._block(visit, at, hidden, targets[own], transform.at(own)), None
+                block, out = self._block(visit, at, hidden), None
                 if wanted:
                     kept = self.products.gradient_rows(min(plan.block, rows - first)) if own.start == first else kept
                     out = self.products.gradient_buffer(block.rows.logits[0], self.exact, kept, own.start - first)
@@ -453,7 +447,9 @@ class Engine(Gradients):
             return  # of a rank without a part of the vocabulary, whose gradients are 0
         factors = None if slopes is None else slopes()[at]
         if self.d_hidden is not None and self.summed_later:
-            self.d_hidden.index_add_(0, _places(at, self.hidden.device), _multiplied(self.products.d_hidden(d_logits), factors))
+            self.d_hidden.index_add_(
+                0, places_of(at, self.hidden.device), _multiplied(self.products.d_hidden(d_logits), factors)
+            )
         elif self.d_hidden is not None:
             self.d_hidden[at] = _multiplied(self.products.d_hidden(d_logits), factors).to(self.d_hidden.dtype)
         if self.wanted[1]:
@@ -483,10 +479,6 @@ class Engine(Gradients):
             like = (self.backend, stream.weight.shape, stream.weight.dtype)
             d_weight = WeightGradient(*like, self.d_weight, stream.into, device, few)
         return self.d_hidden, d_weight, self.d_bias
-
-
-def _places(at: slice | Tensor, device: torch.device) -> Tensor:
-    return torch.arange(at.start, at.stop, device=device) if isinstance(at, slice) else at
 
 
 def _multiplied(rows: Tensor, factors: Tensor | None) -> Tensor:

@@ -39,8 +39,7 @@ class RowTransform(NamedTuple):
 
     def of(self, x: Tensor, rows: Tensor) -> Tensor:
         """z of single logits x fp32 [m], of rows `rows` [m]."""
-        t = self.inv_temperature
-        t = t if isinstance(t, float) else t[rows]
+        t = self.at(rows).inv_temperature
         if self.softcap:
             return torch.tanh(x * (self.scale / self.softcap)) * (self.softcap * t)
         factor = self.scale * t
@@ -60,8 +59,7 @@ class RowTransform(NamedTuple):
 
     def slope(self, x: Tensor, rows: Tensor) -> float | Tensor:
         """dz/dx of single logits."""
-        t = self.inv_temperature
-        slope = self.scale * (t if isinstance(t, float) else t[rows])
+        slope = self.scale * self.at(rows).inv_temperature
         return slope * (1.0 - torch.tanh(x * (self.scale / self.softcap)).square()) if self.softcap else slope
 
 
@@ -205,10 +203,10 @@ class Partials:
         """The same; None if it was not asked for."""
         return self[name] if name in self.names else None
 
-    def put(self, names: tuple[str, ...], values: Tensor, rows: slice | Tensor = slice(None)) -> None:
-        """Set partials whose names follow one another, of these rows."""
+    def put(self, names: tuple[str, ...], values: Tensor) -> None:
+        """Set partials whose names follow one another."""
         first = self.names.index(names[0])
-        self.values[first : first + len(names), rows] = values
+        self.values[first : first + len(names)] = values
 
     def at(self, rows: slice | Tensor) -> Partials:
         """The partials of these rows only."""

@@ -170,7 +170,7 @@ class OverSets:
     def _block(self, at: slice | Tensor, logits: Tensor, *of_others: Tensor) -> Block:
         """Rows `at` of the visit, from their logits [1, r, width] and those of second streams."""
         stream, visit = self.stream, self.visit
-        seconds = [Second(x, TRANSFORMED, other.kind, other.mixture) for x, other in zip(of_others, visit.others, strict=True)]
+        seconds = [other.second(x, TRANSFORMED) for x, other in zip(of_others, visit.others, strict=True)]
         second = seconds[0] if visit.one is not None else None
         rows = LogitRows(logits, self._target[at], self.kept.read[at], TRANSFORMED, second)
         # Every rank's block has the same slots, each with the ids of the rank alone.

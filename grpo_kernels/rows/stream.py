@@ -243,11 +243,7 @@ class Block:
     @property
     def places(self) -> Tensor:
         """int64 [r]: which rows of the visit they are."""
-        return (
-            torch.arange(self.at.start, self.at.stop, device=self.rows.targets.device)
-            if isinstance(self.at, slice)
-            else self.at
-        )
+        return places_of(self.at, self.rows.targets.device)
 
     def at_slots(self, at: AtIds) -> AtIds:
         """The slots of these rows with their values, the rows counted in the block."""
@@ -379,6 +375,11 @@ class Block:
         z = z.clone() if z is x and not self.stream.computed else z
         self._put(z[None], -torch.inf)
         return self.backend.stats(LogitRows(z[None], self.rows.targets, self.rows.read), partials_of(())).values[:2]
+
+
+def places_of(at: slice | Tensor, device: torch.device) -> Tensor:
+    """int64 [r], of a slice too."""
+    return torch.arange(at.start, at.stop, device=device) if isinstance(at, slice) else at
 
 
 def _taken(x: Tensor, here: Tensor | None) -> Tensor:
