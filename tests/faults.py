@@ -225,8 +225,7 @@ FAULTS: list[Fault] = [
         ("a rank counts its own mass twice", "everyone[:, -1:] < start", "everyone[:, -1:] <= start"),
         ("the gradient of padding is left as it was", "padding[at // out.shape[1], at % out.shape[1]] = 0", "pass"),
         (
-            "ids of a rank count from 0", "torch.full((1, partials.shape[1]), start, dtype",
-            "torch.full((1, partials.shape[1]), 0, dtype",
+            "ids of a rank count from 0", "torch.full((1, rows.n), self.shard.start, dtype", "torch.full((1, rows.n), 0, dtype",
         ),
         (
             "hidden states are summed whatever is asked", "self.sum_over_ranks(d_hidden) if self.reduce_hidden else d_hidden",

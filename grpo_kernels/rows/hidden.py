@@ -427,15 +427,12 @@ class Engine(Gradients):
     def _hidden(self, index: Tensor, own: slice) -> tuple[slice | Tensor, Tensor]:
         """Where some rows of `index` are in the batch, and their hidden states as the products take them. If `index` has all rows
         there are, they are taken in the order of the batch, and nothing is copied."""
-        at = index[own] if self._gathers(index) else own
+        at = index[own] if index.numel() < self.stream.n else own
         return at, self.hidden[at].to(self.products.dtype).contiguous()
 
     def _copies(self, rows: int) -> bool:
         """Whether the products take copies of so many rows of hidden states."""
-        return rows < self.hidden.shape[0] or self.hidden.dtype != self.products.dtype
-
-    def _gathers(self, index: Tensor) -> bool:
-        return index.numel() < self.hidden.shape[0]
+        return rows < self.stream.n or self.hidden.dtype != self.products.dtype
 
     def _take(
         self, at: slice | Tensor, hidden: Tensor, d_logits: Tensor, last: bool, slopes: Callable[[], Tensor] | None

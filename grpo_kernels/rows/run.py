@@ -122,11 +122,7 @@ class Rows(Problem):
         saved: list[Tensor] = []
         for visit, statistics, _ in self.reads:
             _, found, at = Made.of(base, visit)
-            ours = tuple(name for name in statistics if name != "divergence") if visit.apart else statistics
-            of_visit = found.partials.found(ours, visit.read)
-            if len(ours) < len(statistics):
-                of_visit.insert(1 + statistics.index("divergence"), _divergence(visit, found))
-            values += of_visit
+            values += found.partials.found(statistics, visit.read, _divergence(visit, found) if visit.apart else None)
             saved.append(found.values)
             if at is not None:
                 values.append(at.log_probs(found.partials, visit.read, base.transform))
@@ -227,9 +223,7 @@ DRAWS = ("draws ids", "draws offsets", "draws rows", "draws logits")
 
 
 def _divergence(visit: Visit, found: Found) -> Tensor:
-    """fp32 [n], from all second streams."""
-    if not visit.apart:
-        return found.partials.divergence
+    """fp32 [n], from all second streams that are read apart."""
     values = [times(other.weight, partials.divergence) for other, partials in zip(visit.apart, found.apart, strict=True)]
     return torch.stack(values).sum(0)
 

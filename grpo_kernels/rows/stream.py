@@ -627,8 +627,7 @@ class Logits(Stream):
 
             def second_of(i: int, here: Tensor | None, of: Any = of, at: slice = at) -> Second:
                 second = self._second(visit.apart[i]).at(at)
-                second = second._replace(logits=second.logits[of])
-                return second if here is None else second.at(here)._replace(logits=second.logits[:, here])
+                return second._replace(logits=second.logits[of]).taken(here)
 
             own = rows.cut(at.start, at.stop)._replace(logits=x[of].to(torch.float32) if visit.apart else x[of], part=None)
             if own.second is not None:
