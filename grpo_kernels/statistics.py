@@ -69,10 +69,9 @@ def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, T
     """Statistics of the rows of a stream by name, each [n], differentiable: "logps" over the set of a row that has one, else over
     the vocabulary, those of `Asked.names`, "at" [k] and, with `Asked.over`, "whole_logps" over the vocabulary."""
     if torch.compiler.is_compiling():
-        dtype = stream.dtype if isinstance(stream, Hidden) else None
         traced = Visit(asked.targets, asked.read, partials_of(asked.names), sparse=asked.sparse)
         reads = (Read(traced, asked.names, asked.with_gradient),)
-        return statistics(TracedRows(reads, stream.transform, options.backend, options.strict, dtype), stream.tensors)[0]
+        return statistics(TracedRows(reads, stream, options.backend, options.strict), stream.tensors)[0]
     if torch._C._are_functorch_transforms_active():  # they may have wrappers
         asked = asked._replace(targets=plain(asked.targets), read=None if asked.read is None else plain(asked.read))
     if isinstance(stream.transform.inv_temperature, Tensor):

@@ -257,7 +257,7 @@ FAULTS: list[Fault] = [
         ("the gradient of a row is ahead of another id", "visit if at is None or at.one is None", "visit if at is None or True", SHARED),
         ("rows with a set are not in their sequence", "logps, entropy, of_ids = of_sets.joined(logps, entropy, of_ids, transform)", "pass", COMBINATIONS),
         ("slopes of rows with a set are dropped", 'upstream = {"logps": d_logps}', 'upstream = {"logps": 0 * d_logps}', COMBINATIONS),
-        ("a teacher that was written to is not noticed", "if problem.versions() != ctx.versions:", "if False:"),
+        ("a teacher that was written to is not noticed", "if rows.versions() != ctx.versions:", "if False:"),
         (
             "passes are summed in 16 bits", "twice = twice or whole is not None or (slots and visit.all_rows)",
             "pass", COMBINATIONS,
@@ -398,8 +398,8 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/rows/compile.py", "tests/core/test_compile.py",
         (
-            "scale and softcap change places", "return self.transform.scale, self.transform.softcap, *numbers",
-            "return self.transform.softcap, self.transform.scale, *numbers",
+            "scale and softcap change places", "return transform.scale, transform.softcap, *numbers",
+            "return transform.softcap, transform.scale, *numbers",
         ),
         (
             "rows of a temperature each have that of none",

@@ -9,7 +9,6 @@ torch.compile sees the same Function with the operators of compile.py in place o
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -52,7 +51,7 @@ Name = tuple[int, str]  # the number of a visit, and what it gives
 
 
 class Names(NamedTuple):
-    """The values of a problem, those of them that have a gradient, and what else its backward needs."""
+    """The values of all reads, those of them that have a gradient, and what else its backward needs."""
 
     values: list[Name]
     differentiable: list[Name]
@@ -60,10 +59,11 @@ class Names(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Problem(ABC):
+class Rows:
     """What `statistics` computes: reads of one stream."""
 
     reads: tuple[Read, ...]
+    stream: Stream
 
     def names(self) -> Names:
         """Of each visit log-probs in front, and those at further ids behind the statistics."""
@@ -85,37 +85,21 @@ class Problem(ABC):
             found[i][name] = x
         return found
 
-    @abstractmethod
+    def versions(self) -> tuple[int, ...]:
+        """How often what the backward reads beside the tensors of the stream was written to."""
+        tensors: list[Any] = [self.stream.transform.inv_temperature]
+        for visit, *_ in self.reads:
+            tensors += visit.targets, visit.read
+            for other in visit.others:
+                tensors += other.stream.tensors
+        return tuple(x._version for x in tensors if isinstance(x, Tensor) and not x.is_inference())
+
+    def without_tensors(self) -> Rows:
+        """The same as the backward keeps it: autograd keeps the tensors."""
+        return Rows(self.reads, self.stream.of((), self.stream.transform))
+
     def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
         """The values, then what is saved, from the tensors of the stream."""
-
-    @abstractmethod
-    def pull(
-        self, tensors: Tensors, known: list[dict[str, Tensor]], upstream: list[dict[str, Tensor]], wanted: tuple[bool, ...]
-    ) -> Tensors:
-        """Gradients of the tensors. known: of each visit by name what was saved, and the values that have a gradient."""
-
-    @property
-    def read_again(self) -> list[Any]:
-        """What the backward reads beside the tensors of the stream."""
-        return []
-
-    def versions(self) -> tuple[int, ...]:
-        """How often tensors of these were written to."""
-        return tuple(x._version for x in self.read_again if isinstance(x, Tensor) and not x.is_inference())
-
-    def without_tensors(self) -> Problem:
-        """The problem as the backward keeps it: autograd keeps the tensors."""
-        return self
-
-
-@dataclass(frozen=True, eq=False)
-class Rows(Problem):
-    """Reads of a stream as it is."""
-
-    stream: Stream
-
-    def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
         same = all(map(operator.is_, tensors, self.stream.tensors))  # unless torch.func takes wrappers off
         base = self.stream if same else self.stream.of(tensors, self.stream.transform)
         values: list[Tensor] = []
@@ -133,6 +117,7 @@ class Rows(Problem):
     def pull(
         self, tensors: Tensors, known: list[dict[str, Tensor]], upstream: list[dict[str, Tensor]], wanted: tuple[bool, ...]
     ) -> Tensors:
+        """Gradients of the tensors. known: of each visit by name what was saved, and the values that have a gradient."""
         base = self.stream.of(tensors, self.stream.transform)
         gradients = base.gradients(wanted, self._parts())
         for (visit, *_), of_visit, given in zip(self.reads, known, upstream, strict=True):
@@ -157,18 +142,6 @@ class Rows(Problem):
             slots = slots or visit.sparse is not None or (visit.ahead and visit.at is not None)
             whole, wholes = whole or visit, wholes + 1
         return Parts(whole, twice, slots, wholes)
-
-    def without_tensors(self) -> Rows:
-        return Rows(self.reads, self.stream.of((), self.stream.transform))
-
-    @property
-    def read_again(self) -> list[Any]:
-        tensors: list[Any] = [self.stream.transform.inv_temperature]
-        for visit, *_ in self.reads:
-            tensors += visit.targets, visit.read
-            for other in visit.others:
-                tensors += other.stream.tensors
-        return tensors
 
 
 def over(stream: Stream, visit: Visit) -> Stream | OverSets:
@@ -278,30 +251,30 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 
 class _Statistics(torch.autograd.Function):
-    """The values of a problem, then what is saved, which has no gradient."""
+    """The values of all reads, then what is saved, which has no gradient."""
 
     @staticmethod
-    def forward(problem: Problem, names: Names, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        return problem.stats(tensors)
+    def forward(rows: Rows, names: Names, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return rows.stats(tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        problem, names, *tensors = inputs
+        rows, names, *tensors = inputs
         count, differentiable = len(names.values), names.differentiable
         values, saved = dict(zip(names.values, output[:count], strict=True)), output[count:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*saved, *(x for name, x in values.items() if name not in differentiable))
-        ctx.problem, ctx.names, ctx.versions = problem.without_tensors(), names, problem.versions()
+        ctx.rows, ctx.names, ctx.versions = rows.without_tensors(), names, rows.versions()
         ctx.save_for_backward(*saved, *(values[name] for name in differentiable), *tensors)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Tensors:
-        problem, (values, differentiable, saved), wanted = ctx.problem, ctx.names, ctx.needs_input_grad[2:]
+        rows, (values, differentiable, saved), wanted = ctx.rows, ctx.names, ctx.needs_input_grad[2:]
         of_values = {name: x for name, x in zip(values, upstream, strict=False) if x is not None}
         given = [name for name in differentiable if name in of_values]
         if not given:
             return (None,) * len(ctx.needs_input_grad)
-        if problem.versions() != ctx.versions:
+        if rows.versions() != ctx.versions:
             raise RuntimeError(
                 "what the backward reads again was written to between forward and backward, the second stream of rows (its logits, hidden "
                 "states or head), targets, mask or temperatures: call backward first, or pass a copy."
@@ -310,25 +283,25 @@ class _Statistics(torch.autograd.Function):
         last = first + len(saved) + len(differentiable)
 
         def pull(*x: Any) -> Tensors:
-            known, of_upstream = problem.by_visit((*saved, *differentiable), x[first:last]), problem.by_visit(given, x)
-            return problem.pull(x[last:], known, of_upstream, wanted)
+            known, of_upstream = rows.by_visit((*saved, *differentiable), x[first:last]), rows.by_visit(given, x)
+            return rows.pull(x[last:], known, of_upstream, wanted)
 
         return None, None, *gradient_once(pull, *(of_values[name] for name in given), *ctx.saved_tensors)
 
 
-def statistics(problem: Problem, tensors: Tensors) -> list[dict[str, Tensor]]:
+def statistics(rows: Rows, tensors: Tensors) -> list[dict[str, Tensor]]:
     """The values of each visit by name, each [n] (those at further ids [k]), with the gradient of the stream's tensors."""
-    names = problem.names()
+    names = rows.names()
     needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if torch.compiler.is_compiling():
         # torch.compile knows such a Function with gradients only.
-        made = (_Statistics.apply if needed else _Statistics.forward)(problem, names, *tensors)
+        made = (_Statistics.apply if needed else _Statistics.forward)(rows, names, *tensors)
     elif needed or torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        made = applied(_Statistics, problem, names, *tensors)
+        made = applied(_Statistics, rows, names, *tensors)
     else:  # for a small batch the overhead of a Function would dominate
         with torch.no_grad():
-            made = problem.stats(tensors)
-    return problem.by_visit(names.values, made)
+            made = rows.stats(tensors)
+    return rows.by_visit(names.values, made)
 
 
 class _OfTokens(torch.autograd.Function):

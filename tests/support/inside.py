@@ -30,7 +30,7 @@ from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform
 from grpo_kernels.rows.products import Plan, Work
 from grpo_kernels.rows.run import Read, statistics
 from grpo_kernels.rows.selection import starts
-from grpo_kernels.rows.stream import Visit
+from grpo_kernels.rows.stream import Logits, Visit
 
 #: Sizes of chunks and blocks.
 blocks = products
@@ -150,15 +150,20 @@ def traced_stages(backend: str, dtype: torch.dtype) -> list[tuple[Callable[..., 
     """What puts operators into a graph: functions of (targets, tensors) that give log-probs and entropies of rows, and whether
     they take hidden states, weight and bias, or logits."""
 
-    def stage(*how: Any, sparse: Any = None) -> Callable[..., Any]:
+    def stage(kind: Any, *how: Any, sparse: Any = None) -> Callable[..., Any]:
         def log_probs(targets: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             read = Read(Visit(targets, None, WITH_ENTROPY, sparse=sparse), ("entropy",), ("entropy",))
-            (found,) = statistics(TracedRows((read,), RowTransform(1.0, 0.0, 0.7), backend, False, *how), x)
+            stream = kind(x, RowTransform(1.0, 0.0, 0.7), None, None, *how)
+            (found,) = statistics(TracedRows((read,), stream, backend, False), x)
             return found["logps"], found["entropy"]
 
         return log_probs
 
-    return [(stage(), False), (stage(dtype), True), (stage(dtype, sparse=Sparse(1 / 16)), True)]
+    return [
+        (stage(Logits), False),
+        (stage(linear.Hidden, dtype), True),
+        (stage(linear.Hidden, dtype, sparse=Sparse(1 / 16)), True),
+    ]
 
 
 def rows_of_logits(logits: torch.Tensor) -> torch.Tensor:
