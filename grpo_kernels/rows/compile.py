@@ -117,19 +117,19 @@ class TracedRows(Rows):
         return self
 
     def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
-        ((visit, statistics, _),) = self.reads
+        (visit,) = self.visits
         sparse = (0.0, 0, None, 0)
         if visit.sparse is not None:
             seed = visit.sparse.seed
             seeds = (0, seed) if isinstance(seed, Tensor) else (seed, None)
             sparse = (visit.sparse.step, *seeds, visit.sparse.first_row)
         partials, *draws = STATS[isinstance(self.stream, Hidden)](*self._rows(tensors), *sparse, *self._how)
-        return *Partials(partials, visit.names).found(statistics, visit.read), partials, *draws
+        return *Partials(partials, visit.names).found(visit.statistics, visit.read), partials, *draws
 
     def pull(
         self, tensors: Tensors, known: list[dict[str, Tensor]], upstream: list[dict[str, Tensor]], wanted: tuple[bool, ...]
     ) -> Tensors:
-        (visit, *_), of_visit = self.reads[0], known[0]
+        visit, of_visit = self.visits[0], known[0]
         slopes = Slopes.of(of_visit, upstream[0], visit.read)
         of_gradient = (list(wanted), of_visit["partials"], slopes.values, list(slopes.names))
         draws, step = ([], 0.0) if visit.sparse is None else ([of_visit[name] for name in DRAWS], visit.sparse.step)
@@ -138,7 +138,7 @@ class TracedRows(Rows):
         return tuple(next(found) if needed else None for needed in wanted)
 
     def _rows(self, tensors: Tensors) -> tuple[Any, ...]:
-        visit, dtype = self.reads[0].visit, self.stream.dtype if isinstance(self.stream, Hidden) else None
+        visit, dtype = self.visits[0], self.stream.dtype if isinstance(self.stream, Hidden) else None
         return list(tensors), dtype, visit.targets, visit.read, list(visit.names)
 
     @property

@@ -39,19 +39,11 @@ HANDED_OVER = (
 # ---- the problem
 
 
-class Read(NamedTuple):
-    """A visit, and what is asked of it: statistics beside log-probs, see STATISTICS, and those of them that have a gradient."""
-
-    visit: Visit
-    statistics: tuple[str, ...]
-    with_gradient: tuple[str, ...]
-
-
 Name = tuple[int, str]  # the number of a visit, and what it gives
 
 
 class Names(NamedTuple):
-    """The values of all reads, those of them that have a gradient, and what else its backward needs."""
+    """The values of all visits, those of them that have a gradient, and what else its backward needs."""
 
     values: list[Name]
     differentiable: list[Name]
@@ -60,9 +52,9 @@ class Names(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What `statistics` computes: reads of one stream."""
+    """What `statistics` computes: visits of one stream."""
 
-    reads: tuple[Read, ...]
+    visits: tuple[Visit, ...]
     stream: Stream
 
     def names(self) -> Names:
@@ -70,17 +62,17 @@ class Rows:
         values: list[Name] = []
         differentiable: list[Name] = []
         saved: list[Name] = []
-        for i, (visit, statistics, with_gradient) in enumerate(self.reads):
+        for i, visit in enumerate(self.visits):
             at, of_at = ((), ()) if visit.at is None else (("at",), ("at logits", "at used"))
-            values += [(i, name) for name in ("logps", *statistics, *at)]
-            differentiable += [(i, name) for name in ("logps", *with_gradient, *at)]
+            values += [(i, name) for name in ("logps", *visit.statistics, *at)]
+            differentiable += [(i, name) for name in ("logps", *visit.with_gradient, *at)]
             of_draws, ahead = () if visit.sparse is None else DRAWS, ("ahead",) if visit.ahead else ()
             saved += [(i, name) for name in ("partials", *of_at, *of_draws, *ahead)]
         return Names(values, differentiable, saved)
 
     def by_visit(self, names: Sequence[Name], tensors: Tensors) -> list[dict[str, Tensor]]:
         """The first tensors by these names, of each visit."""
-        found: list[dict[str, Tensor]] = [{} for _ in self.reads]
+        found: list[dict[str, Tensor]] = [{} for _ in self.visits]
         for (i, name), x in zip(names, tensors, strict=False):
             found[i][name] = x
         return found
@@ -88,7 +80,7 @@ class Rows:
     def versions(self) -> tuple[int, ...]:
         """How often what the backward reads beside the tensors of the stream was written to."""
         tensors: list[Any] = [self.stream.transform.inv_temperature]
-        for visit, *_ in self.reads:
+        for visit in self.visits:
             tensors += visit.targets, visit.read
             for other in visit.others:
                 tensors += other.stream.tensors
@@ -96,7 +88,7 @@ class Rows:
 
     def without_tensors(self) -> Rows:
         """The same as the backward keeps it: autograd keeps the tensors."""
-        return Rows(self.reads, self.stream.of((), self.stream.transform))
+        return Rows(self.visits, self.stream.of((), self.stream.transform))
 
     def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
         """The values, then what is saved, from the tensors of the stream."""
@@ -104,9 +96,9 @@ class Rows:
         base = self.stream if same else self.stream.of(tensors, self.stream.transform)
         values: list[Tensor] = []
         saved: list[Tensor] = []
-        for visit, statistics, _ in self.reads:
+        for visit in self.visits:
             _, found, at = Made.of(base, visit)
-            values += found.partials.found(statistics, visit.read, _divergence(visit, found) if visit.apart else None)
+            values += found.partials.found(visit.statistics, visit.read, _divergence(visit, found) if visit.apart else None)
             saved.append(found.values)
             if at is not None:
                 values.append(at.log_probs(found.partials, visit.read, base.transform))
@@ -120,7 +112,7 @@ class Rows:
         """Gradients of the tensors. known: of each visit by name what was saved, and the values that have a gradient."""
         base = self.stream.of(tensors, self.stream.transform)
         gradients = base.gradients(wanted, self._parts())
-        for (visit, *_), of_visit, given in zip(self.reads, known, upstream, strict=True):
+        for visit, of_visit, given in zip(self.visits, known, upstream, strict=True):
             if not given:
                 continue
             draws = () if visit.sparse is None else tuple(of_visit[name] for name in DRAWS if name in of_visit)
@@ -134,7 +126,7 @@ class Rows:
 
     def _parts(self) -> Parts:
         whole, twice, slots, wholes = None, False, False, 0
-        for visit, *_ in self.reads:  # those of sets come first: they read logits that may be written over
+        for visit in self.visits:  # those of sets come first: they read logits that may be written over
             if visit.kept is not None:
                 slots = True
                 continue
@@ -251,7 +243,7 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 
 class _Statistics(torch.autograd.Function):
-    """The values of all reads, then what is saved, which has no gradient."""
+    """The values of all visits, then what is saved, which has no gradient."""
 
     @staticmethod
     def forward(rows: Rows, names: Names, *tensors: Tensor | None) -> tuple[Tensor, ...]:

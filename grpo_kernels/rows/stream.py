@@ -94,7 +94,8 @@ class Visit(NamedTuple):
     kept    the sets that the softmax of a row runs over; None: the vocabulary.
     all_rows  whether rows with sets are among those that are visited over the vocabulary.
     ahead   whether the gradient of hidden states is made in the forward, as if the slope of each log-prob were 1; the slope, which
-            is known later, multiplies it."""
+            is known later, multiplies it.
+    statistics, with_gradient   what is asked of it beside log-probs, see STATISTICS, and what of that has a gradient."""
 
     targets: Tensor
     read: Tensor | None
@@ -109,6 +110,8 @@ class Visit(NamedTuple):
     kept: KeptRows | None = None
     all_rows: bool = False
     ahead: bool = False
+    statistics: tuple[str, ...] = ()
+    with_gradient: tuple[str, ...] = ()
 
     @property
     def one(self) -> Other | None:

@@ -28,7 +28,7 @@ from grpo_kernels.rows.backends.cpu import _cpu
 from grpo_kernels.rows.compile import TracedRows
 from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform
 from grpo_kernels.rows.products import Plan, Work
-from grpo_kernels.rows.run import Read, statistics
+from grpo_kernels.rows.run import statistics
 from grpo_kernels.rows.selection import starts
 from grpo_kernels.rows.stream import Logits, Visit
 
@@ -152,9 +152,10 @@ def traced_stages(backend: str, dtype: torch.dtype) -> list[tuple[Callable[..., 
 
     def stage(kind: Any, *how: Any, sparse: Any = None) -> Callable[..., Any]:
         def log_probs(targets: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            read = Read(Visit(targets, None, WITH_ENTROPY, sparse=sparse), ("entropy",), ("entropy",))
+            asked = {"statistics": ("entropy",), "with_gradient": ("entropy",)}
+            visit = Visit(targets, None, WITH_ENTROPY, sparse=sparse, **asked)
             stream = kind(x, RowTransform(1.0, 0.0, 0.7), None, None, *how)
-            (found,) = statistics(TracedRows((read,), stream, backend, False), x)
+            (found,) = statistics(TracedRows((visit,), stream, backend, False), x)
             return found["logps"], found["entropy"]
 
         return log_probs
