@@ -84,7 +84,7 @@ FAULTS: list[Fault] = [
         ("what arrives at ids that wait arrives twice", "self._put(out, 0.0)", "self._put(out[:0], 0.0)", SHARED),
         ("a divergence beside tokens is not in the loss", "else losses + times(weight, divergence)", "else losses"),
         ("tokens of a chunk replace each other", "result[:, which] += self", "result[:, which] = self", SHARED),
-        ("tokens of a block are those of the first", "stage, self.places)", "stage, torch.arange(self.rows.n))", SHARED),
+        ("tokens of a block are those of the first", "tokens.at(self.places, stage)", "tokens.at(torch.arange(self.rows.n), stage)", SHARED),
         ("logits at listed ids are this rank's", "logits if shard is None else shard.sum_over_ranks(logits)", "logits", RANKS),
         ("the loss has every teacher with a weight of 1", "times(weight, _taken(of_loss, here))", "_taken(of_loss, here)"),
     ),

@@ -24,7 +24,7 @@ from .parallel import VocabShard
 from .partials import OUTSIDE, LogitRows, Partials, RowTransform, Second, Slopes, joined, partials_of
 from .ragged import KeptRows, Ragged, Tokens, merged, slots_of, write_at
 from .selection import Sparse
-from .tokens import LogitsAt, at_rows, fused_tokens
+from .tokens import LogitsAt, fused_tokens
 
 Tensor = torch.Tensor
 Tensors = tuple[Any, ...]  # of tensors and None
@@ -309,7 +309,7 @@ class Block:
         if self.visit.tokens is None or self.visit.kept is not None:
             result[:, self.at] = self._fused_rows(stage.at(self.at), gradient)
         else:
-            tokens, which, stage = at_rows(self.visit.tokens, stage, self.places)
+            tokens, which, stage = self.visit.tokens.at(self.places, stage)
             result[:, which] += self._fused_tokens(tokens, stage, gradient)  # the others are 0
         if out is not None and gradient is not None and gradient is not out:
             out.copy_(gradient)
@@ -374,8 +374,8 @@ class Block:
         """fp32 [2, r]: max and sum of transformed rows without the columns of `Visit.at`, which -inf replaces. 1 minus the
         probability of these columns would be the rounding of that, where they have nearly all of it."""
         x = self.rows.logits[0]
-        z = self.rows.transform.of_rows(x, x if self.stream.computed else torch.empty(x.shape, device=x.device))
-        z = z.clone() if z is x and not self.stream.computed else z
+        x = x if self.stream.computed else x.to(torch.float32, copy=True)
+        z = self.rows.transform.of_rows(x, x)
         self._put(z[None], -torch.inf)
         return self.backend.stats(LogitRows(z[None], self.rows.targets, self.rows.read), partials_of(())).values[:2]
 

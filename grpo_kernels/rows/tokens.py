@@ -115,18 +115,6 @@ class LogitsAt:
         return torch.segment_reduce(x, "sum", offsets=self.slots.offsets, initial=0, unsafe=True)
 
 
-def at_rows(all_tokens: Tokens, stage: TokenStage, at: Tensor) -> tuple[Tokens, Tensor | slice, TokenStage]:
-    """(the tokens of the rows `at`, int64 [r], which of all tokens they are, the token stage of them). On a CPU these tokens alone;
-    elsewhere, where the host does not know how many they are, all of the visit, the others not read."""
-    tokens, which, of_listed = all_tokens.at(at)
-    if isinstance(which, slice):
-        return tokens, which, stage
-    own, ids, listed = stage.at(which), tokens.listed, stage.listed
-    if listed is not None and ids is not None and isinstance(of_listed, Tensor):
-        own = own._replace(listed=listed.taken(of_listed, ids.offsets))
-    return tokens, which, own
-
-
 def fused_tokens(
     backend: Backend, rows: LogitRows, tokens: Tokens, stage: TokenStage, logits: Tensor, out: Tensor | None, here: Ragged
 ) -> Tensor:
