@@ -566,20 +566,15 @@ class Logits(Stream):
 
     def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: LogitsGradient, at_ids: AtIds | None) -> None:
         is_first, twice, out, at = gradients.out is None, gradients.twice, gradients.rows(), self.own_ids(at_ids)
-        if not twice:
-            if visit.apart:
-                for block, to in self._blocks(visit, out, True):
-                    assert to is not None
-                    block.pull(found.values[:, block.at], slopes.at(block.at), to)
-            else:
-                self.backend.gradient(self._rows(visit), found.partials, slopes, out)
+        if not twice and not visit.apart:
+            self.backend.gradient(self._rows(visit), found.partials, slopes, out)
             if at is not None:
                 write_at(out, *at)
             return
         few, gradients.few, part = gradients.few, None, torch.empty(0)
         for block, to in self._blocks(visit, out, True):
             assert to is not None
-            if is_first and to.dtype == torch.float32:
+            if not twice or (is_first and to.dtype == torch.float32):
                 part = to
             elif part.shape != to.shape:
                 part = torch.empty_like(to, dtype=torch.float32)

@@ -62,12 +62,10 @@ class LogitsAt:
 
     def of_divergence(self, second: Second, partials: Partials, transform: RowTransform) -> Tensor:
         """fp32 [k]: d divergence from a second stream / d z of each id, from the partials of both; its logits are [k]."""
-        rows, own = self.slots.rows, partials.get
-        teacher_max, teacher_sum = own("teacher_max"), own("teacher_sum")
-        assert teacher_max is not None and teacher_sum is not None
+        rows = self.slots.rows
         z = transform.of(self.logits, rows) - partials.max[rows]
-        w = second.transform.of(second.logits, rows) - teacher_max[rows]
-        p, q = z.exp() / partials.sum[rows], w.exp() / teacher_sum[rows]
+        w = second.transform.of(second.logits, rows) - partials["teacher_max"][rows]
+        p, q = z.exp() / partials.sum[rows], w.exp() / partials["teacher_sum"][rows]
         return divergence.gradient(second.kind, p, q, z - w + partials.log_sums[rows], partials.center[rows], second.mixture)
 
     def gradients(
