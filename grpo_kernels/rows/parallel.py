@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +134,11 @@ def check_shard(shard: object) -> None:
         )
 
 
+def _of_part(name: str) -> Any:
+    """A method of the backend that runs on this rank's part."""
+    return lambda self, *arguments: getattr(self.backend, name)(*arguments)
+
+
 class VocabParallel(Backend):
     """A backend for rows that are sharded over ranks: it runs another backend on this rank's part, with one exchange."""
 
@@ -171,13 +175,9 @@ class VocabParallel(Backend):
             at = torch.arange(*(rows.part or (0, out.shape[0] * out.shape[1])), device=out.device)
             padding[at // out.shape[1], at % out.shape[1]] = 0
 
-    def _of_part(self, name: str, *arguments: Any) -> Any:
-        return getattr(self.backend, name)(*arguments)
-
-    scale_: Any = functools.partialmethod(_of_part, "scale_")
-    slot_logits: Any = functools.partialmethod(_of_part, "slot_logits")
-    add_weight_rows: Any = functools.partialmethod(_of_part, "add_weight_rows")
-    add_hidden_rows: Any = functools.partialmethod(_of_part, "add_hidden_rows")
+    scale_, slot_logits, add_weight_rows, add_hidden_rows = map(
+        _of_part, ("scale_", "slot_logits", "add_weight_rows", "add_hidden_rows")
+    )
 
     def masses(self, rows: LogitRows, partials: Partials, step: float) -> Tensor:
         """Of this rank's columns."""

@@ -28,7 +28,7 @@ def products_for(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Pro
     """The products for `weight` [V, H] on its device; `dtype` is what products may compute in."""
     if weight.shape[0] == 0:  # a rank without a part of the vocabulary
         return Products(weight, bias)
-    if dtype in (torch.bfloat16, torch.float16) and widens(weight.device):
+    if keeps_rows(dtype, weight.device):
         own = weight.to(dtype)
         return TensorCoreProducts(own, bias, weight.dtype) if dtype == torch.bfloat16 else HalfProducts(own, bias)
     native = _native(weight, dtype)

@@ -434,7 +434,7 @@ class _FusedLoss(torch.autograd.Function):
                 )
             ctx.backend.scale_(gradient, d_loss)
         pairs = zip(gradients, ctx.dtypes, strict=True)
-        return None, *(g if g is None or g.dtype == dtype else converted(g, dtype) for g, dtype in pairs)
+        return None, *(None if g is None else converted(g, dtype) for g, dtype in pairs)
 
 
 def fused_loss(visit: OneVisit, tensors: Tensors) -> tuple[Tensor, ...]:
