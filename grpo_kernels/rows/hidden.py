@@ -23,7 +23,7 @@ import torch
 from ..formulas.token_stage import TokenStage
 from .backends import WITH_ENTROPY, Backend
 from .memory import zeros
-from .partials import LogitRows, Partials, Second, Slopes
+from .partials import LogitRows, Partials, RowTransform, Second, Slopes, joined
 from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
 from .ragged import Ragged
 from .selection import Draws, gradient_at, starts
@@ -192,8 +192,8 @@ def _same(x: Tensor | None, y: Tensor | None) -> bool:
     return place and x.dtype == y.dtype and x.shape == y.shape and x.stride() == y.stride()
 
 
-#: What is done with a chunk: of its block, and of memory for the gradient of its logits.
-Step = Callable[[Block, Tensor | None], None]
+#: What is done with a chunk: of its block, of where it is among the rows of the pass, and of memory for the gradient of its logits.
+Step = Callable[[Block, slice, Tensor | None], Any]
 
 
 class Engine(Gradients):
@@ -242,25 +242,43 @@ class Engine(Gradients):
         drawn from each chunk while its logits are there."""
         n, device, sparse = visit.targets.numel(), self.hidden.device, visit.sparse
         draws = None if sparse is None else Draws(sparse.step, n, device, visit.padded)
-        values = visit.not_read(n, device)
 
-        def step(block: Block, out: Tensor | None) -> None:
-            values[:, block.at] = own = block.stats()
+        def step(block: Block, _: slice, out: Tensor | None) -> Tensor:
+            values = block.stats()
             if draws is not None and sparse is not None:
                 first = starts(sparse.seed, block.places + sparse.first_row)
-                partials = visit.found(own).partials
+                partials = visit.found(values).partials
                 draws.take(block.places, self.backend.select(block.rows, partials, sparse.step, first))
             if out is not None:
-                block.pull_unit(own, out)
+                block.pull_unit(values, out)
+            return values
 
-        self._visited(visit, step, visit.active if visit.ahead else None)
+        active = visit.active if visit.ahead else None
+        values = self._in_batch(visit, active, self._visited(visit, step, active), lambda: visit.not_read(n, device))
         return visit.found(values, () if draws is None else draws.tensors(), self.d_hidden if visit.ahead else None)
 
     def fused(self, visit: Visit, stage: TokenStage) -> Tensor:
         """Losses of the rows of a token stage."""
-        result = visit.no_losses()
-        self._visited(visit, lambda block, out: block.fused(result, stage, out), visit.active)
-        return result
+        index, active = visit.rows(), visit.active
+        if visit.tokens is not None:
+            result = visit.no_losses()
+            self._visited(visit, lambda block, _, out: block.add_tokens(result, stage, out), active)
+            return result
+        # Once, so that those of a chunk are slices: on a GPU each operation of a chunk is a launch.
+        ordered = stage.at(index) if self._gathers(index[:active]) else stage
+        parts = self._visited(visit, lambda block, own, out: block.fused(ordered.at(own), out), active)
+        return self._in_batch(visit, active, parts, visit.no_losses)
+
+    def _in_batch(self, visit: Visit, active: int | None, parts: list[Tensor], nothing: Callable[[], Tensor]) -> Tensor:
+        """[q, n], from the values [q, r] of the chunks of a pass. `nothing` makes those of rows that are not visited."""
+        index = visit.rows()
+        if not parts:
+            return nothing()
+        if not self._gathers(index[:active]):
+            return joined(parts, 1)
+        in_batch = nothing()
+        in_batch[:, index] = joined(parts, 1)
+        return in_batch
 
     def fused_jointly(self, visit: Visit, factors: Callable[[Partials], Tensor], groups: tuple[int, ...]) -> None:
         """`fused` of rows whose gradient is one vector each, see `Visit.slopes`, times a factor that waits for other rows.
@@ -276,14 +294,14 @@ class Engine(Gradients):
         runs = self._runs(groups, active) if wanted else []
         partials = Partials.not_read(WITH_ENTROPY, n, self.hidden.device)
 
-        def step(block: Block, out: Tensor | None) -> None:
+        def step(block: Block, _: slice, out: Tensor | None) -> None:
             partials.values[:, block.at] = values = block.stats()
             if out is not None:
                 block.pull_unit(values, out)
 
         for i, (first, end, is_block) in enumerate([(active if wanted else 0, index.numel(), False), *runs]):
             some, self.is_last = index[first:end], i == len(runs)
-            self._each(visit, some, step, is_block, lambda: factors(partials))
+            self._each(visit, some, step, is_block, slopes=lambda: factors(partials))
             if i and not is_block:
                 of_run = visit._replace(visited=some, active=None)
                 at_ids = None if visit.at is None else (visit.at, torch.zeros(visit.at.ids.shape, device=self.hidden.device))
@@ -331,7 +349,7 @@ class Engine(Gradients):
                 nonzero = nonzero.index_fill(0, slots.rows[values != 0], True)
             index = index[nonzero[index]]
 
-        def step(block: Block, out: Tensor | None) -> None:
+        def step(block: Block, _: slice, out: Tensor | None) -> None:
             assert out is not None
             of_block = None if at_ids is None else block.at_slots(at_ids)
             block.pull(found.values[:, block.at], slopes.at(block.at), out, of_block)
@@ -345,7 +363,7 @@ class Engine(Gradients):
         """Created with the first chunk: a call without rows touches nothing of the size of the weight."""
         return _products(self.stream)
 
-    def _block(self, visit: Visit, at: slice | Tensor, hidden: Tensor) -> Block:
+    def _block(self, visit: Visit, at: slice | Tensor, hidden: Tensor, targets: Tensor, transform: RowTransform) -> Block:
         """The rows of a chunk, beside those of the one second stream that is read with them. With the same head (adapters in the
         body of a model), both are one product."""
         one, second = visit.one, None
@@ -358,7 +376,7 @@ class Engine(Gradients):
         else:
             logits = self.products.logits(hidden)
             second = self._second(one, at, None)
-        rows = LogitRows(logits[None], visit.targets[at], None, self.stream.transform.at(at), second)
+        rows = LogitRows(logits[None], targets, None, transform, second)
         return Block(self.stream, self.backend, visit, rows, at, lambda i, here: self._second(visit.apart[i], at, here))
 
     def _second(self, other: Other, at: slice | Tensor, here: Tensor | None) -> Second:
@@ -372,30 +390,36 @@ class Engine(Gradients):
         logits = own.logits(stream.hidden.detach()[places].to(own.dtype))
         return other.second(logits[None], stream.transform.at(places))
 
-    def _visited(self, visit: Visit, step: Step, active: int | None) -> None:
-        """Let `step` see the chunks of the rows that are visited. The first `active` may have a gradient; None: all may."""
+    def _visited(self, visit: Visit, step: Step, active: int | None) -> list[Any]:
+        """What `step` makes of the chunks of the rows that are visited. The first `active` may have a gradient; None: all may."""
         index = visit.rows()
-        self._each(visit, index[:active], step, True in self.wanted)
-        if active is not None:
-            self._each(visit, index[active:], step, False)
+        found = self._each(visit, index[:active], step, True in self.wanted)
+        return found if active is None else found + self._each(visit, index[active:], step, False, active)
 
-    def _each(self, visit: Visit, index: Tensor, step: Step, wanted: bool, slopes: Callable[[], Tensor] | None = None) -> None:
-        """Let `step` see each chunk of these rows: its block, and memory for the gradient of its logits, or None unless that is
-        `wanted`. Products take the gradients of a block, times `slopes` of [n], which are known when all of it is there."""
-        rows = index.numel()
+    def _each(
+        self, visit: Visit, index: Tensor, step: Step, wanted: bool, before: int = 0, slopes: Callable[[], Tensor] | None = None
+    ) -> list[Any]:
+        """What `step` makes of each chunk of these rows, `before` which the pass has had others: of its block, of where it is among
+        the rows of the pass, and of memory for the gradient of its logits, or None unless that is `wanted`. Products take the
+        gradients of a block, times `slopes` of [n], which are known when all of it is there."""
+        rows, found = index.numel(), list[Any]()
         if rows == 0:
-            return
+            return found
+        targets, transform = visit.targets, self.stream.transform
+        if self._gathers(index):  # once, so that those of a chunk are slices
+            targets, transform = targets[index], transform.at(index)
         work = self.work if self.d_weight is None else self.work._replace(d_weight=0)
         plan = work.plan(self.hidden.device.type, rows, self._copies(rows))
         kept, first = None, 0  # the gradients of the block at hand, where they have memory of their own, and its first row
         with _without_autocast(self.hidden.device.type):
             for own in self._chunks(index, plan.chunk):
                 at, hidden = self._hidden(index, own)
-                block, out = self._block(visit, at, hidden), None
+                block, out = self._block(visit, at, hidden, targets[own], transform.at(own)), None
                 if wanted:
                     kept = self.products.gradient_rows(min(plan.block, rows - first)) if own.start == first else kept
                     out = self.products.gradient_buffer(block.rows.logits[0], self.exact, kept, own.start - first)
-                step(block, None if out is None else out[None])
+                in_pass = slice(before + own.start, before + own.stop)
+                found.append(step(block, in_pass, None if out is None else out[None]))
                 del block  # before the products of a block, or the next chunk, make theirs
                 if out is None:
                     continue
@@ -411,6 +435,7 @@ class Engine(Gradients):
                 first = own.stop
                 self._take(at, hidden, out, first == rows, slopes)
                 del out
+        return found
 
     def _chunks(self, index: Tensor, rows: int) -> Iterator[slice]:
         """Which of these rows are one chunk, of so many rows."""
@@ -427,12 +452,15 @@ class Engine(Gradients):
     def _hidden(self, index: Tensor, own: slice) -> tuple[slice | Tensor, Tensor]:
         """Where some rows of `index` are in the batch, and their hidden states as the products take them. If `index` has all rows
         there are, they are taken in the order of the batch, and nothing is copied."""
-        at = index[own] if index.numel() < self.stream.n else own
+        at = index[own] if self._gathers(index) else own
         return at, self.hidden[at].to(self.products.dtype).contiguous()
 
     def _copies(self, rows: int) -> bool:
         """Whether the products take copies of so many rows of hidden states."""
         return rows < self.stream.n or self.hidden.dtype != self.products.dtype
+
+    def _gathers(self, index: Tensor) -> bool:
+        return index.numel() < self.stream.n
 
     def _take(
         self, at: slice | Tensor, hidden: Tensor, d_logits: Tensor, last: bool, slopes: Callable[[], Tensor] | None

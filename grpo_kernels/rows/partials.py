@@ -189,9 +189,9 @@ class Partials:
         return cls(torch.empty(len(names), n, dtype=torch.float32, device=device), names, *of)
 
     @classmethod
-    def not_read(cls, names: tuple[str, ...], n: int, device: torch.device) -> Partials:
+    def not_read(cls, names: tuple[str, ...], n: int, device: torch.device, second: Any = None) -> Partials:
         """Those of n rows that are not read: log-prob, entropy and divergence are exactly 0."""
-        stats = cls.empty(names, n, device)
+        stats = cls.empty(names, n, device, second)
         stats.values.zero_()
         for name in names:
             if NOT_READ[name] != 0:

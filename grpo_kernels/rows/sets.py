@@ -65,10 +65,19 @@ class OverSets:
 
     def fused(self, visit: Visit, stage: TokenStage, gradients: Gradients) -> Tensor:
         z, logits = self._z(self.stream)
-        result, writes = visit.no_losses(), True in gradients.wanted
-        of_z = self._each(z, lambda block: block.fused(result, stage, block.rows.logits if writes else None), writes)
+        writes, results = True in gradients.wanted, list[tuple[slice | Tensor, Tensor]]()
+
+        def work(block: Block) -> None:
+            results.append((block.at, block.fused(stage.at(block.at), block.rows.logits if writes else None)))
+
+        of_z = self._each(z, work, writes)
         if of_z is not None:
             gradients.add(self._here[2], self._of_logits(of_z, logits))
+        at, result = results[0]
+        if isinstance(at, Tensor):
+            result = visit.no_losses()
+            for at, part in results:
+                result[:, at] = part
         return result
 
     def logits_at(self, visit: Visit) -> LogitsAt:
@@ -146,7 +155,8 @@ class OverSets:
             for (rows, count, width), own in zip(parts, blocks, strict=True):
                 work(self._block(rows, *(x.view(1, count, width) for x in own)))
             if writes:
-                filled[0][-1:].zero_()  # of slots of other rows
+                if isinstance(parts[0][0], Tensor):
+                    filled[0][-1:].zero_()  # of slots of other rows
                 total = filled[0][at] if total is None else total.add_(filled[0][at])
         return total
 

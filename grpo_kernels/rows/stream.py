@@ -302,25 +302,26 @@ class Block:
         if self.visit.at is not None:
             self._put(out, 0.0)
 
-    def fused(self, result: Tensor, stage: TokenStage, out: Tensor | None) -> None:
-        """Put the losses of these rows, or of their tokens, among those of all, `result`, and their gradient into `out`, which may
-        be the logits. `stage`: of all rows. Each of several second streams adds its weight times its divergence."""
+    def fused(self, stage: TokenStage, out: Tensor | None) -> Tensor:
+        """Losses of a token stage of these rows, see `Backend.fused`, and their gradient into `out`, which may be the logits. Each
+        of several second streams adds its weight times its divergence."""
+        if not self.visit.apart:
+            return self.backend.fused(self.rows, stage, out)
+        gradient = None if out is None else torch.empty_like(self.rows.logits)
+        logps, entropy, own = self.backend.fused(self.rows, stage, gradient)
+        losses, divergence = self._divergences(stage.rows.divergence_weight, gradient)
+        if out is not None and gradient is not None:
+            out.copy_(gradient)
+        return torch.stack([logps, entropy, own + losses, divergence])
+
+    def add_tokens(self, result: Tensor, stage: TokenStage, out: Tensor | None) -> None:
+        """`fused` of the tokens of these rows, into the results of all tokens, whose stage it is."""
+        assert self.visit.tokens is not None
         gradient = out if out is None or not self.visit.apart else torch.empty_like(self.rows.logits)
-        if self.visit.tokens is None or self.visit.kept is not None:
-            result[:, self.at] = self._fused_rows(stage.at(self.at), gradient)
-        else:
-            tokens, which, stage = self.visit.tokens.at(self.places, stage)
-            result[:, which] += self._fused_tokens(tokens, stage, gradient)  # the others are 0
+        tokens, which, stage = self.visit.tokens.at(self.places, stage)
+        result[:, which] += self._fused_tokens(tokens, stage, gradient)  # the others are 0
         if out is not None and gradient is not None and gradient is not out:
             out.copy_(gradient)
-
-    def _fused_rows(self, stage: TokenStage, gradient: Tensor | None) -> Tensor:
-        part = self.backend.fused(self.rows, stage, gradient)
-        if not self.visit.apart:
-            return part
-        logps, entropy, own = part
-        losses, divergence = self._divergences(stage.rows.divergence_weight, gradient)
-        return torch.stack([logps, entropy, own + losses, divergence])
 
     def _fused_tokens(self, tokens: Tokens, stage: TokenStage, gradient: Tensor | None) -> Tensor:
         part = self.backend.fused_tokens(self.rows, tokens, stage, gradient)
@@ -596,7 +597,10 @@ class Logits(Stream):
                 return at_once
         result = visit.no_losses()
         for block, to in self._blocks(visit, out, True):
-            block.fused(result, stage, to)
+            if visit.tokens is None:
+                result[:, block.at] = block.fused(stage.at(block.at), to)
+            else:
+                block.add_tokens(result, stage, to)
         return result
 
     def _rows(self, visit: Visit) -> LogitRows:
