@@ -457,10 +457,10 @@ class Engine(Gradients):
 
     def _copies(self, rows: int) -> bool:
         """Whether the products take copies of so many rows of hidden states."""
-        return rows < self.stream.n or self.hidden.dtype != self.products.dtype
+        return rows < self.hidden.shape[0] or self.hidden.dtype != self.products.dtype
 
     def _gathers(self, index: Tensor) -> bool:
-        return index.numel() < self.stream.n
+        return index.numel() < self.hidden.shape[0]
 
     def _take(
         self, at: slice | Tensor, hidden: Tensor, d_logits: Tensor, last: bool, slopes: Callable[[], Tensor] | None
