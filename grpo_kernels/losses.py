@@ -378,7 +378,7 @@ def _in_one_visit(
             of_any, slots = targets.new_zeros(of_rows.n), None if at_once else of_rows.pairs.slots
         whole = Visit(of_any, read, (), others, index, active, slots, of_rows)
     if kept is not None:
-        of_sets = over_sets(asked).visit
+        of_sets = over_sets(asked)
     log_ratio: Tensor | None = None
 
     def terms(logps: Tensor, entropy: Tensor, of_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

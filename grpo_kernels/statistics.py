@@ -16,7 +16,7 @@ from .rows.compile import TracedRows
 from .rows.hidden import Hidden
 from .rows.partials import partials_of
 from .rows.ragged import KeptRows, Ragged, Tokens
-from .rows.run import Read, Rows, of_tokens, statistics
+from .rows.run import Rows, of_tokens, statistics
 from .rows.selection import Sparse
 from .rows.stream import Known, Logits, Seconds, Stream, Visit, one_of, read_beside
 from .streams import Options
@@ -69,10 +69,11 @@ def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, T
     """Statistics of the rows of a stream by name, each [n], differentiable: "logps" over the set of a row that has one, else over
     the vocabulary, those of `Asked.names`, "at" [k] and, with `Asked.over`, "whole_logps" over the vocabulary."""
     if torch.compiler.is_compiling():
-        dtype = stream.dtype if isinstance(stream, Hidden) else None
-        traced = Visit(asked.targets, asked.read, partials_of(asked.names), sparse=asked.sparse)
-        reads = (Read(traced, asked.names, asked.with_gradient),)
-        return statistics(TracedRows(reads, stream.transform, options.backend, options.strict, dtype), stream.tensors)[0]
+        traced = Visit(
+            asked.targets, asked.read, partials_of(asked.names), sparse=asked.sparse, statistics=asked.names,
+            with_gradient=asked.with_gradient,
+        )  # fmt: skip
+        return statistics(TracedRows((traced,), stream, options.backend, options.strict), stream.tensors)[0]
     if torch._C._are_functorch_transforms_active():  # they may have wrappers
         asked = asked._replace(targets=plain(asked.targets), read=None if asked.read is None else plain(asked.read))
     if isinstance(stream.transform.inv_temperature, Tensor):
@@ -96,7 +97,7 @@ def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, T
     for teacher in () if in_one else known:
         made.append(_of_known(stream, asked, teacher))
     found = statistics(Rows(tuple(made), stream), stream.tensors)
-    for i, (visit, *_) in enumerate(made):
+    for i, visit in enumerate(made):
         if visit.kept is None and visit.tokens is not None:
             found[i] = of_tokens(found[i], visit.tokens)
     named = _joined(found[0], found[1], asked) if joined else found[0]
@@ -111,22 +112,25 @@ def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, T
     return named
 
 
-# ---- the reads
+# ---- the visits
 
 
-def over_sets(asked: Asked) -> Read:
-    """The read of rows with sets over these."""
+def over_sets(asked: Asked) -> Visit:
+    """The visit of rows with sets over these."""
     kept, over, at = asked.kept, asked.over or (), asked.at
     assert kept is not None
     names = tuple(name for name in asked.names if name not in over)
     others = () if "divergence" in over else asked.seconds.others
     at = None if at is None or "at" in over else at.only(kept.has).plain()
-    visit = Visit(asked.targets, kept.read, _partials(names, asked.kind), others, at=at, tokens=asked.tokens, kept=kept)
-    return Read(visit, names, tuple(name for name in asked.with_gradient if name in names))
+    with_gradient = tuple(name for name in asked.with_gradient if name in names)
+    return Visit(
+        asked.targets, kept.read, _partials(names, asked.kind), others, at=at, tokens=asked.tokens, kept=kept, statistics=names,
+        with_gradient=with_gradient,
+    )  # fmt: skip
 
 
-def _over_vocabulary(stream: Stream, asked: Asked, in_one: bool) -> Read:
-    """The read over the vocabulary, of rows without a set or of all. `in_one`: the ids are those of a teacher."""
+def _over_vocabulary(stream: Stream, asked: Asked, in_one: bool) -> Visit:
+    """The visit over the vocabulary, of rows without a set or of all. `in_one`: the ids are those of a teacher."""
     targets, read, kept, (others, known), at = asked.targets, asked.read, asked.kept, asked.seconds, asked.at
     tokens, all_rows = asked.tokens, kept is not None and asked.over is not None
     if kept is not None and not all_rows:
@@ -148,16 +152,19 @@ def _over_vocabulary(stream: Stream, asked: Asked, in_one: bool) -> Read:
         hidden, weight, bias = stream.tensors
         ahead = hidden.requires_grad and not (weight.requires_grad or (bias is not None and bias.requires_grad))
     names = _partials(asked.names, asked.kind)
-    visit = Visit(targets, read, names, others, index, active, at, tokens, asked.sparse, all_rows=all_rows, ahead=ahead)
-    return Read(visit, asked.names, asked.with_gradient)
+    return Visit(
+        targets, read, names, others, index, active, at, tokens, asked.sparse, all_rows=all_rows, ahead=ahead,
+        statistics=asked.names, with_gradient=asked.with_gradient,
+    )  # fmt: skip
 
 
-def _of_known(stream: Stream, asked: Asked, teacher: Known) -> Read:
-    """The read of the rows where a teacher that is known at some ids has a weight."""
+def _of_known(stream: Stream, asked: Asked, teacher: Known) -> Visit:
+    """The visit of the rows where a teacher that is known at some ids has a weight."""
     read = read_beside(teacher.weight, asked.read)
     index = _indexed(stream, asked.targets, read)
-    visit = Visit(asked.targets, read, _partials(asked.outside, ""), visited=index, at=teacher.slots)
-    return Read(visit, asked.outside, asked.outside)
+    names = asked.outside
+    partials = _partials(names, "")
+    return Visit(asked.targets, read, partials, visited=index, at=teacher.slots, statistics=names, with_gradient=names)
 
 
 @functools.lru_cache(maxsize=256)

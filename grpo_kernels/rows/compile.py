@@ -21,7 +21,7 @@ from ..checks import check_targets
 from . import backends
 from .hidden import Hidden
 from .partials import Partials, RowTransform, Slopes
-from .run import DRAWS, Problem, Tensors
+from .run import DRAWS, Rows, Tensors
 from .selection import Sparse, capacity
 from .stream import Logits, Parts, Stream, Visit
 
@@ -100,47 +100,50 @@ STATS = _operators("stats", f"{ROWS}, {SPARSE}, {HOW}", _stats, _fake_stats)
 PULL = _operators("pull", f"{ROWS}, {OF_GRADIENT}, float step, {HOW}", _pull, _fake_pull)
 
 
-# ---- a problem that puts these operators into a graph
+# ---- rows that put these operators into a graph
 
 
 @dataclass(frozen=True, eq=False)
-class TracedRows(Problem):
-    """One visit over the vocabulary in a graph. The backend is picked when the graph runs.
+class TracedRows(Rows):
+    """One visit over the vocabulary in a graph. The backend is picked when the graph runs."""
 
-    dtype  of products; None: the tensors are logits."""
-
-    transform: RowTransform
     backend: str
     strict: bool
-    dtype: torch.dtype | None = None
+
+    def versions(self) -> tuple[int, ...]:
+        return ()
+
+    def without_tensors(self) -> TracedRows:
+        return self
 
     def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
-        ((visit, statistics, _),) = self.reads
+        (visit,) = self.visits
         sparse = (0.0, 0, None, 0)
         if visit.sparse is not None:
             seed = visit.sparse.seed
             seeds = (0, seed) if isinstance(seed, Tensor) else (seed, None)
             sparse = (visit.sparse.step, *seeds, visit.sparse.first_row)
-        partials, *draws = STATS[self.dtype is not None](*self._rows(tensors), *sparse, *self._how)
-        return *Partials(partials, visit.names).found(statistics, visit.read), partials, *draws
+        partials, *draws = STATS[isinstance(self.stream, Hidden)](*self._rows(tensors), *sparse, *self._how)
+        return *Partials(partials, visit.names).found(visit.statistics, visit.read), partials, *draws
 
     def pull(
         self, tensors: Tensors, known: list[dict[str, Tensor]], upstream: list[dict[str, Tensor]], wanted: tuple[bool, ...]
     ) -> Tensors:
-        (visit, *_), of_visit = self.reads[0], known[0]
+        visit, of_visit = self.visits[0], known[0]
         slopes = Slopes.of(of_visit, upstream[0], visit.read)
         of_gradient = (list(wanted), of_visit["partials"], slopes.values, list(slopes.names))
         draws, step = ([], 0.0) if visit.sparse is None else ([of_visit[name] for name in DRAWS], visit.sparse.step)
-        made = PULL[self.dtype is not None](*self._rows(tensors), *of_gradient, draws, step, *self._how)
+        made = PULL[isinstance(self.stream, Hidden)](*self._rows(tensors), *of_gradient, draws, step, *self._how)
         found = iter(made)
         return tuple(next(found) if needed else None for needed in wanted)
 
     def _rows(self, tensors: Tensors) -> tuple[Any, ...]:
-        visit = self.reads[0].visit
-        return list(tensors), self.dtype, visit.targets, visit.read, list(visit.names)
+        visit, dtype = self.visits[0], self.stream.dtype if isinstance(self.stream, Hidden) else None
+        return list(tensors), dtype, visit.targets, visit.read, list(visit.names)
 
     @property
     def _how(self) -> tuple[Any, ...]:
-        t = self.transform.inv_temperature
+        transform = self.stream.transform
+        t = transform.inv_temperature
         numbers = (1.0, t) if isinstance(t, Tensor) else (t, None)
-        return self.transform.scale, self.transform.softcap, *numbers, self.backend, self.strict
+        return transform.scale, transform.softcap, *numbers, self.backend, self.strict

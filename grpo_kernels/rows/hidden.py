@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from ..formulas.token_stage import TokenStage
-from .backends import WITH_ENTROPY, Backend, FusedRows
+from .backends import WITH_ENTROPY, Backend
 from .memory import zeros
-from .partials import LogitRows, Partials, RowTransform, Second, Slopes, side_by_side
+from .partials import LogitRows, Partials, RowTransform, Second, Slopes, joined
 from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
 from .ragged import Ragged
 from .selection import Draws, gradient_at, starts
-from .stream import Block, Found, Gradients, LateGradient, Other, Parts, Stream, Visit
+from .stream import AtIds, Block, Found, Gradients, LateGradient, Other, Parts, Stream, Visit, places_of
 
 Tensor = torch.Tensor
 
@@ -66,8 +66,8 @@ class WeightGradient:
 
     dense   of rows over the whole vocabulary, None if there are none; `into.total` itself where it was added to that.
     into    what the gradient is added into; None: memory of its own.
-    slots, values   of rows with sets, or columns that were drawn: `values` [m] is the gradient of the logits at `slots`, from
-            which a few rows of d_weight follow with `hidden`. None if there are none.
+    few     of rows with sets, or columns that were drawn: (values, slots, hidden), values [m] being the gradient of the logits at
+            the slots, from which a few rows of d_weight follow with hidden states. None if there are none.
     """
 
     backend: Backend
@@ -76,18 +76,16 @@ class WeightGradient:
     dense: Tensor | None
     into: WeightMemory | None
     device: torch.device
-    hidden: Tensor | None
-    slots: Ragged | None
-    values: Tensor | None
+    few: tuple[Tensor, Ragged, Tensor] | None
 
     def __post_init__(self) -> None:
-        self._version = _version(self.hidden)
+        self._version = None if self.few is None else _version(self.few[2])
 
-    def made(self, factor: Tensor | None = None) -> Tensor | None:
+    def __call__(self, factor: Tensor | None) -> Tensor | None:
         """The gradient times `factor` (0-d), in the dtype of its sum; where it was added into `into`, what autograd gets then.
         RuntimeError if hidden states that are needed for it were written to."""
-        dense, values = self.dense, self.values
-        if values is not None and _version(self.hidden) != self._version:
+        dense, few = self.dense, self.few
+        if few is not None and _version(few[2]) != self._version:
             raise RuntimeError(
                 "hidden was written to in place between the forward and the backward, which needs it for the gradient of weight: "
                 "call backward first, or write to a copy."
@@ -97,22 +95,20 @@ class WeightGradient:
             if dense is total:
                 raise RuntimeError("a factor of the gradient is known only after it was added to other gradients.")
             self.backend.scale_(dense, factor)
-        if factor is not None and values is not None:
-            values = values * factor
         out = dense
         if total is not None:
             out = total if dense is None or dense is total else total.add_(dense)
         elif out is None:  # only the rows of slots are touched
-            touched = 0 if values is None else values.numel()
-            out = zeros(self.shape, self.dtype, self.device, touched)
-        if values is not None:
-            assert self.slots is not None and self.hidden is not None
-            self.backend.add_hidden_rows(values, self.slots, self.hidden, out)
+            out = zeros(self.shape, self.dtype, self.device, 0 if few is None else few[0].numel())
+        if few is not None:
+            values, slots, hidden = few
+            values = values if factor is None else values * factor
+            self.backend.add_hidden_rows(values, slots, hidden, out)
         return out if self.into is None else self.into.left_to_autograd()
 
 
-def _version(x: Tensor | None) -> int | None:
-    return None if x is None or x.is_inference() else x._version
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,16 +150,11 @@ class Hidden(Stream):
     def at(self, slots: Ragged) -> Tensor:
         if self.columns == 0:  # of a rank without a part of the vocabulary
             return torch.zeros(slots.ids.shape, device=self.hidden.device)
-        with _without_autocast(self.hidden.device.type):
-            logits = self.backend.slot_logits(self.hidden.detach(), self.weight.detach(), slots)
-            return logits if self.bias is None else logits + self.bias.detach().to(torch.float32)[slots.ids.clamp(min=0)]
-
-    def rows(self, at: Tensor) -> Tensor:
-        return Engine(self).logits_of(self, at)
+        logits = self.backend.slot_logits(self.hidden.detach(), self.weight.detach(), slots)
+        return logits if self.bias is None else logits + self.bias.detach().to(torch.float32)[slots.ids.clamp(min=0)]
 
     def stats(self, visit: Visit) -> Found:
-        with _without_autocast(self.hidden.device.type):
-            return Engine(self, (visit.ahead, False, False), Parts(visit)).forward(visit)
+        return Engine(self, (visit.ahead, False, False), Parts(visit)).forward(visit)
 
     def check_there(self) -> None:
         """Raise RuntimeError where the weight was taken away after the forward."""
@@ -180,27 +171,13 @@ class Hidden(Stream):
             self.check_there()
         return Engine(self, wanted, parts)
 
-    def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: Engine, at_ids: Tensor | None) -> None:
+    def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: Engine, at_ids: AtIds | None) -> None:
         if self.into is not None and gradients.d_weight is None:  # all factors are in the slopes
             gradients.d_weight = self.into.sum_of_chunks
-        with _without_autocast(self.hidden.device.type):
-            gradients.backward(visit, found, slopes, at_ids)
+        gradients.backward(visit, found, slopes, at_ids)
 
-    def fused(self, visit: Visit, stage: TokenStage, gradients: Engine | None) -> FusedRows:
-        engine = Engine(self, parts=Parts(visit)) if gradients is None else gradients
-        with _without_autocast(self.hidden.device.type):
-            return engine.fused(visit, stage, gradients is not None)
-
-    def fused_jointly(
-        self, visit: Visit, factors: Callable[[Partials], Tensor], groups: tuple[int, ...], gradients: Any
-    ) -> None:
-        """`fused` of rows whose gradient is one vector each, see `Visit.slopes`, times a factor that waits for other rows.
-
-        factors  these factors, fp32 [n], from the partials of all rows: of each group for which they are there.
-        groups   the number of rows of each group that can have a gradient; groups follow one another."""
-        engine = Engine(self, parts=Parts(visit)) if gradients is None else gradients
-        with _without_autocast(self.hidden.device.type):
-            engine.fused_jointly(visit, factors, groups if gradients is not None else None)
+    def fused(self, visit: Visit, stage: TokenStage, gradients: Engine) -> Tensor:
+        return gradients.fused(visit, stage)
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
@@ -225,8 +202,7 @@ class Engine(Gradients):
     wanted  which: (hidden, weight, bias).
     parts   what adds to them."""
 
-    def __init__(self, stream: Hidden, wanted: tuple[bool, ...] = (False, False, False), parts: Parts | None = None) -> None:
-        parts = parts or Parts(None)
+    def __init__(self, stream: Hidden, wanted: tuple[bool, ...], parts: Parts) -> None:
         self.stream, self.wanted, self.whole, self.backend = stream, wanted, parts.whole, stream.backend
         self.summed_later = parts.twice or (parts.whole is not None and parts.whole.ahead)
         self.rounded = not (parts.twice or parts.slots) and stream.into is None
@@ -259,45 +235,39 @@ class Engine(Gradients):
             others * stream.vocab, dtype == torch.float16, d_hidden_parts(weight, stream.vocab, dtype) if d_hidden else 0,
         )  # fmt: skip
 
-    @functools.cached_property
-    def chunk_rows(self) -> int:
-        return self.work.plan(self.hidden.device.type, 0).chunk
-
     # ---- passes over rows
 
     def forward(self, visit: Visit) -> Found:
         """Partials [q, N]: computed for the rows that are visited; the others get the values of a row that is not read. Columns are
         drawn from each chunk while its logits are there."""
         n, device, sparse = visit.targets.numel(), self.hidden.device, visit.sparse
-        active = visit.active if visit.ahead else None
         draws = None if sparse is None else Draws(sparse.step, n, device, visit.padded)
 
         def step(block: Block, _: slice, out: Tensor | None) -> Tensor:
             values = block.stats()
-            partials = visit.found(values).partials
             if draws is not None and sparse is not None:
                 first = starts(sparse.seed, block.places + sparse.first_row)
+                partials = visit.found(values).partials
                 draws.take(block.places, self.backend.select(block.rows, partials, sparse.step, first))
             if out is not None:
                 block.pull_unit(values, out)
             return values
 
-        parts = self._visited(visit, step, visit.ahead, active)
-        values = self._in_batch(visit, active, parts, lambda: visit.not_read(n, device))
+        active = visit.active if visit.ahead else None
+        values = self._in_batch(visit, active, self._visited(visit, step, active), lambda: visit.not_read(n, device))
         return visit.found(values, () if draws is None else draws.tensors(), self.d_hidden if visit.ahead else None)
 
-    def fused(self, visit: Visit, stage: TokenStage, gradients: bool) -> FusedRows:
-        """Losses of the rows of a token stage, with `gradients` collected or not."""
-        tokens, index = visit.tokens, visit.rows()
-        n = visit.targets.numel() if tokens is None else tokens.rows.numel()
-        nothing = functools.partial(FusedRows.zeros, n, self.hidden.device, visit.others or None)
-        if tokens is not None:
-            result = nothing()
-            self._visited(visit, lambda block, _, out: block.add_tokens(result, stage, out), gradients, visit.active)
+    def fused(self, visit: Visit, stage: TokenStage) -> Tensor:
+        """Losses of the rows of a token stage."""
+        index, active = visit.rows(), visit.active
+        if visit.tokens is not None:
+            result = visit.no_losses()
+            self._visited(visit, lambda block, _, out: block.add_tokens(result, stage, out), active)
             return result
-        ordered = stage.at(index) if self._gathers(index[: visit.active]) else stage
-        parts = self._visited(visit, lambda block, own, out: block.fused(ordered.at(own), out).values, gradients, visit.active)
-        return FusedRows(self._in_batch(visit, visit.active, parts, lambda: nothing().values))
+        # Once, so that those of a chunk are slices: on a GPU each operation of a chunk is a launch.
+        ordered = stage.at(index) if self._gathers(index[:active]) else stage
+        parts = self._visited(visit, lambda block, own, out: block.fused(ordered.at(own), out), active)
+        return self._in_batch(visit, active, parts, visit.no_losses)
 
     def _in_batch(self, visit: Visit, active: int | None, parts: list[Tensor], nothing: Callable[[], Tensor]) -> Tensor:
         """[q, n], from the values [q, r] of the chunks of a pass. `nothing` makes those of rows that are not visited."""
@@ -305,19 +275,23 @@ class Engine(Gradients):
         if not parts:
             return nothing()
         if not self._gathers(index[:active]):
-            return side_by_side(parts)
+            return joined(parts, 1)
         in_batch = nothing()
-        in_batch[:, index] = side_by_side(parts)
+        in_batch[:, index] = joined(parts, 1)
         return in_batch
 
-    def fused_jointly(self, visit: Visit, factors: Callable[[Partials], Tensor], groups: tuple[int, ...] | None) -> None:
-        """`Hidden.fused_jointly`; no gradients where `groups` is None. Rows that have no gradient come first, as groups may wait
-        for them too. A run of groups is one block, whose products wait for its factors; or it is too long for that, and the
-        logits of its rows are computed again, once these are known."""
+    def fused_jointly(self, visit: Visit, factors: Callable[[Partials], Tensor], groups: tuple[int, ...]) -> None:
+        """`fused` of rows whose gradient is one vector each, see `Visit.slopes`, times a factor that waits for other rows.
+
+        factors  these factors, fp32 [n], from the partials of all rows: of each group for which they are there.
+        groups   the number of rows of each group that can have a gradient; groups follow one another.
+
+        Rows that have no gradient come first, as groups may wait for them too. A run of groups is one block, whose products wait
+        for its factors; or it is too long for that, and the logits of its rows are computed again, once these are known."""
         visit = visit._replace(names=WITH_ENTROPY)
-        index, n = visit.rows(), visit.targets.numel()
+        index, n, wanted = visit.rows(), visit.targets.numel(), True in self.wanted
         active = index.numel() if visit.active is None else visit.active
-        runs = self._runs(groups or (), active)
+        runs = self._runs(groups, active) if wanted else []
         partials = Partials.not_read(WITH_ENTROPY, n, self.hidden.device)
 
         def step(block: Block, _: slice, out: Tensor | None) -> None:
@@ -325,12 +299,12 @@ class Engine(Gradients):
             if out is not None:
                 block.pull_unit(values, out)
 
-        for i, (first, end, is_block) in enumerate([(0 if groups is None else active, index.numel(), False), *runs]):
+        for i, (first, end, is_block) in enumerate([(active if wanted else 0, index.numel(), False), *runs]):
             some, self.is_last = index[first:end], i == len(runs)
             self._each(visit, some, step, is_block, slopes=lambda: factors(partials))
             if i and not is_block:
                 of_run = visit._replace(visited=some, active=None)
-                at_ids = None if visit.at is None else torch.zeros(visit.at.ids.shape, device=self.hidden.device)
+                at_ids = None if visit.at is None else (visit.at, torch.zeros(visit.at.ids.shape, device=self.hidden.device))
                 self.backward(of_run, visit.found(partials.values), visit.slopes(factors(partials)), at_ids)
         if not runs:
             factors(partials)
@@ -351,7 +325,7 @@ class Engine(Gradients):
             runs.append((first, end, is_block))
         return runs
 
-    def backward(self, visit: Visit, found: Found, slopes: Slopes, at_ids: Tensor | None) -> None:
+    def backward(self, visit: Visit, found: Found, slopes: Slopes, at_ids: AtIds | None) -> None:
         """Add the gradients of the rows that are visited; their logits are computed again."""
         if visit.sparse is not None:
             if found.draws:  # else no row ran over the vocabulary
@@ -367,21 +341,18 @@ class Engine(Gradients):
             self.d_hidden += _multiplied(found.ahead.clone(), visit.factors(found.partials, slopes))
             return
         self.stream.check_there()
-        index, n = visit.rows()[: visit.active], visit.targets.numel()
-        slots = None if at_ids is None or visit.at is None else self.stream.own(visit.at)
+        index, at_ids = visit.rows()[: visit.active], self.stream.own_ids(at_ids)
         if index.device.type == "cpu":
             nonzero = slopes.nonzero
-            if slots is not None and at_ids is not None:  # slopes of several ids may cancel in the sum of their row
-                nonzero = nonzero.index_fill(0, slots.rows[at_ids != 0], True)
+            if at_ids is not None:  # slopes of several ids may cancel in the sum of their row
+                slots, values = at_ids
+                nonzero = nonzero.index_fill(0, slots.rows[values != 0], True)
             index = index[nonzero[index]]
 
         def step(block: Block, _: slice, out: Tensor | None) -> None:
             assert out is not None
-            own = None
-            if slots is not None and at_ids is not None:
-                here, which = slots.in_chunk(block.places, n)
-                own = here, at_ids[which]
-            block.pull(found.values[:, block.at], slopes.at(block.at), out, own)
+            of_block = None if at_ids is None else block.at_slots(at_ids)
+            block.pull(found.values[:, block.at], slopes.at(block.at), out, of_block)
 
         self._each(visit, index, step, True)
 
@@ -391,15 +362,6 @@ class Engine(Gradients):
     def products(self) -> Products:
         """Created with the first chunk: a call without rows touches nothing of the size of the weight."""
         return _products(self.stream)
-
-    def logits_of(self, stream: Stream, at: Tensor) -> Tensor:
-        """[c, V]: the logits of these rows of a second stream."""
-        if not isinstance(stream, Hidden):
-            return stream.rows(at)
-        if id(stream) not in self._made:
-            self._made[id(stream)] = _products(stream)
-        own = self._made[id(stream)]
-        return own.logits(stream.hidden.detach()[at].to(own.dtype))
 
     def _block(self, visit: Visit, at: slice | Tensor, hidden: Tensor, targets: Tensor, transform: RowTransform) -> Block:
         """The rows of a chunk, beside those of the one second stream that is read with them. With the same head (adapters in the
@@ -419,14 +381,19 @@ class Engine(Gradients):
 
     def _second(self, other: Other, at: slice | Tensor, here: Tensor | None) -> Second:
         """A second stream beside the rows `at` of the batch, or some of them."""
-        places = _places(at, self.hidden.device)
+        places, stream = places_of(at, self.hidden.device), other.stream
         places = places if here is None else places[here]
-        return other.second(self.logits_of(other.stream, places)[None], other.stream.transform.at(places))
+        assert isinstance(stream, Hidden)
+        if id(stream) not in self._made:
+            self._made[id(stream)] = _products(stream)
+        own = self._made[id(stream)]
+        logits = own.logits(stream.hidden.detach()[places].to(own.dtype))
+        return other.second(logits[None], stream.transform.at(places))
 
-    def _visited(self, visit: Visit, step: Step, gradients: bool, active: int | None) -> list[Any]:
+    def _visited(self, visit: Visit, step: Step, active: int | None) -> list[Any]:
         """What `step` makes of the chunks of the rows that are visited. The first `active` may have a gradient; None: all may."""
         index = visit.rows()
-        found = self._each(visit, index[:active], step, gradients)
+        found = self._each(visit, index[:active], step, True in self.wanted)
         return found if active is None else found + self._each(visit, index[active:], step, False, active)
 
     def _each(
@@ -442,40 +409,41 @@ class Engine(Gradients):
         if self._gathers(index):  # once, so that those of a chunk are slices
             targets, transform = targets[index], transform.at(index)
         work = self.work if self.d_weight is None else self.work._replace(d_weight=0)
-        block_rows = work.plan(self.hidden.device.type, rows, self._copies(rows)).block if wanted else 0
+        plan = work.plan(self.hidden.device.type, rows, self._copies(rows))
         kept, first = None, 0  # the gradients of the block at hand, where they have memory of their own, and its first row
-        for own in self._chunks(index):
-            at, hidden = self._hidden(index, own)
-            block, out = self._block(visit, at, hidden, targets[own], transform.at(own)), None
-            if wanted:
-                kept = self.products.gradient_rows(min(block_rows, rows - first)) if own.start == first else kept
-                out = self._gradient(block.rows.logits[0], kept, own.start - first)
-            in_pass = slice(before + own.start, before + own.stop)
-            found.append(step(block, in_pass, None if out is None else out[None]))
-            del block  # before the products of a block, or the next chunk, make theirs
-            if out is None:
-                continue
-            if self.d_bias is not None:
-                self.d_bias += out.sum(0, dtype=torch.float32)
-            if kept is not None:
-                out = self.products.keep(out, kept, own.start - first)
-                if own.stop - first < len(kept):
+        with _without_autocast(self.hidden.device.type):
+            for own in self._chunks(index, plan.chunk):
+                at, hidden = self._hidden(index, own)
+                block, out = self._block(visit, at, hidden, targets[own], transform.at(own)), None
+                if wanted:
+                    kept = self.products.gradient_rows(min(plan.block, rows - first)) if own.start == first else kept
+                    out = self.products.gradient_buffer(block.rows.logits[0], self.exact, kept, own.start - first)
+                in_pass = slice(before + own.start, before + own.stop)
+                found.append(step(block, in_pass, None if out is None else out[None]))
+                del block  # before the products of a block, or the next chunk, make theirs
+                if out is None:
                     continue
-                out, kept = kept, None
-            if first < own.start:  # a block of several chunks
-                at, hidden = self._hidden(index, slice(first, own.stop))
-            first = own.stop
-            self._take(at, hidden, out, first == rows, slopes)
-            del out
+                if self.d_bias is not None:
+                    self.d_bias += out.sum(0, dtype=torch.float32)
+                if kept is not None:
+                    out = self.products.keep(out, kept, own.start - first)
+                    if own.stop - first < len(kept):
+                        continue
+                    out, kept = kept, None
+                if first < own.start:  # a block of several chunks
+                    at, hidden = self._hidden(index, slice(first, own.stop))
+                first = own.stop
+                self._take(at, hidden, out, first == rows, slopes)
+                del out
         return found
 
-    def _chunks(self, index: Tensor) -> Iterator[slice]:
-        """Which of these rows are one chunk."""
+    def _chunks(self, index: Tensor, rows: int) -> Iterator[slice]:
+        """Which of these rows are one chunk, of so many rows."""
         if index.device.type == "cpu" and not self.work.apart:
             # As few chunks as the memory allows, of nearly one size: a product of a few last rows reads the whole weight, too.
-            parts = index.tensor_split(-(-index.numel() // self.chunk_rows))
+            parts = index.tensor_split(-(-index.numel() // rows))
         else:  # equal sizes except the last: a library chooses its kernel by the size
-            parts = index.split(self.chunk_rows)
+            parts = index.split(rows)
         end = 0
         for part in parts:
             first, end = end, end + part.numel()
@@ -494,13 +462,6 @@ class Engine(Gradients):
     def _gathers(self, index: Tensor) -> bool:
         return index.numel() < self.hidden.shape[0]
 
-    def _gradient(self, logits: Tensor, kept: Tensor | None, first: int) -> Tensor:
-        """Where the row kernel writes the gradient of the logits of a chunk: in the rows of a block from the `first` on, or in the
-        memory of the logits."""
-        if kept is None or self.work.scaled:
-            return self.products.gradient_buffer(logits, self.exact)
-        return kept[first : first + logits.shape[0]]
-
     def _take(
         self, at: slice | Tensor, hidden: Tensor, d_logits: Tensor, last: bool, slopes: Callable[[], Tensor] | None
     ) -> None:
@@ -511,7 +472,9 @@ class Engine(Gradients):
             return  # of a rank without a part of the vocabulary, whose gradients are 0
         factors = None if slopes is None else slopes()[at]
         if self.d_hidden is not None and self.summed_later:
-            self.d_hidden.index_add_(0, _places(at, self.hidden.device), _multiplied(self.products.d_hidden(d_logits), factors))
+            self.d_hidden.index_add_(
+                0, places_of(at, self.hidden.device), _multiplied(self.products.d_hidden(d_logits), factors)
+            )
         elif self.d_hidden is not None:
             self.d_hidden[at] = _multiplied(self.products.d_hidden(d_logits), factors).to(self.d_hidden.dtype)
         if self.wanted[1]:
@@ -522,8 +485,10 @@ class Engine(Gradients):
 
     def made(self) -> tuple[Tensor | LateGradient | None, ...]:
         stream, device = self.stream, self.hidden.device
-        slots, values = (None, None) if self.few is None or not stream.columns else self.few  # a rank may have no column
-        if slots is not None and values is not None:
+        few = None
+        if self.few is not None and stream.columns:  # a rank may have no column
+            slots, values = self.few
+            few = values, slots, self.hidden  # otherwise hidden states are not kept for the backward
             if self.d_hidden is not None:
                 of_slots = torch.zeros_like(self.d_hidden) if self.summed_later else self.d_hidden
                 self.backend.add_weight_rows(values, slots, stream.weight.detach(), of_slots)
@@ -535,15 +500,10 @@ class Engine(Gradients):
         if self.d_hidden is not None and stream.shard is not None:
             self.d_hidden = stream.shard.sum_hidden(self.d_hidden)
         d_weight: Tensor | LateGradient | None = self.d_weight
-        if self.wanted[1] and (d_weight is None or values is not None or stream.into is not None):
-            hidden = None if values is None else self.hidden  # otherwise nothing has to be kept for the backward
+        if self.wanted[1] and (d_weight is None or few is not None or stream.into is not None):
             like = (self.backend, stream.weight.shape, stream.weight.dtype)
-            d_weight = WeightGradient(*like, self.d_weight, stream.into, device, hidden, slots, values)
+            d_weight = WeightGradient(*like, self.d_weight, stream.into, device, few)
         return self.d_hidden, d_weight, self.d_bias
-
-
-def _places(at: slice | Tensor, device: torch.device) -> Tensor:
-    return torch.arange(at.start, at.stop, device=device) if isinstance(at, slice) else at
 
 
 def _multiplied(rows: Tensor, factors: Tensor | None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +134,11 @@ def check_shard(shard: object) -> None:
         )
 
 
+def _of_part(name: str) -> Any:
+    """A method of the backend that runs on this rank's part."""
+    return lambda self, *arguments: getattr(self.backend, name)(*arguments)
+
+
 class VocabParallel(Backend):
     """A backend for rows that are sharded over ranks: it runs another backend on this rank's part, with one exchange."""
 
@@ -145,8 +149,17 @@ class VocabParallel(Backend):
         self.writes_behind_reads = backend.writes_behind_reads
 
     def stats(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
-        """Statistics of whole rows from this rank's part of them, the same on all ranks."""
-        return exchange(self.shard, self.backend.first_visit(self._own(rows), names), rows.read, self.shard.start)
+        """Statistics of whole rows from this rank's part of them, the same on all ranks: one all-gather. OF_SECOND_VISIT are left
+        alone: that visit has an exchange of its own."""
+        part, first = self.backend.first_visit(self._own(rows), names), tuple(x for x in names if x not in OF_SECOND_VISIT)
+        sent = own = part.values[: len(first)]
+        if "top" in names:  # an id counts from the rank's first column, so that is sent too
+            start = torch.full((1, rows.n), self.shard.start, dtype=torch.int32, device=own.device)
+            sent = torch.cat([own, start.view(torch.float32)])
+        everyone = gathered(sent, self.shard.group)
+        starts = everyone[:, -1].view(torch.int32) if "top" in names else None
+        own.copy_(merge(everyone[:, : len(first)], first, rows.read, starts, part).values)
+        return part
 
     def mixed(self, rows: LogitRows, partials: Partials) -> Tensor:
         """Sums over whole rows from this rank's part of them."""
@@ -162,13 +175,9 @@ class VocabParallel(Backend):
             at = torch.arange(*(rows.part or (0, out.shape[0] * out.shape[1])), device=out.device)
             padding[at // out.shape[1], at % out.shape[1]] = 0
 
-    def _of_part(self, name: str, *arguments: Any) -> Any:
-        return getattr(self.backend, name)(*arguments)
-
-    scale_: Any = functools.partialmethod(_of_part, "scale_")
-    slot_logits: Any = functools.partialmethod(_of_part, "slot_logits")
-    add_weight_rows: Any = functools.partialmethod(_of_part, "add_weight_rows")
-    add_hidden_rows: Any = functools.partialmethod(_of_part, "add_hidden_rows")
+    scale_, slot_logits, add_weight_rows, add_hidden_rows = map(
+        _of_part, ("scale_", "slot_logits", "add_weight_rows", "add_hidden_rows")
+    )
 
     def masses(self, rows: LogitRows, partials: Partials, step: float) -> Tensor:
         """Of this rank's columns."""
@@ -200,24 +209,6 @@ class VocabParallel(Backend):
         }
         second = None if second is None else second._replace(**none)
         return rows._replace(targets=torch.full_like(rows.targets, -1), second=second, **none)
-
-
-def exchange(shard: VocabShard, part: Partials, read: Tensor | None, start: int) -> Partials:
-    """Statistics of whole rows from each rank's `part` of them, the same on all ranks: one all-gather. `start`: the id that
-    this rank's ids of `top` count from. OF_SECOND_VISIT are left alone: that visit has an exchange of its own."""
-    names = tuple(name for name in part.names if name not in OF_SECOND_VISIT)
-    partials = part.values[: len(names)]
-    # The id of a rank's largest logit counts from the rank's first column, so that column is sent too.
-    first = torch.full((1, partials.shape[1]), start, dtype=torch.int32, device=partials.device).view(torch.float32)
-    sent = torch.cat([partials, first]) if "top" in names else partials
-    everyone = gathered(sent, shard.group)
-    starts = everyone[:, -1].view(torch.int32) if "top" in names else None
-    merged = merge(everyone[:, : len(names)], names, read, starts, part)
-    if names == part.names:
-        return merged
-    whole = Partials.not_read(part.names, partials.shape[1], partials.device, part)
-    whole.values[: len(names)] = merged.values
-    return whole
 
 
 def on_shard(backend: Backend, shard: VocabShard | None) -> Backend:

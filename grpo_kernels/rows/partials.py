@@ -39,8 +39,7 @@ class RowTransform(NamedTuple):
 
     def of(self, x: Tensor, rows: Tensor) -> Tensor:
         """z of single logits x fp32 [m], of rows `rows` [m]."""
-        t = self.inv_temperature
-        t = t if isinstance(t, float) else t[rows]
+        t = self.at(rows).inv_temperature
         if self.softcap:
             return torch.tanh(x * (self.scale / self.softcap)) * (self.softcap * t)
         factor = self.scale * t
@@ -60,8 +59,7 @@ class RowTransform(NamedTuple):
 
     def slope(self, x: Tensor, rows: Tensor) -> float | Tensor:
         """dz/dx of single logits."""
-        t = self.inv_temperature
-        slope = self.scale * (t if isinstance(t, float) else t[rows])
+        slope = self.scale * self.at(rows).inv_temperature
         return slope * (1.0 - torch.tanh(x * (self.scale / self.softcap)).square()) if self.softcap else slope
 
 
@@ -80,6 +78,10 @@ class Second(NamedTuple):
     def at(self, rows: slice | Tensor) -> Second:
         """The same with the transform of these rows only, for a call that takes them out of all rows of the logits."""
         return self._replace(transform=self.transform.at(rows))
+
+    def taken(self, rows: Tensor | None) -> Second:
+        """These rows of logits [1, r, V] alone; None: all."""
+        return self if rows is None else self.at(rows)._replace(logits=self.logits[:, rows])
 
 
 class LogitRows(NamedTuple):
@@ -160,9 +162,9 @@ def partials_of(statistics: tuple[str, ...], kind: str = "") -> tuple[str, ...]:
     return tuple(name for i, name in enumerate(PARTIALS) if i < ALWAYS or name in needed)
 
 
-def side_by_side(tables: list[Tensor]) -> Tensor:
-    """Tables [q, r] of rows that follow one another as one."""
-    return tables[0] if len(tables) == 1 else torch.cat(tables, 1)
+def joined(tables: list[Tensor], dim: int) -> Tensor:
+    """Tables [q, r] that follow one another as one."""
+    return tables[0] if len(tables) == 1 else torch.cat(tables, dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,10 +207,10 @@ class Partials:
         """The same; None if it was not asked for."""
         return self[name] if name in self.names else None
 
-    def put(self, names: tuple[str, ...], values: Tensor, rows: slice | Tensor = slice(None)) -> None:
-        """Set partials whose names follow one another, of these rows."""
+    def put(self, names: tuple[str, ...], values: Tensor) -> None:
+        """Set partials whose names follow one another."""
         first = self.names.index(names[0])
-        self.values[first : first + len(names), rows] = values
+        self.values[first : first + len(names)] = values
 
     def at(self, rows: slice | Tensor) -> Partials:
         """The partials of these rows only."""
@@ -311,12 +313,14 @@ class Partials:
             return self["mixed_student"]
         return self.divergence if self.kind == "reverse" else torch.zeros_like(self.sum)
 
-    def found(self, statistics: tuple[str, ...], read: Tensor | None) -> list[Tensor]:
-        """Log-probs and these of STATISTICS; 0 for a row that is not read, an id -1."""
+    def found(self, statistics: tuple[str, ...], read: Tensor | None, divergence: Tensor | None = None) -> list[Tensor]:
+        """Log-probs and these of STATISTICS; 0 for a row that is not read, an id -1. `divergence`: where it is that of several
+        second streams."""
         logps, *entropy = self.softmax("entropy" in statistics)
-        values = [logps]
+        values, known = [logps], {"entropy": entropy[0] if entropy else None, "divergence": divergence}
         for name in statistics:
-            x = entropy[0] if name == "entropy" else getattr(self, name)
+            x = known.get(name)
+            x = getattr(self, name) if x is None else x
             values.append(torch.where(read, x, 0.0) if name == "top_prob" and read is not None else x)
         return values
 

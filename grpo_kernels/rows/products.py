@@ -28,7 +28,7 @@ def products_for(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Pro
     """The products for `weight` [V, H] on its device; `dtype` is what products may compute in."""
     if weight.shape[0] == 0:  # a rank without a part of the vocabulary
         return Products(weight, bias)
-    if dtype in (torch.bfloat16, torch.float16) and widens(weight.device):
+    if keeps_rows(dtype, weight.device):
         own = weight.to(dtype)
         return TensorCoreProducts(own, bias, weight.dtype) if dtype == torch.bfloat16 else HalfProducts(own, bias)
     native = _native(weight, dtype)
@@ -97,13 +97,14 @@ class Products:
             out = _times_transposed(hidden, self.weight)
         else:
             out = torch.empty(hidden.shape[0], self.weight.shape[0], device=hidden.device, dtype=torch.float32)
-            for block, weight in self._weight_blocks():
-                out[:, block] = _times_transposed(hidden, weight)
+            for block in self._blocks_of_ids():
+                out[:, block] = _times_transposed(hidden, self.weight[block].float())
         return out if self.bias is None else out.add_(self.bias)
 
-    def gradient_buffer(self, logits: Tensor, exact: bool) -> Tensor:
-        """Where the row kernel writes d_logits; `exact` asks for fp32 where that takes no memory of its own."""
-        return logits
+    def gradient_buffer(self, logits: Tensor, exact: bool, block: Tensor | None, first: int) -> Tensor:
+        """Where the row kernel writes d_logits: in the rows of a block from the `first` on, or in the memory of the logits.
+        `exact` asks for fp32 where that takes no memory of its own."""
+        return logits if block is None else block[first : first + logits.shape[0]]
 
     def gradient_rows(self, rows: int) -> Tensor | None:
         """Memory for d_logits of the chunks of a block of `rows` rows. None: that of the logits, one chunk after the other."""
@@ -111,14 +112,14 @@ class Products:
 
     def keep(self, d_logits: Tensor, block: Tensor, first: int) -> Tensor:
         """The d_logits of a chunk, in the rows of the block from the `first` on."""
-        return block[first : first + d_logits.shape[0]]
+        return d_logits
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
         if self.weight.dtype == torch.float32:
             return _times_transposed(d_logits, self.weight.t())
         out = torch.zeros(d_logits.shape[0], self.weight.shape[1], device=d_logits.device, dtype=torch.float32)
-        for block, weight in self._weight_blocks():
-            out += _times_transposed(d_logits[:, block], weight.t())
+        for block in self._blocks_of_ids():
+            out += _times_transposed(d_logits[:, block], self.weight[block].float().t())
         return out
 
     def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor, last: bool) -> Tensor:
@@ -128,15 +129,11 @@ class Products:
         out = memory.empty(self.weight.shape, torch.float32, hidden.device)
         return torch.mm(d_logits.t(), hidden, out=out)
 
-    def _weight_blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        for block in self._blocks_of_ids():
-            yield block, self.weight[block].float()
-
     def _blocks_of_ids(self) -> Iterator[slice]:
         vocab, width = self.weight.shape
         step = max(1, WEIGHT_BLOCK_BYTES // (4 * width))
         for lo in range(0, vocab, step):
-            yield slice(lo, min(lo + step, vocab))
+            yield slice(lo, lo + step)
 
 
 class NativeProducts(Products):
@@ -158,7 +155,7 @@ class NativeProducts(Products):
         cpu_products.logits(hidden, self.weight, self.bias, out)
         return out
 
-    def gradient_buffer(self, logits: Tensor, exact: bool) -> Tensor:
+    def gradient_buffer(self, logits: Tensor, exact: bool, block: Tensor | None, first: int) -> Tensor:
         return logits if exact or self.dtype == torch.float32 else logits.view(torch.bfloat16)[:, : logits.shape[1]]
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
@@ -209,7 +206,7 @@ class TensorCoreProducts(Products):
         return total
 
 
-class HalfProducts(Products):
+class HalfProducts(TensorCoreProducts):
     """GPUs, fp16: as in bf16, but gradients may leave fp16's range: they come before the loss scale and after any ratio. So the
     row kernel writes them in fp32, and each row is scaled by a power of two that brings its largest element into range. The fp32
     results of the products are scaled back, which is exact: only fp16's rounding is left, eight times finer than bf16's.
@@ -218,11 +215,13 @@ class HalfProducts(Products):
     as they are, the others times a power of two below 1."""
 
     dtype = torch.float16
-    logits = TensorCoreProducts.logits
 
     def gradient_rows(self, rows: int) -> Tensor | None:
         self._exponents = torch.zeros(rows, dtype=torch.int32, device=self.weight.device)
-        return _aligned_rows(rows, self.weight.shape[0], self.dtype, self.weight.device)
+        return super().gradient_rows(rows)
+
+    def gradient_buffer(self, logits: Tensor, exact: bool, block: Tensor | None, first: int) -> Tensor:
+        return logits
 
     def keep(self, d_logits: Tensor, block: Tensor, first: int) -> Tensor:
         rows = slice(first, first + d_logits.shape[0])
@@ -232,7 +231,7 @@ class HalfProducts(Products):
         return torch.mul(d_logits, _power(FULL - exponents)[:, None], out=block[rows])
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
-        return torch.mm(d_logits, self.weight, out_dtype=torch.float32).mul_(_power(self._exponents - FULL)[:, None])
+        return super().d_hidden(d_logits).mul_(_power(self._exponents - FULL)[:, None])
 
     def add_d_weight(self, total: Tensor | None, d_logits: Tensor, hidden: Tensor, last: bool) -> Tensor:
         largest = self._exponents.amax()

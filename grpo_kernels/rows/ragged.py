@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..checks import plain
+from ..formulas.token_stage import TokenStage
 from ..token_sets import TokenSets
 
 Tensor = torch.Tensor
@@ -78,14 +79,14 @@ def at_or(x: Tensor, index: Tensor, value: float = 0) -> Tensor:
     return torch.cat([x, x.new_full((1,), value)])[index]
 
 
-def write_at(out: Tensor, positions: tuple[Tensor, ...], values: Tensor, used: Tensor) -> None:
-    """out[positions] = values, [m], where `used`, bool [m], whose positions differ. The host does not ask which these are: every
-    other slot writes what the first of them does, or where there is none, what is there."""
-    m = used.numel()
+def write_at(out: Tensor, slots: Ragged, values: Tensor) -> None:
+    """Write values [m] at slots that are in use, which differ, of rows of logits `out` [A, T, V]. The host does not ask which these
+    are: every other slot writes what the first of them does, or where there is none, what is there."""
+    m, used = slots.ids.numel(), slots.ids >= 0
     if m == 0 or out.numel() == 0:  # of a rank without a part of the vocabulary
         return
     which = torch.where(used, torch.arange(m, device=used.device), used.to(torch.uint8).argmax())
-    at = tuple(x[which] for x in positions)
+    at = tuple(x[which] for x in slots.positions(out.shape[1]))
     out[at] = torch.where(used[which], values[which].to(out.dtype), out[at])
 
 
@@ -195,17 +196,21 @@ class Tokens:
         first = at_or(slots.ids, slots.offsets[:-1])
         return plain(torch.where(slots.offsets.diff() > 0, first, 0).clamp(min=0))
 
-    def at(self, rows: Tensor) -> tuple[Tokens, Tensor | slice, Tensor | slice]:
-        """(the tokens of these rows, int64 [r], which count as their places; which of the tokens they are, and of the listed ids).
-        Where the host would wait to know how many they are: all tokens, the others not read."""
+    def at(self, rows: Tensor, stage: TokenStage) -> tuple[Tokens, Tensor | slice, TokenStage]:
+        """(the tokens of these rows, int64 [r], which count as their places; which of the tokens they are; their part of the token
+        stage). Where the host would wait to know how many they are: all tokens, the others not read."""
         of_tokens = places_in(rows, self.n)[self.rows.clamp(0, self.n - 1)]
-        here, all_of_them = self.used & (of_tokens >= 0), slice(None)
+        here, listed = self.used & (of_tokens >= 0), None
         if rows.device.type not in READ_AT_ONCE:
             own = None if self.of_row is None else rows
-            return replace(self, rows=of_tokens, read=here, n=rows.numel(), of_row=own), all_of_them, all_of_them
+            return replace(self, rows=of_tokens, read=here, n=rows.numel(), of_row=own), slice(None), stage
         which = here.nonzero()[:, 0]
-        listed, of_listed = (None, all_of_them) if self.listed is None else self.listed.taken(which)
-        return Tokens(of_tokens[which], self.targets[which], None, rows.numel(), listed), which, of_listed
+        stage = stage.at(which)
+        if self.listed is not None:
+            listed, of_listed = self.listed.taken(which)
+            if stage.listed is not None:
+                stage = stage._replace(listed=stage.listed.taken(of_listed, listed.offsets))
+        return Tokens(of_tokens[which], self.targets[which], None, rows.numel(), listed), which, stage
 
     def groups(self, active: Tensor | None, sequences: Tensor, count: int) -> tuple[int, ...]:
         """Of the rows of `active` tokens, in their order: the sizes of the smallest groups that follow one another so that no

@@ -9,7 +9,6 @@ torch.compile sees the same Function with the operators of compile.py in place o
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,8 +17,7 @@ import torch
 
 from ..formulas.ops import times
 from ..formulas.token_stage import JointStage, TokenStage
-from .backends import FusedRows
-from .hidden import Hidden
+from .hidden import Engine
 from .memory import converted
 from .partials import Partials, RowTransform, Second, Slopes
 from .ragged import Tokens
@@ -41,19 +39,11 @@ HANDED_OVER = (
 # ---- the problem
 
 
-class Read(NamedTuple):
-    """A visit, and what is asked of it: statistics beside log-probs, see STATISTICS, and those of them that have a gradient."""
-
-    visit: Visit
-    statistics: tuple[str, ...]
-    with_gradient: tuple[str, ...]
-
-
 Name = tuple[int, str]  # the number of a visit, and what it gives
 
 
 class Names(NamedTuple):
-    """The values of a problem, those of them that have a gradient, and what else its backward needs."""
+    """The values of all visits, those of them that have a gradient, and what else its backward needs."""
 
     values: list[Name]
     differentiable: list[Name]
@@ -61,73 +51,54 @@ class Names(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Problem(ABC):
-    """What `statistics` computes: reads of one stream."""
+class Rows:
+    """What `statistics` computes: visits of one stream."""
 
-    reads: tuple[Read, ...]
+    visits: tuple[Visit, ...]
+    stream: Stream
 
     def names(self) -> Names:
         """Of each visit log-probs in front, and those at further ids behind the statistics."""
         values: list[Name] = []
         differentiable: list[Name] = []
         saved: list[Name] = []
-        for i, (visit, statistics, with_gradient) in enumerate(self.reads):
+        for i, visit in enumerate(self.visits):
             at, of_at = ((), ()) if visit.at is None else (("at",), ("at logits", "at used"))
-            values += [(i, name) for name in ("logps", *statistics, *at)]
-            differentiable += [(i, name) for name in ("logps", *with_gradient, *at)]
+            values += [(i, name) for name in ("logps", *visit.statistics, *at)]
+            differentiable += [(i, name) for name in ("logps", *visit.with_gradient, *at)]
             of_draws, ahead = () if visit.sparse is None else DRAWS, ("ahead",) if visit.ahead else ()
             saved += [(i, name) for name in ("partials", *of_at, *of_draws, *ahead)]
         return Names(values, differentiable, saved)
 
     def by_visit(self, names: Sequence[Name], tensors: Tensors) -> list[dict[str, Tensor]]:
         """The first tensors by these names, of each visit."""
-        found: list[dict[str, Tensor]] = [{} for _ in self.reads]
+        found: list[dict[str, Tensor]] = [{} for _ in self.visits]
         for (i, name), x in zip(names, tensors, strict=False):
             found[i][name] = x
         return found
 
-    @abstractmethod
+    def versions(self) -> tuple[int, ...]:
+        """How often what the backward reads beside the tensors of the stream was written to."""
+        tensors: list[Any] = [self.stream.transform.inv_temperature]
+        for visit in self.visits:
+            tensors += visit.targets, visit.read
+            for other in visit.others:
+                tensors += other.stream.tensors
+        return tuple(x._version for x in tensors if isinstance(x, Tensor) and not x.is_inference())
+
+    def without_tensors(self) -> Rows:
+        """The same as the backward keeps it: autograd keeps the tensors."""
+        return Rows(self.visits, self.stream.of((), self.stream.transform))
+
     def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
         """The values, then what is saved, from the tensors of the stream."""
-
-    @abstractmethod
-    def pull(
-        self, tensors: Tensors, known: list[dict[str, Tensor]], upstream: list[dict[str, Tensor]], wanted: tuple[bool, ...]
-    ) -> Tensors:
-        """Gradients of the tensors. known: of each visit by name what was saved, and the values that have a gradient."""
-
-    @property
-    def read_again(self) -> list[Any]:
-        """What the backward reads beside the tensors of the stream."""
-        return []
-
-    def versions(self) -> tuple[int, ...]:
-        """How often tensors of these were written to."""
-        return tuple(x._version for x in self.read_again if isinstance(x, Tensor) and not x.is_inference())
-
-    def without_tensors(self) -> Problem:
-        """The problem as the backward keeps it: autograd keeps the tensors."""
-        return self
-
-
-@dataclass(frozen=True, eq=False)
-class Rows(Problem):
-    """Reads of a stream as it is."""
-
-    stream: Stream
-
-    def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
         same = all(map(operator.is_, tensors, self.stream.tensors))  # unless torch.func takes wrappers off
         base = self.stream if same else self.stream.of(tensors, self.stream.transform)
         values: list[Tensor] = []
         saved: list[Tensor] = []
-        for visit, statistics, _ in self.reads:
+        for visit in self.visits:
             _, found, at = Made.of(base, visit)
-            ours = tuple(name for name in statistics if name != "divergence") if visit.apart else statistics
-            of_visit = found.partials.found(ours, visit.read)
-            if len(ours) < len(statistics):
-                of_visit.insert(1 + statistics.index("divergence"), _divergence(visit, found))
-            values += of_visit
+            values += found.partials.found(visit.statistics, visit.read, _divergence(visit, found) if visit.apart else None)
             saved.append(found.values)
             if at is not None:
                 values.append(at.log_probs(found.partials, visit.read, base.transform))
@@ -138,9 +109,10 @@ class Rows(Problem):
     def pull(
         self, tensors: Tensors, known: list[dict[str, Tensor]], upstream: list[dict[str, Tensor]], wanted: tuple[bool, ...]
     ) -> Tensors:
+        """Gradients of the tensors. known: of each visit by name what was saved, and the values that have a gradient."""
         base = self.stream.of(tensors, self.stream.transform)
         gradients = base.gradients(wanted, self._parts())
-        for (visit, *_), of_visit, given in zip(self.reads, known, upstream, strict=True):
+        for visit, of_visit, given in zip(self.visits, known, upstream, strict=True):
             if not given:
                 continue
             draws = () if visit.sparse is None else tuple(of_visit[name] for name in DRAWS if name in of_visit)
@@ -154,7 +126,7 @@ class Rows(Problem):
 
     def _parts(self) -> Parts:
         whole, twice, slots, wholes = None, False, False, 0
-        for visit, *_ in self.reads:  # those of sets come first: they read logits that may be written over
+        for visit in self.visits:  # those of sets come first: they read logits that may be written over
             if visit.kept is not None:
                 slots = True
                 continue
@@ -162,18 +134,6 @@ class Rows(Problem):
             slots = slots or visit.sparse is not None or (visit.ahead and visit.at is not None)
             whole, wholes = whole or visit, wholes + 1
         return Parts(whole, twice, slots, wholes)
-
-    def without_tensors(self) -> Rows:
-        return Rows(self.reads, self.stream.of((), self.stream.transform))
-
-    @property
-    def read_again(self) -> list[Any]:
-        tensors: list[Any] = [self.stream.transform.inv_temperature]
-        for visit, *_ in self.reads:
-            tensors += visit.targets, visit.read
-            for other in visit.others:
-                tensors += other.stream.tensors
-        return tensors
 
 
 def over(stream: Stream, visit: Visit) -> Stream | OverSets:
@@ -216,9 +176,10 @@ class Made(NamedTuple):
             # Of computed rows the divergence has its gradient where they are computed again, see `Block.pull`.
             seconds = () if base.computed and visit.kept is None else _seconds_at(visit, found)
             rows = (visit.targets, visit.read, found.partials, slopes, base.transform, seconds)
-            at_ids, slopes = at.gradients(d_at, d_ids.get("outside"), *rows)
+            of_ids, slopes = at.gradients(d_at, d_ids.get("outside"), *rows)
+            at_ids = at.slots, of_ids
             if visit.ahead:
-                gradients.add(base.own(at.slots), at_ids)
+                gradients.add(base.own(at.slots), of_ids)
         over(base, visit).pull(visit, found, slopes, gradients, at_ids)
 
 
@@ -227,9 +188,7 @@ DRAWS = ("draws ids", "draws offsets", "draws rows", "draws logits")
 
 
 def _divergence(visit: Visit, found: Found) -> Tensor:
-    """fp32 [n], from all second streams."""
-    if not visit.apart:
-        return found.partials.divergence
+    """fp32 [n], from all second streams that are read apart."""
     values = [times(other.weight, partials.divergence) for other, partials in zip(visit.apart, found.apart, strict=True)]
     return torch.stack(values).sum(0)
 
@@ -284,30 +243,30 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 
 class _Statistics(torch.autograd.Function):
-    """The values of a problem, then what is saved, which has no gradient."""
+    """The values of all visits, then what is saved, which has no gradient."""
 
     @staticmethod
-    def forward(problem: Problem, names: Names, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        return problem.stats(tensors)
+    def forward(rows: Rows, names: Names, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return rows.stats(tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        problem, names, *tensors = inputs
+        rows, names, *tensors = inputs
         count, differentiable = len(names.values), names.differentiable
         values, saved = dict(zip(names.values, output[:count], strict=True)), output[count:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*saved, *(x for name, x in values.items() if name not in differentiable))
-        ctx.problem, ctx.names, ctx.versions = problem.without_tensors(), names, problem.versions()
+        ctx.rows, ctx.names, ctx.versions = rows.without_tensors(), names, rows.versions()
         ctx.save_for_backward(*saved, *(values[name] for name in differentiable), *tensors)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Tensors:
-        problem, (values, differentiable, saved), wanted = ctx.problem, ctx.names, ctx.needs_input_grad[2:]
+        rows, (values, differentiable, saved), wanted = ctx.rows, ctx.names, ctx.needs_input_grad[2:]
         of_values = {name: x for name, x in zip(values, upstream, strict=False) if x is not None}
         given = [name for name in differentiable if name in of_values]
         if not given:
             return (None,) * len(ctx.needs_input_grad)
-        if problem.versions() != ctx.versions:
+        if rows.versions() != ctx.versions:
             raise RuntimeError(
                 "what the backward reads again was written to between forward and backward, the second stream of rows (its logits, hidden "
                 "states or head), targets, mask or temperatures: call backward first, or pass a copy."
@@ -316,25 +275,25 @@ class _Statistics(torch.autograd.Function):
         last = first + len(saved) + len(differentiable)
 
         def pull(*x: Any) -> Tensors:
-            known, of_upstream = problem.by_visit((*saved, *differentiable), x[first:last]), problem.by_visit(given, x)
-            return problem.pull(x[last:], known, of_upstream, wanted)
+            known, of_upstream = rows.by_visit((*saved, *differentiable), x[first:last]), rows.by_visit(given, x)
+            return rows.pull(x[last:], known, of_upstream, wanted)
 
         return None, None, *gradient_once(pull, *(of_values[name] for name in given), *ctx.saved_tensors)
 
 
-def statistics(problem: Problem, tensors: Tensors) -> list[dict[str, Tensor]]:
+def statistics(rows: Rows, tensors: Tensors) -> list[dict[str, Tensor]]:
     """The values of each visit by name, each [n] (those at further ids [k]), with the gradient of the stream's tensors."""
-    names = problem.names()
+    names = rows.names()
     needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if torch.compiler.is_compiling():
         # torch.compile knows such a Function with gradients only.
-        made = (_Statistics.apply if needed else _Statistics.forward)(problem, names, *tensors)
+        made = (_Statistics.apply if needed else _Statistics.forward)(rows, names, *tensors)
     elif needed or torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        made = applied(_Statistics, problem, names, *tensors)
+        made = applied(_Statistics, rows, names, *tensors)
     else:  # for a small batch the overhead of a Function would dominate
         with torch.no_grad():
-            made = problem.stats(tensors)
-    return problem.by_visit(names.values, made)
+            made = rows.stats(tensors)
+    return rows.by_visit(names.values, made)
 
 
 class _OfTokens(torch.autograd.Function):
@@ -380,7 +339,7 @@ class OneVisit(NamedTuple):
     stage: TokenStage | JointStage
     gradients: bool
 
-    def of_rows(self, gradients: Gradients | None) -> FusedRows:
+    def of_rows(self, gradients: Gradients) -> Tensor:
         """The losses of all rows; their gradients are collected."""
         if isinstance(self.stage, JointStage):
             assert self.whole is not None, "rows that are visited over sets alone have no products that wait"
@@ -395,17 +354,17 @@ class OneVisit(NamedTuple):
         if of_sets is None:
             return of_others
         assert self.sets is not None and self.sets.kept is not None
-        return FusedRows(torch.where(self.sets.kept.has, of_sets.values, of_others.values))
+        return torch.where(self.sets.kept.has, of_sets, of_others)
 
-    def _jointly(self, whole: Visit, stage: JointStage, gradients: Gradients | None) -> FusedRows:
+    def _jointly(self, whole: Visit, stage: JointStage, gradients: Gradients) -> Tensor:
         """The same of rows that wait for each other: log-probs over sets are there first. The gradients over these and at further
         ids are made last."""
-        assert isinstance(self.stream, Hidden), "logits that are there cost no product to read again"
+        assert isinstance(gradients, Engine), "logits that are there cost no product to read again"
         sets, tokens, transform = self.sets, whole.tokens, self.stream.transform
         of_sets = None if sets is None else Made.of(self.stream, sets)
         at = None if whole.at is None else self.stream.logits_at(whole)
         whole = whole if at is None else whole._replace(targets=at.targets)
-        result, values, upstream = FusedRows(torch.empty(0)), torch.empty(0), dict[str, Tensor]()
+        result, values, upstream = torch.empty(0), torch.empty(0), dict[str, Tensor]()
 
         def factors(partials: Partials) -> Tensor:
             nonlocal result, values, upstream
@@ -417,7 +376,7 @@ class OneVisit(NamedTuple):
             if of_sets is not None:
                 logps, entropy, of_ids = of_sets.joined(logps, entropy, of_ids, transform)
             losses, d_logps, d_ids = stage.terms(logps, entropy, of_ids)
-            result = FusedRows.of(logps, entropy, losses)
+            result = torch.stack([logps, entropy, losses])
             upstream = {"logps": d_logps} | ({} if d_ids is None else {"at": d_ids})
             if tokens is None or at is None:
                 return whole.factors(partials, Slopes.stacked({"target": d_logps}))
@@ -426,8 +385,8 @@ class OneVisit(NamedTuple):
             values, slopes = at.gradients(tokens.to_pairs(torch.cat([*upstream.values()])), None, *of_rows)
             return whole.factors(partials, slopes)
 
-        self.stream.fused_jointly(whole, factors, stage.groups, gradients)
-        if gradients is not None:
+        gradients.fused_jointly(whole, factors, stage.groups)
+        if True in gradients.wanted:
             if at is not None:
                 gradients.add(self.stream.own(at.slots), values)
             if of_sets is not None:
@@ -440,13 +399,13 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, visit: OneVisit, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        stream, gradients = visit.stream, None  # whose tensors these are
-        if visit.gradients and True in (wanted := ctx.needs_input_grad[1:]):
-            shared = visit.whole is not None and visit.whole.tokens is not None and isinstance(visit.stage, JointStage)
-            gradients = stream.gradients(wanted, Parts(visit.whole, shared, shared or visit.sets is not None))
-        values = visit.of_rows(gradients).values
+        stream = visit.stream  # whose tensors these are
+        wanted = ctx.needs_input_grad[1:] if visit.gradients else (False,) * len(tensors)
+        shared = visit.whole is not None and visit.whole.tokens is not None and isinstance(visit.stage, JointStage)
+        gradients = stream.gradients(wanted, Parts(visit.whole, shared, shared or visit.sets is not None))
+        values = visit.of_rows(gradients)
         logps, entropy, losses, *divergence = values.view(values.shape[0], *visit.shape).unbind()
-        ctx.gradients = (None,) * len(tensors) if gradients is None else gradients.made()
+        ctx.gradients = gradients.made()
         ctx.versions = [g._version if isinstance(g, Tensor) else None for g in ctx.gradients]
         ctx.dtypes, ctx.backend = [None if x is None else x.dtype for x in tensors], stream.backend
         ctx.set_materialize_grads(False)
@@ -466,7 +425,7 @@ class _FusedLoss(torch.autograd.Function):
             if gradient is None:
                 continue
             if not isinstance(gradient, Tensor):  # a LateGradient
-                gradients[i] = gradient.made(d_loss)
+                gradients[i] = gradient(d_loss)
                 continue
             if gradient._version != version:  # in place, that of the logits
                 raise RuntimeError(
@@ -475,7 +434,7 @@ class _FusedLoss(torch.autograd.Function):
                 )
             ctx.backend.scale_(gradient, d_loss)
         pairs = zip(gradients, ctx.dtypes, strict=True)
-        return None, *(g if g is None or g.dtype == dtype else converted(g, dtype) for g, dtype in pairs)
+        return None, *(None if g is None else converted(g, dtype) for g, dtype in pairs)
 
 
 def fused_loss(visit: OneVisit, tensors: Tensors) -> tuple[Tensor, ...]:

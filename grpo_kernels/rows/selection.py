@@ -162,9 +162,8 @@ class Draws:
         if self.whole is None:
             empty = torch.empty(0, dtype=torch.int64)
             rows, ids, logits = map(torch.cat, zip((empty, empty, torch.empty(0)), *self.parts, strict=True))
-            if (rows[1:] < rows[:-1]).any():
-                rows, order = rows.sort(stable=True)
-                ids, logits = ids[order], logits[order]
+            rows, order = rows.sort(stable=True)
+            ids, logits = ids[order], logits[order]
         else:
             ids, logits = (x.flatten() for x in self.whole)
             rows = places[:-1].repeat_interleave(self.whole.ids.shape[1])

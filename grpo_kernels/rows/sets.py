@@ -7,20 +7,16 @@ kernels of a backend run on them as on any logits. The stream reads these logits
 from __future__ import annotations
 
 import functools
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
 from ..formulas.token_stage import TokenStage
-from .backends import FusedRows
 from .parallel import on_shard
-from .partials import TRANSFORMED, LogitRows, Second, Slopes
+from .partials import TRANSFORMED, LogitRows, Slopes
 from .ragged import Distinct, KeptRows, Ragged
-from .stream import Block, Found, Gradients, Stream, Visit
+from .stream import AtIds, Block, Found, Gradients, Stream, Visit
 from .tokens import LogitsAt
 
 Tensor = torch.Tensor
@@ -29,28 +25,8 @@ Tensor = torch.Tensor
 BLOCK_BYTES = 64 << 20
 
 
-class _Memory(NamedTuple):
-    """Rows whose logits are in one memory, those of like sizes side by side.
-
-    parts  of one width, one after the other: (which rows, how many they are, the width).
-    at     int64 [m]: where each slot stands in the memory, in its last place for slots of other rows."""
-
-    parts: tuple[tuple[slice | Tensor, int, int], ...]
-    at: Tensor
-
-    @property
-    def sizes(self) -> list[int]:
-        return [count * width for _, count, width in self.parts]
-
-    def filled(self, z: Tensor) -> Tensor:
-        """z of the slots in their places, and -inf in all others."""
-        return torch.full((sum(self.sizes) + 1,), -torch.inf, dtype=torch.float32, device=z.device).scatter_(0, self.at, z)
-
-    def added(self, total: Tensor | None, memory: Tensor) -> Tensor:
-        """[m]: what stands in the places of the slots, 0 for those of other rows, and the total of other blocks."""
-        if isinstance(self.parts[0][0], Tensor):
-            memory[-1:].zero_()
-        return memory[self.at] if total is None else total.add_(memory[self.at])
+#: Rows of like sizes in one memory: which they are, how many, and their width.
+Part = tuple[slice | Tensor, int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,13 +49,13 @@ class OverSets:
             found.partials["top"].copy_(self._top_id(z, found.partials.max))
         return found
 
-    def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: Gradients, at_ids: Tensor | None) -> None:
+    def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: Gradients, at_ids: AtIds | None) -> None:
         z, logits = self._z(self.stream)
         of_z = self._each(z, lambda block: block.pull(found.values[:, block.at], slopes.at(block.at), block.rows.logits), True)
         assert of_z is not None
         gradient = self._of_logits(of_z, logits)
-        if at_ids is not None and visit.at is not None:
-            gradient = self.kept.replaced(gradient, visit.at, at_ids)
+        if at_ids is not None:
+            gradient = self.kept.replaced(gradient, *at_ids)
         slots = self._here[2]
         pairs = self._pairs(slots)
         if pairs is None:
@@ -87,22 +63,21 @@ class OverSets:
         else:
             gradients.add(pairs.slots, pairs.sums(gradient).to(torch.float32))
 
-    def fused(self, visit: Visit, stage: TokenStage, gradients: Gradients | None) -> FusedRows:
+    def fused(self, visit: Visit, stage: TokenStage, gradients: Gradients) -> Tensor:
         z, logits = self._z(self.stream)
-        results: list[tuple[slice | Tensor, FusedRows]] = []
+        writes, results = True in gradients.wanted, list[tuple[slice | Tensor, Tensor]]()
 
         def work(block: Block) -> None:
-            out = None if gradients is None else block.rows.logits
-            results.append((block.at, block.fused(stage.at(block.at), out)))
+            results.append((block.at, block.fused(stage.at(block.at), block.rows.logits if writes else None)))
 
-        of_z = self._each(z, work, gradients is not None)
-        if gradients is not None and of_z is not None:
+        of_z = self._each(z, work, writes)
+        if of_z is not None:
             gradients.add(self._here[2], self._of_logits(of_z, logits))
         at, result = results[0]
         if isinstance(at, Tensor):
-            result = FusedRows.zeros(self.kept.read.numel(), z.device, visit.others or None)
+            result = visit.no_losses()
             for at, part in results:
-                result.put(at, part)
+                result[:, at] = part
         return result
 
     def logits_at(self, visit: Visit) -> LogitsAt:
@@ -170,45 +145,48 @@ class OverSets:
     def _each(self, z: Tensor, work: Callable[[Block], None], writes: bool) -> Tensor | None:
         """Let `work` compute all rows, block by block, and return what it `writes` over their logits, fp32 [m]."""
         others, total = [self._z(other.stream)[0] for other in self.visit.others], None
-        for memory in self._memories():
-            filled = [memory.filled(x) for x in (z, *others)]
-            blocks = zip(*(x[:-1].split(memory.sizes) for x in filled), strict=True)
-            for (rows, count, width), own in zip(memory.parts, blocks, strict=True):
+        for parts, at in self._memories():
+            sizes = [count * width for _, count, width in parts]
+            filled = [
+                torch.full((sum(sizes) + 1,), -torch.inf, dtype=torch.float32, device=z.device).scatter_(0, at, x)
+                for x in (z, *others)
+            ]
+            blocks = zip(*(x[:-1].split(sizes) for x in filled), strict=True)
+            for (rows, count, width), own in zip(parts, blocks, strict=True):
                 work(self._block(rows, *(x.view(1, count, width) for x in own)))
-            total = memory.added(total, filled[0]) if writes else None
+            if writes:
+                if isinstance(parts[0][0], Tensor):
+                    filled[0][-1:].zero_()  # of slots of other rows
+                total = filled[0][at] if total is None else total.add_(filled[0][at])
         return total
 
     def _block(self, at: slice | Tensor, logits: Tensor, *of_others: Tensor) -> Block:
         """Rows `at` of the visit, from their logits [1, r, width] and those of second streams."""
         stream, visit = self.stream, self.visit
-        seconds = [Second(x, TRANSFORMED, other.kind, other.mixture) for x, other in zip(of_others, visit.others, strict=True)]
+        seconds = [other.second(x, TRANSFORMED) for x, other in zip(of_others, visit.others, strict=True)]
         second = seconds[0] if visit.one is not None else None
         rows = LogitRows(logits, self._target[at], self.kept.read[at], TRANSFORMED, second)
         # Every rank's block has the same slots, each with the ids of the rank alone.
         shard = None if stream.shard is None else replace(stream.shard, start=0, vocab=logits.shape[2])
+        return Block(stream, on_shard(stream.kernels, shard), visit, rows, at, lambda i, here: seconds[i].taken(here))
 
-        def second_of(i: int, here: Tensor | None) -> Second:
-            return seconds[i] if here is None else seconds[i]._replace(logits=seconds[i].logits[:, here])
-
-        return Block(stream, on_shard(stream.kernels, shard), visit, rows, at, second_of)
-
-    def _memories(self) -> Iterator[_Memory]:
-        """As many rows at a time as BLOCK_BYTES allow, one part at least."""
+    def _memories(self) -> Iterator[tuple[list[Part], Tensor]]:
+        """(rows of like sizes, those of each size in one piece; where each slot stands in their memory, int64 [m], in its last
+        place for slots of other rows): all rows, or where these take more than BLOCK_BYTES, as many at a time as do not, one at
+        least."""
         slots, place, n = self.kept.slots, self.kept.place, self.kept.read.numel()
         parts: list[tuple[Tensor, int]] = []
         for group, width in self.kept.groups:
             if group is None and 4 * n * width <= BLOCK_BYTES:
-                yield _Memory(((slice(0, n), n, width),), torch.add(place, slots.rows, alpha=width))
+                yield [(slice(0, n), n, width)], torch.add(place, slots.rows, alpha=width)
                 return
             rows = torch.arange(n, device=place.device) if group is None else group
             parts += [(some, width) for some in rows.split(max(1, BLOCK_BYTES // (4 * width)))]
-        while parts:
-            ends = [*accumulate(rows.numel() * width for rows, width in parts)]
-            count = max(1, bisect_right(ends, BLOCK_BYTES // 4))
-            own, parts, size = parts[:count], parts[count:], ends[count - 1]
+        together = 4 * sum(rows.numel() * width for rows, width in parts) <= BLOCK_BYTES
+        for own in [parts] if together else [[part] for part in parts]:
             order, widths = (
                 torch.cat(x) for x in zip(*((rows, torch.full_like(rows, width)) for rows, width in own), strict=True)
             )
+            size = sum(rows.numel() * width for rows, width in own)
             first = place.new_full((n,), size).index_copy_(0, order, widths.cumsum(0) - widths)
-            at = (first[slots.rows] + place).clamp_(max=size)
-            yield _Memory(tuple((rows, rows.numel(), width) for rows, width in own), at)
+            yield [(rows, rows.numel(), width) for rows, width in own], (first[slots.rows] + place).clamp_(max=size)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,13 +18,13 @@ from ..checks import plain
 from ..formulas.ops import times
 from ..formulas.token_stage import TokenStage
 from ..token_sets import TokenSets
-from .backends import Backend, FusedRows
+from .backends import Backend
 from .memory import empty_like, zeros
 from .parallel import VocabShard
-from .partials import OUTSIDE, LogitRows, Partials, RowTransform, Second, Slopes, partials_of, side_by_side
+from .partials import OUTSIDE, LogitRows, Partials, RowTransform, Second, Slopes, joined, partials_of
 from .ragged import KeptRows, Ragged, Tokens, merged, slots_of, write_at
 from .selection import Sparse
-from .tokens import ChunkOfTokens, LogitsAt
+from .tokens import LogitsAt, fused_tokens
 
 Tensor = torch.Tensor
 Tensors = tuple[Any, ...]  # of tensors and None
@@ -94,7 +94,8 @@ class Visit(NamedTuple):
     kept    the sets that the softmax of a row runs over; None: the vocabulary.
     all_rows  whether rows with sets are among those that are visited over the vocabulary.
     ahead   whether the gradient of hidden states is made in the forward, as if the slope of each log-prob were 1; the slope, which
-            is known later, multiplies it."""
+            is known later, multiplies it.
+    statistics, with_gradient   what is asked of it beside log-probs, see STATISTICS, and what of that has a gradient."""
 
     targets: Tensor
     read: Tensor | None
@@ -109,6 +110,8 @@ class Visit(NamedTuple):
     kept: KeptRows | None = None
     all_rows: bool = False
     ahead: bool = False
+    statistics: tuple[str, ...] = ()
+    with_gradient: tuple[str, ...] = ()
 
     @property
     def one(self) -> Other | None:
@@ -134,7 +137,12 @@ class Visit(NamedTuple):
     def not_read(self, n: int, device: torch.device) -> Tensor:
         """fp32 [q, n]: the partials of rows that are not read."""
         tables = (self.names, *(other.names for other in self.apart))
-        return _stacked([Partials.not_read(names, n, device).values for names in tables])
+        return joined([Partials.not_read(names, n, device).values for names in tables], 0)
+
+    def no_losses(self) -> Tensor:
+        """What `Backend.fused` gives, fp32 [3, n] or [4, n], as zeros, of all rows or their tokens."""
+        of = self.targets if self.tokens is None else self.tokens.rows
+        return torch.zeros(4 if self.others else 3, of.numel(), dtype=torch.float32, device=of.device)
 
     def found(self, values: Tensor, draws: tuple[Tensor, ...] = (), ahead: Tensor | None = None) -> Found:
         """What partials fp32 [q, n] are."""
@@ -158,10 +166,6 @@ class Visit(NamedTuple):
         of = slopes.target if self.at is None else slopes.get("constant")
         assert of is not None
         return torch.where(partials.logps.isnan() & (of != 0), torch.nan, of)
-
-
-def _stacked(tables: list[Tensor]) -> Tensor:
-    return tables[0] if len(tables) == 1 else torch.cat(tables)
 
 
 class Found(NamedTuple):
@@ -193,19 +197,20 @@ class Parts(NamedTuple):
 # they are sparse or come in parts
 
 
-class LateGradient(Protocol):
-    """A gradient that is computed in the backward."""
-
-    def made(self, factor: Tensor | None = None) -> Tensor | None:
-        """The gradient times `factor` (0-d); None if autograd gets none."""
+#: A gradient that is computed in the backward: it times a factor (0-d) or None; None if autograd gets none.
+LateGradient = Callable[[Tensor | None], Tensor | None]
+#: Ids of rows, and the gradient of the logits there.
+AtIds = tuple[Ragged, Tensor]
 
 
 class Gradients(ABC):
     """The gradients of a stream's tensors, to which visits add.
 
-    few  the gradient of the logits at slots, which is added when visits of whole rows have written theirs."""
+    wanted  which of them.
+    few     the gradient of the logits at slots, which is added when visits of whole rows have written theirs."""
 
-    few: tuple[Ragged, Tensor] | None = None
+    wanted: tuple[bool, ...]
+    few: AtIds | None = None
 
     def add(self, slots: Ragged, values: Tensor) -> None:
         """Add the gradient of the logits at slots, fp32 [m], where they are in use."""
@@ -217,7 +222,7 @@ class Gradients(ABC):
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The same at once, where the factor of the backward is in them."""
-        return tuple(g if g is None or isinstance(g, Tensor) else g.made() for g in self.made())
+        return tuple(g if g is None or isinstance(g, Tensor) else g(None) for g in self.made())
 
 
 # ---- what is computed of a block of rows
@@ -241,16 +246,18 @@ class Block:
     @property
     def places(self) -> Tensor:
         """int64 [r]: which rows of the visit they are."""
-        return (
-            torch.arange(self.at.start, self.at.stop, device=self.rows.targets.device)
-            if isinstance(self.at, slice)
-            else self.at
-        )
+        return places_of(self.at, self.rows.targets.device)
 
-    def at_slots(self, slots: Ragged, values: Tensor) -> tuple[Ragged, Tensor]:
+    def at_slots(self, at: AtIds) -> AtIds:
         """The slots of these rows with their values, the rows counted in the block."""
-        own, which = slots.in_chunk(self.places, self.visit.targets.numel())
-        return own, values[which]
+        own, which = at[0].in_chunk(self.places, self.visit.targets.numel())
+        return own, at[1][which]
+
+    def _put(self, out: Tensor, value: float) -> None:
+        """Write a number at the ids of the visit."""
+        at = self.visit.at
+        assert at is not None
+        write_at(out, *self.at_slots((self.stream.own(at), torch.full(at.ids.shape, value, device=out.device))))
 
     def stats(self) -> Tensor:
         """fp32 [q, r]: the partials of a visit, see `Visit.found`. Sums outside of ids take computed logits as their memory."""
@@ -262,20 +269,22 @@ class Block:
             values[1 + i][:, slice(None) if here is None else here] = self.backend.visit(own, visit.apart[i].names).values
         if OUTSIDE[0] in visit.names:
             part.put(OUTSIDE, self._outside())
-        return _stacked(values)
+        return joined(values, 0)
 
-    def pull(self, values: Tensor, slopes: Slopes, out: Tensor, at_ids: tuple[Ragged, Tensor] | None = None) -> None:
+    def pull(self, values: Tensor, slopes: Slopes, out: Tensor, at_ids: AtIds | None = None) -> None:
         """Write the gradient of the logits, which may be `out`, from partials fp32 [q, r] and slopes of these rows. `at_ids`: what
         it is at some ids of these rows but for that of divergences, which is added as the kernels make it: where two rows are
         nearly equal, the sign of a difference is that of the logits whose sums the partials have."""
         found, of_divergence = self.visit.found(values), slopes.get("divergence")
         if of_divergence is None or (at_ids is None and not self.visit.apart):
             self.backend.gradient(self.rows, found.partials, slopes, out)
-            _put(out, at_ids)
+            if at_ids is not None:
+                write_at(out, *at_ids)
             return
         gradient = torch.empty_like(self.rows.logits)
         self.backend.gradient(self.rows._replace(second=None), found.partials, slopes.without("divergence"), gradient)
-        _put(gradient, at_ids)
+        if at_ids is not None:
+            write_at(gradient, *at_ids)
         for i, here, own, weight in self._beside() if self.visit.apart else ((0, None, self.rows, None),):
             slope, partials = times(weight, _taken(of_divergence, here)), (found.apart or (found.partials,))[i]
             partials = partials if here is None else partials.at(here)
@@ -291,20 +300,45 @@ class Block:
         partials = self.visit.found(values).partials
         self.backend.gradient(self.rows, partials, self.visit.slopes((~partials.logps.isnan()).to(torch.float32)), out)
         if self.visit.at is not None:
-            slots, _ = self.stream.own(self.visit.at).in_chunk(self.places, self.visit.targets.numel())
-            _put(out, (slots, torch.zeros(slots.ids.shape, device=out.device)))
+            self._put(out, 0.0)
 
-    def fused(self, stage: TokenStage, out: Tensor | None) -> FusedRows:
-        """Losses of a token stage of these rows, and their gradient into `out`, which may be the logits. Each of several second
-        streams adds its weight times its divergence."""
+    def fused(self, stage: TokenStage, out: Tensor | None) -> Tensor:
+        """Losses of a token stage of these rows, see `Backend.fused`, and their gradient into `out`, which may be the logits. Each
+        of several second streams adds its weight times its divergence."""
         if not self.visit.apart:
             return self.backend.fused(self.rows, stage, out)
         gradient = None if out is None else torch.empty_like(self.rows.logits)
-        logps, entropy, own = self.backend.fused(self.rows, stage, gradient).values
+        logps, entropy, own = self.backend.fused(self.rows, stage, gradient)
         losses, divergence = self._divergences(stage.rows.divergence_weight, gradient)
         if out is not None and gradient is not None:
             out.copy_(gradient)
-        return FusedRows.of(logps, entropy, own + losses, divergence)
+        return torch.stack([logps, entropy, own + losses, divergence])
+
+    def add_tokens(self, result: Tensor, stage: TokenStage, out: Tensor | None) -> None:
+        """`fused` of the tokens of these rows, into the results of all tokens, whose stage it is."""
+        assert self.visit.tokens is not None
+        gradient = out if out is None or not self.visit.apart else torch.empty_like(self.rows.logits)
+        tokens, which, stage = self.visit.tokens.at(self.places, stage)
+        result[:, which] += self._fused_tokens(tokens, stage, gradient)  # the others are 0
+        if out is not None and gradient is not None and gradient is not out:
+            out.copy_(gradient)
+
+    def _fused_tokens(self, tokens: Tokens, stage: TokenStage, gradient: Tensor | None) -> Tensor:
+        part = self.backend.fused_tokens(self.rows, tokens, stage, gradient)
+        if part is None:
+            own, z, shard = self.stream.own(tokens.pairs.slots), self.rows.logits[0], self.stream.shard
+            logits = torch.zeros(own.ids.shape, device=z.device)
+            if self.stream.columns:  # else of a rank without a part of the vocabulary
+                logits = torch.where(own.ids >= 0, z[own.rows, own.ids.clamp(min=0)].to(torch.float32), 0.0)
+            logits = logits if shard is None else shard.sum_over_ranks(logits)
+            part = fused_tokens(self.backend, self.rows, tokens, stage, logits, gradient, own)
+        if not self.visit.apart:
+            return part
+        (logps, entropy, losses), weight = part, stage.rows.divergence_weight
+        of_rows = None if weight is None else tokens.to_rows(torch.where(tokens.used, weight, 0.0))
+        divergence = tokens.of_rows(self._divergences(of_rows, gradient)[1])
+        losses = losses if weight is None else losses + times(weight, divergence)
+        return torch.stack([logps, entropy, losses, divergence])
 
     def _divergences(self, of_loss: Tensor | None, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
         """(losses, divergences) fp32 [r] from the streams of `Visit.apart`, of weight `of_loss` in the loss. Their gradient is
@@ -314,36 +348,12 @@ class Block:
         for _, here, own, weight in self._beside():
             memory = None if gradient is None else torch.empty_like(own.logits)
             stage = TokenStage.divergence_alone(own.targets, times(weight, _taken(of_loss, here)))
-            _, _, of_second, own_divergence = self.backend.fused(own, stage, memory).values
+            _, _, of_second, own_divergence = self.backend.fused(own, stage, memory)
             _add(losses, here, of_second)
             _add(divergence, here, times(weight, own_divergence))
             if gradient is not None and memory is not None:
                 _add(gradient, here, memory, 1)
         return losses, divergence
-
-    def add_tokens(self, result: FusedRows, stage: TokenStage, out: Tensor | None) -> None:
-        """`fused` of the tokens of these rows, into the results of all tokens."""
-        assert self.visit.tokens is not None
-        chunk = ChunkOfTokens.of(self.visit.tokens, stage, self.places)
-        gradient = out if out is None or not self.visit.apart else torch.empty_like(self.rows.logits)
-        part = self.backend.fused_tokens(self.rows, chunk.tokens, chunk.stage, gradient)
-        if part is None:
-            own, z, shard = self.stream.own(chunk.slots), self.rows.logits[0], self.stream.shard
-            logits = torch.zeros(own.ids.shape, device=z.device)
-            if self.stream.columns:  # else of a rank without a part of the vocabulary
-                logits = torch.where(own.ids >= 0, z[own.rows, own.ids.clamp(min=0)].to(torch.float32), 0.0)
-            logits = logits if shard is None else shard.sum_over_ranks(logits)
-            part = chunk.fused(self.backend, self.rows, logits, gradient, own)
-        if self.visit.apart:
-            tokens, weight = chunk.tokens, chunk.stage.rows.divergence_weight
-            of_rows = None if weight is None else tokens.to_rows(torch.where(tokens.used, weight, 0.0))
-            divergence = tokens.of_rows(self._divergences(of_rows, gradient)[1])
-            logps, entropy, losses = part.values
-            losses = losses if weight is None else losses + times(weight, divergence)
-            part = FusedRows.of(logps, entropy, losses, divergence)
-            if out is not None and gradient is not None:
-                out.copy_(gradient)
-        chunk.add_to(result, part)
 
     def _beside(self, gathers: bool = True) -> Iterator[tuple[int, Tensor | None, LogitRows, Tensor | None]]:
         """For each second stream of `Visit.apart`: (its place, which of these rows have it or None for all, these rows beside it,
@@ -364,21 +374,16 @@ class Block:
     def _outside(self) -> Tensor:
         """fp32 [2, r]: max and sum of transformed rows without the columns of `Visit.at`, which -inf replaces. 1 minus the
         probability of these columns would be the rounding of that, where they have nearly all of it."""
-        visit, x = self.visit, self.rows.logits[0]
-        assert visit.at is not None
-        z = self.rows.transform.of_rows(x, x if self.stream.computed else torch.empty(x.shape, device=x.device))
-        z = z.clone() if z is x and not self.stream.computed else z
-        slots, _ = self.stream.own(visit.at).in_chunk(self.places, visit.targets.numel())
-        below = torch.full((), -torch.inf, device=z.device).expand(slots.ids.shape)
-        write_at(z, (slots.rows, slots.ids.clamp(min=0)), below, slots.ids >= 0)
+        x = self.rows.logits[0]
+        x = x if self.stream.computed else x.to(torch.float32, copy=True)
+        z = self.rows.transform.of_rows(x, x)
+        self._put(z[None], -torch.inf)
         return self.backend.stats(LogitRows(z[None], self.rows.targets, self.rows.read), partials_of(())).values[:2]
 
 
-def _put(out: Tensor, at_ids: tuple[Ragged, Tensor] | None) -> None:
-    """Write values [k] at ids of rows [1, r, V], where they are in use."""
-    if at_ids is not None:
-        slots, values = at_ids
-        write_at(out, slots.positions(out.shape[1]), values, slots.ids >= 0)
+def places_of(at: slice | Tensor, device: torch.device) -> Tensor:
+    """int64 [r], of a slice too."""
+    return torch.arange(at.start, at.stop, device=device) if isinstance(at, slice) else at
 
 
 def _taken(x: Tensor, here: Tensor | None) -> Tensor:
@@ -443,6 +448,10 @@ class Stream(ABC):
         """Slots as this process's columns."""
         return slots.columns(0 if self.shard is None else self.shard.start, self.columns)
 
+    def own_ids(self, at_ids: AtIds | None) -> AtIds | None:
+        """The same with their values."""
+        return None if at_ids is None else (self.own(at_ids[0]), at_ids[1])
+
     @abstractmethod
     def at(self, slots: Ragged) -> Tensor:
         """fp32 [m]: this process's logits at its own slots; arbitrary values where a slot is not in use."""
@@ -461,10 +470,6 @@ class Stream(ABC):
         return at if visit.tokens is None else at.with_likeliest(self.transform)
 
     @abstractmethod
-    def rows(self, at: Tensor) -> Tensor:
-        """[c, V]: the logits of these rows."""
-
-    @abstractmethod
     def stats(self, visit: Visit) -> Found:
         """Partials of all rows; a row that is not read has log-prob and entropy 0."""
 
@@ -473,42 +478,16 @@ class Stream(ABC):
         """Memory for the gradients of `tensors`, with `wanted` for each."""
 
     @abstractmethod
-    def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: Any, at_ids: Tensor | None) -> None:
+    def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: Any, at_ids: AtIds | None) -> None:
         """Add the gradients that slopes give; those of rows that are not read are 0. `at_ids`: the gradient of the logits at
         `visit.at`, in place of what the slopes say there."""
 
     @abstractmethod
-    def fused(self, visit: Visit, stage: TokenStage, gradients: Any) -> FusedRows:
-        """Losses of all rows of a token stage, and their gradients; `gradients` None leaves these out."""
+    def fused(self, visit: Visit, stage: TokenStage, gradients: Any) -> Tensor:
+        """Losses of all rows of a token stage, see `Backend.fused`, and their gradients where these are wanted."""
 
 
 # ---- logits that are given
-
-
-@dataclass(eq=False)
-class SlotGradient:
-    """The gradient of logits that is 0 but at a few positions: `values` [m] at `at`, indices into a tensor of `shape`."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    at: tuple[Tensor, ...]
-    values: Tensor
-
-    @classmethod
-    def of(cls, logits: Tensor, slots: Ragged, values: Tensor) -> SlotGradient:
-        """That of logits [A, T, V] whose gradient at slots is `values`; 0 where one is not in use."""
-        used = torch.where(slots.ids >= 0, values, 0.0)
-        return cls(logits.shape, logits.dtype, slots.positions(logits.shape[1]), used)
-
-    def made(self, factor: Tensor | None = None) -> Tensor:
-        return self.add_to(zeros(self.shape, self.dtype, self.values.device), factor)
-
-    def add_to(self, out: Tensor, factor: Tensor | None = None) -> Tensor:
-        values = self.values if factor is None else self.values * factor
-        if self.shape[-1]:  # else of a rank without a part of the vocabulary
-            # Slots that are not in use add 0: to leave them out, the host would have to know them.
-            out.index_put_(self.at, values.to(self.dtype), accumulate=True)
-        return out
 
 
 #: Bytes of the rows that are taken at a time, as fp32, where they are not taken as they lie.
@@ -518,7 +497,7 @@ BLOCK_BYTES = {"cpu": 16 << 20, "cuda": 300 << 20}
 class LogitsGradient(Gradients):
     """The gradient of logits [A, T, V]: in their memory or other, or of a few positions."""
 
-    def __init__(self, logits: Tensor, inplace: bool, wanted: bool, parts: Parts) -> None:
+    def __init__(self, logits: Tensor, inplace: bool, wanted: tuple[bool, ...], parts: Parts) -> None:
         self.logits, self.inplace, self.wanted, self.twice = logits, inplace, wanted, parts.twice
         self.dtype = torch.float32 if parts.wholes > 1 else logits.dtype
         self.out: Tensor | None = None
@@ -531,16 +510,27 @@ class LogitsGradient(Gradients):
         return self.out
 
     def made(self) -> tuple[Tensor | LateGradient | None, ...]:
-        if not self.wanted:
+        if not self.wanted[0]:
             return (None,)
         if self.few is not None:
-            few = SlotGradient.of(self.logits, *self.few)
-            if self.out is None and not self.inplace:
-                return (few,)  # the only part
-            self.out = few.add_to(self.logits.detach().zero_() if self.out is None else self.out)
+            x, few = self.logits.detach(), self.few
+            if self.out is None and not self.inplace:  # the only part
+                shape, dtype, device = x.shape, x.dtype, x.device
+                return (lambda factor: _added(zeros(shape, dtype, device), *few, factor),)
+            self.out = _added(x.zero_() if self.out is None else self.out, *few)
         if self.inplace:
             torch.autograd.graph.increment_version(self.logits)
         return (self.out,)
+
+
+def _added(out: Tensor, slots: Ragged, values: Tensor, factor: Tensor | None = None) -> Tensor:
+    """Logits [A, T, V] with values [m], times a factor, added at slots."""
+    if out.shape[-1]:  # else of a rank without a part of the vocabulary
+        # Slots that are not in use add 0: to leave them out, the host would have to know them.
+        used = torch.where(slots.ids >= 0, values, 0.0)
+        used = used if factor is None else used * factor
+        out.index_put_(slots.positions(out.shape[1]), used.to(out.dtype), accumulate=True)
+    return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -566,59 +556,49 @@ class Logits(Stream):
             return torch.zeros(slots.ids.shape, device=self.logits.device)
         return self.logits[slots.positions(self.logits.shape[1])].to(torch.float32)
 
-    def rows(self, at: Tensor) -> Tensor:
-        T = self.logits.shape[1]
-        return self.logits[at // T, at % T]
-
     def stats(self, visit: Visit) -> Found:
         if not visit.apart and OUTSIDE[0] not in visit.names:  # as they lie, without the cost of a block
             return visit.found(self.backend.visit(self._rows(visit), visit.names).values)
         blocks = self._blocks(visit, None, OUTSIDE[0] in visit.names)
-        return visit.found(side_by_side([block.stats() for block, _ in blocks]))
+        return visit.found(joined([block.stats() for block, _ in blocks], 1))
 
     def gradients(self, wanted: tuple[bool, ...], parts: Parts) -> LogitsGradient:
-        return LogitsGradient(self.logits, self.inplace, wanted[0], parts)
+        return LogitsGradient(self.logits, self.inplace, wanted, parts)
 
-    def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: LogitsGradient, at_ids: Tensor | None) -> None:
-        is_first, twice, out = gradients.out is None, gradients.twice, gradients.rows()
-        at = None if at_ids is None or visit.at is None else (self.own(visit.at), at_ids)
-        if not twice:
-            if visit.apart:
-                for block, to in self._blocks(visit, out, True):
-                    assert to is not None
-                    block.pull(found.values[:, block.at], slopes.at(block.at), to)
-            else:
-                self.backend.gradient(self._rows(visit), found.partials, slopes, out)
-            _put(out, at)
+    def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: LogitsGradient, at_ids: AtIds | None) -> None:
+        is_first, twice, out, at = gradients.out is None, gradients.twice, gradients.rows(), self.own_ids(at_ids)
+        if not twice and not visit.apart:
+            self.backend.gradient(self._rows(visit), found.partials, slopes, out)
+            if at is not None:
+                write_at(out, *at)
             return
         few, gradients.few, part = gradients.few, None, torch.empty(0)
         for block, to in self._blocks(visit, out, True):
             assert to is not None
-            if is_first and to.dtype == torch.float32:
+            if not twice or (is_first and to.dtype == torch.float32):
                 part = to
             elif part.shape != to.shape:
                 part = torch.empty_like(to, dtype=torch.float32)
             block.pull(found.values[:, block.at], slopes.at(block.at), part)
             # All that adds up is there before it is rounded.
-            _put(part, None if at is None else block.at_slots(*at))
-            part = part if few is None else SlotGradient.of(part, *block.at_slots(*few)).add_to(part)
+            if at is not None:
+                write_at(part, *block.at_slots(at))
+            part = part if few is None else _added(part, *block.at_slots(few))
             to.copy_(part if is_first else part.add_(to))
 
-    def fused(self, visit: Visit, stage: TokenStage, gradients: LogitsGradient | None) -> FusedRows:
-        out = None if gradients is None else gradients.rows()
-        if not visit.apart and visit.tokens is None:
-            return self.backend.fused(self._rows(visit), stage, out)
-        at_once = (
-            None
-            if visit.tokens is None or visit.apart
-            else self.backend.fused_tokens(self._rows(visit), visit.tokens, stage, out)
-        )
-        if at_once is not None:
-            return at_once
-        result = FusedRows.zeros(stage.rows.targets.numel(), self.logits.device, visit.apart or None)
+    def fused(self, visit: Visit, stage: TokenStage, gradients: LogitsGradient) -> Tensor:
+        out, rows = gradients.rows() if gradients.wanted[0] else None, self._rows(visit)
+        if not visit.apart:
+            tokens = visit.tokens
+            at_once = (
+                self.backend.fused(rows, stage, out) if tokens is None else self.backend.fused_tokens(rows, tokens, stage, out)
+            )
+            if at_once is not None:
+                return at_once
+        result = visit.no_losses()
         for block, to in self._blocks(visit, out, True):
             if visit.tokens is None:
-                result.put(block.at, block.fused(stage.at(block.at), to))
+                result[:, block.at] = block.fused(stage.at(block.at), to)
             else:
                 block.add_tokens(result, stage, to)
         return result
@@ -649,8 +629,7 @@ class Logits(Stream):
 
             def second_of(i: int, here: Tensor | None, of: Any = of, at: slice = at) -> Second:
                 second = self._second(visit.apart[i]).at(at)
-                second = second._replace(logits=second.logits[of])
-                return second if here is None else second.at(here)._replace(logits=second.logits[:, here])
+                return second._replace(logits=second.logits[of]).taken(here)
 
             own = rows.cut(at.start, at.stop)._replace(logits=x[of].to(torch.float32) if visit.apart else x[of], part=None)
             if own.second is not None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
 from ..formulas.ops import times
 from ..formulas.token_stage import TokenStage
 from . import divergence
-from .backends import WITH_ENTROPY, Backend, FusedRows
+from .backends import WITH_ENTROPY, Backend
 from .partials import LogitRows, Partials, RowTransform, Second, Slopes
 from .ragged import Ragged, Tokens, at_or, write_at
 
@@ -63,12 +62,10 @@ class LogitsAt:
 
     def of_divergence(self, second: Second, partials: Partials, transform: RowTransform) -> Tensor:
         """fp32 [k]: d divergence from a second stream / d z of each id, from the partials of both; its logits are [k]."""
-        rows, own = self.slots.rows, partials.get
-        teacher_max, teacher_sum = own("teacher_max"), own("teacher_sum")
-        assert teacher_max is not None and teacher_sum is not None
+        rows = self.slots.rows
         z = transform.of(self.logits, rows) - partials.max[rows]
-        w = second.transform.of(second.logits, rows) - teacher_max[rows]
-        p, q = z.exp() / partials.sum[rows], w.exp() / teacher_sum[rows]
+        w = second.transform.of(second.logits, rows) - partials["teacher_max"][rows]
+        p, q = z.exp() / partials.sum[rows], w.exp() / partials["teacher_sum"][rows]
         return divergence.gradient(second.kind, p, q, z - w + partials.log_sums[rows], partials.center[rows], second.mixture)
 
     def gradients(
@@ -116,66 +113,33 @@ class LogitsAt:
         return torch.segment_reduce(x, "sum", offsets=self.slots.offsets, initial=0, unsafe=True)
 
 
-class ChunkOfTokens(NamedTuple):
-    """The tokens of a chunk of rows, for a loss whose stage is computed in torch: rows that have several tokens, or terms at listed
-    ids. On a CPU these tokens alone; elsewhere, where the host does not know how many they are, all of the visit, the others not
-    read.
-
-    which   which of the tokens they are.
-    stage   of these tokens."""
-
-    tokens: Tokens
-    which: Tensor | slice
-    stage: TokenStage
-
-    @classmethod
-    def of(cls, all_tokens: Tokens, stage: TokenStage, at: Tensor) -> ChunkOfTokens:
-        """Those of the rows `at`, int64 [r]. `stage`: of all tokens."""
-        tokens, which, of_listed = all_tokens.at(at)
-        if isinstance(which, slice):
-            return cls(tokens, which, stage)
-        own, ids, listed = stage.at(which), tokens.listed, stage.listed
-        if listed is not None and ids is not None and isinstance(of_listed, Tensor):
-            own = own._replace(listed=listed.taken(of_listed, ids.offsets))
-        return cls(tokens, which, own)
-
-    @property
-    def slots(self) -> Ragged:
-        """The ids whose log-probs are needed, with rows counted in the chunk."""
-        return self.tokens.pairs.slots
-
-    def fused(self, backend: Backend, rows: LogitRows, logits: Tensor, out: Tensor | None, here: Ragged) -> FusedRows:
-        """`fused` of a backend, for the tokens: statistics of the chunk's `rows`, token stage, gradient. `logits` fp32 [k]: those
-        at the slots; `here`: the slots as this process's columns in `out`."""
-        tokens, listed, m = self.tokens, self.stage.listed, self.tokens.rows.numel()
-        if listed is None and m == rows.n and self._one_for_each_row():
-            order = tokens.rows.argsort()
-            part = backend.fused(rows._replace(targets=tokens.targets[order]), self.stage.at(order), out)
-            return FusedRows(part.values[:, tokens.rows])
-        ids = LogitsAt(self.slots, logits, self.slots.ids >= 0).with_likeliest(rows.transform)
-        rows = rows._replace(targets=ids.targets)
-        partials = backend.visit(rows, WITH_ENTROPY)
-        logps, of_ids = tokens.of_pairs(ids.log_probs(partials, None, rows.transform)).tensor_split([m])
-        entropy = tokens.of_rows(partials.entropy)
-        term, of_term = (None, None) if listed is None else listed.of(of_ids, self.stage.rows.advantages)
-        terms = self.stage.terms(logps, entropy, term)
-        if out is not None:
-            upstream = torch.where(tokens.used, terms.d_logps, 0.0)
-            if listed is not None and of_term is not None:
-                upstream = torch.cat([upstream, times(terms.d_listed[listed.rows], of_term)])
-            of_entropy = None if terms.d_entropy is None else tokens.to_rows(torch.where(tokens.used, terms.d_entropy, 0.0))
-            given = {"logps": torch.zeros_like(partials.max)} | ({} if of_entropy is None else {"entropy": of_entropy})
-            slopes = Slopes.of({"entropy": partials.entropy}, given, rows.read)
-            of_rows = (rows.targets, rows.read, partials, slopes, rows.transform)
-            at_ids, slopes = ids.gradients(tokens.to_pairs(upstream), None, *of_rows)
-            backend.gradient(rows, partials, slopes, out)
-            write_at(out, here.positions(out.shape[1]), at_ids, here.ids >= 0)
-        return FusedRows.of(logps, entropy, torch.where(tokens.used, terms.losses, 0.0))
-
-    def _one_for_each_row(self) -> bool:
-        """Whether the host knows that each row has one token: the kernels then do all of it in one visit."""
-        return isinstance(self.which, Tensor) and self.tokens.rows.unique().numel() == self.tokens.n
-
-    def add_to(self, result: FusedRows, part: FusedRows) -> None:
-        """Set those of these tokens in `result`, of all tokens of the visit, which begins as zeros."""
-        result.values[:, self.which] += part.values
+def fused_tokens(
+    backend: Backend, rows: LogitRows, tokens: Tokens, stage: TokenStage, logits: Tensor, out: Tensor | None, here: Ragged
+) -> Tensor:
+    """`Backend.fused_tokens` with the stage in torch: statistics of the rows, token stage, gradient. `logits` fp32 [k]: those at
+    the slots of `tokens.pairs`; `here`: these slots as this process's columns in `out`."""
+    listed, m = stage.listed, tokens.rows.numel()
+    # Where the host knows that each row has one token, the kernels do all of it in one visit.
+    if listed is None and tokens.read is None and m == rows.n and tokens.rows.unique().numel() == tokens.n:
+        order = tokens.rows.argsort()
+        return backend.fused(rows._replace(targets=tokens.targets[order]), stage.at(order), out)[:, tokens.rows]
+    slots = tokens.pairs.slots
+    ids = LogitsAt(slots, logits, slots.ids >= 0).with_likeliest(rows.transform)
+    rows = rows._replace(targets=ids.targets)
+    partials = backend.visit(rows, WITH_ENTROPY)
+    logps, of_ids = tokens.of_pairs(ids.log_probs(partials, None, rows.transform)).tensor_split([m])
+    entropy = tokens.of_rows(partials.entropy)
+    term, of_term = (None, None) if listed is None else listed.of(of_ids, stage.rows.advantages)
+    terms = stage.terms(logps, entropy, term)
+    if out is not None:
+        upstream = torch.where(tokens.used, terms.d_logps, 0.0)
+        if listed is not None and of_term is not None:
+            upstream = torch.cat([upstream, times(terms.d_listed[listed.rows], of_term)])
+        of_entropy = None if terms.d_entropy is None else tokens.to_rows(torch.where(tokens.used, terms.d_entropy, 0.0))
+        given = {"logps": torch.zeros_like(partials.max)} | ({} if of_entropy is None else {"entropy": of_entropy})
+        slopes = Slopes.of({"entropy": partials.entropy}, given, rows.read)
+        of_rows = (rows.targets, rows.read, partials, slopes, rows.transform)
+        at_ids, slopes = ids.gradients(tokens.to_pairs(upstream), None, *of_rows)
+        backend.gradient(rows, partials, slopes, out)
+        write_at(out, here, at_ids)
+    return torch.stack([logps, entropy, torch.where(tokens.used, terms.losses, 0.0)])

@@ -17,8 +17,8 @@ from grpo_kernels import Objective, Options, Sparse, TokenBatch, TokenSets, grpo
 from grpo_kernels.distributed import VocabShard, global_normalizer
 from grpo_kernels.formulas.filters import EntropyQuantile
 from grpo_kernels.rewards.corrections import importance_weights, off_policy_sequence_mask, rejection_mask
-from grpo_kernels.rows import hidden as linear
 from grpo_kernels.rows import parallel as shard_of_rows
+from grpo_kernels.rows.products import Plan, Work
 from support.doors import batch_of, compare, exact_of, objective_of, run
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
@@ -390,11 +390,7 @@ def refused(call, words):
 def check_collectives_of_a_cut_vocabulary(rank, ranks):
     """One exchange a call from logits, one a chunk from hidden states and another for sets, one sum of d_hidden, whatever the parts
     are; ranks of unequal width take the same number of chunks, or they would wait for each other forever."""
-    plain, make = replace(HEAD, objective="dapo, k3", bias="none"), linear.Engine.__init__
-
-    def small(self, *args, **kwargs):
-        make(self, *args, **kwargs)
-        self.chunk_rows = 10
+    plain = replace(HEAD, objective="dapo, k3", bias="none")
 
     def chunks_of(rows):
         return [16 * x.numel() for x in torch.arange(rows).tensor_split(-(-rows // 10))]
@@ -409,7 +405,7 @@ def check_collectives_of_a_cut_vocabulary(rank, ranks):
             (p, chunks_of(int(p.trained.sum())), d_hidden),
             (some, [n, *chunks_of(without)], d_hidden),
         ):
-            with counted() as sizes, mock.patch.object(linear.Engine, "__init__", small):
+            with counted() as sizes, mock.patch.object(Work, "plan", lambda *_, **__: Plan(10, 10)):
                 run(columns_of(q, widths, rank), backend="auto", shard=shard)
             assert (sorted(sizes["all_gather"]), sizes["all_reduce"]) == (sorted(gathered), reduced), (q.recipe, sizes)
 

@@ -181,7 +181,7 @@ def test_what_tokens_name_outside_of_their_row(name):
             named, ids = x["targets"].clone(), listed.ids.clone()
             named[0], ids[-1] = outside, outside
             found = fused_tokens(module, x | {"targets": named, "listed.ids": ids}, of_rows, read)
-            assert found.values[2].isnan().tolist() == [True, *4 * [False], True] and (memory[[0, 2]] == 7.0).all()
+            assert found[2].isnan().tolist() == [True, *4 * [False], True] and (memory[[0, 2]] == 7.0).all()
             assert torch.equal(memory[1, [0, 2, 4, 5]], expected[[0, 2, 4, 5]])
 
 

@@ -129,7 +129,7 @@ def test_products(name, shape, record_property):
         logits = products.logits(hidden)
         before = logits.clone()  # their gradient may go into their memory
         block = products.gradient_rows(rows)
-        d_logits = products.gradient_buffer(logits, True) if block is None or kind is HalfProducts else block
+        d_logits = products.gradient_buffer(logits, True, block, 0)
         given = d_logits.copy_(1e-9 * torch.randn(rows, vocab)).double()
         d_logits = d_logits if block is None else products.keep(d_logits, block, 0)
         total = products.add_d_weight(products.add_d_weight(None, d_logits, hidden, last=False), d_logits, hidden, last=True)

@@ -22,15 +22,15 @@ from grpo_kernels import Sparse
 from grpo_kernels.checks import logit_rows, overlap, whole_rows
 from grpo_kernels.rows import backends, products
 from grpo_kernels.rows import hidden as linear
-from grpo_kernels.rows.backends import WITH_ENTROPY, FusedRows, cpu_products, eager
+from grpo_kernels.rows.backends import WITH_ENTROPY, cpu_products, eager
 from grpo_kernels.rows.backends import native as native
 from grpo_kernels.rows.backends.cpu import _cpu
 from grpo_kernels.rows.compile import TracedRows
 from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform
 from grpo_kernels.rows.products import Plan, Work
-from grpo_kernels.rows.run import Read, statistics
+from grpo_kernels.rows.run import statistics
 from grpo_kernels.rows.selection import starts
-from grpo_kernels.rows.stream import Visit
+from grpo_kernels.rows.stream import Logits, Visit
 
 #: Sizes of chunks and blocks.
 blocks = products
@@ -150,15 +150,21 @@ def traced_stages(backend: str, dtype: torch.dtype) -> list[tuple[Callable[..., 
     """What puts operators into a graph: functions of (targets, tensors) that give log-probs and entropies of rows, and whether
     they take hidden states, weight and bias, or logits."""
 
-    def stage(*how: Any, sparse: Any = None) -> Callable[..., Any]:
+    def stage(kind: Any, *how: Any, sparse: Any = None) -> Callable[..., Any]:
         def log_probs(targets: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            read = Read(Visit(targets, None, WITH_ENTROPY, sparse=sparse), ("entropy",), ("entropy",))
-            (found,) = statistics(TracedRows((read,), RowTransform(1.0, 0.0, 0.7), backend, False, *how), x)
+            asked = {"statistics": ("entropy",), "with_gradient": ("entropy",)}
+            visit = Visit(targets, None, WITH_ENTROPY, sparse=sparse, **asked)
+            stream = kind(x, RowTransform(1.0, 0.0, 0.7), None, None, *how)
+            (found,) = statistics(TracedRows((visit,), stream, backend, False), x)
             return found["logps"], found["entropy"]
 
         return log_probs
 
-    return [(stage(), False), (stage(dtype), True), (stage(dtype, sparse=Sparse(1 / 16)), True)]
+    return [
+        (stage(Logits), False),
+        (stage(linear.Hidden, dtype), True),
+        (stage(linear.Hidden, dtype, sparse=Sparse(1 / 16)), True),
+    ]
 
 
 def rows_of_logits(logits: torch.Tensor) -> torch.Tensor:
@@ -284,9 +290,9 @@ class NoRows(eager.Kernels):
     def pull(self, rows: LogitRows, partials: Any, slopes: Any, out: Tensor) -> None:
         assert apart_or_in_place(rows.logits, out)
 
-    def fused(self, rows: LogitRows, stage: Any, out: Tensor | None) -> FusedRows:
+    def fused(self, rows: LogitRows, stage: Any, out: Tensor | None) -> Tensor:
         assert out is None or apart_or_in_place(rows.logits, out)
-        return FusedRows(rows.logits.new_empty(3, rows.n))
+        return rows.logits.new_empty(3, rows.n)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         pass

@@ -157,7 +157,7 @@ def fused(kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int,
     """The loss in one call."""
     out = torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format) if out is None else out
     found = kernels.fused(given(r, part), stage_of(r).at(slice(*part)) if part else stage_of(r), out)
-    return dict(zip(("logps", "entropy", "losses", "divergence"), found.values, strict=False)), out
+    return dict(zip(("logps", "entropy", "losses", "divergence"), found, strict=False)), out
 
 
 def ways(r: Rows) -> list[tuple[Callable[..., Found], Rows]]:

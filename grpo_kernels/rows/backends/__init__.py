@@ -10,7 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,8 +25,8 @@ from ..partials import (
     LogitRows,
     Partials,
     Slopes,
+    joined,
     partials_of,
-    side_by_side,
 )
 from ..ragged import Ragged, Tokens
 from ..selection import Drawn
@@ -40,26 +40,6 @@ WITH_ENTROPY = partials_of(("entropy",))
 def others_than(known: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
     """Names that kernels do not know, and that no second visit makes."""
     return tuple(name for name in names if name not in known and name not in OF_SECOND_VISIT)
-
-
-class FusedRows(NamedTuple):
-    """What `fused` returns: log-probs, entropies and losses, whose sum is the loss, fp32 [3, n]; beside a second stream [4, n],
-    with the divergence from it. 0 of a row that is not read. The gradient went into `out`."""
-
-    values: Tensor
-
-    @classmethod
-    def of(cls, logps: Tensor, entropy: Tensor, losses: Tensor, divergence: Tensor | None = None) -> FusedRows:
-        return cls(torch.stack([logps, entropy, losses] + ([] if divergence is None else [divergence])))
-
-    @classmethod
-    def zeros(cls, n: int, device: torch.device, second: object) -> FusedRows:
-        """Of n rows, to be put together. `second`: None for results without a divergence."""
-        return cls(torch.zeros(3 if second is None else 4, n, dtype=torch.float32, device=device))
-
-    def put(self, rows: slice | Tensor, part: FusedRows) -> None:
-        """Set those of these rows."""
-        self.values[:, rows] = part.values
 
 
 class Backend(ABC):
@@ -89,11 +69,12 @@ class Backend(ABC):
         """Write the gradient that slopes give into the same rows of `out` [A, T, V], which may be the logits themselves or other
         memory. A row whose slopes are 0 becomes 0. The second stream is read where slopes have a "divergence"."""
 
-    def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
-        """The losses of a token stage, and their gradient into `out`; None leaves it out."""
+    def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor:
+        """Compute a token stage: log-probs, entropies and losses, whose sum is the loss, fp32 [3, n]; beside a second stream
+        [4, n], with the divergence from it. 0 of a row that is not read. The gradient goes into `out`; None leaves it out."""
         return self.two_visits(rows, stage, out, max(1, rows.n))
 
-    def fused_tokens(self, rows: LogitRows, tokens: Tokens, stage: TokenStage, out: Tensor | None) -> FusedRows | None:
+    def fused_tokens(self, rows: LogitRows, tokens: Tokens, stage: TokenStage, out: Tensor | None) -> Tensor | None:
         """The same of tokens of the rows, which may share a row, or list ids: losses of tokens. None, and nothing was done,
         where the kernels do not do that in one visit."""
         return None
@@ -154,7 +135,7 @@ class Backend(ABC):
         known = self.makes_all or not others_than(SLOPES_OF_KERNELS, slopes.names)
         (self if known else load("eager").Kernels()).pull(rows, partials, slopes, out)
 
-    def two_visits(self, rows: LogitRows, stage: TokenStage, out: Tensor | None, block_rows: int) -> FusedRows:
+    def two_visits(self, rows: LogitRows, stage: TokenStage, out: Tensor | None, block_rows: int) -> Tensor:
         """`fused` by visiting `block_rows` rows at a time twice: statistics, token stage in torch, gradient. A block small enough
         for the cache makes the second visit nearly free."""
         n, second = rows.n, rows.second
@@ -172,10 +153,12 @@ class Backend(ABC):
                 losses = losses + torch.where(weight == 0, 0.0, weight * divergence)
                 upstream["divergence"] = weight
             losses = losses if block.read is None else torch.where(block.read, losses, 0.0)
-            parts.append(FusedRows.of(logps, entropy, losses, divergence).values)
+            parts.append(torch.stack([logps, entropy, losses] + ([] if divergence is None else [divergence])))
             if out is not None:
                 self.pull(block, partials, Slopes.of({"entropy": entropy}, upstream, block.read), out)
-        return FusedRows(side_by_side(parts)) if parts else FusedRows.zeros(n, rows.logits.device, second)
+        if not parts:
+            return torch.zeros(3 if second is None else 4, n, dtype=torch.float32, device=rows.logits.device)
+        return joined(parts, 1)
 
 
 # ---- which backend runs

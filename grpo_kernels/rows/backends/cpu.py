@@ -20,7 +20,7 @@ from ..divergence import KINDS
 from ..partials import OF_KERNELS, SLOPES_OF_KERNELS, LogitRows, Partials, RowTransform, Slopes
 from ..ragged import Ragged, Tokens
 from ..selection import Drawn, capacity, per_unit
-from . import Backend, FusedRows, fall_back, native
+from . import Backend, fall_back, native
 
 if TYPE_CHECKING:
     import grpo_kernels._cpu as _cpu
@@ -101,7 +101,7 @@ class Kernels(Backend):
         to = memory(_cpu.Memory, "out", out, rows, n)
         _cpu.pull(own, second, targets, of, of_slopes, to, torch.get_num_threads())
 
-    def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
+    def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor:
         """Both passes over a row and the formulas between them, run by one thread per row."""
         made = self._programs(stage)
         if made is None:
@@ -114,9 +114,9 @@ class Kernels(Backend):
         streams = _streams(rows, n, weight=weight)
         results = torch.empty(3 if rows.second is None else 4, n, dtype=torch.float32)
         _fused(made, stage, rows, streams, _of_rows(rows, n), out, results, None)
-        return FusedRows(results)
+        return results
 
-    def fused_tokens(self, rows: LogitRows, tokens: Tokens, stage: TokenStage, out: Tensor | None) -> FusedRows | None:
+    def fused_tokens(self, rows: LogitRows, tokens: Tokens, stage: TokenStage, out: Tensor | None) -> Tensor | None:
         made = self._programs(stage)
         if made is None:
             return None
@@ -132,7 +132,7 @@ class Kernels(Backend):
         )
         results, at = torch.zeros(3, m, dtype=torch.float32), (vector("targets", tokens.targets, torch.int64, m), 0)
         _fused(made, stage, rows, _streams(rows, n), at, out, results, of_tokens)
-        return FusedRows(results)
+        return results
 
     def _programs(self, stage: TokenStage) -> Programs | None:
         """What C++ runs of a token stage; None if it cannot, which `strict` refuses."""

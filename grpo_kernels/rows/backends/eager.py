@@ -15,7 +15,7 @@ from .. import divergence
 from ..partials import OF_BOTH, LogitRows, Partials, RowTransform, Slopes
 from ..ragged import Ragged
 from ..selection import BITS, Drawn, capacity, per_unit
-from . import Backend, FusedRows
+from . import Backend
 
 Tensor = torch.Tensor
 
@@ -131,11 +131,12 @@ class Kernels(Backend):
             if g is not to:
                 to.copy_(g)
 
-    def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
-        result, of_block = FusedRows.zeros(rows.n, rows.logits.device, rows.second), Kernels(space=_space(rows))
+    def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor:
+        result = torch.zeros(3 if rows.second is None else 4, rows.n, dtype=torch.float32, device=rows.logits.device)
+        of_block = Kernels(space=_space(rows))
         for r, _ in _blocks(rows, rows.logits):
             block = rows.cut(r.start, r.stop)
-            result.put(r, of_block.two_visits(block, stage.at(r), out, block.n))
+            result[:, r] = of_block.two_visits(block, stage.at(r), out, block.n)
         return result
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:

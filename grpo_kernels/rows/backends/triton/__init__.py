@@ -18,7 +18,7 @@ from ....formulas.token_stage import INPUTS, TokenStage
 from ...partials import OF_STUDENT, LogitRows, Partials, Slopes, partials_of
 from ...ragged import Ragged, Tokens
 from ...selection import Drawn, capacity, per_unit
-from .. import Backend, FusedRows, eager, fall_back
+from .. import Backend, eager, fall_back
 from . import launch as launch
 from .kernels import (
     _add_hidden_rows_kernel,
@@ -91,7 +91,7 @@ class Kernels(Backend):
         kind = launch.pull_kind(rows.transform.softcap, second.transform.softcap)
         of.run(kind, _two_pull_kernel, *arguments, *of_second, of.shares, *tables, NAMES=names, DIRECTION=second.kind)
 
-    def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedRows:
+    def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor:
         """In one visit of each row; beside a second stream in two."""
         found = None if rows.second is not None else self._one_visit(rows, stage, out)
         return super().fused(rows, stage, out) if found is None else found
@@ -104,7 +104,7 @@ class Kernels(Backend):
         listed: OfListed | None = None,
         formula: Any = None,
         sums: int = 0,
-    ) -> FusedRows | None:
+    ) -> Tensor | None:
         """`listed`: the ids that tokens list, `formula`: the function of their program, which has so many `sums`."""
         assert rows.part is None
         if self.strict:
@@ -120,9 +120,9 @@ class Kernels(Backend):
         )  # fmt: skip
         kind = launch.fused_kind(rows.logits.dtype, rows.transform.softcap)
         of.run(kind, _fused_kernel, *arguments, FORMULA=of_tokens, LISTED=formula, SUMS=sums)
-        return FusedRows(results)
+        return results
 
-    def fused_tokens(self, rows: LogitRows, tokens: Tokens, stage: TokenStage, out: Tensor | None) -> FusedRows | None:
+    def fused_tokens(self, rows: LogitRows, tokens: Tokens, stage: TokenStage, out: Tensor | None) -> Tensor | None:
         """Of tokens that list ids, each alone in its row."""
         terms, ids = stage.listed, tokens.listed
         if terms is None or ids is None or tokens.of_row is None or rows.second is not None:
@@ -233,7 +233,7 @@ class OrEager(Kernels):
     slot_logits, add_weight_rows, add_hidden_rows = map(_or_eager, ("slot_logits", "add_weight_rows", "add_hidden_rows"))
     masses, select = map(_or_eager, ("masses", "select"))
 
-    def _one_visit(self, *arguments: Any) -> FusedRows | None:
+    def _one_visit(self, *arguments: Any) -> Tensor | None:
         """If the kernel that contains the formulas cannot run, kernels without them may: torch then computes the formulas."""
         try:
             return super()._one_visit(*arguments)
