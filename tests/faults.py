@@ -84,7 +84,7 @@ FAULTS: list[Fault] = [
         ("what arrives at ids that wait arrives twice", "self._put(out, 0.0)", "self._put(out[:0], 0.0)", SHARED),
         ("a divergence beside tokens is not in the loss", "else losses + times(weight, divergence)", "else losses"),
         ("tokens of a chunk replace each other", "result[:, which] += self", "result[:, which] = self", SHARED),
-        ("tokens of a block are those of the first", "tokens.at(self.places, stage)", "tokens.at(torch.arange(self.rows.n), stage)", SHARED),
+        ("tokens of a block are those of the first", "tokens.at(self.places)", "tokens.at(torch.arange(self.rows.n))", SHARED),
         ("logits at listed ids are this rank's", "logits if shard is None else shard.sum_over_ranks(logits)", "logits", RANKS),
         ("the loss has every teacher with a weight of 1", "times(weight, _taken(of_loss, here))", "_taken(of_loss, here)"),
     ),
@@ -733,7 +733,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "packed rows taken for one sequence",
-            "gae(outcome, e.values, gamma=gamma, lam=lam, **e.tokens)", "gae(outcome, e.values, gamma=gamma, lam=lam, mask=e.mask)",
+            'known: dict[str, Any] = {"values": e.values, "gamma": gamma, "lam": lam, **e.tokens}',
+            'known: dict[str, Any] = {"values": e.values, "gamma": gamma, "lam": lam, "mask": e.mask}',
         ),
     ),
     *of("grpo_kernels/rewards/corrections.py", "tests/rewards/test_corrections.py",

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from ..checks import plain
-from ..formulas.token_stage import TokenStage
 from ..token_sets import TokenSets
 
 Tensor = torch.Tensor
@@ -196,21 +195,17 @@ class Tokens:
         first = at_or(slots.ids, slots.offsets[:-1])
         return plain(torch.where(slots.offsets.diff() > 0, first, 0).clamp(min=0))
 
-    def at(self, rows: Tensor, stage: TokenStage) -> tuple[Tokens, Tensor | slice, TokenStage]:
-        """(the tokens of these rows, int64 [r], which count as their places; which of the tokens they are; their part of the token
-        stage). Where the host would wait to know how many they are: all tokens, the others not read."""
+    def at(self, rows: Tensor) -> tuple[Tokens, Tensor | slice, Tensor | None]:
+        """(the tokens of these rows, int64 [r], which count as their places; which of the tokens they are; and which of the listed
+        ids theirs are). Where the host would wait to know how many they are: all tokens, the others not read, and None."""
         of_tokens = places_in(rows, self.n)[self.rows.clamp(0, self.n - 1)]
-        here, listed = self.used & (of_tokens >= 0), None
+        here = self.used & (of_tokens >= 0)
         if rows.device.type not in READ_AT_ONCE:
             own = None if self.of_row is None else rows
-            return replace(self, rows=of_tokens, read=here, n=rows.numel(), of_row=own), slice(None), stage
+            return replace(self, rows=of_tokens, read=here, n=rows.numel(), of_row=own), slice(None), None
         which = here.nonzero()[:, 0]
-        stage = stage.at(which)
-        if self.listed is not None:
-            listed, of_listed = self.listed.taken(which)
-            if stage.listed is not None:
-                stage = stage._replace(listed=stage.listed.taken(of_listed, listed.offsets))
-        return Tokens(of_tokens[which], self.targets[which], None, rows.numel(), listed), which, stage
+        listed, of_listed = (None, None) if self.listed is None else self.listed.taken(which)
+        return Tokens(of_tokens[which], self.targets[which], None, rows.numel(), listed), which, of_listed
 
     def groups(self, active: Tensor | None, sequences: Tensor, count: int) -> tuple[int, ...]:
         """Of the rows of `active` tokens, in their order: the sizes of the smallest groups that follow one another so that no

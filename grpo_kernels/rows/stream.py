@@ -318,7 +318,10 @@ class Block:
         """`fused` of the tokens of these rows, into the results of all tokens, whose stage it is."""
         assert self.visit.tokens is not None
         gradient = out if out is None or not self.visit.apart else torch.empty_like(self.rows.logits)
-        tokens, which, stage = self.visit.tokens.at(self.places, stage)
+        tokens, which, of_listed = self.visit.tokens.at(self.places)
+        stage = stage.at(which)
+        if of_listed is not None and stage.listed is not None and tokens.listed is not None:
+            stage = stage._replace(listed=stage.listed.taken(of_listed, tokens.listed.offsets))
         result[:, which] += self._fused_tokens(tokens, stage, gradient)  # the others are 0
         if out is not None and gradient is not None and gradient is not out:
             out.copy_(gradient)
