@@ -173,8 +173,8 @@ class Made(NamedTuple):
         at_ids = None
         if at is not None and d_ids:
             d_at = d_ids["at"].to(torch.float32) if "at" in d_ids else torch.zeros_like(at.logits)
-            # Of computed rows the divergence has its gradient where they are computed again, see `Block.pull`.
-            seconds = () if base.computed and visit.kept is None else _seconds_at(visit, found)
+            # Of whole rows the divergence has its gradient where the kernels visit them again, see `Block.pull`.
+            seconds = () if visit.kept is None else _seconds_at(visit, found)
             rows = (visit.targets, visit.read, found.partials, slopes, base.transform, seconds)
             of_ids, slopes = at.gradients(d_at, d_ids.get("outside"), *rows)
             at_ids = at.slots, of_ids

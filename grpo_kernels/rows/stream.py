@@ -570,7 +570,7 @@ class Logits(Stream):
 
     def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: LogitsGradient, at_ids: AtIds | None) -> None:
         is_first, twice, out, at = gradients.out is None, gradients.twice, gradients.rows(), self.own_ids(at_ids)
-        if not twice and not visit.apart:
+        if not twice and not visit.apart and (at is None or slopes.get("divergence") is None):  # as they lie
             self.backend.gradient(self._rows(visit), found.partials, slopes, out)
             if at is not None:
                 write_at(out, *at)
@@ -582,10 +582,8 @@ class Logits(Stream):
                 part = to
             elif part.shape != to.shape:
                 part = torch.empty_like(to, dtype=torch.float32)
-            block.pull(found.values[:, block.at], slopes.at(block.at), part)
             # All that adds up is there before it is rounded.
-            if at is not None:
-                write_at(part, *block.at_slots(at))
+            block.pull(found.values[:, block.at], slopes.at(block.at), part, None if at is None else block.at_slots(at))
             part = part if few is None else _added(part, *block.at_slots(few))
             to.copy_(part if is_first else part.add_(to))
 
