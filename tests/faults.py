@@ -119,8 +119,6 @@ FAULTS: list[Fault] = [
         ("a row has the log-prob of its first id", "self.used & (z == top[rows]), torch.arange", "self.used, torch.arange", SHARED),
         ("ids are as likely as the likeliest", "torch.where(z == -torch.inf, z, z - of_one)", "torch.where(z == -torch.inf, z, 0 * of_one)", SHARED),
         ("log-probs at ids are those of other sums", "        if self.one is None:", "        if True:", SHARED),
-        ("teachers have one weight at listed ids", "slope = times(weight, of_divergence)[rows]", "slope = of_divergence[rows]", COMBINATIONS),
-        ("a divergence has no gradient at ids", "times(slope, self", "times(0 * slope, self", COMBINATIONS),
         ("as many tokens as rows are one for each", "tokens.rows.unique().numel() == tokens.n", "True", SHARED),
         ("the only token of a row has another's numbers", "stage.at(order), out)[:, tokens.rows]", "stage.at(order), out)", SHARED),
         ("a row of NaN is NaN at its ids alone", "torch.where(arrives.isnan(), arrives, constant)", "constant", SHARED),
@@ -133,6 +131,7 @@ FAULTS: list[Fault] = [
         ("divergences lack their teacher's weight", "(weight * x).masked_fill_", "(1 * x).masked_fill_"),
     ),
     *of("grpo_kernels/rows/sets.py", COMBINATIONS,
+        ("a divergence has no gradient beside listed ids", "gradient + of(Slopes", "gradient + 0 * of(Slopes"),
         ("a token's set is of the row of its number", "tokens.rows[slots.rows], slots.ids", "slots.rows % tokens.n, slots.ids", SHARED),
         (
             "a target of another rank is this rank's",

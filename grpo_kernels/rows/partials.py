@@ -371,6 +371,11 @@ class Slopes(NamedTuple):
         rows = [slopes[name] for name in names]
         return cls(torch.stack(rows) if len(rows) > 1 else rows[0].contiguous()[None], names)
 
+    @classmethod
+    def of_divergence(cls, slope: Tensor) -> Slopes:
+        """Those of a divergence alone."""
+        return cls.stacked({"target": torch.zeros_like(slope), "divergence": slope})
+
     def get(self, name: str) -> Tensor | None:
         """A slope [n], a view of `values`; None where no row has such a term."""
         return self.values[self.names.index(name)] if name in self.names else None

@@ -9,7 +9,7 @@ torch.compile sees the same Function with the operators of compile.py in place o
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from ..formulas.ops import times
 from ..formulas.token_stage import JointStage, TokenStage
 from .hidden import Engine
 from .memory import converted
-from .partials import Partials, RowTransform, Second, Slopes
+from .partials import Partials, RowTransform, Slopes
 from .ragged import Tokens
 from .sets import OverSets
 from .stream import Found, Gradients, Parts, Stream, Visit
@@ -173,9 +173,7 @@ class Made(NamedTuple):
         at_ids = None
         if at is not None and d_ids:
             d_at = d_ids["at"].to(torch.float32) if "at" in d_ids else torch.zeros_like(at.logits)
-            # Of whole rows the divergence has its gradient where the kernels visit them again, see `Block.pull`.
-            seconds = () if visit.kept is None else _seconds_at(visit, found)
-            rows = (visit.targets, visit.read, found.partials, slopes, base.transform, seconds)
+            rows = (visit.targets, visit.read, found.partials, slopes, base.transform)
             of_ids, slopes = at.gradients(d_at, d_ids.get("outside"), *rows)
             at_ids = at.slots, of_ids
             if visit.ahead:
@@ -191,13 +189,6 @@ def _divergence(visit: Visit, found: Found) -> Tensor:
     """fp32 [n], from all second streams that are read apart."""
     values = [times(other.weight, partials.divergence) for other, partials in zip(visit.apart, found.apart, strict=True)]
     return torch.stack(values).sum(0)
-
-
-def _seconds_at(visit: Visit, found: Found) -> Iterator[tuple[Second, Tensor | None, Partials]]:
-    """The second streams of a visit, with logits [k] at its ids: with each its weight, and the partials of its divergence."""
-    for other, both in zip(visit.others, found.apart or (found.partials,), strict=True):
-        at = over(other.stream, visit).logits_at(visit)
-        yield other.second(at.logits, other.stream.transform), other.weight, both
 
 
 # ---- autograd

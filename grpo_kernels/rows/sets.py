@@ -51,11 +51,20 @@ class OverSets:
 
     def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: Gradients, at_ids: AtIds | None) -> None:
         z, logits = self._z(self.stream)
-        of_z = self._each(z, lambda block: block.pull(found.values[:, block.at], slopes.at(block.at), block.rows.logits), True)
-        assert of_z is not None
-        gradient = self._of_logits(of_z, logits)
-        if at_ids is not None:
-            gradient = self.kept.replaced(gradient, *at_ids)
+
+        def of(slopes: Slopes) -> Tensor:
+            of_z = self._each(
+                z, lambda block: block.pull(found.values[:, block.at], slopes.at(block.at), block.rows.logits), True
+            )
+            assert of_z is not None
+            return self._of_logits(of_z, logits)
+
+        if at_ids is None:
+            gradient = of(slopes)
+        else:
+            gradient = self.kept.replaced(of(slopes.without("divergence")), *at_ids)
+            of_divergence = slopes.get("divergence")
+            gradient = gradient if of_divergence is None else gradient + of(Slopes.of_divergence(of_divergence))
         slots = self._here[2]
         pairs = self._pairs(slots)
         if pairs is None:

@@ -273,8 +273,7 @@ class Block:
 
     def pull(self, values: Tensor, slopes: Slopes, out: Tensor, at_ids: AtIds | None = None) -> None:
         """Write the gradient of the logits, which may be `out`, from partials fp32 [q, r] and slopes of these rows. `at_ids`: what
-        it is at some ids of these rows but for that of divergences, which is added as the kernels make it: where two rows are
-        nearly equal, the sign of a difference is that of the logits whose sums the partials have."""
+        it is at some ids of these rows, see `LogitsAt.gradients`, but for that of divergences, which is added."""
         found, of_divergence = self.visit.found(values), slopes.get("divergence")
         if of_divergence is None or (at_ids is None and not self.visit.apart):
             self.backend.gradient(self.rows, found.partials, slopes, out)
@@ -290,7 +289,7 @@ class Block:
             partials = partials if here is None else partials.at(here)
             memory = torch.empty_like(own.logits)
             own = own._replace(targets=torch.full_like(own.targets, -1))  # the partials may have the target of the likeliest id
-            self.backend.pull(own, partials, Slopes.stacked({"target": torch.zeros_like(slope), "divergence": slope}), memory)
+            self.backend.pull(own, partials, Slopes.of_divergence(slope), memory)
             _add(gradient, here, memory, 1)
         out.copy_(gradient)
 

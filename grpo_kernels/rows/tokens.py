@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
 from ..formulas.ops import times
 from ..formulas.token_stage import TokenStage
-from . import divergence
 from .backends import WITH_ENTROPY, Backend
-from .partials import LogitRows, Partials, RowTransform, Second, Slopes
+from .partials import LogitRows, Partials, RowTransform, Slopes
 from .ragged import Ragged, Tokens, at_or, write_at
 
 Tensor = torch.Tensor
@@ -60,21 +58,13 @@ class LogitsAt:
         assert self.one is not None
         return at_or(self.slots.ids, self.one)
 
-    def of_divergence(self, second: Second, partials: Partials, transform: RowTransform) -> Tensor:
-        """fp32 [k]: d divergence from a second stream / d z of each id, from the partials of both; its logits are [k]."""
-        rows = self.slots.rows
-        z = transform.of(self.logits, rows) - partials.max[rows]
-        w = second.transform.of(second.logits, rows) - partials["teacher_max"][rows]
-        p, q = z.exp() / partials.sum[rows], w.exp() / partials["teacher_sum"][rows]
-        return divergence.gradient(second.kind, p, q, z - w + partials.log_sums[rows], partials.center[rows], second.mixture)
-
     def gradients(
         self, upstream: Tensor, outside: Tensor | None, targets: Tensor, read: Tensor | None, partials: Partials, slopes: Slopes,
-        transform: RowTransform, others: Iterable[tuple[Second, Tensor | None, Partials]] = (),
+        transform: RowTransform,
     ) -> tuple[Tensor, Slopes]:  # fmt: skip
-        """(d loss / d logits [k], of all that the loss depends on; the slopes of the other columns of the rows), from d loss / d
-        log-probs [k], and from d loss / d log of the probability outside of the ids [n], or None. `others`: the second streams that
-        slopes of a divergence are of, their logits [k]; of each its weight in rows, see `times`, and the partials beside it.
+        """(d loss / d logits [k], of all that the loss depends on but divergences, which the kernels add: where two rows are nearly
+        equal, the sign of a difference is that of the logits whose sums the partials have; the slopes of the other columns of the
+        rows), from d loss / d log-probs [k], and from d loss / d log of the probability outside of the ids [n], or None.
 
         Where p is close to 1, the 1 - p of one's own logit is that of expm1, as in the row kernels, or the sum of all else where
         that is known. Sums over the ids are fp64, since what arrives at one of them may be far more than at all others."""
@@ -99,11 +89,6 @@ class LogitsAt:
         g = g + slopes.target[rows] * torch.where(self.slots.ids == targets[rows], rest, -p)
         for term in slopes.at_columns(rows, p, p, logps):
             g = g + term
-        of_divergence = slopes.get("divergence")
-        if of_divergence is not None:
-            for second, weight, both in others:
-                slope = times(weight, of_divergence)[rows]
-                g = g + times(slope, self.of_divergence(second, both, transform))
         active = ((arrives != 0) | slopes.nonzero)[rows]
         g = torch.where(counted & active, g * transform.slope(self.logits, rows), 0.0)
         return g, slopes.plus("constant", constant.to(torch.float32))
