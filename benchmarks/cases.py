@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo_kernels import TokenBatch, TokenSets
 from grpo_kernels.diagnosis.step import Output
 
-Tensor = torch.Tensor
 Result = dict[str, Any]  # {"loss": 0-d tensor, "d_logits": ..., ...}; "gradients" is a list of tensors
 
 HALF = (torch.bfloat16, torch.float16)

@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from benchmarks.harness import compilations
@@ -29,8 +30,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.doors import Call, arguments_of, batch_of, called
 from support.on_device import OnDevice
 from support.recipes import Recipe, problem
-
-Tensor = torch.Tensor
 
 # ---- kernels that have run
 

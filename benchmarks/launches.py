@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -27,7 +28,6 @@ from grpo_kernels.rows.backends.triton.launch import LAUNCH, Choice, choice_of, 
 from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform, Second, Slopes, partials_of
 from grpo_kernels.rows.ragged import Ragged, Tokens
 
-Tensor = torch.Tensor
 KERNELS = backend.Kernels()
 
 # ---- targets

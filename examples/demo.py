@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import results
 from benchmarks.harness import peak_memory
@@ -34,7 +35,6 @@ from grpo_kernels.training.policy import Completions, Losses, LossParts, complet
 from grpo_kernels.training.rewards import exact
 from grpo_kernels.training.trainer import TrainConfig, Trainer
 
-Tensor = torch.Tensor
 Line = dict[str, Any]
 
 

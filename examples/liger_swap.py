@@ -18,12 +18,10 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.harness import peak_memory
 from grpo_kernels.integrations.liger import triton_grpo_loss
-
-Tensor = torch.Tensor
 
 #: Where a line `from ... import LigerFusedLinearGRPOLoss` looks: this is the swap.
 BEFORE, AFTER = "liger_kernel.chunked_loss", "grpo_kernels.integrations.liger"

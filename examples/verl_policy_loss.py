@@ -14,10 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo_kernels.integrations import verl as fused
-
-Tensor = torch.Tensor
 
 SEQUENCES, LENGTH = 64, 512
 ROWS, WIDTH, VOCAB = 512, 128, 32_000

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .checks import (
     DTYPES,
@@ -37,7 +38,6 @@ from .rewards.estimators import ADVANTAGES, Evidence, lookup
 from .rewards.groups import as_rewards
 from .token_sets import TokenSets, check_sets, narrowed, without_set
 
-Tensor = torch.Tensor
 M = TypeVar("M")
 
 #: Fields that are tensors, the dtypes that they may have, and what to pass.

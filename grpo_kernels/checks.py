@@ -16,8 +16,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 C = TypeVar("C", bound="Checked")
 

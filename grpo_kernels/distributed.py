@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .batch import TokenBatch
 from .checks import require
 from .objective import Denominators, Objective
 from .rows.parallel import VocabShard
-
-Tensor = torch.Tensor
 
 __all__ = ["VocabShard", "global_normalizer"]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from .checks import (
@@ -45,8 +46,6 @@ from .streams import (
     stream_of,
 )
 from .token_sets import TokenSets, check_sets, narrowed
-
-Tensor = torch.Tensor
 
 ALSO = (*OFFERED, "log_kept_mass")
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from .batch import WHOLE, TokenBatch, sends_ahead
 from .checks import (
@@ -52,8 +53,6 @@ from .streams import (
     stream_of,
 )
 from .token_sets import TokenSets, check_ids
-
-Tensor = torch.Tensor
 
 __all__ = ["LossOutput", "grpo_loss", "linear_grpo_loss", "objective_loss"]
 

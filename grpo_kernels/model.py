@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .architectures import language_model
 from .batch import TokenBatch, shift_targets
@@ -18,8 +18,6 @@ from .logprobs import linear_logprobs
 from .losses import LossOutput, check_specs, linear_grpo_loss
 from .objective import Denominators, Objective
 from .streams import Head, LogitTransform, Options, as_transform, refuse_keywords
-
-Tensor = torch.Tensor
 
 __all__ = ["FusedLMHead", "HeadLogprobs", "HeadLoss", "loss_from_model"]
 

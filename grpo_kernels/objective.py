@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from .batch import TokenBatch
 from .checks import (
@@ -60,7 +61,6 @@ from .formulas.token_stage import (
     ratio_of_kl,
 )
 
-Tensor = torch.Tensor
 F = TypeVar("F", bound=Filter)
 
 AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-mean", "token-sum", "constant")

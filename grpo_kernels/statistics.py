@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .checks import check_named, flat, plain
 from .formulas.divergence import Exact, divergence_at
@@ -21,8 +22,6 @@ from .rows.selection import Sparse
 from .rows.stream import Known, Logits, Seconds, Stream, Visit, one_of, read_beside
 from .streams import Options
 from .token_sets import TokenSets, check_ids, narrowed, without_set
-
-Tensor = torch.Tensor
 
 
 class Asked(NamedTuple):

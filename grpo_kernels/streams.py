@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .architectures import language_model, logits_of
 from .checks import (
@@ -45,8 +46,6 @@ from .rows.partials import TRANSFORMED, RowTransform
 from .rows.selection import Sparse
 from .rows.stream import Known, Logits, Other, Seconds, Stream
 from .token_sets import TokenSets, check_sets
-
-Tensor = torch.Tensor
 
 # ---- what a caller says about a head and a call
 

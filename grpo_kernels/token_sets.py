@@ -12,6 +12,7 @@ from operator import sub
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .checks import (
     FLOATING,
@@ -33,7 +34,6 @@ from .checks import (
     values_are_checked,
 )
 
-Tensor = torch.Tensor
 Rule = partial[Tensor]
 
 

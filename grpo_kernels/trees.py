@@ -9,11 +9,10 @@ from os.path import commonprefix
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .batch import TokenBatch
 from .checks import describe
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.cases import OF_SEQUENCES, Case
 from benchmarks.providers import BETAS, Run, Unavailable, provider
@@ -17,7 +18,6 @@ from benchmarks.providers.ours import loss_of, native, objective
 from grpo_kernels import Options
 from grpo_kernels.rows.products import Products, Work, products_for
 
-Tensor = torch.Tensor
 Call = Callable[[], Any]
 
 

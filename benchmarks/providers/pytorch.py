@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from benchmarks.cases import DIRECTIONS, HALF, OF_SEQUENCES, Case, Cell, Result, mean_divergence, policy_loss
 from benchmarks.providers import BETAS, Logps, Unavailable, logps_provider, provider
 from grpo_kernels import TokenBatch
 
-Tensor = torch.Tensor
 Call = Callable[[], Result]
 
 

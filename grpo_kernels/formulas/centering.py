@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checks import Checked, require
 from .filters import TrustRegion
 from .surrogates import PolicyGradient, Surrogate
 from .token_stage import logp_term
-
-Tensor = torch.Tensor
 
 #: How much lower the log-probs of a tail's ids are than the ratio that stands for all of them.
 RARE = 40.0

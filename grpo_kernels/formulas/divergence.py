@@ -12,10 +12,9 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..checks import Checked, require, require_one_of
-
-Tensor = torch.Tensor
 
 DIRECTIONS = ("reverse", "forward", "jsd", "tv")
 TAILS = ("bin", "renormalise", "ignore", "generalised")

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..batch import TokenBatch
 from ..checks import LARGEST, Checked, require, require_one_of
 from ..rewards.entropy import SHARE, entropy_threshold
 from .ops import bounded_exp, ops
 from .token_stage import TokenRows, above_floor
-
-Tensor = torch.Tensor
 
 #: A ratio beyond e^60 is useless anyway, and e^60 is still finite in fp32; see ops.bounded_exp.
 BOUND = 60.0

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 NUMBERS = (int, float)
 

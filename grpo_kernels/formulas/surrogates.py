@@ -17,13 +17,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checks import LARGEST, SMALLEST, Checked, require
 from .kl import absolute
 from .ops import bounded_exp, by_autograd, check_returned, compare, log_probs, ops
-
-Tensor = torch.Tensor
-
 
 # ---- formulas: (logp, old_logp, advantage, params) -> (loss, slope)
 

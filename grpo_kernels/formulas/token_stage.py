@@ -15,13 +15,12 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..checks import describe
 from .kl import Kl, kl_terms
 from .ops import log_probs, ops
 from .program import Made, Program, Run, Tracer, Trial, is_own, key_of
-
-Tensor = torch.Tensor
 
 # ---- terms at listed ids
 

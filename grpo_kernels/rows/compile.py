@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checks import check_targets
 from . import backends
@@ -24,8 +25,6 @@ from .partials import Partials, RowTransform, Slopes
 from .run import DRAWS, Rows, Tensors
 from .selection import Sparse, capacity
 from .stream import Logits, Parts, Stream, Visit
-
-Tensor = torch.Tensor
 
 NAMESPACE = __name__.partition(".")[0]
 ROWS = "Tensor?[] tensors, ScalarType? dtype, Tensor targets, Tensor? read, str[] names"  # dtype None: the tensors are logits

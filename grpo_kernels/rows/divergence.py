@@ -17,8 +17,7 @@ yet, d_j is used, which differs from D_j by a constant of the row; `partials.py`
 from __future__ import annotations
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 KINDS = ("reverse", "forward", "jsd", "tv")
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..formulas.token_stage import TokenStage
 from .backends import WITH_ENTROPY, Backend
@@ -28,8 +29,6 @@ from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
 from .ragged import Ragged
 from .selection import Draws, gradient_at, starts
 from .stream import AtIds, Block, Found, Gradients, LateGradient, Other, Parts, Stream, Visit, places_of
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 #: Smaller tensors come from the allocator, which keeps memory of that size itself.
 LARGE_BYTES = 32 << 20

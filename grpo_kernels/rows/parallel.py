@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..checks import as_number, require, require_whole
 from .backends import Backend
 from .partials import OF_SECOND_VISIT, TRANSFORMED, LogitRows, Partials, Slopes, merge
 from .selection import Drawn
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..checks import plain
 from .divergence import OF_BOTH_SUMS, SMALL, differences, merged_sums, of_mixed, phi
-
-Tensor = torch.Tensor
 
 
 class RowTransform(NamedTuple):

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from . import memory
 from .backends import cpu_products
-
-Tensor = torch.Tensor
 
 #: Rows of gradients of 16 bits begin at multiples of this many bytes: matrix libraries have slow kernels for others.
 ROW_ALIGNMENT = 128

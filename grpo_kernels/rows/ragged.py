@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..checks import plain
 from ..token_sets import TokenSets
-
-Tensor = torch.Tensor
 
 #: Devices whose values the host reads without a wait.
 READ_AT_ONCE = ("cpu",)

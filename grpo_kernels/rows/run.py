@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..formulas.ops import times
 from ..formulas.token_stage import JointStage, TokenStage
@@ -25,7 +26,6 @@ from .sets import OverSets
 from .stream import Found, Gradients, Parts, Stream, Visit
 from .tokens import LogitsAt
 
-Tensor = torch.Tensor
 Tensors = tuple[Any, ...]
 
 NO_SECOND = "grpo_kernels has no second derivatives: the gradient of these functions cannot be differentiated again."

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..checks import Checked, as_number, is_capturing, require, require_number, require_whole
 from .partials import Partials, RowTransform, Slopes
-
-Tensor = torch.Tensor
 
 #: The finest grid. A finer one draws so many columns a row that dense products are faster.
 FINEST = 1 / 4096

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from ..formulas.token_stage import TokenStage
 from .parallel import on_shard
@@ -18,8 +19,6 @@ from .partials import TRANSFORMED, LogitRows, Slopes
 from .ragged import Distinct, KeptRows, Ragged
 from .stream import AtIds, Block, Found, Gradients, Stream, Visit
 from .tokens import LogitsAt
-
-Tensor = torch.Tensor
 
 #: Bytes of gathered logits at a time. Most sets are small: the limit is for batches with a few very large ones.
 BLOCK_BYTES = 64 << 20

@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..checks import plain
 from ..formulas.ops import times
@@ -26,7 +27,6 @@ from .ragged import KeptRows, Ragged, Tokens, merged, slots_of, write_at
 from .selection import Sparse
 from .tokens import LogitsAt, fused_tokens
 
-Tensor = torch.Tensor
 Tensors = tuple[Any, ...]  # of tensors and None
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from ..formulas.ops import times
 from ..formulas.token_stage import TokenStage
 from .backends import WITH_ENTROPY, Backend
 from .partials import LogitRows, Partials, RowTransform, Slopes
 from .ragged import Ragged, Tokens, at_or, write_at
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from grpo_kernels import (
     Exact,
@@ -25,7 +26,6 @@ from support.bits import same_bits, snapshot
 from support.doors import Call, pull
 from support.recipes import DTYPES, Recipe
 
-Tensor = torch.Tensor
 LOSS = Recipe(objective="grpo, k3 and entropy", transform="per sequence")
 LOGPS = replace(LOSS, objective="dapo", door="logprobs")
 CALLS = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from grpo_kernels import Objective, Options, TokenBatch, TokenSets, grpo_loss
 from grpo_kernels.batch import shift_sets, shift_targets
@@ -19,7 +20,6 @@ from grpo_kernels.losses import objective_loss
 from support.bits import same_bits
 from support.pairs import label, pairs
 
-Tensor = torch.Tensor
 OFFSETS = [0, 2, 2, 7, 10]  # four sequences, the second empty
 #: All terms; sums of sequences and of tokens.
 OBJECTIVE = Objective.preset("gspo", beta=0.1, kl_aggregate="token-mean")

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch
 from torch._inductor import config as inductor
@@ -23,8 +24,6 @@ from grpo_kernels import (
 from support.doors import by_func, compare, run
 from support.inside import rows_of_head, rows_of_logits, traced_stages
 from support.recipes import KINDS, VIEWS, Recipe, legal, problem
-
-Tensor = torch.Tensor
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,6 @@ from support.doors import in_options
 from support.inside import Allocations, blocks_of_a_row, count_products, in_chunks
 from support.processes import said
 
-Tensor = torch.Tensor
 B, T, V, H = 8, 7, 811, 96
 MASK = torch.arange(T) < torch.tensor([7, 4, 2, 1, 6, 3, 5, 7])[:, None]
 N = int(MASK.sum())

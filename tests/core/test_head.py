@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_kernels import Head, LogitTransform, linear_grpo_loss, linear_logprobs
 from grpo_kernels.model import FusedLMHead
 from support.heads import OBJECTIVE, Case, H, Model, V, fused, gradients, make_batch, value_of
-
-Tensor = torch.Tensor
 
 
 def rows(seed):

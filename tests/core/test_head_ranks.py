@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_kernels import Head, Options, TokenSets, linear_grpo_loss, linear_logprobs
 from grpo_kernels.model import FusedLMHead, HeadLogprobs, HeadLoss
@@ -36,7 +36,6 @@ from support.heads import (
 )
 from support.processes import checks_of, finish, run_checks, start
 
-Tensor = torch.Tensor
 RATE = 0.3
 SPEC = oracle.Spec(eps_high=0.28, beta=0.1, entropy_coef=0.02)
 RANKS, STEPS, UPDATES = 2, 2, 2

@@ -25,7 +25,6 @@ from support import pages
 from support.doors import batch_of
 from support.recipes import Recipe, problem
 
-Tensor = torch.Tensor
 V = 61
 
 

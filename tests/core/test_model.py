@@ -27,7 +27,6 @@ from support.heads import MODELS, SLOW, SPECIAL, VOCAB, build, take_gradients
 
 transformers = pytest.importorskip("transformers")
 
-Tensor = torch.Tensor
 B, T = 3, 9
 OBJECTIVE = Objective.preset("dapo", beta=0.1, entropy_coef=0.01)
 NAMES = ["LlamaForCausalLM", "GPT2LMHeadModel", "PhiForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "GraniteForCausalLM",

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from grpo_kernels import Exact, NoPolicyTerm, Objective, TokenBatch
 from grpo_kernels.objective import NUMERICS, PRESETS
@@ -18,7 +19,6 @@ from support.objectives import KL_COV, MEAN, PAPERS
 from support.oracle import Spec
 from support.trainers import MASK, B, T, drawn
 
-Tensor = torch.Tensor
 INF = math.inf
 WIDE, LOW10, BUDGET = (-20.0, 20.0), (-INF, 10.0), 9
 

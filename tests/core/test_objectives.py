@@ -19,7 +19,6 @@ from support.inside import executor, executors
 from support.objectives import OBJECTIVES
 from support.recipes import Recipe, problem
 
-Tensor = torch.Tensor
 LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)
 
 

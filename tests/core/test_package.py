@@ -212,7 +212,6 @@ def test_without_a_compiler_it_installs_and_doctor_says_what_is_missing(sdist, t
 
 
 IDS = torch.arange(12).view(3, 4)
-Tensor = torch.Tensor
 LOGITS, HIDDEN, WEIGHT, BIAS = torch.randn(3, 4, 13), torch.randn(3, 4, 8), torch.randn(13, 8), torch.randn(13)
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from grpo_kernels import (
     EntropyQuantile,
@@ -27,7 +28,6 @@ from grpo_kernels import (
 from grpo_kernels.formulas.filters import Filter
 from support.inside import Allocations, count_products, in_chunks
 
-Tensor = torch.Tensor
 B, T, H, V = 6, 5, 16, 40
 MASK = torch.arange(T) < torch.tensor([5, 3, 0, 4, 5, 1])[:, None]
 ADVANTAGES = torch.tensor([1.3, 0.0, 2.0, -0.7, 0.0, 0.6])

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from grpo_kernels import Objective, Options, Sparse, TokenBatch, TokenSets, grpo_loss, linear_logprobs, token_logprobs
 from grpo_kernels.distributed import VocabShard, global_normalizer
@@ -24,7 +25,6 @@ from support.objectives import OBJECTIVES
 from support.oracle import Answer
 from support.recipes import KINDS, Recipe, covering, each_value, legal, problem, sliced, taken
 
-Tensor = torch.Tensor
 MODULE = "test_ranks"
 LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)
 GROUPS = torch.tensor([0, 0, 1, 2, 2, 3, 4, 4])

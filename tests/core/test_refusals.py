@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo_kernels
@@ -47,7 +48,6 @@ from support.bits import snapshot
 from support.doors import in_options
 from support.inside import values_unseen
 
-Tensor = torch.Tensor
 Call = Callable[[], Any]
 
 B, T, V, H = 3, 4, 11, 8

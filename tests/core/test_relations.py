@@ -40,7 +40,6 @@ from support.objectives import OBJECTIVES
 from support.oracle import Answer
 from support.recipes import DTYPES, KINDS, Recipe, legal, of_sequences, problem, random_recipe
 
-Tensor = torch.Tensor
 PLAIN = {"mask": "some", "spread": 3.0, "vocab": 61, "upstream": 1.0, "extreme": "none", "frozen": "nothing", "inplace": False}
 
 

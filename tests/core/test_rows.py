@@ -31,8 +31,6 @@ from support.inside import drawn_columns, in_chunks
 from support.oracle import listed_divergence
 from support.recipes import DTYPES, Recipe, legal, problem
 
-Tensor = torch.Tensor
-
 
 @pytest.mark.slow
 def test_more_than_2_to_the_31_logits(backend):

@@ -14,9 +14,6 @@ from support.doors import check
 from support.inside import in_chunks, of_a_gpu
 from support.recipes import KINDS, Recipe, legal
 
-Tensor = torch.Tensor
-
-
 #: Beyond the pairs of test_combinations.py: an objective that looks at more than its token, each dtype in place and from hidden
 #: states, sets, a second stream, terms at listed ids, log-probs at further ids.
 SHARED = Recipe(rows="shared", lengths=(7, 5, 0, 6))

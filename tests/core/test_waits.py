@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels import (
@@ -34,7 +35,6 @@ from support.inside import in_chunks, of_a_gpu
 from support.objectives import OBJECTIVES
 from support.recipes import Recipe, covering, each_value, legal, problem
 
-Tensor = torch.Tensor
 #: What reading a value of a meta tensor raises.
 WAITS = (NotImplementedError, RuntimeError)
 

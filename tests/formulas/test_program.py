@@ -11,6 +11,7 @@ from math import inf, nan
 
 import pytest
 import torch
+from torch import Tensor
 
 from grpo_kernels import Objective, Options, TokenBatch, TokenSets, grpo_loss, use
 from grpo_kernels.formulas.ops import bounded_exp, finite, ops
@@ -21,8 +22,6 @@ from grpo_kernels.rows.backends import cpu
 if cpu.available() is not None:
     pytest.skip(cpu.available() or "", allow_module_level=True)
 
-
-Tensor = torch.Tensor
 
 # ---- the program is the function
 

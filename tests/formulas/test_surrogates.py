@@ -26,7 +26,6 @@ from grpo_kernels.formulas.surrogates import (
 )
 from support import objectives as stages
 
-Tensor = torch.Tensor
 assert_close = torch.testing.assert_close
 
 

@@ -22,7 +22,6 @@ from support.oracle import Spec
 from support.pairs import MANY, pairs
 from support.recipes import Recipe, problem
 
-Tensor = torch.Tensor
 #: Of which no number lies at a bound of an option.
 SEED = 21
 ONE = Custom(lambda logp, old_logp, advantage, params: (1.0 + 0.0 * logp, 1.0 + 0.0 * logp))

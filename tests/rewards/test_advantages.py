@@ -40,7 +40,6 @@ from support.advantage_oracle import Ragged, close
 from support.oracle import kl_estimate
 from support.pairs import label, pairs, refusals
 
-Tensor = torch.Tensor
 assert_close = torch.testing.assert_close
 
 # ---- groups of completions

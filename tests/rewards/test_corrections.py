@@ -28,7 +28,6 @@ from support import advantage_oracle as oracle
 from support.advantage_oracle import Ragged
 from support.pairs import label, pairs, refusals
 
-Tensor = torch.Tensor
 ADVANTAGES = [1.0, -1.0, -1.0, -0.5, -2.0, -0.3, -1.0]
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from grpo_kernels.rows.backends import cpu, cpu_products
 from grpo_kernels.rows.partials import RowTransform
@@ -27,7 +28,6 @@ from support import amx
 from support.bits import same_bits
 from support.kernel_rows import DTYPES, KINDS, Rows, beside, check, ways
 
-Tensor = torch.Tensor
 Draw = random.Random
 
 PAGE = mmap.PAGESIZE

@@ -18,7 +18,6 @@ from support.doors import compare, exact_of, run
 from support.inside import LiveBytes, NoRows, Product, of_a_gpu
 from support.recipes import Recipe, problem
 
-Tensor = torch.Tensor
 GIB = 1 << 30
 V, H, CHUNK, BLOCK = 71, 16, 64, 128
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -18,7 +18,6 @@ from support.processes import finish, start
 if cpu_products.available() is not None:
     pytest.skip(cpu_products.available() or "", allow_module_level=True)
 
-Tensor = torch.Tensor
 
 TOLERANCE = 5e-7
 #: Of fp32 operands as two bf16 numbers, each right to 2^-8: what is left of either element, and the product of the smaller ones.

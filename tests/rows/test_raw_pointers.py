@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from grpo_kernels import Objective
 from grpo_kernels.formulas.surrogates import PolicyGradient
@@ -17,7 +18,6 @@ from grpo_kernels.rows.ragged import Ragged, Tokens
 from support.kernel_rows import KERNELS, kernels, slots_of
 from support.processes import start
 
-Tensor = torch.Tensor
 Call = Callable[[Any, dict[str, Tensor]], Any]
 
 N, V, H = 6, 40, 8

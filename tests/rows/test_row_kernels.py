@@ -30,7 +30,6 @@ from support.kernel_rows import (
     ways,
 )
 
-Tensor = torch.Tensor
 V = 531 if TRITON else 5003
 #: Each dtype is a kernel of its own to compile.
 SOME = DTYPES[1:2] if TRITON else DTYPES

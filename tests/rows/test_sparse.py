@@ -16,7 +16,6 @@ from grpo_kernels.rows.selection import BITS, capacity, per_unit, starts
 from support.bits import note
 from support.kernel_rows import DTYPES, EPS, KERNELS, TRITON, UNIT, kernels, matrix, random_slots, slots_of, values_for
 
-Tensor = torch.Tensor
 EAGER = eager.Kernels()
 
 

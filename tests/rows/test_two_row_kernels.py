@@ -32,7 +32,6 @@ from support.kernel_rows import (
     ways,
 )
 
-Tensor = torch.Tensor
 V = 131
 each_kind = pytest.mark.parametrize("kind, mixture", KINDS[:2] + KINDS[3:] if TRITON else KINDS)
 WARM = RowTransform(-0.7, 9.0, torch.linspace(0.4, 2.0, 10))

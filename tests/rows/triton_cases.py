@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_sparse import close
+from torch import Tensor
 
 from grpo_kernels.formulas.filters import TRUST_REGIONS, EntropyFloor, TrustRegion
 from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
@@ -22,7 +23,6 @@ from grpo_kernels.rows.backends.triton.launch import LAUNCH, Choice
 from grpo_kernels.rows.partials import RowTransform
 from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, given, matrix, same, slots_of
 
-Tensor = torch.Tensor
 WIDTH = 0.5
 backend = triton.Kernels()
 

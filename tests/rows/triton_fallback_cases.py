@@ -21,7 +21,6 @@ from support.doors import batch_of, compare, objective_of, run
 from support.kernel_rows import Rows, check, ways
 from support.recipes import Recipe, problem
 
-Tensor = torch.Tensor
 backend = triton.Kernels()
 KERNELS = ("stats", "pull", "fused", "scale")
 OUT = language.OutOfResources(262144, 232448, "shared memory")

@@ -21,7 +21,6 @@ from support.inside import in_chunks, of_a_gpu
 from support.objectives import OBJECTIVES
 from support.recipes import Recipe, covering, legal, problem
 
-Tensor = torch.Tensor
 ON_GPU = torch.zeros(()).device.type == "cuda"
 VOCABULARIES = (151_936, 129_921) if ON_GPU else (272, 131)
 LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)

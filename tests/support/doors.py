@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo_kernels import (
     Denominators,
@@ -31,8 +32,6 @@ from support import oracle
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
 from support.recipes import Other, Problem, Recipe, problem, sliced
-
-Tensor = torch.Tensor
 
 
 @cache

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import Objective, Options, TokenBatch
 from grpo_kernels.model import FusedLMHead, HeadLogprobs, HeadLoss
 from support import oracle
 
-Tensor = torch.Tensor
 H, V = 8, 17
 NORMALIZER, TEMPERATURE = 7.0, 0.8
 OBJECTIVE = Objective.preset("dapo", beta=0.1, entropy_coef=0.02)

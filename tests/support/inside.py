@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -195,7 +196,6 @@ class Allocations(TorchDispatchMode):
 
 # ---- the engine's code for a GPU: in `of_a_gpu`, tensors on a CPU or on "meta", which has no values, take the path of bf16 on CUDA
 
-Tensor = torch.Tensor
 MM = torch.mm
 
 

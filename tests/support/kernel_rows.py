@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from grpo_kernels import Objective
 from grpo_kernels.formulas.surrogates import PolicyGradient, Surrogate
@@ -24,7 +25,6 @@ from support import oracle
 from support.bits import note
 from support.inside import executor, executors
 
-Tensor = torch.Tensor
 Found = tuple[dict[str, Tensor], Tensor]  # statistics or values of a loss, [n] each, and the gradient of the logits
 
 TRITON = "triton" in os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "").split()

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo_kernels import Exact, Objective, TokenBatch
 from grpo_kernels.formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
@@ -194,7 +195,6 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
     "distillation, exact": (lambda: Objective.preset("distillation", kl=Exact()), Spec("none", beta=1.0, kl="exact")),
 }
 
-Tensor = torch.Tensor
 FIELDS = ("advantages", "mask", "old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights", "groups")
 
 

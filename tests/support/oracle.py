@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from support.recipes import Problem
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)

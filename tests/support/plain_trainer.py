@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from support import advantage_oracle, oracle
 from support.oracle import Spec
-
-Tensor = torch.Tensor
 
 GRPO = Spec(aggregate="seq-mean-token-mean")
 KINDS = {"exact": "reverse", "exact-forward": "forward", "exact-jsd": "jsd", "exact-tv": "tv"}

@@ -11,11 +11,10 @@ from itertools import combinations, product
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from support import oracle
 from support.objectives import OBJECTIVES
-
-Tensor = torch.Tensor
 
 SPECS = {name: spec for name, (_, spec) in OBJECTIVES.items()}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

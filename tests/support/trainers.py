@@ -17,11 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from support import oracle
-
-Tensor = torch.Tensor
 
 ROOTS = ("openrlhf", "areal", "slime", "prime_rl", "nemo_rl", "skyrl", "miles", "unsloth_made", "unsloth_zoo", "deepspeed")
 V, H = 23, 16

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
@@ -23,7 +24,6 @@ from support.oracle import Spec
 from support.plain_trainer import GRPO, Plain, Watch, kept_ids
 from support.runs import PROMPTS, lines, of_steps, tiny, trainer, varied
 
-Tensor = torch.Tensor
 DAPO = Spec(eps_high=0.28)
 CUT = {"top_k": 9, "top_p": 0.8}
 HOT = {"num_updates": 2, "lr": 3e-3}

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...checks import require, require_one_of, warn_once
 from ...formulas.token_stage import TokenStage
@@ -30,8 +31,6 @@ from ..partials import (
 )
 from ..ragged import Ragged, Tokens
 from ..selection import Drawn
-
-Tensor = torch.Tensor
 
 WITH_ENTROPY = partials_of(("entropy",))
 

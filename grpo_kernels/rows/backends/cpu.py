@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from ...formulas.program import FormulaRefused, Program
 from ...formulas.token_stage import TokenStage
@@ -33,7 +34,6 @@ else:
         _cpu = None
         _import_error = str(error)
 
-Tensor = torch.Tensor
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

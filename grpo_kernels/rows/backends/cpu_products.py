@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from . import cpu
 from .cpu import _cpu, matrix, vector
-
-Tensor = torch.Tensor
 
 OPERANDS = (torch.bfloat16, torch.float32)
 

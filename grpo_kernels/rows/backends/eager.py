@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ...formulas.token_stage import TokenStage
 from .. import divergence
@@ -16,8 +17,6 @@ from ..partials import OF_BOTH, LogitRows, Partials, RowTransform, Slopes
 from ..ragged import Ragged
 from ..selection import BITS, Drawn, capacity, per_unit
 from . import Backend
-
-Tensor = torch.Tensor
 
 
 def available() -> str | None:

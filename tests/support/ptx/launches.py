@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-import torch
 import triton
+from torch import Tensor
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
@@ -31,8 +31,6 @@ from benchmarks.launches import _Driver
 from grpo_kernels.rows.backends import triton as backend
 from support.bits import LARGEST
 from support.ptx.program import Counts, Program
-
-Tensor = torch.Tensor
 
 #: Compilation ends with PTX here, so what is kept must not be taken for a whole kernel.
 CACHE = Path(tempfile.gettempdir()) / f"grpo_kernels_ptx_{os.getuid()}_{triton.__version__}"

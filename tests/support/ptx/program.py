@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 SOURCE = Path(__file__).with_name("machine.c")
 #: Every operation rounds by itself, as in PTX; whole numbers wrap.

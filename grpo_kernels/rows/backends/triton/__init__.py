@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ....formulas.program import FormulaRefused, Program
 from ....formulas.token_stage import INPUTS, TokenStage
@@ -36,8 +37,6 @@ from .kernels import (
 )
 from .launch import Arguments, KernelFailure, aligned, available, check_layout, formula_of, run_blocks, serves, vectors
 from .one_row import OfListed
-
-Tensor = torch.Tensor
 
 __all__ = ["Kernels", "OrEager", "available", "serves"]
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ....checks import warn_once
 from ....formulas.program import Program
@@ -27,8 +28,6 @@ from ....formulas.token_stage import INPUTS
 from ...partials import LogitRows, Partials, Slopes
 from .kernels import _stats_kernel
 from .one_row import Transform
-
-Tensor = torch.Tensor
 
 INTERPRETED = not isinstance(_stats_kernel, triton.runtime.jit.JITFunction)
 
