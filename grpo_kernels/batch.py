@@ -188,7 +188,7 @@ class TokenBatch(Checked):
         if self.advantages is None:
             raise ValueError("advantages is None: pass a float tensor [B] or [B, T]; see group_advantages.")
         if isinstance(self.advantages, Tensor) and self.advantages.dtype in INTEGRAL and self.advantages.dtype != torch.bool:
-            self._put("advantages", self.advantages.to(torch.float32))
+            self._put("advantages", self.advantages.float())
         if self.cu_seqlens is not None:
             check_offsets("targets", targets, self.cu_seqlens)
         for name, taken in FIELDS.items():
@@ -350,7 +350,7 @@ class TokenBatch(Checked):
         for name in names:
             if (value := getattr(self, name)) is not None:
                 wide = as_wide(value, shape, self.cu_seqlens)
-                given[name] = wide.reshape(-1) if self.mask is None else wide
+                given[name] = wide.flatten() if self.mask is None else wide
         if self.mask is None or not given:
             return given
         masked = torch.where(self.mask, torch.stack([*given.values()]), 0.0).flatten(1)
@@ -424,7 +424,7 @@ class TokenBatch(Checked):
         On a GPU, a write that torch does not see (through DLPack or `.data`, or in inference mode, or between replays of a graph)
         makes these numbers stale. An asynchronous assertion on the device then stops the program; the host does not wait for it."""
         marked = self.marked(kind) if marked is None else marked
-        own = self._own_sum(self.trained if marked is None else marked).to(torch.int64)
+        own = self._own_sum(self.trained if marked is None else marked).long()
         if not sends_ahead(self.targets.device):
             return tuple(own.tolist())
         sent, on_device = self._sent(kind)
@@ -446,7 +446,7 @@ class TokenBatch(Checked):
         assert self.kept is not None
         held, given = self.kept.contains(self.targets), self.__dict__["_given_mask"]
         given = torch.ones_like(held) if given is None else flat(given)
-        return (given & ~held).sum() / given.sum().clamp(min=1).to(torch.float32)
+        return (given & ~held).sum() / given.sum().clamp(min=1).float()
 
     @property
     def listed(self) -> TokenSets | None:
@@ -474,7 +474,7 @@ class TokenBatch(Checked):
         alive = contributing
         if self.sequences is not None:
             alive = of_trained * (self._alive(own[:, 1]) > 0)[:, None]
-        return Counts(torch.stack([of_trained, contributing, alive], 2).flatten(1).to(torch.int64))
+        return Counts(torch.stack([of_trained, contributing, alive], 2).flatten(1).long())
 
     def _alive(self, contributing: Tensor) -> Tensor:
         """[B]: contributing tokens of each sequence, from those of this rank."""
@@ -505,8 +505,8 @@ class TokenBatch(Checked):
             return values.sum(0, dtype=torch.float64)[None]
         if self.cu_seqlens is None:
             return values.view(*self.targets.shape, *values.shape[1:]).sum(1, dtype=torch.float64)
-        offsets = self.cu_seqlens.to(torch.int64)
-        return torch.segment_reduce(values.to(torch.float64), "sum", offsets=offsets, initial=0, unsafe=True)
+        offsets = self.cu_seqlens.long()
+        return torch.segment_reduce(values.double(), "sum", offsets=offsets, initial=0, unsafe=True)
 
     def over_context(self, values: Tensor, how: str = "SUM") -> Tensor:
         """All-reduce `values` in place over the ranks that share the sequences. `how`: SUM, MAX or MIN."""
@@ -530,13 +530,13 @@ class TokenBatch(Checked):
             raise ValueError(
                 'groups is None, but aggregate="group-mean" takes one mean over the answers to a prompt: pass ids [B].'
             )
-        return (self.groups[:, None] == self.groups).to(torch.float64)
+        return (self.groups[:, None] == self.groups).double()
 
     def spread(self, values: Tensor) -> Tensor:
         """Give each token its sequence's value: `values` [B] -> [N]."""
         if self.cu_seqlens is not None:
             return values[sequence_ids(self.cu_seqlens, self.tokens)]
-        return values[:, None].expand(self.targets.shape).reshape(-1)
+        return values[:, None].expand(self.targets.shape).flatten()
 
 
 # ---- the one place that shifts: what is recorded for each token of a text goes to the row of a model that predicts it

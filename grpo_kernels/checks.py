@@ -240,7 +240,7 @@ def leading_shape(x: Any, targets: Tensor) -> torch.Size:
 
 def flat(x: Tensor) -> Tensor:
     """[N] contiguous, as kernels take it."""
-    return x.reshape(-1).contiguous()
+    return x.flatten().contiguous()
 
 
 def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
@@ -277,13 +277,13 @@ def check_offsets(name: str, packed: Tensor, cu_seqlens: Tensor) -> None:
 def sequence_ids(cu_seqlens: Tensor, n: int) -> Tensor:
     """[n] int64: the sequence that each packed row belongs to. Computed on the device, without a host sync."""
     rows = torch.arange(n, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens[1:].to(torch.int64).contiguous(), rows, right=True)
+    return torch.searchsorted(cu_seqlens[1:].long().contiguous(), rows, right=True)
 
 
 def per_token(name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None) -> Tensor:
     """Flat fp32 [N]: `value` given per token (the shape of targets), per sequence ([B] or [B, 1]) or as a 0-d tensor."""
     check_width(name, value.shape, shape, cu_seqlens)
-    return as_wide(value, shape, cu_seqlens).reshape(-1)
+    return as_wide(value, shape, cu_seqlens).flatten()
 
 
 def check_width(name: str, given: torch.Size, shape: torch.Size, cu_seqlens: Tensor | None = None) -> None:
@@ -302,11 +302,11 @@ def check_width(name: str, given: torch.Size, shape: torch.Size, cu_seqlens: Ten
 def as_wide(value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor:
     """Values that `check_width` has let pass, fp32 and one for each token, a view where possible."""
     value = value.detach() if value.requires_grad else value
-    value = value if value.dtype == torch.float32 else value.to(torch.float32)
+    value = value if value.dtype == torch.float32 else value.float()
     if value.shape == shape:
         return value
     if cu_seqlens is not None and value.dim() > 0:
-        return value.reshape(-1)[sequence_ids(cu_seqlens, shape.numel())]
+        return value.flatten()[sequence_ids(cu_seqlens, shape.numel())]
     return value.reshape(-1, *(1,) * (len(shape) - 1)).expand(shape)
 
 
@@ -320,7 +320,7 @@ def inverse_temperatures(
     t = per_token("temperature", t, shape, cu_seqlens)
     if values_are_checked(t):
         bad = ~((t > 0) & torch.isfinite(t))
-        bad = bad if mask is None else bad & mask.reshape(-1)
+        bad = bad if mask is None else bad & mask.flatten()
         refuse_where(bad, "temperature", t, ": it must be finite and above 0.")
     return t.reciprocal().contiguous()
 

@@ -46,7 +46,7 @@ def global_normalizer(
 
     def number(x: float | Tensor | None) -> Tensor:
         assert x is not None
-        return x.to(torch.float64) if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=device)
+        return x.double() if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=device)
 
     total = torch.stack([torch.stack([number(x) for x in objective.denominators(b)]) for b in batches]).sum(0)
     ready = dist.is_available() and dist.is_initialized()
@@ -56,7 +56,7 @@ def global_normalizer(
         dist.all_reduce(total, group=process_group)
     # A plain sum has no denominator, however many micro-batches there are.
     denominators = [
-        (torch.ones_like(x) if kind == "token-sum" else x.clamp(min=1.0)).to(torch.float32)
+        (torch.ones_like(x) if kind == "token-sum" else x.clamp(min=1.0)).float()
         for x, kind in zip(total, objective.aggregates, strict=True)
     ]
     own = (objective.beta != 0 and objective.kl_aggregate) or (objective.entropy_coef != 0 and objective.entropy_aggregate)

@@ -191,7 +191,7 @@ def _logprobs(
     policy = Policy(leading, device, transform, mask, None, options, rows is not None)
     stream = stream_of(x, head, policy, read_too, {}, inplace)
     vocab, sets, slots, over, tokens = stream.vocab, None, None, None, None
-    read, ids = None if mask is None else flat(mask), flat(targets).to(torch.int64)
+    read, ids = None if mask is None else flat(mask), flat(targets).long()
     if kept is not None:
         sets, over = kept_rows(kept, targets, mask, read, vocab, options.missing, options), options.over_vocabulary
     if at is not None:
@@ -311,7 +311,7 @@ def _divergence(
         remedy = "a teacher known at some ids has no distribution over a kept set: leave one of them out."
         require(not seconds.known, "kept", kept, remedy)
         # The target of a row is the first id of its set, so that no set gets a further one.
-        first = torch.cat([kept.ids, kept.ids.new_zeros(1)]).to(torch.int64)[kept.offsets[:-1].to(torch.int64)]
+        first = torch.cat([kept.ids, kept.ids.new_zeros(1)]).long()[kept.offsets[:-1].long()]
         targets = torch.where(kept.counts > 0, first, 0)
         sets = KeptRows.of(kept, targets, read)
     asked = Asked(flat(targets), read, kept=sets, seconds=seconds, exact=exact)

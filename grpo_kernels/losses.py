@@ -120,10 +120,10 @@ class LossOutput:
         kept_mass        mean probability that rows with a set give to it (only where whole_logps is there)
         kept             share of tokens that all filters of this process keep (only with filters)
         """
-        rows, logps = self.rows, self.logps.reshape(-1)
+        rows, logps = self.rows, self.logps.flatten()
         trained = rows.mask
         read = trained if rows.read is None else rows.read
-        count = read.sum().to(torch.float32)
+        count = read.sum().float()
         tokens = count.clamp(min=1.0)
 
         def mean(x: Tensor) -> Tensor:
@@ -138,31 +138,31 @@ class LossOutput:
         ratio = bounded_exp(x)
         low, high = self._objective.surrogate.clipped(ratio, rows.advantages)
         weight = ratio if rows.weights is None or self._objective.surrogate.absorbs_weights else ratio * rows.weights
-        weight = torch.where(read, weight, 0.0).to(torch.float64)  # the square of a runaway ratio is beyond fp32
+        weight = torch.where(read, weight, 0.0).double()  # the square of a runaway ratio is beyond fp32
         metrics = Metrics(
             {
-                "tokens": trained.sum().to(torch.float32),
+                "tokens": trained.sum().float(),
                 "ratio_mean": mean(ratio),
                 "ratio_min": extreme(ratio, torch.amin, math.inf),
                 "ratio_max": extreme(ratio, torch.amax, -math.inf),
-                "clip_low": mean(low.to(torch.float32)),
-                "clip_high": mean(high.to(torch.float32)),
-                "ess": (weight.sum().square() / (tokens * weight.square().sum()).clamp(min=1e-30)).to(torch.float32),
-                "zero_advantage": (trained & (rows.advantages == 0)).sum() / trained.sum().clamp(min=1).to(torch.float32),
-                "entropy": mean(self.entropy.reshape(-1)),
+                "clip_low": mean(low.float()),
+                "clip_high": mean(high.float()),
+                "ess": (weight.sum().square() / (tokens * weight.square().sum()).clamp(min=1e-30)).float(),
+                "zero_advantage": (trained & (rows.advantages == 0)).sum() / trained.sum().clamp(min=1).float(),
+                "entropy": mean(self.entropy.flatten()),
             }
         )
         if rows.ref_logps is not None:
-            of_kl = self.whole_logps.reshape(-1) if self.kl_apart and self.whole_logps is not None else logps
+            of_kl = self.whole_logps.flatten() if self.kl_apart and self.whole_logps is not None else logps
             metrics["kl"] = mean(self._objective.kl_terms(of_kl, rows, x)[0])
         elif self.divergence is not None:
-            metrics["kl"] = mean(self.divergence.reshape(-1))
+            metrics["kl"] = mean(self.divergence.flatten())
         sets = self._batch.kept
         if sets is not None:
             metrics["outside_set"] = self._batch.outside_set
             if self.whole_logps is not None:
                 has = read & (sets.counts > 0)
-                mass = torch.where(has, (self.whole_logps.reshape(-1) - logps).exp(), 0.0).sum()
+                mass = torch.where(has, (self.whole_logps.flatten() - logps).exp(), 0.0).sum()
                 metrics["kept_mass"] = torch.where(has.any(), mass / has.sum().clamp(min=1), 1.0)
         if self._objective.filters:
             kept = read
@@ -170,7 +170,7 @@ class LossOutput:
                 over_ranks = self._batch.context_group is not None and not f.one_pass
                 if over_ranks or getattr(f, "process_group", None) is not None:
                     continue  # reading metrics must not start a collective
-                kept = kept & f.keep(logps, self.entropy.reshape(-1), rows, self._batch)
+                kept = kept & f.keep(logps, self.entropy.flatten(), rows, self._batch)
             metrics["kept"] = kept.sum() / tokens
         return metrics
 
@@ -577,7 +577,7 @@ def objective_loss(
         rows = rows.weighted(per_token("token_weights", token_weights, batch.targets.shape, batch.cu_seqlens))
 
     def flat_rows(x: Tensor) -> Tensor:
-        x = x.reshape(-1).to(torch.float32)
+        x = x.flatten().float()
         return x if rows.trained is None else torch.where(rows.trained, x, 0.0)
 
     L, H, D = (None if x is None else flat_rows(x) for x in (logps, entropy, divergence))

@@ -258,14 +258,14 @@ class Objective(Checked):
         if aggregate == "token-sum":
             return 1.0
         if aggregate == "token-mean":
-            return float(batch.tokens) if batch.mask is None else batch.mask.sum().to(torch.float32)
+            return float(batch.tokens) if batch.mask is None else batch.mask.sum().float()
         if aggregate == "group-mean":
             same = batch.same_group()
             tokens = same @ self._of_sequences(batch).lengths
             counted = torch.ones_like(tokens) if self.count_empty else (tokens > 0).to(same.dtype)
-            return (counted / same.sum(1)).sum().to(torch.float32) / batch.context_ranks
+            return (counted / same.sum(1)).sum().float() / batch.context_ranks
         known: Any = self._of_sequences(batch)
-        count = known.sequences if self.count_empty else (known.lengths > 0).sum().to(torch.float32)
+        count = known.sequences if self.count_empty else (known.lengths > 0).sum().float()
         sequences: float | Tensor = count / batch.context_ranks
         if aggregate != "constant":
             return sequences
@@ -289,20 +289,20 @@ class Objective(Checked):
             normalizer = self._denominator(batch, aggregate)
             if batch.context_group is not None and aggregate != "token-sum":
                 share = torch.zeros((), dtype=torch.float64, device=batch.targets.device) + normalizer
-                normalizer = batch.over_context(share).to(torch.float32)
+                normalizer = batch.over_context(share).float()
             # An all-masked batch is 0 / 1.
             normalizer = normalizer.clamp(min=1.0) if isinstance(normalizer, Tensor) else max(normalizer, 1.0)
         if mask is None:
             weight = torch.ones(batch.tokens, dtype=torch.float32, device=batch.targets.device)
         else:
-            weight = mask.to(torch.float32)
+            weight = mask.float()
         inner: Tensor | None = None  # tokens that share a mean with this one
         if aggregate == "seq-mean-token-mean":
             inner = self._of_sequences(batch).lengths
         elif aggregate == "group-mean":
             inner = batch.same_group() @ self._of_sequences(batch).lengths
         if inner is not None:
-            weight = weight / batch.spread(inner.clamp(min=1.0)).to(torch.float32)
+            weight = weight / batch.spread(inner.clamp(min=1.0)).float()
         if own:
             return weight / normalizer
         # Where nothing is trained a given normalizer may be 0, and 0 / 0 must not reach the loss.
@@ -371,7 +371,7 @@ class Objective(Checked):
             policy_weight = torch.where(weights != 0, weight, 0.0) if self.surrogate.absorbs_weights else weight * weights
         kl_weight = scaled(self.beta, self.kl_aggregate, kl_D)
         return TokenRows(
-            targets=flat(batch.targets).to(torch.int64),
+            targets=flat(batch.targets).long(),
             read=read,
             policy_weight=policy_weight,
             kl_weight=kl_weight if estimated else None,
@@ -425,7 +425,7 @@ class Objective(Checked):
         assert batch.listed is not None
         parts = ((self.listed or logp_term, batch.logp_terms), (prob_term, batch.prob_terms))
         values = ((function, of.values) for function, of in parts if of is not None and of.values is not None)
-        return ListedTerms(tuple((function, x.detach().to(torch.float32)) for function, x in values), batch.listed.offsets)
+        return ListedTerms(tuple((function, x.detach().float()) for function, x in values), batch.listed.offsets)
 
     def token_stage(
         self,
@@ -480,7 +480,7 @@ class Objective(Checked):
     def _over_sequences(self, x: Tensor, batch: TokenBatch) -> Tensor:
         """fp32 [n]: the sum of x over its sequence at level "sequence-sum", over the number of trained tokens at the others."""
         total = batch.sequence_sum(x)
-        return batch.spread(total if self.level == "sequence-sum" else total / batch.lengths.clamp(min=1.0)).to(torch.float32)
+        return batch.spread(total if self.level == "sequence-sum" else total / batch.lengths.clamp(min=1.0)).float()
 
     def _filtered(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch) -> TokenRows:
         """The rows, with weights of 0 where a filter that needs the whole batch leaves a token out."""
@@ -495,7 +495,7 @@ class Objective(Checked):
                     # The mean is over the tokens that are kept, over all ranks of a sequence but in this batch only.
                     sums = torch.stack([x.sum(dtype=torch.float64) for x in (narrowed, rows.entropy_weight)])
                     sums = batch.over_context(sums)
-                    narrowed = narrowed * torch.where(sums[0] == 0, 0.0, sums[1] / sums[0]).to(torch.float32)
+                    narrowed = narrowed * torch.where(sums[0] == 0, 0.0, sums[1] / sums[0]).float()
                 rows = replace(rows, entropy_weight=narrowed)
         return rows
 

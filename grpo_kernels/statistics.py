@@ -217,11 +217,11 @@ def kept_rows(
     if missing is None and is_strict(options.strict):
         narrowed(sets, targets, mask, "raise")
     has = ~without_set(sets, targets, missing) if missing == "full" else None
-    return KeptRows.of(sets, flat(targets).to(torch.int64), read, has)
+    return KeptRows.of(sets, flat(targets).long(), read, has)
 
 
 def tokens_of(rows: Tensor, mask: Tensor | None, ids: Tensor, read: Tensor | None, stream: Stream, at: Ragged | None) -> Tokens:
     """The tokens whose targets are `ids` [m], each in one of the `rows` of a stream, and further ids of them. Raises ValueError
     naming the first token of the mask whose row is none of these."""
     check_named(rows, mask, stream.n)
-    return Tokens(plain(flat(rows).to(torch.int64)), plain(ids), read, stream.n, at)
+    return Tokens(plain(flat(rows).long()), plain(ids), read, stream.n, at)

@@ -516,7 +516,7 @@ def _checked_sets(name: str, sets: TokenSets, policy: Policy, stream: Stream, ex
     check_sets(name, sets, torch.empty(policy.shape, dtype=torch.int64, device=policy.device), stream.vocab)
     if exact.tail == "bin" and values_are_checked(sets.values):
         mass = torch.zeros(sets.rows, dtype=torch.float64, device=policy.device)
-        mass = mass.index_add(0, sets.row_of, sets.values.detach().exp().to(torch.float64))
+        mass = mass.index_add(0, sets.row_of, sets.values.detach().exp().double())
         if (mass > 1.001).any():
             at = int((mass > 1.001).nonzero()[0])
             raise ValueError(
@@ -533,7 +533,7 @@ def _weight(name: str, weight: Any, policy: Policy) -> Tensor:
         weight = torch.full((), float(weight), device=policy.device)
     require_device(name, weight, policy.device, "the tensor of targets")
     weights = per_token(name, weight, policy.shape, policy.cu_seqlens)
-    weights = weights if policy.mask is None else torch.where(policy.mask.reshape(-1), weights, 0.0)
+    weights = weights if policy.mask is None else torch.where(policy.mask.flatten(), weights, 0.0)
     if values_are_checked(weights):
         wrong = ~((weights >= 0) & (weights < torch.inf))
         refuse_where(wrong, name, weights, ": weights of teachers are finite and >= 0.")

@@ -71,7 +71,7 @@ class TokenSets:
 
     def _set(self, ids: Tensor, offsets: Tensor, values: Tensor | None, starts: array, largest: int) -> None:
         """The fields, and what the host knows: the offsets, (a bound of) the largest id."""
-        given = {"ids": _saveable(ids), "offsets": _saveable(offsets.to(torch.int64)), "values": _saveable(values)}
+        given = {"ids": _saveable(ids), "offsets": _saveable(offsets.long()), "values": _saveable(values)}
         self.__dict__.update(given, _starts=starts, _largest=largest)
 
     @classmethod
@@ -154,7 +154,7 @@ class TokenSets:
                     f"values has {len(beside)} rows, and lists {len(counts)}, of other lengths from row {row} on: pass one number for "
                     "each id."
                 )
-            told = told.to(torch.float32)
+            told = told.float()
         where = device if device is not None or generated is None else generated.device
         return cls.from_counts(ids.to(torch.int32), counts, told).to(where or "cpu")
 
@@ -206,7 +206,7 @@ class TokenSets:
         for chunk in _row_chunks(logits.detach(), max(1, CHUNK // vocab)):
             rows = slice(row, row + len(chunk))
             wide = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
-            forced = None if targets is None else targets.reshape(-1)[rows, None]
+            forced = None if targets is None else targets.flatten()[rows, None]
             found.append(_kept_of(wide if as_given else wide / t[rows, None], rules, at_once, forced, row))
             row = rows.stop
         return cls.from_counts(*map(torch.cat, zip(*found, strict=True)))
@@ -289,7 +289,7 @@ class TokenSets:
         if numbers.is_floating_point() or numbers.is_complex() or numbers.dim() == 0:
             raise ValueError(f"rows is {numbers.dtype} {list(numbers.shape)}: {remedy}")
         try:
-            return self.take(torch.arange(self.rows)[numbers.reshape(-1).cpu()])
+            return self.take(torch.arange(self.rows)[numbers.flatten().cpu()])
         except IndexError as error:
             raise ValueError(f"there are {self.rows} rows, but {error}: {remedy}") from None
 
@@ -333,7 +333,7 @@ class TokenSets:
         require_whole("vocab", vocab, "the size of the vocabulary is a whole number.")
         check_ids("ids", self, vocab)
         held = (self.counts == 0)[:, None].repeat(1, vocab)
-        held[self.row_of, self.ids.to(torch.int64)] = True
+        held[self.row_of, self.ids.long()] = True
         return held
 
     def contains(self, targets: Tensor) -> Tensor:
@@ -342,7 +342,7 @@ class TokenSets:
         _check_tokens(targets, self)
         row = self.row_of
         # The number of hits before each row; an id stands in a row once.
-        hits = _offsets_of((self.ids == targets.reshape(-1)[row]).to(torch.int64))[self.offsets]
+        hits = _offsets_of((self.ids == targets.flatten()[row]).long())[self.offsets]
         return (hits.diff() > 0) | (self.counts == 0)
 
     # ---- other places, other values
@@ -547,7 +547,7 @@ def _read_facts(ids: Tensor, offsets: Tensor, values: Tensor | None, given: str 
     """(offsets as numbers, largest id or -1). Raises ValueError on forms and values that cannot be; `given`: the offsets came as
     "offsets" or "counts". The host reads one tensor, and a second if ids do not ascend in their rows."""
     _check_form(ids, offsets, values, given)
-    nnz, offsets = ids.numel(), offsets.to(torch.int64)
+    nnz, offsets = ids.numel(), offsets.long()
     bad = ids < 0 if values is None else (ids < 0) | values.isnan()
     starts_row = torch.zeros(nnz + 1, dtype=torch.bool, device=ids.device).index_fill_(0, offsets.clamp(0, nnz), True)
     descends = (ids[1:] <= ids[:-1]) & ~starts_row[1:-1]
@@ -614,7 +614,7 @@ def _by_top_p(z: Tensor, p: float) -> Tensor:
     width = min(64, vocab)
     while True:
         largest = z.topk(width).values
-        mass = (largest - top).exp().to(torch.float64)
+        mass = (largest - top).exp().double()
         count = (mass.cumsum(-1) - mass < needed).sum(-1, keepdim=True)
         if width == vocab or bool((count < width).all()):
             break
@@ -641,7 +641,7 @@ def _kept_of(z: Tensor, rules: list[Rule], at_once: bool, targets: Tensor | None
     for rule in rules:
         kept &= rule(z if at_once or rule is first else z.masked_fill(~kept, -math.inf))
     if targets is not None:
-        at = targets.to(torch.int64).clamp(0, z.shape[-1] - 1)
+        at = targets.long().clamp(0, z.shape[-1] - 1)
         kept.scatter_(-1, at, kept.gather(-1, at) | (at == targets))
     return kept.nonzero()[:, 1].to(torch.int32), kept.sum(-1)
 

@@ -96,6 +96,6 @@ def unpacked(batch: TokenBatch) -> tuple[Tensor, TokenBatch]:
     Raises ValueError for a batch without rows."""
     if batch.rows is None:
         raise ValueError("batch has no rows: each of its tokens has a row already.")
-    index = batch.rows.to(torch.int64)
+    index = batch.rows.long()
     index = index if batch.mask is None else torch.where(batch.mask, index, 0)
     return index, replace(batch, rows=None, mask=batch.__dict__.get("_given_mask", batch.mask))

@@ -80,7 +80,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/rows/stream.py", COMBINATIONS,
         ("a log-prob of NaN has no slope", "torch.where(partials.logps.isnan() & (of != 0), torch.nan, of)", "of", PRODUCTS),
-        ("a log-prob of NaN has a gradient before its slope", "(~partials.logps.isnan()).to(torch.float32)", "torch.ones_like(partials.max)", PRODUCTS),
+        ("a log-prob of NaN has a gradient before its slope", "(~partials.logps.isnan()).float()", "torch.ones_like(partials.max)", PRODUCTS),
         ("what arrives at ids that wait arrives twice", "self._put(out, 0.0)", "self._put(out[:0], 0.0)", SHARED),
         ("a divergence beside tokens is not in the loss", "else losses + times(weight, divergence)", "else losses"),
         ("tokens of a chunk replace each other", "result[:, which] += self", "result[:, which] = self", SHARED),
@@ -203,7 +203,7 @@ FAULTS: list[Fault] = [
         ("logits stay when rows are sorted", "ids, logits = ids[order], logits[order]", "ids = ids[order]"),
     ),
     *of("grpo_kernels/rows/ragged.py", SHARED,
-        ("sums over equal pairs are in the order of tokens", "x[self.order].to(torch.float64)", "x.to(torch.float64)"),
+        ("sums over equal pairs are in the order of tokens", "x[self.order].double()", "x.double()"),
         ("rows of one sequence are in two groups", "last[of], \"amax\").cummax(0).values", "last[of], \"amax\")"),
         ("listed ids are those of the first rows", "torch.cat([rows, rows[of]])", "torch.cat([rows, rows[: len(of)]])"),
         ("tokens of a chunk count from its first row", "(of_tokens[which], self.targets", "(self.rows[which], self.targets"),
@@ -290,7 +290,7 @@ FAULTS: list[Fault] = [
         ("rows without a set are in kept_mass", "has = read & (sets.counts > 0)", "has = read"),
         (
             "the KL metric is over the sets",
-            "of_kl = self.whole_logps.reshape(-1) if self.kl_apart and self.whole_logps is not None else logps",
+            "of_kl = self.whole_logps.flatten() if self.kl_apart and self.whole_logps is not None else logps",
             "of_kl = logps",
         ),
         (
@@ -320,7 +320,7 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/streams.py", COMBINATIONS,
         (
             "masked weights of teachers are read",
-            "weights if policy.mask is None else torch.where(policy.mask.reshape(-1), weights, 0.0)", "weights",
+            "weights if policy.mask is None else torch.where(policy.mask.flatten(), weights, 0.0)", "weights",
         ),
         (
             "temperatures of masked rows are squared", "inverse = torch.where(read, inverse, 1.0)", "pass",
@@ -368,7 +368,7 @@ FAULTS: list[Fault] = [
             "records go one row late", "masked_scatter_(generated.flatten().cpu() != 0, counts)",
             "masked_scatter_(generated.flatten().cpu().roll(1) != 0, counts)",
         ),
-        ("a negative row is counted from the front", "[numbers.reshape(-1).cpu()]", "[numbers.abs().reshape(-1).cpu()]"),
+        ("a negative row is counted from the front", "[numbers.flatten().cpu()]", "[numbers.abs().flatten().cpu()]"),
         ("top-p drops the id that crosses it", "(mass.cumsum(-1) - mass < needed)", "(mass.cumsum(-1) < needed)"),
         ("of equal ids one too few", "equal.cumsum(-1) <= room", "equal.cumsum(-1) < room"),
         ("the order of SGLang's rules", "else k + p + m", "else m + p + k"),
@@ -758,8 +758,8 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/formulas/filters.py", "tests/rewards/test_corrections.py",
         (
-            "the ratio upside down", "torch.nan_to_num(above.to(torch.float64) - below.to(torch.float64), nan=0.0)",
-            "torch.nan_to_num(below.to(torch.float64) - above.to(torch.float64), nan=0.0)",
+            "the ratio upside down", "torch.nan_to_num(above.double() - below.double(), nan=0.0)",
+            "torch.nan_to_num(below.double() - above.double(), nan=0.0)",
         ),
         (
             "off-policy: bounds excluded", '(given["advantages"] >= 0) | batch.spread(moved <= delta)',

@@ -85,7 +85,7 @@ def divergence_at(exact: Exact, logps: Tensor, teacher: Tensor, offsets: Tensor,
     """fp32 [rows]: the divergence of each row from log-probs `logps` [nnz] of the policy and `teacher` [nnz] at the same ids,
     those of row r at offsets[r] : offsets[r + 1]; 0 of a row without ids. `outside` [rows], for the tail "bin": the log of the
     policy's probability of all other ids. Differentiable in logps and outside. In fp64, since a few numbers cost nothing."""
-    log_p, log_q = logps.to(torch.float64), teacher.detach().to(torch.float64)
+    log_p, log_q = logps.double(), teacher.detach().double()
     used = offsets.diff() > 0
     row_of = torch.repeat_interleave(offsets.diff(), output_size=logps.numel())
 
@@ -104,13 +104,13 @@ def divergence_at(exact: Exact, logps: Tensor, teacher: Tensor, offsets: Tensor,
     value = total(generalised)
     if exact.tail == "bin":
         assert outside is not None
-        rest = outside.to(torch.float64).clamp(min=math.log(LEAST_TAIL)), (1.0 - total(q)).clamp(min=LEAST_TAIL).log()
+        rest = outside.double().clamp(min=math.log(LEAST_TAIL)), (1.0 - total(q)).clamp(min=LEAST_TAIL).log()
         value = value + _terms(exact, *rest)
     elif exact.tail == "ignore":
         value = value + total({"reverse": p - q, "forward": q - p}.get(exact.direction, torch.zeros_like(p)))
     if exact.tail != "ignore":  # of terms that are never negative but by rounding, which the value loses and the gradient keeps
         value = torch.where(value < 0, value - value.detach(), value)
-    return torch.where(used, value, 0.0).to(torch.float32)
+    return torch.where(used, value, 0.0).float()
 
 
 def _terms(exact: Exact, log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ def near_sampler(batch: TokenBatch, logps: Tensor, delta: float) -> Tensor:
 
 def log_ratio(above: Tensor, below: Tensor) -> Tensor:
     """above - below in fp64, in [-BOUND, BOUND]; NaN, a token that one of them did not score, counts as 0."""
-    return torch.nan_to_num(above.to(torch.float64) - below.to(torch.float64), nan=0.0).clamp(-BOUND, BOUND)
+    return torch.nan_to_num(above.double() - below.double(), nan=0.0).clamp(-BOUND, BOUND)
 
 
 def check_filters(filters: Any, level: str) -> None:

@@ -38,7 +38,7 @@ OF_NUMBERS: dict[str, Callable[..., Any]] = {
 OF_ROWS: dict[str, Callable[..., Any]] = {
     **OF_NUMBERS, "min": ops.minimum, "max": ops.maximum, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "reciprocal": torch.reciprocal,
     "and": lambda a, b: (a != 0) & (b != 0), "or": lambda a, b: (a != 0) | (b != 0), "not": lambda a: a == 0,
-    "where": lambda condition, a, b: torch.where(condition != 0, a, b), "sum": lambda a: a.to(torch.float64).sum().to(torch.float32).expand_as(a),
+    "where": lambda condition, a, b: torch.where(condition != 0, a, b), "sum": lambda a: a.double().sum().float().expand_as(a),
 }  # fmt: skip
 #: How many operands an operation has, if not two.
 OPERANDS = {**dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "reciprocal", "not", "sum"), 1), "where": 3}

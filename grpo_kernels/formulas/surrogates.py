@@ -400,7 +400,7 @@ def check_surrogate(surrogate: Surrogate, *, points: int = 4096, tolerance: floa
     logp, x = log_probs(points, g)
     advantage = torch.randn(points, generator=g, dtype=torch.float64)
     advantage[::16] = 0.0
-    selected = (torch.rand(points, generator=g) < 0.5).to(torch.float64)
+    selected = (torch.rand(points, generator=g) < 0.5).double()
     old_logp = logp - x
     extra = (selected,) if surrogate.selects else ()
     if surrogate.zero_at_zero_advantage:
@@ -454,7 +454,7 @@ def kl_cov(logp, old_logp, advantage, params):
 def covariance(logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
     """(A - mean A) (logp - mean logp) of every trained token of the batch, fp64 [n]; 0 elsewhere. arXiv 2505.22617 eq. 9.
     logps and advantages fp32 [n], trained bool [n]."""
-    x, y = (torch.where(trained, values.to(torch.float64), 0.0) for values in (logps, advantages))
+    x, y = (torch.where(trained, values.double(), 0.0) for values in (logps, advantages))
     count = trained.sum().clamp(min=1)
     return torch.where(trained, (x - x.sum() / count) * (y - y.sum() / count), 0.0)
 
@@ -462,10 +462,10 @@ def covariance(logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
 def _first(order: Tensor, eligible: Tensor, share: float, trained: Tensor) -> Tensor:
     """fp32 [n]: 1 for the eligible tokens with the lowest `order`, a share of the trained ones and at least one; 0 for the others.
     No host sync."""
-    count = (share * trained.sum().to(torch.float64)).floor().clamp(min=1)
+    count = (share * trained.sum().double()).floor().clamp(min=1)
     ranked = torch.argsort(torch.where(eligible, order, math.inf), stable=True)
     rank = torch.zeros_like(ranked).scatter_(0, ranked, torch.arange(ranked.numel(), device=ranked.device))
-    return (eligible & (rank < count)).to(torch.float32)
+    return (eligible & (rank < count)).float()
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ class ListedTerms(NamedTuple):
         return ListedTerms(tuple((function, values[which]) for function, values in self.parts), offsets)
 
     def _sums(self, x: Tensor) -> Tensor:
-        total = torch.segment_reduce(x.to(torch.float64), "sum", offsets=self.offsets, initial=0, unsafe=True)
-        return total.to(torch.float32)
+        total = torch.segment_reduce(x.double(), "sum", offsets=self.offsets, initial=0, unsafe=True)
+        return total.float()
 
 
 def added(
@@ -410,7 +410,7 @@ def random_inputs(names: tuple[str, ...], points: int = 512, odd: bool = True) -
     tensors = []
     for name in names:
         if name.endswith("logps"):
-            x = (logp if name == "logps" else logp + log_probs(points, g)[1]).to(torch.float32)
+            x = (logp if name == "logps" else logp + log_probs(points, g)[1]).float()
         elif name == "entropy":
             x = 6.0 * torch.rand(points, generator=g)
         else:

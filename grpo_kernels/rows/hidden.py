@@ -150,7 +150,7 @@ class Hidden(Stream):
         if self.columns == 0:  # of a rank without a part of the vocabulary
             return torch.zeros(slots.ids.shape, device=self.hidden.device)
         logits = self.backend.slot_logits(self.hidden.detach(), self.weight.detach(), slots)
-        return logits if self.bias is None else logits + self.bias.detach().to(torch.float32)[slots.ids.clamp(min=0)]
+        return logits if self.bias is None else logits + self.bias.detach().float()[slots.ids.clamp(min=0)]
 
     def stats(self, visit: Visit) -> Found:
         return Engine(self, (visit.ahead, False, False), Parts(visit)).forward(visit)

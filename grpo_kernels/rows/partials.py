@@ -235,12 +235,12 @@ class Partials:
         """Log-probs and, if asked for, the entropy."""
         top, total, target, *more = self._wide().unbind()
         log = torch.log(total)
-        logps = ((target - top) - log).to(torch.float32)
+        logps = ((target - top) - log).float()
         if not entropy:
             return (logps,)
         weighted = more[self.names.index("weighted") - ALWAYS]
         # Rounding may make the entropy of a one-hot row slightly negative. clamp keeps NaN.
-        return logps, (log - weighted / total).clamp(min=0.0).to(torch.float32)
+        return logps, (log - weighted / total).clamp(min=0.0).float()
 
     @property
     def logps(self) -> Tensor:
@@ -253,7 +253,7 @@ class Partials:
     def _wide(self) -> Tensor:
         """On a CPU fp64, whose logarithm rounds to the same fp32 in torch and in the C++ kernels: log-probs of the two are
         equal."""
-        return self.values.to(torch.float64) if self.values.device.type == "cpu" else self.values
+        return self.values.double() if self.values.device.type == "cpu" else self.values
 
     @property
     def sum_squares(self) -> Tensor:
@@ -270,12 +270,12 @@ class Partials:
         """The logarithm of the probability outside of the ids that were asked for: of a small one no digit is lost."""
         row = dict(zip(self.names, self._wide(), strict=True))
         log = (row["outside_max"] - row["max"]) + torch.log(row["outside_sum"]) - torch.log(row["sum"])
-        return log.to(torch.float32)
+        return log.float()
 
     @property
     def top_id(self) -> Tensor:
         """int64: the id of the largest probability, the lowest where several are equal; -1 for a row that is not read."""
-        return self["top"].to(torch.int64)
+        return self["top"].long()
 
     @functools.cached_property
     def _two_streams(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -295,7 +295,7 @@ class Partials:
     def log_sums(self) -> Tensor:
         """log(teacher_sum / sum), which is log p_j - log q_j less d_j."""
         logs = self._two_streams[2]
-        return (-logs if self.kind == "forward" else logs).to(torch.float32)
+        return (-logs if self.kind == "forward" else logs).float()
 
     @property
     def divergence(self) -> Tensor:
@@ -303,7 +303,7 @@ class Partials:
         if self.kind in OF_BOTH_SUMS:
             return of_mixed(self.kind, self["mixed_student"], self["mixed_teacher"], self.mixture)
         r, near, logs, cross, excess = self._two_streams
-        return torch.where(near, excess - phi(r), cross + logs).clamp(min=0.0).to(torch.float32)
+        return torch.where(near, excess - phi(r), cross + logs).clamp(min=0.0).float()
 
     @property
     def center(self) -> Tensor:
@@ -345,7 +345,7 @@ class Slopes(NamedTuple):
         read, even if NaN arrives there: the values are 0 there, too."""
 
         def clean(x: Tensor) -> Tensor:
-            x = x.to(torch.float32)
+            x = x.float()
             return x if read is None else torch.where(read, x, 0.0)
 
         given = {name: clean(x) for name, x in upstream.items()}

@@ -127,7 +127,7 @@ class Distinct(NamedTuple):
 
     def sums(self, x: Tensor) -> Tensor:
         """fp64 [k], for each slot: the sum of x [k] over its pairs, in their order. 0 of a slot that is not in use."""
-        sums = torch.segment_reduce(x[self.order].to(torch.float64), "sum", offsets=self.starts, initial=0, unsafe=True)
+        sums = torch.segment_reduce(x[self.order].double(), "sum", offsets=self.starts, initial=0, unsafe=True)
         return torch.where(self.slots.ids >= 0, sums, 0.0)
 
     def row_sums(self, x: Tensor) -> Tensor:
@@ -231,11 +231,11 @@ class Tokens:
     def to_pairs(self, x: Tensor) -> Tensor:
         """fp32 [k]: sums over equal pairs. A row's total is made of these, as rounded: so in the total less one of them no rounding
         of that is left, which may be more than all others."""
-        return self.pairs.sums(x).to(torch.float32)
+        return self.pairs.sums(x).float()
 
     def to_rows(self, x: Tensor) -> Tensor:
         """fp32 [n]: sums over the tokens of each row."""
-        return self.pairs.row_sums(torch.cat([x, x.new_zeros(self.pairs.place.numel() - x.numel())])).to(torch.float32)
+        return self.pairs.row_sums(torch.cat([x, x.new_zeros(self.pairs.place.numel() - x.numel())])).float()
 
 
 # ---- sets
@@ -243,7 +243,7 @@ class Tokens:
 
 def slots_of(sets: TokenSets) -> Ragged:
     """The ids of sets, all of them in use."""
-    return Ragged(sets.ids.to(torch.int64), sets.offsets, sets.row_of).plain()
+    return Ragged(sets.ids.long(), sets.offsets, sets.row_of).plain()
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,7 +287,7 @@ class KeptRows:
         owner = torch.repeat_interleave(counts + 1, output_size=m)
         offsets, at = sets.offsets + torch.arange(n + 1, device=device), torch.arange(m, device=device)
         place = at - offsets[owner]
-        ids = torch.nn.functional.pad(sets.ids, (0, 1))[at - owner].to(torch.int64)  # in the last slot of a row another one's
+        ids = torch.nn.functional.pad(sets.ids, (0, 1))[at - owner].long()  # in the last slot of a row another one's
         elsewhere = place.masked_fill(ids != targets[owner], m)
         target = counts.scatter_reduce(0, owner, elsewhere, "amin")  # the last slot where the set lacks it
         inside = target < counts

@@ -172,7 +172,7 @@ class Made(NamedTuple):
         slopes = Slopes.of(of_values, upstream or {"logps": torch.zeros_like(found.partials.max)}, visit.read)
         at_ids = None
         if at is not None and d_ids:
-            d_at = d_ids["at"].to(torch.float32) if "at" in d_ids else torch.zeros_like(at.logits)
+            d_at = d_ids["at"].float() if "at" in d_ids else torch.zeros_like(at.logits)
             rows = (visit.targets, visit.read, found.partials, slopes, base.transform)
             of_ids, slopes = at.gradients(d_at, d_ids.get("outside"), *rows)
             at_ids = at.slots, of_ids
@@ -316,7 +316,7 @@ def of_tokens(values: dict[str, Tensor], tokens: Tokens) -> dict[str, Tensor]:
 
 def total(losses: Tensor) -> Tensor:
     """The sum of the losses in fp64, rounded to fp32, so that it does not depend on how torch splits it among threads."""
-    return losses.sum(dtype=torch.float64).to(torch.float32)
+    return losses.sum(dtype=torch.float64).float()
 
 
 class OneVisit(NamedTuple):

@@ -166,7 +166,7 @@ class Draws:
         else:
             ids, logits = (x.flatten() for x in self.whole)
             rows = places[:-1].repeat_interleave(self.whole.ids.shape[1])
-        return ids.to(torch.int64), torch.searchsorted(rows, places), rows, logits
+        return ids.long(), torch.searchsorted(rows, places), rows, logits
 
 
 def gradient_at(

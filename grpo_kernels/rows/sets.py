@@ -69,7 +69,7 @@ class OverSets:
         if pairs is None:
             gradients.add(slots, gradient)
         else:
-            gradients.add(pairs.slots, pairs.sums(gradient).to(torch.float32))
+            gradients.add(pairs.slots, pairs.sums(gradient).float())
 
     def fused(self, visit: Visit, stage: TokenStage, gradients: Gradients) -> Tensor:
         z, logits = self._z(self.stream)

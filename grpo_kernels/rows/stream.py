@@ -297,7 +297,7 @@ class Block:
         """Write the gradient of a factor of 1, see `Visit.slopes`. Of a log-prob of NaN it is 0, so that the factor says whether it
         is one."""
         partials = self.visit.found(values).partials
-        self.backend.gradient(self.rows, partials, self.visit.slopes((~partials.logps.isnan()).to(torch.float32)), out)
+        self.backend.gradient(self.rows, partials, self.visit.slopes((~partials.logps.isnan()).float()), out)
         if self.visit.at is not None:
             self._put(out, 0.0)
 
@@ -331,7 +331,7 @@ class Block:
             own, z, shard = self.stream.own(tokens.pairs.slots), self.rows.logits[0], self.stream.shard
             logits = torch.zeros(own.ids.shape, device=z.device)
             if self.stream.columns:  # else of a rank without a part of the vocabulary
-                logits = torch.where(own.ids >= 0, z[own.rows, own.ids.clamp(min=0)].to(torch.float32), 0.0)
+                logits = torch.where(own.ids >= 0, z[own.rows, own.ids.clamp(min=0)].float(), 0.0)
             logits = logits if shard is None else shard.sum_over_ranks(logits)
             part = fused_tokens(self.backend, self.rows, tokens, stage, logits, gradient, own)
         if not self.visit.apart:
@@ -556,7 +556,7 @@ class Logits(Stream):
     def at(self, slots: Ragged) -> Tensor:
         if self.columns == 0:  # of a rank without a part of the vocabulary
             return torch.zeros(slots.ids.shape, device=self.logits.device)
-        return self.logits[slots.positions(self.logits.shape[1])].to(torch.float32)
+        return self.logits[slots.positions(self.logits.shape[1])].float()
 
     def stats(self, visit: Visit) -> Found:
         if not visit.apart and OUTSIDE[0] not in visit.names:  # as they lie, without the cost of a block
@@ -631,7 +631,7 @@ class Logits(Stream):
                 second = self._second(visit.apart[i]).at(at)
                 return second._replace(logits=second.logits[of]).taken(here)
 
-            own = rows.cut(at.start, at.stop)._replace(logits=x[of].to(torch.float32) if visit.apart else x[of], part=None)
+            own = rows.cut(at.start, at.stop)._replace(logits=x[of].float() if visit.apart else x[of], part=None)
             if own.second is not None:
                 own = own._replace(second=own.second._replace(logits=own.second.logits[of]))
             yield Block(self, self.backend, visit, own, at, second_of), None if out is None else out[of]

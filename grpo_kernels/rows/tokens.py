@@ -69,13 +69,13 @@ class LogitsAt:
         that is known. Sums over the ids are fp64, since what arrives at one of them may be far more than at all others."""
         rows = self.slots.rows
         counted = self.used if read is None else self.used & read[rows]
-        upstream = torch.where(counted, upstream, 0.0).to(torch.float64)
+        upstream = torch.where(counted, upstream, 0.0).double()
         total = self._sums(upstream)
         constant = -total  # the gradient of the other columns, in units of their probability
         logps = torch.where(counted, self.log_probs(partials, read, transform), -torch.inf)
         p, rest = logps.exp(), -torch.expm1(logps)
         # A row of NaN is NaN at all of its columns if anything arrives at one of its ids, and 0 if nothing does, as in the kernels.
-        arrives = self._sums(torch.where(upstream != 0, 1.0 + 0.0 * p, 0.0).to(torch.float64))
+        arrives = self._sums(torch.where(upstream != 0, 1.0 + 0.0 * p, 0.0).double())
         constant = torch.where(arrives.isnan(), arrives, constant)
         if outside is not None:  # d log P / d z_j, P the probability outside, is p_j (1 / P - 1), of the ids -p_j
             outside, mass = outside if read is None else torch.where(read, outside, 0.0), torch.exp(partials.outside)
@@ -84,13 +84,13 @@ class LogitsAt:
             arrives = torch.where(outside == 0, arrives, 1.0)
             total = total + outside
             rest = torch.where(p > 0.5, (mass + self._sums(torch.where(p > 0.5, 0.0, p)))[rows], rest)
-        g = (rest * upstream - p * (total[rows] - upstream)).to(torch.float32)
+        g = (rest * upstream - p * (total[rows] - upstream)).float()
         g = g + slopes.target[rows] * torch.where(self.slots.ids == targets[rows], rest, -p)
         for term in slopes.at_columns(rows, p, p, logps):
             g = g + term
         active = ((arrives != 0) | slopes.nonzero)[rows]
         g = torch.where(counted & active, g * transform.slope(self.logits, rows), 0.0)
-        return g, slopes.plus("constant", constant.to(torch.float32))
+        return g, slopes.plus("constant", constant.float())
 
     def _sums(self, x: Tensor) -> Tensor:
         """[n], of x [k], in a fixed order: no atomics."""

@@ -125,7 +125,7 @@ class Kernels(Backend):
                 of_columns = divergence.gradient(rows.second.kind, *of, rows.second.mixture)
                 g.add_(of_columns.mul_((of_divergence * dz_dx)[r, None]))
             if transform.softcap:
-                g.mul_(1.0 - (block.to(torch.float32) * (transform.scale / transform.softcap)).tanh_().square_())
+                g.mul_(1.0 - (block.float() * (transform.scale / transform.softcap)).tanh_().square_())
             _zero(g, idle[r])
             if g is not to:
                 to.copy_(g)
@@ -175,7 +175,7 @@ class Kernels(Backend):
             taken = crosses | is_target | (units >= 2.0**BITS)
             place = torch.where(taken, taken.cumsum(1) - 1, most).clamp_(max=most)  # the last one is cut off
             columns = torch.arange(units.shape[1], dtype=torch.int32, device=units.device).expand_as(place)
-            for x, values in zip(drawn, (columns, rows.logits[0, r].to(torch.float32)), strict=True):
+            for x, values in zip(drawn, (columns, rows.logits[0, r].float()), strict=True):
                 x[r] = torch.cat([x[r], x[r, :1]], 1).scatter_(1, place, values)[:, :most]
         return drawn
 
@@ -260,7 +260,7 @@ def _units(rows: LogitRows, partials: Partials, step: float) -> Iterator[tuple[s
 
 def _masses(units: Tensor, is_target: Tensor) -> Tensor:
     """int64 [r, V]: whole units of the columns that are sampled."""
-    return torch.where(is_target | (units >= 2.0**BITS), 0.0, units).to(torch.int64)
+    return torch.where(is_target | (units >= 2.0**BITS), 0.0, units).long()
 
 
 # ---- products over slots
