@@ -280,14 +280,14 @@ class Block:
             if at_ids is not None:
                 write_at(out, *at_ids)
             return
-        gradient = torch.empty_like(self.rows.logits)
+        gradient = torch.empty_like(self.rows.logits, dtype=torch.float32)  # to be rounded once
         self.backend.gradient(self.rows._replace(second=None), found.partials, slopes.without("divergence"), gradient)
         if at_ids is not None:
             write_at(gradient, *at_ids)
         for i, here, own, weight in self._beside() if self.visit.apart else ((0, None, self.rows, None),):
             slope, partials = times(weight, _taken(of_divergence, here)), (found.apart or (found.partials,))[i]
             partials = partials if here is None else partials.at(here)
-            memory = torch.empty_like(own.logits)
+            memory = torch.empty_like(own.logits, dtype=torch.float32)
             own = own._replace(targets=torch.full_like(own.targets, -1))  # the partials may have the target of the likeliest id
             self.backend.pull(own, partials, Slopes.of_divergence(slope), memory)
             _add(gradient, here, memory, 1)

@@ -32,7 +32,7 @@ TABLE = [
     (replace(LOGPS, lengths=(65_537,), vocab=3), {}),
     (replace(LOGPS, kept="some", missing="mask", transform="per token"), {"source": AXES["source"]}),
     (replace(LOGPS, lengths=(1,), vocab=1_000_003), {}),
-    (Recipe(mask="none", rows="shuffled", objective="dapo, exact", others=("near",), transform="softcap", dtype="float16", spread=30.0, seed=283756), {"exact": ("reverse", "tv"), "vocab": (1, 2), "source": AXES["source"]}),
+    (Recipe(mask="none", rows="shuffled", objective="dapo, exact", others=("near",), transform="softcap", dtype="float16", seed=283756), {"exact": ("reverse", "tv"), "vocab": (1, 2, 300), "spread": (3.0, 30.0), "source": AXES["source"]}),
     (Recipe(lengths=(9,), vocab=4000, kept="long"), {"door": ("loss", "logprobs"), "source": AXES["source"]}),
     (Recipe(lengths=(200,), vocab=65, kept="long"), {"source": AXES["source"]}),  # with sets of the width of a group, 64
     (replace(LOGPS, source="hidden", frozen="weight"), {"also": ("nothing", "detached"), "rows": AXES["rows"]}),

@@ -612,6 +612,8 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
         # Logits at further ids are computed again, and rounded in another way.
         arrives = slopes[0].sum(1, keepdim=True)
         sizes[live] += sets.p.detach() * arrives * steep**2 * x.detach()[live].abs().amax(1, keepdim=True)
+    if r.extreme == "absent" and r.door == "logprobs":  # a sum of nearly 1 is rounded, which is most of so small an entropy
+        sizes[live] += sets.p.detach() * p.upstream["entropy"].reshape(-1)[live, None].abs() * steep
     if r.also in ("log_kept_mass", "all"):  # the difference of two log-probs of the target
         sizes[live, p.ids[live]] += p.upstream["log_kept_mass"].reshape(-1)[live].abs() * steep[:, 0]
     if p.rows is not None:
