@@ -275,7 +275,11 @@ class Block:
         """Write the gradient of the logits, which may be `out`, from partials fp32 [q, r] and slopes of these rows. `at_ids`: what
         it is at some ids of these rows, see `LogitsAt.gradients`, but for that of divergences, which is added."""
         found, of_divergence = self.visit.found(values), slopes.get("divergence")
-        if of_divergence is None or (at_ids is None and not self.visit.apart):
+        if not self.visit.apart or of_divergence is None:
+            if at_ids is not None and of_divergence is not None:  # before the kernels write over the logits
+                memory = self._of_divergence(self.rows, found.partials, of_divergence)
+                slots, at = at_ids
+                at_ids = slots, at + memory[slots.positions(memory.shape[1])] if memory.numel() else at
             self.backend.gradient(self.rows, found.partials, slopes, out)
             if at_ids is not None:
                 write_at(out, *at_ids)
@@ -284,14 +288,17 @@ class Block:
         self.backend.gradient(self.rows._replace(second=None), found.partials, slopes.without("divergence"), gradient)
         if at_ids is not None:
             write_at(gradient, *at_ids)
-        for i, here, own, weight in self._beside() if self.visit.apart else ((0, None, self.rows, None),):
-            slope, partials = times(weight, _taken(of_divergence, here)), (found.apart or (found.partials,))[i]
-            partials = partials if here is None else partials.at(here)
-            memory = torch.empty_like(own.logits, dtype=torch.float32)
-            own = own._replace(targets=torch.full_like(own.targets, -1))  # the partials may have the target of the likeliest id
-            self.backend.pull(own, partials, Slopes.of_divergence(slope), memory)
-            _add(gradient, here, memory, 1)
+        for i, here, own, weight in self._beside():
+            partials = found.apart[i] if here is None else found.apart[i].at(here)
+            _add(gradient, here, self._of_divergence(own, partials, times(weight, _taken(of_divergence, here))), 1)
         out.copy_(gradient)
+
+    def _of_divergence(self, rows: LogitRows, partials: Partials, slope: Tensor) -> Tensor:
+        """The gradient of a divergence alone, fp32."""
+        memory = torch.empty_like(rows.logits, dtype=torch.float32)
+        rows = rows._replace(targets=torch.full_like(rows.targets, -1))  # the partials may have the target of the likeliest id
+        self.backend.pull(rows, partials, Slopes.of_divergence(slope), memory)
+        return memory
 
     def pull_unit(self, values: Tensor, out: Tensor) -> None:
         """Write the gradient of a factor of 1, see `Visit.slopes`. Of a log-prob of NaN it is 0, so that the factor says whether it
