@@ -296,6 +296,7 @@ def _loss_of(
         reference = second_stream("reference", given, policy, stream)
         batch = batch.with_ref_logps(torch.zeros(shape, device=policy.device))  # which rows are read does not depend on them
     rows = objective.token_rows(batch, normalizer, options.skip_inactive)
+    _refuse_nan(rows, batch, options)
     if batch.kept is not None:
         kept = kept_rows(batch.kept, batch.targets, batch.mask, rows.read, stream.vocab, batch.missing, options)
         over = _over(objective, options, seconds)
@@ -318,7 +319,7 @@ def _loss_of(
             own = Asked(rows.targets, rows.read, kept=of_sets, rows=index, tokens=tokens)
             ref_logps = statistics_of(reference, own, options)["logps"]
         batch, rows = batch.with_ref_logps(ref_logps.view(shape)), replace(rows, ref_logps=ref_logps)
-    _refuse_nan(rows, batch, options)
+        _refuse_nan(rows, batch, options)
     if exact is not None and exact.temperature_squared:
         assert rows.divergence_weight is not None
         rows = replace(rows, divergence_weight=rows.divergence_weight / squared(stream.transform, rows.read))

@@ -7,7 +7,7 @@ import inspect
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from .checks import (
 )
 from .formulas.divergence import Exact
 from .rows import backends
+from .rows.backends import Backend
 from .rows.hidden import Hidden, WeightMemory
 from .rows.parallel import VocabShard, check_shard, is_managed, on_shard, refuse_managed
 from .rows.partials import TRANSFORMED, RowTransform
@@ -309,7 +310,7 @@ def stream_of(
         refuse_with_rows(transform, options)
     if transform is not None:
         of_rows = as_transform(transform).for_rows(policy.shape, policy.mask, policy.cu_seqlens, device)
-    backend: Any = None  # in a graph it is picked when the graph runs
+    backend = cast(Backend, None)  # in a graph it is picked when the graph runs
     if not compiling:
         backend = backends.pick(options.backend, device, options.strict)
         backend = backend if shard is None else on_shard(backend, shard)

@@ -220,7 +220,7 @@ class HalfProducts(TensorCoreProducts):
         return super().gradient_rows(rows)
 
     def gradient_buffer(self, logits: Tensor, exact: bool, block: Tensor | None, first: int) -> Tensor:
-        return logits
+        return logits  # `keep` takes it to the block
 
     def keep(self, d_logits: Tensor, block: Tensor, first: int) -> Tensor:
         rows = slice(first, first + d_logits.shape[0])

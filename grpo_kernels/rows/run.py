@@ -36,14 +36,14 @@ HANDED_OVER = (
 )
 
 
-# ---- the problem
+# ---- visits of one stream
 
 
 Name = tuple[int, str]  # the number of a visit, and what it gives
 
 
 class Names(NamedTuple):
-    """The values of all visits, those of them that have a gradient, and what else its backward needs."""
+    """The values of all visits, those of them that have a gradient, and what else their backward needs."""
 
     values: list[Name]
     differentiable: list[Name]

@@ -197,7 +197,7 @@ class Parts(NamedTuple):
 # they are sparse or come in parts
 
 
-#: A gradient that is computed in the backward: it times a factor (0-d) or None; None if autograd gets none.
+#: A gradient that is computed in the backward, times a factor (0-d) unless that is None; it is None if autograd gets none.
 LateGradient = Callable[[Tensor | None], Tensor | None]
 #: Ids of rows, and the gradient of the logits there.
 AtIds = tuple[Ragged, Tensor]
@@ -391,7 +391,7 @@ class Block:
 
 
 def places_of(at: slice | Tensor, device: torch.device) -> Tensor:
-    """int64 [r], of a slice too."""
+    """Return the rows `at` as numbers, int64 [r]."""
     return torch.arange(at.start, at.stop, device=device) if isinstance(at, slice) else at
 
 
@@ -489,7 +489,7 @@ class Stream(ABC):
     @abstractmethod
     def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: Any, at_ids: AtIds | None) -> None:
         """Add the gradients that slopes give; those of rows that are not read are 0. `at_ids`: the gradient of the logits at
-        `visit.at`, in place of what the slopes say there."""
+        ids of rows but for that of divergences, in place of what the other slopes say there."""
 
     @abstractmethod
     def fused(self, visit: Visit, stage: TokenStage, gradients: Any) -> Tensor:
@@ -588,9 +588,8 @@ class Logits(Stream):
                 part = to
             elif part.shape != to.shape:
                 part = torch.empty_like(to, dtype=torch.float32)
-            # All that adds up is there before it is rounded.
             block.pull(found.values[:, block.at], slopes.at(block.at), part, None if at is None else block.at_slots(at))
-            part = part if few is None else _added(part, *block.at_slots(few))
+            part = part if few is None else _added(part, *block.at_slots(few))  # before it is rounded
             to.copy_(part if is_first else part.add_(to))
 
     def fused(self, visit: Visit, stage: TokenStage, gradients: LogitsGradient) -> Tensor:
@@ -620,9 +619,9 @@ class Logits(Stream):
         return other.second(other.stream.logits, other.stream.transform)
 
     def _blocks(self, visit: Visit, out: Tensor | None, cut: bool) -> Iterator[tuple[Block, Tensor | None]]:
-        """Blocks of the rows of a visit, and of `out` the same rows. `cut`: [1, r, V] that have one stride, beside several second
-        streams in fp32; else all rows are one block. The ranks of a shard take the same blocks, whatever the widths of their parts:
-        each block has an exchange."""
+        """Blocks of the rows of a visit, and of `out` the same rows. `cut`: [1, r, V] that have one stride, in fp32 where second
+        streams are read apart; else all rows are one block. The ranks of a shard take the same blocks, whatever the widths of
+        their parts: each block has an exchange."""
         rows, x, n = self._rows(visit), self.logits, visit.targets.numel()
         if not cut:
             yield Block(self, self.backend, visit, rows, slice(0, n), lambda i, _: self._second(visit.apart[i])), out

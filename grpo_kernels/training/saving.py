@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import random
 import shutil
@@ -252,7 +253,7 @@ def set_random_state(states: dict[str, Any], device: torch.device) -> None:
 def stop_after_step() -> Iterator[list[int]]:
     """Collects SIGINT and SIGTERM, so that the step at hand ends whole; a second signal, `ECHO` seconds later, acts at once."""
     received = list[int]()
-    first = 0.0  # when the first one came
+    first = math.inf  # when the first one came
     before: dict[signal.Signals, Any] = {}
 
     def restore() -> None:
@@ -263,7 +264,7 @@ def stop_after_step() -> Iterator[list[int]]:
         nonlocal first
         received.append(number)
         if len(received) == 1:
-            first = time.monotonic()
+            first = time.monotonic()  # another signal may arrive before this line
             print(f"stopping after this step; once more after {ECHO:.0f} s to stop now", file=sys.stderr)
         elif time.monotonic() - first > ECHO:
             restore()

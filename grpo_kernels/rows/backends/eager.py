@@ -38,7 +38,8 @@ class Kernels(Backend):
     writes_behind_reads = True  # a block is read completely before any of it is written
 
     def __init__(self, strict: bool = False, space: Tensor | None = None) -> None:
-        """`space`: memory of a single block, whose gradient finds there what the statistics have computed."""
+        """`space`: memory for calls of one block at a time, of which each `pull` comes right after the `stats` of the same block:
+        it finds the exponentials there."""
         self.space = space
 
     # ---- rows of logits
