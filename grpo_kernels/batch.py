@@ -33,6 +33,7 @@ from .checks import (
     require_shape,
     require_tensor,
     sequence_ids,
+    versions_of,
 )
 from .rewards.estimators import ADVANTAGES, Evidence, lookup
 from .rewards.groups import as_rewards
@@ -60,11 +61,6 @@ UNSEEN = (
     "changed, but torch saw no write into its tensors (NumPy, DLPack, .data, inference mode): write by torch operations, or make "
     "a new TokenBatch."
 )
-
-
-def versions_of(*tensors: Tensor | None) -> list[int]:
-    """The version counters of the tensors; a tensor made in inference mode has none."""
-    return [x._version for x in tensors if x is not None and not x.is_inference()]
 
 
 #: Devices with events and copies to pinned memory that run beside the host, where counts are sent ahead. ROCm's devices are called
@@ -461,7 +457,7 @@ class TokenBatch(Checked):
 
     def _counts(self) -> Counts:
         """The counts of all kinds, cached on the host, and sent again if a tensor that they depend on was written since."""
-        versions = versions_of(self.mask, self.advantages, self.weights, self.nll_weights)
+        versions = versions_of((self.mask, self.advantages, self.weights, self.nll_weights))
         return self._known("_known_counts", versions, self._count_rows)
 
     def _count_rows(self) -> Counts:
@@ -485,7 +481,7 @@ class TokenBatch(Checked):
         computed again if one of `sources`, the tensors that it depends on, was written since."""
         if self.context_group is None or torch.compiler.is_compiling():
             return self.over_context(own)
-        of, total = self._known(f"_known_{name}", versions_of(*sources), lambda: (own, self.over_context(own.clone())))
+        of, total = self._known(f"_known_{name}", versions_of(sources), lambda: (own, self.over_context(own.clone())))
         if of is not own and sends_ahead(own.device):
             torch._assert_async((own == of).all(), f"the {name} of a TokenBatch {UNSEEN}")
         elif of is not own and not torch.equal(

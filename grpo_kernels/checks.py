@@ -381,6 +381,11 @@ def plain(x: Tensor) -> Tensor:
     return x
 
 
+def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
+    """The version counters of the tensors; a tensor made in inference mode has none."""
+    return [x._version for x in tensors if x is not None and not x.is_inference()]
+
+
 def refuse_overlap(name: str, written: Tensor, remedy: str, read: dict[str, Any], row_by_row: dict[str, Any]) -> None:
     """Raise ValueError where `written` shares memory with a tensor that the same call reads, before or after it writes.
 

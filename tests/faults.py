@@ -346,7 +346,7 @@ FAULTS: list[Fault] = [
         ("a moved batch forgets the mask that it was given", 'self.__dict__.get("_given_mask", self.mask)', "self.mask"),
         (
             "an exchange of ranks is not made again",
-            "versions_of(*sources), lambda: (own", "[], lambda: (own", "tests/core/test_ranks.py",
+            "versions_of(sources), lambda: (own", "[], lambda: (own", "tests/core/test_ranks.py",
         ),
         ("a segment's last token predicts the next segment", "valid[..., 1:] & follows", "valid[..., 1:]"),
         (

@@ -22,7 +22,7 @@ from ..checks import check_targets
 from . import backends
 from .hidden import Hidden
 from .partials import Partials, RowTransform, Slopes
-from .run import DRAWS, Rows, Tensors
+from .run import DRAWS, Named, Rows, Tensors
 from .selection import Sparse, capacity
 from .stream import Logits, Parts, Stream, Visit
 
@@ -102,15 +102,15 @@ PULL = _operators("pull", f"{ROWS}, {OF_GRADIENT}, float step, {HOW}", _pull, _f
 # ---- rows that put these operators into a graph
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TracedRows(Rows):
     """One visit over the vocabulary in a graph. The backend is picked when the graph runs."""
 
     backend: str
     strict: bool
 
-    def versions(self) -> tuple[int, ...]:
-        return ()
+    def versions(self) -> list[int]:
+        return []
 
     def without_tensors(self) -> TracedRows:
         return self
@@ -125,9 +125,7 @@ class TracedRows(Rows):
         partials, *draws = STATS[isinstance(self.stream, Hidden)](*self._rows(tensors), *sparse, *self._how)
         return *Partials(partials, visit.names).found(visit.statistics, visit.read), partials, *draws
 
-    def pull(
-        self, tensors: Tensors, known: list[dict[str, Tensor]], upstream: list[dict[str, Tensor]], wanted: tuple[bool, ...]
-    ) -> Tensors:
+    def pull(self, tensors: Tensors, known: Named, upstream: Named, wanted: tuple[bool, ...]) -> Tensors:
         visit, of_visit = self.visits[0], known[0]
         slopes = Slopes.of(of_visit, upstream[0], visit.read)
         of_gradient = (list(wanted), of_visit["partials"], slopes.values, list(slopes.names))

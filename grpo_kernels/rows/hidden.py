@@ -31,7 +31,7 @@ from .selection import Draws, gradient_at, starts
 from .stream import AtIds, Block, Found, Gradients, LateGradient, Other, Parts, Stream, Visit, places_of
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class WeightMemory:
     """Memory that the gradient of a weight is added into, instead of a gradient returned through autograd.
 
@@ -110,7 +110,7 @@ def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Hidden(Stream):
     """Rows of logits that are computed from hidden states [n, H], weight [V, H] and bias [V] or None, some rows at a time.
 

@@ -166,7 +166,7 @@ def joined(tables: list[Tensor], dim: int) -> Tensor:
     return tables[0] if len(tables) == 1 else torch.cat(tables, dim)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Partials:
     """Partials of each row's softmax, and the statistics that follow from them. Partials of parts of a row can be merged.
 

@@ -135,7 +135,7 @@ class Distinct(NamedTuple):
         return torch.segment_reduce(self.sums(x), "sum", offsets=self.slots.offsets, initial=0, unsafe=True)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Tokens:
     """Tokens of n rows of logits: a row may have several, and several of them the same target.
 
@@ -246,7 +246,7 @@ def slots_of(sets: TokenSets) -> Ragged:
     return Ragged(sets.ids.long(), sets.offsets, sets.row_of).plain()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class KeptRows:
     """The rows of a batch that have a set, of n rows in all.
 

@@ -9,13 +9,14 @@ torch.compile sees the same Function with the operators of compile.py in place o
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..checks import versions_of
 from ..formulas.ops import times
 from ..formulas.token_stage import JointStage, TokenStage
 from .hidden import Engine
@@ -39,52 +40,46 @@ HANDED_OVER = (
 # ---- visits of one stream
 
 
-Name = tuple[int, str]  # the number of a visit, and what it gives
-
-
 class Names(NamedTuple):
-    """The values of all visits, those of them that have a gradient, and what else their backward needs."""
+    """The values of a visit, those of them that have a gradient, and what else its backward needs."""
 
-    values: list[Name]
-    differentiable: list[Name]
-    saved: list[Name]
+    values: tuple[str, ...]
+    differentiable: tuple[str, ...]
+    saved: tuple[str, ...]
+
+    @classmethod
+    def of(cls, visit: Visit) -> Names:
+        """Log-probs in front, and those at further ids behind the statistics."""
+        at, of_at = ((), ()) if visit.at is None else (("at",), ("at logits", "at used"))
+        draws, ahead = () if visit.sparse is None else DRAWS, ("ahead",) if visit.ahead else ()
+        values, differentiable = ("logps", *visit.statistics, *at), ("logps", *visit.with_gradient, *at)
+        return cls(values, differentiable, ("partials", *of_at, *draws, *ahead))
 
 
-@dataclass(frozen=True, eq=False)
+Named = list[dict[str, Tensor]]  # of each visit
+
+
+def by_visit(names: list[tuple[str, ...]], tensors: Iterator[Any]) -> Named:
+    """The next tensors by their names, of each visit."""
+    return [{name: next(tensors) for name in of_visit} for of_visit in names]
+
+
+@dataclass(eq=False)
 class Rows:
     """What `statistics` computes: visits of one stream."""
 
     visits: tuple[Visit, ...]
     stream: Stream
 
-    def names(self) -> Names:
-        """Of each visit log-probs in front, and those at further ids behind the statistics."""
-        values: list[Name] = []
-        differentiable: list[Name] = []
-        saved: list[Name] = []
-        for i, visit in enumerate(self.visits):
-            at, of_at = ((), ()) if visit.at is None else (("at",), ("at logits", "at used"))
-            values += [(i, name) for name in ("logps", *visit.statistics, *at)]
-            differentiable += [(i, name) for name in ("logps", *visit.with_gradient, *at)]
-            of_draws, ahead = () if visit.sparse is None else DRAWS, ("ahead",) if visit.ahead else ()
-            saved += [(i, name) for name in ("partials", *of_at, *of_draws, *ahead)]
-        return Names(values, differentiable, saved)
-
-    def by_visit(self, names: Sequence[Name], tensors: Tensors) -> list[dict[str, Tensor]]:
-        """The first tensors by these names, of each visit."""
-        found: list[dict[str, Tensor]] = [{} for _ in self.visits]
-        for (i, name), x in zip(names, tensors, strict=False):
-            found[i][name] = x
-        return found
-
-    def versions(self) -> tuple[int, ...]:
+    def versions(self) -> list[int]:
         """How often what the backward reads beside the tensors of the stream was written to."""
-        tensors: list[Any] = [self.stream.transform.inv_temperature]
+        temperature = self.stream.transform.inv_temperature
+        tensors: list[Any] = [temperature] if isinstance(temperature, Tensor) else []
         for visit in self.visits:
             tensors += visit.targets, visit.read
             for other in visit.others:
                 tensors += other.stream.tensors
-        return tuple(x._version for x in tensors if isinstance(x, Tensor) and not x.is_inference())
+        return versions_of(tensors)
 
     def without_tensors(self) -> Rows:
         """The same as the backward keeps it: autograd keeps the tensors."""
@@ -103,13 +98,11 @@ class Rows:
             if at is not None:
                 values.append(at.log_probs(found.partials, visit.read, base.transform))
                 saved += [at.logits, at.used]
-            saved += [*found.draws, *(() if found.ahead is None else (found.ahead,))]
+            saved += found.draws if found.ahead is None else (*found.draws, found.ahead)
         return *values, *saved
 
-    def pull(
-        self, tensors: Tensors, known: list[dict[str, Tensor]], upstream: list[dict[str, Tensor]], wanted: tuple[bool, ...]
-    ) -> Tensors:
-        """Gradients of the tensors. known: of each visit by name what was saved, and the values that have a gradient."""
+    def pull(self, tensors: Tensors, known: Named, upstream: Named, wanted: tuple[bool, ...]) -> Tensors:
+        """Gradients of the tensors. known: what was saved, and the values that have a gradient."""
         base = self.stream.of(tensors, self.stream.transform)
         gradients = base.gradients(wanted, self._parts())
         for visit, of_visit, given in zip(self.visits, known, upstream, strict=True):
@@ -237,44 +230,52 @@ class _Statistics(torch.autograd.Function):
     """The values of all visits, then what is saved, which has no gradient."""
 
     @staticmethod
-    def forward(rows: Rows, names: Names, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(rows: Rows, names: list[Names], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         return rows.stats(tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         rows, names, *tensors = inputs
-        count, differentiable = len(names.values), names.differentiable
-        values, saved = dict(zip(names.values, output[:count], strict=True)), output[count:]
+        each = iter(output)
+        known: list[Tensor] = []
+        constant: list[Tensor] = []
+        for of, made in zip(names, by_visit([of.values for of in names], each), strict=True):
+            known += [made.pop(name) for name in of.differentiable]
+            constant += made.values()
+        saved = tuple(each)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*saved, *(x for name, x in values.items() if name not in differentiable))
+        ctx.mark_non_differentiable(*saved, *constant)
         ctx.rows, ctx.names, ctx.versions = rows.without_tensors(), names, rows.versions()
-        ctx.save_for_backward(*saved, *(values[name] for name in differentiable), *tensors)
+        ctx.save_for_backward(*saved, *known, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Tensors:
-        rows, (values, differentiable, saved), wanted = ctx.rows, ctx.names, ctx.needs_input_grad[2:]
-        of_values = {name: x for name, x in zip(values, upstream, strict=False) if x is not None}
-        given = [name for name in differentiable if name in of_values]
-        if not given:
+        rows, names, wanted = ctx.rows, ctx.names, ctx.needs_input_grad[2:]
+        arrived = by_visit([of.values for of in names], iter(upstream))
+        given = [tuple(name for name in of.differentiable if x[name] is not None) for of, x in zip(names, arrived, strict=True)]
+        slopes = [x[name] for of, x in zip(given, arrived, strict=True) for name in of]
+        if not slopes:
             return (None,) * len(ctx.needs_input_grad)
         if rows.versions() != ctx.versions:
             raise RuntimeError(
                 "what the backward reads again was written to between forward and backward, the second stream of rows (its logits, hidden "
                 "states or head), targets, mask or temperatures: call backward first, or pass a copy."
             )
-        first = len(given)
-        last = first + len(saved) + len(differentiable)
 
         def pull(*x: Any) -> Tensors:
-            known, of_upstream = rows.by_visit((*saved, *differentiable), x[first:last]), rows.by_visit(given, x)
-            return rows.pull(x[last:], known, of_upstream, wanted)
+            each = iter(x)
+            of_upstream = by_visit(given, each)
+            saved = by_visit([of.saved for of in names], each)
+            values = by_visit([of.differentiable for of in names], each)
+            known = [a | b for a, b in zip(saved, values, strict=True)]
+            return rows.pull(tuple(each), known, of_upstream, wanted)
 
-        return None, None, *gradient_once(pull, *(of_values[name] for name in given), *ctx.saved_tensors)
+        return None, None, *gradient_once(pull, *slopes, *ctx.saved_tensors)
 
 
 def statistics(rows: Rows, tensors: Tensors) -> list[dict[str, Tensor]]:
     """The values of each visit by name, each [n] (those at further ids [k]), with the gradient of the stream's tensors."""
-    names = rows.names()
+    names = [Names.of(visit) for visit in rows.visits]
     needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if torch.compiler.is_compiling():
         # torch.compile knows such a Function with gradients only.
@@ -284,7 +285,7 @@ def statistics(rows: Rows, tensors: Tensors) -> list[dict[str, Tensor]]:
     else:  # for a small batch the overhead of a Function would dominate
         with torch.no_grad():
             made = rows.stats(tensors)
-    return rows.by_visit(names.values, made)
+    return by_visit([of.values for of in names], iter(made))
 
 
 class _OfTokens(torch.autograd.Function):

@@ -28,7 +28,7 @@ BLOCK_BYTES = 64 << 20
 Part = tuple[slice | Tensor, int, int]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class OverSets:
     """The rows of a stream over the sets of a visit, with the verbs of a stream. z are transformed logits, fp32 [m], one a slot."""
 

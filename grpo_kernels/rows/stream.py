@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from .tokens import LogitsAt, fused_tokens
 Tensors = tuple[Any, ...]  # of tensors and None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Other:
     """A second stream of the same rows, for the divergence from it. Its weight in each row is fp32 [n], at least 0; None: 1."""
 
@@ -228,7 +228,7 @@ class Gradients(ABC):
 # ---- what is computed of a block of rows
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Block:
     """Rows of a visit whose logits are there.
 
@@ -410,7 +410,7 @@ def _add(total: Tensor, here: Tensor | None, x: Tensor, dim: int = 0) -> None:
 # ---- streams
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Stream(ABC):
     """tensors    those that may get a gradient.
     transform  of the rows.
@@ -427,7 +427,9 @@ class Stream(ABC):
 
     def of(self, tensors: Tensors, transform: RowTransform) -> Stream:
         """The same of other tensors."""
-        return replace(self, tensors=tensors, transform=transform)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), tensors=tensors, transform=transform)
+        return other
 
     def plain(self) -> Stream:
         """Without gradients and the wrappers of torch.func, as a second stream is."""
@@ -542,7 +544,7 @@ def _added(out: Tensor, slots: Ragged, values: Tensor, factor: Tensor | None = N
     return out
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Logits(Stream):
     """Rows of given logits [A, T, V]. `inplace`: their gradient goes into their memory."""
 

@@ -14,7 +14,7 @@ from .partials import LogitRows, Partials, RowTransform, Slopes
 from .ragged import Ragged, Tokens, at_or, write_at
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LogitsAt:
     """Logits at further ids of rows, one fp32 number a slot, [k], before the transform: one log-sum-exp serves all ids of a row.
 
