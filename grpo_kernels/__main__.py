@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from .checks import nearest
+
 USAGE = """usage: python -m grpo_kernels {train,doctor,plugin} ...
 
   train    train a causal language model with GRPO (train --help lists every option)
@@ -33,7 +35,7 @@ def main(argv: list[str]) -> int:
         return 2
     asked = command in ("-h", "--help")
     if not asked:
-        print(f"{command!r} is no command.", file=sys.stderr)
+        print(f"{command!r} is no command.{nearest(command, ('train', 'doctor', 'plugin'))}", file=sys.stderr)
     print(USAGE, end="", file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
 

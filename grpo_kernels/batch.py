@@ -41,12 +41,14 @@ from .token_sets import TokenSets, check_sets, narrowed, without_set
 
 M = TypeVar("M")
 
+#: What targets are.
+IDS = (INTEGERS, "an int64 tensor of token ids, [B, T] or packed [N]")
 #: Fields that are tensors, the dtypes that they may have, and what to pass.
 FIELDS = {
-    **dict.fromkeys(("mask", "cu_seqlens", "groups", "rows"), (DTYPES, "a tensor, where targets are")),
+    **dict.fromkeys(("mask", "cu_seqlens", "groups", "rows"), (DTYPES, "a tensor on the device of targets")),
     **dict.fromkeys(
         ("advantages", "old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights"),
-        (FLOATING, "a floating-point tensor, where targets are"),
+        (FLOATING, "a floating-point tensor on the device of targets"),
     ),
 }
 #: Those that may have one number a sequence.
@@ -177,7 +179,7 @@ class TokenBatch(Checked):
 
     def __post_init__(self) -> None:
         targets = self.targets
-        require_tensor("targets", targets, INTEGERS, "an int64 tensor of token ids, [B, T] or packed [N]")
+        require_tensor("targets", targets, *IDS)
         shape = targets.shape
         if targets.dim() not in (1, 2):
             raise ValueError(f"targets has shape {list(shape)}: pass [B, T], or packed [N] with cu_seqlens.")
@@ -256,7 +258,12 @@ class TokenBatch(Checked):
             return {name: value for name, value in options.items() if name in names}
 
         own = of(ours)
-        evidence = Evidence(as_rewards("rewards", rewards), group_size=group_size, groups=groups, **of(told))
+        require_tensor("targets", targets, *IDS)
+        rewards, packed = as_rewards("rewards", rewards), own.get("cu_seqlens")
+        sequences = len(targets) if packed is None else len(packed) - 1
+        if len(rewards) != sequences and (packed is not None or targets.dim() == 2):
+            raise ValueError(f"rewards has {len(rewards)} numbers, but targets {sequences} sequences: pass one a sequence.")
+        evidence = Evidence(rewards, group_size=group_size, groups=groups, **of(told))
         advantages = estimate(evidence, **of(estimate.option_names - ours - told)).to(targets.device)
         if groups is None:
             groups = torch.arange(len(evidence.rewards), device=targets.device) // (group_size or 1)
@@ -561,7 +568,7 @@ def shift_targets(
     take their part: the target of a part's last token is on another rank.
     Raises ValueError on shapes and dtypes that disagree.
     """
-    require_tensor("ids", ids, INTEGERS, "an int64 tensor of token ids, [B, T] or packed [N]")
+    require_tensor("ids", ids, *IDS)
     require(ids.dim() in (1, 2), "ids.shape", list(ids.shape), "pass token ids [B, T] or packed [N].")
     if cu_seqlens is not None:
         if segment_ids is not None:

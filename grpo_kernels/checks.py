@@ -47,7 +47,8 @@ def require_one_of(name: str, value: object, known: Collection[str]) -> None:
 def near_name(value: object, known: Iterable[str]) -> str:
     """The known name that a misspelt one is likely to mean; "" where none is near or one of its words."""
     text, names = str(value).lower(), list(known)
-    near = difflib.get_close_matches(text, names, 1) or [name for name in names if name in text.split("_")]
+    same = [name for name in names if sorted(name) == sorted(text)]  # letters that changed places
+    near = same or difflib.get_close_matches(text, names, 1) or [name for name in names if name in text.split("_")]
     return near[0] if near else ""
 
 
@@ -244,11 +245,16 @@ def flat(x: Tensor) -> Tensor:
 
 
 def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
-    """A bool mask of `shape`; 0/1 integers, as tokenizers give them, are accepted."""
+    """A bool mask of `shape`; 0/1 integers, as tokenizers give them, are accepted. Raises ValueError for other numbers."""
     require_tensor(name, mask, DTYPES, "a bool tensor, the shape of targets")
     require_shape(name, mask, shape, "targets")
     require_tensor(name, mask, INTEGRAL, f"a bool (or 0/1 integer) tensor, for example {name}.bool()")
-    return mask if mask.dtype == torch.bool else mask != 0
+    if mask.dtype == torch.bool:
+        return mask
+    marked = mask != 0
+    if values_are_checked(mask):
+        refuse_where(marked & (mask != 1), name, mask, ": pass a bool (or 0/1 integer) tensor; of labels, labels != -100.")
+    return marked
 
 
 def mask_of_rows(mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:

@@ -502,6 +502,8 @@ def _records(name: str, lists: Any, generated: Tensor | None, cu_seqlens: Tensor
     for b, (records, part) in enumerate(zip(lists, parts, strict=True)):
         tokens = int(part.sum())
         records = [None] * tokens if records is None else records
+        remedy = "pass for each sequence a list, of a list of ids for each generated token."
+        require(hasattr(records, "__len__"), f"{name}[{b}]", records, remedy)
         if len(records) != tokens:
             raise ValueError(
                 f"{name}[{b}] has {len(records)} records, but generated marks {tokens} tokens of sequence {b}: cut both alike, and add "

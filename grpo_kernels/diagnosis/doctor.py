@@ -197,7 +197,7 @@ def _listed(known: dict[str, Any]) -> str:
             words += [f"{key} cannot run here ({reason})" for key, reason in value.items() if reason]
         elif value:
             words.append(f"{name} {' '.join(value) if isinstance(value, list) else value}")
-    return ", ".join(words)
+    return ", ".join(words) or "nothing set"
 
 
 def _text_of_backend(name: str, found: dict[str, Any]) -> str:
@@ -221,7 +221,7 @@ def _times(t: Timing) -> str:
         return ""
     if t.verdict == "unsteady":
         return f"too unsteady to compare: {t.gain[0]:.1f} to {t.gain[2]:.1f} times as fast in {t.runs} rounds"
-    return f"{t.gain[1]:.1f} times as fast"
+    return f"{t.gain[1]:.1f} times as fast (median over the rounds)"
 
 
 def _text_of_findings(report: dict[str, Any]) -> str:

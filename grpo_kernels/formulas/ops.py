@@ -72,7 +72,7 @@ def check_returned(function: Callable[..., Any], returns: str, remedy: str, *las
     returned = function(*given, *last)
     parts = returned if isinstance(returned, tuple) else (returned,)
     fine = len(parts) == len(returns.split(" and ")) and all(
-        x.shape in ((3,), ()) if isinstance(x, Tensor) else isinstance(x, NUMBERS) for x in parts
+        x.shape == (3,) if isinstance(x, Tensor) else isinstance(x, NUMBERS) for x in parts
     )
     if not fine:
         got = ", ".join(f"a Tensor {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}" for x in parts)

@@ -127,6 +127,8 @@ class Surrogate(Checked):
     zero_at_zero_advantage: bool = True
     #: True: a batch's weights enter the ratio of the sequence instead of multiplying the term (VESPO).
     absorbs_weights: bool = False
+    #: True: `function` may read logp beside the ratio, which then has no bounds.
+    reads_logp: bool = False
     #: True: `select` needs the log-probs of the whole batch before any slope can be computed.
     selects: bool = False
 
@@ -308,6 +310,7 @@ class Dro(Surrogate):
     function = staticmethod(dro)
     levels = ("token",)
     zero_at_zero_advantage = False
+    reads_logp = True
     ranges = (("beta", "the pull is a finite number >= 0.", 0, LARGEST),)
 
 
@@ -359,12 +362,14 @@ class Custom(Surrogate):
     detached_ratio: bool = False
     zero_at_zero_advantage: bool = False
     slope: str = "formula"
+    reads_logp = True
 
     def __post_init__(self) -> None:
         require(
             callable(self.function), "function", self.function, "pass (logp, old_logp, advantage, params) -> (loss, slope)."
         )
         require(self.slope in ("formula", "autograd"), "slope", self.slope, 'it must be "formula" or "autograd".')
+        require(isinstance(self.parameters, (tuple, list)), "parameters", self.parameters, "pass a tuple of numbers.")
         object.__setattr__(self, "parameters", tuple(float(p) for p in self.parameters))
         returns = "loss" if self.in_torch else "loss and slope"
         check_returned(self.function, returns, 'or, for a loss alone, pass slope="autograd"', self.parameters)
@@ -421,7 +426,7 @@ def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
     pair = isinstance(bounds, tuple) and len(bounds) == 2 and all(isinstance(b, numbers.Real) for b in bounds)
     remedy = "pass (low, high) with low < 0 < high, for example (-20.0, 20.0), or None."
     require(pair and bounds[0] < 0 < bounds[1], "log_ratio_bounds", bounds, remedy)
-    pulls = isinstance(surrogate, (Dro, Custom)) and not surrogate.detached_ratio
+    pulls = surrogate.reads_logp and not surrogate.detached_ratio
     remedy = f"{type(surrogate).__name__} may use logp beside the ratio, whose slope a clamp would cut: leave it None."
     require(not pulls, "log_ratio_bounds", bounds, remedy)
 

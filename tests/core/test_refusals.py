@@ -145,6 +145,7 @@ BATCH = {
     "nll_weights|[4]|[3, 4], [3] or [3, 1]": torch.ones(T),
     "mask|[3, 5]|[3, 4]|the same": torch.ones(B, T + 1).bool(),
     "mask|torch.float32|.bool()": PER_TOKEN,
+    "mask[1, 2]=-100|bool (or 0/1 integer)|labels != -100": (IDS > -1).long().index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(-100)),
     "groups|[3, 4]|one integer id per sequence|[3]": IDS,
     "groups|torch.float32|integer": ONES,
     "cu_seqlens|[3, 4]|packed": torch.tensor([0, 12]),
@@ -200,6 +201,7 @@ OF_LOGITS = {
 OF_HIDDEN = {
     "hidden|[3, 4, 8]|weight|[11, 7]|must agree": {"weight": WEIGHT[:, :-1]},
     "hidden|[3, 4, 8]|weight|[8, 11]|[V, H]": {"weight": WEIGHT.t()},
+    "weight|[3, 4, 8]|hidden|[11, 8]|changed places": {"weight": HIDDEN, "hidden": WEIGHT},
     "hidden|[3, 4, 11]|[11, 8]|logits|grpo_loss": LOGITS,
     "hidden|[3, 5, 8]|[3, 4]|ids[:, 1:]": HIDDEN.repeat(1, 2, 1)[:, :5],
     "hidden has shape [11, 8], but targets has [3, 4]": {"hidden": WEIGHT, "weight": HIDDEN.view(-1, H)},
@@ -348,6 +350,7 @@ CALLS = [
     (Objective.preset, {
         "preset='grop'|must be one of grpo, dapo": {"name": "grop"},
         "preset='DAPO'|Did you mean dapo?": {"name": "DAPO"},
+        "preset='gpro'|Did you mean grpo?": {"name": "gpro"},
         "numerics='trl2': it must be one of trl, liger": {"name": "grpo", "numerics": "trl2"},
         "beta|-1|>= 0": {"name": "dapo", "beta": -1},
         "pass surrogate=Clip(eps_low=0.2, eps_high=0.28, delta=inf)": {"name": "grpo", "eps_high": 0.28},
@@ -459,6 +462,7 @@ SETS = [
         "values|of other lengths from row 1 on: pass one number for each id": {"lists": [[1], [2, 3]], "values": [[1.0], [1.0]]},
         "cu_seqlens is given without generated": {"lists": [[1]], "cu_seqlens": torch.tensor([0, 1])},
         "generated is shape [1, 2, 3]: pass a bool tensor": {"lists": [[[1]]], "generated": MASK[None]},
+        "lists[0]=1: pass for each sequence a list": {"lists": [1, 2], **RECORDS},
         "lists[0] has 1 records, but generated marks 2 tokens of sequence 0": {"lists": [[[1]], [[2]]], **RECORDS},
         "cu_seqlens=[0, 2]: it must rise": {"lists": [[[1]]], "generated": MASK[0], "cu_seqlens": torch.tensor([0, 2])},
     }),

@@ -160,6 +160,8 @@ def test_small_distances_keep_their_digits(kl, slope):
             lambda: Custom(squared, (0.25,), slope="autograd"),
             r"squared returned a Tensor .3., a Tensor .3. .*return loss of each",
         ),
+        (lambda: Custom(lambda x, *_: (x.mean(), x)), r"returned a Tensor \[\], a Tensor \[3\] .*loss and slope of each"),
+        (lambda: Custom(squared, 0.25), "parameters=0.25: pass a tuple"),
         (lambda: Custom(squared, (0.25,), slope="torch"), "slope='torch'"),
         (lambda: Custom("squared"), "function='squared'"),
         *((lambda name=name: Objective(kl=name), "^(kl|estimator)=") for name in ("k4", "+", None)),

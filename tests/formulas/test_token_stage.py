@@ -14,7 +14,7 @@ import torch
 from grpo_kernels import Objective
 from grpo_kernels.formulas.filters import Filter, TrustRegion
 from grpo_kernels.formulas.kl import WEIGHTINGS, Kl
-from grpo_kernels.formulas.surrogates import Custom, Dro
+from grpo_kernels.formulas.surrogates import Custom
 from support import objectives as stages
 from support.doors import batch_of, exact_of
 from support.objectives import AGGREGATES, BONUSES, BOUNDS, FILTERS, KLS, LEVELS, SURROGATES, Option, packed, run
@@ -90,7 +90,7 @@ def check_combination(case):
     refused = (
         bool(regions and level != "token")
         or any(f.anchor == "sampler" and "sampler_logps" in without for f in regions)
-        or (isinstance(surrogate, Dro) and "log_ratio_bounds" in ours)
+        or (surrogate.reads_logp and "log_ratio_bounds" in ours)
     )
     if refused:
         with pytest.raises(ValueError, match=r"^\w+(=| is None)"):

@@ -456,7 +456,11 @@ REFUSED = [
     (
         TokenBatch.from_rewards,
         {"targets": ONES.long(), "rewards": [0.0, 1.0], "group_size": 2},
-        {"estimator='grpo': it must be one of group, rloo": {"estimator": "grpo"}},
+        {
+            "estimator='grpo': it must be one of group, rloo": {"estimator": "grpo"},
+            "rewards has 2 numbers, but targets 3 sequences": {"targets": torch.zeros(3, 4).long()},
+            "rewards has 2 numbers, but targets 1 sequences": {"targets": ONES.long(), "cu_seqlens": torch.tensor([0, 2])},
+        },
     ),
 ]
 
