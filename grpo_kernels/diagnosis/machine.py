@@ -32,9 +32,11 @@ def _find(pattern: str, path: str | Path, otherwise: str = "") -> str:
 
 
 def processor() -> tuple[str, frozenset[str]]:
-    """(model, instruction set flags); no flags where the system does not list them."""
-    model = _find(r"^model name\s*:\s*(.+)$", "/proc/cpuinfo", platform.processor() or platform.machine())
-    return model.strip(), frozenset(_find(r"^flags\s*:\s*(.+)$", "/proc/cpuinfo").split())
+    """(model, instruction set flags); no flags where the system does not list them. The family tells generations of AMD apart
+    (25: Zen 3 and 4, 26: Zen 5), which the name that a virtual machine has may not."""
+    model = _find(r"^model name\s*:\s*(.+)$", "/proc/cpuinfo", platform.processor() or platform.machine()).strip()
+    family = _find(r"^cpu family\s*:\s*(\d+)$", "/proc/cpuinfo")
+    return f"{model}, family {family}" if family else model, frozenset(_find(r"^flags\s*:\s*(.+)$", "/proc/cpuinfo").split())
 
 
 def cpu() -> dict[str, Any]:

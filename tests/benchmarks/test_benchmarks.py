@@ -396,6 +396,7 @@ AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
     ("model", "flags", "kind"),
     [
         ("AMD EPYC 7B13 64-Core Processor", {"avx2", "fma"}, "amd-epyc-avx2"),
+        ("AMD EPYC, family 26", AVX512, "amd-epyc-family-26-avx512bf16"),
         ("Intel(R) Xeon(R) Platinum 8488C", AVX512 | {"amx_tile", "amx_bf16"}, "intel-xeon-amx"),
         ("Intel(R) Xeon(R) Processor @ 2.70GHz", AVX512, "intel-xeon-avx512bf16"),
         ("aarch64", set(), "aarch64"),
