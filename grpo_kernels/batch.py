@@ -260,8 +260,11 @@ class TokenBatch(Checked):
         own = of(ours)
         require_tensor("targets", targets, *IDS)
         rewards, packed = as_rewards("rewards", rewards), own.get("cu_seqlens")
-        sequences = len(targets) if packed is None else len(packed) - 1
-        if len(rewards) != sequences and (packed is not None or targets.dim() == 2):
+        if packed is not None:
+            check_offsets("targets", targets, packed)
+        sequences = targets.shape[:1].numel() if packed is None else len(packed) - 1
+        read = "rewards" in estimate.needs and rewards.dim() > 0
+        if read and len(rewards) != sequences and (packed is not None or targets.dim() == 2):
             raise ValueError(f"rewards has {len(rewards)} numbers, but targets {sequences} sequences: pass one a sequence.")
         evidence = Evidence(rewards, group_size=group_size, groups=groups, **of(told))
         advantages = estimate(evidence, **of(estimate.option_names - ours - told)).to(targets.device)

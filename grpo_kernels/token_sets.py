@@ -502,7 +502,7 @@ def _records(name: str, lists: Any, generated: Tensor | None, cu_seqlens: Tensor
     for b, (records, part) in enumerate(zip(lists, parts, strict=True)):
         tokens = int(part.sum())
         records = [None] * tokens if records is None else records
-        remedy = "pass for each sequence a list, of a list of ids for each generated token."
+        remedy = "pass for each sequence a list that has a list of ids for each generated token."
         require(hasattr(records, "__len__"), f"{name}[{b}]", records, remedy)
         if len(records) != tokens:
             raise ValueError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -369,7 +369,7 @@ class Custom(Surrogate):
             callable(self.function), "function", self.function, "pass (logp, old_logp, advantage, params) -> (loss, slope)."
         )
         require(self.slope in ("formula", "autograd"), "slope", self.slope, 'it must be "formula" or "autograd".')
-        require(isinstance(self.parameters, (tuple, list)), "parameters", self.parameters, "pass a tuple of numbers.")
+        require(isinstance(self.parameters, Iterable), "parameters", self.parameters, "pass a tuple of numbers.")
         object.__setattr__(self, "parameters", tuple(float(p) for p in self.parameters))
         returns = "loss" if self.in_torch else "loss and slope"
         check_returned(self.function, returns, 'or, for a loss alone, pass slope="autograd"', self.parameters)

@@ -399,6 +399,7 @@ AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
         ("AMD EPYC, family 26", AVX512, "amd-epyc-family-26-avx512bf16"),
         ("Intel(R) Xeon(R) Platinum 8488C", AVX512 | {"amx_tile", "amx_bf16"}, "intel-xeon-amx"),
         ("Intel(R) Xeon(R) Processor @ 2.70GHz", AVX512, "intel-xeon-avx512bf16"),
+        ("12th Gen Intel(R) Core(TM) i7-12700K, family 6", {"avx2", "fma"}, "intel-core-family-6-avx2"),
         ("aarch64", set(), "aarch64"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

@@ -51,7 +51,7 @@ def test_slope_from_autograd_is_that_of_the_formula(level, backend):
     batch = TokenBatch(torch.randint(17, (3, 5)), torch.randn(3), old_logps=-3 + torch.randn(3, 5))
     logits, options = torch.randn(3, 5, 17).requires_grad_(), Options(backend, strict=True)
     pair = Cispo(2.0), Custom(cispo_alone, (2.0,), True, slope="autograd")
-    of_logp = Custom(squared, (0.25,)), Custom(squared_alone, (0.25,), slope="autograd")
+    of_logp = Custom(squared, torch.tensor([0.25])), Custom(squared_alone, (0.25,), slope="autograd")
     for both in (pair, of_logp) if level == "token" else (pair,):
         found = []
         for surrogate in both:

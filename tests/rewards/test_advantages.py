@@ -374,6 +374,11 @@ def test_as_many_sequences_as_tokens():
     assert objective_loss(torch.tensor([1.0, 2.0, 4.0]), batch, Objective(PolicyGradient(), aggregate="token-sum")).loss == 3
 
 
+def test_rewards_that_are_not_read_may_be_missing():
+    batch = TokenBatch.from_rewards(ONES.long(), [], estimator="process", groups=torch.zeros(2).long(), steps=ONES)
+    assert batch.advantages.shape == ONES.shape
+
+
 def test_no_estimator_waits_for_the_device():
     """Meta tensors have no data, so reading a value raises. On a GPU such a read would make the host wait."""
     e, x, ids = evidence_of("meta"), torch.zeros(2, 4, device="meta"), torch.zeros(8, dtype=torch.int64, device="meta")
@@ -459,7 +464,10 @@ REFUSED = [
         {
             "estimator='grpo': it must be one of group, rloo": {"estimator": "grpo"},
             "rewards has 2 numbers, but targets 3 sequences": {"targets": torch.zeros(3, 4).long()},
-            "rewards has 2 numbers, but targets 1 sequences": {"targets": ONES.long(), "cu_seqlens": torch.tensor([0, 2])},
+            "rewards has 2 numbers, but targets 1 sequences": {"targets": ONES[0].long(), "cu_seqlens": torch.tensor([0, 3])},
+            r"cu_seqlens has shape \[\]: pass int32": {"targets": ONES[0].long(), "cu_seqlens": torch.tensor(3)},
+            r"rewards has shape \[\]: pass one number": {"rewards": torch.tensor(0.0)},
+            r"targets has shape \[\]: pass": {"targets": torch.tensor(2)},
         },
     ),
 ]
