@@ -27,8 +27,8 @@ def kind(device: str) -> str:
 
 
 def kind_of_cpu(model: str, flags: frozenset[str]) -> str:
-    """Maker, line, family and the best instructions for products: "amd-epyc-family-26-avx512bf16". Generations, of
-    which the family tells, differ in what products cost, and so do ratios to other implementations."""
+    """Maker, line, family and the best instructions for products: "amd-epyc-family-26-avx512bf16". Generations of
+    AMD, which the family tells apart, differ in what products cost, and so do ratios to other implementations."""
     line, _, family = re.sub(r"\((r|tm)\)", "", model.lower()).partition(", family ")
     brand = re.search(r"(?:amd|intel) [a-z]+", line)
     best = "amx" if flags >= {"amx_tile", "amx_bf16"} else best_isa(flags)
