@@ -356,7 +356,7 @@ def _tensors_of(hidden: Tensor, head: tuple[Any, Any], policy: Policy) -> tuple[
         elif getattr(x, "placements", None) is not None:
             given[name] = _local(name, x, partial=shard is not None and not shard.reduce_hidden)
     hidden, weight, bias = given.values()
-    if weight.dim() == 3 and hidden.dim() == 2:
+    if weight.shape[:-1] == shape and hidden.shape[:-1] != shape:
         raise ValueError(f"weight has shape {list(weight.shape)} and hidden {list(hidden.shape)}: they changed places.")
     if weight.dim() != 2 or (weight.numel() == 0 and (shard is None or weight.shape[1] == 0)):
         raise ValueError(

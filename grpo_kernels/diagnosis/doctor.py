@@ -184,7 +184,8 @@ def product_findings(step: Step) -> Iterator[Finding]:
 
 def _text_of_facts(report: dict[str, Any]) -> str:
     """A section a line; a GPU has a line of its own."""
-    lines = [f"{name}: {_listed(report[name])}" for name in ("versions", "package", "native", "products", "cpu", "environment")]
+    lines = [f"{name}: {_listed(report[name])}" for name in ("versions", "package", "native", "products", "cpu")]
+    lines.append(f"environment: {_listed(report['environment']) or 'nothing set'}")
     gpus = [_listed(gpu) for gpu in report["gpu"]["devices"]] or [f"none ({report['gpu']['reason']})"]
     return "\n".join([*lines, *(f"gpu: {gpu}" for gpu in gpus), ""])
 
@@ -197,7 +198,7 @@ def _listed(known: dict[str, Any]) -> str:
             words += [f"{key} cannot run here ({reason})" for key, reason in value.items() if reason]
         elif value:
             words.append(f"{name} {' '.join(value) if isinstance(value, list) else value}")
-    return ", ".join(words) or "nothing set"
+    return ", ".join(words)
 
 
 def _text_of_backend(name: str, found: dict[str, Any]) -> str:

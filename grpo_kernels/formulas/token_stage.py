@@ -94,7 +94,7 @@ def added(
     return term, slope
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenRows:
     """The flat rows of a batch with the weights of an objective; every tensor is [n]."""
 
