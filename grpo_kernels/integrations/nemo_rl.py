@@ -271,7 +271,9 @@ class PolicyLoss:
         beyond = (x if level == "token" else of_sequence).exp().isinf()  # which is a weight of 0 to NeMo-RL
         raw = importance_weights(batch, level=level, high=math.inf).masked_fill(beyond, 0.0)
         if self.drops_sequences:
-            kept = rejection_mask(batch, metric="ratio", over="mean", low=low, high=high)
+            # An infinite ratio adds 0 to its sequence's mean, as in NeMo-RL.
+            finite = replace(batch, sampler_logps=batch.sampler_logps.masked_fill(x.isinf(), math.nan))
+            kept = rejection_mask(finite, metric="ratio", over="mean", low=low, high=high)
             return kept * raw, kept == 0
         weights = importance_weights(batch, **self.correction)
         return weights.masked_fill(beyond, low if self.correction["mode"] == "truncate" else 0.0), (raw < low) | (raw > high)
