@@ -62,6 +62,8 @@ DIVISORS = {
     **dict.fromkeys(("num_valid_samples", "positive_nll_loss", "probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min",
                      "probs_ratio_clamped_max"), "NONE"),
 }  # fmt: skip
+#: Above it a weight overflows.
+LARGEST_LOG = math.log(torch.finfo(torch.float32).max)
 #: The teacher's log-prob of an id outside of its largest, with zero_outside_topk.
 OUTSIDE = -100.0
 FORWARD = Exact("forward", tail="ignore")
@@ -150,15 +152,15 @@ class PolicyLoss:
         high = theirs.ratio_clip_max
         clip_c = theirs.ratio_clip_c
         remedy = "with disable_ppo_ratio it bounds no ratio: set one of them only."
-        require(clip_c is None or not theirs.disable_ppo_ratio, "ratio_clip_c", clip_c, remedy)
+        off = theirs.disable_ppo_ratio and not theirs.force_on_policy_ratio  # whose ratio of 1 comes first in NeMo-RL
+        require(clip_c is None or not off, "ratio_clip_c", clip_c, remedy)
         surrogate: Any = two_sided("NeMo-RL", low, high, clip_c, "ratio_clip_c", "ratio_clip_max")
-        if theirs.use_cispo or theirs.disable_ppo_ratio:
+        if theirs.use_cispo or off:
             surrogate = Cispo(1 + high, 1 - low) if theirs.use_cispo else PolicyGradient()
         level = "sequence" if theirs.sequence_level_importance_ratios else "token"
         bounds = [math.inf if x is None else x for x in (theirs.kl_input_clamp_value, theirs.kl_output_clamp_value)]
         objective = Objective(
-            surrogate, level="token" if theirs.disable_ppo_ratio else level,
-            aggregate="token-mean" if theirs.loss_type.name == "TOKEN_LEVEL" else "seq-mean-token-mean",
+            surrogate, level=level, aggregate="token-mean" if theirs.loss_type.name == "TOKEN_LEVEL" else "seq-mean-token-mean",
             beta=theirs.reference_policy_kl_penalty, kl=Kl(theirs.reference_policy_kl_type, "score", False, *bounds),
         )  # fmt: skip
         if theirs.use_importance_sampling_correction:
@@ -195,12 +197,13 @@ class PolicyLoss:
                 compared = replace(batch, old_logps=own)
             weights, outside = self._weights(compared)
         D = tokens if self.objective.aggregate == "token-mean" else sequences
-        loss, out = self._loss(logits, replace(filtered, weights=weights), D, options)
+        out, kl = self._loss(logits, replace(filtered, weights=weights), D, options)
+        loss = out.loss if kl is None else out.loss + kl
         named = self._metrics(out, batch, data["sample_mask"], (tokens, sequences), weights, outside) | {"loss": loss}
         if batch.nll_weights is not None:
             named["positive_nll_loss"] = -(batch.nll_weights * out.logps).sum() / self.positive_example_nll_weight
-        if loss is not out.loss:
-            named["kl_penalty"] = (loss - out.loss) / self.objective.beta
+        if kl is not None:
+            named["kl_penalty"] = kl / self.objective.beta
         if dropped is not None:
             named["outside_sampling_set"] = (dropped & mask).sum() / tokens.clamp(min=1)
         return loss, numbers(named)
@@ -240,15 +243,14 @@ class PolicyLoss:
         kept = TokenSets.cat([sets, alone]).take(rows + lacking * len(targets))
         return replace(batch, kept=kept), lacking.view(batch.targets.shape)
 
-    def _loss(self, logits: Tensor, batch: TokenBatch, D: Tensor, options: Options) -> tuple[Tensor, LossOutput]:
-        """(the loss, the result that it is of): without a KL over more than the sets, or weighted by the ratio to the sampler."""
+    def _loss(self, logits: Tensor, batch: TokenBatch, D: Tensor, options: Options) -> tuple[LossOutput, Tensor | None]:
+        """(the loss without what follows, a KL over more than the sets or weighted by the ratio to the sampler)."""
         spec = self.objective
         whole = batch.kept is not None and self.objective.beta != 0
         inplace = self.inplace and not whole
         on_policy = spec.beta != 0 and self.use_on_policy_kl_approximation
         if not whole and not on_policy:
-            out = grpo_loss(logits, batch, spec, normalizer=D, inplace=inplace, options=options)
-            return out.loss, out
+            return grpo_loss(logits, batch, spec, normalizer=D, inplace=inplace, options=options), None
         scored = token_logprobs(
             logits, batch.targets, mask=batch.mask, entropy=spec.needs_entropy, options=options, kept=batch.kept, inplace=inplace,
             also=("log_kept_mass",),
@@ -259,7 +261,7 @@ class PolicyLoss:
         compared = replace(
             batch, old_logps=batch.sampler_logps if on_policy else None, weights=None, nll_weights=None, kept=None
         )
-        return out.loss + objective_loss(scored.logps + scored.also["log_kept_mass"], compared, alone, normalizer=D).loss, out
+        return out, objective_loss(scored.logps + scored.also["log_kept_mass"], compared, alone, normalizer=D).loss
 
     def _weights(self, batch: Any) -> tuple[Tensor, Tensor]:
         """The weights of the correction and which tokens are outside its bounds, both [B, S]."""
@@ -323,12 +325,15 @@ class PolicyLoss:
 
 
 def _by_ratio_to_the_sampler(kl: Kl) -> Kl:
-    """NeMo-RL's KL of samples whose old log-probs are the sampler's. Unlike in a `Kl`, it bounds the weighted value."""
+    """NeMo-RL's KL of samples whose old log-probs are the sampler's. Unlike in a `Kl`, it bounds the weighted value, and a weight
+    that overflows fp32 is 0."""
     weighted = replace(kl, weighting="ratio", clamp=math.inf)
 
     def estimator(logp: Any, old_logp: Any, ref_logp: Any) -> tuple[Any, Any]:
         value, _, _, slope = kl_terms(logp, old_logp, ref_logp, logp - old_logp, weighted.clamps, **weighted.formula)
-        return ops.minimum(ops.maximum(value, -kl.clamp), kl.clamp), ops.where(ops.abs(value) <= kl.clamp, slope, 0.0)
+        fits = logp - old_logp < LARGEST_LOG
+        near = fits & (ops.abs(value) <= kl.clamp)
+        return ops.where(fits, ops.minimum(ops.maximum(value, -kl.clamp), kl.clamp), 0.0), ops.where(near, slope, 0.0)
 
     return Kl(estimator)
 

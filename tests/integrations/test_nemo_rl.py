@@ -65,6 +65,7 @@ NEMO = {
     "on-policy kl": (preset("grpo", beta=0.3, kl=Kl("k3", "score", clamp_log=0.6, clamp=0.1)), Spec(), {"use_on_policy_kl_approximation": True}),
     "positive examples": (preset("dapo", beta=0.05), Spec(eps_high=0.28, beta=0.05), {"positive_example_nll_weight": 0.4}),
     "filtered, kl over the vocabulary": (preset("grpo", beta=0.3), Spec(beta=0.3), {"sampling_params": KEPT, **truncated(0.8, 1.3)}),
+    "filtered, a small kl": (preset("grpo", beta=1e-6), Spec(beta=1e-6), {"sampling_params": KEPT}),
     "filtered, sequences, on-policy kl": (preset("gspo", beta=0.3, kl=Kl("k3", "score", clamp_log=0.6, clamp=10.0)), Spec(level="sequence", aggregate=MEAN),
                                           {"sampling_params": SIX, "use_on_policy_kl_approximation": True}),
     "filtered, forced on policy": (preset("dapo", beta=0.2), Spec(eps_high=0.28, beta=0.2),
@@ -73,7 +74,7 @@ NEMO = {
 #: With ratios beyond those of fp32.
 NEMO |= {
     f"far, {name}": NEMO[name]
-    for name in ("sequences, gspo, corrected", "kl, truncated weights", "sequences, kl, icepop", "cispo")
+    for name in ("sequences, gspo, corrected", "kl, truncated weights", "sequences, kl, icepop", "cispo", "on-policy kl")
 }
 
 
@@ -161,7 +162,7 @@ def nemo_loss(x, fields, spec, objective, options):
     loss, penalty = found.loss, total(found.kl.view(B, T), share) if spec.beta else torch.zeros(())
     if "use_on_policy_kl_approximation" in options:  # weighted by the ratio to the sampler, and bounded then
         e = (ref - whole).clamp(-limits.clamp_log, limits.clamp_log)
-        r = (whole - gen).exp()
+        r = (whole - gen).masked_fill(ratios(whole - gen).isinf(), -torch.inf).exp()
         r = torch.where(e == ref - whole, r, r.detach())
         penalty = total((r * (e.exp() - e - 1)).clamp(-limits.clamp, limits.clamp), share)
         loss = loss + objective.beta * penalty
@@ -235,6 +236,8 @@ LIKE = [
     ({"sequence_level_importance_ratios": True, "loss_type": SimpleNamespace(name="SEQUENCE_LEVEL")}, preset("gspo"), None),
     ({"use_cispo": True}, preset("cispo", aggregate="token-mean"), None),
     ({"disable_ppo_ratio": True}, preset("reinforce", aggregate="token-mean"), None),
+    ({"disable_ppo_ratio": True, "sequence_level_importance_ratios": True}, preset("reinforce", level="sequence", aggregate="token-mean"), None),
+    ({"disable_ppo_ratio": True, "ratio_clip_c": 3.0} | FORCED, preset("grpo", surrogate=Clip(0.2, 0.2, 3.0)), None),
     (TIS | {"truncated_importance_sampling_ratio": 1.3}, preset("grpo"), {"mode": "truncate", "low": 0.0, "high": 1.3}),
     (TIS | {"truncated_importance_sampling_type": "seq-mask-tis", "truncated_importance_sampling_ratio_min": 0.9},
      preset("grpo"), {"mode": "sequence-mask", "low": 0.9, "high": math.inf}),
@@ -246,7 +249,7 @@ LIKE = [
 def test_constants_are_taken_over(changes, objective, importance):
     like = nemo_rl.PolicyLoss.like(clipped_pg(**changes))
     assert like.objective == objective and like.importance == (importance and {"level": "token"} | importance)
-    assert not like.force_on_policy_ratio and like.positive_example_nll_weight == 0.2
+    assert like.force_on_policy_ratio == ("force_on_policy_ratio" in changes) and like.positive_example_nll_weight == 0.2
 
 
 def test_refused():
