@@ -523,7 +523,7 @@ FAULTS: list[Fault] = [
             "weights of kept sequences dropped", "return kept * raw, kept == 0",
             "return kept, kept == 0",
         ),
-        ("gradient through a clamped KL", "ops.where(ops.abs(value) <= kl.clamp, slope, 0.0)", "slope"),
+        ("gradient through a clamped KL", "ops.where(near, slope, 0.0)", "slope"),
         (
             "masked samples in a metric", "torch.where(mask.any(1), weights.amax(1), 1.0) * samples",
             "weights.amax(1)",
