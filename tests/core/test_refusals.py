@@ -145,7 +145,7 @@ BATCH = {
     "nll_weights|[4]|[3, 4], [3] or [3, 1]": torch.ones(T),
     "mask|[3, 5]|[3, 4]|the same": torch.ones(B, T + 1).bool(),
     "mask|torch.float32|.bool()": PER_TOKEN,
-    "mask[1, 2]=-100|bool (or 0/1 integer)|labels != -100 or segments > 0": (IDS > -1).long().index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(-100)),
+    "mask[1, 2]=-100|bool (or 0/1 integer)|labels != -100 or segments > 0": with_ids(-100).clamp(max=1),
     "groups|[3, 4]|one integer id per sequence|[3]": IDS,
     "groups|torch.float32|integer": ONES,
     "cu_seqlens|[3, 4]|packed": torch.tensor([0, 12]),

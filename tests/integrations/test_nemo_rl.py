@@ -211,8 +211,7 @@ def test_a_token_with_an_infinite_ratio_does_not_drop_its_sequence():
     sampler = torch.tensor([[0.0, -torch.inf, 0.0, 0.0]])
     batch = TokenBatch(old.long(), torch.ones(1), mask=old == 0, old_logps=old, sampler_logps=sampler)
     weights, outside = nemo_rl.PolicyLoss(preset("grpo"), **truncated(0.9, 1.1, "sequence-mask"))._weights(batch)
-    assert weights.tolist() == [[1.0, 0.0, 1.0, 1.0]]
-    assert not outside.any()
+    assert weights.tolist() == [[1.0, 0.0, 1.0, 1.0]] and not outside.any()
 
 
 def clipped_pg(**changes):
