@@ -253,12 +253,8 @@ def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
         return mask
     marked = mask != 0
     if values_are_checked(mask):
-        refuse_where(
-            marked & (mask != 1),
-            name,
-            mask,
-            ": pass a bool (or 0/1 integer) tensor, for example labels != -100 or segments > 0.",
-        )
+        remedy = ": pass a bool (or 0/1 integer) tensor, for example labels != -100 or segments > 0."
+        refuse_where(marked & (mask != 1), name, mask, remedy)
     return marked
 
 
