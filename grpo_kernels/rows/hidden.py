@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import versions_of
 from ..formulas.token_stage import TokenStage
 from .backends import WITH_ENTROPY, Backend
 from .memory import zeros
@@ -78,13 +79,13 @@ class WeightGradient:
     few: tuple[Tensor, Ragged, Tensor] | None
 
     def __post_init__(self) -> None:
-        self._version = None if self.few is None else _version(self.few[2])
+        self._versions = [] if self.few is None else versions_of([self.few[2]])
 
     def __call__(self, factor: Tensor | None) -> Tensor | None:
         """The gradient times `factor` (0-d), in the dtype of its sum; where it was added into `into`, what autograd gets then.
         RuntimeError if hidden states that are needed for it were written to."""
         dense, few = self.dense, self.few
-        if few is not None and _version(few[2]) != self._version:
+        if few is not None and versions_of([few[2]]) != self._versions:
             raise RuntimeError(
                 "hidden was written to in place between the forward and the backward, which needs it for the gradient of weight: "
                 "call backward first, or write to a copy."
@@ -104,10 +105,6 @@ class WeightGradient:
             values = values if factor is None else values * factor
             self.backend.add_hidden_rows(values, slots, hidden, out)
         return out if self.into is None else self.into.left_to_autograd()
-
-
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
 
 
 @dataclass(eq=False)
