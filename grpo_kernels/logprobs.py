@@ -1,5 +1,11 @@
-"""Layer 1, differentiable, from logits or from hidden states: log-probs and entropy of the chosen tokens, and the exact divergence
-of each token's distribution to that of a reference or teacher."""
+"""Log-probs, entropies and divergences of tokens, differentiable, from logits or hidden states.
+
+    token_logprobs, linear_logprobs        log-prob of each target, and further statistics
+    token_divergence, linear_divergence    divergence of each row from a reference or teacher
+
+Functions whose name begins with `token_` take logits. Those that begin with `linear_` take hidden
+states and the weight of the output head, and never hold [num_tokens, V] logits.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
+from .candidates import (
+    candidate_logprobs,
+    candidate_logprobs_with_extra_ids,
+)
 from .checks import (
     DTYPES,
     INTEGERS,
@@ -23,42 +33,46 @@ from .checks import (
     require,
     require_tensor,
 )
+from .core.sources import GivenLogits
+from .divergences import reference_divergence, reference_divergence_over_candidates
+from .extra_ids import logprobs_with_extra_ids
 from .formulas.divergence import Exact, as_exact
-from .rows.partials import DIFFERENTIABLE, OFFERED
-from .rows.ragged import KeptRows, slots_of
-from .statistics import Asked, kept_rows, statistics_of, tokens_of
+from .inputs import (
+    RowLayout,
+    RowSource,
+    make_logits_source,
+    make_projected_source,
+    make_reference,
+)
+from .rows.backends import is_strict
+from .rows.partials import RowTransform
 from .streams import (
-    NOT_BOUNDED,
     Head,
     LogitTransform,
     Options,
-    Policy,
     as_options,
-    draws,
     is_traced,
     leaves_the_graph,
-    name_of_second,
     outside,
     refuse_keywords,
-    refuse_sparse,
-    seconds_of,
-    squared,
-    stream_of,
 )
-from .token_sets import TokenSets, check_sets, narrowed
+from .teachers import check_teacher, teacher_divergence
+from .token_sets import TokenSets, check_sets
 
-ALSO = (*OFFERED, "log_kept_mass")
+#: What `also=` may ask for.
+FURTHER_STATISTICS = ("sum_squares", "top_prob", "top_id", "log_kept_mass")
 
 
 @dataclass(eq=False, repr=False)
 class TokenLogprobs:
-    """What `token_logprobs` and `linear_logprobs` return: `logps, entropy = token_logprobs(...)`, or by name.
+    """Log-probs of tokens: `logps, entropy = token_logprobs(...)`, or by name.
 
-    logps    fp32, the shape of targets, in nats; 0 where masked.
-    entropy  likewise, or None where it was not asked for.
-    also     a dict of what was asked for beside them: `also=` by name, each the shape of targets, and "at", fp32 [nnz].
+    logps     fp32, the shape of targets, in nats; 0 in masked tokens
+    entropy   the same; None if it was not asked for
+    also      the further statistics by name, each the shape of targets, and "at", fp32 [num_ids]
 
-    A pytree of all three, so that torch.func and DDP take them along."""
+    A pytree of all three, so that torch.func and DDP handle it.
+    """
 
     logps: Tensor
     entropy: Tensor | None
@@ -75,7 +89,12 @@ class TokenLogprobs:
         return 2
 
 
-register_pytree_node(TokenLogprobs, lambda x: ([*x, x.also], None), lambda values, _: TokenLogprobs(*values))
+register_pytree_node(
+    TokenLogprobs, lambda x: ([*x, x.also], None), lambda values, _: TokenLogprobs(*values)
+)
+
+
+# ---- log-probs
 
 
 def token_logprobs(
@@ -88,38 +107,65 @@ def token_logprobs(
     also: tuple[str, ...] = (),
     inplace: bool = False,
     kept: TokenSets | None = None,
+    missing: str | None = None,
     at: TokenSets | None = None,
     rows: Tensor | None = None,
     options: Options | None = None,
     **unknown: NoReturn,
 ) -> TokenLogprobs:
-    """Log-prob of each target and, if asked, the entropy of its distribution.
+    """Compute the log-prob of each target and, if asked for, the entropy of its distribution.
 
-        logps, entropy = token_logprobs(logits, targets, transform=LogitTransform(temperature=0.7), entropy=True)
+        logps, entropy = token_logprobs(logits, targets, entropy=True)
 
-    logits    [B, T, V] or [N, V], fp32, bf16 or fp16, any strides; row i predicts targets[i], nothing is shifted.
-    targets   int64, the leading shape of logits.
-    mask      bool, the shape of targets: rows where it is False are not read and give 0, in value and gradient.
-    entropy   False, True (differentiable) or "detached" (value only).
-    also      further statistics of each row's distribution p, in `also` of the result: "sum_squares" (sum of p^2, with gradient),
-              "top_prob" (the largest p), "top_id" (its id, int64, the lowest of equal ones, -1 where masked; one more read of the
-              logits), "log_kept_mass" (with gradient: log of the probability that the whole row gives to its kept set; it visits
-              the whole row).
-    inplace   True: the backward writes the gradient over the logits, as in `grpo_loss`.
-    kept      `TokenSets`, a set for each target: log-prob and statistics are those of the softmax over the set, and only the
-              logits of its ids are read. A row without ids runs over the whole vocabulary.
-    at        `TokenSets`, ids of each row whose log-probs are wanted too, with gradient: also["at"], in the order of at.ids. An id
-              outside of a kept set has -inf, one of a masked row 0.
-    rows      integer, the shape of targets: the flat row of logits that predicts each of them, several of which may share one. The
-              logits then have any shape in front; mask, kept, at and results go by targets. See docs/trees.md.
-    options   backend, strict mode, a shard of the vocabulary, and what kept sets leave open: see `Options`.
+    logits      [B, T, V] or [N, V], fp32, bf16 or fp16, any strides. Row i predicts targets[i];
+                nothing is shifted.
+    targets     int64, the leading shape of logits
+    mask        bool, the shape of targets: tokens to process. The others give exactly 0, in value
+                and gradient. None processes all tokens.
+    transform   temperature, softcap and scale of the logits, see `LogitTransform`
+    entropy     False, True (differentiable) or "detached" (value only)
+    also        further statistics of the distribution p of each token:
+                "sum_squares"     sum of p^2 (differentiable)
+                "top_prob"        largest p
+                "top_id"          its id, int64, the lowest if several are equal, -1 if masked
+                "log_kept_mass"   log of the probability that the whole row gives to its candidate
+                                  set (differentiable)
+    inplace     whether the backward writes the gradient over the logits, see `grpo_loss`
+    kept        candidate set of each token (`TokenSets`): the softmax runs over the set, and only
+                the logits of its ids are read. An empty set stands for the vocabulary.
+    missing     what to do if a target is not in its set: "include" (it joins the set), "full" (the
+                token uses the vocabulary), "mask" (the token is masked) or "raise" (ValueError,
+                waits for a GPU). None is "include", and "raise" in strict mode.
+    at          further ids of each token (`TokenSets`) whose log-probs are wanted: `also["at"]`,
+                differentiable, in the order of at.ids. An id outside of a candidate set gives -inf,
+                one of a masked token 0.
+    rows        integers, the shape of targets: the flat row of logits that predicts each token.
+                Several tokens may have the same row. The logits then have any leading shape.
+    options     backend, strict mode, vocabulary shard, see `Options`
 
-    Returns `TokenLogprobs`. The softmax runs in fp32; only the gradient is rounded to the logits' dtype. A row of only -inf gives
-    NaN, as torch.log_softmax does. Raises ValueError on shapes, dtypes, devices or (on a CPU) ids that are wrong; on a GPU an id
-    outside the vocabulary gives NaN."""
+    Returns `TokenLogprobs`. The softmax is fp32; only the gradient is rounded to the dtype of the
+    logits. A row of -inf gives NaN, as in torch.log_softmax.
+
+    Raises ValueError for shapes, dtypes, devices or (on a CPU) ids that do not fit. On a GPU an id
+    outside of the vocabulary gives NaN.
+    """
     if unknown:
         refuse_keywords(token_logprobs, unknown)
-    return _logprobs(logits, None, targets, mask, transform, entropy, also, kept, at, rows, options, inplace)
+    return compute_logprobs(
+        logits,
+        None,
+        targets,
+        mask=mask,
+        transform=transform,
+        entropy=entropy,
+        also=also,
+        inplace=inplace,
+        kept=kept,
+        missing=missing,
+        at=at,
+        rows=rows,
+        options=options,
+    )
 
 
 def linear_logprobs(
@@ -132,98 +178,251 @@ def linear_logprobs(
     entropy: bool | str = False,
     also: tuple[str, ...] = (),
     kept: TokenSets | None = None,
+    missing: str | None = None,
     at: TokenSets | None = None,
     rows: Tensor | None = None,
     options: Options | None = None,
     **unknown: NoReturn,
 ) -> TokenLogprobs:
-    """`token_logprobs` from hidden states and the head's weight: the logits never exist.
+    """Compute the log-prob of each target from hidden states and the weight of the output head.
 
         with torch.no_grad():
-            old_logps, _ = linear_logprobs(h[:, :-1], model.lm_head.weight, ids[:, 1:], transform=LogitTransform.of(model))
+            old_logps, _ = linear_logprobs(
+                hidden[:, :-1], model.lm_head.weight, ids[:, 1:],
+                transform=LogitTransform.of(model),
+            )
 
-    hidden     [B, T, H] or [N, H], fp32, bf16 or fp16, any strides; row i predicts targets[i].
-    weight     [V, H], or `Head(weight, bias, transform)`. Products run in the autocast dtype if autocast is on, else in that of
-               hidden.
-    transform  softcap and scale that the model applies after its head, and the temperature: see `LogitTransform.of`.
-    The rest is as in `token_logprobs`.
+    hidden      [B, T, H] or [N, H], fp32, bf16 or fp16, any strides. Row i predicts targets[i].
+    weight      [V, H], or `Head(weight, bias, transform)`. Matmuls run in the autocast dtype if
+                autocast is on, else in the dtype of hidden.
+    transform   softcap and scale that the model applies after its head, and the temperature, see
+                `LogitTransform.of`
 
-    Masked rows take part in no product. The forward is one product of the others; the backward, which cannot know the upstream
-    gradient before it arrives, computes the logits again: three products of the rows whose upstream gradient is not zero. With a
-    frozen head the forward takes two products and keeps [N, H] in fp32, the backward none, but for gradients of the entropy.
-    Logits are fp32, and the gradient of the weight is summed in fp32.
-    Rows with a kept set take part in no product with the whole weight. On a GPU, selecting rows by a mask is a host sync: pass
-    only the rows that count (hidden[mask], targets[mask]) to avoid it. So is Options(missing="full").
-    Raises ValueError naming the argument that is wrong."""
+    The other arguments, the result and the errors are those of `token_logprobs`.
+
+    Masked tokens take part in no matmul. The forward is one matmul of the others. The backward
+    computes the logits again: three matmuls of the rows whose upstream gradient is not 0. With a
+    frozen head and a gradient of log-probs only, the forward takes two matmuls and keeps [N, H] in
+    fp32, and the backward takes none. Logits are fp32, and the gradient of the weight is summed in
+    fp32. With candidate sets, a token costs one dot product for each candidate and no matmul.
+
+    On a GPU the host waits for the rows of a mask. Pass only the rows that count (hidden[mask],
+    targets[mask]) to avoid it.
+    """
     if unknown:
         refuse_keywords(linear_logprobs, unknown)
     head, transform = Head.parts(weight, transform)
-    return _logprobs(hidden, head, targets, mask, transform, entropy, also, kept, at, rows, options)
+    return compute_logprobs(
+        hidden,
+        head,
+        targets,
+        mask=mask,
+        transform=transform,
+        entropy=entropy,
+        also=also,
+        inplace=False,
+        kept=kept,
+        missing=missing,
+        at=at,
+        rows=rows,
+        options=options,
+    )
 
 
-def _logprobs(
-    x: Tensor, head: tuple[Any, Any] | None, targets: Tensor, mask: Tensor | None, transform: LogitTransform | None,
-    entropy: bool | str, also: tuple[str, ...], kept: TokenSets | None, at: TokenSets | None, rows: Tensor | None,
-    options: Options | None, inplace: bool = False,
-) -> TokenLogprobs:  # fmt: skip
-    """Those of logits or, with the (weight, bias) of a head, of hidden states x."""
+def compute_logprobs(
+    x: Tensor,
+    head: tuple[Any, Any] | None,
+    targets: Tensor,
+    *,
+    mask: Tensor | None,
+    transform: LogitTransform | None,
+    entropy: bool | str,
+    also: tuple[str, ...],
+    inplace: bool,
+    kept: TokenSets | None,
+    missing: str | None,
+    at: TokenSets | None,
+    rows: Tensor | None,
+    options: Options | None,
+) -> TokenLogprobs:
+    """Compute log-probs from logits x or, with the (weight, bias) of a head, from hidden states x."""
     options = as_options(options, head)
-    if at is not None:
-        refuse_sparse(options, "the gradients of ids of at= would be among the columns drawn once more")
+    arguments = dict(
+        mask=mask,
+        transform=transform,
+        entropy=entropy,
+        also=also,
+        inplace=inplace,
+        kept=kept,
+        missing=missing,
+        at=at,
+        rows=rows,
+        options=options,
+    )
     if is_traced() and leaves_the_graph(options, None, kept, at, rows):
-        return outside(_logprobs, x, head, targets, mask, transform, entropy, also, kept, at, rows, options, inplace)
+        return outside(compute_logprobs, x, head, targets, **arguments)
+
     remedy = "an int64 tensor of token ids, the leading shape of the logits or hidden states"
     require_tensor("targets", targets, INTEGERS, remedy)
+    check_requested(entropy, also)
+    is_composed = kept is not None or at is not None or rows is not None
+    refuse_inplace(inplace and is_composed, "kept=, at= or rows=")
+    shape = targets.shape
+    mask = mask_of_rows(mask, shape, targets.device)
+    if rows is None:
+        layout = RowLayout(shape, targets.device, mask, None)
+    else:
+        check_rows(rows, targets)
+        refuse_temperature_tensor(transform)
+        layout = RowLayout(leading_shape(x, targets), targets.device, None, None)
+    source = make_source(
+        x,
+        head,
+        layout,
+        transform,
+        options,
+        inplace=inplace,
+        other_arguments={"targets": targets, "mask": mask, "transform": transform},
+    )
+    check_targets(targets, mask, source.vocab_size, logits=head is None)
+
+    names = tuple(name for name in also if name != "log_kept_mass" or kept is not None)
+    if entropy:
+        names = ("entropy", *names)
+    detached = ("entropy",) if entropy == "detached" else ()
+    flat_targets = flat(targets).long()
+    flat_mask = None if mask is None else flat(mask)
+    if is_composed:
+        statistics = composed_statistics(
+            source,
+            flat_targets,
+            flat_mask,
+            names,
+            kept=kept,
+            missing=missing or ("raise" if is_strict(options.strict) else "include"),
+            at=at,
+            rows=None if rows is None else flat(rows).long(),
+        )
+        statistics = {
+            name: x.detach() if name in detached else x for name, x in statistics.items()
+        }
+    else:
+        statistics = source.statistics(flat_targets, flat_mask, names, detached=detached)
+    return shape_statistics(statistics, shape, also)
+
+
+def composed_statistics(
+    source: RowSource,
+    targets: Tensor,
+    mask: Tensor | None,
+    names: tuple[str, ...],
+    *,
+    kept: TokenSets | None,
+    missing: str,
+    at: TokenSets | None,
+    rows: Tensor | None,
+) -> dict[str, Tensor]:
+    """Compute statistics of tokens with candidate sets, further ids or shared rows.
+
+    targets, mask, rows   flat, [num_tokens]
+    at                    further ids, whose log-probs are the statistic "at"
+    """
+    common: dict[str, Any] = {"mask": mask, "rows": rows, "names": names}
+    if kept is not None:
+        check_sets("kept", kept, targets)
+        if at is None:
+            return candidate_logprobs(source, targets, kept, missing=missing, **common)
+        result = candidate_logprobs_with_extra_ids(
+            source, targets, kept, at, missing=missing, **common
+        )
+    else:
+        extra = TokenSets.whole(len(targets), device=targets.device) if at is None else at
+        result = logprobs_with_extra_ids(source, targets, extra, **common)
+    statistics = dict(result.statistics)
+    if at is not None:
+        statistics["at"] = result.extra_logps
+    return statistics
+
+
+def shape_statistics(
+    statistics: dict[str, Tensor], shape: torch.Size, also: tuple[str, ...]
+) -> TokenLogprobs:
+    """Return flat statistics in the shape of targets."""
+    shaped = {name: x if name == "at" else x.view(shape) for name, x in statistics.items()}
+    logps = shaped.pop("logps")
+    entropy = shaped.pop("entropy", None)
+    if "log_kept_mass" in also and "log_kept_mass" not in shaped:
+        shaped["log_kept_mass"] = torch.zeros_like(logps)  # no token has a candidate set
+    return TokenLogprobs(logps, entropy, shaped)
+
+
+def check_requested(entropy: bool | str, also: tuple[str, ...]) -> None:
+    """Raise ValueError for an `entropy` or `also` that names no statistic."""
     if entropy not in (False, True, "detached"):
         raise ValueError(f'entropy={entropy!r}: it must be False, True or "detached".')
     if also != ():
-        known = isinstance(also, tuple) and len(set(also)) == len(also) and all(name in ALSO for name in also)
-        require(known, "also", also, f"pass a tuple of {', '.join(map(repr, ALSO))}, each once at most.")
-    read_too = {"targets": targets, "mask": mask, "transform": transform, "kept": kept, "at": at, "rows": rows}
-    shape, device, leading = targets.shape, targets.device, targets.shape
-    if rows is not None:
-        check_rows(rows, targets)
-        leading = leading_shape(x, targets)
-    mask = mask_of_rows(mask, shape, device)
-    if kept is not None:
-        check_sets("kept", kept, targets)
-        mask = narrowed(kept, targets, mask, options.missing)
-    policy = Policy(leading, device, transform, mask, None, options, rows is not None)
-    stream = stream_of(x, head, policy, read_too, {}, inplace)
-    vocab, sets, slots, over, tokens = stream.vocab, None, None, None, None
-    read, ids = None if mask is None else flat(mask), flat(targets).long()
-    if kept is not None:
-        sets, over = kept_rows(kept, targets, mask, read, vocab, options.missing, options), options.over_vocabulary
-    if at is not None:
-        check_sets("at", at, targets, vocab)
-        slots = slots_of(at)
-    check_targets(targets, mask, vocab, logits=head is None)
-    names, with_gradient = ("entropy",) if entropy else (), ("entropy",) if entropy is True else ()
-    for name in also:
-        if name == "log_kept_mass":
-            if sets is None:
-                continue
-            name, over = "lse", over or ()
-        names, with_gradient = (*names, name), (*with_gradient, *((name,) if name in DIFFERENTIABLE else ()))
-    sparse = None if options.sparse is None else draws(options.sparse, stream)
-    if rows is not None:
-        tokens = tokens_of(rows, mask, ids, read, stream, slots)
-    asked = Asked(ids, read, names, with_gradient, sets, over, at=slots, sparse=sparse, tokens=tokens)
-    found = statistics_of(stream, asked, options)
-    found.pop("whole_logps", None)
-    if "log_kept_mass" in also and sets is None:
-        found["log_kept_mass"] = torch.zeros_like(found["logps"])
-    for name, x in found.items():
-        found[name] = x if name == "at" else x.view(shape)
-    return TokenLogprobs(found.pop("logps"), found.pop("entropy", None), found)
+        is_known = isinstance(also, tuple) and all(name in FURTHER_STATISTICS for name in also)
+        is_distinct = is_known and len(set(also)) == len(also)
+        known = ", ".join(map(repr, FURTHER_STATISTICS))
+        require(is_distinct, "also", also, f"pass a tuple of {known}, each once at most.")
 
 
-# ---- exact divergences
+def refuse_inplace(is_refused: bool, feature: str) -> None:
+    """Raise ValueError for inplace=True with a feature that needs the logits for two gradients."""
+    if is_refused:
+        raise ValueError(
+            f"inplace=True, but {feature} needs the logits for two gradients: pass inplace=False."
+        )
+
+
+def refuse_temperature_tensor(transform: LogitTransform | None) -> None:
+    """Raise ValueError for a temperature tensor with rows=, whose tokens share a softmax."""
+    if transform is not None:
+        temperature = transform.temperature
+        remedy = (
+            "with rows= the tokens of a row share its softmax: pass one temperature, as a number."
+        )
+        require(not isinstance(temperature, Tensor), "temperature", temperature, remedy)
+
+
+def make_source(
+    x: Tensor,
+    head: tuple[Any, Any] | None,
+    layout: RowLayout,
+    transform: LogitTransform | None,
+    options: Options,
+    *,
+    inplace: bool,
+    other_arguments: dict[str, Any],
+    reference_arguments: dict[str, Any] | None = None,
+) -> RowSource:
+    """Return the row source of logits x or, with the (weight, bias) of a head, hidden states x."""
+    if head is None:
+        return make_logits_source(
+            x,
+            layout,
+            transform,
+            options,
+            inplace=inplace,
+            other_arguments=other_arguments,
+            reference_arguments=reference_arguments,
+        )
+    return make_projected_source(
+        x,
+        head,
+        layout,
+        transform,
+        options,
+        other_arguments={**other_arguments, **(reference_arguments or {})},
+    )
+
+
+# ---- divergences from a reference or teacher
 
 
 def token_divergence(
     logits: Tensor,
-    ref_logits: Tensor | tuple[Tensor, LogitTransform] | TokenSets | list[Any],
+    ref_logits: Tensor | tuple[Tensor, LogitTransform] | TokenSets,
     divergence: str | Exact = "reverse",
     *,
     mask: Tensor | None = None,
@@ -233,33 +432,47 @@ def token_divergence(
     options: Options | None = None,
     **unknown: NoReturn,
 ) -> Tensor:
-    """The exact divergence of each row of logits to the reference's or teacher's, for trainers that keep a loss of their own.
+    """Compute the exact divergence of each row of logits from that of a reference or teacher.
 
         kl = token_divergence(logits[:, :-1], teacher_logits[:, :-1], Exact("jsd"), mask=mask)
         loss = kl.sum() / mask.sum()
 
-    logits      [B, T, V] or [N, V], fp32, bf16 or fp16, any strides: the policy or student, which gets the gradient.
-    ref_logits  the same shape, any of these dtypes: the reference or teacher, under the same transform; (logits,
-                LogitTransform) under one of their own; or `TokenSets` whose values are the log-probs of a teacher that is known
-                at these ids only; or a list of pairs (one of these, weight), a number or a tensor [B] or [B, T]: the weighted sum.
-    divergence  "reverse" (KL(policy || reference)), "forward", "jsd", "tv", or an `Exact` with its options.
-    mask        bool [B, T] or [N]: rows where it is False are not read and give exactly 0, in value and gradient.
-    kept        `TokenSets`, a set for each row: both sides are renormalised over it, and only the logits of its ids are read. A row
-                without ids runs over the whole vocabulary.
-    inplace, options   as in `token_logprobs`; the logits of both sides are cut over the group of a shard.
+    logits       [B, T, V] or [N, V], fp32, bf16 or fp16, any strides: the policy or student, which
+                 gets the gradient
+    ref_logits   the same shape, any of these dtypes: the reference or teacher, under the same
+                 transform. (logits, LogitTransform) has its own transform. `TokenSets` whose values
+                 are log-probs stand for a teacher that is known at these ids only.
+    divergence   "reverse" (KL(policy || reference)), "forward", "jsd", "tv", or an `Exact`
+    mask         bool [B, T] or [N]: rows to process. The others give exactly 0.
+    transform    temperature, softcap and scale of the logits, see `LogitTransform`
+    kept         candidate set of each row: both sides are renormalised over it. An empty set stands
+                 for the vocabulary.
+    inplace, options   as in `token_logprobs`; a shard holds the same columns of both sides
 
-    Returns fp32, the leading shape of logits, in nats: at least 0, also for two nearly equal rows, whose KL of 1e-10 keeps its
-    digits; infinite where the other side has no probability. Both rows are read twice in the forward and in the backward each
-    (of "jsd" and "tv" three times in the forward). Raises ValueError naming the argument that is wrong."""
+    Returns fp32, the leading shape of logits, in nats. The value is at least 0, also for two nearly
+    equal rows, whose KL of 1e-10 keeps its digits. It is infinite if the other side has no
+    probability. The forward and the backward read both rows twice each, the forward of "jsd" and
+    "tv" three times. Raises ValueError naming the argument that is wrong.
+    """
     if unknown:
         refuse_keywords(token_divergence, unknown)
-    return _divergence(logits, None, ref_logits, as_exact(divergence), mask, transform, kept, options, inplace)
+    return compute_divergence(
+        logits,
+        None,
+        ref_logits,
+        as_exact(divergence),
+        mask=mask,
+        transform=transform,
+        inplace=inplace,
+        kept=kept,
+        options=options,
+    )
 
 
 def linear_divergence(
     hidden: Tensor,
     weight: Tensor | Head,
-    reference: tuple[Any, ...] | TokenSets | list[Any],
+    reference: tuple[Any, ...] | TokenSets,
     divergence: str | Exact = "reverse",
     *,
     mask: Tensor | None = None,
@@ -268,54 +481,132 @@ def linear_divergence(
     options: Options | None = None,
     **unknown: NoReturn,
 ) -> Tensor:
-    """`token_divergence` from hidden states: the logits of neither side ever exist beyond a chunk of rows.
+    """Compute `token_divergence` from hidden states, without the logits of either side.
 
-        kl = linear_divergence(hidden, lm_head.weight, (teacher_hidden, teacher.lm_head.weight), "forward", mask=mask)
+        teacher = (teacher_hidden, teacher.lm_head.weight)
+        kl = linear_divergence(hidden, lm_head.weight, teacher, "forward", mask=mask)
 
-    hidden     [B, T, H] or [N, H], and weight [V, H] or a `Head`, as in `linear_logprobs`.
-    reference  (hidden, weight), (hidden, weight, bias) or (hidden, Head(...)) of the reference or teacher, as in
-               `linear_grpo_loss`, with a hidden size and dtype of its own; or `TokenSets` whose values are the log-probs of a
-               teacher known at these ids only; or a list of pairs (one of these, weight): six products for each.
-    mask, kept, divergence  as in `token_divergence`; transform and options as in `linear_logprobs`.
+    hidden      [B, T, H] or [N, H]
+    weight      [V, H] or a `Head`, as in `linear_logprobs`
+    reference   (hidden, weight), (hidden, weight, bias) or (hidden, Head(...)) of the reference or
+                teacher, whose hidden size and dtype may differ. `TokenSets` whose values are
+                log-probs stand for a teacher that is known at these ids only.
 
-    Masked rows take part in no product. On a GPU, selecting rows by a mask is a host sync. The forward is a product for each
-    side; the backward, which cannot know the upstream gradient before it arrives, computes the logits of both again: six products
-    in all. `linear_grpo_loss` with Objective.preset("distillation") takes four.
-    Raises ValueError naming the argument that is wrong."""
+    The other arguments are those of `token_divergence`.
+
+    Masked rows take part in no matmul. The forward takes a matmul for each side. The backward
+    computes the logits of both again: six matmuls in all. `linear_grpo_loss` with
+    Objective.preset("distillation") takes four. Raises ValueError naming the argument that is
+    wrong.
+    """
     if unknown:
         refuse_keywords(linear_divergence, unknown)
-    exact, (head, transform) = as_exact(divergence), Head.parts(weight, transform)
-    return _divergence(hidden, head, reference, exact, mask, transform, kept, options)
+    exact = as_exact(divergence)
+    head, transform = Head.parts(weight, transform)
+    return compute_divergence(
+        hidden,
+        head,
+        reference,
+        exact,
+        mask=mask,
+        transform=transform,
+        inplace=False,
+        kept=kept,
+        options=options,
+    )
 
 
-def _divergence(
-    x: Tensor, head: tuple[Any, Any] | None, given: Any, exact: Exact, mask: Tensor | None, transform: LogitTransform | None,
-    kept: TokenSets | None, options: Options | None, inplace: bool = False,
-) -> Tensor:  # fmt: skip
-    """That of logits or, with the (weight, bias) of a head, of hidden states x. `given`: the second streams."""
+def compute_divergence(
+    x: Tensor,
+    head: tuple[Any, Any] | None,
+    reference: Any,
+    exact: Exact,
+    *,
+    mask: Tensor | None,
+    transform: LogitTransform | None,
+    inplace: bool,
+    kept: TokenSets | None,
+    options: Options | None,
+) -> Tensor:
+    """Compute the divergence of logits x or, with the (weight, bias) of a head, hidden states x."""
     options = as_options(options, head)
-    refuse_sparse(options, NOT_BOUNDED)
     if is_traced() and leaves_the_graph(options, None, exact):
-        return outside(_divergence, x, head, given, exact, mask, transform, kept, options, inplace)
-    remedy, own = "a tensor [B, T, ..] or [N, ..], one row for each token", "logits" if head is None else "hidden"
-    require_tensor(own, x, DTYPES, remedy)
-    require(x.dim() > 1, f"{own}.shape", list(x.shape), f"pass {remedy}.")
-    read_too = {"mask": mask, "transform": transform, "kept": kept}
-    shape, device = x.shape[:-1], x.device
-    policy = Policy(shape, device, transform, mask_of_rows(mask, shape, device), None, options)
-    stream = stream_of(x, head, policy, read_too, {name_of_second(head is None): given}, inplace)
-    seconds, mask, sets = seconds_of(given, exact, policy, stream), policy.mask, None
-    targets, read = torch.zeros(shape, dtype=torch.int64, device=device), None if mask is None else flat(mask)
-    if kept is not None:
-        check_sets("kept", kept, targets, stream.vocab)
-        remedy = "a teacher known at some ids has no distribution over a kept set: leave one of them out."
-        require(not seconds.known, "kept", kept, remedy)
-        # The target of a row is the first id of its set, so that no set gets a further one.
-        first = torch.cat([kept.ids, kept.ids.new_zeros(1)]).long()[kept.offsets[:-1].long()]
-        targets = torch.where(kept.counts > 0, first, 0)
-        sets = KeptRows.of(kept, targets, read)
-    asked = Asked(flat(targets), read, kept=sets, seconds=seconds, exact=exact)
-    value = statistics_of(stream, asked, options)["divergence"]
+        return outside(
+            compute_divergence,
+            x,
+            head,
+            reference,
+            exact,
+            mask=mask,
+            transform=transform,
+            inplace=inplace,
+            kept=kept,
+            options=options,
+        )
+    name = "logits" if head is None else "hidden"
+    remedy = "a tensor [B, T, ..] or [N, ..], one row for each token"
+    require_tensor(name, x, DTYPES, remedy)
+    require(x.dim() > 1, f"{name}.shape", list(x.shape), f"pass {remedy}.")
+    refuse_inplace(inplace and (kept is not None or isinstance(reference, TokenSets)), "kept= or a teacher known at some ids")
+    shape = x.shape[:-1]
+    layout = RowLayout(shape, x.device, mask_of_rows(mask, shape, x.device), None)
+    reference_name = "ref_logits" if head is None else "reference"
+    source = make_source(
+        x,
+        head,
+        layout,
+        transform,
+        options,
+        inplace=inplace,
+        other_arguments={"mask": mask, "transform": transform, "kept": kept},
+        reference_arguments={reference_name: reference},
+    )
+    flat_mask = None if layout.mask is None else flat(layout.mask)
+    value = divergence_from(
+        source, reference, exact, layout, transform, options, mask=flat_mask, kept=kept
+    )
     if exact.temperature_squared:
-        value = value / squared(stream.transform, read)
+        value = value / squared_inverse_temperature(source.transform, flat_mask)
     return value.view(shape)
+
+
+def divergence_from(
+    source: RowSource,
+    reference: Any,
+    exact: Exact,
+    layout: RowLayout,
+    transform: LogitTransform | None,
+    options: Options,
+    *,
+    mask: Tensor | None,
+    kept: TokenSets | None,
+) -> Tensor:
+    """Return the divergence of each row of a source from a reference, fp32 [num_rows].
+
+    reference   TokenSets with a teacher's log-probs, or what `make_reference` takes
+    mask        bool [num_rows]
+    """
+    if isinstance(reference, TokenSets):
+        name = "ref_logits" if isinstance(source, GivenLogits) else "reference"
+        remedy = (
+            "a teacher known at some ids has no distribution over a kept set: leave one of them "
+            "out."
+        )
+        require(kept is None, "kept", kept, remedy)
+        no_targets = torch.zeros(layout.shape, dtype=torch.int64, device=source.device)
+        check_teacher(name, reference, no_targets, exact, source.vocab_size)
+        return teacher_divergence(source, reference, exact, mask=mask)
+    checked = make_reference(reference, source, layout, transform, options, exact)
+    if kept is None:
+        return reference_divergence(source, checked, mask=mask)
+    no_targets = torch.zeros(layout.shape, dtype=torch.int64, device=source.device)
+    check_sets("kept", kept, no_targets, source.vocab_size)
+    return reference_divergence_over_candidates(source, checked, kept, exact, mask=mask)
+
+
+def squared_inverse_temperature(transform: RowTransform, mask: Tensor | None) -> float | Tensor:
+    """Return 1 / temperature^2, and 1 in masked rows, whose temperature may be invalid."""
+    inverse = transform.inv_temperature
+    if isinstance(inverse, Tensor) and mask is not None:
+        inverse = torch.where(mask, inverse, 1.0)
+    return inverse * inverse

@@ -27,7 +27,7 @@ from .token_sets import TokenSets, check_ids, narrowed, without_set
 class Asked(NamedTuple):
     """What is asked of the rows of a policy: of their targets [n] those that are `read`, bool [n], None: all.
 
-    names, with_gradient   statistics beside log-probs, and those of them that have a gradient. "lse" asks for "log_kept_mass" in
+    names, with_gradient   statistics beside log-probs, and those of them that have a gradient. "logsumexp" asks for "log_kept_mass" in
              its place: the log of the probability that the whole row gives to its set, 0 of a row without a set.
     kept     the rows that have a set, whose statistics are over it.
     over     statistics that are taken over the vocabulary in every row, for which rows with sets are visited as a whole too; None:
@@ -186,9 +186,9 @@ def _joined(sets: dict[str, Tensor], whole: dict[str, Tensor], asked: Asked) -> 
     """The values of all rows, from those over sets and those over the vocabulary."""
     kept, named = asked.kept, {}
     assert kept is not None
-    if "lse" in sets and asked.over is not None:
+    if "logsumexp" in sets and asked.over is not None:
         # Log-probs keep the digits of a mass near 1; those of a target without probability are both -inf.
-        lse, of_logps = sets.pop("lse") - whole.pop("lse"), whole["logps"] - sets["logps"]
+        lse, of_logps = sets.pop("logsumexp") - whole.pop("logsumexp"), whole["logps"] - sets["logps"]
         mass = torch.where(kept.several & (sets["logps"] == -torch.inf), lse, of_logps)
         named["log_kept_mass"] = torch.where(kept.has, mass, 0.0)
     if asked.over is not None:

@@ -144,13 +144,13 @@ STATISTICS: dict[str, tuple[str, ...]] = {
     "sum_squares": ("weighted", "squares"),
     "top_prob": (),
     "top_id": ("top",),
-    "lse": (),
+    "logsumexp": (),
     "divergence": OF_BOTH,
     "outside": OUTSIDE,
 }
 #: Those that the log-prob functions offer as `also=`, and all that have a gradient.
 OFFERED = ("sum_squares", "top_prob", "top_id")
-DIFFERENTIABLE = ("entropy", "sum_squares", "lse", "divergence", "outside")
+DIFFERENTIABLE = ("entropy", "sum_squares", "logsumexp", "divergence", "outside")
 
 
 def partials_of(statistics: tuple[str, ...], kind: str = "") -> tuple[str, ...]:
@@ -228,7 +228,7 @@ class Partials:
         return self.values[2]
 
     @property
-    def lse(self) -> Tensor:
+    def logsumexp(self) -> Tensor:
         return self.max + torch.log(self.sum)
 
     def softmax(self, entropy: bool) -> tuple[Tensor, ...]:
@@ -350,7 +350,7 @@ class Slopes(NamedTuple):
 
         given = {name: clean(x) for name, x in upstream.items()}
         slopes = {"target": given["logps"] if "logps" in given else torch.zeros_like(next(iter(given.values())))}
-        constants = [given["lse"]] if "lse" in given else []  # d lse / dz_j = p_j
+        constants = [given["logsumexp"]] if "logsumexp" in given else []  # d lse / dz_j = p_j
         if "entropy" in given:  # dH/dz_j = -p_j (log p_j + H)
             slopes["log"] = -given["entropy"]
             constants.append(slopes["log"] * stats["entropy"])

@@ -129,6 +129,14 @@ class Backend(ABC):
             partials.put(MIXED, self.mixed(rows, partials))
         return partials
 
+    def softmax_sums(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
+        """The name of `visit` in the new core."""
+        return self.visit(rows, names)
+
+    def evaluate(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> Any:
+        """Return the terms of a token stage from log-probs and entropies, fp32 [n]."""
+        return stage.terms(logps, entropy)
+
     def gradient(self, rows: LogitRows, partials: Partials, slopes: Slopes, out: Tensor) -> None:
         """`pull`, by eager where the kernels do not know a slope."""
         known = self.makes_all or not others_than(SLOPES_OF_KERNELS, slopes.names)
@@ -158,6 +166,21 @@ class Backend(ABC):
         if not parts:
             return torch.zeros(3 if second is None else 4, n, dtype=torch.float32, device=rows.logits.device)
         return joined(parts, 1)
+
+
+def coefficients_of(
+    sums: Partials, grads: dict[str, Tensor], mask: Tensor | None, *, entropy: Tensor | None = None
+) -> Slopes:
+    """Return the coefficients of d loss / d logits from d loss / d statistic by name.
+
+    entropy   the entropy of each row, if the caller has it
+    """
+    values = {}
+    if "entropy" in grads:
+        values["entropy"] = sums.entropy if entropy is None else entropy
+    if "sum_squares" in grads:
+        values["sum_squares"] = sums.sum_squares
+    return Slopes.of(values, grads, mask)
 
 
 # ---- which backend runs

@@ -1,0 +1,627 @@
+"""Losses of logits that are computed from hidden states, a chunk of rows at a time.
+
+The logits [num_rows, V] never exist as a whole. `loss_and_gradients` is the main loop:
+
+    for block in blocks:
+        for chunk in block:
+            logits      = hidden[chunk] @ weight.T                      matmul 1
+            sums        = softmax sums of the logits                    fp32 [num_sums, num_chunk_rows]
+            coefficients = of d loss / d logits, from the loss formula  fp32 [k, num_chunk_rows]
+            grad_logits = d loss / d logits, from coefficients, sums and logits
+        row_scale    = formula.row_scale(block)
+        grad_hidden  = row_scale * (grad_logits @ weight)               matmul 2
+        grad_weight += grad_logits.T @ (row_scale * hidden[block])      matmul 3
+
+A *chunk* is the rows whose fp32 logits are in memory at one time. A *block* is the rows whose
+gradients of logits are in memory at one time: several chunks on a GPU, one on a CPU. A frozen head
+skips matmul 3.
+
+For a token-level loss `row_scale` is 1. A sequence-level loss needs it: the gradient of a row is
+
+    d loss / d logits[row] = c[row] * (onehot(target) - softmax(logits[row]))
+
+where the scalar c[row] depends on the log-probs of the whole sequence. The loop computes the
+gradient with c = 1 while it has the logits, and multiplies by c = row_scale when it has seen the
+whole sequence. A block therefore holds whole sequences.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..rows.backends import Backend
+from ..rows.parallel import VocabShard
+from ..rows.partials import LogitRows, RowTransform
+from ..rows.partials import Partials as SoftmaxSums
+from ..rows.partials import Second as ReferenceRows
+from ..rows.partials import Slopes as GradientCoefficients
+from .linear_memory import LinearMemory
+from .matmuls import HeadMatmuls, make_matmuls
+
+# ---- what a pass over the rows reads
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """Logits that are computed on demand: transform(hidden @ weight.T + bias).
+
+    hidden         [num_rows, H]
+    weight         [V, H]
+    bias           [V] or None
+    transform      scale, softcap and temperature of each row
+    matmul_dtype   the dtype that matmuls may use for their operands; their results are fp32
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    transform: RowTransform
+    matmul_dtype: torch.dtype
+
+    def make_matmuls(self) -> HeadMatmuls:
+        """Prepare the matmuls with the weight. This may copy the weight to `matmul_dtype`."""
+        bias = None if self.bias is None else self.bias.detach()
+        return make_matmuls(self.weight.detach(), bias, self.matmul_dtype)
+
+    def has_head_of(self, other: Projection) -> bool:
+        """Return whether the two heads are the same memory, as with adapters in the body only."""
+        same_weight = is_same_tensor(self.weight, other.weight)
+        same_bias = is_same_tensor(self.bias, other.bias)
+        return same_weight and same_bias and self.matmul_dtype == other.matmul_dtype
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceProjection:
+    """A frozen reference model, and the divergence of the policy from it.
+
+    direction   "reverse", "forward", "jsd" or "tv", see `Exact`
+    mixture     weight of the reference in "jsd", else 0
+    """
+
+    projection: Projection
+    direction: str
+    mixture: float
+
+
+@dataclass(frozen=True, eq=False)
+class LinearInputs:
+    """What a pass over num_rows rows reads.
+
+    kernels     kernels over rows of logits
+    shard       this rank's part of the vocabulary, None for the whole vocabulary
+    policy      hidden states and head that may get gradients
+    reference   a frozen model that the policy is compared with, or None
+    targets     int64 [num_rows]
+    """
+
+    kernels: Backend
+    shard: VocabShard | None
+    policy: Projection
+    reference: ReferenceProjection | None
+    targets: Tensor
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, on all ranks of a shard."""
+        return len(self.policy.weight) if self.shard is None else self.shard.vocab
+
+
+@dataclass(frozen=True, eq=False)
+class RowOrder:
+    """The rows that a pass processes: first those that may have a gradient, then the others.
+
+    row_ids             int64 [num_processed], each row at most once
+    num_with_gradient   how many of them, from the first on, may have a gradient
+    num_rows            number of rows of the batch, also of those that are not processed
+    """
+
+    row_ids: Tensor
+    num_with_gradient: int
+    num_rows: int
+
+    @classmethod
+    def of_all_rows(cls, num_rows: int, device: torch.device) -> RowOrder:
+        """Return the order in which every row is processed and may have a gradient."""
+        return cls(torch.arange(num_rows, device=device), num_rows, num_rows)
+
+    @classmethod
+    def of_mask(cls, mask: Tensor | None, num_rows: int, device: torch.device) -> RowOrder:
+        """Return the rows where mask bool [num_rows] is True. On a GPU the host waits for it."""
+        if mask is None:
+            return cls.of_all_rows(num_rows, device)
+        row_ids = mask.nonzero()[:, 0]
+        return cls(row_ids, len(row_ids), num_rows)
+
+    @functools.cached_property
+    def is_identity(self) -> bool:
+        """Whether the rows are processed as they are in memory, so that slices need no gather."""
+        num_processed = len(self.row_ids)
+        is_complete = num_processed == self.num_rows
+        return is_complete and self.num_with_gradient in (0, num_processed)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return x [num_rows, ...] in this order."""
+        return x if self.is_identity else x[self.row_ids]
+
+    def gather_transform(self, transform: RowTransform) -> RowTransform:
+        """Return the transform of the rows in this order."""
+        return transform if self.is_identity else transform.at(self.row_ids)
+
+    def row_ids_at(self, chunk: slice) -> slice | Tensor:
+        """Return which rows of the batch the rows `chunk` of this order are."""
+        return chunk if self.is_identity else self.row_ids[chunk]
+
+    def scatter(self, values: Tensor, default: Tensor) -> Tensor:
+        """Return values [k, num_processed] in the order of the batch, [k, num_rows].
+
+        default   [k, num_rows] or [k, 1]: the values of rows that are not processed
+        """
+        if self.is_identity:
+            return values
+        result = default.expand(-1, self.num_rows).clone()
+        result[:, self.row_ids] = values
+        return result
+
+
+class ChunkedLogits:
+    """Compute the logits of a chunk of rows (matmul 1), and the reference's if there is one."""
+
+    def __init__(self, inputs: LinearInputs, order: RowOrder) -> None:
+        self.inputs = inputs
+        self.order = order
+        self.targets = order.gather(inputs.targets)
+        self.transform = order.gather_transform(inputs.policy.transform)
+
+    @functools.cached_property
+    def matmuls(self) -> HeadMatmuls:
+        """The policy's matmuls. A pass without rows does not touch the weight."""
+        return self.inputs.policy.make_matmuls()
+
+    @functools.cached_property
+    def reference_matmuls(self) -> HeadMatmuls:
+        """The matmuls of the reference, which may have the policy's head."""
+        assert self.inputs.reference is not None
+        projection = self.inputs.reference.projection
+        if projection.has_head_of(self.inputs.policy):
+            return self.matmuls
+        return projection.make_matmuls()
+
+    def policy_hidden(self, chunk: slice) -> Tensor:
+        """Return the policy's hidden states of a chunk, in the dtype of the matmuls."""
+        hidden = self.inputs.policy.hidden.detach()[self.order.row_ids_at(chunk)]
+        return hidden.to(self.matmuls.dtype).contiguous()
+
+    def compute(self, chunk: slice) -> LogitRows:
+        """Return the logits of a chunk, shape [1, num_chunk_rows, V]."""
+        hidden = self.policy_hidden(chunk)
+        reference = self.inputs.reference
+        if reference is None:
+            return self._make_rows(chunk, self.matmuls.logits(hidden), None)
+
+        row_ids = self.order.row_ids_at(chunk)
+        matmuls = self.reference_matmuls
+        reference_hidden = reference.projection.hidden.detach()[row_ids].to(matmuls.dtype)
+        if matmuls is self.matmuls:
+            # One matmul for both reads the weight once.
+            both = matmuls.logits(torch.cat([hidden, reference_hidden]))
+            logits, reference_logits = both.tensor_split([len(hidden)])
+        else:
+            logits = self.matmuls.logits(hidden)
+            reference_logits = matmuls.logits(reference_hidden.contiguous())
+        reference_rows = ReferenceRows(
+            reference_logits[None],
+            reference.projection.transform.at(row_ids),
+            reference.direction,
+            reference.mixture,
+        )
+        return self._make_rows(chunk, logits, reference_rows)
+
+    def _make_rows(
+        self, chunk: slice, logits: Tensor, reference: ReferenceRows | None
+    ) -> LogitRows:
+        transform = self.transform.at(chunk)
+        return LogitRows(logits[None], self.targets[chunk], None, transform, reference)
+
+
+# ---- the loss, as the loop sees it
+
+
+class Formula(Protocol):
+    """A loss of the softmax statistics of all rows.
+
+    The loop calls `softmax_sums` and `coefficients` for each chunk of a block, then `row_scale` for
+    the block. Chunks and blocks are slices of a `RowOrder`.
+    """
+
+    def softmax_sums(self, chunk: slice, rows: LogitRows) -> SoftmaxSums:
+        """Return the softmax sums of a chunk, and record the statistics that the loss needs."""
+
+    def coefficients(self, chunk: slice, sums: SoftmaxSums) -> GradientCoefficients:
+        """Return the coefficients of d loss / d logits of a chunk, without row_scale."""
+
+    def row_scale(self, block: slice) -> Tensor | None:
+        """Return the factor of the gradient of each row of a block, fp32. None is a factor of 1."""
+
+
+# ---- the gradients of the policy's hidden states, weight and bias
+
+
+@dataclass(frozen=True)
+class GradientsWanted:
+    """Which of the policy's tensors need a gradient."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    @property
+    def any(self) -> bool:
+        """Whether a gradient is needed at all."""
+        return self.hidden or self.weight or self.bias
+
+
+@dataclass(frozen=True, eq=False)
+class LinearGradients:
+    """The gradients of the policy's tensors. None if a gradient was not wanted.
+
+    hidden   [num_rows, H], 0 for rows that are in no block
+    weight   [V, H], fp32 or the dtype of the weight; None also if no row had a gradient
+    bias     fp32 [V]
+    """
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class GradientAccumulator:
+    """Sum the gradients of hidden states, weight and bias over blocks (matmuls 2 and 3).
+
+    grad_hidden_dtype   fp32, or the dtype of the hidden states: each row is written once
+    weight_total        fp32 [V, H] that the gradient of the weight is added to. None: a new sum,
+                        which the last block may round to the dtype of the weight.
+    """
+
+    def __init__(
+        self,
+        logits: ChunkedLogits,
+        wanted: GradientsWanted,
+        *,
+        grad_hidden_dtype: torch.dtype,
+        weight_total: Tensor | None,
+        rounds_weight: bool,
+    ) -> None:
+        policy = logits.inputs.policy
+        self.logits = logits
+        self.wanted = wanted
+        self.rounds_weight = rounds_weight
+        self.grad_hidden: Tensor | None = None
+        self.grad_weight = weight_total
+        self.grad_bias: Tensor | None = None
+        if wanted.hidden:
+            self.grad_hidden = torch.zeros(
+                policy.hidden.shape, dtype=grad_hidden_dtype, device=policy.hidden.device
+            )
+        if wanted.bias:
+            self.grad_bias = torch.zeros(len(policy.weight), device=policy.hidden.device)
+
+    def add_block(
+        self, block: slice, grad_logits: Tensor, row_scale: Tensor | None, is_last: bool
+    ) -> None:
+        """Add the gradients of hidden states and weight of a block.
+
+        block         the rows in the order of the pass
+        grad_logits   [num_block_rows, V], without row_scale
+        row_scale     fp32 [num_block_rows], or None for 1
+        is_last       whether this is the last block, after which the sum may be rounded
+        """
+        matmuls = self.logits.matmuls
+        row_ids = self.logits.order.row_ids_at(block)
+        if self.grad_hidden is not None:
+            grad_hidden = scale_rows(matmuls.grad_hidden(grad_logits), row_scale)
+            self.grad_hidden[row_ids] = grad_hidden.to(self.grad_hidden.dtype)
+        if self.wanted.weight:
+            # (row_scale * grad_logits).T @ hidden == grad_logits.T @ (row_scale * hidden), and
+            # hidden [., H] is much smaller than grad_logits [., V].
+            hidden = scale_rows(self.logits.policy_hidden(block), row_scale)
+            self.grad_weight = matmuls.add_grad_weight(
+                self.grad_weight, grad_logits, hidden, is_last and self.rounds_weight
+            )
+
+    def add_bias_of_chunk(self, grad_logits: Tensor) -> None:
+        """Add the gradient of the bias of a chunk. Its rows must have no row_scale."""
+        if self.grad_bias is not None:
+            self.grad_bias += grad_logits.sum(0, dtype=torch.float32)
+
+    def result(self) -> LinearGradients:
+        """Return the sums."""
+        return LinearGradients(self.grad_hidden, self.grad_weight, self.grad_bias)
+
+
+def scale_rows(x: Tensor, row_scale: Tensor | None) -> Tensor:
+    """Return x [num_rows, H] with each row multiplied by row_scale [num_rows].
+
+    A row whose scale is 0 becomes exactly 0, even if it holds inf or NaN.
+    """
+    if row_scale is None:
+        return x
+    scaled = (x * row_scale[:, None]).masked_fill_((row_scale == 0)[:, None], 0.0)
+    return scaled.to(x.dtype)
+
+
+# ---- the loops
+
+
+def loss_and_gradients(
+    inputs: LinearInputs,
+    formula: Formula,
+    order: RowOrder,
+    wanted: GradientsWanted,
+    *,
+    blocks: Sequence[slice] | None = None,
+    grad_hidden_dtype: torch.dtype | None = None,
+    weight_total: Tensor | None = None,
+    rounds_weight: bool = True,
+) -> LinearGradients:
+    """Compute a loss and its gradients, block by block.
+
+    formula             receives the sums of each chunk, and holds the loss afterwards
+    order               the rows to process
+    wanted              which gradients to compute
+    blocks              slices of `order` that cover its rows with a gradient, each at most as long
+                        as `LinearMemory.plan` allows. None: as few as memory allows.
+    grad_hidden_dtype   None: the dtype of the hidden states, but fp32 for fp16, where a loss scale
+                        is applied later and the gradient would underflow before
+    weight_total        fp32 [V, H]: memory that the gradient of the weight is added to
+    rounds_weight       whether the gradient of the weight may be rounded to the weight's dtype
+    """
+    hidden_dtype = inputs.policy.hidden.dtype
+    if grad_hidden_dtype is None:
+        grad_hidden_dtype = torch.float32 if hidden_dtype == torch.float16 else hidden_dtype
+    num_with_gradient = order.num_with_gradient if wanted.any else 0
+    logits = ChunkedLogits(inputs, order)
+    accumulator = GradientAccumulator(
+        logits,
+        wanted,
+        grad_hidden_dtype=grad_hidden_dtype,
+        weight_total=weight_total,
+        rounds_weight=rounds_weight and weight_total is None,
+    )
+    memory = linear_memory(
+        inputs,
+        wanted,
+        grad_hidden_dtype=grad_hidden_dtype,
+        rounds_weight=rounds_weight,
+        has_weight_total=weight_total is not None,
+    )
+    device_type = inputs.targets.device.type
+    plan = memory.plan(
+        device_type, max(num_with_gradient, 1), gathers_rows(inputs.policy, num_with_gradient)
+    )
+    chunk_rows = functools.partial(
+        split_rows, max_rows=plan.chunk, evenly=device_type == "cpu" and not memory.has_grad_buffer
+    )
+    if blocks is None:
+        blocks = split_rows(slice(0, num_with_gradient), plan.block, evenly=False)
+        if plan.block == plan.chunk:
+            blocks = chunk_rows(slice(0, num_with_gradient))
+
+    with without_autocast(device_type):
+        # First, because a sequence-level loss needs the log-probs of all rows of a sequence.
+        for chunk in chunk_rows(slice(num_with_gradient, len(order.row_ids))):
+            sums = formula.softmax_sums(chunk, logits.compute(chunk))
+            formula.coefficients(chunk, sums)  # records the loss; the gradient is 0
+        for block in blocks:
+            grad_logits = gradient_of_block(
+                chunk_rows(block), formula, logits, accumulator, inputs.kernels
+            )
+            is_last = block.stop == num_with_gradient
+            accumulator.add_block(block, grad_logits, formula.row_scale(block), is_last)
+            del grad_logits  # before the next block allocates its own
+    return accumulator.result()
+
+
+def gradient_of_block(
+    chunks: Sequence[slice],
+    formula: Formula,
+    logits: ChunkedLogits,
+    accumulator: GradientAccumulator,
+    kernels: Backend,
+) -> Tensor:
+    """Return d loss / d logits of the chunks of a block, [num_block_rows, V], without row_scale."""
+    num_rows = chunks[-1].stop - chunks[0].start
+    # The sum for the bias needs fp32. So does a kernel that cannot narrow rows in place.
+    needs_fp32 = accumulator.wanted.bias or not kernels.writes_behind_reads
+    buffer = logits.matmuls.make_grad_buffer(num_rows, needs_fp32)
+    for chunk in chunks:
+        rows = logits.compute(chunk)
+        sums = formula.softmax_sums(chunk, rows)
+        coefficients = formula.coefficients(chunk, sums)
+        grad_logits = buffer.memory_for(rows.logits[0])
+        kernels.gradient(rows, sums, coefficients, grad_logits[None])
+        accumulator.add_bias_of_chunk(grad_logits)
+        buffer.store(grad_logits)
+        del rows  # before the next chunk computes its logits
+    return buffer.all_rows()
+
+
+def linear_softmax_sums(
+    inputs: LinearInputs, order: RowOrder, names: tuple[str, ...]
+) -> SoftmaxSums:
+    """Compute the softmax sums of rows without gradients (matmul 1 only), fp32 [q, num_rows].
+
+    names   the sums, see `softmax.SUMS`
+    """
+    recorder = SumsRecorder(inputs, order, names)
+    loss_and_gradients(inputs, recorder, order, GradientsWanted(False, False, False))
+    return recorder.result()
+
+
+class SumsRecorder:
+    """A formula without a loss: records the softmax sums of the rows."""
+
+    def __init__(self, inputs: LinearInputs, order: RowOrder, names: tuple[str, ...]) -> None:
+        self.inputs = inputs
+        self.order = order
+        self.names = names
+        self.chunks: list[tuple[int, SoftmaxSums]] = []
+
+    def softmax_sums(self, chunk: slice, rows: LogitRows) -> SoftmaxSums:
+        """Compute and record the sums of a chunk."""
+        sums = self.inputs.kernels.softmax_sums(rows, self.names)
+        self.chunks.append((chunk.start, sums))
+        return sums
+
+    def coefficients(self, chunk: slice, sums: SoftmaxSums) -> GradientCoefficients:
+        """Return the coefficients for an upstream gradient of 1 of each log-prob.
+
+        A log-prob of NaN has the gradient 0 here, so that the row is NaN if and only if its
+        upstream gradient makes it so.
+        """
+        return GradientCoefficients.stacked({"target": (~sums.logps.isnan()).float()})
+
+    def row_scale(self, block: slice) -> None:
+        """Return None: `coefficients` returned the whole gradient."""
+
+    def result(self) -> SoftmaxSums:
+        """Return the sums of all rows. Rows that were not processed have the sums of masked rows."""
+        inputs = self.inputs
+        reference = inputs.reference
+        device = inputs.targets.device
+        masked = SoftmaxSums.not_read(self.names, self.order.num_rows, device)
+        values = masked.values
+        if self.chunks:
+            ordered = [sums.values for _, sums in sorted(self.chunks, key=lambda pair: pair[0])]
+            joined = ordered[0] if len(ordered) == 1 else torch.cat(ordered, 1)
+            values = self.order.scatter(joined, masked.values)
+        if reference is None:
+            return SoftmaxSums(values, self.names)
+        return SoftmaxSums(values, self.names, reference.direction, reference.mixture)
+
+
+class KnownGradients:
+    """A formula for the backward of log-probs: d loss / d statistic came from autograd.
+
+    sums           the softmax sums of all rows, from the forward
+    coefficients   the coefficients of d loss / d logits of all rows
+    """
+
+    def __init__(
+        self, sums: SoftmaxSums, coefficients: GradientCoefficients, order: RowOrder
+    ) -> None:
+        self.all_sums = sums if order.is_identity else sums.at(order.row_ids)
+        self.all_coefficients = (
+            coefficients if order.is_identity else coefficients.at(order.row_ids)
+        )
+
+    def softmax_sums(self, chunk: slice, rows: LogitRows) -> SoftmaxSums:
+        """Return the sums of a chunk, which the forward computed."""
+        return self.all_sums.at(chunk)
+
+    def coefficients(self, chunk: slice, sums: SoftmaxSums) -> GradientCoefficients:
+        """Return the known coefficients of a chunk."""
+        return self.all_coefficients.at(chunk)
+
+    def row_scale(self, block: slice) -> None:
+        """Return None: `coefficients` returned the whole gradient."""
+
+
+# ---- chunks and blocks
+
+
+def linear_memory(
+    inputs: LinearInputs,
+    wanted: GradientsWanted,
+    *,
+    grad_hidden_dtype: torch.dtype,
+    rounds_weight: bool = True,
+    has_weight_total: bool = False,
+) -> LinearMemory:
+    """Return the memory model of a pass, which chooses the sizes of chunks and blocks."""
+    policy = inputs.policy
+    returns_weight = wanted.weight and not has_weight_total
+    return LinearMemory.of_head(
+        policy.weight,
+        matmul_dtype=policy.matmul_dtype,
+        vocab_size=inputs.vocab_size,
+        ranks=1 if inputs.shard is None else inputs.shard.ranks,
+        reference_columns=0 if inputs.reference is None else inputs.vocab_size,
+        grad_hidden_bytes=grad_hidden_dtype.itemsize if wanted.hidden else 0,
+        grad_weight_bytes=policy.weight.element_size() if returns_weight else 0,
+        rounds_weight=rounds_weight,
+    )
+
+
+def gathers_rows(policy: Projection, num_rows: int) -> bool:
+    """Return whether the matmuls of num_rows rows copy hidden states, to select or convert them."""
+    return num_rows < len(policy.hidden) or policy.hidden.dtype != policy.matmul_dtype
+
+
+def split_rows(rows: slice, max_rows: int, evenly: bool) -> list[slice]:
+    """Split rows into as few consecutive slices of at most max_rows rows as possible.
+
+    evenly   True: slices of nearly equal size, because each reads the whole weight.
+             False: equal sizes but for the last, because libraries choose kernels by the size.
+    """
+    num_rows = rows.stop - rows.start
+    num_slices = -(-num_rows // max_rows)
+    if num_slices == 0:
+        return []
+    if not evenly:
+        starts = range(rows.start, rows.stop, max_rows)
+        return [slice(start, min(start + max_rows, rows.stop)) for start in starts]
+    smaller, remainder = divmod(num_rows, num_slices)
+    slices = []
+    start = rows.start
+    for i in range(num_slices):
+        stop = start + smaller + (1 if i < remainder else 0)
+        slices.append(slice(start, stop))
+        start = stop
+    return slices
+
+
+def split_sequences(rows_per_sequence: Sequence[int], max_rows: int) -> list[slice] | None:
+    """Split rows into blocks of whole sequences, None if a sequence is longer than max_rows.
+
+    rows_per_sequence   how many rows each sequence has; sequences follow one another
+    """
+    blocks: list[slice] = []
+    start = 0
+    stop = 0
+    for num_rows in rows_per_sequence:
+        if num_rows > max_rows:
+            return None
+        if stop + num_rows - start > max_rows:
+            blocks.append(slice(start, stop))
+            start = stop
+        stop += num_rows
+    if stop > start:
+        blocks.append(slice(start, stop))
+    return blocks
+
+
+# ---- helpers
+
+
+def is_same_tensor(x: Tensor | None, y: Tensor | None) -> bool:
+    """Return whether two tensors are the same elements of the same memory, or both None."""
+    if x is None or y is None:
+        return x is y
+    same_memory = x.data_ptr() == y.data_ptr() and x.device == y.device
+    same_layout = x.dtype == y.dtype and x.shape == y.shape and x.stride() == y.stride()
+    return same_memory and same_layout
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context in which matmuls keep the dtypes of their operands."""
+    # Entering torch.autocast takes longer than a small matmul, so it is skipped if autocast is off.
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()

@@ -1,0 +1,197 @@
+"""How many rows of hidden states to process at a time, and how much memory that takes.
+
+A *chunk* is the rows whose fp32 logits exist at one time. A *block* is the rows whose gradients of
+logits exist at one time; its gradients of hidden states and weight are one matmul each.
+
+On a CPU a block is one chunk, and its gradients overwrite its logits. On a GPU the 16-bit
+gradients have their own buffer, so a block may have many chunks: a few large matmuls are faster
+than many small ones, and the fp32 sum of the gradient of the weight is read and written once per
+block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .matmuls import WEIGHT_SLICE_BYTES, grad_hidden_partial_sums, has_grad_buffer
+
+#: Bytes of the fp32 logits of a chunk, by device type; other devices take the values of "cuda".
+#: With a reference, whose logits are computed with those of a chunk, twice as many.
+CHUNK_BYTES = {"cpu": 160 << 20, "cuda": 300 << 20}
+
+#: Rows of a chunk at least. With fewer, reading the weight limits the matmul.
+MIN_CHUNK_ROWS = {"cpu": 64, "cuda": 512}
+
+#: Bytes of the gradients of logits of a block, if the fp32 gradient of the weight exists at the
+#: same time. A larger block means fewer additions to that gradient.
+BLOCK_BYTES = {"cpu": 0, "cuda": 900 << 20}
+
+#: A chunk has a multiple of this many rows, so that matmuls have full tiles.
+ROWS_PER_TILE = 64
+
+#: With a sharded vocabulary each chunk costs an exchange among the ranks, and each rank holds only
+#: its columns. Chunks are larger by the number of ranks, but not by more than this.
+MAX_FACTOR_OF_RANKS = 4
+
+
+class ChunkPlan(NamedTuple):
+    """Number of rows of a chunk and of a block."""
+
+    chunk: int
+    block: int
+
+
+@dataclass(frozen=True)
+class LinearMemory:
+    """The memory of a pass from hidden states: what it computes, in bytes and columns.
+
+    vocab_size                 V, of all ranks of a shard, so that all choose the same chunks
+    width                      H
+    has_grad_buffer            whether 16-bit gradients of logits have their own buffer. Otherwise
+                               they overwrite the fp32 logits.
+    grad_hidden_bytes          bytes of an element of the gradient of hidden states, 0 if not wanted
+    grad_weight_bytes          bytes of an element of the returned gradient of the weight. 0 if not
+                               wanted, or added to memory of the caller.
+    rounds_weight              whether a single block may write the gradient of the weight in that
+                               size. Otherwise the sum is fp32.
+    ranks                      number of ranks that share the vocabulary
+    reference_columns          columns of a reference's logits, 0 without a reference
+    scales_rows                whether rows of 16-bit gradients are scaled by powers of two (fp16)
+    grad_hidden_partial_sums   fp32 sums of the size of the gradient of hidden states that its
+                               matmul makes in addition to its result (CPUs with AMX)
+    """
+
+    vocab_size: int
+    width: int
+    has_grad_buffer: bool
+    grad_hidden_bytes: int
+    grad_weight_bytes: int
+    rounds_weight: bool = True
+    ranks: int = 1
+    reference_columns: int = 0
+    scales_rows: bool = False
+    grad_hidden_partial_sums: int = 0
+
+    @classmethod
+    def of_head(
+        cls,
+        weight: Tensor,
+        *,
+        matmul_dtype: torch.dtype,
+        vocab_size: int,
+        ranks: int,
+        reference_columns: int,
+        grad_hidden_bytes: int,
+        grad_weight_bytes: int,
+        rounds_weight: bool,
+    ) -> LinearMemory:
+        """Return the memory of a pass with this weight [V, H] of this rank."""
+        partial_sums = 0
+        if grad_hidden_bytes:
+            partial_sums = grad_hidden_partial_sums(weight, vocab_size, matmul_dtype)
+        return cls(
+            vocab_size=vocab_size,
+            width=weight.shape[1],
+            has_grad_buffer=has_grad_buffer(matmul_dtype, weight.device),
+            grad_hidden_bytes=grad_hidden_bytes,
+            grad_weight_bytes=grad_weight_bytes,
+            rounds_weight=rounds_weight,
+            ranks=ranks,
+            reference_columns=reference_columns,
+            scales_rows=matmul_dtype == torch.float16,
+            grad_hidden_partial_sums=partial_sums,
+        )
+
+    def plan(self, device_type: str, num_rows: int, gathers_rows: bool = True) -> ChunkPlan:
+        """Choose the chunk and the block for `num_rows` rows with a gradient.
+
+        The chunk does not depend on the number of rows. All rows are one block if that takes no
+        more memory than several blocks and the fp32 gradient of the weight, which a single block
+        does not need. So the peak does not grow with the number of rows, but for the gradient of
+        hidden states.
+
+        gathers_rows   whether hidden states are copied for the matmuls, to select or convert rows
+        """
+        chunk = self._chunk_rows(device_type)
+        if not self.has_grad_buffer:
+            return ChunkPlan(chunk, chunk)
+        chunk_grad_bytes = 2 * self.vocab_size * chunk
+        chunks_per_block = max(1, round(of_device(BLOCK_BYTES, device_type) / chunk_grad_bytes))
+        many_blocks = ChunkPlan(chunk, chunk * chunks_per_block)
+        one_block = ChunkPlan(chunk, max(num_rows, many_blocks.block))
+        bytes_of_many = self._bytes_without_grad_hidden(
+            many_blocks, many_blocks.block + 1, gathers_rows
+        )
+        bytes_of_one = self._bytes_without_grad_hidden(one_block, num_rows, gathers_rows)
+        return one_block if bytes_of_one <= bytes_of_many else many_blocks
+
+    def peak(self, plan: ChunkPlan, num_rows: int, gathers_rows: bool = True) -> int:
+        """Return the peak bytes beyond the inputs of a loss over `num_rows` rows, gradients included.
+
+        Vectors with one number a row, and a copy of a weight that does not have the dtype of the
+        matmuls, are not counted.
+        """
+        grad_hidden = num_rows * self.width * self.grad_hidden_bytes
+        return grad_hidden + self._bytes_without_grad_hidden(plan, num_rows, gathers_rows)
+
+    def _chunk_rows(self, device_type: str) -> int:
+        chunk_bytes = of_device(CHUNK_BYTES, device_type)
+        if self.has_grad_buffer:
+            chunk_bytes *= min(self.ranks, MAX_FACTOR_OF_RANKS)
+        else:
+            chunk_bytes += of_device(BLOCK_BYTES, device_type)
+        if self.reference_columns:
+            # Smaller chunks would spend more time on adding up the gradient of the weight.
+            chunk_bytes *= 2
+        columns = self.vocab_size + self.reference_columns
+        columns += self.grad_hidden_partial_sums * self.width
+        rows_that_fit = chunk_bytes // (4 * columns)
+        rows_in_full_tiles = rows_that_fit // ROWS_PER_TILE * ROWS_PER_TILE
+        return max(of_device(MIN_CHUNK_ROWS, device_type), rows_in_full_tiles)
+
+    def _bytes_without_grad_hidden(self, plan: ChunkPlan, num_rows: int, gathers_rows: bool) -> int:
+        block = min(num_rows, plan.block)
+        chunk = min(num_rows, plan.chunk)
+        has_several_blocks = num_rows > plan.block
+
+        weight_elements = self.vocab_size * self.width
+        returned_weight = self.grad_weight_bytes * weight_elements
+        weight_sum = returned_weight
+        if returned_weight and (has_several_blocks or self.scales_rows or not self.rounds_weight):
+            weight_sum = 4 * weight_elements
+
+        logits = 4 * chunk * (self.vocab_size + self.reference_columns)
+        grad_logits = 2 * block * self.vocab_size if self.has_grad_buffer else 0
+        hidden_row = 2 * self.width if gathers_rows else 0
+
+        # What exists during the chunks of a block, during matmul 2, during matmul 3, and while the
+        # gradient of the weight is rounded.
+        earlier_weight_sum = weight_sum if has_several_blocks else 0
+        during_chunks = earlier_weight_sum + grad_logits + logits + chunk * hidden_row
+
+        operands = (grad_logits or logits) + (block + chunk) * hidden_row
+        grad_hidden_block = 0
+        if self.grad_hidden_bytes:
+            # The result in fp32, its partial sums, and a copy in the dtype of the hidden states.
+            bytes_per_element = 4 * (1 + self.grad_hidden_partial_sums) + self.grad_hidden_bytes % 4
+            grad_hidden_block = bytes_per_element * block * self.width
+        during_matmul_2 = earlier_weight_sum + operands + grad_hidden_block
+
+        scaled_operands = 0
+        if self.scales_rows:
+            scaled_hidden = 2 * self.width * block
+            scaled_operands = scaled_hidden + min(4 * weight_elements, WEIGHT_SLICE_BYTES)
+        during_matmul_3 = weight_sum + operands + scaled_operands
+
+        rounded_weight = returned_weight if returned_weight < weight_sum else 0
+        during_rounding = weight_sum + rounded_weight
+        return max(during_chunks, during_matmul_2, during_matmul_3, during_rounding)
+
+
+def of_device(table: dict[str, int], device_type: str) -> int:
+    """Return the entry of a device type. Devices that are not listed take that of "cuda"."""
+    return table.get(device_type, table["cuda"])

@@ -1,0 +1,435 @@
+"""The three matmuls between hidden states and logits, in the precision that is fastest on a device.
+
+    logits       = hidden @ weight.T + bias    fp32 [rows, V], never rounded to 16 bits
+    grad_hidden  = grad_logits @ weight        fp32 [rows, H]
+    grad_weight += grad_logits.T @ hidden      [V, H], summed in fp32 over all blocks
+
+`make_matmuls` chooses among
+
+    HeadMatmuls         fp32 arithmetic on any device; 16-bit operands are converted, which is exact
+    CpuMatmuls          our C++ kernels: bf16 or fp32 operands, fp32 results
+    TensorCoreMatmuls   GPUs with bf16 operands and fp32 accumulators
+    HalfMatmuls         GPUs with fp16 operands, whose rows are scaled into the range of fp16
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..rows import memory
+from ..rows.backends import cpu_products
+
+#: Rows of 16-bit gradients begin at multiples of this many bytes. Libraries have slow kernels for
+#: others.
+ROW_ALIGNMENT = 128
+
+#: A matmul that cannot take the whole weight takes this many bytes of it at a time, in fp32.
+WEIGHT_SLICE_BYTES = 64 << 20
+
+#: The largest element of each row of an fp16 gradient is scaled below 2^FP16_EXPONENT.
+FP16_EXPONENT = 15
+
+#: Rows whose largest element is below 2^MIN_EXPONENT are scaled as if it had that size.
+MIN_EXPONENT = -100
+
+#: The exponent bias and the number of mantissa bits of fp32.
+FP32_BIAS = 127
+FP32_MANTISSA_BITS = 23
+
+
+def make_matmuls(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> HeadMatmuls:
+    """Return the matmuls of a head for its device.
+
+    weight   [V, H], without gradient
+    bias     [V] or None
+    dtype    the dtype that operands may have
+    """
+    if len(weight) == 0:  # a rank without a part of the vocabulary
+        return HeadMatmuls(weight, bias)
+    if has_grad_buffer(dtype, weight.device):
+        if dtype == torch.bfloat16:
+            return TensorCoreMatmuls(weight.to(dtype), bias, weight.dtype)
+        return HalfMatmuls(weight.to(dtype), bias)
+    cpu_dtype = cpu_operand_dtype(weight, dtype)
+    if cpu_dtype is not None:
+        return CpuMatmuls(weight, bias, cpu_dtype)
+    # No dtype is faster than fp32 here, so nothing is rounded, whatever `dtype` allows.
+    return HeadMatmuls(weight, bias)
+
+
+def has_grad_buffer(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether gradients of logits are 16-bit rows in a buffer that holds several chunks."""
+    return dtype in (torch.bfloat16, torch.float16) and has_fp32_accumulators(device)
+
+
+def cpu_operand_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype of the operands of our C++ matmuls, None if they cannot run here."""
+    if weight.device.type != "cpu" or cpu_products.available() is not None:
+        return None
+    if dtype == torch.bfloat16:
+        return dtype
+    return torch.float32 if weight.dtype == torch.float32 else None
+
+
+def grad_hidden_partial_sums(weight: Tensor, vocab_size: int, dtype: torch.dtype) -> int:
+    """Return how many fp32 partial sums the matmul for grad_hidden makes, each of its size.
+
+    vocab_size   V of all ranks of a shard
+    """
+    cpu_dtype = cpu_operand_dtype(weight, dtype)
+    if cpu_dtype is None:
+        return 0
+    return cpu_products.d_hidden_parts(cpu_dtype, weight.shape[1], vocab_size)
+
+
+@functools.cache
+def has_fp32_accumulators(device: torch.device) -> bool:
+    """Return whether torch.mm gives fp32 results of 16-bit operands on this device.
+
+    Runs a small matmul.
+    """
+    if device.type in ("cpu", "meta"):
+        return False
+    try:
+        operand = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+        result = torch.zeros(16, 16, dtype=torch.float32, device=device)
+        torch.mm(operand, operand, out_dtype=torch.float32, out=result)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+@functools.cache
+def can_add_to_fp32(device: torch.device) -> bool:
+    """Return whether torch.addmm adds a product of 16-bit operands to an fp32 sum.
+
+    torch 2.9 refuses a sum whose dtype is not that of the operands.
+    """
+    operand = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+    total = torch.zeros(16, 16, dtype=torch.float32, device=device)
+    try:
+        torch.addmm(total, operand, operand, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
+
+
+class HeadMatmuls:
+    """The matmuls in fp32, on any device.
+
+    On a GPU they use TF32 only if torch.backends.cuda.matmul allows it for the whole process.
+
+    weight   [V, H]
+    bias     [V] or None
+    """
+
+    #: The dtype of the hidden states that the matmuls take.
+    dtype = torch.float32
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return hidden @ weight.T + bias, fp32 [rows, V]. The next call may reuse its memory."""
+        if self.weight.dtype == torch.float32:
+            out = matmul_transposed(hidden, self.weight)
+        else:
+            shape = (len(hidden), len(self.weight))
+            out = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+            for ids in self.weight_slices():
+                out[:, ids] = matmul_transposed(hidden, self.weight[ids].float())
+        return out if self.bias is None else out.add_(self.bias)
+
+    def make_grad_buffer(self, num_rows: int, needs_fp32: bool) -> GradBuffer:
+        """Return memory for the gradient of `num_rows` rows of logits.
+
+        needs_fp32   whether a gradient that overwrites logits must stay fp32
+        """
+        return GradBuffer()
+
+    def grad_hidden(self, grad_logits: Tensor) -> Tensor:
+        """Return grad_logits @ weight, fp32 [rows, H]."""
+        if self.weight.dtype == torch.float32:
+            return matmul_transposed(grad_logits, self.weight.t())
+        shape = (len(grad_logits), self.weight.shape[1])
+        out = torch.zeros(shape, dtype=torch.float32, device=grad_logits.device)
+        for ids in self.weight_slices():
+            out += matmul_transposed(grad_logits[:, ids], self.weight[ids].float().t())
+        return out
+
+    def add_grad_weight(
+        self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool
+    ) -> Tensor:
+        """Return total + grad_logits.T @ hidden, [V, H].
+
+        total       the fp32 sum over earlier blocks, which may be overwritten; None is 0
+        may_round   whether the result may have the dtype of the weight
+        """
+        if total is not None:
+            return total.addmm_(grad_logits.t(), hidden)
+        out = memory.empty(self.weight.shape, torch.float32, hidden.device)
+        return torch.mm(grad_logits.t(), hidden, out=out)
+
+    def weight_slices(self) -> Iterator[slice]:
+        """Yield slices of the ids whose rows of the weight have WEIGHT_SLICE_BYTES in fp32."""
+        vocab_size, width = self.weight.shape
+        ids_per_slice = max(1, WEIGHT_SLICE_BYTES // (4 * width))
+        for start in range(0, vocab_size, ids_per_slice):
+            yield slice(start, start + ids_per_slice)
+
+
+class CpuMatmuls(HeadMatmuls):
+    """Our C++ kernels for CPUs with AVX512_BF16 or AMX.
+
+    torch.mm rounds results of bf16 operands to bf16, and is slow at the transposed product for the
+    gradient of the weight. With bf16 operands the gradient of logits is bf16 as well, each row in
+    the memory of its fp32 logits: row kernels write where they have already read.
+
+    dtype   bf16 or fp32, the dtype of the operands
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(weight.to(dtype), None if bias is None else bias.float())
+        self.dtype = dtype
+        self.grad_weight_dtype = torch.float32
+        if weight.dtype in cpu_products.OPERANDS:
+            self.grad_weight_dtype = weight.dtype
+        self.logits_memory = torch.empty(0, len(weight), dtype=torch.float32)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return fp32 logits, in memory that the next call overwrites."""
+        if len(self.logits_memory) < len(hidden):
+            shape = (len(hidden), len(self.weight))
+            self.logits_memory = memory.empty(shape, torch.float32, hidden.device)
+        out = self.logits_memory[: len(hidden)]
+        cpu_products.logits(hidden, self.weight, self.bias, out)
+        return out
+
+    def make_grad_buffer(self, num_rows: int, needs_fp32: bool) -> GradBuffer:
+        """Return memory in the rows of the logits, bf16 unless fp32 is needed."""
+        if needs_fp32 or self.dtype == torch.float32:
+            return GradBuffer()
+        return NarrowedGradBuffer()
+
+    def grad_hidden(self, grad_logits: Tensor) -> Tensor:
+        """Return grad_logits @ weight, fp32 [rows, H]."""
+        out = torch.empty(len(grad_logits), self.weight.shape[1], dtype=torch.float32)
+        cpu_products.d_hidden(grad_logits, self.weight, out)
+        return out
+
+    def add_grad_weight(
+        self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool
+    ) -> Tensor:
+        """Return total + grad_logits.T @ hidden, rounded once to the weight's dtype if allowed."""
+        dtype = self.grad_weight_dtype if may_round else torch.float32
+        out = total
+        if out is None or out.dtype != dtype:
+            out = memory.empty(self.weight.shape, dtype, hidden.device)
+        cpu_products.d_weight(grad_logits, hidden, total, out)
+        return out
+
+
+class TensorCoreMatmuls(HeadMatmuls):
+    """GPUs with bf16: fp32 results from the accumulators of the tensor cores.
+
+    grad_hidden is fp32 because its sum runs over the whole vocabulary, and a library may round
+    partial sums of a bf16 result.
+
+    weight              bf16 [V, H]
+    grad_weight_dtype   the dtype of the weight as the caller has it
+    """
+
+    dtype = torch.bfloat16
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, grad_weight_dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        super().__init__(weight, bias)
+        self.grad_weight_dtype = grad_weight_dtype
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return fp32 logits, never rounded to bf16."""
+        out = empty_aligned_rows(len(hidden), len(self.weight), torch.float32, hidden.device)
+        torch.mm(hidden, self.weight.t(), out_dtype=torch.float32, out=out)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def make_grad_buffer(self, num_rows: int, needs_fp32: bool) -> GradBuffer:
+        """Return a 16-bit buffer [num_rows, V]."""
+        rows = empty_aligned_rows(num_rows, len(self.weight), self.dtype, self.weight.device)
+        return SeparateGradBuffer(rows)
+
+    def grad_hidden(self, grad_logits: Tensor) -> Tensor:
+        """Return grad_logits @ weight, fp32 [rows, H]."""
+        return torch.mm(grad_logits, self.weight, out_dtype=torch.float32)
+
+    def add_grad_weight(
+        self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool
+    ) -> Tensor:
+        """Return total + grad_logits.T @ hidden, rounded at once if one matmul makes all of it."""
+        if total is None:
+            rounds = may_round and self.grad_weight_dtype == self.dtype
+            out_dtype = self.dtype if rounds else torch.float32
+            return torch.mm(grad_logits.t(), hidden, out_dtype=out_dtype)
+        if can_add_to_fp32(hidden.device):
+            return torch.addmm(
+                total, grad_logits.t(), hidden, out_dtype=torch.float32, out=total
+            )
+        for ids in self.weight_slices():
+            total[ids] += torch.mm(grad_logits[:, ids].t(), hidden, out_dtype=torch.float32)
+        return total
+
+
+class HalfMatmuls(TensorCoreMatmuls):
+    """GPUs with fp16: rows of gradients are scaled by powers of two into the range of fp16.
+
+    Gradients may leave that range: they come before the loss scale and after any ratio. The row
+    kernel writes them in fp32, and each row is scaled so that its largest element is in range. The
+    fp32 results of the matmuls are scaled back, which is exact. What remains is the rounding of
+    fp16, eight times finer than that of bf16.
+
+    grad_weight sums over rows, so there the hidden states carry the differences in scale: rows with
+    the largest gradient are taken unchanged, the others times a power of two below 1.
+    """
+
+    dtype = torch.float16
+
+    def make_grad_buffer(self, num_rows: int, needs_fp32: bool) -> GradBuffer:
+        """Return an fp16 buffer [num_rows, V] whose rows are scaled by powers of two."""
+        rows = empty_aligned_rows(num_rows, len(self.weight), self.dtype, self.weight.device)
+        buffer = ScaledGradBuffer(rows)
+        self.exponents = buffer.exponents
+        return buffer
+
+    def grad_hidden(self, grad_logits: Tensor) -> Tensor:
+        """Return grad_logits @ weight, fp32 [rows, H], scaled back."""
+        scale = power_of_two(self.exponents - FP16_EXPONENT)
+        return super().grad_hidden(grad_logits).mul_(scale[:, None])
+
+    def add_grad_weight(
+        self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool
+    ) -> Tensor:
+        """Return total + grad_logits.T @ hidden, fp32, scaled back."""
+        largest = self.exponents.amax()
+        row_scale = power_of_two(self.exponents - largest)
+        hidden = torch.mul(hidden, row_scale[:, None], out=torch.empty_like(hidden))
+        scale = power_of_two(largest - FP16_EXPONENT)
+        out = total
+        if out is None:
+            out = memory.empty(self.weight.shape, torch.float32, hidden.device)
+        for ids in self.weight_slices():
+            part = torch.mm(grad_logits[:, ids].t(), hidden, out_dtype=torch.float32)
+            if total is None:
+                torch.mul(part, scale, out=out[ids])
+            else:
+                out[ids].addcmul_(part, scale)
+        return out
+
+
+# ---- memory for the gradient of the logits of a block
+
+
+class GradBuffer:
+    """The gradient of a block that is one chunk: it overwrites the fp32 logits."""
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None
+
+    def memory_for(self, logits: Tensor) -> Tensor:
+        """Return where to write the gradient of the next chunk of logits, [chunk_rows, V]."""
+        return logits
+
+    def store(self, grad_logits: Tensor) -> None:
+        """Keep the gradient of a chunk that was written to `memory_for`."""
+        self.rows = grad_logits
+
+    def all_rows(self) -> Tensor:
+        """Return the gradient of all chunks of the block, [num_rows, V]."""
+        assert self.rows is not None
+        return self.rows
+
+
+class NarrowedGradBuffer(GradBuffer):
+    """The gradient of a block that is one chunk, in bf16 at the start of each row of the logits."""
+
+    def memory_for(self, logits: Tensor) -> Tensor:
+        """Return the first half of each row of the logits as bf16."""
+        return logits.view(torch.bfloat16)[:, : logits.shape[1]]
+
+
+class SeparateGradBuffer(GradBuffer):
+    """16-bit memory [num_rows, V] that the chunks of a block fill one after another."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.rows = rows
+        self.num_filled = 0
+
+    def memory_for(self, logits: Tensor) -> Tensor:
+        """Return the rows of the buffer behind those of earlier chunks."""
+        assert self.rows is not None
+        return self.rows[self.num_filled : self.num_filled + len(logits)]
+
+    def store(self, grad_logits: Tensor) -> None:
+        """Count the rows of a chunk, which are in the buffer already."""
+        self.num_filled += len(grad_logits)
+
+
+class ScaledGradBuffer(SeparateGradBuffer):
+    """fp16 memory [num_rows, V] whose rows are scaled by powers of two.
+
+    exponents   int32 [num_rows]: the largest element of a row was below 2^exponent
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__(rows)
+        self.exponents = torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
+
+    def memory_for(self, logits: Tensor) -> Tensor:
+        """Return the fp32 logits. `store` moves the gradient to the buffer."""
+        return logits
+
+    def store(self, grad_logits: Tensor) -> None:
+        """Scale the fp32 gradient of a chunk into the range of fp16, and keep it."""
+        assert self.rows is not None
+        chunk = slice(self.num_filled, self.num_filled + len(grad_logits))
+        self.num_filled = chunk.stop
+        largest = torch.linalg.vector_norm(grad_logits, torch.inf, dim=1)
+        # frexp's exponent: the largest element is below 2^exponent.
+        biased_exponents = largest.view(torch.int32) >> FP32_MANTISSA_BITS
+        exponents = (biased_exponents - (FP32_BIAS - 1)).clamp_(min=MIN_EXPONENT)
+        self.exponents[chunk] = exponents
+        scale = power_of_two(FP16_EXPONENT - exponents)
+        torch.mul(grad_logits, scale[:, None], out=self.rows[chunk])
+
+
+# ---- helpers
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """Return 2^exponents in fp32, exactly, and 0 below the normal range. exponents are int32."""
+    biased = (exponents + FP32_BIAS).clamp_(min=0)
+    return (biased << FP32_MANTISSA_BITS).view(torch.float32)
+
+
+def empty_aligned_rows(
+    num_rows: int, length: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return empty [num_rows, length] whose rows begin at multiples of ROW_ALIGNMENT bytes."""
+    elements = ROW_ALIGNMENT // dtype.itemsize
+    stride = -(-length // elements) * elements
+    return torch.empty(num_rows, stride, dtype=dtype, device=device)[:, :length]
+
+
+def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
+    """Return fp32 a @ b.T. On a CPU it uses oneDNN, which is twice as fast as MKL on AMD."""
+    uses_onednn = a.device.type == "cpu" and a.numel() > 0 and b.numel() > 0
+    if uses_onednn and torch.backends.mkldnn.is_available():
+        # oneDNN has another kernel for a single row, which rounds differently.
+        rows = a if len(a) > 1 else a.expand(2, -1)
+        return torch.ops.mkldnn._linear_pointwise(rows, b, None, "none", [], "")[: len(a)]
+    return a @ b.t()

@@ -1,0 +1,669 @@
+"""Rows of logits: given, or computed from hidden states and an output head.
+
+Both kinds of source have differentiable `statistics` (log-probs, entropy, ...) and `logits_at`
+(single logits), from which all compositions are made, and a `fused_loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..checks import plain
+from ..formulas.token_stage import Terms, TokenStage
+from ..rows.backends import Backend, coefficients_of
+from ..rows.memory import converted, empty_like, zeros
+from ..rows.parallel import VocabShard
+from ..rows.partials import LogitRows, RowTransform, partials_of
+from ..rows.partials import Partials as SoftmaxSums
+from ..rows.partials import Second as ReferenceRows
+from ..rows.partials import Slopes as GradientCoefficients
+from .autograd import (
+    FusedLinearLoss,
+    FusedLogitsLoss,
+    RequestedStatistics,
+    StatisticsPass,
+    WeightGradMemory,
+    apply_function,
+    check_weight_is_present,
+    row_statistics,
+)
+from .linear import (
+    GradientsWanted,
+    KnownGradients,
+    LinearInputs,
+    Projection,
+    ReferenceProjection,
+    RowOrder,
+    SumsRecorder,
+    gathers_rows,
+    linear_memory,
+    linear_softmax_sums,
+    loss_and_gradients,
+    split_sequences,
+)
+from .loss_formulas import FormulaResult, SequenceFormula, TokenFormula
+from .pairs import GivenPairLogits, ProjectedPairLogits, local_ids, sort_by_row
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """A frozen model that the policy is compared with, and the divergence of the policy from it.
+
+    source      the reference's rows, of the kind of the policy's
+    direction   "reverse", "forward", "jsd" or "tv", see `Exact`
+    mixture     weight of the reference in "jsd", else 0
+    """
+
+    source: Any
+    direction: str
+    mixture: float
+
+
+class RowSource(Protocol):
+    """Rows of logits: given, or computed from hidden states and an output head."""
+
+    transform: RowTransform
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, on all ranks of a shard."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the rows."""
+
+    def statistics(
+        self,
+        targets: Tensor,
+        mask: Tensor | None,
+        names: tuple[str, ...] = (),
+        *,
+        detached: tuple[str, ...] = (),
+        reference: Reference | None = None,
+    ) -> dict[str, Tensor]:
+        """Return "logps" and the named statistics of each row, fp32 [num_rows].
+
+        They are differentiable in the tensors of the source, and exactly 0 in masked rows.
+
+        targets     int64 [num_rows]; any id where mask is False
+        mask        bool [num_rows]: rows to process; None processes all
+        names       "entropy", "logsumexp", "sum_squares", "top_prob", "top_id"; with a reference
+                    also "divergence"
+        detached    those of the names that need no gradient
+        reference   the model that "divergence" is taken from
+        """
+
+    def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
+        """Return the transformed logit z of each (row, id) pair, fp32 [num_pairs].
+
+        It is differentiable in the tensors of the source. Gradients of equal pairs are summed in a
+        fixed order.
+
+        row_ids, token_ids   int64 [num_pairs], in any order. An id outside of the vocabulary gives
+                             -inf and no gradient.
+        """
+
+
+def softmax_sum_names(names: tuple[str, ...], reference: Reference | None) -> tuple[str, ...]:
+    """Return the names of the softmax sums that these statistics follow from."""
+    return partials_of(names, "" if reference is None else reference.direction)
+
+
+def transform_pairs(source: RowSource, logits: Tensor, row_ids: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the transformed logits of pairs, -inf for ids outside of the vocabulary."""
+    transformed = source.transform.of(logits, row_ids)
+    is_id = (token_ids >= 0) & (token_ids < source.vocab_size)
+    return torch.where(is_id, transformed, -torch.inf)
+
+
+# ---- given logits
+
+
+@dataclass(frozen=True, eq=False)
+class GivenLogits:
+    """Rows of logits that exist.
+
+    logits      [A, T, V] with unit stride in V, num_rows = A * T
+    transform   scale, softcap and temperature of each row
+    kernels     kernels over rows of logits
+    shard       which columns of a sharded vocabulary this rank has; None: all
+    inplace     whether the gradient overwrites the logits
+    """
+
+    logits: Tensor
+    transform: RowTransform
+    kernels: Backend
+    shard: VocabShard | None = None
+    inplace: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.logits.shape[:2].numel()
+
+    @property
+    def num_columns(self) -> int:
+        """Number of columns of this rank."""
+        return self.logits.shape[2]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, on all ranks of a shard."""
+        return self.num_columns if self.shard is None else self.shard.vocab
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the logits."""
+        return self.logits.device
+
+    @property
+    def tensors(self) -> tuple[Tensor]:
+        """The tensors that may need a gradient."""
+        return (self.logits,)
+
+    def without_gradient(self) -> GivenLogits:
+        """Return the same rows as constants, also for torch.func."""
+        return replace(self, logits=plain(self.logits.detach()), transform=self.transform.plain())
+
+    def statistics(
+        self,
+        targets: Tensor,
+        mask: Tensor | None,
+        names: tuple[str, ...] = (),
+        *,
+        detached: tuple[str, ...] = (),
+        reference: Reference | None = None,
+    ) -> dict[str, Tensor]:
+        """Return "logps" and the named statistics of each row, see `RowSource`.
+
+        The backward reads the logits a second time.
+        """
+        row_pass = LogitsPass(
+            kernels=self.kernels,
+            transform=self.transform.plain(),
+            targets=plain(targets),
+            mask=None if mask is None else plain(mask),
+            names=softmax_sum_names(names, reference),
+            reference=reference_rows(reference),
+            inplace=self.inplace,
+        )
+        return row_statistics(row_pass, RequestedStatistics(names, detached), self.tensors)
+
+    def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
+        """Return the transformed logit of each (row, id) pair, see `RowSource`."""
+        columns = local_ids(plain(token_ids), self.shard, self.num_columns)
+        logits = apply_function(
+            GivenPairLogits, self.logits, plain(row_ids), columns, self.shard
+        )
+        return transform_pairs(self, logits, row_ids, token_ids)
+
+    def fused_loss(
+        self, stage: TokenStage, mask: Tensor | None, reference: Reference | None
+    ) -> FormulaResult:
+        """Return a token-level loss, in one kernel call that also writes the gradient."""
+        rows = LogitRows(
+            self.logits.detach(),
+            stage.rows.targets,
+            mask,
+            self.transform,
+            reference_rows(reference),
+        )
+        loss, logps, entropy, *divergence = apply_function(
+            FusedLogitsLoss,
+            self.logits,
+            rows,
+            stage,
+            self.kernels,
+            self.inplace,
+            torch.is_grad_enabled(),
+        )
+        return FormulaResult(loss, logps, entropy, divergence[0] if divergence else None)
+
+
+def reference_rows(reference: Reference | None) -> ReferenceRows | None:
+    """Return a reference's given logits as the kernels take them."""
+    if reference is None:
+        return None
+    source = reference.source
+    return ReferenceRows(
+        source.logits, source.transform, reference.direction, reference.mixture
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class LogitsPass(StatisticsPass):
+    """Softmax sums of given logits, and their gradient.
+
+    names       the softmax sums
+    reference   the reference's logits, for the divergence
+    inplace     whether the gradient overwrites the logits
+    """
+
+    kernels: Backend
+    transform: RowTransform
+    targets: Tensor
+    mask: Tensor | None
+    names: tuple[str, ...]
+    reference: ReferenceRows | None
+    inplace: bool
+
+    def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """Return the softmax sums of logits [A, T, V]."""
+        (logits,) = tensors
+        assert logits is not None
+        return (self.kernels.softmax_sums(self.make_rows(logits), self.names).values,)
+
+    def as_sums(self, values: Tensor) -> SoftmaxSums:
+        """Return the values of the softmax sums with their names."""
+        if self.reference is None:
+            return SoftmaxSums(values, self.names)
+        return SoftmaxSums(values, self.names, self.reference.kind, self.reference.mixture)
+
+    def gradients(
+        self,
+        tensors: Sequence[Tensor | None],
+        computed: Sequence[Tensor],
+        grads: dict[str, Tensor],
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the logits."""
+        coefficients = coefficients_of(self.as_sums(computed[0]), grads, self.mask)
+        return self.gradients_of_coefficients(tensors, computed[0], coefficients, wanted)
+
+    def gradients_of_coefficients(
+        self,
+        tensors: Sequence[Tensor | None],
+        values: Tensor,
+        coefficients: GradientCoefficients,
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the logits from the coefficients of its formula."""
+        (logits,) = tensors
+        assert logits is not None
+        grad_logits = logits.detach() if self.inplace else empty_like(logits.detach())
+        self.kernels.gradient(
+            self.make_rows(logits), self.as_sums(values), coefficients, grad_logits
+        )
+        if self.inplace:
+            torch.autograd.graph.increment_version(logits)
+        return (grad_logits,)
+
+    def tensors_read_again(self) -> list[Tensor | None]:
+        """Return targets, mask, temperatures and the reference's logits."""
+        tensors = [self.targets, self.mask, temperatures_of(self.transform)]
+        if self.reference is not None:
+            tensors += [self.reference.logits, temperatures_of(self.reference.transform)]
+        return tensors
+
+    def make_rows(self, logits: Tensor) -> LogitRows:
+        """Return the rows of a kernel call."""
+        return LogitRows(
+            logits.detach(), self.targets, self.mask, self.transform, self.reference
+        )
+
+
+def temperatures_of(transform: RowTransform) -> Tensor | None:
+    """Return the inverse temperatures of the rows if they are a tensor."""
+    inverse = transform.inv_temperature
+    return inverse if isinstance(inverse, Tensor) else None
+
+
+# ---- logits that are computed from hidden states
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectedLogits:
+    """Rows of logits that are computed from hidden states, a chunk at a time.
+
+    projection      hidden states [num_rows, H], weight [V, H], bias and transform
+    kernels         kernels over rows of logits
+    shard           which part of a sharded vocabulary this rank has; None: all
+    weight_memory   memory that the gradient of the weight is added to
+    """
+
+    projection: Projection
+    kernels: Backend
+    shard: VocabShard | None = None
+    weight_memory: WeightGradMemory | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self.projection.hidden)
+
+    @property
+    def num_columns(self) -> int:
+        """Number of columns of this rank."""
+        return len(self.projection.weight)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, on all ranks of a shard."""
+        return self.num_columns if self.shard is None else self.shard.vocab
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the hidden states."""
+        return self.projection.hidden.device
+
+    @property
+    def transform(self) -> RowTransform:
+        """The transform of each row."""
+        return self.projection.transform
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The tensors that may need a gradient."""
+        return self.projection.hidden, self.projection.weight, self.projection.bias
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the weight or the bias needs a gradient."""
+        _, weight, bias = self.tensors
+        return weight.requires_grad or (bias is not None and bias.requires_grad)
+
+    def without_gradient(self) -> ProjectedLogits:
+        """Return the same rows as constants, also for torch.func."""
+        hidden, weight, bias = self.tensors
+        projection = replace(
+            self.projection,
+            hidden=plain(hidden.detach()),
+            weight=plain(weight.detach()),
+            bias=None if bias is None else plain(bias.detach()),
+            transform=self.transform.plain(),
+        )
+        return replace(self, projection=projection, weight_memory=None)
+
+    def statistics(
+        self,
+        targets: Tensor,
+        mask: Tensor | None,
+        names: tuple[str, ...] = (),
+        *,
+        detached: tuple[str, ...] = (),
+        reference: Reference | None = None,
+        order: RowOrder | None = None,
+    ) -> dict[str, Tensor]:
+        """Return "logps" and the named statistics of each row, see `RowSource`.
+
+        The forward takes one matmul and keeps no logits. The backward computes them again, three
+        matmuls for rows whose upstream gradient is not 0. With a frozen head and a gradient for
+        log-probs only, the forward takes two matmuls and keeps fp32 [num_rows, H], and the backward
+        takes none.
+
+        order   the rows of the mask, if they are known. None: on a GPU the host waits for them.
+        """
+        requested = RequestedStatistics(names, detached)
+        mask = None if mask is None else plain(mask)
+        if order is None:
+            order = RowOrder.of_mask(mask, self.num_rows, self.device)
+        has_other_gradient = any(requested.has_gradient(name) for name in names)
+        needs_hidden_only = (
+            torch.is_grad_enabled() and self.projection.hidden.requires_grad and not self.trains_head
+        )
+        uses_unit_gradient = (
+            needs_hidden_only
+            and not has_other_gradient
+            and not torch._C._are_functorch_transforms_active()
+        )
+        pass_type = FrozenHeadPass if uses_unit_gradient else LinearPass
+        row_pass = pass_type(
+            source=replace(self, projection=replace(self.projection, transform=self.transform.plain())),
+            targets=plain(targets),
+            mask=mask,
+            order=order,
+            names=softmax_sum_names(names, reference),
+            reference=reference_projection(reference),
+        )
+        return row_statistics(row_pass, requested, self.tensors)
+
+    def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
+        """Return the transformed logit of each (row, id) pair, see `RowSource`.
+
+        Each pair costs one dot product with a row of the weight.
+        """
+        columns = local_ids(plain(token_ids), self.shard, self.num_columns)
+        pairs, order = sort_by_row(plain(row_ids), columns, self.num_rows)
+        logits = apply_function(
+            ProjectedPairLogits, *self.tensors, pairs, self.kernels, self.shard, self.weight_memory
+        )
+        in_given_order = logits[order.argsort()]
+        return transform_pairs(self, in_given_order, row_ids, token_ids)
+
+    def fused_loss(
+        self,
+        stage: TokenStage,
+        order: RowOrder,
+        reference: Reference | None,
+    ) -> FormulaResult:
+        """Return a token-level loss whose gradient is computed in the forward, in three matmuls."""
+        direction = "" if reference is None else reference.direction
+        formula = TokenFormula(self.kernels, stage, order, direction)
+        inputs = self.make_inputs(stage.rows.targets, reference_projection(reference))
+        return self._apply_formula(inputs, formula, order, None)
+
+    def fused_sequence_loss(
+        self,
+        targets: Tensor,
+        compute_losses: Callable[[Tensor, Tensor], Terms],
+        order: RowOrder,
+        rows_per_sequence: Sequence[int],
+    ) -> FormulaResult | None:
+        """Return a sequence-level loss whose gradient is computed in the forward.
+
+        Returns None if a sequence is longer than a block: its logits would have to be computed
+        twice.
+
+        compute_losses      (logps, entropy), fp32 [num_rows] -> losses and gradients of all rows
+        rows_per_sequence   how many of the rows with a gradient each sequence has
+        """
+        inputs = self.make_inputs(targets, None)
+        wanted = GradientsWanted(
+            hidden=self.projection.hidden.requires_grad,
+            weight=self.projection.weight.requires_grad,
+            bias=False,
+        )
+        memory = linear_memory(
+            inputs,
+            wanted,
+            grad_hidden_dtype=self.projection.hidden.dtype,
+            rounds_weight=self.weight_memory is None,
+        )
+        if memory.has_grad_buffer and memory.scales_rows:
+            return None  # the scale of a row is fixed before its factor is known
+        num_rows = order.num_with_gradient
+        plan = memory.plan(
+            self.device.type, max(num_rows, 1), gathers_rows(self.projection, num_rows)
+        )
+        blocks = split_sequences(rows_per_sequence, plan.block)
+        if blocks is None:
+            return None
+        formula = SequenceFormula(self.kernels, compute_losses, order)
+        return self._apply_formula(inputs, formula, order, blocks)
+
+    def make_inputs(self, targets: Tensor, reference: ReferenceProjection | None) -> LinearInputs:
+        """Return what a pass over the rows reads."""
+        return LinearInputs(self.kernels, self.shard, self.projection, reference, targets)
+
+    def _apply_formula(
+        self,
+        inputs: LinearInputs,
+        formula: TokenFormula | SequenceFormula,
+        order: RowOrder,
+        blocks: Sequence[slice] | None,
+    ) -> FormulaResult:
+        loss, logps, entropy, *divergence = apply_function(
+            FusedLinearLoss,
+            *self.tensors,
+            inputs,
+            formula,
+            order,
+            blocks,
+            self.weight_memory,
+            torch.is_grad_enabled(),
+        )
+        return FormulaResult(loss, logps, entropy, divergence[0] if divergence else None)
+
+
+def reference_projection(reference: Reference | None) -> ReferenceProjection | None:
+    """Return a reference's hidden states and head as the loop takes them."""
+    if reference is None:
+        return None
+    return ReferenceProjection(
+        reference.source.projection, reference.direction, reference.mixture
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class LinearPass(StatisticsPass):
+    """Softmax sums of logits from hidden states, and the gradients.
+
+    source      hidden states and head. The tensors of a call replace its own.
+    order       the rows to process
+    names       the softmax sums
+    reference   a frozen model, for the divergence
+    """
+
+    source: ProjectedLogits
+    targets: Tensor
+    mask: Tensor | None
+    order: RowOrder
+    names: tuple[str, ...]
+    reference: ReferenceProjection | None
+
+    def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """Return the softmax sums of all rows (matmul 1)."""
+        return (linear_softmax_sums(self.make_inputs(tensors), self.order, self.names).values,)
+
+    def as_sums(self, values: Tensor) -> SoftmaxSums:
+        """Return the values of the softmax sums with their names."""
+        if self.reference is None:
+            return SoftmaxSums(values, self.names)
+        return SoftmaxSums(
+            values, self.names, self.reference.direction, self.reference.mixture
+        )
+
+    def gradients(
+        self,
+        tensors: Sequence[Tensor | None],
+        computed: Sequence[Tensor],
+        grads: dict[str, Tensor],
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden states, weight and bias (three matmuls)."""
+        coefficients = coefficients_of(self.as_sums(computed[0]), grads, self.mask)
+        return self.gradients_of_coefficients(tensors, computed[0], coefficients, wanted)
+
+    def gradients_of_coefficients(
+        self,
+        tensors: Sequence[Tensor | None],
+        values: Tensor,
+        coefficients: GradientCoefficients,
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients from the coefficients of the gradient of logits."""
+        weight = tensors[1]
+        assert weight is not None
+        check_weight_is_present(weight, self.source.shard)
+        order = self.order_of_nonzero(coefficients)
+        formula = KnownGradients(self.as_sums(values), coefficients, order)
+        memory = self.source.weight_memory if wanted[1] else None
+        gradients = loss_and_gradients(
+            self.make_inputs(tensors),
+            formula,
+            order,
+            GradientsWanted(*wanted),
+            weight_total=None if memory is None else memory.fp32_total,
+            rounds_weight=memory is None,
+        )
+        grad_weight = gradients.weight
+        if memory is not None:
+            grad_weight = memory.add(grad_weight)
+        elif wanted[1] and grad_weight is None:
+            grad_weight = zeros(weight.shape, weight.dtype, weight.device)
+        results = (gradients.hidden, grad_weight, gradients.bias)
+        return tuple(
+            None if x is None or y is None else converted(x, y.dtype)
+            for x, y in zip(results, tensors, strict=True)
+        )
+
+    def order_of_nonzero(self, coefficients: GradientCoefficients) -> RowOrder:
+        """Return the rows that may have a gradient. On a GPU the host does not look at values."""
+        if self.order.row_ids.device.type != "cpu":
+            return self.order
+        row_ids = self.order.row_ids
+        row_ids = row_ids[coefficients.nonzero[row_ids]]
+        return RowOrder(row_ids, len(row_ids), self.order.num_rows)
+
+    def tensors_read_again(self) -> list[Tensor | None]:
+        """Return targets, mask, temperatures and the reference's tensors."""
+        tensors = [self.targets, self.mask, temperatures_of(self.source.transform)]
+        if self.reference is not None:
+            projection = self.reference.projection
+            tensors += [projection.hidden, projection.weight, projection.bias]
+            tensors += [temperatures_of(projection.transform)]
+        return tensors
+
+    def make_inputs(self, tensors: Sequence[Tensor | None]) -> LinearInputs:
+        """Return what a pass over the rows reads."""
+        hidden, weight, bias = tensors
+        assert hidden is not None and weight is not None
+        projection = replace(self.source.projection, hidden=hidden, weight=weight, bias=bias)
+        source = replace(self.source, projection=projection)
+        return source.make_inputs(self.targets, self.reference)
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenHeadPass(LinearPass):
+    """The same with a frozen head, for the gradient of log-probs only.
+
+    The gradient of hidden states for an upstream gradient of 1 is computed in the forward (two
+    matmuls), and the backward multiplies each row by its upstream gradient.
+    """
+
+    def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """Return the softmax sums of all rows, and the unit gradient of hidden states, fp32."""
+        inputs = self.make_inputs(tensors)
+        recorder = SumsRecorder(inputs, self.order, self.names)
+        gradients = loss_and_gradients(
+            inputs,
+            recorder,
+            self.order,
+            GradientsWanted(hidden=True, weight=False, bias=False),
+            grad_hidden_dtype=torch.float32,
+        )
+        assert gradients.hidden is not None
+        return recorder.result().values, gradients.hidden
+
+    def gradients(
+        self,
+        tensors: Sequence[Tensor | None],
+        computed: Sequence[Tensor],
+        grads: dict[str, Tensor],
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """Return the unit gradient times the upstream gradient of each log-prob."""
+        values, unit_gradient = computed
+        hidden = tensors[0]
+        assert hidden is not None
+        grad_logps = masked_grad(grads["logps"], self.mask)
+        is_nan = self.as_sums(values).logps.isnan() & (grad_logps != 0)
+        grad_logps = grad_logps.masked_fill(is_nan, torch.nan)
+        grad_hidden = unit_gradient * grad_logps[:, None]
+        grad_hidden.masked_fill_((grad_logps == 0)[:, None], 0.0)
+        return converted(grad_hidden, hidden.dtype), None, None
+
+
+def masked_grad(grad: Tensor, mask: Tensor | None) -> Tensor:
+    """Return an upstream gradient in fp32, 0 in masked rows, where anything may arrive."""
+    grad = grad.float()
+    return grad if mask is None else torch.where(mask, grad, 0.0)

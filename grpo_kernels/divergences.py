@@ -1,0 +1,84 @@
+"""Divergence of tokens from a reference that has a whole distribution, over the vocabulary or over
+candidate sets, also if several tokens share a row.
+
+For a teacher that is known at a few ids of each row see `teachers.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .candidates import candidate_divergence
+from .core.sources import Reference
+from .extra_ids import give_to_tokens, mark_rows
+from .formulas.divergence import Exact
+from .inputs import RowSource
+from .teachers import first_ids
+from .token_sets import TokenSets, without_set
+
+
+def reference_divergence(
+    source: RowSource,
+    reference: Reference,
+    *,
+    mask: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Return the divergence of each token from a reference over the vocabulary, fp32 [num_tokens].
+
+    mask   bool [num_tokens]: tokens to process; None processes all. The others give 0.
+    rows   int64 [num_tokens]: the row of each token, any number where mask is False. Several tokens
+           may have the same row. None: row i is token i.
+    """
+    num_rows = source.num_rows
+    no_targets = torch.zeros(num_rows, dtype=torch.int64, device=source.device)
+    if rows is None:
+        statistics = source.statistics(no_targets, mask, ("divergence",), reference=reference)
+        return statistics["divergence"]
+    is_processed = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask
+    if num_rows == 0:  # all tokens are masked
+        return torch.zeros(len(rows), device=source.device)
+    row_ids = torch.where(is_processed, rows, 0)
+    row_mask = mark_rows(row_ids, is_processed, num_rows)
+    statistics = source.statistics(no_targets, row_mask, ("divergence",), reference=reference)
+    of_rows = {"divergence": statistics["divergence"]}
+    return give_to_tokens(of_rows, row_ids, is_processed, num_rows)["divergence"]
+
+
+def reference_divergence_over_candidates(
+    source: RowSource,
+    reference: Reference,
+    candidates: TokenSets,
+    exact: Exact,
+    *,
+    targets: Tensor | None = None,
+    mask: Tensor | None = None,
+    rows: Tensor | None = None,
+    missing: str = "include",
+) -> Tensor:
+    """Return the divergence of each token, both sides renormalised over its candidates.
+
+    Tokens without candidates use the vocabulary. The result is fp32 [num_tokens]. The arguments are
+    those of `candidate_divergence`.
+    """
+    over_candidates = candidate_divergence(
+        source,
+        reference.source,
+        candidates,
+        exact,
+        targets=targets,
+        mask=mask,
+        rows=rows,
+        missing=missing,
+    )
+    targets = first_ids(candidates) if targets is None else targets
+    if candidates.empty_rows == 0 and missing != "full":
+        return over_candidates
+    uses_vocabulary = without_set(candidates, targets, missing)
+    if mask is not None:
+        uses_vocabulary = uses_vocabulary & mask
+    if uses_vocabulary.device.type == "cpu" and not uses_vocabulary.any():
+        return over_candidates
+    over_vocabulary = reference_divergence(source, reference, mask=uses_vocabulary, rows=rows)
+    return torch.where(uses_vocabulary, over_vocabulary, over_candidates)

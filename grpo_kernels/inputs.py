@@ -1,0 +1,391 @@
+"""Check the logits, or hidden states and head, of a call, and return them as a row source.
+
+The policy's tensors and a reference's go through the same checks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import (
+    OF_PRODUCTS,
+    logit_rows,
+    overlaps_itself,
+    refuse_overlap,
+    require,
+    require_device,
+    require_shape,
+    require_tensor,
+    whole_rows,
+)
+from .core.autograd import SumGradientOverRanks, WeightGradMemory
+from .core.linear import Projection
+from .core.sources import GivenLogits, ProjectedLogits, Reference
+from .formulas.divergence import Exact
+from .rows import backends
+from .rows.backends import Backend
+from .rows.parallel import VocabShard, is_managed, on_shard, refuse_managed
+from .rows.partials import TRANSFORMED, RowTransform
+from .streams import Head, LogitTransform, Options, as_transform
+
+RowSource = GivenLogits | ProjectedLogits
+
+REFERENCE_FORMS = "(hidden, weight), (hidden, weight, bias), (hidden, Head(...))"
+DISTRIBUTION_FORMS = f"{REFERENCE_FORMS}, or TokenSets whose values are a teacher's log-probs"
+
+
+@dataclass(frozen=True, eq=False)
+class RowLayout:
+    """The rows of a call, which the tensors of the policy and of a reference must match.
+
+    shape        the leading shape of logits or hidden states
+    device       the device of targets
+    mask         bool of that shape: rows to process, None for all
+    cu_seqlens   boundaries of packed sequences, for a temperature per sequence; or None
+    """
+
+    shape: torch.Size
+    device: torch.device
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+
+    def row_transform(self, transform: LogitTransform | None) -> RowTransform:
+        """Return the transform of each row. Temperatures are checked where the mask is set."""
+        if transform is None:
+            return TRANSFORMED
+        return as_transform(transform).for_rows(
+            self.shape, self.mask, self.cu_seqlens, self.device
+        )
+
+
+def make_logits_source(
+    logits: Tensor,
+    layout: RowLayout,
+    transform: LogitTransform | None,
+    options: Options,
+    *,
+    inplace: bool = False,
+    other_arguments: dict[str, Any] | None = None,
+    reference_arguments: dict[str, Any] | None = None,
+) -> GivenLogits:
+    """Check logits [..., V] and return their rows, views of the logits if possible.
+
+    other_arguments       arguments of the call by name that inplace=True must not overwrite
+    reference_arguments   likewise, of which each element is read only before the logit at the same
+                          index is overwritten
+
+    Raises ValueError on shapes, dtypes or devices that do not fit, and on memory that inplace=True
+    would overwrite.
+    """
+    shard = options.shard
+    if shard is not None:
+        logits = shard.local("logits", logits, -1)
+    rows = logit_rows(logits, layout.shape, layout.device, inplace, shard is None)
+    row_transform = layout.row_transform(transform)
+    if torch.compiler.is_compiling():
+        from .core.compiled import CompiledLogits
+
+        # In a graph nothing is written in place, and the backend is picked when the graph runs.
+        return CompiledLogits(
+            rows, row_transform, NO_KERNELS, backend=options.backend, strict=options.strict
+        )
+    if inplace:
+        remedy = "the gradient would be written over it. Pass a copy, or inplace=False."
+        refuse_overlap(
+            "inplace=True, but logits",
+            rows,
+            remedy,
+            other_arguments or {},
+            reference_arguments or {},
+        )
+    kernels = pick_kernels(options, layout.device)
+    return GivenLogits(rows, row_transform, kernels, shard, inplace)
+
+
+def make_projected_source(
+    hidden: Tensor,
+    head: tuple[Any, Any],
+    layout: RowLayout,
+    transform: LogitTransform | None,
+    options: Options,
+    *,
+    other_arguments: dict[str, Any] | None = None,
+) -> ProjectedLogits:
+    """Check hidden states [..., H] and (weight [V, H], bias), and return their rows.
+
+    other_arguments   arguments of the call by name that `weight_grad` must not overlap
+
+    Raises ValueError on shapes, dtypes or devices that do not fit.
+    """
+    hidden, weight, bias = check_linear_tensors(hidden, head, layout, options.shard)
+    memory = None
+    if options.weight_grad is not None:
+        read = {"hidden": hidden, "weight": weight, "bias": bias, **(other_arguments or {})}
+        memory = check_weight_grad(options.weight_grad, weight, read)
+    shard = options.shard
+    dtype = matmul_dtype(hidden)
+    hidden = whole_rows(hidden.reshape(-1, hidden.shape[-1]))
+    if shard is not None and shard.reduce_hidden and hidden.requires_grad:
+        hidden = SumGradientOverRanks.apply(hidden, shard)
+    projection = Projection(
+        hidden,
+        whole_rows(weight),
+        None if bias is None else bias.contiguous(),
+        layout.row_transform(transform),
+        dtype,
+    )
+    if torch.compiler.is_compiling():
+        from .core.compiled import CompiledProjection
+
+        return CompiledProjection(
+            projection, NO_KERNELS, backend=options.backend, strict=options.strict
+        )
+    return ProjectedLogits(projection, pick_kernels(options, layout.device), shard, memory)
+
+
+#: In a graph there are no kernels until it runs.
+NO_KERNELS: Any = None
+
+
+def pick_kernels(options: Options, device: torch.device) -> Backend:
+    """Return the kernels of a call, for this rank's columns if the vocabulary is sharded."""
+    kernels = backends.pick(options.backend, device, options.strict)
+    return kernels if options.shard is None else on_shard(kernels, options.shard)
+
+
+def matmul_dtype(hidden: Tensor) -> torch.dtype:
+    """Return the dtype that matmuls may use: autocast's if autocast is on, else that of hidden."""
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return hidden.dtype
+
+
+# ---- hidden states and head
+
+
+def check_linear_tensors(
+    hidden: Any, head: tuple[Any, Any], layout: RowLayout, shard: VocabShard | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return hidden states, weight and bias as local tensors that fit together."""
+    weight, bias = head
+    hidden = check_operand("hidden", hidden, layout, shard)
+    weight = check_operand("weight", weight, layout, shard)
+    if bias is not None:
+        bias = check_operand("bias", bias, layout, shard)
+    shape = layout.shape
+    if weight.shape[:-1] == shape and hidden.shape[:-1] != shape:
+        raise ValueError(
+            f"weight has shape {list(weight.shape)} and hidden {list(hidden.shape)}: they changed "
+            "places."
+        )
+    is_empty = weight.numel() == 0 and (shard is None or weight.shape[-1] == 0)
+    if weight.dim() != 2 or is_empty:
+        raise ValueError(
+            f"weight has shape {list(weight.shape)}, not [V, H]: it looks sharded. DeepSpeed "
+            "ZeRO-3: call inside deepspeed.zero.GatheredParameters([lm_head.weight]), and keep it "
+            "gathered until after the backward. FSDP: call inside the forward of the module that "
+            "owns the head, or pass weight.full_tensor()."
+        )
+    if hidden.dim() != len(shape) + 1 or hidden.shape[:-1] != shape:
+        raise ValueError(
+            f"hidden has shape {list(hidden.shape)}, but targets has {list(shape)}: hidden must "
+            "be targets' shape plus the hidden size, row i predicting targets[i] (for a model's "
+            "output usually hidden[:, :-1] against ids[:, 1:])."
+        )
+    vocab_size, width = weight.shape
+    if hidden.shape[-1] != width:
+        hint = ""
+        if hidden.shape[-1] == vocab_size:
+            hint = (
+                " hidden looks like logits (for those use grpo_loss or token_logprobs), or weight "
+                "is transposed (pass weight.T)."
+            )
+        raise ValueError(
+            f"hidden has shape {list(hidden.shape)} and weight {list(weight.shape)}: the last "
+            f"dimensions must agree, [..., H] and [V, H].{hint}"
+        )
+    if bias is not None and bias.shape != (vocab_size,):
+        raise ValueError(
+            f"bias has shape {list(bias.shape)}, but weight has {list(weight.shape)}: it must be "
+            f"[{vocab_size}]."
+        )
+    return hidden, weight, bias
+
+
+def check_operand(name: str, x: Any, layout: RowLayout, shard: VocabShard | None) -> Tensor:
+    """Return hidden states, weight or bias as a local tensor on the device of targets."""
+    if isinstance(x, torch.nn.Module):
+        remedy = "the hidden states that the head gets"
+        if name != "hidden":
+            has_bias = getattr(x, "bias", None) is not None
+            tensor = "Head(lm_head.weight, lm_head.bias)" if has_bias else "lm_head.weight"
+            remedy = f"its tensor, {tensor}"
+        raise ValueError(f"{name} is the module {type(x).__name__}: pass {remedy}.")
+    if not isinstance(x, Tensor) or x.dtype not in OF_PRODUCTS:
+        actual = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        field = f", its {name}.last_hidden_state" if hasattr(x, "last_hidden_state") else ""
+        raise ValueError(
+            f"{name} is {actual}: pass a float32, bfloat16 or float16 tensor{field}."
+        )
+    require_same_device(name, x, layout.device)
+    if shard is not None and name != "hidden":
+        return shard.local(name, x, 0)
+    if getattr(x, "placements", None) is not None:
+        return local_tensor(name, x, partial=shard is not None and not shard.reduce_hidden)
+    return x
+
+
+def require_same_device(name: str, x: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless x is on the device of targets."""
+    if x.device != device:
+        raise ValueError(
+            f"{name} is on {x.device}, but targets is on {device}: move one of them."
+        )
+
+
+def local_tensor(name: str, x: Any, partial: bool) -> Tensor:
+    """Return the local tensor of a replicated DTensor.
+
+    partial   whether the gradient of this rank is a share of the whole
+    """
+    refuse_managed(name, x)
+    placements = x.placements
+    if not all(p.is_replicate() for p in placements):
+        remedy = "pass the rows of this rank as a plain tensor, hidden.to_local()."
+        if name != "hidden":
+            remedy = (
+                f"pass {name}.full_tensor(grad_placements=[Partial()]) and divide its gradient by "
+                "the number of ranks. If it is the vocabulary-sharded head of a tensor-parallel "
+                "group, whose ranks have the same rows, pass Options(shard=VocabShard.of(weight))."
+            )
+        raise ValueError(
+            f"{name} is a DTensor with placements {placements}, not replicated: {remedy}"
+        )
+    from torch.distributed.tensor import Partial
+
+    return x.to_local(grad_placements=[Partial()] * len(placements) if partial else None)
+
+
+def check_weight_grad(
+    weight_grad: Tensor, weight: Tensor, other_arguments: dict[str, Any]
+) -> WeightGradMemory:
+    """Check that the gradient of `weight` can be added into `weight_grad`.
+
+    Raises ValueError naming what does not fit.
+    """
+    dtypes = (torch.float32, weight.dtype)
+    remedy = f"float32, or {weight.dtype}, that of weight"
+    require_tensor("weight_grad", weight_grad, dtypes, remedy)
+    require_shape("weight_grad", weight_grad, weight.shape, "weight")
+    require_device("weight_grad", weight_grad, weight.device, "weight")
+    has_bad_layout = weight_grad.stride(-1) != 1 or overlaps_itself(weight_grad)
+    if weight_grad.requires_grad or has_bad_layout:
+        raise ValueError(
+            "weight_grad must not require grad, have unit stride in its last dimension, and no "
+            "two rows in one memory."
+        )
+    remedy = "the gradient would be added to it. Pass memory of its own."
+    refuse_overlap("weight_grad", weight_grad, remedy, other_arguments, {})
+    if not weight.requires_grad:
+        raise ValueError(
+            "weight_grad is given, but weight does not require grad: leave it out for a frozen "
+            "head."
+        )
+    if hasattr(weight, "ds_id") or is_managed(weight):
+        owner = "ZeRO-3" if hasattr(weight, "ds_id") else "FSDP"
+        raise ValueError(
+            f"weight_grad is given, but {owner} gathers this weight for a moment and reduces the "
+            "gradient that autograd gives it, so that nobody would see weight_grad: leave it out, "
+            "or keep the head out of what is sharded."
+        )
+    is_main_grad = getattr(weight, "main_grad", None) is weight_grad
+    has_flag = hasattr(weight, "grad_added_to_main_grad")
+    return WeightGradMemory(weight_grad, weight if is_main_grad and has_flag else None)
+
+
+# ---- a reference or teacher: `reference=` beside hidden states, `ref_logits=` beside logits
+
+
+def make_reference(
+    value: Any,
+    policy: RowSource,
+    layout: RowLayout,
+    transform: LogitTransform | None,
+    options: Options,
+    exact: Exact | None,
+) -> Reference:
+    """Check what was passed as `reference` or `ref_logits`, and return it without gradient.
+
+    transform   the policy's, for a reference without its own
+    exact       the divergence from the reference; None: only its log-probs are used
+
+    Raises ValueError naming the argument.
+    """
+    name = "ref_logits" if isinstance(policy, GivenLogits) else "reference"
+    options = replace(options, weight_grad=None)
+    if isinstance(policy, GivenLogits):
+        logits, transform = unpack_ref_logits(name, value, transform, exact)
+        make_source = make_logits_source
+        arguments: tuple[Any, ...] = (logits,)
+    else:
+        hidden, head, transform = unpack_reference(name, value, transform, exact)
+        make_source = make_projected_source  # type: ignore[assignment]
+        arguments = (hidden, head)
+    try:
+        source: RowSource = make_source(*arguments, layout, transform, options)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if (source.vocab_size, source.num_columns) != (policy.vocab_size, policy.num_columns):
+        columns = ""
+        if source.shard is not None:
+            columns = f" ({source.num_columns} and {policy.num_columns} of them on this rank)"
+        raise ValueError(
+            f"{name} has a vocabulary of {source.vocab_size}, but the policy has "
+            f"{policy.vocab_size}{columns}: they must be the same ids. Cut off what is padding of "
+            "the longer one, weight[:vocab] or logits[..., :vocab]."
+        )
+    direction = "" if exact is None else exact.direction
+    mixture = 0.0 if exact is None else exact.share
+    return Reference(source.without_gradient(), direction, mixture)
+
+
+def unpack_ref_logits(
+    name: str, value: Any, transform: LogitTransform | None, exact: Exact | None
+) -> tuple[Tensor, LogitTransform | None]:
+    """Return the logits of `ref_logits`, and their transform."""
+    logits = value
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    if is_pair and isinstance(value[1], LogitTransform | None):
+        logits = value[0]
+        transform = as_transform(value[1])
+    if not isinstance(logits, Tensor):
+        actual = "None" if logits is None else f"a {type(logits).__name__}"
+        raise ValueError(
+            f"{name} is {actual}, but {exact} needs the whole distribution of a reference or "
+            "teacher: pass its logits, (logits, LogitTransform(...)), or TokenSets whose values "
+            "are its log-probs."
+        )
+    return logits, transform
+
+
+def unpack_reference(
+    name: str, value: Any, transform: LogitTransform | None, exact: Exact | None
+) -> tuple[Tensor, tuple[Any, Any], LogitTransform | None]:
+    """Return hidden states, (weight, bias) and transform of `reference`."""
+    if exact is not None:
+        remedy = f"{exact} needs the whole distribution of a reference or teacher: pass {DISTRIBUTION_FORMS}."
+        require(value is not None, name, value, remedy)
+    if not isinstance(value, tuple) or len(value) not in (2, 3):
+        raise ValueError(f"{name} is {type(value).__name__}: pass {REFERENCE_FORMS}.")
+    hidden, weight, *bias = value
+    if isinstance(weight, Head) and bias:
+        raise ValueError(f"{name} has a bias beside a Head: put it into the Head.")
+    head, own_transform = Head.parts(weight, None)
+    if bias:
+        head = (head[0], bias[0])
+    return hidden, head, transform if own_transform is None else own_transform
