@@ -1,4 +1,7 @@
-"""Rollouts that share prefixes as a tree: a model runs over each prefix once, and a loss over the tokens of all rollouts."""
+"""Rollouts that share prefixes as a tree: a model runs over each prefix once, and a loss over the tokens of all rollouts.
+
+A row of logits then predicts the tokens of several rollouts: `shared_row_logprobs`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,9 @@ from torch import Tensor
 
 from .batch import TokenBatch
 from .checks import describe
+from .extra_ids import logprobs_with_extra_ids
+from .row_source import RowSource
+from .token_sets import TokenSets
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -99,3 +105,31 @@ def unpacked(batch: TokenBatch) -> tuple[Tensor, TokenBatch]:
     index = batch.rows.long()
     index = index if batch.mask is None else torch.where(batch.mask, index, 0)
     return index, replace(batch, rows=None, mask=batch.__dict__.get("_given_mask", batch.mask))
+
+
+def shared_row_logprobs(
+    source: RowSource,
+    targets: Tensor,
+    rows: Tensor,
+    *,
+    mask: Tensor | None = None,
+    names: tuple[str, ...] = (),
+) -> dict[str, Tensor]:
+    """Return the log-prob of each target in a row that may have several targets.
+
+        statistics = shared_row_logprobs(source, tree.targets, tree.rows, names=("entropy",))
+
+    targets   int64 [num_tokens]
+    rows      int64 [num_tokens]: the row that predicts each target, any number where mask is False
+    mask      bool [num_tokens]: tokens to process. None processes all tokens. The others give 0.
+    names     statistics of the row that each token gets too, see `RowSource.statistics`
+
+    The results are "logps" and the named statistics, each [num_tokens]. Each row is processed once,
+    and costs a dot product for each of its tokens. The gradient of a statistic such as the entropy
+    counts once for each token. Raises ValueError on a CPU if a row does not exist.
+    """
+    no_extra_ids = TokenSets.whole(len(targets), device=targets.device)
+    result = logprobs_with_extra_ids(
+        source, targets, no_extra_ids, mask=mask, rows=rows, names=names
+    )
+    return result.statistics

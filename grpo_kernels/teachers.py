@@ -1,0 +1,156 @@
+"""Divergence from a teacher that is known at a few ids of each row, such as its top-k.
+
+A served teacher gives the log-probs of its largest ids. They are passed as `TokenSets` with values,
+and the log-probs of the policy at the same ids are computed (`extra_ids.py`). `Exact.tail` says how
+all other ids count.
+
+    statistics = logprobs_with_teacher(source, targets, teacher, Exact("forward"))
+    objective_loss(statistics["logps"], batch, objective, divergence=statistics["divergence"])
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import require, values_are_checked
+from .extra_ids import token_logprobs_in_float64
+from .formulas.divergence import Exact, divergence_at
+from .row_source import RowSource
+from .segments import Segments, replace_values
+from .token_sets import TokenSets, check_sets
+
+#: Log-probs of a teacher are rounded. Their probabilities may add up to this much.
+LARGEST_MASS = 1.001
+
+#: Least probability of all other ids whose logarithm is taken. `divergence_at` raises it to 1e-7.
+LEAST_OUTSIDE = 1e-30
+
+
+def logprobs_with_teacher(
+    source: RowSource,
+    targets: Tensor,
+    teacher: TokenSets,
+    exact: Exact,
+    *,
+    mask: Tensor | None = None,
+    rows: Tensor | None = None,
+    names: tuple[str, ...] = (),
+) -> dict[str, Tensor]:
+    """Return the log-prob of each target, "divergence", and the named statistics.
+
+    targets   int64 [num_tokens]
+    teacher   ids of each token with the teacher's log-probs as values, which get no gradient. A
+              token without ids has the divergence 0.
+    exact     which divergence of the policy p from the teacher q, see `Exact`. Its
+              `temperature_squared` is left to the caller.
+    mask      bool [num_tokens]: tokens to process. None processes all tokens. The others give 0.
+    rows      int64 [num_tokens]: the row that predicts each token, any number where mask is False.
+              Several tokens may have the same row. None: row i predicts token i.
+    names     other statistics, see `RowSource.statistics`
+
+    The results are fp32 [num_tokens]. Raises ValueError if the teacher has no values, an id outside
+    of the vocabulary, not one set for each token or, with the tail "bin", probabilities of more than
+    1 in a row.
+
+    Accuracy: log-probs at the ids come from one fp32 log-prob a row and differences of fp32 logits,
+    added in float64. The policy's probability P of all other ids is 1 minus a float64 sum of
+    probabilities. Its absolute error is about 2e-7, that of the fp32 log-prob, so its relative error
+    and that of the gradient through it are about 2e-7 / P. P below 1e-7 counts as 1e-7, as in TRL,
+    and has no gradient. If the policy has much less probability outside of the ids than the teacher
+    has (Q), the gradient cancels between the ids and loses a factor Q / P of the precision of the
+    source.
+    """
+    check_teacher("teacher", teacher, targets, exact, source.vocab_size)
+    result = token_logprobs_in_float64(source, targets, teacher, mask=mask, rows=rows, names=names)
+    assert teacher.values is not None
+    divergence = divergence_of_logprobs(
+        exact,
+        result.extra_logps,
+        teacher.values.detach(),
+        Segments.from_offsets(teacher.offsets, len(teacher.ids)),
+    )
+    statistics = result.statistics
+    statistics["logps"] = statistics["logps"].float()
+    statistics["divergence"] = divergence if mask is None else torch.where(mask, divergence, 0.0)
+    return statistics
+
+
+def teacher_divergence(
+    source: RowSource,
+    teacher: TokenSets,
+    exact: Exact,
+    *,
+    mask: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Return the divergence of each token from the teacher, fp32 [num_tokens].
+
+    The arguments, errors and the accuracy are those of `logprobs_with_teacher`. Tokens without ids
+    are not processed.
+    """
+    if teacher.empty_rows > 0:
+        has_ids = teacher.counts > 0
+        mask = has_ids if mask is None else mask & has_ids
+    statistics = logprobs_with_teacher(
+        source, first_ids(teacher), teacher, exact, mask=mask, rows=rows
+    )
+    return statistics["divergence"]
+
+
+def divergence_of_logprobs(
+    exact: Exact, logps: Tensor, other_logps: Tensor, segments: Segments
+) -> Tensor:
+    """Return the divergence of each segment from log-probs on both sides, fp32 [num_segments].
+
+    logps         float64 [num_values]: log-probs of the policy, differentiable
+    other_logps   float [num_values]: log-probs of the teacher or reference
+    segments      the values of each segment, sorted by segment
+
+    With the tail "bin", the probability outside of a segment is 1 minus a float64 sum. A divergence
+    that is infinite or NaN gets the gradient NaN, or 0 if no gradient arrives at it.
+    """
+    with torch.no_grad():
+        values = _divergence(exact, logps, other_logps, segments)
+    is_replaced = ~values.isfinite()
+    is_replaced_value = is_replaced[segments.segment_ids]
+    logps = torch.where(is_replaced_value, 0.0, logps)
+    other_logps = torch.where(is_replaced_value, 0.0, other_logps)
+    finite_values = _divergence(exact, logps, other_logps, segments)
+    return replace_values(finite_values, is_replaced, values)
+
+
+def _divergence(exact: Exact, logps: Tensor, other_logps: Tensor, segments: Segments) -> Tensor:
+    prob_outside = 1.0 - segments.sum(logps.exp())
+    log_outside = prob_outside.clamp(min=LEAST_OUTSIDE).log()
+    return divergence_at(exact, logps, other_logps, segments.offsets, log_outside)
+
+
+def first_ids(sets: TokenSets) -> Tensor:
+    """Return the first id of each set, int64 [num_tokens], 0 for an empty set."""
+    ids = torch.cat([sets.ids.long(), sets.ids.new_zeros(1, dtype=torch.int64)])
+    return torch.where(sets.counts > 0, ids[sets.offsets[:-1]], 0)
+
+
+def check_teacher(
+    name: str, teacher: TokenSets, targets: Tensor, exact: Exact, vocab_size: int
+) -> None:
+    """Raise ValueError unless `teacher`, the argument `name`, can be a teacher of these tokens.
+
+    The values are read on a CPU, and on a GPU only with GRPO_KERNELS_CHECK=1.
+    """
+    check_sets(name, teacher, targets, vocab_size)
+    remedy = "it has no values: pass the teacher's log-probs of its ids, sets.with_values(logps)."
+    require(teacher.values is not None, name, teacher, remedy)
+    assert teacher.values is not None
+    if exact.tail != "bin" or not values_are_checked(teacher.values):
+        return
+    segments = Segments.from_offsets(teacher.offsets, len(teacher.ids))
+    mass = segments.sum(teacher.values.detach().double().exp())
+    if (mass > LARGEST_MASS).any():
+        token = int((mass > LARGEST_MASS).nonzero()[0])
+        raise ValueError(
+            f"{name}: the values of row {token} are log-probs of {float(mass[token]):.4g} in all, "
+            "more than 1. Log-probs at a temperature add up to at most 1. For weights that are no "
+            'probabilities pass Exact("forward", tail="ignore") or tail="renormalise".'
+        )
