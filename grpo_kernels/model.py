@@ -15,7 +15,7 @@ from .architectures import language_model
 from .batch import TokenBatch, shift_targets
 from .checks import INTEGRAL, OF_PRODUCTS, describe, refuse_where, require_tensor, values_are_checked
 from .logprobs import linear_logprobs
-from .losses import LossOutput, check_specs, linear_grpo_loss
+from .losses import LossOutput, check_batch_and_objective, linear_grpo_loss
 from .objective import Denominators, Objective
 from .streams import Head, LogitTransform, Options, as_transform, refuse_keywords
 
@@ -61,7 +61,7 @@ def loss_from_model(
     A router's auxiliary loss is not included. Raises TypeError for a keyword that neither the base model nor this function names,
     ValueError for an argument that is wrong, and where calling the base model would skip something: an adapter, a hook or a patch
     on the head or the model, prompt tuning, an encoder, a wrapper whose forward must be called (DDP, FSDP, torch.compile)."""
-    check_specs(batch, objective)
+    check_batch_and_objective(batch, objective)
     if transform is not None and (isinstance(temperature, Tensor) or temperature != 1.0):
         raise ValueError("temperature and transform are both given: put the temperature into the transform.")
     as_transform(transform)

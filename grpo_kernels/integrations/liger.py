@@ -38,7 +38,7 @@ from ..formulas.token_stage import TokenRows
 from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import grpo_loss, linear_grpo_loss, objective_loss
 from ..objective import PRESETS, Objective
-from ..rows.run import total
+from ..core.loss_formulas import sum_losses as total
 from ..streams import Head, LogitTransform
 from ._swap import Adapter, Slots
 from ._tensors import BY_ITEMS, CLIPPED, at_least_one, divergence_of, surrogate_of, teaching, terms_of, world
