@@ -28,19 +28,16 @@ from .rows.partials import DIFFERENTIABLE, OFFERED
 from .rows.ragged import KeptRows, slots_of
 from .statistics import Asked, kept_rows, statistics_of, tokens_of
 from .streams import (
-    NOT_BOUNDED,
     Head,
     LogitTransform,
     Options,
     Policy,
     as_options,
-    draws,
     is_traced,
     leaves_the_graph,
     name_of_second,
     outside,
     refuse_keywords,
-    refuse_sparse,
     seconds_of,
     squared,
     stream_of,
@@ -168,8 +165,6 @@ def _logprobs(
 ) -> TokenLogprobs:  # fmt: skip
     """Those of logits or, with the (weight, bias) of a head, of hidden states x."""
     options = as_options(options, head)
-    if at is not None:
-        refuse_sparse(options, "the gradients of ids of at= would be among the columns drawn once more")
     if is_traced() and leaves_the_graph(options, None, kept, at, rows):
         return outside(_logprobs, x, head, targets, mask, transform, entropy, also, kept, at, rows, options, inplace)
     remedy = "an int64 tensor of token ids, the leading shape of the logits or hidden states"
@@ -205,10 +200,9 @@ def _logprobs(
                 continue
             name, over = "lse", over or ()
         names, with_gradient = (*names, name), (*with_gradient, *((name,) if name in DIFFERENTIABLE else ()))
-    sparse = None if options.sparse is None else draws(options.sparse, stream)
     if rows is not None:
         tokens = tokens_of(rows, mask, ids, read, stream, slots)
-    asked = Asked(ids, read, names, with_gradient, sets, over, at=slots, sparse=sparse, tokens=tokens)
+    asked = Asked(ids, read, names, with_gradient, sets, over, at=slots, tokens=tokens)
     found = statistics_of(stream, asked, options)
     found.pop("whole_logps", None)
     if "log_kept_mass" in also and sets is None:
@@ -294,7 +288,6 @@ def _divergence(
 ) -> Tensor:  # fmt: skip
     """That of logits or, with the (weight, bias) of a head, of hidden states x. `given`: the second streams."""
     options = as_options(options, head)
-    refuse_sparse(options, NOT_BOUNDED)
     if is_traced() and leaves_the_graph(options, None, exact):
         return outside(_divergence, x, head, given, exact, mask, transform, kept, options, inplace)
     remedy, own = "a tensor [B, T, ..] or [N, ..], one row for each token", "logits" if head is None else "hidden"

@@ -34,19 +34,16 @@ from .rows.stream import Logits, Seconds, Visit
 from .statistics import Asked, kept_rows, over_sets, statistics_of, tokens_of
 from .streams import (
     DEFAULTS,
-    NOT_BOUNDED,
     Head,
     LogitTransform,
     Options,
     Policy,
     as_options,
-    draws,
     is_traced,
     leaves_the_graph,
     name_of_second,
     outside,
     refuse_keywords,
-    refuse_sparse,
     second_stream,
     seconds_of,
     squared,
@@ -244,7 +241,7 @@ def linear_grpo_loss(
     reference    (hidden, weight), (hidden, weight, bias) or (hidden, Head(...)) of the frozen reference, in place of
                  batch.ref_logps, under the policy's transform where its Head has none; its hidden size and dtype may be others.
                  With kl=Exact(...) also `TokenSets` with a teacher's log-probs, or a list of pairs (one of these, weight).
-    options      backend, strict mode, a shard, memory for the gradient of weight, sparse gradients, sets: see `Options`.
+    options      backend, strict mode, a shard, memory for the gradient of weight, sets: see `Options`.
 
     Three products for rows that get a gradient (two with a frozen head; four of a sequence that is longer than a block, at a
     sequence level), one for other trained rows, none for masked ones. Logits are fp32, a chunk of rows at a time; the gradient
@@ -265,8 +262,6 @@ def _loss(
     second stream."""
     options, name = as_options(options, head), name_of_second(head is None)
     check_specs(batch, objective, name, given)
-    if objective.exact is not None:
-        refuse_sparse(options, NOT_BOUNDED)
     if is_traced() and leaves_the_graph(options, batch.context_group, objective.exact, batch.kept, batch.listed, batch.rows):
         return outside(_loss, x, head, batch, objective, transform, given, normalizer, options, inplace)
     if batch.kept is not None and options.missing not in (None, batch.missing):
@@ -301,12 +296,10 @@ def _loss_of(
         kept = kept_rows(batch.kept, batch.targets, batch.mask, rows.read, stream.vocab, batch.missing, options)
         over = _over(objective, options, seconds)
     if batch.listed is not None:
-        refuse_sparse(options, "the gradients of ids of logp_terms and prob_terms would be among the columns drawn once more")
         check_ids("prob_terms" if batch.logp_terms is None else "logp_terms", batch.listed, stream.vocab)
         listed, at = objective.listed_terms(batch), slots_of(batch.listed)
     if batch.rows is not None:
         tokens = tokens_of(batch.rows, batch.mask, rows.targets, rows.read, stream, at)
-    sparse = None if options.sparse is None else draws(options.sparse, stream)
     # The rows that are visited as a whole: those without a set, or all.
     if stream.computed and not traced:
         visited, marked = _split_rows(batch, rows, objective, kept if over is None else None, tokens)
@@ -325,7 +318,7 @@ def _loss_of(
         rows = replace(rows, divergence_weight=rows.divergence_weight / squared(stream.transform, rows.read))
     with_gradient = ("entropy",) if objective.needs_entropy else ()
     of_rows = (rows.targets, rows.read, ("entropy",), with_gradient)
-    asked = Asked(*of_rows, kept, over, seconds, exact, at, visited, sparse, tokens)
+    asked = Asked(*of_rows, kept, over, seconds, exact, at, visited, tokens)
     at_once = objective.one_pass and (kept is None or (tokens is None and listed is None))
     if not traced and _made_in_forward(stream, objective, asked, at_once):
         return _in_one_visit(stream, batch, objective, rows, listed, asked, marked, at_once)
@@ -345,7 +338,7 @@ def _made_in_forward(stream: Logits | Hidden, objective: Objective, asked: Asked
     """Whether the gradient is made in the forward. That of rows that wait for each other is a slope times a vector that does not
     depend on other rows, and products wait for slopes. With a frozen head none do, see `Visit.ahead`; over sets there are none."""
     (others, known), kept = asked.seconds, asked.kept
-    if asked.over is not None or asked.sparse is not None or known:
+    if asked.over is not None or known:
         return False
     if kept is not None and others and (asked.tokens is not None or asked.at is not None):
         return False
