@@ -34,7 +34,6 @@ CONTRACTS = {
     "kept": "DAPO loss over kept sets from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
     "trees": "DAPO loss of rollouts that share rows of hidden states, and the head's weight [V, H]: value, gradients of both",
     "forms": "DAPO loss with terms at 128 listed ids a row, from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
-    "sparse": "DAPO loss from hidden states [N, H] of rows of a mean entropy and the head's weight [V, H]: value, gradients of both",
     "cross-entropy": "mean cross-entropy from hidden states [N, H] and the head's weight [V, H]: value, gradients of both",
     "divergence": "mean KL(policy, teacher) from hidden states and weights of both: value, gradients of the policy's",
     "logits-forms": "DAPO loss with terms at 128 listed ids a row, of given logits [N, V]: value and gradient",
@@ -63,7 +62,6 @@ class Cell:
     active: float = 1.0  # share of sequences whose advantage is not 0
     layers: int | None = None  # layers of the model in a training step
     sequences: int = 16
-    entropy: float | None = None  # mean entropy of the rows, in nats, for the suite "sparse"
     shared: float | None = None  # share of the tokens that need no row of their own, for the suite "trees"
 
     @property
@@ -96,7 +94,6 @@ class Case:
     ref_logits: Any = None  # of the teacher of a divergence: the policy's plus noise of the same standard deviation
     ref_hidden: Any = None
     ref_weight: Any = None
-    entropy: float | None = None  # the mean in nats, of rows that were made for one
     model: Any = None  # of a training step, whose batch is [B, T]
     optimizer: Any = None
     ids: Any = None  # [B, T + 1]
@@ -209,7 +206,7 @@ def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
         return _step(cell, device, g)
     if cell.hidden is None:
         return _logits(cell, device, g)
-    hidden, weight, targets, entropy = (_of_entropy if cell.contract == "sparse" else _near)(cell, device, g)
+    hidden, weight, targets = _near(cell, device, g)
     kept, rows = sets_of(targets, cell.vocab, g) if cell.contract == "kept" else None, None
     if cell.shared is not None:  # several sequences have the same rows, the last of which predicts another token of each
         sequence, place = (
@@ -220,7 +217,7 @@ def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
         targets = torch.where(place < cell.length - 1, targets[rows], targets)
         hidden = hidden[: int(rows.max()) + 1].clone()
     batch = TokenBatch(targets, torch.ones(cell.rows, device=device), kept=kept, rows=rows)
-    case = Case(cell, batch, hidden=hidden, weight=weight, entropy=entropy)
+    case = Case(cell, batch, hidden=hidden, weight=weight)
     if cell.contract in DIRECTIONS:
         case.ref_hidden, case.ref_weight = (
             (x + x.float().std() * torch.randn(x.shape, generator=g, device=device)).to(cell.dtype) for x in (hidden, weight)
@@ -269,39 +266,13 @@ def with_terms(case: Case, g: torch.Generator) -> TokenBatch:
     return replace(case.batch, logp_terms=next(terms), prob_terms=next(terms))
 
 
-Inputs = tuple[Tensor, Tensor, Tensor, float | None]  # hidden, weight, targets, entropy
-
-
-def _near(cell: Cell, device: str, g: torch.Generator) -> Inputs:
-    """Hidden states near the weight of their target, as a trained head has them."""
+def _near(cell: Cell, device: str, g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden, weight, targets): hidden states near the weight of their target, as a trained head has them."""
     weight = torch.randn(cell.vocab, cell.hidden, generator=g, device=device) / cell.hidden**0.5
     targets = torch.randint(0, cell.vocab, (cell.rows,), generator=g, device=device)
     confidence = 12 * torch.rand(cell.rows, 1, generator=g, device=device)
     hidden = torch.randn(cell.rows, cell.hidden, generator=g, device=device) + confidence * weight[targets]
-    return hidden.to(cell.dtype), weight.to(cell.dtype), targets, None
-
-
-def _of_entropy(cell: Cell, device: str, g: torch.Generator) -> Inputs:
-    """Random hidden states, scaled until their rows have the mean entropy; the scale is chosen from 64 of them. Targets are
-    sampled from the rows, like those of a policy."""
-    weight = (torch.randn(cell.vocab, cell.hidden, generator=g, device=device) / cell.hidden**0.5).to(cell.dtype)
-    hidden = torch.randn(cell.rows, cell.hidden, generator=g, device=device)
-    some = (hidden[:64].to(cell.dtype) @ weight.t()).float()
-    low, high = 0.0, 1024.0
-    for _ in range(24):  # the entropy falls as the scale grows
-        scale = (low + high) / 2
-        low, high = (scale, high) if float(entropies(scale * some).mean()) > cell.entropy else (low, scale)
-    hidden = ((low + high) / 2 * hidden).to(cell.dtype)
-    targets, reached = [], 0.0
-    for part in row_blocks(cell, 4, device):
-        logits = (hidden[part] @ weight.t()).float()
-        targets.append(torch.multinomial(logits.softmax(-1), 1, generator=g)[:, 0])
-        reached += float(entropies(logits).sum()) / cell.rows
-    return hidden, weight, torch.cat(targets), reached
-
-
-def entropies(logits: Tensor) -> Tensor:
-    return torch.special.entr(logits.softmax(-1)).sum(-1)
+    return hidden.to(cell.dtype), weight.to(cell.dtype), targets
 
 
 #: The sizes of the sets follow figures that prime-rl published for top-k and top-p sampling: 46 % of the rows have a single id,
@@ -446,7 +417,7 @@ def reference(case: Case) -> Result:
                     if batch.logp_terms is not None:
                         value = value + _listed(z, batch, part)
         if not found:
-            entropy[part] = entropies(z)
+            entropy[part] = torch.special.entr(z.softmax(-1)).sum(-1)
             continue
         share = len(z) / cell.rows
         loss += share * value.detach()

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.harness import compilations
 from benchmarks.results import ROOT
-from grpo_kernels import LogitTransform, Objective, Sparse
+from grpo_kernels import LogitTransform, Objective
 from grpo_kernels.formulas.surrogates import Clip
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -60,8 +60,6 @@ RECIPES = {
     "linear_grpo_loss": Recipe(**HEAD, objective="dapo, k3"),
     "linear_grpo_loss, kept sets": Recipe(**HEAD, kept="some"),
     "linear_grpo_loss, wide kept sets": Recipe(**HEAD, kept="long"),
-    "linear_grpo_loss, sparse": Recipe(**HEAD),
-    "linear_grpo_loss, sparse with a seed": Recipe(**HEAD),
     "linear_grpo_loss, divergence": Recipe(**EXACT, others=("whole",)),
     "linear_grpo_loss, several teachers": Recipe(**EXACT, others=("whole", "near")),
     "token_logprobs": Recipe(**LOGPS, **ALL),
@@ -84,7 +82,7 @@ WAITS = {
 #: Those that a trainer would capture in a CUDA graph.
 CAPTURED = (
     *(name for name in RECIPES if name.startswith(("grpo_loss", "token_logprobs"))), "linear_grpo_loss", "linear_grpo_loss, kept sets",
-    "linear_grpo_loss, wide kept sets", "linear_grpo_loss, sparse with a seed", "linear_grpo_loss, divergence",
+    "linear_grpo_loss, wide kept sets", "linear_grpo_loss, divergence",
     "linear_grpo_loss, several teachers", "linear_divergence",
 )  # fmt: skip
 #: A call with its backward: values and gradients.
@@ -107,9 +105,7 @@ def calls(device: str, rows: int, vocab: int, width: int, dtype: str = "bfloat16
     with OnDevice(device):
         for name, recipe in RECIPES.items():
             size = {"lengths": (rows // 4,) * 4, "vocab": vocab, "width": width, "dtype": dtype}
-            sparse = Sparse(seed=torch.zeros((), dtype=torch.int64)) if "seed" in name else Sparse()
-            options = {"sparse": sparse} if "sparse" in name else {}
-            call = Call(replace(recipe, **size), **options)
+            call = Call(replace(recipe, **size))
             found[name] = Made(call.leaves[0].detach(), stepped(call), recipe.source == "logits")
             found[name].step()
     return found

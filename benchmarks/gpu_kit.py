@@ -75,7 +75,7 @@ CASES = {
     "Triton kernels": Cases(
         (
             "rows/triton_cases.py", "rows/test_row_kernels.py", "rows/test_two_row_kernels.py",
-            "rows/test_sparse.py",
+            "rows/test_slot_products.py",
         ),
         12, 0.25,
     ),
@@ -98,7 +98,7 @@ REHEARSED = (
 HEADLINE = ("logits", "hidden", "kept")
 COMPARED = ("logits", "hidden", "active", "kept")
 FURTHER = (
-    "step", "divergence", "sparse", "logits-divergence", "length", "cross-entropy", "hidden-frozen", "logits-forward", "hidden-forward",
+    "step", "divergence", "logits-divergence", "length", "cross-entropy", "hidden-frozen", "logits-forward", "hidden-forward",
     "hidden-sequence", "divergence-forward", "divergence-jsd", "rows", "vocab", "trees", "forms", "logits-forms",
 )  # fmt: skip
 REHEARSED_SUITES = ("kept", "length")  # of them, on a CPU

@@ -1,5 +1,5 @@
 """The launches of our Triton kernels: a list of them, and how to compile them ahead of time without the GPU. Of one stream of
-rows, for rows next to a teacher's rows, for the sparse products of kept sets, and for the columns of sparse gradients."""
+rows, for rows next to a teacher's rows, and for the products over slots of kept sets."""
 
 from __future__ import annotations
 
@@ -120,14 +120,13 @@ class Kind(NamedTuple):
     stores: bool = False  # whether its loop stores a gradient
 
 
-#: The loop of scale_ also handles the end of a row; those of products read ids and values of slots, and store behind the loop;
-#: the selection scans some of its tiles and stores what it takes.
-PRODUCTS, SELECTIONS = ("slot_logits", "add_weight_rows", "add_hidden_rows"), ("select", "masses")
+#: The loop of scale_ also handles the end of a row; those of products read ids and values of slots, and store behind the loop.
+PRODUCTS = ("slot_logits", "add_weight_rows", "add_hidden_rows")
 KINDS = {
     "stats": Kind("visit"), "pull": Kind("visit", stores=True), "fused": Kind("fused", stores=True),
     "scale_": Kind("visit", "memory", counted=False, stores=True),
     "two_stats": Kind("two"), "mixed": Kind("mixed"), "two_pull": Kind("two", stores=True),
-    **dict.fromkeys(PRODUCTS, Kind("slots", "fp32", counted=False)), **dict.fromkeys(SELECTIONS, Kind("select", counted=False)),
+    **dict.fromkeys(PRODUCTS, Kind("slots", "fp32", counted=False)),
 }  # fmt: skip
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", None: "no gradient"}
 SINGLE, HALF, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -160,9 +159,8 @@ class Case:
 
     @property
     def aligned(self) -> bool:
-        """Whether all accesses of a row are aligned. Of the selection: and whole; those of an odd vocabulary are made of single
-        elements."""
-        return self.stride % 16 == 0 and (self.kind.launch != "select" or self.vocab % 16 == 0)
+        """Whether all accesses of a row are aligned."""
+        return self.stride % 16 == 0
 
     # ---- the figures that budgets are computed from
 
@@ -223,9 +221,9 @@ class Case:
         objective = replace(OBJECTIVES[self.objective], entropy_coef=0.01 if self.entropy else 0.0)
         of_tokens, transform = token_rows(n, objective, self.without), TRANSFORMS[self.transform](n)
         second = None if teacher is None else Second(teacher, transform, self.divergence, 0.5)
-        read = of_tokens.read if second is None and self.kind.launch != "select" else None
+        read = of_tokens.read if second is None else None
         rows = LogitRows(logits, of_tokens.targets, read, transform, second)
-        partials, starts = Partials.not_read(self.partials, n, logits.device, second), torch.zeros(n, dtype=torch.int64)
+        partials = Partials.not_read(self.partials, n, logits.device, second)
         slopes = (
             "target",
             *("constant", "log") * self.entropy,
@@ -247,10 +245,6 @@ class Case:
                 KERNELS.pull(rows, partials, Slopes(torch.ones(len(slopes), n), slopes), out)
             case "scale_":
                 KERNELS.scale_(logits, torch.ones(()))
-            case "select":
-                KERNELS.select(rows, partials, 1 / 256, starts)
-            case "masses":
-                KERNELS.masses(rows, partials, 1 / 256)
 
     def _multiply(self) -> None:
         """Over the slots of kept sets. The weight, or the hidden states: the first matrix sets the width of an access."""
@@ -366,8 +360,6 @@ def cases() -> list[Case]:
             found += more
     for kernel, (read, second), width in product(PRODUCTS, MATRICES, (4096, 1001)):
         found.append(Case(kernel, read, second, vocab=width, stride=width))
-    for kernel in SELECTIONS:
-        found += [*(Case(kernel, dtype) for dtype in (HALF, FP16)), *_varied(Case(kernel, SINGLE))]
     # A gradient is of those that store one.
     return list(
         dict.fromkeys(

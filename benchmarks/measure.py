@@ -6,7 +6,6 @@ that fails, has a row with the reason."""
 from __future__ import annotations
 
 import gc
-import math
 import time
 import warnings
 from collections.abc import Callable
@@ -26,9 +25,6 @@ from benchmarks.tables import Record, Row
 #: row or one missing term.
 FULL = {"loss": 1e-4, "gradient": 1e-4, "worst row": 1e-3, "parameter": 1e-4, "value": 1e-4}
 HALF = {"loss": 1e-2, "gradient": 3e-2, "worst row": 0.3, "parameter": 0.1, "value": 0.15}
-#: The same limits for one draw of a gradient. A row may be off by more than its norm, which is small if the target's p is near
-#: 1.
-NOISE = {"gradient": 0.5, "worst row": math.inf}
 
 
 class DeviceLost(RuntimeError):
@@ -91,13 +87,12 @@ def measure(
     limit = min(limits, key=lambda x: x["ms"], default=None)
     for row in (row for row in found if "ms" in row):
         row |= {"x_copy": row["ms"] / times["copy"]["ms"]} if "copy" in times else {}
-    reached = {} if case.entropy is None else {"entropy_reached": round(case.entropy, 3)}
     whole = {"limit": limit, "providers": found, "seconds": round(time.perf_counter() - begin, 1)}
-    return describe(cell) | reached | whole | state
+    return describe(cell) | whole | state
 
 
 def _row(provider: Provider) -> Row:
-    return {"name": provider.name} | {x: getattr(provider, x) for x in ("limit", "part", "drawn") if getattr(provider, x)}
+    return {"name": provider.name} | {x: getattr(provider, x) for x in ("limit", "part") if getattr(provider, x)}
 
 
 def _checked(
@@ -119,7 +114,7 @@ def _checked(
             baseline = memory_in_use(device) if device == "cuda" else None
             scale = float(case.batch.advantages.abs().mean())
             row["errors"] = _attempt(provider, device, lambda: errors(_fresh(run)(), expected, scale))
-            off = outside_gate(case.cell, row["errors"], provider.drawn)
+            off = outside_gate(case.cell, row["errors"])
             if off is not None:
                 return row | {"status": "wrong", "reason": off}
             if memory:
@@ -158,17 +153,14 @@ def describe(cell: Cell) -> Record:
     return asdict(cell) | {"dtype": str(cell.dtype).removeprefix("torch.")}
 
 
-def outside_gate(cell: Cell, found: dict[str, float], drawn: bool = False) -> str | None:
-    """The first error that rounding cannot explain, in words; None if there is none. For a gradient that is `drawn`, the first
-    that noise around the dense gradient cannot explain."""
+def outside_gate(cell: Cell, found: dict[str, float]) -> str | None:
+    """The first error that rounding cannot explain, in words; None if there is none."""
     for name, value in found.items():
         kind = "worst row" if name.endswith("worst row") else "gradient" if name.startswith("d_") else name
         kind = {"gradients": "parameter", "logps": "value", "entropy": "value"}.get(kind, kind)
         most = (FULL if cell.dtype == torch.float32 else HALF)[kind]
         if cell.contract in DIRECTIONS and kind == "worst row":
             most *= 2  # where two rows nearly agree, their difference is mostly the rounding of the logits
-        if drawn and name != "loss":
-            most = NOISE[kind]
         if not value <= most:  # NaN as well
             return f"{name} is off by {value:.1e}, more than {most:.0e}"
     return None
@@ -177,7 +169,7 @@ def outside_gate(cell: Cell, found: dict[str, float], drawn: bool = False) -> st
 def derived(cell: Cell, ms: float) -> Row:
     """Rates from a time. GB/s: as if the logits were read once (1U), or read and written once (2U). TFLOP/s: of the products
     that are needed, where rows of zero advantage (a share 1 - a) take part in the first product only."""
-    if cell.contract in ("step", "kept", "sparse", "trees", *DIRECTIONS):  # whose work is not known before, or has no one rate
+    if cell.contract in ("step", "kept", "trees", *DIRECTIONS):  # whose work is not known before, or has no one rate
         return {}
     if cell.hidden is None:
         rate = cell.rows * cell.vocab * cell.dtype.itemsize / 1e6 / ms

@@ -100,7 +100,7 @@ def _call(part: Any) -> str:
 # ---- ours beside the fastest other
 
 SCALED = "upstream 0.5"  # a variant of ours that only the tables show
-WITHOUT_PEERS = ("kept", "sparse")  # no other project has these operations
+WITHOUT_PEERS = ("kept",)  # no other project has this operation
 PROMISED = 64  # rows
 #: How the names of plain PyTorch begin: a user who has it needs nothing else.
 PLAIN = (EAGER, "pairs in PyTorch", "torch.compile", "torch linear_cross_entropy")

@@ -5,7 +5,7 @@ GPU is needed.
 
 Compiles the kernels for each target as the library launches them, and reads the binary (AMD: the assembly). Exits with 1 when a
 budget (see `broken`) is exceeded. Nothing is timed. Figures per logit are counted in the machine code of the loops over a row,
-see `benchmarks/assembly.py`; not those of `scale_` and of the sparse products, whose loops do more. Run it with each version of
+see `benchmarks/assembly.py`; not those of `scale_` and of the products over slots, whose loops do more. Run it with each version of
 Triton that is supported, because they order loads differently. `--write` saves the outcome of the budgets in
 results/budgets.json, for docs/gpu.md."""
 

@@ -124,9 +124,7 @@ def each(field: str, values: tuple[float, ...], contract: str, *shapes: Shape, *
 SEQUENCES = (OURS, EAGER, "torch.compile", "TRL fused head + loss", "torch linear_cross_entropy + loss")
 KEPT = ("grpo_kernels, into weight_grad", OURS, "pairs in PyTorch, autograd")
 DIVERGENCES = (OURS, "TRL chunked divergence + mean")
-SPARSE = (OURS, *(f"grpo_kernels, sparse 1/{fraction}" for fraction in (64, 256, 1024)))
 VOCABULARIES = (32768, 65536, LLAMA, QWEN, GEMMA)
-ENTROPIES = (0.6, 0.3, 2.0, 6.0)  # mean, in nats
 SHARED, TREES = (0.0, 0.5, 0.875), (OURS, "grpo_kernels, rollouts one by one")
 SHARES = (1.0, 0.5, 0.25, 0.75, 0.125)  # with an advantage; those of the targets first
 MANY = (1000, 1024, QWEN)
@@ -146,13 +144,6 @@ SUITES = {
             "kept", "Loss and gradients over kept sets, from hidden states", "kept",
             plan("kept", (256, 1024, QWEN)) + plan("kept", (8192, 1024, QWEN), only=KEPT),
             gpu("kept", (256, 1024, QWEN), (8192, 1024, QWEN)),
-        ),
-        Suite(
-            # Many rows are measured at two entropies, and only with ours: a cell takes minutes.
-            "sparse", "Loss and sparse gradients, by the mean entropy of the rows", "sparse",
-            each("entropy", ENTROPIES, "sparse", (256, 1024, QWEN))
-            + each("entropy", (0.6, 6.0), "sparse", (2048, 1024, QWEN), only=SPARSE),
-            each("entropy", ENTROPIES, "sparse", LARGE, dtypes=(BF16,)),
         ),
         Suite(
             "trees", "Loss and gradients of rollouts that share rows, from hidden states", "trees",

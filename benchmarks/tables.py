@@ -26,10 +26,6 @@ LEGEND = """ms: median of n runs, interleaved; p20, p80: quantiles; host ms: of 
 U: the bytes of the logits, N x V; NHV: tokens x hidden x vocabulary.
 limit: what the hardware needs for the least that the contract asks for, measured in the same run (the fastest of those named so).
 error: the worst of the loss (by the mean |advantage|), gradients and their worst row (relative), log-probs and entropy."""
-#: The note below a table with rows whose gradient is drawn.
-DRAWN = (
-    "Errors of gradients in sparse rows are those of one draw: unbiased noise around the dense gradient, not a wrong result."
-)
 
 
 # ---- text
@@ -77,12 +73,8 @@ def megabytes(row: Row) -> str:
 
 
 def worst(row: Row) -> str:
-    """The largest error; for a gradient that is drawn, the relative noise of all rows together."""
-    if not row.get("errors"):
-        return ""
-    if row.get("drawn"):
-        return f"noise {max(x for name, x in row['errors'].items() if 'worst row' not in name):.1%}"
-    return f"{max(row['errors'].values()):.0e}"
+    """The largest error."""
+    return f"{max(row['errors'].values()):.0e}" if row.get("errors") else ""
 
 
 def label(row: Row) -> str:
@@ -131,9 +123,8 @@ LOSSES = {"gspo": "GSPO", "gspo-frozen": "GSPO with a frozen head", "vespo": "VE
 
 def size(cell: Cell) -> str:
     """The shape of a cell, and what else its rows were made for."""
-    entropy, shared, loss = cell.get("entropy"), cell.get("shared"), LOSSES.get(cell["contract"])
+    shared, loss = cell.get("shared"), LOSSES.get(cell["contract"])
     parts = [" x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x]), loss]
-    parts += [entropy is not None and f"mean entropy {cell.get('entropy_reached', entropy):.2f} nats"]
     return ", ".join(filter(None, [*parts, shared is not None and f"{100 * shared:g} % of the rows shared"]))
 
 
@@ -164,7 +155,7 @@ def headline(*records: Record) -> list[list[Cell]]:
     shapes: dict[tuple, list[Cell]] = {}
     for record in records:
         for cell in record["cells"]:
-            shape = (cell["rows"], cell["hidden"], cell["vocab"], cell["active"], cell.get("entropy"))
+            shape = (cell["rows"], cell["hidden"], cell["vocab"], cell["active"])
             shapes.setdefault(shape, []).append(cell | {"kind": record["machine"]["kind"]})
     enough = [cells for cells in shapes.values() if cells[0]["rows"] >= BATCH] or [*shapes.values()]
     return [enough[0], enough[-1]] if enough[0][0]["rows"] < enough[-1][0]["rows"] else enough[:1]
@@ -240,7 +231,6 @@ def details(cell: Cell, markdown: bool = True) -> str:
     table = [[*columns], *([show(row) for show in columns.values()] for row in rows)]
     kept = [i for i in range(len(columns)) if i == 0 or any(line[i] for line in table[1:])]
     notes = [f"{label(row)}, ms: {ways(row)}." for row in rows if row.get("ways")]
-    notes += [DRAWN] * any(row.get("drawn") for row in rows)
     notes += [f"CUDA's allocator asked again {n} times while this was timed." for n in [cell.get("alloc_retries")] if n]
     parts = [render([[line[i] for i in kept] for line in table], markdown), *notes, *reasons([cell])]
     return "\n\n".join(parts)

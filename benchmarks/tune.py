@@ -1,6 +1,6 @@
 """Finds the fastest launch settings: threads, accesses in flight, programs per multiprocessor, cache hints and tiles in
-registers of the row kernels, of one stream and of two; of the selection of columns and the sparse products; and from hidden
-states the bytes of a chunk of logits and of a block of gradients.
+registers of the row kernels, of one stream and of two; of the products over slots; and from hidden states the bytes of a chunk
+of logits and of a block of gradients.
 
     python -m benchmarks.tune [--kind fused visit ...] [--seconds 0.05] [--json FILE] [--small]
 
@@ -43,7 +43,7 @@ from grpo_kernels.rows.backends import triton as backend
 from grpo_kernels.rows.backends.triton.launch import FUSED, Choice
 
 #: The kinds of settings, the most valuable first, and the share of the time for each.
-KINDS = {"fused": 3.5, "visit": 2.0, "fused32": 3.5, "chunk": 2.5, "two": 1.5, "mixed": 1.0, "select": 0.7, "slots": 0.7}
+KINDS = {"fused": 3.5, "visit": 2.0, "fused32": 3.5, "chunk": 2.5, "two": 1.5, "mixed": 1.0, "slots": 0.7}
 #: A setting replaces that of the package only if it is faster by more than this share: a smaller difference may be noise.
 GAIN = 0.02
 REGISTERS = 65536  # of a multiprocessor
@@ -51,7 +51,7 @@ SHARED = 224 << 10  # bytes, of those that can copy ahead
 MIB = 1 << 20
 #: (threads, accesses, programs per multiprocessor) to try in all combinations: of the kernels of rows, and of others.
 OF_A_ROW = ((256, 512, 1024), (1, 2, 4, 8), (1, 2, 4))
-SHAPES = {"select": ((128, 256, 512, 1024), (1, 2), (1, 2, 4)), "slots": ((64, 128, 256, 512), (1, 2), (2, 4))}
+SHAPES = {"slots": ((64, 128, 256, 512), (1, 2), (2, 4))}
 
 
 # ---- settings, and where the package keeps them
@@ -190,7 +190,6 @@ def workloads(small: bool) -> list[Workload]:
         Workload("chunk", "grpo_kernels", Cell("hidden", rows, vocab, dtype, narrow)),
         Workload("two", "grpo_kernels, in place", Cell("logits-divergence", *beside)),
         Workload("mixed", "grpo_kernels", Cell("divergence-jsd", *beside, narrow)),
-        Workload("select", "grpo_kernels, sparse 1/256", Cell("sparse", few, vocab, dtype, narrow, entropy=0.6)),
         Workload("slots", "grpo_kernels", Cell("kept", rows, vocab, dtype, narrow)),
     ]
 

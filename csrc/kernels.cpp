@@ -1,7 +1,6 @@
 // All kernels over rows, compiled once per instruction set, which GRPO_ISA names: each copy exports one table, and module.cpp picks
 // one at run time. C++ library headers are not included: their inline functions, compiled here for AVX-512, could replace those of
 // other files at link time and crash on processors without AVX-512.
-#include "select.h"
 #include "sparse.h"
 #include "two_rows.h"
 
@@ -39,6 +38,6 @@ void fused(const FusedJob& job, int64_t i, const TermMemory& scratch) {
 #define TABLE(isa) JOINED(kernels_, isa)
 
 extern const Kernels TABLE(GRPO_ISA);
-const Kernels TABLE(GRPO_ISA) = {QUOTED(GRPO_ISA), stats, mixed, pull, fused, fused_row_of_tokens, scale, select, slot_logits, slot_sums};
+const Kernels TABLE(GRPO_ISA) = {QUOTED(GRPO_ISA), stats, mixed, pull, fused, fused_row_of_tokens, scale, slot_logits, slot_sums};
 
 }  // namespace grpo

@@ -201,23 +201,6 @@ struct ScaleJob {
     float factor;
 };
 
-// ---- the columns of a sparse gradient, see rows/selection.py
-
-// A grid step is 2^STEP_BITS units of mass.
-constexpr int STEP_BITS = 31;
-
-struct SelectJob {
-    Stream own;
-    const int64_t* targets;  // columns; a target outside the vocabulary is ignored
-    Vectors<PARTIALS> of;    // of whole rows
-    float per_unit;          // the units of a probability of 1
-    const int64_t* starts;   // the start of each row's running sum; may be null if `ids` is null
-    int64_t capacity;        // the most columns taken of a row
-    int32_t* ids;            // [n, capacity], -1 in unused places; null: only masses are computed
-    float* taken;            // [n, capacity]: their logits, before the transform
-    int64_t* masses;         // [n]: the total units of the columns that are sampled; may be null
-};
-
 // ---- products over slots, see rows/ragged.py
 
 // A matrix with unit stride within a row.
@@ -270,7 +253,6 @@ struct Kernels {
     void (*fused)(const FusedJob&, int64_t i, const TermMemory&);
     void (*fused_tokens)(const FusedJob&, int64_t i, const TermMemory&, const IdMemory&);
     void (*scale)(const ScaleJob&, int64_t begin, int64_t end);
-    void (*select)(const SelectJob&, int64_t i);
     void (*slot_logits)(const SlotLogits&, int64_t begin, int64_t end);  // slots
     // Computes these columns of the sums of the keys whose first slot is in [begin, end).
     void (*slot_sums)(const SlotSums&, int64_t begin, int64_t end, int64_t first_column, int64_t last_column);

@@ -210,17 +210,6 @@ void scale(uintptr_t data, int dtype, int64_t count, float factor, int threads) 
     each_range(count, 65536, threads, [&](int64_t begin, int64_t end) { kernels->scale(job, begin, end); });
 }
 
-void select(const LogitRows& own, uintptr_t targets, const Named& of, float per_unit, uintptr_t starts, int64_t capacity, uintptr_t ids,
-            uintptr_t taken, uintptr_t masses, int threads) {
-    const int64_t n = own.rows.count;
-    check_threads(threads);
-    check_size("capacity", capacity, 0);
-    const SelectJob job{own, vector<int64_t>("targets", targets, n), of.vectors<PARTIALS>(n, bits(MAX, SUM)), per_unit,
-                        vector<int64_t>("starts", starts, n, !ids), capacity, vector<int32_t>("ids", ids, n, true),
-                        vector<float>("taken", taken, n, !ids), vector<int64_t>("masses", masses, n, true)};
-    each_row(job, threads, &Kernels::select);
-}
-
 // ---- products over slots. The contents of ids and rows are not checked.
 
 // Slots in a range: few enough that each thread gets several ranges, and enough that waiting for the first rows costs little.
@@ -379,7 +368,6 @@ NB_MODULE(_cpu, m) {
     m.def("fused", &fused, nb::arg("program"), nb::arg("numbers"), nb::arg("inputs"), nb::arg("with_entropy"), nb::arg("own"), second,
           nb::arg("targets"), nb::arg("read"), nb::arg("out").none(), nb::arg("to"), nb::arg("threads"), nb::arg("tokens").none());
     m.def("scale", &scale);
-    m.def("select", &select);
     m.def("slot_logits", &slot_logits);
     m.def("add_weight_rows", &add_weight_rows);
     m.def("add_hidden_rows", &add_hidden_rows);

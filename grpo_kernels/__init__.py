@@ -28,7 +28,6 @@ from .model import loss_from_model
 from .objective import Denominators, Objective
 from .rewards.advantages import group_advantages
 from .rows.backends import use
-from .rows.selection import Sparse
 from .streams import Head, LogitTransform, Options
 from .token_sets import TokenSets
 
@@ -56,7 +55,6 @@ __all__ = [
     "Options",
     "PolicyGradient",
     "Sapo",
-    "Sparse",
     "TokenBatch",
     "TokenLogprobs",
     "TokenSets",

@@ -18,7 +18,6 @@ from .rows.hidden import Hidden
 from .rows.partials import partials_of
 from .rows.ragged import KeptRows, Ragged, Tokens
 from .rows.run import Rows, of_tokens, statistics
-from .rows.selection import Sparse
 from .rows.stream import Known, Logits, Seconds, Stream, Visit, one_of, read_beside
 from .streams import Options
 from .token_sets import TokenSets, check_ids, narrowed, without_set
@@ -36,7 +35,6 @@ class Asked(NamedTuple):
     exact    which divergence that is.
     at       further ids of rows, whose log-probs are wanted.
     rows     (visited, active) of `Visit`, where the caller knows them.
-    sparse   how columns are drawn for the gradient.
     tokens   the tokens of the rows, where a row may have several: targets, sets and `at` are then theirs, as are the results.
     kind     of the divergence from a second stream that is read in the same visit; "": there is none."""
 
@@ -50,7 +48,6 @@ class Asked(NamedTuple):
     exact: Exact | None = None
     at: Ragged | None = None
     rows: tuple[Tensor, int] | None = None
-    sparse: Sparse | None = None
     tokens: Tokens | None = None
     kind: str = ""
 
@@ -69,9 +66,8 @@ def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, T
     the vocabulary, those of `Asked.names`, "at" [k] and, with `Asked.over`, "whole_logps" over the vocabulary."""
     if torch.compiler.is_compiling():
         traced = Visit(
-            asked.targets, asked.read, partials_of(asked.names), sparse=asked.sparse, statistics=asked.names,
-            with_gradient=asked.with_gradient,
-        )  # fmt: skip
+            asked.targets, asked.read, partials_of(asked.names), statistics=asked.names, with_gradient=asked.with_gradient
+        )
         return statistics(TracedRows((traced,), stream, options.backend, options.strict), stream.tensors)[0]
     if torch._C._are_functorch_transforms_active():  # they may have wrappers
         asked = asked._replace(targets=plain(asked.targets), read=None if asked.read is None else plain(asked.read))
@@ -145,14 +141,14 @@ def _over_vocabulary(stream: Stream, asked: Asked, in_one: bool) -> Visit:
         targets, at = tokens.of_any, tokens.pairs.slots
     sets = kept if asked.read is None and not all_rows else None
     index, active = asked.rows or (_indexed(stream, targets, read, sets), None)
-    more = asked.with_gradient or others or known or all_rows or asked.sparse is not None or beside_target
+    more = asked.with_gradient or others or known or all_rows or beside_target
     ahead = False
     if index is not None and torch.is_grad_enabled() and not more:  # log-probs alone, whose gradient the forward can make
         hidden, weight, bias = stream.tensors
         ahead = hidden.requires_grad and not (weight.requires_grad or (bias is not None and bias.requires_grad))
     names = _partials(asked.names, asked.kind)
     return Visit(
-        targets, read, names, others, index, active, at, tokens, asked.sparse, all_rows=all_rows, ahead=ahead,
+        targets, read, names, others, index, active, at, tokens, all_rows=all_rows, ahead=ahead,
         statistics=asked.names, with_gradient=asked.with_gradient,
     )  # fmt: skip
 

@@ -44,7 +44,6 @@ from .rows.backends import Backend
 from .rows.hidden import Hidden, WeightMemory
 from .rows.parallel import VocabShard, check_shard, is_managed, on_shard, refuse_managed
 from .rows.partials import TRANSFORMED, RowTransform
-from .rows.selection import Sparse
 from .rows.stream import Known, Logits, Other, Seconds, Stream
 from .token_sets import TokenSets, check_sets
 
@@ -138,13 +137,6 @@ class Head(Checked):
 
 OVER = ("kept", "vocabulary")
 
-#: Why nothing is left out of a gradient.
-NO_PRODUCT = "logits that exist have no product to save: start from hidden states (linear_grpo_loss, linear_logprobs)"
-NOT_BOUNDED = (
-    "the gradient of an exact divergence has parts that the policy's probabilities do not bound (log q where q is small, or q "
-    "itself), so that what is left out would have no bounded error"
-)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Options(Checked):
@@ -156,7 +148,6 @@ class Options(Checked):
     strict          True: a fallback to another backend is an error, and so is a NaN in numbers of a trained token.
     skip_inactive   True: a loss does not read rows that cannot contribute (zero advantage or weight, and neither KL nor entropy
                     bonus, at token level); out.logps and out.entropy hold 0 there. Loss and gradient are the same.
-    sparse          `Sparse`: gradients from hidden states by few columns of each row, unbiased, for a third of the products.
     shard           logits, or weight and bias and those of a reference, are this rank's part of a vocabulary cut over a group:
                     see `distributed.VocabShard`.
     weight_grad     [V, H], fp32 or the weight's dtype: memory that the backward adds the gradient of weight into; autograd
@@ -172,7 +163,6 @@ class Options(Checked):
     backend: str = "auto"
     strict: bool = False
     skip_inactive: bool = False
-    sparse: Sparse | None = None
     shard: VocabShard | None = None
     weight_grad: Tensor | None = None
     missing: str | None = None
@@ -188,7 +178,6 @@ class Options(Checked):
         for name in ("skip_inactive", "strict"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "pass True or False.")
         backends.check_name(self.backend)
-        require(self.sparse is None or isinstance(self.sparse, Sparse), "sparse", self.sparse, "pass a Sparse, or None.")
         if self.shard is not None:
             check_shard(self.shard)
 
@@ -203,15 +192,8 @@ class Options(Checked):
 DEFAULTS = Options()
 
 
-def refuse_sparse(options: Options, reason: str) -> None:
-    """Raise ValueError where the gradient is to have few columns and cannot."""
-    if options.sparse is not None:
-        raise ValueError(f"sparse={options.sparse!r}: {reason}; leave it out of the options.")
-
-
-def refuse_with_rows(transform: LogitTransform | None, options: Options) -> None:
+def refuse_with_rows(transform: LogitTransform | None) -> None:
     """Raise ValueError for what several tokens of a row are not combined with."""
-    refuse_sparse(options, "the columns of a row are drawn for one token, and with rows= it may have several")
     temperature = as_transform(transform).temperature
     remedy = "with rows= the tokens of a row share its softmax: pass one temperature, as a number."
     require(not isinstance(temperature, Tensor), "temperature", temperature, remedy)
@@ -224,7 +206,6 @@ def as_options(options: Options | None, head: object) -> Options:
     if not isinstance(options, Options):
         raise ValueError(f"options is a {type(options).__name__}: pass Options, for example Options(backend='eager').")
     if head is None:
-        refuse_sparse(options, NO_PRODUCT)
         if options.weight_grad is not None:
             raise ValueError("weight_grad is given, but logits come without the weight of a head: leave it out of the options.")
     return options
@@ -241,7 +222,7 @@ def refuse_keywords(function: Callable[..., Any], given: dict[str, Any], known: 
 
 def _place_of(name: str, known: Sequence[str]) -> str:
     """Where a keyword belongs that a function with the parameters `known` does not have; "" where it belongs nowhere."""
-    if name in ("bias", "weight_grad", "sparse") and "logits" in known:  # of a head, which logits are without
+    if name in ("bias", "weight_grad") and "logits" in known:  # of a head, which logits are without
         return ""
     if name in (f.name for f in fields(Options)):
         return f"Pass options=Options({name}=...)."
@@ -307,7 +288,7 @@ def stream_of(
     options, device, transform = policy.options, policy.device, policy.transform
     shard, of_rows, compiling = options.shard, TRANSFORMED, torch.compiler.is_compiling()
     if policy.shared:
-        refuse_with_rows(transform, options)
+        refuse_with_rows(transform)
     if transform is not None:
         of_rows = as_transform(transform).for_rows(policy.shape, policy.mask, policy.cu_seqlens, device)
     backend = cast(Backend, None)  # in a graph it is picked when the graph runs
@@ -426,15 +407,6 @@ def _local(name: str, x: Tensor, partial: bool) -> Tensor:
     from torch.distributed.tensor import Partial
 
     return x.to_local(grad_placements=[Partial()] * len(placements) if partial else None)  # type: ignore[attr-defined]
-
-
-def draws(sparse: Sparse, stream: Stream) -> Sparse | None:
-    """How columns are drawn for the gradient of a head; None where there is no gradient."""
-    needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in stream.tensors)
-    if not needed and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()):
-        return None
-    sparse.check(stream.tensors[0].device)
-    return sparse
 
 
 # ---- second streams: what `reference=` and `ref_logits=` may be, checked against the policy's rows

@@ -147,18 +147,9 @@ FAULTS: list[Fault] = [
         ),
         ("the bias's gradient is that of the last chunk", "self.d_bias += ", "self.d_bias = ", RELATIONS),
         (
-            "columns are drawn under another row's number", "draws.take(block.places, self",
-            "draws.take(torch.arange(len(block.places)), self", SETS,
-        ),
-        (
             "the heads of several teachers are the first one's",
             'if id(stream) not in self._made:\n            self._made[id(stream)] = _products(stream)\n        own = self._made[id(stream)]',
             'if not self._made:\n            self._made[0] = _products(stream)\n        own = self._made[0]', COMBINATIONS,
-        ),
-        ("first_row is not counted", "starts(sparse.seed, block.places + sparse.first_row)", "starts(sparse.seed, block.places)", SETS),
-        (
-            "targets of a shard are not moved", "own = visit.targets if shard is None else visit.targets - shard.start",
-            "own = visit.targets", RANKS,
         ),
         ("rows whose slopes cancel are left out", "nonzero = nonzero.index_fill(0, slots.rows[values != 0], True)", "pass"),
         ("the bias gets nothing from sets", "self.backend.add_hidden_rows(values, slots, ones, self.d_bias[:, None])", "pass"),
@@ -194,13 +185,6 @@ FAULTS: list[Fault] = [
         ("memory is given out twice", "if block.lease() is None and size", "if size"),
         ("zeros are not written", "return empty(shape, dtype, device).zero_()", "return empty(shape, dtype, device)", AUTOGRAD),
     ),
-    *of("grpo_kernels/rows/selection.py", SETS,
-        (
-            "the generator shifts by another number", "_shifted(x, 27)", "_shifted(x, 26)", "tests/rows/test_sparse.py",
-        ),
-        ("the target counts with the step", "torch.where(is_target, p, p.clamp(min=step))", "p.clamp(min=step)"),
-        ("logits stay when rows are sorted", "ids, logits = ids[order], logits[order]", "ids = ids[order]"),
-    ),
     *of("grpo_kernels/rows/ragged.py", SHARED,
         ("sums over equal pairs are in the order of tokens", "x[self.order].double()", "x.double()"),
         ("rows of one sequence are in two groups", "last[of], \"amax\").cummax(0).values", "last[of], \"amax\")"),
@@ -220,7 +204,6 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/rows/parallel.py", RANKS,
-        ("a rank counts its own mass twice", "everyone[:, -1:] < start", "everyone[:, -1:] <= start"),
         ("the gradient of padding is left as it was", "padding[at // out.shape[1], at % out.shape[1]] = 0", "pass"),
         (
             "ids of a rank count from 0", "torch.full((1, rows.n), self.shard.start, dtype", "torch.full((1, rows.n), 0, dtype",
@@ -402,10 +385,6 @@ FAULTS: list[Fault] = [
         (
             "rows of a temperature each have that of none",
             "inv_temperature if inv_temperatures is None else inv_temperatures", "inv_temperature",
-        ),
-        (
-            "a number of a row is not counted in a graph", "Sparse(step, seed if seeds is None else seeds, first_row)",
-            "Sparse(step, seed if seeds is None else seeds)",
         ),
     ),
     *of("grpo_kernels/model.py", "tests/core/test_model.py",
@@ -860,10 +839,6 @@ FAULTS: list[Fault] = [
             "an id that is not cut leaves its sum in a piece", "others = _is_at(ids, p + 2 * PIECE - 1, m, id)",
             "others = _is_at(ids, p + PIECE - 1, m, id)",
         ),
-        (
-            "columns are stored one place late", "place = count + tl.cumsum(taken, axis=0) - 1",
-            "place = count + tl.cumsum(taken, axis=0)",
-        ),
         ("no barrier before the gradient overwrites the teacher", "tl.debug_barrier()  # between", "# between"),
     ),
     *of("grpo_kernels/rows/backends/triton/one_row.py", COMPILED,
@@ -1007,12 +982,6 @@ FAULTS: list[Fault] = [
         (
             "a key starts from the sum of the one before", "first = p >= job.count || places.key(p) != key;",
             "first = p >= job.count;",
-        ),
-    ),
-    *of("csrc/select.h", "tests/rows/test_sparse.py",
-        (
-            "the target's mass counts", "if (has_target && units[target - j] < WHOLE_STEP) sum -= int64_t(units[target - j]);",
-            "",
         ),
     ),
     *of("csrc/products.cpp", COMBINATIONS,

@@ -42,7 +42,6 @@ class Provider:
     limit: bool = False  # not a contender: the least time that the hardware needs for the contract
     part: str | None = None  # for a limit: one way to compute this part of it; the fastest way counts
     beside: bool = False  # it computes another contract, as its name says: it is timed for comparison and not checked
-    drawn: bool = False  # its gradient is the dense one with unbiased noise: its errors are shown and checked as noise
     memory: Callable[[Cell], float] | None = None  # bytes beyond the inputs, for providers that may need more than is free
 
     @property

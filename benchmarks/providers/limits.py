@@ -122,7 +122,7 @@ class _OursInChunks(_Ours):
             raise Unavailable("the engine takes all rows at once")
 
 
-BACKWARD = ("hidden", "hidden-frozen", *OF_SEQUENCES, "sparse", "cross-entropy", "trees", "forms", *BETAS)
+BACKWARD = ("hidden", "hidden-frozen", *OF_SEQUENCES, "cross-entropy", "trees", "forms", *BETAS)
 #: The products, and the contracts that need each.
 PARTS = {
     "teacher logits": tuple(BETAS), "logits": (*BACKWARD, "hidden-forward"), "d_hidden": BACKWARD,

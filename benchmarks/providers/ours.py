@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from grpo_kernels import (
     Exact,
     Objective,
     Options,
-    Sparse,
     TokenBatch,
     grpo_loss,
     linear_divergence,
@@ -71,22 +69,20 @@ def loss_of(case: Case, inputs: tuple[Tensor, ...], spec: Objective, batch: Toke
 
 def loss(
     name: str, *contracts: str, upstream: float = 1.0, inplace: bool = False, into: bool = False, backend: str | None = None,
-    fraction: int = 0, spec: Objective | None = None, one_by_one: bool = False, without_terms: bool = False, **fields: Any,
+    spec: Objective | None = None, one_by_one: bool = False, without_terms: bool = False, **fields: Any,
 ) -> None:  # fmt: skip
     """Registers a way to call the whole loss. An `upstream` gradient other than 1 costs a scaling of the gradient; the
     normalizer is multiplied by it too, so that the result is the same. into: the gradient of the weight is added to existing
-    memory, as trainers do that sum it over micro-batches. fraction: the gradient of the head from columns that are drawn, in
-    each run others, on steps of 1/fraction. one_by_one: with a row for each token, where tokens share them.
-    without_terms: without those at listed ids."""
+    memory, as trainers do that sum it over micro-batches. one_by_one: with a row for each token,
+    where tokens share them. without_terms: without those at listed ids."""
 
     def make(case: Case) -> Call:
-        of, kernels, seeds = spec or objective(case), backend or native(case), count()
+        of, kernels = spec or objective(case), backend or native(case)
         how = {"inplace": True} if inplace else {}
         how |= {"normalizer": upstream * case.cell.rows} if upstream != 1 else {}
 
         def run() -> Result:
-            sparse = Sparse(1 / fraction, next(seeds)) if fraction else None
-            options = Options(backend=kernels, sparse=sparse, weight_grad=case.weight_grad if into else None)
+            options = Options(backend=kernels, weight_grad=case.weight_grad if into else None)
             inputs = (case.output(),) if inplace else case.inputs()
             batch = case.plain_batch if without_terms else batch_of(case) if spec is None else replace(case.batch)
             if one_by_one:
@@ -105,7 +101,7 @@ loss(", new gradient", "logits")
 loss(", in place, upstream 0.5", "logits", inplace=True, upstream=0.5)
 loss(", new gradient, upstream 0.5", "logits", upstream=0.5)
 loss(", into weight_grad", "kept", into=True)
-loss("", "hidden", "hidden-frozen", *OF_SEQUENCES, "sparse", "kept", "cross-entropy", "trees", "forms", *BETAS)
+loss("", "hidden", "hidden-frozen", *OF_SEQUENCES, "kept", "cross-entropy", "trees", "forms", *BETAS)
 loss(", without terms", "forms", without_terms=True, beside=True)
 loss(", in place, without terms", "logits-forms", inplace=True, without_terms=True, beside=True)
 loss(", rollouts one by one", "trees", one_by_one=True)
@@ -142,5 +138,3 @@ loss(", eager backend, into weight_grad", "kept", into=True, backend="eager")
 loss(", the whole DAPO loss", "cross-entropy", spec=Objective.preset("dapo"), beside=True)
 loss(", linear loss", "step")
 loss(", logits loss", "step", inplace=True)
-for _fraction in (64, 256, 1024):
-    loss(f", sparse 1/{_fraction}", "sparse", fraction=_fraction, drawn=True)

@@ -23,7 +23,7 @@ def _cce(case: Case, **how: object) -> Logps:
     return lambda hidden, weight: -cross_entropy(hidden, weight, targets, reduction="none", **how)
 
 
-@logps_provider("CCE, filtered (flat states)", "hidden", "hidden-frozen", "sparse", devices=("cuda",), dtypes=HALF)
+@logps_provider("CCE, filtered (flat states)", "hidden", "hidden-frozen", devices=("cuda",), dtypes=HALF)
 @logps_provider("CCE", "hidden-forward", devices=("cuda",), dtypes=HALF)
 def filtered(case: Case) -> Logps:
     return _cce(case)
@@ -34,7 +34,7 @@ def unfiltered(case: Case) -> Logps:
     return _cce(case, filter_eps=None)
 
 
-@logps_provider("CCE (torch.compile)", "hidden", "hidden-frozen", "sparse", "cross-entropy", "hidden-forward")
+@logps_provider("CCE (torch.compile)", "hidden", "hidden-frozen", "cross-entropy", "hidden-forward")
 def compiled(case: Case) -> Logps:
     return _cce(case, impl="torch_compile")
 

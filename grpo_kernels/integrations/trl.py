@@ -44,7 +44,6 @@ from ..logprobs import linear_logprobs
 from ..losses import linear_grpo_loss
 from ..model import plain_head
 from ..objective import Objective
-from ..rows.selection import Sparse
 from ..streams import Head, LogitTransform, Options
 from ..token_sets import TokenSets
 from ._swap import Adapter, NotCovered, Slots, Trial, replaced_inside
@@ -69,9 +68,8 @@ DISTILLATION = replace(
 
 
 def patch(
-    trainer: Any, *, strict: bool = False, skip_inactive: bool = False, replay: bool = False, sparse_step: float = 0.0,
-    any_version: bool = False,
-) -> FusedLoss:  # fmt: skip
+    trainer: Any, *, strict: bool = False, skip_inactive: bool = False, replay: bool = False, any_version: bool = False
+) -> FusedLoss:
     """Make this GRPOTrainer, and no other, compute its loss in one pass. Call it after the trainer is made, before `train()` or
     between two calls of it. The result, which is also `trainer.fused_loss`, counts the paths and can undo the patch.
 
@@ -86,8 +84,6 @@ def patch(
     replay         True: completions are scored and trained over the sets that their tokens were sampled from, as vLLM in this
                    process or a rollout_func returns them; generation without them raises RuntimeError, and so does a
                    configuration that has to be left to TRL's own loss.
-    sparse_step    not 0: the gradient of the head uses only columns drawn on a grid of this probability
-                   (`grpo_kernels.Sparse`). Each micro-batch has its own seed, derived from args.seed, the step and the process.
     any_version    True: accept a version of TRL that was not tested, without the comparison below.
 
     Under a version that was not tested, the first step is also computed by TRL's own head (not with replay) and arithmetic. If
@@ -110,7 +106,7 @@ def patch(
             f"{type(trainer).__name__} has a _compute_loss of its own, which this patch would replace by GRPOTrainer's: for the "
             "log-probs of any trainer use integrations.trl.fused_lm_head."
         )
-    return FusedLoss(trainer, strict, skip_inactive, replay, any_version, sparse_step)
+    return FusedLoss(trainer, strict, skip_inactive, replay, any_version)
 
 
 class FusedLoss(Slots):
@@ -122,14 +118,10 @@ class FusedLoss(Slots):
              "TRL: <reason>"  losses left to TRL's own code
     """
 
-    def __init__(
-        self, trainer: Any, strict: bool, skip_inactive: bool, replay: bool, any_version: bool, sparse_step: float
-    ) -> None:
+    def __init__(self, trainer: Any, strict: bool, skip_inactive: bool, replay: bool, any_version: bool) -> None:
         super().__init__(ADAPTER, strict, any_version)
         self.trainer = trainer
         self.skip_inactive = skip_inactive
-        self.sparse_step = sparse_step
-        self._columns()  # refuses a wrong step now
         for model in (x for x in (trainer.model, trainer.ref_model) if x is not None):
             plain_head(self._language_model(model), _fp32_cast)
         self.replay = Replay(trainer) if replay else None
@@ -151,16 +143,6 @@ class FusedLoss(Slots):
     def _language_model(self, model: Any) -> Any:
         return language_model(self.trainer.accelerator.unwrap_model(model))
 
-    def _columns(self) -> Sparse | None:
-        """How columns are drawn for the gradient of the head; None: the gradient is dense."""
-        if not self.sparse_step:
-            return None
-        trainer = self.trainer
-        processes = self.trainer.accelerator
-        step = trainer.args.seed * 1_000_003 + trainer.state.global_step
-        seed = (step * processes.num_processes + processes.process_index << 20) + self.counts["fused"] % (1 << 20)
-        return Sparse(self.sparse_step, seed)
-
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         trainer = self.trainer
         try:
@@ -177,7 +159,7 @@ class FusedLoss(Slots):
         first = self.trial.pending(LOSS)
         # If no token is active, all are projected: the mean entropy that TRL logs needs some tokens.
         skip = self.skip_inactive and not first and objective.one_pass and batch.count(objective.active_rows) > 0
-        options = Options(skip_inactive=skip, sparse=self._columns())
+        options = Options(skip_inactive=skip)
         self._loss = call = LossCall(
             batch, objective, denominator(trainer, inputs, batch, objective), options, self.strict or first
         )
@@ -252,8 +234,8 @@ def _trainer_class() -> type:
     from trl import GRPOTrainer
 
     class FusedGRPOTrainer(GRPOTrainer):
-        """trl.GRPOTrainer, patched as `patch` does it; `strict`, `skip_inactive`, `replay`, `sparse_step` and `any_version` go
-        there, args and kwargs to TRL."""
+        """trl.GRPOTrainer, patched as `patch` does it; `strict`, `skip_inactive`, `replay` and `any_version` go there, args
+        and kwargs to TRL."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             options = {name: kwargs.pop(name) for name in inspect.signature(patch).parameters if name in kwargs}

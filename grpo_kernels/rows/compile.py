@@ -1,7 +1,7 @@
 """Statistics of rows as operators of torch.library, which is how torch.compile sees them.
 
     torch.ops.grpo_kernels.stats, pull                  from logits
-    torch.ops.grpo_kernels.linear_stats, linear_pull    from hidden states and a head, also with columns drawn for a sparse gradient
+    torch.ops.grpo_kernels.linear_stats, linear_pull    from hidden states and a head
 
 The namespace is the name that the package is imported by: two copies under two names have operators of their own.
 
@@ -22,15 +22,13 @@ from ..checks import check_targets
 from . import backends
 from .hidden import Hidden
 from .partials import Partials, RowTransform, Slopes
-from .run import DRAWS, Named, Rows, Tensors
-from .selection import Sparse, capacity
+from .run import Named, Rows, Tensors
 from .stream import Logits, Parts, Stream, Visit
 
 NAMESPACE = __name__.partition(".")[0]
 ROWS = "Tensor?[] tensors, ScalarType? dtype, Tensor targets, Tensor? read, str[] names"  # dtype None: the tensors are logits
 HOW = "float scale, float softcap, float inv_temperature, Tensor? inv_temperatures, str backend, bool strict"
-SPARSE = "float step, SymInt seed, Tensor? seeds, SymInt first_row"  # a step of 0: the gradient has all columns
-OF_GRADIENT = "bool[] wanted, Tensor partials, Tensor slopes, str[] slope_names, Tensor[] draws"
+OF_GRADIENT = "bool[] wanted, Tensor partials, Tensor slopes, str[] slope_names"
 
 
 def _operators(
@@ -58,35 +56,27 @@ def _stream(tensors: list[Tensor | None], dtype: torch.dtype | None, targets: Te
 
 
 def _stats(
-    tensors: list[Tensor | None], dtype: torch.dtype | None, targets: Tensor, read: Tensor | None, names: list[str], step: float,
-    seed: int, seeds: Tensor | None, first_row: int, *how: Any,
-) -> list[Tensor]:  # fmt: skip
-    """Partials of rows, and columns that were drawn."""
+    tensors: list[Tensor | None], dtype: torch.dtype | None, targets: Tensor, read: Tensor | None, names: list[str], *how: Any
+) -> list[Tensor]:
+    """Partials of rows."""
     stream = _stream(tensors, dtype, targets, how)
     check_targets(targets, read, stream.columns)
-    sparse = Sparse(step, seed if seeds is None else seeds, first_row) if step else None
-    found = stream.stats(Visit(targets, read, tuple(names), sparse=sparse, padded=True))
-    return [found.values, *found.draws]
+    return [stream.stats(Visit(targets, read, tuple(names))).values]
 
 
-def _fake_stats(tensors: Any, dtype: Any, targets: Tensor, read: Any, names: list[str], step: float, *_: Any) -> list[Tensor]:
-    n, device = targets.numel(), targets.device
-    partials = torch.empty(len(names), *targets.shape, dtype=torch.float32, device=device)
-    if not step:
-        return [partials]
-    ids, offsets = (torch.empty(k, dtype=torch.int64, device=device) for k in (n * capacity(step), n + 1))
-    return [partials, ids, offsets, torch.empty_like(ids), torch.empty_like(ids, dtype=torch.float32)]
+def _fake_stats(tensors: Any, dtype: Any, targets: Tensor, read: Any, names: list[str], *_: Any) -> list[Tensor]:
+    return [torch.empty(len(names), *targets.shape, dtype=torch.float32, device=targets.device)]
 
 
 def _pull(
     tensors: list[Tensor | None], dtype: torch.dtype | None, targets: Tensor, read: Tensor | None, names: list[str],
-    wanted: list[bool], partials: Tensor, slopes: Tensor, slope_names: list[str], draws: list[Tensor], step: float, *how: Any,
+    wanted: list[bool], partials: Tensor, slopes: Tensor, slope_names: list[str], *how: Any,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients that are wanted."""
     stream = _stream(tensors, dtype, targets, how)
-    visit = Visit(targets, read, tuple(names), sparse=Sparse(step) if step else None)
-    gradients = stream.gradients(tuple(wanted), Parts(visit, slots=bool(step)))
-    stream.pull(visit, visit.found(partials, tuple(draws)), Slopes(slopes, tuple(slope_names)), gradients, None)
+    visit = Visit(targets, read, tuple(names))
+    gradients = stream.gradients(tuple(wanted), Parts(visit))
+    stream.pull(visit, visit.found(partials), Slopes(slopes, tuple(slope_names)), gradients, None)
     pairs = zip(gradients.tensors(), tensors, strict=True)
     return [g.to(x.dtype) for g, x in pairs if g is not None and x is not None]
 
@@ -95,8 +85,8 @@ def _fake_pull(tensors: Any, dtype: Any, targets: Any, read: Any, names: Any, wa
     return [x.new_empty(x.shape) for x, needed in zip(tensors, wanted, strict=True) if needed]
 
 
-STATS = _operators("stats", f"{ROWS}, {SPARSE}, {HOW}", _stats, _fake_stats)
-PULL = _operators("pull", f"{ROWS}, {OF_GRADIENT}, float step, {HOW}", _pull, _fake_pull)
+STATS = _operators("stats", f"{ROWS}, {HOW}", _stats, _fake_stats)
+PULL = _operators("pull", f"{ROWS}, {OF_GRADIENT}, {HOW}", _pull, _fake_pull)
 
 
 # ---- rows that put these operators into a graph
@@ -117,20 +107,14 @@ class TracedRows(Rows):
 
     def stats(self, tensors: Tensors) -> tuple[Tensor, ...]:
         (visit,) = self.visits
-        sparse = (0.0, 0, None, 0)
-        if visit.sparse is not None:
-            seed = visit.sparse.seed
-            seeds = (0, seed) if isinstance(seed, Tensor) else (seed, None)
-            sparse = (visit.sparse.step, *seeds, visit.sparse.first_row)
-        partials, *draws = STATS[isinstance(self.stream, Hidden)](*self._rows(tensors), *sparse, *self._how)
-        return *Partials(partials, visit.names).found(visit.statistics, visit.read), partials, *draws
+        (partials,) = STATS[isinstance(self.stream, Hidden)](*self._rows(tensors), *self._how)
+        return *Partials(partials, visit.names).found(visit.statistics, visit.read), partials
 
     def pull(self, tensors: Tensors, known: Named, upstream: Named, wanted: tuple[bool, ...]) -> Tensors:
         visit, of_visit = self.visits[0], known[0]
         slopes = Slopes.of(of_visit, upstream[0], visit.read)
         of_gradient = (list(wanted), of_visit["partials"], slopes.values, list(slopes.names))
-        draws, step = ([], 0.0) if visit.sparse is None else ([of_visit[name] for name in DRAWS], visit.sparse.step)
-        made = PULL[isinstance(self.stream, Hidden)](*self._rows(tensors), *of_gradient, draws, step, *self._how)
+        made = PULL[isinstance(self.stream, Hidden)](*self._rows(tensors), *of_gradient, *self._how)
         found = iter(made)
         return tuple(next(found) if needed else None for needed in wanted)
 

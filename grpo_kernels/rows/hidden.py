@@ -28,7 +28,6 @@ from .memory import zeros
 from .partials import LogitRows, Partials, RowTransform, Second, Slopes, joined
 from .products import Products, Work, d_hidden_parts, keeps_rows, products_for
 from .ragged import Ragged
-from .selection import Draws, gradient_at, starts
 from .stream import AtIds, Block, Found, Gradients, LateGradient, Other, Parts, Stream, Visit, places_of
 
 
@@ -66,8 +65,8 @@ class WeightGradient:
 
     dense   of rows over the whole vocabulary, None if there are none; `into.total` itself where it was added to that.
     into    what the gradient is added into; None: memory of its own.
-    few     of rows with sets, or columns that were drawn: (values, slots, hidden), values [m] being the gradient of the logits at
-            the slots, from which a few rows of d_weight follow with hidden states. None if there are none.
+    few     of rows with sets: (values, slots, hidden), values [m] being the gradient of the logits at the slots, from which a few
+            rows of d_weight follow with hidden states. None if there are none.
     """
 
     backend: Backend
@@ -234,24 +233,18 @@ class Engine(Gradients):
     # ---- passes over rows
 
     def forward(self, visit: Visit) -> Found:
-        """Partials [q, N]: computed for the rows that are visited; the others get the values of a row that is not read. Columns are
-        drawn from each chunk while its logits are there."""
-        n, device, sparse = visit.targets.numel(), self.hidden.device, visit.sparse
-        draws = None if sparse is None else Draws(sparse.step, n, device, visit.padded)
+        """Partials [q, N]: computed for the rows that are visited; the others get the values of a row that is not read."""
+        n, device = visit.targets.numel(), self.hidden.device
 
         def step(block: Block, _: slice, out: Tensor | None) -> Tensor:
             values = block.stats()
-            if draws is not None and sparse is not None:
-                first = starts(sparse.seed, block.places + sparse.first_row)
-                partials = visit.found(values).partials
-                draws.take(block.places, self.backend.select(block.rows, partials, sparse.step, first))
             if out is not None:
                 block.pull_unit(values, out)
             return values
 
         active = visit.active if visit.ahead else None
         values = self._in_batch(visit, active, self._visited(visit, step, active), lambda: visit.not_read(n, device))
-        return visit.found(values, () if draws is None else draws.tensors(), self.d_hidden if visit.ahead else None)
+        return visit.found(values, self.d_hidden if visit.ahead else None)
 
     def fused(self, visit: Visit, stage: TokenStage) -> Tensor:
         """Losses of the rows of a token stage."""
@@ -323,16 +316,6 @@ class Engine(Gradients):
 
     def backward(self, visit: Visit, found: Found, slopes: Slopes, at_ids: AtIds | None) -> None:
         """Add the gradients of the rows that are visited; their logits are computed again."""
-        if visit.sparse is not None:
-            if found.draws:  # else no row ran over the vocabulary
-                *of_slots, logits = found.draws
-                drawn, shard = Ragged(*of_slots), self.stream.shard
-                own = visit.targets if shard is None else visit.targets - shard.start
-                at = gradient_at(
-                    drawn.ids, drawn.rows, logits, visit.sparse.step, own, found.partials, slopes, self.stream.transform
-                )
-                self.add(drawn, at)
-            return
         if found.ahead is not None and self.d_hidden is not None:
             self.d_hidden += _multiplied(found.ahead.clone(), visit.factors(found.partials, slopes))
             return

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..checks import as_number, require, require_whole
 from .backends import Backend
 from .partials import OF_SECOND_VISIT, TRANSFORMED, LogitRows, Partials, Slopes, merge
-from .selection import Drawn
 
 
 @dataclass(frozen=True)
@@ -177,19 +176,6 @@ class VocabParallel(Backend):
     scale_, slot_logits, add_weight_rows, add_hidden_rows = map(
         _of_part, ("scale_", "slot_logits", "add_weight_rows", "add_hidden_rows")
     )
-
-    def masses(self, rows: LogitRows, partials: Partials, step: float) -> Tensor:
-        """Of this rank's columns."""
-        return self.backend.masses(self._own(rows), partials, step)
-
-    def select(self, rows: LogitRows, partials: Partials, step: float, starts: Tensor) -> Drawn:
-        """This rank's part of the columns that whole rows draw: the running sum continues from the previous ranks."""
-        start, ranks = self.shard.start, self.shard.ranks
-        if ranks > 1:
-            mass = self.masses(rows, partials, step)
-            everyone = gathered(torch.cat([mass, mass.new_full((1,), start)]), self.shard.group)
-            starts = starts + torch.where(everyone[:, -1:] < start, everyone[:, :-1], 0).sum(0)
-        return self.backend.select(self._own(rows), partials, step, starts)
 
     def _columns(self, rows: LogitRows) -> int:
         """How many columns of this rank's rows are ids; the others are padding."""

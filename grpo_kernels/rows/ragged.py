@@ -1,4 +1,4 @@
-"""Ids of rows: positions in logits, which a set of kept ids, a teacher's top-k or the columns of a sparse gradient are.
+"""Ids of rows: positions in logits, which a set of kept ids or a teacher's top-k are.
 
 Products of hidden states with the rows of the weight at such positions are the backends' (`backends/__init__.py`). Their speed is
 limited by gathering rows of width H from memory."""

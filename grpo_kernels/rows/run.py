@@ -51,9 +51,9 @@ class Names(NamedTuple):
     def of(cls, visit: Visit) -> Names:
         """Log-probs in front, and those at further ids behind the statistics."""
         at, of_at = ((), ()) if visit.at is None else (("at",), ("at logits", "at used"))
-        draws, ahead = () if visit.sparse is None else DRAWS, ("ahead",) if visit.ahead else ()
+        ahead = ("ahead",) if visit.ahead else ()
         values, differentiable = ("logps", *visit.statistics, *at), ("logps", *visit.with_gradient, *at)
-        return cls(values, differentiable, ("partials", *of_at, *draws, *ahead))
+        return cls(values, differentiable, ("partials", *of_at, *ahead))
 
 
 Named = list[dict[str, Tensor]]  # of each visit
@@ -98,7 +98,8 @@ class Rows:
             if at is not None:
                 values.append(at.log_probs(found.partials, visit.read, base.transform))
                 saved += [at.logits, at.used]
-            saved += found.draws if found.ahead is None else (*found.draws, found.ahead)
+            if found.ahead is not None:
+                saved.append(found.ahead)
         return *values, *saved
 
     def pull(self, tensors: Tensors, known: Named, upstream: Named, wanted: tuple[bool, ...]) -> Tensors:
@@ -108,8 +109,7 @@ class Rows:
         for visit, of_visit, given in zip(self.visits, known, upstream, strict=True):
             if not given:
                 continue
-            draws = () if visit.sparse is None else tuple(of_visit[name] for name in DRAWS if name in of_visit)
-            found, at = visit.found(of_visit["partials"], draws, of_visit.get("ahead")), None
+            found, at = visit.found(of_visit["partials"], of_visit.get("ahead")), None
             if visit.at is not None:
                 at = LogitsAt(visit.at, of_visit["at logits"], of_visit["at used"])
                 at = at if visit.tokens is None or visit.kept is not None else at.with_likeliest(base.transform)
@@ -124,7 +124,7 @@ class Rows:
                 slots = True
                 continue
             twice = twice or whole is not None or (slots and visit.all_rows)
-            slots = slots or visit.sparse is not None or (visit.ahead and visit.at is not None)
+            slots = slots or (visit.ahead and visit.at is not None)
             whole, wholes = whole or visit, wholes + 1
         return Parts(whole, twice, slots, wholes)
 
@@ -172,10 +172,6 @@ class Made(NamedTuple):
             if visit.ahead:
                 gradients.add(base.own(at.slots), of_ids)
         over(base, visit).pull(visit, found, slopes, gradients, at_ids)
-
-
-#: Tensors of columns that were drawn, see `Draws.tensors`.
-DRAWS = ("draws ids", "draws offsets", "draws rows", "draws logits")
 
 
 def _divergence(visit: Visit, found: Found) -> Tensor:

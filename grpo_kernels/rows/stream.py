@@ -24,7 +24,6 @@ from .memory import empty_like, zeros
 from .parallel import VocabShard
 from .partials import OUTSIDE, LogitRows, Partials, RowTransform, Second, Slopes, joined, partials_of
 from .ragged import KeptRows, Ragged, Tokens, merged, slots_of, write_at
-from .selection import Sparse
 from .tokens import LogitsAt, fused_tokens
 
 Tensors = tuple[Any, ...]  # of tensors and None
@@ -90,7 +89,6 @@ class Visit(NamedTuple):
     at      further ids of rows, whose log-probs are wanted.
     tokens  those of the rows, where these may have several, or terms at listed ids. The likeliest of a row's ids, which are those
             `at` it, stands in for its target. Where the visit is over sets: whose sets these are.
-    sparse  how columns are drawn for the gradient; None: it has all. `padded`: see `selection.Draws`.
     kept    the sets that the softmax of a row runs over; None: the vocabulary.
     all_rows  whether rows with sets are among those that are visited over the vocabulary.
     ahead   whether the gradient of hidden states is made in the forward, as if the slope of each log-prob were 1; the slope, which
@@ -105,8 +103,6 @@ class Visit(NamedTuple):
     active: int | None = None
     at: Ragged | None = None
     tokens: Tokens | None = None
-    sparse: Sparse | None = None
-    padded: bool = False
     kept: KeptRows | None = None
     all_rows: bool = False
     ahead: bool = False
@@ -144,7 +140,7 @@ class Visit(NamedTuple):
         of = self.targets if self.tokens is None else self.tokens.rows
         return torch.zeros(4 if self.others else 3, of.numel(), dtype=torch.float32, device=of.device)
 
-    def found(self, values: Tensor, draws: tuple[Tensor, ...] = (), ahead: Tensor | None = None) -> Found:
+    def found(self, values: Tensor, ahead: Tensor | None = None) -> Found:
         """What partials fp32 [q, n] are."""
         apart, end = [], len(self.names)
         for other in self.apart:
@@ -152,7 +148,7 @@ class Visit(NamedTuple):
             apart.append(Partials(values[first:end], other.names, other.kind, other.mixture))
         own, one = values[: len(self.names)] if apart else values, self.one
         of = () if one is None else (one.kind, one.mixture)
-        return Found(values, Partials(own, self.names, *of), tuple(apart), draws, ahead)
+        return Found(values, Partials(own, self.names, *of), tuple(apart), ahead)
 
     def slopes(self, factor: Tensor) -> Slopes:
         """Those of rows whose gradient is one vector times `factor` [n]: that of the log-prob, or with further ids, whose gradient
@@ -169,13 +165,12 @@ class Visit(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a visit has made: partials and those beside each of `Visit.apart`, views of `values`, fp32 [q, n]; columns that were
-    drawn, see `Draws.tensors`, and the gradient of hidden states of `Visit.ahead`, fp32 [n, H]."""
+    """What a visit has made: partials and those beside each of `Visit.apart`, views of `values`, fp32 [q, n], and the gradient of
+    hidden states of `Visit.ahead`, fp32 [n, H]."""
 
     values: Tensor
     partials: Partials
     apart: tuple[Partials, ...]
-    draws: tuple[Tensor, ...]
     ahead: Tensor | None
 
 
@@ -194,7 +189,7 @@ class Parts(NamedTuple):
 
 
 # ---- gradients of the tensors of a stream, which visits add to. Some are made in the backward, once its factor is known, because
-# they are sparse or come in parts
+# they have few rows or come in parts
 
 
 #: A gradient that is computed in the backward, times a factor (0-d) unless that is None; it is None if autograd gets none.

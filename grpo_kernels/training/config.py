@@ -257,11 +257,6 @@ class Computation:
         choices=("linear", "logits", "eager"),
     )
     backend: str = option("auto", "backend of the fused kernels, see `python -m grpo_kernels doctor`", "NAME")
-    sparse_step: float = option(
-        0.0,
-        "gradient of the head from columns drawn on a grid of this probability, 1/256 for example, unbiased; 0 = all columns",
-        "SHARE",
-    )
     attn_implementation: str = option(
         "auto", "auto, sdpa, eager, flash_attention_2, ...; auto: flash-attn where installed, else sdpa", "NAME"
     )
@@ -331,8 +326,6 @@ class TrainConfig(
         """A field, whether it is right beside the others, and the remedy."""
         yield "betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "give two numbers in [0, 1)."
         yield "prompt_template", "{prompt}" in self.prompt_template, "it must contain {prompt}."
-        in_range = self.sparse_step == 0 or 1 / 4096 <= self.sparse_step <= 1
-        yield "sparse_step", in_range, "it is in [1/4096, 1]; 0 switches it off."
         scorers = len(self.rewards) + (self.reward_model is not None)
         yield "rewards", scorers > 0, "name a reward function, or set reward_model."
         weighted = self.reward_weights is None or len(self.reward_weights) == scorers
@@ -354,8 +347,6 @@ class TrainConfig(
         objective = self.objective  # which refuses more
         remedy = f"its weight is 0 in preset={self.preset!r}: set beta as well, or leave kl out."
         yield "kl", self.kl is None or self.beta is not None or objective.beta > 0, remedy
-        drawn = self.sparse_step == 0 or (self.loss == "linear" and objective.exact is None)
-        yield "sparse_step", drawn, "it goes with loss=linear and a KL, if any, of the sampled tokens."
         bonus = self.entropy_coef != 0 or self.entropy_target != 0
         alone = objective.surrogate.zero_at_zero_advantage and not objective.surrogate.selects and self.entropy_share == 1
         remedy = "this objective wants those completions too, for a KL, an entropy bonus or quantile, or its surrogate."

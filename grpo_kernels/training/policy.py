@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,7 +19,6 @@ from ..batch import TokenBatch
 from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Denominators, Objective
-from ..rows.selection import Sparse
 from ..streams import Head, LogitTransform, Options
 from ..token_sets import TokenSets
 from . import Ranks
@@ -212,13 +211,10 @@ class Losses:
         self.inplace = config.loss == "logits" and softcap is None and not both
 
     def loss(
-        self, model: Any, completions: Completions, batch: TokenBatch, objective: Objective, normalizer: Tensor | Denominators,
-        seed: int = 0,
+        self, model: Any, completions: Completions, batch: TokenBatch, objective: Objective, normalizer: Tensor | Denominators
     ) -> LossParts:  # fmt: skip
-        """The objective of one micro-batch: from hidden states, so that logits never exist, or from the model's logits. `seed`: of
-        columns that are drawn, another one for each call."""
-        sparse = Sparse(self.config.sparse_step, seed) if self.config.sparse_step else None
-        options: dict[str, Any] = {"normalizer": normalizer, "options": replace(self.options, sparse=sparse)}
+        """The objective of one micro-batch: from hidden states, so that logits never exist, or from the model's logits."""
+        options: dict[str, Any] = {"normalizer": normalizer, "options": self.options}
         with self.policy.autocast(self.config.dtype):
             rows = self.rows(model, completions)
             second = None

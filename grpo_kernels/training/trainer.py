@@ -201,11 +201,8 @@ class Trainer:
             if self.entropy_coef is not None:
                 self.objective = replace(self.objective, entropy_coef=self.entropy_coef.coef)
             for i, part in enumerate(parts):
-                # A different seed for each micro-batch, update, rank and step.
-                update = (config.seed * 1_000_003 + self.step) * config.num_updates + k
-                seed = (update * self.ranks.world + self.ranks.rank) * len(parts) + i
                 with self.policy.reduction(i == len(parts) - 1), recomputing(self.model):
-                    out = self.policy(self.losses.loss, *part, self.objective, normalizer, seed)
+                    out = self.policy(self.losses.loss, *part, self.objective, normalizer)
                     out.loss.backward()
                 logps.append(out.logps)
                 told.append({"loss": out.loss.detach() / self.ranks.world, **out.metrics})

@@ -46,7 +46,7 @@ def nothing_compiles():
 
 def tiny(contract="logits", dtype=FP32, **changes):
     """32 rows, 512 columns, and a width of 128 where there are hidden states."""
-    own = {"step": {"layers": 1}, "sparse": {"entropy": 2.0}, "trees": {"shared": 0.5}}.get(contract, {})
+    own = {"step": {"layers": 1}, "trees": {"shared": 0.5}}.get(contract, {})
     hidden = None if contract.startswith("logits") else 128
     return Cell(**{"contract": contract, "rows": 32, "vocab": 512, "dtype": dtype, "hidden": hidden} | own | changes)
 
@@ -160,7 +160,7 @@ def test_eager_is_not_measured_in_place_of_missing_kernels(monkeypatch):
 def test_every_provider_that_runs_here_is_right(contract, monkeypatch):
     """And so are the reference results, which are computed some rows at a time. Providers are found by their file, and plans
     name those that there are."""
-    dtype = BF16 if contract in ("sparse", "logits-forward", "hidden-frozen") else FP32
+    dtype = BF16 if contract in ("logits-forward", "hidden-frozen") else FP32
     monkeypatch.setattr("benchmarks.cases.row_blocks", lambda cell, size, device: (slice(lo, lo + 8) for lo in range(0, 32, 8)))
     cell = quickly(tiny(contract, dtype, active=0.5)).pop("")
     for row in cell["providers"]:

@@ -15,11 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grpo_kernels import (
     LogitTransform,
     Objective,
-    Options,
-    Sparse,
     TokenBatch,
     grpo_loss,
-    linear_logprobs,
 )
 from support.doors import by_func, compare, run
 from support.inside import rows_of_head, rows_of_logits, traced_stages
@@ -136,31 +133,6 @@ def test_lengths_and_new_tensors_compile_nothing():
         assert counter.frame_count == graphs
 
 
-def test_sparse_gradients_are_one_graph_for_all_seeds_and_lengths():
-    """One graph for the first length and seed, and one for all others; a seed that is a tensor is read when the graph runs. Rows
-    are drawn under the numbers that `first_row` gives them."""
-
-    def loss(hidden, weight, targets, options):
-        logps, entropy = linear_logprobs(hidden.sin(), weight, targets, entropy=True, options=options)
-        return (logps - 0.1 * entropy).sum()
-
-    def gradients(f, *given):
-        return torch.autograd.grad(f(*leaves, *given), leaves)
-
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(loss, fullgraph=True, backend=counter)
-    for seed, n in enumerate((5, 7, 12)):
-        targets, options = torch.randint(61, (n,)), Options(sparse=Sparse(1 / 16, 10 * seed, first_row=6))
-        leaves = [torch.randn(*shape).requires_grad_() for shape in ((n, 8), (61, 8))]
-        close(gradients(compiled, targets, options), gradients(loss, targets, options))
-    assert counter.frame_count == 2
-    number = torch.zeros((), dtype=torch.int64)
-    for seed in (0, 30):
-        drawn = gradients(compiled, targets, Options(sparse=Sparse(1 / 16, number.fill_(seed))))
-        close(drawn, gradients(loss, targets, Options(sparse=Sparse(1 / 16, seed))))
-    assert counter.frame_count <= 4
-
-
 # ---- torch.library's own checks of every operator
 
 
@@ -184,8 +156,8 @@ OPERATORS = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_n
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("view", ["whole", "transposed", "columns apart"])
 def test_opcheck(view, dtype):
-    """Of log-probs in a graph, forward and backward, from both sources, with dense and with sparse gradients: also that what a fake
-    call says of results, by which a compiler plans, is so."""
+    """Of log-probs in a graph, forward and backward, from both sources: also that what a fake call says of
+    results, by which a compiler plans, is so."""
     x, hidden, weight = (VIEWS[view](torch.randn(shape).to(dtype)) for shape in ((2, 3, 61), (2, 3, 8), (61, 8)))
     given, targets = (rows_of_logits(x), rows_of_head(hidden.reshape(-1, 8), weight, torch.randn(61))), torch.randint(61, (6,))
     with Calls() as calls:

@@ -123,13 +123,13 @@ MEASURE = f"""
 import ctypes, json, torch
 from benchmarks.harness import peak_memory
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: no page is larger than what was touched
-from grpo_kernels import Objective, Options, Sparse, TokenBatch, linear_grpo_loss, linear_logprobs
+from grpo_kernels import Objective, Options, TokenBatch, linear_grpo_loss, linear_logprobs
 from support.inside import blocks
 torch.manual_seed(0)
 blocks.CHUNK_BYTES["cpu"] = blocks.WEIGHT_BLOCK_BYTES = {CHUNK_BYTES}
 
-def measure(layer, dtype, n, frozen=False, grad=True, backend="auto", sparse=False):
-    options = Options(backend, sparse=Sparse() if sparse else None)
+def measure(layer, dtype, n, frozen=False, grad=True, backend="auto"):
+    options = Options(backend)
     hidden = torch.randn(n, {WIDTH}).to(getattr(torch, dtype)).requires_grad_()
     weight = (torch.randn({VOCAB}, {WIDTH}) / 16).to(hidden.dtype).requires_grad_(not frozen)
     targets, advantages = torch.randint({VOCAB}, (n,)), torch.randn(n)
@@ -161,7 +161,7 @@ def peaks():
         pytest.skip("measures as Linux does")
     kinds = [(layer, dtype) for layer in (1, 2) for dtype in ("float32", "bfloat16")]
     calls = [call(layer, dtype, n) for layer, dtype in kinds for n in (SMALL, LARGE)]
-    calls += [call(layer, dtype, LARGE, **more) for layer, dtype in kinds for more in ({"grad": False}, {"sparse": True})]
+    calls += [call(layer, dtype, LARGE, grad=False) for layer, dtype in kinds]
     calls += [call(layer, "float32", SMALL, frozen=True) for layer in (1, 2)]
     calls += [call(2, "float32", n, backend="eager") for n in (SMALL, LARGE)]
     # Freed memory goes back at once, so that a second run shows its peak again.
@@ -187,7 +187,6 @@ def test_the_peak_is_flat_in_the_number_of_rows(layer, dtype):
     assert abs(beyond[LARGE] - beyond[SMALL]) < 4 * MIB < 4 * VOCAB * (LARGE - SMALL) / 10
     assert HEAD_BYTES < beyond[LARGE] < HEAD_BYTES + held + 4 * MIB
     assert peaks()[call(layer, dtype, LARGE, grad=False)] < held + 4 * MIB
-    assert peaks()[call(layer, dtype, LARGE, sparse=True)] <= peaks()[call(layer, dtype, LARGE)]  # of the flattest rows
     if dtype == "float32":
         assert peaks()[call(layer, dtype, SMALL, frozen=True)] < CHUNK_BYTES + 4 * MIB < HEAD_BYTES
         small, large = (peaks()[call(2, dtype, n, backend="eager")] for n in (SMALL, LARGE))

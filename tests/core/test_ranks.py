@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels import Objective, Options, Sparse, TokenBatch, TokenSets, grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels import Objective, Options, TokenBatch, TokenSets, grpo_loss, linear_logprobs, token_logprobs
 from grpo_kernels.distributed import VocabShard, global_normalizer
 from grpo_kernels.formulas.filters import EntropyQuantile
 from grpo_kernels.rewards.corrections import importance_weights, off_policy_sequence_mask, rejection_mask
@@ -334,19 +334,6 @@ def check_any_cut(rank, ranks):
         everyone = [None] * ranks
         dist.all_gather_object(everyone, found.values)
         assert all(torch.equal(x, everyone[0][name]) for name, x in found.values.items()), f"{recipe}: ranks disagree"
-
-
-def check_sparse_gradients(rank, ranks):
-    """The ranks draw what one process draws from whole rows."""
-    p, options = problem(HEAD), {"sparse": Sparse(1 / 16, 3)}
-    for backend in BACKENDS:
-        expected = run(p, backend=backend, **options)
-        for widths, shard in cuts(rank, ranks):
-            mine = columns_of(p, widths, rank)
-            found = without_padding(run(mine, backend=backend, shard=shard, **options), mine)
-            for name, x in found.gradients.items():
-                want = expected.gradients[name] if name == "hidden" else expected.gradients[name][mine.columns]
-                torch.testing.assert_close(x, want, rtol=1e-4, atol=1e-5)
 
 
 def check_dtensors(rank, ranks):

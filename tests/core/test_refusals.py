@@ -21,7 +21,6 @@ from grpo_kernels import (
     LogitTransform,
     Objective,
     Options,
-    Sparse,
     TokenBatch,
     TokenSets,
     grpo_loss,
@@ -59,7 +58,7 @@ BIAS, OTHER = torch.ones(V), torch.zeros(V, H)
 KEPT = TokenSets.from_lists([[i, 10] for i in range(9)] + [[]] * 3)
 FIELDS = {field.name for field in dataclasses.fields(TokenBatch)}
 EXACT = Objective.preset("dapo", beta=0.3, kl=Exact())
-SPARSE, TEACHER = Options(sparse=Sparse(1 / 16)), (HIDDEN, OTHER)
+TEACHER = HIDDEN, OTHER
 PACKED = Objective(aggregate="token-sum")
 RIGHT = TokenBatch(IDS, ONES)
 
@@ -194,7 +193,6 @@ OF_LOGITS = {
     "backend|'cuda-fast'|eager, cpu, triton": "cuda-fast",
     "inplace=True|[3, 4, 11]|[0, 11, 1]|inplace=False": {"logits": LOGITS[:1].expand(B, T, V), "inplace": True},
     "inplace=True|[4, 1, 1]|share memory|inplace=False": {"logits": torch.zeros(23).as_strided((B, T, V), (T, 1, 1)), "inplace": True},
-    "no product to": {"options": SPARSE},
 }  # fmt: skip
 
 #: Keywords of both functions of hidden states.
@@ -291,10 +289,6 @@ CALLS = [
     }),
     (linear, {
         f"targets[1, 2]|{2**40}|[0, 11)|mask": {"targets": with_ids(2**40)},
-        "is on meta, the rows are on cpu": {
-            "weight": WEIGHT.clone().requires_grad_(), "options": Options(sparse=Sparse(seed=torch.tensor(0, device="meta")))
-        },
-        "do not bound": {"objective": EXACT, "reference": TEACHER, "options": SPARSE},
         "ref_logps are log-probs of the sampled tokens": {"objective": EXACT, "ref_logps": PER_TOKEN, "reference": TEACHER},
         "with beta=0 nothing looks at it": {"reference": TEACHER},
         "batch.ref_logps are both given": {"objective": Objective(beta=0.1), "ref_logps": PER_TOKEN, "reference": TEACHER},
@@ -312,8 +306,6 @@ CALLS = [
             }.items()
         },
         "logp_terms holds id 11 in row 0": TOO_HIGH,
-        "sparse|logp_terms and prob_terms": {"logp_terms": sets([[1]]), "options": SPARSE},
-        "sparse|with rows= it may have several": {"rows": IDS, "options": SPARSE},
         "reference='list'|with rows=": {"rows": IDS, "objective": Objective.preset("distillation"), "reference": [(TEACHER, 1.0)]},
     }),
     (logps, {
@@ -327,15 +319,13 @@ CALLS = [
     }),
     (linear_logps, {
         "targets[1, 2]|12|[0, 11)|mask": with_ids(12),
-        "ids of at=": {"at": KEPT, "options": SPARSE},
     }),
     (functools.partial(token_divergence, LOGITS), {
-        "no product": {"ref_logits": LOGITS, "options": SPARSE},
         "divergence='k3'": {"ref_logits": LOGITS, "divergence": "k3"},
         "inplace=True, but each teacher that is known at some ids": {"ref_logits": [(sets([[1]]), 1.0)], "inplace": True},
     }),
     (functools.partial(linear_divergence, HIDDEN, WEIGHT), {
-        "do not": {"reference": TEACHER, "options": SPARSE}, "reference=None|needs the whole": None,
+        "reference=None|needs the whole": None,
     }),
     (LogitTransform, {
         "temperature|requires grad|.detach()": ONES.clone().requires_grad_(),
@@ -361,11 +351,6 @@ CALLS = [
         "direction='backward'": "backward",
         "temperature_squared=2": 2,
     }),
-    (Sparse, {
-        "step=0.0": 0.0, "step=2": 2, "step=nan": NAN, "seed=-1": -1, "seed=1.5": 1.5,
-        f"seed={2**63}": {"seed": 2**63}, "as a tensor it is int64": {"seed": torch.zeros(())}, "first_row=-1": -1,
-    }),
-    (Options, {"pass a Sparse": {"sparse": 0.01}}),
     (batch().to, {"device=|pass a device": torch.bfloat16, "device='nowhere'|pass a device": "nowhere"}),
     (batch().same_group, {"groups is None": {}}),
     (objective_given, {
@@ -552,6 +537,7 @@ UNKNOWN = [
     (functools.partial(Objective.preset, "grpo"), "betta", "Did you mean beta? It has surrogate, "),
     (Clip, "epsilon", "Did you mean eps_low?"),
     (Options, "stict", "Did you mean strict?"),
+    (Options, "sparse", "It has backend, strict, skip_inactive, shard, weight_grad"),
     (functools.partial(Head, WEIGHT), "biass", "Did you mean bias?"),
     (functools.partial(ADVANTAGES["group"], Evidence(ONES, group_size=3)), "scales", "Did you mean scale?"),
     (functools.partial(CORRECTIONS["tis"], batch()), "hihg", "Did you mean high?"),

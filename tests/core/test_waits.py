@@ -21,7 +21,6 @@ from grpo_kernels import (
     LogitTransform,
     Objective,
     Options,
-    Sparse,
     TokenBatch,
     TokenSets,
     linear_grpo_loss,
@@ -201,9 +200,7 @@ CALLS += [
 
 @pytest.mark.parametrize("recipe", CALLS, ids=str)
 def test_no_call_waits(recipe, monkeypatch):
-    plain = not recipe.others and recipe.listed == "none"
-    few = recipe.source == "hidden" and recipe.door == "loss" and plain and recipe.seed % 2
-    found = runs(recipe, monkeypatch, sparse=Sparse() if few else None)
+    found = runs(recipe, monkeypatch)
     assert len(found) == len(problem(recipe).given) - (recipe.weight_grad != "none")
 
 
@@ -397,13 +394,3 @@ def test_a_first_read_in_a_capture_is_refused(device, batch):
     device.capturing = True
     with pytest.raises(RuntimeError, match=FIRST):
         loss(batch)
-
-
-def test_a_seed_of_a_captured_graph_is_a_tensor(device, batch):
-    """The columns of a number would be those of every replay."""
-    number, tensor = (Options(sparse=Sparse(seed=seed)) for seed in (3, torch.tensor(3)))
-    loss(batch, options=number)
-    device.capturing = True
-    loss(batch, options=tensor).backward()
-    with pytest.raises(RuntimeError, match=r"seed=3.*tensor"):
-        loss(batch, options=number)

@@ -77,7 +77,6 @@ OF_ROWS = {
     "pull": (pull, (*ROWS, "out", "partials", "slopes")),
     "fused": (fused, (*ROWS, "read", "out")),
     "fused_tokens": (fused_tokens, (*ROWS, "out", "listed.ids", "listed.offsets", "listed.values")),
-    "select": (lambda b, x: b.select(rows(x), partials(x), 0.1, x["starts"]), (*ROWS, "partials", "starts")),
     "stats beside": (lambda b, x: b.stats(rows(x), JSD), (*BESIDE, "read")),
     "mixed beside": (lambda b, x: b.mixed(rows(x), partials(x)), ("logits", "inv_temperature", "second.logits", "read", "partials")),
     "pull beside": (pull, (*BESIDE, "out", "partials", "slopes")),
@@ -106,7 +105,7 @@ def arguments(function):
     vectors = ("inv_temperature", "advantages", "policy_weight", "old_logps", "divergence_weight", "values")
     return {
         "logits": torch.randn(1, N, V), "out": torch.zeros(out.get(function, (1, N, V))),
-        "targets": torch.arange(N), "read": torch.ones(N, dtype=torch.bool), "starts": torch.zeros(N, dtype=torch.int64),
+        "targets": torch.arange(N), "read": torch.ones(N, dtype=torch.bool),
         "partials": torch.rand(len(JSD if beside else ENTROPY), N) + 1.0, "slopes": torch.rand(5 if beside else 4, N),
         "listed.ids": torch.arange(N), "listed.offsets": torch.arange(N + 1), "listed.values": torch.rand(N),
         "slots.ids": torch.arange(N), "slots.rows": torch.arange(N),

@@ -70,7 +70,7 @@ def test_no_length_no_schedule_and_no_mixture_compiles_again(columns):
             visited(KERNELS, Rows(logits, transform, second))
             KERNELS.scale_(torch.zeros(n, columns, dtype=torch.bfloat16), torch.ones(()))
             width, half = draw.choice((16, 48, 1024)), torch.bfloat16
-            launch_sparse(n, draw.choice((16, 17, 50)), width, half, half, 3 * (columns % 2))
+            launch_slots(n, draw.choice((16, 17, 50)), width, half, half, 3 * (columns % 2))
             if call == 0:
                 first = variants()
     several = ("_scale_kernel", "_stats_kernel")  # of other lengths; also for the top id alone, beside a second stream
@@ -105,10 +105,10 @@ def test_each_formula_has_its_own_kernel(monkeypatch):
         assert all(launches[-1][1] is not kernel for _, kernel in launches[:-1])
 
 
-# ---- sparse products
+# ---- products over slots
 
 
-def launch_sparse(n, vocab, width, hidden, weight, gap=0):
+def launch_slots(n, vocab, width, hidden, weight, gap=0):
     slots = random_slots(n, vocab)
     x, y = (torch.zeros(rows, width + gap, dtype=dtype)[:, :width] for rows, dtype in ((n, hidden), (vocab, weight)))
     KERNELS.slot_logits(x, y, slots)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_sparse import close
+from test_slot_products import close
 from torch import Tensor
 
 from grpo_kernels.formulas.filters import TRUST_REGIONS, EntropyFloor, TrustRegion
@@ -124,7 +124,7 @@ def test_rows_of_a_real_length_as_they_are_launched(dtype, V):
     same(fused(backend, r, r.logits), found, "in place")
 
 
-# ---- sparse products, selection
+# ---- products over slots
 
 
 @pytest.mark.parametrize("width", (20, 48))

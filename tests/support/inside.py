@@ -19,7 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_kernels import Sparse
 from grpo_kernels.checks import logit_rows, overlap, whole_rows
 from grpo_kernels.rows import backends, products
 from grpo_kernels.rows import hidden as linear
@@ -30,7 +29,6 @@ from grpo_kernels.rows.compile import TracedRows
 from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform
 from grpo_kernels.rows.products import Plan, Work
 from grpo_kernels.rows.run import statistics
-from grpo_kernels.rows.selection import starts
 from grpo_kernels.rows.stream import Logits, Visit
 
 #: Sizes of chunks and blocks.
@@ -109,17 +107,6 @@ def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return rows
 
 
-def drawn_columns(
-    logits: torch.Tensor, targets: torch.Tensor, backend: str, step: float, seed: int, first_row: int
-) -> torch.Tensor:
-    """bool [n, V]: the columns that `Sparse` takes of rows of fp32 logits [n, V]."""
-    kernels, rows = backends.load(backend).Kernels(), LogitRows(logits[None], targets)
-    partials = kernels.stats(rows, ("max", "sum", "target"))
-    drawn = kernels.select(rows, partials, step, starts(seed, torch.arange(len(logits)) + first_row))
-    n, vocab = logits.shape
-    return torch.zeros(n, vocab + 1, dtype=torch.bool).scatter_(1, drawn.ids.long() % (vocab + 1), True)[:, :-1]
-
-
 def backends_that_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of backends whose statistics are asked for from here on."""
     names: list[str] = []
@@ -151,21 +138,17 @@ def traced_stages(backend: str, dtype: torch.dtype) -> list[tuple[Callable[..., 
     """What puts operators into a graph: functions of (targets, tensors) that give log-probs and entropies of rows, and whether
     they take hidden states, weight and bias, or logits."""
 
-    def stage(kind: Any, *how: Any, sparse: Any = None) -> Callable[..., Any]:
+    def stage(kind: Any, *how: Any) -> Callable[..., Any]:
         def log_probs(targets: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             asked = {"statistics": ("entropy",), "with_gradient": ("entropy",)}
-            visit = Visit(targets, None, WITH_ENTROPY, sparse=sparse, **asked)
+            visit = Visit(targets, None, WITH_ENTROPY, **asked)
             stream = kind(x, RowTransform(1.0, 0.0, 0.7), None, None, *how)
             (found,) = statistics(TracedRows((visit,), stream, backend, False), x)
             return found["logps"], found["entropy"]
 
         return log_probs
 
-    return [
-        (stage(Logits), False),
-        (stage(linear.Hidden, dtype), True),
-        (stage(linear.Hidden, dtype, sparse=Sparse(1 / 16)), True),
-    ]
+    return [(stage(Logits), False), (stage(linear.Hidden, dtype), True)]
 
 
 def rows_of_logits(logits: torch.Tensor) -> torch.Tensor:

@@ -115,7 +115,6 @@ REFUSED = [
         "ratio_to='sampler': the ratio to the sampler holds what corrections=['tis'] weigh",
     ),
     ("--drop-zero-variance --beta 0.1", "drop_zero_variance=True: this objective wants those completions"),
-    ("--sparse-step 0.1 --loss logits", "sparse_step=0.1: it goes with loss=linear"),
     # estimators and corrections
     ("--advantages gae", "advantages='gae': it takes values, of which this trainer has none"),
     ("--advantages remax:scale=none", "'scale' is no argument of the advantages 'remax'"),

@@ -84,7 +84,7 @@ def signalled(number):
 
 #: The last is not over when it is stopped, for the schedule of a run is that of its own number of steps.
 OTHERS = [
-    {"top_k": 9, "top_p": 0.8, "micro_batch": 5, "ratio_to": "sampler"}, {"top_k": 9, "replay": False, "sparse_step": 1 / 16},
+    {"top_k": 9, "top_p": 0.8, "micro_batch": 5, "ratio_to": "sampler"}, {"top_k": 9, "replay": False},
     {"lr_schedule": "cosine", "entropy_target": 3.0, "preset": "dapo", "advantages": "remax"},
 ]  # fmt: skip
 

@@ -30,7 +30,6 @@ from ..partials import (
     partials_of,
 )
 from ..ragged import Ragged, Tokens
-from ..selection import Drawn
 
 WITH_ENTROPY = partials_of(("entropy",))
 
@@ -42,7 +41,7 @@ def others_than(known: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ..
 
 
 class Backend(ABC):
-    """Kernels over rows of logits, products over slots, and the selection of columns.
+    """Kernels over rows of logits, and products over slots.
 
     writes_behind_reads   rows are processed from first to last element, so that a narrower gradient may be written into the memory
                           of its row's logits, from the same address on.
@@ -98,19 +97,6 @@ class Backend(ABC):
     @abstractmethod
     def add_hidden_rows(self, values: Tensor, slots: Ragged, hidden: Tensor, out: Tensor) -> None:
         """out[id] += sum of values * hidden[row] over the slots of id, out [V, H]."""
-
-    # ---- columns of sparse gradients (`rows/selection.py`), from rows [1, n, V] and partials of whole rows. The probability of a
-    # column is e * (1 / sum), e = exp(z - max), both roundings in fp32, and times `per_unit(step)` in fp32 a number of units. From
-    # 2^BITS on the column is taken; below that, cut to a whole number, it is its mass. A target that is in none of the columns (it
-    # may be another rank's) changes nothing. In a row whose max or 1 / sum is not finite the target alone is taken.
-
-    @abstractmethod
-    def masses(self, rows: LogitRows, partials: Partials, step: float) -> Tensor:
-        """int64 [n]: units of mass of the columns that are sampled."""
-
-    @abstractmethod
-    def select(self, rows: LogitRows, partials: Partials, step: float, starts: Tensor) -> Drawn:
-        """The columns of each row, whose running sum begins at `starts`."""
 
     # ---- what follows from these
 

@@ -20,7 +20,6 @@ from ...formulas.token_stage import TokenStage
 from ..divergence import KINDS
 from ..partials import OF_KERNELS, SLOPES_OF_KERNELS, LogitRows, Partials, RowTransform, Slopes
 from ..ragged import Ragged, Tokens
-from ..selection import Drawn, capacity, per_unit
 from . import Backend, fall_back, native
 
 if TYPE_CHECKING:
@@ -177,19 +176,6 @@ class Kernels(Backend):
         of_values = vector("values", values, torch.float32, slots.ids.numel())
         _cpu.add_hidden_rows(of_values, _slots(slots), matrix("hidden", hidden), matrix("out", out), torch.get_num_threads())
 
-    # ---- columns of sparse gradients
-
-    def masses(self, rows: LogitRows, partials: Partials, step: float) -> Tensor:
-        sums = torch.empty(rows.n, dtype=torch.int64)
-        _select(rows, partials, step, None, None, sums)
-        return sums
-
-    def select(self, rows: LogitRows, partials: Partials, step: float, starts: Tensor) -> Drawn:
-        shape = (rows.n, capacity(step))
-        drawn = Drawn(torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32))
-        _select(rows, partials, step, starts, drawn, None)
-        return drawn
-
 
 class Programs(NamedTuple):
     """The program of a token stage, compiled, with its numbers, and likewise that of its listed ids."""
@@ -229,19 +215,6 @@ def _run(program: Program, numbers: list[float], inputs: list[Tensor]) -> list[T
     of_inputs, of_outputs = ([vector("inputs", x, torch.float32, n) for x in xs] for xs in (inputs, outputs))
     _compiled(program).run(numbers, of_inputs, of_outputs, n)
     return outputs
-
-
-def _select(
-    rows: LogitRows, partials: Partials, step: float, starts: Tensor | None, drawn: Drawn | None, masses: Tensor | None
-) -> None:
-    n, places = _count(rows), rows.n * capacity(step)
-    own, _ = _streams(rows, n)
-    ids, taken = (None, None) if drawn is None else (x.view(-1) for x in drawn)
-    _cpu.select(
-        own, vector("targets", rows.targets, torch.int64, n), of_partials(partials), per_unit(step),
-        vector("starts", starts, torch.int64, n), capacity(step), vector("ids", ids, torch.int32, places),
-        vector("taken", taken, torch.float32, places), vector("masses", masses, torch.int64, n), torch.get_num_threads(),
-    )  # fmt: skip
 
 
 # ---- tensors as arguments. `name` is what an error calls the tensor, which the caller keeps until the kernel is done.

@@ -15,7 +15,6 @@ from ...formulas.token_stage import TokenStage
 from .. import divergence
 from ..partials import OF_BOTH, LogitRows, Partials, RowTransform, Slopes
 from ..ragged import Ragged
-from ..selection import BITS, Drawn, capacity, per_unit
 from . import Backend
 
 
@@ -158,28 +157,6 @@ class Kernels(Backend):
     def add_hidden_rows(self, values: Tensor, slots: Ragged, hidden: Tensor, out: Tensor) -> None:
         _sum_by_key(slots.ids, slots.rows, _used(values, slots), values, hidden, out, keep=True)
 
-    # ---- columns of sparse gradients
-
-    def masses(self, rows: LogitRows, partials: Partials, step: float) -> Tensor:
-        sums = torch.empty(rows.n, dtype=torch.int64, device=rows.logits.device)
-        for r, units, is_target in _units(rows, partials, step):
-            sums[r] = _masses(units, is_target).sum(1)
-        return sums
-
-    def select(self, rows: LogitRows, partials: Partials, step: float, starts: Tensor) -> Drawn:
-        drawn = Drawn.nothing(rows.n, step, rows.logits.device)
-        most = capacity(step)
-        for r, units, is_target in _units(rows, partials, step):
-            mass = _masses(units, is_target)
-            after = mass.cumsum(1).add_(starts[r, None])
-            crosses = (after >> BITS) != ((after - mass) >> BITS)
-            taken = crosses | is_target | (units >= 2.0**BITS)
-            place = torch.where(taken, taken.cumsum(1) - 1, most).clamp_(max=most)  # the last one is cut off
-            columns = torch.arange(units.shape[1], dtype=torch.int32, device=units.device).expand_as(place)
-            for x, values in zip(drawn, (columns, rows.logits[0, r].float()), strict=True):
-                x[r] = torch.cat([x[r], x[r, :1]], 1).scatter_(1, place, values)[:, :most]
-        return drawn
-
 
 # ---- rows of logits
 
@@ -245,23 +222,6 @@ def _safe(targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
 def _finite(top: Tensor) -> Tensor:
     """Maxima with 0 in place of those of rows of only -inf."""
     return top.masked_fill(top == -torch.inf, 0.0)
-
-
-def _units(rows: LogitRows, partials: Partials, step: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows, their probabilities in units, whether a column is the target's). Rows with a NaN or an infinity have no
-    probabilities."""
-    inverse = partials.sum.reciprocal()
-    usable = inverse.isfinite() & partials.max.isfinite()
-    ids = torch.arange(rows.logits.shape[-1], device=rows.logits.device)
-    for r, x in _blocks(rows, rows.logits):
-        e = (_transformed(x, rows.transform.at(r)) - partials.max[r, None]).exp_()
-        units = e.mul_(inverse[r, None]).mul_(per_unit(step))
-        yield r, torch.where(usable[r, None], units, 0.0), rows.targets[r, None] == ids
-
-
-def _masses(units: Tensor, is_target: Tensor) -> Tensor:
-    """int64 [r, V]: whole units of the columns that are sampled."""
-    return torch.where(is_target | (units >= 2.0**BITS), 0.0, units).long()
 
 
 # ---- products over slots

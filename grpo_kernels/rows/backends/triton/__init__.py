@@ -18,7 +18,6 @@ from ....formulas.program import FormulaRefused, Program
 from ....formulas.token_stage import INPUTS, TokenStage
 from ...partials import OF_STUDENT, LogitRows, Partials, Slopes, partials_of
 from ...ragged import Ragged, Tokens
-from ...selection import Drawn, capacity, per_unit
 from .. import Backend, eager, fall_back
 from . import launch as launch
 from .kernels import (
@@ -29,7 +28,6 @@ from .kernels import (
     _mixed_kernel,
     _pull_kernel,
     _scale_kernel,
-    _select_kernel,
     _slot_logits_kernel,
     _stats_kernel,
     _two_pull_kernel,
@@ -43,7 +41,7 @@ __all__ = ["Kernels", "OrEager", "available", "serves"]
 WITH_TOP = partials_of(("top_id",))
 
 #: A program sums up to twice as many slots of one id. Fewer would need more memory for the sums of pieces: 4 H bytes for each
-#: piece that the slots could have, 64 MiB for the two million of 8192 rows of a sparse gradient with H = 4096.
+#: piece that the slots could have, 64 MiB for two million slots with H = 4096.
 PIECE = 512
 
 
@@ -184,26 +182,6 @@ class Kernels(Backend):
         arguments = (ids, m, begins, parts, *to)
         run_blocks("slots", _add_pieces_kernel, matrices, _blocks_of(out, len(begins)), *arguments, PIECE=PIECE)
 
-    # ---- columns of sparse gradients
-
-    def masses(self, rows: LogitRows, partials: Partials, step: float) -> Tensor:
-        found = torch.empty(rows.n, dtype=torch.int64, device=rows.logits.device)
-        _select(rows, partials, step, None, found, None, None)
-        return found
-
-    def select(self, rows: LogitRows, partials: Partials, step: float, starts: Tensor) -> Drawn:
-        drawn = Drawn.nothing(rows.n, step, rows.logits.device)
-        _select(rows, partials, step, starts, None, *drawn)
-        return drawn
-
-
-def _select(rows: LogitRows, partials: Partials, step: float, starts: Tensor | None, *found: Tensor | None) -> None:
-    """`found`: where masses, or ids and logits of columns, go."""
-    of = Arguments(rows)
-    given = *of.vectors(targets=rows.targets), *of.partials(partials), *of.vectors(starts=starts)
-    arguments = (*of.rows[:1], *of.rows[2:6], *given, per_unit(step), *found, capacity(step))
-    of.run("select", _select_kernel, *arguments)
-
 
 #: What runs in place of the fused kernel where it cannot run, or its formula cannot be traced.
 SECOND_VISIT = "a second visit of the logits, with the formulas in PyTorch, which is slower"
@@ -230,7 +208,6 @@ class OrEager(Kernels):
 
     stats, mixed, pull, scale_ = map(_or_eager, ("stats", "mixed", "pull", "scale_"))
     slot_logits, add_weight_rows, add_hidden_rows = map(_or_eager, ("slot_logits", "add_weight_rows", "add_hidden_rows"))
-    masses, select = map(_or_eager, ("masses", "select"))
 
     def _one_visit(self, *arguments: Any) -> Tensor | None:
         """If the kernel that contains the formulas cannot run, kernels without them may: torch then computes the formulas."""

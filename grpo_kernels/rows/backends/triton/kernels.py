@@ -1,5 +1,5 @@
 """The Triton kernels: statistics of rows of one stream and of two, their gradients, a fused kernel of both with the formula of a
-loss, scaling; columns of sparse gradients; products over slots.
+loss, scaling, and products over slots.
 
 Rows are on grid axis 0, since the other axes are limited to 65 535: one program per row.
 Partials and slopes are tables: a pointer, a stride, and at compile time the names of the rows that are there, as one string."""
@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from ...partials import OF_STUDENT, SLOPES_OF_KERNELS
-from ...selection import BITS as _WHOLE_BITS
 from .one_row import (
     _FLOOR,
     _NEG_INF,
@@ -21,15 +20,12 @@ from .one_row import (
     _columns,
     _dz_dx,
     _expm1,
-    _factors,
     _first_at,
-    _fma,
     _load,
     _read_as,
     _softmax_partials,
     _store,
     _target_u,
-    _u,
     _write_at_ids,
     _write_gradient,
     _write_zeros,
@@ -45,8 +41,6 @@ from .two_rows import (
     _slope_of_divergence,
 )
 
-_BITS = tl.constexpr(_WHOLE_BITS)
-_WHOLE_STEP = tl.constexpr(2.0**_WHOLE_BITS)
 _STUDENT = tl.constexpr(" ".join(OF_STUDENT))
 _SLOPES = tl.constexpr(" ".join(SLOPES_OF_KERNELS))
 #: Rows of a product that a program loads at once. They are summed one after the other.
@@ -377,52 +371,6 @@ def _two_pull_kernel(
         tl.store(out_row + target, g.to(out.dtype.element_ty), mask=(target >= 0) & (target < V))
     else:
         _write_zeros(out_row, V, TILE)
-
-
-# ---- columns of sparse gradients
-
-
-@_kernel
-def _select_kernel(
-    logits, stride: tl.int64, inv_temperature, transform, V,          # [n, V]
-    targets, partials, partials_stride: tl.int64,                          # [n], [q, n], n programs
-    starts, per_unit, masses, ids, values, capacity,                                         # [n], or None and [n, capacity] twice
-    TILE: tl.constexpr,
-):
-    i = tl.program_id(0).to(tl.int64)
-    of = Stream(*_read_as(logits, V, i, None, None, stride, _number(inv_temperature, i), transform, TILE), *transform)
-    m = tl.load(partials + i)
-    s = tl.load(partials + partials_stride + i)
-    usable = (tl.abs(m) < -_NEG_INF) & (tl.abs(1.0 / s) < -_NEG_INF)
-    # As the gradient has them: what it makes of a slope of 1.
-    c, b, inverse, _, _ = _factors(m, s, 1.0, 0, -1.0, 0.0, 0.0, 0.0)
-    target = tl.load(targets + i)
-    before = _entry(starts, i, tl.zeros((), tl.int64))  # where the running sum is
-    count = tl.zeros((), tl.int32)
-    for start in range(0, V, TILE.BLOCK):
-        cols = start + tl.arange(0, TILE.BLOCK)
-        inside = cols < V
-        x = tl.load(of.row + cols, mask=inside, other=0.0)
-        # -inf goes in after z: tanh and the mirror would make a number, or +inf, of it.
-        z = tl.where(inside, of.k * _u(x, of), _NEG_INF)
-        units = tl.where(usable, tl.exp2(_fma(z, c, -b)) * inverse * per_unit, 0.0)
-        exact = (inside & (cols == target)) | (units >= _WHOLE_STEP)
-        mass = tl.where(exact, 0.0, units).to(tl.int32).to(tl.int64)
-        after = before + tl.sum(mass, axis=0)
-        if ids is not None:
-            # Few tiles have a column that is taken: the others cost a sum and no scan.
-            if ((before >> _BITS) != (after >> _BITS)) | (tl.max(exact.to(tl.int32), axis=0) > 0):
-                running = before + tl.cumsum(mass, axis=0)
-                taken = (exact | ((running >> _BITS) != ((running - mass) >> _BITS))).to(tl.int32)
-                place = count + tl.cumsum(taken, axis=0) - 1
-                here = (taken > 0) & (place < capacity)
-                to = i * capacity + place
-                tl.store(ids + to, cols, mask=here)
-                tl.store(values + to, x.to(tl.float32), mask=here)
-                count += tl.sum(taken, axis=0)
-        before = after
-    if masses is not None:
-        tl.store(masses + i, before)
 
 
 # ---- products over slots

@@ -95,8 +95,6 @@ class Choice(NamedTuple):
 #:   two      one pass over a row and its teacher's, with twice the loads and sums of `visit`.
 #:   mixed    the same for the sums of a mixture, whose hundred instructions a logit hide any load, and for gradients with tanh,
 #:            which have fifty to ninety (Triton 3.9 spilled to keep twice the loads of fp16 logits).
-#:   select   columns of a sparse gradient. A thread's numbers are neighbours, so that a scan exchanges little; a scan of eight of
-#:            them takes more than 64 registers.
 #:   slots    products over the slots of kept sets, whose programs read two rows or more before they wait.
 #: Three stages copy tiles of a row into shared memory while others are computed (cp.async), and Triton 3.6 drops the cache hints of
 #: what is copied: good for one pass over a row; two passes are 11 to 21 % slower with it, since they then read half of a row from
@@ -107,12 +105,11 @@ LAUNCH = {
     "fused32": Choice(512, 4, ends=3, kept=3, hints=True),
     "two": Choice(256, 2, programs=2),
     "mixed": Choice(512, 1, programs=2),
-    "select": Choice(256, 1),
     "slots": Choice(64, 2, programs=4),
 }
 FUSED = ("fused", "fused32", "capped32")
 #: Kinds with the same tile for rows of any length, and of those the ones where the compiler may fuse multiplications and additions.
-OF_BLOCKS = ("scale", "select", "slots")
+OF_BLOCKS = ("scale", "slots")
 #: Programs of `scale_`: a few for each multiprocessor of the largest GPUs, and few enough to return at once when there is
 #: nothing to do.
 SCALE_PROGRAMS = 512
