@@ -284,7 +284,7 @@ def softmax_over_candidates(source: RowSource, plan: CandidatePlan) -> Candidate
     is_used = plan.is_used
     maxima = segments.max(torch.where(is_used, logits.detach(), -torch.inf))
     is_nan = plan.has_candidates & ~maxima.isfinite()
-    logits = torch.where(is_nan[token_of_slot], 0.0, logits)
+    logits = replace_values(logits, is_nan[token_of_slot], torch.zeros_like(logits))
 
     largest = find_largest(logits, is_used, segments)
     slot_ids = torch.arange(segments.num_values, device=logits.device)

@@ -178,8 +178,6 @@ def token_logprobs_in_float64(
         row_mask = mask
     else:
         check_named(rows, mask, num_rows)
-        if num_rows == 0:  # all tokens are masked
-            return _zeros(num_tokens, len(extra.ids), names, targets.device)
         row_ids = torch.where(is_processed, rows, 0)
         row_mask = mark_rows(row_ids, is_processed, num_rows)
 
@@ -231,18 +229,6 @@ def give_to_tokens(
         else:
             given[name] = torch.where(is_processed, segments.spread(values), 0.0)
     return given
-
-
-def _zeros(
-    num_tokens: int, num_extra_ids: int, names: tuple[str, ...], device: torch.device
-) -> ExtraLogprobs:
-    """Return the log-probs and statistics of tokens that are all masked."""
-    zeros = torch.zeros(num_tokens, dtype=torch.float64, device=device)
-    statistics = {"logps": zeros}
-    for name in names:
-        is_id = name == "top_id"
-        statistics[name] = torch.full_like(zeros, -1).long() if is_id else zeros.float()
-    return ExtraLogprobs(statistics=statistics, extra_logps=zeros.new_zeros(num_extra_ids))
 
 
 # ---- losses of further ids

@@ -168,11 +168,11 @@ class _Differences(torch.autograd.Function):
 
 
 def replace_values(values: Tensor, is_replaced: Tensor, replacements: Tensor) -> Tensor:
-    """Return torch.where(is_replaced, replacements, values) with a gradient of NaN where replaced.
+    """Return torch.where(is_replaced, replacements, values), with a gradient where replaced.
 
-    For rows whose value is NaN or infinite. Compute `values` from other numbers there, so that no
-    NaN arises in the backward. Then a replaced value gets the gradient NaN if a gradient arrives at
-    it, and 0 if none does.
+    Where a gradient arrives at a replaced value, the gradient is NaN; where none arrives, it is 0.
+    For rows that are not finite: replace their logits by finite numbers, and later their results by
+    NaN. Then no NaN arises in the backward of a row at which no gradient arrives.
     """
     return _ReplaceValues.apply(values, is_replaced, replacements)
 

@@ -114,7 +114,7 @@ def divergence_of_logprobs(
         values = _divergence(exact, logps, other_logps, segments)
     is_replaced = ~values.isfinite()
     is_replaced_value = is_replaced[segments.segment_ids]
-    logps = torch.where(is_replaced_value, 0.0, logps)
+    logps = replace_values(logps, is_replaced_value, torch.zeros_like(logps))
     other_logps = torch.where(is_replaced_value, 0.0, other_logps)
     finite_values = _divergence(exact, logps, other_logps, segments)
     return replace_values(finite_values, is_replaced, values)

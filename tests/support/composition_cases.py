@@ -1,0 +1,163 @@
+"""Problems for tests of the compositions, their sources, and how far a result may be from float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import Exact, TokenSets
+from support.row_sources import Float64Source, LinearSource, LogitsSource
+
+NUM_ROWS = 9
+VOCAB_SIZE = 23
+WIDTH = 6
+
+Source = Float64Source | LinearSource
+
+
+@dataclass(eq=False)
+class Case:
+    """Rows in one form, and the same rows in float64.
+
+    tensors   the leaves of the source
+    source    makes a source of tensors like these
+    exact     float64 leaves of the same values
+    logits    makes float64 logits [num_rows, V] of these
+    eps       half the distance from 1 to the next number of the dtype of the leaves
+    """
+
+    tensors: tuple[Tensor, ...]
+    source: Callable[..., Source]
+    exact: tuple[Tensor, ...]
+    logits: Callable[..., Tensor]
+    eps: float
+
+    @classmethod
+    def of(cls, kind: str, seed: int = 0) -> Case:
+        form, dtype_name = kind.split()
+        dtype = getattr(torch, dtype_name)
+        g = torch.Generator().manual_seed(seed)
+        tensors: tuple[Tensor, ...]
+        if form == "linear":
+            hidden = torch.randn(NUM_ROWS, WIDTH, generator=g, dtype=torch.float64)
+            weight = torch.randn(VOCAB_SIZE, WIDTH, generator=g, dtype=torch.float64)
+            tensors = hidden, weight
+        else:
+            tensors = (3.0 * torch.randn(NUM_ROWS, VOCAB_SIZE, generator=g, dtype=torch.float64),)
+        return cls.with_values(form, *(x.to(dtype) for x in tensors))
+
+    @classmethod
+    def with_values(cls, form: str, *tensors: Tensor) -> Case:
+        sources = {"exact": Float64Source, "logits": LogitsSource, "linear": LinearSource}
+        return cls(
+            tensors=tuple(x.clone().requires_grad_() for x in tensors),
+            source=sources[form],
+            exact=tuple(x.double().requires_grad_() for x in tensors),
+            logits=(lambda hidden, weight: hidden @ weight.T) if form == "linear" else lambda x: x,
+            eps=torch.finfo(tensors[0].dtype).eps / 2,
+        )
+
+    def tolerance(self, arrives: float = 1.0) -> tuple[float, float]:
+        """Return how far (a value, a gradient) may be from float64.
+
+        Logits are rounded to fp32, in a dot product once for each term. A log-prob is a sum of two
+        logits and a logarithm. A probability has the absolute error of its log-prob. The gradient of
+        a logit is a sum of probabilities times gradients that arrive, which reaches the leaf in two
+        parts, the kernel's and that of single logits. Both, and their sum, are rounded to the dtype
+        of the leaf.
+
+        arrives   bound of the sum over a row of the absolute gradients that arrive at log-probs
+        """
+        fp32 = torch.finfo(torch.float32).eps / 2
+        is_linear = len(self.tensors) > 1
+        logits = self.logits(*self.exact).detach()
+        value = (WIDTH + 3 if is_linear else 3) * float(logits.abs().max() + 1.0) * fp32
+        factor = max(float(x.detach().abs().max()) for x in self.exact) if is_linear else 1.0
+        return value, arrives * factor * (value + 3 * self.eps)
+
+
+SOURCES = (
+    "exact float64",
+    "logits float32",
+    "logits bfloat16",
+    "linear float32",
+    "linear bfloat16",
+)
+
+
+def random_sets(num_tokens: int, g: torch.Generator, sizes: tuple[int, ...]) -> TokenSets:
+    """Sets of random ids in random order. The size of a set is drawn from `sizes`."""
+    lists = []
+    for _ in range(num_tokens):
+        size = sizes[int(torch.randint(len(sizes), (), generator=g))]
+        lists.append(torch.randperm(VOCAB_SIZE, generator=g)[:size].tolist())
+    return TokenSets.from_lists(lists)
+
+
+def random_mask(num_tokens: int, g: torch.Generator) -> Tensor:
+    return torch.rand(num_tokens, generator=g) < 0.7
+
+
+def weighted_sum(results: dict[str, Tensor], seed: int) -> Tensor:
+    """Return a random linear function of all results that have a gradient, in float64."""
+    g = torch.Generator().manual_seed(seed)
+    total = torch.zeros((), dtype=torch.float64)
+    for name in sorted(results):
+        values = results[name]
+        weights = torch.rand(values.shape, generator=g, dtype=torch.float64) - 0.5
+        if name not in ("top_prob", "top_id"):
+            is_finite = values.isfinite()
+            total = total + (weights * torch.where(is_finite, values, 0.0).double()).sum()
+    return total
+
+
+def check(
+    case: Case,
+    composed: Callable[[Source], dict[str, Tensor]],
+    plain: Callable[[Tensor], dict[str, Tensor]],
+    num_terms: float = 1.0,
+) -> None:
+    """Compare values and gradients of a composition with plain torch in float64.
+
+    num_terms   the largest number of log-probs that a result is a sum of, times their coefficients
+    """
+    value_tolerance, grad_tolerance = case.tolerance(5.0 * num_terms)
+    value_tolerance *= num_terms
+    results = composed(case.source(*case.tensors))
+    expected = plain(case.logits(*case.exact))
+    assert results.keys() == expected.keys()
+    for name, values in results.items():
+        if case.tensors[0].dtype != torch.float64:  # whose source gives float64
+            assert values.dtype == (torch.int64 if name == "top_id" else torch.float32), name
+        torch.testing.assert_close(
+            values.detach().double(),
+            expected[name].detach().double(),
+            rtol=0,
+            atol=value_tolerance,
+            equal_nan=True,
+            msg=lambda message, name=name: f"{name}: {message}",
+        )
+    grads = torch.autograd.grad(weighted_sum(results, 1), case.tensors, allow_unused=True)
+    exact = torch.autograd.grad(weighted_sum(expected, 1), case.exact, allow_unused=True)
+    for grad, exact_grad in zip(grads, exact, strict=True):
+        torch.testing.assert_close(grad.double(), exact_grad, rtol=0, atol=grad_tolerance)
+
+
+def kl_terms(a: Tensor, b: Tensor) -> Tensor:
+    return a.exp() * (a - b)
+
+
+def plain_terms(exact: Exact, logp: Tensor, logq: Tensor) -> Tensor:
+    """The terms of a sum that is the divergence, of one outcome each."""
+    if exact.direction == "reverse":
+        return kl_terms(logp, logq)
+    if exact.direction == "forward":
+        return kl_terms(logq, logp)
+    if exact.direction == "tv":
+        return (logp.exp() - logq.exp()).abs() / 2
+    share = exact.share
+    log_m = (share * logq.exp() + (1 - share) * logp.exp()).log()
+    return share * kl_terms(logq, log_m) + (1 - share) * kl_terms(logp, log_m)
