@@ -26,10 +26,11 @@ from .logprobs import TokenLogprobs, linear_divergence, linear_logprobs, token_d
 from .losses import LossOutput, grpo_loss, linear_grpo_loss
 from .model import loss_from_model
 from .objective import Denominators, Objective
+from .options import Head, Options
 from .rewards.advantages import group_advantages
 from .rows.backends import use
-from .streams import Head, LogitTransform, Options
 from .token_sets import TokenSets
+from .transform import LogitTransform
 
 __all__ = [
     "A2po",

@@ -33,7 +33,7 @@ from torch import Tensor
 from .checks import check_named
 from .formulas.ops import times
 from .formulas.token_stage import ListedTerms
-from .row_source import RowSource
+from .core.sources import RowSource
 from .segments import Segments, find_largest, replace_values, subtract_largest
 from .token_sets import TokenSets, check_sets
 

@@ -26,11 +26,12 @@ from .core.autograd import SumGradientOverRanks, WeightGradMemory
 from .core.linear import Projection
 from .core.sources import GivenLogits, ProjectedLogits, Reference
 from .formulas.divergence import Exact
+from .options import Head, Options
 from .rows import backends
 from .rows.backends import Backend
 from .rows.parallel import VocabShard, is_managed, on_shard, refuse_managed
 from .rows.partials import TRANSFORMED, RowTransform
-from .streams import Head, LogitTransform, Options, as_transform
+from .transform import LogitTransform, as_transform
 
 RowSource = GivenLogits | ProjectedLogits
 

@@ -44,20 +44,20 @@ from .inputs import (
     make_projected_source,
     make_reference,
 )
-from .rows.backends import is_strict
-from .rows.partials import RowTransform
-from .streams import (
+from .options import (
     Head,
-    LogitTransform,
     Options,
     as_options,
     is_traced,
     leaves_the_graph,
-    outside,
     refuse_keywords,
+    run_outside_graph,
 )
+from .rows.backends import is_strict
+from .rows.partials import RowTransform
 from .teachers import check_teacher, teacher_divergence
 from .token_sets import TokenSets, check_sets
+from .transform import LogitTransform
 
 #: What `also=` may ask for.
 FURTHER_STATISTICS = ("sum_squares", "top_prob", "top_id", "log_kept_mass")
@@ -260,7 +260,7 @@ def compute_logprobs(
         options=options,
     )
     if is_traced() and leaves_the_graph(options, None, kept, at, rows):
-        return outside(compute_logprobs, x, head, targets, **arguments)
+        return run_outside_graph(compute_logprobs, x, head, targets, **arguments)
 
     remedy = "an int64 tensor of token ids, the leading shape of the logits or hidden states"
     require_tensor("targets", targets, INTEGERS, remedy)
@@ -531,7 +531,7 @@ def compute_divergence(
     """Compute the divergence of logits x or, with the (weight, bias) of a head, hidden states x."""
     options = as_options(options, head)
     if is_traced() and leaves_the_graph(options, None, exact):
-        return outside(
+        return run_outside_graph(
             compute_divergence,
             x,
             head,

@@ -51,20 +51,20 @@ from .logprobs import (
     squared_inverse_temperature,
 )
 from .objective import Denominators, Objective
-from .rows.backends import is_strict
-from .streams import (
-    DEFAULTS,
+from .options import (
+    DEFAULT_OPTIONS,
     Head,
-    LogitTransform,
     Options,
     as_options,
     is_traced,
     leaves_the_graph,
-    outside,
     refuse_keywords,
+    run_outside_graph,
 )
+from .rows.backends import is_strict
 from .teachers import check_teacher, logprobs_with_teacher, teacher_divergence
 from .token_sets import TokenSets, check_ids
+from .transform import LogitTransform
 
 __all__ = ["LossOutput", "grpo_loss", "linear_grpo_loss", "objective_loss"]
 
@@ -369,7 +369,7 @@ def objective_loss(
         batch = replace(batch, logp_terms=None, prob_terms=None)
         objective = replace(objective, listed=None)
     rows = objective.token_rows(batch, normalizer)
-    refuse_nan(rows, batch, DEFAULTS)
+    refuse_nan(rows, batch, DEFAULT_OPTIONS)
     if token_weights is not None:
         rows = rows.weighted(
             per_token("token_weights", token_weights, batch.targets.shape, batch.cu_seqlens)
@@ -406,7 +406,7 @@ def compute_loss(
     if is_traced() and leaves_the_graph(
         options, batch.context_group, exact, batch.kept, batch.listed, batch.rows
     ):
-        return outside(
+        return run_outside_graph(
             compute_loss,
             x,
             head,

@@ -17,7 +17,8 @@ from .checks import INTEGRAL, OF_PRODUCTS, describe, refuse_where, require_tenso
 from .logprobs import linear_logprobs
 from .losses import LossOutput, check_batch_and_objective, linear_grpo_loss
 from .objective import Denominators, Objective
-from .streams import Head, LogitTransform, Options, as_transform, refuse_keywords
+from .options import Head, Options, refuse_keywords
+from .transform import LogitTransform, as_transform
 
 __all__ = ["FusedLMHead", "HeadLogprobs", "HeadLoss", "loss_from_model"]
 
@@ -83,8 +84,6 @@ def loss_from_model(
         with torch.no_grad():
             return _projected(reference, temperature if transform is None else transform.temperature, *given)
 
-    if isinstance(reference, list):  # pairs (teacher, weight)
-        reference = [(second(x[0]), *x[1:]) if isinstance(x, tuple) and x else x for x in reference]
     reference = second(reference)
     return linear_grpo_loss(hidden, head, batch, objective, normalizer=normalizer, reference=reference, options=options)
 
@@ -360,7 +359,7 @@ class FusedLMHead(nn.Linear):
                 )
             return super().forward(hidden)
         if isinstance(objective, TokenBatch):
-            check_specs(targets, objective)
+            check_batch_and_objective(targets, objective)
         if isinstance(targets, TokenBatch) != (objective is not None):
             raise ValueError(
                 f"targets is a {type(targets).__name__} and objective a {type(objective).__name__}: pass a TokenBatch with an "

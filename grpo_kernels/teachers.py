@@ -16,7 +16,7 @@ from torch import Tensor
 from .checks import require, values_are_checked
 from .extra_ids import token_logprobs_in_float64
 from .formulas.divergence import Exact, divergence_at
-from .row_source import RowSource
+from .core.sources import RowSource
 from .segments import Segments, replace_values
 from .token_sets import TokenSets, check_sets
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from .batch import TokenBatch
 from .checks import describe
 from .extra_ids import logprobs_with_extra_ids
-from .row_source import RowSource
+from .core.sources import RowSource
 from .token_sets import TokenSets
 
 

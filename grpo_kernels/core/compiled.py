@@ -15,7 +15,7 @@ graph goes through without a break and with symbolic row counts. They have no gr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch

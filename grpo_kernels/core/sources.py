@@ -7,7 +7,7 @@ Both kinds of source have differentiable `statistics` (log-probs, entropy, ...) 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch

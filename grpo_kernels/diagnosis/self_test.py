@@ -18,8 +18,8 @@ from ..formulas.divergence import DIRECTIONS, Exact
 from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Objective
 from ..rows.backends import cpu_products, use
-from ..streams import LogitTransform
 from ..token_sets import TokenSets
+from ..transform import LogitTransform
 from . import first_line
 from .step import Step, clipped, inputs, plain_rows
 

@@ -22,8 +22,9 @@ from ..formulas.token_stage import TokenRows
 from ..logprobs import TokenLogprobs, linear_logprobs, token_logprobs
 from ..losses import LossOutput
 from ..objective import Objective
-from ..streams import Head, LogitTransform, Options
+from ..options import Head, Options
 from ..token_sets import TokenSets
+from ..transform import LogitTransform
 from ._swap import NotCovered
 
 #: What a trainer's loss returns: 0-d, and numbers by name.

@@ -32,14 +32,15 @@ from torch import Tensor
 
 from ..batch import TokenBatch
 from ..checks import of_a_leaf, refuse_unknown, require, values_are_checked
+from ..core.loss_formulas import sum_losses as total
 from ..distributed import global_normalizer
 from ..formulas.kl import Kl
 from ..formulas.token_stage import TokenRows
 from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import grpo_loss, linear_grpo_loss, objective_loss
 from ..objective import PRESETS, Objective
-from ..core.loss_formulas import sum_losses as total
-from ..streams import Head, LogitTransform
+from ..options import Head
+from ..transform import LogitTransform
 from ._swap import Adapter, Slots
 from ._tensors import BY_ITEMS, CLIPPED, at_least_one, divergence_of, surrogate_of, teaching, terms_of, world
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ..checks import require
-from ..streams import Options
+from ..options import Options
 from ..token_sets import TokenSets
 from ._swap import Adapter, NotCovered, Slots
 from ._tensors import at_ids, even_shard, in_a_column, on_rows, response_sets

@@ -45,8 +45,8 @@ from ..formulas.surrogates import Cispo, NoPolicyTerm, PolicyGradient
 from ..logprobs import token_logprobs
 from ..losses import LossOutput, grpo_loss, objective_loss
 from ..objective import Objective
+from ..options import Options
 from ..rewards.corrections import importance_weights, rejection_mask
-from ..streams import Options
 from ..token_sets import TokenSets
 from ._swap import Adapter
 from ._tensors import LossAndMetrics, at_ids, divergence_over, numbers, shard_of, terms_of, two_sided

@@ -37,7 +37,7 @@ from ..batch import shift_sets
 from ..formulas.centering import ScoreCentering
 from ..losses import objective_loss
 from ..objective import NUMERICS, Objective
-from ..streams import Options
+from ..options import Options
 from ..token_sets import TokenSets
 from ._swap import Adapter, Slots
 from ._tensors import centered, left_out, log_probs_of, masked_mean, scored_batch

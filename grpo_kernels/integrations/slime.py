@@ -47,7 +47,7 @@ from ..formulas.kl import Kl
 from ..formulas.surrogates import Cispo, PolicyGradient
 from ..losses import LossOutput, objective_loss
 from ..objective import Objective
-from ..streams import Options
+from ..options import Options
 from ..token_sets import TokenSets
 from ._swap import Adapter, Slots
 from ._tensors import LossAndMetrics, at_ids, even_shard, in_a_column, response_sets, scored_batch, terms_of, two_sided, world

@@ -44,8 +44,9 @@ from ..logprobs import linear_logprobs
 from ..losses import linear_grpo_loss
 from ..model import plain_head
 from ..objective import Objective
-from ..streams import Head, LogitTransform, Options
+from ..options import Head, Options
 from ..token_sets import TokenSets
+from ..transform import LogitTransform
 from ._swap import Adapter, NotCovered, Slots, Trial, replaced_inside
 from ._tensors import BY_ITEMS, at_least_one, divergence_of, log_probs_of, plain, surrogate_of, teaching, world
 

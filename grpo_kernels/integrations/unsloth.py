@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..streams import Head, LogitTransform
+from ..options import Head
+from ..transform import LogitTransform
 from ._swap import Adapter, NotCovered, Slots
 from ._tensors import entropy_kind, log_probs_of, plain
 

@@ -19,8 +19,9 @@ from ..batch import TokenBatch
 from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Denominators, Objective
-from ..streams import Head, LogitTransform, Options
+from ..options import Head, Options
 from ..token_sets import TokenSets
+from ..transform import LogitTransform
 from . import Ranks
 from .config import TrainConfig
 

@@ -46,7 +46,7 @@ from torch import nn
 
 from .logprobs import linear_logprobs
 from .losses import LossOutput, linear_grpo_loss
-from .streams import Head
+from .options import Head
 
 
 class LinearLogProbs(nn.Module):
