@@ -20,19 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_kernels.checks import logit_rows, overlap, whole_rows
-from grpo_kernels.rows import backends, products
-from grpo_kernels.rows import hidden as linear
-from grpo_kernels.rows.backends import WITH_ENTROPY, cpu_products, eager
+from grpo_kernels.core import linear, linear_memory, matmuls
+from grpo_kernels.core.compiled import CompiledLogits, CompiledProjection
+from grpo_kernels.core.linear import Projection
+from grpo_kernels.core.linear_memory import ChunkPlan, LinearMemory
+from grpo_kernels.rows import backends
+from grpo_kernels.rows.backends import cpu_products, eager
 from grpo_kernels.rows.backends import native as native
 from grpo_kernels.rows.backends.cpu import _cpu
-from grpo_kernels.rows.compile import TracedRows
 from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform
-from grpo_kernels.rows.products import Plan, Work
-from grpo_kernels.rows.run import statistics
-from grpo_kernels.rows.stream import Logits, Visit
 
 #: Sizes of chunks and blocks.
-blocks = products
+blocks = linear_memory
 LIBRARY = "library"
 
 
@@ -69,7 +68,7 @@ def our_products(dtype: torch.dtype) -> bool:
 def in_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, block: int | None = None) -> None:
     """Make the engine take `rows` rows at a time, less than its floor allows, so that small cases have several chunks. On a GPU
     `block` rows are a block; None: each chunk is one."""
-    monkeypatch.setattr(Work, "plan", lambda *_, **__: Plan(rows, block or rows))
+    monkeypatch.setattr(LinearMemory, "plan", lambda *_, **__: ChunkPlan(rows, block or rows))
 
 
 def values_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +81,9 @@ def values_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the rows that take part in each of the three products from here on."""
     rows: Counter[str] = Counter()
-    make = linear.products_for
-    rows_of = {"logits": ("hidden", 0), "d_hidden": ("d_logits", 0), "add_d_weight": ("d_logits", 1)}
+    make = linear.make_matmuls
+    rows_of = {"logits": ("hidden", 0), "grad_hidden": ("grad_logits", 0), "add_grad_weight": ("grad_logits", 1)}
+    keys = {"logits": "logits", "grad_hidden": "d_hidden", "add_grad_weight": "d_weight"}
 
     def counted(*args: Any) -> Any:
         products = make(*args)
@@ -94,7 +94,7 @@ def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             def counting(*args: Any, **kwargs: Any) -> Any:
                 keyword, position = rows_of[name]
                 matrix = kwargs[keyword] if keyword in kwargs else args[position]
-                rows[name.removeprefix("add_")] += matrix.shape[0]
+                rows[keys[name]] += matrix.shape[0]
                 return product(*args, **kwargs)
 
             setattr(products, name, counting)
@@ -103,7 +103,7 @@ def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             watch(name)
         return products
 
-    monkeypatch.setattr(linear, "products_for", counted)
+    monkeypatch.setattr(linear, "make_matmuls", counted)
     return rows
 
 
@@ -137,18 +137,19 @@ def blocks_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def traced_stages(backend: str, dtype: torch.dtype) -> list[tuple[Callable[..., Any], bool]]:
     """What puts operators into a graph: functions of (targets, tensors) that give log-probs and entropies of rows, and whether
     they take hidden states, weight and bias, or logits."""
+    transform = RowTransform(1.0, 0.0, 0.7)
 
-    def stage(kind: Any, *how: Any) -> Callable[..., Any]:
-        def log_probs(targets: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            asked = {"statistics": ("entropy",), "with_gradient": ("entropy",)}
-            visit = Visit(targets, None, WITH_ENTROPY, **asked)
-            stream = kind(x, RowTransform(1.0, 0.0, 0.7), None, None, *how)
-            (found,) = statistics(TracedRows((visit,), stream, backend, False), x)
-            return found["logps"], found["entropy"]
+    def from_logits(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        source = CompiledLogits(logits, transform, None, backend=backend)
+        found = source.statistics(targets, None, ("entropy",))
+        return found["logps"], found["entropy"]
 
-        return log_probs
+    def from_hidden(targets: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        source = CompiledProjection(Projection(*tensors, transform, dtype), None, backend=backend)
+        found = source.statistics(targets, None, ("entropy",))
+        return found["logps"], found["entropy"]
 
-    return [(stage(Logits), False), (stage(linear.Hidden, dtype), True)]
+    return [(from_logits, False), (from_hidden, True)]
 
 
 def rows_of_logits(logits: torch.Tensor) -> torch.Tensor:
@@ -243,7 +244,7 @@ def apart_or_in_place(logits: Tensor, out: Tensor) -> bool:
 def of_a_gpu(adds: bool = True) -> Iterator[list[Product]]:
     """A context in which products are recorded."""
     stand_ins = GpuProducts(adds)
-    tried = products.adds_widened.__wrapped__
+    tried = matmuls.can_add_to_fp32.__wrapped__
 
     def adds_widened(device: torch.device) -> bool:
         before = len(stand_ins.made)
@@ -252,8 +253,8 @@ def of_a_gpu(adds: bool = True) -> Iterator[list[Product]]:
         return found
 
     with (
-        mock.patch.object(products, "widens", lambda device: True),
-        mock.patch.object(products, "adds_widened", adds_widened),
+        mock.patch.object(matmuls, "has_fp32_accumulators", lambda device: True),
+        mock.patch.object(matmuls, "can_add_to_fp32", adds_widened),
         mock.patch.object(torch, "mm", stand_ins.mm),
         mock.patch.object(torch, "addmm", stand_ins.addmm),
         mock.patch.object(torch, "is_autocast_enabled", lambda *_: False),  # which does not know "meta"
