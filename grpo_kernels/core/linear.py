@@ -5,9 +5,7 @@ The logits [num_rows, V] never exist as a whole. `loss_and_gradients` is the mai
     for block in blocks:
         for chunk in block:
             logits      = hidden[chunk] @ weight.T                      matmul 1
-            sums        = softmax sums of the logits                    fp32 [num_sums, num_chunk_rows]
-            coefficients = of d loss / d logits, from the loss formula  fp32 [k, num_chunk_rows]
-            grad_logits = d loss / d logits, from coefficients, sums and logits
+            grad_logits = formula.process_chunk(chunk, logits)          a row kernel
         row_scale    = formula.row_scale(block)
         grad_hidden  = row_scale * (grad_logits @ weight)               matmul 2
         grad_weight += grad_logits.T @ (row_scale * hidden[block])      matmul 3
@@ -161,13 +159,12 @@ class RowOrder:
     def scatter(self, values: Tensor, default: Tensor) -> Tensor:
         """Return values [k, num_processed] in the order of the batch, [k, num_rows].
 
-        default   [k, num_rows] or [k, 1]: the values of rows that are not processed
+        default   [k, num_rows]: the values of rows that are not processed; it is overwritten
         """
         if self.is_identity:
             return values
-        result = default.expand(-1, self.num_rows).clone()
-        result[:, self.row_ids] = values
-        return result
+        default[:, self.row_ids] = values
+        return default
 
 
 class ChunkedLogits:
@@ -234,17 +231,18 @@ class ChunkedLogits:
 
 
 class Formula(Protocol):
-    """A loss of the softmax statistics of all rows.
+    """A loss of rows of logits.
 
-    The loop calls `softmax_sums` and `coefficients` for each chunk of a block, then `row_scale` for
-    the block. Chunks and blocks are slices of a `RowOrder`.
+    The loop calls `process_chunk` for each chunk of a block, then `row_scale` for the block. Chunks
+    and blocks are slices of a `RowOrder`.
     """
 
-    def softmax_sums(self, chunk: slice, rows: LogitRows) -> SoftmaxSums:
-        """Return the softmax sums of a chunk, and record the statistics that the loss needs."""
+    def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
+        """Record what the loss needs of a chunk, and write d loss / d logits without row_scale.
 
-    def coefficients(self, chunk: slice, sums: SoftmaxSums) -> GradientCoefficients:
-        """Return the coefficients of d loss / d logits of a chunk, without row_scale."""
+        grad_logits   [1, num_chunk_rows, V]: where to write the gradient, possibly the memory of the
+                      logits. None: the rows have no gradient.
+        """
 
     def row_scale(self, block: slice) -> Tensor | None:
         """Return the factor of the gradient of each row of a block, fp32. None is a factor of 1."""
@@ -416,8 +414,7 @@ def loss_and_gradients(
     with without_autocast(device_type):
         # First, because a sequence-level loss needs the log-probs of all rows of a sequence.
         for chunk in chunk_rows(slice(num_with_gradient, len(order.row_ids))):
-            sums = formula.softmax_sums(chunk, logits.compute(chunk))
-            formula.coefficients(chunk, sums)  # records the loss; the gradient is 0
+            formula.process_chunk(chunk, logits.compute(chunk), None)
         for block in blocks:
             grad_logits = gradient_of_block(
                 chunk_rows(block), formula, logits, accumulator, inputs.kernels
@@ -442,10 +439,8 @@ def gradient_of_block(
     buffer = logits.matmuls.make_grad_buffer(num_rows, needs_fp32)
     for chunk in chunks:
         rows = logits.compute(chunk)
-        sums = formula.softmax_sums(chunk, rows)
-        coefficients = formula.coefficients(chunk, sums)
         grad_logits = buffer.memory_for(rows.logits[0])
-        kernels.gradient(rows, sums, coefficients, grad_logits[None])
+        formula.process_chunk(chunk, rows, grad_logits[None])
         accumulator.add_bias_of_chunk(grad_logits)
         buffer.store(grad_logits)
         del rows  # before the next chunk computes its logits
@@ -465,72 +460,107 @@ def linear_softmax_sums(
 
 
 class SumsRecorder:
-    """A formula without a loss: records the softmax sums of the rows."""
+    """A formula without a loss: records the softmax sums of the rows.
+
+    If the rows have a gradient, it is that of the log-probs for an upstream gradient of 1.
+    """
 
     def __init__(self, inputs: LinearInputs, order: RowOrder, names: tuple[str, ...]) -> None:
         self.inputs = inputs
         self.order = order
         self.names = names
-        self.chunks: list[tuple[int, SoftmaxSums]] = []
+        self.chunks = ChunkValues(order)
 
-    def softmax_sums(self, chunk: slice, rows: LogitRows) -> SoftmaxSums:
+    def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
         """Compute and record the sums of a chunk."""
-        sums = self.inputs.kernels.softmax_sums(rows, self.names)
-        self.chunks.append((chunk.start, sums))
-        return sums
-
-    def coefficients(self, chunk: slice, sums: SoftmaxSums) -> GradientCoefficients:
-        """Return the coefficients for an upstream gradient of 1 of each log-prob.
-
-        A log-prob of NaN has the gradient 0 here, so that the row is NaN if and only if its
-        upstream gradient makes it so.
-        """
-        return GradientCoefficients.stacked({"target": (~sums.logps.isnan()).float()})
+        kernels = self.inputs.kernels
+        sums = kernels.softmax_sums(rows, self.names)
+        self.chunks.add(chunk, sums.values)
+        if grad_logits is not None:
+            write_unit_gradient(kernels, rows, sums, grad_logits)
 
     def row_scale(self, block: slice) -> None:
-        """Return None: `coefficients` returned the whole gradient."""
+        """Return None: `process_chunk` wrote the whole gradient."""
 
     def result(self) -> SoftmaxSums:
         """Return the sums of all rows. Rows that were not processed have the sums of masked rows."""
-        inputs = self.inputs
-        reference = inputs.reference
-        device = inputs.targets.device
-        masked = SoftmaxSums.not_read(self.names, self.order.num_rows, device)
-        values = masked.values
-        if self.chunks:
-            ordered = [sums.values for _, sums in sorted(self.chunks, key=lambda pair: pair[0])]
-            joined = ordered[0] if len(ordered) == 1 else torch.cat(ordered, 1)
-            values = self.order.scatter(joined, masked.values)
+        masked = SoftmaxSums.not_read(
+            self.names, self.order.num_rows, self.inputs.targets.device
+        )
+        values = self.chunks.in_batch_order(masked.values)
+        reference = self.inputs.reference
         if reference is None:
             return SoftmaxSums(values, self.names)
         return SoftmaxSums(values, self.names, reference.direction, reference.mixture)
 
 
+def write_unit_gradient(
+    kernels: Backend, rows: LogitRows, sums: SoftmaxSums, grad_logits: Tensor
+) -> None:
+    """Write the gradient of the log-prob of each row for an upstream gradient of 1.
+
+    A log-prob of NaN has the gradient 0 here, so that the row is NaN if and only if the factor that
+    multiplies it later is.
+    """
+    is_number = (~sums.logps.isnan()).float()
+    coefficients = GradientCoefficients.stacked({"target": is_number})
+    kernels.gradient(rows, sums, coefficients, grad_logits)
+
+
+class ChunkValues:
+    """Numbers of rows that a pass computes chunk by chunk."""
+
+    def __init__(self, order: RowOrder) -> None:
+        self.order = order
+        self.chunks: list[tuple[int, Tensor]] = []
+
+    def add(self, chunk: slice, values: Tensor) -> None:
+        """Record the values of a chunk, fp32 [k, num_chunk_rows]."""
+        self.chunks.append((chunk.start, values))
+
+    def in_batch_order(self, default: Tensor) -> Tensor:
+        """Return the values of all rows, fp32 [k, num_rows].
+
+        default   [k, num_rows]: the values of rows that were not processed
+        """
+        if not self.chunks:
+            return default
+        chunks = [values for _, values in sorted(self.chunks, key=lambda chunk: chunk[0])]
+        values = chunks[0] if len(chunks) == 1 else torch.cat(chunks, 1)
+        return self.order.scatter(values, default)
+
+
 class KnownGradients:
     """A formula for the backward of log-probs: d loss / d statistic came from autograd.
 
+    kernels        write the gradients
     sums           the softmax sums of all rows, from the forward
     coefficients   the coefficients of d loss / d logits of all rows
+    order          the rows that the pass processes
     """
 
     def __init__(
-        self, sums: SoftmaxSums, coefficients: GradientCoefficients, order: RowOrder
+        self,
+        kernels: Backend,
+        sums: SoftmaxSums,
+        coefficients: GradientCoefficients,
+        order: RowOrder,
     ) -> None:
-        self.all_sums = sums if order.is_identity else sums.at(order.row_ids)
-        self.all_coefficients = (
-            coefficients if order.is_identity else coefficients.at(order.row_ids)
-        )
+        self.kernels = kernels
+        self.sums = sums
+        self.coefficients = coefficients
+        if not order.is_identity:
+            self.sums = sums.at(order.row_ids)
+            self.coefficients = coefficients.at(order.row_ids)
 
-    def softmax_sums(self, chunk: slice, rows: LogitRows) -> SoftmaxSums:
-        """Return the sums of a chunk, which the forward computed."""
-        return self.all_sums.at(chunk)
-
-    def coefficients(self, chunk: slice, sums: SoftmaxSums) -> GradientCoefficients:
-        """Return the known coefficients of a chunk."""
-        return self.all_coefficients.at(chunk)
+    def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
+        """Write the gradient of a chunk."""
+        assert grad_logits is not None
+        sums = self.sums.at(chunk)
+        self.kernels.gradient(rows, sums, self.coefficients.at(chunk), grad_logits)
 
     def row_scale(self, block: slice) -> None:
-        """Return None: `coefficients` returned the whole gradient."""
+        """Return None: `process_chunk` wrote the whole gradient."""
 
 
 # ---- chunks and blocks

@@ -12,13 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..formulas.ops import times
 from ..formulas.token_stage import Terms, TokenStage
-from ..rows.backends import Backend, coefficients_of
+from ..rows.backends import Backend
 from ..rows.partials import LogitRows, partials_of
-from ..rows.partials import Partials as SoftmaxSums
-from ..rows.partials import Slopes as GradientCoefficients
-from .linear import RowOrder
+from .linear import ChunkValues, RowOrder, write_unit_gradient
 
 #: Names of the sums that log-prob and entropy follow from.
 SUMS_OF_ENTROPY = partials_of(("entropy",))
@@ -43,60 +40,35 @@ class FormulaResult:
 class TokenFormula:
     """A loss whose gradient with respect to a row's statistics depends on this row alone.
 
-    kernels     evaluate the formula, one call for each chunk
-    stage       the formula with the inputs of all rows
-    order       the rows that the pass processes
-    direction   the divergence from the reference, "" without one
+    kernels         evaluate the formula inside the row kernel
+    stage           the formula with the inputs of all rows
+    order           the rows that the pass processes
+    has_reference   whether the loss contains the divergence from a reference
     """
 
     def __init__(
-        self, kernels: Backend, stage: TokenStage, order: RowOrder, direction: str
+        self, kernels: Backend, stage: TokenStage, order: RowOrder, has_reference: bool
     ) -> None:
         self.kernels = kernels
         self.order = order
         self.stage = stage if order.is_identity else stage.at(order.row_ids)
-        self.has_reference = direction != ""
-        self.names = SUMS_OF_ENTROPY
-        if self.has_reference:
-            self.names = partials_of(("entropy", "divergence"), direction)
-        num_values = 4 if self.has_reference else 3
-        num_processed = len(order.row_ids)
-        self.values = torch.zeros(num_values, num_processed, device=order.row_ids.device)
+        self.num_values = 4 if has_reference else 3
+        self.chunks = ChunkValues(order)
 
-    def softmax_sums(self, chunk: slice, rows: LogitRows) -> SoftmaxSums:
-        """Compute the softmax sums of a chunk."""
-        return self.kernels.softmax_sums(rows, self.names)
-
-    def coefficients(self, chunk: slice, sums: SoftmaxSums) -> GradientCoefficients:
-        """Compute and record the losses of a chunk, and return the coefficients of the gradient."""
-        stage = self.stage.at(chunk)
-        logps, entropy = sums.softmax(True)
-        terms = self.kernels.evaluate(stage, logps, entropy)
-        losses = terms.losses
-        grads = {"logps": terms.d_logps}
-        if terms.d_entropy is not None:
-            grads["entropy"] = terms.d_entropy
-        values = [logps, entropy, losses]
-        if self.has_reference:
-            weight = stage.rows.divergence_weight
-            assert weight is not None
-            divergence = sums.divergence
-            grads["divergence"] = weight
-            values = [logps, entropy, losses + times(weight, divergence), divergence]
-        torch.stack(values, out=self.values[:, chunk])
-        return coefficients_of(sums, grads, None, entropy=entropy)
+    def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
+        """Compute the losses of a chunk and their gradient in one kernel call."""
+        self.chunks.add(chunk, self.kernels.fused(rows, self.stage.at(chunk), grad_logits))
 
     def row_scale(self, block: slice) -> None:
-        """Return None: `coefficients` returned the whole gradient."""
+        """Return None: `process_chunk` wrote the whole gradient."""
 
     def result(self) -> FormulaResult:
         """Return the loss of all rows that were processed."""
-        values = self.order.scatter(self.values, self.values.new_zeros(len(self.values), 1))
+        device = self.order.row_ids.device
+        default = torch.zeros(self.num_values, self.order.num_rows, device=device)
+        logps, entropy, losses, *divergence = self.chunks.in_batch_order(default)
         return FormulaResult(
-            loss=sum_losses(values[2]),
-            logps=values[0],
-            entropy=values[1],
-            divergence=values[3] if self.has_reference else None,
+            sum_losses(losses), logps, entropy, divergence[0] if divergence else None
         )
 
 
@@ -104,9 +76,9 @@ class SequenceFormula:
     """A loss that depends on a sequence through the log-probs of its tokens.
 
     d loss / d logits[row] = c[row] * d log-prob[row] / d logits[row], where the scalar c[row]
-    depends on the log-probs of the whole sequence. `coefficients` returns 1 in place of c, and
-    `row_scale` returns c when the log-probs of the sequence are known. This needs a loss without a
-    gradient through entropy or divergence.
+    depends on the log-probs of the whole sequence. `process_chunk` writes the gradient for c = 1,
+    and `row_scale` returns c when the log-probs of the sequence are known. This needs a loss without
+    a gradient through entropy or divergence.
 
     kernels          compute the softmax sums
     compute_losses   (logps, entropy), fp32 [num_rows] each -> losses and gradients of all rows
@@ -126,21 +98,13 @@ class SequenceFormula:
         self.logps = torch.zeros(order.num_rows, device=device)
         self.entropy = torch.zeros(order.num_rows, device=device)
 
-    def softmax_sums(self, chunk: slice, rows: LogitRows) -> SoftmaxSums:
-        """Compute the softmax sums of a chunk."""
-        return self.kernels.softmax_sums(rows, SUMS_OF_ENTROPY)
-
-    def coefficients(self, chunk: slice, sums: SoftmaxSums) -> GradientCoefficients:
-        """Record the statistics of a chunk, and return a gradient of 1 for each log-prob.
-
-        A log-prob of NaN has the gradient 0 here, so that `row_scale` decides whether the gradient
-        of the row is NaN.
-        """
+    def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
+        """Record the statistics of a chunk, and write the gradient of its log-probs."""
+        sums = self.kernels.softmax_sums(rows, SUMS_OF_ENTROPY)
         row_ids = self.order.row_ids_at(chunk)
-        logps, entropy = sums.softmax(True)
-        self.logps[row_ids] = logps
-        self.entropy[row_ids] = entropy
-        return GradientCoefficients.stacked({"target": (~logps.isnan()).float()})
+        self.logps[row_ids], self.entropy[row_ids] = sums.softmax(True)
+        if grad_logits is not None:
+            write_unit_gradient(self.kernels, rows, sums, grad_logits)
 
     def row_scale(self, block: slice) -> Tensor:
         """Return c = d loss / d log-prob of rows whose sequences were processed completely."""

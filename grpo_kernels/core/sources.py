@@ -446,8 +446,7 @@ class ProjectedLogits:
         reference: Reference | None,
     ) -> FormulaResult:
         """Return a token-level loss whose gradient is computed in the forward, in three matmuls."""
-        direction = "" if reference is None else reference.direction
-        formula = TokenFormula(self.kernels, stage, order, direction)
+        formula = TokenFormula(self.kernels, stage, order, has_reference=reference is not None)
         inputs = self.make_inputs(stage.rows.targets, reference_projection(reference))
         return self._apply_formula(inputs, formula, order, None)
 
@@ -575,7 +574,9 @@ class LinearPass(StatisticsPass):
         assert weight is not None
         check_weight_is_present(weight, self.source.shard)
         order = self.order_of_nonzero(coefficients)
-        formula = KnownGradients(self.as_sums(values), coefficients, order)
+        formula = KnownGradients(
+            self.source.kernels, self.as_sums(values), coefficients, order
+        )
         memory = self.source.weight_memory if wanted[1] else None
         gradients = loss_and_gradients(
             self.make_inputs(tensors),
