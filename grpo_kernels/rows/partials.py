@@ -153,6 +153,7 @@ OFFERED = ("sum_squares", "top_prob", "top_id")
 DIFFERENTIABLE = ("entropy", "sum_squares", "logsumexp", "divergence", "outside")
 
 
+@functools.lru_cache(maxsize=256)
 def partials_of(statistics: tuple[str, ...], kind: str = "") -> tuple[str, ...]:
     """The partials that these statistics need, in the order of PARTIALS. `kind`: of the divergence, if it is among them."""
     needed = {partial for name in statistics for partial in STATISTICS[name]}
