@@ -14,6 +14,7 @@ from torch.utils._pytree import register_pytree_node
 from .checks import (
     DTYPES,
     INTEGERS,
+    check_missing,
     check_rows,
     check_targets,
     describe,
@@ -38,9 +39,9 @@ from .streams import (
     name_of_second,
     outside,
     refuse_keywords,
-    seconds_of,
     squared,
     stream_of,
+    teacher_of,
 )
 from .token_sets import TokenSets, check_sets, narrowed
 
@@ -85,6 +86,7 @@ def token_logprobs(
     also: tuple[str, ...] = (),
     inplace: bool = False,
     kept: TokenSets | None = None,
+    missing: str | None = None,
     at: TokenSets | None = None,
     rows: Tensor | None = None,
     options: Options | None = None,
@@ -105,18 +107,21 @@ def token_logprobs(
     inplace   True: the backward writes the gradient over the logits, as in `grpo_loss`.
     kept      `TokenSets`, a set for each target: log-prob and statistics are those of the softmax over the set, and only the
               logits of its ids are read. A row without ids runs over the whole vocabulary.
+    missing   what to do with a target that is not in its set: "include" adds it to the set, "full" runs the row over the whole
+              vocabulary, "mask" masks the row, "raise" raises ValueError (the host waits on a GPU). None: "include", in strict
+              mode "raise".
     at        `TokenSets`, ids of each row whose log-probs are wanted too, with gradient: also["at"], in the order of at.ids. An id
               outside of a kept set has -inf, one of a masked row 0.
     rows      integer, the shape of targets: the flat row of logits that predicts each of them, several of which may share one. The
               logits then have any shape in front; mask, kept, at and results go by targets. See docs/trees.md.
-    options   backend, strict mode, a shard of the vocabulary, and what kept sets leave open: see `Options`.
+    options   backend, strict mode, a shard of the vocabulary: see `Options`.
 
     Returns `TokenLogprobs`. The softmax runs in fp32; only the gradient is rounded to the logits' dtype. A row of only -inf gives
     NaN, as torch.log_softmax does. Raises ValueError on shapes, dtypes, devices or (on a CPU) ids that are wrong; on a GPU an id
     outside the vocabulary gives NaN."""
     if unknown:
         refuse_keywords(token_logprobs, unknown)
-    return _logprobs(logits, None, targets, mask, transform, entropy, also, kept, at, rows, options, inplace)
+    return _logprobs(logits, None, targets, mask, transform, entropy, also, kept, missing, at, rows, options, inplace)
 
 
 def linear_logprobs(
@@ -129,6 +134,7 @@ def linear_logprobs(
     entropy: bool | str = False,
     also: tuple[str, ...] = (),
     kept: TokenSets | None = None,
+    missing: str | None = None,
     at: TokenSets | None = None,
     rows: Tensor | None = None,
     options: Options | None = None,
@@ -150,23 +156,23 @@ def linear_logprobs(
     frozen head the forward takes two products and keeps [N, H] in fp32, the backward none, but for gradients of the entropy.
     Logits are fp32, and the gradient of the weight is summed in fp32.
     Rows with a kept set take part in no product with the whole weight. On a GPU, selecting rows by a mask is a host sync: pass
-    only the rows that count (hidden[mask], targets[mask]) to avoid it. So is Options(missing="full").
+    only the rows that count (hidden[mask], targets[mask]) to avoid it. So is missing="full".
     Raises ValueError naming the argument that is wrong."""
     if unknown:
         refuse_keywords(linear_logprobs, unknown)
     head, transform = Head.parts(weight, transform)
-    return _logprobs(hidden, head, targets, mask, transform, entropy, also, kept, at, rows, options)
+    return _logprobs(hidden, head, targets, mask, transform, entropy, also, kept, missing, at, rows, options)
 
 
 def _logprobs(
     x: Tensor, head: tuple[Any, Any] | None, targets: Tensor, mask: Tensor | None, transform: LogitTransform | None,
-    entropy: bool | str, also: tuple[str, ...], kept: TokenSets | None, at: TokenSets | None, rows: Tensor | None,
-    options: Options | None, inplace: bool = False,
+    entropy: bool | str, also: tuple[str, ...], kept: TokenSets | None, missing: str | None, at: TokenSets | None,
+    rows: Tensor | None, options: Options | None, inplace: bool = False,
 ) -> TokenLogprobs:  # fmt: skip
     """Those of logits or, with the (weight, bias) of a head, of hidden states x."""
     options = as_options(options, head)
     if is_traced() and leaves_the_graph(options, None, kept, at, rows):
-        return outside(_logprobs, x, head, targets, mask, transform, entropy, also, kept, at, rows, options, inplace)
+        return outside(_logprobs, x, head, targets, mask, transform, entropy, also, kept, missing, at, rows, options, inplace)
     remedy = "an int64 tensor of token ids, the leading shape of the logits or hidden states"
     require_tensor("targets", targets, INTEGERS, remedy)
     if entropy not in (False, True, "detached"):
@@ -180,15 +186,17 @@ def _logprobs(
         check_rows(rows, targets)
         leading = leading_shape(x, targets)
     mask = mask_of_rows(mask, shape, device)
+    if missing is not None:
+        check_missing(missing)
     if kept is not None:
         check_sets("kept", kept, targets)
-        mask = narrowed(kept, targets, mask, options.missing)
+        mask = narrowed(kept, targets, mask, missing)
     policy = Policy(leading, device, transform, mask, None, options, rows is not None)
     stream = stream_of(x, head, policy, read_too, {}, inplace)
-    vocab, sets, slots, over, tokens = stream.vocab, None, None, None, None
+    vocab, sets, slots, whole, tokens = stream.vocab, None, None, False, None
     read, ids = None if mask is None else flat(mask), flat(targets).long()
     if kept is not None:
-        sets, over = kept_rows(kept, targets, mask, read, vocab, options.missing, options), options.over_vocabulary
+        sets = kept_rows(kept, targets, mask, read, vocab, missing, options)
     if at is not None:
         check_sets("at", at, targets, vocab)
         slots = slots_of(at)
@@ -198,13 +206,12 @@ def _logprobs(
         if name == "log_kept_mass":
             if sets is None:
                 continue
-            name, over = "lse", over or ()
+            name, whole = "lse", True
         names, with_gradient = (*names, name), (*with_gradient, *((name,) if name in DIFFERENTIABLE else ()))
     if rows is not None:
         tokens = tokens_of(rows, mask, ids, read, stream, slots)
-    asked = Asked(ids, read, names, with_gradient, sets, over, at=slots, tokens=tokens)
+    asked = Asked(ids, read, names, with_gradient, sets, whole, at=slots, tokens=tokens)
     found = statistics_of(stream, asked, options)
-    found.pop("whole_logps", None)
     if "log_kept_mass" in also and sets is None:
         found["log_kept_mass"] = torch.zeros_like(found["logps"])
     for name, x in found.items():
@@ -217,7 +224,7 @@ def _logprobs(
 
 def token_divergence(
     logits: Tensor,
-    ref_logits: Tensor | tuple[Tensor, LogitTransform] | TokenSets | list[Any],
+    ref_logits: Tensor | tuple[Tensor, LogitTransform] | TokenSets,
     divergence: str | Exact = "reverse",
     *,
     mask: Tensor | None = None,
@@ -235,7 +242,7 @@ def token_divergence(
     logits      [B, T, V] or [N, V], fp32, bf16 or fp16, any strides: the policy or student, which gets the gradient.
     ref_logits  the same shape, any of these dtypes: the reference or teacher, under the same transform; (logits,
                 LogitTransform) under one of their own; or `TokenSets` whose values are the log-probs of a teacher that is known
-                at these ids only; or a list of pairs (one of these, weight), a number or a tensor [B] or [B, T]: the weighted sum.
+                at these ids only.
     divergence  "reverse" (KL(policy || reference)), "forward", "jsd", "tv", or an `Exact` with its options.
     mask        bool [B, T] or [N]: rows where it is False are not read and give exactly 0, in value and gradient.
     kept        `TokenSets`, a set for each row: both sides are renormalised over it, and only the logits of its ids are read. A row
@@ -253,7 +260,7 @@ def token_divergence(
 def linear_divergence(
     hidden: Tensor,
     weight: Tensor | Head,
-    reference: tuple[Any, ...] | TokenSets | list[Any],
+    reference: tuple[Any, ...] | TokenSets,
     divergence: str | Exact = "reverse",
     *,
     mask: Tensor | None = None,
@@ -269,7 +276,7 @@ def linear_divergence(
     hidden     [B, T, H] or [N, H], and weight [V, H] or a `Head`, as in `linear_logprobs`.
     reference  (hidden, weight), (hidden, weight, bias) or (hidden, Head(...)) of the reference or teacher, as in
                `linear_grpo_loss`, with a hidden size and dtype of its own; or `TokenSets` whose values are the log-probs of a
-               teacher known at these ids only; or a list of pairs (one of these, weight): six products for each.
+               teacher known at these ids only.
     mask, kept, divergence  as in `token_divergence`; transform and options as in `linear_logprobs`.
 
     Masked rows take part in no product. On a GPU, selecting rows by a mask is a host sync. The forward is a product for each
@@ -286,7 +293,7 @@ def _divergence(
     x: Tensor, head: tuple[Any, Any] | None, given: Any, exact: Exact, mask: Tensor | None, transform: LogitTransform | None,
     kept: TokenSets | None, options: Options | None, inplace: bool = False,
 ) -> Tensor:  # fmt: skip
-    """That of logits or, with the (weight, bias) of a head, of hidden states x. `given`: the second streams."""
+    """That of logits or, with the (weight, bias) of a head, of hidden states x. `given`: the reference or teacher."""
     options = as_options(options, head)
     if is_traced() and leaves_the_graph(options, None, exact):
         return outside(_divergence, x, head, given, exact, mask, transform, kept, options, inplace)
@@ -297,17 +304,17 @@ def _divergence(
     shape, device = x.shape[:-1], x.device
     policy = Policy(shape, device, transform, mask_of_rows(mask, shape, device), None, options)
     stream = stream_of(x, head, policy, read_too, {name_of_second(head is None): given}, inplace)
-    seconds, mask, sets = seconds_of(given, exact, policy, stream), policy.mask, None
+    (other, known), mask, sets = teacher_of(given, exact, policy, stream), policy.mask, None
     targets, read = torch.zeros(shape, dtype=torch.int64, device=device), None if mask is None else flat(mask)
     if kept is not None:
         check_sets("kept", kept, targets, stream.vocab)
         remedy = "a teacher known at some ids has no distribution over a kept set: leave one of them out."
-        require(not seconds.known, "kept", kept, remedy)
+        require(known is None, "kept", kept, remedy)
         # The target of a row is the first id of its set, so that no set gets a further one.
         first = torch.cat([kept.ids, kept.ids.new_zeros(1)]).long()[kept.offsets[:-1].long()]
         targets = torch.where(kept.counts > 0, first, 0)
         sets = KeptRows.of(kept, targets, read)
-    asked = Asked(flat(targets), read, kept=sets, seconds=seconds, exact=exact)
+    asked = Asked(flat(targets), read, kept=sets, other=other, known=known, exact=exact)
     value = statistics_of(stream, asked, options)["divergence"]
     if exact.temperature_squared:
         value = value / squared(stream.transform, read)

@@ -30,7 +30,7 @@ from .rows.backends import is_strict
 from .rows.hidden import Hidden
 from .rows.ragged import KeptRows, Tokens, slots_of
 from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
-from .rows.stream import Logits, Seconds, Visit
+from .rows.stream import Logits, Visit
 from .statistics import Asked, kept_rows, over_sets, statistics_of, tokens_of
 from .streams import (
     DEFAULTS,
@@ -45,9 +45,9 @@ from .streams import (
     outside,
     refuse_keywords,
     second_stream,
-    seconds_of,
     squared,
     stream_of,
+    teacher_of,
 )
 from .token_sets import TokenSets, check_ids
 
@@ -74,8 +74,6 @@ class LossOutput:
     rows      the batch's flat rows as the loss weighed them, for statistics of one's own.
     divergence   of an exact KL (`Exact`), fp32 in nats (a total variation: a probability), the shape of targets, detached; 0
                  where masked. Else None.
-    whole_logps  with kept sets, log-probs over the whole vocabulary, where an option needs them; else None.
-    kl_apart  whether the KL is that of whole_logps.
     metrics   computed on first use, see below.
     """
 
@@ -87,8 +85,6 @@ class LossOutput:
     rows: TokenRows = field(repr=False)
     _log_ratio: Tensor | None = field(default=None, repr=False)  # fp32 [n] at the objective's level, if the loss computed it
     divergence: Tensor | None = field(default=None, repr=False)
-    whole_logps: Tensor | None = field(default=None, repr=False)
-    kl_apart: bool = field(default=False, repr=False)
     __repr__ = describe
 
     def __getattr__(self, name: str) -> Any:
@@ -114,7 +110,6 @@ class LossOutput:
         entropy          mean entropy in nats
         kl               mean of the KL estimator, weighted as it is in the loss, or of the exact divergence (only with beta != 0)
         outside_set      share of tokens that their kept set lacks (only with kept sets)
-        kept_mass        mean probability that rows with a set give to it (only where whole_logps is there)
         kept             share of tokens that all filters of this process keep (only with filters)
         """
         rows, logps = self.rows, self.logps.flatten()
@@ -150,17 +145,11 @@ class LossOutput:
             }
         )
         if rows.ref_logps is not None:
-            of_kl = self.whole_logps.flatten() if self.kl_apart and self.whole_logps is not None else logps
-            metrics["kl"] = mean(self._objective.kl_terms(of_kl, rows, x)[0])
+            metrics["kl"] = mean(self._objective.kl_terms(logps, rows, x)[0])
         elif self.divergence is not None:
             metrics["kl"] = mean(self.divergence.flatten())
-        sets = self._batch.kept
-        if sets is not None:
+        if self._batch.kept is not None:
             metrics["outside_set"] = self._batch.outside_set
-            if self.whole_logps is not None:
-                has = read & (sets.counts > 0)
-                mass = torch.where(has, (self.whole_logps.flatten() - logps).exp(), 0.0).sum()
-                metrics["kept_mass"] = torch.where(has.any(), mass / has.sum().clamp(min=1), 1.0)
         if self._objective.filters:
             kept = read
             for f in self._objective.filters:
@@ -183,7 +172,7 @@ def grpo_loss(
     transform: LogitTransform | None = None,
     normalizer: float | Tensor | Denominators | None = None,
     inplace: bool = False,
-    ref_logits: Tensor | tuple[Tensor, LogitTransform] | TokenSets | list[Any] | None = None,
+    ref_logits: Tensor | tuple[Tensor, LogitTransform] | TokenSets | None = None,
     options: Options | None = None,
     **unknown: NoReturn,
 ) -> LossOutput:
@@ -199,10 +188,10 @@ def grpo_loss(
     inplace      True: the gradient overwrites the logits, so that no second [.., V] tensor exists. Autograd raises where another
                  operation still needs their values; code that reads them afterwards gets the gradient, without an error. A
                  leaf that requires grad is refused.
-    ref_logits   for kl=Exact(...): logits of the reference or teacher, like `logits`; (logits, LogitTransform); `TokenSets` with
-                 the log-probs of a teacher that is known at these ids only; or a list of pairs (one of these, weight). No
-                 gradient flows to them. See docs/divergences.md.
-    options      backend, strict mode, a shard of the vocabulary, rows and sets: see `Options`.
+    ref_logits   for kl=Exact(...): logits of the reference or teacher, like `logits`; (logits, LogitTransform); or
+                 `TokenSets` with the log-probs of a teacher that is known at these ids only. No gradient flows to them. See
+                 docs/divergences.md.
+    options      backend, strict mode, a shard of the vocabulary, rows that are skipped: see `Options`.
 
     Objectives of one pass (`Objective.one_pass`) read each logit once and write its gradient once; the others read twice. fp16
     logits form the gradient in the backward, where the loss scale is known. The gradient of one pass is handed over once: a second
@@ -221,7 +210,7 @@ def linear_grpo_loss(
     *,
     transform: LogitTransform | None = None,
     normalizer: float | Tensor | Denominators | None = None,
-    reference: tuple[Any, ...] | TokenSets | list[Any] | None = None,
+    reference: tuple[Any, ...] | TokenSets | None = None,
     options: Options | None = None,
     **unknown: NoReturn,
 ) -> LossOutput:
@@ -240,8 +229,8 @@ def linear_grpo_loss(
     normalizer   as in `grpo_loss`.
     reference    (hidden, weight), (hidden, weight, bias) or (hidden, Head(...)) of the frozen reference, in place of
                  batch.ref_logps, under the policy's transform where its Head has none; its hidden size and dtype may be others.
-                 With kl=Exact(...) also `TokenSets` with a teacher's log-probs, or a list of pairs (one of these, weight).
-    options      backend, strict mode, a shard, memory for the gradient of weight, sets: see `Options`.
+                 With kl=Exact(...) also `TokenSets` with a teacher's log-probs.
+    options      backend, strict mode, a shard, memory for the gradient of weight: see `Options`.
 
     Three products for rows that get a gradient (two with a frozen head; four of a sequence that is longer than a block, at a
     sequence level), one for other trained rows, none for masked ones. Logits are fp32, a chunk of rows at a time; the gradient
@@ -264,10 +253,6 @@ def _loss(
     check_specs(batch, objective, name, given)
     if is_traced() and leaves_the_graph(options, batch.context_group, objective.exact, batch.kept, batch.listed, batch.rows):
         return outside(_loss, x, head, batch, objective, transform, given, normalizer, options, inplace)
-    if batch.kept is not None and options.missing not in (None, batch.missing):
-        remedy = f"the batch says missing={batch.missing!r}: leave it out here."
-        require(batch.missing is None, "missing", options.missing, remedy)
-        batch = batch.with_missing(options.missing)
     targets, mask, own_rows = batch.targets, batch.mask, batch.rows
     shape = targets.shape if own_rows is None else leading_shape(x, targets)
     policy = Policy(shape, targets.device, transform, mask, batch.cu_seqlens, options, own_rows is not None)
@@ -283,10 +268,10 @@ def _loss_of(
 ) -> LossOutput:  # fmt: skip
     """The loss of a stream's rows: in one visit with the gradient made in the forward, or as statistics, token stage, pull."""
     shape, exact, options, traced = batch.targets.shape, objective.exact, policy.options, is_traced()
-    seconds, reference, kept, over, listed, at, tokens = Seconds(), None, None, None, None, None, None
+    other, known, reference, kept, listed, at, tokens = None, None, None, None, None, None, None
     visited, marked = None, None
     if exact is not None:
-        seconds = seconds_of(given, exact, policy, stream)
+        other, known = teacher_of(given, exact, policy, stream)
     elif given is not None:
         reference = second_stream("reference", given, policy, stream)
         batch = batch.with_ref_logps(torch.zeros(shape, device=policy.device))  # which rows are read does not depend on them
@@ -294,22 +279,22 @@ def _loss_of(
     _refuse_nan(rows, batch, options)
     if batch.kept is not None:
         kept = kept_rows(batch.kept, batch.targets, batch.mask, rows.read, stream.vocab, batch.missing, options)
-        over = _over(objective, options, seconds)
+        remedy = (
+            "a teacher known at some ids has no distribution over a kept set: leave kept= out, or pass its divergence over the "
+            "vocabulary, of token_divergence or linear_divergence, to objective_loss."
+        )
+        require(known is None, name_of_second(not stream.computed), "TokenSets", remedy)
     if batch.listed is not None:
         check_ids("prob_terms" if batch.logp_terms is None else "logp_terms", batch.listed, stream.vocab)
         listed, at = objective.listed_terms(batch), slots_of(batch.listed)
     if batch.rows is not None:
         tokens = tokens_of(batch.rows, batch.mask, rows.targets, rows.read, stream, at)
-    # The rows that are visited as a whole: those without a set, or all.
+    # The rows that are visited as a whole: those without a set.
     if stream.computed and not traced:
-        visited, marked = _split_rows(batch, rows, objective, kept if over is None else None, tokens)
+        visited, marked = _split_rows(batch, rows, objective, kept, tokens)
     if reference is not None:
-        of_sets = kept if options.reference_over == "kept" else None
-        index = visited
-        if visited is not None and over is not None and of_sets is not None:
-            index, _ = _split_rows(batch, rows, objective, kept, tokens)
         with torch.no_grad():
-            own = Asked(rows.targets, rows.read, kept=of_sets, rows=index, tokens=tokens)
+            own = Asked(rows.targets, rows.read, kept=kept, rows=visited, tokens=tokens)
             ref_logps = statistics_of(reference, own, options)["logps"]
         batch, rows = batch.with_ref_logps(ref_logps.view(shape)), replace(rows, ref_logps=ref_logps)
         _refuse_nan(rows, batch, options)
@@ -317,37 +302,32 @@ def _loss_of(
         assert rows.divergence_weight is not None
         rows = replace(rows, divergence_weight=rows.divergence_weight / squared(stream.transform, rows.read))
     with_gradient = ("entropy",) if objective.needs_entropy else ()
-    of_rows = (rows.targets, rows.read, ("entropy",), with_gradient)
-    asked = Asked(*of_rows, kept, over, seconds, exact, at, visited, tokens)
+    asked = Asked(
+        rows.targets, rows.read, ("entropy",), with_gradient, kept, other=other, known=known, exact=exact, at=at, rows=visited,
+        tokens=tokens,
+    )  # fmt: skip
     at_once = objective.one_pass and (kept is None or (tokens is None and listed is None))
     if not traced and _made_in_forward(stream, objective, asked, at_once):
         return _in_one_visit(stream, batch, objective, rows, listed, asked, marked, at_once)
     found = statistics_of(stream, asked, options)
-    whole_logps = found.get("whole_logps")
-    kl_apart = whole_logps is not None and options.reference_over == "vocabulary" and rows.kl_weight is not None
-    weighed = replace(rows, ref_logps=None, kl_weight=None) if kl_apart else rows
     beside = None if listed is None else (listed, found["at"])
-    out = _loss_of_logps(found["logps"], found["entropy"], batch, objective, weighed, beside, found.get("divergence"))
-    if whole_logps is None:
-        return out
-    loss = out.loss + _kl_over_vocabulary(whole_logps, objective, rows) if kl_apart else out.loss
-    return replace(out, loss=loss, rows=rows, whole_logps=whole_logps.detach().view(shape), kl_apart=kl_apart)
+    return _loss_of_logps(found["logps"], found["entropy"], batch, objective, rows, beside, found.get("divergence"))
 
 
 def _made_in_forward(stream: Logits | Hidden, objective: Objective, asked: Asked, at_once: bool) -> bool:
     """Whether the gradient is made in the forward. That of rows that wait for each other is a slope times a vector that does not
     depend on other rows, and products wait for slopes. With a frozen head none do, see `Visit.ahead`; over sets there are none."""
-    (others, known), kept = asked.seconds, asked.kept
-    if asked.over is not None or known:
+    other, kept = asked.other, asked.kept
+    if asked.known is not None:
         return False
-    if kept is not None and others and (asked.tokens is not None or asked.at is not None):
+    if kept is not None and other is not None and (asked.tokens is not None or asked.at is not None):
         return False
     if isinstance(stream, Logits):
         # A gradient in fp16 is stored only after the loss scale, which arrives with the backward, is in it. Rows of a shard are
         # visited twice anyway, with the exchange in between.
         scaled = stream.logits.dtype == torch.float16 and torch.is_grad_enabled()
         return at_once and not scaled and stream.shard is None
-    if at_once or others or objective.needs_entropy:
+    if at_once or other is not None or objective.needs_entropy:
         return at_once
     waits = torch.is_grad_enabled() and stream.weight.requires_grad and not (kept is not None and kept.has_all)
     return waits and not (stream.bias is not None and stream.bias.requires_grad)
@@ -359,7 +339,7 @@ def _in_one_visit(
 ) -> LossOutput:  # fmt: skip
     """The loss of rows in one visit; `at_once`: of rows that wait for no other one."""
     targets, kept, at, of_rows = asked.targets, asked.kept, asked.at, asked.tokens
-    others, (index, active), whole, of_sets = asked.seconds.others, asked.rows or (None, None), None, None
+    (index, active), whole, of_sets = asked.rows or (None, None), None, None
     if kept is None or not kept.has_all:
         read, of_any, slots = asked.read if kept is None else kept.others(asked.read), targets, None
         if asked.tokens is not None:
@@ -369,7 +349,7 @@ def _in_one_visit(
             of_rows = Tokens.one_a_row(targets, read, at)
         if of_rows is not None:  # the likeliest of a row's ids stands in for them
             of_any, slots = targets.new_zeros(of_rows.n), None if at_once else of_rows.pairs.slots
-        whole = Visit(of_any, read, (), others, index, active, slots, of_rows)
+        whole = Visit(of_any, read, (), asked.other, index, active, slots, of_rows)
     if kept is not None:
         of_sets = over_sets(asked)
     log_ratio: Tensor | None = None
@@ -404,33 +384,6 @@ def _groups(
             return tokens.groups(batch.marked(objective.active_rows), sequences, batch.sequences)
         return batch.counts(objective.active_rows + ("" if batch.kept is None else WHOLE), marked)
     return (active,)
-
-
-def _over(objective: Objective, options: Options, seconds: Seconds) -> tuple[str, ...] | None:
-    """The statistics that rows with sets have over the vocabulary; None: none. Raises ValueError for what sets do not go with."""
-    kl, whole_reference = objective.kl_spec, options.reference_over == "vocabulary"
-    if seconds.known:
-        remedy = 'a teacher known at some ids has no distribution over a kept set: pass Options(reference_over="vocabulary").'
-        require(whole_reference, "reference_over", options.reference_over, remedy)
-    over = options.over_vocabulary
-    if over is None or not whole_reference:
-        return over
-    if objective.beta != 0:
-        remedy = (
-            f"{kl} weighs the KL by a ratio or reads old_logp, and both are over the sets: pass a Kl without a weighting, of an estimator "
-            "of logp and ref_logp alone, or reference_over='kept'."
-        )
-        fine = kl.weighting == "none" and not kl.reads_old_logps
-        require(fine, "reference_over", options.reference_over, remedy)
-    return (*over, "divergence")
-
-
-def _kl_over_vocabulary(logps: Tensor, objective: Objective, rows: TokenRows) -> Tensor:
-    """The KL term alone, of log-probs over the whole vocabulary."""
-    value, _, _, slope = objective.kl_terms(logps.detach(), replace(rows, old_logps=None), torch.zeros_like(logps))
-    weight = rows.kl_weight
-    assert weight is not None
-    return applied(_TokenStage, weight * value, logps, weight * slope)
 
 
 def _loss_of_logps(

@@ -83,8 +83,6 @@ def loss_from_model(
         with torch.no_grad():
             return _projected(reference, temperature if transform is None else transform.temperature, *given)
 
-    if isinstance(reference, list):  # pairs (teacher, weight)
-        reference = [(second(x[0]), *x[1:]) if isinstance(x, tuple) and x else x for x in reference]
     reference = second(reference)
     return linear_grpo_loss(hidden, head, batch, objective, normalizer=normalizer, reference=reference, options=options)
 

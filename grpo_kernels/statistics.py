@@ -11,14 +11,13 @@ from torch import Tensor
 
 from .checks import check_named, flat, plain
 from .formulas.divergence import Exact, divergence_at
-from .formulas.ops import times
 from .rows.backends import is_strict
 from .rows.compile import TracedRows
 from .rows.hidden import Hidden
 from .rows.partials import partials_of
-from .rows.ragged import KeptRows, Ragged, Tokens
+from .rows.ragged import KeptRows, Ragged, Tokens, slots_of
 from .rows.run import Rows, of_tokens, statistics
-from .rows.stream import Known, Logits, Seconds, Stream, Visit, one_of, read_beside
+from .rows.stream import Logits, Other, Stream, Visit
 from .streams import Options
 from .token_sets import TokenSets, check_ids, narrowed, without_set
 
@@ -29,9 +28,9 @@ class Asked(NamedTuple):
     names, with_gradient   statistics beside log-probs, and those of them that have a gradient. "lse" asks for "log_kept_mass" in
              its place: the log of the probability that the whole row gives to its set, 0 of a row without a set.
     kept     the rows that have a set, whose statistics are over it.
-    over     statistics that are taken over the vocabulary in every row, for which rows with sets are visited as a whole too; None:
-             nothing is.
-    seconds  second streams. The divergence from them, all added up, is the statistic "divergence".
+    whole    whether rows with sets are visited over the vocabulary too, as "log_kept_mass" needs it.
+    other    the second stream. The divergence from it is the statistic "divergence".
+    known    a teacher that is known at some ids of each row: sets with its log-probs as values; likewise.
     exact    which divergence that is.
     at       further ids of rows, whose log-probs are wanted.
     rows     (visited, active) of `Visit`, where the caller knows them.
@@ -43,8 +42,9 @@ class Asked(NamedTuple):
     names: tuple[str, ...] = ()
     with_gradient: tuple[str, ...] = ()
     kept: KeptRows | None = None
-    over: tuple[str, ...] | None = None
-    seconds: Seconds = Seconds()
+    whole: bool = False
+    other: Other | None = None
+    known: TokenSets | None = None
     exact: Exact | None = None
     at: Ragged | None = None
     rows: tuple[Tensor, int] | None = None
@@ -63,7 +63,7 @@ class Asked(NamedTuple):
 
 def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, Tensor]:
     """Statistics of the rows of a stream by name, each [n], differentiable: "logps" over the set of a row that has one, else over
-    the vocabulary, those of `Asked.names`, "at" [k] and, with `Asked.over`, "whole_logps" over the vocabulary."""
+    the vocabulary, those of `Asked.names`, and "at" [k]."""
     if torch.compiler.is_compiling():
         traced = Visit(
             asked.targets, asked.read, partials_of(asked.names), statistics=asked.names, with_gradient=asked.with_gradient
@@ -73,37 +73,32 @@ def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, T
         asked = asked._replace(targets=plain(asked.targets), read=None if asked.read is None else plain(asked.read))
     if isinstance(stream.transform.inv_temperature, Tensor):
         stream = stream.of(stream.tensors, stream.transform.plain())
-    (others, known), kept, over = asked.seconds, asked.kept, asked.over
-    if others:
-        one = one_of(others)
-        asked = asked.and_also("divergence")._replace(kind="" if one is None else one.kind)
-    in_one = len(known) == 1 and known[0].weight is None and not others and asked.at is None  # the teacher, in the same visit
-    if in_one:
-        of_over = None if over is None else (*over, *asked.outside, "at")
-        asked = asked.and_also(*asked.outside)._replace(at=known[0].slots, over=of_over)
-    joined = kept is not None and (over is not None or not kept.has_all)
-    again = "rows with a set are wanted over the vocabulary too, which" if kept is not None and over is not None else ""
-    again = "each teacher that is known at some ids" if known and not in_one else again
+    known, kept = asked.known, asked.kept
+    if asked.other is not None:
+        asked = asked.and_also("divergence")._replace(kind=asked.other.kind)
+    in_one = known is not None and asked.at is None  # the teacher, in the same visit
+    if known is not None and in_one:
+        asked = asked.and_also(*asked.outside)._replace(at=slots_of(known))
+    joined = kept is not None and (asked.whole or not kept.has_all)
+    again = "rows with a set are wanted over the vocabulary too, which" if kept is not None and asked.whole else ""
+    again = "a teacher that is known at some ids, beside terms at other ids," if known is not None and not in_one else again
     if again and isinstance(stream, Logits) and stream.inplace:
         raise ValueError(f"inplace=True, but {again} needs the logits for two gradients: pass inplace=False.")
     made = [] if kept is None else [over_sets(asked)]
     if kept is None or joined:
         made.append(_over_vocabulary(stream, asked, in_one))
-    for teacher in () if in_one else known:
-        made.append(_of_known(stream, asked, teacher))
+    if known is not None and not in_one:
+        made.append(_of_known(stream, asked, known))
     found = statistics(Rows(tuple(made), stream), stream.tensors)
     for i, visit in enumerate(made):
         if visit.kept is None and visit.tokens is not None:
             found[i] = of_tokens(found[i], visit.tokens)
     named = _joined(found[0], found[1], asked) if joined else found[0]
-    if known and asked.exact is not None:
-        parts = [named["divergence"]] if others else []
-        for teacher, values in zip(known, [named] if in_one else found[-len(known) :], strict=True):
-            assert teacher.sets.values is not None
-            at = (values["at"], teacher.sets.values, teacher.sets.offsets, values.get("outside"))
-            value = divergence_at(asked.exact, *at)
-            parts.append(times(teacher.weight, value if asked.read is None else torch.where(asked.read, value, 0.0)))
-        named["divergence"] = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+    if known is not None and asked.exact is not None:
+        of_known = named if in_one else found[-1]
+        assert known.values is not None
+        value = divergence_at(asked.exact, of_known["at"], known.values, known.offsets, of_known.get("outside"))
+        named["divergence"] = value if asked.read is None else torch.where(asked.read, value, 0.0)
     return named
 
 
@@ -112,22 +107,19 @@ def statistics_of(stream: Stream, asked: Asked, options: Options) -> dict[str, T
 
 def over_sets(asked: Asked) -> Visit:
     """The visit of rows with sets over these."""
-    kept, over, at = asked.kept, asked.over or (), asked.at
+    kept, at = asked.kept, asked.at
     assert kept is not None
-    names = tuple(name for name in asked.names if name not in over)
-    others = () if "divergence" in over else asked.seconds.others
-    at = None if at is None or "at" in over else at.only(kept.has).plain()
-    with_gradient = tuple(name for name in asked.with_gradient if name in names)
+    at = None if at is None else at.only(kept.has).plain()
     return Visit(
-        asked.targets, kept.read, _partials(names, asked.kind), others, at=at, tokens=asked.tokens, kept=kept, statistics=names,
-        with_gradient=with_gradient,
+        asked.targets, kept.read, _partials(asked.names, asked.kind), asked.other, at=at, tokens=asked.tokens, kept=kept,
+        statistics=asked.names, with_gradient=asked.with_gradient,
     )  # fmt: skip
 
 
 def _over_vocabulary(stream: Stream, asked: Asked, in_one: bool) -> Visit:
     """The visit over the vocabulary, of rows without a set or of all. `in_one`: the ids are those of a teacher."""
-    targets, read, kept, (others, known), at = asked.targets, asked.read, asked.kept, asked.seconds, asked.at
-    tokens, all_rows = asked.tokens, kept is not None and asked.over is not None
+    targets, read, kept, at = asked.targets, asked.read, asked.kept, asked.at
+    tokens, all_rows = asked.tokens, kept is not None and asked.whole
     if kept is not None and not all_rows:
         read = plain(kept.others(read))
         at = None if at is None else at.only(~kept.has).plain()
@@ -141,25 +133,23 @@ def _over_vocabulary(stream: Stream, asked: Asked, in_one: bool) -> Visit:
         targets, at = tokens.of_any, tokens.pairs.slots
     sets = kept if asked.read is None and not all_rows else None
     index, active = asked.rows or (_indexed(stream, targets, read, sets), None)
-    more = asked.with_gradient or others or known or all_rows or beside_target
+    more = asked.with_gradient or asked.other is not None or asked.known is not None or all_rows or beside_target
     ahead = False
     if index is not None and torch.is_grad_enabled() and not more:  # log-probs alone, whose gradient the forward can make
         hidden, weight, bias = stream.tensors
         ahead = hidden.requires_grad and not (weight.requires_grad or (bias is not None and bias.requires_grad))
     names = _partials(asked.names, asked.kind)
     return Visit(
-        targets, read, names, others, index, active, at, tokens, all_rows=all_rows, ahead=ahead,
+        targets, read, names, asked.other, index, active, at, tokens, all_rows=all_rows, ahead=ahead,
         statistics=asked.names, with_gradient=asked.with_gradient,
     )  # fmt: skip
 
 
-def _of_known(stream: Stream, asked: Asked, teacher: Known) -> Visit:
-    """The visit of the rows where a teacher that is known at some ids has a weight."""
-    read = read_beside(teacher.weight, asked.read)
-    index = _indexed(stream, asked.targets, read)
-    names = asked.outside
+def _of_known(stream: Stream, asked: Asked, teacher: TokenSets) -> Visit:
+    """The visit of the ids that a teacher is known at."""
+    index, names, at = _indexed(stream, asked.targets, asked.read), asked.outside, slots_of(teacher)
     partials = _partials(names, "")
-    return Visit(asked.targets, read, partials, visited=index, at=teacher.slots, statistics=names, with_gradient=names)
+    return Visit(asked.targets, asked.read, partials, visited=index, at=at, statistics=names, with_gradient=names)
 
 
 @functools.lru_cache(maxsize=256)
@@ -182,13 +172,11 @@ def _joined(sets: dict[str, Tensor], whole: dict[str, Tensor], asked: Asked) -> 
     """The values of all rows, from those over sets and those over the vocabulary."""
     kept, named = asked.kept, {}
     assert kept is not None
-    if "lse" in sets and asked.over is not None:
+    if asked.whole:
         # Log-probs keep the digits of a mass near 1; those of a target without probability are both -inf.
         lse, of_logps = sets.pop("lse") - whole.pop("lse"), whole["logps"] - sets["logps"]
         mass = torch.where(kept.several & (sets["logps"] == -torch.inf), lse, of_logps)
         named["log_kept_mass"] = torch.where(kept.has, mass, 0.0)
-    if asked.over is not None:
-        named["whole_logps"] = whole["logps"]
     for name, x in whole.items():
         has = kept.has if name != "at" or asked.at is None else kept.has[asked.at.rows]
         named[name] = torch.where(has, sets[name], x) if name in sets else x

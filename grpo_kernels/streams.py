@@ -19,20 +19,15 @@ from .checks import (
     SMALLEST,
     Checked,
     as_number,
-    check_missing,
     check_temperature,
     describe,
     inverse_temperatures,
     logit_rows,
     overlaps_itself,
-    per_token,
-    plain,
     refuse_overlap,
     refuse_unknown,
-    refuse_where,
     require,
     require_device,
-    require_number,
     require_shape,
     require_tensor,
     values_are_checked,
@@ -44,7 +39,7 @@ from .rows.backends import Backend
 from .rows.hidden import Hidden, WeightMemory
 from .rows.parallel import VocabShard, check_shard, is_managed, on_shard, refuse_managed
 from .rows.partials import TRANSFORMED, RowTransform
-from .rows.stream import Known, Logits, Other, Seconds, Stream
+from .rows.stream import Logits, Other, Stream
 from .token_sets import TokenSets, check_sets
 
 # ---- what a caller says about a head and a call
@@ -135,9 +130,6 @@ class Head(Checked):
         return (weight.weight, weight.bias), weight.transform if transform is None else transform
 
 
-OVER = ("kept", "vocabulary")
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Options(Checked):
     """How a call computes: `options=` of the loss, log-prob and divergence functions, the one place where this is said.
@@ -152,11 +144,6 @@ class Options(Checked):
                     see `distributed.VocabShard`.
     weight_grad     [V, H], fp32 or the weight's dtype: memory that the backward adds the gradient of weight into; autograd
                     gives weight none. docs/kept_sets.md says what Megatron, FSDP and DDP do with it.
-    missing         of a target that its kept set lacks: "include" (it joins the set), "full" (the row runs over the whole
-                    vocabulary), "mask" (the row is masked) or "raise" (ValueError; a host sync on a GPU). None: what the TokenBatch
-                    says, else "include", and "raise" in strict mode.
-    entropy_over    of rows with a set: "kept" or "vocabulary", which costs the product with the whole vocabulary.
-    reference_over  what ref_logps, or the log-probs of `reference`, run over in rows with a set: likewise.
 
     Raises ValueError naming the field that is wrong."""
 
@@ -165,28 +152,14 @@ class Options(Checked):
     skip_inactive: bool = False
     shard: VocabShard | None = None
     weight_grad: Tensor | None = None
-    missing: str | None = None
-    entropy_over: str = "kept"
-    reference_over: str = "kept"
     __repr__ = describe
 
     def __post_init__(self) -> None:
-        if self.missing is not None:
-            check_missing(self.missing)
-        for name in ("entropy_over", "reference_over"):
-            require(getattr(self, name) in OVER, name, getattr(self, name), 'it must be "kept" or "vocabulary".')
         for name in ("skip_inactive", "strict"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "pass True or False.")
         backends.check_name(self.backend)
         if self.shard is not None:
             check_shard(self.shard)
-
-    @property
-    def over_vocabulary(self) -> tuple[str, ...] | None:
-        """The statistics that are taken over the whole vocabulary in rows with sets; None: nothing there needs the vocabulary."""
-        if self.entropy_over == "vocabulary":
-            return ("entropy",)
-        return () if self.reference_over == "vocabulary" else None
 
 
 DEFAULTS = Options()
@@ -418,37 +391,31 @@ def name_of_second(logits: bool) -> str:
 
 
 HOW = "(hidden, weight), (hidden, weight, bias), (hidden, Head(...))"
-HOW_EXACT = f"{HOW}, TokenSets whose values are a teacher's log-probs, or a list of pairs (one of these, weight)"
+HOW_EXACT = f"{HOW}, or TokenSets whose values are a teacher's log-probs"
 
 
-def seconds_of(given: Any, exact: Exact, policy: Policy, stream: Stream) -> Seconds:
-    """The second streams of a divergence, beside the policy's: what was given as `reference` or `ref_logits`."""
-    name, several = name_of_second(not stream.computed), isinstance(given, list)
-    if policy.shared:
-        remedy = f"with rows= a teacher's rows are those of the policy: pass its whole distribution as {name}, without a list or TokenSets."
-        require(not isinstance(given, (list, TokenSets)), name, type(given).__name__, remedy)
-    require(not several or len(given) > 0, name, given, "a list of teachers holds at least one pair (teacher, weight).")
-    others, known = [], []
-    for i, pair in enumerate(given if several else [(given, None)]):
-        if not isinstance(pair, tuple) or len(pair) != 2 or isinstance(pair[0], list):
-            raise ValueError(f"{name}[{i}] is {type(pair).__name__}: a list of teachers holds pairs (teacher, weight).")
-        teacher, weight = pair
-        of_sets = isinstance(teacher, TokenSets)
-        checked: Any = _checked_sets if of_sets else second_stream
-        own = f"{name}[{i}]" if several else name
-        checked = checked(own, teacher, policy, stream, exact)
-        weight = _weight(f"{own}.weight", weight, policy) if several else None
-        if of_sets:
-            known.append(Known(checked, weight))
-        else:
-            others.append(Other(checked.plain(), exact.direction, exact.share, weight))
-    return Seconds(tuple(others), tuple(known))
+#: What to write for several teachers.
+SEVERAL = "one teacher is taken. For several, add up weight * {function}(...) of each, and pass the sum as divergence= of objective_loss."
+
+
+def teacher_of(
+    given: Any, exact: Exact, policy: Policy, stream: Stream
+) -> tuple[Other | None, TokenSets | None]:  # fmt: skip
+    """(the second stream, the sets of a teacher that is known at some ids), one of which is None: what was given as `reference` or
+    `ref_logits` beside the policy's rows."""
+    name = name_of_second(not stream.computed)
+    function = "linear_divergence" if stream.computed else "token_divergence"
+    require(not isinstance(given, list), name, type(given).__name__, SEVERAL.format(function=function))
+    if not isinstance(given, TokenSets):
+        return Other(second_stream(name, given, policy, stream, exact).plain(), exact.direction, exact.share), None
+    remedy = f"with rows= a teacher's rows are those of the policy: pass its whole distribution as {name}, not TokenSets."
+    require(not policy.shared, name, type(given).__name__, remedy)
+    return None, _checked_sets(name, given, policy, stream, exact)
 
 
 def second_stream(name: str, given: Any, policy: Policy, stream: Stream, exact: Exact | None = None) -> Stream:
     """A second stream beside the policy's, of hidden states or of logits as that is, under a transform of its own, else the
-    policy's. `name`: of the argument, or its place in a list. `exact`: the divergence from it, which may be that from TokenSets or
-    a list in its place."""
+    policy's. `name`: of the argument. `exact`: the divergence from it, which may be that from TokenSets in its place."""
     x, head, transform = given, None, policy.transform
     if not stream.computed:
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], LogitTransform | None):
@@ -456,8 +423,7 @@ def second_stream(name: str, given: Any, policy: Policy, stream: Stream, exact: 
         if not isinstance(x, Tensor):
             raise ValueError(
                 f"{name} is {'None' if x is None else f'a {type(x).__name__}'}, but {exact} needs the whole distribution of a reference "
-                "or teacher: pass its logits, (logits, LogitTransform(...)), TokenSets whose values are its log-probs, or a list of pairs "
-                "(one of these, weight)."
+                "or teacher: pass its logits, (logits, LogitTransform(...)), or TokenSets whose values are its log-probs."
             )
     else:
         what = f"{exact} needs the whole distribution of a reference or teacher: pass {HOW_EXACT}."
@@ -499,20 +465,6 @@ def _checked_sets(name: str, sets: TokenSets, policy: Policy, stream: Stream, ex
                 'up to at most 1; for weights that are no probabilities pass Exact("forward", tail="ignore") or tail="renormalise".'
             )
     return sets
-
-
-def _weight(name: str, weight: Any, policy: Policy) -> Tensor:
-    """That of a teacher in each row, fp32 [n]; 0 where the mask is not set."""
-    if not isinstance(weight, Tensor):
-        require_number(name, weight, "the weight of a teacher is a finite number >= 0, or a tensor of such.", 0, LARGEST)
-        weight = torch.full((), float(weight), device=policy.device)
-    require_device(name, weight, policy.device, "the tensor of targets")
-    weights = per_token(name, weight, policy.shape, policy.cu_seqlens)
-    weights = weights if policy.mask is None else torch.where(policy.mask.flatten(), weights, 0.0)
-    if values_are_checked(weights):
-        wrong = ~((weights >= 0) & (weights < torch.inf))
-        refuse_where(wrong, name, weights, ": weights of teachers are finite and >= 0.")
-    return plain(weights)
 
 
 def squared(transform: RowTransform, read: Tensor | None) -> float | Tensor:

@@ -207,8 +207,8 @@ class Engine(Gradients):
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
+        self._of_second: Products | None = None
         self.is_last = True  # whether this pass is the last that adds to the gradients
-        self._made: dict[int, Products] = {}
         if wanted[0]:
             # fp32 for fp16: the loss scale is applied later, and fp16 would underflow before.
             narrow = not self.summed_later and self.hidden.dtype != torch.float16
@@ -221,7 +221,7 @@ class Engine(Gradients):
     def work(self) -> Work:
         """What this pass computes. A backward that has no product left does not look at the weight, which may be gone."""
         stream, visit, d_hidden = self.stream, self.whole, 0 if self.d_hidden is None else self.d_hidden.element_size()
-        weight, dtype, others = stream.weight, stream.dtype, 0 if visit is None else len(visit.others)
+        weight, dtype, others = stream.weight, stream.dtype, int(visit is not None and visit.other is not None)
         if visit is not None and others and (visit.apart or visit.at is not None):
             others += 2  # a gradient, and that of a divergence, which is added to it: see `Block.pull`
         return Work(
@@ -354,20 +354,18 @@ class Engine(Gradients):
             second = one.second(of_second[None], one.stream.transform.at(at))
         else:
             logits = self.products.logits(hidden)
-            second = self._second(one, at, None)
+            second = self._second(one, at)
         rows = LogitRows(logits[None], targets, None, transform, second)
-        return Block(self.stream, self.backend, visit, rows, at, lambda i, here: self._second(visit.apart[i], at, here))
+        return Block(self.stream, self.backend, visit, rows, at, lambda: self._second(visit.other, at))
 
-    def _second(self, other: Other, at: slice | Tensor, here: Tensor | None) -> Second:
-        """A second stream beside the rows `at` of the batch, or some of them."""
-        places, stream = places_of(at, self.hidden.device), other.stream
-        places = places if here is None else places[here]
-        assert isinstance(stream, Hidden)
-        if id(stream) not in self._made:
-            self._made[id(stream)] = _products(stream)
-        own = self._made[id(stream)]
-        logits = own.logits(stream.hidden.detach()[places].to(own.dtype))
-        return other.second(logits[None], stream.transform.at(places))
+    def _second(self, other: Other | None, at: slice | Tensor) -> Second:
+        """The second stream beside the rows `at` of the batch."""
+        assert other is not None and isinstance(other.stream, Hidden)
+        if self._of_second is None:
+            self._of_second = _products(other.stream)
+        own, places = self._of_second, places_of(at, self.hidden.device)
+        logits = own.logits(other.stream.hidden.detach()[places].to(own.dtype))
+        return other.second(logits[None], other.stream.transform.at(places))
 
     def _visited(self, visit: Visit, step: Step, active: int | None) -> list[Any]:
         """What `step` makes of the chunks of the rows that are visited. The first `active` may have a gradient; None: all may."""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..checks import versions_of
-from ..formulas.ops import times
 from ..formulas.token_stage import JointStage, TokenStage
 from .hidden import Engine
 from .memory import converted
@@ -77,8 +76,8 @@ class Rows:
         tensors: list[Any] = [temperature] if isinstance(temperature, Tensor) else []
         for visit in self.visits:
             tensors += visit.targets, visit.read
-            for other in visit.others:
-                tensors += other.stream.tensors
+            if visit.other is not None:
+                tensors += visit.other.stream.tensors
         return versions_of(tensors)
 
     def without_tensors(self) -> Rows:
@@ -93,7 +92,7 @@ class Rows:
         saved: list[Tensor] = []
         for visit in self.visits:
             _, found, at = Made.of(base, visit)
-            values += found.partials.found(visit.statistics, visit.read, _divergence(visit, found) if visit.apart else None)
+            values += found.partials.found(visit.statistics, visit.read)
             saved.append(found.values)
             if at is not None:
                 values.append(at.log_probs(found.partials, visit.read, base.transform))
@@ -172,12 +171,6 @@ class Made(NamedTuple):
             if visit.ahead:
                 gradients.add(base.own(at.slots), of_ids)
         over(base, visit).pull(visit, found, slopes, gradients, at_ids)
-
-
-def _divergence(visit: Visit, found: Found) -> Tensor:
-    """fp32 [n], from all second streams that are read apart."""
-    values = [times(other.weight, partials.divergence) for other, partials in zip(visit.apart, found.apart, strict=True)]
-    return torch.stack(values).sum(0)
 
 
 # ---- autograd

@@ -152,12 +152,13 @@ class OverSets:
 
     def _each(self, z: Tensor, work: Callable[[Block], None], writes: bool) -> Tensor | None:
         """Let `work` compute all rows, block by block, and return what it `writes` over their logits, fp32 [m]."""
-        others, total = [self._z(other.stream)[0] for other in self.visit.others], None
+        other, total = self.visit.other, None
+        second = () if other is None else (self._z(other.stream)[0],)
         for parts, at in self._memories():
             sizes = [count * width for _, count, width in parts]
             filled = [
                 torch.full((sum(sizes) + 1,), -torch.inf, dtype=torch.float32, device=z.device).scatter_(0, at, x)
-                for x in (z, *others)
+                for x in (z, *second)
             ]
             blocks = zip(*(x[:-1].split(sizes) for x in filled), strict=True)
             for (rows, count, width), own in zip(parts, blocks, strict=True):
@@ -168,15 +169,14 @@ class OverSets:
                 total = filled[0][at] if total is None else total.add_(filled[0][at])
         return total
 
-    def _block(self, at: slice | Tensor, logits: Tensor, *of_others: Tensor) -> Block:
-        """Rows `at` of the visit, from their logits [1, r, width] and those of second streams."""
+    def _block(self, at: slice | Tensor, logits: Tensor, of_other: Tensor | None = None) -> Block:
+        """Rows `at` of the visit, from their logits [1, r, width] and those of the second stream."""
         stream, visit = self.stream, self.visit
-        seconds = [other.second(x, TRANSFORMED) for x, other in zip(of_others, visit.others, strict=True)]
-        second = seconds[0] if visit.one is not None else None
+        second = None if visit.other is None or of_other is None else visit.other.second(of_other, TRANSFORMED)
         rows = LogitRows(logits, self._target[at], self.kept.read[at], TRANSFORMED, second)
         # Every rank's block has the same slots, each with the ids of the rank alone.
         shard = None if stream.shard is None else replace(stream.shard, start=0, vocab=logits.shape[2])
-        return Block(stream, on_shard(stream.kernels, shard), visit, rows, at, lambda i, here: seconds[i].taken(here))
+        return Block(stream, on_shard(stream.kernels, shard), visit, rows, at)
 
     def _memories(self) -> Iterator[tuple[list[Part], Tensor]]:
         """(rows of like sizes, those of each size in one piece; where each slot stands in their memory, int64 [m], in its last

@@ -18,12 +18,11 @@ from torch import Tensor
 from ..checks import plain
 from ..formulas.ops import times
 from ..formulas.token_stage import TokenStage
-from ..token_sets import TokenSets
 from .backends import Backend
 from .memory import empty_like, zeros
 from .parallel import VocabShard
 from .partials import OUTSIDE, LogitRows, Partials, RowTransform, Second, Slopes, joined, partials_of
-from .ragged import KeptRows, Ragged, Tokens, merged, slots_of, write_at
+from .ragged import KeptRows, Ragged, Tokens, merged, write_at
 from .tokens import LogitsAt, fused_tokens
 
 Tensors = tuple[Any, ...]  # of tensors and None
@@ -31,50 +30,14 @@ Tensors = tuple[Any, ...]  # of tensors and None
 
 @dataclass(eq=False)
 class Other:
-    """A second stream of the same rows, for the divergence from it. Its weight in each row is fp32 [n], at least 0; None: 1."""
+    """A second stream of the same rows, for the divergence from it."""
 
     stream: Stream
     kind: str
     mixture: float
-    weight: Tensor | None = None
 
     def second(self, logits: Tensor, transform: RowTransform) -> Second:
         return Second(logits, transform, self.kind, self.mixture)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The partials that the divergence needs."""
-        return partials_of(("divergence",), self.kind)
-
-
-class Known(NamedTuple):
-    """A teacher that is known at some ids of each row: sets with its log-probs as values; and its weight in each row."""
-
-    sets: TokenSets
-    weight: Tensor | None = None
-
-    @property
-    def slots(self) -> Ragged:
-        return slots_of(self.sets)
-
-
-class Seconds(NamedTuple):
-    """All second streams of a loss, whose divergences add up."""
-
-    others: tuple[Other, ...] = ()
-    known: tuple[Known, ...] = ()
-
-
-def read_beside(weight: Tensor | None, read: Tensor | None) -> Tensor | None:
-    """bool [n]: the rows of `read` where a second stream has a weight. The others it adds nothing to, and is not read in."""
-    if weight is None:
-        return read
-    return plain(weight != 0 if read is None else read & (weight != 0))
-
-
-def one_of(others: tuple[Other, ...]) -> Other | None:
-    """The second stream that is read beside the policy's rows: the only one, if it has no weight. Others follow one another."""
-    return others[0] if len(others) == 1 and others[0].weight is None else None
 
 
 class Visit(NamedTuple):
@@ -82,7 +45,7 @@ class Visit(NamedTuple):
 
     read    bool [n]: the rows that are visited; None: all.
     names   of the partials that are made.
-    others  second streams.
+    other   the second stream.
     visited   the rows that are visited, [m] int64; None: found from `read`, a host sync on a GPU.
     active  how many of `visited`, from its first on, can have a slope; None: all. On a CPU, where it costs no wait, rows whose
             slopes are zero are left out of the products as well.
@@ -98,7 +61,7 @@ class Visit(NamedTuple):
     targets: Tensor
     read: Tensor | None
     names: tuple[str, ...]
-    others: tuple[Other, ...] = ()
+    other: Other | None = None
     visited: Tensor | None = None
     active: int | None = None
     at: Ragged | None = None
@@ -111,15 +74,13 @@ class Visit(NamedTuple):
 
     @property
     def one(self) -> Other | None:
-        """The second stream that is read beside the rows. One that is beside losses of tokens is read apart."""
-        if not self.others or (self.tokens is not None and self.at is None and self.kept is None):
-            return None
-        return one_of(self.others)
+        """The second stream that is read beside the rows; None where it is read apart."""
+        return None if self.apart else self.other
 
     @property
-    def apart(self) -> tuple[Other, ...]:
-        """Second streams that are read after one another, each beside the same rows."""
-        return self.others if self.others and self.one is None else ()
+    def apart(self) -> bool:
+        """Whether the second stream is read after the rows, as it is beside losses of tokens."""
+        return self.other is not None and self.tokens is not None and self.at is None and self.kept is None
 
     def rows(self) -> Tensor:
         """int64 [m]: the rows that are visited."""
@@ -128,27 +89,20 @@ class Visit(NamedTuple):
         n, device = self.targets.numel(), self.targets.device
         return torch.arange(n, device=device) if self.read is None else self.read.nonzero()[:, 0]
 
-    # ---- partials: `names`, and below them those of each stream of `apart`
-
     def not_read(self, n: int, device: torch.device) -> Tensor:
         """fp32 [q, n]: the partials of rows that are not read."""
-        tables = (self.names, *(other.names for other in self.apart))
-        return joined([Partials.not_read(names, n, device).values for names in tables], 0)
+        return Partials.not_read(self.names, n, device).values
 
     def no_losses(self) -> Tensor:
         """What `Backend.fused` gives, fp32 [3, n] or [4, n], as zeros, of all rows or their tokens."""
         of = self.targets if self.tokens is None else self.tokens.rows
-        return torch.zeros(4 if self.others else 3, of.numel(), dtype=torch.float32, device=of.device)
+        return torch.zeros(3 if self.other is None else 4, of.numel(), dtype=torch.float32, device=of.device)
 
     def found(self, values: Tensor, ahead: Tensor | None = None) -> Found:
         """What partials fp32 [q, n] are."""
-        apart, end = [], len(self.names)
-        for other in self.apart:
-            first, end = end, end + len(other.names)
-            apart.append(Partials(values[first:end], other.names, other.kind, other.mixture))
-        own, one = values[: len(self.names)] if apart else values, self.one
+        one = self.one
         of = () if one is None else (one.kind, one.mixture)
-        return Found(values, Partials(own, self.names, *of), tuple(apart), ahead)
+        return Found(values, Partials(values, self.names, *of), ahead)
 
     def slopes(self, factor: Tensor) -> Slopes:
         """Those of rows whose gradient is one vector times `factor` [n]: that of the log-prob, or with further ids, whose gradient
@@ -165,12 +119,11 @@ class Visit(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a visit has made: partials and those beside each of `Visit.apart`, views of `values`, fp32 [q, n], and the gradient of
-    hidden states of `Visit.ahead`, fp32 [n, H]."""
+    """What a visit has made: partials, a view of `values`, fp32 [q, n], and the gradient of hidden states of `Visit.ahead`, fp32
+    [n, H]."""
 
     values: Tensor
     partials: Partials
-    apart: tuple[Partials, ...]
     ahead: Tensor | None
 
 
@@ -229,14 +182,14 @@ class Block:
 
     rows       [1, r, V]; of given logits all rows [A, T, V] as they lie, where nothing needs them apart.
     at         which rows of the visit they are.
-    second_of  the second stream number i of `Visit.apart` beside some of these rows, int64, or beside all: None."""
+    second_of  makes the second stream beside these rows, where it is read apart; None: it is read beside them, or there is none."""
 
     stream: Stream
     backend: Backend
     visit: Visit
     rows: LogitRows
     at: slice | Tensor
-    second_of: Callable[[int, Tensor | None], Second]
+    second_of: Callable[[], Second] | None = None
 
     @property
     def places(self) -> Tensor:
@@ -258,35 +211,21 @@ class Block:
         """fp32 [q, r]: the partials of a visit, see `Visit.found`. Sums outside of ids take computed logits as their memory."""
         visit, rows = self.visit, self.rows
         part = self.backend.visit(rows, visit.names)
-        values = [part.values]
-        values += [Partials.not_read(other.names, rows.n, rows.logits.device).values for other in visit.apart]
-        for i, here, own, _ in self._beside(self.stream.computed):
-            values[1 + i][:, slice(None) if here is None else here] = self.backend.visit(own, visit.apart[i].names).values
         if OUTSIDE[0] in visit.names:
             part.put(OUTSIDE, self._outside())
-        return joined(values, 0)
+        return part.values
 
     def pull(self, values: Tensor, slopes: Slopes, out: Tensor, at_ids: AtIds | None = None) -> None:
         """Write the gradient of the logits, which may be `out`, from partials fp32 [q, r] and slopes of these rows. `at_ids`: what
         it is at some ids of these rows, see `LogitsAt.gradients`, but for that of divergences, which is added."""
         found, of_divergence = self.visit.found(values), slopes.get("divergence")
-        if not self.visit.apart or of_divergence is None:
-            if at_ids is not None and of_divergence is not None:  # before the kernels write over the logits
-                memory = self._of_divergence(self.rows, found.partials, of_divergence)
-                slots, at = at_ids
-                at_ids = slots, at + memory[slots.positions(memory.shape[1])] if memory.numel() else at
-            self.backend.gradient(self.rows, found.partials, slopes, out)
-            if at_ids is not None:
-                write_at(out, *at_ids)
-            return
-        gradient = torch.empty_like(self.rows.logits, dtype=torch.float32)  # to be rounded once
-        self.backend.gradient(self.rows._replace(second=None), found.partials, slopes.without("divergence"), gradient)
+        if at_ids is not None and of_divergence is not None:  # before the kernels write over the logits
+            memory = self._of_divergence(self.rows, found.partials, of_divergence)
+            slots, at = at_ids
+            at_ids = slots, at + memory[slots.positions(memory.shape[1])] if memory.numel() else at
+        self.backend.gradient(self.rows, found.partials, slopes, out)
         if at_ids is not None:
-            write_at(gradient, *at_ids)
-        for i, here, own, weight in self._beside():
-            partials = found.apart[i] if here is None else found.apart[i].at(here)
-            _add(gradient, here, self._of_divergence(own, partials, times(weight, _taken(of_divergence, here))), 1)
-        out.copy_(gradient)
+            write_at(out, *at_ids)
 
     def _of_divergence(self, rows: LogitRows, partials: Partials, slope: Tensor) -> Tensor:
         """The gradient of a divergence alone, fp32."""
@@ -304,16 +243,8 @@ class Block:
             self._put(out, 0.0)
 
     def fused(self, stage: TokenStage, out: Tensor | None) -> Tensor:
-        """Losses of a token stage of these rows, see `Backend.fused`, and their gradient into `out`, which may be the logits. Each
-        of several second streams adds its weight times its divergence."""
-        if not self.visit.apart:
-            return self.backend.fused(self.rows, stage, out)
-        gradient = None if out is None else torch.empty_like(self.rows.logits)
-        logps, entropy, own = self.backend.fused(self.rows, stage, gradient)
-        losses, divergence = self._divergences(stage.rows.divergence_weight, gradient)
-        if out is not None and gradient is not None:
-            out.copy_(gradient)
-        return torch.stack([logps, entropy, own + losses, divergence])
+        """Losses of a token stage of these rows, see `Backend.fused`, and their gradient into `out`, which may be the logits."""
+        return self.backend.fused(self.rows, stage, out)
 
     def add_tokens(self, result: Tensor, stage: TokenStage, out: Tensor | None) -> None:
         """`fused` of the tokens of these rows, into the results of all tokens, whose stage it is."""
@@ -340,40 +271,21 @@ class Block:
             return part
         (logps, entropy, losses), weight = part, stage.rows.divergence_weight
         of_rows = None if weight is None else tokens.to_rows(torch.where(tokens.used, weight, 0.0))
-        divergence = tokens.of_rows(self._divergences(of_rows, gradient)[1])
+        divergence = tokens.of_rows(self._divergence(of_rows, gradient))
         losses = losses if weight is None else losses + times(weight, divergence)
         return torch.stack([logps, entropy, losses, divergence])
 
-    def _divergences(self, of_loss: Tensor | None, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(losses, divergences) fp32 [r] from the streams of `Visit.apart`, of weight `of_loss` in the loss. Their gradient is
-        added."""
-        losses, divergence = torch.zeros(2, self.rows.n, device=self.rows.logits.device)
-        of_loss = torch.zeros_like(losses) if of_loss is None else of_loss
-        for _, here, own, weight in self._beside():
-            memory = None if gradient is None else torch.empty_like(own.logits)
-            stage = TokenStage.divergence_alone(own.targets, times(weight, _taken(of_loss, here)))
-            _, _, of_second, own_divergence = self.backend.fused(own, stage, memory)
-            _add(losses, here, of_second)
-            _add(divergence, here, times(weight, own_divergence))
-            if gradient is not None and memory is not None:
-                _add(gradient, here, memory, 1)
-        return losses, divergence
-
-    def _beside(self, gathers: bool = True) -> Iterator[tuple[int, Tensor | None, LogitRows, Tensor | None]]:
-        """For each second stream of `Visit.apart`: (its place, which of these rows have it or None for all, these rows beside it,
-        their weights). `gathers` False: always all of them, those without it not read."""
-        rows = self.rows
-        for i, other in enumerate(self.visit.apart):
-            weight = None if other.weight is None else other.weight[self.at]
-            own, here = rows._replace(read=read_beside(weight, rows.read)), None
-            # On devices other than a CPU this would synchronise the host.
-            if gathers and own.read is not None and own.read.device.type == "cpu" and not bool(own.read.all()):
-                here = own.read.nonzero()[:, 0]
-                if here.numel() == 0:
-                    continue
-                weight = None if weight is None else weight[here]
-                own = LogitRows(rows.logits[:, here], rows.targets[here], None, rows.transform.at(here))
-            yield i, here, own._replace(second=self.second_of(i, here)), weight
+    def _divergence(self, weight: Tensor | None, gradient: Tensor | None) -> Tensor:
+        """The divergence of each row, fp32 [r], from the second stream that is read apart, of this weight in the loss. Its gradient
+        is added."""
+        assert self.second_of is not None
+        rows = self.rows._replace(second=self.second_of())
+        memory = None if gradient is None else torch.empty_like(rows.logits)
+        weight = torch.zeros(rows.n, device=rows.logits.device) if weight is None else weight
+        divergence = self.backend.fused(rows, TokenStage.divergence_alone(rows.targets, weight), memory)[3]
+        if gradient is not None and memory is not None:
+            gradient.add_(memory)
+        return divergence
 
     def _outside(self) -> Tensor:
         """fp32 [2, r]: max and sum of transformed rows without the columns of `Visit.at`, which -inf replaces. 1 minus the
@@ -388,18 +300,6 @@ class Block:
 def places_of(at: slice | Tensor, device: torch.device) -> Tensor:
     """Return the rows `at` as numbers, int64 [r]."""
     return torch.arange(at.start, at.stop, device=device) if isinstance(at, slice) else at
-
-
-def _taken(x: Tensor, here: Tensor | None) -> Tensor:
-    return x if here is None else x[here]
-
-
-def _add(total: Tensor, here: Tensor | None, x: Tensor, dim: int = 0) -> None:
-    """total += x, which are the places `here` of it, or all."""
-    if here is None:
-        total.add_(x)
-    else:
-        total.index_add_(dim, here, x)
 
 
 # ---- streams
@@ -563,23 +463,22 @@ class Logits(Stream):
         return self.logits[slots.positions(self.logits.shape[1])].float()
 
     def stats(self, visit: Visit) -> Found:
-        if not visit.apart and OUTSIDE[0] not in visit.names:  # as they lie, without the cost of a block
+        if OUTSIDE[0] not in visit.names:  # as they lie, without the cost of a block
             return visit.found(self.backend.visit(self._rows(visit), visit.names).values)
-        blocks = self._blocks(visit, None, OUTSIDE[0] in visit.names)
-        return visit.found(joined([block.stats() for block, _ in blocks], 1))
+        return visit.found(joined([block.stats() for block, _ in self._blocks(visit, None)], 1))
 
     def gradients(self, wanted: tuple[bool, ...], parts: Parts) -> LogitsGradient:
         return LogitsGradient(self.logits, self.inplace, wanted, parts)
 
     def pull(self, visit: Visit, found: Found, slopes: Slopes, gradients: LogitsGradient, at_ids: AtIds | None) -> None:
         is_first, twice, out, at = gradients.out is None, gradients.twice, gradients.rows(), self.own_ids(at_ids)
-        if not twice and not visit.apart and (at is None or slopes.get("divergence") is None):  # as they lie
+        if not twice and (at is None or slopes.get("divergence") is None):  # as they lie
             self.backend.gradient(self._rows(visit), found.partials, slopes, out)
             if at is not None:
                 write_at(out, *at)
             return
         few, gradients.few, part = gradients.few, None, torch.empty(0)
-        for block, to in self._blocks(visit, out, True):
+        for block, to in self._blocks(visit, out):
             assert to is not None
             if not twice or (is_first and to.dtype == torch.float32):
                 part = to
@@ -599,7 +498,7 @@ class Logits(Stream):
             if at_once is not None:
                 return at_once
         result = visit.no_losses()
-        for block, to in self._blocks(visit, out, True):
+        for block, to in self._blocks(visit, out):
             if visit.tokens is None:
                 result[:, block.at] = block.fused(stage.at(block.at), to)
             else:
@@ -615,14 +514,11 @@ class Logits(Stream):
         assert isinstance(other.stream, Logits)
         return other.second(other.stream.logits, other.stream.transform)
 
-    def _blocks(self, visit: Visit, out: Tensor | None, cut: bool) -> Iterator[tuple[Block, Tensor | None]]:
-        """Blocks of the rows of a visit, and of `out` the same rows. `cut`: [1, r, V] that have one stride, in fp32 where second
-        streams are read apart; else all rows are one block. The ranks of a shard take the same blocks, whatever the widths of
-        their parts: each block has an exchange."""
-        rows, x, n = self._rows(visit), self.logits, visit.targets.numel()
-        if not cut:
-            yield Block(self, self.backend, visit, rows, slice(0, n), lambda i, _: self._second(visit.apart[i])), out
-            return
+    def _blocks(self, visit: Visit, out: Tensor | None) -> Iterator[tuple[Block, Tensor | None]]:
+        """Blocks [1, r, V] of the rows of a visit that have one stride, in fp32 where the second stream is read apart, and of `out`
+        the same rows. The ranks of a shard take the same blocks, whatever the widths of their parts: each block has an
+        exchange."""
+        rows, x = self._rows(visit), self.logits
         A, T, V = x.shape
         limit = BLOCK_BYTES.get(x.device.type, BLOCK_BYTES["cuda"])
         size = max(1, limit // (4 * (V if self.shard is None else self.shard.vocab)))
@@ -630,9 +526,10 @@ class Logits(Stream):
             of = (slice(a, a + 1), slice(t, min(t + size, T)))
             at = slice(a * T + of[1].start, a * T + of[1].stop)
 
-            def second_of(i: int, here: Tensor | None, of: Any = of, at: slice = at) -> Second:
-                second = self._second(visit.apart[i]).at(at)
-                return second._replace(logits=second.logits[of]).taken(here)
+            def second_of(of: Any = of, at: slice = at) -> Second:
+                assert visit.other is not None
+                second = self._second(visit.other).at(at)
+                return second._replace(logits=second.logits[of])
 
             own = rows.cut(at.start, at.stop)._replace(logits=x[of].float() if visit.apart else x[of], part=None)
             if own.second is not None:
