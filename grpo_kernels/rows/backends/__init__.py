@@ -78,6 +78,14 @@ class Backend(ABC):
         return None
 
     @abstractmethod
+    def evaluate(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the loss of each row of a token stage and its gradients: (losses, d loss / d log-prob, d loss / d entropy), fp32
+        [n]; the last is None without an entropy bonus.
+
+        logps, entropy   fp32 [n], in one piece: of the stage's rows.
+        stage            without terms at listed ids."""
+
+    @abstractmethod
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """gradient *= factor (a 0-d tensor), without a pass over it when factor is 1."""
 
