@@ -51,7 +51,7 @@ def loaded_kernels() -> list[dict]:
 # ---- calls
 
 HEAD, ALL = {"source": "hidden"}, {"mask": "none"}
-LOGPS, DIVERGENCE = {"door": "logprobs"}, {"door": "divergence", "others": ("whole",)}
+LOGPS, DIVERGENCE = {"door": "logprobs"}, {"door": "divergence", "other": "whole"}
 EXACT = {**HEAD, "objective": "dapo, exact", "exact": "jsd"}
 #: {entry point: a call of it}. Where nothing else is said some tokens are masked.
 RECIPES = {
@@ -60,8 +60,7 @@ RECIPES = {
     "linear_grpo_loss": Recipe(**HEAD, objective="dapo, k3"),
     "linear_grpo_loss, kept sets": Recipe(**HEAD, kept="some"),
     "linear_grpo_loss, wide kept sets": Recipe(**HEAD, kept="long"),
-    "linear_grpo_loss, divergence": Recipe(**EXACT, others=("whole",)),
-    "linear_grpo_loss, several teachers": Recipe(**EXACT, others=("whole", "near")),
+    "linear_grpo_loss, divergence": Recipe(**EXACT, other="whole"),
     "token_logprobs": Recipe(**LOGPS, **ALL),
     "token_logprobs, masked": Recipe(**LOGPS),
     "token_logprobs, masked, several ids": Recipe(**LOGPS, also="at"),
@@ -71,7 +70,6 @@ RECIPES = {
     "token_divergence": Recipe(**DIVERGENCE, exact="forward"),
     "linear_divergence": Recipe(**DIVERGENCE, **ALL, **HEAD, exact="jsd"),
     "linear_divergence, masked": Recipe(**DIVERGENCE, **HEAD, exact="jsd"),
-    "linear_divergence, several teachers": Recipe(**ALL, **HEAD, door="divergence", others=("whole", "near"), exact="jsd"),
 }
 #: Those that are documented to make the host wait, and why.
 WAITS = {
@@ -83,7 +81,7 @@ WAITS = {
 CAPTURED = (
     *(name for name in RECIPES if name.startswith(("grpo_loss", "token_logprobs"))), "linear_grpo_loss", "linear_grpo_loss, kept sets",
     "linear_grpo_loss, wide kept sets", "linear_grpo_loss, divergence",
-    "linear_grpo_loss, several teachers", "linear_divergence",
+    "linear_divergence",
 )  # fmt: skip
 #: A call with its backward: values and gradients.
 Step = Callable[[], tuple[Tensor, ...]]

@@ -166,7 +166,7 @@ public:
     }
     // Checks a call, and returns the addresses of its inputs. `given`: how many more inputs there are.
     std::vector<const float*> inputs(const std::vector<float>& numbers, const std::vector<uintptr_t>& inputs, int64_t count, size_t given) const;
-    // Runs it over rows, or the ids of one, for its comparison with torch.
+    // Runs it over vectors: rows, or the ids of one.
     void run(const std::vector<float>& numbers, const std::vector<uintptr_t>& inputs, const std::vector<uintptr_t>& outputs, int64_t count) const;
 
     const std::string name;

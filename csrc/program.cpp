@@ -17,6 +17,9 @@ const char* const operation_names[OPERATIONS] = {
 // The number of operands: registers a, b, c in this order.
 int operands(int operation) { return operation <= SUM_OF_IDS ? 1 : operation < SELECT ? 2 : 3; }
 
+// Rows that `Formula::run` computes at a time: 128 registers of them take 128 KiB.
+constexpr int64_t ROWS_OF_BLOCK = 256;
+
 // Both return NaN if an argument is NaN, as in torch.
 float smaller(float a, float b) { return a < b || a != a ? a : b; }
 float larger(float a, float b) { return a > b || a != a ? a : b; }
@@ -124,10 +127,17 @@ void Formula::run(const std::vector<float>& numbers, const std::vector<uintptr_t
     const std::vector<const float*> from = this->inputs(numbers, inputs, count, 0);
     check(int(outputs.size()) == program.outputs, "each of its outputs needs an address.");
     for (uintptr_t address : outputs) vector<float>("outputs", address, count);
-    std::vector<float> r(size_t(program.registers()) * size_t(count));
-    for (size_t k = 0; k < from.size(); k++) std::copy_n(from[k], count, r.data() + (program.numbers + int64_t(k)) * count);
-    evaluate(program, numbers.data(), count, r.data());
-    for (size_t k = 0; k < outputs.size(); k++) std::copy_n(r.data() + program.output[k] * count, count, at<float>(outputs[k]));
+    // A sum is over all numbers. Without one, blocks of rows whose registers stay in the cache.
+    bool has_sum = false;
+    for (const Instruction& each : instructions) has_sum |= each.operation == SUM_OF_IDS;
+    const int64_t block = has_sum ? count : std::min(count, ROWS_OF_BLOCK);
+    std::vector<float> r(size_t(program.registers()) * size_t(block));
+    for (int64_t first = 0; first < count; first += block) {
+        const int64_t rows = std::min(block, count - first);
+        for (size_t k = 0; k < from.size(); k++) std::copy_n(from[k] + first, rows, r.data() + (program.numbers + int64_t(k)) * rows);
+        evaluate(program, numbers.data(), rows, r.data());
+        for (size_t k = 0; k < outputs.size(); k++) std::copy_n(r.data() + program.output[k] * rows, rows, at<float>(outputs[k]) + first);
+    }
 }
 
 }  // namespace grpo

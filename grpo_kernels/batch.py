@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -130,7 +130,8 @@ class TokenBatch(Checked):
                  top-p and min-p cut the others off, so that the policy that acted is the softmax over the set. Log-probs,
                  ratio, entropy, KL and gradient are then over the set; old_logps, ref_logps and sampler_logps have to be over
                  the same sets. A row without ids runs over the whole vocabulary.
-    missing      of a target that its kept set lacks: "include", "full", "mask" or "raise"; None: see `Options`.
+    missing      of a target that its kept set lacks: "include" adds it to the set, "full" runs the row over the whole vocabulary,
+                 "mask" masks the row, "raise" raises ValueError (the host waits on a GPU). None: "include", in strict mode "raise".
     logp_terms   `TokenSets` with values c: adds sum_v c_v log p_v over the ids that are listed for a row to its policy term, or
                  what `Objective(listed=)` makes of these. A row without ids has no such term.
     prob_terms   likewise with values r: adds sum_v r_v p_v. If both are given, they list the same ids in the same order. No
@@ -313,7 +314,6 @@ class TokenBatch(Checked):
     def _copy(self, **changes: Any) -> TokenBatch:
         """This batch with the row counts that were copied to the host once, which these changes leave as they are."""
         changed = copy.copy(self)
-        changed.__dict__.pop("_with_missing", None)  # which has the former fields
         for name, value in changes.items():
             changed._put(name, value)
         return changed
@@ -393,16 +393,6 @@ class TokenBatch(Checked):
         if self.nll_weights is not None:
             contributing = contributing | nonzero["nll_weights"]
         return flat(contributing if self.mask is None else contributing & self.mask)
-
-    def with_missing(self, missing: str) -> TokenBatch:
-        """This batch with another `missing`, whose counts go to the host once: the same object again while torch sees no write into
-        its tensors."""
-        assert self.kept is not None
-        tensors = (self.targets, self.mask, self.advantages, self.weights, self.nll_weights, self.kept.ids, self.kept.offsets)
-        versions = [missing, *(object() if x.is_inference() else x._version for x in tensors if x is not None)]
-        # With "include" masks and counts are those of a batch that does not say it.
-        changed = self._copy if missing == "include" else partial(replace, self)
-        return self._known("_with_missing", versions, lambda: changed(missing=missing))
 
     def _known(self, name: str, versions: list[Any], make: Callable[[], M]) -> M:
         """What `make` returns, made again where the versions of what it depends on are others than before."""

@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_missing, check_named, require
+from .core.sources import RowSource
 from .extra_ids import ExtraLogprobs, logprobs_with_extra_ids
 from .formulas.divergence import Exact
-from .core.sources import RowSource
 from .segments import Segments, find_largest, replace_values, subtract_largest
 from .teachers import divergence_of_logprobs, first_ids
 from .token_sets import TokenSets, check_sets, narrowed, without_set

@@ -31,9 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_named
+from .core.sources import RowSource
 from .formulas.ops import times
 from .formulas.token_stage import ListedTerms
-from .core.sources import RowSource
 from .segments import Segments, find_largest, replace_values, subtract_largest
 from .token_sets import TokenSets, check_sets
 

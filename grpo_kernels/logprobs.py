@@ -24,6 +24,7 @@ from .candidates import (
 from .checks import (
     DTYPES,
     INTEGERS,
+    check_missing,
     check_rows,
     check_targets,
     describe,
@@ -56,7 +57,7 @@ from .options import (
 from .rows.backends import is_strict
 from .rows.partials import RowTransform
 from .teachers import check_teacher, teacher_divergence
-from .token_sets import TokenSets, check_sets
+from .token_sets import TokenSets, check_sets, narrowed
 from .transform import LogitTransform
 
 #: What `also=` may ask for.
@@ -269,6 +270,11 @@ def compute_logprobs(
     refuse_inplace(inplace and is_composed, "kept=, at= or rows=")
     shape = targets.shape
     mask = mask_of_rows(mask, shape, targets.device)
+    if kept is not None:
+        check_sets("kept", kept, targets)
+        missing = missing or ("raise" if is_strict(options.strict) else "include")
+        check_missing(missing)
+        mask = narrowed(kept, targets, mask, missing)
     if rows is None:
         layout = RowLayout(shape, targets.device, mask, None)
     else:
@@ -285,6 +291,9 @@ def compute_logprobs(
         other_arguments={"targets": targets, "mask": mask, "transform": transform},
     )
     check_targets(targets, mask, source.vocab_size, logits=head is None)
+    for name, sets in (("kept", kept), ("at", at)):
+        if sets is not None:
+            check_sets(name, sets, targets, source.vocab_size)
 
     names = tuple(name for name in also if name != "log_kept_mass" or kept is not None)
     if entropy:
@@ -299,7 +308,7 @@ def compute_logprobs(
             flat_mask,
             names,
             kept=kept,
-            missing=missing or ("raise" if is_strict(options.strict) else "include"),
+            missing="full" if missing == "full" else "include",
             at=at,
             rows=None if rows is None else flat(rows).long(),
         )
@@ -325,11 +334,11 @@ def composed_statistics(
     """Compute statistics of tokens with candidate sets, further ids or shared rows.
 
     targets, mask, rows   flat, [num_tokens]
+    missing               "include" or "full", see `token_logprobs`
     at                    further ids, whose log-probs are the statistic "at"
     """
     common: dict[str, Any] = {"mask": mask, "rows": rows, "names": names}
     if kept is not None:
-        check_sets("kept", kept, targets)
         if at is None:
             return candidate_logprobs(source, targets, kept, missing=missing, **common)
         result = candidate_logprobs_with_extra_ids(

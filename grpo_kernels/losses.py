@@ -63,7 +63,7 @@ from .options import (
 )
 from .rows.backends import is_strict
 from .teachers import check_teacher, logprobs_with_teacher, teacher_divergence
-from .token_sets import TokenSets, check_ids
+from .token_sets import TokenSets, check_ids, narrowed
 from .transform import LogitTransform
 
 __all__ = ["LossOutput", "grpo_loss", "linear_grpo_loss", "objective_loss"]
@@ -440,6 +440,7 @@ def compute_loss(
         reference_arguments={reference_name: reference},
     )
     check_targets(batch.targets, batch.mask, source.vocab_size, logits=head is None)
+    check_candidates(batch, options, source.vocab_size)
 
     checked_reference = None
     if reference is not None and not isinstance(reference, TokenSets):
@@ -462,7 +463,7 @@ def compute_loss(
     if is_composed:
         teacher = reference if isinstance(reference, TokenSets) else None
         statistics = statistics_of_composed_batch(
-            source, batch, objective, rows, options, checked_reference, teacher
+            source, batch, objective, rows, checked_reference, teacher
         )
         return loss_of_statistics(statistics, batch, objective, rows)
     return loss_of_source(source, batch, objective, rows, checked_reference)
@@ -555,7 +556,6 @@ def statistics_of_composed_batch(
     batch: TokenBatch,
     objective: Objective,
     rows: TokenRows,
-    options: Options,
     reference: Reference | None,
     teacher: TokenSets | None,
 ) -> dict[str, Tensor]:
@@ -600,7 +600,7 @@ def statistics_of_composed_batch(
         rows.read,
         ("entropy",),
         kept=batch.kept,
-        missing=missing_of(batch, options),
+        missing=missing_of(batch),
         at=listed,
         rows=flat_rows,
     )
@@ -624,7 +624,7 @@ def statistics_of_composed_batch(
             targets=rows.targets,
             mask=rows.read,
             rows=flat_rows,
-            missing=missing_of(batch, options),
+            missing=missing_of(batch),
         )
     elif reference is not None:
         statistics["divergence"] = reference_divergence(
@@ -734,7 +734,7 @@ def reference_logprobs(
                 rows.read,
                 (),
                 kept=batch.kept,
-                missing=missing_of(batch, options),
+                missing=missing_of(batch),
                 at=None,
                 rows=None if batch.rows is None else flat(batch.rows).long(),
             )
@@ -746,11 +746,24 @@ def reference_logprobs(
     return statistics["logps"].view(batch.targets.shape)
 
 
-def missing_of(batch: TokenBatch, options: Options) -> str:
-    """Return what to do with a target that its candidate set does not contain."""
-    if batch.missing is not None:
-        return batch.missing
-    return "raise" if is_strict(options.strict) else "include"
+def check_candidates(batch: TokenBatch, options: Options, vocab_size: int) -> None:
+    """Raise ValueError for a candidate outside of the vocabulary.
+
+    Strict mode also refuses a target that its set does not contain, unless batch.missing says what
+    to do with it.
+    """
+    if batch.kept is not None:
+        check_ids("kept", batch.kept, vocab_size)
+        if batch.missing is None and is_strict(options.strict):
+            narrowed(batch.kept, batch.targets, batch.mask, "raise")
+
+
+def missing_of(batch: TokenBatch) -> str:
+    """Return what to do with a target that its candidate set does not contain.
+
+    The batch has masked it with "mask", and refused it with "raise".
+    """
+    return "full" if batch.missing == "full" else "include"
 
 
 # ---- which rows are processed

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .checks import require, values_are_checked
+from .core.sources import RowSource
 from .extra_ids import token_logprobs_in_float64
 from .formulas.divergence import Exact, divergence_at
-from .core.sources import RowSource
 from .segments import Segments, replace_values
 from .token_sets import TokenSets, check_sets
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .batch import TokenBatch
 from .checks import describe
-from .extra_ids import logprobs_with_extra_ids
 from .core.sources import RowSource
+from .extra_ids import logprobs_with_extra_ids
 from .token_sets import TokenSets
 
 

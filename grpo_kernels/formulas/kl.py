@@ -159,17 +159,6 @@ class Kl(Checked):
         return self.estimator if callable(self.estimator) else ESTIMATORS[self.estimator]
 
     @property
-    def reads_old_logps(self) -> bool:
-        """Whether the estimator depends on old_logp: it is tried beside three others, one of which is NaN."""
-        g = torch.Generator().manual_seed(0)
-        (logp, x), (_, d) = log_probs(256, g), log_probs(256, g)
-        one, *others = (
-            torch.stack([torch.as_tensor(part).expand_as(logp) for part in self.function(logp, old_logp, logp + d)])
-            for old_logp in (logp, logp - x, logp + 20.0, torch.full_like(logp, math.nan))
-        )
-        return not all(torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True) for other in others)
-
-    @property
     def clamps(self) -> tuple[float, float] | None:
         """The two bounds; None without any."""
         if self.clamp_log == self.clamp == math.inf:

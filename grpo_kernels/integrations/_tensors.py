@@ -23,7 +23,7 @@ from ..logprobs import TokenLogprobs, linear_logprobs, token_logprobs
 from ..losses import LossOutput
 from ..objective import Objective
 from ..options import Head, Options
-from ..token_sets import TokenSets
+from ..token_sets import TokenSets, narrowed
 from ..transform import LogitTransform
 from ._swap import NotCovered
 
@@ -173,11 +173,19 @@ def entropy_kind(wanted: bool, gradient: bool = True) -> bool | str:
 
 def log_probs_of(
     source: Tensor, targets: Tensor, *, head: Tensor | Head | None = None, temperature: float | Tensor | None = None,
-    group: Any = None, options: Options | None = None, **others: Any,
+    group: Any = None, options: Options | None = None, entropy_over: str = "kept", **others: Any,
 ) -> TokenLogprobs:  # fmt: skip
     """`token_logprobs` of a trainer's logits [..., V / ranks of the group], or `linear_logprobs` of hidden states and a head, whose
     weight is [V / ranks, H]; no group is one rank. `options` and `others` are arguments of theirs. Raises NotCovered for tensors
-    that our kernels cannot read."""
+    that our kernels cannot read.
+
+    entropy_over   "kept": of rows with a kept set the entropy is over the set. "vocabulary": it is over all ids, which takes
+                   a second call."""
+    require_one_of("entropy_over", entropy_over, ("kept", "vocabulary"))
+    if entropy_over == "vocabulary" and others.get("kept") is not None and others.get("entropy"):
+        return _with_entropy_over_vocabulary(
+            source, targets, head=head, temperature=temperature, group=group, options=options, **others
+        )
     (weight, bias), _ = Head.parts(head, None)
     plain(source, weight, bias)
     shard = even_shard(source.shape[-1] if weight is None else len(weight), group)
@@ -188,6 +196,18 @@ def log_probs_of(
     if head is None:
         return token_logprobs(source, targets, options=options, **others)
     return linear_logprobs(source, head, targets, options=options, **others)
+
+
+def _with_entropy_over_vocabulary(
+    source: Tensor, targets: Tensor, *, kept: TokenSets, entropy: bool | str, missing: str | None = None, mask: Tensor | None = None,
+    at: TokenSets | None = None, **others: Any,
+) -> TokenLogprobs:  # fmt: skip
+    """Log-probs over kept sets, and the entropy of all rows over the vocabulary."""
+    found = log_probs_of(source, targets, kept=kept, missing=missing, mask=mask, at=at, **others)
+    mask = narrowed(kept, targets, mask, "mask") if missing == "mask" else mask
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy is True):
+        over_vocabulary = log_probs_of(source, targets, entropy=entropy, mask=mask, **others).entropy
+    return replace(found, entropy=over_vocabulary)
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
@@ -211,14 +231,12 @@ def entropy_from_logits(
 
 
 def in_a_column(
-    logits: Tensor, tokens: Tensor, group: Any, wanted: bool, gradient: bool = True, *, options: Options | None = None, **others: Any
+    logits: Tensor, tokens: Tensor, group: Any, wanted: bool, gradient: bool = True, **others: Any
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """slime's and miles' form: (log-probs [R, 1], or [0] of no tokens; entropy [R], with a gradient or without, or None) of logits
-    [R, V / ranks of the group], no group being all ranks; `options` and `others` are those of `log_probs_of`."""
-    if options is not None and not wanted:
-        options = replace(options, entropy_over="kept")  # nothing runs over the vocabulary
+    [R, V / ranks of the group], no group being all ranks; `others` are those of `log_probs_of`."""
     kind = entropy_kind(wanted, gradient)
-    logps, entropy = log_probs_of(logits, tokens, group=group or world(), entropy=kind, options=options, **others)
+    logps, entropy = log_probs_of(logits, tokens, group=group or world(), entropy=kind, **others)
     return logps[:, None] if len(logps) else logps, entropy
 
 

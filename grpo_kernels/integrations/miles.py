@@ -65,7 +65,8 @@ def bind(
 
     args            miles' arguments: rollout_top_p and rollout_top_k say whether there is replay.
     reference_over  "kept" declares that the log-probs of a reference or teacher run over the same sets.
-    entropy_over, missing   of replayed rows, as in `Options`. missing="raise" waits for the device.
+    entropy_over    of replayed rows: "vocabulary", or "kept", the entropy over the set, which saves a second pass.
+    missing         of replayed rows, as in `token_logprobs`. "raise" waits for the device.
     how             strict and any_version of `Slots`; replay cannot be compared.
     Raises ValueError for replay with a KL or a teacher and no declaration."""
     require(
@@ -83,7 +84,7 @@ def bind(
         )
         require(not getattr(args, name, None), name, getattr(args, name, None), remedy)
     slots = Slots(ADAPTER, **how)
-    slots.bind(calculate_log_probs_and_entropy, options=Options(missing=missing, entropy_over=entropy_over))
+    slots.bind(calculate_log_probs_and_entropy, missing=missing, entropy_over=entropy_over)
     if replays:
         slots.bind(local_sets, comparable=False)
     if centers:
@@ -142,22 +143,23 @@ def calculate_log_probs_and_entropy(
     sampling_mask: TokenSets | None = None,
     temperature: float = 1.0,
     debug_unified_grad_fused_logprob: bool = False,
-    options: Options | None = None,
+    *,
+    missing: str = "raise",
+    entropy_over: str = "vocabulary",
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probs [R, 1], entropy [R] or None), fp32; logits [R, V / ranks], tokens [R]; both [0] of no tokens.
 
     tp_group        the ranks that the vocabulary is cut over; None: all.
     with_entropy, entropy_requires_grad   whether to compute the entropy, and whether it has a gradient. temperature divides the
-    logits. sampling_mask   what `local_sets` makes, or None. options: what becomes of a token outside of its set, and what the
-    entropy runs
-                    over; None: refused, and the vocabulary.
+    logits. sampling_mask   what `local_sets` makes, or None.
+    missing, entropy_over   as in `bind`.
     true_on_policy  left to miles. chunk_size, vocab_size and debug_unified_grad_fused_logprob change nothing here."""
     if true_on_policy:
         require(sampling_mask is None, "true_on_policy", True, "with replay it is miles' own: undo() this binding for it.")
         raise NotCovered("true on-policy mode")
     return in_a_column(
-        logits, tokens, tp_group, with_entropy, entropy_requires_grad, temperature=temperature, kept=sampling_mask,
-        options=options or Options(missing="raise", entropy_over="vocabulary"),
+        logits, tokens, tp_group, with_entropy, entropy_requires_grad, temperature=temperature, kept=sampling_mask, missing=missing,
+        entropy_over=entropy_over,
     )  # fmt: skip
 
 
@@ -180,7 +182,7 @@ def selected_log_probs_and_entropy(
     vocab_size       ids from this on are padding of the head, and in no softmax.
     temperature      divides the logits. chunk_size is not needed.
     sampling_support   True: the softmax is over the ids after the first, which is the token; a row without them has zeros.
-    missing          what becomes of a token that is not among them, as in `Options`."""
+    missing          what becomes of a token that is not among them, as in `token_logprobs`."""
     width = logits.shape[-1]
     shard = even_shard(logits.shape[-1], group)
     start, whole = (0, width) if shard is None else (shard.start, shard.vocab)
@@ -192,7 +194,6 @@ def selected_log_probs_and_entropy(
     mask = None
     if sampling_support:
         sets = token_ids[:, 1:]
-        options = replace(options, missing=missing)
         kept = TokenSets.from_padded(sets)
         mask = (sets >= 0).any(-1)
     at, entropy, _ = at_ids(
@@ -201,6 +202,7 @@ def selected_log_probs_and_entropy(
         temperature=temperature,
         entropy=with_entropy,
         kept=kept,
+        missing=missing,
         mask=mask,
         options=options,
     )

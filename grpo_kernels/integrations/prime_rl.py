@@ -14,8 +14,8 @@ prime-rl. Softcapped heads (Gemma) use another function of prime-rl, which is no
 
 Sampling-mask replay uses the same function: the sets that prime-rl's trainer passes to its head, padded with -1, become the
 kept sets of the rows. As in prime-rl, a row is not replayed if it has no ids or if its label is not in its set. The entropy is
-taken over the whole vocabulary, as in prime-rl, which costs a product with the whole weight in the forward.
-`bind(entropy_over="kept")` saves this product and logs the entropy of the set instead. For score centering the log-probs of all ids
+taken over the whole vocabulary, as in prime-rl, which costs a matmul with the whole weight in the forward.
+`bind(entropy_over="kept")` saves this matmul and logs the entropy of the set instead. For score centering the log-probs of all ids
 of the sets come along (`return_mask_logprobs`). `kept_sets` reads the records of its orchestrator, for losses of your own.
 
 `loss` is a custom loss: the unnormalised sum over one sequence. prime-rl divides by its global token count. With `score_centering
@@ -37,7 +37,6 @@ from ..batch import shift_sets
 from ..formulas.centering import ScoreCentering
 from ..losses import objective_loss
 from ..objective import NUMERICS, Objective
-from ..options import Options
 from ..token_sets import TokenSets
 from ._swap import Adapter, Slots
 from ._tensors import centered, left_out, log_probs_of, masked_mean, scored_batch
@@ -55,13 +54,12 @@ def bind(
 ) -> Slots:  # fmt: skip
     """Replace `_SequenceChunkedLogProbEntropyFn` by our function; the result restores it, see `Slots`, which has the errors too.
 
-    entropy_over, missing   for replayed rows, as in `Options`: the set that the entropy is taken over, and how a label outside its
-                            set is treated. The defaults are prime-rl's.
+    entropy_over  of replayed rows: "vocabulary", as in prime-rl, or "kept", the entropy over the set.
+    missing       of replayed rows, as in `linear_logprobs`: how a label outside its set is treated. "full" is prime-rl's.
     how      strict and any_version of `Slots`."""
     slots = Slots(ADAPTER, **how)
     own = (missing, entropy_over) == ("full", "vocabulary")
-    options = Options(missing=missing, entropy_over=entropy_over)
-    slots.bind(chunked_logprobs, attribute="apply", comparable=own, options=options)
+    slots.bind(chunked_logprobs, attribute="apply", comparable=own, entropy_over=entropy_over, missing=missing)
     return slots
 
 
@@ -74,24 +72,24 @@ def chunked_logprobs(
     sampling_mask: Tensor | None = None,
     return_mask_logprobs: bool | None = None,
     *,
-    options: Options | None = None,
+    entropy_over: str = "vocabulary",
+    missing: str = "full",
 ) -> tuple[Tensor | None, ...]:
     """(log-probs, entropy) fp32 [N] of labels [N]; hidden [N, H], weight [V, H], inv_temperature [N]. chunk_size is ours.
 
     sampling_mask   int32 [N, K]: the set of each row, padded with -1. None: no replay.
     return_mask_logprobs  True: a third result is the log-probs of all ids of the sets, fp32 [N, K], with gradient; 0 for
                           padding and rows that are not replayed. False: it is None.
-    options         for replayed rows; None: as in prime-rl, see `bind`."""
-    options = options or Options(missing="full", entropy_over="vocabulary")
+    entropy_over, missing   of replayed rows, see `bind`."""
     sets = None if sampling_mask is None else TokenSets.from_padded(sampling_mask)
     found = log_probs_of(
         hidden, labels, head=weight, temperature=1.0 / inv_temperature.float(), entropy="detached", kept=sets,
-        at=sets if return_mask_logprobs else None, options=options,
+        at=sets if return_mask_logprobs else None, missing=missing, entropy_over=entropy_over,
     )  # fmt: skip
     if sampling_mask is None or not return_mask_logprobs:
         return (*found,) if return_mask_logprobs is None else (*found, None)
     listed = torch.zeros(sampling_mask.shape, device=hidden.device).masked_scatter(sampling_mask >= 0, found.also["at"])
-    if options.missing == "full":
+    if missing == "full":
         listed = torch.where((sampling_mask == labels[:, None]).any(-1, keepdim=True), listed, 0.0)
     return (*found, listed)
 

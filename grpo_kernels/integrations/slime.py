@@ -47,7 +47,6 @@ from ..formulas.kl import Kl
 from ..formulas.surrogates import Cispo, PolicyGradient
 from ..losses import LossOutput, objective_loss
 from ..objective import Objective
-from ..options import Options
 from ..token_sets import TokenSets
 from ._swap import Adapter, Slots
 from ._tensors import LossAndMetrics, at_ids, even_shard, in_a_column, response_sets, scored_batch, terms_of, two_sided, world
@@ -84,7 +83,7 @@ def bind(
     entropy_over  for replayed rows with replay=True: "vocabulary", as in slime, or "kept", which reads fewer logits.
     how      strict and any_version of `Slots`."""
     slots = Slots(ADAPTER, **how)
-    slots.bind(calculate_log_probs_and_entropy, options=Options(entropy_over=entropy_over))
+    slots.bind(calculate_log_probs_and_entropy, entropy_over=entropy_over)
     if hasattr(sys.modules["slime.utils.ppo_utils"], "calculate_topk_log_probs"):
         slots.bind(calculate_topk_log_probs)
     if replay:
@@ -137,7 +136,7 @@ def calculate_log_probs_and_entropy(
     log_prob_keep_mask: Tensor | Replay | None = None,
     with_entropy_grad: bool = True,
     *,
-    options: Options | None = None,
+    entropy_over: str = "vocabulary",
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probs [T, 1], entropy [T] or None), fp32; logits [T, V], tokens [T]; both [0] of no tokens. With a tp_group of
     several ranks logits and log_prob_keep_mask are [T, V / ranks], this rank's parts; None is, as in slime, the default group
@@ -145,11 +144,12 @@ def calculate_log_probs_and_entropy(
 
     with_entropy, with_entropy_grad   whether to compute the entropy, and whether it has a gradient.
     log_prob_keep_mask   bool [T, V]: the softmax of the log-prob, but not of the entropy, is over these tokens and the target. Or
-                         the result of `keep_sets`; then `options` say what the entropy is taken over (None: the vocabulary)."""
+                         the result of `keep_sets`; entropy_over="kept" then takes the entropy over the sets."""
     if log_prob_keep_mask is None or isinstance(log_prob_keep_mask, Replay):
         sets, scored = log_prob_keep_mask or (None, None)
-        over = options or Options(entropy_over="vocabulary")
-        return in_a_column(logits, tokens, tp_group, with_entropy, with_entropy_grad, mask=scored, kept=sets, options=over)
+        return in_a_column(
+            logits, tokens, tp_group, with_entropy, with_entropy_grad, mask=scored, kept=sets, entropy_over=entropy_over
+        )
     shard = even_shard(logits.shape[-1], tp_group or world())
     ids = torch.arange(logits.shape[-1], device=tokens.device) + (0 if shard is None else shard.start)
     masked = logits.masked_fill((ids != tokens[:, None]).logical_and_(~log_prob_keep_mask), -math.inf)

@@ -173,8 +173,8 @@ class VocabParallel(Backend):
             at = torch.arange(*(rows.part or (0, out.shape[0] * out.shape[1])), device=out.device)
             padding[at // out.shape[1], at % out.shape[1]] = 0
 
-    scale_, slot_logits, add_weight_rows, add_hidden_rows = map(
-        _of_part, ("scale_", "slot_logits", "add_weight_rows", "add_hidden_rows")
+    evaluate, scale_, slot_logits, add_weight_rows, add_hidden_rows = map(
+        _of_part, ("evaluate", "scale_", "slot_logits", "add_weight_rows", "add_hidden_rows")
     )
 
     def _columns(self, rows: LogitRows) -> int:

@@ -169,12 +169,6 @@ class Sampling:
         nargs="?",
         const=True,
     )
-    entropy_over: str = option(
-        "kept",
-        "with replay the entropy is over the sets (kept), or over the vocabulary, which costs a product with the whole head "
-        "and can be compared over runs that sample otherwise",
-        choices=("kept", "vocabulary"),
-    )
 
 
 @dataclass(frozen=True)

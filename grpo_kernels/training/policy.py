@@ -201,15 +201,13 @@ class Losses:
         self.reference = reference
         self.linear = config.loss == "linear"
         backend = "eager" if config.loss == "eager" else config.backend
-        self.options = Options(entropy_over=config.entropy_over, backend=backend)
+        self.options = Options(backend=backend)
         for each in (policy, reference):
             if self.linear and each is not None:
                 each.without_gradients(check_projection)
-        # A model that softcaps its logits needs their values in its own backward; two gradients, over sets and over all, need
-        # them too.
+        # A model that softcaps its logits needs their values in its own backward.
         softcap = getattr(policy.model.config.get_text_config(), "final_logit_softcapping", None)
-        both = config.replays and config.entropy_over == "vocabulary"
-        self.inplace = config.loss == "logits" and softcap is None and not both
+        self.inplace = config.loss == "logits" and softcap is None
 
     def loss(
         self, model: Any, completions: Completions, batch: TokenBatch, objective: Objective, normalizer: Tensor | Denominators

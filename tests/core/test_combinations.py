@@ -18,21 +18,20 @@ from support.recipes import AXES, PAIRED, Recipe, covering, problem, random_reci
 MANY = int(os.environ.get("GRPO_KERNELS_FUZZ", "2000"))
 EXECUTORS = executors()
 LOGPS = Recipe(door="logprobs")
-ITSELF = Recipe(objective="dapo, exact", others=("itself",), inplace=True, seed=1)
-#: Recipes, each with all combinations of the values of some axes: rows with and without sets beside a second stream, several
-#: of those beside a term of likelihood; sets, and a factor that the backward brings; real vocabularies, and more rows than a
-#: dimension of a grid has; sets of one to thousands of ids; a frozen head, whose log-probs have their gradient made in the
-#: forward; impossible logits, those at the ends of a dtype and, from hidden states, beyond fp16; a teacher that is the same
-#: logits, which are overwritten; no rows, and no trained row; temperatures that are none at tokens that missing="mask" takes out.
+ITSELF = Recipe(objective="dapo, exact", other="itself", inplace=True, seed=1)
+#: Recipes, each with all combinations of the values of some axes: rows with and without sets beside a second stream; sets, and a
+#: factor that the backward brings; real vocabularies, and more rows than a dimension of a grid has; sets of one to thousands of
+#: ids; a frozen head, whose log-probs have their gradient made in the forward; impossible logits, those at the ends of a dtype
+#: and, from hidden states, beyond fp16; a teacher that is the same logits, which are overwritten; no rows, and no trained row;
+#: temperatures that are none at tokens that missing="mask" takes out.
 TABLE = [
-    (Recipe(objective="dapo, exact", kept="some", missing="full", others=("near",)), {"seed": (0, 1), "over": ("kept", "reference")}),
-    (Recipe(objective="dapo, exact", others=("whole", "near")), {}),
+    (Recipe(objective="dapo, exact", kept="some", missing="full", other="near"), {"seed": (0, 1)}),
     (Recipe(kept="some", upstream=0.5), {"source": AXES["source"], "frozen": ("nothing", "hidden"), "objective": ("dapo", "gspo")}),
     (replace(LOGPS, lengths=(2,)), {"vocab": (1000, 32_001, 129_921, 151_936), "dtype": ("float32", "bfloat16")}),
     (replace(LOGPS, lengths=(65_537,), vocab=3), {}),
     (replace(LOGPS, kept="some", missing="mask", transform="per token"), {"source": AXES["source"]}),
     (replace(LOGPS, lengths=(1,), vocab=1_000_003), {}),
-    (Recipe(mask="none", rows="shuffled", objective="dapo, exact", others=("near",), transform="softcap", dtype="float16", seed=283756), {"exact": ("reverse", "tv"), "vocab": (1, 2, 300), "spread": (3.0, 30.0), "source": AXES["source"]}),
+    (Recipe(mask="none", rows="shuffled", objective="dapo, exact", other="near", transform="softcap", dtype="float16", seed=283756), {"exact": ("reverse", "tv"), "vocab": (1, 2, 300), "spread": (3.0, 30.0), "source": AXES["source"]}),
     (Recipe(lengths=(9,), vocab=4000, kept="long"), {"door": ("loss", "logprobs"), "source": AXES["source"]}),
     (Recipe(lengths=(200,), vocab=65, kept="long"), {"source": AXES["source"]}),  # with sets of the width of a group, 64
     (replace(LOGPS, source="hidden", frozen="weight"), {"also": ("nothing", "detached"), "rows": AXES["rows"]}),
@@ -40,7 +39,6 @@ TABLE = [
     (replace(LOGPS, source="hidden", dtype="float16", spread=5e4), {"transform": ("none", "everything")}),
     (ITSELF, {"exact": AXES["exact"], "dtype": ("float32", "bfloat16"), "objective": ("dapo, exact", "gspo, exact")}),
     (ITSELF, {"exact": AXES["exact"], "kept": ("some",)}),
-    (replace(ITSELF, others=("itself", "itself")), {"exact": AXES["exact"]}),
     (replace(ITSELF, objective="dapo", door="divergence"), {"exact": AXES["exact"]}),
     *((Recipe(lengths=lengths, layout=layout, mask="all"), {"source": AXES["source"], "dtype": AXES["dtype"], "door": ("loss", "logprobs")})
       for lengths, layout in (((0,), "packed"), ((), "padded"), ((0, 0), "padded"), ((3, 2), "padded"))),

@@ -64,8 +64,8 @@ GRAPHS = [
 OUTSIDE = [
     plain(door="logprobs", source="hidden", also="all", kept="some"),
     plain(objective="dapo, entropy", kept="some", missing="full"),
-    plain(objective="dapo, exact", source="hidden", others=("whole",), exact="jsd"),
-    plain(door="divergence", exact="jsd", others=("own", "listed"), tail="ignore"),
+    plain(objective="dapo, exact", source="hidden", other="whole", exact="jsd"),
+    plain(door="divergence", exact="jsd", other="listed", tail="ignore"),
     plain(objective="gspo", source="hidden", rows="shared"),
     plain(source="hidden", listed="some"),
 ]

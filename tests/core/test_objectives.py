@@ -25,7 +25,7 @@ LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)
 @cache
 def recipe(name, source):
     """With the first seed for which no number lies at a bound. From hidden states on-policy, without weights, where that can be."""
-    own = {"layout": ("padded", "packed")[len(name) % 2], "others": ("near",) if "exact" in name else ()}
+    own = {"layout": ("padded", "packed")[len(name) % 2], "other": "near" if "exact" in name else "none"}
     given = ("everything",) if source == "logits" or "sampler" in name else ("on-policy", "everything")
     seeds = (Recipe(source=source, objective=name, lengths=LENGTHS, given=x, seed=i, **own) for x in given for i in range(5))
     return next(r for r in seeds if exact_of(r)[0].clear)

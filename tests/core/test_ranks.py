@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from grpo_kernels.rows.products import Plan, Work
 from torch import Tensor
 
 from grpo_kernels import Objective, Options, TokenBatch, TokenSets, grpo_loss, linear_logprobs, token_logprobs
@@ -19,7 +20,6 @@ from grpo_kernels.distributed import VocabShard, global_normalizer
 from grpo_kernels.formulas.filters import EntropyQuantile
 from grpo_kernels.rewards.corrections import importance_weights, off_policy_sequence_mask, rejection_mask
 from grpo_kernels.rows import parallel as shard_of_rows
-from grpo_kernels.rows.products import Plan, Work
 from support.doors import batch_of, compare, exact_of, objective_of, run
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
@@ -57,8 +57,8 @@ def counted():
 
 def recipe(name, **changes):
     """With the first seed for which no number lies at a bound."""
-    others = ("near",) if "exact" in name else ()
-    plain = {"objective": name, "layout": "packed", "lengths": LENGTHS, "others": others, **changes}
+    other = "near" if "exact" in name else "none"
+    plain = {"objective": name, "layout": "packed", "lengths": LENGTHS, "other": other, **changes}
     seeds = (legal(Recipe(**plain, seed=i)) for i in range(9))
     return next(r for r in seeds if exact_of(r)[0].clear)
 
@@ -131,7 +131,7 @@ def check_sets_and_memory(rank, ranks):
     """A rank has the sets of its own rows: beside rows without one, of targets that they lack; and memory to add to."""
     for name in ("gspo, k3 by the ratio", "off-policy sequences", "grpo, k3 and entropy", "gspo, exact"):
         for more in ({}, {"source": "hidden", "weight_grad": "float32"}):
-            p = problem(recipe(name, kept="some", others=("whole",) if "exact" in name else (), **more))
+            p = problem(recipe(name, kept="some", other="whole" if "exact" in name else "none", **more))
             for owner in owners(ranks):
                 agree(p, owner == rank)
 
@@ -265,10 +265,10 @@ BACKENDS = ("eager", "cpu")
 BEFORE_THE_RANKS = ("torch.distributed.tensor.parallel",)
 DIMS = {"logits": -1, "weight": 0, "bias": 0}
 #: Axes of what ranks have to exchange.
-EXCHANGED = "mask kept missing over others exact tail also weight_grad transform extreme spread rows listed".split()
+EXCHANGED = "mask kept missing other exact tail also weight_grad transform extreme spread rows listed".split()
 #: What ranks add up beside the sums of rows: mixtures over sets, logits at listed ids. And squares that all ranks have a share of.
 FURTHER = [
-    *(Recipe(objective="dapo, exact", source=source, kept="some", others=("whole",), exact="jsd", ranks=2) for source in ("logits", "hidden")),
+    *(Recipe(objective="dapo, exact", source=source, kept="some", other="whole", exact="jsd", ranks=2) for source in ("logits", "hidden")),
     *(Recipe(source="hidden", listed="some", rows=rows, objective="dapo, k3", given="on-policy", ranks=2) for rows in ("own", "shared", "shuffled")),
     *3 * (Recipe(door="logprobs", also="sum_squares", ranks=2),),  # in every cut
 ]  # fmt: skip
@@ -294,7 +294,7 @@ def cut(x, widths, rank, dim, padding=0.0):
 
 
 def columns_of(p, widths, rank):
-    """The problem as a rank sees it that has some columns; whatever the padding of logits and of teachers holds."""
+    """The problem as a rank sees it that has some columns; whatever the padding of logits and of the teacher holds."""
 
     def of(tensors, padding):
         own = {
@@ -305,8 +305,8 @@ def columns_of(p, widths, rank):
         return {**tensors, **own}
 
     lo, end = sum(widths[:rank]), p.recipe.vocab
-    others = [replace(other, given=of(other.given, 50.0)) for other in p.others]
-    return replace(p, given=of(p.given, math.nan), others=others, columns=slice(min(lo, end), min(lo + widths[rank], end)))
+    other = None if p.other is None else replace(p.other, given=of(p.other.given, 50.0))
+    return replace(p, given=of(p.given, math.nan), other=other, columns=slice(min(lo, end), min(lo + widths[rank], end)))
 
 
 def without_padding(found, p):

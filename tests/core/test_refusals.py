@@ -34,7 +34,6 @@ from grpo_kernels.batch import shift_sets, shift_targets
 from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.formulas.centering import ScoreCentering
 from grpo_kernels.formulas.filters import EntropyFloor, OffPolicySequences, TrustRegion
-from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.surrogates import A2po, Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, Vespo
 from grpo_kernels.losses import objective_loss
@@ -264,14 +263,6 @@ CALLS = [
         "normalizer=-1": {"objective": Objective(beta=0.1), "ref_logps": PER_TOKEN, "normalizer": Denominators(1.0, -1.0, 1.0)},
         "kept holds id 12 in row 0: it is outside of the vocabulary [0, 11)": sets([[12]]),
         "targets[0, 1]=1 is not in its kept set": {"kept": sets([[0]]), "missing": "raise"},
-        "the batch says missing='full'": {"kept": KEPT, "missing": "full", "options": Options(missing="mask")},
-        "two gradients": {"kept": KEPT, "inplace": True, "options": Options(entropy_over="vocabulary")},
-        **{
-            f"weighs the KL by a ratio{' ' * i}": {
-                "objective": Objective(beta=0.1, kl=kl), "kept": KEPT, "ref_logps": PER_TOKEN, "options": Options(reference_over="vocabulary")
-            }
-            for i, kl in enumerate((Kl("k3", "ratio"), "distillation", kl_where_old))
-        },
         "ref_logits is None|needs the whole distribution": {"objective": EXACT},
         "ref_logits is a tuple|(logits, LogitTransform(...))": {"objective": EXACT, "ref_logits": TEACHER},
         "ref_logits holds id 11 in row 0": {"objective": EXACT, "ref_logits": TOO_HIGH},
@@ -280,12 +271,13 @@ CALLS = [
         "ref_logits has a vocabulary of 10, but the policy has 11": {"objective": EXACT, "ref_logits": LOGITS[..., :-1] + 1, "inplace": True},
         "logp_terms holds id 11 in row 0": TOO_HIGH,
         "logp_terms is None, but listed": {"objective": Objective(listed=ScoreCentering())},
-        "inplace=True, but each teacher": {"objective": EXACT, "ref_logits": sets([[1]]), "logp_terms": sets([[1]]), "inplace": True},
+        "inplace=True, but a teacher": {"objective": EXACT, "ref_logits": sets([[1]]), "logp_terms": sets([[1]]), "inplace": True},
         "rows[0, 2]=12|none of the 12 rows|mask the token": {"rows": IDS + 10, "mask": IDS > 1},
         "temperature=tensor|rows=|as a number": {"rows": IDS, "transform": transform(PER_TOKEN)},
         "temperature=tensor|share its softmax": {"rows": IDS, "objective": EXACT, "ref_logits": (LOGITS + 1, transform(PER_TOKEN))},
-        "ref_logits='TokenSets'|without a list or TokenSets": {"rows": IDS, "objective": EXACT, "ref_logits": sets([[1]])},
-        "reference_over='kept'|reference_over=\"vocabulary\"": {"objective": EXACT, "kept": KEPT, "ref_logits": sets([[1]])},
+        "ref_logits='TokenSets'|its whole distribution as ref_logits": {"rows": IDS, "objective": EXACT, "ref_logits": sets([[1]])},
+        "ref_logits='TokenSets'|over a kept set|objective_loss": {"objective": EXACT, "kept": KEPT, "ref_logits": sets([[1]])},
+        "ref_logits='list'|token_divergence|objective_loss": {"objective": EXACT, "ref_logits": [(LOGITS + 1, 1.0)]},
     }),
     (linear, {
         f"targets[1, 2]|{2**40}|[0, 11)|mask": {"targets": with_ids(2**40)},
@@ -296,17 +288,9 @@ CALLS = [
         "reference is TokenSets without values": {"objective": EXACT, "reference": KEPT},
         "reference: hidden is the module Linear: pass the hidden states": {"objective": EXACT, "reference": (torch.nn.Linear(H, V), WEIGHT)},
         "the values of row 0 are log-probs of 2 in all": {"objective": EXACT, "reference": sets([[0, 1]], 0.0)},
-        **{
-            says: {"objective": Objective.preset("distillation"), "reference": teachers} for says, teachers in {
-                "reference=[]: a list of teachers holds at least one pair": [],
-                "reference[0] is Tensor: a list of teachers holds pairs (teacher, weight)": [HIDDEN],
-                "reference[1].weight=-0.5: the weight of a teacher is a finite number >= 0": [(TEACHER, 1.0), (TEACHER, -0.5)],
-                "reference[0].weight has shape [3, 5]": [(TEACHER, torch.ones(B, T + 1))],
-                "reference[1] has a vocabulary of 10, but the policy has 11": [(TEACHER, 1.0), ((HIDDEN, OTHER[1:]), 1.0)],
-            }.items()
-        },
+        "reference='list'|one teacher|linear_divergence|objective_loss": {"objective": EXACT, "reference": [(TEACHER, 1.0)]},
+        "reference has a vocabulary of 10, but the policy has 11": {"objective": EXACT, "reference": (HIDDEN, OTHER[1:])},
         "logp_terms holds id 11 in row 0": TOO_HIGH,
-        "reference='list'|with rows=": {"rows": IDS, "objective": Objective.preset("distillation"), "reference": [(TEACHER, 1.0)]},
     }),
     (logps, {
         "logits|[3, 4, 11]|[12]|must be": {"targets": IDS.view(-1)},
@@ -316,16 +300,19 @@ CALLS = [
         "entropy|'yes'|\"detached\"": "yes",
         "rows[2, 3]=-1|none of the 12 rows": {"rows": IDS - (torch.arange(12).view(B, T) == 11).long()},
         "temperature=tensor|rows=": {"rows": IDS, "transform": transform(PER_TOKEN)},
+        "missing='drop': it must be one of": {"kept": KEPT, "missing": "drop"},
+        "targets[0, 1]=1 is not in its kept set": {"kept": sets([[0]]), "missing": "raise"},
+        "two gradients": {"kept": KEPT, "inplace": True, "also": ("log_kept_mass",)},
     }),
     (linear_logps, {
         "targets[1, 2]|12|[0, 11)|mask": with_ids(12),
     }),
     (functools.partial(token_divergence, LOGITS), {
         "divergence='k3'": {"ref_logits": LOGITS, "divergence": "k3"},
-        "inplace=True, but each teacher that is known at some ids": {"ref_logits": [(sets([[1]]), 1.0)], "inplace": True},
+        "ref_logits='list'|token_divergence": {"ref_logits": [(LOGITS + 1, 1.0)]},
     }),
     (functools.partial(linear_divergence, HIDDEN, WEIGHT), {
-        "reference=None|needs the whole": None,
+        "reference=None|needs the whole": None, "reference='list'|linear_divergence": {"reference": [(TEACHER, 1.0)]},
     }),
     (LogitTransform, {
         "temperature|requires grad|.detach()": ONES.clone().requires_grad_(),
@@ -537,7 +524,10 @@ UNKNOWN = [
     (functools.partial(Objective.preset, "grpo"), "betta", "Did you mean beta? It has surrogate, "),
     (Clip, "epsilon", "Did you mean eps_low?"),
     (Options, "stict", "Did you mean strict?"),
-    (Options, "sparse", "It has backend, strict, skip_inactive, shard, weight_grad"),
+    *(
+        (Options, name, "It has backend, strict, skip_inactive, shard, weight_grad")
+        for name in ("sparse", "missing", "entropy_over")
+    ),
     (functools.partial(Head, WEIGHT), "biass", "Did you mean bias?"),
     (functools.partial(ADVANTAGES["group"], Evidence(ONES, group_size=3)), "scales", "Did you mean scale?"),
     (functools.partial(CORRECTIONS["tis"], batch()), "hihg", "Did you mean high?"),

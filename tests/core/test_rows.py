@@ -3,6 +3,9 @@ distributions: what their float64 answers in test_combinations.py do not ask."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,11 +18,14 @@ from grpo_kernels import (
     TokenBatch,
     TokenSets,
     grpo_loss,
+    linear_divergence,
     linear_grpo_loss,
+    linear_logprobs,
     token_divergence,
     token_logprobs,
 )
 from grpo_kernels.formulas.surrogates import PolicyGradient
+from grpo_kernels.losses import objective_loss
 from support.bits import same_bits
 from support.oracle import listed_divergence
 
@@ -40,17 +46,16 @@ def test_more_than_2_to_the_31_logits(backend):
 
 
 def test_metrics_of_sets():
-    """Targets that missing="mask" takes out are counted; the kept mass is that of rows that have a set."""
+    """Targets that missing="mask" takes out are counted; the KL is over the sets."""
     logits, mask = torch.randn(4, 6), torch.tensor([True, True, True, False])
     sets = TokenSets.from_lists([[1, 3], [3], [], [3]])
     batch = TokenBatch(
         torch.tensor([1, 2, 4, 5]), torch.ones(4), mask=mask, ref_logps=torch.randn(4), kept=sets, missing="mask"
     )
-    options = Options(entropy_over="vocabulary", reference_over="vocabulary")
-    out = grpo_loss(logits, batch, Objective.preset("dapo", beta=0.1, kl="k1"), options=options)
+    out = grpo_loss(logits, batch, Objective.preset("dapo", beta=0.1, kl="k1"))
     assert float(out.metrics["outside_set"]) == pytest.approx(1 / 3) and int(out.metrics["tokens"]) == 2
-    assert float(out.metrics["kept_mass"]) == pytest.approx(float(logits[0].softmax(0)[[1, 3]].sum()), rel=1e-5)
-    kl = logits.log_softmax(1)[[0, 2], [1, 4]] - batch.ref_logps[[0, 2]]
+    logps = torch.stack([logits[0, [1, 3]].log_softmax(0)[0], logits[2].log_softmax(0)[4]])
+    kl = logps - batch.ref_logps[[0, 2]]
     assert float(out.metrics["kl"]) == pytest.approx(float(kl.mean()), rel=1e-5)
 
 
@@ -113,29 +118,74 @@ def test_the_largest_probability_and_its_id(backend):
 
 
 def test_logits_with_None_as_their_transform_have_none():
-    """And not that of the policy, also as one of a list."""
+    """And not that of the policy."""
     logits, other, divergence = torch.randn(3, 5), torch.randn(3, 5), Exact("reverse")
-    for wrap in (lambda x: x, lambda x: [(x, 0.5)]):
-        found, wanted = (
-            token_divergence(logits, wrap((other, own)), divergence, transform=LogitTransform(2.0))
-            for own in (None, LogitTransform())
-        )
-        assert same_bits(found, wanted) and not same_bits(found, torch.zeros(3))
+    found, wanted = (
+        token_divergence(logits, (other, own), divergence, transform=LogitTransform(2.0)) for own in (None, LogitTransform())
+    )
+    assert same_bits(found, wanted) and not same_bits(found, torch.zeros(3))
 
 
-@pytest.mark.parametrize(
-    "over, rows", [("kept", None), ("vocabulary", None), ("kept", torch.arange(10).view(2, 5) // 2)], ids=str
-)
-def test_a_head_of_the_reference_stands_for_its_log_probs(over, rows, backend):
-    """For an estimate of the KL: a forward product in place of batch.ref_logps, under a transform of its own, over sets or not, of
-    rows that tokens share or not."""
+def test_several_teachers_are_a_sum_of_divergences(backend):
+    """As docs/divergences.md adds them up, against float64: value and gradients of the policy's tensors."""
+    batch, objective = TokenBatch(torch.randint(30, (2, 5)), torch.ones(2)), Objective.preset("distillation", kl=Exact("jsd"))
+    policy, first, second = ((torch.randn(2, 5, n), torch.randn(30, n)) for n in (8, 4, 6))
+    weights, options = torch.tensor([[1.0], [0.0]]), Options(backend=backend)
+    ours, exact = ([x.to(dtype).requires_grad_() for x in policy] for dtype in (torch.float32, torch.float64))
+
+    def of(teacher):
+        return linear_divergence(*ours, teacher, Exact("jsd"), options=options)
+
+    logps = linear_logprobs(*ours, batch.targets, options=options).logps
+    found = objective_loss(logps, batch, objective, divergence=weights * of(first) + 0.2 * of(second)).loss
+    log_p, log_q, log_r = ((h.double() @ w.double().T).log_softmax(-1) for h, w in (exact, first, second))
+    each = weights * jsd(log_p, log_q) + 0.2 * jsd(log_p, log_r)
+    wanted = objective_loss(logps.detach().double(), batch, objective, divergence=each).loss
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
+    gradients = [torch.autograd.grad(loss, leaves) for loss, leaves in ((found, ours), (wanted, exact))]
+    torch.testing.assert_close([x.double() for x in gradients[0]], [*gradients[1]], rtol=1e-4, atol=1e-6)
+
+
+def jsd(log_p, log_q):
+    """The Jensen-Shannon divergence of rows."""
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
+    return 0.5 * (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)).sum(-1)
+
+
+def test_entropy_and_kl_over_the_vocabulary_beside_a_ratio_over_sets(backend):
+    """As docs/kept_sets.md puts them together, against float64."""
+    logits, targets = torch.randn(2, 5, 30), torch.randint(30, (2, 5))
+    sets = TokenSets.from_lists([[int(t), (int(t) + 3) % 30] for t in targets.flatten()])
+    advantages, old, ref = torch.tensor([1.0, -1.0]), -0.7 + 0.1 * torch.randn(2, 5), -3.0 + torch.randn(2, 5)
+    batch = TokenBatch(targets, advantages, old_logps=old, kept=sets)
+    of_kl = replace(batch, advantages=torch.zeros(2), old_logps=None, ref_logps=ref, kept=None)
+    ours, exact, options = logits.clone().requires_grad_(), logits.double().requires_grad_(), Options(backend=backend)
+    logps = token_logprobs(ours, targets, kept=sets, options=options).logps
+    whole, entropy = token_logprobs(ours, targets, entropy=True, options=options)
+    found = objective_loss(logps, batch, Objective.preset("dapo", entropy_coef=0.1), entropy=entropy).loss
+    found = found + objective_loss(whole, of_kl, Objective.preset("dapo", beta=0.3, kl="k3")).loss
+    log_p = exact.log_softmax(-1)
+    chosen, other = (log_p.gather(-1, ids[..., None])[..., 0] for ids in (targets, (targets + 3) % 30))
+    ratio = (chosen - torch.logaddexp(chosen, other) - old).exp()
+    policy = -torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.28) * advantages[:, None])
+    kl = (ref - chosen).exp() - 1 - (ref - chosen)
+    wanted = (policy + 0.1 * (log_p.exp() * log_p).sum(-1) + 0.3 * kl).mean()
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+    (a,), (b,) = torch.autograd.grad(found, ours), torch.autograd.grad(wanted, exact)
+    torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [None, torch.arange(10).view(2, 5) // 2], ids=str)
+def test_a_head_of_the_reference_stands_for_its_log_probs(rows, backend):
+    """For an estimate of the KL: a forward product in place of batch.ref_logps, under a transform of its own, over sets, of rows
+    that tokens share or not."""
     hidden, weight, other = torch.randn(2, 5, 8), torch.randn(30, 8), torch.randn(30, 8)
     of_tokens = hidden if rows is None else hidden.flatten(0, 1)[rows]
     targets, advantages = torch.randint(30, (2, 5)), torch.tensor([1.0, -1.0])
     objective = Objective.preset("dapo", beta=0.3)
     sets = TokenSets.from_lists([[int(t), (int(t) + 3) % 30] if i % 2 else [] for i, t in enumerate(targets.flatten())])
-    own, options = LogitTransform(0.6), Options(reference_over=over, backend=backend)
-    ref = token_logprobs(of_tokens @ other.T, targets, kept=sets if over == "kept" else None, transform=own)[0]
+    own, options = LogitTransform(0.6), Options(backend=backend)
+    ref = token_logprobs(of_tokens @ other.T, targets, kept=sets, transform=own)[0]
     found, wanted = (hidden.clone().requires_grad_() for _ in range(2))
     of_head, given = (TokenBatch(targets, advantages, ref_logps=x, kept=sets, rows=rows) for x in (None, ref))
     a = linear_grpo_loss(found, weight, of_head, objective, reference=(hidden, Head(other, transform=own)), options=options)

@@ -24,7 +24,7 @@ RECIPES = [
     *(replace(SHARED, rows="own", listed="some", objective=name, source=source)
       for source in ("logits", "hidden") for name in ("grpo, k3 and entropy", "gspo")),
     *(replace(SHARED, objective="gspo", source="hidden", frozen=frozen, layout="packed") for frozen in ("weight", "hidden")),
-    *(replace(SHARED, objective="dapo, k3", kept="some", missing="full", over=over, source="hidden") for over in ("kept", "entropy", "reference")),
+    replace(SHARED, objective="dapo, k3", kept="some", missing="full", source="hidden"),
     *(replace(SHARED, door="logprobs", source=source, also=also, kept=kept)
       for source in ("logits", "hidden") for also, kept in (("all", "none"), ("at", "some"), ("detached", "none"))),
 ]  # fmt: skip

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -151,7 +150,7 @@ def moved(x):
 
 def runs(recipe, monkeypatch, **options):
     """Forward and backward on the device; the gradients."""
-    p = replace(problem(recipe), recipe=replace(recipe, seed=1))  # it is the batch that says `missing`
+    p = replace(problem(recipe), recipe=replace(recipe, seed=1))
     if recipe.weight_grad != "none":
         options["weight_grad"] = torch.zeros(p.given["weight"].shape)
     f, after, given = arguments_of(p, **options)
@@ -165,20 +164,18 @@ def runs(recipe, monkeypatch, **options):
         sum(x.sum() for x in values.values() if x.requires_grad).backward()
         if recipe.door == "loss":
             assert len(out.metrics) >= 9 and ("outside_set" in out.metrics) == (recipe.kept != "none")
-            assert ("kept_mass" in out.metrics) == (recipe.over != "kept")
     return [x.grad for x in front if x.grad is not None]
 
 
 def is_documented(r):
-    """Whether a call from hidden states may wait: for masked rows, for targets that sets lack, for rows that tokens share, for
-    teachers of two kinds."""
+    """Whether a call from hidden states may wait: for masked rows, for targets that sets lack, or for rows that tokens
+    share."""
     masks = problem(r).fields["mask"] is not None or r.missing != "include"
-    several = r.rows != "own" or ("listed" in r.others and len(r.others) > 1)
-    return r.source == "hidden" and ((r.door != "loss" and masks) or several)
+    return r.source == "hidden" and ((r.door != "loss" and masks) or r.rows != "own")
 
 
 #: What meets each function.
-FEATURES = "kept missing over others also transform mask skip_inactive weight_grad rows listed".split()
+FEATURES = "kept missing other also transform mask skip_inactive weight_grad rows listed".split()
 #: Calls in which each feature meets each function; every objective; those that ask for different rows, over sets.
 CALLS = [
     r
@@ -220,8 +217,7 @@ def test_what_goes_before_a_loss_waits_for_nothing(monkeypatch):
 DOCUMENTED = [
     Recipe(door="logprobs", source="hidden"),
     Recipe(door="logprobs", source="hidden", mask="none", lengths=(4, 4), kept="some", missing="full"),
-    Recipe(door="divergence", source="hidden", others=("whole",), also="nothing"),
-    Recipe(objective="dapo, exact", source="hidden", others=("whole", "listed"), also="nothing"),
+    Recipe(door="divergence", source="hidden", other="whole", also="nothing"),
     Recipe(source="hidden", rows="shared"),
 ]
 
@@ -350,34 +346,6 @@ def test_the_host_waits_for_the_counts_once(device, batch):
     device.capturing = False
     batch.mask[0, 1] = False
     assert batch.count("contributing") == 1 and (device.recorded, device.waits) == (2, 2)
-
-
-def test_another_rule_for_missing_targets_makes_one_batch(device, batch):
-    """Whose counts are sent once, so that its second call can be captured; a write makes another."""
-    kept, options = replace(batch, kept=TokenSets.from_lists([[1, 2]] * 6)), Options(missing="mask")
-    loss(kept, options=options)
-    before = device.recorded, device.waits
-    device.capturing = True
-    loss(kept, options=options).backward()
-    device.capturing = False
-    assert (device.recorded, device.waits) == before
-    kept.mask[0, 1] = False
-    assert kept.with_missing("mask").mask.sum() == 1 and device.recorded > before[0]
-
-
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("missing", ["include", "mask"])
-def test_a_batch_with_another_rule_has_the_fields_of_its_own(missing, inference):
-    """Also after another field is put in, and after a write to targets, which torch does not count in inference mode: the sets of
-    the others lack them. The one of before the write is let go."""
-    with torch.inference_mode(inference):
-        batch = TokenBatch(torch.tensor([1, 2, 1]), torch.ones(3), kept=TokenSets.from_lists([[1, 2]] * 3))
-        before = weakref.ref(batch.with_missing(missing))
-        assert batch.with_ref_logps(torch.ones(3)).with_missing(missing).ref_logps is not None
-        batch.targets[0] = 5
-        trained = batch.with_missing(missing).mask
-        assert trained is None if missing == "include" else trained.tolist() == [False, True, True]
-        assert before() is None
 
 
 def test_a_first_read_in_a_capture_is_refused(device, batch):

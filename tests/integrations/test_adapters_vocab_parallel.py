@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_kernels import Options, TokenSets
+from grpo_kernels import TokenSets
 from grpo_kernels.integrations import areal, miles, skyrl, slime, verl
 from support.processes import checks_of
 from support.trainers import (
@@ -64,7 +64,7 @@ OF_LOGITS = {
     "slime, replay": functools.partial(of_slime, mask=REPLAY, **ENTROPY),
     "slime, head": lambda x, group: slime.calculate_topk_log_probs(x, SETS, group, temperature=0.7),
     "miles, head": lambda x, group: miles.selected_log_probs_and_entropy(x, SETS, group=group, vocab_size=V - 2, with_entropy=True),
-    "slime, entropy of sets": functools.partial(of_slime, mask=REPLAY, options=Options(entropy_over="kept"), **ENTROPY),
+    "slime, entropy of sets": functools.partial(of_slime, mask=REPLAY, entropy_over="kept", **ENTROPY),
 }  # fmt: skip
 
 

@@ -13,11 +13,10 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import grpo_kernels.rows.compile
 import pytest
 import torch
 from hub_kernel import build
-
-import grpo_kernels.rows.compile
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from grpo_kernels.rows.products import Work
 
 from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs
 from grpo_kernels.rows import backends, memory
 from grpo_kernels.rows import products as blocks
 from grpo_kernels.rows.backends import eager
-from grpo_kernels.rows.products import Work
 from support import oracle
 from support.bits import same_bits
 from support.doors import compare, exact_of, run

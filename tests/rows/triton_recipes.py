@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from grpo_kernels.rows.products import HalfProducts, Products, TensorCoreProducts
 
 from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
-from grpo_kernels.rows.products import HalfProducts, Products, TensorCoreProducts
 from support import oracle
 from support.bits import same_bits
 from support.doors import check, exact_of, run
@@ -37,11 +37,11 @@ def sixteen_bit_products():
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_is_what_its_paper_says(name):
     """From logits and from hidden states, of an aligned and an odd vocabulary."""
-    layout, others = ("padded", "packed")[len(name) % 2], ("near",) if "exact" in name else ()
+    layout, other = ("padded", "packed")[len(name) % 2], "near" if "exact" in name else "none"
     for i, source in enumerate(("logits", "hidden")):
         vocab, inplace = VOCABULARIES[(len(name) + i) % 2], not i
         check(
-            Recipe(source=source, objective=name, lengths=LENGTHS, layout=layout, others=others, vocab=vocab, inplace=inplace),
+            Recipe(source=source, objective=name, lengths=LENGTHS, layout=layout, other=other, vocab=vocab, inplace=inplace),
             backend="triton",
         )
 

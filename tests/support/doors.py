@@ -60,14 +60,17 @@ def transform_of(p: Problem) -> LogitTransform:
 
 
 def batch_of(p: Problem, **changes: Any) -> TokenBatch:
-    sets = {} if p.sets is None else {"kept": TokenSets.from_lists(p.sets)}
-    if p.sets is not None and p.recipe.seed % 2:
-        sets["missing"] = p.recipe.missing  # else the options alone say it
+    sets = {} if p.sets is None else {"kept": TokenSets.from_lists(p.sets), "missing": missing_of(p.recipe)}
     if p.terms is not None:
         lists, c, of_p = p.terms
         ids = TokenSets.from_lists(lists)
         sets |= {"logp_terms": ids.with_values(c), "prob_terms": ids.with_values(of_p)}
     return TokenBatch(p.targets, **{**p.fields, **sets, **changes})
+
+
+def missing_of(r: Recipe) -> str | None:
+    """What says "include", or leaves it out."""
+    return None if r.missing == "include" and r.seed % 2 else r.missing
 
 
 def normalizer_of(r: Recipe) -> Any:
@@ -90,20 +93,9 @@ def other_of(p: Problem, other: Other, shared: Tensor | None) -> Any:
     return other.given["hidden"], weight if own is None else Head(weight, transform=own)
 
 
-def others_of(p: Problem, shared: Tensor | None) -> Any:
-    """One is itself, or a list of one of weight 1."""
-    found = [other_of(p, other, shared) for other in p.others]
-    if len(found) == 1 and (p.recipe.seed % 2 or p.recipe.inplace or p.rows is not None):
-        return found[0]
-    return [(x, 1.0 if other.weight is None else other.weight) for x, other in zip(found, p.others, strict=True)]
-
-
 def options_of(p: Problem, **more: Any) -> Options:
-    """What the options of a call say. `missing` is said by the batch of a loss, or by the options."""
-    r = p.recipe
-    over = {f"{r.over}_over": "vocabulary"} if r.over != "kept" else {}
-    missing = {"missing": r.missing} if p.sets is not None else {}
-    return Options(**over, **missing, **{"skip_inactive": r.skip_inactive, **more})
+    """What the options of a call say."""
+    return Options(**{"skip_inactive": p.recipe.skip_inactive, **more})
 
 
 def in_options(**named: Any) -> dict[str, Any]:
@@ -129,13 +121,16 @@ def arguments_of(
         given["inplace"] = r.inplace
     if r.door == "loss":
         given["normalizer"] = normalizer_of(r)
-        if p.others:
-            given["ref_logits" if of_logits else "reference"] = others_of(p, shared)
+        if p.other is not None:
+            given["ref_logits" if of_logits else "reference"] = other_of(p, p.other, shared)
         return grpo_loss if of_logits else linear_grpo_loss, [batch_of(p), objective or objective_of(r)], given
     given["mask"] = p.fields["mask"]
     given["kept"] = None if p.sets is None else TokenSets.from_lists(p.sets)
     if r.door == "divergence":
-        return token_divergence if of_logits else linear_divergence, [others_of(p, shared), divergence_of(r)], given
+        assert p.other is not None
+        return token_divergence if of_logits else linear_divergence, [other_of(p, p.other, shared), divergence_of(r)], given
+    if p.sets is not None:
+        given["missing"] = missing_of(r)
     given["rows"] = p.fields.get("rows")
     given["at"] = None if p.at is None else TokenSets.from_lists(p.at)
     given["entropy"] = {"nothing": False, "detached": "detached"}.get(r.also, True)
@@ -290,7 +285,7 @@ def compare(p: Problem, found: Answer) -> None:
             near(gradient, gradients[name], rooms[name], f"{r}: gradient of {name}")
         if name in ("logits", "hidden"):
             assert (gradient[dead_rows] == 0).all(), f"{r}: the gradient of {name} in rows that are not trained"
-    if "logits" in found.gradients and p.keep is not None and r.over == "kept" and r.also not in ("log_kept_mass", "all"):
+    if "logits" in found.gradients and p.keep is not None and r.also not in ("log_kept_mass", "all"):
         outside = ~p.by_row(p.keep)[:, p.columns].view(found.gradients["logits"].shape)
         assert (found.gradients["logits"][outside] == 0).all(), f"{r}: logits outside of their set have a gradient"
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from support.recipes import Problem
+    from support.recipes import Other, Problem
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,6 @@ def objective(
     nll_weights: Tensor | None = None,
     groups: Tensor | None = None,
     selected: Tensor | None = None,
-    kl_logps: Tensor | None = None,
     divergences: Tensor | None = None,
     listed: Tensor | None = None,
     normalizer: float | tuple[float | None, float | None, float | None] | None = None,
@@ -324,7 +323,7 @@ def objective(
     normalizer: of the policy term, or of (policy term, KL, bonus); None is the policy term's for a term that shares its
     aggregate, and that of this batch for others.
     selected: bool [N], the tokens that Clip-Cov or KL-Cov take; None: see `selection`.
-    kl_logps: [N], those that the KL compares; None: logps. divergences: [N], exact ones in place of a KL estimate.
+    divergences: [N], exact ones in place of a KL estimate.
     listed: [N], terms beside those of the policy, which a trust region does not drop."""
     dtype, rows = logps.dtype, logps.numel()
     trained = torch.ones(rows, dtype=torch.bool) if mask is None else mask.reshape(-1) != 0
@@ -393,11 +392,10 @@ def objective(
             kl_terms.append(divergences[at])
             kl[at] = kl_terms[-1].detach()
         elif ref is not None:
-            of_kl = logp if kl_logps is None else kl_logps[at]
             # The product over a whole sequence would be far larger than the KL of a token, so the token's own ratio is used there.
-            kl_terms.append(kl_term(spec, of_kl, old_logp, ref[at], own if spec.level == "sequence-sum" else x))
+            kl_terms.append(kl_term(spec, logp, old_logp, ref[at], own if spec.level == "sequence-sum" else x))
             kl[at] = kl_terms[-1].detach()
-            for d, value in zip((ref[at] - of_kl).tolist(), kl_estimate("k3", of_kl, ref[at]).tolist(), strict=True):
+            for d, value in zip((ref[at] - logp).tolist(), kl_estimate("k3", logp, ref[at]).tolist(), strict=True):
                 margin(d, -spec.clamp_log, spec.clamp_log, *((0.0,) if spec.kl == "abs" else ()))
                 margin(value, spec.clamp)
         entropy_terms.append(entropy[at])
@@ -585,19 +583,17 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     def everywhere(value: Tensor) -> Tensor:
         return torch.zeros(N, dtype=torch.float64).index_put((live,), value)
 
-    entropy = whole.entropy if r.over == "entropy" else sets.entropy
-    values = {"logps": everywhere(sets.chosen), "entropy": everywhere(entropy)}
-    if p.others:
-        over = (whole, None) if r.over == "reference" else (sets, p.keep)
-        values["divergence"] = everywhere(_divergences(p, *over, rows, live))
+    values = {"logps": everywhere(sets.chosen), "entropy": everywhere(sets.entropy)}
+    if p.other is not None:
+        values["divergence"] = everywhere(_divergence(p, p.other, sets, rows, live))
         of_loss = values["divergence"] * (temperature**2 if r.squared else 1.0)
         if r.door == "divergence":
             values["divergence"] = of_loss
-    total, clear = _total(p, values, of_loss if p.others else None, sets, whole, live, noise)
+    total, clear = _total(p, values, None if p.other is None else of_loss, sets, whole, live, noise)
     total = total * r.upstream
     wanted = {name: leaf for name, leaf in leaves.items() if name != r.frozen}
     softmaxes = list(dict.fromkeys((sets, whole)))
-    inner = [*(x.log_p for x in softmaxes), *([values["divergence"]] if p.others else [])]
+    inner = [*(x.log_p for x in softmaxes), *([] if p.other is None else [values["divergence"]])]
     of_logits, *found = torch.autograd.grad(
         total, [logits, *wanted.values(), *inner], materialize_grads=True, allow_unused=True
     )
@@ -606,11 +602,13 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     sizes = torch.zeros(N, x.shape[1], dtype=torch.float64)
     for softmax, slope in zip(softmaxes, slopes, strict=False):
         sizes[live] += (slope + softmax.p.detach() * slope.sum(1, keepdim=True)) * steep
-    if p.others:  # log-ratios of two near rows cancel
+    if p.other is not None:  # log-ratios of two near rows cancel
         sizes[live] += sets.p.detach() * slopes[-1][live, None] * steep
-    if r.source == "hidden" and ("listed" in r.others or any(y is not None for y in (p.at, p.terms, p.rows))):
+    if r.source == "hidden" and (r.other == "listed" or any(y is not None for y in (p.at, p.terms, p.rows))):
         # Logits at further ids are computed again, and rounded in another way.
         arrives = slopes[0].sum(1, keepdim=True)
+        if r.other == "listed" and r.exact == "tv":  # whose slope is 0 where p = q, and jumps beside it
+            arrives = arrives + slopes[-1][live, None]
         sizes[live] += sets.p.detach() * arrives * steep**2 * x.detach()[live].abs().amax(1, keepdim=True)
     if r.extreme == "absent" and r.door == "logprobs":  # a sum of nearly 1 is rounded, which is most of so small an entropy
         sizes[live] += sets.p.detach() * p.upstream["entropy"].reshape(-1)[live, None].abs() * steep
@@ -627,23 +625,16 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     )
 
 
-def _divergences(p: Problem, ours: Rows, keep: Tensor | None, rows: Callable[..., Rows], live: Tensor) -> Tensor:
-    """[n] of the trained rows, over the ids of `keep`: the weighted sum over the second distributions."""
+def _divergence(p: Problem, other: Other, ours: Rows, rows: Callable[..., Rows], live: Tensor) -> Tensor:
+    """[n] of the trained rows, over their sets."""
     r = p.recipe
     kind, _, share = r.exact.partition(" ")
     mixture = float(share or 0.5) if kind == "jsd" else 0.0
-    total = torch.zeros(len(live), dtype=torch.float64)
-    for i, other in enumerate(p.others):
-        theirs = rows(other.rows, other.transform, keep, 200 + 100 * i)
-        if other.ids is None:
-            value = divergence(ours.log_p, theirs.log_p.detach(), kind, mixture)
-        else:
-            listed = [other.ids[i] for i in live.tolist()]
-            value = listed_divergence(ours.log_p, theirs.log_p.detach().float().double(), listed, kind, mixture, r.tail)
-        weight = 1.0 if other.weight is None else other.weight
-        weight = weight.reshape(-1).double()[live] if isinstance(weight, Tensor) else weight
-        total = total + weight * value
-    return total
+    theirs = rows(other.rows, other.transform, p.keep, 200)
+    if other.ids is None:
+        return divergence(ours.log_p, theirs.log_p.detach(), kind, mixture)
+    listed = [other.ids[i] for i in live.tolist()]
+    return listed_divergence(ours.log_p, theirs.log_p.detach().float().double(), listed, kind, mixture, r.tail)
 
 
 def _total(
@@ -655,14 +646,11 @@ def _total(
     if r.door == "divergence":
         return (values["divergence"] * up["divergence"]).sum(), True
     if r.door == "loss":
-        of_kl = None
-        if r.over == "reference" and p.spec.kl != "exact":
-            of_kl = torch.zeros_like(values["logps"]).index_put((live,), whole.chosen)
         seen = {name: x for name, x in p.seen.items() if name != "cu_seqlens"}
         if noise is not None:  # terms of a slope may cancel
             seen["advantages"] = seen["advantages"] * (1 + 2 * EPS * signs(seen["advantages"], noise))
         result = objective(
-            p.spec, values["logps"], values["entropy"], p.sequences, normalizer=r.normalizer, kl_logps=of_kl,
+            p.spec, values["logps"], values["entropy"], p.sequences, normalizer=r.normalizer,
             divergences=divergences, listed=_listed_terms(p, sets, live), **seen,
         )  # fmt: skip
         values["loss"] = result.loss
@@ -731,7 +719,7 @@ def rooms(p: Problem, exact: Answer) -> Answer:
         dtypes = {x.dtype for x in p.clean.values()}
         relative = 1.1 * 2.0**-8 if torch.bfloat16 in dtypes else 2.0**-10 if torch.float16 in dtypes else 0.0
         # What several passes give is rounded before it cancels.
-        several = r.over != "kept" or "listed" in r.others or r.also in ("log_kept_mass", "all") or (p.sets and r.rows != "own")
+        several = r.other == "listed" or r.also in ("log_kept_mass", "all") or (p.sets and r.rows != "own")
         of_logits = size if several else products(p, exact.of_logits.abs())
         gradients = {name: x + relative * of_logits[name] for name, x in gradients.items()}
         waits = p.spec.level != "token" or p.spec.surrogate.endswith("-cov") or (p.sets and r.rows + r.listed != "ownnone")

@@ -182,12 +182,11 @@ class Plain:
         own = self.over(self.keep, logits)
         with torch.no_grad():
             other = self.over(self.keep, self.logits(self.reference))
-        entropy = own.entropy if self.c.entropy_over == "kept" else self.over(None, logits).entropy
         kind = "reverse" if self.c.preset == "distillation" else KINDS.get(self.c.kl or "")
         mask = ~weights.isnan()
         some = (advantages[mask] != 0) | (not self.c.drop_zero_variance)  # of which the metrics tell
         result = oracle.objective(
-            self.spec, own.chosen, entropy, self.sequences, advantages=advantages, old_logps=old, ref_logps=other.chosen, mask=mask,
+            self.spec, own.chosen, own.entropy, self.sequences, advantages=advantages, old_logps=old, ref_logps=other.chosen, mask=mask,
             weights=weights.nan_to_num(1.0), divergences=oracle.divergence(own.log_p, other.log_p, kind, 0.5) if kind else None,
         )  # fmt: skip
         gradients = torch.autograd.grad(result.loss, [*self.model.parameters()])

@@ -51,10 +51,8 @@ class Recipe:
         "none"  # rows with a set of ids: none, some, all, empty: sets without ids, whole: of the vocabulary, long: of any size
     )
     missing: str = "include"  # of a target that its set lacks: include, full, mask
-    over: str = "kept"  # what is taken over the vocabulary all the same: kept: nothing, entropy, reference
-    others: tuple[
-        str, ...
-    ] = ()  # second distributions: whole, near, listed, own: with a transform of its own, itself: the same logits under it
+    #: A second distribution: whole, near, listed, own: with a transform of its own, itself: the same logits under it
+    other: str = "none"
     exact: str = "reverse"  # reverse, forward, jsd, jsd .1, tv
     tail: str = "bin"  # of listed ids: bin, ignore, renormalise, generalised
     squared: bool = False  # divergence times the temperature's square
@@ -98,8 +96,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "frozen": ("nothing", "weight", "hidden"),
     "kept": ("none", "some", "all", "empty", "whole"),
     "missing": ("include", "full", "mask"),
-    "over": ("kept", "entropy", "reference"),
-    "others": ((), ("whole",), ("near",), ("listed",), ("own", "listed"), ("whole", "near")),
+    "other": ("none", "whole", "near", "listed", "own"),
     "exact": ("reverse", "forward", "jsd", "jsd .1", "tv"),
     "tail": ("bin", "ignore", "renormalise", "generalised"),
     "squared": (False, True),
@@ -133,42 +130,40 @@ def legal(r: Recipe) -> Recipe:
         plain |= {"objective": "dapo", "given": "everything", "normalizer": None, "skip_inactive": False}
         plain |= {"upstream": 1.0, "layout": "padded" if r.layout == "packed" else r.layout}
         if r.door == "divergence":
-            plain |= {"over": "kept", "others": r.others or ("whole",), "also": "nothing", "missing": "include"}
+            plain |= {"other": "whole" if r.other == "none" else r.other, "also": "nothing", "missing": "include"}
         else:
-            plain |= {"others": (), "over": r.over if r.over == "entropy" else "kept"}
+            plain["other"] = "none"
     else:
         plain["also"] = "nothing"
         if r.layout == "without offsets" and (spec.level != "token" or not _counts_tokens(spec) or spec.off_policy is not None):
             plain["layout"] = "packed"
         if spec.beta and spec.kl != "exact":
-            plain["others"] = ()
-        if r.others and not spec.beta:
+            plain["other"] = "none"
+        if r.other != "none" and not spec.beta:
             plain["objective"] = {"sequence": "gspo, exact"}.get(spec.level, "dapo, exact")
-        if not (plain.get("others", r.others)):
-            plain["over"] = r.over if r.over != "reference" or (spec.beta and not _by_ratio(spec)) else "kept"
-        if spec.kl == "exact" and spec.beta and not r.others:
-            plain["others"] = ("whole",)
+        if spec.kl == "exact" and spec.beta and r.other == "none":
+            plain["other"] = "whole"
     now = replace(r, **plain)
     plain = {}
     if not now.draws_sets:
-        plain |= {"missing": "include", "over": "kept"}
-    if "listed" in now.others and now.draws_sets:
-        plain |= {"kept": "none", "missing": "include", "over": "kept"}
-    if now.over != "kept" or now.also in ("log_kept_mass", "all") or len(now.others) > 1:
+        plain["missing"] = "include"
+    if now.other == "listed" and now.draws_sets:
+        plain |= {"kept": "none", "missing": "include"}
+    if now.also in ("log_kept_mass", "all"):
         plain["inplace"] = False
-    if "listed" not in now.others:
+    if now.other != "listed":
         plain["tail"] = "bin"
-    if not now.others:
+    if now.other == "none":
         plain |= {"exact": "reverse", "squared": False}
     if (now.view == "transposed" and now.inplace) or now.view == "columns apart":
         plain["inplace"] = False
     if now.transform == "per sequence" and now.layout == "without offsets":
         plain["transform"] = "temperature"
-    if now.extreme == "absent" and now.others:
+    if now.extreme == "absent" and now.other != "none":
         plain["extreme"] = "none"
     if now.vocab == 1:
         plain["extreme"] = "none"
-    if now.door == "divergence" or now.others not in ((), ("whole",), ("near",)):
+    if now.door == "divergence" or now.other not in ("none", "whole", "near"):
         plain["rows"] = "own"
     elif now.rows != "own" and now.transform.startswith("per "):
         plain["transform"] = "temperature"
@@ -176,7 +171,7 @@ def legal(r: Recipe) -> Recipe:
         plain["extreme"] = "none"
     if now.door != "loss" or now.extreme == "absent":
         plain["listed"] = "none"
-    elif now.listed != "none" and now.others:
+    elif now.listed != "none" and now.other != "none":
         plain["inplace"] = False
     if now.ranks > 1:
         plain["vocab"] = max(now.vocab, 2 * now.ranks)
@@ -185,11 +180,6 @@ def legal(r: Recipe) -> Recipe:
 
 def _counts_tokens(spec: Any) -> bool:
     return {spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate} <= {"token-mean", "token-sum", None}
-
-
-def _by_ratio(spec: Any) -> bool:
-    """Whether the KL is of a ratio, which over a set is none of the whole vocabulary."""
-    return spec.kl == "distillation" or spec.kl_weighting != "none"
 
 
 def covering(seed: int = 0, **fixed: Any) -> list[Recipe]:
@@ -249,7 +239,6 @@ class Other:
     given: dict[str, Tensor]  # logits, or hidden and weight, as the caller gives them
     transform: dict[str, Any]
     ids: list[list[int]] | None = None  # of a teacher known at these ids only
-    weight: Any = None  # None, a number, or a tensor of the shape of targets
 
 
 @dataclass
@@ -270,7 +259,7 @@ class Problem:
     temperature: Any  # as the caller passes it
     sets: list[list[int]] | None = None
     keep: Tensor | None = None  # bool [N, V]: what the softmax of each row runs over
-    others: list[Other] = field(default_factory=list)
+    other: Other | None = None
     at: list[list[int]] | None = None
     rows: Tensor | None = None  # int64 [N]: the row of each token; None: its own
     terms: tuple[list[list[int]], Tensor, Tensor] | None = None  # ids listed for each token, c of c log p and r of r p for each
@@ -308,9 +297,10 @@ def taken(p: Problem, rows: list[int], some: Callable[[Tensor], Tensor], **chang
     def lists(x: Any) -> Any:
         return None if x is None else [x[i] for i in rows]
 
-    others = [replace(o, rows=o.rows[rows], given=of(o.given), weight=of(o.weight), ids=lists(o.ids)) for o in p.others]
+    o = p.other
+    other = None if o is None else replace(o, rows=o.rows[rows], given=of(o.given), ids=lists(o.ids))
     parts = {name: of(getattr(p, name)) for name in ("given", "targets", "fields", "transform", "temperature")}
-    return replace(p, **{**parts, "others": others, "sets": lists(p.sets), **changes})
+    return replace(p, **{**parts, "other": other, "sets": lists(p.sets), **changes})
 
 
 def of_sequences(p: Problem, sequences: list[int]) -> Problem:
@@ -394,11 +384,8 @@ def problem(r: Recipe) -> Problem:
         sets, keep, outside = _sets(r, ids, g)
         trained = trained & ~outside if r.missing == "mask" else trained
     sequences = oracle.sequences_of(torch.zeros(shape), offsets)
-    probs = {
-        over: oracle.Rows(rows, ids, transform, sequences, keep=k).chosen.detach().reshape(shape)
-        for over, k in (("kept", keep), ("vocabulary", None))
-    }
-    seen = _fields(r, probs, sequences, normal, uniform)
+    logps = oracle.Rows(rows, ids, transform, sequences, keep=keep).chosen.detach().reshape(shape)
+    seen = _fields(r, logps, sequences, normal, uniform)
     rubbish = torch.tensor(RUBBISH).repeat(n // 4 + 1)[:n].view(shape)
     whole = trained.view(shape)
 
@@ -427,7 +414,8 @@ def problem(r: Recipe) -> Problem:
         spoil(transform["temperature"]), sets, keep, rows=row_of,
     )  # fmt: skip
     p.given = _poisoned(p)
-    _add_others(p, of_rows, normal, uniform, g)
+    if r.other != "none":
+        p.other = _other(p, of_rows, normal, g)
     if r.also in ("at", "all"):
         counts = torch.randint(0, min(V, 4) + 1, (n,), generator=g).tolist()
         p.at = [torch.randperm(V, generator=g)[:count].tolist() for count in counts]
@@ -514,12 +502,12 @@ def _sets(r: Recipe, ids: Tensor, g: torch.Generator) -> tuple[list[list[int]], 
 
 def _fields(
     r: Recipe,
-    probs: dict[str, Tensor],
+    logps: Tensor,
     sequences: list[list[int]],
     normal: Callable[..., Tensor],
     uniform: Callable[..., Tensor],
 ) -> dict[str, Any]:
-    spec, logps = SPECS[r.objective], probs["kept"]
+    spec = SPECS[r.objective]
     advantages = {"token": normal(), "column": normal(len(sequences), 1)}.get(r.given, normal(len(sequences), 1))
     if r.layout == "without offsets":
         advantages = normal()
@@ -528,15 +516,14 @@ def _fields(
     advantages = torch.where(uniform(*advantages.shape) < 0.15, 0.0, advantages)
     old = logps - torch.where(uniform() < 0.5, 0.1, 0.6) * normal()
     old = old.clamp(-300.0, -1e-2) if spec.trust else old
-    kl_of = probs["vocabulary" if r.over == "reference" else "kept"]
     by_sequence = r.given == "column" and r.layout != "without offsets" and spec.surrogate != "vespo"
     each = (len(sequences), 1) if by_sequence else logps.shape
     seen = {
-        "advantages": advantages, "old_logps": old, "ref_logps": kl_of + 0.7 * normal(), "sampler_logps": (old + 0.3 * normal()).clamp(-300.0, -1e-2),
+        "advantages": advantages, "old_logps": old, "ref_logps": logps + 0.7 * normal(), "sampler_logps": (old + 0.3 * normal()).clamp(-300.0, -1e-2),
         "weights": torch.where(uniform(*each) < 0.1, 0.0, 0.3 + uniform(*each)), "nll_weights": 0.1 * uniform(),
     }  # fmt: skip
     gone = {"on-policy": ("old_logps", "weights", "nll_weights"), "column": ("nll_weights",)}.get(r.given, ())
-    gone = (*gone, "ref_logps") if r.others else gone
+    gone = gone if r.other == "none" else (*gone, "ref_logps")
     # In fp32, as the caller has them.
     return {name: x.float().double() for name, x in seen.items() if name not in gone}
 
@@ -545,7 +532,7 @@ def _poisoned(p: Problem) -> dict[str, Tensor]:
     """What the caller passes: rubbish in rows that are not read, in logits and weights outside of all sets, between the rows."""
     r, given, read = p.recipe, dict(p.clean), p.by_row(p.trained)
     rubbish, outside = torch.tensor(RUBBISH).repeat(len(read) // 4 + 1)[: len(read), None], None
-    if p.keep is not None and r.over == "kept" and r.also not in ("log_kept_mass", "all"):
+    if p.keep is not None and r.also not in ("log_kept_mass", "all"):
         single = (p.keep.sum(1) == 1) & torch.tensor([bool(x) for x in p.sets or []])
         outside = ~p.by_row(p.keep & ~single[:, None])
     if r.source == "logits":
@@ -564,7 +551,7 @@ def _poisoned(p: Problem) -> dict[str, Tensor]:
     for name in ("weight", "bias"):
         if name in given:
             x = given[name].clone()
-            if nobody is not None and not p.recipe.others:
+            if nobody is not None and p.recipe.other == "none":
                 x[nobody] = math.nan
             given[name] = VIEWS[r.view](x) if name == "weight" else x
     if r.bias == "column":
@@ -572,37 +559,30 @@ def _poisoned(p: Problem) -> dict[str, Tensor]:
     return given
 
 
-def _add_others(
-    p: Problem, rows: Tensor, normal: Callable[..., Tensor], uniform: Callable[..., Tensor], g: torch.Generator
-) -> None:
-    r, (n, V), read = p.recipe, rows.shape, p.by_row(p.trained)
-    for i, kind in enumerate(r.others):
-        own = {"temperature": 0.9, "softcap": 15.0, "scale": 1.3}
-        transform = own if kind in ("own", "itself") else p.transform
-        if r.source == "hidden":
-            h, w = (
-                (p.clean["hidden"], p.clean["weight"])
-                if kind == "near"
-                else (normal(*p.leading, 5).bfloat16(), normal(V, 5).bfloat16())
-            )
-            h = (h.double() + 0.3 * normal(*h.shape)).to(h.dtype) if kind == "near" else h
-            other = {"hidden": h, "weight": w}
-            x = oracle.project(other, torch.float64)
-            hidden = h.clone()
-            hidden[~read.view(p.leading)] = math.nan
-            given = {"hidden": VIEWS[r.view](hidden), "weight": VIEWS[r.view](w)}
-        else:
-            dtype = (torch.float32, torch.bfloat16)[(i + r.seed) % 2]
-            x = torch.where(rows.isfinite(), rows, 0.0) + 0.3 * normal(n, V) if kind == "near" else 3.0 * normal(n, V)
-            x = rows if kind == "itself" else x.to(dtype)
-            logits = x.clone()
-            logits[~read] = math.nan
-            given, x = {"logits": VIEWS[r.view](logits.view(*p.leading, V))}, x.double()
-        ids = None
-        if kind == "listed":
-            counts = torch.randint(0, min(V, 6) + 1, (n,), generator=g).tolist()
-            ids = [torch.randperm(V, generator=g)[:count].tolist() for count in counts]
-        weight: Any = None if len(r.others) == 1 else 0.6
-        if i:
-            weight = torch.where(uniform() < 0.3, 0.0, uniform()).float().masked_fill(~p.trained.view(p.shape), math.nan)
-        p.others.append(Other(kind, x if p.rows is None else x[p.rows], given, transform, ids, weight))
+def _other(p: Problem, rows: Tensor, normal: Callable[..., Tensor], g: torch.Generator) -> Other:
+    r, kind, (n, V), read = p.recipe, p.recipe.other, rows.shape, p.by_row(p.trained)
+    own = {"temperature": 0.9, "softcap": 15.0, "scale": 1.3}
+    transform = own if kind in ("own", "itself") else p.transform
+    if r.source == "hidden":
+        h, w = (
+            (p.clean["hidden"], p.clean["weight"])
+            if kind == "near"
+            else (normal(*p.leading, 5).bfloat16(), normal(V, 5).bfloat16())
+        )
+        h = (h.double() + 0.3 * normal(*h.shape)).to(h.dtype) if kind == "near" else h
+        x = oracle.project({"hidden": h, "weight": w}, torch.float64)
+        hidden = h.clone()
+        hidden[~read.view(p.leading)] = math.nan
+        given = {"hidden": VIEWS[r.view](hidden), "weight": VIEWS[r.view](w)}
+    else:
+        dtype = (torch.float32, torch.bfloat16)[r.seed % 2]
+        x = torch.where(rows.isfinite(), rows, 0.0) + 0.3 * normal(n, V) if kind == "near" else 3.0 * normal(n, V)
+        x = rows if kind == "itself" else x.to(dtype)
+        logits = x.clone()
+        logits[~read] = math.nan
+        given, x = {"logits": VIEWS[r.view](logits.view(*p.leading, V))}, x.double()
+    ids = None
+    if kind == "listed":
+        counts = torch.randint(0, min(V, 6) + 1, (n,), generator=g).tolist()
+        ids = [torch.randperm(V, generator=g)[:count].tolist() for count in counts]
+    return Other(kind, x if p.rows is None else x[p.rows], given, transform, ids)

@@ -72,7 +72,7 @@ RUNS = {
     "sets": (
         "ddp", (varied, of_steps),
         {"prompts_per_step": 5, "micro_batch": 5, "num_updates": 2, "beta": 0.1, "advantages": "optimal_token", "top_k": 12,
-         "top_p": 0.9, "min_p": 0.01, "ratio_to": "sampler", "entropy_over": "vocabulary"},
+         "top_p": 0.9, "min_p": 0.01, "ratio_to": "sampler"},
     ),
     "quantile": ("ddp", (evens,), {"entropy_share": 0.3}),
 }  # fmt: skip
@@ -217,7 +217,7 @@ def test_the_runs_hold_the_cases_that_they_are_about(alone):
     """Steps without any advantage, and with one on one rank only; a ratio that is not 1; sets."""
     assert {line["dropped"] for line in lines(alone / "masked")} >= {0.875, 0.5}
     for line in [*lines(alone / "uneven")[1:-1], *lines(alone / "sets")]:
-        assert line["ratio_max"] > 1 + 1e-3 and line.get("kept_mass", 0) < 0.95
+        assert line["ratio_max"] > 1 + 1e-3
 
 
 @pytest.mark.parametrize("name", ["half ddp", "half fsdp2", "ddp then fsdp2", "one then fsdp2"])

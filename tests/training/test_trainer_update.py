@@ -147,7 +147,7 @@ CASES = {
     "no replay": Case({"replay": False, "ratio_to": "sampler", "top_p": 0.6, "micro_batch": 5, **HOT}),
     # divergences, teachers
     "reverse": of_kl("exact", temperature=0.7),
-    "reverse, logits, sets": of_kl("exact", loss="logits", top_p=0.8, temperature=1.3, entropy_over="vocabulary"),
+    "reverse, logits, sets": of_kl("exact", loss="logits", top_p=0.8, temperature=1.3),
     "tv": of_kl("exact-tv"),
     "distillation": Case({"preset": "distillation", "temperature": 0.7, **HOT}, Spec(beta=1.0), no_reward, teacher=softcapped),
     # advantages

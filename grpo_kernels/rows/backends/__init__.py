@@ -78,6 +78,14 @@ class Backend(ABC):
         return None
 
     @abstractmethod
+    def evaluate(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the loss of each row of a token stage and its gradients: (losses, d loss / d log-prob, d loss / d entropy), fp32
+        [n]; the last is None without an entropy bonus.
+
+        logps, entropy   fp32 [n], in one piece: of the stage's rows.
+        stage            without terms at listed ids."""
+
+    @abstractmethod
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """gradient *= factor (a 0-d tensor), without a pass over it when factor is 1."""
 
@@ -118,10 +126,6 @@ class Backend(ABC):
     def softmax_sums(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
         """The name of `visit` in the new core."""
         return self.visit(rows, names)
-
-    def evaluate(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> Any:
-        """Return the terms of a token stage from log-probs and entropies, fp32 [n]."""
-        return stage.terms(logps, entropy)
 
     def gradient(self, rows: LogitRows, partials: Partials, slopes: Slopes, out: Tensor) -> None:
         """`pull`, by eager where the kernels do not know a slope."""

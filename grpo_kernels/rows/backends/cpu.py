@@ -1,8 +1,9 @@
 """The CPU backend: C++ kernels (csrc/), AVX-512 or AVX2, picked at run time. The second part of the file turns tensors
 into arguments of the compiled module: the only place that takes addresses, each behind a check of what C++ will take to be there.
 
-There are no RL formulas here: `fused` has those of token_stage.py traced into a program, which C++ runs between its two visits of a
-row. A formula that cannot be traced costs a second visit of the logits with the formulas in torch; `strict` refuses it.
+There are no RL formulas here: those of token_stage.py are traced into a program, which C++ runs on vectors (`evaluate`), or
+between its two visits of a row (`fused`). A formula that cannot be traced runs in torch, which for `fused` costs a second visit of
+the logits; `strict` refuses it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ...formulas.token_stage import TokenStage
 from ..divergence import KINDS
 from ..partials import OF_KERNELS, SLOPES_OF_KERNELS, LogitRows, Partials, RowTransform, Slopes
 from ..ragged import Ragged, Tokens
-from . import Backend, fall_back, native
+from . import Backend, eager, fall_back, native
 
 if TYPE_CHECKING:
     import grpo_kernels._cpu as _cpu
@@ -150,6 +151,14 @@ class Kernels(Backend):
             fall_back("a second visit of the logits, with the formulas in PyTorch, which is slower", str(refusal).rstrip("."))
             return None
 
+    def evaluate(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        made = self._programs(stage)
+        if made is None:
+            return eager.Kernels().evaluate(stage, logps, entropy)
+        program, given = made.program, {"logps": logps, "entropy": entropy, **stage.inputs(made.program)}
+        losses, grad_logps, grad_entropy = _run(program, made.numbers, [given[name] for name in program.inputs])
+        return losses, grad_logps, None if stage.rows.entropy_weight is None else grad_entropy
+
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         number = float(factor)
         if number == 1.0:
@@ -211,8 +220,10 @@ def _compiled(program: Program) -> _cpu.Program:
 
 def _run(program: Program, numbers: list[float], inputs: list[Tensor]) -> list[Tensor]:
     """The outputs of a program for inputs fp32 [n]."""
-    n, outputs = inputs[0].numel(), [torch.empty_like(inputs[0]) for _ in program.outputs]
-    of_inputs, of_outputs = ([vector("inputs", x, torch.float32, n) for x in xs] for xs in (inputs, outputs))
+    n = inputs[0].numel()
+    outputs = [torch.empty(n, dtype=torch.float32) for _ in program.outputs]
+    of_inputs = [vector(name, x, torch.float32, n) for name, x in zip(program.inputs, inputs, strict=True)]
+    of_outputs = [vector("outputs", x, torch.float32, n) for x in outputs]
     _compiled(program).run(numbers, of_inputs, of_outputs, n)
     return outputs
 

@@ -141,6 +141,10 @@ class Kernels(Backend):
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         gradient.mul_(factor)
 
+    def evaluate(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        terms = stage.terms(logps, entropy)
+        return terms.losses, terms.d_logps, terms.d_entropy
+
     # ---- products over slots
 
     def slot_logits(self, hidden: Tensor, weight: Tensor, slots: Ragged) -> Tensor:

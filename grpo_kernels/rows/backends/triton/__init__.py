@@ -24,6 +24,7 @@ from .kernels import (
     _add_hidden_rows_kernel,
     _add_pieces_kernel,
     _add_weight_rows_kernel,
+    _evaluate_kernel,
     _fused_kernel,
     _mixed_kernel,
     _pull_kernel,
@@ -135,6 +136,21 @@ class Kernels(Backend):
         listed = OfListed._make((*at, inputs, tuple(numbers[i] for i in used)))
         return self._one_visit(rows._replace(targets=tokens.targets[tokens.of_row]), stage, out, listed, formula, sums)
 
+    def evaluate(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self.strict:
+            stage.compare_once(Program.__call__)
+        program, numbers = stage.program()
+        formula, used, _ = formula_of(program)
+        n, given = logps.numel(), stage.inputs(program)
+        losses, grad_logps = torch.empty(2, n, dtype=torch.float32, device=logps.device)
+        grad_entropy = None if stage.rows.entropy_weight is None else torch.empty_like(losses)
+        arguments = (
+            *vectors(n, logps=logps, entropy=entropy, **{name: given.get(name) for name in INPUTS}),
+            tuple(numbers[i] for i in used), n, losses, grad_logps, grad_entropy,
+        )  # fmt: skip
+        launch.run("vectors", _evaluate_kernel, (losses,), lambda rows: -(-n // rows), arguments, FORMULA=formula)
+        return losses, grad_logps, grad_entropy
+
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """The kernel reads the factor: a factor of 1 costs a launch only, and no host sync."""
         if gradient.is_contiguous():
@@ -186,6 +202,9 @@ class Kernels(Backend):
 #: What runs in place of the fused kernel where it cannot run, or its formula cannot be traced.
 SECOND_VISIT = "a second visit of the logits, with the formulas in PyTorch, which is slower"
 
+#: The same where a formula runs on vectors.
+IN_TORCH = "the formulas in PyTorch, which is slower"
+
 
 def _or_eager(name: str) -> Any:
     """A method of the kernels, and eager's where it fails."""
@@ -208,6 +227,13 @@ class OrEager(Kernels):
 
     stats, mixed, pull, scale_ = map(_or_eager, ("stats", "mixed", "pull", "scale_"))
     slot_logits, add_weight_rows, add_hidden_rows = map(_or_eager, ("slot_logits", "add_weight_rows", "add_hidden_rows"))
+
+    def evaluate(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        try:
+            return super().evaluate(stage, logps, entropy)
+        except (KernelFailure, FormulaRefused) as failure:
+            fall_back(IN_TORCH, getattr(failure, "reason", str(failure).rstrip(".")))
+        return eager.Kernels().evaluate(stage, logps, entropy)
 
     def _one_visit(self, *arguments: Any) -> Tensor | None:
         """If the kernel that contains the formulas cannot run, kernels without them may: torch then computes the formulas."""

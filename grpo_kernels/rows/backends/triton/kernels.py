@@ -1,5 +1,5 @@
 """The Triton kernels: statistics of rows of one stream and of two, their gradients, a fused kernel of both with the formula of a
-loss, scaling, and products over slots.
+loss, this formula on vectors, scaling, and products over slots.
 
 Rows are on grid axis 0, since the other axes are limited to 65 535: one program per row.
 Partials and slopes are tables: a pointer, a stride, and at compile time the names of the rows that are there, as one string."""
@@ -234,6 +234,27 @@ def _fused_kernel(
         tl.store(results + t + m + m, 0.0)
         if out is not None:
             _write_zeros(_at_row(out, i, T, out_stride_a, out_stride_t, TILE), V, TILE)
+
+
+@_kernel
+def _evaluate_kernel(
+    logps, entropy,                                                        # [n]
+    old_logps, ref_logps, sampler_logps, advantages,                       # [n], None where there is none
+    policy_weight, kl_weight, entropy_weight, nll_weight,                  # likewise
+    numbers, n,
+    losses, grad_logps, grad_entropy,                                      # [n], the last None without a bonus
+    FORMULA: tl.constexpr, TILE: tl.constexpr,
+):
+    rows = tl.program_id(0) * TILE.BLOCK + tl.arange(0, TILE.BLOCK)
+    inside = rows < n
+    # Rows behind the last compute it once more, since a formula loads its inputs without a mask.
+    i = tl.minimum(rows, n - 1)
+    inputs = (old_logps, ref_logps, sampler_logps, advantages, policy_weight, kl_weight, entropy_weight, nll_weight)
+    found = FORMULA((tl.load(logps + i), tl.load(entropy + i)), i, inputs, numbers, (), 0)
+    tl.store(losses + i, found[0], mask=inside)
+    tl.store(grad_logps + i, found[1], mask=inside)
+    if grad_entropy is not None:
+        tl.store(grad_entropy + i, found[2], mask=inside)
 
 
 @triton.jit

@@ -95,6 +95,7 @@ class Choice(NamedTuple):
 #:   two      one pass over a row and its teacher's, with twice the loads and sums of `visit`.
 #:   mixed    the same for the sums of a mixture, whose hundred instructions a logit hide any load, and for gradients with tanh,
 #:            which have fifty to ninety (Triton 3.9 spilled to keep twice the loads of fp16 logits).
+#:   vectors  a formula, whose numbers are single loads of a thread.
 #:   slots    products over the slots of kept sets, whose programs read two rows or more before they wait.
 #: Three stages copy tiles of a row into shared memory while others are computed (cp.async), and Triton 3.6 drops the cache hints of
 #: what is copied: good for one pass over a row; two passes are 11 to 21 % slower with it, since they then read half of a row from
@@ -105,11 +106,12 @@ LAUNCH = {
     "fused32": Choice(512, 4, ends=3, kept=3, hints=True),
     "two": Choice(256, 2, programs=2),
     "mixed": Choice(512, 1, programs=2),
+    "vectors": Choice(128, 1),
     "slots": Choice(64, 2, programs=4),
 }
 FUSED = ("fused", "fused32", "capped32")
-#: Kinds with the same tile for rows of any length, and of those the ones where the compiler may fuse multiplications and additions.
-OF_BLOCKS = ("scale", "slots")
+#: Kinds with the same tile for rows of any length.
+OF_BLOCKS = ("scale", "vectors", "slots")
 #: Programs of `scale_`: a few for each multiprocessor of the largest GPUs, and few enough to return at once when there is
 #: nothing to do.
 SCALE_PROGRAMS = 512
@@ -198,7 +200,7 @@ def _launch(
     tile = Tile(
         aligned, lanes, cols, accesses // lanes, block, peeled, ends, min(choice.kept, ends) if keeps else 0, *hints, stages
     )
-    return {"TILE": tile, **options(lanes, choice, kind in OF_BLOCKS[1:])}
+    return {"TILE": tile, **options(lanes, choice, kind == "slots")}
 
 
 def _copies_ahead() -> bool:

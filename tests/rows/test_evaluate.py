@@ -1,0 +1,143 @@
+"""`Backend.evaluate`, a token stage on vectors, of every backend against the formula in torch, in float64 and with numbers that are
+NaN or infinite. support/ptx/runs.py runs the same for the Triton kernel as compiled, benchmarks/gpu_kit.py on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels.formulas.filters import EntropyFloor, TrustRegion
+from grpo_kernels.formulas.kl import Kl
+from grpo_kernels.formulas.ops import ops
+from grpo_kernels.formulas.program import FormulaRefused
+from grpo_kernels.formulas.surrogates import Cispo, Custom
+from grpo_kernels.formulas.token_stage import TokenRows, random_inputs
+from grpo_kernels.objective import PRESETS, Objective
+from grpo_kernels.rows import backends
+from support.kernel_rows import KERNELS, TRITON, kernels
+
+#: More than one program of Triton's has, and more than one block of C++.
+ROWS = 700
+
+
+def tilted(logp, old_logp, advantage, params):
+    s = 1.0 / (1.0 + ops.exp(old_logp - logp))
+    return -advantage * logp + params[0] * s, -advantage + params[0] * s * (1.0 - s)
+
+
+OBJECTIVES = {
+    **{name: objective for name, objective in PRESETS.items() if objective.one_pass and objective.exact is None},
+    "k3 by the ratio, clamped": Objective(beta=0.3, kl=Kl("k3", "ratio", clamp_log=0.4, clamp=0.05)),
+    "entropy floor and bonus": Objective(entropy_coef=0.1, filters=(EntropyFloor(3.0),)),
+    "trust region of the sampler": Objective(filters=(TrustRegion("kl", 0.02, 0.01, "sampler"),), beta=0.1),
+    "bounded ratio": Objective(Cispo(), log_ratio_bounds=(-0.2, 0.3)),
+    "of a caller": Objective(Custom(tilted, (0.3,)), beta=0.1, entropy_coef=0.05),
+}
+
+
+@pytest.fixture(params=KERNELS)
+def module(request):
+    with kernels(request.param) as module:
+        yield module
+
+
+def given(objective: Objective, n: int = ROWS, off_policy: bool = True) -> tuple[TokenRows, Tensor, Tensor]:
+    """(rows, log-probs, entropies) of plain numbers, fp32 [n]; a third of the weights are 0."""
+    g = torch.Generator().manual_seed(3)
+
+    def normal(scale: float) -> Tensor:
+        return scale * torch.randn(n, generator=g)
+
+    logps = -0.01 - 5.0 * torch.rand(n, generator=g)
+    weight = torch.rand(n, generator=g) * (torch.rand(n, generator=g) < 0.7)
+    rows = TokenRows(
+        torch.zeros(n, dtype=torch.int64), None, normal(1.0), weight, logps + normal(0.3) if off_policy else None,
+        ref_logps=logps + normal(0.3) if objective.beta else None, kl_weight=objective.beta * weight if objective.beta else None,
+        entropy_weight=objective.entropy_coef * weight if objective.entropy_coef else None, nll_weight=0.1 * weight.flip(0),
+        sampler_logps=logps + normal(0.3),
+    )  # fmt: skip
+    return rows, logps, 6.0 * torch.rand(n, generator=g)
+
+
+def changed(rows: TokenRows, change) -> TokenRows:
+    """The rows with every fp32 tensor changed."""
+    tensors = {f.name: x for f in fields(rows) if isinstance(x := getattr(rows, f.name), Tensor) and x.is_floating_point()}
+    return replace(rows, **{name: change(x) for name, x in tensors.items()})
+
+
+@pytest.mark.parametrize("off_policy", [True, False], ids=["off-policy", "on-policy"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_formula_on_vectors_is_that_of_torch(module, name, off_policy):
+    """In float64. A few roundings of numbers of their size are allowed."""
+    objective = OBJECTIVES[name]
+    rows, logps, entropy = given(objective, off_policy=off_policy)
+    stage = objective.stage(rows)
+    found = module.evaluate(stage, logps, entropy)
+    exact = objective.stage(changed(rows, Tensor.double)).terms(logps.double(), entropy.double())
+    for ours, theirs in zip(found, (exact.losses, exact.d_logps, exact.d_entropy), strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert ours.dtype == torch.float32 and ours.shape == (ROWS,) and theirs.abs().max() > 1e-3
+            torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_what_is_no_number_is_what_torch_makes_of_it(module, name):
+    """NaN and infinities in any input, in the same places and of the same sign."""
+    objective = OBJECTIVES[name]
+    rows, _, _ = given(objective, 512)
+    stage = objective.stage(rows)
+    names = ("logps", "entropy", *rows.given())
+    logps, entropy, *odd = random_inputs(names)
+    stage = stage._replace(rows=replace(rows, **dict(zip(rows.given(), odd, strict=True))))
+    found, wanted = module.evaluate(stage, logps, entropy), backends.load("eager").Kernels().evaluate(stage, logps, entropy)
+    assert not wanted[0].isfinite().all()
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            # Numbers whose terms cancel are off by a rounding of these, so that the few largest are left to rtol.
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_a_row_does_not_depend_on_how_many_there_are(module):
+    """Of none, of one, of whole blocks and of one more."""
+    objective = OBJECTIVES["entropy floor and bonus"]
+    rows, logps, entropy = given(objective, 1100)
+    whole = module.evaluate(objective.stage(rows), logps, entropy)
+    for n in (0, 1, 255, 256, 257, 512, 1025):
+        some = module.evaluate(objective.stage(changed(rows, lambda x, n=n: x[:n])), logps[:n], entropy[:n])
+        assert all(x is not None and y is not None and torch.equal(x, y[:n]) for x, y in zip(some, whole, strict=True)), n
+
+
+def test_vectors_may_begin_anywhere(module):
+    objective = OBJECTIVES["dapo"]
+    rows, logps, entropy = given(objective)
+    whole = module.evaluate(objective.stage(rows), logps, entropy)
+    for first in (1, 2, 3):
+        some = module.evaluate(objective.stage(changed(rows, lambda x, k=first: x[k:])), logps[first:], entropy[first:])
+        assert all(x is y or torch.equal(x, y[first:]) for x, y in zip(some, whole, strict=True))
+
+
+def untraced(logp, old_logp, advantage, params):
+    return -advantage * torch.tanh(logp), -advantage * (1 - torch.tanh(logp) ** 2)
+
+
+def test_a_formula_that_is_no_program_runs_in_torch_and_strict_refuses_it(monkeypatch):
+    objective = Objective(Custom(untraced))
+    rows, logps, entropy = given(objective)
+    stage = objective.stage(rows)
+    wanted = stage.terms(logps, entropy)
+    name = "triton" if TRITON else "cpu"
+    if backends.unavailable(name):
+        pytest.skip("needs the kernels")
+    module = backends.load(name)
+    monkeypatch.setattr("grpo_kernels.checks._warned", set())
+    falls_back, strict = (module.OrEager(), module.Kernels(True)) if TRITON else (module.Kernels(), module.Kernels(True))
+    with pytest.warns(RuntimeWarning, match=r"formulas in PyTorch.*untraced cannot run in the kernels: torch\.tanh"):
+        losses, grad_logps, grad_entropy = falls_back.evaluate(stage, logps, entropy)
+    assert torch.equal(losses, wanted.losses) and torch.equal(grad_logps, wanted.d_logps) and grad_entropy is None
+    with pytest.raises(FormulaRefused, match="untraced cannot run in the kernels"):
+        strict.evaluate(stage, logps, entropy)
