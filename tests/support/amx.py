@@ -58,6 +58,7 @@ def processor(found: tuple[str, int, int], refusal: int = 0, difference: str | N
     compare = cpu_products.first_difference if difference == "as compared" else lambda engine, reference: difference
     with ExitStack() as patches:
         for owner, name, value in (
+            (cpu_products._cpu, "has_products", lambda: True),
             (cpu_products._cpu, "processor", lambda: found),
             (cpu_products._cpu, "ask_for_tiles", lambda: refusal),
             (cpu_products, "first_difference", compare),
