@@ -1039,7 +1039,7 @@ FAULTS: list[Fault] = [
         ("AMX is used where its registers are not saved", "if saved & TILE_STATE != TILE_STATE:", "if saved & TILE_STATE == 0:"),
         ("AMX with int8 only is taken for one with bf16", "AMX_BF16 | AMX_TILE\n", "AMX_TILE\n"),
         ("threads compare AMX at the same time", "    with _lock:\n        return _examine_amx()", "    return _examine_amx()"),
-        ("a forked process waits for a thread that it does not have", "os.register_at_fork(after_in_child=_replace_lock)", ""),
+        ("a forked process waits for a thread that it does not have", "os.register_at_fork(after_in_child=_replace_lock)", "pass"),
         ("a mismatch is not warned of", "mismatch = amx_mismatch()", "mismatch = None"),
         ("AMX is asked for where another engine is named", 'if setting == "auto":', 'if engines() and setting == "auto":'),
         ("a comparison stops at the first product", "if difference is not None:\n", "if True:\n"),

@@ -38,7 +38,8 @@ def _replace_lock() -> None:
     _lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_replace_lock)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_replace_lock)
 
 
 def available() -> str | None:
