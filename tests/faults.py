@@ -1030,6 +1030,10 @@ FAULTS: list[Fault] = [
         ("a block of the width forgets those before", "if (blocks > 1) add_step(sums, sum, b == 0);", "if (blocks > 1) add_step(sums, sum, true);"),
         ("a block of ids forgets those before", "add_step(sums, sum, b == 0);\n                ahead", "add_step(sums, sum, true);\n                ahead"),
         ("every block of rows adds the sum before", "if (b == 0) {\n                        to.start", "if (true) {\n                        to.start"),
+        (
+            "the element behind a row is written", "_mm512_mask_storeu_ps(out + LANES, first16(rest), y);",
+            "_mm512_mask_storeu_ps(out + LANES, first16(rest + 1), y);",
+        ),
         ("the last row of a strip is not stored", "r < min(to.rows, PAIR)", "r < min(to.rows, PAIR - 1)"),
         ("the low parts of the left operand are lost", "return part == 2; }", "return false; }"),
     ),

@@ -189,7 +189,7 @@ def _examine_amx() -> Amx:
 
 #: N, H, V: one element; odd ends with several blocks of H, of N (and of the rows of d_hidden) and of V; more than 1,024 columns of
 #: d_hidden; V in two parts that d_hidden sums separately; and rows that begin at cache lines, which other instructions store.
-SHAPES = ((1, 1, 1), (37, 515, 61), (513, 35, 59), (35, 45, 301), (3, 1025, 35), (1, 1, 16385), (33, 96, 240))
+SHAPES = ((1, 1, 1), (37, 515, 61), (513, 35, 59), (59, 61, 301), (3, 1025, 35), (1, 1, 16385), (33, 96, 240))
 #: torch divides work on this many elements among threads. Starting threads would take longer than the comparison, so its products
 #: run on one thread, and what torch computes is smaller.
 DIVIDED = 32768
