@@ -235,7 +235,7 @@ def test_a_broken_amx_unit_is_not_used(fault, monkeypatch, recwarn):
         check(product(cpu_products.logits, hidden, weight, None, shape=(5, 33)), hidden, weight.T)
     (warning,) = recwarn
     assert re.search(
-        r"^the AMX products are wrong on this machine: \d+ elements of \w+.* operands differ from fp32 \(N = .*"
+        r"^the AMX products are wrong on this machine: \d+ elements of \w+.* operands differ from the engine fp32 \(N = .*"
         r"GRPO_KERNELS_PRODUCTS=fp32 instead.*doctor", str(warning.message),
     )  # fmt: skip
 
@@ -332,7 +332,7 @@ def test_a_broken_engine_is_found(fault, name, monkeypatch):
         monkeypatch.setattr(cpu_products, n, lambda *a, by, threads, right=right: right(*a, threads=threads))
     monkeypatch.setattr(cpu_products, name, call)
     found = cpu_products.first_difference("amx", "avx512bf16")
-    assert found is not None and f"elements of {name}" in found and "differ from avx512bf16" in found
+    assert found is not None and f"elements of {name}" in found and "differ from the engine avx512bf16" in found
 
 
 def test_engines_that_differ_in_the_order_of_their_sums_are_equal_in_the_comparison():

@@ -218,7 +218,7 @@ class Comparison(NamedTuple):
         if torch.equal(ours.memory, theirs.memory):
             return None
         count = int((ours.memory != theirs.memory).sum())
-        return f"{count} elements of {self.product} of {self.operands} operands differ from {reference}"
+        return f"{count} elements of {self.product} of {self.operands} operands differ from the engine {reference}"
 
 
 @torch.no_grad()
