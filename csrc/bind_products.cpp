@@ -4,6 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <cpuid.h>
+#include <errno.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -74,11 +75,19 @@ std::tuple<std::string, uint32_t, uint64_t> processor() {
     return {vendor, edx, saved};
 }
 
-// Asks Linux to let this process use tiles, for good: its threads, those that are there already and those to come, and processes that
-// it forks may. Refused by kernels before 5.16, by sandboxes, and where a thread has a signal stack too small for the larger frame.
-bool ask_for_tiles() {
-    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
-    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+// Requests permission to use AMX for the process: for all of its threads, and for processes that it forks. Returns 0 if it is
+// granted, else the errno of the refusal. Linux before 5.16 knows neither request (EINVAL), a sandbox may forbid both (EPERM), and
+// Linux refuses if the alternate signal stack of a thread has no room for the AMX registers (ENOSPC). Permission cannot be given back,
+// so call this only where AMX will be used. The caller has checked CPUID and XCR0.
+int ask_for_tiles() {
+    constexpr int GET_PERMISSION = 0x1022, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // asm/prctl.h, which old systems lack
+    uint64_t permitted = 0;
+    if (syscall(SYS_arch_prctl, GET_PERMISSION, &permitted) != 0) return errno;
+    if (permitted >> TILE_DATA & 1) return 0;
+    if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) != 0) return errno;
+    // A sandbox may answer 0 to a call that it did not forward.
+    if (syscall(SYS_arch_prctl, GET_PERMISSION, &permitted) != 0) return errno;
+    return permitted >> TILE_DATA & 1 ? 0 : EPERM;
 }
 
 // For a body that returns false when it gets no memory. An exception must not leave a thread, so this raises after all are done.
@@ -233,7 +242,7 @@ void bind_products(nb::module_& m) {
     m.def("has_products", [] { return supported; }, "Whether this processor has AVX512_BF16.");
     m.def("products", &table_names, "The names of the tables of products that were compiled.");
     m.def("processor", &processor, "Its vendor, CPUID 7.0 EDX, and XCR0.");
-    m.def("ask_for_tiles", &ask_for_tiles, "Whether the system lets this process use AMX from now on.");
+    m.def("ask_for_tiles", &ask_for_tiles, "Request permission to use AMX: 0 if granted, else an errno.");
     m.def("d_hidden_parts", [](const char* engine, int64_t width, int64_t vocab) { return parts_of(*table(engine), width, vocab); },
           "How many sums of d_hidden, each of its size, one product makes.");
     m.def("logits_product", &logits_product);

@@ -155,7 +155,7 @@ PACKAGES = ("triton", "numpy", "transformers", "trl", "accelerate", "deepspeed",
 
 SETTINGS = {
     "GRPO_KERNELS_BACKEND": "auto, eager, cpu or triton: what runs where a call leaves backend at auto",
-    cpu_products.SETTING: f"auto, {', '.join(cpu_products.ENGINES)}: who makes the matrix products of losses from hidden states on a CPU",
+    cpu_products.SETTING: f"auto, {', '.join(cpu_products.ENGINES)}: what computes the matrix products of losses from hidden states on a CPU",
     "GRPO_KERNELS_STRICT": "1: a fallback to eager raises instead of warning",
     "GRPO_KERNELS_CHECK": "1: ids, temperatures and offsets are checked on a GPU too, which waits for it at each call",
     "GRPO_KERNELS_ANY_VERSION": "1: adapters do not compare their first step under a version of a trainer that was not tested",
@@ -269,6 +269,19 @@ def module_findings(report: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
+def amx_findings() -> Iterator[Finding]:
+    """About AMX products that failed the comparison before their first use."""
+    mismatch = cpu_products.amx_mismatch()
+    if mismatch is not None:
+        yield Finding(
+            f"{mismatch}; losses from hidden states on the CPU are right, but use another engine, which may be slower",
+            "report this with the output of `python -m grpo_kernels doctor --json`; "
+            f"{cpu_products.SETTING}=fp32 or avx512bf16 skips the comparison and its warning",
+            grave=True,
+            slows=True,
+        )
+
+
 def machine_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Finding]:
     """About threads, load and GPUs."""
     cpu = report["cpu"]
@@ -312,4 +325,4 @@ def machine_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> I
 
 def advice(report: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """What `facts` say is wrong or slow."""
-    return [*module_findings(report), *machine_findings(report, environ)]
+    return [*module_findings(report), *amx_findings(), *machine_findings(report, environ)]

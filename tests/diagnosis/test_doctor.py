@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from grpo_kernels.diagnosis import Finding, doctor, machine, self_test, step
+from support import amx
 from support.processes import WITHOUT, finish, start
 
 CPU, Tensor, ROOT = torch.device("cpu"), torch.Tensor, Path(__file__).parents[2]
@@ -253,6 +254,14 @@ def advice(environ=(), present=False, gpu=False, built=None, **changes):
         return machine.advice(report | {"device": changes.get("device", "cpu")}, dict(environ))
 
 
+def about_amx(difference, refusal=0):
+    """Findings about an Intel processor with AMX whose products were compared."""
+    if cpu_products._cpu is None:
+        pytest.skip("without the compiled module nothing is compared")
+    with amx.processor(amx.INTEL, refusal, difference):
+        return advice()
+
+
 def settings_of(**environ):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_products, "engines", lambda: {"amx": "no tiles", "torch": None})
@@ -275,6 +284,9 @@ FINDINGS = [
     (advice, {"present": True}, "grave: there is a GPU, but.*built without"),
     (advice, {"environ": {"NVIDIA_TF32_OVERRIDE": "1"}, "gpu": True}, "slight: fp32 matrix products are rounded to TF32"),
     (advice, {"environ": {"TRITON_INTERPRET": "1"}, "gpu": True}, "grave: TRITON_INTERPRET=1"),
+    (about_amx, {"difference": None}, None),
+    (about_amx, {"difference": "3 elements differ", "refusal": 95}, None),
+    (about_amx, {"difference": "3 elements differ"}, "grave: the AMX products are wrong on this machine: 3 elements differ; losses.* are right, but use another engine.*report.*GRPO_KERNELS_PRODUCTS=fp32 or avx512bf16"),
     (settings_of, {"GRPO_KERNELS_STRICT": "1", "GRPO_KERNELS_CHECK": "0", "TRITON_INTERPRET": "", "OMP_NUM_THREADS": "3"}, None),
     (settings_of, {"GRPO_KERNELS_BACKEND": "egaer"}, "grave: GRPO_KERNELS_BACKEND=egaer: .*auto, eager, cpu, triton"),
     (settings_of, {"GRPO_KERNELS_PRODUCTS": "amx"}, "grave: GRPO_KERNELS_PRODUCTS=amx: no tiles, and calls raise -> set it to one of auto, torch,"),
@@ -291,6 +303,17 @@ def test_findings(function, given, expected):
 
 def test_an_old_module_keeps_nothing_from_being_tested_beside_a_gpu():
     assert [f.blocks for device in ("cpu", "cuda") for f in advice(built="other", device=device)] == [True, False]
+
+
+@pytest.mark.skipif(cpu_products._cpu is None, reason="without the compiled module nothing is compared")
+@pytest.mark.filterwarnings("ignore:the AMX products are wrong")
+def test_amx_is_in_the_report_with_the_reason_why_it_is_not_used():
+    with amx.processor(amx.INTEL, difference="3 elements differ"):
+        facts = machine.facts(CPU)
+        assert facts["products"]["engine"] == "fp32" and "3 elements differ" in facts["products"]["engines"]["amx"]
+        assert "engine fp32, amx cannot run here (the AMX products are wrong" in doctor._text_of_facts(facts)
+    with amx.processor(amx.INTEL, difference=None):
+        assert machine.facts(CPU)["products"] == {"engine": "amx", "engines": dict.fromkeys(cpu_products.ENGINES)}
 
 
 # ---- facts

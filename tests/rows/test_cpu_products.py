@@ -5,8 +5,16 @@ worse than that. Strides, and what lies past an end: fuzz_kernels.py."""
 
 from __future__ import annotations
 
+import errno
+import functools
+import re
 import sys
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
@@ -127,30 +135,37 @@ AMD, INTEL = "AuthenticAMD", "GenuineIntel"
 
 
 @pytest.mark.parametrize(
-    "found, allowed, agree, engine, reason",
+    "found, refusal, difference, engine, reason",
     [
-        ((INTEL, FEATURES, SAVED), True, True, "amx", None),
-        ((AMD, FEATURES, SAVED), True, True, "amx", None),
-        ((AMD, 0, SAVED), True, True, "avx512bf16", "has no AMX"),
-        ((INTEL, 0, SAVED), True, True, "fp32", "has no AMX"),
-        ((INTEL, 1 << 24, SAVED), True, True, "fp32", "has no AMX"),  # tiles of int8 only
-        ((INTEL, FEATURES, 1 << 17), True, True, "fp32", "does not save"),
-        ((INTEL, FEATURES, SAVED), False, True, "fp32", "does not let"),
-        ((INTEL, FEATURES, SAVED), True, False, "fp32", "differ"),
+        ((INTEL, FEATURES, SAVED), 0, None, "amx", None),
+        ((AMD, FEATURES, SAVED), 0, None, "amx", None),
+        ((AMD, 0, SAVED), 0, None, "avx512bf16", "has no AMX"),
+        ((INTEL, 0, SAVED), 0, None, "fp32", "has no AMX"),
+        ((INTEL, 1 << 24, SAVED), 0, None, "fp32", "has no AMX"),  # tiles of int8 only
+        ((INTEL, 1 << 22, SAVED), 0, None, "fp32", "has no AMX"),
+        ((INTEL, FEATURES, 1 << 17), 0, None, "fp32", "does not save"),
+        ((INTEL, FEATURES, 1 << 18), 0, None, "fp32", "does not save"),
+        ((INTEL, FEATURES, SAVED), errno.EINVAL, None, "fp32", "does not let this process use AMX: Linux has it from version 5.16"),
+        ((INTEL, FEATURES, SAVED), errno.ENOSPC, None, "fp32", "does not let this process use AMX: the alternate signal stack"),
+        ((INTEL, FEATURES, SAVED), errno.EIO, None, "fp32", "does not let this process use AMX: Input/output error"),
+        ((INTEL, FEATURES, SAVED), 0, "3 elements differ", "fp32", "the AMX products are wrong on this machine: 3 elements differ"),
+        ((AMD, FEATURES, SAVED), 0, "3 elements differ", "avx512bf16", "the AMX products are wrong on this machine"),
     ],
-)
-def test_the_engine_of_a_processor(found, allowed, agree, engine, reason):
-    with amx.processor(found, allowed, agree):
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:the AMX products are wrong")
+def test_the_engine_of_a_processor(found, refusal, difference, engine, reason):
+    with amx.processor(found, refusal, difference):
         assert cpu_products.engine() == cpu_products.automatic() == engine
         why_not = cpu_products.engines()
         assert (why_not["amx"] is None) == (reason is None) and (reason or "") in (why_not["amx"] or "")
         assert cpu_products.available() is None and why_not["avx512bf16"] is why_not["fp32"] is why_not["torch"] is None
+        assert cpu_products.amx_mismatch() == (why_not["amx"] if difference else None)
 
 
 @pytest.mark.parametrize("setting", ["auto", "", *cpu_products.ENGINES])
 def test_the_setting_names_the_engine(setting, monkeypatch):
     monkeypatch.setenv(cpu_products.SETTING, setting)
-    with amx.processor(amx.INTEL):
+    with amx.processor(amx.INTEL, difference=None):
         assert cpu_products.engine() == (setting if setting in cpu_products.ENGINES else "amx")
         assert cpu_products.available() == ("GRPO_KERNELS_PRODUCTS=torch" if setting == "torch" else None)
 
@@ -164,7 +179,14 @@ def test_the_setting_names_the_engine(setting, monkeypatch):
 )
 def test_a_setting_that_cannot_be_is_refused(setting, words, monkeypatch):
     monkeypatch.setenv(cpu_products.SETTING, setting)
-    with amx.processor((INTEL, FEATURES, SAVED), allowed=False), pytest.raises(ValueError, match=words):
+    with amx.processor(amx.INTEL, refusal=errno.EPERM), pytest.raises(ValueError, match=words):
+        cpu_products.engine()
+
+
+def test_amx_by_name_is_refused_if_it_is_wrong(monkeypatch):
+    monkeypatch.setenv(cpu_products.SETTING, "amx")
+    words = "=amx: the AMX products are wrong on this machine: all differs; .* one of avx512bf16, fp32, torch"
+    with amx.processor(amx.INTEL, difference="all differs"), pytest.raises(ValueError, match=words):
         cpu_products.engine()
 
 
@@ -173,18 +195,277 @@ def test_fp32_operands_are_split_only_where_torch_may_use_less_than_fp32(monkeyp
         raise RuntimeError("you have used mix of the legacy and new APIs")
 
     answers = [(lambda: "highest", "avx512bf16"), (lambda: "high", "amx"), (lambda: "medium", "amx"), (mixed, "avx512bf16")]
-    with amx.processor(amx.INTEL), cpu_products.using("amx"):
+    with amx.processor(amx.INTEL, difference=None), cpu_products.using("amx"):
         for precision, engine in answers:
             monkeypatch.setattr(torch, "get_float32_matmul_precision", precision)
             assert cpu_products._engine_for(FP32) == engine and cpu_products._engine_for(BF16) == "amx"
 
 
-def test_tiles_agree_and_are_released():
-    """What the first use checks on a processor with AMX; and a thread keeps no tiles, which other code with tiles would find."""
-    with amx.tiles(agree=None) as emulator:
-        assert cpu_products.engines()["amx"] is None and cpu_products.engine() == "amx"
+# ---- the comparison before AMX is used
+
+
+def test_right_amx_products_pass_and_release_their_tiles():
+    """A thread keeps no tiles, which other code with tiles would find. The number of instructions bounds the time that the
+    comparison takes on a processor: at 50 cycles each, 300,000 take 6 ms."""
+    with amx.tiles(difference="as compared") as emulator:
+        before = 0 if emulator is None else emulator.amx_executed()
+        assert cpu_products.engines()["amx"] is None and cpu_products.engine() == "amx" and cpu_products.amx_mismatch() is None
         if emulator is not None:
-            assert emulator.amx_executed() > 100_000 and emulator.amx_configured() == 0
+            assert 100_000 < emulator.amx_executed() - before < 300_000 and emulator.amx_configured() == 0
+
+
+#: amx_break in amx_emulator.cpp -> a product in which it shows.
+BROKEN_PROCESSORS = {"sums are replaced": 1, "last pair is left out": 2, "odd elements are left out": 3, "last row is not stored": 4,
+                     "sums are rounded to bf16": 5}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BROKEN_PROCESSORS)
+def test_a_broken_amx_unit_is_not_used(fault, monkeypatch, recwarn):
+    monkeypatch.setattr("grpo_kernels.checks._warned", set())
+    with amx.tiles(difference="as compared") as emulator:
+        if emulator is None:
+            pytest.skip("the AMX unit of this processor cannot be broken")
+        emulator.amx_break(BROKEN_PROCESSORS[fault])
+        try:
+            assert cpu_products.engine() == "fp32"
+        finally:
+            emulator.amx_break(0)
+        assert cpu_products.engine() == cpu_products.automatic() == "fp32" and "are wrong" in cpu_products.engines()["amx"]
+        hidden, weight, _ = operands(5, 70, 33)
+        check(product(cpu_products.logits, hidden, weight, None, shape=(5, 33)), hidden, weight.T)
+    (warning,) = recwarn
+    assert re.search(
+        r"^the AMX products are wrong on this machine: \d+ elements of \w+.* operands differ from the engine fp32 \(N = .*"
+        r"GRPO_KERNELS_PRODUCTS=fp32 instead.*doctor", str(warning.message),
+    )  # fmt: skip
+
+
+def without_last(axis):
+    """The operands without the last element of the inner dimension."""
+    return lambda x: x.narrow(axis, 0, x.shape[axis] - 1) if x.shape[axis] > 1 else torch.zeros_like(x)
+
+
+def up_to(axis, n):
+    return lambda x: x.narrow(axis, 0, min(n, x.shape[axis]))
+
+
+def broken_inner(change_of_axis):
+    """Faults along the inner dimension of each product."""
+    return {
+        "logits": lambda made, hidden, weight, bias, out: made(change_of_axis(1)(hidden), change_of_axis(1)(weight), bias, out),
+        "d_hidden": lambda made, gradient, weight, out: made(change_of_axis(1)(gradient), change_of_axis(0)(weight), out),
+        "d_weight": lambda made, gradient, hidden, start, out: made(change_of_axis(0)(gradient), change_of_axis(0)(hidden), start, out),
+    }  # fmt: skip
+
+
+def broken_result(change):
+    """A fault of the result of each product."""
+
+    def broken(made, *arguments):
+        made(*arguments)
+        change(arguments[-1])
+
+    return dict.fromkeys(("logits", "d_hidden", "d_weight"), broken)
+
+
+def beyond(out):
+    """Write the element after the last one."""
+    out.as_strided((1,), (1,), out.storage_offset() + (len(out) - 1) * out.stride(0) + out.shape[1]).fill_(1.0)
+
+
+def truncated(x):
+    """fp32 as bf16 without rounding."""
+    return (x.view(torch.int32) >> 16 << 16).view(FP32).bfloat16() if x.dtype == FP32 else x
+
+
+def low_part_lost(x):
+    return x.bfloat16().to(x.dtype)
+
+
+#: Faults of an engine -> of some product: a call that has them, made with the right one.
+BROKEN_ENGINES = {
+    "the last row is not written": broken_result(lambda out: out[-1].fill_(cpu_products.UNWRITTEN)),
+    "the last column is 0": broken_result(lambda out: out[:, -1].zero_()),
+    "it writes past the end": broken_result(beyond),
+    "results are rounded to bf16": broken_result(lambda out: out.copy_(out.bfloat16())),
+    "two rows change places": broken_result(lambda out: out.copy_(out.roll(1, 0))),
+    "the last term is left out": broken_inner(without_last),
+    "only the first block is summed": broken_inner(lambda axis: up_to(axis, 256)),
+    "only the first 512 terms are summed": broken_inner(lambda axis: up_to(axis, 512)),
+    "only the first part of the vocabulary": {"d_hidden": broken_inner(lambda axis: up_to(axis, 16384))["d_hidden"]},
+    "the bias is left out": {"logits": lambda made, hidden, weight, bias, out: made(hidden, weight, None, out)},
+    "the sum before is dropped": {"d_weight": lambda made, gradient, hidden, start, out: made(gradient, hidden, None, out)},
+    "the sum begins at what is there": {
+        "d_weight": lambda made, gradient, hidden, start, out: made(gradient, hidden, out.float() if start is None else start, out)
+    },
+    "a gradient is truncated": {
+        "d_hidden": lambda made, gradient, weight, out: made(truncated(gradient) if weight.dtype == BF16 else gradient, weight, out),
+        "d_weight": lambda made, gradient, hidden, start, out: made(
+            truncated(gradient) if hidden.dtype == BF16 else gradient, hidden, start, out
+        ),
+    },
+    "low parts are lost on the left": {
+        "logits": lambda made, hidden, weight, bias, out: made(hidden, low_part_lost(weight), bias, out),
+        "d_hidden": lambda made, gradient, weight, out: made(low_part_lost(gradient), weight, out),
+        "d_weight": lambda made, gradient, hidden, start, out: made(low_part_lost(gradient), hidden, start, out),
+    },
+    "low parts are lost on the right": {
+        "logits": lambda made, hidden, weight, bias, out: made(low_part_lost(hidden), weight, bias, out),
+        "d_hidden": lambda made, gradient, weight, out: made(gradient, low_part_lost(weight), out),
+        "d_weight": lambda made, gradient, hidden, start, out: made(gradient, low_part_lost(hidden), start, out),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "name"), [(fault, name) for fault, products in BROKEN_ENGINES.items() for name in products])
+def test_a_broken_engine_is_found(fault, name, monkeypatch):
+    """Each fault in each product. The right engine is another one that is right, so this needs no emulator."""
+    made, broken = getattr(cpu_products, name), BROKEN_ENGINES[fault][name]
+
+    def call(*arguments, by, threads):
+        right = functools.partial(made, by="fp32", threads=threads)
+        broken(right, *arguments) if by == "amx" else made(*arguments, by=by, threads=threads)
+
+    other = [n for n in ("logits", "d_hidden", "d_weight") if n != name]
+    for n in other:
+        right = functools.partial(getattr(cpu_products, n), by="fp32")
+        monkeypatch.setattr(cpu_products, n, lambda *a, by, threads, right=right: right(*a, threads=threads))
+    monkeypatch.setattr(cpu_products, name, call)
+    found = cpu_products.first_difference("amx", "avx512bf16")
+    assert found is not None and f"elements of {name}" in found and "differ from the engine avx512bf16" in found
+
+
+def test_engines_that_differ_in_the_order_of_their_sums_are_equal_in_the_comparison():
+    """Every partial sum is an integer below 2^24, which fp32 holds exactly."""
+    assert cpu_products.first_difference("fp32", "avx512bf16") is None
+    for n, h, v in cpu_products.SHAPES:
+        for hidden, weight, gradient in ((0, 0, 1), (0, 1, 0), (1, 0, 0)):
+            bits = [cpu_products.WIDE if wide else cpu_products.NARROW for wide in (hidden, weight, gradient)]
+            shapes = ((n, h), (v, h), (n, v))
+            x, w, g = (cpu_products.integers(*shape, b).abs().double() for shape, b in zip(shapes, bits, strict=True))
+            assert all(operand.min() >= 1 and (operand == operand.round()).all() for operand in (x, w, g))
+            more = 2.0**cpu_products.LARGE
+            assert max((x @ w.T).max() + more, (g @ w).max(), (g.T @ x).max() + more) < 2**24
+
+
+def test_the_comparison_starts_no_threads():
+    """Starting them, and waiting for them on a busy machine, takes longer than the products."""
+    code = """
+import os, torch
+from grpo_kernels.rows.backends import cpu_products
+torch.set_num_threads(8)
+before = len(os.listdir("/proc/self/task"))
+assert cpu_products.first_difference("fp32", "avx512bf16") is None
+assert len(os.listdir("/proc/self/task")) == before
+"""
+    finish(start(code, OMP_NUM_THREADS="8"))
+
+
+def test_a_comparison_without_memory_fails(monkeypatch):
+    def without_memory(*_, **how):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(cpu_products, "d_weight", without_memory)
+    assert (
+        cpu_products.first_difference("fp32", "avx512bf16") == "the comparison with avx512bf16 failed: MemoryError: no memory"
+    )
+
+
+class Counted:
+    """A comparison that takes time and counts its calls."""
+
+    def __init__(self, difference):
+        self.calls, self.difference = [], difference
+
+    def __call__(self, *engines):
+        self.calls.append(engines)
+        time.sleep(0.2)
+        return self.difference
+
+
+@pytest.mark.parametrize("difference", [None, "3 elements differ"])
+def test_threads_that_come_first_compare_and_warn_once(difference, monkeypatch, recwarn):
+    monkeypatch.setattr("grpo_kernels.checks._warned", set())
+    compare = Counted(difference)
+    with amx.processor(amx.INTEL), mock.patch.object(cpu_products, "first_difference", compare):
+        begin = threading.Barrier(8)
+
+        def ask(i):
+            begin.wait()
+            return cpu_products.engines()["amx"] if i % 4 == 3 else cpu_products.engine()
+
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(ask, range(8)))
+        expected = "amx" if difference is None else "fp32"
+        assert {a for i, a in enumerate(answers) if i % 4 != 3} == {expected}
+        assert {a for i, a in enumerate(answers) if i % 4 == 3} == {cpu_products.engines()["amx"]}
+        for _ in range(3):
+            assert cpu_products.engine() == cpu_products.automatic() == expected
+        assert compare.calls == [("amx", "fp32")]
+        assert len(recwarn) == (0 if difference is None else 1)
+
+
+def test_a_warning_that_is_an_error_is_raised_once(monkeypatch):
+    monkeypatch.setattr("grpo_kernels.checks._warned", set())
+    with amx.processor(amx.INTEL, difference="3 elements differ"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="3 elements differ"):
+            cpu_products.engine()
+        assert cpu_products.engine() == "fp32"
+
+
+@pytest.mark.parametrize(
+    "setting, found",
+    [
+        ("auto", (AMD, 0, SAVED)), ("auto", (INTEL, 0, SAVED)), ("auto", (INTEL, FEATURES, 0)), ("avx512bf16", amx.INTEL),
+        ("fp32", amx.INTEL), ("torch", amx.INTEL),
+    ],
+)  # fmt: skip
+def test_nothing_is_asked_or_compared_without_amx_or_with_another_engine(setting, found, monkeypatch):
+    monkeypatch.setenv(cpu_products.SETTING, setting)
+    with (
+        amx.processor(found),
+        mock.patch.object(cpu_products, "first_difference") as compare,
+        mock.patch.object(cpu_products._cpu, "ask_for_tiles") as ask,
+    ):
+        assert cpu_products.engine() != "amx"
+        assert not compare.called and not ask.called
+
+
+def test_asking_for_amx_says_why_it_is_refused():
+    """Also where the processor has none, which the choice asks first."""
+    answer = cpu_products._cpu.ask_for_tiles()
+    assert cpu_products._cpu.ask_for_tiles() == answer and answer in {0, *cpu_products.REFUSALS}
+    if cpu_products._cpu.processor()[1] & cpu_products.AMX_TILE == 0:
+        assert answer != 0
+
+
+def test_a_process_that_is_forked_during_the_choice_can_choose():
+    """A thread of the parent holds the lock, which it never releases in the child."""
+    code = """
+import os, threading, time
+from grpo_kernels.rows.backends import cpu_products
+held, done = threading.Event(), threading.Event()
+def hold():
+    with cpu_products._lock:
+        held.set()
+        done.wait()
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    os._exit(0 if cpu_products.engine() in cpu_products.ENGINES else 1)
+for _ in range(600):
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended:
+        break
+    time.sleep(0.1)
+else:
+    os.kill(child, 9)
+done.set()
+assert ended and status == 0
+"""
+    finish(start(code))
 
 
 # ---- memory

@@ -47,33 +47,35 @@ def install(library: Path) -> Any:
 
 
 @contextmanager
-def processor(
-    found: tuple[str, int, int], allowed: bool = True, agree: bool | None = True
-) -> Iterator[None]:  # fmt: skip
-    """Another answer of CPUID and of the system.
+def processor(found: tuple[str, int, int], refusal: int = 0, difference: str | None = "as compared") -> Iterator[None]:
+    """Run as on another processor and system.
 
-    agree    what comparing its tiles gives; None: they are compared."""
+    found        what CPUID and XCR0 say, as in INTEL
+    refusal      errno of the request to use AMX, 0 if it is granted
+    difference   what comparing the AMX products gives, None if they are equal; "as compared": they are compared"""
     from grpo_kernels.rows.backends import cpu_products
 
+    compare = cpu_products.first_difference if difference == "as compared" else lambda engine, reference: difference
     with ExitStack() as patches:
         for owner, name, value in (
+            (cpu_products._cpu, "has_products", lambda: True),
             (cpu_products._cpu, "processor", lambda: found),
-            (cpu_products._cpu, "ask_for_tiles", lambda: allowed),
-            (cpu_products, "_tiles_agree", cpu_products._tiles_agree if agree is None else lambda: agree),
-            (cpu_products, "TILES_HAVE_RUN", True),
+            (cpu_products._cpu, "ask_for_tiles", lambda: refusal),
+            (cpu_products, "first_difference", compare),
             (cpu_products, "_chosen", None),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))
-        cpu_products._why_not.cache_clear()
+        cpu_products._examine_amx.cache_clear()
         try:
             yield
         finally:
-            cpu_products._why_not.cache_clear()
+            cpu_products._examine_amx.cache_clear()
 
 
 @contextmanager
-def tiles(agree: bool | None = True) -> Iterator[Any]:
-    """Where products may take the engine "amx"; gives the emulator, None on a processor with AMX. Skips where there is neither."""
+def tiles(difference: str | None = None) -> Iterator[Any]:
+    """Where products may take the engine "amx"; gives the emulator, None on a processor with AMX. Skips where there is neither.
+    The emulated products are compared only if `difference` asks for it, see `processor`: that takes a second."""
     from grpo_kernels.rows.backends import cpu_products
 
     if cpu_products.engines()["amx"] is None:
@@ -83,7 +85,7 @@ def tiles(agree: bool | None = True) -> Iterator[Any]:
     if library is None or "amx" not in cpu_products._cpu.products():
         pytest.skip("no AMX here, and no compiler with AMX for its emulation")
     loaded = install(library)
-    with processor(INTEL, agree=agree):
+    with processor(INTEL, difference=difference):
         yield loaded
 
 

@@ -21,6 +21,10 @@ struct State {
 thread_local State* state = nullptr;  // the reserve for thread-local memory of loaded libraries has no room for the tiles themselves
 std::atomic<long> executed{0}, configured{0};  // instructions; threads that have not released their tiles
 
+// Faults of a processor, for tests of the comparison before the first use.
+enum Fault { NO_FAULT, SUMS_ARE_REPLACED, LAST_PAIR_IS_LEFT_OUT, ODD_ELEMENTS_ARE_LEFT_OUT, LAST_ROW_IS_NOT_STORED, SUMS_ARE_ROUNDED_TO_BF16 };
+std::atomic<int> fault{NO_FAULT};
+
 [[noreturn]] void fail(const char* why) {
     fprintf(stderr, "amx_emulator: %s\n", why);
     abort();
@@ -92,7 +96,7 @@ void configure(const uint8_t* from) {
 __attribute__((target("avx512f"))) void multiply(int to, int left, int right) {
     for (int m = 0; m < ROWS; m++) {
         __m512 even = _mm512_setzero_ps(), odd = even;
-        for (int k = 0; k < ROWS; k++) {
+        for (int k = 0; k < (fault == LAST_PAIR_IS_LEFT_OUT ? ROWS - 1 : ROWS); k++) {
             uint32_t pair;
             memcpy(&pair, state->tile[left][m] + 4 * k, 4);
             const __m512i column = _mm512_load_si512(state->tile[right][k]);
@@ -102,7 +106,12 @@ __attribute__((target("avx512f"))) void multiply(int to, int left, int right) {
             odd = _mm512_fmadd_ps(b, _mm512_castsi512_ps(_mm512_and_epi32(column, _mm512_set1_epi32(int(0xffff0000u)))), odd);
         }
         float* row = reinterpret_cast<float*>(state->tile[to][m]);
-        _mm512_store_ps(row, _mm512_add_ps(_mm512_load_ps(row), _mm512_add_ps(even, odd)));
+        __m512 sum = fault == ODD_ELEMENTS_ARE_LEFT_OUT ? even : _mm512_add_ps(even, odd);
+        if (fault != SUMS_ARE_REPLACED) sum = _mm512_add_ps(_mm512_load_ps(row), sum);
+        if (fault == SUMS_ARE_ROUNDED_TO_BF16) {
+            sum = _mm512_castsi512_ps(_mm512_and_epi32(_mm512_castps_si512(sum), _mm512_set1_epi32(int(0xffff0000u))));
+        }
+        _mm512_store_ps(row, sum);
     }
 }
 
@@ -135,8 +144,8 @@ int execute(const Instruction& i, const gregset_t& registers) {
     const Address at = address_of(i, registers);
     for (int r = 0; r < ROWS; r++) {
         uint8_t *row = state->tile[i.tile()][r], *memory = at.base + r * at.stride;
-        if (i.prefix == 2) memcpy(memory, row, BYTES);  // tilestored
-        else memcpy(row, memory, BYTES);                // tileloadd, tileloaddt1
+        if (i.prefix != 2) memcpy(row, memory, BYTES);                                             // tileloadd, tileloaddt1
+        else if (fault != LAST_ROW_IS_NOT_STORED || r + 1 < ROWS) memcpy(memory, row, BYTES);  // tilestored
     }
     return at.length;
 }
@@ -164,6 +173,7 @@ void handle(int, siginfo_t*, void* context) {
 
 extern "C" long amx_executed() { return executed; }
 extern "C" long amx_configured() { return configured; }
+extern "C" void amx_break(int kind) { fault = kind; }
 
 extern "C" int amx_install() {
     struct sigaction action = {};
