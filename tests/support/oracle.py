@@ -530,8 +530,8 @@ def listed_divergence(
     for p_row, q_row, listed in zip(log_p, log_q, ids, strict=True):
         lp, lq = p_row[listed], q_row[listed]
         if tail == "bin":
-            others = [i for i in range(len(p_row)) if i not in listed]
-            rest = p_row[others].exp().sum(), 1 - lq.exp().sum()
+            # The probability of all other ids is the rest of 1, whose error is that of the listed ones.
+            rest = 1 - lp.exp().sum(), 1 - lq.exp().sum()
             lp, lq = (torch.cat([x, mass.clamp(min=1e-7).log()[None]]) for x, mass in zip((lp, lq), rest, strict=True))
         elif tail == "renormalise":
             lp, lq = lp.log_softmax(0), lq.log_softmax(0)
@@ -601,7 +601,11 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     steep = abs(p.transform["scale"]) / temperature[live, None]
     sizes = torch.zeros(N, x.shape[1], dtype=torch.float64)
     for softmax, slope in zip(softmaxes, slopes, strict=False):
-        sizes[live] += (slope + softmax.p.detach() * slope.sum(1, keepdim=True)) * steep
+        all_of_row = slope.sum(1, keepdim=True)
+        sizes[live] += (slope + softmax.p.detach() * all_of_row) * steep
+        if r.is_composed:
+            # The likeliest of the ids of a row gets the gradients of all of them twice, with both signs.
+            sizes[live] += (slope > 0) * all_of_row * steep
     if p.other is not None:  # log-ratios of two near rows cancel
         sizes[live] += sets.p.detach() * slopes[-1][live, None] * steep
     if r.source == "hidden" and (r.other == "listed" or any(y is not None for y in (p.at, p.terms, p.rows))):
@@ -701,6 +705,8 @@ def rooms(p: Problem, exact: Answer) -> Answer:
         off = torch.stack([torch.where(y.isfinite() & x.isfinite(), y - x, 0.0).abs() for y in moved]).amax(0)
         finite = torch.where(x.isfinite(), x, 0.0).abs()
         relative, absolute = ROUNDING[dtype]
+        if r.is_composed:  # two gradients are rounded before they are added
+            finite = finite + size
         stored = relative * finite + absolute * max(1.0, r.upstream)  # in memory of 16 bits before the upstream gradient
         return 16 * off + 12 * EPS * (finite + size) + 2.2 * stored + 1e-12
 
@@ -719,7 +725,7 @@ def rooms(p: Problem, exact: Answer) -> Answer:
         dtypes = {x.dtype for x in p.clean.values()}
         relative = 1.1 * 2.0**-8 if torch.bfloat16 in dtypes else 2.0**-10 if torch.float16 in dtypes else 0.0
         # What several passes give is rounded before it cancels.
-        several = r.other == "listed" or r.also in ("log_kept_mass", "all") or (p.sets and r.rows != "own")
+        several = r.is_composed
         of_logits = size if several else products(p, exact.of_logits.abs())
         gradients = {name: x + relative * of_logits[name] for name, x in gradients.items()}
         waits = p.spec.level != "token" or p.spec.surrogate.endswith("-cov") or (p.sets and r.rows + r.listed != "ownnone")

@@ -70,6 +70,12 @@ class Recipe:
     def draws_sets(self) -> bool:
         return self.kept != "none"
 
+    @property
+    def is_composed(self) -> bool:
+        """Whether statistics of tokens are composed of several calls, whose gradients are rounded one by one."""
+        pairs = self.rows != "own" or self.other == "listed" or self.listed != "none" or self.also in ("at", "all")
+        return self.kept != "none" or pairs
+
 
 #: Values of each axis, for all pairs of them and for random recipes.
 AXES: dict[str, tuple[Any, ...]] = {
@@ -149,8 +155,6 @@ def legal(r: Recipe) -> Recipe:
         plain["missing"] = "include"
     if now.other == "listed" and now.draws_sets:
         plain |= {"kept": "none", "missing": "include"}
-    if now.also in ("log_kept_mass", "all"):
-        plain["inplace"] = False
     if now.other != "listed":
         plain["tail"] = "bin"
     if now.other == "none":
@@ -171,11 +175,10 @@ def legal(r: Recipe) -> Recipe:
         plain["extreme"] = "none"
     if now.door != "loss" or now.extreme == "absent":
         plain["listed"] = "none"
-    elif now.listed != "none" and now.other != "none":
-        plain["inplace"] = False
     if now.ranks > 1:
         plain["vocab"] = max(now.vocab, 2 * now.ranks)
-    return replace(now, **plain)
+    result = replace(now, **plain)
+    return replace(result, inplace=False) if result.is_composed else result
 
 
 def _counts_tokens(spec: Any) -> bool:
