@@ -38,7 +38,7 @@ TABLE = [
     (LOGPS, {"extreme": ("absent", "ends"), "dtype": AXES["dtype"], "vocab": (7, 300, 9000)}),
     (replace(LOGPS, source="hidden", dtype="float16", spread=5e4), {"transform": ("none", "everything")}),
     (ITSELF, {"exact": AXES["exact"], "dtype": ("float32", "bfloat16"), "objective": ("dapo, exact", "gspo, exact")}),
-    (ITSELF, {"exact": AXES["exact"], "kept": ("some",)}),
+    (replace(ITSELF, inplace=False), {"exact": AXES["exact"], "kept": ("some",)}),
     (replace(ITSELF, objective="dapo", door="divergence"), {"exact": AXES["exact"]}),
     *((Recipe(lengths=lengths, layout=layout, mask="all"), {"source": AXES["source"], "dtype": AXES["dtype"], "door": ("loss", "logprobs")})
       for lengths, layout in (((0,), "packed"), ((), "padded"), ((0, 0), "padded"), ((3, 2), "padded"))),

@@ -600,12 +600,11 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     gradients, slopes = dict(zip(wanted, found, strict=False)), [x.abs() for x in found[len(wanted) :]]
     steep = abs(p.transform["scale"]) / temperature[live, None]
     sizes = torch.zeros(N, x.shape[1], dtype=torch.float64)
+    of_pairs = torch.zeros(N, dtype=torch.float64)
     for softmax, slope in zip(softmaxes, slopes, strict=False):
         all_of_row = slope.sum(1, keepdim=True)
         sizes[live] += (slope + softmax.p.detach() * all_of_row) * steep
-        if r.is_composed:
-            # The likeliest of the ids of a row gets the gradients of all of them twice, with both signs.
-            sizes[live] += (slope > 0) * all_of_row * steep
+        of_pairs[live] += all_of_row[:, 0] * steep[:, 0]
     if p.other is not None:  # log-ratios of two near rows cancel
         sizes[live] += sets.p.detach() * slopes[-1][live, None] * steep
     if r.source == "hidden" and (r.other == "listed" or any(y is not None for y in (p.at, p.terms, p.rows))):
@@ -618,8 +617,15 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
         sizes[live] += sets.p.detach() * p.upstream["entropy"].reshape(-1)[live, None].abs() * steep
     if r.also in ("log_kept_mass", "all"):  # the difference of two log-probs of the target
         sizes[live, p.ids[live]] += p.upstream["log_kept_mass"].reshape(-1)[live].abs() * steep[:, 0]
+    named = named_ids(p, x.shape[1])
     if p.rows is not None:
-        sizes = torch.zeros(p.leading.numel(), x.shape[1], dtype=torch.float64).index_add(0, p.rows, sizes)
+        num_rows = p.leading.numel()
+        sizes = torch.zeros(num_rows, x.shape[1], dtype=torch.float64).index_add(0, p.rows, sizes)
+        of_pairs = torch.zeros(num_rows, dtype=torch.float64).index_add(0, p.rows, of_pairs)
+        named = torch.zeros(num_rows, x.shape[1], dtype=torch.float64).index_add(0, p.rows, named)
+    if r.is_composed:
+        # The likeliest of the ids of a row gets the gradients of all of them twice, with both signs.
+        sizes = sizes + (named > 0) * of_pairs[:, None]
     return Answer(
         {name: value.detach() for name, value in values.items()},
         gradients,
@@ -627,6 +633,17 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
         of_logits,
         sizes,
     )
+
+
+def named_ids(p: Problem, vocab: int) -> Tensor:
+    """[N, V]: 1 at the target of each token and at its further ids, else 0."""
+    named = torch.zeros(len(p.ids), vocab, dtype=torch.float64)
+    named[torch.arange(len(p.ids)), p.ids] = 1.0
+    lists = [p.at, None if p.terms is None else p.terms[0], None if p.other is None else p.other.ids]
+    for ids_of_tokens in lists:
+        for token, ids in enumerate(ids_of_tokens or []):
+            named[token, ids] = 1.0
+    return named
 
 
 def _divergence(p: Problem, other: Other, ours: Rows, rows: Callable[..., Rows], live: Tensor) -> Tensor:
