@@ -29,7 +29,10 @@ class RowSource(Protocol):
     def device(self) -> torch.device: ...
 
     def statistics(
-        self, targets: Tensor, mask: Tensor | None, names: tuple[str, ...] = ()
+        self,
+        targets: Tensor,
+        mask: Tensor | None,
+        names: tuple[str, ...] = (),
     ) -> dict[str, Tensor]:
         """Return "logps" and the named statistics of each row, fp32 [num_rows].
 
@@ -44,8 +47,8 @@ class RowSource(Protocol):
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
         """Return the transformed logit of each (row, token id) pair, fp32 [num_pairs].
 
-        row_ids, token_ids   int64 [num_pairs], in any order. Pairs may repeat. A token id of -1 gives
-                             -inf and no gradient.
+        row_ids, token_ids   int64 [num_pairs], in any order. Pairs may repeat. A token id of -1
+                             gives -inf and no gradient.
 
         The gradient is deterministic: equal pairs are summed in a fixed order.
         """

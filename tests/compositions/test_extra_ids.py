@@ -17,6 +17,7 @@ from support.composition_cases import (
     VOCAB_SIZE,
     Case,
     check,
+    masked,
     random_mask,
     random_sets,
 )
@@ -33,12 +34,6 @@ def plain_statistics(logits: Tensor) -> dict[str, Tensor]:
         "sum_squares": probs.square().sum(1),
         "top_prob": probs.amax(1),
         "top_id": probs.argmax(1),
-    }
-
-
-def masked(results: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    return {
-        name: torch.where(mask, x, -1 if name == "top_id" else 0.0) for name, x in results.items()
     }
 
 
@@ -80,7 +75,11 @@ def test_tokens_with_extra_ids(kind, sizes, with_mask):
 
     def composed(source):
         result = logprobs_with_extra_ids(
-            source, targets, extra, mask=given_mask, names=ROW_STATISTICS
+            source,
+            targets,
+            extra,
+            mask=given_mask,
+            names=ROW_STATISTICS,
         )
         return {"extra": result.extra_logps, **result.statistics}
 
@@ -114,10 +113,19 @@ def test_tokens_that_share_rows(kind, num_tokens, with_mask, with_extra):
     def composed(source):
         if not with_extra:
             return shared_row_logprobs(
-                source, given_targets, given_rows, mask=given_mask, names=ROW_STATISTICS
+                source,
+                given_targets,
+                given_rows,
+                mask=given_mask,
+                names=ROW_STATISTICS,
             )
         result = logprobs_with_extra_ids(
-            source, given_targets, extra, rows=given_rows, mask=given_mask, names=ROW_STATISTICS
+            source,
+            given_targets,
+            extra,
+            rows=given_rows,
+            mask=given_mask,
+            names=ROW_STATISTICS,
         )
         return {"extra": result.extra_logps, **result.statistics}
 
@@ -139,7 +147,11 @@ def test_no_rows():
     nothing = torch.zeros(0, dtype=torch.int64)
     for rows in (None, nothing):
         result = logprobs_with_extra_ids(
-            source, nothing, TokenSets.whole(0), rows=rows, names=ROW_STATISTICS
+            source,
+            nothing,
+            TokenSets.whole(0),
+            rows=rows,
+            names=ROW_STATISTICS,
         )
         assert all(len(values) == 0 for values in result.statistics.values())
         assert len(result.extra_logps) == 0
@@ -205,28 +217,8 @@ def test_rows_that_are_not_finite():
     assert (grad[1:] == 0).all()
 
 
-@pytest.mark.parametrize("kind", ["exact float64", "logits float32"])
-def test_what_is_masked_is_not_read(kind):
-    case = Case.of(kind)
-    logits = case.tensors[0].detach().clone()
-    logits[::2] = torch.nan
-    leaf = logits.requires_grad_()
-    mask = torch.arange(NUM_ROWS) % 2 == 1
-    extra = TokenSets.from_lists([[1, 2]] * NUM_ROWS)
-    targets = torch.where(mask, 0, -5)
-    result = logprobs_with_extra_ids(
-        case.source(leaf), targets, extra, mask=mask, names=("entropy",)
-    )
-    for values in (result.statistics["logps"], result.statistics["entropy"]):
-        assert (values[~mask] == 0).all() and (values[mask] != 0).all()
-    assert (result.extra_logps[~mask[extra.row_of]] == 0).all()
-    total = result.extra_logps.sum() + result.statistics["logps"].sum()
-    (grad,) = torch.autograd.grad(total, leaf)
-    assert (grad[~mask] == 0).all() and (grad[mask] != 0).all()
-
-
 def test_ids_outside_of_the_vocabulary():
-    """A target gives NaN, as on a GPU, where ids are not checked. Extra ids are checked anywhere."""
+    """A target gives NaN, since a GPU does not check it. Extra ids are checked everywhere."""
     case = Case.of("exact float64")
     source = case.source(*case.tensors)
     targets = torch.tensor([0, VOCAB_SIZE, -1] + [0] * (NUM_ROWS - 3))
