@@ -201,8 +201,8 @@ def test_a_divergence_of_nearly_equal_rows_keeps_its_digits():
 @pytest.mark.parametrize("gap", [12.0, 30.0])
 def test_a_likely_candidate_keeps_its_digits(gap):
     """The fp32 softmax of a row has no digit of 1 - p for p > 1 - 6e-8; here all are kept."""
-    logits = torch.zeros(2, VOCAB_SIZE)
-    logits[:, 7] = gap
+    logits = torch.full((2, VOCAB_SIZE), -64.0)
+    logits[:, 7] = gap - 64.0
     leaf = logits.requires_grad_()
     source = Case.with_values("logits", logits.detach()).source(leaf)
     sets = TokenSets.from_lists([[3, 7, 9]] * 2)
@@ -293,6 +293,34 @@ def test_an_infinite_divergence_gives_no_nan_where_no_gradient_arrives(direction
         assert not grad[1].isnan().any()
 
 
+def test_a_reference_gets_no_gradient_and_shows_its_nan():
+    logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)).double()
+    reference = (2.0 * logits).detach()
+    reference[0, 3] = torch.nan
+    leaf, reference_leaf = logits.requires_grad_(), reference.requires_grad_()
+    sets = TokenSets.from_lists([[3, 4], [3, 4]])
+    divergence = candidate_divergence(
+        Float64Source(leaf),
+        Float64Source(reference_leaf),
+        sets,
+        Exact("reverse"),
+    )
+    assert divergence.isnan().tolist() == [True, False]
+    divergence[1].backward()
+    assert reference_leaf.grad is None
+    assert (leaf.grad[0] == 0).all() and (leaf.grad[1, 3:5] != 0).all()
+
+
+def test_top_id_is_the_lowest_of_equal_ids():
+    """Whatever their order in the set; an id that is less likely by one rounding is not equal."""
+    logits = torch.zeros(2, VOCAB_SIZE)
+    logits[1, 3] = -1e-30
+    sets = TokenSets.from_lists([[9, 3, 5], [9, 3, 5]])
+    source = Case.with_values("logits", logits).source(logits)
+    found = candidate_logprobs(source, torch.tensor([9, 9]), sets, names=("top_id",))
+    assert found["top_id"].tolist() == [3, 5]
+
+
 # ---- what is read
 
 
@@ -311,7 +339,7 @@ def test_a_single_candidate_and_rows_with_candidates_cost_nothing():
             return super().logits_at(row_ids, token_ids)
 
     source = Refusing(torch.randn(4, VOCAB_SIZE, dtype=torch.float64))
-    sets = TokenSets.from_lists([[7], [3, 4], [3], [1, 2]])
+    sets = TokenSets.from_lists([[7], [3, 4], [3], []])
     found = candidate_logprobs(
         source,
         torch.tensor([7, 3, 5, 2]),

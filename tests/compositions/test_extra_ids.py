@@ -21,6 +21,7 @@ from support.composition_cases import (
     random_mask,
     random_sets,
 )
+from support.row_sources import Float64Source
 
 ROW_STATISTICS = ("entropy", "sum_squares", "top_prob", "top_id")
 
@@ -163,17 +164,26 @@ def test_no_rows():
 @pytest.mark.parametrize("gap", [8.0, 25.0])
 def test_a_likely_id_keeps_its_digits(gap):
     """log p and 1 - p of an id with p near 1, beside an id that is asked for too."""
-    logits = torch.zeros(1, VOCAB_SIZE, dtype=torch.float64)
-    logits[0, 7] = gap
+    logits = torch.zeros(2, VOCAB_SIZE, dtype=torch.float64)
+    logits[:, 7] = gap
     leaf = logits.clone().requires_grad_()
-    source = Case.with_values("exact", logits).source(leaf)
-    pairs = torch.tensor([3, 7])
-    logps = logprobs_at(source, torch.zeros(2, dtype=torch.int64), pairs).logps
+    targets = []
+
+    class Recording(Float64Source):
+        def statistics(self, ids, mask, names=()):
+            targets.append(ids.tolist())
+            return super().statistics(ids, mask, names)
+
+    rows = torch.tensor([0, 1, 0, 1])
+    ids = torch.tensor([3, 3, 7, 7])
+    logps = logprobs_at(Recording(leaf), rows, ids).logps
+    assert targets == [[7, 7]]
     others = (VOCAB_SIZE - 1) * torch.tensor(-gap, dtype=torch.float64).exp()
     expected = -torch.log1p(others)
-    torch.testing.assert_close(logps[1].double(), expected, rtol=1e-6, atol=0)
-    (grad,) = torch.autograd.grad(logps[1], leaf)
-    torch.testing.assert_close(grad[0, 7], others / (1.0 + others), rtol=1e-6, atol=0)
+    torch.testing.assert_close(logps[2:].double(), expected.expand(2), rtol=1e-6, atol=0)
+    (grad,) = torch.autograd.grad(logps[2:].sum(), leaf)
+    expected = others / (1.0 + others)
+    torch.testing.assert_close(grad[:, 7], expected.expand(2), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["logits float32", "linear float32"])
