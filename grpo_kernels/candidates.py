@@ -5,8 +5,8 @@ acted is therefore the softmax over this set:
 
     log p(target) = z(target) - log sum_{id in candidates} exp(z(id))
 
-From hidden states, a token with candidates costs one dot product for each of them, and takes part in
-no matmul with the whole weight. A token without candidates uses the softmax over the vocabulary.
+From hidden states, a token with candidates costs one dot product for each of them, and takes part
+in no matmul with the whole weight. A token without candidates uses the whole vocabulary.
 
     statistics = candidate_logprobs(source, targets, candidates, names=("entropy",))
     loss = objective_loss(statistics["logps"], batch, objective, entropy=statistics["entropy"]).loss
@@ -115,7 +115,10 @@ def candidate_logprobs_with_extra_ids(
     )
     if "log_kept_mass" in names:
         over_candidates.statistics["log_kept_mass"] = log_kept_mass(
-            source, softmax, plan, rows=rows
+            source,
+            softmax,
+            plan,
+            rows=rows,
         )
     if not plan.may_use_vocabulary:
         return over_candidates
@@ -179,11 +182,11 @@ class CandidatePlan:
     may_use_vocabulary   False if the host knows that no token uses the vocabulary
     segments             the slots of each token, sorted by token
     row_ids              int64 [num_slots]: the row that predicts the token
-    token_ids            int64 [num_slots]
+    token_ids            int64 [num_slots], vocab_size for a target outside of the vocabulary
     is_used              bool [num_slots]
     is_target            bool [num_slots]: used slots with the target of the token
-    needs_logit          bool [num_slots]: used slots of tokens with several candidates. The log-prob
-                         of a single candidate is 0 for any logit.
+    needs_logit          bool [num_slots]: used slots of tokens with several candidates. The
+                         log-prob of a single candidate is 0 for any logit.
     """
 
     has_candidates: Tensor
@@ -225,6 +228,8 @@ def plan_candidates(
         may_use_vocabulary = bool(uses_vocabulary.any())
 
     num_tokens = len(targets)
+    is_outside = (targets < 0) | (targets >= source.vocab_size)
+    target_ids = torch.where(is_outside, source.vocab_size, targets)
     num_slots = len(candidates.ids) + num_tokens
     offsets = candidates.offsets + torch.arange(num_tokens + 1, device=targets.device)
     segments = Segments.from_offsets(offsets, num_slots)
@@ -233,7 +238,7 @@ def plan_candidates(
     is_last = slot_ids == offsets[1:][token_of_slot] - 1
     ids_of_sets = F.pad(candidates.ids.long(), (0, 1))  # the last slot of the last token reads it
     token_ids = ids_of_sets[slot_ids - token_of_slot]
-    token_ids = torch.where(is_last, targets[token_of_slot], token_ids)
+    token_ids = torch.where(is_last, target_ids[token_of_slot], token_ids)
 
     lacks_target = has_candidates & ~candidates.contains(targets)
     num_candidates = candidates.counts + lacks_target
@@ -246,7 +251,7 @@ def plan_candidates(
         row_ids=row_of_token[token_of_slot],
         token_ids=token_ids,
         is_used=is_used,
-        is_target=is_used & (token_ids == targets[token_of_slot]),
+        is_target=is_used & (token_ids == target_ids[token_of_slot]),
         needs_logit=is_used & (num_candidates > 1)[token_of_slot],
     )
 
@@ -260,7 +265,7 @@ class CandidateSoftmax:
 
     logps           [num_slots]: log-probs of the candidates, -inf in unused slots
     largest_logps   [num_tokens]: log-prob of the likeliest candidate
-    largest_ids     int64 [num_tokens]: its id, the lowest if several are equal, -1 without candidates
+    largest_ids     int64 [num_tokens]: its id, the lowest if several are equal, -1 if there is none
     is_nan          bool [num_tokens]: tokens without a finite softmax. Their log-probs are those of
                     logits of 0, so that no NaN arises in a backward. `finish` marks their results.
     """
@@ -275,7 +280,7 @@ def softmax_over_candidates(source: RowSource, plan: CandidatePlan) -> Candidate
     """Compute the softmax of each token over its candidates. See the top of this file."""
     segments = plan.segments
     token_of_slot = segments.segment_ids
-    is_outside = (plan.token_ids < 0) | (plan.token_ids >= source.vocab_size)
+    is_outside = plan.token_ids == source.vocab_size
     is_computed = plan.needs_logit & ~is_outside
     logits = source.logits_at(plan.row_ids, torch.where(is_computed, plan.token_ids, -1))
     logits = torch.where(is_computed, logits, 0.0)
@@ -304,7 +309,9 @@ def softmax_over_candidates(source: RowSource, plan: CandidatePlan) -> Candidate
 
 
 def statistics_over_candidates(
-    softmax: CandidateSoftmax, plan: CandidatePlan, names: tuple[str, ...]
+    softmax: CandidateSoftmax,
+    plan: CandidatePlan,
+    names: tuple[str, ...],
 ) -> dict[str, Tensor]:
     """Return "logps" and the named statistics but for "log_kept_mass", [num_tokens] each."""
     segments = plan.segments
@@ -328,14 +335,16 @@ def statistics_over_candidates(
 
 
 def extra_logps_over_candidates(
-    softmax: CandidateSoftmax, plan: CandidatePlan, extra: TokenSets
+    softmax: CandidateSoftmax,
+    plan: CandidatePlan,
+    extra: TokenSets,
 ) -> Tensor:
     """Return the log-probs of further ids, fp32 [num_extra_ids]: -inf outside of the candidates."""
     token_of_extra = extra.row_of
     if len(extra.ids) == 0:
         return torch.zeros(0, device=extra.ids.device)
 
-    # A number for each (token, id): ids are below 2^31.
+    # One number for each (token, id). Ids are at most vocab_size, which is below 2^31.
     slot_keys = (plan.segments.segment_ids << 31) + plan.token_ids
     slot_keys = torch.where(plan.is_used, slot_keys, -1)
     extra_keys = (token_of_extra << 31) + extra.ids
@@ -350,7 +359,11 @@ def extra_logps_over_candidates(
 
 
 def log_kept_mass(
-    source: RowSource, softmax: CandidateSoftmax, plan: CandidatePlan, *, rows: Tensor | None
+    source: RowSource,
+    softmax: CandidateSoftmax,
+    plan: CandidatePlan,
+    *,
+    rows: Tensor | None,
 ) -> Tensor:
     """Return the log of the probability that the whole row gives to the candidates of each token.
 
@@ -361,7 +374,12 @@ def log_kept_mass(
     targets = softmax.largest_ids.clamp(min=0)
     no_extra_ids = TokenSets.whole(len(targets), device=targets.device)
     over_vocabulary = logprobs_over_vocabulary(
-        source, targets, no_extra_ids, mask=plan.has_candidates, rows=rows, names=()
+        source,
+        targets,
+        no_extra_ids,
+        mask=plan.has_candidates,
+        rows=rows,
+        names=(),
     )
     log_mass = over_vocabulary.statistics["logps"].double() - softmax.largest_logps
     return finish(log_mass, plan, softmax.is_nan)
@@ -408,6 +426,8 @@ def merge_logprobs(
         statistics[name] = torch.where(plan.uses_vocabulary, values, statistics[name])
     uses_vocabulary = plan.uses_vocabulary[extra.row_of]
     extra_logps = torch.where(
-        uses_vocabulary, over_vocabulary.extra_logps, over_candidates.extra_logps
+        uses_vocabulary,
+        over_vocabulary.extra_logps,
+        over_candidates.extra_logps,
     )
     return ExtraLogprobs(statistics=statistics, extra_logps=extra_logps)

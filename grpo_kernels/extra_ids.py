@@ -52,8 +52,8 @@ class PairLogprobs(NamedTuple):
 class ExtraLogprobs(NamedTuple):
     """Log-probs of tokens and of further ids.
 
-    statistics    statistics of each token by name, fp32 [num_tokens]. "logps" is the log-prob of its
-                  target; the others are those of the row that predicts it.
+    statistics    statistics of each token by name, fp32 [num_tokens]. "logps" is the log-prob of
+                  its target. The others are those of the row that predicts it.
     extra_logps   log-probs of the further ids, fp32 [num_extra_ids], in their order
     """
 
@@ -71,22 +71,23 @@ def logprobs_at(
 ) -> PairLogprobs:
     """Return log p(token_ids[i]) in row row_ids[i] for each pair i, and statistics of the rows.
 
-    row_ids     int64 [num_pairs], in any order. Pairs may repeat.
+    row_ids     int64 [num_pairs] in [0, num_rows), in any order. Pairs may repeat.
     token_ids   int64 [num_pairs]. -1 marks an unused pair, whose log-prob is -inf without gradient.
     mask        bool [num_rows]: rows to process. None processes all rows.
     names       statistics of the rows, see `RowSource.statistics`
 
-    Log-probs are fp32. They are 0 in rows that are not processed. Statistics are 0 in these rows and
-    in rows without a used pair, which cost nothing. A token id outside of the vocabulary gives NaN.
+    Log-probs are fp32. Rows without a used pair are not processed. In rows that are not processed,
+    log-probs and statistics are 0. A token id outside of the vocabulary gives NaN.
 
     From hidden states this takes one matmul in the forward and three in the backward, or two in all
     if the head is frozen and no statistic has a gradient. Gradients of a row reach the source from
     the kernel and from single logits. If the source is 16-bit, both are rounded before they are
     added, so that an element in which they nearly cancel can be wrong by 1 %.
     """
+    if mask is not None:
+        token_ids = torch.where(mask[row_ids], token_ids, -1)
     segments = Segments.from_ids(row_ids, source.num_rows)
-    has_pairs = segments.max((token_ids >= 0).float()) > 0
-    row_mask = has_pairs if mask is None else mask & has_pairs
+    row_mask = mark_rows(row_ids, token_ids != -1, source.num_rows)
     result = pair_logprobs(source, segments, token_ids, row_mask=row_mask, names=names)
     return PairLogprobs(logps=result.logps.float(), statistics=result.statistics)
 
@@ -150,8 +151,8 @@ def logprobs_with_extra_ids(
               Several tokens may have the same row. None: row i predicts token i.
     names     other statistics, see `RowSource.statistics`
 
-    Raises ValueError if an extra id is outside of the vocabulary, if `extra` has not one set for each
-    token, or (on a CPU) if a row does not exist.
+    Raises ValueError if an extra id is outside of the vocabulary, if `extra` has not one set for
+    each token, or (on a CPU) if a row does not exist.
     """
     check_sets("extra", extra, targets, source.vocab_size)
     result = token_logprobs_in_float64(source, targets, extra, mask=mask, rows=rows, names=names)
@@ -213,7 +214,10 @@ def mark_rows(row_ids: Tensor, is_processed: Tensor, num_rows: int) -> Tensor:
 
 
 def give_to_tokens(
-    statistics: dict[str, Tensor], row_ids: Tensor, is_processed: Tensor, num_rows: int
+    statistics: dict[str, Tensor],
+    row_ids: Tensor,
+    is_processed: Tensor,
+    num_rows: int,
 ) -> dict[str, Tensor]:
     """Give each token the statistics of its row. The gradient of a row is the sum over its tokens.
 
@@ -237,11 +241,11 @@ def give_to_tokens(
 def auxiliary_loss(terms: ListedTerms, extra_logps: Tensor, advantages: Tensor) -> Tensor:
     """Return the loss of each token that depends on the log-probs of its further ids.
 
-    terms         functions of log-probs with their values, from `Objective.listed_terms(batch)`: the
-                  terms of `TokenBatch(logp_terms=, prob_terms=)`, or score centering. A function
-                  returns the term of each id, and the derivative of the token's loss with respect to
-                  each log-prob. This derivative is the gradient here: it need not be that of the
-                  term.
+    terms         functions of log-probs with their values, from `Objective.listed_terms(batch)`:
+                  the terms of `TokenBatch(logp_terms=, prob_terms=)`, or score centering. Each
+                  returns the term of each id, and the derivative of the loss of a token with respect
+                  to each log-prob. This derivative is the gradient here. It need not be that of the
+                  term: score centering has constant coefficients.
     extra_logps   fp32 [num_extra_ids], from `logprobs_with_extra_ids`
     advantages    fp32 [num_tokens]
     returns       fp32 [num_tokens], differentiable in extra_logps. A token whose loss gets the

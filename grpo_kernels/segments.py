@@ -65,7 +65,11 @@ class Segments:
         """
         sorted_values = values.detach()[self.order]
         return torch.segment_reduce(
-            sorted_values, "max", offsets=self.offsets, initial=-torch.inf, unsafe=True
+            sorted_values,
+            "max",
+            offsets=self.offsets,
+            initial=-torch.inf,
+            unsafe=True,
         )
 
     def first(self, is_chosen: Tensor) -> Tensor:
@@ -114,7 +118,11 @@ def find_largest(values: Tensor, is_used: Tensor, segments: Segments) -> Tensor:
 
 
 def subtract_largest(
-    values: Tensor, is_used: Tensor, segments: Segments, largest: Tensor, equals_largest: Tensor
+    values: Tensor,
+    is_used: Tensor,
+    segments: Segments,
+    largest: Tensor,
+    equals_largest: Tensor,
 ) -> Tensor:
     """Subtract the largest value of each segment, float64 [num_values].
 
@@ -127,11 +135,15 @@ def subtract_largest(
     equals_largest   bool [num_values]: values that equal the largest of their segment under all
                      circumstances, such as repeated pairs, and the largest itself
     """
-    differs = is_used & ~equals_largest
     return _Differences.apply(
-        values.double(), is_used, differs, largest, segments.segment_ids, segments.order,
+        values.double(),
+        is_used,
+        is_used & ~equals_largest,
+        largest,
+        segments.segment_ids,
+        segments.order,
         segments.offsets,
-    )  # fmt: skip
+    )
 
 
 class _Differences(torch.autograd.Function):

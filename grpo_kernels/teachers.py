@@ -50,16 +50,15 @@ def logprobs_with_teacher(
     names     other statistics, see `RowSource.statistics`
 
     The results are fp32 [num_tokens]. Raises ValueError if the teacher has no values, an id outside
-    of the vocabulary, not one set for each token or, with the tail "bin", probabilities of more than
-    1 in a row.
+    of the vocabulary, not one set for each token or, with the tail "bin", probabilities of more
+    than 1 in a row.
 
     Accuracy: log-probs at the ids come from one fp32 log-prob a row and differences of fp32 logits,
-    added in float64. The policy's probability P of all other ids is 1 minus a float64 sum of
-    probabilities. Its absolute error is about 2e-7, that of the fp32 log-prob, so its relative error
-    and that of the gradient through it are about 2e-7 / P. P below 1e-7 counts as 1e-7, as in TRL,
-    and has no gradient. If the policy has much less probability outside of the ids than the teacher
-    has (Q), the gradient cancels between the ids and loses a factor Q / P of the precision of the
-    source.
+    added in float64. The policy's probability P of all other ids is 1 minus a float64 sum. Its
+    absolute error is that of the fp32 log-prob, about 2e-7, so its relative error and that of the
+    gradient through it are about 2e-7 / P. P below 1e-7 counts as 1e-7, as in TRL, and has no
+    gradient. If the teacher's probability Q outside of the ids is much larger than P, terms of size
+    Q / P cancel in the gradient of the ids, each rounded to the dtype of the source.
     """
     check_teacher("teacher", teacher, targets, exact, source.vocab_size)
     result = token_logprobs_in_float64(source, targets, teacher, mask=mask, rows=rows, names=names)
@@ -93,13 +92,21 @@ def teacher_divergence(
         has_ids = teacher.counts > 0
         mask = has_ids if mask is None else mask & has_ids
     statistics = logprobs_with_teacher(
-        source, first_ids(teacher), teacher, exact, mask=mask, rows=rows
+        source,
+        first_ids(teacher),
+        teacher,
+        exact,
+        mask=mask,
+        rows=rows,
     )
     return statistics["divergence"]
 
 
 def divergence_of_logprobs(
-    exact: Exact, logps: Tensor, other_logps: Tensor, segments: Segments
+    exact: Exact,
+    logps: Tensor,
+    other_logps: Tensor,
+    segments: Segments,
 ) -> Tensor:
     """Return the divergence of each segment from log-probs on both sides, fp32 [num_segments].
 
@@ -133,7 +140,11 @@ def first_ids(sets: TokenSets) -> Tensor:
 
 
 def check_teacher(
-    name: str, teacher: TokenSets, targets: Tensor, exact: Exact, vocab_size: int
+    name: str,
+    teacher: TokenSets,
+    targets: Tensor,
+    exact: Exact,
+    vocab_size: int,
 ) -> None:
     """Raise ValueError unless `teacher`, the argument `name`, can be a teacher of these tokens.
 

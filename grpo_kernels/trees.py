@@ -130,6 +130,11 @@ def shared_row_logprobs(
     """
     no_extra_ids = TokenSets.whole(len(targets), device=targets.device)
     result = logprobs_with_extra_ids(
-        source, targets, no_extra_ids, mask=mask, rows=rows, names=names
+        source,
+        targets,
+        no_extra_ids,
+        mask=mask,
+        rows=rows,
+        names=names,
     )
     return result.statistics

@@ -50,6 +50,10 @@ TWO_ROWS = "tests/rows/test_two_row_kernels.py"
 COMPILED = "tests/rows/test_triton_compiled.py"
 BENCHMARKS = "tests/benchmarks/test_benchmarks.py"
 KIT = "tests/benchmarks/test_gpu_kit.py"
+EXTRA_IDS = "tests/compositions/test_extra_ids.py"
+CANDIDATES = "tests/compositions/test_candidates.py"
+TEACHERS = "tests/compositions/test_teachers.py"
+UNREAD = "tests/compositions/test_transforms_and_waits.py"
 
 # fmt: off
 FAULTS: list[Fault] = [
@@ -1025,6 +1029,61 @@ FAULTS: list[Fault] = [
     ),
     *of("csrc/parallel.h", RELATIONS,
         ("a thread skips a range", "index = threads + taken.fetch_add", "index = threads + 1 + taken.fetch_add"),
+    ),
+    *of("grpo_kernels/segments.py", f"{EXTRA_IDS} {CANDIDATES}",
+        ("sums are not in the order of segments", "torch.segment_reduce(values[order],", "torch.segment_reduce(values,", EXTRA_IDS),
+        ("maxima are not in the order of segments", "values.detach()[self.order]", "values.detach()", EXTRA_IDS),
+        ("the largest value gets no gradient", "torch.where(is_largest, -sums[segment_ids], grad_values)", "grad_values"),
+        ("unused values are the largest", "torch.where(is_used, values.detach(), -torch.inf)", "values.detach()", CANDIDATES),
+        ("repeated pairs have a gradient of their own", "        is_used & ~equals_largest,", "        is_used,"),
+        ("a value of -inf less -inf is NaN", "is_used & (values != -torch.inf)", "is_used"),
+        ("NaN arrives where no gradient does", "is_replaced & (grad != 0)", "is_replaced", CANDIDATES),
+        ("no gradient arrives at rows of NaN", "torch.where(is_replaced & (grad != 0), torch.nan, grad)", "torch.where(is_replaced, 0.0, grad)"),
+        ("gradients are added in fp32", "sum_segments(grad.double(), order", "sum_segments(grad.float(), order", CANDIDATES),
+        ("a row without a finite logit has no largest id", "torch.where(first_largest < segments.num_values, first_largest, first_used)", "first_largest"),
+    ),
+    *of("grpo_kernels/extra_ids.py", EXTRA_IDS,
+        ("any pair is the target", "F.pad(token_ids, (0, 1))[largest]", "F.pad(token_ids, (0, 1))[segments.first(is_used)]"),
+        ("the gradient of an id near 1 is a difference", "equals_largest=token_ids == target_ids[segments.segment_ids]", "equals_largest=~is_used"),
+        ("an id outside of the vocabulary has the log-prob -inf", "is_nan = is_outside | (is_used & logps.isnan())", "is_nan = is_used & logps.isnan()"),
+        ("a target of -1 is an unused pair", "torch.where(targets < 0, source.vocab_size, targets)", "targets"),
+        ("masked rows have the log-prob -inf", "torch.where(row_mask[segments.segment_ids], logps, 0.0)", "logps"),
+        ("masked tokens are read", "torch.where(is_used, token_ids, -1),", "token_ids,", UNREAD),
+        ("pairs of masked rows are read", "token_ids = torch.where(mask[row_ids], token_ids, -1)", "pass", UNREAD),
+        ("rows of masked tokens are processed", "marked_ids = torch.where(is_processed, row_ids, num_rows)", "marked_ids = row_ids"),
+        ("masked tokens have the entropy of a row", "torch.where(is_processed, segments.spread(values), 0.0)", "segments.spread(values)"),
+        ("0 times an infinite slope is NaN", "return times(grad_losses[token_of_id], slopes), None", "return grad_losses[token_of_id] * slopes, None"),
+    ),
+    *of("grpo_kernels/candidates.py", CANDIDATES,
+        ("a missing target never joins its set", "(~is_last | lacks_target[token_of_slot])", "~is_last"),
+        ("the target is in its set twice", "(~is_last | lacks_target[token_of_slot])", "True"),
+        ("a set of one id needs its logit", "is_used & (num_candidates > 1)[token_of_slot]", "is_used"),
+        ("a missing target does not count as a candidate", "candidates.counts + lacks_target", "candidates.counts"),
+        ("a likely candidate loses the digits of 1 - p", "torch.log1p(segments.sum(other_exps))", "torch.log(1.0 + segments.sum(other_exps))"),
+        ("sums of the others include the largest", "torch.where(is_used & ~is_largest, differences.exp(), 0.0)", "torch.where(is_used, differences.exp(), 0.0)"),
+        ("rows of NaN look finite", "plan.has_candidates & ~maxima.isfinite()", "plan.has_candidates & maxima.isposinf()"),
+        ("a target outside of the vocabulary is left out", "torch.where(plan.needs_logit & is_outside, torch.nan, logits)", "logits"),
+        ("the vocabulary is not asked for missing=\"full\"", 'candidates.empty_rows > 0 or missing == "full"', "candidates.empty_rows > 0"),
+        ("the host waits for a GPU", 'may_use_vocabulary and targets.device.type == "cpu"', "may_use_vocabulary", UNREAD),
+        ("rows that need the vocabulary are always asked for", "bool(uses_vocabulary.any())", "True"),
+        ("top_id is the first of equal ids", "segments.lowest(plan.token_ids, differences == 0.0,", "segments.lowest(plan.token_ids, is_largest,"),
+        ("an id outside of the set has a log-prob", "torch.where(is_candidate, softmax.logps[slot_of_key[place]], -torch.inf)", "softmax.logps[slot_of_key[place]]"),
+        ("unused slots are candidates", "torch.where(plan.is_used, slot_keys, -1)", "slot_keys"),
+        ("the kept mass is relative to the target", "- softmax.largest_logps\n", "- 0.0\n"),
+        ("the reference joins the gradient", "    with torch.no_grad():\n        other", "    if True:\n        other"),
+        ("the reference's NaN is hidden", "policy.is_nan | other.is_nan", "policy.is_nan"),
+        ("the vocabulary's log-probs win", "torch.where(plan.uses_vocabulary, values, statistics[name])", "values"),
+        ("extra ids of all tokens are over the set", "        uses_vocabulary,\n        over_vocabulary.extra_logps", "        ~uses_vocabulary & False,\n        over_vocabulary.extra_logps"),
+    ),
+    *of("grpo_kernels/teachers.py", TEACHERS,
+        ("the probability outside is a sum in fp32", "1.0 - segments.sum(logps.exp())", "1.0 - segments.sum(logps.float().exp())"),
+        ("an infinite divergence has a gradient of NaN", "is_replaced = ~values.isfinite()", "is_replaced = values.isnan()"),
+        ("tokens without ids are processed", "has_ids if mask is None else mask & has_ids", "mask"),
+        ("masked tokens have a divergence", "divergence if mask is None else torch.where(mask, divergence, 0.0)", "divergence"),
+        ("weights pass as probabilities", "mass > LARGEST_MASS).any()", "mass > 9.0).any()"),
+    ),
+    *of("grpo_kernels/trees.py", EXTRA_IDS,
+        ("all tokens are processed", "        no_extra_ids,\n        mask=mask,", "        no_extra_ids,\n        mask=None,"),
     ),
 ]
 # fmt: on

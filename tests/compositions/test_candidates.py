@@ -19,6 +19,7 @@ from support.composition_cases import (
     VOCAB_SIZE,
     Case,
     check,
+    masked,
     plain_terms,
     random_mask,
     random_sets,
@@ -29,7 +30,11 @@ SIZES = [(1,), (VOCAB_SIZE,), (2, 3), (0, 1, 2, 7, VOCAB_SIZE)]
 
 
 def plain_candidates(
-    logits: Tensor, targets: Tensor, sets: TokenSets, mask: Tensor, missing: str
+    logits: Tensor,
+    targets: Tensor,
+    sets: TokenSets,
+    mask: Tensor,
+    missing: str,
 ) -> dict[str, Tensor]:
     """The statistics of `candidate_logprobs` in plain torch, from one row of logits a token."""
     tokens = torch.arange(len(targets))
@@ -56,10 +61,7 @@ def plain_candidates(
         "top_id": probs.argmax(1),
         "log_kept_mass": torch.where(has_set, log_mass, 0.0),
     }
-    return {
-        name: torch.where(mask, x, -1 if name == "top_id" else 0.0)
-        for name, x in statistics.items()
-    }
+    return masked(statistics, mask)
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -109,7 +111,13 @@ def test_extra_ids_over_candidates(kind, shared):
 
     def composed(source):
         result = candidate_logprobs_with_extra_ids(
-            source, targets, sets, extra, mask=mask, rows=rows, names=("log_kept_mass",)
+            source,
+            targets,
+            sets,
+            extra,
+            mask=mask,
+            rows=rows,
+            names=("log_kept_mass",),
         )
         return {"extra": result.extra_logps, **result.statistics}
 
@@ -181,9 +189,8 @@ def test_a_divergence_of_nearly_equal_rows_keeps_its_digits():
     source, reference = Float64Source(logits), Float64Source(logits + step)
     found = candidate_divergence(source, reference, sets, Exact("reverse"))
     p = logits.softmax(1)
-    variance = (p * step.square()).sum() - (
-        p * step
-    ).sum().square()  # KL = variance / 2 + O(step^3)
+    # KL = variance / 2 + O(step^3)
+    variance = (p * step.square()).sum() - (p * step).sum().square()
     assert 0 < float(variance) < 1e-9
     torch.testing.assert_close(found[0].double(), variance / 2, rtol=1e-4, atol=0)
 
@@ -194,8 +201,8 @@ def test_a_divergence_of_nearly_equal_rows_keeps_its_digits():
 @pytest.mark.parametrize("gap", [12.0, 30.0])
 def test_a_likely_candidate_keeps_its_digits(gap):
     """The fp32 softmax of a row has no digit of 1 - p for p > 1 - 6e-8; here all are kept."""
-    logits = torch.zeros(2, VOCAB_SIZE)
-    logits[:, 7] = gap
+    logits = torch.full((2, VOCAB_SIZE), -64.0)
+    logits[:, 7] = gap - 64.0
     leaf = logits.requires_grad_()
     source = Case.with_values("logits", logits.detach()).source(leaf)
     sets = TokenSets.from_lists([[3, 7, 9]] * 2)
@@ -223,7 +230,10 @@ def test_a_set_with_nearly_all_of_the_probability_keeps_the_digits_of_its_mass()
     logits[0, 7] = 20.0
     sets = TokenSets.from_lists([[3, 7]])
     found = candidate_logprobs(
-        Float64Source(logits), torch.tensor([3]), sets, names=("log_kept_mass",)
+        Float64Source(logits),
+        torch.tensor([3]),
+        sets,
+        names=("log_kept_mass",),
     )
     outside = (VOCAB_SIZE - 2) / logits.exp().sum()
     expected = torch.log1p(-outside)
@@ -271,13 +281,44 @@ def test_an_infinite_divergence_gives_no_nan_where_no_gradient_arrives(direction
     leaf = logits.requires_grad_()
     sets = TokenSets.from_lists([[3, 4], [3, 4]])
     divergence = candidate_divergence(
-        Float64Source(leaf), Float64Source(reference), sets, Exact(direction)
+        Float64Source(leaf),
+        Float64Source(reference),
+        sets,
+        Exact(direction),
     )
     assert divergence.tolist() == [torch.inf, 0.0]
     for upstream, is_nan in (([0.0, 1.0], False), ([1.0, 0.0], True)):
         (grad,) = torch.autograd.grad(divergence, leaf, torch.tensor(upstream), retain_graph=True)
         assert bool(grad[0, 3:5].isnan().all()) == is_nan
         assert not grad[1].isnan().any()
+
+
+def test_a_reference_gets_no_gradient_and_shows_its_nan():
+    logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)).double()
+    reference = (2.0 * logits).detach()
+    reference[0, 3] = torch.nan
+    leaf, reference_leaf = logits.requires_grad_(), reference.requires_grad_()
+    sets = TokenSets.from_lists([[3, 4], [3, 4]])
+    divergence = candidate_divergence(
+        Float64Source(leaf),
+        Float64Source(reference_leaf),
+        sets,
+        Exact("reverse"),
+    )
+    assert divergence.isnan().tolist() == [True, False]
+    divergence[1].backward()
+    assert reference_leaf.grad is None
+    assert (leaf.grad[0] == 0).all() and (leaf.grad[1, 3:5] != 0).all()
+
+
+def test_top_id_is_the_lowest_of_equal_ids():
+    """Whatever their order in the set; an id that is less likely by one rounding is not equal."""
+    logits = torch.zeros(2, VOCAB_SIZE)
+    logits[1, 3] = -1e-30
+    sets = TokenSets.from_lists([[9, 3, 5], [9, 3, 5]])
+    source = Case.with_values("logits", logits).source(logits)
+    found = candidate_logprobs(source, torch.tensor([9, 9]), sets, names=("top_id",))
+    assert found["top_id"].tolist() == [3, 5]
 
 
 # ---- what is read
@@ -298,7 +339,7 @@ def test_a_single_candidate_and_rows_with_candidates_cost_nothing():
             return super().logits_at(row_ids, token_ids)
 
     source = Refusing(torch.randn(4, VOCAB_SIZE, dtype=torch.float64))
-    sets = TokenSets.from_lists([[7], [3, 4], [3], [1, 2]])
+    sets = TokenSets.from_lists([[7], [3, 4], [3], []])
     found = candidate_logprobs(
         source,
         torch.tensor([7, 3, 5, 2]),

@@ -59,7 +59,13 @@ def test_divergence(kind, tail, exact):
 
     def composed(source):
         result = logprobs_with_teacher(
-            source, targets, teacher, exact, mask=mask, rows=rows, names=("entropy",)
+            source,
+            targets,
+            teacher,
+            exact,
+            mask=mask,
+            rows=rows,
+            names=("entropy",),
         )
         alone = teacher_divergence(source, teacher, exact, mask=mask, rows=rows)
         return {**result, "alone": alone}
@@ -115,9 +121,8 @@ def test_a_small_probability_outside_keeps_its_digits(outside):
     logp = exact.log_softmax(1)
     logq = teacher.values.double()
     rest = 1 - logq.exp().sum()
-    expected = (logq.exp() * (logq - logp[0, :2])).sum() + rest * (
-        rest.log() - logp[0, 2:].logsumexp(0)
-    )
+    of_ids = (logq.exp() * (logq - logp[0, :2])).sum()
+    expected = of_ids + rest * (rest.log() - logp[0, 2:].logsumexp(0))
     torch.testing.assert_close(found[0].double(), expected, rtol=1e-6, atol=0)
     grads = torch.autograd.grad(found.sum(), leaf) + torch.autograd.grad(expected, exact)
     torch.testing.assert_close(*grads, rtol=0, atol=1e-6)
@@ -130,7 +135,8 @@ def test_rows_that_are_not_finite():
     leaf = logits.requires_grad_()
     source = Case.with_values("logits", logits.detach()).source(leaf)
     teacher = TokenSets.from_lists(
-        [[4, 5], [4, 5], [4, 5]], values=[[-1.0, -1.0], [-1.0, -torch.inf], [-1.0, -1.0]]
+        [[4, 5], [4, 5], [4, 5]],
+        values=[[-1.0, -1.0], [-1.0, -torch.inf], [-1.0, -1.0]],
     )
     divergence = teacher_divergence(source, teacher, Exact("reverse"))
     assert divergence[0].isnan() and divergence[1] == torch.inf and divergence[2].isfinite()

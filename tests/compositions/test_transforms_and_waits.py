@@ -54,7 +54,11 @@ def pairs(source: Source, inputs: Inputs) -> dict[str, Tensor]:
 def extra_ids(source: Source, inputs: Inputs) -> dict[str, Tensor]:
     sets = inputs["some sets"]
     result = logprobs_with_extra_ids(
-        source, inputs["targets"], sets, mask=inputs["mask"], names=STATISTICS
+        source,
+        inputs["targets"],
+        sets,
+        mask=inputs["mask"],
+        names=STATISTICS,
     )
     terms = ListedTerms(((prob_term, torch.ones_like(result.extra_logps)),), sets.offsets)
     advantages = torch.ones(NUM_ROWS, device=sets.ids.device)
@@ -64,12 +68,20 @@ def extra_ids(source: Source, inputs: Inputs) -> dict[str, Tensor]:
 
 def shared_rows(source: Source, inputs: Inputs) -> dict[str, Tensor]:
     return shared_row_logprobs(
-        source, inputs["targets"], inputs["rows"], mask=inputs["mask"], names=STATISTICS
+        source,
+        inputs["targets"],
+        inputs["rows"],
+        mask=inputs["mask"],
+        names=STATISTICS,
     )
 
 
 def candidates(
-    source: Source, inputs: Inputs, *, missing: str = "include", rows: str = "no rows"
+    source: Source,
+    inputs: Inputs,
+    *,
+    missing: str = "include",
+    rows: str = "no rows",
 ) -> dict[str, Tensor]:
     result = candidate_logprobs_with_extra_ids(
         source,
@@ -95,7 +107,11 @@ def candidates_or_nothing(source: Source, inputs: Inputs) -> dict[str, Tensor]:
 def divergence_over_candidates(source: Source, inputs: Inputs) -> dict[str, Tensor]:
     reference = Float64Source(inputs["reference"])
     divergence = candidate_divergence(
-        source, reference, inputs["sets"], Exact("jsd"), mask=inputs["mask"]
+        source,
+        reference,
+        inputs["sets"],
+        Exact("jsd"),
+        mask=inputs["mask"],
     )
     return {"divergence": divergence}
 
@@ -103,9 +119,13 @@ def divergence_over_candidates(source: Source, inputs: Inputs) -> dict[str, Tens
 def teacher(source: Source, inputs: Inputs) -> dict[str, Tensor]:
     exact = Exact("reverse")
     result = logprobs_with_teacher(
-        source, inputs["targets"], inputs["teacher"], exact, mask=inputs["mask"]
+        source,
+        inputs["targets"],
+        inputs["teacher"],
+        exact,
+        mask=inputs["mask"],
     )
-    alone = teacher_divergence(source, inputs["teacher"], exact, rows=inputs["rows"])
+    alone = teacher_divergence(source, inputs["teacher"], exact, mask=inputs["mask"])
     return {"alone": alone, **result}
 
 
@@ -157,3 +177,28 @@ def test_no_composition_waits_for_a_device(composition: Composition):
     assert losses
     torch.stack(losses).sum().backward()
     assert leaf.grad.shape == leaf.shape
+
+
+@pytest.mark.parametrize("kind", ["logits float32", "linear float32"])
+@pytest.mark.parametrize(
+    "composition",
+    [pairs, extra_ids, candidates, candidates_or_vocabulary, divergence_over_candidates, teacher],
+)
+def test_what_is_masked_is_not_read(composition: Composition, kind: str):
+    """NaN in a masked row is in no value and no gradient, nor are ids that do not exist."""
+    case = Case.of(kind)
+    found = []
+    for garbage in (False, True):
+        inputs = make_inputs()
+        rows = case.tensors[0].detach().clone()
+        inputs["rows"] = torch.arange(NUM_ROWS)
+        if garbage:
+            rows[~inputs["mask"]] = torch.nan
+            if composition is not pairs:
+                inputs["targets"] = torch.where(inputs["mask"], inputs["targets"], 10**12)
+        leaves = tuple(x.detach().requires_grad_() for x in (rows, *case.tensors[1:]))
+        results = composition(case.source(*leaves), inputs)
+        grads = torch.autograd.grad(weighted_sum(results, 1), leaves)
+        found.append((*results.values(), *grads))
+        assert (grads[0][~inputs["mask"]] == 0).all() and grads[0].any()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -1,4 +1,4 @@
-"""Problems for tests of the compositions, their sources, and how far a result may be from float64."""
+"""Problems for tests of the compositions, and how far a result may be from float64."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Case:
         """Return how far (a value, a gradient) may be from float64.
 
         Logits are rounded to fp32, in a dot product once for each term. A log-prob is a sum of two
-        logits and a logarithm. A probability has the absolute error of its log-prob. The gradient of
-        a logit is a sum of probabilities times gradients that arrive, which reaches the leaf in two
+        logits and a logarithm. A probability has the absolute error of its log-prob. The gradient
+        of a logit is a sum of probabilities times gradients that arrive. It reaches the leaf in two
         parts, the kernel's and that of single logits. Both, and their sum, are rounded to the dtype
         of the leaf.
 
@@ -99,6 +99,14 @@ def random_sets(num_tokens: int, g: torch.Generator, sizes: tuple[int, ...]) -> 
 
 def random_mask(num_tokens: int, g: torch.Generator) -> Tensor:
     return torch.rand(num_tokens, generator=g) < 0.7
+
+
+def masked(results: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """Return statistics that are 0 where the mask is False, and -1 for "top_id"."""
+    kept = {}
+    for name, values in results.items():
+        kept[name] = torch.where(mask, values, -1 if name == "top_id" else 0.0)
+    return kept
 
 
 def weighted_sum(results: dict[str, Tensor], seed: int) -> Tensor:

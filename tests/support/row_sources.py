@@ -1,4 +1,4 @@
-"""Row sources for tests of the compositions: one in plain float64, two over the public functions."""
+"""Row sources for tests of the compositions: in plain float64, and over public functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class Float64Source:
         return self.logits.device
 
     def statistics(
-        self, targets: Tensor, mask: Tensor | None, names: tuple[str, ...] = ()
+        self,
+        targets: Tensor,
+        mask: Tensor | None,
+        names: tuple[str, ...] = (),
     ) -> dict[str, Tensor]:
         if mask is None:
             mask = torch.ones_like(targets, dtype=torch.bool)
@@ -65,7 +68,10 @@ class LogitsSource(Float64Source):
     """The same from logits in fp32, bf16 or fp16, with the statistics of `token_logprobs`."""
 
     def statistics(
-        self, targets: Tensor, mask: Tensor | None, names: tuple[str, ...] = ()
+        self,
+        targets: Tensor,
+        mask: Tensor | None,
+        names: tuple[str, ...] = (),
     ) -> dict[str, Tensor]:
         also = tuple(name for name in names if name != "entropy")
         result = token_logprobs(self.logits, targets, mask=mask, entropy=True, also=also)
@@ -95,15 +101,24 @@ class LinearSource:
         return self.hidden.device
 
     def statistics(
-        self, targets: Tensor, mask: Tensor | None, names: tuple[str, ...] = ()
+        self,
+        targets: Tensor,
+        mask: Tensor | None,
+        names: tuple[str, ...] = (),
     ) -> dict[str, Tensor]:
         also = tuple(name for name in names if name != "entropy")
         result = linear_logprobs(
-            self.hidden, self.weight, targets, mask=mask, entropy=True, also=also
+            self.hidden,
+            self.weight,
+            targets,
+            mask=mask,
+            entropy=True,
+            also=also,
         )
         return named_statistics(result, names)
 
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
-        hidden = self.hidden[row_ids].float()
+        is_used = token_ids >= 0
+        hidden = torch.where(is_used[:, None], self.hidden[row_ids], 0.0).float()
         weight = self.weight[token_ids.clamp(min=0)].float()
-        return torch.where(token_ids >= 0, (hidden * weight).sum(1), -torch.inf)
+        return torch.where(is_used, (hidden * weight).sum(1), -torch.inf)
