@@ -75,7 +75,7 @@ CASES = {
     "Triton kernels": Cases(
         (
             "rows/triton_cases.py", "rows/test_row_kernels.py", "rows/test_two_row_kernels.py",
-            "rows/test_slot_products.py",
+            "rows/test_slot_products.py", "rows/test_evaluate.py",
         ),
         12, 0.25,
     ),

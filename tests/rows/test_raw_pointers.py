@@ -51,6 +51,11 @@ def fused(b, x):
     b.fused(rows(x), TokenStage(NOTHING, inputs), x["out"])
 
 
+def evaluate(b, x):
+    inputs = TokenRows(x["targets"], None, x["advantages"], x["policy_weight"], x["old_logps"])
+    b.evaluate(Objective(PolicyGradient()).stage(inputs), x["logps"], x["entropy"])
+
+
 def fused_tokens(b, x, of_rows=None, read=None):
     of_rows = torch.arange(N) if of_rows is None else of_rows
     listed = Ragged(x["listed.ids"], x["listed.offsets"], torch.arange(N))
@@ -77,6 +82,7 @@ OF_ROWS = {
     "pull": (pull, (*ROWS, "out", "partials", "slopes")),
     "fused": (fused, (*ROWS, "read", "out")),
     "fused_tokens": (fused_tokens, (*ROWS, "out", "listed.ids", "listed.offsets", "listed.values")),
+    "evaluate": (evaluate, ("logps", "entropy")),
     "stats beside": (lambda b, x: b.stats(rows(x), JSD), (*BESIDE, "read")),
     "mixed beside": (lambda b, x: b.mixed(rows(x), partials(x)), ("logits", "inv_temperature", "second.logits", "read", "partials")),
     "pull beside": (pull, (*BESIDE, "out", "partials", "slopes")),
@@ -102,7 +108,7 @@ def arguments(function):
     """What every function takes, right."""
     beside = "beside" in function
     out = {"add_weight_rows": (N, H), "add_hidden_rows": (V, H), "logits": (N, V), "d_hidden": (N, H), "d_weight": (V, H)}
-    vectors = ("inv_temperature", "advantages", "policy_weight", "old_logps", "divergence_weight", "values")
+    vectors = ("inv_temperature", "advantages", "policy_weight", "old_logps", "divergence_weight", "values", "logps", "entropy")
     return {
         "logits": torch.randn(1, N, V), "out": torch.zeros(out.get(function, (1, N, V))),
         "targets": torch.arange(N), "read": torch.ones(N, dtype=torch.bool),

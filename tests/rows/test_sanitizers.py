@@ -161,6 +161,7 @@ def test_addresses_and_undefined_behaviour(tmp_path):
         "test_cpu_products.py",
         "test_raw_pointers.py",
         "test_slot_products.py",
+        "test_evaluate.py",
     )
     # No backend twice, and not what counts the pages that are given back: the sanitizer keeps them for a while.
     run_tests(module, 1, *tests, "-k", "not (eager or triton or without_memory)", **environment)
@@ -182,6 +183,12 @@ def test_races(tmp_path):
     subprocess.run(["g++", *flags], input=TEAM, text=True, check=True)
     environment |= {"LD_PRELOAD": f"{environment['LD_PRELOAD']}:{team}", "OMP_NUM_THREADS": "1"}
     fuzz(module, 5, 100, **environment)
-    tests = ("test_row_kernels.py", "test_two_row_kernels.py", "test_cpu_products.py", "test_slot_products.py")
+    tests = (
+        "test_row_kernels.py",
+        "test_two_row_kernels.py",
+        "test_cpu_products.py",
+        "test_slot_products.py",
+        "test_evaluate.py",
+    )
     # Without those that limit the memory of a process, which the sanitizer's own has no room in.
     run_tests(module, 4, *tests, "-k", "cpu and not (triton or memory)", **environment)

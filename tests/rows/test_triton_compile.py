@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,8 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from benchmarks.assembly import code
-from benchmarks.launches import KERNELS, compiling, device_name, token_rows
+from benchmarks.assembly import code, taken
+from benchmarks.launches import KERNELS, OBJECTIVES, TARGETS, compiling, device_name, token_rows
 from grpo_kernels.rows.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(
@@ -33,6 +35,22 @@ def fuse(logits, objective, transform=PLAIN, rows=None):
     """A launch of the fused kernel, in place."""
     rows = token_rows(logits.shape[0] * logits.shape[1], objective) if rows is None else rows
     KERNELS.fused(LogitRows(logits, rows.targets, rows.read, transform), objective.stage(rows), logits)
+
+
+def on_vectors(n, objective, offset=0):
+    """A launch of the formula alone, on vectors that start at `offset` in their memory."""
+    KERNELS.evaluate(objective.stage(token_rows(n, objective, offset=offset)), *torch.zeros(2, n + offset)[:, offset:])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_formulas_on_vectors_compile_ahead_of_time(target):
+    """One kernel for each formula, without spills, in fp32 alone."""
+    with compiling(target) as launches:
+        for objective in OBJECTIVES.values():
+            on_vectors(700, replace(objective, entropy_coef=0.01))
+    assert {name for name, _ in launches} == {"_evaluate_kernel"} and len(launches) == len(OBJECTIVES)
+    for _, kernel in launches:
+        assert not re.search(r"\.f64|_f64", code(kernel)) and not taken(kernel)["spilled"], kernel.metadata.name
 
 
 def test_minimum_and_maximum_of_a_formula_keep_nan():
@@ -69,13 +87,14 @@ def test_no_length_no_schedule_and_no_mixture_compiles_again(columns):
             second = Second(torch.zeros_like(logits), transform, "jsd", draw.choice((0.5, draw.random())))
             visited(KERNELS, Rows(logits, transform, second))
             KERNELS.scale_(torch.zeros(n, columns, dtype=torch.bfloat16), torch.ones(()))
+            on_vectors(n, objective, draw.randint(0, 3))
             width, half = draw.choice((16, 48, 1024)), torch.bfloat16
             launch_slots(n, draw.choice((16, 17, 50)), width, half, half, 3 * (columns % 2))
             if call == 0:
                 first = variants()
     several = ("_scale_kernel", "_stats_kernel")  # of other lengths; also for the top id alone, beside a second stream
     assert all(count <= before.get(name, 0) + 1 for name, count in first.items() if name not in several), (before, first)
-    assert variants() == first and len({name for name, _ in launches}) == 11
+    assert variants() == first and len({name for name, _ in launches}) == 12
 
 
 def bent(extra):

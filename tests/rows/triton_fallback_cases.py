@@ -15,6 +15,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
 from grpo_kernels.formulas.surrogates import Custom
+from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.rows import backends
 from grpo_kernels.rows.backends import triton
 from support.doors import batch_of, compare, objective_of, run
@@ -164,6 +165,24 @@ def test_an_error_of_the_device_is_not_swallowed(error, compiling, refuse):
 
 def by_torch(logp, old_logp, advantage, params):
     return -advantage * torch.tanh(logp), -advantage * (1 - torch.tanh(logp) ** 2)
+
+
+def test_a_formula_on_vectors_runs_under_torch_where_its_kernel_cannot(refuse):
+    """With one warning, and only where a fallback is allowed."""
+    launches, n = refuse("evaluate"), 300
+    zeros, logps = torch.zeros(n, dtype=torch.int64), -torch.rand(n)
+    stage = Objective().stage(TokenRows(zeros, None, torch.randn(n), torch.rand(n), logps + 0.1 * torch.randn(n)))
+    wanted = stage.terms(logps, logps)
+    with pytest.warns(RuntimeWarning, match="kernel evaluate does not run.*") as caught:
+        found = [triton.OrEager().evaluate(stage, logps, -logps) for _ in range(2)]
+    assert (
+        len(caught) == 1
+        and "formulas in PyTorch" in messages(caught.list)[0]
+        and {name for name, _ in launches} == {"evaluate"}
+    )
+    assert all(torch.equal(x[0], wanted.losses) and torch.equal(x[1], wanted.d_logps) for x in found)
+    with pytest.raises(triton.KernelFailure, match="kernel evaluate does not run"):
+        backend.evaluate(stage, logps, -logps)
 
 
 def test_a_formula_that_is_no_program_runs_under_torch(refuse):

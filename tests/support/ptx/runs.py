@@ -17,7 +17,14 @@ ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "tests" / "rows"
 CASES = [
     FOLDER / f"{name}.py"
-    for name in ("triton_cases", "test_row_kernels", "../core/test_listed", "test_two_row_kernels", "test_slot_products")
+    for name in (
+        "triton_cases",
+        "test_row_kernels",
+        "../core/test_listed",
+        "test_two_row_kernels",
+        "test_slot_products",
+        "test_evaluate",
+    )
 ]
 #: What takes longer, or runs the same kernels by calls of the package: in one order only.
 ONCE = [FOLDER / "triton_recipes.py"]
