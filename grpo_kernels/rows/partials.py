@@ -78,10 +78,6 @@ class Second(NamedTuple):
         """The same with the transform of these rows only, for a call that takes them out of all rows of the logits."""
         return self._replace(transform=self.transform.at(rows))
 
-    def taken(self, rows: Tensor | None) -> Second:
-        """These rows of logits [1, r, V] alone; None: all."""
-        return self if rows is None else self.at(rows)._replace(logits=self.logits[:, rows])
-
 
 class LogitRows(NamedTuple):
     """The rows of logits of one call of a kernel, n = A * T in order; vectors are [n].
@@ -313,14 +309,12 @@ class Partials:
             return self["mixed_student"]
         return self.divergence if self.kind == "reverse" else torch.zeros_like(self.sum)
 
-    def found(self, statistics: tuple[str, ...], read: Tensor | None, divergence: Tensor | None = None) -> list[Tensor]:
-        """Log-probs and these of STATISTICS; 0 for a row that is not read, an id -1. `divergence`: where it is that of several
-        second streams."""
+    def found(self, statistics: tuple[str, ...], read: Tensor | None) -> list[Tensor]:
+        """Log-probs and these of STATISTICS; 0 for a row that is not read, an id -1."""
         logps, *entropy = self.softmax("entropy" in statistics)
-        values, known = [logps], {"entropy": entropy[0] if entropy else None, "divergence": divergence}
+        values = [logps]
         for name in statistics:
-            x = known.get(name)
-            x = getattr(self, name) if x is None else x
+            x = entropy[0] if name == "entropy" else getattr(self, name)
             values.append(torch.where(read, x, 0.0) if name == "top_prob" and read is not None else x)
         return values
 
