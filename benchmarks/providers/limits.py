@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from grpo_kernels.rows.products import Products, Work, products_for
 from torch import Tensor
 
 from benchmarks.cases import OF_SEQUENCES, Case
 from benchmarks.providers import BETAS, Run, Unavailable, provider
 from benchmarks.providers.ours import loss_of, native, objective
 from grpo_kernels import Options
-from grpo_kernels.rows.products import Products, Work, products_for
 
 Call = Callable[[], Any]
 
