@@ -761,8 +761,12 @@ FAULTS: list[Fault] = [
             "torch.nan_to_num(below.double() - above.double(), nan=0.0)",
         ),
         (
-            "off-policy: bounds excluded", '(given["advantages"] >= 0) | batch.spread(moved <= delta)',
-            '(given["advantages"] > 0) | batch.spread(moved < delta)',
+            "off-policy: bounds excluded", "batch.spread(mean_ratio > delta)", "batch.spread(mean_ratio >= delta)",
+        ),
+        ("off-policy: each token's own sign decides", 'if advantage_of == "token" else', "if True else"),
+        (
+            "off-policy: one advantage below 0 drops the sequence", "batch.spread(advantage_sum < 0)",
+            "batch.spread(batch.sequence_sum(advantages < 0) > 0)",
         ),
     ),
     *of("grpo_kernels/rewards/entropy.py", "tests/rewards/test_corrections.py",

@@ -298,7 +298,7 @@ def objective_of(trainer: Any) -> Objective:
         raise NotCovered("VESPO's KL weighted by the ratio of the sequence")
     filters: list[Any] = [] if s.top_entropy_quantile >= 1.0 else [EntropyQuantile(s.top_entropy_quantile, world())]
     if s.off_policy_mask_threshold is not None:
-        filters.append(OffPolicySequences(s.off_policy_mask_threshold))
+        filters.append(OffPolicySequences(s.off_policy_mask_threshold, advantage_of="token"))
     changes: dict[str, Any] = {} if s.use_bias_correction_kl else {"kl": "k3"}
     if not vespo:
         changes["level"] = s.importance_sampling_level

@@ -105,7 +105,7 @@ PARAMETERS = {
     Kl: {"estimator": ("k4",), "weighting": ("mean",), "clamp_log": (0.0, nan), "clamp": (-1.0, "10")},
     EntropyFloor: {"threshold": (nan,)},
     EntropyQuantile: {"share": (0.0, 1.1)},
-    OffPolicySequences: {"delta": (inf,)},
+    OffPolicySequences: {"delta": (inf,), "advantage_of": ("batch", None)},
     ClipCov: {"eps_low": (2.0,), "eps_high": (inf,), "share": (1.1,), "low": (nan,), "high": (0.5,)},
 }
 

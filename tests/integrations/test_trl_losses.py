@@ -87,9 +87,11 @@ def plain(leaves):
 TOOLS = torch.ones(8, LENGTH, dtype=torch.int64)
 TOOLS[0, 2:5] = TOOLS[2, 1] = TOOLS[7, 4:] = 0
 OPTIONS = ("nothing else", "on-policy", "far from the old policy", "tool mask", "truncated completions", "entropy quantile", "off-policy mask",
-           "token weights", "rejected tokens", "sequence weights", "entropy bonus", "advantages per token", "together")  # fmt: skip
+           "token weights", "rejected tokens", "sequence weights", "entropy bonus", "advantages per token", "advantages of both signs",
+           "together")  # fmt: skip
 CHANGES = {"entropy quantile": {"top_entropy_quantile": 0.4}, "off-policy mask": {"off_policy_mask_threshold": 0.25},
            "entropy bonus": {"entropy_coef": 0.5}}  # fmt: skip
+CHANGES["advantages of both signs"] = {"off_policy_mask_threshold": -1.0}  # which every sequence exceeds
 CHANGES["together"] = CHANGES["entropy quantile"] | CHANGES["off-policy mask"] | CHANGES["entropy bonus"]
 
 
@@ -107,6 +109,7 @@ def with_option(name, case, inputs):
         "on-policy": {"old_per_token_logps": None}, "far from the old policy": {"old_per_token_logps": inputs["old_per_token_logps"] + far * vespo},
         "tool mask": {"tool_mask": TOOLS}, "token weights": {"importance_sampling_ratio": torch.where(mask != 0, clipped, 1.0)},
         "rejected tokens": {"importance_sampling_ratio": rejected}, "advantages per token": {"advantages": inputs["advantages"][:, None] + spread},
+        "advantages of both signs": {"advantages": spread},
         "truncated completions": {"completion_mask": mask * ~torch.isin(torch.arange(8), torch.tensor([0, 7]))[:, None]},
         # which TRL refuses to VESPO
         "sequence weights": {} if vespo else {"importance_sampling_ratio": torch.tensor([0.7, 1.6, 0.0, 1.0, 2.2, 0.9, 1.1, 1.4])[:, None]},
