@@ -248,7 +248,9 @@ class TokenBatch(Checked):
 
         group_size or groups says which completions answer one prompt. estimator: another name of `estimators.ADVANTAGES`.
         `options` are those of the estimator (scale, eps, baseline, ...), what it needs to know (`estimators.Evidence`:
-        greedy_rewards, ...) and the fields of TokenBatch (mask, old_logps, ...). Raises ValueError as all of these do."""
+        greedy_rewards, ...) and the fields of TokenBatch (mask, old_logps, ...). missing_rewards="skip" leaves out rewards that
+        are NaN; `missing` is the field of TokenBatch, about targets outside of their candidate sets (`kept`). Raises ValueError
+        as all of these do."""
         estimate = lookup(ADVANTAGES, estimator, "estimator")
         ours, told = ({f.name for f in fields(spec)} for spec in (cls, Evidence))
         known = (ours | told | estimate.option_names) - {"targets", "advantages", "rewards"}
@@ -259,12 +261,25 @@ class TokenBatch(Checked):
 
         own = of(ours)
         require_tensor("targets", targets, *IDS)
+        if own.get("missing") is not None and own.get("kept") is None:
+            remedy = (
+                "it says what to do with a target outside of its candidate set, and kept is None: leave it out. For rewards that are "
+                'NaN pass missing_rewards="raise" or "skip".'
+            )
+            require(False, "missing", own["missing"], remedy)
+        if own.get("missing") == "skip":
+            check_missing("skip", ' For rewards that are NaN pass missing_rewards="skip".')
         rewards, packed = as_rewards("rewards", rewards), own.get("cu_seqlens")
         if packed is not None:
             check_offsets("targets", targets, packed)
         sequences = targets.shape[:1].numel() if packed is None else len(packed) - 1
         read = "rewards" in estimate.needs and rewards.dim() > 0
         if read and len(rewards) != sequences and (packed is not None or targets.dim() == 2):
+            if rewards.dim() > 1 and rewards.numel() == sequences:
+                raise ValueError(
+                    f"rewards has shape {list(rewards.shape)}, but targets {sequences} sequences: pass rewards.flatten() with "
+                    f"group_size={rewards.shape[-1]}."
+                )
             raise ValueError(f"rewards has {len(rewards)} numbers, but targets {sequences} sequences: pass one a sequence.")
         evidence = Evidence(rewards, group_size=group_size, groups=groups, **of(told))
         advantages = estimate(evidence, **of(estimate.option_names - ours - told)).to(targets.device)

@@ -89,10 +89,12 @@ class Checked:
                     object.__setattr__(self, name, as_number(value))
 
 
-def warn_once(message: str) -> None:
-    """Issue a RuntimeWarning once per process and message, at the line that called this package."""
-    if message not in _warned:
-        _warned.add(message)
+def warn_once(message: str, key: str = "") -> None:
+    """Issue a RuntimeWarning once per process and message, at the line that called this package. `key` stands for the message
+    where that contains numbers that differ from call to call."""
+    key = key or message
+    if key not in _warned:
+        _warned.add(key)
         inside, frame, level = (__name__.partition(".")[0], "torch"), sys._getframe(1), 2
         while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in inside:
             frame, level = frame.f_back, level + 1
@@ -139,8 +141,8 @@ def describe(spec: Any) -> str:
 MISSING = ("include", "full", "mask", "raise")
 
 
-def check_missing(missing: object) -> None:
-    require(missing in MISSING, "missing", missing, f"it must be one of {', '.join(map(repr, MISSING))}.")
+def check_missing(missing: object, more: str = "") -> None:
+    require(missing in MISSING, "missing", missing, f"it must be one of {', '.join(map(repr, MISSING))}.{more}")
 
 
 # ---- tensors of a batch

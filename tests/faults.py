@@ -712,6 +712,8 @@ FAULTS: list[Fault] = [
         ("a sum up to a token lacks it", "- self.to_go(1.0, x) + x", "- self.to_go(1.0, x)", "tests/rewards/test_advantages.py"),
     ),
     *of("grpo_kernels/rewards/groups.py", "tests/rewards/test_advantages.py",
+        ("a quarter of single completions is silent", "num_single < MANY_SINGLE * num_groups", "num_single <= MANY_SINGLE * num_groups"),
+        ("rewards that are NaN are always left out", 'if missing_rewards == "skip" else', "if True else"),
         ("whiten: always biased", "/ (self.size - int(unbiased)).clamp(min=1.0)", "/ self.size.clamp(min=1.0)"),
         ("neighbouring groups are one", "ranked.diff(prepend=ranked[:1]) != 0", "ranked.diff(prepend=ranked[:1]) > 1"),
         (
