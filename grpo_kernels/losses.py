@@ -31,6 +31,7 @@ from .rows.hidden import Hidden
 from .rows.ragged import KeptRows, Tokens, slots_of
 from .rows.run import OneVisit, applied, fused_loss, gradient_once, total
 from .rows.stream import Logits, Seconds, Visit
+from .set_alignment import warn_of_misaligned_sets
 from .statistics import Asked, kept_rows, over_sets, statistics_of, tokens_of
 from .streams import (
     DEFAULTS,
@@ -116,7 +117,7 @@ class LossOutput:
         zero_advantage   share of all trained tokens whose advantage is exactly 0
         entropy          mean entropy in nats
         kl               mean of the KL estimator, weighted as it is in the loss, or of the exact divergence (only with beta != 0)
-        outside_set      share of tokens that their kept set lacks (only with kept sets)
+        outside_set      share of tokens that their kept set lacks (only with kept sets); above 5 % a later call warns once
         kept_mass        mean probability that rows with a set give to it (only where whole_logps is there)
         kept             share of tokens that all filters of this process keep (only with filters)
         """
@@ -160,6 +161,7 @@ class LossOutput:
         sets = self._batch.kept
         if sets is not None:
             metrics["outside_set"] = self._batch.outside_set
+            warn_of_misaligned_sets(metrics["outside_set"], metrics["tokens"])
             if self.whole_logps is not None:
                 has = read & (sets.counts > 0)
                 mass = torch.where(has, (self.whole_logps.flatten() - logps).exp(), 0.0).sum()

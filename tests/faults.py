@@ -266,6 +266,14 @@ FAULTS: list[Fault] = [
             "gradients = list(ctx.gradients)", AUTOGRAD,
         ),
     ),
+    *of("grpo_kernels/set_alignment.py", SETS,
+        ("few targets are judged", "share <= MOST_OUTSIDE or tokens < FEWEST_TARGETS", "share <= MOST_OUTSIDE"),
+        ("a share of half is fine", "share <= MOST_OUTSIDE or", "share <= 0.99 or"),
+        (
+            "a copy is looked at before it has arrived", "sent is not None and not sent.event.query()", "sent is None and False",
+            "tests/core/test_waits.py",
+        ),
+    ),
     *of("grpo_kernels/losses.py", SETS,
         ("infinite values reach ids of a weight of 0", "times(made.d_listed[terms.rows], slopes)", "made.d_listed[terms.rows] * slopes", LISTED),
         (
