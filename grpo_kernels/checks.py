@@ -7,6 +7,7 @@ import inspect
 import math
 import numbers
 import os
+import re
 import sys
 import warnings
 from collections import Counter
@@ -47,6 +48,10 @@ def require_one_of(name: str, value: object, known: Collection[str]) -> None:
 def near_name(value: object, known: Iterable[str]) -> str:
     """The known name that a misspelt one is likely to mean; "" where none is near or one of its words."""
     text, names = str(value).lower(), list(known)
+    words = re.split(r"\W+|_", text.removesuffix("loss"))
+    for name in names:  # "dapo_loss" and "DAPO loss" are "dapo"
+        if name.split("_") == [word for word in words if word]:
+            return name
     same = [name for name in names if sorted(name) == sorted(text)]  # letters that changed places
     near = same or difflib.get_close_matches(text, names, 1) or [name for name in names if name in text.split("_")]
     return near[0] if near else ""

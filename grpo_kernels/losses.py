@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from .checks import (
     check_targets,
     describe,
     leading_shape,
+    near_name,
     nearest,
     per_token,
     require,
@@ -65,7 +67,34 @@ class Metrics(dict[str, Tensor]):
     """A dictionary whose KeyError names what it has."""
 
     def __missing__(self, name: str) -> Tensor:
-        raise KeyError(f"there is no metric {name!r}.{nearest(name, self)} This loss has {', '.join(self)}.")
+        if name in ABSENT_UNLESS:
+            raise KeyError(f"there is no metric {name!r}: it needs {ABSENT_UNLESS[name]}. This loss has {', '.join(self)}.")
+        raise KeyError(f"there is no metric {name!r}.{metric_meant_by(name, self)} This loss has {', '.join(self)}.")
+
+
+#: Metrics that only some losses have, and what they need.
+ABSENT_UNLESS = {
+    "kl": "an objective with beta != 0",
+    "outside_set": "a batch with candidate sets (kept=)",
+    "kept_mass": "candidate sets, and Options(entropy_over=) or Options(reference_over=) over the vocabulary",
+    "kept": "an objective with filters",
+}
+#: All metrics; see `LossOutput.metrics`.
+METRICS = (
+    "tokens", "ratio_mean", "ratio_min", "ratio_max", "clip_low", "clip_high", "ess", "zero_advantage", "entropy", *ABSENT_UNLESS
+)  # fmt: skip
+
+
+def metric_meant_by(name: str, known: Iterable[str], form: str = "{}") -> str:
+    """Return " Did you mean ...?" for a name that is near one or several of the known metrics, else "". `form` is how a metric is
+    written."""
+    near = near_name(name, known)
+    names = [near] if near else []
+    if "clip" in name.lower():  # clip_frac, pg_clipfrac: the share of both sides together
+        names = ["clip_low", "clip_high"]
+    elif name == "ratio":
+        names = ["ratio_mean", "ratio_min", "ratio_max"]
+    return f" Did you mean {' and '.join(form.format(x) for x in names)}?" if names else ""
 
 
 @dataclass(eq=False, repr=False)
@@ -98,6 +127,8 @@ class LossOutput:
     def __getattr__(self, name: str) -> Any:
         known = [*(f.name for f in fields(self) if not f.name.startswith("_")), "metrics"]
         remedy = f" out.loss.{name} is that of the loss." if hasattr(Tensor, name) else nearest(name, known)
+        if name in METRICS or not remedy:
+            remedy = metric_meant_by(name, METRICS, 'out.metrics["{}"]')
         raise AttributeError(f"a LossOutput has no {name!r}.{remedy}")
 
     def __iter__(self) -> NoReturn:

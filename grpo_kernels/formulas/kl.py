@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from ..checks import SMALLEST, Checked, require, require_one_of
+from ..checks import SMALLEST, Checked, nearest, require, require_one_of
+from .divergence import DIRECTIONS
 from .ops import bounded_exp, check_returned, compare, finite, log_probs, ops
 
 # ---- estimators: (logp, old_logp, ref_logp) -> (value, slope)
@@ -144,7 +145,8 @@ class Kl(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         known = callable(self.estimator) or self.estimator in ESTIMATORS
-        require(known, "estimator", self.estimator, f"it must be one of {', '.join(ESTIMATORS)}, or a function.")
+        remedy = f"it must be one of {', '.join(ESTIMATORS)}, or a function."
+        require(known, "estimator", self.estimator, remedy + meant_by(self.estimator))
         if callable(self.estimator):
             remedy = "the estimator and its derivative with respect to logp"
             check_returned(self.estimator, "value and slope", remedy)
@@ -193,8 +195,17 @@ def as_kl(kl: str | Kl | Callable[..., Any]) -> Kl:
         return kl
     if isinstance(kl, str) and kl.endswith("+"):
         return Kl(kl[:-1], straight_through=True)
-    require(callable(kl) or kl in ESTIMATORS, "kl", kl, f"it must be one of {', '.join(ESTIMATORS)}, a Kl or a function.")
+    known = callable(kl) or (isinstance(kl, str) and kl in ESTIMATORS)
+    remedy = f"it must be one of {', '.join(ESTIMATORS)}, a Kl, an Exact or a function."
+    require(known, "kl", kl, remedy + meant_by(kl))
     return Kl(kl)
+
+
+def meant_by(name: object) -> str:
+    """Return " Did you mean ...?" for the direction of an exact divergence or a near name of an estimator, else ""."""
+    if name in DIRECTIONS:
+        return f' Did you mean kl=Exact("{name}"), the divergence over the whole vocabulary?'
+    return nearest(name, ESTIMATORS) if isinstance(name, str) else ""
 
 
 def check_kl(

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from ..architectures import language_model
 from ..batch import TokenBatch
+from ..checks import nearest
 from ..formulas.filters import EntropyQuantile, OffPolicySequences
 from ..logprobs import linear_logprobs
 from ..losses import linear_grpo_loss
@@ -269,7 +270,9 @@ def _trainer_class() -> type:
 def __getattr__(name: str) -> Any:
     if name == "FusedGRPOTrainer":
         return _trainer_class()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "GRPOTrainer":  # an AttributeError would reach `from ... import GRPOTrainer` without its message
+        raise ImportError(f"{__name__} has no GRPOTrainer. Did you mean FusedGRPOTrainer? TRL's own is trl.GRPOTrainer.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{nearest(name, __all__)}")
 
 
 # ---- a trainer's configuration and inputs as an Objective, a TokenBatch and a denominator

@@ -4,6 +4,7 @@ the backend that a call names, `grpo_kernels.use`, the environment, and DTensors
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,21 @@ def test_import_pulls_in_nothing_optional():
     optional = {"triton", "transformers", "trl", "liger_kernel", "matplotlib", "datasets", "tqdm", "numpy"}
     code = "import torch\nbefore = set(sys.modules)\nimport grpo_kernels\nprint(*set(sys.modules) - before)"
     assert not optional & {*run(code).split()}
+
+
+def test_names_that_are_elsewhere():
+    """The message has the import that works, for `from grpo_kernels import ...` too."""
+    for name, module in grpo_kernels._ELSEWHERE.items():
+        with pytest.raises(ImportError, match=f"Did you mean: from grpo_kernels.{module} import {name}$"):
+            exec(f"from grpo_kernels import {name}")
+        assert not (ROOT / "grpo_kernels" / f"{name}.py").exists() and name not in grpo_kernels.__all__
+        home = ROOT / "grpo_kernels" / f"{module.replace('.', '/')}.py"
+        assert re.search(rf"^(def|class) {name}\b|__all__ = .*\"{name}\"", home.read_text(), re.MULTILINE), name
+    with pytest.raises(AttributeError, match=r"no attribute 'TokenBatchs'. Did you mean TokenBatch\?"):
+        grpo_kernels.TokenBatchs  # noqa: B018
+    assert not hasattr(grpo_kernels, "nothing")
+    with pytest.raises(ImportError, match=r"no GRPOTrainer. Did you mean FusedGRPOTrainer\?"):
+        from grpo_kernels.integrations.trl import GRPOTrainer  # noqa: F401
 
 
 LOSS = """
