@@ -109,7 +109,8 @@ class TokenBatch(Checked):
 
     targets      int64 [B, T] padded, or [N] packed: the chosen token of each position. Row i of the logits (or hidden
                  states) predicts targets[i]; nothing is shifted.
-    advantages   float or integer (kept as fp32) [B], [B, 1], [B, T] or [N].
+    advantages   float or integer (kept as fp32) [B], [B, 1], [B, T] or [N]. None: for an objective without a policy term, such
+                 as Objective.preset("distillation"); others refuse it.
     mask         bool (or 0/1 integer), the shape of targets: True where the token is trained on; None = everywhere.
                  What the other tensors hold where it is False (NaN, inf, ids out of range) has no effect.
     old_logps    float, the shape of targets: log-probs under the policy at the start of the update. None = on-policy:
@@ -159,7 +160,7 @@ class TokenBatch(Checked):
     """
 
     targets: Tensor
-    advantages: Tensor
+    advantages: Tensor | None = None
     _: KW_ONLY
     mask: Tensor | None = None
     old_logps: Tensor | None = None
@@ -183,8 +184,6 @@ class TokenBatch(Checked):
         shape = targets.shape
         if targets.dim() not in (1, 2):
             raise ValueError(f"targets has shape {list(shape)}: pass [B, T], or packed [N] with cu_seqlens.")
-        if self.advantages is None:
-            raise ValueError("advantages is None: pass a float tensor [B] or [B, T]; see group_advantages.")
         if isinstance(self.advantages, Tensor) and self.advantages.dtype in INTEGRAL and self.advantages.dtype != torch.bool:
             self._put("advantages", self.advantages.float())
         if self.cu_seqlens is not None:
@@ -400,7 +399,7 @@ class TokenBatch(Checked):
         for name in WIDE:
             if (value := getattr(self, name)) is not None:
                 nonzero[name] = as_wide(value, shape, self.cu_seqlens) != 0
-        contributing = nonzero["advantages"]
+        contributing = nonzero.get("advantages", torch.zeros(shape, dtype=torch.bool, device=self.targets.device))
         if self.listed is not None:
             contributing = contributing | (self.listed.counts > 0).view(shape)
         if self.weights is not None:

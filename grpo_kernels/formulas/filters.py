@@ -73,6 +73,8 @@ class Filter(Checked):
     by_sequence: bool = False
     #: True: tokens that are left out of the policy term are left out of the entropy bonus too.
     filters_entropy: bool = False
+    #: False: the decision does not depend on advantages, which a batch may then lack.
+    reads_advantages: bool = True
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
         """bool [n]: the tokens to keep. logps and entropy are detached fp32 [n], rows the flat rows, and batch the batch that
@@ -126,6 +128,7 @@ class EntropyFloor(Filter):
     threshold: float
     one_pass = True
     filters_entropy = True
+    reads_advantages = False
     ranges = (("threshold", "it is an entropy in nats.", -LARGEST, LARGEST),)
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
@@ -141,6 +144,7 @@ class EntropyQuantile(Filter):
     share: float
     process_group: Any = None
     filters_entropy = True
+    reads_advantages = False
     ranges = (("share", *SHARE),)
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
@@ -176,6 +180,8 @@ class OffPolicySequences(Filter):
 def near_sampler(batch: TokenBatch, logps: Tensor, delta: float, advantage_of: str = "sequence") -> Tensor:
     """Return which tokens `OffPolicySequences` keeps, bool [n], from the policy's log-probs now, fp32 [n]."""
     given = batch.table("advantages", "old_logps", "sampler_logps")
+    if batch.advantages is None:
+        raise ValueError("advantages is None, but their signs decide which sequences are dropped: pass a float tensor [B] or [B, T].")
     now = torch.where(batch.trained, logps, 0.0)
     sampler = given.get("sampler_logps", given.get("old_logps", now))
     advantages = given["advantages"]

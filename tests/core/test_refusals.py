@@ -140,7 +140,6 @@ BATCH = {
     "advantages|[4]|[3, 4], [3] or [3, 1]": torch.ones(T),
     "advantages|torch.bool|floating-point": ONES > 0,
     "advantages|list|tensor": [1.0],
-    "advantages|None|group_advantages": None,
     "advantages|[3]|[12]|cu_seqlens": {"targets": IDS.view(-1)},
     "nll_weights|[4]|[3, 4], [3] or [3, 1]": torch.ones(T),
     "mask|[3, 5]|[3, 4]|the same": torch.ones(B, T + 1).bool(),
@@ -239,6 +238,7 @@ OBJECTIVES = [
 #: What an objective lacks in a batch of packed rows -> the objective, fields of the batch.
 CUT, REF = {"cu_seqlens": torch.tensor([0, 12])}, {"ref_logps": torch.zeros(B * T)}
 LACKING = [
+    ("advantages is None|Clip|group_advantages", {}, {"advantages": None}),
     ("ref_logps is None|beta=0.1|beta=0", {"beta": 0.1}, {}),
     ("sampler_logps is None", {"filters": (TrustRegion(anchor="sampler"),)}, {}),
     ("max_tokens is None|constant|normalizer=", {"aggregate": "constant"}, CUT),
