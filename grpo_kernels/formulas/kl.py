@@ -218,13 +218,15 @@ def check_kl(
 
     detached   True: of a formula in which d = ref_logp - logp is a constant weight; ref_logp then moves along with logp.
 
-    Raises ValueError naming the worst point; points on a kink have probability 0."""
+    Raises ValueError as `check_surrogate` does, with d in place of the log-ratio; points on a kink have probability 0."""
     function, g = as_kl(kl).function, torch.Generator().manual_seed(seed)
     (logp, x), (_, d) = log_probs(points, g), log_probs(points, g)
     old_logp, ref_logp = logp - x, logp + d
 
     def terms(logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return function(logp, old_logp, logp + d if detached else ref_logp)
+        given = (old_logp, logp + d.to(logp.dtype) if detached else ref_logp)
+        return function(logp, *(x.to(logp.dtype) for x in given))
 
     name = getattr(function, "__qualname__", repr(function))
-    compare(f"the KL estimator {name}", terms, logp, tolerance, {"old_logp": old_logp, "ref_logp": ref_logp})
+    at = {"old_logp": old_logp, "ref_logp": ref_logp}
+    compare(f"the KL estimator {name}", terms, logp, tolerance, ("ref_logp - logp =", d), at)

@@ -54,6 +54,12 @@ def tilted(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[floa
     return -advantage * logp + params[0] * bend(x), -advantage + params[0] * (s + x * s * (1.0 - s)) / WIDTH
 
 
+def squashed(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
+    """A surrogate whose log-ratio saturates."""
+    t = ops.tanh(params[0] * (logp - old_logp))
+    return -advantage * t / params[0] + 0.5 * t * t, -(advantage - params[0] * t) * (1.0 - t * t)
+
+
 FAMILY = {
     **{name: objective for name, objective in PRESETS.items() if objective.one_pass and objective.exact is None},
     **{f"{e}, {w}": Objective(beta=0.3, kl=Kl(e, w)) for e in ESTIMATORS for w in WEIGHTINGS if e != "distillation"},
@@ -63,6 +69,8 @@ FAMILY = {
     "bounded ratio": Objective(log_ratio_bounds=(-0.2, 0.3)),
     "bounded ratio, detached": Objective(Cispo(), log_ratio_bounds=(-0.2, 0.3)),
     "entropy floor and bonus": Objective(entropy_coef=0.1, filters=(EntropyFloor(6.2),)),
+    "tanh near 0": Objective(Custom(squashed, (0.01,))),
+    "tanh beyond 1": Objective(Custom(squashed, (8.0,))),
     "of one's own": Objective(Custom(tilted, (0.3,)), beta=0.1, entropy_coef=0.05),
 }
 
