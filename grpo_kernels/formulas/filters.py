@@ -181,7 +181,9 @@ def near_sampler(batch: TokenBatch, logps: Tensor, delta: float, advantage_of: s
     """Return which tokens `OffPolicySequences` keeps, bool [n], from the policy's log-probs now, fp32 [n]."""
     given = batch.table("advantages", "old_logps", "sampler_logps")
     if batch.advantages is None:
-        raise ValueError("advantages is None, but their signs decide which sequences are dropped: pass a float tensor [B] or [B, T].")
+        raise ValueError(
+            "advantages is None, but their signs decide which sequences are dropped: pass a float tensor [B] or [B, T]."
+        )
     now = torch.where(batch.trained, logps, 0.0)
     sampler = given.get("sampler_logps", given.get("old_logps", now))
     advantages = given["advantages"]

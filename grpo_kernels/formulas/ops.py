@@ -18,19 +18,15 @@ NUMBERS = (int, float)
 
 class ops:
     """The functions that a formula may call, besides arithmetic and comparisons. They work element by element. NaN in gives NaN
-    out."""
+    out. The derivative of tanh(x) is 1 - tanh(x) ** 2."""
 
     exp, log, sqrt, abs, where = torch.exp, torch.log, torch.sqrt, torch.abs, torch.where
+    tanh = torch.tanh
 
     @staticmethod
     def sigmoid(x):
         # torch.sigmoid rounds the last elements of a tensor differently: a token's bits would depend on where a block ends.
         return 1.0 / (1.0 + torch.exp(-x))
-
-    @staticmethod
-    def tanh(x):
-        # In fp64 for the same reason. Its derivative is 1 - ops.tanh(x) ** 2.
-        return torch.tanh(x.double()).to(x.dtype) if isinstance(x, Tensor) else torch.tanh(x)
 
     @staticmethod
     def minimum(a, b):
@@ -163,9 +159,7 @@ def compare(
     refuse_wrong(torch.ones_like(fine))
 
 
-def refuse_overflow(
-    name: str, terms: ValueAndSlope, logp: Tensor, distance: tuple[str, Tensor], at: dict[str, Tensor]
-) -> None:
+def refuse_overflow(name: str, terms: ValueAndSlope, logp: Tensor, distance: tuple[str, Tensor], at: dict[str, Tensor]) -> None:
     """Raise ValueError for the point at the smallest distance where a value or slope is not finite, in fp32 or fp64. Arguments as
     in `compare`."""
     bad = ~_is_finite(terms, logp)

@@ -36,7 +36,7 @@ OF_NUMBERS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 #: The operations of rows in torch.
 OF_ROWS: dict[str, Callable[..., Any]] = {
-    **OF_NUMBERS, "min": ops.minimum, "max": ops.maximum, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "tanh": ops.tanh,
+    **OF_NUMBERS, "min": ops.minimum, "max": ops.maximum, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "tanh": torch.tanh,
     "reciprocal": torch.reciprocal,
     "and": lambda a, b: (a != 0) & (b != 0), "or": lambda a, b: (a != 0) | (b != 0), "not": lambda a: a == 0,
     "where": lambda condition, a, b: torch.where(condition != 0, a, b), "sum": lambda a: a.double().sum().float().expand_as(a),

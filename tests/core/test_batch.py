@@ -129,7 +129,7 @@ def test_what_reads_advantages_refuses_a_batch_without(objective, says):
     batch = TokenBatch(ids(3, 4), old_logps=-torch.ones(3, 4))
     with pytest.raises(ValueError, match=f"^advantages is None, but .*{says}.* see group_advantages"):
         objective_loss(-torch.ones(3, 4), batch, objective, entropy=torch.ones(3, 4))
-    with pytest.raises(ValueError, match="^advantages is None, but their signs"):
+    with pytest.raises(ValueError, match=r"^advantages is None, but their signs"):
         off_policy_sequence_mask(batch, -torch.ones(3, 4), delta=0.5)
 
 
