@@ -30,7 +30,6 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,8 +77,8 @@ def patch(
 
     strict         True: a configuration that needs TRL's own loss raises RuntimeError at the first step. So does a step whose
                    loss, or its gradient with respect to log-probs and entropies, differs from TRL's arithmetic on the same
-                   log-probs (in evaluation only the loss is compared). False: such a configuration runs in TRL's code, warns
-                   once and is counted.
+                   log-probs (in evaluation only the loss is compared). False: such a configuration runs in TRL's code, is
+                   logged once and counted.
     skip_inactive  True: tokens that cannot have a gradient (advantage or weight 0, neither KL nor entropy bonus, token level)
                    are not projected, unless a micro-batch has no other tokens. The entropy that TRL logs is then the mean over the
                    projected tokens, and a token of weight 0 counts as not clipped. Nothing else in TRL's log changes.
@@ -170,8 +169,6 @@ class FusedLoss(Slots):
             message = f"the loss of this configuration is left to TRL's own code: {reason}."
             if self.replay is not None:
                 raise RuntimeError(f"replay=True, but {message}") from reason
-            if not self.strict and f"TRL: {reason}" not in self.counts:
-                warnings.warn(message, stacklevel=3)
             raise NotCovered(*reason.args) from reason
 
         batch = token_batch(trainer, inputs, objective)

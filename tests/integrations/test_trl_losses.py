@@ -290,6 +290,25 @@ def test_rows_that_are_projected(run, plain, patched, monkeypatch):
     same(run(case, data, unread=idle), theirs, "entropy")
 
 
+def test_what_runs_is_logged_once(trainer, run, plain, caplog, monkeypatch):
+    """And once for each reason why TRL's own code runs; on rank 0 alone."""
+    left = case_of("vespo", importance_sampling_level="sequence", beta=0.3, use_bias_correction_kl=True)
+    low = case_of("vespo") | {"vllm_importance_sampling_clip_min": 1.5}
+    for rank, expected in (("0", 3), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        caplog.clear()
+        with patch(trainer) as fused:
+            for case, options in [(case_of(), {}), (left, {}), (low, with_option("token weights", low, plain)[1])] * 2:
+                run(case, plain | options)
+        assert sorted(fused.counts.values()) == [2, 2, 2] and fused.counts["fused"] == 2
+        said = [record.getMessage() for record in caplog.records if record.name == "grpo_kernels.integrations"]
+        assert len(said) == expected
+        if said:
+            assert said[0] == "TRL: GRPOTrainer._compute_loss runs in grpo_kernels' fused kernels."
+            assert "runs in TRL's own code: VESPO's KL weighted by the ratio of the sequence." in said[1]
+            assert "runs in TRL's own code: VESPO with a clip range without 1" in said[2]
+
+
 def test_strict_compares_small_bonuses_and_lets_no_nan_pass(trainer, run, plain, patched, monkeypatch):
     """A wrong entropy bonus is noticed even if it hardly changes the loss. A NaN in the old log-prob of a trained token is one in
     TRL's loss."""
