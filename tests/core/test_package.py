@@ -182,10 +182,11 @@ def sdist(tmp_path_factory):
 
 
 def wheel_of(sdist, folder, **environment):
-    command = [PYTHON, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(sdist)]
+    command = [PYTHON, "-m", "pip", "wheel", "--verbose", "--no-deps", "--wheel-dir", str(folder), str(sdist)]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     (wheel,) = folder.glob("*.whl")
+    (folder / "output.txt").write_text(done.stdout + done.stderr)
     return wheel
 
 
@@ -216,6 +217,8 @@ def test_without_a_compiler_it_installs_and_doctor_says_what_is_missing(sdist, t
     nothing.mkdir()
     wheel = wheel_of(sdist, tmp_path / "wheel", PATH=str(nothing), CC=str(nothing / "cc"), CXX=str(nothing / "c++"))
     assert wheel.name.endswith("-py3-none-any.whl")
+    said = (wheel.parent / "output.txt").read_text()
+    assert "Installed without the C++ module" in said and "`python -m grpo_kernels doctor`" in said
     zipfile.ZipFile(wheel).extractall(site)
     assert not [*site.rglob("*.so")]
     out = run(f"import grpo_kernels\nassert grpo_kernels.__file__.startswith({str(site)!r})\n{LOSS}", source=site)
