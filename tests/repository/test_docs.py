@@ -157,7 +157,7 @@ def told(path):
 
 def test_files_that_are_named_exist():
     """In pages, docstrings and comments. The changelog names those of former versions."""
-    paths = [name_of(path) for path in pages.tracked()]
+    paths = [name_of(path) for path in pages.tracked("*")]
     readers = [path for path in pages.tracked("*.md", "*.py") if path.name not in ("CHANGELOG.md", "test_docs.py")]
     suspects = [path for path in readers if missing_files(path.read_text(), path.parent, paths)]  # strings may name anything
     wrong = {name_of(path): names for path in suspects if (names := missing_files(told(path), path.parent, paths))}
@@ -173,7 +173,7 @@ DOTTED = re.compile(rf"(?<![\w./]){NAME}((?:\.[A-Za-z_]\w*)+)")
 
 
 def missing_names(text):
-    """Dotted names of the package in a text that lead nowhere. The sources are read: adapters are imported with their trainers only."""
+    """Dotted names of the package in a text that lead nowhere. Sources are read, because adapters import trainers."""
     found = []
     for dotted in DOTTED.findall(re.sub(r"https?://\S+", "", text)):
         parts = dotted[1:].split(".")
