@@ -399,7 +399,10 @@ class TokenBatch(Checked):
         for name in WIDE:
             if (value := getattr(self, name)) is not None:
                 nonzero[name] = as_wide(value, shape, self.cu_seqlens) != 0
-        contributing = nonzero.get("advantages", torch.zeros(shape, dtype=torch.bool, device=self.targets.device))
+        if self.advantages is None:
+            contributing = torch.zeros(shape, dtype=torch.bool, device=self.targets.device)
+        else:
+            contributing = nonzero["advantages"]
         if self.listed is not None:
             contributing = contributing | (self.listed.counts > 0).view(shape)
         if self.weights is not None:

@@ -373,7 +373,8 @@ class Objective(Checked):
         read = batch.marked(self.active_rows) if skip_inactive and self.one_pass else mask
         compared = (("ref_logps",) if estimated else ()) + (("sampler_logps",) if sampler else ())
         given = batch.table("advantages", "weights", "nll_weights", "old_logps", *compared)
-        given.setdefault("advantages", torch.zeros_like(weight))
+        if batch.advantages is None:
+            given["advantages"] = torch.zeros_like(weight)
         weights, policy_weight = given.get("weights"), weight
         if weights is not None:
             if self.surrogate.absorbs_weights and values_are_checked(weights) and (weights < 0).any():
