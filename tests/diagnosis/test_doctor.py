@@ -322,7 +322,8 @@ def test_amx_is_in_the_report_with_the_reason_why_it_is_not_used():
     with amx.processor(amx.INTEL, difference="3 elements differ"):
         facts = machine.facts(CPU)
         assert facts["products"]["engine"] == "fp32" and "3 elements differ" in facts["products"]["engines"]["amx"]
-        assert "engine fp32, amx cannot run here (the AMX products are wrong" in doctor._text_of_facts(facts)
+        text = doctor._text_of_facts(facts)
+        assert "engine fp32 (" in text and "amx (bf16 matmuls in AMX tiles) cannot run here: the AMX products are wrong" in text
     with amx.processor(amx.INTEL, difference=None):
         assert machine.facts(CPU)["products"] == {"engine": "amx", "engines": dict.fromkeys(cpu_products.ENGINES)}
 
