@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..checks import describe
 from .kl import Kl, kl_terms
-from .ops import log_probs, ops
+from .ops import log_probs, ops, without_branches
 from .program import Made, Program, Run, Tracer, Trial, is_own, key_of
 
 # ---- terms at listed ids
@@ -87,7 +87,7 @@ def added(
     term: Any = -0.0  # plus a number that number; no function adds it, so that the sum of the terms is one of its own
     slope: Any = 0.0
     for function, values in parts:
-        made = function(logp, values, advantage, sums_of_ids)
+        made = without_branches(function, logp, values, advantage, sums_of_ids)
         if not (isinstance(made, tuple) and len(made) == 2 and all(map(of_ids, made))):
             raise ValueError(f"listed={function!r} returned no pair of tensors of the shape of logp: return (term, slope).")
         term, slope = term + made[0], slope + made[1]

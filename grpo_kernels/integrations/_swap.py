@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import logging
 import os
 import sys
 import warnings
@@ -22,6 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 Function = Callable[..., Any]
 
+#: Says once which functions of a trainer run in our kernels, and once for each reason why one does not.
+LOG = logging.getLogger("grpo_kernels.integrations")
 OVERRIDE = "GRPO_KERNELS_ANY_VERSION"
 #: What was there before an object got an attribute of its own.
 ABSENT = object()
@@ -263,13 +266,26 @@ class Slots:
                     raise RuntimeError(
                         f"strict=True, but {ours.__name__} is left to {self.adapter.trainer}'s own code: {reason}."
                     ) from None
-                self.counts[f"{self.adapter.trainer}: {reason}"] += 1
+                self.count(f"{self.adapter.trainer}: {reason}", theirs)
                 return theirs(*args, **kwargs)
-            self.counts["fused"] += 1
+            self.count("fused", theirs)
             return result
 
         vars(call).update(grpo_kernels=True, theirs=theirs)
         return torch.compiler.disable(call)  # a trainer may call torch.compile on the function
+
+    def count(self, key: str, function: Function) -> None:
+        """Count a call of the trainer's `function` under "fused" or the reason why it ran in the trainer's own code, and log the
+        first call of each key on rank 0. The level is WARNING, because trainers hide lower levels."""
+        self.counts[key] += 1
+        if self.counts[key] > 1 or os.environ.get("RANK", "0") != "0":
+            return
+        name = getattr(function, "__qualname__", repr(function))
+        trainer = self.adapter.trainer
+        if key == "fused":
+            LOG.warning("%s: %s runs in grpo_kernels' fused kernels.", trainer, name)
+        else:
+            LOG.warning("%s: %s runs in %s's own code: %s.", trainer, name, trainer, key.partition(": ")[2])
 
     def undo(self) -> None:
         """Restore the trainer's functions, also in modules that were imported since. A second call does nothing. Raises

@@ -140,14 +140,15 @@ def loss(
     sampler = row("inference_logprobs")
     mask = row("loss_mask")
     reference = sampler if theirs and objective != "sampled_distillation" else row("ref_logprobs")
-    batch = scored_batch(mask, row("advantages").float(), old_logps=sampler, sampler_logps=sampler, ref_logps=reference)
+    advantages = row("advantages").float()
+    batch = scored_batch(mask, advantages, old_logps=sampler, sampler_logps=sampler, ref_logps=reference)
     out = objective_loss(row("trainer_logprobs"), batch, spec, token_weights=row("loss_weights"))
     value = out.loss
     ours = row("trainer_mask_logprobs") if score_centering else None
     theirs = row("inference_mask_logprobs") if score_centering else None
     if ours is not None and theirs is not None:
         weights = 1.0 if inputs.loss_weights is None else row("loss_weights")
-        value = value + centered(ScoreCentering.of(spec, tail=False), ours, theirs, batch.advantages, mask, weights)
+        value = value + centered(ScoreCentering.of(spec, tail=False), ours, theirs, advantages, mask, weights)
     x = torch.where(mask, out.logps - sampler, 0.0)
     metrics = {"mismatch_kl": masked_mean(x.exp() - x - 1, mask), "is_masked": left_out(out, spec)}
     if score_centering:

@@ -30,7 +30,6 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +38,7 @@ from torch import Tensor
 
 from ..architectures import language_model
 from ..batch import TokenBatch
+from ..checks import nearest
 from ..formulas.filters import EntropyQuantile, OffPolicySequences
 from ..logprobs import linear_logprobs
 from ..losses import linear_grpo_loss
@@ -76,8 +76,8 @@ def patch(
 
     strict         True: a configuration that needs TRL's own loss raises RuntimeError at the first step. So does a step whose
                    loss, or its gradient with respect to log-probs and entropies, differs from TRL's arithmetic on the same
-                   log-probs (in evaluation only the loss is compared). False: such a configuration runs in TRL's code, warns
-                   once and is counted.
+                   log-probs (in evaluation only the loss is compared). False: such a configuration runs in TRL's code, is
+                   logged once and counted.
     skip_inactive  True: tokens that cannot have a gradient (advantage or weight 0, neither KL nor entropy bonus, token level)
                    are not projected, unless a micro-batch has no other tokens. The entropy that TRL logs is then the mean over the
                    projected tokens, and a token of weight 0 counts as not clipped. Nothing else in TRL's log changes.
@@ -152,8 +152,6 @@ class FusedLoss(Slots):
             message = f"the loss of this configuration is left to TRL's own code: {reason}."
             if self.replay is not None:
                 raise RuntimeError(f"replay=True, but {message}") from reason
-            if not self.strict and f"TRL: {reason}" not in self.counts:
-                warnings.warn(message, stacklevel=3)
             raise NotCovered(*reason.args) from reason
 
         batch = token_batch(trainer, inputs, objective)
@@ -252,7 +250,9 @@ def _trainer_class() -> type:
 def __getattr__(name: str) -> Any:
     if name == "FusedGRPOTrainer":
         return _trainer_class()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "GRPOTrainer":  # an AttributeError would reach `from ... import GRPOTrainer` without its message
+        raise ImportError(f"{__name__} has no GRPOTrainer. Did you mean FusedGRPOTrainer? TRL's own is trl.GRPOTrainer.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{nearest(name, __all__)}")
 
 
 # ---- a trainer's configuration and inputs as an Objective, a TokenBatch and a denominator
@@ -281,7 +281,7 @@ def objective_of(trainer: Any) -> Objective:
         raise NotCovered("VESPO's KL weighted by the ratio of the sequence")
     filters: list[Any] = [] if s.top_entropy_quantile >= 1.0 else [EntropyQuantile(s.top_entropy_quantile, world())]
     if s.off_policy_mask_threshold is not None:
-        filters.append(OffPolicySequences(s.off_policy_mask_threshold))
+        filters.append(OffPolicySequences(s.off_policy_mask_threshold, advantage_of="token"))
     changes: dict[str, Any] = {} if s.use_bias_correction_kl else {"kl": "k3"}
     if not vespo:
         changes["level"] = s.importance_sampling_level

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from grpo_kernels import (
 from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.rewards.corrections import importance_weights
 from grpo_kernels.rows import backends
+from grpo_kernels.set_alignment import warn_of_misaligned_sets
 from support.doors import arguments_of, batch_of, called, named
 from support.inside import in_chunks, of_a_gpu
 from support.objectives import OBJECTIVES
@@ -286,12 +288,15 @@ class Device(SimpleNamespace):
     """Events and streams of a device whose tensors are on the CPU."""
 
     def __init__(self):
-        super().__init__(capturing=False, waits=0, recorded=0)
+        super().__init__(capturing=False, waits=0, recorded=0, arrived=True)
         stand_in = self
 
         class Event:
             def record(self):
                 stand_in.recorded += 1
+
+            def query(self):
+                return stand_in.arrived
 
             def synchronize(self):
                 assert not stand_in.capturing, "illegal while a graph is captured"
@@ -346,6 +351,27 @@ def test_the_host_waits_for_the_counts_once(device, batch):
     device.capturing = False
     batch.mask[0, 1] = False
     assert batch.count("contributing") == 1 and (device.recorded, device.waits) == (2, 2)
+
+
+def test_shares_outside_of_sets_are_read_without_a_wait(device, monkeypatch):
+    """The copy that a first call makes is looked at once it has arrived; meanwhile no other is made, and none in a capture."""
+    monkeypatch.setattr("grpo_kernels.set_alignment._earlier", None)
+    share, tokens = torch.tensor(0.5), torch.tensor(200.0)
+    device.capturing = True
+    warn_of_misaligned_sets(share, tokens)
+    device.capturing = False
+    assert device.recorded == 0
+    warn_of_misaligned_sets(share, tokens)
+    device.arrived = False
+    with warnings.catch_warnings(action="error"):
+        for _ in range(3):
+            warn_of_misaligned_sets(share, tokens)
+        assert (device.recorded, device.waits) == (1, 0)
+    device.arrived = True
+    monkeypatch.setattr("grpo_kernels.checks._warned", set())
+    with pytest.warns(RuntimeWarning, match="50% of the targets"):
+        warn_of_misaligned_sets(share, tokens)
+    assert (device.recorded, device.waits) == (2, 0)
 
 
 def test_a_first_read_in_a_capture_is_refused(device, batch):

@@ -67,6 +67,17 @@ def test_the_report_is_what_is_documented(sound, monkeypatch):
     assert 1e-7 < eager["gradient_error"]["float32"] < 1e-4 < eager["gradient_error"]["bfloat16"] < 1e-2
 
 
+def test_engines_that_cannot_run_are_named_with_their_purpose():
+    """That the engine "fp32" cannot run does not mean that fp32 tensors cannot."""
+    assert doctor.PURPOSES.keys() == {*cpu_products.ENGINES}
+    missing = dict.fromkeys(cpu_products.ENGINES, "no AVX512_BF16") | {"torch": None}
+    said = doctor._text_of_products({"engine": "torch", "engines": missing})
+    assert said.startswith("engine torch (torch.mm, also for fp32 tensors); amx (bf16 matmuls")
+    assert "; fp32 (our own fp32 kernels for matmuls of bf16 and fp32 tensors) cannot run here: no AVX512_BF16" in said
+    assert said.count("cannot run here") == 3 and "cannot run here: None" not in said
+    assert "the setting is wrong" in doctor._text_of_products({"engine": None, "engines": {}})
+
+
 def test_a_wrong_backend_is_named_and_not_timed(sound):
     check = {"case": "a case", "level": "logits", "dtype": "float32", "vocab": 7, "errors": {"d_logits": float("nan")}}
     wrong = NOTHING | {"passed": False, "checks": [check | {"failure": "d_logits is off by 1e+00"}]}
@@ -311,7 +322,8 @@ def test_amx_is_in_the_report_with_the_reason_why_it_is_not_used():
     with amx.processor(amx.INTEL, difference="3 elements differ"):
         facts = machine.facts(CPU)
         assert facts["products"]["engine"] == "fp32" and "3 elements differ" in facts["products"]["engines"]["amx"]
-        assert "engine fp32, amx cannot run here (the AMX products are wrong" in doctor._text_of_facts(facts)
+        text = doctor._text_of_facts(facts)
+        assert "engine fp32 (" in text and "amx (bf16 matmuls in AMX tiles) cannot run here: the AMX products are wrong" in text
     with amx.processor(amx.INTEL, difference=None):
         assert machine.facts(CPU)["products"] == {"engine": "amx", "engines": dict.fromkeys(cpu_products.ENGINES)}
 

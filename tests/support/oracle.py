@@ -57,6 +57,7 @@ class Spec:
     entropy_floor: float | None = None
     entropy_share: float | None = None
     off_policy: float | None = None
+    off_policy_by: str = "sequence"  # or "token": whose advantage must be negative
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,13 @@ def filters(spec: Spec, tokens: Tokens, margin: Margin) -> tuple[list[bool], lis
             moved = [(old if tokens.sampler is None else tokens.sampler)[i] - tokens.logp[i] for i in at]
             mean = math.fsum(0.0 if math.isnan(d) else d for d in moved) / max(len(at), 1)
             margin(mean, spec.off_policy)
+            advantages = [tokens.advantage[i] for i in at]
+            whole = math.fsum(advantages)
+            if at and min(advantages) < 0 < max(advantages):
+                margin(whole, 0.0)
             for i in at:
-                keep[i] &= tokens.advantage[i] >= 0 or mean <= spec.off_policy
+                deciding = whole if spec.off_policy_by == "sequence" else tokens.advantage[i]
+                keep[i] &= deciding >= 0 or mean <= spec.off_policy
     floor = spec.entropy_floor
     if spec.entropy_share is not None and n:
         values = sorted(tokens.entropy)

@@ -27,7 +27,7 @@ from ....formulas.program import Program
 from ....formulas.token_stage import INPUTS
 from ...partials import LogitRows, Partials, Slopes
 from .kernels import _stats_kernel
-from .one_row import Transform
+from .one_row import Transform, _tanh
 
 INTERPRETED = not isinstance(_stats_kernel, triton.runtime.jit.JITFunction)
 
@@ -440,7 +440,7 @@ def run_blocks(
 
 #: Operations of a program in Triton's words. Its minimum and maximum drop NaN unless told, which would hide that a row is broken.
 OPERATIONS = {
-    "neg": "-{}", "abs": "tl.abs({})", "exp": "tl.exp({})", "log": "tl.log({})", "sqrt": "tl.sqrt({})", "reciprocal": "1.0 / {}",
+    "neg": "-{}", "abs": "tl.abs({})", "exp": "tl.exp({})", "log": "tl.log({})", "sqrt": "tl.sqrt({})", "tanh": "_tanh({})", "reciprocal": "1.0 / {}",
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}",
     "min": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)", "max": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
     "lt": "{} < {}", "le": "{} <= {}", "eq": "{} == {}", "ne": "{} != {}", "and": "{} & {}", "or": "{} | {}", "not": "{} == 0",
@@ -497,6 +497,6 @@ def _formula(body: str) -> Any:
     source = f"def {name}(given, i, inputs, numbers, sums, PHASE: tl.constexpr):\n{body}"
     file = f"<{name}>"
     linecache.cache[file] = len(source), None, source.splitlines(True), file  # where Triton looks for it
-    found: dict[str, Any] = {"tl": tl, "__name__": __name__}
+    found: dict[str, Any] = {"tl": tl, "_tanh": _tanh, "__name__": __name__}
     exec(compile(source, file, "exec"), found)
     return triton.jit(found[name])

@@ -266,6 +266,13 @@ def _expm1(x):
     return tl.where(tl.abs(x) < 0.35, series, tl.exp(x) - 1.0)  # the series is off by less than 1e-8 there
 
 
+@triton.jit
+def _tanh(x):
+    """tanh(x) that keeps its digits near 0: with e = exp(-2 |x|) - 1 it is -e / (2 + e), of the sign of x."""
+    e = _expm1(-2.0 * tl.abs(x))
+    return tl.where(x < 0.0, e, -e) / (2.0 + e)
+
+
 # ---- the gradient
 
 
