@@ -48,6 +48,7 @@ def candidate_logprobs(
     rows: Tensor | None = None,
     missing: str = "include",
     names: tuple[str, ...] = (),
+    detached: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
     """Return the log-prob of each target over its candidate set, and the named statistics.
 
@@ -68,6 +69,8 @@ def candidate_logprobs(
                  "top_id"          its id, int64, the lowest if several are equal, -1 for tokens
                                    that are not processed (not differentiable)
 
+    detached     those of them that need no gradient
+
     The results are "logps" and the named statistics, fp32 [num_tokens] unless stated otherwise. A
     set of one id has the log-prob 0, and its logit is not computed. A set with a logit of NaN or
     +inf, or with logits of -inf only, gives NaN. Raises ValueError if an id is outside of the
@@ -82,6 +85,7 @@ def candidate_logprobs(
         rows=rows,
         missing=missing,
         names=names,
+        detached=detached,
     )
     return result.statistics
 
@@ -96,6 +100,7 @@ def candidate_logprobs_with_extra_ids(
     rows: Tensor | None = None,
     missing: str = "include",
     names: tuple[str, ...] = (),
+    detached: tuple[str, ...] = (),
 ) -> ExtraLogprobs:
     """Return `candidate_logprobs`, and the log-probs of further ids over the same sets.
 
@@ -130,6 +135,7 @@ def candidate_logprobs_with_extra_ids(
         mask=plan.uses_vocabulary,
         rows=rows,
         names=tuple(name for name in names if name != "log_kept_mass"),
+        detached=detached,
     )
     return merge_logprobs(over_candidates, over_vocabulary, plan, extra)
 
@@ -402,13 +408,16 @@ def logprobs_over_vocabulary(
     mask: Tensor,
     rows: Tensor | None,
     names: tuple[str, ...],
+    detached: tuple[str, ...] = (),
 ) -> ExtraLogprobs:
     """Compute `logprobs_with_extra_ids`, directly if each row has nothing but its target."""
     if rows is None and len(extra.ids) == 0:
-        statistics = dict(source.statistics(targets, mask, names))
+        statistics = dict(source.statistics(targets, mask, names, detached=detached))
         no_logps = torch.zeros(0, device=targets.device)
         return ExtraLogprobs(statistics=statistics, extra_logps=no_logps)
-    return logprobs_with_extra_ids(source, targets, extra, mask=mask, rows=rows, names=names)
+    return logprobs_with_extra_ids(
+        source, targets, extra, mask=mask, rows=rows, names=names, detached=detached
+    )
 
 
 def merge_logprobs(

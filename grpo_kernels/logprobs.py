@@ -17,10 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
-from .candidates import (
-    candidate_logprobs,
-    candidate_logprobs_with_extra_ids,
-)
+from .candidates import candidate_logprobs_with_extra_ids
 from .checks import (
     DTYPES,
     INTEGERS,
@@ -34,7 +31,7 @@ from .checks import (
     require,
     require_tensor,
 )
-from .core.sources import GivenLogits
+from .core.sources import GivenLogits, Reference
 from .divergences import reference_divergence, reference_divergence_over_candidates
 from .extra_ids import logprobs_with_extra_ids
 from .formulas.divergence import Exact, as_exact
@@ -311,10 +308,8 @@ def compute_logprobs(
             missing="full" if missing == "full" else "include",
             at=at,
             rows=None if rows is None else flat(rows).long(),
+            detached=detached,
         )
-        statistics = {
-            name: x.detach() if name in detached else x for name, x in statistics.items()
-        }
     else:
         statistics = source.statistics(flat_targets, flat_mask, names, detached=detached)
     return shape_statistics(statistics, shape, also)
@@ -330,24 +325,36 @@ def composed_statistics(
     missing: str,
     at: TokenSets | None,
     rows: Tensor | None,
+    detached: tuple[str, ...] = (),
+    reference: Reference | None = None,
 ) -> dict[str, Tensor]:
     """Compute statistics of tokens with candidate sets, further ids or shared rows.
 
     targets, mask, rows   flat, [num_tokens]
     missing               "include" or "full", see `token_logprobs`
     at                    further ids, whose log-probs are the statistic "at"
+    detached              those of the names that need no gradient
+    reference             for the name "divergence", which candidate sets do not have
     """
-    common: dict[str, Any] = {"mask": mask, "rows": rows, "names": names}
+    common: dict[str, Any] = {
+        "mask": mask,
+        "rows": rows,
+        "names": names,
+        "detached": detached,
+    }
     if kept is not None:
-        if at is None:
-            return candidate_logprobs(source, targets, kept, missing=missing, **common)
+        extra = TokenSets.whole(len(targets), device=targets.device) if at is None else at
         result = candidate_logprobs_with_extra_ids(
-            source, targets, kept, at, missing=missing, **common
+            source, targets, kept, extra, missing=missing, **common
         )
     else:
         extra = TokenSets.whole(len(targets), device=targets.device) if at is None else at
-        result = logprobs_with_extra_ids(source, targets, extra, **common)
-    statistics = dict(result.statistics)
+        result = logprobs_with_extra_ids(
+            source, targets, extra, reference=reference, **common
+        )
+    statistics = {
+        name: x.detach() if name in detached else x for name, x in result.statistics.items()
+    }
     if at is not None:
         statistics["at"] = result.extra_logps
     return statistics

@@ -35,7 +35,7 @@ from .core.autograd import LossOfStatistics, apply_function
 from .core.linear import RowOrder
 from .core.loss_formulas import FormulaResult, sum_losses
 from .core.sources import GivenLogits, Reference
-from .divergences import reference_divergence, reference_divergence_over_candidates
+from .divergences import reference_divergence_over_candidates
 from .extra_ids import auxiliary_loss as auxiliary_loss_of_ids
 from .formulas.ops import times
 from .formulas.token_stage import Terms, TokenRows
@@ -438,6 +438,7 @@ def statistics_of_composed_batch(
     flat_rows = None if batch.rows is None else flat(batch.rows).long()
     listed = batch.listed
     exact = objective.exact
+    detached = () if objective.needs_entropy else ("entropy",)
     if teacher is not None:
         assert exact is not None
         check_teacher(
@@ -461,19 +462,24 @@ def statistics_of_composed_batch(
                 mask=rows.read,
                 rows=flat_rows,
                 names=("entropy",),
+                detached=detached,
             )
     if listed is not None:
         name = "prob_terms" if batch.logp_terms is None else "logp_terms"
         check_ids(name, listed, source.vocab_size)
+    # A reference's divergence is computed in the same pass, unless it is over candidate sets.
+    is_dense_reference = reference is not None and batch.kept is None
     statistics = composed_statistics(
         source,
         rows.targets,
         rows.read,
-        ("entropy",),
+        ("entropy", "divergence") if is_dense_reference else ("entropy",),
         kept=batch.kept,
         missing=missing_of(batch),
         at=listed,
         rows=flat_rows,
+        detached=detached,
+        reference=reference if is_dense_reference else None,
     )
     if listed is not None:
         terms = objective.listed_terms(batch)
@@ -496,10 +502,6 @@ def statistics_of_composed_batch(
             mask=rows.read,
             rows=flat_rows,
             missing=missing_of(batch),
-        )
-    elif reference is not None:
-        statistics["divergence"] = reference_divergence(
-            source, reference, mask=rows.read, rows=flat_rows
         )
     return statistics
 
