@@ -114,7 +114,7 @@ def pair_logprobs(
     pair_logits = source.logits_at(segments.segment_ids, token_ids)
 
     largest = find_largest(pair_logits, is_used, segments)
-    target_ids = F.pad(token_ids, (0, 1))[largest]  # id 0 in rows without a pair
+    target_ids = F.pad(token_ids, (0, 1))[largest]  # id 0 if a row has none
     statistics = source.statistics(
         target_ids, row_mask, names, detached=detached, reference=reference
     )
