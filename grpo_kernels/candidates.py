@@ -246,7 +246,9 @@ def plan_candidates(
     token_ids = ids_of_sets[slot_ids - token_of_slot]
     token_ids = torch.where(is_last, target_ids[token_of_slot], token_ids)
 
-    lacks_target = has_candidates & ~candidates.contains(targets)
+    is_target = token_ids == target_ids[token_of_slot]
+    holds_target = segments.max((is_target & ~is_last).float()) > 0
+    lacks_target = has_candidates & ~holds_target
     num_candidates = candidates.counts + lacks_target
     is_used = has_candidates[token_of_slot] & (~is_last | lacks_target[token_of_slot])
     return CandidatePlan(
@@ -257,7 +259,7 @@ def plan_candidates(
         row_ids=row_of_token[token_of_slot],
         token_ids=token_ids,
         is_used=is_used,
-        is_target=is_used & (token_ids == target_ids[token_of_slot]),
+        is_target=is_used & is_target,
         needs_logit=is_used & (num_candidates > 1)[token_of_slot],
     )
 
@@ -346,10 +348,10 @@ def extra_logps_over_candidates(
     extra: TokenSets,
 ) -> Tensor:
     """Return the log-probs of further ids, fp32 [num_extra_ids]: -inf outside of the candidates."""
-    token_of_extra = extra.row_of
     if len(extra.ids) == 0:
         return torch.zeros(0, device=extra.ids.device)
 
+    token_of_extra = extra.row_of
     # One number for each (token, id). Ids are at most vocab_size, which is below 2^31.
     slot_keys = (plan.segments.segment_ids << 31) + plan.token_ids
     slot_keys = torch.where(plan.is_used, slot_keys, -1)
