@@ -22,6 +22,7 @@ from .checks import (
     DTYPES,
     INTEGERS,
     check_missing,
+    check_named,
     check_rows,
     check_targets,
     describe,
@@ -273,11 +274,10 @@ def compute_logprobs(
         check_missing(missing)
         mask = narrowed(kept, targets, mask, missing)
     if rows is None:
-        layout = RowLayout(shape, targets.device, mask, None)
+        layout = RowLayout(shape, targets.device, mask)
     else:
         check_rows(rows, targets)
-        refuse_temperature_tensor(transform)
-        layout = RowLayout(leading_shape(x, targets), targets.device, None, None)
+        layout = RowLayout(leading_shape(x, targets), targets.device, are_shared=True)
     source = make_source(
         x,
         head,
@@ -288,6 +288,8 @@ def compute_logprobs(
         other_arguments={"targets": targets, "mask": mask, "transform": transform},
     )
     check_targets(targets, mask, source.vocab_size, logits=head is None)
+    if rows is not None:
+        check_named(rows, mask, source.num_rows)
     for name, sets in (("kept", kept), ("at", at)):
         if sets is not None:
             check_sets(name, sets, targets, source.vocab_size)
@@ -383,22 +385,19 @@ def check_requested(entropy: bool | str, also: tuple[str, ...]) -> None:
         require(is_distinct, "also", also, f"pass a tuple of {known}, each once at most.")
 
 
+#: Why a teacher that is known at some ids is refused with candidate sets.
+TEACHER_WITH_SETS = (
+    "a teacher known at some ids has no distribution over a kept set: leave one of them out, or "
+    "compute log-probs and divergence in two calls and pass both to objective_loss."
+)
+
+
 def refuse_inplace(is_refused: bool, feature: str) -> None:
     """Raise ValueError for inplace=True with a feature that needs the logits for two gradients."""
     if is_refused:
         raise ValueError(
             f"inplace=True, but {feature} needs the logits for two gradients: pass inplace=False."
         )
-
-
-def refuse_temperature_tensor(transform: LogitTransform | None) -> None:
-    """Raise ValueError for a temperature tensor with rows=, whose tokens share a softmax."""
-    if transform is not None:
-        temperature = transform.temperature
-        remedy = (
-            "with rows= the tokens of a row share its softmax: pass one temperature, as a number."
-        )
-        require(not isinstance(temperature, Tensor), "temperature", temperature, remedy)
 
 
 def make_source(
@@ -565,7 +564,7 @@ def compute_divergence(
     require(x.dim() > 1, f"{name}.shape", list(x.shape), f"pass {remedy}.")
     refuse_inplace(inplace and (kept is not None or isinstance(reference, TokenSets)), "kept= or a teacher known at some ids")
     shape = x.shape[:-1]
-    layout = RowLayout(shape, x.device, mask_of_rows(mask, shape, x.device), None)
+    layout = RowLayout(shape, x.device, mask_of_rows(mask, shape, x.device))
     reference_name = "ref_logits" if head is None else "reference"
     source = make_source(
         x,
@@ -604,11 +603,7 @@ def divergence_from(
     """
     if isinstance(reference, TokenSets):
         name = "ref_logits" if isinstance(source, GivenLogits) else "reference"
-        remedy = (
-            "a teacher known at some ids has no distribution over a kept set: leave one of them "
-            "out."
-        )
-        require(kept is None, "kept", kept, remedy)
+        require(kept is None, name, "TokenSets", TEACHER_WITH_SETS)
         no_targets = torch.zeros(layout.shape, dtype=torch.int64, device=source.device)
         check_teacher(name, reference, no_targets, exact, source.vocab_size)
         return teacher_divergence(source, reference, exact, mask=mask)

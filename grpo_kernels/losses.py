@@ -22,6 +22,7 @@ from torch import Tensor
 from .batch import TokenBatch, sends_ahead
 from .checks import (
     FLOATING,
+    check_named,
     check_targets,
     flat,
     leading_shape,
@@ -41,10 +42,10 @@ from .formulas.ops import times
 from .formulas.token_stage import Terms, TokenRows
 from .inputs import RowLayout, RowSource, make_reference
 from .logprobs import (
+    TEACHER_WITH_SETS,
     composed_statistics,
     make_source,
     refuse_inplace,
-    refuse_temperature_tensor,
     squared_inverse_temperature,
 )
 from .loss_output import LossOutput
@@ -295,11 +296,8 @@ def compute_loss(
         or batch.rows is not None
         or isinstance(reference, TokenSets)
     )
-    refuse_inplace(
-        inplace and is_composed,
-        "a batch with kept, logp_terms, prob_terms or rows, or a teacher known at some ids,",
-    )
-    layout = layout_of_batch(x, batch, transform)
+    refuse_inplace(inplace and is_composed, composed_features(batch, reference))
+    layout = layout_of_batch(x, batch)
     source = make_source(
         x,
         head,
@@ -312,9 +310,12 @@ def compute_loss(
     )
     check_targets(batch.targets, batch.mask, source.vocab_size, logits=head is None)
     check_candidates(batch, options, source.vocab_size)
+    if batch.rows is not None:
+        check_named(batch.rows, batch.mask, source.num_rows)
 
     checked_reference = None
-    if reference is not None and not isinstance(reference, TokenSets):
+    needs_reference = reference is not None or exact is not None
+    if needs_reference and not isinstance(reference, TokenSets):
         checked_reference = make_reference(
             reference, source, layout, transform, options, exact
         )
@@ -395,15 +396,20 @@ def loss_of_source(
     return loss_of_statistics(statistics, batch, objective, rows)
 
 
-def layout_of_batch(
-    x: Any, batch: TokenBatch, transform: LogitTransform | None
-) -> RowLayout:
+def composed_features(batch: TokenBatch, reference: Any) -> str:
+    """Return the words for what a batch has that is composed of several calls."""
+    if isinstance(reference, TokenSets):
+        return "a teacher known at some ids"
+    fields = ("kept", "logp_terms", "prob_terms", "rows")
+    return "a batch with " + ", ".join(x for x in fields if getattr(batch, x) is not None)
+
+
+def layout_of_batch(x: Any, batch: TokenBatch) -> RowLayout:
     """Return the rows that logits or hidden states x of a batch must have."""
     device = batch.targets.device
     if batch.rows is None:
         return RowLayout(batch.targets.shape, device, batch.mask, batch.cu_seqlens)
-    refuse_temperature_tensor(transform)
-    return RowLayout(leading_shape(x, batch.targets), device, None, None)
+    return RowLayout(leading_shape(x, batch.targets), device, are_shared=True)
 
 
 def dense_statistics(
@@ -441,18 +447,9 @@ def statistics_of_composed_batch(
     detached = () if objective.needs_entropy else ("entropy",)
     if teacher is not None:
         assert exact is not None
-        check_teacher(
-            "ref_logits" if isinstance(source, GivenLogits) else "reference",
-            teacher,
-            batch.targets,
-            exact,
-            source.vocab_size,
-        )
-        remedy = (
-            "a teacher known at some ids has no distribution over a kept set: leave one of them "
-            "out."
-        )
-        require(batch.kept is None, "kept", batch.kept, remedy)
+        name = "ref_logits" if isinstance(source, GivenLogits) else "reference"
+        require(batch.kept is None, name, "TokenSets", TEACHER_WITH_SETS)
+        check_teacher(name, teacher, batch.targets, exact, source.vocab_size)
         if listed is None:  # then one pass serves both
             return logprobs_with_teacher(
                 source,

@@ -170,7 +170,7 @@ def test_a_likely_id_keeps_its_digits(gap):
     targets = []
 
     class Recording(Float64Source):
-        def statistics(self, ids, mask, names=()):
+        def statistics(self, ids, mask, names=(), **_):
             targets.append(ids.tolist())
             return super().statistics(ids, mask, names)
 

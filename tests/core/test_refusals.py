@@ -34,9 +34,11 @@ from grpo_kernels.batch import shift_sets, shift_targets
 from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.formulas.centering import ScoreCentering
 from grpo_kernels.formulas.filters import EntropyFloor, OffPolicySequences, TrustRegion
+from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.surrogates import A2po, Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, Vespo
-from grpo_kernels.losses import ABSENT_UNLESS, METRICS, objective_loss
+from grpo_kernels.loss_output import ABSENT_UNLESS, METRICS
+from grpo_kernels.losses import objective_loss
 from grpo_kernels.model import FusedLMHead
 from grpo_kernels.objective import NUMERICS, PRESETS
 from grpo_kernels.rewards.corrections import CORRECTIONS
@@ -275,7 +277,6 @@ CALLS = [
         "rows[0, 2]=12|none of the 12 rows|mask the token": {"rows": IDS + 10, "mask": IDS > 1},
         "temperature=tensor|rows=|as a number": {"rows": IDS, "transform": transform(PER_TOKEN)},
         "temperature=tensor|share its softmax": {"rows": IDS, "objective": EXACT, "ref_logits": (LOGITS + 1, transform(PER_TOKEN))},
-        "ref_logits='TokenSets'|its whole distribution as ref_logits": {"rows": IDS, "objective": EXACT, "ref_logits": sets([[1]])},
         "ref_logits='TokenSets'|over a kept set|objective_loss": {"objective": EXACT, "kept": KEPT, "ref_logits": sets([[1]])},
         "ref_logits='list'|token_divergence|objective_loss": {"objective": EXACT, "ref_logits": [(LOGITS + 1, 1.0)]},
     }),
@@ -284,8 +285,8 @@ CALLS = [
         "ref_logps are log-probs of the sampled tokens": {"objective": EXACT, "ref_logps": PER_TOKEN, "reference": TEACHER},
         "with beta=0 nothing looks at it": {"reference": TEACHER},
         "batch.ref_logps are both given": {"objective": Objective(beta=0.1), "ref_logps": PER_TOKEN, "reference": TEACHER},
-        "reference is list: pass (hidden, weight)": {"objective": Objective(beta=0.1), "reference": [*TEACHER]},
-        "reference is TokenSets without values": {"objective": EXACT, "reference": KEPT},
+        "reference='list'|one teacher is taken": {"objective": Objective(beta=0.1), "reference": [*TEACHER]},
+        "reference=TokenSets|it has no values|sets.with_values": {"objective": EXACT, "reference": KEPT},
         "reference: hidden is the module Linear: pass the hidden states": {"objective": EXACT, "reference": (torch.nn.Linear(H, V), WEIGHT)},
         "the values of row 0 are log-probs of 2 in all": {"objective": EXACT, "reference": sets([[0, 1]], 0.0)},
         "reference='list'|one teacher|linear_divergence|objective_loss": {"objective": EXACT, "reference": [(TEACHER, 1.0)]},
@@ -614,8 +615,7 @@ def test_without_a_look_at_values_the_device_notices_nan(monkeypatch):
 def test_these_are_all_metrics():
     """Of a loss with a KL, filters, and sets beside the vocabulary."""
     objective = Objective(beta=0.1, kl="k1", filters=(EntropyFloor(0.1),))
-    options = Options(entropy_over="vocabulary", reference_over="vocabulary")
-    out = grpo_loss(LOGITS, batch(ref_logps=-PER_TOKEN, kept=KEPT), objective, options=options)
+    out = grpo_loss(LOGITS, batch(ref_logps=-PER_TOKEN, kept=KEPT), objective)
     assert {*out.metrics} == {*METRICS}
     assert not {*ABSENT_UNLESS} & {*loss().metrics} and {*loss().metrics} | {*ABSENT_UNLESS} == {*METRICS}
 

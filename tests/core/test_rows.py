@@ -29,7 +29,6 @@ from grpo_kernels.batch import shift_targets
 from grpo_kernels.formulas.surrogates import PolicyGradient
 from grpo_kernels.losses import objective_loss
 from support.bits import same_bits
-from support.oracle import listed_divergence
 
 
 @pytest.mark.slow
@@ -106,10 +105,6 @@ CERTAIN = {
         10.6, torch.bfloat16, 2**-8,
         lambda z, o: grpo_loss(z, TokenBatch(torch.tensor([7, 7]), torch.ones(2), logp_terms=LISTS), REINFORCE, options=o).loss,
         lambda log_p: (0.999 - 1.0) * log_p[0, 7] - 2 * log_p[1, 9],
-    ),
-    "a listed teacher": (
-        16.0, torch.float32, 1e-5, lambda z, o: token_divergence(z, TEACHER, Exact(tail="bin"), options=o).sum(),
-        lambda log_p: listed_divergence(log_p, torch.full((2, 40), -1.5).double(), [[7], [7, 9]], "reverse", 0.0, "bin").sum(),
     ),
 }  # fmt: skip
 
