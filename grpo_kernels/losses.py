@@ -35,7 +35,7 @@ from .checks import (
 from .core.autograd import LossOfStatistics, apply_function
 from .core.linear import RowOrder
 from .core.loss_formulas import FormulaResult, sum_losses
-from .core.sources import GivenLogits, Reference
+from .core.sources import GivenLogits, KnownOrder, ProjectedLogits, Reference
 from .divergences import reference_divergence_over_candidates
 from .extra_ids import auxiliary_loss as auxiliary_loss_of_ids
 from .formulas.ops import times
@@ -422,9 +422,10 @@ def dense_statistics(
     """Return differentiable log-probs, entropies and, with a reference, divergences of rows."""
     names = ("entropy",) if reference is None else ("entropy", "divergence")
     detached = () if objective.needs_entropy else ("entropy",)
-    more: dict[str, Any] = {} if order is None else {"order": order}
+    if order is not None and isinstance(source, ProjectedLogits):
+        source = replace(source, known_order=KnownOrder(rows.read, order))
     return source.statistics(
-        rows.targets, rows.read, names, detached=detached, reference=reference, **more
+        rows.targets, rows.read, names, detached=detached, reference=reference
     )
 
 
@@ -445,6 +446,10 @@ def statistics_of_composed_batch(
     listed = batch.listed
     exact = objective.exact
     detached = () if objective.needs_entropy else ("entropy",)
+    if batch.rows is None and isinstance(source, ProjectedLogits):
+        # The batch has counted the rows of its mask, so that the host need not wait for them.
+        order, _ = order_rows(batch, rows, objective)
+        source = replace(source, known_order=KnownOrder(rows.read, order))
     if teacher is not None:
         assert exact is not None
         name = "ref_logits" if isinstance(source, GivenLogits) else "reference"
@@ -612,7 +617,8 @@ def reference_logprobs(
             statistics = source.statistics(rows.targets, rows.read)
         else:
             order, _ = order_rows(batch, rows, objective)
-            statistics = source.statistics(rows.targets, rows.read, order=order)
+            source = replace(source, known_order=KnownOrder(rows.read, order))
+            statistics = source.statistics(rows.targets, rows.read)
     return statistics["logps"].view(batch.targets.shape)
 
 
@@ -655,8 +661,8 @@ def order_rows(
     if has_gradient is None:  # then no row is masked either
         return RowOrder.of_all_rows(num_rows, device), None
 
-    if not sends_ahead(device):
-        # On a CPU nothing waits, and `nonzero` is faster than sorting a few rows.
+    if device.type == "cpu" and not sends_ahead(device):
+        # Nothing waits there, and `nonzero` is faster than sorting a few rows.
         first = has_gradient.nonzero()[:, 0]
         row_ids = first
         if not all_have_gradient:
