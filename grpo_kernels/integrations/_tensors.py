@@ -24,7 +24,7 @@ from ..losses import LossOutput
 from ..objective import Objective
 from ..streams import Head, LogitTransform, Options
 from ..token_sets import TokenSets
-from ._swap import NotCovered
+from ._swap import NotCovered, says
 
 #: What a trainer's loss returns: 0-d, and numbers by name.
 LossAndMetrics = tuple[Tensor, dict[str, Any]]
@@ -189,6 +189,12 @@ def log_probs_of(
     return linear_logprobs(source, head, targets, options=options, **others)
 
 
+def can_be_overwritten(logits: Tensor) -> bool:
+    """Whether the gradient of logits can be written into their memory."""
+    return logits.requires_grad and not of_a_leaf(logits) and logits.is_contiguous()
+
+
+@says(targets="labels")
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     """verl's and SkyRL's function of this name: log-probs of labels, fp32 [...]; logits [..., V], labels of any shape with as
     many elements as there are rows.
@@ -197,8 +203,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
                        still needs them."""
     if labels.numel() == logits.shape[:-1].numel():  # any other number is refused below, in an error that names both shapes
         labels = labels.reshape(logits.shape[:-1])
-    inplace = inplace_backward and logits.requires_grad and not of_a_leaf(logits) and logits.is_contiguous()
-    return log_probs_of(logits, labels, inplace=inplace).logps
+    return log_probs_of(logits, labels, inplace=inplace_backward and can_be_overwritten(logits)).logps
 
 
 def entropy_from_logits(
