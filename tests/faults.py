@@ -418,6 +418,8 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/architectures.py", "tests/core/test_model.py",
         ("a model's divisor multiplies", "Logits(scale=1.0 / config.logits_scaling)", "Logits(scale=config.logits_scaling)"),
+        ("Inkling's divisor left out", "return Logits(scale=1.0 / config.logits_mup_width_multiplier)", "return Logits()"),
+        ("Inkling's padding ids in the softmax", "if kept is not None and kept < config.vocab_size:", "if False:"),
     ),
     *of("grpo_kernels/checks.py", OBJECTIVES,
         ("the first token of a sequence is of the one before", "rows, right=True)", "rows, right=False)"),
@@ -448,6 +450,22 @@ FAULTS: list[Fault] = [
             "slopes of a result that has none there are compared", "if a.requires_grad and b.requires_grad]",
             "if a.requires_grad]", "tests/integrations/test_bound_functions.py",
         ),
+        (
+            "an unknown argument of a trainer is dropped", "elif value is not None and not _equal(value, defaults.get(name, _REQUIRED)):",
+            "elif False:",
+        ),
+        (
+            "an unknown argument without a name is dropped", "            if value is not None:\n                raise NotCovered(f\"argument number",
+            "            if False:\n                raise NotCovered(f\"argument number",
+        ),
+        ("the trainer's default of an argument is lost", "        passed = dict(filled)", "        passed = {}"),
+        ("an argument under another name is not found", "            matched[parameter.name] = str(renamed)", "            pass"),
+        ("a function with other required arguments is bound", "    if unknown or lacking:", "    if False:"),
+        (
+            "an option of a newer trainer is not seen", "        if name not in known and value is not None and not _equal(value, parameter.default):",
+            "        if False:",
+        ),
+        ("errors keep our names", "lambda match: names[match[0]], str(error))", "lambda match: match[0], str(error))"),
         (
             "undo leaves attributes that were not there", "            if theirs is ABSENT:\n                delattr(module, name)\n                continue\n",
             "", "tests/integrations/test_trl_runs.py",
@@ -485,8 +503,12 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/integrations/areal.py", "tests/integrations/test_bound_functions.py",
         (
-            "temperature left out of the entropy", "temperature=temperature, group=tp_group, entropy=True))",
-            "group=tp_group, entropy=True))",
+            "AReaL's logits overwritten unasked", "inplace = reuse_logits and can_be_overwritten(logits)",
+            "inplace = can_be_overwritten(logits)",
+        ),
+        (
+            "temperature left out of the entropy", "temperature=temperature, group=tp_group, entropy=True, inplace=inplace))",
+            "group=tp_group, entropy=True, inplace=inplace))",
         ),
     ),
     *of("grpo_kernels/integrations/liger.py", "tests/integrations/test_liger.py",
@@ -517,6 +539,7 @@ FAULTS: list[Fault] = [
         ("rows of context parallelism not reordered", "return sets[index].to(logits.device)", "return sets.to(logits.device)"),
     ),
     *of("grpo_kernels/integrations/nemo_rl.py", "tests/integrations/test_nemo_rl.py",
+        ("an option of NeMo-RL that is not read is ignored", 'and not name.startswith("_") and not unset:', "and False:"),
         ("a weight that overflows is e^60", "high=math.inf).masked_fill(beyond, 0.0)", "high=math.inf)"),
         (
             "weights of kept sequences dropped", "return kept * raw, kept == 0",
@@ -597,8 +620,19 @@ FAULTS: list[Fault] = [
         ("sequences begin where others end", "cu_seqlens=offsets_of(scored.sum(1)),", "cu_seqlens=offsets_of(scored.sum(1).flip(0)),"),
         ("log-probs of a loss without gradients left to TRL", "if loss is None and torch.is_grad_enabled():", "if loss is None:", "tests/integrations/test_trl_runs.py"),
         (
-            "logit scale of the model left out", "LogitTransform(float(temperature), softcap, float(scale)))",
-            "LogitTransform(float(temperature), softcap))", "tests/integrations/test_trl_runs.py",
+            "TRL's sets dropped in the loss", "            self.batch = replace(self.batch, kept=kept)\n", "            pass\n", "tests/integrations/test_trl_runs.py",
+        ),
+        (
+            "TRL's sets: entropy over the sets", '        options = Options(entropy_over="vocabulary")\n        found', "        options = Options()\n        found",
+            "tests/integrations/test_trl_runs.py",
+        ),
+        (
+            "TRL's scores with an unknown argument fail", "            if loss is not None:  # the whole loss is left to TRL\n                raise\n",
+            "            raise\n", "tests/integrations/test_trl_runs.py",
+        ),
+        (
+            "logit scale of the model left out", "LogitTransform(float(temperature), final_logit_softcapping, float(logit_scale)))\n        sets",
+            "LogitTransform(float(temperature), final_logit_softcapping))\n        sets", "tests/integrations/test_trl_runs.py",
         ),
         (
             "auxiliary loss not divided by accumulation", "loss = loss + trainer.router_aux_loss_coef * call.aux_loss / accumulation(trainer)",
@@ -640,6 +674,14 @@ FAULTS: list[Fault] = [
         (
             "loss_scale_factor left out of the step's denominator", "        total = total * objective.max_tokens\n",
             "        pass\n",
+        ),
+        (
+            "verl's default head not replaced", '        slots.bind(fused_linear_for_ppo, attribute="forward", method=True)\n', "        pass\n",
+            "tests/integrations/test_bound_functions.py",
+        ),
+        (
+            "options of verl's head ignored", "    if unknown is not None:\n        raise NotCovered(f\"option",
+            "    if False:\n        raise NotCovered(f\"option", "tests/integrations/test_bound_functions.py",
         ),
         ("CISPO's lower bound dropped", '("cispo", Cispo, "to from")', '("cispo", Cispo, "to")'),
         (

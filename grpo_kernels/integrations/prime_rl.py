@@ -38,7 +38,7 @@ from ..formulas.centering import ScoreCentering
 from ..losses import objective_loss
 from ..objective import NUMERICS, Objective
 from ..token_sets import TokenSets
-from ._swap import Adapter, Slots
+from ._swap import Adapter, Slots, fitted, says
 from ._tensors import centered, left_out, log_probs_of, masked_mean, scored_batch
 
 ADAPTER = Adapter(
@@ -63,6 +63,7 @@ def bind(
     return slots
 
 
+@says(targets="labels")
 def chunked_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -114,6 +115,9 @@ def kept_sets(record: Any, ids: Tensor, *, cu_seqlens: Tensor | None = None) -> 
     return shift_sets(sets.to(ids.device), ids, cu_seqlens=cu_seqlens)
 
 
+@fitted
+@says(logps="trainer_logprobs", old_logps="inference_logprobs", sampler_logps="inference_logprobs", ref_logps="ref_logprobs",
+      mask="loss_mask", targets="loss_mask", token_weights="loss_weights")  # fmt: skip
 def loss(
     inputs: Any, objective: str = "dppo_tv", changes: dict[str, Any] | None = None, score_centering: bool = False
 ) -> Any:  # fmt: skip

@@ -280,7 +280,8 @@ def test_a_call_makes_few_operations(name, monkeypatch):
     call = called(f, after, given)
     with of_a_gpu() as products, Operations() as seen:
         torch.autograd.grad(call(*front).loss, front)
-    assert len(launched) > 1 and (len(products) > 3) == (recipe.source == "hidden")
+    has_matmuls = recipe.source == "hidden" and recipe.kept == "none"
+    assert len(launched) > 1 and (len(products) > 3) == has_matmuls
     assert len(seen.made) + len(launched) <= budget, seen.made
 
 
