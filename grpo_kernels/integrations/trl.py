@@ -41,7 +41,7 @@ from ..batch import TokenBatch
 from ..checks import nearest
 from ..formulas.filters import EntropyQuantile, OffPolicySequences
 from ..logprobs import linear_logprobs
-from ..losses import linear_grpo_loss
+from ..losses import linear_grpo_loss, objective_loss
 from ..model import plain_head
 from ..objective import Objective
 from ..options import Head, Options
@@ -243,17 +243,36 @@ class FusedLoss(Slots):
         sets = None if sampling_mask is None else TokenSets.from_padded(sampling_mask)
         if self._loss is not None:
             return *self._loss.of_rows(hidden, head, sets), None, None
-        kept = self._kept
-        options = None
+        self.counts["scored"] += 1
+        entropy = "entropy" in outputs
         if sets is not None:
-            kept = sets
-            options = Options(entropy_over="vocabulary")
-        elif kept is not None:
+            return *logprobs_over_sets(hidden, head, targets, sets, entropy), None, None, None
+        kept = self._kept
+        if kept is not None:
             rows = len(targets)
             kept, self._kept = kept[:rows], kept[rows:]
-        self.counts["scored"] += 1
-        scored = linear_logprobs(hidden, head, targets, kept=kept, entropy="entropy" in outputs, options=options)
+        scored = linear_logprobs(hidden, head, targets, kept=kept, entropy=entropy)
         return *scored, None, None, None
+
+
+def logprobs_over_sets(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    sets: TokenSets,
+    entropy: bool | str,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probs over candidate sets and, as in TRL, entropies over the vocabulary.
+
+    entropy   as in `linear_logprobs`
+    """
+    logps = linear_logprobs(hidden, head, targets, mask=mask, kept=sets).logps
+    if not entropy:
+        return logps, None
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy is True):
+        entropies = linear_logprobs(hidden, head, targets, mask=mask, entropy=entropy).entropy
+    return logps, entropies
 
 
 # ---- the subclass, made at first use, because the core and its tests run without TRL
@@ -407,12 +426,16 @@ class LossCall:
         """(log-probs, entropies without a graph, the loss among zeros), each [N]: TRL's loss does not read the third output.
 
         kept   the sets that TRL passes to its head; as in TRL, the entropy is over the vocabulary."""
-        if kept is not None:
-            self.batch = replace(self.batch, kept=kept)
-            self.options = replace(self.options, entropy_over="vocabulary")
-        self.out = out = linear_grpo_loss(
-            hidden, head, self.batch, self.objective, normalizer=self.normalizer, options=self.options
-        )
+        if kept is None:
+            out = linear_grpo_loss(
+                hidden, head, self.batch, self.objective, normalizer=self.normalizer, options=self.options
+            )
+        else:
+            batch = self.batch
+            entropy = True if self.objective.needs_entropy else "detached"
+            logps, entropies = logprobs_over_sets(hidden, head, batch.targets, kept, entropy, mask=batch.mask)
+            out = objective_loss(logps, batch, self.objective, entropy=entropies, normalizer=self.normalizer)
+        self.out = out
         logps = out.logps
         entropy = out.entropy
         read = self.batch.marked(self.objective.active_rows)
@@ -619,8 +642,9 @@ def log_probs(
         statistics = found.also
     else:
         sets = TokenSets.from_padded(sampling_mask)
-        options = Options(entropy_over="vocabulary")
-        found = log_probs_of(hidden, ids, head=head, entropy="entropy" in outputs, kept=sets, options=options)
+        found = log_probs_of(
+            hidden, ids, head=head, entropy="entropy" in outputs, kept=sets, entropy_over="vocabulary"
+        )
         with torch.no_grad():  # of the vocabulary too, and they have no gradient
             statistics = log_probs_of(hidden, ids, head=head, also=also).also if also else {}
     squares = statistics.get("sum_squares")
