@@ -38,7 +38,7 @@ from benchmarks.results import load, save
 from benchmarks.suites import LOST_DEVICE
 from benchmarks.tables import Record, details, size
 from grpo_kernels.rows import backends
-from grpo_kernels.rows import products as blocks
+from grpo_kernels.core import linear_memory as blocks
 from grpo_kernels.rows.backends import triton as backend
 from grpo_kernels.rows.backends.triton.launch import FUSED, Choice
 
