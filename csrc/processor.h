@@ -40,7 +40,7 @@ inline void check_isa_setting() {
     for (int isa = AVX2; isa <= AVX512_BF16; isa++) {
         if (std::string(name) == ISA_NAMES[isa]) return;
     }
-    throw std::invalid_argument(std::string(ISA_SETTING) + "=" + name + ": choose avx2, avx512 or avx512bf16, or unset it.");
+    throw std::invalid_argument(std::string(ISA_SETTING) + "=" + name + ": choose avx2, avx512 or avx512bf16, or unset it");
 }
 
 }  // namespace grpo

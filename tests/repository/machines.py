@@ -4,7 +4,7 @@ Each configuration limits torch, oneDNN, MKL and the C++ module to some instruct
 rounding that they have on a processor with those alone. Without names all configurations run, one after the other. Each prints one
 line when it ends: what ran, the result of pytest, and the tests that failed. The exit status is 1 if a test failed.
 
-Comparisons of speed are left out; `make test` runs them.
+The whole output of pytest is in build/machines/NAME.log. Comparisons of speed are left out; `make test` runs them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from grpo_kernels.diagnosis.machine import best_isa, processor
 
 ROOT = Path(__file__).parents[2]
+LOGS = ROOT / "build" / "machines"
 SPEED = "tests/benchmarks/test_speed.py"
 
 
@@ -93,6 +94,8 @@ def run(name: str, arguments: list[str]) -> tuple[bool, str]:
     how = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "text": True}
     in_use = subprocess.run([sys.executable, "-c", IN_USE], check=True, **how).stdout.strip()
     tests = subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], stderr=subprocess.STDOUT, **how)
+    LOGS.mkdir(parents=True, exist_ok=True)
+    (LOGS / f"{name}.log").write_text(tests.stdout)
     output = tests.stdout.splitlines()
     failed = [line for line in output if re.match(r"(FAILED|ERROR) ", line)]
     closing = next((line.strip("= ") for line in reversed(output) if re.search(r"\d (passed|failed|error)", line)), "")
