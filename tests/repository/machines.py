@@ -91,12 +91,14 @@ def run(name: str, arguments: list[str]) -> tuple[bool, str]:
     """Run the tests in one configuration. Return whether they pass, and the line about them."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     environment = inherited | CONFIGURATIONS[name].environment
-    how = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "text": True}
-    in_use = subprocess.run([sys.executable, "-c", IN_USE], check=True, **how).stdout.strip()
-    tests = subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], stderr=subprocess.STDOUT, **how)
+    how = {"cwd": ROOT, "env": environment}
+    in_use = subprocess.check_output([sys.executable, "-c", IN_USE], text=True, **how).strip()
     LOGS.mkdir(parents=True, exist_ok=True)
-    (LOGS / f"{name}.log").write_text(tests.stdout)
-    output = tests.stdout.splitlines()
+    log = LOGS / f"{name}.log"
+    with log.open("w") as file:
+        command = [sys.executable, "-m", "pytest", "-q", *arguments]
+        tests = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, **how)
+    output = log.read_text().splitlines()
     failed = [line for line in output if re.match(r"(FAILED|ERROR) ", line)]
     closing = next((line.strip("= ") for line in reversed(output) if re.search(r"\d (passed|failed|error)", line)), "")
     if not closing:
@@ -114,7 +116,7 @@ def main() -> None:
     arguments = words[cut + 1 :]
     unknown = [name for name in options.names if name not in CONFIGURATIONS]
     if unknown:
-        parser.error(f"there is no configuration {unknown[0]!r}: choose of {', '.join(CONFIGURATIONS)}")
+        parser.error(f"there is no configuration {unknown[0]!r}: choose from {', '.join(CONFIGURATIONS)}")
     distribution = ["--numprocesses", options.processes, "--dist", "loadfile", "--no-loadscope-reorder", "--ignore", SPEED]
     sound = True
     for name in options.names or CONFIGURATIONS:
