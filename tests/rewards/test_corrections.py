@@ -70,9 +70,9 @@ def test_importance_weights(case):
     level, mode, (low, high), normalize, packed, wild = case.values()
     rows, x = ratios(wild)
     got = importance_weights(batch_of(rows, x, packed), level=level, mode=mode, low=low, high=high, normalize=normalize)
-    # The relative error of exp(x) is the error of x, a sum of log-probs rounded to fp32.
+    # The relative error of exp(x) is the error of x, a sum of log-probs rounded to fp32; exp, mean and division add some roundings.
     sums = oracle.over_sequence("sum", [[abs(y) for y in row] for row in oracle.log_weights(rows.lists(x))])
-    rtol = 2.0**-23 * (2 + max(min(y, 60.0) for row in sums for y in row))
+    rtol = 2.0**-23 * (4 + max(min(y, 60.0) for row in sums for y in row))
     rows.check(got, oracle.importance_weights(rows.lists(x), level, mode, low, high, normalize), rtol=rtol, atol=1e-44)
     assert low == 1e6 or len(set(got.flatten().tolist())) > 2
 

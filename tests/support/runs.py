@@ -71,10 +71,11 @@ def seed(value: int) -> None:
 
 #: Above every element of the gradients of these runs, which are clipped to a norm of 1.
 SMOOTH_EPS = 0.25
+_smooth: list[Any] = []
 
 
-def smooth_optimizers() -> Any:
-    """Set AdamW's eps to 0.25 in this process, at each optimizer step. Returns a handle with `remove()`.
+def smooth_optimizers() -> None:
+    """Set AdamW's eps to 0.25 at each optimizer step of this process, until `usual_optimizers` is called.
 
     With eps=1e-8 an element of the gradient that is mostly rounding error still moves its parameter by up to the learning rate,
     so that two right runs differ as far. With an eps above the gradients the step is a smooth function of them, and the parameters
@@ -87,7 +88,14 @@ def smooth_optimizers() -> Any:
                 gradient = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
                 assert gradient is None or (gradient.abs() < SMOOTH_EPS).all(), "a gradient is above eps"
 
-    return register_optimizer_step_pre_hook(set_eps)
+    if not _smooth:
+        _smooth.append(register_optimizer_step_pre_hook(set_eps))
+
+
+def usual_optimizers() -> None:
+    """End what `smooth_optimizers` began."""
+    while _smooth:
+        _smooth.pop().remove()
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:

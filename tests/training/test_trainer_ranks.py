@@ -38,6 +38,7 @@ from support.runs import (
     smooth_optimizers,
     tiny,
     trainer,
+    usual_optimizers,
     varied,
     weights,
 )
@@ -178,9 +179,9 @@ def main(rank, path, argv, port):
 @pytest.fixture(scope="module", autouse=True)
 def smooth():
     """The optimizers of this process are those of the two processes."""
-    handle = smooth_optimizers()
+    smooth_optimizers()
     yield
-    handle.remove()
+    usual_optimizers()
 
 
 @pytest.fixture(scope="module")
