@@ -157,7 +157,7 @@ def test_eager_is_not_measured_in_place_of_missing_kernels(monkeypatch):
         machine.require_kernels("cuda")
 
 
-@pytest.mark.parametrize("contract", CONTRACTS)
+@pytest.mark.parametrize("contract", [pytest.param(c, marks=pytest.mark.slow) if c == "step" else c for c in CONTRACTS])
 def test_every_provider_that_runs_here_is_right(contract, monkeypatch):
     """And so are the reference results, which are computed some rows at a time. Providers are found by their file, and plans
     name those that there are."""

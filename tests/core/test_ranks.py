@@ -382,16 +382,19 @@ def check_collectives_of_a_cut_vocabulary(rank, ranks):
     def chunks_of(rows):
         return [16 * x.numel() for x in torch.arange(rows).tensor_split(-(-rows // 10))]
 
+    def slots_of(p):  # the logit of each candidate and of each target
+        return [4 * (sum(map(len, p.sets)) + p.ids.numel())]
+
     p, some = problem(plain), problem(replace(plain, kept="some"))
+    of_logits = problem(replace(plain, source="logits", kept="some"))
     n, d_hidden = 16 * p.ids.numel(), [4 * p.given["hidden"].numel()]
-    slots = [4 * (sum(map(len, some.sets or [])) + some.ids.numel())]  # of each candidate, and of each target
     without = sum(not ids and bool(on) for ids, on in zip(some.sets or [], some.trained, strict=True))
     for widths, shard in cuts(rank, ranks):
         for q, gathered, reduced in (
             (problem(replace(plain, source="logits")), [n], []),
-            (problem(replace(plain, source="logits", kept="some")), [n], slots),
+            (of_logits, [n], slots_of(of_logits)),
             (p, chunks_of(int(p.trained.sum())), d_hidden),
-            (some, chunks_of(without), slots + d_hidden),
+            (some, chunks_of(without), slots_of(some) + d_hidden),
         ):
             with counted() as sizes, mock.patch.object(LinearMemory, "plan", lambda *_, **__: ChunkPlan(10, 10)):
                 run(columns_of(q, widths, rank), backend="auto", shard=shard)

@@ -285,6 +285,7 @@ FINDINGS = [
     (advice, MISSING, "grave: the compiled module is missing.*was not built.*force-reinstall grpo_kernels.*C\\+\\+17 compiler"),
     (advice, MISSING | {"device": "cuda"}, None),
     (advice, {"native": {"isa": "avx2"}}, "slight: the compiled module runs avx2 code, but this processor has avx512bf16"),
+    (advice, {"native": {"isa": "avx2"}, "environ": {"GRPO_KERNELS_ISA": "avx2"}}, "slight: .*avx2 code, but.*-> unset GRPO_KERNELS_ISA$"),
     (advice, {"native": {"isa": ""}}, "slight: CPU tensors run in eager PyTorch: the C\\+\\+ kernels need AVX2"),
     (advice, {"built": "other"}, "grave: the compiled module is out of date: .*other C\\+\\+ sources.*pip install"),
     (advice, {"package": {"shadows": "/site"}}, "hides the installed package at /site.*another directory"),
@@ -301,6 +302,8 @@ FINDINGS = [
     (settings_of, {"GRPO_KERNELS_STRICT": "1", "GRPO_KERNELS_CHECK": "0", "TRITON_INTERPRET": "", "OMP_NUM_THREADS": "3"}, None),
     (settings_of, {"GRPO_KERNELS_BACKEND": "egaer"}, "grave: GRPO_KERNELS_BACKEND=egaer: .*auto, eager, cpu, triton"),
     (settings_of, {"GRPO_KERNELS_PRODUCTS": "amx"}, "grave: GRPO_KERNELS_PRODUCTS=amx: no tiles, and calls raise -> set it to one of auto, torch,"),
+    (settings_of, {"GRPO_KERNELS_ISA": "avx512"}, None),
+    (settings_of, {"GRPO_KERNELS_ISA": "avx3"}, "grave: GRPO_KERNELS_ISA=avx3: .*does not load -> set it to one of avx2, avx512, avx512bf16, or"),
     (settings_of, {"GRPO_KERNELS_STRICT": "true"}, "slight: GRPO_KERNELS_STRICT=true: it has no effect -> set it to one of 0, 1"),
     (settings_of, {"GRPO_KERNELS_STRICKT": "1"}, "slight: GRPO_KERNELS_STRICKT is not a setting.*GRPO_KERNELS_STRICT, GRPO_KERNELS_CHECK"),
 ]  # fmt: skip
