@@ -37,8 +37,8 @@ from benchmarks.providers import Provider, Run, Unavailable, first_line, provide
 from benchmarks.results import load, save
 from benchmarks.suites import LOST_DEVICE
 from benchmarks.tables import Record, details, size
-from grpo_kernels.rows import backends
 from grpo_kernels.core import linear_memory as blocks
+from grpo_kernels.rows import backends
 from grpo_kernels.rows.backends import triton as backend
 from grpo_kernels.rows.backends.triton.launch import FUSED, Choice
 

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from grpo_kernels.core.linear_memory import LinearMemory
-from grpo_kernels.core.matmuls import HeadMatmuls, make_matmuls
 from torch import Tensor
 
 from benchmarks.cases import OF_SEQUENCES, Case
 from benchmarks.providers import BETAS, Run, Unavailable, provider
 from benchmarks.providers.ours import loss_of, native, objective
 from grpo_kernels import Options
+from grpo_kernels.core.linear_memory import LinearMemory
+from grpo_kernels.core.matmuls import HeadMatmuls, make_matmuls
 
 Call = Callable[[], Any]
 

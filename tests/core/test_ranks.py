@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from grpo_kernels.core.linear_memory import ChunkPlan, LinearMemory
 from torch import Tensor
 
 from grpo_kernels import Objective, Options, TokenBatch, TokenSets, grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels.core.linear_memory import ChunkPlan, LinearMemory
 from grpo_kernels.distributed import VocabShard, global_normalizer
 from grpo_kernels.formulas.filters import EntropyQuantile
 from grpo_kernels.rewards.corrections import importance_weights, off_policy_sequence_mask, rejection_mask

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grpo_kernels.core.linear_memory import LinearMemory
 
 from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs
-from grpo_kernels.rows import backends, memory
 from grpo_kernels.core import linear_memory as blocks
 from grpo_kernels.core import matmuls
+from grpo_kernels.core.linear_memory import LinearMemory
+from grpo_kernels.rows import backends, memory
 from grpo_kernels.rows.backends import eager
 from support import oracle
 from support.bits import same_bits

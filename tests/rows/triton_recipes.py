@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grpo_kernels.core.matmuls import HalfMatmuls, HeadMatmuls, TensorCoreMatmuls
 
 from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
+from grpo_kernels.core.matmuls import HalfMatmuls, HeadMatmuls, TensorCoreMatmuls
 from support import oracle
 from support.bits import same_bits
 from support.doors import check, exact_of, run
