@@ -21,7 +21,7 @@ from ..batch import TokenBatch
 from ..checks import LARGEST, Checked, require, require_one_of
 from ..rewards.entropy import SHARE, entropy_threshold
 from .ops import bounded_exp, ops
-from .token_stage import TokenRows, above_floor
+from .token_stage import TokenRows, below_floor
 
 #: A ratio beyond e^60 is useless anyway, and e^60 is still finite in fp32; see ops.bounded_exp.
 BOUND = 60.0
@@ -133,7 +133,7 @@ class EntropyFloor(Filter):
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
         assert entropy is not None
-        return above_floor(entropy, self.threshold)
+        return ~below_floor(entropy, self.threshold)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +149,7 @@ class EntropyQuantile(Filter):
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
         assert entropy is not None
-        return above_floor(entropy, entropy_threshold(entropy, rows.mask, self.share, self.process_group))
+        return ~below_floor(entropy, entropy_threshold(entropy, rows.mask, self.share, self.process_group))
 
 
 @dataclass(frozen=True)

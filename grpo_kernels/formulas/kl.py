@@ -55,7 +55,8 @@ def distillation(logp, old_logp, ref_logp):
     x = logp - old_logp
     r = bounded_exp(x)
     keep = ops.exp(logp) - ops.exp(old_logp) >= -0.2
-    pull = ops.where(keep, -(ref_logp - logp) * r, 0.0)
+    d = ref_logp - logp
+    pull = ops.where(keep, -d * r, d * 0.0)  # NaN of a NaN
     return pull + 1e-3 * x * x, pull + 2e-3 * x
 
 
@@ -96,19 +97,19 @@ def kl_terms(logp, old_logp, ref_logp, log_ratio, clamps, ESTIMATOR, SCORE, WEIG
     if clamps is not None:
         near = ops.abs(d) <= clamps[0]
         ref_logp = ops.where(near, ref_logp, logp + d.clamp(-clamps[0], clamps[0]))
+    zero = d * 0.0  # NaN of a NaN, which the comparisons with clamps and those of an estimator would hide
     value, slope = ESTIMATOR(logp, old_logp, ref_logp)
     through, both = value, value + slope if SCORE is None else SCORE(logp, old_logp, ref_logp)
     if clamps is not None:
         inside = near & (ops.abs(value) <= clamps[1])
         value = value.clamp(-clamps[1], clamps[1])
-        slope, through, both = (ops.where(inside, x, 0.0) for x in (slope, through, both))
+        slope, through, both = (ops.where(inside, x, zero) for x in (slope, through, both))
     if STRAIGHT_THROUGH:
         slope = -d
         both = through - d
     if "ratio" in WEIGHTING:
         r = bounded_exp(log_ratio)
         value, slope, through, both = (finite(r * x) for x in (value, slope, through, both))
-    zero = d * 0.0
     slope = slope + zero
     if WEIGHTING in ("none", "detached-ratio"):
         return value, slope, zero, slope

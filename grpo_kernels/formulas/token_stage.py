@@ -146,16 +146,28 @@ def token_terms(
 
     log_ratio is the one at LEVEL. d loss / d log-ratio is nonzero only where the gradient flows through the log-ratio of a
     sequence; at the other levels, and for a detached ratio, d loss / d logp is the whole slope. TRUST compares with
-    anchor_logp."""
+    anchor_logp.
+
+    If a number of a token with a nonzero policy weight is NaN, its loss and its gradient are NaN, whatever SURROGATE, TRUST,
+    the entropy floor and the bounds of the ratio return for it. anchor_logp is the exception: a NaN in `sampler_logps` stands
+    for a token that the sampler did not score, which TRUST drops."""
     zero = policy_weight * 0.0
+    smallest = ops.minimum(logp if LEVEL == "token" else log_ratio, advantage)  # NaN if one of the numbers is
+    if LEVEL == "token" and old_logp is not logp:
+        smallest = ops.minimum(smallest, old_logp)
     if entropy_floor is not None:
-        high = above_floor(entropy, entropy_floor[0])
-        policy_weight = ops.where(high, policy_weight, 0.0)
+        smallest = ops.minimum(smallest, entropy)
+    sound = smallest == smallest
+    out = policy_weight == 0.0
+    policy_weight = ops.where(sound, policy_weight, smallest)
+    if entropy_floor is not None:
+        low = below_floor(entropy, entropy_floor[0])
+        out = out | (sound & low)
         if entropy_weight is not None:
-            entropy_weight = ops.where(high, entropy_weight, 0.0)
-    listed_weight = policy_weight  # what TRUST thinks of the token says nothing of the other ids of its row
+            entropy_weight = ops.where(low, 0.0, entropy_weight)
+    out_of_listed = out  # what TRUST thinks of the token says nothing of the other ids of its row
     if TRUST is not None:
-        policy_weight = ops.where(TRUST(logp, anchor_logp, advantage, trust_params), policy_weight, 0.0)
+        out = out | (sound & ~TRUST(logp, anchor_logp, advantage, trust_params))
     bounded = log_ratio
     if ratio_bounds is not None:
         bounded = ops.minimum(ops.maximum(log_ratio, ratio_bounds[0]), ratio_bounds[1])
@@ -167,11 +179,12 @@ def token_terms(
         loss, slope = SURROGATE(bounded, zero, advantage, surrogate_params)
         slope = ops.where(bounded == log_ratio, slope, 0.0)
     # A token of weight 0 contributes 0 even where its ratio is NaN.
-    out = policy_weight == 0.0
     loss = ops.where(out, 0.0, policy_weight * loss)
     d_logp = ops.where(out, 0.0, policy_weight * slope)
+    listed_weight = zero
     if listed is not None:
-        loss = loss + ops.where(listed_weight == 0.0, 0.0, listed_weight * listed)
+        loss = loss + ops.where(out_of_listed, 0.0, policy_weight * listed)
+        listed_weight = ops.where(out_of_listed, 0.0, policy_weight)
     d_ratio = zero
     if LEVEL == "sequence" or LEVEL == "sequence-sum":
         if not DETACHED:
@@ -199,9 +212,9 @@ def token_terms(
 # fmt: on
 
 
-def above_floor(entropy, floor):
-    """Whether an entropy is at least the floor: what `EntropyFloor` keeps."""
-    return entropy >= floor
+def below_floor(entropy, floor):
+    """Return whether an entropy is below the floor: what `EntropyFloor` drops. False for NaN, which no filter hides."""
+    return entropy < floor
 
 
 def ratio_of_kl(log_ratio, own, LEVEL):
