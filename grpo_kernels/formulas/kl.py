@@ -55,8 +55,7 @@ def distillation(logp, old_logp, ref_logp):
     x = logp - old_logp
     r = bounded_exp(x)
     keep = ops.exp(logp) - ops.exp(old_logp) >= -0.2
-    d = ref_logp - logp
-    pull = ops.where(keep, -d * r, d * 0.0)  # NaN of a NaN
+    pull = ops.where(keep, -(ref_logp - logp) * r, 0.0)
     return pull + 1e-3 * x * x, pull + 2e-3 * x
 
 
@@ -97,8 +96,9 @@ def kl_terms(logp, old_logp, ref_logp, log_ratio, clamps, ESTIMATOR, SCORE, WEIG
     if clamps is not None:
         near = ops.abs(d) <= clamps[0]
         ref_logp = ops.where(near, ref_logp, logp + d.clamp(-clamps[0], clamps[0]))
-    zero = d * 0.0  # NaN of a NaN, which the comparisons with clamps and those of an estimator would hide
+    zero = d * 0.0  # NaN of a NaN, which comparisons of the estimator and with the clamps would hide
     value, slope = ESTIMATOR(logp, old_logp, ref_logp)
+    value = value + zero
     through, both = value, value + slope if SCORE is None else SCORE(logp, old_logp, ref_logp)
     if clamps is not None:
         inside = near & (ops.abs(value) <= clamps[1])
