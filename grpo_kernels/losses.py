@@ -312,7 +312,9 @@ def _loss(
     read = {"batch": batch, "transform": transform, "normalizer": normalizer}
     stream = stream_of(x, head, policy, read, {name: given}, inplace)
     check_targets(targets, mask, stream.vocab, logits=head is None)
-    return _loss_of(stream, policy, batch, objective, given, normalizer)
+    out = _loss_of(stream, policy, batch, objective, given, normalizer)
+    _refuse_infinite(out, options)
+    return out
 
 
 def _loss_of(
@@ -336,6 +338,7 @@ def _loss_of(
     if batch.listed is not None:
         refuse_sparse(options, "the gradients of ids of logp_terms and prob_terms would be among the columns drawn once more")
         check_ids("prob_terms" if batch.logp_terms is None else "logp_terms", batch.listed, stream.vocab)
+        _refuse_values(batch, objective, rows, options)
         listed, at = objective.listed_terms(batch), slots_of(batch.listed)
     if batch.rows is not None:
         tokens = tokens_of(batch.rows, batch.mask, rows.targets, rows.read, stream, at)
@@ -616,30 +619,81 @@ def objective_loss(
 
     L, H, D = (None if x is None else flat_rows(x) for x in (logps, entropy, divergence))
     assert L is not None
-    return _loss_of_logps(L, H, batch, objective, rows, divergence=D)
+    out = _loss_of_logps(L, H, batch, objective, rows, divergence=D)
+    _refuse_infinite(out, DEFAULTS)
+    return out
 
 
 def _refuse_nan(rows: TokenRows, batch: TokenBatch, options: Options) -> None:
     """Raise ValueError in strict mode for a NaN in a row that is read, where values are checked; elsewhere the device stops the
     program. A graph knows of the call's own `strict` alone."""
-    if not (options.strict if torch.compiler.is_compiling() else is_strict(options.strict)):
+    if not _refuses_values(options):
         return
     for name in ("advantages", "old_logps", "ref_logps", "weights", "nll_weight"):
         value = getattr(rows, name)
         if value is None:
             continue
         field = "nll_weights" if name == "nll_weight" else name
-        bad = value.isnan() if rows.read is None else value.isnan() & rows.read
-        if not values_are_checked(value):
-            torch._assert_async(~bad.any(), f"{field} is NaN at a trained token, which strict mode refuses")
-        elif bad.any():
-            at = bad.view(batch.targets.shape).nonzero().tolist()
-            first = ", ".join(map(str, at[:5])) + ", ..." * (len(at) > 5)
-            trained = bad.numel() if rows.trained is None else int(rows.trained.sum())
-            raise ValueError(
-                f"{field} is NaN at {len(at)} of {trained} trained tokens, {first}: the loss would be NaN, which strict mode refuses. Mask "
-                "these tokens, or find out where the NaN comes from."
+        remedy = "the loss would be NaN, which strict mode refuses. Mask these tokens, or find out where the NaN comes from."
+        _refuse_tokens(value.isnan(), f"{field} is NaN", remedy, rows, batch)
+
+
+def _refuses_values(options: Options) -> bool:
+    """Return whether a call is strict. A graph knows of the call's own `strict` alone."""
+    return options.strict if torch.compiler.is_compiling() else is_strict(options.strict)
+
+
+def _refuse_tokens(bad: Tensor, what: str, remedy: str, rows: TokenRows, batch: TokenBatch) -> None:
+    """Raise ValueError where `bad`, bool [n], holds for a row that is read. Where values are not checked, stop the program on the
+    device instead."""
+    bad = bad if rows.read is None else bad & rows.read
+    if not values_are_checked(bad):
+        torch._assert_async(~bad.any(), f"{what} at a trained token, which strict mode refuses")
+    elif bad.any():
+        at = bad.view(batch.targets.shape).nonzero().tolist()
+        first = ", ".join(map(str, at[:5])) + ", ..." * (len(at) > 5)
+        trained = bad.numel() if rows.trained is None else int(rows.trained.sum())
+        raise ValueError(f"{what} at {len(at)} of {trained} trained tokens, {first}: {remedy}")
+
+
+def _refuse_infinite(out: LossOutput, options: Options) -> None:
+    """Raise ValueError in strict mode for a log-prob of -inf, of the policy or the reference, that a KL compares."""
+    if out.rows.kl_weight is None or out.rows.ref_logps is None or not _refuses_values(options):
+        return
+    whole = out.whole_logps if out.kl_apart else None
+    logps = out.logps if whole is None else whole
+    remedy = (
+        "the KL would be made of a log-prob of -1e4 in its place, which strict mode refuses. Mask these tokens, or leave the KL out, "
+        "beta=0."
+    )
+    for name, x in (("the log-prob of the target", logps), ("ref_logps", out.rows.ref_logps)):
+        _refuse_tokens(x.flatten() == -math.inf, f"{name} is -inf", remedy, out.rows, out._batch)
+
+
+def _refuse_values(batch: TokenBatch, objective: Objective, rows: TokenRows, options: Options) -> None:
+    """Raise ValueError in strict mode for values of listed ids that make a term infinite: an infinite value, or, of `logp_terms`, a
+    value other than 0 of an id that the row's kept set lacks. `Objective(listed=)` may give any value a meaning."""
+    if not _refuses_values(options):
+        return
+    terms = {"logp_terms": None if objective.listed is not None else batch.logp_terms, "prob_terms": batch.prob_terms}
+    for name, sets in terms.items():
+        if sets is None or sets.values is None:
+            continue
+        row_of = sets.row_of
+
+        def row_has(bad: Tensor, row_of: Tensor = row_of) -> Tensor:
+            return torch.zeros(batch.tokens, dtype=torch.bool, device=bad.device).index_put((row_of,), bad, accumulate=True)
+
+        remedy = "the loss would be infinite or NaN, which strict mode refuses. Pass finite values, and 0 for an id without one."
+        _refuse_tokens(row_has(sets.values.isinf()), f"{name} has an infinite value", remedy, rows, batch)
+        if name == "logp_terms" and batch.kept is not None:
+            lacks = ~batch.kept.holds(row_of, sets.ids) & (sets.ids != rows.targets[row_of]) & ~batch.without_set[row_of]
+            remedy = (
+                "its log-prob is -inf there, and the loss would be infinite, which strict mode refuses. List ids of the set, or give "
+                "the others the value 0."
             )
+            bad = row_has(lacks & (sets.values != 0))
+            _refuse_tokens(bad, "logp_terms lists an id that the kept set lacks", remedy, rows, batch)
 
 
 def check_specs(batch: Any, objective: Any, name: str = "", given: Any = None) -> None:

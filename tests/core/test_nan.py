@@ -16,14 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
+import grpo_kernels
 from grpo_kernels import Custom, Exact, Objective, Options, TokenBatch, TokenSets, grpo_loss, linear_grpo_loss
+from grpo_kernels.formulas.centering import ScoreCentering
 from grpo_kernels.formulas.filters import EntropyFloor, EntropyQuantile, Filter, OffPolicySequences, TrustRegion
 from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
 from grpo_kernels.formulas.ops import ops
-from grpo_kernels.formulas.surrogates import Clip
+from grpo_kernels.formulas.surrogates import Cispo, Clip
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.objective import PRESETS
 from support import oracle
+from support.inside import values_unseen
 from support.objectives import PAPERS
 from support.processes import interpreted
 
@@ -376,6 +379,93 @@ def test_an_exact_divergence(direction, backend):
         (gradient,) = torch.autograd.grad(out.loss, leaf)
         assert out.loss.isnan()
         assert gradient.isnan().all(-1).equal(TOKEN)
+
+
+# ---- infinite values
+
+
+@pytest.mark.parametrize("source", ["row", "ref_logps"])
+@pytest.mark.parametrize("door", ["logits", "logps"])
+def test_strict_mode_refuses_minus_infinity_beside_a_kl(door, source, backend):
+    """Else the log-prob counts as -1e4, and the exponent of k3 is bounded at 60."""
+    objective = Objective(beta=0.1)
+    problem = Problem.drawn(objective, 1.0)
+    leaf = problem.hidden @ problem.weight.T
+    at = AT[0] * T + AT[1]
+    fields = {name: x.clone() for name, x in problem.fields.items() if name in ("advantages", "old_logps", "ref_logps")}
+    if source == "row":
+        leaf.view(-1, V)[at, problem.targets[AT]] = -math.inf
+    else:
+        fields["ref_logps"][AT] = -math.inf
+    batch = TokenBatch(problem.targets, mask=MASK, **fields)
+
+    def run(batch: TokenBatch, objective: Objective, strict: bool) -> Tensor:
+        with grpo_kernels.use(strict=strict):
+            if door == "logits":
+                return grpo_loss(leaf, batch, objective, options=Options(backend=backend)).loss
+            logps = leaf.log_softmax(-1).gather(-1, problem.targets[..., None])[..., 0]
+            return objective_loss(logps, batch, objective).loss
+
+    # k3 of a token is at most e^60 of a reference that is near, and 1e4 of a policy that is.
+    assert run(batch, objective, False) > (1e20 if source == "row" else 90)
+    with pytest.raises(ValueError, match=rf"is -inf at 1 of 10 trained tokens, \[{AT[0]}, {AT[1]}\].*strict.*beta=0"):
+        run(batch, objective, True)
+    masked = replace(batch, mask=MASK & ~TOKEN)
+    assert run(masked, objective, True).isfinite()
+    assert run(batch, replace(objective, beta=0.0), True).isfinite()
+
+
+def test_without_a_look_at_values_the_device_notices_minus_infinity(monkeypatch):
+    values_unseen(monkeypatch)
+    problem = Problem.drawn(Objective(beta=0.1), 1.0)
+    logits = problem.hidden @ problem.weight.T
+    batch = TokenBatch(problem.targets, **problem.fields)
+    assert grpo_loss(logits, batch, Objective(beta=0.1), options=Options(strict=True)).loss.isfinite()
+    logits[AT][problem.targets[AT]] = -math.inf
+    with pytest.raises(RuntimeError, match="log-prob of the target is -inf at a trained token"):
+        grpo_loss(logits, batch, Objective(beta=0.1), options=Options(strict=True))
+
+
+def listing(values: Tensor, sets: str, kept: TokenSets | None = None, mask: Tensor = MASK) -> tuple[Tensor, TokenBatch]:
+    """(logits, a batch that lists the id after the target and the next one) with these values, [B * T, 2]."""
+    problem = Problem.drawn(Objective(), 1.0)
+    ids = (problem.targets.flatten()[:, None] + torch.arange(1, 3)) % V
+    fields = {name: problem.fields[name] for name in ("advantages", "old_logps")}
+    given = {sets: TokenSets.from_padded(ids, values=values)}
+    return problem.hidden @ problem.weight.T, TokenBatch(problem.targets, mask=mask, kept=kept, **fields, **given)
+
+
+@pytest.mark.parametrize("sets", ["logp_terms", "prob_terms"])
+def test_strict_mode_refuses_infinite_values(sets, backend):
+    values = torch.full((B * T, 2), 0.2)
+    values[AT[0] * T + AT[1], 1] = math.inf
+    logits, batch = listing(values, sets)
+    assert not grpo_loss(logits, batch, Objective(), options=Options(backend)).loss.isfinite()
+    with pytest.raises(ValueError, match=rf"{sets} has an infinite value at 1 of 10 trained tokens.*strict.*finite values"):
+        grpo_loss(logits, batch, Objective(), options=Options(backend, strict=True))
+    masked = listing(values, sets, mask=MASK & ~TOKEN)[1]
+    assert grpo_loss(logits, masked, Objective(), options=Options(backend, strict=True)).loss.isfinite()
+    if sets == "logp_terms":  # the log-prob of an id that the sampler never draws
+        centered = Objective(Cispo(), listed=ScoreCentering(Cispo(), tail=False))
+        unseen = listing(values.neg(), sets)[1]
+        assert grpo_loss(logits, unseen, centered, options=Options(backend, strict=True)).loss.isfinite()
+
+
+def test_strict_mode_refuses_listed_ids_outside_of_the_set(backend):
+    """Their log-prob is -inf: the loss is infinite. A value of 0, a row without a set, and `prob_terms` have no such term."""
+    values = torch.full((B * T, 2), 0.2)
+    targets = Problem.drawn(Objective(), 1.0).targets.flatten().tolist()
+    sets = [[y, (y + 1) % V, (y + 2) % V] for y in targets]
+    sets[0], sets[AT[0] * T + AT[1]] = [], [y := targets[AT[0] * T + AT[1]], (y + 1) % V]
+    kept = TokenSets.from_lists([sorted(x) for x in sets])
+    logits, batch = listing(values, "logp_terms", kept)
+    assert grpo_loss(logits, batch, Objective(), options=Options(backend)).loss.isinf()
+    with pytest.raises(ValueError, match=rf"kept set lacks at 1 of 10 trained tokens, \[{AT[0]}, {AT[1]}\].*-inf.*value 0"):
+        grpo_loss(logits, batch, Objective(), options=Options(backend, strict=True))
+    strict = Options(backend, strict=True)
+    assert grpo_loss(logits, listing(values, "prob_terms", kept)[1], Objective(), options=strict).loss.isfinite()
+    values[AT[0] * T + AT[1], 1] = 0.0
+    assert grpo_loss(logits, listing(values, "logp_terms", kept)[1], Objective(), options=strict).loss.isfinite()
 
 
 def test_in_tritons_interpreter():
