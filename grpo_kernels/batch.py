@@ -133,9 +133,12 @@ class TokenBatch(Checked):
                  the same sets. A row without ids runs over the whole vocabulary.
     missing      of a target that its kept set lacks: "include", "full", "mask" or "raise"; None: see `Options`.
     logp_terms   `TokenSets` with values c: adds sum_v c_v log p_v over the ids that are listed for a row to its policy term, or
-                 what `Objective(listed=)` makes of these. A row without ids has no such term.
+                 what `Objective(listed=)` makes of these. A row without ids has no such term. Values are finite: an infinite one
+                 makes the loss infinite or NaN, and the gradient of its row NaN. An id outside of the row's kept set has
+                 log-prob -inf: with c = 0 it adds 0, with another c the loss is infinite. Strict mode refuses both, but
+                 for the values of `Objective(listed=)`, whose function says what they mean.
     prob_terms   likewise with values r: adds sum_v r_v p_v. If both are given, they list the same ids in the same order. No
-                 gradient flows to values.
+                 gradient flows to values. An id outside of the row's kept set has p = 0 and adds 0.
     rows         integer, the shape of targets: the flat row of the logits (or hidden states), which then have any shape in front,
                  that predicts each token; None = row i predicts targets[i]. Several tokens may share a row, as those of rollouts
                  with a common prefix do; everything else of the batch goes by tokens. See docs/trees.md.
@@ -154,8 +157,15 @@ class TokenBatch(Checked):
     program by an assertion on the device.
 
     Packed, [B] and [N] may be equal: a tensor of that length is then read per token, so write [B, 1].
-    Gradients never flow into these tensors. Values are checked for NaN in strict mode only: one at a trained token
-    makes the loss NaN.
+    Gradients never flow into these tensors.
+
+    NaN: if the log-prob (a NaN in its logits or hidden state), the advantage, old_logps, ref_logps, weights or nll_weights of a
+    trained token is NaN, the loss and the gradient of the token's row are NaN, whatever clips, filters and KL estimators compare.
+    At a sequence level a NaN in the ratio of a sequence reaches each of its trained tokens, as in plain PyTorch. A NaN has no effect
+    where the mask is False, and none in the policy term of a token whose weight is 0. ref_logps matter with a KL only. A NaN in
+    sampler_logps says that the token was not scored, see `TrustRegion`. From hidden states no gradient is computed for rows that
+    have none (zero advantage, without KL and entropy bonus): the loss is NaN all the same; and `Options(skip_inactive=True)` does not
+    read such rows. In strict mode a NaN at a trained token raises ValueError.
     Raises ValueError on shapes, dtypes or devices that disagree.
     """
 

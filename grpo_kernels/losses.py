@@ -508,9 +508,9 @@ def _token_stage(
     if listed is None:
         return objective.token_stage(logps, entropy, rows, batch, x), x, None
     terms, at = listed
-    term, slopes = terms.of(at.detach(), rows.advantages)
-    made = objective.token_stage(logps, entropy, rows, batch, x, term)
-    return made, x, times(made.d_listed[terms.rows], slopes)
+    of_rows = terms.of(at.detach(), rows.advantages)
+    made = objective.token_stage(logps, entropy, rows, batch, x, of_rows.term)
+    return made, x, times(made.d_listed[terms.rows], of_rows.slopes_of_ids(at.detach(), terms.rows))
 
 
 class _TokenStage(torch.autograd.Function):
@@ -684,7 +684,9 @@ def _refuse_values(batch: TokenBatch, objective: Objective, rows: TokenRows, opt
         def row_has(bad: Tensor, row_of: Tensor = row_of) -> Tensor:
             return torch.zeros(batch.tokens, dtype=torch.bool, device=bad.device).index_put((row_of,), bad, accumulate=True)
 
-        remedy = "the loss would be infinite or NaN, which strict mode refuses. Pass finite values, and 0 for an id without one."
+        remedy = (
+            "the loss would be infinite or NaN, which strict mode refuses. Pass finite values, and 0 for an id without one."
+        )
         _refuse_tokens(row_has(sets.values.isinf()), f"{name} has an infinite value", remedy, rows, batch)
         if name == "logp_terms" and batch.kept is not None:
             lacks = ~batch.kept.holds(row_of, sets.ids) & (sets.ids != rows.targets[row_of]) & ~batch.without_set[row_of]

@@ -153,7 +153,8 @@ class Options(Checked):
         out = linear_grpo_loss(hidden, weight, batch, objective, options=Options(backend="eager", strict=True))
 
     backend         "auto", "eager", "cpu" or "triton"; see `backends.pick`, and `use` for all calls of a process.
-    strict          True: a fallback to another backend is an error, and so is a NaN in numbers of a trained token.
+    strict          True: a fallback to another backend is an error, and so are a NaN in numbers of a trained token, a log-prob of
+                    -inf that a KL compares, and infinite values of listed ids.
     skip_inactive   True: a loss does not read rows that cannot contribute (zero advantage or weight, and neither KL nor entropy
                     bonus, at token level); out.logps and out.entropy hold 0 there. Loss and gradient are the same.
     sparse          `Sparse`: gradients from hidden states by few columns of each row, unbiased, for a third of the products.
