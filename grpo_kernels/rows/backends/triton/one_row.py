@@ -413,9 +413,10 @@ def _at_ids(listed, t, of, top, log_s, sums, d_term, LISTED, PHASE, OUTSIDE, LAN
         total += tl.where(here, x, 0.0)
     if d_term is None:
         return tl.sum(total, axis=0)
-    outside = tl.where(d_term == 0.0, 0.0, outside)
-    per_p = tl.where(d_term == 0.0, 0.0, per_p)
-    return tl.sum(total, axis=0), tl.sum(outside, axis=0), tl.sum(per_p, axis=0)
+    else:
+        outside = tl.where(d_term == 0.0, 0.0, outside)
+        per_p = tl.where(d_term == 0.0, 0.0, per_p)
+        return tl.sum(total, axis=0), tl.sum(outside, axis=0), tl.sum(per_p, axis=0)
 
 
 @triton.jit
