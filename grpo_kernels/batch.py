@@ -133,10 +133,10 @@ class TokenBatch(Checked):
                  the same sets. A row without ids runs over the whole vocabulary.
     missing      of a target that its kept set lacks: "include", "full", "mask" or "raise"; None: see `Options`.
     logp_terms   `TokenSets` with values c: adds sum_v c_v log p_v over the ids that are listed for a row to its policy term, or
-                 what `Objective(listed=)` makes of these. A row without ids has no such term. Values are finite: an infinite one
-                 makes the loss infinite or NaN, and the gradient of its row NaN. An id outside of the row's kept set has
-                 log-prob -inf: with c = 0 it adds 0, with another c the loss is infinite. Strict mode refuses both, but
-                 for the values of `Objective(listed=)`, whose function says what they mean.
+                 what `Objective(listed=)` makes of these. A row without ids has no such term. An infinite value
+                 makes the loss infinite or NaN, and the gradient of its row NaN. An id outside of the row's kept
+                 set has log-prob -inf: it adds 0 if c = 0, else the loss is infinite. Strict mode raises ValueError
+                 for both. With `Objective(listed=)` the function decides what such values mean.
     prob_terms   likewise with values r: adds sum_v r_v p_v. If both are given, they list the same ids in the same order. No
                  gradient flows to values. An id outside of the row's kept set has p = 0 and adds 0.
     rows         integer, the shape of targets: the flat row of the logits (or hidden states), which then have any shape in front,
@@ -159,13 +159,18 @@ class TokenBatch(Checked):
     Packed, [B] and [N] may be equal: a tensor of that length is then read per token, so write [B, 1].
     Gradients never flow into these tensors.
 
-    NaN: if the log-prob (a NaN in its logits or hidden state), the advantage, old_logps, ref_logps, weights or nll_weights of a
-    trained token is NaN, the loss and the gradient of the token's row are NaN, whatever clips, filters and KL estimators compare.
-    At a sequence level a NaN in the ratio of a sequence reaches each of its trained tokens, as in plain PyTorch. A NaN has no effect
-    where the mask is False, and none in the policy term of a token whose weight is 0. ref_logps matter with a KL only. A NaN in
-    sampler_logps says that the token was not scored, see `TrustRegion`. From hidden states no gradient is computed for rows that
-    have none (zero advantage, without KL and entropy bonus): the loss is NaN all the same; and `Options(skip_inactive=True)` does not
-    read such rows. In strict mode a NaN at a trained token raises ValueError.
+    If one of these numbers of a trained token is NaN, the loss and the gradient of its row are NaN: its log-prob
+    (a NaN in the logits or the hidden state), its advantage, old_logps, weights, nll_weights, and with a KL
+    ref_logps. Clips, filters and KL estimators do not hide it. At a sequence level a NaN in the ratio of a sequence
+    reaches each of its trained tokens, as in plain PyTorch. Exceptions:
+
+    - where the mask is False, a NaN has no effect;
+    - a weight of 0 takes the token out of the policy term, with its NaN;
+    - a NaN in sampler_logps means that the sampler did not score the token (see `TrustRegion`);
+    - a row with zero advantage, no KL and no entropy bonus gets no gradient from hidden states: only the loss is NaN.
+      `Options(skip_inactive=True)` does not read such rows at all.
+
+    In strict mode a NaN at a trained token raises ValueError.
     Raises ValueError on shapes, dtypes or devices that disagree.
     """
 

@@ -107,9 +107,10 @@ class Objective(Checked):
                   A fully masked sequence adds 0 and counts in B, unless count_empty=False (verl, OpenRLHF).
     beta, kl      weight and estimator of the KL to the reference: "k1", "k2", "k3", "abs", with "+" for the straight-through
                   form, a `Kl`, or a function (logp, old, ref) -> (value, slope). An `Exact` is the divergence of the whole
-                  distributions instead. It is not multiplied by the batch's weights. A log-prob below -1e4, -inf included, counts as
-                  -1e4, and exponents are at most 60: k3 of a target with p = 0 is about e^60 = 1.1e26, of a reference with p = 0
-                  1e4. Strict mode refuses a log-prob of -inf, of the policy or the reference, at a trained token.
+                  distributions instead. It is not multiplied by the batch's weights. A log-prob below -1e4, -inf
+                  included, counts as -1e4, and exponents are at most 60: k3 of a target with p = 0 is about
+                  e^60 = 1.1e26, k3 of a reference with p = 0 about 1e4. Strict mode raises ValueError for a
+                  log-prob of -inf, of the policy or the reference, at a trained token.
     entropy_coef  weight of the entropy bonus, which is subtracted from the loss.
     max_tokens    the completion budget of "constant", the paper's constant, not the padded length.
     filters       see filters.py: which tokens are left out of the policy term. At most one filter of each kind.

@@ -256,7 +256,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/formulas/token_stage.py", NAN,
         ("a NaN has no slope", "policy_weight = ops.where(sound, policy_weight, smallest)", "pass"),
-        ("a NaN advantage is not looked for", "log_ratio, advantage)  # NaN", "log_ratio, policy_weight)  # NaN"),
+        ("a NaN advantage is not looked for", "log_ratio, advantage)", "log_ratio, log_ratio)"),
         ("a NaN old log-prob is not looked for", "smallest = ops.minimum(smallest, old_logp)", "pass"),
         ("a NaN entropy is not looked for", "smallest = ops.minimum(smallest, entropy)", "pass"),
         ("a NaN is outside of every trust region", "out | (sound & ~TRUST(", "out | (~TRUST("),

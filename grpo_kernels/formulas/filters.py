@@ -5,9 +5,9 @@ see corrections.py. A filtered token has loss 0 and slope 0 in the policy term. 
 denominators, with one exception: an entropy bonus with entropy_aggregate="token-mean" is a mean over the tokens that
 `EntropyQuantile` keeps. Of a token that a trust region drops the terms at listed ids stay.
 
-A filter does not hide a NaN: a token whose log-prob, old log-prob or advantage is NaN is never dropped, whatever `keep` says, so
-that the loss is NaN; nor is one whose entropy is NaN by a filter of entropy. A NaN in sampler_logps is a token without a score,
-which `TrustRegion(anchor="sampler")` drops.
+A filter does not hide a NaN. A token whose log-prob, old log-prob or advantage is NaN is never dropped, whatever
+`keep` returns, so the loss is NaN. The same holds for a NaN entropy with a filter of entropy. A NaN in sampler_logps
+means that the sampler did not score the token, and `TrustRegion(anchor="sampler")` drops it.
 
 A trust region is (logp, anchor_logp, advantage, params) -> keep, with params = (low, high); p and q are the probabilities
 under the policy and under the anchor, A is the advantage.

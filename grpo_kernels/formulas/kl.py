@@ -131,7 +131,8 @@ class Kl(Checked):
                       the weight (verl: 20 and 10), so the tokens that have moved furthest get none. Infinity, the default,
                       switches them off.
 
-    A log-prob below -1e4, -inf included, counts as -1e4 (strict mode refuses -inf); log-ratios beyond 60 are bounded in the exponent, and weighted
+    A log-prob below -1e4, -inf included, counts as -1e4 (strict mode refuses -inf); log-ratios beyond 60 are
+    bounded in the exponent, and weighted
     values at 1e30: value and slope stay finite in fp32. At level "sequence-sum" the ratio that weighs is the token's own.
     Raises ValueError naming the field that is wrong.
     """

@@ -183,11 +183,12 @@ def token_terms(
     sequence; at the other levels, and for a detached ratio, d loss / d logp is the whole slope. TRUST compares with
     anchor_logp.
 
-    If a number of a token with a nonzero policy weight is NaN, its loss and its gradient are NaN, whatever SURROGATE, TRUST,
-    the entropy floor and the bounds of the ratio return for it. anchor_logp is the exception: a NaN in `sampler_logps` stands
-    for a token that the sampler did not score, which TRUST drops."""
+    If a number of a token with a nonzero policy weight is NaN, its loss and its gradient are NaN, whatever SURROGATE,
+    TRUST, the entropy floor and the bounds of the ratio return for it. The exception is anchor_logp: a NaN in
+    `sampler_logps` means that the sampler did not score the token, and TRUST drops it."""
     zero = policy_weight * 0.0
-    smallest = ops.minimum(logp if LEVEL == "token" else log_ratio, advantage)  # NaN if one of the numbers is
+    # The minimum is NaN if one of the numbers is. A sum would also be NaN for inf - inf.
+    smallest = ops.minimum(logp if LEVEL == "token" else log_ratio, advantage)
     if LEVEL == "token" and old_logp is not logp:
         smallest = ops.minimum(smallest, old_logp)
     if entropy_floor is not None:
@@ -248,7 +249,7 @@ def token_terms(
 
 
 def below_floor(entropy, floor):
-    """Return whether an entropy is below the floor: what `EntropyFloor` drops. False for NaN, which no filter hides."""
+    """Return whether an entropy is below the floor: what `EntropyFloor` drops. False for NaN."""
     return entropy < floor
 
 
@@ -345,9 +346,9 @@ class TokenStage(NamedTuple):
         return {name: getattr(self.rows, name).contiguous() for name in program.inputs if name in INPUTS}
 
     def listed_program(self) -> Program:
-        """The program (the term of a row, d term / d log-prob, and if a function gives them `outside` and `per_p` of TermsOfRows) of
-        listed ids, whose inputs are log-probs, the advantage of the
-        row and the values of each part. Raises FormulaRefused where a function cannot be traced."""
+        """The program of listed ids: the term of a row, d term / d log-prob, and `outside` and `per_p` of TermsOfRows
+        if a function gives them. Its inputs are log-probs, the advantage of the row and the values of each part.
+        Raises FormulaRefused where a function cannot be traced."""
         return self._made_of_listed()[0].checked()
 
     def compare_once(self, run: Run) -> None:

@@ -120,8 +120,10 @@ class OfOthers(NamedTuple):
         outside, per_p = (torch.where(tokens.used, x, 0.0).double() for x in (outside, per_p))
         nothing = outside.new_zeros(rows.numel())
         pairs = tokens.pairs
-        of_rows = (pairs.row_sums(torch.cat([x, nothing])) for x in (outside, per_p))
-        return cls(*of_rows, pairs.sums(torch.cat([torch.zeros_like(per_p), per_p[rows]])))
+        outside_of_rows = pairs.row_sums(torch.cat([outside, nothing]))
+        per_p_of_rows = pairs.row_sums(torch.cat([per_p, nothing]))
+        per_p_of_ids = pairs.sums(torch.cat([torch.zeros_like(per_p), per_p[rows]]))
+        return cls(outside_of_rows, per_p_of_rows, per_p_of_ids)
 
 
 def fused_tokens(

@@ -120,11 +120,17 @@ def test_score_centering_has_no_drift(tail, what, A, backend):
 @pytest.mark.parametrize("outside", [3.7e-5, 1.6e-5, 2.7e-7])
 @pytest.mark.parametrize("sampled", ["listed", "other"])
 def test_score_centering_of_a_confident_policy(sampled, outside, source, backend):
-    """Where the list has nearly all of p and not of q, the gradient of a listed id is A (q_j - p_j) to fp32's rounding. Those of the
-    others have the digits of 1 - sum p."""
+    """The list has nearly all of p and not of q. The gradient of a listed id is A (q_j - p_j) to fp32's rounding; the others
+    have as many digits as 1 - sum p."""
     g = torch.Generator().manual_seed(6)
     n, k, vocab, eps = 6, 4, 23, torch.finfo(torch.float32).eps
-    p = torch.cat([(1 - outside) * torch.rand(n, k, generator=g).double().softmax(1), outside * torch.rand(n, vocab - k, generator=g).double().softmax(1)], 1)
+    p = torch.cat(
+        [
+            (1 - outside) * torch.rand(n, k, generator=g).double().softmax(1),
+            outside * torch.rand(n, vocab - k, generator=g).double().softmax(1),
+        ],
+        1,
+    )
     q = 0.7 * torch.rand(n, k, generator=g).double().softmax(1)
     advantages = torch.tensor([1.0, -0.8, 0.5, -1.0, 0.9, 0.3])
     targets = torch.full((n,), 1 if sampled == "listed" else 9)
