@@ -165,7 +165,8 @@ class TokenBatch(Checked):
     reaches each of its trained tokens, as in plain PyTorch. Exceptions:
 
     - where the mask is False, a NaN has no effect;
-    - a weight of 0 takes the token out of the policy term, with its NaN;
+    - a weight of 0 takes the token out of the policy term, with its NaN, and so does a filter that drops the token
+      for a reason other than the NaN (see formulas/filters.py);
     - a NaN in sampler_logps means that the sampler did not score the token (see `TrustRegion`);
     - a row with zero advantage, no KL and no entropy bonus gets no gradient from hidden states: only the loss is NaN.
       `Options(skip_inactive=True)` does not read such rows at all.

@@ -499,15 +499,15 @@ class Objective(Checked):
         return batch.spread(total if self.level == "sequence-sum" else total / batch.lengths.clamp(min=1.0)).float()
 
     def _filtered(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch) -> TokenRows:
-        """The rows, with weights of 0 where a filter that needs the whole batch leaves a token out. A token with a NaN is kept,
-        as in `token_terms`: a filter does not hide it."""
+        """The rows, with weights of 0 where a filter that needs the whole batch leaves a token out, and of NaN where a filter of
+        entropy keeps a token whose entropy is NaN."""
         for f in self.filters:
             if f.one_pass:  # `token_terms` does
                 continue
-            keep = f.keep(logps, entropy, rows, batch) | _numbers_with_nan(logps, rows)
+            keep = f.keep(logps, entropy, rows, batch)
             policy_weight = torch.where(keep, rows.policy_weight, 0.0)
             if f.filters_entropy and entropy is not None:
-                policy_weight = torch.where(entropy.isnan() & (rows.policy_weight != 0), entropy, policy_weight)
+                policy_weight = torch.where(entropy.isnan() & (policy_weight != 0), entropy, policy_weight)
             rows = replace(rows, policy_weight=policy_weight)
             if f.filters_entropy and rows.entropy_weight is not None:
                 narrowed = torch.where(keep, rows.entropy_weight, 0.0)
@@ -526,12 +526,6 @@ NO_KL = Kl()
 
 def _own_log_ratio(logps: Tensor, rows: TokenRows) -> Tensor:
     return torch.where(logps.isnan(), logps, 0.0) if rows.old_logps is None else logps - rows.old_logps
-
-
-def _numbers_with_nan(logps: Tensor, rows: TokenRows) -> Tensor:
-    """bool [n]: tokens whose log-prob, old log-prob or advantage is NaN."""
-    found = logps.isnan() | rows.advantages.isnan()
-    return found if rows.old_logps is None else found | rows.old_logps.isnan()
 
 
 # ---- published objectives, and the constants with which trainers compute them

@@ -296,7 +296,6 @@ class Gmpo(Surrogate):
         # A > 0: x is bounded by eps_high from above. A < 0: by -eps_low from below. A = 0: x does not count.
         counts = (advantages != 0) | x.isnan()
         clipped = torch.where(advantages > 0, x.clamp(max=self.eps_high), x.clamp(min=-self.eps_low))
-        clipped = torch.where(advantages.isnan(), advantages, clipped)
         return torch.where(counts, clipped, 0.0), (counts & (clipped == x)).to(x.dtype)
 
     @property

@@ -198,7 +198,7 @@ def token_terms(
     policy_weight = ops.where(sound, policy_weight, smallest)
     if entropy_floor is not None:
         low = below_floor(entropy, entropy_floor[0])
-        out = out | (sound & low)
+        out = out | low
         if entropy_weight is not None:
             entropy_weight = ops.where(low, 0.0, entropy_weight)
     out_of_listed = out  # what TRUST thinks of the token says nothing of the other ids of its row

@@ -56,10 +56,10 @@ def ignoring_kl(logp, old_logp, ref_logp):
 
 @dataclass(frozen=True)
 class NearOld(Filter):
-    """A filter of a user, whose comparison drops a NaN."""
+    """A filter of a user, which keeps a NaN."""
 
     def keep(self, logps, entropy, rows, batch):
-        return (logps - rows.old_logps).abs() < 9.0
+        return ~((logps - rows.old_logps).abs() > 9.0)
 
 
 def levels_of(objective: Objective) -> tuple[str, ...]:
@@ -312,14 +312,34 @@ def test_a_token_without_a_sampler_is_dropped(kind, backend):
 def test_an_advantage_of_0(backend):
     """The loss is NaN. The gradient of the row is NaN from logits and log-probs; from hidden states no gradient is computed for a
     row without an advantage."""
-    objective = PRESETS["dapo"]
-    problem = Problem.drawn(objective, 0.0)
+    for name in ("dapo", "gmpo"):
+        objective = PRESETS[name]
+        problem = Problem.drawn(objective, 0.0)
+        del problem.fields["nll_weights"]
+        for door in DOORS:
+            for source in ("old_logps", "row"):
+                found = problem.run(objective, door, backend, source)
+                assert found.loss.isnan(), (name, door, source)
+                rows = found.rows[reached(objective, source)]
+                assert rows.isnan().all() or (name == "dapo" and door in ("hidden", "frozen head") and not rows.any()), (
+                    name,
+                    door,
+                    source,
+                )
+
+
+@pytest.mark.parametrize("f", [EntropyFloor(1e3), EntropyQuantile(1e-3)], ids=str)
+def test_a_token_of_low_entropy_is_dropped(f, backend):
+    """With a NaN of its own: the filter does not look at it."""
+    objective = Objective(filters=(f,))
+    problem = Problem.drawn(objective, 1.0)
+    problem.hidden[AT] *= 20.0  # which makes its entropy the lowest
     del problem.fields["nll_weights"]
     for door in DOORS:
-        for source in ("old_logps", "row"):
+        for source in ("old_logps", "advantages"):
             found = problem.run(objective, door, backend, source)
-            assert found.loss.isnan()
-            assert found.rows[TOKEN].isnan().all() or (door in ("hidden", "frozen head") and not found.rows[TOKEN].any())
+            assert found.loss.isfinite()
+            assert not found.rows[AT].any()
 
 
 def test_sequences_that_moved_away_do_not_hide_a_nan(backend):
