@@ -157,6 +157,20 @@ def test_score_centering_of_a_confident_policy(sampled, outside, source, backend
         torch.testing.assert_close(found[:, k:], exact[:, k:], rtol=4 * eps / outside, atol=4 * eps)
 
 
+def test_score_centering_where_logits_are_read_twice(backend):
+    """The gradient of fp16 logits is that of the same logits in fp32, rounded."""
+    logits = torch.randn(4, V).half()
+    head = TokenSets.from_padded(torch.arange(5).expand(4, 5), values=torch.rand(4, 5).softmax(1).log() - 0.5)
+    batch = TokenBatch(torch.arange(4) * 2, torch.tensor([1.0, -0.8, 0.5, -1.0]), logp_terms=head)
+    objective = Objective(PolicyGradient(), aggregate="token-sum", listed=ScoreCentering())
+    gradients = []
+    for x in (logits, logits.float()):
+        leaf = x.clone().requires_grad_()
+        grpo_loss(leaf, batch, objective, options=Options(backend=backend)).loss.backward()
+        gradients.append(leaf.grad.float())
+    torch.testing.assert_close(*gradients, rtol=torch.finfo(torch.float16).eps, atol=1e-6)
+
+
 def test_what_the_page_shows():
     """docs/listed_ids.md as it stands, in float64: soft targets, a KL that is unbiased whatever the head, a total variation."""
     names, out = pages.given(), {}
