@@ -346,7 +346,7 @@ def test_sequences_that_moved_away_do_not_hide_a_nan(backend):
     """Of negative advantage: a NaN advantage, log-prob or old log-prob among them is a NaN loss."""
     objective = Objective(filters=(OffPolicySequences(0.5),))
     problem = Problem.drawn(objective, -1.0)
-    problem.fields["old_logps"][1] += 3.0
+    problem.fields["old_logps"][1] += 9.0
     clean = problem.run(objective, "logits", backend)
     del problem.fields["nll_weights"]
     assert not problem.run(objective, "logits", backend).rows[1].any()
