@@ -24,7 +24,29 @@ from .program import Made, Program, Run, Tracer, Trial, is_own, key_of
 
 # ---- terms at listed ids
 
-ListedFunction = Callable[[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, Tensor]]
+ListedFunction = Callable[[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, ...]]
+
+#: The smallest probability of the ids that a row does not list: fp32 keeps no digit of a smaller one.
+LEAST_OUTSIDE = 1e-6
+
+
+class TermsOfRows(NamedTuple):
+    """What functions of listed ids give, of k ids in n rows.
+
+    term     fp32 [n], the term of each row.
+    slopes   fp32 [k], d term / d log-prob of each id.
+    outside  fp32 [n], d term / d log P, P the probability of all ids that the row does not list. None: no function has it.
+    per_p    fp32 [n], outside / P, with P at least LEAST_OUTSIDE."""
+
+    term: Tensor
+    slopes: Tensor
+    outside: Tensor | None = None
+    per_p: Tensor | None = None
+
+    def slopes_of_ids(self, logps: Tensor, rows: Tensor) -> Tensor:
+        """Return `slopes` with `outside` as slopes of the listed ids, log-probs [k] in `rows`: d log P = -sum_v p_v / P d log p_v.
+        Where P is small these are large and cancel."""
+        return self.slopes if self.per_p is None else self.slopes - self.per_p[rows] * logps.exp()
 
 
 def logp_term(logp: Tensor, values: Tensor, advantage: Tensor, sums: Any) -> tuple[Tensor, Tensor]:
@@ -51,16 +73,18 @@ class ListedTerms(NamedTuple):
         """int64 [k], the row of each id. Made anew at each call."""
         return torch.repeat_interleave(self.offsets.diff(), output_size=self.parts[0][1].numel())
 
-    def of(self, logps: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """(the term of each row, fp32 [n], d term / d log-prob [k]) from log-probs [k] and advantages [n]. Sums are fp64, in the
-        order of ids."""
+    def of(self, logps: Tensor, advantages: Tensor) -> TermsOfRows:
+        """The terms from log-probs [k] and advantages [n]. Sums are fp64, in the order of ids."""
         rows = self.rows
 
         def of_ids(x: Any) -> bool:
             return isinstance(x, Tensor) and x.shape == logps.shape
 
-        term, slope = added(self.parts, logps, advantages[rows], lambda x: self._sums(x)[rows], of_ids)
-        return self._sums(term), slope
+        term, slopes, *outside = added(self.parts, logps, advantages[rows], lambda x: self._sums(x)[rows], of_ids)
+        first = self.offsets[:-1]
+        has_ids = self.offsets.diff() > 0
+        of_rows = (torch.where(has_ids, torch.cat([x, x.new_zeros(1)])[first], 0.0) for x in outside)
+        return TermsOfRows(self._sums(term), slopes, *of_rows)
 
     def taken(self, which: Tensor, offsets: Tensor) -> ListedTerms:
         """The terms of other rows, whose ids are `which` of these, [m]."""
@@ -73,9 +97,10 @@ class ListedTerms(NamedTuple):
 
 def added(
     parts: Iterable[tuple[ListedFunction, Any]], logp: Any, advantage: Any, sums: Callable[[Any], Any], of_ids: Callable[[Any], bool]
-) -> tuple[Any, Any]:  # fmt: skip
-    """(term, slope) of each id, added up over functions with their values, all of them tensors or symbols. `of_ids`: whether x is
-    a number of each id. Raises ValueError where a function sums or returns anything else."""
+) -> tuple[Any, ...]:  # fmt: skip
+    """(term, slope) of each id, added up over functions with their values, all of them tensors or symbols; if a function gives one,
+    behind them what arrives at the log of the probability of all other ids, and that over this probability, equal for the ids of a
+    row. `of_ids`: whether x is a number of each id. Raises ValueError where a function sums or returns anything else."""
 
     def sums_of_ids(x: Any) -> Any:
         if not of_ids(x):
@@ -86,12 +111,22 @@ def added(
 
     term: Any = -0.0  # plus a number that number; no function adds it, so that the sum of the terms is one of its own
     slope: Any = 0.0
+    outside: Any = None
     for function, values in parts:
         made = without_branches(function, logp, values, advantage, sums_of_ids)
-        if not (isinstance(made, tuple) and len(made) == 2 and all(map(of_ids, made))):
+        if not (isinstance(made, tuple) and len(made) in (2, 3) and all(map(of_ids, made))):
             raise ValueError(f"listed={function!r} returned no pair of tensors of the shape of logp: return (term, slope).")
         term, slope = term + made[0], slope + made[1]
-    return term, slope
+        if len(made) == 3:
+            outside = made[2] if outside is None else outside + made[2]
+    if outside is None:
+        return term, slope
+    return term, slope, outside, outside / probability_outside(logp, sums)
+
+
+def probability_outside(logp: Any, sums: Callable[[Any], Any]) -> Any:
+    """Return the probability of all ids that a row does not list, at least LEAST_OUTSIDE."""
+    return (1.0 - sums(logp.exp())).clamp(min=LEAST_OUTSIDE)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -146,16 +181,29 @@ def token_terms(
 
     log_ratio is the one at LEVEL. d loss / d log-ratio is nonzero only where the gradient flows through the log-ratio of a
     sequence; at the other levels, and for a detached ratio, d loss / d logp is the whole slope. TRUST compares with
-    anchor_logp."""
+    anchor_logp.
+
+    If a number of a token with a nonzero policy weight is NaN, its loss and its gradient are NaN, whatever SURROGATE,
+    TRUST, the entropy floor and the bounds of the ratio return for it. The exception is anchor_logp: a NaN in
+    `sampler_logps` means that the sampler did not score the token, and TRUST drops it."""
     zero = policy_weight * 0.0
+    # The minimum is NaN if one of the numbers is. A sum would also be NaN for inf - inf.
+    smallest = ops.minimum(logp if LEVEL == "token" else log_ratio, advantage)
+    if LEVEL == "token" and old_logp is not logp:
+        smallest = ops.minimum(smallest, old_logp)
     if entropy_floor is not None:
-        high = above_floor(entropy, entropy_floor[0])
-        policy_weight = ops.where(high, policy_weight, 0.0)
+        smallest = ops.minimum(smallest, entropy)
+    sound = smallest == smallest
+    out = policy_weight == 0.0
+    policy_weight = ops.where(sound, policy_weight, smallest)
+    if entropy_floor is not None:
+        low = below_floor(entropy, entropy_floor[0])
+        out = out | low
         if entropy_weight is not None:
-            entropy_weight = ops.where(high, entropy_weight, 0.0)
-    listed_weight = policy_weight  # what TRUST thinks of the token says nothing of the other ids of its row
+            entropy_weight = ops.where(low, 0.0, entropy_weight)
+    out_of_listed = out  # what TRUST thinks of the token says nothing of the other ids of its row
     if TRUST is not None:
-        policy_weight = ops.where(TRUST(logp, anchor_logp, advantage, trust_params), policy_weight, 0.0)
+        out = out | (sound & ~TRUST(logp, anchor_logp, advantage, trust_params))
     bounded = log_ratio
     if ratio_bounds is not None:
         bounded = ops.minimum(ops.maximum(log_ratio, ratio_bounds[0]), ratio_bounds[1])
@@ -167,11 +215,12 @@ def token_terms(
         loss, slope = SURROGATE(bounded, zero, advantage, surrogate_params)
         slope = ops.where(bounded == log_ratio, slope, 0.0)
     # A token of weight 0 contributes 0 even where its ratio is NaN.
-    out = policy_weight == 0.0
     loss = ops.where(out, 0.0, policy_weight * loss)
     d_logp = ops.where(out, 0.0, policy_weight * slope)
+    listed_weight = zero
     if listed is not None:
-        loss = loss + ops.where(listed_weight == 0.0, 0.0, listed_weight * listed)
+        loss = loss + ops.where(out_of_listed, 0.0, policy_weight * listed)
+        listed_weight = ops.where(out_of_listed, 0.0, policy_weight)
     d_ratio = zero
     if LEVEL == "sequence" or LEVEL == "sequence-sum":
         if not DETACHED:
@@ -199,9 +248,9 @@ def token_terms(
 # fmt: on
 
 
-def above_floor(entropy, floor):
-    """Whether an entropy is at least the floor: what `EntropyFloor` keeps."""
-    return entropy >= floor
+def below_floor(entropy, floor):
+    """Return whether an entropy is below the floor: what `EntropyFloor` drops. False for NaN."""
+    return entropy < floor
 
 
 def ratio_of_kl(log_ratio, own, LEVEL):
@@ -297,8 +346,9 @@ class TokenStage(NamedTuple):
         return {name: getattr(self.rows, name).contiguous() for name in program.inputs if name in INPUTS}
 
     def listed_program(self) -> Program:
-        """The program (the term of a row, d term / d log-prob) of listed ids, whose inputs are log-probs, the advantage of the
-        row and the values of each part. Raises FormulaRefused where a function cannot be traced."""
+        """The program of listed ids: the term of a row, d term / d log-prob, and `outside` and `per_p` of TermsOfRows
+        if a function gives them. Its inputs are log-probs, the advantage of the row and the values of each part.
+        Raises FormulaRefused where a function cannot be traced."""
         return self._made_of_listed()[0].checked()
 
     def compare_once(self, run: Run) -> None:
@@ -319,17 +369,17 @@ class TokenStage(NamedTuple):
         functions = [function for function, _ in self.listed.parts]
         names = ("logps", "advantages", *(f"values {i}" for i in range(len(functions))))
 
-        def build(tracer: Tracer) -> tuple[Any, Any]:
+        def build(tracer: Tracer) -> tuple[Any, ...]:
             logp, advantage, *values = map(tracer.input, names)
             parts = zip(functions, values, strict=True)
-            term, slope = added(parts, logp, advantage, tracer.sum, lambda x: tracer.number(x).in_row)
-            return tracer.sum(term), slope
+            term, *others = added(parts, logp, advantage, tracer.sum, lambda x: tracer.number(x).in_row)
+            return tracer.sum(term), *others
 
         def trial() -> Trial:
             logps, advantages, *values = inputs = random_inputs(names, odd=False)
             advantages.fill_(0.7)  # of one row
             row = ListedTerms(tuple(zip(functions, values, strict=True)), torch.tensor([0, logps.numel()]))
-            return inputs, lambda: dict(zip(("term", "slope"), row.of(logps, advantages[:1]), strict=True))
+            return inputs, lambda: {k: x for k, x in row.of(logps, advantages[:1])._asdict().items() if x is not None}
 
         name = ", ".join(getattr(f, "__qualname__", repr(f)) for f in functions)
         return Made.of(tuple(map(key_of, functions)), name, build), trial

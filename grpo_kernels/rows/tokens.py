@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,11 +60,12 @@ class LogitsAt:
 
     def gradients(
         self, upstream: Tensor, outside: Tensor | None, targets: Tensor, read: Tensor | None, partials: Partials, slopes: Slopes,
-        transform: RowTransform,
+        transform: RowTransform, others: OfOthers | None = None,
     ) -> tuple[Tensor, Slopes]:  # fmt: skip
         """(d loss / d logits [k], of all that the loss depends on but divergences, which the kernels add: where two rows are nearly
         equal, the sign of a difference is that of the logits whose sums the partials have; the slopes of the other columns of the
-        rows), from d loss / d log-probs [k], and from d loss / d log of the probability outside of the ids [n], or None.
+        rows), from d loss / d log-probs [k], and from d loss / d log of the probability outside of the ids [n], or None. `others`:
+        what arrives at the probabilities outside of the ids of each token.
 
         Where p is close to 1, the 1 - p of one's own logit is that of expm1, as in the row kernels, or the sum of all else where
         that is known. Sums over the ids are fp64, since what arrives at one of them may be far more than at all others."""
@@ -84,7 +86,12 @@ class LogitsAt:
             arrives = torch.where(outside == 0, arrives, 1.0)
             total = total + outside
             rest = torch.where(p > 0.5, (mass + self._sums(torch.where(p > 0.5, 0.0, p)))[rows], rest)
-        g = (rest * upstream - p * (total[rows] - upstream)).float()
+        g = rest * upstream - p * (total[rows] - upstream)
+        if others is not None:
+            constant = constant + (others.per_p - others.outside)
+            g = g + p * ((others.per_p[rows] - others.listed) - others.outside[rows])
+            arrives = torch.where(others.outside == 0, arrives, 1.0)
+        g = g.float()
         g = g + slopes.target[rows] * torch.where(self.slots.ids == targets[rows], rest, -p)
         for term in slopes.at_columns(rows, p, p, logps):
             g = g + term
@@ -95,6 +102,28 @@ class LogitsAt:
     def _sums(self, x: Tensor) -> Tensor:
         """[n], of x [k], in a fixed order: no atomics."""
         return torch.segment_reduce(x, "sum", offsets=self.slots.offsets, initial=0, unsafe=True)
+
+
+class OfOthers(NamedTuple):
+    """What arrives at the log of the probabilities of all ids that a token does not list, see `TermsOfRows`; fp64.
+
+    outside, per_p  [n], sums over the tokens of each row.
+    listed          [k], of each slot the sum of per_p over the tokens that list it."""
+
+    outside: Tensor
+    per_p: Tensor
+    listed: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tokens, rows: Tensor, outside: Tensor, per_p: Tensor) -> OfOthers:
+        """From those of the tokens, fp32 [m]. `rows` int64 [k]: the token of each listed id."""
+        outside, per_p = (torch.where(tokens.used, x, 0.0).double() for x in (outside, per_p))
+        nothing = outside.new_zeros(rows.numel())
+        pairs = tokens.pairs
+        outside_of_rows = pairs.row_sums(torch.cat([outside, nothing]))
+        per_p_of_rows = pairs.row_sums(torch.cat([per_p, nothing]))
+        per_p_of_ids = pairs.sums(torch.cat([torch.zeros_like(per_p), per_p[rows]]))
+        return cls(outside_of_rows, per_p_of_rows, per_p_of_ids)
 
 
 def fused_tokens(
@@ -113,17 +142,21 @@ def fused_tokens(
     partials = backend.visit(rows, WITH_ENTROPY)
     logps, of_ids = tokens.of_pairs(ids.log_probs(partials, None, rows.transform)).tensor_split([m])
     entropy = tokens.of_rows(partials.entropy)
-    term, of_term = (None, None) if listed is None else listed.of(of_ids, stage.rows.advantages)
-    terms = stage.terms(logps, entropy, term)
+    made = None if listed is None else listed.of(of_ids, stage.rows.advantages)
+    terms = stage.terms(logps, entropy, None if made is None else made.term)
+    others = None
     if out is not None:
         upstream = torch.where(tokens.used, terms.d_logps, 0.0)
-        if listed is not None and of_term is not None:
-            upstream = torch.cat([upstream, times(terms.d_listed[listed.rows], of_term)])
+        if listed is not None and made is not None:
+            upstream = torch.cat([upstream, times(terms.d_listed[listed.rows], made.slopes)])
+            if made.outside is not None and made.per_p is not None:
+                of_others = (times(terms.d_listed, x) for x in (made.outside, made.per_p))
+                others = OfOthers.of(tokens, listed.rows, *of_others)
         of_entropy = None if terms.d_entropy is None else tokens.to_rows(torch.where(tokens.used, terms.d_entropy, 0.0))
         given = {"logps": torch.zeros_like(partials.max)} | ({} if of_entropy is None else {"entropy": of_entropy})
         slopes = Slopes.of({"entropy": partials.entropy}, given, rows.read)
         of_rows = (rows.targets, rows.read, partials, slopes, rows.transform)
-        at_ids, slopes = ids.gradients(tokens.to_pairs(upstream), None, *of_rows)
+        at_ids, slopes = ids.gradients(tokens.to_pairs(upstream), None, *of_rows, others)
         backend.gradient(rows, partials, slopes, out)
         write_at(out, here, at_ids)
     return torch.stack([logps, entropy, torch.where(tokens.used, terms.losses, 0.0)])

@@ -102,8 +102,10 @@ class Kernels(Backend):
         listed: OfListed | None = None,
         formula: Any = None,
         sums: int = 0,
+        outside: bool = False,
     ) -> Tensor | None:
-        """`listed`: the ids that tokens list, `formula`: the function of their program, which has so many `sums`."""
+        """`listed`: the ids that tokens list, `formula`: the function of their program, which has so many `sums`, and `outside`:
+        whether it also gives what arrives at the probability of the ids that a token does not list."""
         assert rows.part is None
         if self.strict:
             stage.compare_once(Program.__call__)
@@ -117,7 +119,7 @@ class Kernels(Backend):
             tuple(numbers[i] for i in used), results, m, listed,
         )  # fmt: skip
         kind = launch.fused_kind(rows.logits.dtype, rows.transform.softcap)
-        of.run(kind, _fused_kernel, *arguments, FORMULA=of_tokens, LISTED=formula, SUMS=sums)
+        of.run(kind, _fused_kernel, *arguments, FORMULA=of_tokens, LISTED=formula, SUMS=sums, OUTSIDE=outside)
         return results
 
     def fused_tokens(self, rows: LogitRows, tokens: Tokens, stage: TokenStage, out: Tensor | None) -> Tensor | None:
@@ -134,7 +136,8 @@ class Kernels(Backend):
         memory = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
         at = *aligned(tokens.of_row, ids.offsets, ids.ids), *memory
         listed = OfListed._make((*at, inputs, tuple(numbers[i] for i in used)))
-        return self._one_visit(rows._replace(targets=tokens.targets[tokens.of_row]), stage, out, listed, formula, sums)
+        rows = rows._replace(targets=tokens.targets[tokens.of_row])
+        return self._one_visit(rows, stage, out, listed, formula, sums, len(program.outputs) == 4)
 
     def evaluate(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.strict:

@@ -186,7 +186,7 @@ def _fused_kernel(
     policy_weight, kl_weight, entropy_weight, nll_weight,                  # [m], likewise
     numbers, results, m,                                                   # [3, m]: log-probs, entropies, losses
     listed,                                                                # `OfListed`, None where tokens list no ids: m is n
-    FORMULA: tl.constexpr, LISTED: tl.constexpr, SUMS: tl.constexpr, TILE: tl.constexpr,
+    FORMULA: tl.constexpr, LISTED: tl.constexpr, SUMS: tl.constexpr, OUTSIDE: tl.constexpr, TILE: tl.constexpr,
 ):
     BONUS: tl.constexpr = 1 if entropy_weight is not None else 0
     i = tl.program_id(0).to(tl.int64)
@@ -208,7 +208,7 @@ def _fused_kernel(
         inputs = (old_logps, ref_logps, sampler_logps, advantages, policy_weight, kl_weight, entropy_weight, nll_weight)
         sums = ()
         for phase in tl.static_range(SUMS):
-            x = _at_ids(listed, t, of, of.k * top, log_s, sums, None, LISTED, phase, TILE.LANES)
+            x = _at_ids(listed, t, of, of.k * top, log_s, sums, None, LISTED, phase, OUTSIDE, TILE.LANES)
             sums = sums + (x.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
         found = FORMULA((logp, entropy) + sums[-1:], t, inputs, numbers, (), 0)  # noqa: RUF005
         d_entropy = found[2]
@@ -217,17 +217,21 @@ def _fused_kernel(
         tl.store(results + t + m, entropy)
         tl.store(results + t + m + m, found[0])
         if listed is not None:
-            d_ids += _at_ids(listed, t, of, of.k * top, log_s, sums, found[3], LISTED, SUMS, TILE.LANES)
+            total, outside, per_p = _at_ids(listed, t, of, of.k * top, log_s, sums, found[3], LISTED, SUMS, OUTSIDE, TILE.LANES)
+            d_ids += total
+            d_others = d_ids + outside - per_p
+        else:
+            d_others = d_ids
         if out is not None:
             out_row = _at_row(out, i, T, out_stride_a, out_stride_t, TILE)
-            if (d_ids != 0.0) | (d_entropy != 0.0):
+            if (d_others != 0.0) | (d_entropy != 0.0):
                 _write_gradient(of, out_row, kept if TILE.KEPT > 0 else None, target, u, logp, 1.0, of.k, top, s, BONUS,
-                                (d_ids.to(tl.float32), -d_entropy * entropy, -d_entropy, 0.0), TILE)
+                                (d_others.to(tl.float32), -d_entropy * entropy, -d_entropy, 0.0), TILE)
             else:
                 _write_zeros(out_row, V, TILE)
             if listed is not None:
-                _write_at_ids(listed, t, of, of.k * top, log_s, out_row, target, u, logp, found[1], d_ids, -d_entropy * entropy,
-                              -d_entropy, TILE.LANES)
+                _write_at_ids(listed, t, of, of.k * top, log_s, out_row, target, u, logp, found[1], d_ids, outside, per_p,
+                              -d_entropy * entropy, -d_entropy, TILE.LANES)
     else:
         tl.store(results + t, 0.0)
         tl.store(results + t + m, 0.0)

@@ -388,33 +388,47 @@ OfListed = namedtuple("OfListed", "token offsets ids us slopes inputs numbers")
 
 
 @triton.jit
-def _at_ids(listed, t, of, top, log_s, sums, d_term, LISTED, PHASE, LANES):
+def _at_ids(listed, t, of, top, log_s, sums, d_term, LISTED, PHASE, OUTSIDE, LANES):
     """The sum over the ids of token t of what the formula has in a phase. In the last these are slopes: times `d_term` they arrive
-    at log-probs, and are kept like the logits, which the gradient may overwrite."""
+    at log-probs, and are kept like the logits, which the gradient may overwrite. Behind that sum stands then what arrives at the
+    log of the probability P of all other ids, and that over P: see `TermsOfRows`."""
     total = tl.full((LANES,), 0.0, tl.float64)
+    outside = tl.full((LANES,), 0.0, tl.float32)
+    per_p = tl.full((LANES,), 0.0, tl.float32)
+    begin = tl.load(listed.offsets + t)
     end = tl.load(listed.offsets + t + 1)
-    for start in range(tl.load(listed.offsets + t), end, LANES):
+    for start in range(begin, end, LANES):
         at = start + tl.arange(0, LANES)
         here = at < end
         u = _target_u(of, tl.load(listed.ids + at, mask=here, other=-1))
         x = LISTED(((of.k * u - top) - log_s,), tl.where(here, at, start), listed.inputs, listed.numbers, sums, PHASE)
         if d_term is not None:
+            if OUTSIDE:  # equal for all ids
+                outside = tl.where(at == begin, d_term * x[1], outside)
+                per_p = tl.where(at == begin, d_term * x[2], per_p)
+                x = x[0]
             x = tl.where(d_term == 0.0, 0.0, d_term * x)
             tl.store(listed.us + at, u, mask=here)
             tl.store(listed.slopes + at, x, mask=here)
         total += tl.where(here, x, 0.0)
-    return tl.sum(total, axis=0)
+    if d_term is None:
+        return tl.sum(total, axis=0)
+    else:
+        outside = tl.where(d_term == 0.0, 0.0, outside)
+        per_p = tl.where(d_term == 0.0, 0.0, per_p)
+        return tl.sum(total, axis=0), tl.sum(outside, axis=0), tl.sum(per_p, axis=0)
 
 
 @triton.jit
-def _write_at_ids(listed, t, of, top, log_s, out, target, u, logp, d_logp, total, d_constant, d_log, LANES):
+def _write_at_ids(listed, t, of, top, log_s, out, target, u, logp, d_logp, total, outside, per_p, d_constant, d_log, LANES):
     """The gradient of the logits at the target and at the ids of token t, among which the target may be: combined before it is
     rounded, and stored last."""
-    _store_at(out, target, of, u, logp, 1, d_logp, d_constant + (d_logp - total), d_log, 0.0)
+    of_target = d_constant + ((d_logp - total) - outside) + per_p
+    _store_at(out, target, of, u, logp, 1, d_logp, of_target, d_log, 0.0)
     end = tl.load(listed.offsets + t + 1)
     for start in range(tl.load(listed.offsets + t), end, LANES):
         at = start + tl.arange(0, LANES)
         id = tl.load(listed.ids + at, mask=at < end, other=-1)
         v = tl.load(listed.us + at, mask=at < end, other=0.0)
         x = tl.load(listed.slopes + at, mask=at < end, other=0.0).to(tl.float64) + tl.where(id == target, d_logp, 0.0)
-        _store_at(out, id, of, v, (of.k * v - top) - log_s, 1, x, d_constant + (x - total), d_log, 0.0)
+        _store_at(out, id, of, v, (of.k * v - top) - log_s, 1, x, d_constant + ((x - total) - outside), d_log, 0.0)
