@@ -43,7 +43,7 @@ from grpo_kernels.rows.backends import triton as backend
 from grpo_kernels.rows.backends.triton.launch import FUSED, Choice
 
 #: The kinds of settings, the most valuable first, and the share of the time for each.
-KINDS = {"fused": 3.5, "visit": 2.0, "fused32": 3.5, "chunk": 2.5, "two": 1.5, "mixed": 1.0, "slots": 0.7}
+KINDS = {"fused": 3.5, "visit": 2.0, "fused32": 3.5, "chunk": 2.5, "two": 1.5, "mixed": 1.0, "slots": 0.7, "vectors": 0.2}
 #: A setting replaces that of the package only if it is faster by more than this share: a smaller difference may be noise.
 GAIN = 0.02
 REGISTERS = 65536  # of a multiprocessor
@@ -51,7 +51,7 @@ SHARED = 224 << 10  # bytes, of those that can copy ahead
 MIB = 1 << 20
 #: (threads, accesses, programs per multiprocessor) to try in all combinations: of the kernels of rows, and of others.
 OF_A_ROW = ((256, 512, 1024), (1, 2, 4, 8), (1, 2, 4))
-SHAPES = {"slots": ((64, 128, 256, 512), (1, 2), (2, 4))}
+SHAPES = {"slots": ((64, 128, 256, 512), (1, 2), (2, 4)), "vectors": ((64, 128, 256), (1, 2, 4), (1, 2))}
 
 
 # ---- settings, and where the package keeps them
@@ -191,6 +191,7 @@ def workloads(small: bool) -> list[Workload]:
         Workload("two", "grpo_kernels, in place", Cell("logits-divergence", *beside)),
         Workload("mixed", "grpo_kernels", Cell("divergence-jsd", *beside, narrow)),
         Workload("slots", "grpo_kernels", Cell("kept", rows, vocab, dtype, narrow)),
+        Workload("vectors", "grpo_kernels", Cell("kept", rows, vocab, dtype, narrow)),
     ]
 
 

@@ -116,9 +116,7 @@ def pair_logprobs(
 
     largest = find_largest(pair_logits, is_used, segments)
     target_ids = F.pad(token_ids, (0, 1))[largest]  # id 0 if a row has none
-    statistics = source.statistics(
-        target_ids, row_mask, names, detached=detached, reference=reference
-    )
+    statistics = source.statistics(target_ids, row_mask, names, detached=detached, reference=reference)
     differences = subtract_largest(
         pair_logits,
         is_used,

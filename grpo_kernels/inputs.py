@@ -5,6 +5,7 @@ The policy's tensors and a reference's go through the same checks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,14 +66,9 @@ class RowLayout:
             return TRANSFORMED
         if self.are_shared:
             temperature = as_transform(transform).temperature
-            remedy = (
-                "with rows= the tokens of a row share its softmax: pass one temperature, as a "
-                "number."
-            )
+            remedy = "with rows= the tokens of a row share its softmax: pass one temperature, as a number."
             require(not isinstance(temperature, Tensor), "temperature", temperature, remedy)
-        return as_transform(transform).for_rows(
-            self.shape, self.mask, self.cu_seqlens, self.device
-        )
+        return as_transform(transform).for_rows(self.shape, self.mask, self.cu_seqlens, self.device)
 
 
 def make_logits_source(
@@ -103,9 +99,7 @@ def make_logits_source(
         from .core.compiled import CompiledLogits
 
         # In a graph nothing is written in place, and the backend is picked when the graph runs.
-        return CompiledLogits(
-            rows, row_transform, NO_KERNELS, backend=options.backend, strict=options.strict
-        )
+        return CompiledLogits(rows, row_transform, NO_KERNELS, backend=options.backend, strict=options.strict)
     if inplace:
         remedy = "the gradient would be written over it. Pass a copy, or inplace=False."
         refuse_overlap(
@@ -154,9 +148,7 @@ def make_projected_source(
     if torch.compiler.is_compiling():
         from .core.compiled import CompiledProjection
 
-        return CompiledProjection(
-            projection, NO_KERNELS, backend=options.backend, strict=options.strict
-        )
+        return CompiledProjection(projection, NO_KERNELS, backend=options.backend, strict=options.strict)
     return ProjectedLogits(projection, pick_kernels(options, layout.device), shard, memory)
 
 
@@ -192,10 +184,7 @@ def check_linear_tensors(
         bias = check_operand("bias", bias, layout, shard)
     shape = layout.shape
     if weight.shape[:-1] == shape and hidden.shape[:-1] != shape:
-        raise ValueError(
-            f"weight has shape {list(weight.shape)} and hidden {list(hidden.shape)}: they changed "
-            "places."
-        )
+        raise ValueError(f"weight has shape {list(weight.shape)} and hidden {list(hidden.shape)}: they changed places.")
     is_empty = weight.numel() == 0 and (shard is None or weight.shape[-1] == 0)
     if weight.dim() != 2 or is_empty:
         raise ValueError(
@@ -223,10 +212,7 @@ def check_linear_tensors(
             f"dimensions must agree, [..., H] and [V, H].{hint}"
         )
     if bias is not None and bias.shape != (vocab_size,):
-        raise ValueError(
-            f"bias has shape {list(bias.shape)}, but weight has {list(weight.shape)}: it must be "
-            f"[{vocab_size}]."
-        )
+        raise ValueError(f"bias has shape {list(bias.shape)}, but weight has {list(weight.shape)}: it must be [{vocab_size}].")
     return hidden, weight, bias
 
 
@@ -242,9 +228,7 @@ def check_operand(name: str, x: Any, layout: RowLayout, shard: VocabShard | None
     if not isinstance(x, Tensor) or x.dtype not in OF_PRODUCTS:
         actual = x.dtype if isinstance(x, Tensor) else type(x).__name__
         field = f", its {name}.last_hidden_state" if hasattr(x, "last_hidden_state") else ""
-        raise ValueError(
-            f"{name} is {actual}: pass a float32, bfloat16 or float16 tensor{field}."
-        )
+        raise ValueError(f"{name} is {actual}: pass a float32, bfloat16 or float16 tensor{field}.")
     require_same_device(name, x, layout.device)
     if shard is not None and name != "hidden":
         return shard.local(name, x, 0)
@@ -256,9 +240,7 @@ def check_operand(name: str, x: Any, layout: RowLayout, shard: VocabShard | None
 def require_same_device(name: str, x: Tensor, device: torch.device) -> None:
     """Raise ValueError unless x is on the device of targets."""
     if x.device != device:
-        raise ValueError(
-            f"{name} is on {x.device}, but targets is on {device}: move one of them."
-        )
+        raise ValueError(f"{name} is on {x.device}, but targets is on {device}: move one of them.")
 
 
 def local_tensor(name: str, x: Any, partial: bool) -> Tensor:
@@ -276,17 +258,13 @@ def local_tensor(name: str, x: Any, partial: bool) -> Tensor:
                 "the number of ranks. If it is the vocabulary-sharded head of a tensor-parallel "
                 "group, whose ranks have the same rows, pass Options(shard=VocabShard.of(weight))."
             )
-        raise ValueError(
-            f"{name} is a DTensor with placements {placements}, not replicated: {remedy}"
-        )
+        raise ValueError(f"{name} is a DTensor with placements {placements}, not replicated: {remedy}")
     from torch.distributed.tensor import Partial
 
     return x.to_local(grad_placements=[Partial()] * len(placements) if partial else None)
 
 
-def check_weight_grad(
-    weight_grad: Tensor, weight: Tensor, other_arguments: dict[str, Any]
-) -> WeightGradMemory:
+def check_weight_grad(weight_grad: Tensor, weight: Tensor, other_arguments: dict[str, Any]) -> WeightGradMemory:
     """Check that the gradient of `weight` can be added into `weight_grad`.
 
     Raises ValueError naming what does not fit.
@@ -299,16 +277,12 @@ def check_weight_grad(
     has_bad_layout = weight_grad.stride(-1) != 1 or overlaps_itself(weight_grad)
     if weight_grad.requires_grad or has_bad_layout:
         raise ValueError(
-            "weight_grad must not require grad, have unit stride in its last dimension, and no "
-            "two rows in one memory."
+            "weight_grad must not require grad, have unit stride in its last dimension, and no two rows in one memory."
         )
     remedy = "the gradient would be added to it. Pass memory of its own."
     refuse_overlap("weight_grad", weight_grad, remedy, other_arguments, {})
     if not weight.requires_grad:
-        raise ValueError(
-            "weight_grad is given, but weight does not require grad: leave it out for a frozen "
-            "head."
-        )
+        raise ValueError("weight_grad is given, but weight does not require grad: leave it out for a frozen head.")
     if hasattr(weight, "ds_id") or is_managed(weight):
         owner = "ZeRO-3" if hasattr(weight, "ds_id") else "FSDP"
         raise ValueError(
@@ -344,14 +318,14 @@ def make_reference(
     options = replace(options, weight_grad=None)
     if isinstance(policy, GivenLogits):
         logits, transform = unpack_ref_logits(name, value, transform, exact)
-        make_source = make_logits_source
+        make_source: Callable[..., RowSource] = make_logits_source
         arguments: tuple[Any, ...] = (logits,)
     else:
         hidden, head, transform = unpack_reference(name, value, transform, exact)
-        make_source = make_projected_source  # type: ignore[assignment]
+        make_source = make_projected_source
         arguments = (hidden, head)
     try:
-        source: RowSource = make_source(*arguments, layout, transform, options)
+        source = make_source(*arguments, layout, transform, options)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     if (source.vocab_size, source.num_columns) != (policy.vocab_size, policy.num_columns):

@@ -119,9 +119,7 @@ def grpo_loss(
     """
     if unknown:
         refuse_keywords(grpo_loss, unknown)
-    return compute_loss(
-        logits, None, batch, objective, transform, ref_logits, normalizer, options, inplace
-    )
+    return compute_loss(logits, None, batch, objective, transform, ref_logits, normalizer, options, inplace)
 
 
 def linear_grpo_loss(
@@ -173,9 +171,7 @@ def linear_grpo_loss(
     if unknown:
         refuse_keywords(linear_grpo_loss, unknown)
     head, transform = Head.parts(weight, transform)
-    return compute_loss(
-        hidden, head, batch, objective, transform, reference, normalizer, options, False
-    )
+    return compute_loss(hidden, head, batch, objective, transform, reference, normalizer, options, False)
 
 
 def objective_loss(
@@ -230,10 +226,7 @@ def objective_loss(
             require_shape(name, x, batch.targets.shape, "targets")
     filters_entropy = any(f.filters_entropy for f in objective.filters)
     if entropy is None and (objective.needs_entropy or filters_entropy):
-        raise ValueError(
-            "entropy is None, but the objective has an entropy bonus or a filter of entropy: pass "
-            "it."
-        )
+        raise ValueError("entropy is None, but the objective has an entropy bonus or a filter of entropy: pass it.")
     needs_divergence = objective.exact is not None
     if needs_divergence != (divergence is not None):
         remedy = "leave it out, or pass kl=Exact(...) with a beta."
@@ -249,12 +242,8 @@ def objective_loss(
     rows = objective.token_rows(batch, normalizer)
     refuse_nan(rows, batch, DEFAULT_OPTIONS)
     if token_weights is not None:
-        rows = rows.weighted(
-            per_token("token_weights", token_weights, batch.targets.shape, batch.cu_seqlens)
-        )
-    flat_statistics = {
-        name: flatten_and_mask(x, rows.trained) for name, x in statistics.items() if x is not None
-    }
+        rows = rows.weighted(per_token("token_weights", token_weights, batch.targets.shape, batch.cu_seqlens))
+    flat_statistics = {name: flatten_and_mask(x, rows.trained) for name, x in statistics.items() if x is not None}
     out = loss_of_statistics(flat_statistics, batch, objective, rows)
     refuse_infinite_kl(out, DEFAULT_OPTIONS)
     return out
@@ -283,9 +272,7 @@ def compute_loss(
     check_batch_and_objective(batch, objective)
     check_reference(reference, reference_name, batch, objective)
     exact = objective.exact
-    if is_traced() and leaves_the_graph(
-        options, batch.context_group, exact, batch.kept, batch.listed, batch.rows
-    ):
+    if is_traced() and leaves_the_graph(options, batch.context_group, exact, batch.kept, batch.listed, batch.rows):
         return run_outside_graph(
             compute_loss,
             x,
@@ -299,10 +286,7 @@ def compute_loss(
             inplace,
         )
     is_composed = (
-        batch.kept is not None
-        or batch.listed is not None
-        or batch.rows is not None
-        or isinstance(reference, TokenSets)
+        batch.kept is not None or batch.listed is not None or batch.rows is not None or isinstance(reference, TokenSets)
     )
     refuse_inplace(inplace and is_composed, composed_features(batch, reference))
     layout = layout_of_batch(x, batch)
@@ -324,13 +308,9 @@ def compute_loss(
     checked_reference = None
     needs_reference = reference is not None or exact is not None
     if needs_reference and not isinstance(reference, TokenSets):
-        checked_reference = make_reference(
-            reference, source, layout, transform, options, exact
-        )
+        checked_reference = make_reference(reference, source, layout, transform, options, exact)
         if exact is None:
-            ref_logps = reference_logprobs(
-                checked_reference, batch, objective, normalizer, options
-            )
+            ref_logps = reference_logprobs(checked_reference, batch, objective, normalizer, options)
             batch = batch.with_ref_logps(ref_logps)
             checked_reference = None
     rows = objective.token_rows(batch, normalizer, options.skip_inactive)
@@ -343,9 +323,7 @@ def compute_loss(
     if is_composed:
         refuse_infinite_terms(batch, objective, rows, options)
         teacher = reference if isinstance(reference, TokenSets) else None
-        statistics = statistics_of_composed_batch(
-            source, batch, objective, rows, checked_reference, teacher
-        )
+        statistics = statistics_of_composed_batch(source, batch, objective, rows, checked_reference, teacher)
         out = loss_of_statistics(statistics, batch, objective, rows)
     else:
         out = loss_of_source(source, batch, objective, rows, checked_reference)
@@ -365,9 +343,7 @@ def loss_of_source(
     The gradient is computed in the forward if it is known while the logits are there.
     """
     if is_traced():
-        return loss_of_statistics(
-            dense_statistics(source, objective, rows, reference, None), batch, objective, rows
-        )
+        return loss_of_statistics(dense_statistics(source, objective, rows, reference, None), batch, objective, rows)
     if isinstance(source, GivenLogits):
         # An fp16 gradient is stored after it is multiplied by the loss scale, which arrives in the
         # backward. With a shard the ranks exchange statistics between two passes anyway.
@@ -436,9 +412,7 @@ def dense_statistics(
     detached = () if objective.needs_entropy else ("entropy",)
     if order is not None and isinstance(source, ProjectedLogits):
         source = replace(source, known_order=KnownOrder(rows.read, order))
-    return source.statistics(
-        rows.targets, rows.read, names, detached=detached, reference=reference
-    )
+    return source.statistics(rows.targets, rows.read, names, detached=detached, reference=reference)
 
 
 def statistics_of_composed_batch(
@@ -497,14 +471,10 @@ def statistics_of_composed_batch(
     )
     if listed is not None:
         terms = objective.listed_terms(batch)
-        statistics["auxiliary_loss"] = auxiliary_loss_of_ids(
-            terms, statistics.pop("at"), rows.advantages
-        )
+        statistics["auxiliary_loss"] = auxiliary_loss_of_ids(terms, statistics.pop("at"), rows.advantages)
     if teacher is not None:
         assert exact is not None
-        statistics["divergence"] = teacher_divergence(
-            source, teacher, exact, mask=rows.read, rows=flat_rows
-        )
+        statistics["divergence"] = teacher_divergence(source, teacher, exact, mask=rows.read, rows=flat_rows)
     elif reference is not None and batch.kept is not None:
         assert exact is not None
         statistics["divergence"] = reference_divergence_over_candidates(
@@ -520,9 +490,7 @@ def statistics_of_composed_batch(
     return statistics
 
 
-def loss_of_statistics(
-    statistics: dict[str, Tensor], batch: TokenBatch, objective: Objective, rows: TokenRows
-) -> LossOutput:
+def loss_of_statistics(statistics: dict[str, Tensor], batch: TokenBatch, objective: Objective, rows: TokenRows) -> LossOutput:
     """Compute the loss from differentiable statistics of tokens, fp32 [num_tokens] each.
 
     statistics   "logps", and if the loss needs them "entropy", "divergence" and "auxiliary_loss"
@@ -657,9 +625,7 @@ def missing_of(batch: TokenBatch) -> str:
 # ---- which rows are processed
 
 
-def order_rows(
-    batch: TokenBatch, rows: TokenRows, objective: Objective
-) -> tuple[RowOrder, Tensor | None]:
+def order_rows(batch: TokenBatch, rows: TokenRows, objective: Objective) -> tuple[RowOrder, Tensor | None]:
     """Return the rows to process, those that can have a gradient first, and a mask of the latter.
 
     The mask is bool [num_tokens], None for all rows. The host does not wait for the device: the

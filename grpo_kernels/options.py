@@ -37,9 +37,7 @@ class Head(Checked):
     __repr__ = describe
 
     @staticmethod
-    def parts(
-        weight: Any, transform: LogitTransform | None
-    ) -> tuple[tuple[Any, Any], LogitTransform | None]:
+    def parts(weight: Any, transform: LogitTransform | None) -> tuple[tuple[Any, Any], LogitTransform | None]:
         """Return ((weight, bias), transform) of a caller's `weight`, a tensor or a Head.
 
         transform   the transform that was passed to the same call
@@ -101,15 +99,9 @@ def as_options(options: Options | None, head: object) -> Options:
     if options is None:
         return DEFAULT_OPTIONS
     if not isinstance(options, Options):
-        raise ValueError(
-            f"options is a {type(options).__name__}: pass Options, for example "
-            "Options(backend='eager')."
-        )
+        raise ValueError(f"options is a {type(options).__name__}: pass Options, for example Options(backend='eager').")
     if head is None and options.weight_grad is not None:
-        raise ValueError(
-            "weight_grad is given, but logits come without the weight of a head: leave it out of "
-            "the options."
-        )
+        raise ValueError("weight_grad is given, but logits come without the weight of a head: leave it out of the options.")
     return options
 
 
@@ -174,8 +166,7 @@ def leaves_the_graph(options: Options, context_group: Any, *features: Any) -> bo
         return bool(used_groups) or is_used
     if used_groups:
         raise ValueError(
-            f"{used_groups[0]} is given under torch.func, which does not support process groups: "
-            "use torch.autograd."
+            f"{used_groups[0]} is given under torch.func, which does not support process groups: use torch.autograd."
         )
     remedy = "torch.func gives gradients as results: leave it out."
     require(options.weight_grad is None, "weight_grad", options.weight_grad, remedy)

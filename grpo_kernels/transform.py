@@ -105,7 +105,6 @@ def as_transform(transform: LogitTransform | None) -> LogitTransform:
         actual = transform if is_number else f"a {type(transform).__name__}"
         temperature = transform if is_number else 0.7
         raise ValueError(
-            f"transform is {actual}: pass a LogitTransform, for example "
-            f"LogitTransform(temperature={temperature})."
+            f"transform is {actual}: pass a LogitTransform, for example LogitTransform(temperature={temperature})."
         )
     return transform

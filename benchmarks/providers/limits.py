@@ -119,9 +119,7 @@ class _OursInChunks(_Ours):
 
     def __init__(self, weight: Tensor, hidden: Tensor) -> None:
         super().__init__(weight, hidden)
-        rows = LinearMemory(
-            *weight.shape, has_grad_buffer=False, grad_hidden_bytes=4, grad_weight_bytes=4
-        ).plan("cpu", 0).chunk
+        rows = LinearMemory(*weight.shape, has_grad_buffer=False, grad_hidden_bytes=4, grad_weight_bytes=4).plan("cpu", 0).chunk
         self.chunks = self.hidden.tensor_split(-(-hidden.shape[0] // rows))
         if len(self.chunks) == 1:
             raise Unavailable("the engine takes all rows at once")

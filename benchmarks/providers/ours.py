@@ -96,7 +96,8 @@ def loss(
     provider(f"{OURS}{name}", *contracts, **fields)(make)
 
 
-loss(", in place", "logits", "logits-divergence", "logits-forms", inplace=True)
+loss(", in place", "logits", "logits-divergence", inplace=True)
+loss("", "logits-forms")
 loss(", new gradient", "logits")
 loss(", in place, upstream 0.5", "logits", inplace=True, upstream=0.5)
 loss(", new gradient, upstream 0.5", "logits", upstream=0.5)

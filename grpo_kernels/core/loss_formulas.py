@@ -1,7 +1,7 @@
 """Losses of the GRPO family as the loop over chunks calls them (`linear.Formula`).
 
-    TokenFormula      the gradient of a token depends on this token alone (GRPO, DAPO, CISPO, ...)
-    SequenceFormula   the gradient of a token depends on the log-probs of its sequence (GSPO, ...)
+TokenFormula      the gradient of a token depends on this token alone (GRPO, DAPO, CISPO, ...)
+SequenceFormula   the gradient of a token depends on the log-probs of its sequence (GSPO, ...)
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ class TokenFormula:
     has_reference   whether the loss contains the divergence from a reference
     """
 
-    def __init__(
-        self, kernels: Backend, stage: TokenStage, order: RowOrder, has_reference: bool
-    ) -> None:
+    def __init__(self, kernels: Backend, stage: TokenStage, order: RowOrder, has_reference: bool) -> None:
         self.kernels = kernels
         self.order = order
         self.stage = stage if order.is_identity else stage.at(order.row_ids)
@@ -67,9 +65,7 @@ class TokenFormula:
         device = self.order.row_ids.device
         default = torch.zeros(self.num_values, self.order.num_rows, device=device)
         logps, entropy, losses, *divergence = self.chunks.in_batch_order(default)
-        return FormulaResult(
-            sum_losses(losses), logps, entropy, divergence[0] if divergence else None
-        )
+        return FormulaResult(sum_losses(losses), logps, entropy, divergence[0] if divergence else None)
 
 
 class SequenceFormula:

@@ -67,7 +67,9 @@ class Reference:
 class RowSource(Protocol):
     """Rows of logits: given, or computed from hidden states and an output head."""
 
-    transform: RowTransform
+    @property
+    def transform(self) -> RowTransform:
+        """What is applied to each logit."""
 
     @property
     def num_rows(self) -> int:
@@ -201,14 +203,10 @@ class GivenLogits:
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
         """Return the transformed logit of each (row, id) pair, see `RowSource`."""
         columns = local_ids(plain(token_ids), self.shard, self.num_columns)
-        logits = apply_function(
-            GivenPairLogits, self.logits, plain(row_ids), columns, self.shard
-        )
+        logits = apply_function(GivenPairLogits, self.logits, plain(row_ids), columns, self.shard)
         return transform_pairs(self, logits, row_ids, token_ids)
 
-    def fused_loss(
-        self, stage: TokenStage, mask: Tensor | None, reference: Reference | None
-    ) -> FormulaResult:
+    def fused_loss(self, stage: TokenStage, mask: Tensor | None, reference: Reference | None) -> FormulaResult:
         """Return a token-level loss, in one kernel call that also writes the gradient."""
         rows = LogitRows(
             self.logits.detach(),
@@ -234,9 +232,7 @@ def reference_rows(reference: Reference | None) -> ReferenceRows | None:
     if reference is None:
         return None
     source = reference.source
-    return ReferenceRows(
-        source.logits, source.transform, reference.direction, reference.mixture
-    )
+    return ReferenceRows(source.logits, source.transform, reference.direction, reference.mixture)
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,9 +286,7 @@ class LogitsPass(StatisticsPass):
         (logits,) = tensors
         assert logits is not None
         grad_logits = logits.detach() if self.inplace else empty_like(logits.detach())
-        self.kernels.gradient(
-            self.make_rows(logits), self.as_sums(values), coefficients, grad_logits
-        )
+        self.kernels.gradient(self.make_rows(logits), self.as_sums(values), coefficients, grad_logits)
         if self.inplace:
             torch.autograd.graph.increment_version(logits)
         return (grad_logits,)
@@ -306,9 +300,7 @@ class LogitsPass(StatisticsPass):
 
     def make_rows(self, logits: Tensor) -> LogitRows:
         """Return the rows of a kernel call."""
-        return LogitRows(
-            logits.detach(), self.targets, self.mask, self.transform, self.reference
-        )
+        return LogitRows(logits.detach(), self.targets, self.mask, self.transform, self.reference)
 
 
 def temperatures_of(transform: RowTransform) -> Tensor | None:
@@ -419,14 +411,8 @@ class ProjectedLogits:
         else:
             order = RowOrder.of_mask(mask, self.num_rows, self.device)
         has_other_gradient = any(requested.has_gradient(name) for name in names)
-        needs_hidden_only = (
-            torch.is_grad_enabled() and self.projection.hidden.requires_grad and not self.trains_head
-        )
-        uses_unit_gradient = (
-            needs_hidden_only
-            and not has_other_gradient
-            and not torch._C._are_functorch_transforms_active()
-        )
+        needs_hidden_only = torch.is_grad_enabled() and self.projection.hidden.requires_grad and not self.trains_head
+        uses_unit_gradient = needs_hidden_only and not has_other_gradient and not torch._C._are_functorch_transforms_active()
         pass_type = FrozenHeadPass if uses_unit_gradient else LinearPass
         row_pass = pass_type(
             source=replace(self, projection=replace(self.projection, transform=self.transform.plain())),
@@ -445,9 +431,7 @@ class ProjectedLogits:
         """
         columns = local_ids(plain(token_ids), self.shard, self.num_columns)
         pairs, order = sort_by_row(plain(row_ids), columns, self.num_rows)
-        logits = apply_function(
-            ProjectedPairLogits, *self.tensors, pairs, self.kernels, self.shard, self.weight_memory
-        )
+        logits = apply_function(ProjectedPairLogits, *self.tensors, pairs, self.kernels, self.shard, self.weight_memory)
         in_given_order = logits[order.argsort()]
         return transform_pairs(self, in_given_order, row_ids, token_ids)
 
@@ -492,9 +476,7 @@ class ProjectedLogits:
         if memory.has_grad_buffer and memory.scales_rows:
             return None  # the scale of a row is fixed before its factor is known
         num_rows = order.num_with_gradient
-        plan = memory.plan(
-            self.device.type, max(num_rows, 1), gathers_rows(self.projection, num_rows)
-        )
+        plan = memory.plan(self.device.type, max(num_rows, 1), gathers_rows(self.projection, num_rows))
         blocks = split_sequences(rows_per_sequence, plan.block)
         if blocks is None:
             return None
@@ -529,9 +511,7 @@ def reference_projection(reference: Reference | None) -> ReferenceProjection | N
     """Return a reference's hidden states and head as the loop takes them."""
     if reference is None:
         return None
-    return ReferenceProjection(
-        reference.source.projection, reference.direction, reference.mixture
-    )
+    return ReferenceProjection(reference.source.projection, reference.direction, reference.mixture)
 
 
 @dataclass(frozen=True, eq=False)
@@ -559,9 +539,7 @@ class LinearPass(StatisticsPass):
         """Return the values of the softmax sums with their names."""
         if self.reference is None:
             return SoftmaxSums(values, self.names)
-        return SoftmaxSums(
-            values, self.names, self.reference.direction, self.reference.mixture
-        )
+        return SoftmaxSums(values, self.names, self.reference.direction, self.reference.mixture)
 
     def gradients(
         self,
@@ -586,9 +564,7 @@ class LinearPass(StatisticsPass):
         assert weight is not None
         check_weight_is_present(weight, self.source.shard)
         order = self.order_of_nonzero(coefficients)
-        formula = KnownGradients(
-            self.source.kernels, self.as_sums(values), coefficients, order
-        )
+        formula = KnownGradients(self.source.kernels, self.as_sums(values), coefficients, order)
         memory = self.source.weight_memory if wanted[1] else None
         gradients = loss_and_gradients(
             self.make_inputs(tensors),
@@ -604,10 +580,7 @@ class LinearPass(StatisticsPass):
         elif wanted[1] and grad_weight is None:
             grad_weight = zeros(weight.shape, weight.dtype, weight.device)
         results = (gradients.hidden, grad_weight, gradients.bias)
-        return tuple(
-            None if x is None or y is None else converted(x, y.dtype)
-            for x, y in zip(results, tensors, strict=True)
-        )
+        return tuple(None if x is None or y is None else converted(x, y.dtype) for x, y in zip(results, tensors, strict=True))
 
     def order_of_nonzero(self, coefficients: GradientCoefficients) -> RowOrder:
         """Return the rows that may have a gradient. On a GPU the host does not look at values."""

@@ -32,8 +32,8 @@ class ScoreCentering(Checked):
                        `Cispo(cap, low)`: p / q between low and cap. With a `TrustRegion` 0 outside of it.
     tail     True: the list is the head of q. The other ids count as if p / q were the same for all of them: the coefficient is
              q w - a p, a = r w(1 / r), r = (1 - sum q) / (1 - sum p), both masses at least 1e-6. With w = 1 the
-             gradient of a listed logit is A (q_j - p_j), with no loss of digits where r is large. False: the list is
-             all of q, as a kept set is.
+             gradient of a listed logit is A (q_j - p_j), with an error of about 1e-7 r. False: the list is all of q, as
+             a kept set is.
 
     A batch's `weights` multiply both terms: those of a token (TIS) would undo the centering, `Cispo` has them. Raises ValueError
     naming the argument that is wrong."""

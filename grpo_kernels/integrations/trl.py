@@ -427,13 +427,11 @@ class LossCall:
 
         kept   the sets that TRL passes to its head; as in TRL, the entropy is over the vocabulary."""
         if kept is None:
-            out = linear_grpo_loss(
-                hidden, head, self.batch, self.objective, normalizer=self.normalizer, options=self.options
-            )
+            out = linear_grpo_loss(hidden, head, self.batch, self.objective, normalizer=self.normalizer, options=self.options)
         else:
             batch = self.batch
-            entropy = True if self.objective.needs_entropy else "detached"
-            logps, entropies = logprobs_over_sets(hidden, head, batch.targets, kept, entropy, mask=batch.mask)
+            mode: bool | str = True if self.objective.needs_entropy else "detached"
+            logps, entropies = logprobs_over_sets(hidden, head, batch.targets, kept, mode, mask=batch.mask)
             out = objective_loss(logps, batch, self.objective, entropy=entropies, normalizer=self.normalizer)
         self.out = out
         logps = out.logps
@@ -642,9 +640,7 @@ def log_probs(
         statistics = found.also
     else:
         sets = TokenSets.from_padded(sampling_mask)
-        found = log_probs_of(
-            hidden, ids, head=head, entropy="entropy" in outputs, kept=sets, entropy_over="vocabulary"
-        )
+        found = log_probs_of(hidden, ids, head=head, entropy="entropy" in outputs, kept=sets, entropy_over="vocabulary")
         with torch.no_grad():  # of the vocabulary too, and they have no gradient
             statistics = log_probs_of(hidden, ids, head=head, also=also).also if also else {}
     squares = statistics.get("sum_squares")

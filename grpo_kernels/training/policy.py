@@ -220,7 +220,9 @@ class Losses:
             if objective.exact is not None:  # the other side of the divergence
                 assert self.reference is not None
                 second = self.reference.without_gradients(self.rows, completions)
-        own = {"reference": second} if self.linear else {"ref_logits": second, "inplace": self.inplace}
+        # The logits of candidate sets are read twice.
+        inplace = self.inplace and batch.kept is None
+        own = {"reference": second} if self.linear else {"ref_logits": second, "inplace": inplace}
         out = self.of_rows((linear_grpo_loss, grpo_loss), rows, batch, objective, **options, **own)
         return LossParts(out.loss, out.logps, out.metrics)
 

@@ -69,15 +69,11 @@ def test_a_function_of_ones_own(backend):
     exact = (of_row + 0.5 * of_row.square() - A * log_p[range(3), targets]).mean()
     exact.backward()
     batch, spec = TokenBatch(targets, A, logp_terms=sets), Objective(PolicyGradient(), listed=kl)
-    found = []
-    for inplace in (False, True):
-        leaf = logits.clone().requires_grad_()
-        loss = grpo_loss(leaf * 1.0, batch, spec, inplace=inplace, options=Options(backend)).loss
-        loss.backward()
-        found.append(leaf.grad)
-    assert torch.equal(*found)
+    leaf = logits.clone().requires_grad_()
+    loss = grpo_loss(leaf, batch, spec, options=Options(backend)).loss
+    loss.backward()
     torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0)
-    torch.testing.assert_close(found[0].double(), z.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(leaf.grad.double(), z.grad, rtol=1e-5, atol=1e-6)
     for function, says in WRONG.items():
         for strict in (False, True):
             with pytest.raises(ValueError, match=says):
@@ -120,8 +116,7 @@ def test_score_centering_has_no_drift(tail, what, A, backend):
 @pytest.mark.parametrize("outside", [3.7e-5, 1.6e-5, 2.7e-7])
 @pytest.mark.parametrize("sampled", ["listed", "other"])
 def test_score_centering_of_a_confident_policy(sampled, outside, source, backend):
-    """The list has nearly all of p and not of q. The gradient of a listed id is A (q_j - p_j) to fp32's rounding; the others
-    have as many digits as 1 - sum p."""
+    """The list has nearly all of p and not of q. The gradient has as many digits as 1 - sum p, of which at least 1e-6 is taken."""
     g = torch.Generator().manual_seed(6)
     n, k, vocab, eps = 6, 4, 23, torch.finfo(torch.float32).eps
     p = torch.cat(
@@ -148,13 +143,14 @@ def test_score_centering_of_a_confident_policy(sampled, outside, source, backend
         out.loss.backward()
         now, seen = logits.double().softmax(1), head.values.double().view(n, k).exp()
         rest = 1 - now[:, :k].sum(1, keepdim=True)
-        tail = (1 - seen.sum(1, keepdim=True)) * now[:, k:] / rest.clamp(min=1e-6)
-        exact = torch.cat([seen, tail], 1) - now
+        ratio = (1 - seen.sum(1, keepdim=True)) / rest.clamp(min=1e-6)
+        exact = torch.cat([seen, ratio * now[:, k:]], 1) - now * (seen.sum(1, keepdim=True) + ratio * rest)
         if policy == PolicyGradient():
             exact = exact + now - torch.nn.functional.one_hot(targets, vocab)
         found, exact = leaf.grad.double(), exact * advantages[:, None]
-        torch.testing.assert_close(found[:, :k], exact[:, :k], rtol=0, atol=4 * eps)
-        torch.testing.assert_close(found[:, k:], exact[:, k:], rtol=4 * eps / outside, atol=4 * eps)
+        digits = 2 * eps / max(outside, 1e-6)
+        torch.testing.assert_close(found[:, :k], exact[:, :k], rtol=0, atol=digits)
+        torch.testing.assert_close(found[:, k:], exact[:, k:], rtol=digits, atol=4 * eps)
 
 
 def test_score_centering_where_logits_are_read_twice(backend):

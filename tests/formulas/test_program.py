@@ -202,23 +202,18 @@ def long(logp, old_logp, advantage, params):
     return -advantage * sum((0.001 * logp for _ in range(1000)), logp * 0.0), -advantage
 
 
-def alternating(logp, values, advantage, sums):
-    return logp * values * (-1.0) ** torch.arange(len(logp)), values
-
-
 @pytest.mark.parametrize(
     "function, words",
     [
         (hyperbolic, ("hyperbolic", "sinh", "names of `ops`", f"line {hyperbolic.__code__.co_firstlineno + 1} of hyperbolic")),
         (branching, ("branching", "ops.where(condition, a, b)")),
         (long, ("long", "registers", "512")),
-        (alternating, ("alternating",)),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_what_cannot_be_traced_is_computed_in_torch(function, words, monkeypatch):
     """With one warning; a refusal by strict is remembered."""
-    surrogate = Objective(listed=function) if function is alternating else Custom(function)
+    surrogate = Custom(function)
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
     with pytest.warns(RuntimeWarning, match="second visit") as caught:
         found = loss_of(surrogate)
@@ -297,16 +292,11 @@ def exact_loss_of(surrogate, listed):
     return exact, (of_loss.mean(), of_slopes.max() / len(rows))
 
 
-def test_terms_of_listed_ids_are_a_program():
-    """Of a function of one's own, traced once, unless it differs from torch. The program is as near to float64 as torch is, but for
-    a rounding at each term of a sum over the 40 ids of a row, which it adds one after the other."""
+def test_terms_of_listed_ids_beside_a_traced_surrogate():
+    """As near to float64 as the eager backend, but for a rounding at each of the 40 ids of a row."""
     of = Objective(Custom(linear), listed=by_methods)
     (exact, sizes), in_torch = exact_loss_of(linear, by_methods), loss_of(of, "eager")
-    assert calls(by_methods, lambda: loss_of(of, strict=True)) > 0
-    found = []
-    assert calls(by_methods, lambda: found.extend(loss_of(of, strict=True))) == 0
+    found = loss_of(of, strict=True)
     for ours, theirs, right, size in zip(found, in_torch, exact, sizes, strict=True):
         error, of_torch = ((x.double() - right).abs().max() for x in (ours, theirs))
         assert error <= of_torch + 40 * 2.0**-24 * size, (float(error), float(of_torch), float(size))
-    with pytest.raises(FormulaRefused, match="two_faced_about_ids gives slope"):
-        loss_of(Objective(listed=two_faced_about_ids), strict=True)

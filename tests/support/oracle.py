@@ -400,7 +400,15 @@ def objective(
             kl[at] = kl_terms[-1].detach()
         elif ref is not None:
             # The product over a whole sequence would be far larger than the KL of a token, so the token's own ratio is used there.
-            kl_terms.append(kl_term(spec, logp if kl_logps is None else kl_logps[at], old_logp, ref[at], own if spec.level == "sequence-sum" else x))
+            kl_terms.append(
+                kl_term(
+                    spec,
+                    logp if kl_logps is None else kl_logps[at],
+                    old_logp,
+                    ref[at],
+                    own if spec.level == "sequence-sum" else x,
+                )
+            )
             kl[at] = kl_terms[-1].detach()
             for d, value in zip((ref[at] - logp).tolist(), kl_estimate("k3", logp, ref[at]).tolist(), strict=True):
                 margin(d, -spec.clamp_log, spec.clamp_log, *((0.0,) if spec.kl == "abs" else ()))
