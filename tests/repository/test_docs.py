@@ -7,18 +7,14 @@ import importlib
 import importlib.util
 import io
 import re
-import shutil
-import subprocess
 import tokenize
 from pathlib import Path
 from types import FunctionType
 
 import pytest
 
-from grpo_kernels.rows.backends import cpu
 from support import pages
 from support.pages import EXAMPLES, README, REFERENCE, ROOT
-from support.processes import finish, start
 
 MARKDOWN = pages.tracked("*.md")
 NAME = "grpo_kernels"
@@ -63,55 +59,6 @@ def test_examples_run(page):
             for name in re.findall(r"(\w+)(?: as \w+)?", imported):
                 known = re.search(rf"\b{name}\b", Path(spec.origin).read_text()) or importlib.util.find_spec(f"{module}.{name}")
                 assert known, f"{example.name}: {module}.{name}"
-
-
-# ---- the worked example of docs/architecture.md is a real change: applied to a copy, a statistic is there everywhere
-
-#: All statistics with a gradient at once, so that their slopes add up, beside those of float64.
-PROGRAM = """
-import importlib.machinery, sys
-sys.path.insert(0, {folder!r})
-sys.meta_path.insert(0, importlib.machinery.PathFinder)  # before the finder of an editable installation
-import torch
-import grpo_kernels
-from grpo_kernels import LogitTransform, Options, TokenSets, linear_logprobs, token_logprobs
-
-def exactly(rows, targets, sets):
-    keep = torch.zeros_like(rows, dtype=torch.bool)
-    for i, ids in enumerate(sets):
-        keep[i, list(ids) or slice(None)] = True
-    log_p = (rows / 0.7).masked_fill(~keep, -1e30).log_softmax(1)
-    p = log_p.exp()
-    return log_p.gather(1, targets[:, None])[:, 0], -(p * log_p.clamp(min=-1e5)).sum(1), (p**2).sum(1), (p**3).sum(1)
-
-assert grpo_kernels.__file__.startswith({folder!r})
-torch.manual_seed(0)
-hidden, weight, targets, upstream = torch.randn(7, 8), torch.randn(61, 8), torch.randint(61, (7,)), torch.randn(4, 7)
-some = [sorted({{int(t), 3, 9, 40}}) if i % 2 else [] for i, t in enumerate(targets)]
-for backend in ("eager", "cpu"):
-    for given in ((hidden @ weight.T,), (hidden, weight)):
-        for sets in ([[]] * 7, some):
-            leaves, wide = ([x.detach().to(kind).requires_grad_() for x in given] for kind in (torch.float32, torch.float64))
-            function = token_logprobs if len(given) == 1 else linear_logprobs
-            asked = {{"also": ("sum_squares", "sum_cubes"), "kept": TokenSets.from_lists(sets), "entropy": True}}
-            how = {{"transform": LogitTransform(0.7), "options": Options(backend, strict=True)}}
-            found = function(*leaves, targets, **asked, **how)
-            values = (found.logps, found.entropy, found.also["sum_squares"], found.also["sum_cubes"])
-            expected = exactly(wide[0] if len(wide) == 1 else wide[0] @ wide[1].T, targets, sets)
-            for these in (values, expected):
-                sum((x * d).sum() for x, d in zip(these, upstream)).backward()
-            for x, y in [*zip(values, expected), *((a.grad, b.grad) for a, b in zip(leaves, wide))]:
-                torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=5e-6)
-"""
-
-
-def test_a_new_statistic_is_a_change_of_two_files(tmp_path):
-    (change,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert len(re.findall(r"^diff --git", change, re.MULTILINE)) == 2
-    shutil.copytree(ROOT / NAME, tmp_path / NAME, ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(["git", "apply", "-p1", "-"], input=change, text=True, cwd=tmp_path, check=True)
-    shutil.copy(cpu._cpu.__file__, tmp_path / NAME)
-    finish(start(PROGRAM.format(folder=str(tmp_path))))
 
 
 # ---- files that are named
@@ -163,7 +110,7 @@ def test_files_that_are_named_exist():
     wrong = {name_of(path): names for path in suspects if (names := missing_files(told(path), path.parent, paths))}
     assert len(readers) > 200 and not wrong
     text = (
-        "`blocks.py`, test_readme.py, (rows/products.py), docs/gpu.md; a/grpo_kernels/batch.py <x>.py *.json f.py() replay.py."
+        "`blocks.py`, test_readme.py, (core/matmuls.py), docs/gpu.md; a/grpo_kernels/batch.py <x>.py *.json f.py() replay.py."
     )
     assert missing_files(text, ROOT, paths) == ["blocks.py", "test_readme.py", "replay.py"]
 
