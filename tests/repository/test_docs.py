@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import io
@@ -12,9 +13,14 @@ from pathlib import Path
 from types import FunctionType
 
 import pytest
+import torch
 
+from grpo_kernels import Objective, linear_grpo_loss, linear_logprobs, objective_loss
 from support import pages
+from support.inside import count_products
 from support.pages import EXAMPLES, README, REFERENCE, ROOT
+
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 MARKDOWN = pages.tracked("*.md")
 NAME = "grpo_kernels"
@@ -59,6 +65,68 @@ def test_examples_run(page):
             for name in re.findall(r"(\w+)(?: as \w+)?", imported):
                 known = re.search(rf"\b{name}\b", Path(spec.origin).read_text()) or importlib.util.find_spec(f"{module}.{name}")
                 assert known, f"{example.name}: {module}.{name}"
+
+
+# ---- docs/architecture.md: its worked examples, and its table of matmuls
+
+
+def test_the_worked_examples_compute_what_the_page_says():
+    """The gradient of the surrogate and the loss of the composition, in float64."""
+    names = pages.given()
+    logits = names["logits"]
+    for example in pages.examples(ARCHITECTURE):
+        exec(compile(example.code, example.name, "exec"), names)
+        if "quadratic_penalty" in example.code:
+            found = logits.grad.clone()
+    mask = names["mask"]
+    targets = names["targets"].unsqueeze(-1)
+    z = logits.detach().double().requires_grad_()
+    logps = z.log_softmax(-1).gather(-1, targets).squeeze(-1)
+    losses = -names["advantages"] * logps + 0.25 * (logps - names["old_logps"]).square()
+    losses[mask].mean().backward()
+    torch.testing.assert_close(found.double(), z.grad, rtol=1e-5, atol=1e-7)
+
+    log_p = (names["hidden"].double() @ names["weight"].double().T).log_softmax(-1)
+    rejected = log_p.gather(-1, names["teacher_ids"].view(*mask.shape, -1))
+    margins = (1.0 + rejected - log_p.gather(-1, targets)).clamp(min=0.0).sum(-1)
+    without_margins = objective_loss(names["result"].logps, names["batch"], names["objective"])
+    added = names["out"].loss - without_margins.loss
+    torch.testing.assert_close(added.double(), 0.1 * margins[mask].mean(), rtol=1e-5, atol=0)
+
+
+def loss_by_statistics(hidden, weight, names):
+    return linear_grpo_loss(hidden, weight, names["batch"], Objective.preset("kl_cov")).loss
+
+
+def sum_of_logprobs(hidden, weight, names, entropy=False):
+    logps, entropies = linear_logprobs(hidden, weight, names["targets"], mask=names["mask"], entropy=entropy)
+    return logps.sum() if entropies is None else logps.sum() + entropies.sum()
+
+
+#: How each row of the table begins, and the call that it is about.
+MATMULS = {
+    "`linear_grpo_loss`, token level": lambda h, w, names: (
+        linear_grpo_loss(h, w, names["batch"], Objective.preset("dapo")).loss
+    ),
+    "`linear_grpo_loss`, sequence level": lambda h, w, names: (
+        linear_grpo_loss(h, w, names["batch"], Objective.preset("gspo")).loss
+    ),
+    "`linear_logprobs` and its backward, gradient of log-probs only": sum_of_logprobs,
+    "`linear_logprobs` and its backward, with a gradient of entropy": functools.partial(sum_of_logprobs, entropy=True),
+    "a loss of statistics": loss_by_statistics,
+}
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("row", MATMULS)
+def test_matmuls_are_those_of_the_table(row, is_frozen, monkeypatch):
+    pattern = rf"^\| {re.escape(row)}.* \| (\d).* \| (\d).* \|$"
+    (counts,) = re.findall(pattern, ARCHITECTURE.read_text(), re.MULTILINE)
+    names = pages.given()
+    rows = count_products(monkeypatch)
+    weight = names["weight"].detach().requires_grad_(not is_frozen)
+    MATMULS[row](names["hidden"], weight, names).backward()
+    assert sum(rows.values()) == int(counts[is_frozen]) * int(names["mask"].sum())
 
 
 # ---- files that are named
