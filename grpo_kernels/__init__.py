@@ -26,7 +26,7 @@ from .formulas.surrogates import (
     check_surrogate,
 )
 from .logprobs import TokenLogprobs, linear_divergence, linear_logprobs, token_divergence, token_logprobs
-from .losses import LossOutput, grpo_loss, linear_grpo_loss
+from .losses import LossOutput, grpo_loss, linear_grpo_loss, objective_loss
 from .model import loss_from_model
 from .objective import Denominators, Objective
 from .options import Head, Options
@@ -72,6 +72,7 @@ __all__ = [
     "linear_grpo_loss",
     "linear_logprobs",
     "loss_from_model",
+    "objective_loss",
     "token_divergence",
     "token_logprobs",
     "use",
@@ -86,7 +87,6 @@ _ELSEWHERE = {
     "global_normalizer": "distributed",
     "group_metrics": "rewards.advantages",
     "importance_weights": "rewards.corrections",
-    "objective_loss": "losses",
     "ops": "formulas.ops",
     "shift_sets": "batch",
     "shift_targets": "batch",

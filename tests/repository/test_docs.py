@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import io
 import re
-import shutil
-import subprocess
 import tokenize
 from pathlib import Path
 from types import FunctionType
 
 import pytest
+import torch
 
-from grpo_kernels.rows.backends import cpu
+from grpo_kernels import Objective, linear_grpo_loss, linear_logprobs, objective_loss
 from support import pages
+from support.inside import count_products
 from support.pages import EXAMPLES, README, REFERENCE, ROOT
-from support.processes import finish, start
+
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 MARKDOWN = pages.tracked("*.md")
 NAME = "grpo_kernels"
@@ -65,53 +67,66 @@ def test_examples_run(page):
                 assert known, f"{example.name}: {module}.{name}"
 
 
-# ---- the worked example of docs/architecture.md is a real change: applied to a copy, a statistic is there everywhere
-
-#: All statistics with a gradient at once, so that their slopes add up, beside those of float64.
-PROGRAM = """
-import importlib.machinery, sys
-sys.path.insert(0, {folder!r})
-sys.meta_path.insert(0, importlib.machinery.PathFinder)  # before the finder of an editable installation
-import torch
-import grpo_kernels
-from grpo_kernels import LogitTransform, Options, TokenSets, linear_logprobs, token_logprobs
-
-def exactly(rows, targets, sets):
-    keep = torch.zeros_like(rows, dtype=torch.bool)
-    for i, ids in enumerate(sets):
-        keep[i, list(ids) or slice(None)] = True
-    log_p = (rows / 0.7).masked_fill(~keep, -1e30).log_softmax(1)
-    p = log_p.exp()
-    return log_p.gather(1, targets[:, None])[:, 0], -(p * log_p.clamp(min=-1e5)).sum(1), (p**2).sum(1), (p**3).sum(1)
-
-assert grpo_kernels.__file__.startswith({folder!r})
-torch.manual_seed(0)
-hidden, weight, targets, upstream = torch.randn(7, 8), torch.randn(61, 8), torch.randint(61, (7,)), torch.randn(4, 7)
-some = [sorted({{int(t), 3, 9, 40}}) if i % 2 else [] for i, t in enumerate(targets)]
-for backend in ("eager", "cpu"):
-    for given in ((hidden @ weight.T,), (hidden, weight)):
-        for sets in ([[]] * 7, some):
-            leaves, wide = ([x.detach().to(kind).requires_grad_() for x in given] for kind in (torch.float32, torch.float64))
-            function = token_logprobs if len(given) == 1 else linear_logprobs
-            asked = {{"also": ("sum_squares", "sum_cubes"), "kept": TokenSets.from_lists(sets), "entropy": True}}
-            how = {{"transform": LogitTransform(0.7), "options": Options(backend, strict=True)}}
-            found = function(*leaves, targets, **asked, **how)
-            values = (found.logps, found.entropy, found.also["sum_squares"], found.also["sum_cubes"])
-            expected = exactly(wide[0] if len(wide) == 1 else wide[0] @ wide[1].T, targets, sets)
-            for these in (values, expected):
-                sum((x * d).sum() for x, d in zip(these, upstream)).backward()
-            for x, y in [*zip(values, expected), *((a.grad, b.grad) for a, b in zip(leaves, wide))]:
-                torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=5e-6)
-"""
+# ---- docs/architecture.md: its worked examples, and its table of matmuls
 
 
-def test_a_new_statistic_is_a_change_of_two_files(tmp_path):
-    (change,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert len(re.findall(r"^diff --git", change, re.MULTILINE)) == 2
-    shutil.copytree(ROOT / NAME, tmp_path / NAME, ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(["git", "apply", "-p1", "-"], input=change, text=True, cwd=tmp_path, check=True)
-    shutil.copy(cpu._cpu.__file__, tmp_path / NAME)
-    finish(start(PROGRAM.format(folder=str(tmp_path))))
+def test_the_worked_examples_compute_what_the_page_says():
+    """The gradient of the surrogate and the loss of the composition, in float64."""
+    names = pages.given()
+    logits = names["logits"]
+    for example in pages.examples(ARCHITECTURE):
+        exec(compile(example.code, example.name, "exec"), names)
+        if "quadratic_penalty" in example.code:
+            found = logits.grad.clone()
+    mask = names["mask"]
+    targets = names["targets"].unsqueeze(-1)
+    z = logits.detach().double().requires_grad_()
+    logps = z.log_softmax(-1).gather(-1, targets).squeeze(-1)
+    losses = -names["advantages"] * logps + 0.25 * (logps - names["old_logps"]).square()
+    losses[mask].mean().backward()
+    torch.testing.assert_close(found.double(), z.grad, rtol=1e-5, atol=1e-7)
+
+    log_p = (names["hidden"].double() @ names["weight"].double().T).log_softmax(-1)
+    rejected = log_p.gather(-1, names["teacher_ids"].view(*mask.shape, -1))
+    margins = (1.0 + rejected - log_p.gather(-1, targets)).clamp(min=0.0).sum(-1)
+    without_margins = objective_loss(names["result"].logps, names["batch"], names["objective"])
+    added = names["out"].loss - without_margins.loss
+    torch.testing.assert_close(added.double(), 0.1 * margins[mask].mean(), rtol=1e-5, atol=0)
+
+
+def loss_by_statistics(hidden, weight, names):
+    return linear_grpo_loss(hidden, weight, names["batch"], Objective.preset("kl_cov")).loss
+
+
+def sum_of_logprobs(hidden, weight, names, entropy=False):
+    logps, entropies = linear_logprobs(hidden, weight, names["targets"], mask=names["mask"], entropy=entropy)
+    return logps.sum() if entropies is None else logps.sum() + entropies.sum()
+
+
+#: How each row of the table begins, and the call that it is about.
+MATMULS = {
+    "`linear_grpo_loss`, token level": lambda h, w, names: (
+        linear_grpo_loss(h, w, names["batch"], Objective.preset("dapo")).loss
+    ),
+    "`linear_grpo_loss`, sequence level": lambda h, w, names: (
+        linear_grpo_loss(h, w, names["batch"], Objective.preset("gspo")).loss
+    ),
+    "`linear_logprobs` and its backward, gradient of log-probs only": sum_of_logprobs,
+    "`linear_logprobs` and its backward, with a gradient of entropy": functools.partial(sum_of_logprobs, entropy=True),
+    "a loss of statistics": loss_by_statistics,
+}
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("row", MATMULS)
+def test_matmuls_are_those_of_the_table(row, is_frozen, monkeypatch):
+    pattern = rf"^\| {re.escape(row)}.* \| (\d).* \| (\d).* \|$"
+    (counts,) = re.findall(pattern, ARCHITECTURE.read_text(), re.MULTILINE)
+    names = pages.given()
+    rows = count_products(monkeypatch)
+    weight = names["weight"].detach().requires_grad_(not is_frozen)
+    MATMULS[row](names["hidden"], weight, names).backward()
+    assert sum(rows.values()) == int(counts[is_frozen]) * int(names["mask"].sum())
 
 
 # ---- files that are named
@@ -163,7 +178,7 @@ def test_files_that_are_named_exist():
     wrong = {name_of(path): names for path in suspects if (names := missing_files(told(path), path.parent, paths))}
     assert len(readers) > 200 and not wrong
     text = (
-        "`blocks.py`, test_readme.py, (rows/products.py), docs/gpu.md; a/grpo_kernels/batch.py <x>.py *.json f.py() replay.py."
+        "`blocks.py`, test_readme.py, (core/matmuls.py), docs/gpu.md; a/grpo_kernels/batch.py <x>.py *.json f.py() replay.py."
     )
     assert missing_files(text, ROOT, paths) == ["blocks.py", "test_readme.py", "replay.py"]
 
