@@ -1,0 +1,183 @@
+"""The pass over chunks of rows (core/linear.py): rows in another order than that of the batch, rows
+that hold anything, tensors that change before the backward, and heads that lie in the same memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels import (
+    Exact,
+    Head,
+    LogitTransform,
+    Objective,
+    Options,
+    TokenBatch,
+    grpo_loss,
+    linear_divergence,
+    linear_grpo_loss,
+    linear_logprobs,
+)
+from grpo_kernels.formulas.filters import Filter
+from support.inside import in_chunks
+
+B, T, H, V = 4, 5, 8, 30
+#: Tokens of the second and of the last sequence have no gradient.
+ADVANTAGES = torch.tensor([0.9, 0.0, -1.2, 0.0])
+
+
+def make_head(**changes: bool) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(B, T, H, generator=generator).requires_grad_()
+    weight = torch.randn(V, H, generator=generator).requires_grad_(changes.get("trained", True))
+    return hidden, weight
+
+
+def make_targets() -> Tensor:
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(4))
+
+
+def assert_close(x: Tensor | None, y: Tensor | None) -> None:
+    assert x is not None and y is not None and y.any()
+    torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
+
+
+# ---- the order of rows
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("name", ["reinforce", "gspo", "distillation"])
+def test_rows_with_a_gradient_are_processed_first(name, has_mask, backend, monkeypatch):
+    """In chunks, with a temperature for each token, the results are those of the logits."""
+    in_chunks(monkeypatch, 6)
+    mask = torch.rand(B, T, generator=torch.Generator().manual_seed(5)) > 0.3 if has_mask else None
+    batch = TokenBatch(make_targets(), ADVANTAGES, mask=mask)
+    transform = LogitTransform(torch.linspace(0.5, 1.5, B * T).view(B, T))
+    objective = Objective.preset(name)
+    generator = torch.Generator().manual_seed(6)
+    ref_hidden = torch.randn(B, T, H, generator=generator)
+    hidden, weight = make_head()
+    other_hidden, other_weight = make_head()
+    reference = ref_logits = None
+    if name == "distillation":
+        objective = replace(objective, kl=Exact("reverse"))
+        reference = (ref_hidden, weight.detach())
+        ref_logits = ref_hidden @ weight.detach().t()
+
+    options = Options(backend)
+    found = linear_grpo_loss(hidden, weight, batch, objective, transform=transform, reference=reference, options=options)
+    logits = other_hidden @ other_weight.t()
+    expected = grpo_loss(logits, batch, objective, transform=transform, ref_logits=ref_logits, options=options)
+    (found.loss + expected.loss).backward()
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-4, atol=1e-6)
+    assert_close(found.logps, expected.logps)
+    assert_close(found.entropy, expected.entropy)
+    assert_close(hidden.grad, other_hidden.grad)
+    assert_close(weight.grad, other_weight.grad)
+
+
+# ---- rows that hold anything
+
+
+class AllButTheFirst(Filter):
+    """A filter whose decision depends on a token's own sequence at most."""
+
+    by_sequence = True
+
+    def keep(self, logps, *_):
+        return torch.arange(len(logps)) > 0
+
+
+def test_a_dropped_token_of_a_sequence_may_hold_anything(backend):
+    """Its factor is 0, in the gradient of the weight too."""
+    objective = Objective.preset("reinforce", filters=(AllButTheFirst(),))
+    batch = TokenBatch(make_targets(), ADVANTAGES)
+    gradients = []
+    for value in (0.0, torch.inf):
+        hidden, weight = make_head()
+        with torch.no_grad():
+            hidden[0, 0] = value
+        linear_grpo_loss(hidden, weight, batch, objective, options=Options(backend)).loss.backward()
+        gradients.append((hidden.grad, weight.grad))
+    for x, y in zip(*gradients, strict=True):
+        assert x is not None and x.any() and torch.equal(x, y)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_arrives_at_masked_rows_is_not_used(trained, backend):
+    hidden, weight = make_head(trained=trained)
+    mask = torch.arange(T) < torch.tensor([[5], [2], [0], [3]])
+    logps, _ = linear_logprobs(hidden, weight, make_targets(), mask=mask, options=Options(backend))
+    logps.backward(torch.where(mask, 1.0, torch.nan))
+    assert hidden.grad is not None and hidden.grad[mask].all()
+    assert (hidden.grad[~mask] == 0).all()
+    assert not trained or (weight.grad is not None and weight.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("objective", [None, "reinforce", "gspo"])
+def test_a_log_prob_of_nan_has_a_gradient_of_nan(objective, trained, backend):
+    """If a gradient arrives at it; on-policy in this row alone."""
+    hidden, weight = make_head(trained=trained)
+    with torch.no_grad():
+        hidden[0, 1] = torch.nan
+        hidden[1, 1] = torch.nan  # no advantage
+    options = Options(backend)
+    if objective is None:
+        logps, _ = linear_logprobs(hidden, weight, make_targets(), options=options)
+        logps.backward(ADVANTAGES[:, None].expand(B, T))
+    else:
+        batch = TokenBatch(make_targets(), ADVANTAGES)
+        linear_grpo_loss(hidden, weight, batch, Objective.preset(objective), options=options).loss.backward()
+    assert hidden.grad is not None
+    is_nan = hidden.grad.isnan()
+    assert is_nan[0, 1].all() and is_nan.sum() == H
+
+
+# ---- tensors that the backward reads again
+
+
+@pytest.mark.parametrize("written", ["targets", "mask", "reference hidden", "reference weight"])
+def test_a_tensor_that_changes_before_the_backward_is_refused(written, backend):
+    hidden, weight = make_head()
+    read_again = {
+        "targets": make_targets(),
+        "mask": torch.ones(B, T, dtype=torch.bool),
+        "reference hidden": torch.randn(B, T, H),
+        "reference weight": torch.randn(V, H),
+    }
+    options = Options(backend)
+    if written.startswith("reference"):
+        reference = (read_again["reference hidden"], read_again["reference weight"])
+        value = linear_divergence(hidden, weight, reference, options=options)
+    else:
+        value, _ = linear_logprobs(
+            hidden,
+            weight,
+            read_again["targets"],
+            mask=read_again["mask"],
+            options=options,
+        )
+    read_again[written].zero_()
+    with pytest.raises(RuntimeError, match="was written to between forward and backward"):
+        value.sum().backward()
+
+
+# ---- heads in the same memory
+
+
+def test_rows_of_a_reference_at_another_distance_are_another_head(backend):
+    """Two heads may begin at the same address and have the same shape."""
+    memory = torch.randn(2 * V, H)
+    first = memory[:V]
+    second = memory.view(V, 2 * H)[:, :H]
+    hidden, _ = make_head()
+    options = Options(backend)
+    found = linear_divergence(hidden, first, (hidden.detach(), second), options=options)
+    expected = linear_divergence(hidden, first, (hidden.detach(), Head(second.clone())), options=options)
+    assert first.data_ptr() == second.data_ptr() and first.shape == second.shape
+    assert_close(found.detach(), expected.detach())
