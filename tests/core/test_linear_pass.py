@@ -4,6 +4,7 @@ that hold anything, tensors that change before the backward, and heads that lie 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -22,8 +23,11 @@ from grpo_kernels import (
     linear_grpo_loss,
     linear_logprobs,
 )
+from grpo_kernels.core.autograd import check_weight_is_present
 from grpo_kernels.formulas.filters import Filter
-from support.inside import in_chunks
+from grpo_kernels.rows import backends
+from grpo_kernels.rows.backends import eager
+from support.inside import in_chunks, our_products
 
 B, T, H, V = 4, 5, 8, 30
 #: Tokens of the second and of the last sequence have no gradient.
@@ -167,6 +171,17 @@ def test_a_tensor_that_changes_before_the_backward_is_refused(written, backend):
         value.sum().backward()
 
 
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_a_weight_whose_memory_was_freed_is_gone(is_freed):
+    """FSDP keeps the shape. Without this check the matmuls would read freed memory."""
+    weight = torch.zeros(V, H)
+    if is_freed:
+        weight.untyped_storage().resize_(0)
+    refusal = pytest.raises(RuntimeError, match="weight is gone before the backward")
+    with refusal if is_freed else nullcontext():
+        check_weight_is_present(weight, None)
+
+
 # ---- heads in the same memory
 
 
@@ -181,3 +196,58 @@ def test_rows_of_a_reference_at_another_distance_are_another_head(backend):
     expected = linear_divergence(hidden, first, (hidden.detach(), Head(second.clone())), options=options)
     assert first.data_ptr() == second.data_ptr() and first.shape == second.shape
     assert_close(found.detach(), expected.detach())
+
+
+needs_bf16_matmuls = pytest.mark.skipif(
+    not our_products(torch.bfloat16), reason="no matmul of this processor takes bf16 operands"
+)
+
+
+@needs_bf16_matmuls
+def test_a_reference_in_another_dtype_has_its_own_matmuls(backend):
+    """The policy's round the shared fp32 weight to bf16."""
+    hidden, weight = (x.detach() for x in make_head())
+    options = Options(backend)
+    found, expected = (
+        linear_divergence(hidden.bfloat16(), weight, (0.5 * hidden, other), options=options)
+        for other in (weight, weight.clone())
+    )
+    assert_close(found, expected)
+
+
+# ---- gradients of logits in the memory of the logits
+
+
+class WritesAnywhere(eager.Kernels):
+    """Kernels that may write an element before they have read the one in front of it."""
+
+    writes_behind_reads = False
+
+    def fused(self, rows, stage, out):
+        assert out is None or out.dtype == rows.logits.dtype
+        return super().fused(rows, stage, out)
+
+
+@needs_bf16_matmuls
+def test_a_gradient_is_narrowed_in_place_only_behind_what_is_read(monkeypatch):
+    monkeypatch.setattr(backends, "pick", lambda *_: WritesAnywhere())
+    hidden, weight = (x.detach().bfloat16().requires_grad_() for x in make_head())
+    batch = TokenBatch(make_targets(), ADVANTAGES)
+    linear_grpo_loss(hidden, weight, batch, Objective.preset("reinforce")).loss.backward()
+    assert hidden.grad is not None and hidden.grad.any()
+
+
+def test_the_gradient_of_a_bias_is_a_sum_of_fp32(backend):
+    """Also of hidden states in bf16, whose matmuls take a gradient of logits that is rounded."""
+    hidden, weight = (x.detach().bfloat16() for x in make_head())
+    bias = torch.zeros(V, requires_grad=True)
+    targets = make_targets()
+    batch = TokenBatch(targets, torch.ones(B))
+    head = Head(weight, bias)
+    objective = Objective.preset("reinforce")
+    linear_grpo_loss(hidden, head, batch, objective, options=Options(backend)).loss.backward()
+    probs = (hidden.double() @ weight.double().t()).softmax(-1)
+    expected = (probs - torch.nn.functional.one_hot(targets, V)).mean((0, 1))
+    assert bias.grad is not None
+    # The fp32 rounding of B * T terms and of their softmax, whose logits are below 2^4.
+    torch.testing.assert_close(bias.grad.double(), expected, rtol=0, atol=B * T * 2.0**-24)
