@@ -25,8 +25,10 @@ from grpo_kernels import (
 )
 from grpo_kernels.core.autograd import check_weight_is_present
 from grpo_kernels.formulas.filters import Filter
+from grpo_kernels.formulas.surrogates import Cispo
+from grpo_kernels.inputs import RowLayout, RowSource, make_logits_source, make_projected_source
 from grpo_kernels.rows import backends
-from grpo_kernels.rows.backends import eager
+from grpo_kernels.rows.backends import cpu_products, eager
 from support.inside import in_chunks, our_products
 
 B, T, H, V = 4, 5, 8, 30
@@ -82,6 +84,54 @@ def test_rows_with_a_gradient_are_processed_first(name, has_mask, backend, monke
     assert_close(found.entropy, expected.entropy)
     assert_close(hidden.grad, other_hidden.grad)
     assert_close(weight.grad, other_weight.grad)
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_tokens_without_a_gradient_count_in_their_sequence(has_mask, backend, monkeypatch):
+    """A ratio per sequence, without a gradient, of tokens some of which have no advantage."""
+    in_chunks(monkeypatch, 6)
+    generator = torch.Generator().manual_seed(7)
+    mask = torch.rand(B, T, generator=generator) > 0.2 if has_mask else None
+    advantages = torch.randn(B, T, generator=generator)
+    advantages[:, ::2] = 0.0
+    old_logps = -4.0 + torch.randn(B, T, generator=generator)
+    batch = TokenBatch(make_targets(), advantages, mask=mask, old_logps=old_logps)
+    objective = Objective(Cispo(50.0), level="sequence")
+    options = Options(backend)
+    hidden, weight = make_head()
+    other_hidden, other_weight = make_head()
+    found = linear_grpo_loss(hidden, weight, batch, objective, options=options)
+    logits = other_hidden @ other_weight.t()
+    expected = grpo_loss(logits, batch, objective, options=options)
+    (found.loss + expected.loss).backward()
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-4, atol=1e-6)
+    assert_close(found.logps, expected.logps)
+    assert_close(hidden.grad, other_hidden.grad)
+    assert_close(weight.grad, other_weight.grad)
+
+
+def test_a_frozen_head_gives_the_gradient_of_a_trained_one(backend):
+    """Whatever arrives at the log-probs: the forward has computed it for 1."""
+    upstream = torch.randn(B, T, generator=torch.Generator().manual_seed(8))
+    gradients = []
+    for trained in (False, True):
+        hidden, weight = make_head(trained=trained)
+        logps, _ = linear_logprobs(hidden, weight, make_targets(), options=Options(backend))
+        logps.backward(upstream)
+        gradients.append(hidden.grad)
+    assert_close(*gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_rounds_nothing_where_no_matmul_is_faster_in_16_bits(dtype, monkeypatch):
+    """The matmuls of torch are those of another operator under autocast."""
+    monkeypatch.setattr(cpu_products, "available", lambda: "switched off")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    hidden, weight = (x.detach() for x in make_head())
+    expected, _ = linear_logprobs(hidden, weight, make_targets())
+    with torch.autocast("cpu", dtype):
+        found, _ = linear_logprobs(hidden, weight, make_targets())
+    assert torch.equal(found, expected)
 
 
 # ---- rows that hold anything
@@ -251,3 +301,26 @@ def test_the_gradient_of_a_bias_is_a_sum_of_fp32(backend):
     assert bias.grad is not None
     # The fp32 rounding of B * T terms and of their softmax, whose logits are below 2^4.
     torch.testing.assert_close(bias.grad.double(), expected, rtol=0, atol=B * T * 2.0**-24)
+
+
+# ---- single logits
+
+
+@pytest.mark.parametrize("is_projected", [False, True])
+def test_an_id_outside_of_the_vocabulary_has_no_logit(is_projected):
+    hidden, weight = make_head()
+    transform = LogitTransform(0.5)
+    layout = RowLayout(torch.Size([B, T]), hidden.device)
+    source: RowSource
+    if is_projected:
+        source = make_projected_source(hidden, (weight, None), layout, transform, Options())
+    else:
+        source = make_logits_source(hidden @ weight.t(), layout, transform, Options())
+    row_ids = torch.tensor([7, 2, 7, 0])
+    logits = source.logits_at(row_ids, torch.tensor([3, -1, V, 0]))
+    expected = (hidden @ weight.t()).view(B * T, V)[[7, 0], [3, 0]] / 0.5
+    assert_close(logits[[0, 3]].detach(), expected.detach())
+    assert (logits[1:3] == -torch.inf).all()
+    logits.backward(torch.ones(4))
+    assert hidden.grad is not None
+    assert hidden.grad.view(B * T, H).any(1).nonzero().flatten().tolist() == [0, 7]
