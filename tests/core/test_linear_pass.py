@@ -192,6 +192,20 @@ def test_a_log_prob_of_nan_has_a_gradient_of_nan(objective, trained, backend):
     assert is_nan[0, 1].all() and is_nan.sum() == H
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_nothing_arrives_at_hidden_states_of_rows_without_an_upstream_gradient(trained, backend):
+    """Whatever the head holds: an id that is ruled out by a weight of -inf."""
+    hidden, weight = make_head(trained=trained)
+    with torch.no_grad():
+        hidden.abs_()
+        weight[5] = -torch.inf
+    targets = make_targets() % 5
+    logps, _ = linear_logprobs(hidden, weight, targets, options=Options(backend))
+    logps.backward(ADVANTAGES[:, None].expand(B, T))
+    assert logps.isfinite().all() and hidden.grad is not None
+    assert (hidden.grad[ADVANTAGES == 0] == 0).all() and hidden.grad[ADVANTAGES != 0].isnan().all()
+
+
 # ---- tensors that the backward reads again
 
 
@@ -263,6 +277,17 @@ def test_a_reference_in_another_dtype_has_its_own_matmuls(backend):
         for other in (weight, weight.clone())
     )
     assert_close(found, expected)
+
+
+@needs_bf16_matmuls
+def test_matmuls_have_the_dtype_of_autocast(backend):
+    hidden, weight = (x.detach() for x in make_head())
+    arguments = {"targets": make_targets(), "options": Options(backend)}
+    in_fp32, _ = linear_logprobs(hidden, weight, **arguments)
+    expected, _ = linear_logprobs(hidden.bfloat16(), weight, **arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = linear_logprobs(hidden, weight, **arguments)
+    assert torch.equal(found, expected) and not torch.equal(found, in_fp32)
 
 
 # ---- gradients of logits in the memory of the logits
