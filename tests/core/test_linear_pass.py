@@ -122,6 +122,21 @@ def test_a_frozen_head_gives_the_gradient_of_a_trained_one(backend):
     assert_close(*gradients)
 
 
+def test_the_gradient_of_a_frozen_head_is_rounded_once(backend, monkeypatch):
+    """Not before it is multiplied by what arrives at the log-probs."""
+    monkeypatch.setattr(cpu_products, "available", lambda: "switched off")  # bf16 operands
+    upstream = torch.randn(B, T, generator=torch.Generator().manual_seed(8))
+    hidden, weight = (x.detach().bfloat16() for x in make_head())
+    exact = hidden.double().requires_grad_()
+    log_probs = (exact @ weight.double().t()).log_softmax(-1)
+    log_probs.gather(-1, make_targets()[..., None])[..., 0].backward(upstream.double())
+    logps, _ = linear_logprobs(hidden.requires_grad_(), weight, make_targets(), options=Options(backend))
+    logps.backward(upstream)
+    assert hidden.grad is not None and exact.grad is not None
+    # bf16 has 8 significant bits. The absolute part is the fp32 rounding of sums of V terms.
+    torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=2.0**-8, atol=V * 2.0**-23)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_rounds_nothing_where_no_matmul_is_faster_in_16_bits(dtype, monkeypatch):
     """The matmuls of torch are those of another operator under autocast."""
@@ -247,6 +262,18 @@ def test_a_weight_whose_memory_was_freed_is_gone(is_freed):
 
 
 # ---- heads in the same memory
+
+
+def test_a_reference_has_its_own_bias(backend):
+    hidden, weight = make_head()
+    bias = torch.randn(V)
+    reference = (0.5 * hidden.detach(), weight.detach(), bias)
+    options = Options(backend)
+    found = linear_divergence(hidden, weight, reference, options=options)
+    head = Head(reference[1], bias)
+    expected = linear_divergence(hidden, weight, (reference[0], head), options=options)
+    without = linear_divergence(hidden, weight, reference[:2], options=options)
+    assert torch.equal(found, expected) and not torch.equal(found, without)
 
 
 def test_rows_of_a_reference_at_another_distance_are_another_head(backend):
