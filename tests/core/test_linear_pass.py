@@ -317,6 +317,28 @@ def test_matmuls_have_the_dtype_of_autocast(backend):
     assert torch.equal(found, expected) and not torch.equal(found, in_fp32)
 
 
+@pytest.mark.parametrize("is_loss", [False, True])
+def test_memory_of_16_bits_is_rounded_once(is_loss, backend):
+    """The gradient of the weight is fp32 until it has been added."""
+    batch = TokenBatch(make_targets(), ADVANTAGES)
+    objective = Objective.preset("reinforce")
+
+    def add_gradient(total: Tensor) -> Tensor:
+        hidden, weight = (x.detach().bfloat16().requires_grad_() for x in make_head())
+        options = Options(backend, weight_grad=total)
+        if is_loss:
+            value = linear_grpo_loss(hidden, weight, batch, objective, options=options).loss
+        else:
+            value = linear_logprobs(hidden, weight, batch.targets, options=options).logps.sum()
+        value.backward()
+        return total
+
+    gradient = add_gradient(torch.zeros(V, H))
+    total = torch.randn(V, H).bfloat16()
+    expected = (total.float() + gradient).bfloat16()
+    assert torch.equal(add_gradient(total), expected)
+
+
 # ---- gradients of logits in the memory of the logits
 
 
