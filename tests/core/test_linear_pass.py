@@ -110,6 +110,27 @@ def test_tokens_without_a_gradient_count_in_their_sequence(has_mask, backend, mo
     assert_close(weight.grad, other_weight.grad)
 
 
+@pytest.mark.parametrize("of_logits", [False, True])
+def test_tokens_that_cannot_contribute_are_skipped_if_that_is_asked_for(of_logits, backend):
+    """Their log-probs are 0. Loss and gradient are the same."""
+    batch = TokenBatch(make_targets(), ADVANTAGES)
+    objective = Objective.preset("reinforce")
+    results = []
+    for skips in (False, True):
+        hidden, weight = make_head()
+        options = Options(backend, skip_inactive=skips)
+        if of_logits:
+            out = grpo_loss(hidden @ weight.t(), batch, objective, options=options)
+        else:
+            out = linear_grpo_loss(hidden, weight, batch, objective, options=options)
+        out.loss.backward()
+        is_skipped = (out.logps == 0).all(1)
+        assert is_skipped.tolist() == ([False, True] * 2 if skips else [False] * 4)
+        results.append((out.loss.detach(), hidden.grad, weight.grad))
+    for x, y in zip(*results, strict=True):
+        assert_close(x, y)
+
+
 def test_a_frozen_head_gives_the_gradient_of_a_trained_one(backend):
     """Whatever arrives at the log-probs: the forward has computed it for 1."""
     upstream = torch.randn(B, T, generator=torch.Generator().manual_seed(8))
