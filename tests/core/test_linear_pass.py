@@ -22,6 +22,7 @@ from grpo_kernels import (
     linear_divergence,
     linear_grpo_loss,
     linear_logprobs,
+    token_divergence,
 )
 from grpo_kernels.core.autograd import check_weight_is_present
 from grpo_kernels.formulas.filters import Filter
@@ -283,6 +284,39 @@ def test_a_weight_whose_memory_was_freed_is_gone(is_freed):
 
 
 # ---- heads in the same memory
+
+
+def test_a_reference_has_its_own_transform(backend):
+    hidden, weight = (x.detach() for x in make_head())
+    logits = hidden @ weight.t()
+    other = torch.randn(B, T, V)
+    transform = LogitTransform(2.0)
+    options = Options(backend)
+    found = token_divergence(logits, (other, LogitTransform(0.5)), transform=transform, options=options)
+    expected = token_divergence(logits / 2.0, other / 0.5, options=options)
+    assert_close(found, expected)
+    without = token_divergence(logits, (other, None), transform=transform, options=options)
+    assert_close(without, token_divergence(logits / 2.0, other, options=options))
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "bias", "batch.advantages"])
+def test_memory_for_a_gradient_is_nothing_that_is_read(name, backend):
+    memory = torch.randn(V, H)
+    arguments = {
+        "hidden": torch.randn(B, T, H),
+        "weight": torch.randn(V, H),
+        "bias": torch.randn(V),
+        "batch.advantages": torch.randn(B, T),
+    }
+    shape = arguments[name].shape
+    arguments[name] = memory.view(-1)[: shape.numel()].view(shape)
+    weight = arguments["weight"].requires_grad_()
+    batch = TokenBatch(make_targets(), arguments["batch.advantages"])
+    head = Head(weight, arguments["bias"])
+    options = Options(backend, weight_grad=memory)
+    objective = Objective.preset("reinforce")
+    with pytest.raises(ValueError, match=f"weight_grad shares memory with {name}"):
+        linear_grpo_loss(arguments["hidden"], head, batch, objective, options=options)
 
 
 def test_a_reference_has_its_own_bias(backend):

@@ -1,0 +1,80 @@
+"""Arguments of compositions that are refused, and the metrics of a sequence-level loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_kernels import (
+    Objective,
+    Options,
+    TokenBatch,
+    TokenSets,
+    grpo_loss,
+    linear_grpo_loss,
+    token_divergence,
+    token_logprobs,
+)
+from grpo_kernels.formulas.filters import EntropyFloor
+from grpo_kernels.losses import objective_loss
+
+B, T, V = 2, 3, 11
+TARGETS = torch.arange(B * T).view(B, T)
+
+
+def test_a_filter_of_entropy_needs_the_entropy():
+    objective = Objective.preset("reinforce", filters=(EntropyFloor(0.5),))
+    batch = TokenBatch(TARGETS, torch.ones(B))
+    logps = -torch.ones(B, T)
+    with pytest.raises(ValueError, match="entropy is None, but the objective has"):
+        objective_loss(logps, batch, objective)
+    assert objective_loss(logps, batch, objective, entropy=torch.ones(B, T)).loss.isfinite()
+
+
+def test_sets_of_a_divergence_are_named_as_they_were_passed(backend):
+    logits = torch.randn(B, T, V)
+    sets = TokenSets.from_lists([[0, V]] * (B * T))
+    with pytest.raises(ValueError, match=f"kept holds id {V}"):
+        token_divergence(logits, logits, kept=sets, options=Options(backend))
+
+
+def test_strict_mode_refuses_a_target_outside_of_its_set(backend):
+    logits = torch.randn(B, T, V)
+    sets = TokenSets.from_lists([[9, 10]] * (B * T))
+    for missing in (None, "include"):
+        options = Options(backend, strict=missing is None)
+        arguments = {"kept": sets, "missing": missing, "options": options}
+        if missing is None:
+            with pytest.raises(ValueError, match="kept"):
+                token_logprobs(logits, TARGETS, **arguments)
+        else:
+            assert token_logprobs(logits, TARGETS, **arguments).logps.isfinite().all()
+
+
+def test_metrics_of_a_sequence_level_loss_from_hidden_states(backend):
+    """The ratios are those of its sequences."""
+    hidden = torch.randn(B, T, 8)
+    weight = torch.randn(V, 8, requires_grad=True)
+    batch = TokenBatch(TARGETS, torch.tensor([1.0, -2.0]), old_logps=-2.0 - torch.rand(B, T))
+    objective = Objective.preset("gspo")
+    options = Options(backend)
+    found = linear_grpo_loss(hidden, weight, batch, objective, options=options).metrics
+    expected = grpo_loss(hidden @ weight.t(), batch, objective, options=options).metrics
+    for name in ("ratio_min", "ratio_max", "ess"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+    assert expected["ratio_min"] < expected["ratio_max"]
+
+
+@pytest.mark.parametrize("has_sets", [False, True])
+def test_a_detached_entropy_has_no_gradient(has_sets, backend):
+    logits = torch.randn(B, T, V, requires_grad=True)
+    sets = TokenSets.from_lists([[0, 1, 2]] * (B * T)) if has_sets else None
+    for entropy in (True, "detached"):
+        found = token_logprobs(logits, TARGETS, entropy=entropy, kept=sets, options=Options(backend))
+        assert found.logps.requires_grad and found.entropy is not None
+        assert found.entropy.requires_grad == (entropy is True)
+
+
+def test_a_statistic_is_asked_for_once():
+    with pytest.raises(ValueError, match="each once at most"):
+        token_logprobs(torch.randn(B, T, V), TARGETS, also=("top_prob", "top_prob"))
