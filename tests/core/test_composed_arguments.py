@@ -6,16 +6,21 @@ import pytest
 import torch
 
 from grpo_kernels import (
+    Exact,
+    Head,
     Objective,
     Options,
     TokenBatch,
     TokenSets,
     grpo_loss,
+    linear_divergence,
     linear_grpo_loss,
+    linear_logprobs,
     token_divergence,
     token_logprobs,
 )
 from grpo_kernels.formulas.filters import EntropyFloor
+from grpo_kernels.integrations.trl import logprobs_over_sets
 from grpo_kernels.losses import objective_loss
 
 B, T, V = 2, 3, 11
@@ -78,3 +83,36 @@ def test_a_detached_entropy_has_no_gradient(has_sets, backend):
 def test_a_statistic_is_asked_for_once():
     with pytest.raises(ValueError, match="each once at most"):
         token_logprobs(torch.randn(B, T, V), TARGETS, also=("top_prob", "top_prob"))
+
+
+def test_a_reference_has_one_bias(backend):
+    hidden = torch.randn(B, T, 8)
+    weight = torch.randn(V, 8)
+    reference = (hidden, Head(weight), torch.randn(V))
+    with pytest.raises(ValueError, match="reference has a bias beside a Head"):
+        linear_divergence(hidden, weight, reference, options=Options(backend))
+
+
+def test_an_infinite_divergence_of_weight_0_adds_nothing():
+    divergence = torch.ones(B, T)
+    divergence[0] = torch.inf
+    batch = TokenBatch(TARGETS, torch.ones(B))
+    objective = Objective.preset("distillation", kl=Exact("reverse"))
+    token_weights = torch.tensor([0.0, 1.0])
+    logps = -torch.ones(B, T)
+    losses = [
+        objective_loss(logps, batch, objective, divergence=x, token_weights=token_weights).loss
+        for x in (divergence, torch.ones(B, T))
+    ]
+    assert torch.equal(*losses) and losses[0].isfinite()
+
+
+def test_entropies_of_trl_are_over_the_vocabulary_beside_sets():
+    hidden = torch.randn(B * T, 8)
+    head = Head(torch.randn(V, 8))
+    targets = TARGETS.flatten()
+    sets = TokenSets.from_lists([[i, 10] for i in range(B * T)])
+    logps, entropies = logprobs_over_sets(hidden, head, targets, sets, "detached")
+    over_sets = linear_logprobs(hidden, head, targets, kept=sets).logps
+    over_vocabulary = linear_logprobs(hidden, head, targets, entropy=True).entropy
+    assert torch.equal(logps, over_sets) and torch.equal(entropies, over_vocabulary)

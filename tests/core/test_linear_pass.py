@@ -132,6 +132,28 @@ def test_tokens_that_cannot_contribute_are_skipped_if_that_is_asked_for(of_logit
         assert_close(x, y)
 
 
+@pytest.mark.parametrize("name", ["reinforce", "gspo"])
+def test_a_trained_bias_gets_the_gradient_of_its_logits(name, backend, monkeypatch):
+    in_chunks(monkeypatch, 10)
+    batch = TokenBatch(make_targets(), ADVANTAGES)
+    options = Options(backend)
+    gradients = []
+    for of_logits in (False, True):
+        hidden, weight = make_head()
+        bias = torch.linspace(-1.0, 1.0, V).requires_grad_()
+        objective = Objective.preset(name)
+        if of_logits:
+            logits = hidden @ weight.t() + bias
+            loss = grpo_loss(logits, batch, objective, options=options).loss
+        else:
+            head = Head(weight, bias)
+            loss = linear_grpo_loss(hidden, head, batch, objective, options=options).loss
+        loss.backward()
+        gradients.append((hidden.grad, weight.grad, bias.grad))
+    for x, y in zip(*gradients, strict=True):
+        assert_close(x, y)
+
+
 def test_a_frozen_head_gives_the_gradient_of_a_trained_one(backend):
     """Whatever arrives at the log-probs: the forward has computed it for 1."""
     upstream = torch.randn(B, T, generator=torch.Generator().manual_seed(8))
