@@ -116,3 +116,13 @@ def test_entropies_of_trl_are_over_the_vocabulary_beside_sets():
     over_sets = linear_logprobs(hidden, head, targets, kept=sets).logps
     over_vocabulary = linear_logprobs(hidden, head, targets, entropy=True).entropy
     assert torch.equal(logps, over_sets) and torch.equal(entropies, over_vocabulary)
+
+
+def test_statistics_of_masked_tokens_may_be_anything():
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    batch = TokenBatch(TARGETS, torch.ones(B), mask=mask)
+    logps = torch.where(mask, -1.0, torch.nan).requires_grad_()
+    out = objective_loss(logps, batch, Objective.preset("reinforce"))
+    out.loss.backward()
+    assert out.loss.isfinite() and logps.grad is not None
+    assert (logps.grad != 0).equal(mask) and logps.grad.isfinite().all()
