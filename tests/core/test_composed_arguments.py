@@ -124,5 +124,6 @@ def test_statistics_of_masked_tokens_may_be_anything():
     logps = torch.where(mask, -1.0, torch.nan).requires_grad_()
     out = objective_loss(logps, batch, Objective.preset("reinforce"))
     out.loss.backward()
-    assert out.loss.isfinite() and logps.grad is not None
+    assert out.loss.isfinite() and torch.equal(out.logps, torch.where(mask, -1.0, 0.0))
+    assert logps.grad is not None
     assert (logps.grad != 0).equal(mask) and logps.grad.isfinite().all()
