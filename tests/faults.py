@@ -60,6 +60,8 @@ BLOCKS = "tests/rows/test_blocks.py"
 REFUSALS = "tests/core/test_refusals.py"
 HEAD = "tests/core/test_head.py"
 COMPILE = "tests/core/test_compile.py"
+WAITS = "tests/core/test_waits.py"
+COMPOSED = "tests/core/test_composed_arguments.py"
 
 # fmt: off
 FAULTS: list[Fault] = [
@@ -249,7 +251,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/logprobs.py", COMBINATIONS,
         ("missing is not applied to the mask", "mask = narrowed(kept, targets, mask, missing)", "pass"),
-        ("a detached entropy has a gradient", '("entropy",) if entropy == "detached" else ()', "()", AUTOGRAD),
+        ("a detached entropy has a gradient", '("entropy",) if entropy == "detached" else ()', "()", COMPOSED),
         ("the mass of no sets", 'shaped["log_kept_mass"] = torch.zeros_like', 'shaped["log_kept_mass"] = torch.ones_like'),
         (
             "the temperature's square divides", "value = value / squared_inverse_temperature(",
@@ -536,7 +538,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "TRL's sets: entropy over the sets", "mask=mask, entropy=entropy).entropy", "mask=mask, entropy=entropy, kept=sets).entropy",
-            "tests/integrations/test_trl_runs.py",
+            COMPOSED,
         ),
         (
             "TRL's scores with an unknown argument fail", "            if loss is not None:  # the whole loss is left to TRL\n                raise\n",
@@ -1388,6 +1390,12 @@ FAULTS: list[Fault] = [
             "is_empty = True",
             RANKS,
         ),
+        (
+            "the gradient of hidden states is this rank's",
+            "return ctx.shard.sum_over_ranks(grad_hidden.contiguous()), None",
+            "return grad_hidden, None",
+            RANKS,
+        ),
     ),
     *of("grpo_kernels/core/loss_formulas.py", PRODUCTS,
         (
@@ -1471,6 +1479,12 @@ FAULTS: list[Fault] = [
             "torch.where(is_local, token_ids, -1)",
             RANKS,
         ),
+        (
+            "logits of pairs are this rank's",
+            "return logits if shard is None else shard.sum_over_ranks(logits)",
+            "return logits",
+            RANKS,
+        ),
     ),
     *of("grpo_kernels/core/sources.py", LINEAR_PASS,
         (
@@ -1501,12 +1515,6 @@ FAULTS: list[Fault] = [
             "            and not has_other_gradient\n",
             "",
             PRODUCTS,
-        ),
-        (
-            "a frozen head has a unit gradient under torch.func",
-            "            and not torch._C._are_functorch_transforms_active()\n",
-            "",
-            COMPILE,
         ),
         (
             "the scale of fp16 rows is fixed before their factor",
@@ -1557,11 +1565,17 @@ FAULTS: list[Fault] = [
             "grad_hidden = unit_gradient * 1.0",
         ),
         (
+            "the unit gradient of a frozen head is rounded",
+            "            grad_hidden_dtype=torch.float32,\n        )\n        assert",
+            "        )\n        assert",
+        ),
+        (
             "a pass for 16-bit memory sums in it",
             "weight_total=None if memory is None else memory.fp32_total",
             "weight_total=None if memory is None else memory.total",
             COST,
         ),
+        ("a backward for memory of the caller rounds", "rounds_weight=memory is None,", ""),
         (
             "a backward without rows gives the weight none",
             "elif wanted[1] and grad_weight is None:",
@@ -1590,6 +1604,7 @@ FAULTS: list[Fault] = [
             "zip(tensors, wanted, strict=True) if needed]",
             "zip(tensors, wanted, strict=True) if x is not None]",
         ),
+        ("targets in a graph are not checked", "check_targets(targets, mask, vocabulary)", "pass"),
         (
             "masked rows are in the matmuls of a graph",
             "order=RowOrder.of_mask(mask, len(hidden), hidden.device)",
@@ -1603,6 +1618,12 @@ FAULTS: list[Fault] = [
             "            other_arguments or {},\n            reference_arguments or {},",
             "            {},\n            {},",
             AUTOGRAD,
+        ),
+        (
+            "memory for a gradient may be what is read",
+            'read = {"hidden": hidden, "weight": weight, "bias": bias, **(other_arguments or {})}',
+            "read = {}",
+            LINEAR_PASS,
         ),
         (
             "the matmuls of autocast are those of hidden states",
@@ -1648,22 +1669,29 @@ FAULTS: list[Fault] = [
             "pass",
         ),
         (
+            "a reference's logits have the policy's transform",
+            "transform = as_transform(value[1])",
+            "pass",
+            LINEAR_PASS,
+        ),
+        (
             "a reference's head has the policy's transform",
             "return hidden, head, transform if own_transform is None else own_transform",
             "return hidden, head, transform",
             SETS,
         ),
         (
+            "a bias beside a Head is dropped",
+            "if isinstance(weight, Head) and bias:",
+            "if False:",
+            COMPOSED,
+        ),
+        ("a reference's bias is dropped", "head = (head[0], bias[0])", "pass", LINEAR_PASS),
+        (
             "hidden states are summed whatever is asked",
             "if shard is not None and shard.reduce_hidden and hidden.requires_grad:",
             "if shard is not None and hidden.requires_grad:",
             RANKS,
-        ),
-        (
-            "a reference is a tensor of torch.func",
-            "return Reference(source.without_gradient(), direction, mixture)",
-            "return Reference(source, direction, mixture)",
-            COMPILE,
         ),
     ),
     *of("grpo_kernels/options.py", HEAD,
@@ -1685,15 +1713,54 @@ FAULTS: list[Fault] = [
             "row_ids = first",
         ),
         (
+            "tokens that cannot contribute are processed",
+            (
+                "rows = objective.token_rows(batch, normalizer, options.skip_inactive)\n"
+                "    refuse_nan"
+            ),
+            "rows = objective.token_rows(batch, normalizer, False)\n    refuse_nan",
+            LINEAR_PASS,
+        ),
+        (
+            "on a GPU rows without a gradient come first",
+            "torch.argsort(rank, stable=True, descending=True)",
+            "torch.argsort(rank, stable=True)",
+            WAITS,
+        ),
+        (
+            "on a GPU rows without a gradient are not processed",
+            'num_processed = batch.count("trained", rows.read)',
+            "pass",
+            WAITS,
+        ),
+        (
+            "a sequence's entropy bonus has no gradient",
+            "not objective.needs_entropy and reference is None and not trains_bias",
+            "reference is None and not trains_bias",
+            OBJECTIVES,
+        ),
+        (
             "a sequence's divergence is left out",
             "not objective.needs_entropy and reference is None and not trains_bias",
             "not objective.needs_entropy and not trains_bias",
             COMBINATIONS,
         ),
         (
+            "a sequence's bias has no gradient",
+            "not objective.needs_entropy and reference is None and not trains_bias",
+            "not objective.needs_entropy and reference is None",
+            LINEAR_PASS,
+        ),
+        (
             "an objective of the whole batch is by sequence",
             "if trains_weight and has_one_scalar and is_per_sequence:",
             "if trains_weight and has_one_scalar:",
+        ),
+        (
+            "the log-ratio of a loss is that of other log-probs",
+            "rows, log_ratios[0])\n    statistics",
+            "rows, torch.zeros_like(log_ratios[0]))\n    statistics",
+            COMPOSED,
         ),
         (
             "a detached entropy of a composed batch has a gradient",
@@ -1728,6 +1795,36 @@ FAULTS: list[Fault] = [
             LISTED,
         ),
         (
+            "a divergence is not in the loss",
+            "loss = loss + sum_losses(times(rows.divergence_weight, divergence))",
+            "pass",
+            COMBINATIONS,
+        ),
+        (
+            "an infinite divergence of a weight of 0",
+            "times(rows.divergence_weight, divergence)",
+            "rows.divergence_weight * divergence",
+            COMPOSED,
+        ),
+        (
+            "statistics of masked tokens are used",
+            "return x if mask is None else torch.where(mask, x, 0.0)",
+            "return x",
+            COMPOSED,
+        ),
+        (
+            "the square of the temperature divides a divergence's weight",
+            "rows.divergence_weight / factor",
+            "rows.divergence_weight * factor",
+            COMBINATIONS,
+        ),
+        (
+            "an entropy that a filter needs may be missing",
+            "if entropy is None and (objective.needs_entropy or filters_entropy):",
+            "if entropy is None and objective.needs_entropy:",
+            COMPOSED,
+        ),
+        (
             "both references are taken",
             'if batch.ref_logps is not None:\n        raise ValueError("reference and',
             'if False:\n        raise ValueError("reference and',
@@ -1740,11 +1837,44 @@ FAULTS: list[Fault] = [
             SETS,
         ),
     ),
-    *of("grpo_kernels/logprobs.py", REFUSALS,
+    *of("grpo_kernels/logprobs.py", COMPOSED,
+        (
+            "temperatures of masked rows are squared",
+            "inverse = torch.where(mask, inverse, 1.0)",
+            "pass",
+            REFUSALS,
+        ),
+        (
+            "a mask does not reach a teacher",
+            "teacher_divergence(source, reference, exact, mask=mask)",
+            "teacher_divergence(source, reference, exact, mask=None)",
+            PRODUCTS,
+        ),
+        (
+            "a set of a divergence is not checked",
+            'check_sets("kept", kept, no_targets, source.vocab_size)',
+            "pass",
+        ),
+        (
+            "a composed entropy that is detached has a gradient",
+            "name: x.detach() if name in detached else x for",
+            "name: x for",
+        ),
         (
             "a target outside of the vocabulary is taken",
             "check_targets(targets, mask, source.vocab_size, logits=head is None)",
             "pass",
+            REFUSALS,
+        ),
+        (
+            "a statistic is asked for twice",
+            "is_distinct = is_known and len(set(also)) == len(also)",
+            "is_distinct = is_known",
+        ),
+        (
+            "missing=None includes a target in strict mode",
+            'missing or ("raise" if is_strict(options.strict) else "include")',
+            'missing or "include"',
         ),
     ),
     *of("grpo_kernels/loss_output.py", OBJECTIVES,
@@ -1753,6 +1883,19 @@ FAULTS: list[Fault] = [
             "masked tokens count as zero advantages",
             "trained & (rows.advantages == 0)",
             "rows.advantages == 0",
+        ),
+    ),
+    *of("grpo_kernels/divergences.py", COMBINATIONS,
+        ("masked tokens use the vocabulary", "uses_vocabulary = uses_vocabulary & mask", "pass"),
+        (
+            "tokens without candidates have no divergence",
+            "return torch.where(uses_vocabulary, over_vocabulary, over_candidates)",
+            "return over_candidates",
+        ),
+        (
+            "tokens that share a row have the divergence of another",
+            "of_rows, row_ids, is_processed",
+            "of_rows, torch.arange(len(rows)) % num_rows, is_processed",
         ),
     ),
     *of("grpo_kernels/core/linear_memory.py", BLOCKS,
