@@ -55,6 +55,13 @@ EXTRA_IDS = "tests/compositions/test_extra_ids.py"
 CANDIDATES = "tests/compositions/test_candidates.py"
 TEACHERS = "tests/compositions/test_teachers.py"
 UNREAD = "tests/compositions/test_transforms_and_waits.py"
+LINEAR_PASS = "tests/core/test_linear_pass.py"
+BLOCKS = "tests/rows/test_blocks.py"
+REFUSALS = "tests/core/test_refusals.py"
+HEAD = "tests/core/test_head.py"
+COMPILE = "tests/core/test_compile.py"
+WAITS = "tests/core/test_waits.py"
+COMPOSED = "tests/core/test_composed_arguments.py"
 
 # fmt: off
 FAULTS: list[Fault] = [
@@ -83,40 +90,6 @@ FAULTS: list[Fault] = [
         ("a total variation is a sum of |p - q|", "-0.5 * larger * apart", "-larger * apart"),
         ("a sign in the sums of parts", "(g - f) + f * apart", "(g - f) - f * apart", RANKS),
     ),
-    *of("grpo_kernels/rows/stream.py", COMBINATIONS,
-        ("a log-prob of NaN has no slope", "torch.where(partials.logps.isnan() & (of != 0), torch.nan, of)", "of", PRODUCTS),
-        ("a log-prob of NaN has a gradient before its slope", "(~partials.logps.isnan()).float()", "torch.ones_like(partials.max)", PRODUCTS),
-        ("what arrives at ids that wait arrives twice", "self._put(out, 0.0)", "self._put(out[:0], 0.0)", SHARED),
-        ("a divergence beside tokens is not in the loss", "else losses + times(weight, divergence)", "else losses"),
-        ("tokens of a chunk replace each other", "result[:, which] += self", "result[:, which] = self", SHARED),
-        ("tokens of a block are those of the first", "tokens.at(self.places)", "tokens.at(torch.arange(self.rows.n))", SHARED),
-        ("logits at listed ids are this rank's", "logits if shard is None else shard.sum_over_ranks(logits)", "logits", RANKS),
-    ),
-    *of("grpo_kernels/rows/stream.py", COMBINATIONS,
-        (
-            "blocks of rows begin again in each sequence", "slice(a * T + of[1].start, a * T + of[1].stop)", "of[1]",
-        ),
-        ("a later visit replaces what others gave", "part if is_first else part.add_(to)", "part"),
-        ("visits are rounded one by one", "torch.float32 if parts.wholes > 1 else logits.dtype", "logits.dtype"),
-        ("the version of overwritten logits stays", "torch.autograd.graph.increment_version(self.logits)", "pass", AUTOGRAD),
-    ),
-    *of("grpo_kernels/rows/hidden.py", COMBINATIONS,
-        (
-            "the factor misses rows of sets",
-            "values = values if factor is None else values * factor", "pass",
-        ),
-        (
-            "hidden states that changed are not noticed", "versions_of([few[2]]) != self._versions", "False", AUTOGRAD,
-        ),
-        (
-            "a placeholder is added to shared memory", "return zeros(weight.shape, weight.dtype, weight.device)",
-            "return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)", AUTOGRAD,
-        ),
-        (
-            "16-bit memory takes the sum of chunks", "self.total if self.total.dtype == torch.float32 else None", "self.total",
-            COST,
-        ),
-    ),
     *of("grpo_kernels/rows/tokens.py", COMBINATIONS,
         ("what is combined at listed ids is left out", "write_at(out, here, at_ids)", "pass", LISTED),
         ("a row has the log-prob of its first id", "self.used & (z == top[rows]), torch.arange", "self.used, torch.arange", SHARED),
@@ -134,53 +107,6 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/formulas/ops.py", COMBINATIONS,
         ("divergences lack their teacher's weight", "(weight * x).masked_fill_", "(1 * x).masked_fill_"),
-    ),
-    *of("grpo_kernels/rows/sets.py", COMBINATIONS,
-        ("a divergence has no gradient beside listed ids", "gradient + of(Slopes", "gradient + 0 * of(Slopes"),
-        ("a token's set is of the row of its number", "tokens.rows[slots.rows], slots.ids", "slots.rows % tokens.n, slots.ids", SHARED),
-        (
-            "a target of another rank is this rank's",
-            "return torch.where(self._here[0][slots.offsets[:-1] + target], target, -1)", "return target", RANKS,
-        ),
-        ("the gradient over a set lacks the transform", "gradient * self.stream.transform.slope(logits, slots.rows)", "gradient"),
-        ("the likeliest id is that of one rank", "lowest if shard is None else shard.lowest_of_ranks(lowest)", "lowest", RANKS),
-        ("the teacher's logits over sets are the policy's", "self._z(other.stream)[0]", "self._z(self.stream)[0]"),
-    ),
-    *of("grpo_kernels/rows/hidden.py", COMBINATIONS,
-        (
-            "the two halves of a product are swapped", "logits, of_second = self.products.logits(both)",
-            "of_second, logits = self.products.logits(both)",
-        ),
-        ("the bias's gradient is that of the last chunk", "self.d_bias += ", "self.d_bias = ", RELATIONS),
-        ("rows whose slopes cancel are left out", "nonzero = nonzero.index_fill(0, slots.rows[values != 0], True)", "pass"),
-        ("the bias gets nothing from sets", "self.backend.add_hidden_rows(values, slots, ones, self.d_bias[:, None])", "pass"),
-        ("rows without a gradient have no log-probs", "self._each(visit, index[active:], step", "self._each(visit, index[:0], step", COST),
-        ("what arrives at a gradient made ahead is dropped", "_multiplied(found.ahead.clone(), visit.factors(found.partials, slopes))", "found.ahead"),
-        ("a row without a slope is not left out", ".masked_fill_((factors == 0)[:, None], 0.0)", "", PRODUCTS),
-        ("the weight's gradient of a block has no slopes", "_multiplied(hidden.clone(), factors)", "hidden"),
-        ("slopes are written into the hidden states", "_multiplied(hidden.clone(), factors)", "_multiplied(hidden, factors)", PRODUCTS),
-        ("rows without a gradient are left out of their sequence", "active if wanted else 0, index.numel(), False)", "active, active, False)", PRODUCTS),
-        ("a run of groups is longer than a block", "end - runs[-1][0] > limit", "rows > limit", PRODUCTS),
-        ("an earlier run is rounded like the last", "last and self.rounded and self.is_last", "last and self.rounded", PRODUCTS),
-        ("a run is planned without the copies of its rows", "active, self._copies(active))", "active, active < len(self.hidden))", "tests/rows/test_blocks.py"),
-        ("groups beyond a block are left out", "if i and not is_block:", "if False:", PRODUCTS),
-        ("a gradient is made ahead for rows that can have none", "visit.active if visit.ahead else None", "None", PRODUCTS),
-        ("a bias of its own is not looked at", " and _same(self.bias, other.bias)", "", PRODUCTS),
-    ),
-    *of("grpo_kernels/rows/products.py", "tests/rows/test_blocks.py",
-        ("earlier blocks leave nothing", "before = own if several else 0", "before = 0"),
-        (
-            "the gradient of a chunk starts one row late", "logits.view(torch.bfloat16)[:, : logits.shape[1]]",
-            "logits.view(torch.bfloat16)[:, logits.shape[1] :]", COMBINATIONS,
-        ),
-        (
-            "the sum of the chunks before is dropped", "cpu_products.d_weight(d_logits, hidden, total, out)",
-            "cpu_products.d_weight(d_logits, hidden, None, out)", RELATIONS,
-        ),
-        (
-            "the sum is rounded with every chunk", "dtype = self._gradient_dtype if last else torch.float32",
-            "dtype = self._gradient_dtype", COST,
-        ),
     ),
     *of("grpo_kernels/rows/memory.py", "tests/rows/test_blocks.py",
         ("memory is given out twice", "if block.lease() is None and size", "if size"),
@@ -269,21 +195,6 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/integrations/_tensors.py", "tests/integrations/test_bound_functions.py",
         ("padding of a head is an id", "first = in_order >= 0", "first = in_order >= -1"),
     ),
-    *of("grpo_kernels/rows/run.py", SETS,
-        ("the gradient of a row is ahead of another id", "visit if at is None or at.one is None", "visit if at is None or True", SHARED),
-        ("rows with a set are not in their sequence", "logps, entropy, of_ids = of_sets.joined(logps, entropy, of_ids, transform)", "pass", COMBINATIONS),
-        ("slopes of rows with a set are dropped", 'upstream = {"logps": d_logps}', 'upstream = {"logps": 0 * d_logps}', COMBINATIONS),
-        ("a teacher that was written to is not noticed", "if rows.versions() != ctx.versions:", "if False:"),
-        (
-            "passes are summed in 16 bits", "twice = twice or whole is not None or (slots and visit.all_rows)",
-            "pass", COMBINATIONS,
-        ),
-        ("the factor of the loss is dropped", "ctx.backend.scale_(gradient, d_loss)", "pass", COMBINATIONS),
-        (
-            "a gradient is handed over twice", "gradients, ctx.gradients = list(ctx.gradients), None",
-            "gradients = list(ctx.gradients)", AUTOGRAD,
-        ),
-    ),
     *of("grpo_kernels/formulas/ops.py", "tests/formulas/test_surrogates.py",
         ("an overflow is a wrong slope", "    refuse_overflow(name, terms, logp, distance, at)\n    refuse_wrong(torch", "    refuse_wrong(torch"),
         ("points far away hide a wrong slope", "refuse_wrong(fine & (distance[1].abs() <= MODERATE))", "pass"),
@@ -320,53 +231,31 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/losses.py", SETS,
-        ("infinite values reach ids of a weight of 0", "times(made.d_listed[terms.rows], of_rows", "(made.d_listed[terms.rows] * of_rows", LISTED),
         (
             "fp16 gradients are stored before the loss scale",
-            "stream.logits.dtype == torch.float16 and torch.is_grad_enabled()", "False", AUTOGRAD,
+            "is_fp16 = source.logits.dtype == torch.float16 and torch.is_grad_enabled()", "is_fp16 = False", AUTOGRAD,
         ),
         (
             "a NaN among nll_weights is not looked for", ', "weights", "nll_weight"):', ', "weights"):',
             "tests/core/test_refusals.py",
         ),
         (
-            "the log-probs of a reference's head are over the vocabulary", "own = Asked(rows.targets, rows.read, kept=kept, rows",
-            "own = Asked(rows.targets, rows.read, rows",
+            "the log-probs of a reference's head are over the vocabulary",
+            "                (),\n                kept=batch.kept,", "                (),\n                kept=None,",
         ),
-        (
-            "token_weights are dropped", 'rows = rows.weighted(per_token("token_weights"', '(per_token("token_weights"',
-            OBJECTIVES,
-        ),
-        ("ess without weights", "else ratio * rows.weights", "else ratio", OBJECTIVES),
-        ("masked tokens count as zero advantages", "(trained & (rows.advantages == 0))", "(rows.advantages == 0)", OBJECTIVES),
+        ("token_weights are dropped", "rows = rows.weighted(\n", "rows.weighted(\n", OBJECTIVES),
         (
             "active rows do not come first", "torch.cat([first, others.nonzero()[:, 0]])",
             "torch.cat([others.nonzero()[:, 0], first])", PRODUCTS,
         ),
     ),
-    *of("grpo_kernels/streams.py", SETS,
-        (
-            "a reference has the policy's transform",
-            "transform if own is None else own", "transform",
-        ),
-        (
-            "a teacher's own transform is dropped", "            x, transform = given[0], as_transform(given[1])\n",
-            "            x = given[0]\n", COMBINATIONS,
-        ),
-    ),
     *of("grpo_kernels/logprobs.py", COMBINATIONS,
         ("missing is not applied to the mask", "mask = narrowed(kept, targets, mask, missing)", "pass"),
-        ("a detached entropy has a gradient", '("entropy",) if entropy is True else ()', '("entropy",)'),
-        ("the mass of no sets", 'found["log_kept_mass"] = torch.zeros_like', 'found["log_kept_mass"] = torch.ones_like'),
+        ("a detached entropy has a gradient", '("entropy",) if entropy == "detached" else ()', "()", COMPOSED),
+        ("the mass of no sets", 'shaped["log_kept_mass"] = torch.zeros_like', 'shaped["log_kept_mass"] = torch.ones_like'),
         (
-            "the temperature's square divides", "value = value / squared(stream.transform, read)",
-            "value = value * squared(stream.transform, read)",
-        ),
-    ),
-    *of("grpo_kernels/streams.py", COMBINATIONS,
-        (
-            "temperatures of masked rows are squared", "inverse = torch.where(read, inverse, 1.0)", "pass",
-            "tests/core/test_refusals.py",
+            "the temperature's square divides", "value = value / squared_inverse_temperature(",
+            "value = value * squared_inverse_temperature(",
         ),
     ),
     *of("grpo_kernels/batch.py", "tests/core/test_batch.py",
@@ -431,19 +320,6 @@ FAULTS: list[Fault] = [
         ("CISPO's cap", "Cispo(5.0)", "Cispo(4.0)"),
         ("verl's cap of DPPO", '"dppo_tv": {"surrogate": Cispo(3.0)', '"dppo_tv": {"surrogate": Cispo(5.0)'),
         ("OpenRLHF's KL", 'Kl("k1", clamp=10.0)', 'Kl("k3", clamp=10.0)', "tests/core/test_numerics.py"),
-    ),
-    *of("grpo_kernels/streams.py", "tests/core/test_head.py",
-        ("a transform beside a head is dropped", "weight.transform if transform is None else transform", "weight.transform"),
-    ),
-    *of("grpo_kernels/rows/compile.py", "tests/core/test_compile.py",
-        (
-            "scale and softcap change places", "return transform.scale, transform.softcap, *numbers",
-            "return transform.softcap, transform.scale, *numbers",
-        ),
-        (
-            "rows of a temperature each have that of none",
-            "inv_temperature if inv_temperatures is None else inv_temperatures", "inv_temperature",
-        ),
     ),
     *of("grpo_kernels/model.py", "tests/core/test_model.py",
         ("rows predict themselves", "slice(total - 1 - count, total - 1)", "slice(total - count, total)"),
@@ -657,11 +533,12 @@ FAULTS: list[Fault] = [
         ("sequences begin where others end", "cu_seqlens=offsets_of(scored.sum(1)),", "cu_seqlens=offsets_of(scored.sum(1).flip(0)),"),
         ("log-probs of a loss without gradients left to TRL", "if loss is None and torch.is_grad_enabled():", "if loss is None:", "tests/integrations/test_trl_runs.py"),
         (
-            "TRL's sets dropped in the loss", "            self.batch = replace(self.batch, kept=kept)\n", "            pass\n", "tests/integrations/test_trl_runs.py",
+            "TRL's sets dropped in the loss", "logps = linear_logprobs(hidden, head, targets, mask=mask, kept=sets).logps",
+            "logps = linear_logprobs(hidden, head, targets, mask=mask).logps", "tests/integrations/test_trl_runs.py",
         ),
         (
-            "TRL's sets: entropy over the sets", '        options = Options(entropy_over="vocabulary")\n        found', "        options = Options()\n        found",
-            "tests/integrations/test_trl_runs.py",
+            "TRL's sets: entropy over the sets", "mask=mask, entropy=entropy).entropy", "mask=mask, entropy=entropy, kept=sets).entropy",
+            COMPOSED,
         ),
         (
             "TRL's scores with an unknown argument fail", "            if loss is not None:  # the whole loss is left to TRL\n                raise\n",
@@ -1226,6 +1103,834 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/trees.py", EXTRA_IDS,
         ("all tokens are processed", "        no_extra_ids,\n        mask=mask,", "        no_extra_ids,\n        mask=None,"),
+    ),
+    *of("grpo_kernels/core/linear.py", PRODUCTS,
+        (
+            "a bias of its own is not looked at",
+            "same_weight and same_bias and self",
+            "same_weight and self",
+        ),
+        (
+            "rows in another order are taken as they lie",
+            "return is_complete and self.num_with_gradient in (0, num_processed)",
+            "return is_complete",
+            LINEAR_PASS,
+        ),
+        (
+            "targets are not in the order of the rows",
+            "return x if self.is_identity else x[self.row_ids]",
+            "return x",
+        ),
+        (
+            "temperatures are not in the order of the rows",
+            "return transform if self.is_identity else transform.at(self.row_ids)",
+            "return transform",
+            LINEAR_PASS,
+        ),
+        (
+            "hidden states are those of the first rows",
+            "return chunk if self.is_identity else self.row_ids[chunk]",
+            "return chunk",
+        ),
+        (
+            "values stay in the order of the pass",
+            "default[:, self.row_ids] = values",
+            "default[:, : values.shape[1]] = values",
+        ),
+        (
+            "logits of policy and reference change places",
+            "logits, reference_logits = both.tensor_split",
+            "reference_logits, logits = both.tensor_split",
+            LINEAR_PASS,
+        ),
+        (
+            "a reference's hidden states are those of the first rows",
+            "reference.projection.hidden.detach()[row_ids]",
+            "reference.projection.hidden.detach()[chunk]",
+        ),
+        (
+            "a reference's temperatures are those of the first rows",
+            "reference.projection.transform.at(row_ids)",
+            "reference.projection.transform.at(chunk)",
+            LINEAR_PASS,
+        ),
+        (
+            "rows in no block have any gradient",
+            "self.grad_hidden = torch.zeros(",
+            "self.grad_hidden = torch.empty(",
+        ),
+        (
+            "the gradient of hidden states has no row_scale",
+            "scale_rows(matmuls.grad_hidden(grad_logits), row_scale)",
+            "matmuls.grad_hidden(grad_logits)",
+        ),
+        (
+            "the gradient of the weight has no row_scale",
+            "scale_rows(self.logits.policy_hidden(block), row_scale)",
+            "self.logits.policy_hidden(block)",
+        ),
+        ("each block is rounded", "is_last and self.rounds_weight", "self.rounds_weight", BLOCKS),
+        (
+            "a sum for memory of the caller is rounded",
+            "is_last and self.rounds_weight",
+            "is_last",
+            COST,
+        ),
+        (
+            "the bias's gradient is that of the last chunk",
+            "self.grad_bias += ",
+            "self.grad_bias = ",
+            BLOCKS,
+        ),
+        (
+            "a row_scale of 0 times infinity is NaN",
+            ".masked_fill_((row_scale == 0)[:, None], 0.0)",
+            "",
+            LINEAR_PASS,
+        ),
+        (
+            "an fp16 gradient of hidden states underflows before the loss scale",
+            "torch.float32 if hidden_dtype == torch.float16 else hidden_dtype",
+            "hidden_dtype",
+            AUTOGRAD,
+        ),
+        (
+            "rows without a gradient have no log-probs",
+            "chunk_rows(slice(num_with_gradient, len(order.row_ids)))",
+            "chunk_rows(slice(0, 0))",
+        ),
+        (
+            "the last block is not rounded",
+            "is_last = block.stop == num_with_gradient",
+            "is_last = False",
+            BLOCKS,
+        ),
+        (
+            "a gradient is narrowed over logits that are read",
+            "accumulator.wanted.bias or not kernels.writes_behind_reads",
+            "accumulator.wanted.bias",
+            LINEAR_PASS,
+        ),
+        (
+            "the bias's gradient is a sum of bf16",
+            "accumulator.wanted.bias or not kernels.writes_behind_reads",
+            "not kernels.writes_behind_reads",
+            LINEAR_PASS,
+        ),
+        (
+            "a log-prob of NaN has a gradient before its factor",
+            "(~sums.logps.isnan()).float()",
+            "torch.ones_like(sums.logps)",
+            LINEAR_PASS,
+        ),
+        (
+            "values are in the order of processing",
+            "in sorted(self.chunks, key=lambda chunk: chunk[0])",
+            "in self.chunks",
+            LINEAR_PASS,
+        ),
+        ("sums of another row", "self.sums = sums.at(order.row_ids)", "self.sums = sums"),
+        (
+            "coefficients of another row",
+            "self.coefficients = coefficients.at(order.row_ids)",
+            "self.coefficients = coefficients",
+        ),
+        (
+            "an even slice has no remainder",
+            "start + smaller + (1 if i < remainder else 0)",
+            "start + smaller",
+        ),
+        (
+            "a sequence is longer than a block",
+            "if num_rows > max_rows:\n            return None",
+            "if False:\n            return None",
+        ),
+        (
+            "a block of sequences is longer than it may be",
+            "if stop + num_rows - start > max_rows:",
+            "if num_rows > max_rows:",
+            BLOCKS,
+        ),
+        (
+            "the last sequences are in no block",
+            "if stop > start:\n        blocks",
+            "if False:\n        blocks",
+        ),
+        (
+            "rows at another distance are the same head",
+            "x.dtype == y.dtype and x.shape == y.shape and x.stride() == y.stride()",
+            "x.dtype == y.dtype and x.shape == y.shape",
+            LINEAR_PASS,
+        ),
+        (
+            "autocast rounds logits",
+            "if torch.is_autocast_enabled(device_type):\n        return torch.autocast",
+            "if False:\n        return torch.autocast",
+            LINEAR_PASS,
+        ),
+        (
+            "rows without a gradient are processed after those with one",
+            (
+                "        for chunk in chunk_rows(slice(num_with_gradient, len(order.row_ids))):\n"
+                "            formula.process_chunk(chunk, logits.compute(chunk), None)\n"
+                "        for block in blocks:\n"
+                "            grad_logits = gradient_of_block(\n"
+                "                chunk_rows(block), formula, logits, accumulator, inputs.kernels\n"
+                "            )\n"
+                "            is_last = block.stop == num_with_gradient\n"
+                "            accumulator.add_block(block, grad_logits, formula.row_scale(block), is_last)\n"
+                "            del grad_logits  # before the next block allocates its own\n"
+            ),
+            (
+                "        for block in blocks:\n"
+                "            grad_logits = gradient_of_block(\n"
+                "                chunk_rows(block), formula, logits, accumulator, inputs.kernels\n"
+                "            )\n"
+                "            is_last = block.stop == num_with_gradient\n"
+                "            accumulator.add_block(block, grad_logits, formula.row_scale(block), is_last)\n"
+                "            del grad_logits  # before the next block allocates its own\n"
+                "        for chunk in chunk_rows(slice(num_with_gradient, len(order.row_ids))):\n"
+                "            formula.process_chunk(chunk, logits.compute(chunk), None)\n"
+            ),
+            LINEAR_PASS,
+        ),
+        (
+            "heads of two matmul dtypes are one",
+            "same_bias and self.matmul_dtype == other.matmul_dtype",
+            "same_bias",
+            LINEAR_PASS,
+        ),
+    ),
+    *of("grpo_kernels/core/autograd.py", AUTOGRAD,
+        (
+            "a constant statistic has a gradient",
+            'return name == "logps" or (name in DIFFERENTIABLE and name not in self.detached)',
+            'return name == "logps" or name in DIFFERENTIABLE',
+            PRODUCTS,
+        ),
+        (
+            "a reference that was written to is not noticed",
+            "if versions_of(row_pass.tensors_read_again()) != ctx.versions:",
+            "if False:",
+            SETS,
+        ),
+        (
+            "16-bit memory takes the sum of blocks",
+            "self.total if self.total.dtype == torch.float32 else None",
+            "self.total",
+            COST,
+        ),
+        (
+            "memory is added to itself",
+            "if gradient is not None and gradient is not self.total:",
+            "if gradient is not None:",
+        ),
+        ("Megatron's flag is not set", "weight.grad_added_to_main_grad = True", "pass"),
+        (
+            "a placeholder is added to shared memory",
+            "return zeros(weight.shape, weight.dtype, weight.device)\n        return",
+            (
+                "return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)\n"
+                "        return"
+            ),
+        ),
+        (
+            "a weight that is gone is not noticed",
+            "is_empty = weight.untyped_storage().nbytes() == 0",
+            "is_empty = False",
+            LINEAR_PASS,
+        ),
+        (
+            "a gradient is handed over twice",
+            "gradients = self.gradients\n        self.gradients = None",
+            "gradients = self.gradients",
+        ),
+        (
+            "a gradient that was written to is handed over",
+            "if gradient._version != version:",
+            "if False:",
+        ),
+        ("the factor of the loss is dropped", "self.kernels.scale_(gradient, grad_loss)", "pass"),
+        (
+            "a loss has a second derivative",
+            "if torch.is_grad_enabled():  # torch.func does not get here",
+            "if False:",
+        ),
+        (
+            "the version of overwritten logits stays",
+            "torch.autograd.graph.increment_version(logits)",
+            "pass",
+        ),
+        (
+            "a gradient for memory of the caller is rounded",
+            "weight.dtype if weight_memory is None else torch.float32",
+            "weight.dtype",
+            COST,
+        ),
+        (
+            "a pass for memory of the caller rounds",
+            "rounds_weight=weight_memory is None,",
+            "",
+            COST,
+        ),
+        (
+            "a head without rows has no gradient",
+            "if wanted.weight and grad_weight is None and weight_memory is None:",
+            "if False:",
+            COMBINATIONS,
+        ),
+        (
+            "the gradient of a loss of statistics has no factor",
+            "None if x is None else x * grad_loss for x",
+            "None if x is None else x for x",
+        ),
+        (
+            "a rank without columns has no weight",
+            "is_empty = shard is None",
+            "is_empty = True",
+            RANKS,
+        ),
+        (
+            "the gradient of hidden states is this rank's",
+            "return ctx.shard.sum_over_ranks(grad_hidden.contiguous()), None",
+            "return grad_hidden, None",
+            RANKS,
+        ),
+    ),
+    *of("grpo_kernels/core/loss_formulas.py", PRODUCTS,
+        (
+            "inputs of a loss are not in the order of the rows",
+            "stage if order.is_identity else stage.at(order.row_ids)",
+            "stage",
+        ),
+        (
+            "a log-prob of NaN has no gradient",
+            "grad_logps.masked_fill(is_nan, torch.nan)[",
+            "grad_logps[",
+            LINEAR_PASS,
+        ),
+        (
+            "a log-prob of NaN has a gradient that nothing arrives at",
+            (
+                "is_nan = self.logps.isnan() & (grad_logps != 0)\n"
+                "        return grad_logps.masked_fill"
+            ),
+            "is_nan = self.logps.isnan()\n        return grad_logps.masked_fill",
+            LINEAR_PASS,
+        ),
+        ("row_scale is not in the order of the rows", "[self.order.row_ids_at(block)]", "[block]"),
+        (
+            "the sum of losses is fp32",
+            "losses.sum(dtype=torch.float64).float()",
+            "losses.sum()",
+            RELATIONS,
+        ),
+    ),
+    *of("grpo_kernels/core/pairs.py", COMBINATIONS,
+        (
+            "pairs are sorted without their columns",
+            "return Pairs(columns[order], offsets, sorted_rows), order",
+            "return Pairs(columns, offsets, sorted_rows), order",
+        ),
+        (
+            "a pair of no id writes to another row",
+            "keys = torch.where(columns >= 0, row_ids * ctx.shape[2] + columns, -1)",
+            "keys = row_ids * ctx.shape[2] + columns",
+        ),
+        (
+            "gradients of pairs are not sorted",
+            'grad[order].double(), "sum"',
+            'grad.double(), "sum"',
+        ),
+        (
+            "equal pairs write their own gradient",
+            "values = torch.where(sorted_keys >= 0, sums[group_of_pair], 0.0)",
+            "values = torch.where(sorted_keys >= 0, grad[order].double(), 0.0)",
+        ),
+        (
+            "a pair that is not used writes 0 to the first logit",
+            "used_keys = torch.where(is_used, sorted_keys, sorted_keys[-1:]).clamp(min=0)",
+            "used_keys = sorted_keys.clamp(min=0)",
+        ),
+        (
+            "pairs have no bias",
+            "logits = logits + bias.detach().float()[pairs.ids.clamp(min=0)]",
+            "pass",
+        ),
+        (
+            "the bias gets nothing from pairs",
+            "kernels.add_hidden_rows(grad, pairs, ones, fp32_grad_bias)",
+            "pass",
+        ),
+        (
+            "hidden states get nothing from pairs",
+            "kernels.add_weight_rows(grad, pairs, weight.detach(), fp32_grad_hidden)",
+            "pass",
+        ),
+        (
+            "the placeholder of pairs is the memory",
+            "total if weight_memory is None else weight_memory.add(total)",
+            "total",
+            AUTOGRAD,
+        ),
+        (
+            "ids of a rank count from 0",
+            "torch.where(is_local, token_ids - start, -1)",
+            "torch.where(is_local, token_ids, -1)",
+            RANKS,
+        ),
+        (
+            "logits of pairs are this rank's",
+            "return logits if shard is None else shard.sum_over_ranks(logits)",
+            "return logits",
+            RANKS,
+        ),
+    ),
+    *of("grpo_kernels/core/sources.py", LINEAR_PASS,
+        (
+            "logits of pairs stay in the order of rows",
+            "logits[order.argsort()]",
+            "logits",
+            COMBINATIONS,
+        ),
+        (
+            "an id outside of the vocabulary has the logit 0",
+            "return torch.where(is_id, transformed, -torch.inf)",
+            "return transformed",
+        ),
+        (
+            "the version of logits that a backward overwrites stays",
+            "if self.inplace:\n            torch.autograd.graph.increment_version(logits)",
+            "if False:\n            pass",
+            AUTOGRAD,
+        ),
+        (
+            "the rows of another mask are processed",
+            "if known is not None and known.mask is mask:",
+            "if known is not None:",
+            PRODUCTS,
+        ),
+        (
+            "a gradient of the entropy is left out with a frozen head",
+            "            and not has_other_gradient\n",
+            "",
+            PRODUCTS,
+        ),
+        (
+            "the scale of fp16 rows is fixed before their factor",
+            "if memory.has_grad_buffer and memory.scales_rows:",
+            "if False:",
+            BLOCKS,
+        ),
+        (
+            "a block of sequences is planned without the copies of its rows",
+            "gathers_rows(self.projection, num_rows)",
+            "False",
+            BLOCKS,
+        ),
+        (
+            "rows without a gradient are in the backward",
+            "row_ids = row_ids[coefficients.nonzero[row_ids]]",
+            "pass",
+            PRODUCTS,
+        ),
+        (
+            "a reference's hidden states that were written to are not noticed",
+            "tensors += [projection.hidden, projection.weight, projection.bias]",
+            "pass",
+        ),
+        (
+            "targets that were written to are not noticed",
+            "tensors = [self.targets, self.mask, temperatures_of(self.source.transform)]",
+            "tensors = [None]",
+        ),
+        (
+            "what arrives at masked rows of a frozen head is used",
+            'masked_grad(grads["logps"], self.mask)',
+            'grads["logps"].float()',
+        ),
+        (
+            "a log-prob of NaN of a frozen head has no gradient",
+            "grad_logps = grad_logps.masked_fill(is_nan, torch.nan)\n        grad_hidden",
+            "grad_hidden",
+        ),
+        (
+            "a row without an upstream gradient is 0 times infinity",
+            "grad_hidden.masked_fill_((grad_logps == 0)[:, None], 0.0)",
+            "pass",
+        ),
+        (
+            "the upstream gradient of a frozen head is dropped",
+            "grad_hidden = unit_gradient * grad_logps[:, None]",
+            "grad_hidden = unit_gradient * 1.0",
+        ),
+        (
+            "the unit gradient of a frozen head is rounded",
+            "            grad_hidden_dtype=torch.float32,\n        )\n        assert",
+            "        )\n        assert",
+        ),
+        (
+            "a pass for 16-bit memory sums in it",
+            "weight_total=None if memory is None else memory.fp32_total",
+            "weight_total=None if memory is None else memory.total",
+            COST,
+        ),
+        ("a backward for memory of the caller rounds", "rounds_weight=memory is None,", ""),
+        (
+            "a backward without rows gives the weight none",
+            "elif wanted[1] and grad_weight is None:",
+            "elif False:",
+            COMBINATIONS,
+        ),
+    ),
+    *of("grpo_kernels/core/compiled.py", COMPILE,
+        (
+            "scale and softcap change places",
+            "return transform.scale, transform.softcap, *temperature",
+            "return transform.softcap, transform.scale, *temperature",
+        ),
+        (
+            "rows of a temperature each have that of none",
+            "inv_temperature if inv_temperatures is None else inv_temperatures",
+            "inv_temperature",
+        ),
+        (
+            "a frozen tensor has the gradient of the next",
+            "next(results) if needed else None for",
+            "next(results, None) for",
+        ),
+        (
+            "a fake gradient for each tensor",
+            "zip(tensors, wanted, strict=True) if needed]",
+            "zip(tensors, wanted, strict=True) if x is not None]",
+        ),
+        ("targets in a graph are not checked", "check_targets(targets, mask, vocabulary)", "pass"),
+        (
+            "masked rows are in the matmuls of a graph",
+            "order=RowOrder.of_mask(mask, len(hidden), hidden.device)",
+            "order=RowOrder.of_all_rows(len(hidden), hidden.device)",
+        ),
+    ),
+    *of("grpo_kernels/inputs.py", REFUSALS,
+        ("a temperature for each token of a shared row", "if self.are_shared:", "if False:"),
+        (
+            "what a gradient in place overwrites is not looked at",
+            "            other_arguments or {},\n            reference_arguments or {},",
+            "            {},\n            {},",
+            AUTOGRAD,
+        ),
+        (
+            "memory for a gradient may be what is read",
+            'read = {"hidden": hidden, "weight": weight, "bias": bias, **(other_arguments or {})}',
+            "read = {}",
+            LINEAR_PASS,
+        ),
+        (
+            "the matmuls of autocast are those of hidden states",
+            "if torch.is_autocast_enabled(device_type):\n        return torch.get",
+            "if False:\n        return torch.get",
+            LINEAR_PASS,
+        ),
+        (
+            "hidden states of other rows are taken",
+            "if hidden.dim() != len(shape) + 1 or hidden.shape[:-1] != shape:",
+            "if hidden.dim() != len(shape) + 1:",
+        ),
+        (
+            "a bias of another length is taken",
+            "if bias is not None and bias.shape != (vocab_size,):",
+            "if False:",
+        ),
+        (
+            "a dtype without matmuls is taken",
+            "if not isinstance(x, Tensor) or x.dtype not in OF_PRODUCTS:",
+            "if not isinstance(x, Tensor):",
+        ),
+        ("memory for a frozen head", "if not weight.requires_grad:", "if False:"),
+        (
+            "memory for a gathered weight",
+            'if hasattr(weight, "ds_id") or is_managed(weight):',
+            "if False:",
+        ),
+        (
+            "other memory sets Megatron's flag",
+            "weight if is_main_grad and has_flag else None",
+            "weight if has_flag else None",
+            AUTOGRAD,
+        ),
+        (
+            "a reference of another vocabulary is taken",
+            "if (source.vocab_size, source.num_columns) != (policy.vocab_size, policy.num_columns):",
+            "if False:",
+        ),
+        (
+            "several references are taken for one",
+            'require(not isinstance(value, list), name, "list", remedy)',
+            "pass",
+        ),
+        (
+            "a reference's logits have the policy's transform",
+            "transform = as_transform(value[1])",
+            "pass",
+            LINEAR_PASS,
+        ),
+        (
+            "a reference's head has the policy's transform",
+            "return hidden, head, transform if own_transform is None else own_transform",
+            "return hidden, head, transform",
+            SETS,
+        ),
+        (
+            "a bias beside a Head is dropped",
+            "if isinstance(weight, Head) and bias:",
+            "if False:",
+            COMPOSED,
+        ),
+        ("a reference's bias is dropped", "head = (head[0], bias[0])", "pass", LINEAR_PASS),
+        (
+            "hidden states are summed whatever is asked",
+            "if shard is not None and shard.reduce_hidden and hidden.requires_grad:",
+            "if shard is not None and hidden.requires_grad:",
+            RANKS,
+        ),
+    ),
+    *of("grpo_kernels/options.py", HEAD,
+        (
+            "a transform beside a head is dropped",
+            "weight.transform if transform is None else transform",
+            "weight.transform",
+        ),
+    ),
+    *of("grpo_kernels/losses.py", PRODUCTS,
+        (
+            "all processed rows have a gradient",
+            "rows.read if all_have_gradient else batch.marked(kind)",
+            "rows.read",
+        ),
+        (
+            "rows that are trained without a gradient are left out",
+            "row_ids = torch.cat([first, others.nonzero()[:, 0]])",
+            "row_ids = first",
+        ),
+        (
+            "tokens that cannot contribute are processed",
+            (
+                "rows = objective.token_rows(batch, normalizer, options.skip_inactive)\n"
+                "    refuse_nan"
+            ),
+            "rows = objective.token_rows(batch, normalizer, False)\n    refuse_nan",
+            LINEAR_PASS,
+        ),
+        (
+            "on a GPU rows without a gradient come first",
+            "torch.argsort(rank, stable=True, descending=True)",
+            "torch.argsort(rank, stable=True)",
+            WAITS,
+        ),
+        (
+            "on a GPU rows without a gradient are not processed",
+            'num_processed = batch.count("trained", rows.read)',
+            "pass",
+            WAITS,
+        ),
+        (
+            "a sequence's entropy bonus has no gradient",
+            "not objective.needs_entropy and reference is None and not trains_bias",
+            "reference is None and not trains_bias",
+            OBJECTIVES,
+        ),
+        (
+            "a sequence's divergence is left out",
+            "not objective.needs_entropy and reference is None and not trains_bias",
+            "not objective.needs_entropy and not trains_bias",
+            COMBINATIONS,
+        ),
+        (
+            "a sequence's bias has no gradient",
+            "not objective.needs_entropy and reference is None and not trains_bias",
+            "not objective.needs_entropy and reference is None",
+            LINEAR_PASS,
+        ),
+        (
+            "an objective of the whole batch is by sequence",
+            "if trains_weight and has_one_scalar and is_per_sequence:",
+            "if trains_weight and has_one_scalar:",
+        ),
+        (
+            "the log-ratio of a loss is that of other log-probs",
+            "rows, log_ratios[0])\n    statistics",
+            "rows, torch.zeros_like(log_ratios[0]))\n    statistics",
+            COMPOSED,
+        ),
+        (
+            "a detached entropy of a composed batch has a gradient",
+            (
+                '    detached = () if objective.needs_entropy else ("entropy",)\n'
+                "    if batch.rows is None"
+            ),
+            "    detached = ()\n    if batch.rows is None",
+        ),
+        (
+            "a reference over sets is the divergence over the vocabulary",
+            "is_dense_reference = reference is not None and batch.kept is None",
+            "is_dense_reference = reference is not None",
+            COMBINATIONS,
+        ),
+        (
+            "a batch with further ids is a plain one",
+            "        or batch.listed is not None\n",
+            "",
+            LISTED,
+        ),
+        (
+            "a teacher of some ids beside candidate sets",
+            'require(batch.kept is None, name, "TokenSets", TEACHER_WITH_SETS)',
+            "pass",
+            REFUSALS,
+        ),
+        (
+            "a loss of further ids has no gradient",
+            "None if auxiliary_loss is None else terms.d_listed",
+            "None",
+            LISTED,
+        ),
+        (
+            "a divergence is not in the loss",
+            "loss = loss + sum_losses(times(rows.divergence_weight, divergence))",
+            "pass",
+            COMBINATIONS,
+        ),
+        (
+            "an infinite divergence of a weight of 0",
+            "times(rows.divergence_weight, divergence)",
+            "rows.divergence_weight * divergence",
+            COMPOSED,
+        ),
+        (
+            "statistics of masked tokens are used",
+            "return x if mask is None else torch.where(mask, x, 0.0)",
+            "return x",
+            COMPOSED,
+        ),
+        (
+            "the square of the temperature divides a divergence's weight",
+            "rows.divergence_weight / factor",
+            "rows.divergence_weight * factor",
+            COMBINATIONS,
+        ),
+        (
+            "an entropy that a filter needs may be missing",
+            "if entropy is None and (objective.needs_entropy or filters_entropy):",
+            "if entropy is None and objective.needs_entropy:",
+            COMPOSED,
+        ),
+        (
+            "both references are taken",
+            'if batch.ref_logps is not None:\n        raise ValueError("reference and',
+            'if False:\n        raise ValueError("reference and',
+            REFUSALS,
+        ),
+        (
+            "a reference's log-probs are not used",
+            "batch = batch.with_ref_logps(ref_logps)",
+            "pass",
+            SETS,
+        ),
+    ),
+    *of("grpo_kernels/logprobs.py", COMPOSED,
+        (
+            "temperatures of masked rows are squared",
+            "inverse = torch.where(mask, inverse, 1.0)",
+            "pass",
+            REFUSALS,
+        ),
+        (
+            "a mask does not reach a teacher",
+            "teacher_divergence(source, reference, exact, mask=mask)",
+            "teacher_divergence(source, reference, exact, mask=None)",
+            PRODUCTS,
+        ),
+        (
+            "a set of a divergence is not checked",
+            'check_sets("kept", kept, no_targets, source.vocab_size)',
+            "pass",
+        ),
+        (
+            "a composed entropy that is detached has a gradient",
+            "name: x.detach() if name in detached else x for",
+            "name: x for",
+        ),
+        (
+            "a target outside of the vocabulary is taken",
+            "check_targets(targets, mask, source.vocab_size, logits=head is None)",
+            "pass",
+            REFUSALS,
+        ),
+        (
+            "a statistic is asked for twice",
+            "is_distinct = is_known and len(set(also)) == len(also)",
+            "is_distinct = is_known",
+        ),
+        (
+            "missing=None includes a target in strict mode",
+            'missing or ("raise" if is_strict(options.strict) else "include")',
+            'missing or "include"',
+        ),
+    ),
+    *of("grpo_kernels/loss_output.py", OBJECTIVES,
+        ("ess without weights", "weight = ratio * rows.weights", "pass"),
+        (
+            "masked tokens count as zero advantages",
+            "trained & (rows.advantages == 0)",
+            "rows.advantages == 0",
+        ),
+    ),
+    *of("grpo_kernels/divergences.py", COMBINATIONS,
+        ("masked tokens use the vocabulary", "uses_vocabulary = uses_vocabulary & mask", "pass"),
+        (
+            "tokens without candidates have no divergence",
+            "return torch.where(uses_vocabulary, over_vocabulary, over_candidates)",
+            "return over_candidates",
+        ),
+        (
+            "tokens that share a row have the divergence of another",
+            "of_rows, row_ids, is_processed",
+            "of_rows, torch.arange(len(rows)) % num_rows, is_processed",
+        ),
+    ),
+    *of("grpo_kernels/core/linear_memory.py", BLOCKS,
+        (
+            "earlier blocks leave nothing",
+            "earlier_weight_sum = weight_sum if has_several_blocks else 0",
+            "earlier_weight_sum = 0",
+        ),
+    ),
+    *of("grpo_kernels/core/matmuls.py", BLOCKS,
+        (
+            "a narrowed gradient starts one row late",
+            "logits.view(torch.bfloat16)[:, : logits.shape[1]]",
+            "logits.view(torch.bfloat16)[:, logits.shape[1] :]",
+            COMBINATIONS,
+        ),
+        (
+            "the sum of the blocks before is dropped",
+            "cpu_products.d_weight(grad_logits, hidden, total, out)",
+            "cpu_products.d_weight(grad_logits, hidden, None, out)",
+            PRODUCTS,
+        ),
+        (
+            "the sum is rounded with every block",
+            "self.grad_weight_dtype if may_round else torch.float32",
+            "self.grad_weight_dtype",
+            COST,
+        ),
+        ("chunks of a block overwrite each other", "self.num_filled += len(grad_logits)", "pass"),
+        ("exponents of fp16 rows are lost", "self.exponents[chunk] = exponents", "pass"),
+        (
+            "rows of fp16 have one scale in the weight's gradient",
+            "hidden = torch.mul(hidden, row_scale[:, None], out=torch.empty_like(hidden))",
+            "pass",
+        ),
     ),
 ]
 # fmt: on

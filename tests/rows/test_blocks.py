@@ -195,6 +195,17 @@ def test_sequences_whose_slopes_wait_are_blocks(lengths, width, widened, blocks,
         assert (gradient - exact.gradients[name]).norm() < 8e-3 * exact.gradients[name].norm(), name
 
 
+@pytest.mark.usefixtures("small")
+def test_a_small_factor_of_a_sequence_does_not_underflow_in_fp16():
+    """Rows of fp16 gradients are scaled when they are written, so their factor must be known then."""
+    recipe = replace(ROWS, objective="gspo", lengths=(60,) * 3, dtype="float16", normalizer=3e6, upstream=2.0**20)
+    p, exact = with_advantages(problem(recipe), torch.randn(3, 60).abs() + 0.1)
+    with of_a_gpu():
+        found = run(p).gradients
+    for name, gradient in found.items():
+        assert (gradient - exact.gradients[name]).norm() < 4e-3 * exact.gradients[name].norm(), name
+
+
 # ---- large results on a CPU: which memory is reused
 
 MIB = 1 << 20
