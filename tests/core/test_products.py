@@ -140,7 +140,7 @@ CASES = {
     },
     # Rows without an advantage have a gradient if they list ids. Compositions compute logits again in the backward.
     "listed": Case(of_loss(DAPO, TERMS), 4, N, ACTIVE + 1, (N + ACTIVE + 1, ACTIVE + 1), (N, ACTIVE + 1)),
-    "listed, sequence": Case(of_loss(GSPO, TERMS), 5, N, ACTIVE + 1, (N + ACTIVE + 1, ACTIVE + 1), (N, ACTIVE + 1)),
+    "listed, sequence": Case(of_loss(GSPO, TERMS), 5, N, ACTIVE + 1, (N + ACTIVE + 1, ACTIVE + 1), (N, ACTIVE + 3)),
     "listed beside a divergence": Case(of_loss(EXACT, replace(TERMS, ref_logps=None), reference=SECOND), 4, 2 * N, N, (4 * N, N)),
     "listed beside a set": Case(of_loss(DAPO, replace(TERMS, kept=SETS, missing="include")), 4, N - 1, ACTIVE + 1, (N - 1 + ACTIVE, ACTIVE), (N - 1, N - 1)),
     # A row of several tokens is in each matmul once; in none if their gradients cancel.
