@@ -17,16 +17,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from grpo_kernels.batch import TokenBatch
-from grpo_kernels.formulas.centering import ScoreCentering
 from grpo_kernels.formulas.filters import EntropyFloor
 from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
-from grpo_kernels.formulas.surrogates import Cispo
-from grpo_kernels.formulas.token_stage import ListedTerms, TokenRows
+from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.objective import PRESETS, Objective
 from grpo_kernels.rows.backends import triton as backend
 from grpo_kernels.rows.backends.triton.launch import LAUNCH, Choice, choice_of, fused_kind, pull_kind
 from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform, Second, Slopes, partials_of
-from grpo_kernels.rows.ragged import Ragged, Tokens
+from grpo_kernels.rows.ragged import Ragged
 
 KERNELS = backend.Kernels()
 
@@ -149,7 +147,6 @@ class Case:
     without: str | None = None  # a tensor that the batch lacks: "mask", "old_logps"
     teacher: torch.dtype | None = None  # of a second stream of rows
     divergence: str = ""
-    listed: bool = False  # ids of each token, for score centering
 
     @property
     def partials(self) -> tuple[str, ...]:
@@ -210,7 +207,7 @@ class Case:
         words += [f"{'H' if slots else 'V'} {self.vocab}", "aligned" if self.aligned else "unaligned"]
         words += ["padded"] * (self.stride > self.vocab) + [self.transform] * (self.transform != "linear")
         words += ["entropy"] * self.entropy + ["squares"] * self.squares + [self.objective] * (self.kernel == "fused")
-        words += ["listed ids"] * self.listed + [f"no {self.without}"] * (self.without is not None)
+        words += [f"no {self.without}"] * (self.without is not None)
         return ", ".join([*words, *([f"teacher {DTYPE_NAMES[self.teacher]}", self.divergence] if self.teacher else [])])
 
     def launch(self) -> None:
@@ -231,10 +228,6 @@ class Case:
             *("divergence",) * (second is not None),
         )
         match self.kernel:
-            case "fused" if self.listed:
-                ids = Ragged(*(torch.zeros(k, dtype=torch.int64) for k in (n, n + 1, n)))
-                terms = ListedTerms(((ScoreCentering(Cispo(2.0)), torch.zeros(n)),), ids.offsets)
-                KERNELS.fused_tokens(rows, Tokens.one_a_row(rows.targets, None, ids), objective.stage(of_tokens, terms), out)
             case "fused":
                 KERNELS.fused(rows, objective.stage(of_tokens), out)
             case "stats" | "two_stats":
@@ -334,14 +327,6 @@ def cases() -> list[Case]:
             ]
     for name in OBJECTIVES:
         found += [Case("fused", objective=name), Case("fused", SINGLE, objective=name, entropy=True)]
-    for case in (Case("fused", listed=True), Case("fused", SINGLE, SINGLE, listed=True), Case("fused", SINGLE, listed=True)):
-        found += [
-            case,
-            *(
-                replace(case, entropy=True, vocab=v, stride=s, transform=x)
-                for (v, s), x in zip(LAYOUTS[:3], reversed(TRANSFORMS), strict=False)
-            ),
-        ]
     found += [Case("fused", without="mask"), Case("fused", without="old_logps"), Case("fused", gradient=None)]
     found += [Case("stats", SINGLE, without="mask")]  # as from hidden states
     for logits in (HALF, SINGLE):

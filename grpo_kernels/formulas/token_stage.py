@@ -53,45 +53,34 @@ class ListedTerms(NamedTuple):
 
     def of(self, logps: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """(the term of each row, fp32 [n], d term / d log-prob [k]) from log-probs [k] and advantages [n]. Sums are fp64, in the
-        order of ids."""
+        order of ids. Raises ValueError where a function sums or returns anything but one number of each id."""
         rows = self.rows
 
-        def of_ids(x: Any) -> bool:
+        def is_number_of_ids(x: Any) -> bool:
             return isinstance(x, Tensor) and x.shape == logps.shape
 
-        term, slope = added(self.parts, logps, advantages[rows], lambda x: self._sums(x)[rows], of_ids)
-        return self._sums(term), slope
+        def sums(x: Any) -> Tensor:
+            if not is_number_of_ids(x):
+                raise ValueError(
+                    f"sums is given a {type(x).__name__} that is no number of each id: pass what has the shape of logp."
+                )
+            return self._sums(x)[rows]
 
-    def taken(self, which: Tensor, offsets: Tensor) -> ListedTerms:
-        """The terms of other rows, whose ids are `which` of these, [m]."""
-        return ListedTerms(tuple((function, values[which]) for function, values in self.parts), offsets)
+        term = torch.zeros_like(logps)
+        slope = torch.zeros_like(logps)
+        for function, values in self.parts:
+            made = function(logps, values, advantages[rows], sums)
+            if not (isinstance(made, tuple) and len(made) == 2 and all(map(is_number_of_ids, made))):
+                raise ValueError(
+                    f"listed={function!r} returned no pair of tensors of the shape of logp: return (term, slope)."
+                )
+            term = term + made[0]
+            slope = slope + made[1]
+        return self._sums(term), slope
 
     def _sums(self, x: Tensor) -> Tensor:
         total = torch.segment_reduce(x.double(), "sum", offsets=self.offsets, initial=0, unsafe=True)
         return total.float()
-
-
-def added(
-    parts: Iterable[tuple[ListedFunction, Any]], logp: Any, advantage: Any, sums: Callable[[Any], Any], of_ids: Callable[[Any], bool]
-) -> tuple[Any, Any]:  # fmt: skip
-    """(term, slope) of each id, added up over functions with their values, all of them tensors or symbols. `of_ids`: whether x is
-    a number of each id. Raises ValueError where a function sums or returns anything else."""
-
-    def sums_of_ids(x: Any) -> Any:
-        if not of_ids(x):
-            raise ValueError(
-                f"sums is given a {type(x).__name__} that is no number of each id: pass what has the shape of logp."
-            )
-        return sums(x)
-
-    term: Any = -0.0  # plus a number that number; no function adds it, so that the sum of the terms is one of its own
-    slope: Any = 0.0
-    for function, values in parts:
-        made = function(logp, values, advantage, sums_of_ids)
-        if not (isinstance(made, tuple) and len(made) == 2 and all(map(of_ids, made))):
-            raise ValueError(f"listed={function!r} returned no pair of tensors of the shape of logp: return (term, slope).")
-        term, slope = term + made[0], slope + made[1]
-    return term, slope
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -260,18 +249,10 @@ class Terms(NamedTuple):
 
 class TokenStage(NamedTuple):
     """The token stage of an objective whose slopes depend on one token alone, for these rows. `rows.divergence_weight` is the
-    weight of the divergence from a second stream, where there is one. `listed`: terms in further log-probs, of all rows of a
-    batch."""
+    weight of the divergence from a second stream, where there is one."""
 
     formula: TokenFormula
     rows: TokenRows
-    listed: ListedTerms | None = None
-
-    @classmethod
-    def divergence_alone(cls, targets: Tensor, weight: Tensor) -> TokenStage:
-        """The loss that is a divergence times weight [n], and nothing else."""
-        nothing = torch.zeros_like(weight)
-        return cls(NOTHING, TokenRows(targets, None, nothing, nothing, divergence_weight=weight))
 
     def at(self, rows: slice | Tensor) -> TokenStage:
         """That of these rows only."""
@@ -287,8 +268,7 @@ class TokenStage(NamedTuple):
 
     def program(self) -> tuple[Program, list[float]]:
         """(the program, its numbers): (loss, d loss / d log-prob, d loss / d entropy) from the log-prob, the entropy and those of
-        INPUTS that the rows have; with `listed` also d loss / d their term, which is the third input. Raises FormulaRefused where a
-        formula cannot be traced."""
+        INPUTS that the rows have. Raises FormulaRefused where a formula cannot be traced."""
         made, numbers, _ = self._made()
         return made.checked(), numbers
 
@@ -296,54 +276,19 @@ class TokenStage(NamedTuple):
         """The inputs of the program that the rows have, which are its last, fp32 [n] in one piece, by name."""
         return {name: getattr(self.rows, name).contiguous() for name in program.inputs if name in INPUTS}
 
-    def listed_program(self) -> Program:
-        """The program (the term of a row, d term / d log-prob) of listed ids, whose inputs are log-probs, the advantage of the
-        row and the values of each part. Raises FormulaRefused where a function cannot be traced."""
-        return self._made_of_listed()[0].checked()
-
     def compare_once(self, run: Run) -> None:
         """`Made.compare_once`, on random inputs; where `key_of` cannot tell whether a formula has changed, at each call."""
         made, numbers, trial = self._made()
         made.compare_once(run, numbers, trial)
-        if self.listed is not None:
-            made, trial = self._made_of_listed()
-            if isinstance(made.program, str) and not made.compared:
-                (_, values), rows = self.listed.parts[0], self.listed.offsets.numel() - 1
-                # What a function does wrong with tensors too is raised as it is.
-                self.listed.of(torch.full_like(values, -1.0), torch.ones(rows, device=values.device))
-                made.compared = True
-            made.compare_once(run, made.checked().numbers(()), trial)
-
-    def _made_of_listed(self) -> tuple[Made, Callable[[], Trial]]:
-        assert self.listed is not None
-        functions = [function for function, _ in self.listed.parts]
-        names = ("logps", "advantages", *(f"values {i}" for i in range(len(functions))))
-
-        def build(tracer: Tracer) -> tuple[Any, Any]:
-            logp, advantage, *values = map(tracer.input, names)
-            parts = zip(functions, values, strict=True)
-            term, slope = added(parts, logp, advantage, tracer.sum, lambda x: tracer.number(x).in_row)
-            return tracer.sum(term), slope
-
-        def trial() -> Trial:
-            logps, advantages, *values = inputs = random_inputs(names, odd=False)
-            advantages.fill_(0.7)  # of one row
-            row = ListedTerms(tuple(zip(functions, values, strict=True)), torch.tensor([0, logps.numel()]))
-            return inputs, lambda: dict(zip(("term", "slope"), row.of(logps, advantages[:1]), strict=True))
-
-        name = ", ".join(getattr(f, "__qualname__", repr(f)) for f in functions)
-        return Made.of(tuple(map(key_of, functions)), name, build), trial
-
     def _made(self) -> tuple[Made, list[float], Callable[[], Trial]]:
         formula, present = self.formula, tuple(self.rows.given())
-        present = present if self.listed is None else ("listed", *present)
         cached = formula._programs.get(present)
         if cached is not None:
             theirs, keys, result = cached
             if keys == tuple(map(key_of, theirs)):
                 return result
         names, chosen, numbers = ("logps", "entropy", *present), formula.chosen, formula.numbers
-        outputs = ("loss", "d_logp", "d_ratio", "d_entropy", "d_listed")[: 4 if self.listed is None else 5]
+        outputs = ("loss", "d_logp", "d_ratio", "d_entropy")
 
         def made_of(inputs: Iterable[Any], **parameters: Any) -> dict[str, Any]:
             terms = formula.terms(dict(zip(names, inputs, strict=True)), **parameters)
@@ -368,17 +313,6 @@ class TokenStage(NamedTuple):
             theirs = {name: x for name, x in chosen.items() if callable(x) and not is_own(x)}
             formula._programs[present] = tuple(theirs.values()), tuple(keys[name] for name in theirs), result
         return result
-
-
-class JointStage(NamedTuple):
-    """The token stage of an objective whose slopes wait for other tokens: those of their sequence, or the whole batch.
-
-    terms   (losses, d loss / d log-prob), fp32 [n], and d loss / d log-prob of listed ids [k], from log-probs and entropies [n] and
-            log-probs of listed ids; None without these: of each group for which they are there.
-    groups  the number of rows of each group that can have a gradient; groups follow one another."""
-
-    terms: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]
-    groups: tuple[int, ...]
 
 
 def _nothing(logp, old_logp, advantage, params):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checks import as_number, require, require_whole
 from .backends import Backend
-from .partials import OF_SECOND_VISIT, TRANSFORMED, LogitRows, Partials, Slopes, merge
+from .partials import MIXED, TRANSFORMED, LogitRows, Partials, Slopes, merge
 
 
 @dataclass(frozen=True)
@@ -114,16 +114,6 @@ class VocabShard:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def lowest_of_ranks(self, x: Tensor) -> Tensor:
-        """The smallest x of the ranks, in place."""
-        if _ranks(self.group) > 1:
-            dist.all_reduce(x, dist.ReduceOp.MIN, group=self.group)
-        return x
-
-    def sum_hidden(self, d_hidden: Tensor) -> Tensor:
-        """Sum d_hidden, the gradient of the hidden states [N, H], over the ranks in place, if reduce_hidden is set."""
-        return self.sum_over_ranks(d_hidden) if self.reduce_hidden else d_hidden
-
 
 def check_shard(shard: object) -> None:
     if not isinstance(shard, VocabShard):
@@ -147,9 +137,9 @@ class VocabParallel(Backend):
         self.writes_behind_reads = backend.writes_behind_reads
 
     def stats(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
-        """Statistics of whole rows from this rank's part of them, the same on all ranks: one all-gather. OF_SECOND_VISIT are left
-        alone: that visit has an exchange of its own."""
-        part, first = self.backend.first_visit(self._own(rows), names), tuple(x for x in names if x not in OF_SECOND_VISIT)
+        """Statistics of whole rows from this rank's part of them, the same on all ranks: one all-gather. MIXED are left alone: that
+        visit has an exchange of its own."""
+        part, first = self.backend.first_visit(self._own(rows), names), tuple(x for x in names if x not in MIXED)
         sent = own = part.values[: len(first)]
         if "top" in names:  # an id counts from the rank's first column, so that is sent too
             start = torch.full((1, rows.n), self.shard.start, dtype=torch.int32, device=own.device)

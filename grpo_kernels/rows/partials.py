@@ -8,7 +8,6 @@ vectors have one entry a row of logits, [n].
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,11 +54,6 @@ class RowTransform(NamedTuple):
         if self.softcap:
             return z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap * factor)
         return z if plain else z.mul_(self.scale * factor)
-
-    def slope(self, x: Tensor, rows: Tensor) -> float | Tensor:
-        """dz/dx of single logits."""
-        slope = self.scale * self.at(rows).inv_temperature
-        return slope * (1.0 - torch.tanh(x * (self.scale / self.softcap)).square()) if self.softcap else slope
 
 
 #: What is left to do for transformed logits.
@@ -117,18 +111,15 @@ class LogitRows(NamedTuple):
 #:   cross     sum_j p_j d_j, of "forward" with the streams swapped, -sum_j q_j d_j
 #:   excess    sum_j p_j psi(-d_j), of "forward" sum_j q_j psi(d_j), psi(x) = e^x - 1 - x: see `divergence.first_terms`
 #:   mixed_student, mixed_teacher   two sums over both softmaxes, which a second visit makes: see `divergence.mixed_terms`
-#: and with ids of each row, also by a second visit, whose partials come last:
-#:   outside_max, outside_sum   as max and sum, of the columns that are none of these ids
 PARTIALS = (
     "max", "sum", "target", "weighted", "squares", "top",
-    "teacher_max", "teacher_sum", "cross", "excess", "mixed_student", "mixed_teacher", "outside_max", "outside_sum",
+    "teacher_max", "teacher_sum", "cross", "excess", "mixed_student", "mixed_teacher",
 )  # fmt: skip
 ALWAYS = 3
 OF_STUDENT = PARTIALS[:6]
 OF_BOTH = PARTIALS[6:10]
-MIXED, OUTSIDE = PARTIALS[-4:-2], PARTIALS[-2:]
-OF_SECOND_VISIT = (*MIXED, *OUTSIDE)
-NOT_READ = {**dict.fromkeys(PARTIALS, 0.0), "sum": 1.0, "top": -1, "teacher_sum": 1.0, "outside_sum": 1.0}
+MIXED = PARTIALS[-2:]
+NOT_READ = {**dict.fromkeys(PARTIALS, 0.0), "sum": 1.0, "top": -1, "teacher_sum": 1.0}
 
 #: Those that the kernels in C++ and Triton make, in the order of csrc/kernels.h. Eager makes what they lack in a visit of its own.
 OF_KERNELS = PARTIALS[:10]
@@ -142,11 +133,10 @@ STATISTICS: dict[str, tuple[str, ...]] = {
     "top_id": ("top",),
     "logsumexp": (),
     "divergence": OF_BOTH,
-    "outside": OUTSIDE,
 }
 #: Those that the log-prob functions offer as `also=`, and all that have a gradient.
 OFFERED = ("sum_squares", "top_prob", "top_id")
-DIFFERENTIABLE = ("entropy", "sum_squares", "logsumexp", "divergence", "outside")
+DIFFERENTIABLE = ("entropy", "sum_squares", "logsumexp", "divergence")
 
 
 @functools.lru_cache(maxsize=256)
@@ -263,13 +253,6 @@ class Partials:
         return torch.where(self.sum == 0, torch.nan, self.sum.reciprocal())
 
     @property
-    def outside(self) -> Tensor:
-        """The logarithm of the probability outside of the ids that were asked for: of a small one no digit is lost."""
-        row = dict(zip(self.names, self._wide(), strict=True))
-        log = (row["outside_max"] - row["max"]) + torch.log(row["outside_sum"]) - torch.log(row["sum"])
-        return log.float()
-
-    @property
     def top_id(self) -> Tensor:
         """int64: the id of the largest probability, the lowest where several are equal; -1 for a row that is not read."""
         return self["top"].long()
@@ -365,11 +348,6 @@ class Slopes(NamedTuple):
         rows = [slopes[name] for name in names]
         return cls(torch.stack(rows) if len(rows) > 1 else rows[0].contiguous()[None], names)
 
-    @classmethod
-    def of_divergence(cls, slope: Tensor) -> Slopes:
-        """Those of a divergence alone."""
-        return cls.stacked({"target": torch.zeros_like(slope), "divergence": slope})
-
     def get(self, name: str) -> Tensor | None:
         """A slope [n], a view of `values`; None where no row has such a term."""
         return self.values[self.names.index(name)] if name in self.names else None
@@ -381,24 +359,6 @@ class Slopes(NamedTuple):
     def at(self, rows: slice | Tensor) -> Slopes:
         """The slopes of these rows only."""
         return self._replace(values=self.values[:, rows])
-
-    def without(self, name: str) -> Slopes:
-        """The slopes without this term."""
-        return Slopes.stacked({own: x for own, x in zip(self.names, self.values, strict=True) if own != name})
-
-    def at_columns(self, rows: Tensor, weight: Tensor, p: Tensor, logps: Tensor) -> Iterator[Tensor]:
-        """The terms of single columns of rows `rows` [m] beside that of the target, one after the other: weight times what stands
-        behind p_j in the formula, of columns of probability p."""
-        finite = logps.clamp(min=-1e4)  # no infinity times 0
-        for name, factor in (("constant", 1.0), ("log", finite), ("prob", p)):
-            slope = self.get(name)
-            if slope is not None:
-                yield slope[rows] * (weight * factor)
-
-    def plus(self, name: str, x: Tensor) -> Slopes:
-        """The slopes with x [n] added to this one."""
-        own = self.get(name)
-        return Slopes.stacked({**dict(zip(self.names, self.values, strict=True)), name: x if own is None else own + x})
 
     @property
     def nonzero(self) -> Tensor:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import Objective, Options, TokenBatch, TokenSets, grpo_loss, use
+from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, use
 from grpo_kernels.formulas.ops import bounded_exp, finite, ops
 from grpo_kernels.formulas.program import FormulaRefused, Tracer
 from grpo_kernels.formulas.surrogates import Clip, Custom, Surrogate
@@ -86,17 +86,15 @@ def test_operations_are_those_of_torch(function, parameters):
 
 
 def loss_of(surrogate, backend="cpu", strict=False, on_policy=False):
-    """Loss and gradient of a small batch, the first row of which lists more ids than the others."""
+    """Loss and gradient of a small batch."""
     g = torch.Generator().manual_seed(3)
     logits = (3 * torch.randn(6, 50, generator=g)).requires_grad_()
     targets, numbers = torch.randint(0, 50, (6,), generator=g), torch.rand(2, 6, generator=g)
     objective = surrogate if isinstance(surrogate, Objective) else Objective(surrogate)
-    listed = TokenSets.from_lists([range(40), [], [1, 8], [], [], []]).with_values(torch.randn(42, generator=g))
     batch = TokenBatch(
         targets,
         2 * numbers[0] - 1,
         old_logps=None if on_policy else -4 * numbers[1],
-        logp_terms=listed if objective.listed else None,
     )
     loss = grpo_loss(logits, batch, objective, options=Options(backend=backend, strict=strict)).loss
     return loss.detach(), *torch.autograd.grad(loss, logits)
@@ -196,23 +194,18 @@ def long(logp, old_logp, advantage, params):
     return -advantage * sum((0.001 * logp for _ in range(1000)), logp * 0.0), -advantage
 
 
-def alternating(logp, values, advantage, sums):
-    return logp * values * (-1.0) ** torch.arange(len(logp)), values
-
-
 @pytest.mark.parametrize(
     "function, words",
     [
         (hyperbolic, ("hyperbolic", "tanh", "names of `ops`", f"line {hyperbolic.__code__.co_firstlineno + 1} of hyperbolic")),
         (branching, ("branching", "ops.where(condition, a, b)")),
         (long, ("long", "registers", "512")),
-        (alternating, ("alternating",)),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_what_cannot_be_traced_is_computed_in_torch(function, words, monkeypatch):
     """With one warning; a refusal by strict is remembered."""
-    surrogate = Objective(listed=function) if function is alternating else Custom(function)
+    surrogate = Custom(function)
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
     with pytest.warns(RuntimeWarning, match="second visit") as caught:
         found = loss_of(surrogate)
@@ -248,26 +241,3 @@ def test_strict_compares_a_formula_with_torch(factor):
         loss_of(Custom(two_faced), "auto")
     with pytest.raises(FormulaRefused, match="two_faced gives loss"):
         loss_of(Custom(two_faced), strict=True)
-
-
-# ---- terms of listed ids
-
-
-def by_methods(logp, values, advantage, sums):
-    """Methods of tensors and a sum of what is a condition."""
-    p = logp.exp().clamp(min=1e-3) + (logp.abs() + 1.0).log() + logp.abs().sqrt() * sums(values > 0)
-    return advantage * p * values, p - sums(p * values)
-
-
-def two_faced_about_ids(logp, values, advantage, sums):
-    return logp, (1.0 if isinstance(logp, Tensor) else 2.0) * values
-
-
-def test_terms_of_listed_ids_are_a_program():
-    """Of a function of one's own, traced once, unless it differs from torch."""
-    of = Objective(listed=by_methods)
-    expected = loss_of(of, "eager")
-    assert calls(by_methods, lambda: loss_of(of, strict=True)) > 0
-    assert calls(by_methods, lambda: torch.testing.assert_close(loss_of(of, strict=True), expected)) == 0
-    with pytest.raises(FormulaRefused, match="two_faced_about_ids gives slope"):
-        loss_of(Objective(listed=two_faced_about_ids), strict=True)

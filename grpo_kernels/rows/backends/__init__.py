@@ -21,7 +21,6 @@ from ..partials import (
     ALWAYS,
     MIXED,
     OF_KERNELS,
-    OF_SECOND_VISIT,
     SLOPES_OF_KERNELS,
     LogitRows,
     Partials,
@@ -29,7 +28,7 @@ from ..partials import (
     joined,
     partials_of,
 )
-from ..ragged import Ragged, Tokens
+from ..ragged import Ragged
 
 WITH_ENTROPY = partials_of(("entropy",))
 
@@ -37,7 +36,7 @@ WITH_ENTROPY = partials_of(("entropy",))
 @functools.lru_cache(maxsize=256)
 def others_than(known: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
     """Names that kernels do not know, and that no second visit makes."""
-    return tuple(name for name in names if name not in known and name not in OF_SECOND_VISIT)
+    return tuple(name for name in names if name not in known and name not in MIXED)
 
 
 class Backend(ABC):
@@ -56,7 +55,7 @@ class Backend(ABC):
     @abstractmethod
     def stats(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
         """The partials `names`, some of PARTIALS in their order. Those that the kernels do not know are left alone, and so are
-        MIXED, which `mixed` returns, and OUTSIDE, which the streams make."""
+        MIXED, which `mixed` returns."""
 
     @abstractmethod
     def mixed(self, rows: LogitRows, partials: Partials) -> Tensor:
@@ -72,18 +71,12 @@ class Backend(ABC):
         [4, n], with the divergence from it. 0 of a row that is not read. The gradient goes into `out`; None leaves it out."""
         return self.two_visits(rows, stage, out, max(1, rows.n))
 
-    def fused_tokens(self, rows: LogitRows, tokens: Tokens, stage: TokenStage, out: Tensor | None) -> Tensor | None:
-        """The same of tokens of the rows, which may share a row, or list ids: losses of tokens. None, and nothing was done,
-        where the kernels do not do that in one visit."""
-        return None
-
     @abstractmethod
     def evaluate(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the loss of each row of a token stage and its gradients: (losses, d loss / d log-prob, d loss / d entropy), fp32
         [n]; the last is None without an entropy bonus.
 
-        logps, entropy   fp32 [n], in one piece: of the stage's rows.
-        stage            without terms at listed ids."""
+        logps, entropy   fp32 [n], in one piece: of the stage's rows."""
 
     @abstractmethod
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ....formulas.program import FormulaRefused, Program
 from ....formulas.token_stage import INPUTS, TokenStage
 from ...partials import OF_STUDENT, LogitRows, Partials, Slopes, partials_of
-from ...ragged import Ragged, Tokens
+from ...ragged import Ragged
 from .. import Backend, eager, fall_back
 from . import launch as launch
 from .kernels import (
@@ -34,8 +34,7 @@ from .kernels import (
     _two_pull_kernel,
     _two_stats_kernel,
 )
-from .launch import Arguments, KernelFailure, aligned, available, check_layout, formula_of, run_blocks, serves, vectors
-from .one_row import OfListed
+from .launch import Arguments, KernelFailure, available, check_layout, formula_of, run_blocks, serves, vectors
 
 __all__ = ["Kernels", "OrEager", "available", "serves"]
 
@@ -94,53 +93,27 @@ class Kernels(Backend):
         found = None if rows.second is not None else self._one_visit(rows, stage, out)
         return super().fused(rows, stage, out) if found is None else found
 
-    def _one_visit(
-        self,
-        rows: LogitRows,
-        stage: TokenStage,
-        out: Tensor | None,
-        listed: OfListed | None = None,
-        formula: Any = None,
-        sums: int = 0,
-    ) -> Tensor | None:
-        """`listed`: the ids that tokens list, `formula`: the function of their program, which has so many `sums`."""
+    def _one_visit(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor | None:
         assert rows.part is None
         if self.strict:
             stage.compare_once(Program.__call__)
         program, numbers = stage.program()
-        of_tokens, used, _ = formula_of(program)
-        of, m, given = Arguments(rows, out), stage.rows.targets.numel(), stage.inputs(program)
-        make = torch.empty if listed is None else torch.zeros  # of tokens of other rows
-        results = make(3, m, dtype=torch.float32, device=rows.logits.device)
+        formula, used = formula_of(program)
+        of, given = Arguments(rows, out), stage.inputs(program)
+        results = torch.empty(3, of.n, dtype=torch.float32, device=rows.logits.device)
         arguments = (
-            *of.rows[:-1], *of.vectors(targets=rows.targets, read=rows.read), *vectors(m, **{name: given.get(name) for name in INPUTS}),
-            tuple(numbers[i] for i in used), results, m, listed,
+            *of.rows[:-1], *of.vectors(targets=rows.targets, read=rows.read), *of.vectors(**{name: given.get(name) for name in INPUTS}),
+            tuple(numbers[i] for i in used), results, of.n,
         )  # fmt: skip
         kind = launch.fused_kind(rows.logits.dtype, rows.transform.softcap)
-        of.run(kind, _fused_kernel, *arguments, FORMULA=of_tokens, LISTED=formula, SUMS=sums)
+        of.run(kind, _fused_kernel, *arguments, FORMULA=formula)
         return results
-
-    def fused_tokens(self, rows: LogitRows, tokens: Tokens, stage: TokenStage, out: Tensor | None) -> Tensor | None:
-        """Of tokens that list ids, each alone in its row."""
-        terms, ids = stage.listed, tokens.listed
-        if terms is None or ids is None or tokens.of_row is None or rows.second is not None:
-            return None
-        try:
-            program = stage.listed_program()
-        except FormulaRefused:
-            return None  # torch runs the function between two visits, and says what is wrong with it
-        formula, used, sums = formula_of(program)
-        numbers, inputs = program.numbers(()), aligned(stage.rows.advantages[ids.rows], *(x for _, x in terms.parts))
-        memory = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
-        at = *aligned(tokens.of_row, ids.offsets, ids.ids), *memory
-        listed = OfListed._make((*at, inputs, tuple(numbers[i] for i in used)))
-        return self._one_visit(rows._replace(targets=tokens.targets[tokens.of_row]), stage, out, listed, formula, sums)
 
     def evaluate(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.strict:
             stage.compare_once(Program.__call__)
         program, numbers = stage.program()
-        formula, used, _ = formula_of(program)
+        formula, used = formula_of(program)
         n, given = logps.numel(), stage.inputs(program)
         losses, grad_logps = torch.empty(2, n, dtype=torch.float32, device=logps.device)
         grad_entropy = None if stage.rows.entropy_weight is None else torch.empty_like(losses)
@@ -235,10 +208,10 @@ class OrEager(Kernels):
             fall_back(IN_TORCH, getattr(failure, "reason", str(failure).rstrip(".")))
         return eager.Kernels().evaluate(stage, logps, entropy)
 
-    def _one_visit(self, *arguments: Any) -> Tensor | None:
+    def _one_visit(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor | None:
         """If the kernel that contains the formulas cannot run, kernels without them may: torch then computes the formulas."""
         try:
-            return super()._one_visit(*arguments)
+            return super()._one_visit(rows, stage, out)
         except (KernelFailure, FormulaRefused) as failure:
             fall_back(SECOND_VISIT, getattr(failure, "reason", str(failure).rstrip(".")))
         return None

@@ -15,7 +15,6 @@ from .one_row import (
     _FLOOR,
     _NEG_INF,
     Stream,
-    _at_ids,
     _at_row,
     _columns,
     _dz_dx,
@@ -26,7 +25,6 @@ from .one_row import (
     _softmax_partials,
     _store,
     _target_u,
-    _write_at_ids,
     _write_gradient,
     _write_zeros,
 )
@@ -47,7 +45,7 @@ _SLOPES = tl.constexpr(" ".join(SLOPES_OF_KERNELS))
 _SIDE_BY_SIDE = tl.constexpr(8)
 
 #: Arguments whose alignment, or divisibility, selects a kernel.
-SPECIALIZED = {"logits", "teacher", "out", "V", "hidden", "weight", "parts", "listed"}
+SPECIALIZED = {"logits", "teacher", "out", "V", "hidden", "weight", "parts"}
 
 
 def _kernel(function: Any) -> Any:
@@ -182,20 +180,16 @@ def _fused_kernel(
     out, out_stride_a: tl.int64, out_stride_t: tl.int64,                   # [A, T, V], may be the logits, or None
     inv_temperature, transform, V, T,                                      # a number or [n], n programs
     targets, read,                                                         # [n]; None where there is none
-    old_logps, ref_logps, sampler_logps, advantages,                       # [m], likewise
-    policy_weight, kl_weight, entropy_weight, nll_weight,                  # [m], likewise
-    numbers, results, m,                                                   # [3, m]: log-probs, entropies, losses
-    listed,                                                                # `OfListed`, None where tokens list no ids: m is n
-    FORMULA: tl.constexpr, LISTED: tl.constexpr, SUMS: tl.constexpr, TILE: tl.constexpr,
+    old_logps, ref_logps, sampler_logps, advantages,                       # [n], likewise
+    policy_weight, kl_weight, entropy_weight, nll_weight,                  # [n], likewise
+    numbers, results, n,                                                   # [3, n]: log-probs, entropies, losses
+    FORMULA: tl.constexpr, TILE: tl.constexpr,
 ):
     BONUS: tl.constexpr = 1 if entropy_weight is not None else 0
     i = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + i)  # asked for together, so that the row waits once
     inv_t = _number(inv_temperature, i)
     live = _entry(read, i, True)
-    t = i
-    if listed is not None:
-        t = tl.load(listed.token + i)
     if live:
         of = Stream(*_read_as(logits, V, i, T, stride_a, stride_t, inv_t, transform, TILE), *transform)
         # Read before the first store, since the gradient may overwrite the logits. The reductions below act as the barrier.
@@ -206,32 +200,23 @@ def _fused_kernel(
         entropy = log_s - w / s
         entropy = tl.where(entropy < 0.0, 0.0, entropy)  # unlike maximum, keeps NaN
         inputs = (old_logps, ref_logps, sampler_logps, advantages, policy_weight, kl_weight, entropy_weight, nll_weight)
-        sums = ()
-        for phase in tl.static_range(SUMS):
-            x = _at_ids(listed, t, of, of.k * top, log_s, sums, None, LISTED, phase, TILE.LANES)
-            sums = sums + (x.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-        found = FORMULA((logp, entropy) + sums[-1:], t, inputs, numbers, (), 0)  # noqa: RUF005
+        found = FORMULA((logp, entropy), i, inputs, numbers)
+        d_logp = found[1]
         d_entropy = found[2]
-        d_ids = found[1]
-        tl.store(results + t, logp)
-        tl.store(results + t + m, entropy)
-        tl.store(results + t + m + m, found[0])
-        if listed is not None:
-            d_ids += _at_ids(listed, t, of, of.k * top, log_s, sums, found[3], LISTED, SUMS, TILE.LANES)
+        tl.store(results + i, logp)
+        tl.store(results + i + n, entropy)
+        tl.store(results + i + n + n, found[0])
         if out is not None:
             out_row = _at_row(out, i, T, out_stride_a, out_stride_t, TILE)
-            if (d_ids != 0.0) | (d_entropy != 0.0):
+            if (d_logp != 0.0) | (d_entropy != 0.0):
                 _write_gradient(of, out_row, kept if TILE.KEPT > 0 else None, target, u, logp, 1.0, of.k, top, s, BONUS,
-                                (d_ids.to(tl.float32), -d_entropy * entropy, -d_entropy, 0.0), TILE)
+                                (d_logp.to(tl.float32), -d_entropy * entropy, -d_entropy, 0.0), TILE)
             else:
                 _write_zeros(out_row, V, TILE)
-            if listed is not None:
-                _write_at_ids(listed, t, of, of.k * top, log_s, out_row, target, u, logp, found[1], d_ids, -d_entropy * entropy,
-                              -d_entropy, TILE.LANES)
     else:
-        tl.store(results + t, 0.0)
-        tl.store(results + t + m, 0.0)
-        tl.store(results + t + m + m, 0.0)
+        tl.store(results + i, 0.0)
+        tl.store(results + i + n, 0.0)
+        tl.store(results + i + n + n, 0.0)
         if out is not None:
             _write_zeros(_at_row(out, i, T, out_stride_a, out_stride_t, TILE), V, TILE)
 
@@ -250,7 +235,7 @@ def _evaluate_kernel(
     # Rows behind the last compute it once more, since a formula loads its inputs without a mask.
     i = tl.minimum(rows, n - 1)
     inputs = (old_logps, ref_logps, sampler_logps, advantages, policy_weight, kl_weight, entropy_weight, nll_weight)
-    found = FORMULA((tl.load(logps + i), tl.load(entropy + i)), i, inputs, numbers, (), 0)
+    found = FORMULA((tl.load(logps + i), tl.load(entropy + i)), i, inputs, numbers)
     tl.store(losses + i, found[0], mask=inside)
     tl.store(grad_logps + i, found[1], mask=inside)
     if grad_entropy is not None:

@@ -361,11 +361,6 @@ def vectors(n: int, **given: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if x is None else x.contiguous() for x in given.values())
 
 
-def aligned(*given: Tensor) -> tuple[Tensor, ...]:
-    """Vectors in one piece from a 16-byte boundary on. In a tuple, one that begins elsewhere would select another kernel."""
-    return tuple(x.contiguous() if x.data_ptr() % 16 == 0 else x.clone() for x in given)
-
-
 def table(name: str, n: int, x: Tensor) -> tuple[Tensor, int]:
     """A table [q, n] and the stride of its rows, each of which is in one piece."""
     if x.dim() != 2 or x.shape[1] != n:
@@ -447,54 +442,45 @@ OPERATIONS = {
     "where": "tl.where({}, {}, {})",
 }  # fmt: skip
 #: Inputs that are not loaded.
-OF_KERNEL = ("logps", "entropy", "listed")
+OF_KERNEL = ("logps", "entropy")
 SMALLEST, LARGEST_NUMBER = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 @functools.lru_cache(maxsize=256)
-def formula_of(program: Program) -> tuple[Any, tuple[int, ...], int]:
-    """The program of a token stage, or of listed ids, as a Triton function; which of its numbers the function takes: the others
-    are constants in its source; how many sums over ids it has, the last of which is the term. Programs with the same source are
-    the same function, and so the same kernel.
-
-    Of a program with sums, PHASE i gives what the i-th is of, from the sums before it, and the phase behind them the slope."""
+def formula_of(program: Program) -> tuple[Any, tuple[int, ...]]:
+    """The program of a token stage as a Triton function, and which of its numbers the function takes: the others are constants in
+    its source. Programs with the same source are the same function, and so the same kernel."""
     names: list[str] = []
     used: list[int] = []
-    sums, token = 0, "entropy" in program.inputs
     for k, place in enumerate(program.numbers_used):
         what, of = program.sources[place]
         if what == "constant" and isinstance(of[0], bool):
             names.append(repr(of[0]))
-        # Others would not be fp32 there, and what the function of listed ids holds, a bound for one, may change with each step.
-        elif what == "constant" and token and (of[0] == 0 or SMALLEST <= abs(of[0]) <= LARGEST_NUMBER):
+        # Others would not be fp32 there.
+        elif what == "constant" and (of[0] == 0 or SMALLEST <= abs(of[0]) <= LARGEST_NUMBER):
             names.append(repr(float(of[0])))
         else:
             names.append(f"numbers[{len(used)}]")
             used.append(k)
-    lines, pad = [], "    "
+    lines = []
     for k, name in enumerate(program.inputs):
         names.append(f"x{len(names)}")
-        place = INPUTS.index(name) if token and name in INPUTS else k - 1
-        lines.append(f"{pad}{names[-1]} = " + (f"given[{k}]" if name in OF_KERNEL else f"tl.load(inputs[{place}] + i)"))
+        value = f"given[{k}]" if name in OF_KERNEL else f"tl.load(inputs[{INPUTS.index(name)}] + i)"
+        lines.append(f"    {names[-1]} = {value}")
     for operation, *registers in program.steps:
-        if operation == "sum":
-            lines += [f"{pad}if PHASE == {sums}:", f"{pad}    return {names[registers[0]]}", f"{pad}else:"]
-            names.append(f"sums[{sums}]")
-            pad, sums = pad + "    ", sums + 1
-            continue
         words = OPERATIONS[operation]
         operands = [names[r] for r in registers[: words.count("{}")]]
         names.append(f"x{len(names)}")
-        lines.append(f"{pad}{names[-1]} = {words.format(*(f'({x})' for x in operands))}")
-    lines.append(f"{pad}return {', '.join(names[r] for r in program.outputs[sums > 0 :])}\n")
-    return _formula("\n".join(lines)), tuple(used), sums
+        lines.append(f"    {names[-1]} = {words.format(*(f'({x})' for x in operands))}")
+    lines.append(f"    return {', '.join(names[r] for r in program.outputs)}\n")
+    return _formula("\n".join(lines)), tuple(used)
 
 
 @functools.lru_cache(maxsize=256)
 def _formula(body: str) -> Any:
     """A Triton function with this body. Its name tells it from others: Triton 3.5 has kernels by the names of their functions."""
     name = f"formula_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
-    source = f"def {name}(given, i, inputs, numbers, sums, PHASE: tl.constexpr):\n{body}"
+    source = f"def {name}(given, i, inputs, numbers):\n{body}"
     file = f"<{name}>"
     linecache.cache[file] = len(source), None, source.splitlines(True), file  # where Triton looks for it
     found: dict[str, Any] = {"tl": tl, "__name__": __name__}
