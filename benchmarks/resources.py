@@ -29,7 +29,7 @@ from benchmarks.launches import KINDS, QUICK, TARGETS, Case, backend, cases, com
 from benchmarks.report import BUDGETS
 from benchmarks.results import load, save
 from benchmarks.tables import Record, Table, render
-from grpo_kernels.rows.backends.triton.launch import Tile
+from grpo_kernels.core.backends.triton.launch import Tile
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def main() -> int:
         "--write": SWITCH | {"help": f"and this version's outcome into {BUDGETS.name}"},
     })  # fmt: skip
     args = parser.parse_args()
-    if not isinstance(backend._stats_kernel, JITFunction):
+    if not isinstance(backend.softmax_sums_kernel, JITFunction):
         parser.error("TRITON_INTERPRET=1 is set: there is nothing to compile. Unset it.")
     every = QUICK if args.quick else cases()
     failed = []

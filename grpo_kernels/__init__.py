@@ -3,6 +3,7 @@
 __version__ = "0.2.0.dev0"  # before the imports, some of which read it
 
 from .batch import TokenBatch
+from .core.backends import use
 from .formulas.divergence import Exact
 from .formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
 from .formulas.kl import Kl, check_kl
@@ -28,7 +29,6 @@ from .model import loss_from_model
 from .objective import Denominators, Objective
 from .options import Head, Options
 from .rewards.advantages import group_advantages
-from .rows.backends import use
 from .token_sets import TokenSets
 from .transform import LogitTransform
 

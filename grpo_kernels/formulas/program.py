@@ -1,6 +1,6 @@
 """Formulas for the kernels: a formula is run once with symbols in place of tensors, and what it did becomes a straight-line
 program. C++ evaluates it for one row after the other (csrc/kernels.h); for a GPU it is printed as a function of the fused kernel
-(rows/backends/triton/launch.py).
+(core/backends/triton/launch.py).
 
 A symbol is a number of a row (an input, or what follows from one), fp32, or a number of the whole call (a parameter, or what
 follows from parameters alone), which stays a Python number, as it does beside tensors. So a program gives what the formula

@@ -15,7 +15,7 @@ from support import amx
 from support.processes import WITHOUT, finish, start
 
 CPU, Tensor, ROOT = torch.device("cpu"), torch.Tensor, Path(__file__).parents[2]
-backends, cpu_products = doctor.backends, doctor.cpu_products
+backends, cpu_matmuls = doctor.backends, doctor.cpu_matmuls
 FACTS = machine.facts(CPU)
 NOTHING = {"available": True, "passed": True, "value_error": 0.0, "gradient_error": {}, "seconds": 0.0, "warnings": [], "checks": []}  # fmt: skip
 
@@ -256,7 +256,7 @@ def advice(environ=(), present=False, gpu=False, built=None, **changes):
 
 def about_amx(difference, refusal=0):
     """Findings about an Intel processor with AMX whose products were compared."""
-    if cpu_products._cpu is None:
+    if cpu_matmuls._cpu is None:
         pytest.skip("without the compiled module nothing is compared")
     with amx.processor(amx.INTEL, refusal, difference):
         return advice()
@@ -264,7 +264,7 @@ def about_amx(difference, refusal=0):
 
 def settings_of(**environ):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_products, "engines", lambda: {"amx": "no tiles", "torch": None})
+        patch.setattr(cpu_matmuls, "engines", lambda: {"amx": "no tiles", "torch": None})
         return [*machine.setting_findings(environ)]
 
 
@@ -305,7 +305,7 @@ def test_an_old_module_keeps_nothing_from_being_tested_beside_a_gpu():
     assert [f.blocks for device in ("cpu", "cuda") for f in advice(built="other", device=device)] == [True, False]
 
 
-@pytest.mark.skipif(cpu_products._cpu is None, reason="without the compiled module nothing is compared")
+@pytest.mark.skipif(cpu_matmuls._cpu is None, reason="without the compiled module nothing is compared")
 @pytest.mark.filterwarnings("ignore:the AMX products are wrong")
 def test_amx_is_in_the_report_with_the_reason_why_it_is_not_used():
     with amx.processor(amx.INTEL, difference="3 elements differ"):
@@ -313,7 +313,7 @@ def test_amx_is_in_the_report_with_the_reason_why_it_is_not_used():
         assert facts["products"]["engine"] == "fp32" and "3 elements differ" in facts["products"]["engines"]["amx"]
         assert "engine fp32, amx cannot run here (the AMX products are wrong" in doctor._text_of_facts(facts)
     with amx.processor(amx.INTEL, difference=None):
-        assert machine.facts(CPU)["products"] == {"engine": "amx", "engines": dict.fromkeys(cpu_products.ENGINES)}
+        assert machine.facts(CPU)["products"] == {"engine": "amx", "engines": dict.fromkeys(cpu_matmuls.ENGINES)}
 
 
 # ---- facts

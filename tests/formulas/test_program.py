@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, use
+from grpo_kernels.core.backends import cpu
 from grpo_kernels.formulas.ops import bounded_exp, finite, ops
 from grpo_kernels.formulas.program import FormulaRefused, Tracer
 from grpo_kernels.formulas.surrogates import Clip, Custom, Surrogate
-from grpo_kernels.rows.backends import cpu
 
 if cpu.available() is not None:
     pytest.skip(cpu.available() or "", allow_module_level=True)
@@ -32,7 +32,7 @@ def traced(function, names, inputs, parameters=()):
     result = function(*map(tracer.input, names), tuple(tracer.parameter() for _ in parameters))
     program = tracer.program("it", result)
     expected = function(*inputs, parameters)
-    same(cpu._run(program, program.numbers(parameters), inputs), expected)
+    same(cpu.run_program(program, program.numbers(parameters), inputs), expected)
 
 
 def ordered(x):
@@ -207,7 +207,7 @@ def test_what_cannot_be_traced_is_computed_in_torch(function, words, monkeypatch
     """With one warning; a refusal by strict is remembered."""
     surrogate = Custom(function)
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
-    with pytest.warns(RuntimeWarning, match="second visit") as caught:
+    with pytest.warns(RuntimeWarning, match="second pass") as caught:
         found = loss_of(surrogate)
     assert len(caught) == 1 and all(word in str(caught[0].message) for word in words)
     with warnings.catch_warnings():

@@ -12,7 +12,7 @@ from types import FunctionType
 
 import pytest
 
-from grpo_kernels.rows.backends import cpu
+from grpo_kernels.core.backends import cpu
 from support import pages
 from support.pages import EXAMPLES, README, REFERENCE, ROOT
 from support.processes import finish, start

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_kernels.rows.backends import cpu
+from grpo_kernels.core.backends import cpu
 from support import amx
 from support.pairs import MANY
 from support.processes import for_its_own_pytest, said
@@ -30,7 +30,7 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location("grpo_kernels._cpu", sys.argv[1])
 sys.modules["grpo_kernels._cpu"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-from grpo_kernels.rows.backends import cpu
+from grpo_kernels.core.backends import cpu
 assert cpu._cpu is module
 """
 TESTS = f"""{WITH_MODULE}
