@@ -1,5 +1,6 @@
 # Two commands: `make demo` trains a small policy by the fused loss and by a plain one, `make test` runs the tests. Both set up what they
 # need: the package is built once, and again only where its sources have changed; each target adds packages beside it.
+# `make test-machines` runs the tests as on other kinds of processor: with AVX2 alone, with AVX-512 without BF16, with one thread.
 # `make bench` measures us beside the peers: what the committed result files lack or what has changed since.
 # `make docs` builds the documentation as a site in build/docs; `make matrix` tests the wheel from the oldest torch to the newest, with the
 # budgets of the compiled kernels of each Triton, and writes docs/versions.md; `make rehearsal` runs the GPU kit on a CPU.
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
 
-.PHONY: demo test bench docs matrix rehearsal clean
+.PHONY: demo test test-machines bench docs matrix rehearsal clean
 .NOTPARALLEL:
 
 demo: $(VENV)/package $(VENV)/demo
@@ -20,6 +21,10 @@ SPEED := tests/benchmarks/test_speed.py
 test: $(VENV)/package $(VENV)/dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore $(SPEED)
 	$(BIN)/python -m pytest $(SPEED)
+
+# The same tests under each set of instructions that this processor can be limited to.
+test-machines: $(VENV)/package $(VENV)/dev
+	$(BIN)/python tests/repository/machines.py
 
 bench: $(VENV)/package $(VENV)/bench
 	status=0; $(BIN)/python -m benchmarks || status=$$?; \

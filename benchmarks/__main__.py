@@ -9,12 +9,14 @@ none is. Exit code: 0; 1 if there is such a cell, or one that could not be measu
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import torch
 
 from benchmarks import SWITCH, parser_of
-from benchmarks.machine import kind, require_kernels
+from benchmarks.machine import kind, load_warning, require_kernels
 from benchmarks.measure import describe
 from benchmarks.report import promise
 from benchmarks.results import RESULTS
@@ -46,6 +48,9 @@ def main(argv: list[str] | None = None) -> None:
         return
     if not args.without_native:
         require_kernels(args.device)
+    busy = load_warning(os.getloadavg()[0], os.cpu_count() or 1)
+    if busy is not None:
+        print(busy, file=sys.stderr)
     out = args.out or (Path("runs/benchmarks") if args.quick else RESULTS)
     choices = apply(args.choices) if args.choices else None
     paths, unmeasured = run(args.suite, How(args.device, out, args.quick, args.first, args.fresh, choices))

@@ -76,6 +76,22 @@ def require_kernels(device: str) -> None:
         raise SystemExit("\n".join(["Nothing was measured.", *reasons]))
 
 
+#: Load average per processor from which on timings are not trusted.
+BUSY = 0.5
+
+
+def load_warning(load: float, processors: int) -> str | None:
+    """Return a sentence if other programs use the processors; None for an idle machine.
+
+    load   the average number of running threads over the last minute."""
+    if load < BUSY * processors:
+        return None
+    return (
+        f"warning: the machine is loaded (load {load:.1f} on {processors} processors): timings will be too long and spread. Stop the "
+        "other programs, wait a minute, and start again."
+    )
+
+
 def environment() -> dict[str, str]:
     """Environment variables that allocators and thread pools read. A path is shortened to the name of the file."""
     return {name: value.rpartition("/")[2] for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT)}

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,24 @@ def save(path: Path, record: Record) -> None:
 
 def origin(machine: Record, command: str) -> Record:
     """How a file, or a cell of one, was made."""
-    return {"command": command, "date": time.strftime("%Y-%m-%d"), "machine": machine}
+    return {"command": command, "date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine}
+
+
+@functools.cache
+def commit(root: Path = ROOT) -> str | None:
+    """The commit of the checkout, with "-dirty" if a tracked file differs from it; None without git or outside of a repository.
+
+    A result file that was written to the checkout before makes no difference."""
+    where = ["git", "-C", str(root)]
+    changes = [*where, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
+    try:
+        head, changed = (
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+            for command in ([*where, "rev-parse", "HEAD"], changes)
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{head}-dirty" if changed else head
 
 
 def fingerprint(cell: Cell, only: tuple[str, ...] | None, quick: bool, machine: Record) -> str:

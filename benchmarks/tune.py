@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from grpo_kernels.rows import products as blocks
 
 from benchmarks import SWITCH, parser_of
 from benchmarks.cases import Cell, make_case
@@ -39,6 +38,7 @@ from benchmarks.results import load, save
 from benchmarks.suites import LOST_DEVICE
 from benchmarks.tables import Record, details, size
 from grpo_kernels.core import backends
+from grpo_kernels.core import linear_memory as blocks
 from grpo_kernels.core.backends import triton as backend
 from grpo_kernels.core.backends.triton.launch import FUSED, Choice
 

@@ -14,6 +14,7 @@
 
 #include "arguments.h"
 #include "parallel.h"
+#include "processor.h"
 
 namespace nb = nanobind;
 
@@ -36,10 +37,7 @@ const std::vector<Engine> tables = {
     {"fp32", &products_fp32},
 };
 
-bool has_products() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
-}
+bool has_products() { return best_isa() >= AVX512_BF16; }
 
 const bool supported = has_products();
 

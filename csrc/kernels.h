@@ -69,7 +69,7 @@ constexpr int MOST_REGISTERS = 512;
 
 // A condition is 1 if true, else 0. program.cpp has the names that Python uses, in this order.
 enum Operation : uint16_t {
-    NEGATE, ABSOLUTE, EXPONENTIAL, LOGARITHM, SQUARE_ROOT, RECIPROCAL, NOT,
+    NEGATE, ABSOLUTE, EXPONENTIAL, LOGARITHM, SQUARE_ROOT, HYPERBOLIC_TANGENT, RECIPROCAL, NOT,
     SUM_OF_IDS,  // over the ids, for each of them: in fp64, in their order
     ADD, SUBTRACT, MULTIPLY, DIVIDE, MINIMUM, MAXIMUM, LESS, LESS_EQUAL, EQUAL, NOT_EQUAL, AND, OR,
     SELECT,  // a ? b : c
@@ -88,7 +88,7 @@ struct Program {
     [[gnu::always_inline]] int registers() const { return numbers + inputs + count; }
 };
 
-// Each operation rounds to fp32 as torch does; exp and log are those of fp64, rounded.
+// Each operation rounds to fp32 as torch does; exp, log and tanh are those of fp64, rounded.
 void evaluate(const Program& program, const float* numbers, const float* inputs, float* outputs);
 // For `ids` at a time. A register is so many numbers of `r`, in which the inputs are already.
 void evaluate(const Program& program, const float* numbers, int64_t ids, float* r);

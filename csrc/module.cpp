@@ -11,6 +11,7 @@
 
 #include "arguments.h"
 #include "parallel.h"
+#include "processor.h"
 
 namespace nb = nanobind;
 
@@ -28,13 +29,10 @@ namespace {
 
 std::vector<const Kernels*> supported() {  // best first
     std::vector<const Kernels*> tables;
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
-        if (__builtin_cpu_supports("avx512bf16")) tables.push_back(&kernels_avx512bf16);
-        tables.push_back(&kernels_avx512);
-    }
-    // Every processor with AVX2 also has F16C, for which some compilers have no __builtin_cpu_supports.
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) tables.push_back(&kernels_avx2);
+    const Isa best = best_isa();
+    if (best >= AVX512_BF16) tables.push_back(&kernels_avx512bf16);
+    if (best >= AVX512) tables.push_back(&kernels_avx512);
+    if (best >= AVX2) tables.push_back(&kernels_avx2);
     return tables;
 }
 
@@ -343,6 +341,7 @@ void use_isa(const std::string& name) {
 }  // namespace
 
 NB_MODULE(_cpu, m) {
+    check_isa_setting();
     m.doc() = "CPU kernels of grpo_kernels; use them through grpo_kernels.rows.backends.cpu.";
     nb::class_<Memory>(m, "Memory").def(nb::init<uintptr_t, int, const Sizes3&, const Sizes3&, int64_t, int64_t>());
     nb::class_<LogitRows>(m, "LogitRows")

@@ -10,8 +10,8 @@ namespace {
 
 // In the order of Operation.
 const char* const operation_names[OPERATIONS] = {
-    "neg", "abs", "exp", "log", "sqrt", "reciprocal", "not", "sum", "add", "sub",
-    "mul", "div", "min", "max", "lt",   "le",         "eq",  "ne",  "and", "or",  "where",
+    "neg", "abs", "exp", "log", "sqrt", "tanh", "reciprocal", "not", "sum", "add", "sub",
+    "mul", "div", "min", "max", "lt",   "le",   "eq",         "ne",  "and", "or",  "where",
 };
 
 // The number of operands: registers a, b, c in this order.
@@ -45,6 +45,7 @@ template <class Count> void run(const Program& program, Count count, float* r) {
             case EXPONENTIAL: each(count, to, [=](int64_t j) { return float(exp(double(a[j]))); }); break;
             case LOGARITHM: each(count, to, [=](int64_t j) { return float(log(double(a[j]))); }); break;
             case SQUARE_ROOT: each(count, to, [=](int64_t j) { return sqrtf(a[j]); }); break;
+            case HYPERBOLIC_TANGENT: each(count, to, [=](int64_t j) { return float(tanh(double(a[j]))); }); break;
             case RECIPROCAL: each(count, to, [=](int64_t j) { return 1.0f / a[j]; }); break;
             case NOT: each(count, to, [=](int64_t j) { return float(a[j] == 0); }); break;
             case SUM_OF_IDS: {

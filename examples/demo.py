@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None, size: Size = Size()) -> int:
     args = parser.parse_args(argv)
     runs = [run(seed, size) for seed in args.seed]
     record = {
-        "command": demo_report.COMMAND, "date": time.strftime("%Y-%m-%d"), "machine": machine("cpu"), "size": asdict(size), "runs": runs
+        "command": demo_report.COMMAND, "date": time.strftime("%Y-%m-%d"), "commit": results.commit(), "machine": machine("cpu"), "size": asdict(size), "runs": runs
     }  # fmt: skip
     print(f"\n{demo_report.text(record)}")
     file, picture = (demo_report.FILE, demo_report.PICTURE) if args.write else (args.out / "demo.json", args.out / "demo.svg")

@@ -30,8 +30,7 @@ HOW = """verl is not here: comparing with a transcription of its functions. To u
 
     VERL_USE_EXTERNAL_MODULES=my_losses python -m verl.trainer.main_ppo \\
         actor_rollout_ref.actor.policy_loss.loss_mode=fused_vanilla \\
-        actor_rollout_ref.model.use_fused_kernels=True \\
-        actor_rollout_ref.model.fused_kernel_options.impl_backend=triton
+        actor_rollout_ref.model.use_fused_kernels=True
 """
 
 
@@ -92,17 +91,17 @@ def main() -> list[dict[str, Any]]:
     try:
         from verl.trainer.ppo.core_algos import get_policy_loss_fn
         from verl.utils.experimental.torch_functional import FusedLinearForPPO
-        from verl.utils.kernel import linear_cross_entropy as kernel
         from verl.workers.config import ActorConfig
     except ImportError:
         print(HOW)
         our_head = fused.linear_cross_entropy
     else:
+        their_head = FusedLinearForPPO().forward  # before it is replaced too
         fused.register()
         slots = fused.bind(strict=True)
         loss, mine = get_policy_loss_fn("vanilla"), get_policy_loss_fn("fused_vanilla")
         config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=4, clip_ratio_high=0.28)
-        their_head, our_head = FusedLinearForPPO().forward, kernel.linear_cross_entropy
+        our_head = FusedLinearForPPO().forward
         print("verl's registry and functions:")
 
     log_prob = (-3 * torch.rand(SEQUENCES, LENGTH)).requires_grad_()

@@ -2,7 +2,10 @@
 
 __version__ = "0.2.0.dev0"  # before the imports, some of which read it
 
+from typing import TYPE_CHECKING, Any
+
 from .batch import TokenBatch
+from .checks import nearest
 from .core.backends import use
 from .formulas.divergence import Exact
 from .formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
@@ -73,3 +76,27 @@ __all__ = [
     "token_logprobs",
     "use",
 ]
+
+#: Public names that this module does not have, and the modules that have them.
+_ELSEWHERE = {
+    "FusedGRPOTrainer": "integrations.trl",
+    "FusedLMHead": "model",
+    "ScoreCentering": "formulas.centering",
+    "fused_lm_head": "integrations.trl",
+    "global_normalizer": "distributed",
+    "group_metrics": "rewards.advantages",
+    "importance_weights": "rewards.corrections",
+    "objective_loss": "losses",
+    "ops": "formulas.ops",
+    "shift_sets": "batch",
+    "shift_targets": "batch",
+}
+
+if not TYPE_CHECKING:  # with a __getattr__ type checkers would accept every name
+
+    def __getattr__(name: str) -> Any:
+        if name in _ELSEWHERE:
+            # An AttributeError would reach `from grpo_kernels import ...` without its message.
+            home = f"{__name__}.{_ELSEWHERE[name]}"
+            raise ImportError(f"{__name__} has no {name}. Did you mean: from {home} import {name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{nearest(name, __all__)}")

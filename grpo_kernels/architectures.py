@@ -13,10 +13,10 @@ import torch
 
 #: Classes whose logits are head(hidden), as they are: <name>ForCausalLM ...
 _CAUSAL = """
-    Afmoe Apertus Arcee AriaText BailingHybrid Bamba BioGpt BitNet Bloom CodeGen CpmAnt Cwm Dbrx DeepseekV2 DeepseekV3
+    AXK1 AXK2 Afmoe Apertus Apertus1p5Text Arcee AriaText BailingHybrid Bamba BioGpt BitNet Bloom CodeGen CpmAnt Cwm Dbrx DeepseekV2 DeepseekV3
     DeepseekV32 DeepseekV4 DiffLlama Doge Dots1 Emu3 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Falcon FalconMamba FlexOlmo
     Flint Fuyu Gemma Glm Glm4 Glm4Moe Glm4MoeLite GlmMoeDsa GPTBigCode GPTJ GPTNeo GPTNeoX GPTNeoXJapanese GptOss Helium
-    HrmText HunYuanDenseV1 HunYuanMoEV1 HYV3 HYV4 Jais2 Jamba JetMoe KimiLinear Kolibri1 Laguna Lfm2 Lfm2Moe Lfm3 Llama
+    HrmText HunYuanDenseV1 HunYuanMoEV1 HYV3 HYV4 Jais2 Jamba JetMoe KimiLinear Kolibri1 Laguna LaraMini Lfm2 Lfm2Moe Lfm3 Llama
     Llama4 LongcatFlash Mamba Mamba2 Mellum MiMoV2Flash MiniMax MiniMaxM2 MiniMaxM3VL Ministral Ministral3 Mistral Mistral4
     Mixtral Mpt Nemotron NemotronH Olmo Olmo2 Olmo3 Olmoe OlmoHybrid OPT Persimmon Phi Phi3 Phi4Multimodal Phimoe Qwen2
     Qwen2Moe Qwen3 Qwen3_5 Qwen3_5Moe Qwen3Moe Qwen3Next Qwen4Exp Rwkv SeedOss SmolLM3 SolarOpen StableLm Starcoder2 XGLM
@@ -24,7 +24,7 @@ _CAUSAL = """
 """
 #: ... <name>ForConditionalGeneration, of which the text model has the head ...
 _CONDITIONAL = """
-    Aria AyaVision Cohere2Vision DeepseekVL DeepseekVLHybrid Emu3 Ernie4_5_VLMoe Gemma3 Glm4v Glm4vMoe Glm46V GlmOcr GotOcr2
+    Apertus1p5 Aria AyaVision Cohere2Vision DeepseekVL DeepseekVLHybrid Emu3 Ernie4_5_VLMoe Gemma3 Glm4v Glm4vMoe Glm46V GlmOcr GotOcr2
     HunYuanVL Idefics2 Idefics3 InternVL Kimi_K25 Lfm2Vl Llava LlavaNext LlavaNextVideo LlavaOnevision MiniCPMV4_6 Mistral3
     Mllama Ovis2 PaddleOCRVL PerceptionLM Qwen2_5_VL Qwen2VL Qwen3_5 Qwen3_5Moe Qwen3VL Qwen3VLMoe SmolVLM VideoLlava
     VipLlava Voxtral
@@ -59,11 +59,23 @@ def _times(entry: str) -> Rule:
     return rule
 
 
+def _inkling(config: Any) -> Logits:
+    """Inkling divides the hidden states, and drops the logits of the padding of its head."""
+    kept = config.unpadded_vocab_size
+    if kept is not None and kept < config.vocab_size:
+        raise ValueError(
+            f"unpadded_vocab_size={kept}: the model drops the logits of the ids from {kept} on. Pass "
+            f"Head(lm_head.weight[:{kept}], transform=LogitTransform(scale=1 / {config.logits_mup_width_multiplier})) to a "
+            "linear_* function instead of the model."
+        )
+    return Logits(scale=1.0 / config.logits_mup_width_multiplier)
+
+
 #: What the others do, from the config of their text model.
 RULES: dict[str, Rule] = {
     **dict.fromkeys(
-        _classes(CAUSAL, "Beam Gemma2 Gemma3 Gemma3n Gemma4 Gemma4Unified NanoChat VaultGemma")
-        + _classes(CONDITIONAL, "Gemma3n Gemma4 Gemma4Unified MistralLarge4"),
+        _classes(CAUSAL, "Beam Gemma2 Gemma3 Gemma3n Gemma4 Gemma4Unified Inkling2 Inkling2Loop NanoChat VaultGemma")
+        + _classes(CONDITIONAL, "Gemma3n Gemma4 Gemma4Unified Inkling2 Inkling2Loop MistralLarge4"),
         lambda config: Logits(config.final_logit_softcapping),
     ),
     # whose text model may be a Gemma that has none
@@ -81,6 +93,7 @@ RULES: dict[str, Rule] = {
         + _classes(CONDITIONAL, "Granite4Vision GraniteDocling"),
         lambda config: Logits(scale=1.0 / config.logits_scaling),
     ),
+    **dict.fromkeys(_classes(CAUSAL, "Inkling") + _classes(CONDITIONAL, "Inkling"), _inkling),
     "MiniCPMForCausalLM": lambda config: Logits(scale=config.dim_model_base / config.hidden_size),
     **dict.fromkeys(
         _classes(CONDITIONAL, "MuseGlimmer MuseSpark"),

@@ -109,7 +109,8 @@ class TokenBatch(Checked):
 
     targets      int64 [B, T] padded, or [N] packed: the chosen token of each position. Row i of the logits (or hidden
                  states) predicts targets[i]; nothing is shifted.
-    advantages   float or integer (kept as fp32) [B], [B, 1], [B, T] or [N].
+    advantages   float or integer (kept as fp32) [B], [B, 1], [B, T] or [N]. None: for an objective without a policy term, such
+                 as Objective.preset("distillation"); others refuse it.
     mask         bool (or 0/1 integer), the shape of targets: True where the token is trained on; None = everywhere.
                  What the other tensors hold where it is False (NaN, inf, ids out of range) has no effect.
     old_logps    float, the shape of targets: log-probs under the policy at the start of the update. None = on-policy:
@@ -160,7 +161,7 @@ class TokenBatch(Checked):
     """
 
     targets: Tensor
-    advantages: Tensor
+    advantages: Tensor | None = None
     _: KW_ONLY
     mask: Tensor | None = None
     old_logps: Tensor | None = None
@@ -184,8 +185,6 @@ class TokenBatch(Checked):
         shape = targets.shape
         if targets.dim() not in (1, 2):
             raise ValueError(f"targets has shape {list(shape)}: pass [B, T], or packed [N] with cu_seqlens.")
-        if self.advantages is None:
-            raise ValueError("advantages is None: pass a float tensor [B] or [B, T]; see group_advantages.")
         if isinstance(self.advantages, Tensor) and self.advantages.dtype in INTEGRAL and self.advantages.dtype != torch.bool:
             self._put("advantages", self.advantages.float())
         if self.cu_seqlens is not None:
@@ -249,7 +248,9 @@ class TokenBatch(Checked):
 
         group_size or groups says which completions answer one prompt. estimator: another name of `estimators.ADVANTAGES`.
         `options` are those of the estimator (scale, eps, baseline, ...), what it needs to know (`estimators.Evidence`:
-        greedy_rewards, ...) and the fields of TokenBatch (mask, old_logps, ...). Raises ValueError as all of these do."""
+        greedy_rewards, ...) and the fields of TokenBatch (mask, old_logps, ...). missing_rewards="skip" leaves out rewards that
+        are NaN; `missing` is the field of TokenBatch, about targets outside of their candidate sets (`kept`). Raises ValueError
+        as all of these do."""
         estimate = lookup(ADVANTAGES, estimator, "estimator")
         ours, told = ({f.name for f in fields(spec)} for spec in (cls, Evidence))
         known = (ours | told | estimate.option_names) - {"targets", "advantages", "rewards"}
@@ -260,12 +261,25 @@ class TokenBatch(Checked):
 
         own = of(ours)
         require_tensor("targets", targets, *IDS)
+        if own.get("missing") is not None and own.get("kept") is None:
+            remedy = (
+                "it says what to do with a target outside of its candidate set, and kept is None: leave it out. For rewards that are "
+                'NaN pass missing_rewards="raise" or "skip".'
+            )
+            require(False, "missing", own["missing"], remedy)
+        if own.get("missing") == "skip":
+            check_missing("skip", ' For rewards that are NaN pass missing_rewards="skip".')
         rewards, packed = as_rewards("rewards", rewards), own.get("cu_seqlens")
         if packed is not None:
             check_offsets("targets", targets, packed)
         sequences = targets.shape[:1].numel() if packed is None else len(packed) - 1
         read = "rewards" in estimate.needs and rewards.dim() > 0
         if read and len(rewards) != sequences and (packed is not None or targets.dim() == 2):
+            if rewards.dim() > 1 and rewards.numel() == sequences:
+                raise ValueError(
+                    f"rewards has shape {list(rewards.shape)}, but targets {sequences} sequences: pass rewards.flatten() with "
+                    f"group_size={rewards.shape[-1]}."
+                )
             raise ValueError(f"rewards has {len(rewards)} numbers, but targets {sequences} sequences: pass one a sequence.")
         evidence = Evidence(rewards, group_size=group_size, groups=groups, **of(told))
         advantages = estimate(evidence, **of(estimate.option_names - ours - told)).to(targets.device)
@@ -385,7 +399,10 @@ class TokenBatch(Checked):
         for name in WIDE:
             if (value := getattr(self, name)) is not None:
                 nonzero[name] = as_wide(value, shape, self.cu_seqlens) != 0
-        contributing = nonzero["advantages"]
+        if self.advantages is None:
+            contributing = torch.zeros(shape, dtype=torch.bool, device=self.targets.device)
+        else:
+            contributing = nonzero["advantages"]
         if self.listed is not None:
             contributing = contributing | (self.listed.counts > 0).view(shape)
         if self.weights is not None:

@@ -48,6 +48,7 @@ def candidate_logprobs(
     rows: Tensor | None = None,
     missing: str = "include",
     names: tuple[str, ...] = (),
+    detached: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
     """Return the log-prob of each target over its candidate set, and the named statistics.
 
@@ -68,6 +69,8 @@ def candidate_logprobs(
                  "top_id"          its id, int64, the lowest if several are equal, -1 for tokens
                                    that are not processed (not differentiable)
 
+    detached     those of them that need no gradient
+
     The results are "logps" and the named statistics, fp32 [num_tokens] unless stated otherwise. A
     set of one id has the log-prob 0, and its logit is not computed. A set with a logit of NaN or
     +inf, or with logits of -inf only, gives NaN. Raises ValueError if an id is outside of the
@@ -82,6 +85,7 @@ def candidate_logprobs(
         rows=rows,
         missing=missing,
         names=names,
+        detached=detached,
     )
     return result.statistics
 
@@ -96,6 +100,7 @@ def candidate_logprobs_with_extra_ids(
     rows: Tensor | None = None,
     missing: str = "include",
     names: tuple[str, ...] = (),
+    detached: tuple[str, ...] = (),
 ) -> ExtraLogprobs:
     """Return `candidate_logprobs`, and the log-probs of further ids over the same sets.
 
@@ -130,6 +135,7 @@ def candidate_logprobs_with_extra_ids(
         mask=plan.uses_vocabulary,
         rows=rows,
         names=tuple(name for name in names if name != "log_kept_mass"),
+        detached=detached,
     )
     return merge_logprobs(over_candidates, over_vocabulary, plan, extra)
 
@@ -240,7 +246,9 @@ def plan_candidates(
     token_ids = ids_of_sets[slot_ids - token_of_slot]
     token_ids = torch.where(is_last, target_ids[token_of_slot], token_ids)
 
-    lacks_target = has_candidates & ~candidates.contains(targets)
+    is_target = token_ids == target_ids[token_of_slot]
+    holds_target = segments.max((is_target & ~is_last).float()) > 0
+    lacks_target = has_candidates & ~holds_target
     num_candidates = candidates.counts + lacks_target
     is_used = has_candidates[token_of_slot] & (~is_last | lacks_target[token_of_slot])
     return CandidatePlan(
@@ -251,7 +259,7 @@ def plan_candidates(
         row_ids=row_of_token[token_of_slot],
         token_ids=token_ids,
         is_used=is_used,
-        is_target=is_used & (token_ids == target_ids[token_of_slot]),
+        is_target=is_used & is_target,
         needs_logit=is_used & (num_candidates > 1)[token_of_slot],
     )
 
@@ -340,10 +348,10 @@ def extra_logps_over_candidates(
     extra: TokenSets,
 ) -> Tensor:
     """Return the log-probs of further ids, fp32 [num_extra_ids]: -inf outside of the candidates."""
-    token_of_extra = extra.row_of
     if len(extra.ids) == 0:
         return torch.zeros(0, device=extra.ids.device)
 
+    token_of_extra = extra.row_of
     # One number for each (token, id). Ids are at most vocab_size, which is below 2^31.
     slot_keys = (plan.segments.segment_ids << 31) + plan.token_ids
     slot_keys = torch.where(plan.is_used, slot_keys, -1)
@@ -402,13 +410,16 @@ def logprobs_over_vocabulary(
     mask: Tensor,
     rows: Tensor | None,
     names: tuple[str, ...],
+    detached: tuple[str, ...] = (),
 ) -> ExtraLogprobs:
     """Compute `logprobs_with_extra_ids`, directly if each row has nothing but its target."""
     if rows is None and len(extra.ids) == 0:
-        statistics = dict(source.statistics(targets, mask, names))
+        statistics = dict(source.statistics(targets, mask, names, detached=detached))
         no_logps = torch.zeros(0, device=targets.device)
         return ExtraLogprobs(statistics=statistics, extra_logps=no_logps)
-    return logprobs_with_extra_ids(source, targets, extra, mask=mask, rows=rows, names=names)
+    return logprobs_with_extra_ids(
+        source, targets, extra, mask=mask, rows=rows, names=names, detached=detached
+    )
 
 
 def merge_logprobs(

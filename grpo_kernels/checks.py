@@ -7,6 +7,7 @@ import inspect
 import math
 import numbers
 import os
+import re
 import sys
 import warnings
 from collections import Counter
@@ -47,6 +48,10 @@ def require_one_of(name: str, value: object, known: Collection[str]) -> None:
 def near_name(value: object, known: Iterable[str]) -> str:
     """The known name that a misspelt one is likely to mean; "" where none is near or one of its words."""
     text, names = str(value).lower(), list(known)
+    words = re.split(r"\W+|_", text.removesuffix("loss"))
+    for name in names:  # "dapo_loss" and "DAPO loss" are "dapo"
+        if name.split("_") == [word for word in words if word]:
+            return name
     same = [name for name in names if sorted(name) == sorted(text)]  # letters that changed places
     near = same or difflib.get_close_matches(text, names, 1) or [name for name in names if name in text.split("_")]
     return near[0] if near else ""
@@ -89,10 +94,12 @@ class Checked:
                     object.__setattr__(self, name, as_number(value))
 
 
-def warn_once(message: str) -> None:
-    """Issue a RuntimeWarning once per process and message, at the line that called this package."""
-    if message not in _warned:
-        _warned.add(message)
+def warn_once(message: str, key: str = "") -> None:
+    """Issue a RuntimeWarning once per process and message, at the line that called this package. `key` stands for the message
+    where that contains numbers that differ from call to call."""
+    key = key or message
+    if key not in _warned:
+        _warned.add(key)
         inside, frame, level = (__name__.partition(".")[0], "torch"), sys._getframe(1), 2
         while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in inside:
             frame, level = frame.f_back, level + 1
@@ -139,8 +146,8 @@ def describe(spec: Any) -> str:
 MISSING = ("include", "full", "mask", "raise")
 
 
-def check_missing(missing: object) -> None:
-    require(missing in MISSING, "missing", missing, f"it must be one of {', '.join(map(repr, MISSING))}.")
+def check_missing(missing: object, more: str = "") -> None:
+    require(missing in MISSING, "missing", missing, f"it must be one of {', '.join(map(repr, MISSING))}.{more}")
 
 
 # ---- tensors of a batch

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_named
-from .core.sources import RowSource
+from .core.sources import Reference, RowSource
 from .formulas.ops import times
 from .formulas.token_stage import ListedTerms
 from .segments import Segments, find_largest, replace_values, subtract_largest
@@ -99,6 +99,8 @@ def pair_logprobs(
     *,
     row_mask: Tensor | None,
     names: tuple[str, ...],
+    detached: tuple[str, ...] = (),
+    reference: Reference | None = None,
 ) -> PairLogprobs:
     """Compute `logprobs_at` in float64, for pairs that are grouped by row.
 
@@ -112,8 +114,10 @@ def pair_logprobs(
     pair_logits = source.logits_at(segments.segment_ids, token_ids)
 
     largest = find_largest(pair_logits, is_used, segments)
-    target_ids = F.pad(token_ids, (0, 1))[largest]  # id 0 in rows without a pair
-    statistics = source.statistics(target_ids, row_mask, names)
+    target_ids = F.pad(token_ids, (0, 1))[largest]  # id 0 if a row has none
+    statistics = source.statistics(
+        target_ids, row_mask, names, detached=detached, reference=reference
+    )
     differences = subtract_largest(
         pair_logits,
         is_used,
@@ -141,6 +145,8 @@ def logprobs_with_extra_ids(
     mask: Tensor | None = None,
     rows: Tensor | None = None,
     names: tuple[str, ...] = (),
+    detached: tuple[str, ...] = (),
+    reference: Reference | None = None,
 ) -> ExtraLogprobs:
     """Return the log-prob of each target and of the further ids of each token.
 
@@ -149,13 +155,22 @@ def logprobs_with_extra_ids(
     mask      bool [num_tokens]: tokens to process. None processes all tokens. The others give 0.
     rows      int64 [num_tokens]: the row that predicts each token, any number where mask is False.
               Several tokens may have the same row. None: row i predicts token i.
-    names     other statistics, see `RowSource.statistics`
+    names, detached, reference   other statistics, see `RowSource.statistics`
 
     Raises ValueError if an extra id is outside of the vocabulary, if `extra` has not one set for
     each token, or (on a CPU) if a row does not exist.
     """
     check_sets("extra", extra, targets, source.vocab_size)
-    result = token_logprobs_in_float64(source, targets, extra, mask=mask, rows=rows, names=names)
+    result = token_logprobs_in_float64(
+        source,
+        targets,
+        extra,
+        mask=mask,
+        rows=rows,
+        names=names,
+        detached=detached,
+        reference=reference,
+    )
     statistics = result.statistics
     statistics["logps"] = statistics["logps"].float()
     return ExtraLogprobs(statistics=statistics, extra_logps=result.extra_logps.float())
@@ -169,6 +184,8 @@ def token_logprobs_in_float64(
     mask: Tensor | None,
     rows: Tensor | None,
     names: tuple[str, ...],
+    detached: tuple[str, ...] = (),
+    reference: Reference | None = None,
 ) -> ExtraLogprobs:
     """Compute `logprobs_with_extra_ids` with log-probs in float64."""
     num_tokens = len(targets)
@@ -193,6 +210,8 @@ def token_logprobs_in_float64(
         torch.where(is_used, token_ids, -1),
         row_mask=row_mask,
         names=names,
+        detached=detached,
+        reference=reference,
     )
     logps = torch.where(is_used, result.logps, 0.0)
     target_logps, extra_logps = logps.split([num_tokens, len(extra.ids)])

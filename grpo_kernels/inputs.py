@@ -47,17 +47,29 @@ class RowLayout:
     device       the device of targets
     mask         bool of that shape: rows to process, None for all
     cu_seqlens   boundaries of packed sequences, for a temperature per sequence; or None
+    are_shared   whether several tokens may have the same row (`rows=`)
     """
 
     shape: torch.Size
     device: torch.device
-    mask: Tensor | None
-    cu_seqlens: Tensor | None
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    are_shared: bool = False
 
     def row_transform(self, transform: LogitTransform | None) -> RowTransform:
-        """Return the transform of each row. Temperatures are checked where the mask is set."""
+        """Return the transform of each row. Temperatures are checked where the mask is set.
+
+        Raises ValueError for a temperature tensor if tokens share rows.
+        """
         if transform is None:
             return TRANSFORMED
+        if self.are_shared:
+            temperature = as_transform(transform).temperature
+            remedy = (
+                "with rows= the tokens of a row share its softmax: pass one temperature, as a "
+                "number."
+            )
+            require(not isinstance(temperature, Tensor), "temperature", temperature, remedy)
         return as_transform(transform).for_rows(
             self.shape, self.mask, self.cu_seqlens, self.device
         )
@@ -328,6 +340,7 @@ def make_reference(
     Raises ValueError naming the argument.
     """
     name = "ref_logits" if isinstance(policy, GivenLogits) else "reference"
+    refuse_several_references(value, name)
     options = replace(options, weight_grad=None)
     if isinstance(policy, GivenLogits):
         logits, transform = unpack_ref_logits(name, value, transform, exact)
@@ -353,6 +366,16 @@ def make_reference(
     direction = "" if exact is None else exact.direction
     mixture = 0.0 if exact is None else exact.share
     return Reference(source.without_gradient(), direction, mixture)
+
+
+def refuse_several_references(value: Any, name: str) -> None:
+    """Raise ValueError for a list of references, the argument `name`."""
+    function = "token_divergence" if name == "ref_logits" else "linear_divergence"
+    remedy = (
+        f"one teacher is taken. For several, add up weight * {function}(...) of each, and pass the "
+        "sum as divergence= of objective_loss."
+    )
+    require(not isinstance(value, list), name, "list", remedy)
 
 
 def unpack_ref_logits(

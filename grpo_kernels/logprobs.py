@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
-from .candidates import (
-    candidate_logprobs,
-    candidate_logprobs_with_extra_ids,
-)
+from .candidates import candidate_logprobs_with_extra_ids
 from .checks import (
     DTYPES,
     INTEGERS,
     check_missing,
+    check_named,
     check_rows,
     check_targets,
     describe,
@@ -36,7 +34,7 @@ from .checks import (
 )
 from .core.backends import is_strict
 from .core.softmax import RowTransform
-from .core.sources import GivenLogits
+from .core.sources import GivenLogits, Reference
 from .divergences import reference_divergence, reference_divergence_over_candidates
 from .extra_ids import logprobs_with_extra_ids
 from .formulas.divergence import Exact, as_exact
@@ -276,11 +274,10 @@ def compute_logprobs(
         check_missing(missing)
         mask = narrowed(kept, targets, mask, missing)
     if rows is None:
-        layout = RowLayout(shape, targets.device, mask, None)
+        layout = RowLayout(shape, targets.device, mask)
     else:
         check_rows(rows, targets)
-        refuse_temperature_tensor(transform)
-        layout = RowLayout(leading_shape(x, targets), targets.device, None, None)
+        layout = RowLayout(leading_shape(x, targets), targets.device, are_shared=True)
     source = make_source(
         x,
         head,
@@ -291,6 +288,8 @@ def compute_logprobs(
         other_arguments={"targets": targets, "mask": mask, "transform": transform},
     )
     check_targets(targets, mask, source.vocab_size, logits=head is None)
+    if rows is not None:
+        check_named(rows, mask, source.num_rows)
     for name, sets in (("kept", kept), ("at", at)):
         if sets is not None:
             check_sets(name, sets, targets, source.vocab_size)
@@ -311,10 +310,8 @@ def compute_logprobs(
             missing="full" if missing == "full" else "include",
             at=at,
             rows=None if rows is None else flat(rows).long(),
+            detached=detached,
         )
-        statistics = {
-            name: x.detach() if name in detached else x for name, x in statistics.items()
-        }
     else:
         statistics = source.statistics(flat_targets, flat_mask, names, detached=detached)
     return shape_statistics(statistics, shape, also)
@@ -330,24 +327,36 @@ def composed_statistics(
     missing: str,
     at: TokenSets | None,
     rows: Tensor | None,
+    detached: tuple[str, ...] = (),
+    reference: Reference | None = None,
 ) -> dict[str, Tensor]:
     """Compute statistics of tokens with candidate sets, further ids or shared rows.
 
     targets, mask, rows   flat, [num_tokens]
     missing               "include" or "full", see `token_logprobs`
     at                    further ids, whose log-probs are the statistic "at"
+    detached              those of the names that need no gradient
+    reference             for the name "divergence", which candidate sets do not have
     """
-    common: dict[str, Any] = {"mask": mask, "rows": rows, "names": names}
+    common: dict[str, Any] = {
+        "mask": mask,
+        "rows": rows,
+        "names": names,
+        "detached": detached,
+    }
     if kept is not None:
-        if at is None:
-            return candidate_logprobs(source, targets, kept, missing=missing, **common)
+        extra = TokenSets.whole(len(targets), device=targets.device) if at is None else at
         result = candidate_logprobs_with_extra_ids(
-            source, targets, kept, at, missing=missing, **common
+            source, targets, kept, extra, missing=missing, **common
         )
     else:
         extra = TokenSets.whole(len(targets), device=targets.device) if at is None else at
-        result = logprobs_with_extra_ids(source, targets, extra, **common)
-    statistics = dict(result.statistics)
+        result = logprobs_with_extra_ids(
+            source, targets, extra, reference=reference, **common
+        )
+    statistics = {
+        name: x.detach() if name in detached else x for name, x in result.statistics.items()
+    }
     if at is not None:
         statistics["at"] = result.extra_logps
     return statistics
@@ -376,22 +385,19 @@ def check_requested(entropy: bool | str, also: tuple[str, ...]) -> None:
         require(is_distinct, "also", also, f"pass a tuple of {known}, each once at most.")
 
 
+#: Why a teacher that is known at some ids is refused with candidate sets.
+TEACHER_WITH_SETS = (
+    "a teacher known at some ids has no distribution over a kept set: leave one of them out, or "
+    "compute log-probs and divergence in two calls and pass both to objective_loss."
+)
+
+
 def refuse_inplace(is_refused: bool, feature: str) -> None:
     """Raise ValueError for inplace=True with a feature that needs the logits for two gradients."""
     if is_refused:
         raise ValueError(
             f"inplace=True, but {feature} needs the logits for two gradients: pass inplace=False."
         )
-
-
-def refuse_temperature_tensor(transform: LogitTransform | None) -> None:
-    """Raise ValueError for a temperature tensor with rows=, whose tokens share a softmax."""
-    if transform is not None:
-        temperature = transform.temperature
-        remedy = (
-            "with rows= the tokens of a row share its softmax: pass one temperature, as a number."
-        )
-        require(not isinstance(temperature, Tensor), "temperature", temperature, remedy)
 
 
 def make_source(
@@ -558,7 +564,7 @@ def compute_divergence(
     require(x.dim() > 1, f"{name}.shape", list(x.shape), f"pass {remedy}.")
     refuse_inplace(inplace and (kept is not None or isinstance(reference, TokenSets)), "kept= or a teacher known at some ids")
     shape = x.shape[:-1]
-    layout = RowLayout(shape, x.device, mask_of_rows(mask, shape, x.device), None)
+    layout = RowLayout(shape, x.device, mask_of_rows(mask, shape, x.device))
     reference_name = "ref_logits" if head is None else "reference"
     source = make_source(
         x,
@@ -597,11 +603,7 @@ def divergence_from(
     """
     if isinstance(reference, TokenSets):
         name = "ref_logits" if isinstance(source, GivenLogits) else "reference"
-        remedy = (
-            "a teacher known at some ids has no distribution over a kept set: leave one of them "
-            "out."
-        )
-        require(kept is None, "kept", kept, remedy)
+        require(kept is None, name, "TokenSets", TEACHER_WITH_SETS)
         no_targets = torch.zeros(layout.shape, dtype=torch.int64, device=source.device)
         check_teacher(name, reference, no_targets, exact, source.vocab_size)
         return teacher_divergence(source, reference, exact, mask=mask)

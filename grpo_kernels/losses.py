@@ -13,8 +13,7 @@ first and then the loss of these, which costs one more pass over the logits, or 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -23,11 +22,10 @@ from torch import Tensor
 from .batch import TokenBatch, sends_ahead
 from .checks import (
     FLOATING,
+    check_named,
     check_targets,
-    describe,
     flat,
     leading_shape,
-    nearest,
     per_token,
     require,
     require_shape,
@@ -38,19 +36,20 @@ from .core.autograd import LossOfStatistics, apply_function
 from .core.backends import is_strict
 from .core.linear import RowOrder
 from .core.loss_formulas import FormulaResult, sum_losses
-from .core.sources import GivenLogits, Reference
-from .divergences import reference_divergence, reference_divergence_over_candidates
+from .core.sources import GivenLogits, KnownOrder, ProjectedLogits, Reference
+from .divergences import reference_divergence_over_candidates
 from .extra_ids import auxiliary_loss as auxiliary_loss_of_ids
-from .formulas.ops import bounded_exp, times
+from .formulas.ops import times
 from .formulas.token_stage import Terms, TokenRows
 from .inputs import RowLayout, RowSource, make_reference
 from .logprobs import (
+    TEACHER_WITH_SETS,
     composed_statistics,
     make_source,
     refuse_inplace,
-    refuse_temperature_tensor,
     squared_inverse_temperature,
 )
+from .loss_output import LossOutput
 from .objective import Denominators, Objective
 from .options import (
     DEFAULT_OPTIONS,
@@ -67,133 +66,6 @@ from .token_sets import TokenSets, check_ids, narrowed
 from .transform import LogitTransform
 
 __all__ = ["LossOutput", "grpo_loss", "linear_grpo_loss", "objective_loss"]
-
-
-# ---- what a loss returns
-
-
-class Metrics(dict[str, Tensor]):
-    """A dictionary whose KeyError names what it has."""
-
-    def __missing__(self, name: str) -> Tensor:
-        raise KeyError(
-            f"there is no metric {name!r}.{nearest(name, self)} This loss has {', '.join(self)}."
-        )
-
-
-@dataclass(eq=False, repr=False)
-class LossOutput:
-    """The result of a loss.
-
-    loss         0-d fp32, differentiable: the sum of all weighted per-token terms
-    logps        log-prob of each target, fp32, the shape of targets, detached; 0 in masked tokens
-    entropy      entropy of each token in nats, the same
-    rows         the batch as flat rows with the weights of the loss, for your own statistics
-    divergence   divergence from the reference with kl=Exact(...), the same as logps, in nats (a
-                 total variation: a probability). Else None.
-    metrics      0-d tensors, computed on first use, see below
-    """
-
-    loss: Tensor
-    logps: Tensor
-    entropy: Tensor
-    _objective: Objective = field(repr=False)
-    _batch: TokenBatch = field(repr=False)
-    rows: TokenRows = field(repr=False)
-    _log_ratio: Tensor | None = field(default=None, repr=False)
-    divergence: Tensor | None = field(default=None, repr=False)
-    __repr__ = describe
-
-    def __getattr__(self, name: str) -> Any:
-        known = [*(f.name for f in fields(self) if not f.name.startswith("_")), "metrics"]
-        remedy = nearest(name, known)
-        if hasattr(Tensor, name):
-            remedy = f" out.loss.{name} is that of the loss."
-        raise AttributeError(f"a LossOutput has no {name!r}.{remedy}")
-
-    def __iter__(self) -> NoReturn:
-        raise TypeError(
-            "a LossOutput is no tuple: take out.loss, out.metrics, out.logps and out.entropy."
-        )
-
-    @cached_property
-    def metrics(self) -> dict[str, Tensor]:
-        """0-d fp32 tensors on the device of the data, computed on first use from the batch.
-
-        Computing them does not wait for the device; reading one does. Means are over the trained
-        tokens of this batch, with skip_inactive=True over those that were processed.
-
-        tokens           number of trained tokens
-        ratio_mean, ratio_min, ratio_max
-                         ratio at the objective's level (1 if on-policy), bounded at e^60
-        clip_low         share of tokens with A < 0 and a ratio below the lower bound
-        clip_high        share of tokens with A > 0 and a ratio above the upper bound
-        ess              effective sample size of ratio * weights as a share:
-                         (sum r)^2 / (tokens * sum r^2)
-        zero_advantage   share of all trained tokens whose advantage is exactly 0
-        entropy          mean entropy in nats
-        kl               mean of the KL estimator, weighted as in the loss, or of the exact
-                         divergence (only with beta != 0)
-        outside_set      share of tokens that are not in their candidate set (only with such sets)
-        kept             share of tokens that all filters of this process keep (only with filters)
-        """
-        rows = self.rows
-        logps = self.logps.flatten()
-        trained = rows.mask
-        processed = trained if rows.read is None else rows.read
-        count = processed.sum().float()
-        tokens = count.clamp(min=1.0)
-
-        def mean(x: Tensor) -> Tensor:
-            return torch.where(processed, x, 0.0).sum() / tokens
-
-        def extreme(x: Tensor, reduce: Any, start: float) -> Tensor:
-            if x.numel() == 0:
-                return x.new_ones(())
-            return torch.where(count > 0, reduce(torch.where(processed, x, start)), 1.0)
-
-        log_ratio = self._log_ratio
-        if log_ratio is None:
-            log_ratio = self._objective.log_ratio(logps, rows, self._batch)
-        ratio = bounded_exp(log_ratio)
-        surrogate = self._objective.surrogate
-        clip_low, clip_high = surrogate.clipped(ratio, rows.advantages)
-        weight = ratio
-        if rows.weights is not None and not surrogate.absorbs_weights:
-            weight = ratio * rows.weights
-        # fp64, because the square of a runaway ratio overflows fp32.
-        weight = torch.where(processed, weight, 0.0).double()
-        squares = (tokens * weight.square().sum()).clamp(min=1e-30)
-        num_trained = trained.sum().float()
-        has_zero_advantage = trained & (rows.advantages == 0)
-        metrics = Metrics(
-            {
-                "tokens": num_trained,
-                "ratio_mean": mean(ratio),
-                "ratio_min": extreme(ratio, torch.amin, math.inf),
-                "ratio_max": extreme(ratio, torch.amax, -math.inf),
-                "clip_low": mean(clip_low.float()),
-                "clip_high": mean(clip_high.float()),
-                "ess": (weight.sum().square() / squares).float(),
-                "zero_advantage": has_zero_advantage.sum() / num_trained.clamp(min=1),
-                "entropy": mean(self.entropy.flatten()),
-            }
-        )
-        if rows.ref_logps is not None:
-            metrics["kl"] = mean(self._objective.kl_terms(logps, rows, log_ratio)[0])
-        elif self.divergence is not None:
-            metrics["kl"] = mean(self.divergence.flatten())
-        if self._batch.kept is not None:
-            metrics["outside_set"] = self._batch.outside_set
-        if self._objective.filters:
-            kept = processed
-            for f in self._objective.filters:
-                over_ranks = self._batch.context_group is not None and not f.one_pass
-                if over_ranks or getattr(f, "process_group", None) is not None:
-                    continue  # reading metrics must not start a collective
-                kept = kept & f.keep(logps, self.entropy.flatten(), rows, self._batch)
-            metrics["kept"] = kept.sum() / tokens
-        return metrics
 
 
 # ---- the public losses
@@ -424,11 +296,8 @@ def compute_loss(
         or batch.rows is not None
         or isinstance(reference, TokenSets)
     )
-    refuse_inplace(
-        inplace and is_composed,
-        "a batch with kept, logp_terms, prob_terms or rows, or a teacher known at some ids,",
-    )
-    layout = layout_of_batch(x, batch, transform)
+    refuse_inplace(inplace and is_composed, composed_features(batch, reference))
+    layout = layout_of_batch(x, batch)
     source = make_source(
         x,
         head,
@@ -441,9 +310,12 @@ def compute_loss(
     )
     check_targets(batch.targets, batch.mask, source.vocab_size, logits=head is None)
     check_candidates(batch, options, source.vocab_size)
+    if batch.rows is not None:
+        check_named(batch.rows, batch.mask, source.num_rows)
 
     checked_reference = None
-    if reference is not None and not isinstance(reference, TokenSets):
+    needs_reference = reference is not None or exact is not None
+    if needs_reference and not isinstance(reference, TokenSets):
         checked_reference = make_reference(
             reference, source, layout, transform, options, exact
         )
@@ -524,15 +396,20 @@ def loss_of_source(
     return loss_of_statistics(statistics, batch, objective, rows)
 
 
-def layout_of_batch(
-    x: Any, batch: TokenBatch, transform: LogitTransform | None
-) -> RowLayout:
+def composed_features(batch: TokenBatch, reference: Any) -> str:
+    """Return the words for what a batch has that is composed of several calls."""
+    if isinstance(reference, TokenSets):
+        return "a teacher known at some ids"
+    fields = ("kept", "logp_terms", "prob_terms", "rows")
+    return "a batch with " + ", ".join(x for x in fields if getattr(batch, x) is not None)
+
+
+def layout_of_batch(x: Any, batch: TokenBatch) -> RowLayout:
     """Return the rows that logits or hidden states x of a batch must have."""
     device = batch.targets.device
     if batch.rows is None:
         return RowLayout(batch.targets.shape, device, batch.mask, batch.cu_seqlens)
-    refuse_temperature_tensor(transform)
-    return RowLayout(leading_shape(x, batch.targets), device, None, None)
+    return RowLayout(leading_shape(x, batch.targets), device, are_shared=True)
 
 
 def dense_statistics(
@@ -545,9 +422,10 @@ def dense_statistics(
     """Return differentiable log-probs, entropies and, with a reference, divergences of rows."""
     names = ("entropy",) if reference is None else ("entropy", "divergence")
     detached = () if objective.needs_entropy else ("entropy",)
-    more: dict[str, Any] = {} if order is None else {"order": order}
+    if order is not None and isinstance(source, ProjectedLogits):
+        source = replace(source, known_order=KnownOrder(rows.read, order))
     return source.statistics(
-        rows.targets, rows.read, names, detached=detached, reference=reference, **more
+        rows.targets, rows.read, names, detached=detached, reference=reference
     )
 
 
@@ -567,20 +445,16 @@ def statistics_of_composed_batch(
     flat_rows = None if batch.rows is None else flat(batch.rows).long()
     listed = batch.listed
     exact = objective.exact
+    detached = () if objective.needs_entropy else ("entropy",)
+    if batch.rows is None and isinstance(source, ProjectedLogits):
+        # The batch has counted the rows of its mask, so that the host need not wait for them.
+        order, _ = order_rows(batch, rows, objective)
+        source = replace(source, known_order=KnownOrder(rows.read, order))
     if teacher is not None:
         assert exact is not None
-        check_teacher(
-            "ref_logits" if isinstance(source, GivenLogits) else "reference",
-            teacher,
-            batch.targets,
-            exact,
-            source.vocab_size,
-        )
-        remedy = (
-            "a teacher known at some ids has no distribution over a kept set: leave one of them "
-            "out."
-        )
-        require(batch.kept is None, "kept", batch.kept, remedy)
+        name = "ref_logits" if isinstance(source, GivenLogits) else "reference"
+        require(batch.kept is None, name, "TokenSets", TEACHER_WITH_SETS)
+        check_teacher(name, teacher, batch.targets, exact, source.vocab_size)
         if listed is None:  # then one pass serves both
             return logprobs_with_teacher(
                 source,
@@ -590,19 +464,24 @@ def statistics_of_composed_batch(
                 mask=rows.read,
                 rows=flat_rows,
                 names=("entropy",),
+                detached=detached,
             )
     if listed is not None:
         name = "prob_terms" if batch.logp_terms is None else "logp_terms"
         check_ids(name, listed, source.vocab_size)
+    # A reference's divergence is computed in the same pass, unless it is over candidate sets.
+    is_dense_reference = reference is not None and batch.kept is None
     statistics = composed_statistics(
         source,
         rows.targets,
         rows.read,
-        ("entropy",),
+        ("entropy", "divergence") if is_dense_reference else ("entropy",),
         kept=batch.kept,
         missing=missing_of(batch),
         at=listed,
         rows=flat_rows,
+        detached=detached,
+        reference=reference if is_dense_reference else None,
     )
     if listed is not None:
         terms = objective.listed_terms(batch)
@@ -625,10 +504,6 @@ def statistics_of_composed_batch(
             mask=rows.read,
             rows=flat_rows,
             missing=missing_of(batch),
-        )
-    elif reference is not None:
-        statistics["divergence"] = reference_divergence(
-            source, reference, mask=rows.read, rows=flat_rows
         )
     return statistics
 
@@ -742,7 +617,8 @@ def reference_logprobs(
             statistics = source.statistics(rows.targets, rows.read)
         else:
             order, _ = order_rows(batch, rows, objective)
-            statistics = source.statistics(rows.targets, rows.read, order=order)
+            source = replace(source, known_order=KnownOrder(rows.read, order))
+            statistics = source.statistics(rows.targets, rows.read)
     return statistics["logps"].view(batch.targets.shape)
 
 
@@ -785,8 +661,8 @@ def order_rows(
     if has_gradient is None:  # then no row is masked either
         return RowOrder.of_all_rows(num_rows, device), None
 
-    if not sends_ahead(device):
-        # On a CPU nothing waits, and `nonzero` is faster than sorting a few rows.
+    if device.type == "cpu" and not sends_ahead(device):
+        # Nothing waits there, and `nonzero` is faster than sorting a few rows.
         first = has_gradient.nonzero()[:, 0]
         row_ids = first
         if not all_have_gradient:

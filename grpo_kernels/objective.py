@@ -225,6 +225,12 @@ class Objective(Checked):
         return not self.surrogate.selects and all(f.one_pass or f.by_sequence for f in self.filters)
 
     @property
+    def reads_advantages(self) -> bool:
+        """Whether a batch must have advantages."""
+        no_term = isinstance(self.surrogate, NoPolicyTerm) and self.listed is None
+        return not no_term or any(f.reads_advantages for f in self.filters)
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether entropy has a gradient."""
         return self.entropy_coef != 0
@@ -331,6 +337,11 @@ class Objective(Checked):
         estimated = self.beta != 0 and self.exact is None
         if estimated and batch.ref_logps is None:
             raise ValueError(f"ref_logps is None, but beta={self.beta}: pass the reference's log-probs, or set beta=0.")
+        if batch.advantages is None and self.reads_advantages:
+            raise ValueError(
+                f"advantages is None, but {type(self.surrogate).__name__}, a filter or `listed` reads them: pass a float tensor [B] or "
+                "[B, T], see group_advantages. Only an objective of NoPolicyTerm, such as the preset distillation, needs none."
+            )
         if self.listed is not None and batch.logp_terms is None:
             raise ValueError(
                 f"logp_terms is None, but listed={self.listed!r} makes terms of it: list ids with values, or leave listed out."
@@ -362,6 +373,8 @@ class Objective(Checked):
         read = batch.marked(self.active_rows) if skip_inactive and self.one_pass else mask
         compared = (("ref_logps",) if estimated else ()) + (("sampler_logps",) if sampler else ())
         given = batch.table("advantages", "weights", "nll_weights", "old_logps", *compared)
+        if batch.advantages is None:
+            given["advantages"] = torch.zeros_like(weight)
         weights, policy_weight = given.get("weights"), weight
         if weights is not None:
             if self.surrogate.absorbs_weights and values_are_checked(weights) and (weights < 0).any():

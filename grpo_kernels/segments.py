@@ -104,17 +104,15 @@ def element_or(values: Tensor, index: Tensor, otherwise: float) -> Tensor:
 def find_largest(values: Tensor, is_used: Tensor, segments: Segments) -> Tensor:
     """Return the index of the largest used value of each segment, int64 [num_segments].
 
-    It is the first one if several are equal, the first used value if a value is NaN, and num_values
-    if no value of the segment is used. Not differentiable.
+    It is the first one if several are equal. It is num_values if no value of the segment is used, or
+    if one is NaN. Not differentiable.
 
     values    float [num_values]
     is_used   bool [num_values]
     """
     values = torch.where(is_used, values.detach(), -torch.inf)
     largest = segments.max(values)[segments.segment_ids]
-    first_largest = segments.first(is_used & (values == largest))
-    first_used = segments.first(is_used)
-    return torch.where(first_largest < segments.num_values, first_largest, first_used)
+    return segments.first(is_used & (values == largest))
 
 
 def subtract_largest(

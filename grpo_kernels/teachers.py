@@ -36,6 +36,7 @@ def logprobs_with_teacher(
     mask: Tensor | None = None,
     rows: Tensor | None = None,
     names: tuple[str, ...] = (),
+    detached: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
     """Return the log-prob of each target, "divergence", and the named statistics.
 
@@ -47,7 +48,7 @@ def logprobs_with_teacher(
     mask      bool [num_tokens]: tokens to process. None processes all tokens. The others give 0.
     rows      int64 [num_tokens]: the row that predicts each token, any number where mask is False.
               Several tokens may have the same row. None: row i predicts token i.
-    names     other statistics, see `RowSource.statistics`
+    names, detached   other statistics, see `RowSource.statistics`
 
     The results are fp32 [num_tokens]. Raises ValueError if the teacher has no values, an id outside
     of the vocabulary, not one set for each token or, with the tail "bin", probabilities of more
@@ -61,7 +62,9 @@ def logprobs_with_teacher(
     Q / P cancel in the gradient of the ids, each rounded to the dtype of the source.
     """
     check_teacher("teacher", teacher, targets, exact, source.vocab_size)
-    result = token_logprobs_in_float64(source, targets, teacher, mask=mask, rows=rows, names=names)
+    result = token_logprobs_in_float64(
+        source, targets, teacher, mask=mask, rows=rows, names=names, detached=detached
+    )
     assert teacher.values is not None
     divergence = divergence_of_logprobs(
         exact,

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from grpo_kernels.rows.products import Products, Work, products_for
 from torch import Tensor
 
 from benchmarks.cases import OF_SEQUENCES, Case
 from benchmarks.providers import BETAS, Run, Unavailable, provider
 from benchmarks.providers.ours import loss_of, native, objective
 from grpo_kernels import Options
+from grpo_kernels.core.linear_memory import LinearMemory
+from grpo_kernels.core.matmuls import HeadMatmuls, make_matmuls
 
 Call = Callable[[], Any]
 
@@ -89,24 +90,26 @@ class _Ours(_Torch):
     """The products of the engine, in the precision in which it makes them on this device. They are made anew for each run: they
     hold the memory of a chunk, and of such memory the engine keeps a few blocks only, for whoever is measured beside this."""
 
-    def products(self) -> Products:
-        return products_for(self.weight, None, self.hidden.dtype)
+    def matmuls(self) -> HeadMatmuls:
+        return make_matmuls(self.weight, None, self.hidden.dtype)
 
     def logits(self) -> Tensor:
-        products = self.products()
-        return [products.logits(chunk.to(products.dtype)) for chunk in self.chunks][-1]
+        matmuls = self.matmuls()
+        return [matmuls.logits(chunk.to(matmuls.dtype)) for chunk in self.chunks][-1]
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
-        products = self.products()
-        d_logits = d_logits.to(products.dtype)
-        return torch.cat([products.d_hidden(d_logits[: chunk.shape[0]]) for chunk in self.chunks])
+        matmuls = self.matmuls()
+        d_logits = d_logits.to(matmuls.dtype)
+        return torch.cat([matmuls.grad_hidden(d_logits[: len(chunk)]) for chunk in self.chunks])
 
     def d_weight(self, d_logits: Tensor) -> Tensor:
-        products, total = self.products(), None
-        d_logits = d_logits.to(products.dtype)
+        matmuls = self.matmuls()
+        total = None
+        d_logits = d_logits.to(matmuls.dtype)
         for chunk in self.chunks:
-            last = chunk is self.chunks[-1]
-            total = products.add_d_weight(total, d_logits[: chunk.shape[0]], chunk.to(products.dtype), last)
+            is_last = chunk is self.chunks[-1]
+            hidden = chunk.to(matmuls.dtype)
+            total = matmuls.add_grad_weight(total, d_logits[: len(chunk)], hidden, is_last)
         return total
 
 
@@ -116,7 +119,9 @@ class _OursInChunks(_Ours):
 
     def __init__(self, weight: Tensor, hidden: Tensor) -> None:
         super().__init__(weight, hidden)
-        rows = Work(*weight.shape, apart=False, d_hidden=4, d_weight=4).plan("cpu", 0).chunk
+        rows = LinearMemory(
+            *weight.shape, has_grad_buffer=False, grad_hidden_bytes=4, grad_weight_bytes=4
+        ).plan("cpu", 0).chunk
         self.chunks = self.hidden.tensor_split(-(-hidden.shape[0] // rows))
         if len(self.chunks) == 1:
             raise Unavailable("the engine takes all rows at once")

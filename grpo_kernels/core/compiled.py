@@ -294,7 +294,6 @@ class CompiledProjection(ProjectedLogits):
         *,
         detached: tuple[str, ...] = (),
         reference: Reference | None = None,
-        order: RowOrder | None = None,
     ) -> dict[str, Tensor]:
         """Return "logps" and the named statistics of each row, by an operator."""
         assert reference is None

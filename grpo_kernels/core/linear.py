@@ -36,7 +36,7 @@ from torch import Tensor
 
 from .backends import Backend
 from .linear_memory import LinearMemory
-from .matmuls import HeadMatmuls, make_matmuls
+from .matmuls import GradBuffer, HeadMatmuls, make_matmuls
 from .softmax import GradientCoefficients, LogitRows, ReferenceRows, RowTransform, SoftmaxSums
 from .vocab_parallel import VocabShard
 
@@ -318,10 +318,11 @@ class GradientAccumulator:
         is_last       whether this is the last block, after which the sum may be rounded
         """
         matmuls = self.logits.matmuls
-        row_ids = self.logits.order.row_ids_at(block)
         if self.grad_hidden is not None:
+            row_ids = self.logits.order.row_ids_at(block)
             grad_hidden = scale_rows(matmuls.grad_hidden(grad_logits), row_scale)
             self.grad_hidden[row_ids] = grad_hidden.to(self.grad_hidden.dtype)
+            del grad_hidden  # fp32, before matmul 3 allocates its result
         if self.wanted.weight:
             # (row_scale * grad_logits).T @ hidden == grad_logits.T @ (row_scale * hidden), and
             # hidden [., H] is much smaller than grad_logits [., V].
@@ -435,13 +436,26 @@ def gradient_of_block(
     needs_fp32 = accumulator.wanted.bias or not kernels.narrows_in_place
     buffer = logits.matmuls.make_grad_buffer(num_rows, needs_fp32)
     for chunk in chunks:
-        rows = logits.compute(chunk)
-        grad_logits = buffer.memory_for(rows.logits[0])
-        formula.process_chunk(chunk, rows, grad_logits[None])
-        accumulator.add_bias_of_chunk(grad_logits)
-        buffer.store(grad_logits)
-        del rows  # before the next chunk computes its logits
+        write_gradient_of_chunk(chunk, formula, logits, accumulator, buffer)
     return buffer.all_rows()
+
+
+def write_gradient_of_chunk(
+    chunk: slice,
+    formula: Formula,
+    logits: ChunkedLogits,
+    accumulator: GradientAccumulator,
+    buffer: GradBuffer,
+) -> None:
+    """Compute the logits of a chunk and write their gradient to the buffer of its block.
+
+    The logits are freed on return, before the next chunk computes its own.
+    """
+    rows = logits.compute(chunk)
+    grad_logits = buffer.memory_for(rows.logits[0])
+    formula.process_chunk(chunk, rows, grad_logits[None])
+    accumulator.add_bias_of_chunk(grad_logits)
+    buffer.store(grad_logits)
 
 
 def linear_softmax_sums(

@@ -325,6 +325,14 @@ def temperatures_of(transform: RowTransform) -> Tensor | None:
 
 
 @dataclass(frozen=True, eq=False)
+class KnownOrder:
+    """The rows of a mask bool [num_rows] or None, in the order in which they are processed."""
+
+    mask: Tensor | None
+    order: RowOrder
+
+
+@dataclass(frozen=True, eq=False)
 class ProjectedLogits:
     """Rows of logits that are computed from hidden states, a chunk at a time.
 
@@ -332,12 +340,14 @@ class ProjectedLogits:
     kernels         kernels over rows of logits
     shard           which part of a sharded vocabulary this rank has; None: all
     weight_memory   memory that the gradient of the weight is added to
+    known_order     the rows of a mask, which the caller has counted
     """
 
     projection: Projection
     kernels: Backend
     shard: VocabShard | None = None
     weight_memory: WeightGradMemory | None = None
+    known_order: KnownOrder | None = None
 
     @property
     def num_rows(self) -> int:
@@ -395,7 +405,6 @@ class ProjectedLogits:
         *,
         detached: tuple[str, ...] = (),
         reference: Reference | None = None,
-        order: RowOrder | None = None,
     ) -> dict[str, Tensor]:
         """Return "logps" and the named statistics of each row, see `RowSource`.
 
@@ -404,11 +413,14 @@ class ProjectedLogits:
         log-probs only, the forward takes two matmuls and keeps fp32 [num_rows, H], and the backward
         takes none.
 
-        order   the rows of the mask, if they are known. None: on a GPU the host waits for them.
+        On a GPU the host waits for the rows of a mask, unless it is the mask of `known_order`.
         """
         requested = RequestedStatistics(names, detached)
         mask = None if mask is None else plain(mask)
-        if order is None:
+        known = self.known_order
+        if known is not None and known.mask is mask:
+            order = known.order
+        else:
             order = RowOrder.of_mask(mask, self.num_rows, self.device)
         has_other_gradient = any(requested.has_gradient(name) for name in names)
         needs_hidden_only = (

@@ -184,19 +184,37 @@ def product_findings(step: Step) -> Iterator[Finding]:
 
 def _text_of_facts(report: dict[str, Any]) -> str:
     """A section a line; a GPU has a line of its own."""
-    lines = [f"{name}: {_listed(report[name])}" for name in ("versions", "package", "native", "products", "cpu")]
+    lines = [f"{name}: {_listed(report[name])}" for name in ("versions", "package", "native")]
+    lines += [f"products: {_text_of_products(report['products'])}", f"cpu: {_listed(report['cpu'])}"]
     lines.append(f"environment: {_listed(report['environment']) or 'nothing set'}")
     gpus = [_listed(gpu) for gpu in report["gpu"]["devices"]] or [f"none ({report['gpu']['reason']})"]
     return "\n".join([*lines, *(f"gpu: {gpu}" for gpu in gpus), ""])
 
 
+#: What each engine of `cpu_matmuls.ENGINES` does.
+PURPOSES = {
+    "amx": "bf16 matmuls in AMX tiles",
+    "avx512bf16": "bf16 matmuls in AVX512_BF16 instructions",
+    "fp32": "our own fp32 kernels for matmuls of bf16 and fp32 tensors",
+    "torch": "torch.mm, also for fp32 tensors",
+}
+
+
+def _text_of_products(products: dict[str, Any]) -> str:
+    """The engine in use, and the engines that cannot run, each with its purpose."""
+    engine = products["engine"]
+    words = [f"engine {engine} ({PURPOSES[engine]})" if engine else "no engine, the setting is wrong"]
+    for name, reason in products["engines"].items():
+        if reason:
+            words.append(f"{name} ({PURPOSES[name]}) cannot run here: {reason}")
+    return "; ".join(words)
+
+
 def _listed(known: dict[str, Any]) -> str:
-    """What is there; of reasons why something cannot run, those."""
+    """What is there."""
     words = []
     for name, value in known.items():
-        if isinstance(value, dict):
-            words += [f"{key} cannot run here ({reason})" for key, reason in value.items() if reason]
-        elif value:
+        if value:
             words.append(f"{name} {' '.join(value) if isinstance(value, list) else value}")
     return ", ".join(words)
 

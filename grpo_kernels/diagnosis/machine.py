@@ -153,9 +153,13 @@ def best_isa(flags: frozenset[str]) -> str | None:
 
 PACKAGES = ("triton", "numpy", "transformers", "trl", "accelerate", "deepspeed", "liger-kernel", "flash-attn", "verl", "vllm")
 
+#: Instruction sets of csrc/processor.h, and the environment variable that limits them.
+ISAS = ("avx2", "avx512", "avx512bf16")
+ISA_SETTING = "GRPO_KERNELS_ISA"
 SETTINGS = {
     "GRPO_KERNELS_BACKEND": "auto, eager, cpu or triton: what runs where a call leaves backend at auto",
     cpu_matmuls.SETTING: f"auto, {', '.join(cpu_matmuls.ENGINES)}: what computes the matrix products of losses from hidden states on a CPU",
+    ISA_SETTING: f"{', '.join(ISAS)}: the highest instruction set that the C++ module uses; unset: the processor's best",
     "GRPO_KERNELS_STRICT": "1: a fallback to eager raises instead of warning",
     "GRPO_KERNELS_CHECK": "1: ids, temperatures and offsets are checked on a GPU too, which waits for it at each call",
     "GRPO_KERNELS_ANY_VERSION": "1: adapters do not compare their first step under a version of a trainer that was not tested",
@@ -199,12 +203,17 @@ def variables() -> dict[str, str]:
 def setting_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     engines = cpu_matmuls.engines()
     able = [name for name, reason in engines.items() if reason is None]
-    choices = {"GRPO_KERNELS_BACKEND": ["auto", *BACKENDS], cpu_matmuls.SETTING: ["", "auto", *able]}  # others raise in calls
+    choices = {
+        "GRPO_KERNELS_BACKEND": ["auto", *BACKENDS],
+        cpu_matmuls.SETTING: ["", "auto", *able],
+        ISA_SETTING: ["", *ISAS],
+    }
     for name, value in environ.items():
         known = choices.get(name, ["", "0", "1"])
         if name in SETTINGS and value not in known:
             reason = engines.get(value) or "there is no such value"
-            says = f"{reason}, and calls raise" if name in choices else "it has no effect"
+            consequence = "the C++ module does not load" if name == ISA_SETTING else "calls raise"
+            says = f"{reason}, and {consequence}" if name in choices else "it has no effect"
             remedy = f"set it to one of {', '.join(filter(None, known))}, or unset it"
             yield Finding(f"{name}={value}: {says}", remedy, grave=name in choices)
         elif name.startswith("GRPO_KERNELS_") and name not in SETTINGS and not name.startswith("GRPO_KERNELS_TEST"):
@@ -230,7 +239,7 @@ def facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def module_findings(report: Mapping[str, Any]) -> Iterator[Finding]:
+def module_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Finding]:
     """About the package, and the compiled module where the processor could run one."""
     native = report["native"]
     shadows = report["package"]["shadows"]
@@ -262,9 +271,10 @@ def module_findings(report: Mapping[str, Any]) -> Iterator[Finding]:
         )
     best = best_isa(processor()[1])
     if native["isa"] and best not in (None, native["isa"]):
+        rebuild = f"{command} (with GCC 10 or Clang 9, or newer)"
         yield Finding(
             f"the compiled module runs {native['isa']} code, but this processor has {best}",
-            f"{command} (with GCC 10 or Clang 9, or newer)",
+            f"unset {ISA_SETTING}" if environ.get(ISA_SETTING) else rebuild,
             slows=True,
         )
 
@@ -325,4 +335,4 @@ def machine_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> I
 
 def advice(report: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """What `facts` say is wrong or slow."""
-    return [*module_findings(report), *amx_findings(), *machine_findings(report, environ)]
+    return [*module_findings(report, environ), *amx_findings(), *machine_findings(report, environ)]

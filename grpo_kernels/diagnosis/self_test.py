@@ -99,6 +99,7 @@ def question(case: str, step: Step) -> Question:
     """The first token has no advantage. Beside eager tokens are those of sequences, whose last one is masked. Sets are
     the target alone, some ids with it, none."""
     leaves, batch = inputs(step, CPU)
+    assert batch.advantages is not None
     batch.advantages[0] = 0.0
     old: Any = batch.old_logps
     chosen = dict(CASES[case])

@@ -50,6 +50,7 @@ def plain_logps(leaves: list[Tensor], targets: Tensor) -> Tensor:
 
 def plain_loss(leaves: list[Tensor], batch: TokenBatch) -> Tensor:
     """The loss of DAPO, which autograd differentiates, of a batch without a mask and with an advantage a token."""
+    assert batch.advantages is not None
     return clipped(plain_logps(leaves, batch.targets), batch.old_logps, batch.advantages).mean()
 
 

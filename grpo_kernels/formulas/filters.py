@@ -27,6 +27,8 @@ from .token_stage import TokenRows, above_floor
 BOUND = 60.0
 #: What `delta` of `near_sampler` is.
 DELTA = ("the largest mean log-ratio is a finite number.", -LARGEST, LARGEST)
+#: Whose advantage decides in `near_sampler`.
+ADVANTAGES_OF = ("sequence", "token")
 
 # ---- trust regions
 
@@ -71,6 +73,8 @@ class Filter(Checked):
     by_sequence: bool = False
     #: True: tokens that are left out of the policy term are left out of the entropy bonus too.
     filters_entropy: bool = False
+    #: False: the decision does not depend on advantages, which a batch may then lack.
+    reads_advantages: bool = True
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
         """bool [n]: the tokens to keep. logps and entropy are detached fp32 [n], rows the flat rows, and batch the batch that
@@ -124,6 +128,7 @@ class EntropyFloor(Filter):
     threshold: float
     one_pass = True
     filters_entropy = True
+    reads_advantages = False
     ranges = (("threshold", "it is an entropy in nats.", -LARGEST, LARGEST),)
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
@@ -139,6 +144,7 @@ class EntropyQuantile(Filter):
     share: float
     process_group: Any = None
     filters_entropy = True
+    reads_advantages = False
     ranges = (("share", *SHARE),)
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
@@ -148,25 +154,44 @@ class EntropyQuantile(Filter):
 
 @dataclass(frozen=True)
 class OffPolicySequences(Filter):
-    """Drop sequences of negative advantage whose mean of (log-prob under the sampler - log-prob now) exceeds `delta`
-    (DeepSeek-V3.2, arXiv 2512.02556; TRL's `off_policy_mask_threshold`). Without sampler_logps, old_logps stand in."""
+    """Drop whole sequences of negative advantage from which the policy has moved away (DeepSeek-V3.2, arXiv 2512.02556).
+
+    delta          a sequence is dropped if its mean of (log-prob under the sampler - log-prob now) exceeds `delta`. Without
+                   sampler_logps, old_logps are used.
+    advantage_of   decides where the advantages of the tokens of a sequence have different signs. "sequence": the sequence is
+                   dropped or kept as a whole, by the sign of the sum of its trained tokens' advantages. "token": in a sequence
+                   beyond `delta`, only tokens whose own advantage is negative are dropped (TRL's `off_policy_mask_threshold`).
+                   With one advantage per sequence both are the same."""
 
     delta: float = 0.5
+    advantage_of: str = "sequence"
     by_sequence = True
     ranges = (("delta", *DELTA),)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one_of("advantage_of", self.advantage_of, ADVANTAGES_OF)
+
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
         assert batch is not None
-        return near_sampler(batch, logps, self.delta)
+        return near_sampler(batch, logps, self.delta, self.advantage_of)
 
 
-def near_sampler(batch: TokenBatch, logps: Tensor, delta: float) -> Tensor:
-    """bool [n]: A >= 0, or the mean of (sampler_logp - logp) over the sequence is at most `delta`; logps fp32 [n]."""
+def near_sampler(batch: TokenBatch, logps: Tensor, delta: float, advantage_of: str = "sequence") -> Tensor:
+    """Return which tokens `OffPolicySequences` keeps, bool [n], from the policy's log-probs now, fp32 [n]."""
     given = batch.table("advantages", "old_logps", "sampler_logps")
+    if batch.advantages is None:
+        raise ValueError(
+            "advantages is None, but their signs decide which sequences are dropped: pass a float tensor [B] or [B, T]."
+        )
     now = torch.where(batch.trained, logps, 0.0)
     sampler = given.get("sampler_logps", given.get("old_logps", now))
-    moved = batch.sequence_sum(log_ratio(sampler, now)) / batch.lengths.clamp(min=1.0)
-    return (given["advantages"] >= 0) | batch.spread(moved <= delta)
+    advantages = given["advantages"]
+    # One reduction for both sums: with a context_group each is a collective.
+    sums = batch.sequence_sum(torch.stack([log_ratio(sampler, now), advantages.double()], 1))
+    mean_ratio, advantage_sum = (sums / batch.lengths.clamp(min=1.0)[:, None]).unbind(1)
+    negative = advantages < 0 if advantage_of == "token" else batch.spread(advantage_sum < 0)
+    return ~(negative & batch.spread(mean_ratio > delta))
 
 
 def log_ratio(above: Tensor, below: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from ..checks import SMALLEST, Checked, require, require_one_of
+from ..checks import SMALLEST, Checked, nearest, require, require_one_of
+from .divergence import DIRECTIONS
 from .ops import bounded_exp, check_returned, compare, finite, log_probs, ops
 
 # ---- estimators: (logp, old_logp, ref_logp) -> (value, slope)
@@ -144,7 +145,8 @@ class Kl(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         known = callable(self.estimator) or self.estimator in ESTIMATORS
-        require(known, "estimator", self.estimator, f"it must be one of {', '.join(ESTIMATORS)}, or a function.")
+        remedy = f"it must be one of {', '.join(ESTIMATORS)}, or a function."
+        require(known, "estimator", self.estimator, remedy + meant_by(self.estimator))
         if callable(self.estimator):
             remedy = "the estimator and its derivative with respect to logp"
             check_returned(self.estimator, "value and slope", remedy)
@@ -182,8 +184,17 @@ def as_kl(kl: str | Kl | Callable[..., Any]) -> Kl:
         return kl
     if isinstance(kl, str) and kl.endswith("+"):
         return Kl(kl[:-1], straight_through=True)
-    require(callable(kl) or kl in ESTIMATORS, "kl", kl, f"it must be one of {', '.join(ESTIMATORS)}, a Kl or a function.")
+    known = callable(kl) or (isinstance(kl, str) and kl in ESTIMATORS)
+    remedy = f"it must be one of {', '.join(ESTIMATORS)}, a Kl, an Exact or a function."
+    require(known, "kl", kl, remedy + meant_by(kl))
     return Kl(kl)
+
+
+def meant_by(name: object) -> str:
+    """Return " Did you mean ...?" for the direction of an exact divergence or a near name of an estimator, else ""."""
+    if name in DIRECTIONS:
+        return f' Did you mean kl=Exact("{name}"), the divergence over the whole vocabulary?'
+    return nearest(name, ESTIMATORS) if isinstance(name, str) else ""
 
 
 def check_kl(
@@ -196,13 +207,15 @@ def check_kl(
 
     detached   True: of a formula in which d = ref_logp - logp is a constant weight; ref_logp then moves along with logp.
 
-    Raises ValueError naming the worst point; points on a kink have probability 0."""
+    Raises ValueError as `check_surrogate` does, with d in place of the log-ratio; points on a kink have probability 0."""
     function, g = as_kl(kl).function, torch.Generator().manual_seed(seed)
     (logp, x), (_, d) = log_probs(points, g), log_probs(points, g)
     old_logp, ref_logp = logp - x, logp + d
 
     def terms(logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return function(logp, old_logp, logp + d if detached else ref_logp)
+        given = (old_logp, logp + d.to(logp.dtype) if detached else ref_logp)
+        return function(logp, *(x.to(logp.dtype) for x in given))
 
     name = getattr(function, "__qualname__", repr(function))
-    compare(f"the KL estimator {name}", terms, logp, tolerance, {"old_logp": old_logp, "ref_logp": ref_logp})
+    at = {"old_logp": old_logp, "ref_logp": ref_logp}
+    compare(f"the KL estimator {name}", terms, logp, tolerance, ("ref_logp - logp =", d), at)

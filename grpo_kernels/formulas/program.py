@@ -4,7 +4,7 @@ program. C++ evaluates it for one row after the other (csrc/kernels.h); for a GP
 
 A symbol is a number of a row (an input, or what follows from one), fp32, or a number of the whole call (a parameter, or what
 follows from parameters alone), which stays a Python number, as it does beside tensors. So a program gives what the formula
-gives in torch: each operation rounds alike, and exp and log, which no two libraries round alike, differ by their last bit.
+gives in torch: each operation rounds alike, and exp, log and tanh, which no two libraries round alike, differ by their last bit.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ OF_NUMBERS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 #: The operations of rows in torch.
 OF_ROWS: dict[str, Callable[..., Any]] = {
-    **OF_NUMBERS, "min": ops.minimum, "max": ops.maximum, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "reciprocal": torch.reciprocal,
+    **OF_NUMBERS, "min": ops.minimum, "max": ops.maximum, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "tanh": torch.tanh,
+    "reciprocal": torch.reciprocal,
     "and": lambda a, b: (a != 0) & (b != 0), "or": lambda a, b: (a != 0) | (b != 0), "not": lambda a: a == 0,
     "where": lambda condition, a, b: torch.where(condition != 0, a, b),
 }  # fmt: skip
 #: How many operands an operation has, if not two.
-OPERANDS = {**dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "reciprocal", "not"), 1), "where": 3}
+OPERANDS = {**dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "tanh", "reciprocal", "not"), 1), "where": 3}
 CONDITIONS = {"lt", "le", "eq", "ne", "and", "or", "not"}
 OF_CONDITIONS = {"and", "or", "not", "where", "eq", "ne"}
 
@@ -120,7 +121,7 @@ class Symbol:
     __le__, __ge__ = _recorded("le"), _recorded("le", swapped=True)
     __eq__, __ne__ = _recorded("eq"), _recorded("ne")
     # Methods of tensors that functions of `ops` stand for.
-    abs, exp, log, sqrt = map(_recorded, ("abs", "exp", "log", "sqrt"))
+    abs, exp, log, sqrt, tanh = map(_recorded, ("abs", "exp", "log", "sqrt", "tanh"))
 
     def clamp(self, min: Any = None, max: Any = None) -> Symbol:
         return self.tracer.clamped(self, min, max)
@@ -153,7 +154,7 @@ class Symbol:
 #: The functions of torch that `ops` stands for.
 OF_TORCH: dict[Callable[..., Any], str] = {
     torch.exp: "exp", torch.log: "log", torch.sqrt: "sqrt", torch.abs: "abs", torch.where: "where", torch.minimum: "min",
-    torch.maximum: "max",
+    torch.maximum: "max", torch.tanh: "tanh",
 }  # fmt: skip
 
 

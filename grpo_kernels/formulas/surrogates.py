@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..checks import LARGEST, SMALLEST, Checked, require
 from .kl import absolute
-from .ops import bounded_exp, by_autograd, check_returned, compare, log_probs, ops
+from .ops import bounded_exp, by_autograd, check_returned, compare, log_probs, ops, refuse_overflow
 
 # ---- formulas: (logp, old_logp, advantage, params) -> (loss, slope)
 
@@ -398,8 +398,10 @@ def check_surrogate(surrogate: Surrogate, *, points: int = 4096, tolerance: floa
     `points` random points are drawn with `seed`: log-probs, ratios between e^-3 and e^3 (one in four between e^-20 and e^20),
     and advantages of both signs and 0. An error above `tolerance` times (1 + the derivative) is refused, and so is a surrogate
     with zero_at_zero_advantage=True whose loss or slope is not 0 at advantage 0. With detached_ratio=True old_logp moves along
-    with logp, so that the ratio is constant. Raises ValueError naming the worst point. Points on a kink, where a derivative
-    does not exist, have probability 0.
+    with logp, so that the ratio is constant. Points on a kink, where a derivative does not exist, have probability 0.
+
+    Raises ValueError naming the worst point at ratios between e^-3 and e^3, if the slope is wrong there; else the log-ratio from
+    which on a loss or slope overflows in fp32; else the worst point of all.
     """
     g = torch.Generator().manual_seed(seed)
     logp, x = log_probs(points, g)
@@ -410,15 +412,18 @@ def check_surrogate(surrogate: Surrogate, *, points: int = 4096, tolerance: floa
     extra = (selected,) if surrogate.selects else ()
     if surrogate.zero_at_zero_advantage:
         for what, value in zip(("loss", "slope"), surrogate(logp, old_logp, 0.0 * x, *extra), strict=True):
-            if torch.as_tensor(value).any():
+            if torch.as_tensor(value).nan_to_num(nan=0.0).any():  # 0 times infinity: reported as an overflow below
                 raise ValueError(f"the {what} of {surrogate!r} is not 0 at advantage 0: set zero_at_zero_advantage=False.")
-    if surrogate.in_torch:
-        return
 
     def terms(logp: Tensor) -> tuple[Tensor, Tensor]:
-        return surrogate(logp, logp - x if surrogate.detached_ratio else old_logp, advantage, *extra)
+        old = logp - x.to(logp.dtype) if surrogate.detached_ratio else old_logp
+        return surrogate(logp, *(given.to(logp.dtype) for given in (old, advantage, *extra)))
 
-    compare(repr(surrogate), terms, logp, tolerance, {"old_logp": old_logp, "advantage": advantage})
+    distance, at = ("log-ratio", x), {"old_logp": old_logp, "advantage": advantage}
+    if surrogate.in_torch:  # its slope is that of autograd
+        refuse_overflow(repr(surrogate), terms, logp, distance, at)
+    else:
+        compare(repr(surrogate), terms, logp, tolerance, distance, at)
 
 
 def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..checks import describe
 from .kl import Kl, kl_terms
-from .ops import log_probs, ops
+from .ops import log_probs, ops, without_branches
 from .program import Made, Program, Run, Tracer, Trial, is_own, key_of
 
 # ---- terms at listed ids
@@ -69,7 +69,7 @@ class ListedTerms(NamedTuple):
         term = torch.zeros_like(logps)
         slope = torch.zeros_like(logps)
         for function, values in self.parts:
-            made = function(logps, values, advantages[rows], sums)
+            made = without_branches(function, logps, values, advantages[rows], sums)
             if not (isinstance(made, tuple) and len(made) == 2 and all(map(is_number_of_ids, made))):
                 raise ValueError(
                     f"listed={function!r} returned no pair of tensors of the shape of logp: return (term, slope)."

@@ -7,11 +7,13 @@ import contextlib
 import functools
 import importlib
 import inspect
+import logging
 import os
+import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, NoReturn
@@ -22,6 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 Function = Callable[..., Any]
 
+#: Says once which functions of a trainer run in our kernels, and once for each reason why one does not.
+LOG = logging.getLogger("grpo_kernels.integrations")
 OVERRIDE = "GRPO_KERNELS_ANY_VERSION"
 #: What was there before an object got an attribute of its own.
 ABSENT = object()
@@ -29,6 +33,148 @@ ABSENT = object()
 
 class NotCovered(ValueError):
     """Raised by one of our functions, before any work, for a call that the trainer's own function has to handle."""
+
+
+# ---- calls with a trainer's arguments, errors with a trainer's names
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_REQUIRED = inspect.Parameter.empty
+
+
+def parameters_of(function: Any) -> list[inspect.Parameter] | None:
+    """Return the parameters of a trainer's function, or None if it does not declare them.
+
+    An autograd function, its `apply` and the call of a module have the parameters of `forward`."""
+    owner = getattr(function, "__self__", None) if getattr(function, "__name__", "") == "apply" else function
+    if isinstance(owner, type) and hasattr(owner, "forward"):
+        return list(inspect.signature(owner.forward).parameters.values())[1:]  # without ctx
+    if isinstance(function, torch.nn.Module):
+        function = function.forward
+    if inspect.isbuiltin(function):
+        return None
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def fitted(ours: Function, theirs: Any = None) -> Function:
+    """Return `ours` as a function that takes the calls of `theirs`, the function of a trainer that it replaces.
+
+    Arguments are matched by name, and an argument that a call leaves out has the trainer's default. A required argument
+    of ours that has another name in the trainer is matched by its position. A call may pass arguments that ours does not
+    have: None and the trainer's default are ignored, and any other value raises NotCovered before ours is called. So a newer
+    trainer gets its own result or an error that names the argument, but never a TypeError.
+
+    theirs   None: a function that users or a registry call, which replaces nothing.
+
+    Raises RuntimeError if theirs requires an argument that ours does not have, or lacks one that ours requires."""
+    taken = inspect.signature(ours).parameters
+    fixed = ours.keywords if isinstance(ours, functools.partial) else {}
+    by_position = [name for name, p in taken.items() if p.kind in _BY_POSITION]
+    required = [name for name, p in taken.items() if p.default is _REQUIRED and p.kind in (*_BY_POSITION, p.KEYWORD_ONLY)]
+    declared = parameters_of(theirs) if theirs is not None else None
+    given = [p for p in declared or () if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    positions = [p.name for p in given if p.kind in _BY_POSITION]
+    if declared is None or any(p.kind is p.VAR_POSITIONAL for p in declared):
+        positions += by_position[len(positions) :]
+    known = {p.name for p in given}
+    matched = {name: name for name in taken}
+    for i, parameter in enumerate(given):
+        # The position decides only if neither side has the other's name.
+        renamed = by_position[i] if i < len(by_position) else None
+        if parameter.name not in matched and renamed in required and renamed not in known:
+            matched[parameter.name] = str(renamed)
+    defaults = {p.name: p.default for p in given if p.default is not _REQUIRED}
+    filled = {matched[name]: value for name, value in defaults.items() if name in matched and matched[name] not in fixed}
+    if declared is not None:
+        _check_arguments(ours, theirs, declared, matched, required)
+
+    @functools.wraps(ours)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        passed = dict(filled)
+        for name, value in [*zip(positions, args, strict=False), *kwargs.items()]:
+            if name in matched:
+                passed[matched[name]] = value
+            elif value is not None and not _equal(value, defaults.get(name, _REQUIRED)):
+                raise NotCovered(f"argument {name}={_described(value)}, which grpo_kernels does not know")
+        for number, value in enumerate(args[len(positions) :], len(positions) + 1):
+            if value is not None:
+                raise NotCovered(f"argument number {number}, {_described(value)}, which grpo_kernels does not know")
+        for name in required:
+            if name not in passed:
+                raise NotCovered(f"a call without {name}")
+        return ours(**passed)
+
+    return call
+
+
+def _check_arguments(
+    ours: Function, theirs: Any, declared: Sequence[inspect.Parameter], matched: Mapping[str, str], required: Sequence[str]
+) -> None:
+    """Raise RuntimeError if no call of theirs can be a call of ours."""
+    unknown = [p.name for p in declared if p.default is _REQUIRED and p.name not in matched]
+    unknown = [p.name for p in declared if p.name in unknown and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    free = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in declared)
+    lacking = [] if free else [name for name in required if name not in {matched.get(p.name) for p in declared}]
+    if unknown or lacking:
+        takes = ", ".join(p.name for p in declared)
+        problem = f"requires {', '.join(unknown)}" if unknown else f"has no {', '.join(lacking)}"
+        raise RuntimeError(
+            f"{getattr(theirs, '__qualname__', theirs)} takes ({takes}), but ours takes ({', '.join(inspect.signature(ours).parameters)}): "
+            f"it {problem}, so it is not the function that this adapter was written for."
+        )
+
+
+def _equal(value: Any, default: Any) -> bool:
+    """Whether an argument has its default, without a comparison of tensors."""
+    return value is default or (type(value) is type(default) and not isinstance(value, Tensor) and bool(value == default))
+
+
+def _described(value: Any) -> str:
+    """An argument in an error."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {[*value.shape]}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
+
+
+def unknown_option(theirs: Any, known: Collection[str]) -> tuple[str, Any] | None:
+    """Return (name, value) of an option of a trainer's object that is set and not in `known`, or None.
+
+    The options are the arguments of the object's class. An option that is None or has its default is not set."""
+    for name, parameter in inspect.signature(type(theirs)).parameters.items():
+        value = getattr(theirs, name, parameter.default)
+        if name not in known and value is not None and not _equal(value, parameter.default):
+            return name, value
+    return None
+
+
+@contextlib.contextmanager
+def trainer_names(**names: str) -> Iterator[None]:
+    """Put the trainer's names of arguments in the place of ours (ours="theirs") in the message of a ValueError."""
+    try:
+        yield
+    except NotCovered:
+        raise
+    except ValueError as error:
+        pattern = rf"(?<![\w.'\"])(?:{'|'.join(map(re.escape, names))})(?!\w)"
+        message = re.sub(pattern, lambda match: names[match[0]], str(error))
+        raise ValueError(message).with_traceback(error.__traceback__) from None
+
+
+def says(**names: str) -> Callable[[Function], Function]:
+    """Decorate a function so that its errors have a trainer's names of arguments (ours="theirs")."""
+
+    def decorated(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with trainer_names(**names):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorated
 
 
 @dataclass(frozen=True)
@@ -210,17 +356,19 @@ class Slots:
         self._paths: list[str] = []
 
     def bind(
-        self, ours: Function, path: str = "", *, attribute: str = "", comparable: bool = True, **fixed: Any
+        self, ours: Function, path: str = "", *, attribute: str = "", method: bool = False, comparable: bool = True, **fixed: Any
     ) -> None:  # fmt: skip
         """Replace the trainer's function by `ours`, in its module and in every module of the package that imported it, under any
         name. Modules that are imported later get ours from that module.
 
         path        where it is; "": where the declaration of the adapter says.
         attribute   the attribute that the trainer calls, such as `apply` of an autograd function; "": the function itself.
+        method      True: the attribute is a method of a class, which is replaced in that class. Ours takes the instance first.
         comparable  False: ours returns something else than theirs does, so that it is refused under an untested version, and
                     where its arguments have other names.
         fixed       arguments of ours that the trainer does not pass.
-        Raises RuntimeError where it is replaced already. After this or any other error everything is restored."""
+        Raises RuntimeError where it is replaced already, and if its arguments are not those of ours, see `fitted`. After
+        this or any other error everything is restored."""
         try:
             home, name = found(path or self.adapter.replaces[ours.__name__])
             ours = functools.wraps(ours)(functools.partial(ours, **fixed)) if fixed else ours
@@ -233,7 +381,11 @@ class Slots:
             if not comparable and not attribute:
                 same_arguments(f"{home}.{name}", theirs, ours)
             own = getattr(theirs, attribute) if attribute else theirs
-            value = self.counted(self.trial.beside(ours, own), own)
+            value = self.counted(self.trial.beside(fitted(ours, own), own), own)
+            if method:
+                self.put(theirs, attribute, value)
+                self._paths.append(f"{home}.{name}.{attribute}")
+                return
             if attribute:
                 value = type(name, (), {attribute: staticmethod(value), "grpo_kernels": True, "theirs": theirs})
             for module, key in list(names_of(theirs, home)):
@@ -259,17 +411,32 @@ class Slots:
             try:
                 result = ours(*args, **kwargs)
             except NotCovered as reason:
-                if self.strict:
-                    raise RuntimeError(
-                        f"strict=True, but {ours.__name__} is left to {self.adapter.trainer}'s own code: {reason}."
-                    ) from None
-                self.counts[f"{self.adapter.trainer}: {reason}"] += 1
+                self.left(reason, ours.__name__, theirs)
                 return theirs(*args, **kwargs)
-            self.counts["fused"] += 1
+            self.count("fused", theirs)
             return result
 
         vars(call).update(grpo_kernels=True, theirs=theirs)
         return torch.compiler.disable(call)  # a trainer may call torch.compile on the function
+
+    def count(self, key: str, function: Function) -> None:
+        """Count a call of the trainer's `function` under "fused" or the reason why it ran in the trainer's own code, and log the
+        first call of each key on rank 0. The level is WARNING, because trainers hide lower levels."""
+        self.counts[key] += 1
+        if self.counts[key] > 1 or os.environ.get("RANK", "0") != "0":
+            return
+        name = getattr(function, "__qualname__", repr(function))
+        trainer = self.adapter.trainer
+        if key == "fused":
+            LOG.warning("%s: %s runs in grpo_kernels' fused kernels.", trainer, name)
+        else:
+            LOG.warning("%s: %s runs in %s's own code: %s.", trainer, name, trainer, key.partition(": ")[2])
+
+    def left(self, reason: NotCovered, name: str, theirs: Function) -> None:
+        """Count a call of ours, `name`, that is left to the trainer's function. Raises RuntimeError in strict mode."""
+        if self.strict:
+            raise RuntimeError(f"strict=True, but {name} is left to {self.adapter.trainer}'s own code: {reason}.") from None
+        self.count(f"{self.adapter.trainer}: {reason}", theirs)
 
     def undo(self) -> None:
         """Restore the trainer's functions, also in modules that were imported since. A second call does nothing. Raises

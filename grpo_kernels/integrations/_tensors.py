@@ -25,7 +25,7 @@ from ..objective import Objective
 from ..options import Head, Options
 from ..token_sets import TokenSets, narrowed
 from ..transform import LogitTransform
-from ._swap import NotCovered
+from ._swap import NotCovered, says
 
 #: What a trainer's loss returns: 0-d, and numbers by name.
 LossAndMetrics = tuple[Tensor, dict[str, Any]]
@@ -210,6 +210,12 @@ def _with_entropy_over_vocabulary(
     return replace(found, entropy=over_vocabulary)
 
 
+def can_be_overwritten(logits: Tensor) -> bool:
+    """Whether the gradient of logits can be written into their memory."""
+    return logits.requires_grad and not of_a_leaf(logits) and logits.is_contiguous()
+
+
+@says(targets="labels")
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     """verl's and SkyRL's function of this name: log-probs of labels, fp32 [...]; logits [..., V], labels of any shape with as
     many elements as there are rows.
@@ -218,8 +224,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
                        still needs them."""
     if labels.numel() == logits.shape[:-1].numel():  # any other number is refused below, in an error that names both shapes
         labels = labels.reshape(logits.shape[:-1])
-    inplace = inplace_backward and logits.requires_grad and not of_a_leaf(logits) and logits.is_contiguous()
-    return log_probs_of(logits, labels, inplace=inplace).logps
+    return log_probs_of(logits, labels, inplace=inplace_backward and can_be_overwritten(logits)).logps
 
 
 def entropy_from_logits(

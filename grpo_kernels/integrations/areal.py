@@ -23,8 +23,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ._swap import Adapter, Slots
-from ._tensors import log_probs_of
+from ._swap import Adapter, Slots, says
+from ._tensors import can_be_overwritten, log_probs_of
 
 ADAPTER = Adapter(
     "AReaL", "areal", ("1.0.4",),
@@ -43,6 +43,7 @@ def bind(*, trees: bool = False, **how: bool) -> Slots:
     return ADAPTER.bind(*ours, **how)
 
 
+@says(targets="labels")
 def gather_logprobs(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
 ) -> Tensor:
@@ -51,13 +52,24 @@ def gather_logprobs(
     return log_probs_of(logits, labels, temperature=temperature, group=tp_group).logps
 
 
+@says(targets="labels")
 def gather_logprobs_entropy(
-    logits: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    tp_group: Any = None,
+    chunk_size: int = 1024,
+    reuse_logits: bool = False,
 ) -> tuple[Tensor, ...]:
-    """(log-probs of labels, entropy in nats) with the arguments of `gather_logprobs`; both differentiable."""
-    return tuple(log_probs_of(logits, labels, temperature=temperature, group=tp_group, entropy=True))
+    """(log-probs of labels, entropy in nats) with the arguments of `gather_logprobs`; both differentiable.
+
+    reuse_logits   True: the backward writes the gradient into the memory of the logits, unless they are a leaf or not
+                   contiguous. AReaL passes it for logits that nothing else reads."""
+    inplace = reuse_logits and can_be_overwritten(logits)
+    return tuple(log_probs_of(logits, labels, temperature=temperature, group=tp_group, entropy=True, inplace=inplace))
 
 
+@says(targets="labels")
 def mapped_logprobs_entropy(
     logits: Tensor, rows: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None
 ) -> tuple[Tensor, ...]:

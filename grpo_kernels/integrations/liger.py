@@ -41,7 +41,7 @@ from ..losses import grpo_loss, linear_grpo_loss, objective_loss
 from ..objective import PRESETS, Objective
 from ..options import Head
 from ..transform import LogitTransform
-from ._swap import Adapter, Slots
+from ._swap import Adapter, NotCovered, Slots, fitted, says, unknown_option
 from ._tensors import BY_ITEMS, CLIPPED, at_least_one, divergence_of, surrogate_of, teaching, terms_of, world
 
 __all__ = [
@@ -230,6 +230,11 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         """The objective that the options describe. Raises ValueError naming the option that is wrong."""
         return _objective_of(self)
 
+    @fitted
+    @says(
+        hidden="_input", weight="lin_weight", targets="selected_token_ids", mask="attention_mask", old_logps="old_per_token_logps",
+        ref_logps="ref_per_token_logps", weights="vllm_is_ratio", normalizer="num_items_in_batch",
+    )  # fmt: skip
     def forward(
         self,
         _input: Tensor,
@@ -304,6 +309,11 @@ OPTIONS = {f.name: f.default for f in fields(LigerFusedLinearGRPOLoss) if not f.
 # ---- the loss from logits
 
 
+@fitted
+@says(
+    targets="completion_ids", mask="completion_mask", old_logps="old_logp", ref_logps="ref_logp", weights="vllm_is_ratio",
+    epsilon_low="eps_low", epsilon_high="eps_high",
+)  # fmt: skip
 def triton_grpo_loss(
     logits: Tensor,
     old_logp: Tensor | None,
@@ -377,7 +387,9 @@ def triton_grpo_loss(
     return out.loss, _metrics(*_kl_and_clipped(out.logps, objective, out.rows, batch), batch)
 
 
+@fitted
 @torch.no_grad()
+@says(targets="input_ids")
 def fused_selective_log_softmax(
     logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
 ) -> Tensor:
@@ -456,7 +468,12 @@ def bind(**how: bool) -> Slots:
     slots = _slots(theirs(), **how)
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        return _in_place_of(theirs(*args, **kwargs), slots)
+        own = theirs(*args, **kwargs)
+        try:
+            return _in_place_of(own, slots)
+        except NotCovered as reason:
+            slots.left(reason, "LigerFusedLinearGRPOLoss", theirs)
+            return own
 
     vars(make)["grpo_kernels"] = True
     slots.put(chunked_loss, "LigerFusedLinearGRPOLoss", make)
@@ -469,7 +486,8 @@ def _slots(theirs: Any, **how: bool) -> Slots:
 
 
 def _in_place_of(theirs: Any, slots: Slots) -> Any:
-    """Our loss with the constants of their object, which is also called while `slots` compares the two."""
+    """Our loss with the constants of their object, which is also called while `slots` compares the two. Raises NotCovered if an
+    option is set that ours does not have."""
     names = [name for name in inspect.signature(LigerFusedLinearGRPOLoss).parameters if hasattr(theirs, name)]
     missing = {"beta", "epsilon_low", "epsilon_high", "loss_type", "temperature"} - {*names}
     if missing:
@@ -477,8 +495,11 @@ def _in_place_of(theirs: Any, slots: Slots) -> Any:
             f"a {type(theirs).__name__} without {', '.join(sorted(missing))} is not Liger's GRPO loss, or is ours already: call undo() on "
             "what bound it."
         )
+    unknown = unknown_option(theirs, names)
+    if unknown is not None:
+        raise NotCovered(f"option {unknown[0]}={unknown[1]!r}, which grpo_kernels does not know")
     ours = LigerFusedLinearGRPOLoss(**{name: getattr(theirs, name) for name in names}, any_version=True).forward
-    return slots.counted(slots.trial.beside(ours, theirs), theirs)
+    return slots.counted(slots.trial.beside(fitted(ours, theirs), theirs), theirs)
 
 
 # ---- Liger's fused linear Jensen-Shannon divergence
@@ -506,6 +527,10 @@ class LigerFusedLinearJSD(torch.nn.Module):
         self.objective = Objective.preset("distillation", kl=divergence_of(float(self.jsd_beta)))
         self.transform = LogitTransform(self.temperature)
 
+    @fitted
+    @says(
+        hidden="student_input", weight="student_weight", mask="shift_labels", targets="shift_labels", reference="teacher_input"
+    )
     def forward(
         self,
         student_input: Tensor,

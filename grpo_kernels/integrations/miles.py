@@ -33,7 +33,7 @@ from torch import Tensor
 from ..checks import require
 from ..options import Options
 from ..token_sets import TokenSets
-from ._swap import Adapter, NotCovered, Slots
+from ._swap import Adapter, NotCovered, Slots, says
 from ._tensors import at_ids, even_shard, in_a_column, on_rows, response_sets
 
 ADAPTER = Adapter(
@@ -121,16 +121,26 @@ def kept_sets(masks: Sequence[Any], total_lengths: Sequence[int], response_lengt
     return on_rows(TokenSets.cat(records), rows) if records else TokenSets.whole(0)
 
 
-def local_sets(logits: Tensor, sampling_mask: Any, response_indices: Sequence[int] | Tensor, **options: Any) -> TokenSets:
+def local_sets(
+    logits: Tensor,
+    sampling_mask: Any,
+    response_indices: Sequence[int] | Tensor,
+    *,
+    tp_rank: int = 0,
+    response_length: int | None = None,
+) -> TokenSets:
     """The sets of the rows of logits [R, V / ranks], which score the response tokens response_indices [R]; in the place of the mask
-    that miles makes of a sampling_mask. Ids are those of the whole vocabulary. Of its options the response_length is read."""
+    that miles makes of a sampling_mask. Ids are those of the whole vocabulary on every rank, so tp_rank is not needed.
+
+    response_length   the number of tokens of the response; None: the length of the record."""
     index = torch.as_tensor(
         response_indices if isinstance(response_indices, Tensor) else [*response_indices], dtype=torch.int64
     )
-    sets = _sets("sampling_mask", sampling_mask, options.get("response_length", len(sampling_mask)))
+    sets = _sets("sampling_mask", sampling_mask, len(sampling_mask) if response_length is None else response_length)
     return sets[index].to(logits.device)
 
 
+@says(targets="tokens")
 def calculate_log_probs_and_entropy(
     logits: Tensor,
     tokens: Tensor,
@@ -163,6 +173,7 @@ def calculate_log_probs_and_entropy(
     )  # fmt: skip
 
 
+@says(at="token_ids", targets="token_ids")
 def selected_log_probs_and_entropy(
     logits: Tensor,
     token_ids: Tensor,

@@ -30,6 +30,7 @@ loss were run on ours with stand-ins for what else it imports, and the tests her
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -48,13 +49,32 @@ from ..objective import Objective
 from ..options import Options
 from ..rewards.corrections import importance_weights, rejection_mask
 from ..token_sets import TokenSets
-from ._swap import Adapter
+from ._swap import Adapter, fitted, says
 from ._tensors import LossAndMetrics, at_ids, divergence_over, numbers, shard_of, terms_of, two_sided
 
 #: No version: it was written from the code of August 2026.
 ADAPTER = Adapter("NeMo-RL", "nemo-rl")
 #: NeMo-RL's truncated_importance_sampling_type -> the mode of `importance`.
 MODES = {None: "truncate", "tis": "truncate", "icepop": "mask", "seq-mask-tis": "sequence-mask"}
+#: The attributes of a `ClippedPGLossFn` that `PolicyLoss.like` reads,
+READ = (
+    "ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "disable_ppo_ratio", "force_on_policy_ratio", "use_cispo",
+    "sequence_level_importance_ratios", "loss_type", "reference_policy_kl_penalty", "reference_policy_kl_type",
+    "kl_input_clamp_value", "kl_output_clamp_value", "use_importance_sampling_correction", "truncated_importance_sampling_type",
+    "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min", "use_on_policy_kl_approximation",
+    "positive_example_nll_weight",
+)  # fmt: skip
+#: of a `DistillationLossFn` that `DistillationLoss.like` reads,
+READ_OF_DISTILLATION = ("kl_type", "mixed_kl_weight", "zero_outside_topk", "log_infinitesimal", "loss_type")
+#: and those that follow from others, or have no effect by themselves.
+DERIVED = ("input_type", "metric_normalizations", "seq_logprob_error_threshold")
+#: Options of NeMo-RL that change what a loss gets or computes, and what to do instead.
+UNSUPPORTED = {
+    "use_fused_linear_logprobs": "the model then returns log-probs, and this loss needs logits: switch it off.",
+    "seq_logprob_error_in_loss": "this loss does not drop sequences by it: switch it off, and NeMo-RL applies seq_logprob_error_threshold "
+    "before the loss.",
+    "opd_full": "full-vocabulary distillation is another loss: keep NeMo-RL's own.",
+}
 #: What NeMo-RL divides its metrics by: tokens, or nothing.
 DIVISORS = {
     **dict.fromkeys(("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error",
@@ -62,12 +82,25 @@ DIVISORS = {
     **dict.fromkeys(("num_valid_samples", "positive_nll_loss", "probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min",
                      "probs_ratio_clamped_max"), "NONE"),
 }  # fmt: skip
+#: NeMo-RL's names of what its columns become.
+NAMED = says(
+    targets="input_ids", mask="token_mask", old_logps="prev_logprobs", sampler_logps="generation_logprobs",
+    ref_logps="reference_policy_logprobs",
+)  # fmt: skip
 #: Above it a weight overflows.
 LARGEST_LOG = math.log(torch.finfo(torch.float32).max)
 #: The teacher's log-prob of an id outside of its largest, with zero_outside_topk.
 OUTSIDE = -100.0
 FORWARD = Exact("forward", tail="ignore")
 REVERSE = Exact("reverse", tail="ignore")
+
+
+def _refuse_other_options(theirs: Any, read: Sequence[str]) -> None:
+    """Raise ValueError if an attribute of NeMo-RL's loss is set that is not in `read`: a newer option may change the loss."""
+    for name, value in vars(theirs).items():
+        unset = value is None or value is False or (not isinstance(value, Tensor) and value in (0, "", (), [], {}))
+        if name not in (*read, *DERIVED) and not name.startswith("_") and not unset:
+            require(False, name, value, UNSUPPORTED.get(name, "this option is not known here: keep NeMo-RL's own loss."))
 
 
 @dataclass(eq=False)
@@ -145,9 +178,11 @@ class PolicyLoss:
 
     @classmethod
     def like(cls, theirs: Any, **options: Any) -> PolicyLoss:
-        """This loss with the settings of `theirs`, a `ClippedPGLossFn`. Raises ValueError for unsupported ones.
+        """This loss with the settings of `theirs`, a `ClippedPGLossFn`. Raises ValueError, with the option's name, for settings
+        that are not supported and for every option that is set and not known here.
 
         options   inplace, megatron, sampling_params."""
+        _refuse_other_options(theirs, READ)
         low = theirs.ratio_clip_min
         high = theirs.ratio_clip_max
         clip_c = theirs.ratio_clip_c
@@ -172,6 +207,8 @@ class PolicyLoss:
         names = ("force_on_policy_ratio", "use_on_policy_kl_approximation", "positive_example_nll_weight")
         return cls(objective, **options, **{name: getattr(theirs, name) for name in names})
 
+    @fitted
+    @NAMED
     def __call__(
         self,
         logits: Tensor,
@@ -379,9 +416,13 @@ class DistillationLoss:
 
     @classmethod
     def like(cls, theirs: Any, **options: bool) -> DistillationLoss:
-        """This loss with the settings of `theirs`, a `DistillationLossFn`. options: megatron."""
+        """This loss with the settings of `theirs`, a `DistillationLossFn`. options: megatron. Raises ValueError for every other
+        option of `theirs` that is set."""
+        _refuse_other_options(theirs, READ_OF_DISTILLATION)
         return cls(theirs.kl_type, theirs.mixed_kl_weight, theirs.zero_outside_topk, **options)
 
+    @fitted
+    @NAMED
     def __call__(
         self,
         logits: Tensor,

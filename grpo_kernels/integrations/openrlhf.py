@@ -30,7 +30,7 @@ from ..checks import require, require_one_of
 from ..losses import objective_loss
 from ..objective import Objective
 from ..rewards.corrections import importance_weights, rejection_mask
-from ._swap import Adapter, Slots
+from ._swap import Adapter, Slots, fitted, says, unknown_option
 from ._tensors import at_least_one, entropy_from_logits, left_out, log_probs_of, masked_mean, scored_batch, two_sided
 
 ADAPTER = Adapter(
@@ -122,12 +122,23 @@ class PolicyLoss(torch.nn.Module):
         for fields in (FIELDS + BEFORE, FIELDS + SINCE):
             missing = [name for name in fields if not hasattr(theirs, name)]
             if not missing:
+                unknown = unknown_option(theirs, fields)
+                if unknown is not None:
+                    require(False, *unknown, "this option is not known here: keep OpenRLHF's own loss.")
                 return cls(**{name: getattr(theirs, name) for name in fields})
         raise ValueError(
             f"{type(theirs).__name__} has no {', '.join(missing)}: the constants of OpenRLHF {', '.join(ADAPTER.tested)} are known "
             "here: install one of them, or keep OpenRLHF's own loss."
         )
 
+    @fitted
+    @says(
+        logps="log_probs",
+        old_logps="old_log_probs",
+        sampler_logps="rollout_log_probs",
+        mask="action_mask",
+        targets="action_mask",
+    )
     def forward(
         self,
         log_probs: Tensor,
@@ -199,6 +210,7 @@ def bind(*, entropy_temperature: float = 1.0, **how: bool) -> Slots:
     return slots
 
 
+@says(targets="labels")
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probs of labels at temperature, fp32 in their shape; logits [..., V] keep their values."""
     return log_probs_of(logits, labels, temperature=temperature).logps

@@ -38,7 +38,7 @@ from ..formulas.centering import ScoreCentering
 from ..losses import objective_loss
 from ..objective import NUMERICS, Objective
 from ..token_sets import TokenSets
-from ._swap import Adapter, Slots
+from ._swap import Adapter, Slots, fitted, says
 from ._tensors import centered, left_out, log_probs_of, masked_mean, scored_batch
 
 ADAPTER = Adapter(
@@ -63,6 +63,7 @@ def bind(
     return slots
 
 
+@says(targets="labels")
 def chunked_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -114,6 +115,9 @@ def kept_sets(record: Any, ids: Tensor, *, cu_seqlens: Tensor | None = None) -> 
     return shift_sets(sets.to(ids.device), ids, cu_seqlens=cu_seqlens)
 
 
+@fitted
+@says(logps="trainer_logprobs", old_logps="inference_logprobs", sampler_logps="inference_logprobs", ref_logps="ref_logprobs",
+      mask="loss_mask", targets="loss_mask", token_weights="loss_weights")  # fmt: skip
 def loss(
     inputs: Any, objective: str = "dppo_tv", changes: dict[str, Any] | None = None, score_centering: bool = False
 ) -> Any:  # fmt: skip
@@ -140,14 +144,15 @@ def loss(
     sampler = row("inference_logprobs")
     mask = row("loss_mask")
     reference = sampler if theirs and objective != "sampled_distillation" else row("ref_logprobs")
-    batch = scored_batch(mask, row("advantages").float(), old_logps=sampler, sampler_logps=sampler, ref_logps=reference)
+    advantages = row("advantages").float()
+    batch = scored_batch(mask, advantages, old_logps=sampler, sampler_logps=sampler, ref_logps=reference)
     out = objective_loss(row("trainer_logprobs"), batch, spec, token_weights=row("loss_weights"))
     value = out.loss
     ours = row("trainer_mask_logprobs") if score_centering else None
     theirs = row("inference_mask_logprobs") if score_centering else None
     if ours is not None and theirs is not None:
         weights = 1.0 if inputs.loss_weights is None else row("loss_weights")
-        value = value + centered(ScoreCentering.of(spec, tail=False), ours, theirs, batch.advantages, mask, weights)
+        value = value + centered(ScoreCentering.of(spec, tail=False), ours, theirs, advantages, mask, weights)
     x = torch.where(mask, out.logps - sampler, 0.0)
     metrics = {"mismatch_kl": masked_mean(x.exp() - x - 1, mask), "is_masked": left_out(out, spec)}
     if score_centering:

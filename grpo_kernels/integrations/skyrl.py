@@ -44,7 +44,7 @@ from ..formulas.surrogates import A2po, Cispo, Clip, ClipCov, Dro, KlCov, Policy
 from ..losses import objective_loss
 from ..objective import NUMERICS, PRESETS, Objective
 from ..token_sets import TokenSets
-from ._swap import Adapter, NotCovered, Slots, Trial
+from ._swap import Adapter, NotCovered, Slots, Trial, fitted, says
 from ._tensors import (
     LossAndMetrics,
     centered,
@@ -78,11 +78,12 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
     was not tested, unless any_version is True, the first call compares SkyRL's own clipped loss with ours of the same
     constants, and raises RuntimeError if they differ."""
     trial = Trial(ADAPTER.untested(any_version))
-    from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss
+    from skyrl.backends.skyrl_train.utils import ppo_utils
 
     names = [n for n, o in PRESETS.items() if not isinstance(o.surrogate, NOT_LINEAR) and o.beta == 0]
     for name in names:
-        register_policy_loss(prefix + name)(policy_loss(name, trial))
+        ours = fitted(policy_loss(name, trial), getattr(ppo_utils, WITNESS, None))
+        ppo_utils.register_policy_loss(prefix + name)(ours)
     return [prefix + name for name in names]
 
 
@@ -122,6 +123,8 @@ def policy_loss(objective: str | Objective, trial: Trial | None = None) -> Calla
     remedy = 'SkyRL adds KL and entropy itself, and divides: pass beta=0.0, entropy_coef=0.0 and aggregate="token-sum".'
     require(spec.beta == 0 and not spec.needs_entropy and spec.aggregate == "token-sum", "objective", objective, remedy)
 
+    @fitted
+    @says(logps="log_probs", old_logps="old_log_probs", mask="loss_mask", targets="loss_mask")
     def loss(
         log_probs: Tensor,
         old_log_probs: Tensor,
@@ -195,6 +198,7 @@ def bind(*, megatron: bool = False, replay: bool = False, **how: bool) -> Slots:
     return slots
 
 
+@says(mask="attention_mask", targets="logits")
 def chunked_entropy_from_logits(
     logits: Tensor, requires_grad: bool = False, attention_mask: Tensor | None = None, chunk_size: int = 1024
 ) -> Tensor:
@@ -203,6 +207,7 @@ def chunked_entropy_from_logits(
     return entropy_from_logits(logits, mask=None if attention_mask is None else attention_mask != 0, gradient=requires_grad)
 
 
+@says(targets="target")
 def fused_lm_head_logprobs(
     backend: str,
     hidden: Tensor,
@@ -240,9 +245,19 @@ def _check_part(width: int, bounds: tuple[int, int], group: Any) -> None:
 # ---- over recorded sets
 
 
-def sample_support_logprobs(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """(log-probs fp32 over the sets, bool: rows with a set), of the shape of sampled_ids; 0 and False where a row has none. args
-    and kwargs are SkyRL's:
+def sample_support_logprobs(
+    logits_or_hidden: Tensor,
+    sampled_ids: Tensor,
+    support_ids: Tensor,
+    *,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: Any,
+    lm_head_weight: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(log-probs fp32 over the sets, bool: rows with a set), of the shape of sampled_ids; 0 and False where a row has none.
 
     logits_or_hidden   [.., V / ranks], or [.., H] with lm_head_weight [V / ranks, H], of which only the sets' rows are read.
     sampled_ids        int64 [..].
@@ -250,23 +265,42 @@ def sample_support_logprobs(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
                        twice, the call is left to SkyRL, whose sum over what is listed is no softmax then.
     vocab_start_index, vocab_end_index, tp_group   by name, as in `fused_lm_head_logprobs`, but no group is one rank.
     temperature        divides the logits. chunk_size is not needed."""
-    logps, _, scored = _over_support(*args, **kwargs)
+    logps, _, scored = _over_support(
+        logits_or_hidden, sampled_ids, support_ids, vocab_start_index, vocab_end_index, tp_group, lm_head_weight, temperature
+    )
     return logps, scored
 
 
-def sample_support_scores(*args: Any, compute_entropy: bool = False, entropy_requires_grad: bool = False, **kwargs: Any) -> Any:
-    """`sample_support_logprobs` of newer versions, with the same args and kwargs, and their type of result.
+def sample_support_scores(
+    logits_or_hidden: Tensor,
+    sampled_ids: Tensor,
+    support_ids: Tensor,
+    *,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: Any,
+    lm_head_weight: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    compute_entropy: bool = False,
+    entropy_requires_grad: bool = False,
+) -> Any:
+    """`sample_support_logprobs` of newer versions, with the same arguments, and their type of result.
 
     compute_entropy   True: the entropy over the sets too, fp32, 0 where there is none; with a gradient if entropy_requires_grad."""
     from skyrl.backends.skyrl_train.utils.sample_support_replay import SampleSupportScores
 
-    logps, H, scored = _over_support(*args, **kwargs, entropy=entropy_kind(compute_entropy, entropy_requires_grad))
+    logps, H, scored = _over_support(
+        logits_or_hidden, sampled_ids, support_ids, vocab_start_index, vocab_end_index, tp_group, lm_head_weight, temperature,
+        entropy_kind(compute_entropy, entropy_requires_grad),
+    )  # fmt: skip
     return SampleSupportScores(logprobs=logps, entropy=H, valid_mask=scored)
 
 
+@says(targets="sampled_ids", hidden="logits_or_hidden", logits="logits_or_hidden", weight="lm_head_weight")
 def _over_support(
-    source: Tensor, sampled: Tensor, support: Tensor, *, vocab_start_index: int, vocab_end_index: int, tp_group: Any,
-    lm_head_weight: Tensor | None = None, temperature: float = 1.0, chunk_size: int | None = None, entropy: bool | str = False,
+    source: Tensor, sampled: Tensor, support: Tensor, vocab_start_index: int, vocab_end_index: int, tp_group: Any,
+    lm_head_weight: Tensor | None, temperature: float, entropy: bool | str = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(log-probs, entropy or None, rows with a set)."""
     if support.shape[:-1] != sampled.shape:

@@ -48,7 +48,7 @@ from ..formulas.surrogates import Cispo, PolicyGradient
 from ..losses import LossOutput, objective_loss
 from ..objective import Objective
 from ..token_sets import TokenSets
-from ._swap import Adapter, Slots
+from ._swap import Adapter, Slots, fitted, says
 from ._tensors import LossAndMetrics, at_ids, even_shard, in_a_column, response_sets, scored_batch, terms_of, two_sided, world
 
 ADAPTER = Adapter(
@@ -127,6 +127,7 @@ def keep_sets(
     return Replay(sets.to(device), ((index < 0) | (sets.counts > 0)).to(device))
 
 
+@says(targets="tokens")
 def calculate_log_probs_and_entropy(
     logits: Tensor,
     tokens: Tensor,
@@ -157,6 +158,7 @@ def calculate_log_probs_and_entropy(
     return in_a_column(masked, tokens, tp_group, False)[0], H
 
 
+@says(at="token_ids")
 def calculate_topk_log_probs(
     logits: Tensor, token_ids: Tensor, tp_group: Any, chunk_size: int = -1, temperature: float = 1.0
 ) -> Tensor:  # fmt: skip
@@ -212,6 +214,8 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetr
         remedy = 'slime\'s reducer holds the denominators: make it "token-sum".'
         require(objective.aggregate == "token-sum", "aggregate", objective.aggregate, remedy)
 
+    @fitted
+    @says(logps="log_probs", old_logps="log_probs", ref_logps="ref_log_probs", mask="loss_masks", targets="loss_masks")
     def loss(
         args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
     ) -> LossAndMetrics:

@@ -30,7 +30,6 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,15 +38,16 @@ from torch import Tensor
 
 from ..architectures import language_model
 from ..batch import TokenBatch
+from ..checks import nearest
 from ..formulas.filters import EntropyQuantile, OffPolicySequences
 from ..logprobs import linear_logprobs
-from ..losses import linear_grpo_loss
+from ..losses import linear_grpo_loss, objective_loss
 from ..model import plain_head
 from ..objective import Objective
 from ..options import Head, Options
 from ..token_sets import TokenSets
 from ..transform import LogitTransform
-from ._swap import Adapter, NotCovered, Slots, Trial, replaced_inside
+from ._swap import Adapter, NotCovered, Slots, Trial, fitted, parameters_of, replaced_inside
 from ._tensors import BY_ITEMS, at_least_one, divergence_of, log_probs_of, plain, surrogate_of, teaching, world
 
 __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_divergence", "fused_lm_head", "patch"]  # noqa: F822
@@ -57,6 +57,8 @@ __all__ = ["FusedGRPOTrainer", "FusedLoss", "fused_divergence", "fused_lm_head",
 LOSS = "GRPOTrainer._compute_loss"
 SCORES = "_get_per_token_logps_and_entropies"
 SLOT = "_ChunkedLogProbFunction"
+#: What TRL's function of the head can give besides the log-probs.
+EVERY_OUTPUT = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 #: The loss and the head were tested with these versions,
 ADAPTER = Adapter("TRL", "trl", ("1.15", "1.16"), {"log_probs": "trl.trainer.utils._ChunkedLogProbFunction"})
 #: and the distillation loss with this one.
@@ -76,8 +78,8 @@ def patch(
 
     strict         True: a configuration that needs TRL's own loss raises RuntimeError at the first step. So does a step whose
                    loss, or its gradient with respect to log-probs and entropies, differs from TRL's arithmetic on the same
-                   log-probs (in evaluation only the loss is compared). False: such a configuration runs in TRL's code, warns
-                   once and is counted.
+                   log-probs (in evaluation only the loss is compared). False: such a configuration runs in TRL's code, is
+                   logged once and counted.
     skip_inactive  True: tokens that cannot have a gradient (advantage or weight 0, neither KL nor entropy bonus, token level)
                    are not projected, unless a micro-batch has no other tokens. The entropy that TRL logs is then the mean over the
                    projected tokens, and a token of weight 0 counts as not clipped. Nothing else in TRL's log changes.
@@ -131,13 +133,15 @@ class FusedLoss(Slots):
         self._paths = [LOSS]
         self._own, _ = function_of_head(log_probs)
         # Ours is one object for all calls, because torch.compile takes another one for another function.
-        self._head = type("FusedHead", (), {"apply": staticmethod(torch.compiler.disable(self._of_rows))})
+        head = torch.compiler.disable(fitted(self._of_rows, self._own.apply))
+        self._head = type("FusedHead", (), {"apply": staticmethod(head)})
         # What it computes now: a loss, or log-probs over the sets that are left; of this model, and whether that has asked.
         self._loss: LossCall | None = None
         self._kept: TokenSets | None = None
         self._model = None
         self._asked = False
-        ours = {"_compute_loss": self.counted(self._compute_loss, self._theirs), SCORES: self._log_probs, "fused_loss": self}
+        loss = self.counted(fitted(self._compute_loss, self._theirs), self._theirs)
+        ours = {"_compute_loss": loss, SCORES: self._log_probs, "fused_loss": self}
         for name, value in (ours | (self.replay.ours if self.replay else {})).items():
             self.put(trainer, name, value)
 
@@ -152,8 +156,6 @@ class FusedLoss(Slots):
             message = f"the loss of this configuration is left to TRL's own code: {reason}."
             if self.replay is not None:
                 raise RuntimeError(f"replay=True, but {message}") from reason
-            if not self.strict and f"TRL: {reason}" not in self.counts:
-                warnings.warn(message, stacklevel=3)
             raise NotCovered(*reason.args) from reason
 
         batch = token_batch(trainer, inputs, objective)
@@ -203,28 +205,74 @@ class FusedLoss(Slots):
                 loss.output = out
             return out
 
-        with replaced_inside(utils, **{SLOT: self._head, "_use_triton": rows_with_a_label}):
-            found = self._scores(through, *given, **options)
+        try:
+            with replaced_inside(utils, **{SLOT: self._head, "_use_triton": rows_with_a_label}):
+                found = self._scores(through, *given, **options)
+        except NotCovered as reason:
+            if loss is not None:  # the whole loss is left to TRL
+                raise
+            self.left(reason, SCORES, self._scores)
+            return self._scores(model, *given, **options)
         return found if loss is None else loss.seen(scored, *found)
 
-    def _of_rows(self, *given: Any) -> tuple[Tensor | None, ...]:
-        """What TRL's function of the head gives, of the rows that have a label."""
-        if self.replay is None:  # TRL scores over the vocabulary
+    def _of_rows(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int | None = None,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = EVERY_OUTPUT,
+        sampling_mask: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """What TRL's function of the head gives, of the rows that have a label; arguments as in `log_probs`."""
+        if self.replay is None:  # TRL scores over the vocabulary, or over its own sets
+            given = (hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
+            named = {} if sampling_mask is None else {"sampling_mask": sampling_mask}
             with torch.no_grad():
-                self.trial.compare(LOSS, log_probs, self._own.apply, (given, {}))
-        hidden, weight, bias, targets, temperature, _, softcap, scale, outputs = given
+                self.trial.compare(LOSS, log_probs, self._own.apply, ((*given, *named.values()), {}))
+        elif sampling_mask is not None:
+            raise RuntimeError("replay=True, but this TRL replays the sets of its sampler itself: pass replay=False.")
         plain_head(self._model, _fp32_cast)
         average_gathered(weight, bias)
         self._asked = True
-        head = Head(weight, bias, LogitTransform(float(temperature), softcap, float(scale)))
+        head = Head(weight, bias, LogitTransform(float(temperature), final_logit_softcapping, float(logit_scale)))
+        sets = None if sampling_mask is None else TokenSets.from_padded(sampling_mask)
         if self._loss is not None:
-            return *self._loss.of_rows(hidden, head), None, None
-        kept = self._kept
-        rows = len(targets)
-        if kept is not None:
-            kept, self._kept = kept[:rows], kept[rows:]
+            return *self._loss.of_rows(hidden, head, sets), None, None
         self.counts["scored"] += 1
-        return *linear_logprobs(hidden, head, targets, kept=kept, entropy="entropy" in outputs), None, None, None
+        entropy = "entropy" in outputs
+        if sets is not None:
+            return *logprobs_over_sets(hidden, head, targets, sets, entropy), None, None, None
+        kept = self._kept
+        if kept is not None:
+            rows = len(targets)
+            kept, self._kept = kept[:rows], kept[rows:]
+        scored = linear_logprobs(hidden, head, targets, kept=kept, entropy=entropy)
+        return *scored, None, None, None
+
+
+def logprobs_over_sets(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    sets: TokenSets,
+    entropy: bool | str,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probs over candidate sets and, as in TRL, entropies over the vocabulary.
+
+    entropy   as in `linear_logprobs`
+    """
+    logps = linear_logprobs(hidden, head, targets, mask=mask, kept=sets).logps
+    if not entropy:
+        return logps, None
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy is True):
+        entropies = linear_logprobs(hidden, head, targets, mask=mask, entropy=entropy).entropy
+    return logps, entropies
 
 
 # ---- the subclass, made at first use, because the core and its tests run without TRL
@@ -252,7 +300,9 @@ def _trainer_class() -> type:
 def __getattr__(name: str) -> Any:
     if name == "FusedGRPOTrainer":
         return _trainer_class()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "GRPOTrainer":  # an AttributeError would reach `from ... import GRPOTrainer` without its message
+        raise ImportError(f"{__name__} has no GRPOTrainer. Did you mean FusedGRPOTrainer? TRL's own is trl.GRPOTrainer.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{nearest(name, __all__)}")
 
 
 # ---- a trainer's configuration and inputs as an Objective, a TokenBatch and a denominator
@@ -281,7 +331,7 @@ def objective_of(trainer: Any) -> Objective:
         raise NotCovered("VESPO's KL weighted by the ratio of the sequence")
     filters: list[Any] = [] if s.top_entropy_quantile >= 1.0 else [EntropyQuantile(s.top_entropy_quantile, world())]
     if s.off_policy_mask_threshold is not None:
-        filters.append(OffPolicySequences(s.off_policy_mask_threshold))
+        filters.append(OffPolicySequences(s.off_policy_mask_threshold, advantage_of="token"))
     changes: dict[str, Any] = {} if s.use_bias_correction_kl else {"kl": "k3"}
     if not vespo:
         changes["level"] = s.importance_sampling_level
@@ -372,11 +422,20 @@ class LossCall:
     scored: Any = None
     aux_loss: Tensor | None = None
 
-    def of_rows(self, hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
-        """(log-probs, entropies without a graph, the loss among zeros), each [N]: TRL's loss does not read the third output."""
-        self.out = out = linear_grpo_loss(
-            hidden, head, self.batch, self.objective, normalizer=self.normalizer, options=self.options
-        )
+    def of_rows(self, hidden: Tensor, head: Head, kept: TokenSets | None = None) -> tuple[Tensor, ...]:
+        """(log-probs, entropies without a graph, the loss among zeros), each [N]: TRL's loss does not read the third output.
+
+        kept   the sets that TRL passes to its head; as in TRL, the entropy is over the vocabulary."""
+        if kept is None:
+            out = linear_grpo_loss(
+                hidden, head, self.batch, self.objective, normalizer=self.normalizer, options=self.options
+            )
+        else:
+            batch = self.batch
+            entropy = True if self.objective.needs_entropy else "detached"
+            logps, entropies = logprobs_over_sets(hidden, head, batch.targets, kept, entropy, mask=batch.mask)
+            out = objective_loss(logps, batch, self.objective, entropy=entropies, normalizer=self.normalizer)
+        self.out = out
         logps = out.logps
         entropy = out.entropy
         read = self.batch.marked(self.objective.active_rows)
@@ -440,7 +499,7 @@ class Replay:
         """The sets of a generation's tokens that are `scored`, bool [B, T], in their order; None where it is over."""
         return None if self._record is None else self._sets(scored.shape[1])[scored]
 
-    def _generate(self, prompts: list[Any]) -> Any:
+    def _generate(self, prompts: list[Any], *more: Any, **options: Any) -> Any:
         from trl.generation import vllm_generation
 
         seen: list[list[Any]] = []
@@ -451,7 +510,7 @@ class Replay:
             return theirs(outputs)
 
         with replaced_inside(vllm_generation, extract_logprobs=extract):
-            result = self._theirs["_generate"](prompts)
+            result = self._theirs["_generate"](prompts, *more, **options)
         completions = result[1]
         environment = result[2]
         extra = result[5]
@@ -475,9 +534,9 @@ class Replay:
             row[: len(is_generated)] = torch.as_tensor(is_generated) != 0
         return TokenSets.from_lists(record, generated=generated).to(self.trainer.accelerator.device)
 
-    def _complete(self, inputs: list[Any]) -> dict[str, Any]:
+    def _complete(self, inputs: list[Any], *more: Any, **options: Any) -> dict[str, Any]:
         try:
-            output = self._theirs["_generate_and_score_completions"](inputs)
+            output = self._theirs["_generate_and_score_completions"](inputs, *more, **options)
             batch, tokens = output["completion_ids"].shape
             output[KEY] = self._sets(tokens).padded().view(batch, tokens, -1)
         finally:
@@ -487,7 +546,8 @@ class Replay:
 
 # ---- the fused LM head that every TRL trainer is built on
 
-EVERY_OUTPUT = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+#: Arguments of TRL's function of the head that every version has.
+NEEDED = ("weight", "bias", "targets", "temperature")
 #: TRL's names of outputs -> the statistic of `linear_logprobs(also=)` from which they are computed.
 FUSED_OUTPUTS = {"entropy": None, "log_sum_sq_probs": "sum_squares", "is_top1": "top_id"}
 
@@ -513,7 +573,7 @@ def fused_lm_head(**how: bool) -> Slots:
     from trl.trainer import utils
 
     slots = Slots(ADAPTER, **how)
-    _, ours = function_of_head(log_probs, log_probs_and_entropy)
+    _, ours = function_of_head(log_probs, log_probs_and_entropy, log_probs_and_statistics)
     slots.bind(ours, "trl.trainer.utils._ChunkedLogProbFunction", attribute="apply")
     if hasattr(utils, "_use_triton"):  # from 1.16 on
         slots.put(utils, "_use_triton", rows_with_a_label)
@@ -526,19 +586,21 @@ def rows_with_a_label(device: torch.device) -> bool:
 
 
 def function_of_head(*ours: Any) -> tuple[Any, Any]:
-    """(TRL's function of its head, the one of ours that has its arguments). Raises RuntimeError where none of them has."""
+    """(TRL's function of its head, the one of ours that has its results). Raises RuntimeError if there is none among `ours`."""
     import trl
     from trl.trainer import utils
 
     theirs = getattr(utils, SLOT, None)
     known = getattr(theirs, "theirs", theirs)  # of what is ours already
-    given, taken = (tuple(inspect.signature(f).parameters) for f in (getattr(known, "forward", abs), log_probs))
-    # Without ctx and the hidden states, which are called hidden or last_hidden; TRL 1.14 asks for no outputs.
-    for arguments, function in zip((taken[1:], taken[1:-1]), ours, strict=False):
-        if given[2:] == arguments:
-            return known, function
+    given = [p.name for p in parameters_of(known) or ()]
+    function: Any = log_probs
+    if "outputs" not in given:  # TRL 1.14 has two results; a version that chooses the chunks itself has four
+        function = log_probs_and_entropy if "chunk_size" in given else log_probs_and_statistics
+    if function in ours and {*NEEDED} <= {*given}:
+        return known, function
+    taken = inspect.signature(function).parameters
     raise RuntimeError(
-        f"trl is {trl.__version__}, where trl.trainer.utils.{SLOT} is {known!r} and takes ({', '.join(given[1:])}), but ours takes "
+        f"trl is {trl.__version__}, where trl.trainer.utils.{SLOT} is {known!r} and takes ({', '.join(given)}), but ours takes "
         f"({', '.join(taken)}): another package has taken the slot (undo that), or install TRL {ADAPTER.tested[-1]}. With an older one and "
         "use_liger_kernel=True, TRL 1.14 takes our log-probs by integrations.trl.fused_lm_head(), TRL 0.17 to 1.13 our loss by "
         "integrations.liger.patch(trainer)."
@@ -551,10 +613,11 @@ def log_probs(
     bias: Tensor | None,
     targets: Tensor,
     temperature: float,
-    chunk_size: int,
+    chunk_size: int | None = None,
     final_logit_softcapping: float | None = None,
     logit_scale: float = 1.0,
     outputs: tuple[str, ...] = EVERY_OUTPUT,
+    sampling_mask: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(log-probs, entropy, log of the sum of squared probabilities, None, whether the target is the largest logit), fp32 and
     bool [N], of hidden [N, H], weight [V, H], bias [V] and targets [N]: what `apply` of TRL's autograd function gives, with
@@ -562,6 +625,8 @@ def log_probs(
 
     temperature, final_logit_softcapping, logit_scale   as in `LogitTransform`.
     outputs      what TRL asks for besides the log-probs: "entropy", "log_sum_sq_probs", "is_top1"; "mean_logits" is left to TRL.
+    sampling_mask   [N, K], ids padded with -1: the log-prob of a row is over these ids and its target. All other outputs are
+                 over the vocabulary.
     chunk_size   not needed."""
     others = sorted(set(outputs) - {"log_probs", *FUSED_OUTPUTS})
     if others:
@@ -570,21 +635,56 @@ def log_probs(
     plain(hidden, weight)
     average_gathered(weight, bias)
     also = tuple(statistic for output, statistic in FUSED_OUTPUTS.items() if statistic and output in outputs)
-    found = log_probs_of(
-        hidden, targets.clamp(min=0), head=Head(weight, bias), entropy="entropy" in outputs, also=also,
-        transform=LogitTransform(float(temperature), final_logit_softcapping, float(logit_scale)),
-    )  # fmt: skip
-    squares = found.also.get("sum_squares")
-    top = found.also.get("top_id")
+    ids = targets.clamp(min=0)
+    head = Head(weight, bias, LogitTransform(float(temperature), final_logit_softcapping, float(logit_scale)))
+    if sampling_mask is None:
+        found = log_probs_of(hidden, ids, head=head, entropy="entropy" in outputs, also=also)
+        statistics = found.also
+    else:
+        sets = TokenSets.from_padded(sampling_mask)
+        found = log_probs_of(
+            hidden, ids, head=head, entropy="entropy" in outputs, kept=sets, entropy_over="vocabulary"
+        )
+        with torch.no_grad():  # of the vocabulary too, and they have no gradient
+            statistics = log_probs_of(hidden, ids, head=head, also=also).also if also else {}
+    squares = statistics.get("sum_squares")
+    top = statistics.get("top_id")
     counted = targets >= 0
     log_squares = None if squares is None else squares.detach().log()
     shown = [None if x is None else torch.where(counted, x, 0.0) for x in (*found, log_squares)]
     return *shown, None, None if top is None else (top == targets) & counted
 
 
-def log_probs_and_entropy(*given: Any) -> tuple[Tensor | None, ...]:
-    """What `apply` gives in TRL 1.14: the first two results of `log_probs`, of its arguments but the last."""
-    return log_probs(*given, ("entropy",))[:2]  # type: ignore[call-arg]
+def log_probs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[Tensor | None, ...]:
+    """What `apply` gives in TRL 1.14: the first two results of `log_probs`, with its arguments."""
+    given = (hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale)
+    return log_probs(*given, outputs=("entropy",))[:2]
+
+
+def log_probs_and_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[Tensor | None, ...]:
+    """What `apply` gives in a TRL that chooses the size of its chunks itself: log-probs, entropy, log of the sum of squared
+    probabilities and whether the target is the largest logit, as in `log_probs`."""
+    found = log_probs(
+        hidden, weight, bias, targets, temperature, None, final_logit_softcapping, logit_scale, tuple(FUSED_OUTPUTS)
+    )
+    return *found[:3], found[4]
 
 
 def covered(*weights: Tensor, scales: tuple[float, ...]) -> None:

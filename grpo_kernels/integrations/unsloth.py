@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..options import Head
 from ..transform import LogitTransform
-from ._swap import Adapter, NotCovered, Slots
+from ._swap import Adapter, NotCovered, Slots, says
 from ._tensors import entropy_kind, log_probs_of, plain
 
 #: The versions are those of unsloth_zoo from whose interface this was written. Before 2026.9 the first function is replaced in the
@@ -91,6 +91,7 @@ def selective_log_softmax(
     return scored
 
 
+@says(targets="index", hidden="hidden_states", weight="lm_head", bias="lm_head_bias")
 def log_softmax_and_entropy(
     hidden_states: Tensor,
     lm_head: Tensor,

@@ -7,8 +7,7 @@
 
     VERL_USE_EXTERNAL_MODULES=my_losses python -m verl.trainer.main_ppo \\
         actor_rollout_ref.actor.policy_loss.loss_mode=fused_vanilla \\
-        actor_rollout_ref.model.use_fused_kernels=True \\
-        actor_rollout_ref.model.fused_kernel_options.impl_backend=triton
+        actor_rollout_ref.model.use_fused_kernels=True
 
 verl imports the module in every worker (`actor_rollout_ref.model.external_lib=my_losses` does it too).
 
@@ -17,9 +16,10 @@ the actor's config, and one for every preset that verl has not ("fused_vespo", "
 preset's constants. Value, gradient with respect to log-probs, denominators (`global_batch_info`) and metrics are verl's.
 The token stage runs as one autograd function: the gradient is known in the forward. It is small beside the head.
 
-`bind` takes verl's three functions over the vocabulary: `linear_cross_entropy`, from hidden states, which the fused
-forward of impl_backend=triton calls (logits never exist); and, where the logits do, `logprobs_from_logits` and
-`entropy_from_logits`. Everything else stays verl's: rolled labels, unpadding, entropy and KL terms, aggregation of those.
+`bind` replaces verl's functions over the vocabulary. From hidden states, where logits never exist: `linear_cross_entropy`,
+which the fused forward of impl_backend=triton calls, and the `forward` of `FusedLinearForPPO`, which that of
+impl_backend=torch (the default) and liger calls. From logits: `logprobs_from_logits` and `entropy_from_logits`.
+Everything else stays verl's: rolled labels, unpadding, entropy and KL terms, aggregation of those.
 
 The fused forward of the Megatron engine calls `linear_cross_entropy` with a tensor-parallel group: several ranks are covered.
 As in verl, the gradient of the hidden states is then a rank's own share, which the gather of sequence parallelism sums up.
@@ -39,6 +39,7 @@ Its trainer (Ray, vLLM), its Megatron engine and anything on a GPU were not run.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import attrgetter, itemgetter
@@ -55,7 +56,7 @@ from ..logprobs import token_divergence
 from ..losses import LossOutput, objective_loss
 from ..objective import NUMERICS, PRESETS, Objective
 from ..token_sets import TokenSets
-from ._swap import Adapter, NotCovered, Slots, Trial, one_of
+from ._swap import Adapter, NotCovered, Slots, Trial, fitted, one_of, says, trainer_names, unknown_option
 from ._tensors import (
     LossAndMetrics,
     at_ids,
@@ -74,11 +75,12 @@ from ._tensors import (
 ADAPTER = Adapter(
     "verl", "verl", ("0.7.1", "0.8.0", "0.9.0", "0.9.1"),
     {"linear_cross_entropy": "verl.utils.kernel.linear_cross_entropy.linear_cross_entropy",
+     "fused_linear_for_ppo": "verl.utils.experimental.torch_functional.FusedLinearForPPO",
      "logprobs_from_logits": "verl.utils.torch_functional.logprobs_from_logits",
      "entropy_from_logits": "verl.utils.torch_functional.entropy_from_logits"},
     {"nothing; then `actor_rollout_ref.actor.policy_loss.loss_mode=fused_vanilla`": "policy losses in its registry, in every process",
      "`actor_rollout_ref.model.external_lib=grpo_kernels.plugins.verl_head`":
-     "log-probs and entropy, from hidden states with `use_fused_kernels` and `impl_backend=triton`"},
+     "log-probs and entropy, from hidden states with `use_fused_kernels`"},
 )  # fmt: skip
 #: Its distillation losses, older ones of which were not tested.
 DISTILLATION = replace(
@@ -129,7 +131,7 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
     for name in names:
         if hasattr(POLICY_LOSS_REGISTRY.get(prefix + name), "grpo_kernels"):
             continue
-        ours = policy_loss(name)
+        ours = fitted(policy_loss(name), POLICY_LOSS_REGISTRY.get(name) or POLICY_LOSS_REGISTRY.get("vanilla"))
         if name in own and name not in RANDOM:
             ours = trial.beside(ours, POLICY_LOSS_REGISTRY[name], itemgetter(0))
         vars(ours)["grpo_kernels"] = True
@@ -154,6 +156,10 @@ def policy_loss(objective: str | Objective) -> Callable[..., LossAndMetrics]:
         remedy = f"beta={fixed.beta} and entropy_coef={fixed.entropy_coef}: verl adds KL and entropy itself: pass 0.0."
         require(fixed.beta == 0 and not fixed.needs_entropy, "objective", objective, remedy)
 
+    @fitted
+    @says(
+        logps="log_prob", old_logps="old_log_prob", mask="response_mask", targets="response_mask", weights="rollout_is_weights"
+    )
     def loss(
         old_log_prob: Tensor,
         log_prob: Tensor,
@@ -191,14 +197,21 @@ def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> O
     given = {"low": low, "high": high, "from": 1 - low, "to": 1 + high}
     ours, kind, fields = LOSSES[name]
     preset = Objective.preset(ours, numerics="verl")
-    changes: Any = {
-        "surrogate": kind(*(given[field] if field in given else attrgetter(field)(config) for field in fields.split()))
-    }
+    values = [given[field] if field in given else attrgetter(field)(config) for field in fields.split()]
+    with trainer_names(**dict(zip(inspect.signature(kind).parameters, map(_field_name, fields.split()), strict=False))):
+        changes: Any = {"surrogate": kind(*values)}
     if name not in ("geo_mean", "sapo") and not (name == "gspo" and _gspo_by_sequence()):
         changes["aggregate"] = AGGREGATES[loss_agg_mode]
     if name.startswith("dppo"):
         changes["filters"] = tuple(replace(f, low=low, high=high) for f in preset.filters if isinstance(f, TrustRegion))
     return replace(preset, **changes)
+
+
+def _field_name(field: str) -> str:
+    """The name of a field of LOSSES in verl's config."""
+    return {"low": "clip_ratio_low", "high": "clip_ratio_high", "from": "clip_ratio_low", "to": "clip_ratio_high"}.get(
+        field, field
+    )
 
 
 @functools.cache
@@ -265,15 +278,21 @@ def _metrics(name: str, objective: Any, out: LossOutput, batch: Any, log_prob: T
 def bind(*, hidden: bool = True, logits: bool = True, **how: bool) -> Slots:
     """Replace verl's functions by ours in this process; the result restores them, see `Slots`, which has the errors too.
 
-    hidden   `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`, for use_fused_kernels with impl_backend=triton.
+    hidden   for use_fused_kernels: `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`, which impl_backend=triton
+             calls, and `FusedLinearForPPO.forward` of verl.utils.experimental.torch_functional, which impl_backend=torch (the
+             default) and liger call.
     logits   `logprobs_from_logits` and `entropy_from_logits` of verl.utils.torch_functional and of the engines that imported
              them. Bind before the engine is built, because the engine keeps the entropy function of that time.
     how      strict and any_version of `Slots`."""
     ours: list[Callable[..., Any]] = [linear_cross_entropy] * hidden
     ours += [logprobs_from_logits, entropy_from_logits] * logits
-    return ADAPTER.bind(*ours, **how)
+    slots = ADAPTER.bind(*ours, **how)
+    if hidden:
+        slots.bind(fused_linear_for_ppo, attribute="forward", method=True)
+    return slots
 
 
+@says(targets="labels")
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -293,6 +312,21 @@ def linear_cross_entropy(
     return tuple(
         log_probs_of(rows, labels.flatten(), head=weight, temperature=temperature, group=dist_process_group, entropy=True)
     )
+
+
+@says(hidden="hidden_states", weight="vocab_weights", targets="input_ids")
+def fused_linear_for_ppo(
+    module: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, ...]:
+    """(log-probs, entropy) of input_ids, fp32 in their shape, at temperature; hidden_states [..., H] and vocab_weights [V, H].
+
+    module   verl's FusedLinearForPPO: its chunk_size and impl_backend choose among verl's own implementations, and have no
+             effect here. A module with any other option set is left to verl."""
+    unknown = unknown_option(module, ("chunk_size", "impl_backend"))
+    if unknown is not None:
+        raise NotCovered(f"option {unknown[0]}={unknown[1]!r}, which grpo_kernels does not know")
+    ids = input_ids.to(torch.int64)
+    return tuple(log_probs_of(hidden_states, ids, head=vocab_weights, temperature=temperature, entropy=True))
 
 
 # ---- sets of a sampler

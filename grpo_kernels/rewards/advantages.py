@@ -33,7 +33,7 @@ COMBINATIONS = ("sum", "gdpo")
 #: {**NUMERICS["verl"], "baseline": "leave-one-out", "scale": "none"} is its RLOO. One difference remains: equal rewards give
 #: exactly 0 here. In the trainers they give the rounding error of their mean divided by eps (an advantage of up to 1 at eps=1e-9).
 NUMERICS: dict[str, dict[str, Any]] = {
-    "trl": {"eps": 1e-4, "missing": "skip"},
+    "trl": {"eps": 1e-4, "missing_rewards": "skip"},
     "verl": {"eps": 1e-6, "singleton": "raw"},
     "skyrl": {"eps": 1e-6, "singleton": "raw"},
     "slime": {"eps": 1e-6},
@@ -57,7 +57,7 @@ def group_advantages(
     lengths: Tensor | None = None,
     reward_weights: Sequence[float] | Tensor | None = None,
     combine: str = "sum",
-    missing: str = "raise",
+    missing_rewards: str = "raise",
     singleton: str = "zero",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -78,10 +78,10 @@ def group_advantages(
     reward_weights   K numbers, of the reward functions of rewards [B, K].
     combine      "sum": of the weighted rewards, then as above. "gdpo": as above for each function, then the weighted sum,
                  then (A - its mean) / (its std + eps) over the batch (arXiv 2601.05242).
-    missing      "raise" on a NaN. "skip": a completion without any reward counts in no mean or std and gets 0 (TRL);
+    missing_rewards  "raise" on a NaN. "skip": a completion without any reward counts in no mean or std and gets 0 (TRL);
                  of several rewards, those that are NaN are left out.
-    singleton    what a group with one reward gets: "zero", or "raw": baseline 0 and a group scale of 1 (verl, SkyRL). Where all
-                 groups have one member and get zeros, a warning says so once.
+    singleton    what a group with one reward gets: "zero", or "raw": baseline 0 and a group scale of 1 (verl, SkyRL). If a quarter
+                 of the groups or more have one member and get zeros, a warning says so once; see `group_metrics`.
 
     Equal rewards in a group (max == min) give exactly 0, except with baseline="none" or singleton="raw". In fp32 the mean of equal
     rewards may differ from them by rounding; divided by eps this would be a meaningless advantage of up to 1e-3 (0.1 at eps=1e-6).
@@ -97,7 +97,7 @@ def group_advantages(
     require(baseline != "none" or scale == "none", "scale", scale, "without a baseline it must be 'none'; see returns.whiten.")
     require(combine == "sum" or reward_weights is not None, "combine", combine, "it takes rewards [B, K] and reward_weights.")
     _check_eps(eps)
-    r, scored = read_rewards(rewards, missing, several=reward_weights is not None)
+    r, scored = read_rewards(rewards, missing_rewards, several=reward_weights is not None)
     given = "None" if lengths is None else "given"
     require((lengths is None) == (baseline != "length"), "lengths", given, "baseline='length' takes it, no other does.")
     tokens = None if lengths is None else read_lengths(lengths, len(r), r.device)
@@ -242,7 +242,7 @@ def zero_variance(rewards: Tensor, *, group_size: int | None = None, groups: Ten
     """bool [B]: True where all rewards of the group are exactly equal (max == min), so that the group gives no gradient.
 
     NaN counts as not scored; a group with no reward at all is True. Raises ValueError as `group_advantages` does."""
-    return grouped(rewards, group_size, groups, missing="skip").equal
+    return grouped(rewards, group_size, groups, missing_rewards="skip").equal
 
 
 def group_metrics(
@@ -258,16 +258,18 @@ def group_metrics(
     all_wrong       share of the groups with no reward above extremes[0]; all_correct: with none below extremes[1]
     reward_mean, reward_std   over the batch, the std with n - 1
     group_std       mean of the groups' std, with n - 1 (a group of one has 0)
+    single          share of the groups with one reward, whose advantages are 0
     missing         share of the completions without a reward (NaN), which count nowhere else
 
     A group without any reward is left out. Raises ValueError as `group_advantages` does."""
     low, high = extremes
-    g = grouped(rewards, group_size, groups, missing="skip")
+    g = grouped(rewards, group_size, groups, missing_rewards="skip")
     batch = Grouped(Groups(), g.values, g.counted)
     # Each completion stands for 1/size of its group, so a sum over completions counts groups.
     share = torch.where(g.counted, 1.0 / g.size, 0.0)
     of_groups = {
         "zero_variance": g.equal,
+        "single": g.size == 1,
         "all_wrong": g.highest <= low,
         "all_correct": g.lowest >= high,
         "group_std": g.std(True),

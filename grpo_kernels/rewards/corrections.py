@@ -66,7 +66,7 @@ from ..checks import (
     require_shape,
     require_tensor,
 )
-from ..formulas.filters import BOUND, DELTA, log_ratio, near_sampler
+from ..formulas.filters import ADVANTAGES_OF, BOUND, DELTA, log_ratio, near_sampler
 from .groups import Grouped, Groups
 
 LEVELS = ("token", "sequence", "geometric")
@@ -153,20 +153,25 @@ def rejection_mask(
     return _per_token(batch, keep if over == "token" else batch.spread(keep))
 
 
-def off_policy_sequence_mask(batch: TokenBatch, logps: Tensor, *, delta: float) -> Tensor:
+def off_policy_sequence_mask(
+    batch: TokenBatch, logps: Tensor, *, delta: float, advantage_of: str = "sequence"
+) -> Tensor:  # fmt: skip
     """1 where A >= 0 or the sequence's mean of (sampler_logp - logp) <= delta, else 0: fp32, the shape of targets, 0 where
     masked. It drops sequences that the policy has already moved away from, so that it is not pushed away from them further.
 
     logps   the policy's log-probs now, or old_logps: the shape of targets, or flat [N].
     delta   finite: TRL suggests 0.5, slime has 1e-4.
+    advantage_of   "sequence": A is the sum of the advantages of the sequence's trained tokens, so that a sequence is kept or
+                   dropped as a whole. "token": A is each token's own advantage (TRL).
 
     Without sampler_logps old_logps stand in, and without those the batch is on-policy and nothing is dropped. Raises
     ValueError for logps of another size and for packed rows without cu_seqlens.
     Sources: DeepSeek-V3.2 arXiv 2512.02556, section 3.1; TRL's `off_policy_mask_threshold`.
     """
     require_number("delta", delta, *DELTA)
+    require_one_of("advantage_of", advantage_of, ADVANTAGES_OF)
     batch.check_sequences("off_policy_sequence_mask needs")
-    return _per_token(batch, near_sampler(batch, _like_targets(batch, "logps", logps).float(), delta))
+    return _per_token(batch, near_sampler(batch, _like_targets(batch, "logps", logps).float(), delta, advantage_of))
 
 
 def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:

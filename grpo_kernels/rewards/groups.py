@@ -22,6 +22,9 @@ from ..checks import (
     warn_once,
 )
 
+#: From this share of groups with one completion on there is a warning.
+MANY_SINGLE = 0.25
+
 
 def as_rewards(name: str, rewards: Any) -> Tensor:
     """Rewards as a tensor, of a list or an array those of its numbers. Raises ValueError where they are no real numbers."""
@@ -36,7 +39,7 @@ def as_rewards(name: str, rewards: Any) -> Tensor:
 
 
 def read_rewards(
-    rewards: Any, missing: str = "raise", *, several: bool = False, name: str = "rewards"
+    rewards: Any, missing_rewards: str = "raise", *, several: bool = False, name: str = "rewards"
 ) -> tuple[Tensor, Tensor]:
     """(rewards in fp64 with missing ones set to 0, a mask of those not missing); [B], or [B, K] of `several` functions."""
     rewards = as_rewards(name, rewards)
@@ -44,11 +47,20 @@ def read_rewards(
         shape_needed = (
             "with reward_weights, one per completion and function, [B, K]" if several else "one number per completion, [B]"
         )
-        hint = " (those of K functions, [B, K], go with reward_weights.)" if name == "rewards" and not several else ""
+        hint = ""
+        if rewards.dim() == 2 and not several:
+            rows, columns = rewards.shape
+            hint = f" If these are {rows} prompts with {columns} completions each, pass {name}.flatten()"
+            if name == "rewards":
+                hint += (
+                    f" with group_size={columns}. If these are {rows} completions with {columns} reward functions, also pass "
+                    "reward_weights"
+                )
+            hint += "."
         raise ValueError(f"{name} has shape {list(rewards.shape)}: pass {shape_needed}.{hint}")
-    require_one_of("missing", missing, ("raise", "skip"))
+    require_one_of("missing_rewards", missing_rewards, ("raise", "skip"))
     r = rewards.detach().double()
-    missed = torch.isnan(r) if missing == "skip" else torch.zeros_like(r, dtype=torch.bool)
+    missed = torch.isnan(r) if missing_rewards == "skip" else torch.zeros_like(r, dtype=torch.bool)
     r = torch.where(missed, 0.0, r)
     return finite(name, r, "give every completion a finite number, or leave it out."), ~missed
 
@@ -152,9 +164,11 @@ class Grouped:
         return self.variance(unbiased).sqrt()
 
 
-def grouped(rewards: object, group_size: int | None, groups: Tensor | None, missing: str = "raise") -> Grouped:
+def grouped(
+    rewards: object, group_size: int | None, groups: Tensor | None, missing_rewards: str = "raise"
+) -> Grouped:  # fmt: skip
     """The rewards [B] of completions, read and in the groups of their prompts."""
-    r, scored = read_rewards(rewards, missing)
+    r, scored = read_rewards(rewards, missing_rewards)
     return Grouped(Groups(group_ids(len(r), r.device, group_size, groups)), r, scored)
 
 
@@ -176,13 +190,33 @@ def group_ids(n: int, device: torch.device, group_size: int | None, groups: Tens
 
 
 def warn_of_single_completions(within: Groups, group_size: int | None) -> None:
-    """Warn once where every group has one member, so that a baseline of the group leaves nothing. Ids are only read where
-    `values_are_checked`."""
+    """Warn once per process if at least MANY_SINGLE of the groups have one member, whose advantage over its group's mean is 0.
+
+    Group ids are read only if `values_are_checked`, because reading them on a GPU waits for it."""
     ids = within.group
-    alone = group_size == 1 if group_size is not None else values_are_checked(ids) and ids.unique().numel() == ids.numel()
-    if alone and len(ids):
+    if group_size is not None:
+        num_groups = ids.numel() // group_size
+        num_single = num_groups if group_size == 1 else 0
+    elif values_are_checked(ids):
+        sizes = ids.unique(return_counts=True)[1]
+        num_groups = sizes.numel()
+        num_single = int((sizes == 1).sum())
+    else:
+        return
+    if num_single == 0 or num_single < MANY_SINGLE * num_groups:
+        return
+    remedy = (
+        "Sample several completions for each prompt (group_size=8); or take a baseline from elsewhere (the estimators remax and "
+        "gae), or none (singleton='raw', or baseline='none' with scale='none')."
+    )
+    if num_single == num_groups:
         warn_once(
-            f"all advantages are 0, and nothing is learned from them: each of the {ids.numel()} groups has one completion. Sample "
-            "several completions for each prompt (group_size=8); or take a baseline from elsewhere (the estimators remax and gae), "
-            "or none (singleton='raw', or baseline='none' with scale='none')."
+            f"all advantages are 0, and nothing is learned from them: each of the {num_groups} groups has one completion. {remedy}",
+            key="all groups have one completion",
+        )
+    else:
+        warn_once(
+            f"{num_single} of the {num_groups} groups have one completion: their advantages are 0, and nothing is learned from "
+            f'them. This is said once per process; group_metrics reports the share as "single". {remedy}',
+            key="many groups have one completion",
         )

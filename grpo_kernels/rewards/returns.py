@@ -115,7 +115,7 @@ def process_advantages(
     require_number("gamma", gamma, SHARE, 0, 1)
     ids = group_ids(tokens.sequences, rewards.device, group_size, groups)[tokens.sequence]
     steps = torch.where(tokens.trained, rewards.detach().flatten(), math.nan)
-    normalised = group_advantages(steps, groups=ids, **{"missing": "skip", **options}, dtype=torch.float64)
+    normalised = group_advantages(steps, groups=ids, **{"missing_rewards": "skip", **options}, dtype=torch.float64)
     return tokens.shaped(tokens.to_go(gamma, normalised))
 
 

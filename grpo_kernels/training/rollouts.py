@@ -213,7 +213,7 @@ Part = tuple[Completions, TokenBatch]
 def micro_batches(completions: Completions, batch: TokenBatch, config: TrainConfig, ranks: Ranks) -> tuple[list[Part], float]:
     """Parts of `config.micro_batch` completions, as many on every rank; and the share of completions that was left out because
     nothing pulls at them."""
-    assert batch.mask is not None
+    assert batch.mask is not None and batch.advantages is not None
     total = len(completions.ids)
     kept = torch.arange(total, device=completions.ids.device)
     if config.drop_zero_variance:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -156,7 +157,7 @@ def test_eager_is_not_measured_in_place_of_missing_kernels(monkeypatch):
         machine.require_kernels("cuda")
 
 
-@pytest.mark.parametrize("contract", CONTRACTS)
+@pytest.mark.parametrize("contract", [pytest.param(c, marks=pytest.mark.slow) if c == "step" else c for c in CONTRACTS])
 def test_every_provider_that_runs_here_is_right(contract, monkeypatch):
     """And so are the reference results, which are computed some rows at a time. Providers are found by their file, and plans
     name those that there are."""
@@ -338,6 +339,50 @@ def test_a_cell_is_measured_again_when_what_it_depends_on_has_changed(planned, m
     here = machine.machine("cpu") | {"threads": "other"}
     monkeypatch.setattr(suites, "machine", lambda device: here)
     assert planned() == [10, 11] and all(one["machine"] == here for one in (planned.record, *planned.record["cells"]))
+
+
+def test_files_and_cells_have_the_commit(planned, monkeypatch):
+    monkeypatch.setattr(results, "commit", lambda: "abc-dirty")
+    assert planned() == [1, 2]
+    assert [one["commit"] for one in (planned.record, *planned.record["cells"])] == ["abc-dirty"] * 3
+
+
+def test_a_commit_says_whether_tracked_files_have_changed(tmp_path):
+    """What was measured before is not a change."""
+    results.commit.cache_clear()
+    assert results.commit(tmp_path) is None
+
+    def git(*arguments):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True, text=True).stdout
+
+    result, code = tmp_path / "benchmarks" / "results" / "a.json", tmp_path / "code.py"
+    result.parent.mkdir(parents=True)
+    found = []
+    git("init", "--quiet")
+    for path in (result, code):
+        path.write_text("1")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "a")
+    for path in (None, result, tmp_path / "new.py", code):
+        if path is not None:
+            path.write_text("2")
+        results.commit.cache_clear()
+        found.append(results.commit(tmp_path))
+    results.commit.cache_clear()
+    head = git("rev-parse", "HEAD").strip()
+    assert len(head) == 40 and found == [head, head, head, f"{head}-dirty"]
+
+
+@pytest.mark.parametrize("load, said", [(0.9, False), (1.0, True), (7.3, True)])
+def test_a_loaded_machine_is_warned_of(load, said, monkeypatch, capsys, tmp_path):
+    """Before anything is measured, and measured it is."""
+    monkeypatch.setattr(command.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(command.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(command, "run", lambda *given: ([], []))
+    command.main(["--device", "cpu", "--without-native", "--out", str(tmp_path)])
+    warned = capsys.readouterr().err
+    assert (warned == "") != said and (f"load {load:.1f} on 2 processors" in warned) == said
 
 
 def test_the_code_is_every_file_that_a_figure_depends_on():

@@ -24,7 +24,9 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target", [target if target == "sm_90" else pytest.param(target, marks=pytest.mark.slow) for target in TARGETS]
+)
 def test_budgets(target):
     """No spills, no fp64, wide accesses, registers and threads as `LAUNCH` intends, and hardly any shared memory: GPUs lend a
     program 48 KiB and more."""

@@ -328,7 +328,7 @@ def test_a_single_candidate_and_rows_with_candidates_cost_nothing():
     """No logit of a set of one id, no statistics of rows with a set."""
 
     class Refusing(Float64Source):
-        def statistics(self, targets, mask, names=()):
+        def statistics(self, targets, mask, names=(), **_):
             raise AssertionError("no row needs the vocabulary")
 
         def logits_at(self, row_ids, token_ids):

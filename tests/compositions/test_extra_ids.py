@@ -170,7 +170,7 @@ def test_a_likely_id_keeps_its_digits(gap):
     targets = []
 
     class Recording(Float64Source):
-        def statistics(self, ids, mask, names=()):
+        def statistics(self, ids, mask, names=(), **_):
             targets.append(ids.tolist())
             return super().statistics(ids, mask, names)
 
@@ -207,12 +207,13 @@ def test_rows_that_are_not_finite():
     logits[0, 3] = torch.nan
     logits[1] = -torch.inf
     logits[2, 4] = -torch.inf
+    logits[4, 6] = -torch.inf
     leaf = logits.requires_grad_()
-    rows = torch.tensor([0, 0, 1, 1, 2, 2, 3])
+    rows = torch.tensor([0, 0, 1, 1, 2, 2, 4])
     ids = torch.tensor([3, 4, 3, 4, 4, 5, 6])
     logps = logprobs_at(case.source(leaf), rows, ids).logps
     assert logps[:4].isnan().all()
-    assert logps[4] == -torch.inf
+    assert logps[4] == logps[6] == -torch.inf
     expected = logits.detach()[2].double().log_softmax(0)[5]
     torch.testing.assert_close(logps[5].double(), expected, rtol=1e-5, atol=0)
 

@@ -149,7 +149,7 @@ def test_rows_that_are_not_finite():
 
 def test_tokens_without_ids_are_not_processed():
     class Refusing(Float64Source):
-        def statistics(self, targets, mask, names=()):
+        def statistics(self, targets, mask, names=(), **_):
             assert mask.tolist() == [False, True, False]
             return super().statistics(targets, mask, names)
 

@@ -14,9 +14,23 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_kernels import Objective, Options, TokenBatch, TokenSets, grpo_loss
+from grpo_kernels import (
+    EntropyFloor,
+    EntropyQuantile,
+    Kl,
+    NoPolicyTerm,
+    Objective,
+    OffPolicySequences,
+    Options,
+    TokenBatch,
+    TokenSets,
+    TrustRegion,
+    grpo_loss,
+    linear_grpo_loss,
+)
 from grpo_kernels.batch import shift_sets, shift_targets
 from grpo_kernels.losses import objective_loss
+from grpo_kernels.rewards.corrections import off_policy_sequence_mask
 from support.bits import same_bits
 from support.pairs import label, pairs
 
@@ -54,6 +68,69 @@ def test_as_many_rows_as_packed_sequences():
     for each, expected in ((values, [1, 2, 3]), (values[:, None], [1, 1, 3])):
         found = slopes(TokenBatch(ids(3), each, cu_seqlens=offsets), reinforce)
         torch.testing.assert_close(-3 * found, torch.tensor(expected).float())
+
+
+# ---- without advantages
+
+TEACHER = Objective.preset("distillation", kl="k3")
+#: Objectives without a policy term.
+NO_TERM = {
+    "an estimator": (TEACHER, {}),
+    "the whole distribution": (Objective.preset("distillation"), {"ref_logits": True}),
+    "sequences": (replace(TEACHER, level="sequence", kl=Kl("k3", "ratio"), aggregate="seq-mean-token-mean"), {}),
+    "a bonus of some": (Objective(NoPolicyTerm(), entropy_coef=0.1, filters=(EntropyFloor(1.0),)), {}),
+    "a bonus of the most": (Objective(NoPolicyTerm(), entropy_coef=0.1, filters=(EntropyQuantile(0.5),)), {}),
+    "likelihood alone": (Objective(NoPolicyTerm()), {"skip_inactive": True}),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", NO_TERM)
+def test_an_objective_without_a_policy_term_needs_no_advantages(name, packed, backend):
+    """Loss and gradient are those with any advantages, from logits and from hidden states."""
+    objective, how = NO_TERM[name]
+    options = Options(backend, strict=True, skip_inactive=how.get("skip_inactive", False))
+    of_term = {"ref_logps": None} if "ref_logits" in how else {}
+    any_, none = batch_of(packed, **of_term), batch_of(packed, advantages=None, **of_term)
+    assert none.advantages is None and "advantages" not in repr(none)
+    hidden, weight = torch.randn(*any_.targets.shape, 8), torch.randn(11, 8)
+    teacher = torch.randn(*any_.targets.shape, 11)
+    results = []
+    for batch in (any_, none, none.to("cpu"), replace(none, mask=torch.ones_like(none.targets))):
+        leaves = [x.clone().requires_grad_() for x in (hidden @ weight.T, hidden, weight)]
+        given = {"ref_logits": teacher} if "ref_logits" in how else {}
+        first = grpo_loss(leaves[0], batch, objective, options=options, **given)
+        given = {"reference": (teacher, torch.eye(11))} if given else {}
+        second = linear_grpo_loss(*leaves[1:], batch, objective, options=options, **given)
+        gradients = torch.autograd.grad(first.loss + second.loss, leaves)
+        assert all(x.isfinite().all() and x.any() for x in gradients)
+        assert {*first.metrics} >= {"zero_advantage", "entropy"}
+        results.append((first.loss, second.loss, *gradients))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+
+
+def listed_term(logp, values, advantage, sums):
+    return advantage * values * logp, advantage * values
+
+
+@pytest.mark.parametrize(
+    "objective, says",
+    [
+        (Objective(), "Clip"),
+        (Objective.preset("sampled_distillation", beta=0.0), "PolicyGradient"),
+        (Objective.preset("gspo"), "Clip"),
+        (Objective(NoPolicyTerm(), entropy_coef=0.1, filters=(OffPolicySequences(),)), "a filter"),
+        (Objective(NoPolicyTerm(), entropy_coef=0.1, filters=(TrustRegion(),)), "a filter"),
+        (Objective(NoPolicyTerm(), listed=listed_term), "listed"),
+    ],
+)
+def test_what_reads_advantages_refuses_a_batch_without(objective, says):
+    batch = TokenBatch(ids(3, 4), old_logps=-torch.ones(3, 4))
+    with pytest.raises(ValueError, match=f"^advantages is None, but .*{says}.* see group_advantages"):
+        objective_loss(-torch.ones(3, 4), batch, objective, entropy=torch.ones(3, 4))
+    with pytest.raises(ValueError, match=r"^advantages is None, but their signs"):
+        off_policy_sequence_mask(batch, -torch.ones(3, 4), delta=0.5)
 
 
 # ---- other devices

@@ -325,6 +325,23 @@ def test_what_it_does_not_know_is_refused(what):
 # ---- what each architecture does to its logits
 
 
+def test_a_model_that_drops_logits_of_its_head_is_refused():
+    """Inkling, whose head has rows for padding: the error says which rows to pass, and these are right."""
+    model, ids = build("InklingForCausalLM"), torch.randint(3, 90, (2, 7))
+    model.config.unpadded_vocab_size = 90
+    with pytest.raises(
+        ValueError, match=r"unpadded_vocab_size=90: .*Head\(lm_head.weight\[:90\], transform=LogitTransform\(scale=1 / 3"
+    ):
+        LogitTransform.of(model)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        head = Head(model.lm_head.weight[:90], transform=LogitTransform(scale=1 / 3))
+        logps, _ = linear_logprobs(model.base_model(input_ids=ids)[0][:, :-1], head, ids[:, 1:])
+    torch.testing.assert_close(logps, expected, rtol=1e-5, atol=1e-5)
+    model.config.unpadded_vocab_size = VOCAB
+    assert LogitTransform.of(model).scale == 1 / 3
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS])
 @torch.no_grad()
 def test_log_probs_of_hidden_states_are_those_of_the_models_own_forward(name):

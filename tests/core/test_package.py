@@ -4,6 +4,7 @@ the backend that a call names, `grpo_kernels.use`, the environment, and DTensors
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,21 @@ def test_import_pulls_in_nothing_optional():
     optional = {"triton", "transformers", "trl", "liger_kernel", "matplotlib", "datasets", "tqdm", "numpy"}
     code = "import torch\nbefore = set(sys.modules)\nimport grpo_kernels\nprint(*set(sys.modules) - before)"
     assert not optional & {*run(code).split()}
+
+
+def test_names_that_are_elsewhere():
+    """The message has the import that works, for `from grpo_kernels import ...` too."""
+    for name, module in grpo_kernels._ELSEWHERE.items():
+        with pytest.raises(ImportError, match=f"Did you mean: from grpo_kernels.{module} import {name}$"):
+            exec(f"from grpo_kernels import {name}")
+        assert not (ROOT / "grpo_kernels" / f"{name}.py").exists() and name not in grpo_kernels.__all__
+        home = ROOT / "grpo_kernels" / f"{module.replace('.', '/')}.py"
+        assert re.search(rf"^(def|class) {name}\b|__all__ = .*\"{name}\"", home.read_text(), re.MULTILINE), name
+    with pytest.raises(AttributeError, match=r"no attribute 'TokenBatchs'. Did you mean TokenBatch\?"):
+        grpo_kernels.TokenBatchs  # noqa: B018
+    assert not hasattr(grpo_kernels, "nothing")
+    with pytest.raises(ImportError, match=r"no GRPOTrainer. Did you mean FusedGRPOTrainer\?"):
+        from grpo_kernels.integrations.trl import GRPOTrainer  # noqa: F401
 
 
 LOSS = """
@@ -166,10 +182,11 @@ def sdist(tmp_path_factory):
 
 
 def wheel_of(sdist, folder, **environment):
-    command = [PYTHON, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(sdist)]
+    command = [PYTHON, "-m", "pip", "wheel", "--verbose", "--no-deps", "--wheel-dir", str(folder), str(sdist)]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     (wheel,) = folder.glob("*.whl")
+    (folder / "output.txt").write_text(done.stdout + done.stderr)
     return wheel
 
 
@@ -200,6 +217,8 @@ def test_without_a_compiler_it_installs_and_doctor_says_what_is_missing(sdist, t
     nothing.mkdir()
     wheel = wheel_of(sdist, tmp_path / "wheel", PATH=str(nothing), CC=str(nothing / "cc"), CXX=str(nothing / "c++"))
     assert wheel.name.endswith("-py3-none-any.whl")
+    said = (wheel.parent / "output.txt").read_text()
+    assert "Installed without the C++ module" in said and "`python -m grpo_kernels doctor`" in said
     zipfile.ZipFile(wheel).extractall(site)
     assert not [*site.rglob("*.so")]
     out = run(f"import grpo_kernels\nassert grpo_kernels.__file__.startswith({str(site)!r})\n{LOSS}", source=site)

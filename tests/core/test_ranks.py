@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from grpo_kernels.rows.products import Plan, Work
 from torch import Tensor
 
 from grpo_kernels import Objective, Options, TokenBatch, TokenSets, grpo_loss, linear_logprobs, token_logprobs
 from grpo_kernels.core import vocab_parallel
+from grpo_kernels.core.linear_memory import ChunkPlan, LinearMemory
 from grpo_kernels.distributed import VocabShard, global_normalizer
 from grpo_kernels.formulas.filters import EntropyQuantile
 from grpo_kernels.rewards.corrections import importance_weights, off_policy_sequence_mask, rejection_mask
@@ -375,24 +375,28 @@ def refused(call, words):
 
 
 def check_collectives_of_a_cut_vocabulary(rank, ranks):
-    """One exchange a call from logits, one a chunk from hidden states and another for sets, one sum of d_hidden, whatever the parts
-    are; ranks of unequal width take the same number of chunks, or they would wait for each other forever."""
+    """One exchange a call from logits, one a chunk from hidden states, one sum of the logits of candidates, one sum of d_hidden,
+    whatever the parts are; ranks of unequal width take the same number of chunks, or they would wait for each other forever."""
     plain = replace(HEAD, objective="dapo, k3", bias="none")
 
     def chunks_of(rows):
         return [16 * x.numel() for x in torch.arange(rows).tensor_split(-(-rows // 10))]
 
+    def slots_of(p):  # the logit of each candidate and of each target
+        return [4 * (sum(map(len, p.sets)) + p.ids.numel())]
+
     p, some = problem(plain), problem(replace(plain, kept="some"))
+    of_logits = problem(replace(plain, source="logits", kept="some"))
     n, d_hidden = 16 * p.ids.numel(), [4 * p.given["hidden"].numel()]
     without = sum(not ids and bool(on) for ids, on in zip(some.sets or [], some.trained, strict=True))
     for widths, shard in cuts(rank, ranks):
         for q, gathered, reduced in (
             (problem(replace(plain, source="logits")), [n], []),
-            (problem(replace(plain, source="logits", kept="some")), [n, n], []),
+            (of_logits, [n], slots_of(of_logits)),
             (p, chunks_of(int(p.trained.sum())), d_hidden),
-            (some, [n, *chunks_of(without)], d_hidden),
+            (some, chunks_of(without), slots_of(some) + d_hidden),
         ):
-            with counted() as sizes, mock.patch.object(Work, "plan", lambda *_, **__: Plan(10, 10)):
+            with counted() as sizes, mock.patch.object(LinearMemory, "plan", lambda *_, **__: ChunkPlan(10, 10)):
                 run(columns_of(q, widths, rank), backend="auto", shard=shard)
             assert (sorted(sizes["all_gather"]), sizes["all_reduce"]) == (sorted(gathered), reduced), (q.recipe, sizes)
 

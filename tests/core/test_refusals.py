@@ -34,8 +34,10 @@ from grpo_kernels.batch import shift_sets, shift_targets
 from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.formulas.centering import ScoreCentering
 from grpo_kernels.formulas.filters import EntropyFloor, OffPolicySequences, TrustRegion
+from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.surrogates import A2po, Cispo, Clip, ClipCov, Dro, Gmpo, KlCov, Vespo
+from grpo_kernels.loss_output import ABSENT_UNLESS, METRICS
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.model import FusedLMHead
 from grpo_kernels.objective import NUMERICS, PRESETS
@@ -138,7 +140,6 @@ BATCH = {
     "advantages|[4]|[3, 4], [3] or [3, 1]": torch.ones(T),
     "advantages|torch.bool|floating-point": ONES > 0,
     "advantages|list|tensor": [1.0],
-    "advantages|None|group_advantages": None,
     "advantages|[3]|[12]|cu_seqlens": {"targets": IDS.view(-1)},
     "nll_weights|[4]|[3, 4], [3] or [3, 1]": torch.ones(T),
     "mask|[3, 5]|[3, 4]|the same": torch.ones(B, T + 1).bool(),
@@ -236,6 +237,7 @@ OBJECTIVES = [
 #: What an objective lacks in a batch of packed rows -> the objective, fields of the batch.
 CUT, REF = {"cu_seqlens": torch.tensor([0, 12])}, {"ref_logps": torch.zeros(B * T)}
 LACKING = [
+    ("advantages is None|Clip|group_advantages", {}, {"advantages": None}),
     ("ref_logps is None|beta=0.1|beta=0", {"beta": 0.1}, {}),
     ("sampler_logps is None", {"filters": (TrustRegion(anchor="sampler"),)}, {}),
     ("max_tokens is None|constant|normalizer=", {"aggregate": "constant"}, CUT),
@@ -275,7 +277,6 @@ CALLS = [
         "rows[0, 2]=12|none of the 12 rows|mask the token": {"rows": IDS + 10, "mask": IDS > 1},
         "temperature=tensor|rows=|as a number": {"rows": IDS, "transform": transform(PER_TOKEN)},
         "temperature=tensor|share its softmax": {"rows": IDS, "objective": EXACT, "ref_logits": (LOGITS + 1, transform(PER_TOKEN))},
-        "ref_logits='TokenSets'|its whole distribution as ref_logits": {"rows": IDS, "objective": EXACT, "ref_logits": sets([[1]])},
         "ref_logits='TokenSets'|over a kept set|objective_loss": {"objective": EXACT, "kept": KEPT, "ref_logits": sets([[1]])},
         "ref_logits='list'|token_divergence|objective_loss": {"objective": EXACT, "ref_logits": [(LOGITS + 1, 1.0)]},
     }),
@@ -284,8 +285,8 @@ CALLS = [
         "ref_logps are log-probs of the sampled tokens": {"objective": EXACT, "ref_logps": PER_TOKEN, "reference": TEACHER},
         "with beta=0 nothing looks at it": {"reference": TEACHER},
         "batch.ref_logps are both given": {"objective": Objective(beta=0.1), "ref_logps": PER_TOKEN, "reference": TEACHER},
-        "reference is list: pass (hidden, weight)": {"objective": Objective(beta=0.1), "reference": [*TEACHER]},
-        "reference is TokenSets without values": {"objective": EXACT, "reference": KEPT},
+        "reference='list'|one teacher is taken": {"objective": Objective(beta=0.1), "reference": [*TEACHER]},
+        "reference=TokenSets|it has no values|sets.with_values": {"objective": EXACT, "reference": KEPT},
         "reference: hidden is the module Linear: pass the hidden states": {"objective": EXACT, "reference": (torch.nn.Linear(H, V), WEIGHT)},
         "the values of row 0 are log-probs of 2 in all": {"objective": EXACT, "reference": sets([[0, 1]], 0.0)},
         "reference='list'|one teacher|linear_divergence|objective_loss": {"objective": EXACT, "reference": [(TEACHER, 1.0)]},
@@ -322,12 +323,20 @@ CALLS = [
         "scale|0.0|not 0": 0.0,
     }),
     (ScoreCentering, {"surrogate='min'": "min", "surrogate=ClipCov": ClipCov(), "trust='ratio'": "ratio"}),
-    (Objective, {"listed|pass a function": ScoreCentering}),
+    (Objective, {
+        "listed|pass a function": ScoreCentering,
+        "kl='forward': it must be one of|an Exact|Did you mean kl=Exact(\"forward\")": "forward",
+        "kl='K3'|Did you mean k3?": "K3",
+        "kl=['k3']: it must be one of": {"kl": ["k3"]},
+    }),
+    (Kl, {"estimator='tv'|Did you mean kl=Exact(\"tv\")": "tv"}),
     (Cispo, {f"low={low}|[0, cap]": {"low": low} for low in (-1, 6.0)}),
     (Objective.preset, {
         "preset='grop'|must be one of grpo, dapo": {"name": "grop"},
         "preset='DAPO'|Did you mean dapo?": {"name": "DAPO"},
         "preset='gpro'|Did you mean grpo?": {"name": "gpro"},
+        **{f"preset='{x}_loss'|Did you mean {x}?": {"name": f"{x}_loss"} for x in ("dapo", "ppo", "gspo", "dr_grpo")},
+        "preset='DAPO loss'|Did you mean dapo?": {"name": "DAPO loss"},
         "numerics='trl2': it must be one of trl, liger": {"name": "grpo", "numerics": "trl2"},
         "beta|-1|>= 0": {"name": "dapo", "beta": -1},
         "pass surrogate=Clip(eps_low=0.2, eps_high=0.28, delta=inf)": {"name": "grpo", "eps_high": 0.28},
@@ -603,6 +612,14 @@ def test_without_a_look_at_values_the_device_notices_nan(monkeypatch):
         loss(old_logps=-PER_TOKEN / NAN, strict=True)
 
 
+def test_these_are_all_metrics():
+    """Of a loss with a KL, filters, and sets beside the vocabulary."""
+    objective = Objective(beta=0.1, kl="k1", filters=(EntropyFloor(0.1),))
+    out = grpo_loss(LOGITS, batch(ref_logps=-PER_TOKEN, kept=KEPT), objective)
+    assert {*out.metrics} == {*METRICS}
+    assert not {*ABSENT_UNLESS} & {*loss().metrics} and {*loss().metrics} | {*ABSENT_UNLESS} == {*METRICS}
+
+
 @pytest.mark.parametrize(
     "call, kind, message",
     [
@@ -612,6 +629,13 @@ def test_without_a_look_at_values_the_device_notices_nan(monkeypatch):
         (lambda out: out.item(), AttributeError, r"'item'.*out\.loss\.item"),
         (lambda out: out.log_probs, AttributeError, r"'log_probs'. Did you mean logps\?"),
         (lambda out: out.metric, AttributeError, r"'metric'. Did you mean metrics\?"),
+        (lambda out: out.kl, AttributeError, r"'kl'. Did you mean out.metrics\[\"kl\"\]\?"),
+        (lambda out: out.approx_kl, AttributeError, r"Did you mean out.metrics\[\"kl\"\]\?"),
+        (lambda out: out.ess, AttributeError, r"Did you mean out.metrics\[\"ess\"\]\?"),
+        (lambda out: out.metrics["clip_frac"], KeyError, r"no metric 'clip_frac'. Did you mean clip_low and clip_high\?"),
+        (lambda out: out.metrics["pg_clipfrac"], KeyError, r"Did you mean clip_low and clip_high\?"),
+        (lambda out: out.metrics["ratio"], KeyError, r"Did you mean ratio_mean and ratio_min and ratio_max\?"),
+        (lambda out: out.metrics["kept"], KeyError, r"no metric 'kept': it needs an objective with filters"),
         (lambda out: [*out], TypeError, r"no tuple.*out\.loss, out\.metrics"),
     ],
 )

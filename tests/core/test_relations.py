@@ -189,7 +189,6 @@ def test_a_row_depends_on_no_other(recipe, backend):
 )  # fmt: skip
 def test_rows_are_projected_some_at_a_time(recipe, rows, backend, monkeypatch):
     in_chunks(monkeypatch, rows)
-    monkeypatch.setattr("grpo_kernels.rows.sets.BLOCK_BYTES", 4 * 64 * rows)  # and rows with sets
     compare(problem(recipe), run(problem(recipe), backend=backend))
 
 

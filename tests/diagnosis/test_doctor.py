@@ -67,6 +67,17 @@ def test_the_report_is_what_is_documented(sound, monkeypatch):
     assert 1e-7 < eager["gradient_error"]["float32"] < 1e-4 < eager["gradient_error"]["bfloat16"] < 1e-2
 
 
+def test_engines_that_cannot_run_are_named_with_their_purpose():
+    """That the engine "fp32" cannot run does not mean that fp32 tensors cannot."""
+    assert doctor.PURPOSES.keys() == {*cpu_matmuls.ENGINES}
+    missing = dict.fromkeys(cpu_matmuls.ENGINES, "no AVX512_BF16") | {"torch": None}
+    said = doctor._text_of_products({"engine": "torch", "engines": missing})
+    assert said.startswith("engine torch (torch.mm, also for fp32 tensors); amx (bf16 matmuls")
+    assert "; fp32 (our own fp32 kernels for matmuls of bf16 and fp32 tensors) cannot run here: no AVX512_BF16" in said
+    assert said.count("cannot run here") == 3 and "cannot run here: None" not in said
+    assert "the setting is wrong" in doctor._text_of_products({"engine": None, "engines": {}})
+
+
 def test_a_wrong_backend_is_named_and_not_timed(sound):
     check = {"case": "a case", "level": "logits", "dtype": "float32", "vocab": 7, "errors": {"d_logits": float("nan")}}
     wrong = NOTHING | {"passed": False, "checks": [check | {"failure": "d_logits is off by 1e+00"}]}
@@ -274,6 +285,7 @@ FINDINGS = [
     (advice, MISSING, "grave: the compiled module is missing.*was not built.*force-reinstall grpo_kernels.*C\\+\\+17 compiler"),
     (advice, MISSING | {"device": "cuda"}, None),
     (advice, {"native": {"isa": "avx2"}}, "slight: the compiled module runs avx2 code, but this processor has avx512bf16"),
+    (advice, {"native": {"isa": "avx2"}, "environ": {"GRPO_KERNELS_ISA": "avx2"}}, "slight: .*avx2 code, but.*-> unset GRPO_KERNELS_ISA$"),
     (advice, {"native": {"isa": ""}}, "slight: CPU tensors run in eager PyTorch: the C\\+\\+ kernels need AVX2"),
     (advice, {"built": "other"}, "grave: the compiled module is out of date: .*other C\\+\\+ sources.*pip install"),
     (advice, {"package": {"shadows": "/site"}}, "hides the installed package at /site.*another directory"),
@@ -290,6 +302,8 @@ FINDINGS = [
     (settings_of, {"GRPO_KERNELS_STRICT": "1", "GRPO_KERNELS_CHECK": "0", "TRITON_INTERPRET": "", "OMP_NUM_THREADS": "3"}, None),
     (settings_of, {"GRPO_KERNELS_BACKEND": "egaer"}, "grave: GRPO_KERNELS_BACKEND=egaer: .*auto, eager, cpu, triton"),
     (settings_of, {"GRPO_KERNELS_PRODUCTS": "amx"}, "grave: GRPO_KERNELS_PRODUCTS=amx: no tiles, and calls raise -> set it to one of auto, torch,"),
+    (settings_of, {"GRPO_KERNELS_ISA": "avx512"}, None),
+    (settings_of, {"GRPO_KERNELS_ISA": "avx3"}, "grave: GRPO_KERNELS_ISA=avx3: .*does not load -> set it to one of avx2, avx512, avx512bf16, or"),
     (settings_of, {"GRPO_KERNELS_STRICT": "true"}, "slight: GRPO_KERNELS_STRICT=true: it has no effect -> set it to one of 0, 1"),
     (settings_of, {"GRPO_KERNELS_STRICKT": "1"}, "slight: GRPO_KERNELS_STRICKT is not a setting.*GRPO_KERNELS_STRICT, GRPO_KERNELS_CHECK"),
 ]  # fmt: skip
@@ -311,7 +325,8 @@ def test_amx_is_in_the_report_with_the_reason_why_it_is_not_used():
     with amx.processor(amx.INTEL, difference="3 elements differ"):
         facts = machine.facts(CPU)
         assert facts["products"]["engine"] == "fp32" and "3 elements differ" in facts["products"]["engines"]["amx"]
-        assert "engine fp32, amx cannot run here (the AMX products are wrong" in doctor._text_of_facts(facts)
+        text = doctor._text_of_facts(facts)
+        assert "engine fp32 (" in text and "amx (bf16 matmuls in AMX tiles) cannot run here: the AMX products are wrong" in text
     with amx.processor(amx.INTEL, difference=None):
         assert machine.facts(CPU)["products"] == {"engine": "amx", "engines": dict.fromkeys(cpu_matmuls.ENGINES)}
 

@@ -51,7 +51,7 @@ def same(found, expected):
 
 def arithmetic(a, b, c, params):
     return (
-        -a, abs(a), ops.abs(a), ops.exp(a), ops.log(a), ops.sqrt(a), ops.sigmoid(a), a + b, 0.1 + a + 1e-8, a - b, 0.3 - a,
+        -a, abs(a), ops.abs(a), ops.exp(a), ops.log(a), ops.sqrt(a), ops.sigmoid(a), ops.tanh(a), a.tanh(), torch.tanh(b), a + b, 0.1 + a + 1e-8, a - b, 0.3 - a,
         a * b * 0.7, a / b, a / 0.3, -4.0 / a, a**2 + b**3, 1.0, -0.25, bounded_exp(20 * a), finite(1e30 * a * b),
     )  # fmt: skip
 
@@ -180,7 +180,7 @@ def test_what_a_formula_uses_may_be_defined_again(kind, strict):
 
 
 def hyperbolic(logp, old_logp, advantage, params):
-    return -torch.tanh(logp - old_logp) * advantage, -(1 - torch.tanh(logp - old_logp) ** 2) * advantage
+    return -torch.sinh(logp - old_logp) * advantage, -torch.cosh(logp - old_logp) * advantage
 
 
 def branching(logp, old_logp, advantage, params):
@@ -197,7 +197,7 @@ def long(logp, old_logp, advantage, params):
 @pytest.mark.parametrize(
     "function, words",
     [
-        (hyperbolic, ("hyperbolic", "tanh", "names of `ops`", f"line {hyperbolic.__code__.co_firstlineno + 1} of hyperbolic")),
+        (hyperbolic, ("hyperbolic", "sinh", "names of `ops`", f"line {hyperbolic.__code__.co_firstlineno + 1} of hyperbolic")),
         (branching, ("branching", "ops.where(condition, a, b)")),
         (long, ("long", "registers", "512")),
     ],

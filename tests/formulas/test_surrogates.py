@@ -8,7 +8,7 @@ from math import inf, nan
 import pytest
 import torch
 
-from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
+from grpo_kernels import Objective, Options, TokenBatch, TokenSets, grpo_loss
 from grpo_kernels.formulas import surrogates
 from grpo_kernels.formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
 from grpo_kernels.formulas.kl import Kl, check_kl
@@ -91,6 +91,86 @@ def test_check_surrogate_names_what_is_wrong(surrogate, message):
         check_surrogate(surrogate)
 
 
+def saturated(logp, old_logp, advantage, params):
+    t = ops.tanh(params[0] * (logp - old_logp))
+    return -advantage * t / params[0], -advantage * (1.0 - t * t)
+
+
+def test_tanh_has_its_derivative_in_every_backend(backend):
+    """Near 0, beyond 1, and where it is 1 to the last bit; the slope of autograd is that of the formula."""
+    for width in (1e-3, 1.0, 30.0):
+        check_surrogate(Custom(saturated, (width,)))
+        x = torch.linspace(-3.0, 3.0, 24).view(2, 12)
+        targets, logits = torch.zeros(2, 12, dtype=torch.int64), torch.randn(2, 12, 17)
+        old = logits.log_softmax(-1)[..., 0] - x
+        exact = logits.double().requires_grad_()
+        loss = -(width * (exact.log_softmax(-1)[..., 0] - old)).tanh().div(width).mean()
+        loss.backward()
+        for surrogate in (
+            Custom(saturated, (width,)),
+            Custom(lambda *given: saturated(*given)[0], (width,), slope="autograd"),
+        ):
+            leaf = logits.clone().requires_grad_()
+            options = Options(backend, strict=True)
+            batch = TokenBatch(targets, torch.ones(2), old_logps=old)
+            ours = grpo_loss(leaf, batch, Objective(surrogate), options=options).loss
+            ours.backward()
+            assert_close(ours.double(), loss.detach(), rtol=1e-5, atol=1e-7)
+            assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-7)
+    # The bits of a token do not depend on the length of the tensor.
+    x = torch.randn(37)
+    assert all(torch.equal(ops.tanh(x[:n]), ops.tanh(x)[:n]) for n in range(37))
+
+
+def steep(power, slope=None):
+    def formula(logp, old_logp, advantage, params):
+        r = ops.exp(power * (logp - old_logp))
+        return -r * advantage, -(power if slope is None else slope) * r * advantage
+
+    return formula
+
+
+#: A surrogate, and what is said of it.
+NOT_FINITE = {
+    # e^(20 x) times 20 is beyond fp32 from x = 4.3 on; with 50 from 1.7 on, and e^(50 x) beyond fp64 from 14.2 on.
+    "in fp64": (Custom(steep(50.0)), r"overflows at log-ratio 1\.[67]\d*: in float32 its value is .*bounded_exp"),
+    "in fp32": (Custom(steep(20.0)), r"overflows at log-ratio 4\.[34]\d*: in float32 its value is .* slope -?inf.*clamp"),
+    "by autograd": (
+        Custom(lambda *given: steep(20.0)(*given)[0], slope="autograd"),
+        r"overflows at log-ratio 4\.[34]\d*: in float32 its value is",
+    ),
+    "declared 0": (Custom(steep(50.0), zero_at_zero_advantage=True), "overflows at log-ratio"),
+    "below": (Custom(steep(-20.0)), r"overflows at log-ratio -4\.[234]\d*"),
+    # The slope is wrong where nothing overflows: that is said, whatever happens further away.
+    "wrong as well": (Custom(steep(20.0, slope=21.0)), r"the slope of .* is .*, but autograd gives"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_an_overflow_is_told_from_a_wrong_slope(name):
+    surrogate, message = NOT_FINITE[name]
+    with pytest.raises(ValueError, match=message):
+        check_surrogate(surrogate)
+    for power in (1.0, 3.0):
+        check_surrogate(Custom(steep(power)))
+
+
+def test_a_slope_that_is_wrong_far_away_is_found():
+    def formula(logp, old_logp, advantage, params):
+        x = logp - old_logp
+        return 0.5 * x * x, ops.where(ops.abs(x) > 10.0, 2.0 * x, x)
+
+    with pytest.raises(ValueError, match=r"slope of .* autograd gives"):
+        check_surrogate(Custom(formula))
+
+    def kl(logp, old_logp, ref_logp):
+        e = ops.exp(9.0 * (ref_logp - logp))
+        return e, -9.0 * e
+
+    with pytest.raises(ValueError, match=r"KL estimator .*kl overflows at ref_logp - logp = 9\.[67]"):
+        check_kl(kl)
+
+
 # ---- fields
 
 
@@ -105,7 +185,7 @@ PARAMETERS = {
     Kl: {"estimator": ("k4",), "weighting": ("mean",), "clamp_log": (0.0, nan), "clamp": (-1.0, "10")},
     EntropyFloor: {"threshold": (nan,)},
     EntropyQuantile: {"share": (0.0, 1.1)},
-    OffPolicySequences: {"delta": (inf,)},
+    OffPolicySequences: {"delta": (inf,), "advantage_of": ("batch", None)},
     ClipCov: {"eps_low": (2.0,), "eps_high": (inf,), "share": (1.1,), "low": (nan,), "high": (0.5,)},
 }
 
@@ -144,8 +224,9 @@ def test_small_distances_keep_their_digits(kl, slope):
     logp = -torch.rand(1000) * 10
     ref = logp + torch.randn(1000) * 1e-4
     value, ours = terms(kl, logp, logp, ref)
-    assert kl.estimator != "k3" or value.min() > -2e-7
-    assert_close(ours.double(), slope(ref.double() - logp.double()), rtol=1e-6, atol=0 if kl.weighting != "none" else 1.3e-7)
+    of_exp = 2 * 2.0**-23  # exp is within two spacings of fp32, here of 1
+    assert kl.estimator != "k3" or value.min() >= -(of_exp + 2.0**-23)
+    assert_close(ours.double(), slope(ref.double() - logp.double()), rtol=1e-6, atol=0 if kl.weighting != "none" else of_exp)
 
 
 # ---- what is no formula
@@ -161,6 +242,16 @@ def test_small_distances_keep_their_digits(kl, slope):
             r"squared returned a Tensor .3., a Tensor .3. .*return loss of each",
         ),
         (lambda: Custom(lambda x, *_: (x.mean(), x)), r"returned a Tensor \[\], a Tensor \[3\] .*loss and slope of each"),
+        *(
+            (call, rf"{name} has a branch on values of tokens \(line \d+ of {name}\).*ops.where\(condition, a, b\)")
+            for name, call in (
+                ("branching", lambda: Custom(branching)),
+                ("branching", lambda: Custom(branching, slope="autograd")),
+                ("smallest", lambda: Custom(smallest)),
+                ("branching_kl", lambda: Objective(kl=branching_kl)),
+                ("branching_terms", lambda: of_listed()),
+            )
+        ),
         (lambda: Custom(squared, 0.25), "parameters=0.25: pass a tuple"),
         (lambda: Custom(squared, (0.25,), slope="torch"), "slope='torch'"),
         (lambda: Custom("squared"), "function='squared'"),
@@ -181,6 +272,32 @@ def test_small_distances_keep_their_digits(kl, slope):
 def test_what_formulas_refuse(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def branching(logp, old_logp, advantage, params):
+    r = ops.exp(logp - old_logp)
+    if r > 1.0:
+        return -advantage * r, -advantage * r
+    return 0.0 * r, 0.0 * r
+
+
+def smallest(logp, old_logp, advantage, params):
+    r = min(ops.exp(logp - old_logp), 2.0)
+    return -advantage * r, -advantage * r
+
+
+def branching_kl(logp, old_logp, ref_logp):
+    return (logp, 1.0) if logp > old_logp and logp > ref_logp else (0.0 * logp, 0.0)
+
+
+def branching_terms(logp, values, advantage, sums):
+    return (logp, values) if not logp > -1.0 else (values, logp)
+
+
+def of_listed():
+    listed = TokenSets.from_lists([[1, 2], [3]]).with_values(torch.ones(3))
+    batch = TokenBatch(torch.tensor([1, 2]), torch.ones(2), logp_terms=listed)
+    return grpo_loss(torch.randn(2, 7), batch, Objective(listed=branching_terms), options=Options("eager"))
 
 
 def flat_beyond(logp, old_logp, ref_logp):

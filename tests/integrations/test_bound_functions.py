@@ -4,7 +4,6 @@ names and arguments, in fp32 where the trainer's file is on the path (see suppor
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels.integrations import areal, liger, miles, nemo_rl, openrlhf, prime_rl, skyrl, slime, trl, unsloth, verl
+from grpo_kernels.integrations import areal, liger, miles, nemo_rl, openrlhf, prime_rl, skyrl, slime, unsloth, verl
+from grpo_kernels.integrations._swap import NotCovered, fitted
 from support.processes import finish, start
 from support.trainers import (
     MASK,
@@ -67,10 +67,10 @@ def clean(monkeypatch):
 
 def counted(factor, function, dtype=None):
     """The function with what it gives first times a factor, in the precision of `dtype`, as a trainer returns it; counts its
-    calls."""
+    calls. It takes an argument that its signature does not show."""
 
     @functools.wraps(function)
-    def call(*args, **kwargs):
+    def call(*args, newer=None, **kwargs):
         call.calls += 1
         out = function(*args, **kwargs)
         found = [x if x is None else x.to(dtype or x.dtype) for x in (out if isinstance(out, tuple) else (out,))]
@@ -129,6 +129,10 @@ def linear_cross_entropy(hidden, weight, labels, temperature=1.0):
     return both((hidden @ weight.to(hidden).T).flatten(0, -2), labels.reshape(-1), temperature)
 
 
+def fused_linear_for_ppo(module, hidden_states, vocab_weights, input_ids, temperature=1.0):
+    return both(hidden_states @ vocab_weights.to(hidden_states).T, input_ids, temperature)
+
+
 def of_prime_rl(hidden, weight, labels, inv_temperature, chunk_size):
     logps, entropy = both(hidden @ weight.to(hidden).T * inv_temperature[:, None].to(hidden), labels)
     return logps, entropy.detach()
@@ -158,6 +162,7 @@ class Trainer:
     hidden: list[Callable[..., Any]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     attribute: str = ""
+    method: str = ""
     home: str = ""
     needs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -227,6 +232,12 @@ TRAINERS = {
         verl, {"linear_cross_entropy": linear_cross_entropy}, options={"logits": False},
         hidden=[lambda m, h, w: m.linear_cross_entropy(h, w, IDS, 0.7), lambda m, h, w: m.linear_cross_entropy(h, w, ROWS[None])],
     ),
+    # The head of impl_backend=torch and liger: a method, called with and without a batch dimension.
+    "verl, torch": Trainer(
+        verl, {"fused_linear_for_ppo": fused_linear_for_ppo}, options={"logits": False}, method="forward",
+        hidden=[lambda m, h, w: m.FusedLinearForPPO().forward(h, w, IDS, 0.7),
+                lambda m, h, w: m.FusedLinearForPPO().forward(hidden_states=h.view(-1, H), vocab_weights=w, input_ids=ROWS, temperature=1.3)],
+    ),
     "prime-rl": Trainer(
         prime_rl, {"chunked_logprobs": of_prime_rl}, attribute="apply",
         hidden=[lambda m, h, w: m._SequenceChunkedLogProbEntropyFn.apply(h.view(-1, H), w, ROWS, INVERSE, 8)],
@@ -249,17 +260,25 @@ TRAINERS = {
     ),
 }  # fmt: skip
 #: Names that all of a trainer's modules must have before it is bound.
-BESIDE = {"areal, trees": "areal", "skyrl, megatron": "skyrl", "miles, centering": "miles"}
+BESIDE = {
+    "areal, trees": "areal", "skyrl, megatron": "skyrl", "miles, centering": "miles", "verl, torch": "verl, fused",
+    "verl, fused": "verl, torch",
+}  # fmt: skip
 
 
 def put(name, factor=1.0, cast=False):
     """(the trainer's module, its functions): stand-ins, where `cast` in fp32 as a trainer returns them."""
-    trainer = TRAINERS[name]
     if name in BESIDE:
-        put(BESIDE[name])
+        put_alone(BESIDE[name])
+    return put_alone(name, factor, cast)
+
+
+def put_alone(name, factor=1.0, cast=False):
+    trainer = TRAINERS[name]
     functions = [counted(factor, f, torch.float32 if cast else None) for f in trainer.theirs.values()]
     for (home, theirs), function in zip(trainer.paths, functions, strict=True):
         made = type(theirs, (), {trainer.attribute: staticmethod(function)}) if trainer.attribute else function
+        made = type(theirs, (), {trainer.method: function}) if trainer.method else made
         module = stand_in(home, **{theirs: made})
     return module, functions
 
@@ -273,14 +292,21 @@ def calls_of(name, module):
 
 def assert_bound(name, module, **options):
     """Every call by the trainer's functions, which are kept aside, and by ours."""
-    own = SimpleNamespace(**vars(module))
+    before = {**vars(module)}
+    own = SimpleNamespace(**before)
+    method = TRAINERS[name].method
+    kind = TRAINERS[name].paths[0][1]
+    if method:  # which is replaced in the class
+        setattr(own, kind, type(kind, (), {method: vars(before[kind])[method]}))
     with TRAINERS[name].bind(strict=True) as slots:
         for (ours, leaves), (theirs, _) in zip(calls_of(name, module), calls_of(name, own), strict=True):
             assert_scored(ours, theirs, *leaves, **options)
         assert {*slots.counts} == {"fused"}
         with pytest.raises(RuntimeError, match="ours already"):
             TRAINERS[name].bind()
-    assert vars(module) == vars(own)
+    assert vars(module) == before
+    if method:
+        assert vars(before[kind])[method] is vars(vars(own)[kind])[method]
 
 
 @parametrize("name", TRAINERS)
@@ -322,19 +348,176 @@ def test_what_is_left_to_the_trainer_is_counted_or_an_error(name):
     assert max(f.calls for f in functions) == 1
 
 
-#: All that a trainer calls: what our functions take the place of, and what users put in.
-CALLED = [getattr(trainer.adapter, name) for trainer in TRAINERS.values() for name in trainer.theirs] + [
-    liger.triton_grpo_loss, liger.fused_selective_log_softmax, liger.LigerFusedLinearGRPOLoss, liger.LigerFusedLinearGRPOLoss().forward,
-    openrlhf.PolicyLoss, openrlhf.PolicyLoss().forward, nemo_rl.PolicyLoss, nemo_rl.PolicyLoss.__call__, prime_rl.loss, trl.log_probs,
-    skyrl.policy_loss("dapo"), slime.policy_loss(), verl.policy_loss("vanilla"),
+def pass_an_argument(name, module, value):
+    """Have all that the trainer's module holds called with newer=value."""
+    trainer = TRAINERS[name]
+    for _, theirs in trainer.paths:
+        bound = getattr(module, theirs)
+        if trainer.method:
+            method = getattr(bound, trainer.method)
+            made = type(theirs, (), {trainer.method: functools.partialmethod(method, newer=value)})
+        elif trainer.attribute:
+            made = SimpleNamespace(**{trainer.attribute: functools.partial(getattr(bound, trainer.attribute), newer=value)})
+        else:
+            made = functools.partial(bound, newer=value)
+        setattr(module, theirs, made)
+
+
+@parametrize("name", TRAINERS)
+@parametrize("value", [None, 7])
+def test_an_argument_of_a_newer_trainer(name, value):
+    """None changes nothing. With any other value the call is the trainer's own, and counted with the reason: an unsloth_zoo that
+    passed the head's bias once got log-probs without it."""
+    for strict in (False, True):
+        module, functions = put(name)
+        (call, leaves), *_ = calls_of(name, module)
+        slots = TRAINERS[name].bind(strict=strict)
+        want = values_and_slopes(call, *leaves)
+        slots.counts.clear()
+        before = {theirs: getattr(module, theirs) for _, theirs in TRAINERS[name].paths}
+        pass_an_argument(name, module, value)
+        if strict and value is not None:
+            with pytest.raises(RuntimeError, match=r"strict=True.*argument newer=7, which grpo_kernels does not know"):
+                values_and_slopes(calls_of(name, module)[0][0], *leaves)
+        else:
+            got = values_and_slopes(calls_of(name, module)[0][0], *leaves)
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            reason = f"{slots.adapter.trainer}: argument newer=7, which grpo_kernels does not know"
+            assert {*slots.counts} == {"fused" if value is None else reason}
+            assert max(f.calls for f in functions) == (value is not None)
+        vars(module).update(before)
+        slots.undo()
+
+
+#: What users put in, or what a registry calls.
+CALLED = [
+    liger.triton_grpo_loss, liger.fused_selective_log_softmax, liger.LigerFusedLinearGRPOLoss().forward, liger.LigerFusedLinearJSD().forward,
+    openrlhf.PolicyLoss().forward, functools.partial(nemo_rl.PolicyLoss.__call__, None), prime_rl.loss,
+    functools.partial(nemo_rl.DistillationLoss.__call__, None), skyrl.policy_loss("dapo"), slime.policy_loss(), verl.policy_loss("vanilla"),
 ]  # fmt: skip
 
 
-def test_an_argument_of_a_newer_trainer_is_refused_not_swallowed():
-    """A new argument may change the result: an unsloth_zoo that passed the head's bias once got log-probs without it."""
-    for function in CALLED:
-        taken = [p for p in inspect.signature(function).parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        assert not taken, function
+@parametrize("number", range(len(CALLED)))
+def test_what_replaces_nothing_refuses_unknown_arguments(number):
+    """With an error that names the argument, no TypeError; nothing is swallowed."""
+    with pytest.raises(ValueError, match="argument newer=7, which grpo_kernels does not know"):
+        CALLED[number](newer=7)
+    with pytest.raises(ValueError, match="a call without"):
+        CALLED[number](newer=None)
+
+
+def ours(a, b, c=1.0, *, d=None):
+    return a, b, c, d
+
+
+def test_arguments_go_by_name():
+    """In another order, under another name, left out, and None or the trainer's default for what ours does not have."""
+    reordered = fitted(ours, lambda b, a, c=2.0, e=5, **more: None)
+    assert reordered(1, 2) == (2, 1, 2.0, None)  # the trainer's order and its default
+    assert reordered(1, a=2, c=3.0, e=5, f=None, d=4) == (2, 1, 3.0, 4)
+    for call, reason in (
+        (lambda: reordered(1, 2, e=6), "argument e=6, which"),
+        (lambda: reordered(1, 2, e=torch.ones(2, 3)), r"argument e=a tensor of shape \[2, 3\], which"),
+        (lambda: reordered(1, 2, f="x" * 99), "argument f=a str, which"),
+        (lambda: reordered(1, 2, 3.0, 5, 6), "argument number 5, 6, which"),
+        (lambda: reordered(1), "a call without a"),
+    ):
+        with pytest.raises(NotCovered, match=reason):
+            call()
+    assert reordered(1, 2, 3.0, 5, None) == (2, 1, 3.0, None)
+    renamed = fitted(ours, lambda a, beta, c=1.0: None)
+    assert renamed(1, 2) == renamed(1, beta=2) == (1, 2, 1.0, None)
+    assert fitted(functools.partial(ours, c=4.0), lambda a, b, c=1.0: None)(1, 2) == (1, 2, 4.0, None)
+
+
+# ---- options of newer trainers
+
+
+def newer_openrlhf(**options):
+    def init(
+        self, clip_eps_low=0.2, clip_eps_high=0.2, dual_clip=None, token_level_loss=True, policy_loss_type="ppo", is_correction_level="off",
+        is_correction_mode="mask", is_correction_gating="ratio", is_correction_threshold=(0.5, 5.0), tilt=0.0,
+    ):  # fmt: skip
+        vars(self).update({name: value for name, value in locals().items() if name != "self"})
+
+    return type("PolicyLoss", (), {"__init__": init})(**options)
+
+
+def test_an_option_of_a_newer_trainer_is_not_ignored():
+    openrlhf.PolicyLoss.like(newer_openrlhf(clip_eps_low=0.1))
+    with pytest.raises(ValueError, match=r"tilt=0\.3: this option is not known here"):
+        openrlhf.PolicyLoss.like(newer_openrlhf(tilt=0.3))
+    put("verl, torch")
+    home = sys.modules["verl.utils.experimental.torch_functional"]
+
+    class FusedLinearForPPO:
+        def __init__(self, chunk_size=512, impl_backend="torch", lm_head_dtype=None):
+            vars(self).update(chunk_size=chunk_size, impl_backend=impl_backend, lm_head_dtype=lm_head_dtype)
+
+        forward = home.FusedLinearForPPO.forward
+
+    home.FusedLinearForPPO = FusedLinearForPPO
+    with verl.bind(logits=False) as slots:
+        for options in ({"chunk_size": 4, "impl_backend": "liger"}, {"lm_head_dtype": "float32"}):
+            FusedLinearForPPO(**options).forward(HIDDEN, WEIGHT, IDS)
+    assert slots.counts == {"fused": 1, "verl: option lm_head_dtype='float32', which grpo_kernels does not know": 1}
+
+
+# ---- errors with the trainer's names
+
+
+def test_errors_have_the_names_of_the_trainer():
+    short, zeros = MASK[:, :-1], torch.zeros(B, T)
+    loss = skyrl.policy_loss("dapo")
+    correction = {"apply_off_policy_correction": lambda weights, old, rollout, mask, config: (weights, mask, {})}
+    stand_in("skyrl.backends.skyrl_train.utils.off_policy_correction_utils", **correction)
+    config = SimpleNamespace(off_policy_correction=None)
+    actor = SimpleNamespace(
+        clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=-0.1, policy_loss=SimpleNamespace(dro_beta=None), clip_ratio_c=3.0
+    )
+    for call, message in (
+        (
+            lambda: skyrl.chunked_entropy_from_logits(LOGITS, attention_mask=short),
+            r"^attention_mask has shape .*, but logits has",
+        ),
+        (lambda: loss(zeros, zeros[:, 1:], zeros, config, MASK), "^old_log_probs has shape .*, but loss_mask has"),
+        (lambda: areal.gather_logprobs(LOGITS, IDS[:, 1:]), "^logits has shape .*, but labels has .*predicting labels"),
+        (lambda: verl.objective_of("dro", actor), "^policy_loss.dro_beta=None: "),
+        (lambda: verl.objective_of("gspo", actor), r"^clip_ratio_high=-0\.1: "),
+        (lambda: verl.linear_cross_entropy(HIDDEN, WEIGHT, IDS[:, 1:]), "^hidden has shape .*, but labels has"),
+        (
+            lambda: verl.fused_linear_for_ppo(Plain(), HIDDEN, WEIGHT, IDS[:, 1:]),
+            "^hidden_states has shape .*, but input_ids has",
+        ),
+        (lambda: openrlhf.PolicyLoss()(zeros, zeros, zeros[:, 1:], MASK), "^advantages has shape .*, but action_mask of shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+class Plain:
+    """A module without options."""
+
+
+# ---- AReaL's logits that nothing else reads
+
+
+@parametrize("reuse", [False, True])
+def test_areal_reuses_logits(reuse):
+    """The gradient is written into the logits, except into those of a leaf."""
+    leaf = FLAT.clone().requires_grad_()
+    logits = leaf * 1.0
+    logps, entropy = areal.gather_logprobs_entropy(logits, ROWS, temperature=0.7, reuse_logits=reuse)
+    exact = FLAT.double().requires_grad_()
+    a, b = log_softmax_of(exact, ROWS, 0.7)
+    torch.testing.assert_close([logps.double(), entropy.double()], [a, b], rtol=1e-5, atol=1e-5)
+    (logps.cos() - 0.3 * entropy).sum().backward()
+    (a.cos() - 0.3 * b).sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+    assert torch.equal(logits.detach(), FLAT) != reuse
+    areal.gather_logprobs_entropy(leaf, ROWS, reuse_logits=True)[0].sum().backward()
+    assert torch.equal(leaf.detach(), FLAT)
 
 
 # ---- how functions are replaced, restored, and compared under a version that was not tested: by AReaL's adapter, as by all others
@@ -354,6 +537,17 @@ def gather_logprobs_entropy(logits, labels, temperature=1.0, tp_group=None, chun
 @pytest.fixture
 def home():
     return stand_in(HOME, gather_logprobs=gather_logprobs, gather_logprobs_entropy=gather_logprobs_entropy)
+
+
+def test_a_function_with_other_required_arguments_is_refused_when_it_is_bound(home):
+    for theirs, problem in (
+        (lambda logits, labels, sharding: None, "it requires sharding"),
+        (lambda logits: None, "it has no labels"),
+    ):
+        home.gather_logprobs = theirs
+        with pytest.raises(RuntimeError, match=rf"but ours takes \(logits, labels, .*\): {problem}"):
+            areal.bind()
+        assert home.gather_logprobs is theirs and home.gather_logprobs_entropy is gather_logprobs_entropy
 
 
 def late_import(code):

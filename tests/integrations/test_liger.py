@@ -320,3 +320,26 @@ def test_the_slot_of_one_trainer(factor, attribute, monkeypatch):
     assert getattr(trainer, attribute) is theirs and GIVEN[0].grad is None
     with pytest.warns(UserWarning, match=r"99\.1 was not tested .* are those of 0\.8\.5"):
         Ours()
+
+
+class Newer(Theirs):
+    """Liger's class with an option that ours does not have."""
+
+    def __init__(self, *args, tilt=0.0, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tilt = tilt
+
+
+Newer.__module__ = chunked.__name__
+
+
+def test_an_option_of_a_newer_liger_is_left_to_it(monkeypatch):
+    """An object with its default is ours; one that has it set is Liger's own, and counted."""
+    monkeypatch.setattr(chunked, "LigerFusedLinearGRPOLoss", Newer)
+    with liger.bind(any_version=True) as slots:
+        ours, theirs = (chunked.LigerFusedLinearGRPOLoss(compiled=False, **SHORT, **more) for more in ({}, {"tilt": 0.5}))
+        assert type(theirs) is Newer and not isinstance(ours, Newer)
+        ours(*GIVEN)
+    assert slots.counts == {"fused": 1, "Liger: option tilt=0.5, which grpo_kernels does not know": 1}
+    with pytest.raises(RuntimeError, match=r"strict=True.*option tilt=0\.5"), liger.bind(any_version=True, strict=True):
+        chunked.LigerFusedLinearGRPOLoss(compiled=False, **SHORT, tilt=0.5)

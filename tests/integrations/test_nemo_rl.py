@@ -255,11 +255,49 @@ def test_refused():
     weighted = Objective.preset("grpo", beta=0.1, kl=Kl("k3", weighting="ratio"))
     refused(
         (lambda: nemo_rl.PolicyLoss(Objective.preset("dr_grpo")), "aggregate='constant'"),
-        (lambda: nemo_rl.PolicyLoss(weighted, sampling_params=KEPT), "the KL runs over the vocabulary, its weight over the sets"),
+        (
+            lambda: nemo_rl.PolicyLoss(weighted, sampling_params=KEPT),
+            "the KL runs over the vocabulary, its weight over the sets",
+        ),
         (lambda: nemo_rl.PolicyLoss.like(clipped_pg(ratio_clip_c=1.1)), r"ratio_clip_c=1\.1: below 1 \+ ratio_clip_max"),
         (lambda: nemo_rl.PolicyLoss.like(clipped_pg(ratio_clip_c=3.0, disable_ppo_ratio=True)), "bounds no ratio"),
         (lambda: nemo_rl.DistillationLoss("jsd"), r"kl_type='jsd': it must be one of forward"),
-    )  # fmt: skip
+    )
+
+
+@parametrize(
+    "name, value",
+    [
+        ("seq_logprob_error_in_loss", True),
+        ("opd_full", SimpleNamespace(enabled=True)),
+        ("use_fused_linear_logprobs", True),
+        ("newer", 0.5),
+    ],
+)
+def test_every_other_option_that_is_set_is_refused(name, value):
+    """And none that is not set, as in a newer NeMo-RL; attributes that follow from others are no options."""
+    unset = {"seq_logprob_error_in_loss": False, "opd_full": None, "use_fused_linear_logprobs": False, "newer": 0.0}
+    derived = {"metric_normalizations": {"loss": 1}, "input_type": 1, "seq_logprob_error_threshold": 2.0, "_cached": 3}
+    nemo_rl.PolicyLoss.like(clipped_pg(**unset, **derived))
+    distillation = {"kl_type": "forward", "mixed_kl_weight": 0.5, "zero_outside_topk": False, "log_infinitesimal": -100}
+    nemo_rl.DistillationLoss.like(SimpleNamespace(**distillation, **unset))
+    refused(
+        (lambda: nemo_rl.PolicyLoss.like(clipped_pg(**unset | {name: value}, **derived)), f"^{name}="),
+        (lambda: nemo_rl.DistillationLoss.like(SimpleNamespace(**distillation, **unset | {name: value})), f"^{name}="),
+    )
+
+
+def test_errors_have_the_names_of_the_columns():
+    logits, data = step()
+    loss = nemo_rl.PolicyLoss(preset("grpo", beta=0.1))
+    for ours, column in (
+        ("old_logps", "prev_logprobs"),
+        ("ref_logps", "reference_policy_logprobs"),
+        ("advantages", "advantages"),
+    ):
+        with pytest.raises(ValueError, match=f"^{column} has shape .*input_ids") as raised:
+            loss(logits, data | {column: data[column][:, 1:]}, SEQUENCES, TOKENS)
+        assert ours == column or ours not in str(raised.value)  # fmt: skip
 
 
 # ---- distillation

@@ -148,7 +148,7 @@ def test_miles(miles_homes):
         assert {*slots.counts} == {"fused"}
         refused(
             (score(Record(partial)), "no ids for response token 5"),
-            (score(Record([*SETS[:5], [10]])), r"targets\[5\]=7 is not in its kept set"),
+            (score(Record([*SETS[:5], [10]])), r"tokens\[5\]=7 is not in its kept set"),
         )
 
 
@@ -200,7 +200,7 @@ def lists_of(padded):
 
 @pytest.fixture
 def skyrl_replay():
-    stand_in(f"{SKYRL}.torch_utils", logprobs_from_logits=lambda: None, chunked_entropy_from_logits=lambda: None)
+    stand_in(f"{SKYRL}.torch_utils", logprobs_from_logits=len, chunked_entropy_from_logits=sum)
     return f"{SKYRL}.sample_support_replay"
 
 
@@ -208,8 +208,8 @@ def skyrl_replay():
 @parametrize("gradient", [None, False, True], ids=("older", "newer", "newer, entropy with a gradient"))
 def test_skyrl(skyrl_replay, leaves, gradient):
     """By the function of older versions, and by that of newer ones, with the entropy of the set; 0 where there is none."""
-    newer = {"sample_support_scores": len, "SampleSupportScores": SimpleNamespace}
-    home = stand_in(skyrl_replay, **{"sample_support_logprobs": len} if gradient is None else newer)
+    newer = {"sample_support_scores": max, "SampleSupportScores": SimpleNamespace}
+    home = stand_in(skyrl_replay, **{"sample_support_logprobs": max} if gradient is None else newer)
 
     def call(rows, weight=None, **more):
         given = {"lm_head_weight": weight, "temperature": 0.7, "chunk_size": 3, **BOUNDS} | more

@@ -95,8 +95,8 @@ def test_skyrl(name, mode, monkeypatch):
 
     compare(loss, mode, each)
 
-    def clipped(log_probs, old, advantages, config, mask, rollout):
-        return -((log_probs - old).exp() * advantages.nan_to_num() * each * mask).sum(), {}
+    def clipped(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):
+        return -((log_probs - old_log_probs).exp() * advantages.nan_to_num() * each * loss_mask).sum(), {}
 
     registry = {}
     stand_in(
@@ -139,9 +139,7 @@ def test_prime_rl(objective, mode, weight):
 def test_slime(mode):
     """Its corrections, of log-probs of the head that our function gives, beside its REINFORCE term with its weights."""
     bounds = {"none": {}, "tis": {"low": 0.7, "high": 1.2}, "mis": {"low": 0.8, "high": 1.2}}[mode]
-    utils = stand_in(
-        "slime.utils.ppo_utils", calculate_log_probs_and_entropy=lambda: None, calculate_topk_log_probs=lambda: None
-    )
+    utils = stand_in("slime.utils.ppo_utils", calculate_log_probs_and_entropy=len, calculate_topk_log_probs=sum)
     stand_in("slime.utils.score_centering", get_score_centering_is_config=lambda args: {"mode": mode, **bounds})
 
     def terms(args, batch, logits):

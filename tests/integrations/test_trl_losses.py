@@ -87,9 +87,11 @@ def plain(leaves):
 TOOLS = torch.ones(8, LENGTH, dtype=torch.int64)
 TOOLS[0, 2:5] = TOOLS[2, 1] = TOOLS[7, 4:] = 0
 OPTIONS = ("nothing else", "on-policy", "far from the old policy", "tool mask", "truncated completions", "entropy quantile", "off-policy mask",
-           "token weights", "rejected tokens", "sequence weights", "entropy bonus", "advantages per token", "together")  # fmt: skip
+           "token weights", "rejected tokens", "sequence weights", "entropy bonus", "advantages per token", "advantages of both signs",
+           "together")  # fmt: skip
 CHANGES = {"entropy quantile": {"top_entropy_quantile": 0.4}, "off-policy mask": {"off_policy_mask_threshold": 0.25},
            "entropy bonus": {"entropy_coef": 0.5}}  # fmt: skip
+CHANGES["advantages of both signs"] = {"off_policy_mask_threshold": -1.0}  # which every sequence exceeds
 CHANGES["together"] = CHANGES["entropy quantile"] | CHANGES["off-policy mask"] | CHANGES["entropy bonus"]
 
 
@@ -107,6 +109,7 @@ def with_option(name, case, inputs):
         "on-policy": {"old_per_token_logps": None}, "far from the old policy": {"old_per_token_logps": inputs["old_per_token_logps"] + far * vespo},
         "tool mask": {"tool_mask": TOOLS}, "token weights": {"importance_sampling_ratio": torch.where(mask != 0, clipped, 1.0)},
         "rejected tokens": {"importance_sampling_ratio": rejected}, "advantages per token": {"advantages": inputs["advantages"][:, None] + spread},
+        "advantages of both signs": {"advantages": spread},
         "truncated completions": {"completion_mask": mask * ~torch.isin(torch.arange(8), torch.tensor([0, 7]))[:, None]},
         # which TRL refuses to VESPO
         "sequence weights": {} if vespo else {"importance_sampling_ratio": torch.tensor([0.7, 1.6, 0.0, 1.0, 2.2, 0.9, 1.1, 1.4])[:, None]},
@@ -180,7 +183,8 @@ def same(got, want, *without):
 
 def same_metrics(got, want, *without):
     got, want = ({name: x for name, x in found[0][1].items() if name not in without} for found in (got, want))
-    assert got == pytest.approx(want, rel=1e-5, abs=1e-6, nan_ok=True) and [*got] == [*want]
+    # Means of terms of either sign, up to 4: 16 roundings of these.
+    assert got == pytest.approx(want, rel=1e-5, abs=16 * 4 * 2.0**-24, nan_ok=True) and [*got] == [*want]
 
 
 GRID = pairs(
@@ -285,6 +289,25 @@ def test_rows_that_are_projected(run, plain, patched, monkeypatch):
     assert_same(run(case, data, unread=~mask), theirs, 2e-4)
     monkeypatch.setattr(patched, "skip_inactive", True)
     same(run(case, data, unread=idle), theirs, "entropy")
+
+
+def test_what_runs_is_logged_once(trainer, run, plain, caplog, monkeypatch):
+    """And once for each reason why TRL's own code runs; on rank 0 alone."""
+    left = case_of("vespo", importance_sampling_level="sequence", beta=0.3, use_bias_correction_kl=True)
+    low = case_of("vespo") | {"vllm_importance_sampling_clip_min": 1.5}
+    for rank, expected in (("0", 3), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        caplog.clear()
+        with patch(trainer) as fused:
+            for case, options in [(case_of(), {}), (left, {}), (low, with_option("token weights", low, plain)[1])] * 2:
+                run(case, plain | options)
+        assert sorted(fused.counts.values()) == [2, 2, 2] and fused.counts["fused"] == 2
+        said = [record.getMessage() for record in caplog.records if record.name == "grpo_kernels.integrations"]
+        assert len(said) == expected
+        if said:
+            assert said[0] == "TRL: GRPOTrainer._compute_loss runs in grpo_kernels' fused kernels."
+            assert "runs in TRL's own code: VESPO's KL weighted by the ratio of the sequence." in said[1]
+            assert "runs in TRL's own code: VESPO with a clip range without 1" in said[2]
 
 
 def test_strict_compares_small_bonuses_and_lets_no_nan_pass(trainer, run, plain, patched, monkeypatch):

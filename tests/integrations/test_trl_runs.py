@@ -4,8 +4,10 @@ that computed them; and what is refused, undone and left alone."""
 from __future__ import annotations
 
 import gc
+import inspect
 import types
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from trl.experimental.gmpo import GMPOTrainer
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils
 
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_lm_head, log_probs, patch
+from grpo_kernels.integrations.trl import EVERY_OUTPUT, FusedGRPOTrainer, fused_lm_head, log_probs, patch
 from support import trl_cases
 from support.pairs import label, pairs
 from support.trainers import assert_scored
@@ -315,6 +317,140 @@ def test_slot_is_trls_function(row):
         with pytest.raises(RuntimeError, match="ours already"):
             fused_lm_head()
     assert slot.counts == {"fused": 1} and getattr(utils, SLOT) is ChunkedLogProbFunction
+
+
+def next_head(chunk_size=True, outputs=True, sampling_mask=True):
+    """TRL's function of its head as later versions have it: over the ids of a row that sampling_mask has, or without an argument
+    for the size of chunks, which gives four results."""
+
+    def forward(
+        ctx, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, scale=1.0, outputs=EVERY_OUTPUT, sets=None
+    ):
+        raise NotImplementedError
+
+    def apply(hidden, weight, bias, targets, temperature, *more):
+        more = [*more] if chunk_size else [None, *more]
+        _, softcap, scale, asked, sets = [*more, *(None, None, 1.0, EVERY_OUTPUT, None)[len(more) :]]
+        z = torch.nn.functional.linear(hidden, weight, bias) * scale
+        z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+        log_p = z.log_softmax(-1)
+        logps = log_p.gather(-1, targets[:, None])[:, 0]
+        if sets is not None:
+            kept = torch.zeros_like(z).scatter_add(-1, sets.clamp(min=0), (sets >= 0).to(z))
+            logps = logps - log_p.masked_fill(kept == 0, -torch.inf).logsumexp(-1)
+        entropy, squares, top = -(log_p.exp() * log_p).sum(-1), (2 * log_p).logsumexp(-1).detach(), targets == z.argmax(-1)
+        if not outputs:
+            return logps, entropy, squares, top
+        return logps, *(
+            x if name in asked else None for x, name in zip((entropy, squares, None, top), EVERY_OUTPUT, strict=True)
+        )
+
+    names = ["ctx", "hidden", "weight", "bias", "targets", "temperature", *["chunk_size"] * chunk_size, "final_logit_softcapping",
+             "logit_scale", *["outputs"] * outputs, *["sampling_mask"] * sampling_mask]  # fmt: skip
+    defaults = {"final_logit_softcapping": None, "logit_scale": 1.0, "outputs": EVERY_OUTPUT, "sampling_mask": None}
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=defaults.get(name, inspect.Parameter.empty))
+        for name in names
+    ]
+    forward.__signature__ = inspect.Signature(parameters)
+    return type("Next", (), {"forward": staticmethod(forward), "apply": staticmethod(apply)})
+
+
+#: Sets of the rows, with the target and with padding.
+SETS = torch.cat([TARGETS[:, None], (TARGETS[:, None] + torch.tensor([3, 11, 20])) % 33], 1)
+SETS[::2, 2:] = -1
+
+
+@parametrize("sets", [(), (None,), (SETS,)], ids=("not passed", "None", "sets"))
+def test_slot_of_a_trl_with_sampling_masks(sets, monkeypatch):
+    theirs = next_head()
+    monkeypatch.setattr(utils, SLOT, theirs)
+    more = (1.5, 0.3, ("log_probs", "entropy", "log_sum_sq_probs", "is_top1"), *sets)
+    with fused_lm_head(strict=True, any_version=True) as slot:
+        assert_scored(applied(getattr(utils, SLOT), *more), applied(theirs, *more), *LEAVES, dtype=torch.float64)
+    assert slot.counts == {"fused": 1} and getattr(utils, SLOT) is theirs
+    if sets == (SETS,):
+        assert_scored(
+            applied(SimpleNamespace(apply=log_probs), *more), applied(theirs, *more), *LEAVES[:2], dtype=torch.float64
+        )
+
+
+def test_slot_of_a_trl_without_chunk_size(monkeypatch):
+    """Four results, of which two have a gradient."""
+    theirs = next_head(chunk_size=False, outputs=False, sampling_mask=False)
+    monkeypatch.setattr(utils, SLOT, theirs)
+
+    def call(function):
+        return lambda hidden, weight, bias=None: function.apply(hidden, weight, bias, TARGETS, 0.8, 1.5, 0.3)
+
+    with fused_lm_head(strict=True, any_version=True) as slot:
+        ours = getattr(utils, SLOT)
+        assert len(call(ours)(*LEAVES)) == 4
+        assert_scored(call(ours), call(theirs), *LEAVES, dtype=torch.float64)
+    assert slot.counts == {"fused": 2}
+
+
+def test_an_argument_of_a_later_trl_is_left_to_it(monkeypatch):
+    calls = []
+
+    class Later(ChunkedLogProbFunction):
+        @staticmethod
+        def forward(
+            ctx, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, scale=1.0, outputs=EVERY_OUTPUT, tilt=0.0
+        ):
+            raise NotImplementedError
+
+        @classmethod
+        def apply(cls, *given):
+            calls.append(given)
+            return ChunkedLogProbFunction.apply(*given[:9])
+
+    monkeypatch.setattr(utils, SLOT, Later)
+    with fused_lm_head(any_version=True) as slot:
+        for tilt in (0.0, None, 0.5):
+            getattr(utils, SLOT).apply(*LEAVES, TARGETS, 0.8, 7, None, 1.0, ("log_probs",), tilt)
+    assert slot.counts == {"fused": 2, "TRL: argument tilt=0.5, which grpo_kernels does not know": 1} and len(calls) == 1
+
+
+def test_a_run_of_a_trl_with_an_unknown_argument_is_left_to_it(make, train):
+    """Losses and scores, each counted; the run is TRL's."""
+    want = train(steps=2, beta=0.05, num_iterations=2)
+    one = make(steps=2, beta=0.05, num_iterations=2)
+    fused = patch(one)
+    own = fused._head.apply
+    fused._head.apply = staticmethod(lambda *given: own(*given, 0.5))
+    one.train()
+    assert {*fused.counts} == {"TRL: argument number 10, 0.5, which grpo_kernels does not know"}
+    assert_same_history(history(one), history(want), 1e-6)
+
+
+@parametrize("sets", [None, "all", "some"])
+def test_a_run_of_a_trl_that_passes_its_own_sets(make, train, sets, monkeypatch):
+    """As its tenth argument to the head: of all ids, which changes nothing, and of some, where the entropy stays that over the
+    vocabulary."""
+    want = train(steps=3, beta=0.05, num_iterations=2)
+    monkeypatch.setattr(utils, SLOT, type("Next", (ChunkedLogProbFunction,), {"forward": next_head().forward}))
+    one = make(steps=3, beta=0.05, num_iterations=2)
+    fused = patch(one, strict=True)
+    own, seen = fused._head.apply, []
+
+    def apply(*given):
+        hidden, weight, _, targets = given[:4]
+        ids = torch.arange(len(weight)).expand(len(targets), -1)
+        if sets == "some":
+            ids = torch.cat([targets[:, None], (targets[:, None] + torch.tensor([1, 2, 3])) % len(weight)], 1)
+        seen.append(own(*given, None if sets is None else ids))
+        if sets == "some" and seen[-1][0].numel():
+            z = hidden.detach() @ weight.detach().T / given[4]
+            exact = z.gather(1, targets[:, None])[:, 0] - z.gather(1, ids).logsumexp(1)
+            assert_close(seen[-1][0].detach(), exact, rtol=1e-4, atol=1e-4)
+        return seen[-1]
+
+    fused._head.apply = staticmethod(apply)
+    one.train()
+    assert fused.counts["fused"] == 3 and seen
+    if sets != "some":
+        assert_same_history(history(one), history(want), 2e-4)
 
 
 def test_labels_that_are_ignored():

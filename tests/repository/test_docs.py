@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import io
 import re
 import shutil
 import subprocess
+import tokenize
 from pathlib import Path
 from types import FunctionType
 
@@ -109,6 +112,93 @@ def test_a_new_statistic_is_a_change_of_two_files(tmp_path):
     subprocess.run(["git", "apply", "-p1", "-"], input=change, text=True, cwd=tmp_path, check=True)
     shutil.copy(cpu._cpu.__file__, tmp_path / NAME)
     finish(start(PROGRAM.format(folder=str(tmp_path))))
+
+
+# ---- files that are named
+
+#: Suffixes of files in the repository, and what such a name looks like in a text: a path, without patterns and the sides of a diff.
+SUFFIXES = "py|pyi|cpp|h|md|json|toml|ya?ml|sh|svg|png|jsonl|txt"
+FILE = re.compile(rf"(?<![\w/.*<{{>-])(?:[ab]/(?=grpo_kernels/))?(\w[\w./-]*\.(?:{SUFFIXES}))(?![\w(/]|\.\w)")
+#: Files that users have, or that a run writes.
+NOT_OURS = {
+    "your_program.py", "my_loss.py", "my_losses.py", "gsm8k.yaml", "trl/trainer/grpo_trainer.py",
+    "config.yaml", "runs/gsm8k/config.yaml", "metrics.jsonl", "samples.jsonl", "summary.txt", "summary.md", "metadata.json",
+    "DIR/json/STAGE.json", "a/b.py",
+}  # fmt: skip
+#: Programs that are gone, of which pages with these words may speak.
+GONE, GONE_SAYS = {
+    "benchmarks/exact_kl.py", "benchmarks/sparse_training.py", "benchmarks/replay.py", "score_centering.py", "vocab_parallel.py",
+    "crossover.py",
+}, "in the history of this repository"  # fmt: skip
+
+
+def missing_files(text, folder, paths):
+    """The files that a text in this folder names and that are not there. `paths`: of all files, relative to the root."""
+    text = re.sub(r"https?://\S+", "", text)
+    allowed = NOT_OURS | (GONE if GONE_SAYS in text else set())
+    return [
+        name
+        for name in FILE.findall(text)
+        if name not in allowed
+        and not (folder / name).exists()
+        and not any(path == name or path.endswith(f"/{name}") for path in paths)
+    ]
+
+
+def told(path):
+    """What a file tells its reader: a page, or the docstrings and comments of a program."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return text
+    nodes = (x for x in ast.walk(ast.parse(text)) if isinstance(x, (ast.Module, ast.ClassDef, ast.FunctionDef)))
+    comments = (x.string for x in tokenize.generate_tokens(io.StringIO(text).readline) if x.type == tokenize.COMMENT)
+    return "\n".join([*(ast.get_docstring(x) or "" for x in nodes), *comments])
+
+
+def test_files_that_are_named_exist():
+    """In pages, docstrings and comments. The changelog names those of former versions."""
+    paths = [name_of(path) for path in pages.tracked("*")]
+    readers = [path for path in pages.tracked("*.md", "*.py") if path.name not in ("CHANGELOG.md", "test_docs.py")]
+    suspects = [path for path in readers if missing_files(path.read_text(), path.parent, paths)]  # strings may name anything
+    wrong = {name_of(path): names for path in suspects if (names := missing_files(told(path), path.parent, paths))}
+    assert len(readers) > 200 and not wrong
+    text = (
+        "`blocks.py`, test_readme.py, (rows/products.py), docs/gpu.md; a/grpo_kernels/batch.py <x>.py *.json f.py() replay.py."
+    )
+    assert missing_files(text, ROOT, paths) == ["blocks.py", "test_readme.py", "replay.py"]
+
+
+#: A module of the package, and names in it.
+DOTTED = re.compile(rf"(?<![\w./]){NAME}((?:\.[A-Za-z_]\w*)+)")
+
+
+def missing_names(text):
+    """Dotted names of the package in a text that lead nowhere. Sources are read, because adapters import trainers."""
+    found = []
+    for dotted in DOTTED.findall(re.sub(r"https?://\S+", "", text)):
+        parts = dotted[1:].split(".")
+        homes = [(ROOT / NAME).joinpath(*parts[:i]) for i in range(len(parts), -1, -1)]
+        depth, home = next(
+            (len(parts) - i, file)
+            for i, path in enumerate(homes)
+            for file in (path.with_suffix(".py"), path / "__init__.py")
+            if file.is_file()
+        )
+        rest = parts[depth:]
+        if rest and not re.search(rf"\b{rest[0]}\b", home.read_text()):
+            found.append(NAME + dotted)
+    return found
+
+
+def test_names_of_modules_exist():
+    wrong = {
+        name_of(page): names for page in MARKDOWN if page.name != "CHANGELOG.md" and (names := missing_names(page.read_text()))
+    }
+    assert not wrong
+    now = re.findall(r"^\| .* \| (.*) \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)  # the second column of its table
+    assert len(now) > 20 and missing_names("\n".join(now)) == []
+    text = f"`{NAME}.specs`, {NAME}.model.FusedLMHead, {NAME}.rewards.nothing.f, torch.ops.{NAME}.stats"
+    assert missing_names(text) == [f"{NAME}.specs", f"{NAME}.rewards.nothing.f"]
 
 
 # ---- what breaks elsewhere

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import grpo_kernels.rows.compile
+import grpo_kernels.core.compiled
 import pytest
 import torch
 from hub_kernel import build
@@ -145,7 +145,7 @@ def loaded(folder, monkeypatch):
 def test_two_builds_live_side_by_side_and_compute_the_loss(builds, monkeypatch):
     """And a layer takes the place of a forward, with the weight of the module that it is put into."""
     kernels = [loaded(folder, monkeypatch) for folder in builds]
-    assert len({grpo_kernels.rows.compile.NAMESPACE, *(kernel.rows.compile.NAMESPACE for kernel in kernels)}) == 3
+    assert len({grpo_kernels.core.compiled.NAMESPACE, *(kernel.core.compiled.NAMESPACE for kernel in kernels)}) == 3
     head, hidden, targets = (
         SimpleNamespace(weight=torch.randn(31, 8), bias=None),
         torch.randn(2, 5, 8),

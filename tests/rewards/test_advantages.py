@@ -10,7 +10,7 @@ from math import nan
 import pytest
 import torch
 
-from grpo_kernels import Objective, PolicyGradient, TokenBatch, group_advantages
+from grpo_kernels import Objective, PolicyGradient, TokenBatch, TokenSets, group_advantages
 from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.rewards.advantages import (
@@ -71,7 +71,7 @@ AXES = {
 def test_group_advantages(case):
     """Every pair of options; what is 0 is exactly 0."""
     rewards, size = REWARDS[case["rewards"]]()
-    options = {**case, "eps": case["eps"] * size, "missing": "skip"}
+    options = {**case, "eps": case["eps"] * size, "missing_rewards": "skip"}
     del options["rewards"]
     if options["baseline"] == "none" and options["scale"] != "none":
         options["baseline"] = "mean"
@@ -103,7 +103,7 @@ def test_several_rewards(combine, baseline):
     rewards[torch.tensor(IDS) == 2, 2] = 0.7  # one function cannot tell the answers to a prompt apart
     rewards[1, 0] = rewards[5, 1] = rewards[3] = nan
     rows = [[None if math.isnan(r) else r for r in row] for row in rewards.tolist()]
-    options = {"baseline": baseline, "missing": "skip"}
+    options = {"baseline": baseline, "missing_rewards": "skip"}
     want = oracle.gdpo(rows, weights, IDS, **options) if combine == "gdpo" else oracle.group_advantages(oracle.summed(rows, weights), IDS, **options)  # fmt: skip
     close(group_advantages(rewards, groups=torch.tensor(IDS), reward_weights=weights, combine=combine, **options), want)
 
@@ -130,6 +130,7 @@ def theirs(name, x):
     return (x - x.mean()) / (1.0 if eps is None else x.std(unbiased=name != "torchtitan") + eps)
 
 
+@pytest.mark.filterwarnings("ignore:1 of the 2 groups have one completion")
 @pytest.mark.parametrize("name", NUMERICS)
 def test_trainers_formulas(name):
     """Where eps matters too, and for a group of one, whose mean verl and SkyRL take for 0 and its std for 1. TRL lets go of
@@ -181,12 +182,14 @@ def test_group_metrics():
     rewards = torch.tensor([1, 1, 1, 0, 0, nan, 0, 1, 1, 0.5, 0.5, 0.5, nan, nan, nan])
     scored = [1, 1, 1, 0, 0, 0, 1, 1, 0.5, 0.5, 0.5]
     expected = {
-        "zero_variance": 3 / 4, "all_wrong": 1 / 4, "all_correct": 1 / 4, "missing": 4 / 15,
+        "zero_variance": 3 / 4, "all_wrong": 1 / 4, "all_correct": 1 / 4, "missing": 4 / 15, "single": 0.0,
         "reward_mean": oracle.mean(scored), "reward_std": oracle.std(scored), "group_std": oracle.std([0, 1, 1]) / 4,
     }  # fmt: skip
     assert {name: float(v) for name, v in group_metrics(rewards, group_size=3).items()} == pytest.approx(expected)
     signed = group_metrics(torch.tensor([-1.0, nan, 0.5, -1.0]), group_size=2, extremes=(-1.0, 1.0))
     assert signed["all_wrong"] == 0.5 and signed["all_correct"] == 0
+    assert signed["single"] == 0.5  # the other completion of the first group has no reward
+    assert group_metrics(rewards[:4], groups=torch.tensor([7, 3, 3, 5]))["single"] == 2 / 3
 
 
 # ---- groups of one
@@ -197,11 +200,30 @@ def test_groups_of_one_completion_are_warned_of_once(monkeypatch):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         group_advantages([3.0, 1.0, 2.0], group_size=1, singleton="raw")
-        group_advantages([1.0, 1.0, 1.0], groups=torch.tensor([0, 0, 1]))
         assert not seen
         assert not any(group_advantages([3.0, -2.0, 0.5], group_size=1).any() for _ in range(3))
+        assert not any(group_advantages([3.0, -2.0], groups=torch.tensor([1, 2])).any() for _ in range(3))
     (warning,) = seen
     assert warning.filename == __file__ and "all advantages are 0" in str(warning.message)
+
+
+def test_many_groups_of_one_completion_are_warned_of_once(monkeypatch):
+    """From a quarter of the groups on, whatever their number is; never where nothing is lost."""
+    monkeypatch.setattr("grpo_kernels.checks._warned", set())
+    few = [0, 1, 1, 2, 2, 3, 3, 4, 4]  # one of five
+    quarter = few[:7]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        group_advantages(torch.arange(9.0), groups=torch.tensor(few))
+        group_advantages(torch.arange(7.0), groups=torch.tensor(quarter), singleton="raw")
+        group_advantages(torch.arange(7.0), groups=torch.tensor(quarter), baseline="none", scale="none")
+        assert not seen
+        group_advantages(torch.arange(7.0), groups=torch.tensor(quarter))
+        group_advantages(torch.arange(3.0), groups=torch.tensor([0, 1, 1]))
+        TokenBatch.from_rewards(torch.zeros(3, 2).long(), torch.arange(3.0), groups=torch.tensor([0, 1, 1]))
+    (warning,) = seen
+    assert warning.filename == __file__ and "1 of the 4 groups have one completion" in str(warning.message)
+    assert "group_metrics" in str(warning.message)
 
 
 # ---- tokens
@@ -374,6 +396,19 @@ def test_as_many_sequences_as_tokens():
     assert objective_loss(torch.tensor([1.0, 2.0, 4.0]), batch, Objective(PolicyGradient(), aggregate="token-sum")).loss == 3
 
 
+def test_two_kinds_of_missing():
+    """Rewards that are NaN, and targets outside of their sets."""
+    given = {"targets": ONES.long(), "rewards": [1.0, nan], "group_size": 2, "missing_rewards": "skip"}
+    batch = TokenBatch.from_rewards(**given, kept=SIX, missing="mask")
+    assert batch.advantages.tolist() == [0.0, 0.0] and batch.missing == "mask"
+    assert batch.trained.tolist() == [True, False, True, True, False, True]
+    with pytest.raises(ValueError, match=r"rewards\[1\]=nan"):
+        TokenBatch.from_rewards(**given | {"missing_rewards": "raise"}, kept=SIX, missing="mask")
+    steps = {"estimator": "process", "groups": torch.zeros(2).long(), "steps": ONES.cumsum(0)}
+    with pytest.raises(ValueError, match="missing_rewards='drop'"):
+        TokenBatch.from_rewards(ONES.long(), [], **steps, missing_rewards="drop")
+
+
 def test_rewards_that_are_not_read_may_be_missing():
     given = {"estimator": "process", "groups": torch.zeros(2).long(), "steps": ONES.cumsum(0)}
     without, beside = (TokenBatch.from_rewards(ONES.long(), x, **given).advantages for x in ([], [0.0, 1.0]))
@@ -393,6 +428,8 @@ def test_no_estimator_waits_for_the_device():
 # ---- refusals
 
 ONES, FOUR, TWO = torch.ones(2, 3), torch.zeros(4), torch.ones(4, 2)
+#: Sets of six tokens with the id 1, of which two lack it.
+SIX = TokenSets.from_lists([[1], [2], [], [1, 2], [3], [1]])
 ALONE = {"evidence": Evidence(FOUR, group_size=2, greedy_rewards=FOUR)}
 WITHOUT = Evidence(FOUR, group_size=2)
 
@@ -406,7 +443,10 @@ REFUSED = [
             "combine='gdpo'": {"combine": "gdpo"},
             "eps=-1.0": {"eps": -1.0},
             "lengths=.None": {"baseline": "length"},
-            r"rewards has shape \[4, 2\].*weights": {"rewards": TWO},
+            r"rewards has shape \[4, 2\].*4 prompts with 2 completions each, pass rewards.flatten\(\) with group_size=2.*weights": {
+                "rewards": TWO
+            },
+            "missing_rewards='drop': it must be one of raise, skip": {"missing_rewards": "drop"},
             r"rewards\[1\]=nan": {"rewards": [0.0, nan]},
             "group_size=3 does not divide the 4 rewards": {"group_size": 3},
             "group_size=None.*pass exactly one of them": {"group_size": None},
@@ -464,6 +504,10 @@ REFUSED = [
         {"targets": ONES.long(), "rewards": [0.0, 1.0], "group_size": 2},
         {
             "estimator='grpo': it must be one of group, rloo": {"estimator": "grpo"},
+            r"rewards has shape \[1, 2\].*pass rewards.flatten\(\) with group_size=2": {"rewards": torch.ones(1, 2)},
+            "missing='skip': .* kept is None.*missing_rewards=": {"missing": "skip"},
+            "missing='mask': .* kept is None.*missing_rewards=": {"missing": "mask"},
+            "missing='skip': it must be one of 'include'.*missing_rewards=": {"missing": "skip", "kept": SIX},
             "rewards has 2 numbers, but targets 1 sequences": {"targets": ONES[0].long(), "cu_seqlens": torch.tensor([0, 3])},
             r"cu_seqlens has shape \[\]: pass int32": {"targets": ONES[0].long(), "cu_seqlens": torch.tensor(3)},
             r"targets has shape \[\]: pass": {"targets": torch.tensor(2)},

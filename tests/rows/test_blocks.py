@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grpo_kernels.rows import products as blocks
-from grpo_kernels.rows.products import Work
 
 from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs
-from grpo_kernels.core import backends, memory
+from grpo_kernels.core import backends, matmuls, memory
+from grpo_kernels.core import linear_memory as blocks
 from grpo_kernels.core.backends import eager
+from grpo_kernels.core.linear_memory import LinearMemory
 from support import oracle
 from support.bits import same_bits
 from support.doors import compare, exact_of, run
@@ -21,7 +21,7 @@ from support.recipes import Recipe, problem
 GIB = 1 << 30
 V, H, CHUNK, BLOCK = 71, 16, 64, 128
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-QWEN = Work(151936, 4096, apart=True, d_hidden=2, d_weight=2)
+QWEN = LinearMemory(151936, 4096, has_grad_buffer=True, grad_hidden_bytes=2, grad_weight_bytes=2)
 
 
 # ---- rows of a chunk and of a block
@@ -72,9 +72,9 @@ def test_bytes_that_are_alive_are_those_of_the_model(layer, dtype, rows):
         else:
             linear_logprobs(hidden, weight, batch.targets)[0].sum().backward()
     half = dtype == FP16
-    work = QWEN._replace(d_hidden=4, scaled=True) if half else QWEN
-    plan = work.plan("cuda", rows, gathered=False)
-    expected = work.peak(plan, rows, gathered=False)
+    work = replace(QWEN, grad_hidden_bytes=4, scales_rows=True) if half else QWEN
+    plan = work.plan("cuda", rows, gathers_rows=False)
+    expected = work.peak(plan, rows, gathers_rows=False)
     assert expected <= live.peak <= expected + (100 + 2 * 4096 * half) * rows  # vectors
     assert half or len(made) == (3 - layer) * -(-rows // 512) + 2 * -(-rows // plan.block)
     assert half or rows > 8193 or live.peak <= 3.6 * GIB
@@ -166,7 +166,7 @@ def test_products_and_gradients(recipe, n, block, bias):
 @pytest.mark.usefixtures("small")
 def test_a_torch_whose_addmm_takes_no_fp32_sum(monkeypatch):
     """torch 2.9: the same numbers, a few rows of the weight at a time."""
-    monkeypatch.setattr(blocks, "WEIGHT_BLOCK_BYTES", 4 * H * 30)
+    monkeypatch.setattr(matmuls, "WEIGHT_SLICE_BYTES", 4 * H * 30)
     (made, right), (parts, found) = made_by(ROWS), made_by(ROWS, adds=False)
     assert any(p.added for p in made) and not any(p.added for p in parts)
     assert [p.m for p in parts if p.k == 128 and p.n == H] == [V, 30, 30, 11]
@@ -186,7 +186,7 @@ def test_sequences_whose_slopes_wait_are_blocks(lengths, width, widened, blocks,
     recipe = replace(ROWS, objective="gspo", lengths=lengths, width=width, dtype="float32" if widened else "bfloat16")
     p, exact = with_advantages(problem(recipe), torch.randn(len(lengths), max(lengths)).abs() + 0.1)
     if widened:
-        monkeypatch.setattr("grpo_kernels.streams.compute_dtype", lambda hidden: BF16)
+        monkeypatch.setattr("grpo_kernels.inputs.matmul_dtype", lambda hidden: BF16)
     with of_a_gpu() as made:
         found = run(p).gradients
     assert [x.k for x in made if x.m == V] == list(blocks) and sum(x.m for x in made if x.n == V) == sum(lengths)

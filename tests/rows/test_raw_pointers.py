@@ -179,3 +179,30 @@ def test_python_without_assertions():
     process = start(OPTIMISED, PYTHONOPTIMIZE="1")
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 0 and output == "", output
+
+
+# ---- the limit of the instruction sets
+
+LIMITED = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("grpo_kernels._cpu", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+print(*module.isas(), module.isa(), module.has_products())
+"""
+
+
+@no_module
+@pytest.mark.parametrize("limit", ["", "avx2", "avx512", "avx512bf16", "avx3"])
+def test_the_setting_limits_the_instruction_sets(limit):
+    """Without the setting the module uses all that this processor has."""
+    everything = start(LIMITED, cpu._cpu.__file__, GRPO_KERNELS_ISA="")
+    *every, best, products = everything.communicate(timeout=60)[0].split()
+    assert best == every[0] and products == str(best == "avx512bf16")
+    limited = start(LIMITED, cpu._cpu.__file__, GRPO_KERNELS_ISA=limit)
+    output = limited.communicate(timeout=60)[0]
+    if limit == "avx3":
+        assert "ImportError: GRPO_KERNELS_ISA=avx3: choose avx2, avx512 or avx512bf16, or unset it" in output
+        return
+    allowed = every[every.index(limit) :] if limit in every else every
+    assert output.split() == [*allowed, allowed[0], str(allowed[0] == "avx512bf16")]

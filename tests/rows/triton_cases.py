@@ -54,6 +54,12 @@ def tilted(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[floa
     return -advantage * logp + params[0] * bend(x), -advantage + params[0] * (s + x * s * (1.0 - s)) / WIDTH
 
 
+def squashed(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
+    """A surrogate whose log-ratio saturates."""
+    t = ops.tanh(params[0] * (logp - old_logp))
+    return -advantage * t / params[0] + 0.5 * t * t, -(advantage - params[0] * t) * (1.0 - t * t)
+
+
 FAMILY = {
     **{name: objective for name, objective in PRESETS.items() if objective.one_pass and objective.exact is None},
     **{f"{e}, {w}": Objective(beta=0.3, kl=Kl(e, w)) for e in ESTIMATORS for w in WEIGHTINGS if e != "distillation"},
@@ -71,7 +77,18 @@ FAMILY = {
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_family_compiles_to_what_torch_runs(name, old):
     """The formulas are tested against the oracle under torch; here the fused kernel, with the programs that are made of them."""
-    objective, r, n = FAMILY[name], drawn(531, n=6), 6
+    compare_with_torch(FAMILY[name], old)
+
+
+@pytest.mark.parametrize("width", [8.0, 0.01], ids=["beyond 1", "near 0"])
+def test_tanh_of_a_formula(width):
+    """Of numbers of both signs."""
+    compare_with_torch(Objective(Custom(squashed, (width,))), True)
+
+
+def compare_with_torch(objective, old):
+    """Run the fused kernel and the formula in torch on the same rows, and compare losses and gradients."""
+    r, n = drawn(531, n=6), 6
     base = -math.log(531) + 0.3 * torch.randn(n)
     rows = TokenRows(
         r.targets, None, torch.randn(n), torch.rand(n), base if old else None, base + 0.3 * torch.randn(n),

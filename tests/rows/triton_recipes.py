@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grpo_kernels.rows.products import HalfProducts, Products, TensorCoreProducts
 
 from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
+from grpo_kernels.core.matmuls import HalfMatmuls, HeadMatmuls, TensorCoreMatmuls
 from support import oracle
 from support.bits import same_bits
 from support.doors import check, exact_of, run
@@ -108,8 +108,8 @@ def relative(found, exact):
 
 
 PRODUCTS = {
-    "bf16": (TensorCoreProducts, torch.bfloat16), "fp16": (HalfProducts, torch.float16), "fp32": (Products, torch.float32),
-    "bf16 through fp32": (Products, torch.bfloat16),
+    "bf16": (TensorCoreMatmuls, torch.bfloat16), "fp16": (HalfMatmuls, torch.float16), "fp32": (HeadMatmuls, torch.float32),
+    "bf16 through fp32": (HeadMatmuls, torch.bfloat16),
 }  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def test_products(name, shape, record_property):
         d_logits = d_logits if block is None else products.keep(d_logits, block, 0)
         total = products.add_d_weight(products.add_d_weight(None, d_logits, hidden, last=False), d_logits, hidden, last=True)
         # The gradients of rows are rounded on their way into the products of fp16.
-        room = 5e-4 if kind is HalfProducts else 5e-5
+        room = 5e-4 if kind is HalfMatmuls else 5e-5
         for what, found, exact, limit in (
             ("logits", before, hidden.double() @ weight.double().t() + (0 if bias is None else bias.double()), 1e-5),
             ("d_hidden", products.d_hidden(d_logits), given @ weight.double(), room),

@@ -27,7 +27,7 @@ def std(values: Sequence[float], unbiased: bool = True) -> float:
 
 def group_advantages(
     rewards: Sequence[Number], groups: Sequence[int], *, baseline: str = "mean", scale: str = "group", unbiased: bool = True,
-    eps: float = 1e-4, lengths: Sequence[float] | None = None, singleton: str = "zero", missing: str = "raise",
+    eps: float = 1e-4, lengths: Sequence[float] | None = None, singleton: str = "zero", missing_rewards: str = "raise",
 ) -> list[float]:  # fmt: skip
     scored = {i: r for i, r in enumerate(rewards) if r is not None}
     weights = [1.0] * len(rewards) if lengths is None else lengths

@@ -162,17 +162,27 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "GraniteSWAForCausalLM": {"logits_scaling": 3.0},
     "GraniteMoeSWAForCausalLM": {"logits_scaling": 3.0},
     "xLSTMForCausalLM": {"output_logit_soft_cap": 3.0},
+    "InklingForCausalLM": {"logits_mup_width_multiplier": 3.0},
+    "Inkling2ForCausalLM": {"final_logit_softcapping": 3.0, "unpadded_vocab_size": VOCAB},
+    "Inkling2LoopForCausalLM": {"final_logit_softcapping": 3.0, "unpadded_vocab_size": VOCAB},
 }
 
 #: The most used architectures whose logits are plain.
 COMMON = """
     Llama Mistral Mixtral Qwen2 Qwen2Moe Qwen3 Qwen3Moe Gemma Phi Phi3 Olmo Olmo2 Olmoe StableLm Starcoder2 SmolLM3 Glm Glm4 GptOss
     GPTNeoX OPT Bloom Falcon Nemotron Helium Ernie4_5 HunYuanDenseV1 SeedOss Exaone4 Lfm2 Mamba
+    Apertus1p5Text LaraMini
 """
+#: A latent attention and its experts.
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     **SPECIAL,
     **{f"{name}ForCausalLM": {} for name in COMMON.split()},
     "GPT2LMHeadModel": {},
+    **dict.fromkeys(("AXK1ForCausalLM", "AXK2ForCausalLM"), LATENT),
 }
 #: Architectures whose scan takes seconds in plain PyTorch.
 SLOW = ("FalconH1ForCausalLM",)

@@ -107,7 +107,7 @@ class Rows:
 
 
 def beside(r: Rows, logits: Tensor, second: tuple[str, float], transform: RowTransform = PLAIN) -> Rows:
-    """Rows with a second stream for a divergence: its kind, its mixture. Slopes are new."""
+    """Rows with a second stream for a divergence: its kind, its mixture. GradientCoefficients are new."""
     return Rows(r.logits, r.transform, ReferenceRows(logits.view(r.logits.shape), transform, *second), r.mask, r.targets)
 
 

@@ -299,6 +299,11 @@ FILTERS = options(
     ("quantile", {"filters": (EntropyQuantile(0.57),)}, {"entropy_share": 0.57}),
     ("off-policy", {"filters": (OffPolicySequences(0.05),)}, {"off_policy": 0.05}),
     (
+        "off-policy by token",
+        {"filters": (OffPolicySequences(0.05, "token"),)},
+        {"off_policy": 0.05, "off_policy_by": "token"},
+    ),
+    (
         "tv and quantile",
         {"filters": (TrustRegion("tv", 0.15, 0.15), EntropyQuantile(0.73))},
         {"trust": ("tv", 0.15, 0.15, "old"), "entropy_share": 0.73},

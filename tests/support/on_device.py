@@ -1,7 +1,7 @@
 r"""A pytest plugin that runs tests written for the CPU on another device, unchanged:
 
     GRPO_KERNELS_TEST_DEVICE=cuda GRPO_KERNELS_TEST_BACKENDS=triton python -m pytest -p support.on_device \
-      tests/core/test_grpo_loss.py
+      tests/core/test_objectives.py
 
 Tensors that a test makes without naming a device are made there (the package has to name its own); random ones are drawn on
 the CPU and moved, so that the numbers are those the tests were written with.

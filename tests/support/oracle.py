@@ -57,6 +57,7 @@ class Spec:
     entropy_floor: float | None = None
     entropy_share: float | None = None
     off_policy: float | None = None
+    off_policy_by: str = "sequence"  # or "token": whose advantage must be negative
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,13 @@ def filters(spec: Spec, tokens: Tokens, margin: Margin) -> tuple[list[bool], lis
             moved = [(old if tokens.sampler is None else tokens.sampler)[i] - tokens.logp[i] for i in at]
             mean = math.fsum(0.0 if math.isnan(d) else d for d in moved) / max(len(at), 1)
             margin(mean, spec.off_policy)
+            advantages = [tokens.advantage[i] for i in at]
+            whole = math.fsum(advantages)
+            if at and min(advantages) < 0 < max(advantages):
+                margin(whole, 0.0)
             for i in at:
-                keep[i] &= tokens.advantage[i] >= 0 or mean <= spec.off_policy
+                deciding = whole if spec.off_policy_by == "sequence" else tokens.advantage[i]
+                keep[i] &= deciding >= 0 or mean <= spec.off_policy
     floor = spec.entropy_floor
     if spec.entropy_share is not None and n:
         values = sorted(tokens.entropy)
@@ -314,6 +320,7 @@ def objective(
     nll_weights: Tensor | None = None,
     groups: Tensor | None = None,
     selected: Tensor | None = None,
+    kl_logps: Tensor | None = None,
     divergences: Tensor | None = None,
     listed: Tensor | None = None,
     normalizer: float | tuple[float | None, float | None, float | None] | None = None,
@@ -323,7 +330,7 @@ def objective(
     normalizer: of the policy term, or of (policy term, KL, bonus); None is the policy term's for a term that shares its
     aggregate, and that of this batch for others.
     selected: bool [N], the tokens that Clip-Cov or KL-Cov take; None: see `selection`.
-    divergences: [N], exact ones in place of a KL estimate.
+    kl_logps: [N], those that the KL compares; None: logps. divergences: [N], exact ones in place of a KL estimate.
     listed: [N], terms beside those of the policy, which a trust region does not drop."""
     dtype, rows = logps.dtype, logps.numel()
     trained = torch.ones(rows, dtype=torch.bool) if mask is None else mask.reshape(-1) != 0
@@ -393,7 +400,7 @@ def objective(
             kl[at] = kl_terms[-1].detach()
         elif ref is not None:
             # The product over a whole sequence would be far larger than the KL of a token, so the token's own ratio is used there.
-            kl_terms.append(kl_term(spec, logp, old_logp, ref[at], own if spec.level == "sequence-sum" else x))
+            kl_terms.append(kl_term(spec, logp if kl_logps is None else kl_logps[at], old_logp, ref[at], own if spec.level == "sequence-sum" else x))
             kl[at] = kl_terms[-1].detach()
             for d, value in zip((ref[at] - logp).tolist(), kl_estimate("k3", logp, ref[at]).tolist(), strict=True):
                 margin(d, -spec.clamp_log, spec.clamp_log, *((0.0,) if spec.kl == "abs" else ()))

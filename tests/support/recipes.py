@@ -37,7 +37,7 @@ class Recipe:
     #: far: a target up to 700 below the rest; confident: an id 20 above; absent: logits of -inf; ends: those at the ends of fp16
     extreme: str = "none"
     transform: str = "none"  # none, temperature, softcap, scale, everything, per sequence, per token
-    objective: str = "dapo"  # a key of specs.SPECS
+    objective: str = "dapo"  # a key of objectives.OBJECTIVES
     given: str = "everything"  # on-policy: without old log-probs and weights; column: advantages [B, 1]; token: one a token
     normalizer: Any = None  # None, a number, or one for policy term, KL and bonus
     upstream: float = 1.0  # gradient that arrives at the loss

@@ -34,6 +34,9 @@ class Float64Source:
         targets: Tensor,
         mask: Tensor | None,
         names: tuple[str, ...] = (),
+        *,
+        detached: tuple[str, ...] = (),
+        reference: None = None,
     ) -> dict[str, Tensor]:
         if mask is None:
             mask = torch.ones_like(targets, dtype=torch.bool)
@@ -72,6 +75,9 @@ class LogitsSource(Float64Source):
         targets: Tensor,
         mask: Tensor | None,
         names: tuple[str, ...] = (),
+        *,
+        detached: tuple[str, ...] = (),
+        reference: None = None,
     ) -> dict[str, Tensor]:
         also = tuple(name for name in names if name != "entropy")
         result = token_logprobs(self.logits, targets, mask=mask, entropy=True, also=also)
@@ -105,6 +111,9 @@ class LinearSource:
         targets: Tensor,
         mask: Tensor | None,
         names: tuple[str, ...] = (),
+        *,
+        detached: tuple[str, ...] = (),
+        reference: None = None,
     ) -> dict[str, Tensor]:
         also = tuple(name for name in names if name != "entropy")
         result = linear_logprobs(

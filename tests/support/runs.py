@@ -18,6 +18,8 @@ pytest.importorskip("datasets")
 
 import numpy
 import transformers
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from grpo_kernels.__main__ import main as command_line
 from grpo_kernels.training.trainer import TrainConfig, Trainer
@@ -65,6 +67,35 @@ def seed(value: int) -> None:
     """Of the random generators that everybody in a process shares."""
     for each in (random.seed, numpy.random.seed, torch.manual_seed):
         each(value)
+
+
+#: Above every element of the gradients of these runs, which are clipped to a norm of 1.
+SMOOTH_EPS = 0.25
+_smooth: list[Any] = []
+
+
+def smooth_optimizers() -> None:
+    """Set AdamW's eps to 0.25 at each optimizer step of this process, until `usual_optimizers` is called.
+
+    With eps=1e-8 an element of the gradient that is mostly rounding error still moves its parameter by up to the learning rate,
+    so that two right runs differ as far. With an eps above the gradients the step is a smooth function of them, and the parameters
+    of two runs are as close as their gradients."""
+
+    def set_eps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["eps"] = SMOOTH_EPS
+            for p in group["params"]:
+                gradient = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+                assert gradient is None or (gradient.abs() < SMOOTH_EPS).all(), "a gradient is above eps"
+
+    if not _smooth:
+        _smooth.append(register_optimizer_step_pre_hook(set_eps))
+
+
+def usual_optimizers() -> None:
+    """End what `smooth_optimizers` began."""
+    while _smooth:
+        _smooth.pop().remove()
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:

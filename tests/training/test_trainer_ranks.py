@@ -35,8 +35,10 @@ from support.runs import (
     saved,
     saved_steps,
     seed,
+    smooth_optimizers,
     tiny,
     trainer,
+    usual_optimizers,
     varied,
     weights,
 )
@@ -55,6 +57,8 @@ UNEVEN = dict(
     steps=4, prompts_per_step=5, micro_batch=5, num_updates=2, beta=0.1, ref_refresh_steps=2, eval_steps=2, eval_prompts=7,
     warmup_steps=2, weight_decay=0.1,
 )  # fmt: skip
+#: With `smooth_optimizers` parameters move as far as at a usual rate without.
+RATE = 0.03
 #: What a run is, by name: its layout, reward functions, changes of the configuration.
 RUNS = {
     "uneven": ("ddp", (evens,), UNEVEN),
@@ -66,7 +70,7 @@ RUNS = {
     ),
     "tokens": (
         "fsdp2", (varied, of_steps),
-        {"prompts_per_step": 5, "advantages": "optimal_token", "micro_batch": 3, "top_p": 0.8, "replay": False,
+        {"prompts_per_step": 5, "lr": 0.2, "advantages": "optimal_token", "micro_batch": 3, "top_p": 0.8, "replay": False,
          "corrections": ["tis:high=0.9,normalize=True", "without_truncated"]},
     ),
     "sets": (
@@ -81,7 +85,7 @@ RUNS = {
 def make(out, name, *, own=0, rewards=None, **changes):
     _, functions, options = RUNS[name]
     model = tiny(tokenizer(), own, tie_word_embeddings=name == "steps")
-    return trainer(tokenizer(), out, model=model, rewards=rewards or functions, **options | changes)
+    return trainer(tokenizer(), out, model=model, rewards=rewards or functions, **{"lr": RATE} | options | changes)
 
 
 def run(out, name, **changes):
@@ -157,6 +161,7 @@ def stopped(folder, rank):
 def main(rank, path, argv, port):
     torch.set_num_threads(1)
     folder = Path(path)
+    smooth_optimizers()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     layouts(folder, rank)
     continued(folder, rank)
@@ -169,6 +174,14 @@ def main(rank, path, argv, port):
 
 
 # ---- the tests
+
+
+@pytest.fixture(scope="module", autouse=True)
+def smooth():
+    """The optimizers of this process are those of the two processes."""
+    smooth_optimizers()
+    yield
+    usual_optimizers()
 
 
 @pytest.fixture(scope="module")
@@ -195,16 +208,27 @@ def alone(tmp_path_factory):
 
 
 def assert_same_run(got, want):
-    """The same curve and the same parameters but for rounding."""
+    """The same curve and the same parameters but for rounding.
+
+    `test_a_step_is_the_plain_one` allows an fp32 gradient a relative error of 1e-4 against float64, so two runs may differ by
+    2e-4. An update m / (sqrt(v) + eps) with eps above every gradient is at most four times as sensitive, relative to the distance
+    that a parameter moves: twice because both moments carry the error, twice because sqrt(v) is at most eps. Metrics may differ by
+    twice what that test allows them, and by what the parameters add.
+    """
     pairs = [*zip(lines(got), lines(want), strict=True)]
     assert pairs
     for found, expected in pairs:
         if want.name == "quantile":  # of which "kept" says nothing where it is one over ranks
             expected.pop("kept", None)
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    found = weights(got)
-    for name, value in weights(want).items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=5e-6)
+        assert found == pytest.approx(expected, rel=1e-3, abs=2e-5)
+    start = tiny(tokenizer(), tie_word_embeddings=want.name == "steps").state_dict()
+    found, expected = weights(got), weights(want)
+    moved = {name: (value - start[name]).norm() for name, value in expected.items()}
+    whole = torch.stack([*moved.values()]).norm()
+    assert found.keys() == moved.keys() and whole > 0.05
+    for name, distance in moved.items():
+        error = (found[name] - expected[name]).norm()
+        assert error <= 1e-3 * (distance + 0.01 * whole), (name, float(error), float(distance))
 
 
 @pytest.mark.long
@@ -214,8 +238,10 @@ def test_curve_and_parameters_are_those_of_one_process(folder, alone, name):
 
 
 def test_the_runs_hold_the_cases_that_they_are_about(alone):
-    """Steps without any advantage, and with one on one rank only; a ratio that is not 1; sets."""
+    """Steps without any advantage, and with one on one rank only; a ratio that is not 1; sets; else a gradient in every step."""
     assert {line["dropped"] for line in lines(alone / "masked")} >= {0.875, 0.5}
+    for name in RUNS:
+        assert name == "masked" or all(line["grad_norm"] > 0.1 for line in lines(alone / name) if "grad_norm" in line), name
     for line in [*lines(alone / "uneven")[1:-1], *lines(alone / "sets")]:
         assert line["ratio_max"] > 1 + 1e-3
 
@@ -251,9 +277,9 @@ def test_what_happens_to_one_process_happens_to_all(folder):
 
 def command(folder, **changes):
     """Options of `python -m grpo_kernels train`, with a model, a data set and a reward function on disk."""
-    (folder / "launch_rewards.py").write_text("from support.runs import evens\n")
+    (folder / "launch_rewards.py").write_text("from support.runs import evens, smooth_optimizers\n\nsmooth_optimizers()\n")
     options = dict(
-        rewards="launch_rewards:evens", prompts_per_step=3, group_size=4, max_new_tokens=4, lr=1e-3, beta=0.1, micro_batch=5,
+        rewards="launch_rewards:evens", prompts_per_step=3, group_size=4, max_new_tokens=4, lr=RATE, beta=0.1, micro_batch=5,
         eval_steps=2, eval_prompts=5, steps=3,
     )  # fmt: skip
     return [*on_disk(tokenizer(), folder), *flags(**options | changes), "--no-progress"]

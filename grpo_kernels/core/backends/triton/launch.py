@@ -29,7 +29,7 @@ from ....formulas.program import Program
 from ....formulas.token_stage import INPUTS
 from ...softmax import LogitRows, RowTransform, SoftmaxSums
 from .kernels import softmax_sums_kernel
-from .softmax_rows import Transform
+from .softmax_rows import Transform, tanh
 
 #: Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1).
 INTERPRETED = not isinstance(softmax_sums_kernel, triton.runtime.jit.JITFunction)
@@ -667,6 +667,7 @@ OPERATIONS = {
     "exp": "tl.exp({})",
     "log": "tl.log({})",
     "sqrt": "tl.sqrt({})",
+    "tanh": "tanh({})",
     "reciprocal": "1.0 / {}",
     "add": "{} + {}",
     "sub": "{} - {}",
@@ -749,6 +750,6 @@ def make_function(body: str) -> Any:
     file = f"<{name}>"
     # Triton reads the source of a function from here.
     linecache.cache[file] = len(source), None, source.splitlines(True), file
-    namespace: dict[str, Any] = {"tl": tl, "__name__": __name__}
+    namespace: dict[str, Any] = {"tl": tl, "tanh": tanh, "__name__": __name__}
     exec(compile(source, file, "exec"), namespace)
     return triton.jit(namespace[name])

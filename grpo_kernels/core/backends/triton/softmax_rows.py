@@ -320,7 +320,7 @@ def compute_softmax_sums(row, LEVEL, KEPT, TILE):
     return max_u, sum_exp, shifted, squared, xs[(ENDS - KEPT) * ACCESSES :]
 
 
-# ---- the gradient
+# ---- functions that keep their digits
 
 
 @triton.jit
@@ -330,6 +330,16 @@ def expm1(x):
     series = x + x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24) * series))
     # The series is off by less than 1e-8 there.
     return tl.where(tl.abs(x) < 0.35, series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def tanh(x):
+    """tanh(x): with e = exp(-2 |x|) - 1 it is -e / (2 + e), with the sign of x."""
+    e = expm1(-2.0 * tl.abs(x))
+    return tl.where(x < 0.0, e, -e) / (2.0 + e)
+
+
+# ---- the gradient
 
 
 @triton.jit
