@@ -15,8 +15,8 @@ negative:
     KL(p||q) = sum_j p_j psi(-D_j)           psi(x) = exp(x) - 1 - x,  D_j = log p_j - log q_j
     KL(p||m) = sum_j p_j phi(m_j / p_j - 1)  phi(x) = x - log(1 + x)
 
-because p, q and m have the same sum. |p_j - q_j| is M (1 - exp(-|D_j|)), where M is the larger of the
-two. In the first pass over a row its sum is not known. It uses
+because p, q and m have the same sum. |p_j - q_j| is M (1 - exp(-|D_j|)), where M is the larger of
+the two. In the first pass over a row its sum is not known. It uses
 
     d_j = (z_j - max_logit) - (w_j - reference_max_logit),
 
@@ -38,7 +38,8 @@ TWO_PASS_DIRECTIONS = ("jsd", "tv")
 PSI_LIMIT = 0.5
 PSI_COEFFICIENTS = (1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040, 1 / 40320, 1 / 362880)
 
-#: If the maxima of two rows differ by more, z - w would be rounded to the precision of the distance.
+#: If the maxima of two rows differ by more, z - w would be rounded to the precision of the
+#: distance.
 MAX_CLOSE_DISTANCE = 4.0
 
 #: Beyond this difference of log-probs the smaller of the two probabilities is negligible.
@@ -81,8 +82,8 @@ def logit_differences(
 def log_ratio_terms(direction: str, p: Tensor, q: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     """Return the terms of sum_log_ratio and sum_log_ratio_excess of each column.
 
-    These are p d and p psi(-d). "forward" swaps the rows: -q d and q psi(d). Where p is 0 they are 0
-    and q, whatever d is. Where q is 0 and p is not, both are infinite.
+    These are p d and p psi(-d). "forward" swaps the rows: -q d and q psi(d). Where p is 0 they are
+    0 and q, whatever d is. Where q is 0 and p is not, both are infinite.
 
     p, q   exp(z - max_logit) and exp(w - reference_max_logit), [num_rows, V]
     d      from `logit_differences`

@@ -6,11 +6,11 @@ few large results is kept, and reused when no tensor is in it: at most MAX_BLOCK
 LARGE_BYTES each, until `release` or the end of the process. Typically these are the gradient of the
 weight, its sum in fp32, a chunk of logits and one of a reference's; or the gradient of logits.
 
-Measured on 300 MB, fp32: 150 ms in fresh pages of 4 KiB, 25 ms in pages of 2 MiB, 15 ms in memory that
-is mapped already. New blocks are therefore requested in pages of 2 MiB, if Linux gives those on
-request (transparent_hugepage=madvise). That alone is not enough: a virtual machine whose host takes
-idle memory back waits for the host at the first write to such a page, 100 to 600 ms. Populating the
-pages in advance (MADV_POPULATE_WRITE) takes as long as the faults.
+Measured on 300 MB, fp32: 150 ms in fresh pages of 4 KiB, 25 ms in pages of 2 MiB, 15 ms in memory
+that is mapped already. New blocks are therefore requested in pages of 2 MiB, if Linux gives those
+on request (transparent_hugepage=madvise). That alone is not enough: a virtual machine whose host
+takes idle memory back waits for the host at the first write to such a page, 100 to 600 ms.
+Populating the pages in advance (MADV_POPULATE_WRITE) takes as long as the faults.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MAX_BLOCKS = 4
 #: A block is reused for a tensor that takes at least 1 / MAX_WASTE of it.
 MAX_WASTE = 2
 
-#: If at least 1 / MIN_TOUCHED of the rows of zeros are written later, reused memory that is set to 0
-#: is faster than new pages.
+#: If at least 1 / MIN_TOUCHED of the rows of zeros are written later, reused memory that is set to
+#: 0 is faster than new pages.
 MIN_TOUCHED = 8
 
 

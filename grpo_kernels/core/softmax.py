@@ -1,7 +1,7 @@
 """The softmax of rows of logits: sums over each row, and the statistics and gradients that follow.
 
-z are the transformed logits of a row, p = softmax(z). Every loss of the package depends on z through
-statistics of p (log-prob of the target, entropy, ...), and their gradients have one form:
+z are the transformed logits of a row, p = softmax(z). Every loss of the package depends on z
+through statistics of p (log-prob of the target, entropy, ...), and their gradients have one form:
 
     LogitRows              the rows of a kernel call
     SoftmaxSums            sums over each row, from which all statistics follow
@@ -449,9 +449,9 @@ class SoftmaxSums:
             sum_p, sum_q = sum_q, sum_p
         mean_log_ratio = values["sum_log_ratio"] / sum_p
         excess = values["sum_log_ratio_excess"] / sum_p
-        # sum_ratio follows from sums over d, and not from sum_q / sum_p, so that it keeps its digits
-        # if the rows are nearly equal. For large d it has fewer digits than the sums themselves, and
-        # it is NaN if both terms are infinite; is_small is False then.
+        # sum_ratio follows from sums over d, and not from sum_q / sum_p, so that it keeps its
+        # digits if the rows are nearly equal. For large d it has fewer digits than the sums
+        # themselves, and it is NaN if both terms are infinite; is_small is False then.
         sum_ratio = excess - mean_log_ratio
         is_small = (mean_log_ratio.abs() <= PSI_LIMIT) & (excess <= PSI_LIMIT)
         log_sum_ratio = torch.where(

@@ -1,7 +1,7 @@
 """A vocabulary that is sharded over ranks: which rank has which ids, and kernels over such rows.
 
-Each rank computes the softmax sums of its columns. One all-gather merges them into the sums of whole
-rows, as online softmax merges tiles (arXiv 1805.02867).
+Each rank computes the softmax sums of its columns. One all-gather merges them into the sums of
+whole rows, as online softmax merges tiles (arXiv 1805.02867).
 """
 
 from __future__ import annotations
@@ -43,20 +43,21 @@ class VocabShard:
     group           the process group; None: the default group. Without torch.distributed there is
                     one rank.
     reduce_hidden   True: the gradient of the hidden states is summed over the group here, one
-                    all-reduce per call. False: each rank gets its own share of it, for a model whose
-                    preceding layer sums the shares (Megatron's copy_to_tensor_model_parallel_region,
-                    or the reduce-scatter of sequence parallelism).
+                    all-reduce per call. False: each rank gets its own share of it, for a model
+                    whose preceding layer sums the shares (Megatron's
+                    copy_to_tensor_model_parallel_region, or the reduce-scatter of sequence
+                    parallelism).
 
-    Every id in [0, vocab) belongs to exactly one rank. Parts may be uneven, and a rank may have none.
-    All ranks of the group pass the same rows (hidden states, targets, batch) and their own weight or
-    logits. They get the same loss, log-probs and entropies, bitwise. A loss is over the rows, not
-    over the ranks: denominators are summed over the data-parallel ranks only.
+    Every id in [0, vocab) belongs to exactly one rank. Parts may be uneven, and a rank may have
+    none. All ranks of the group pass the same rows (hidden states, targets, batch) and their own
+    weight or logits. They get the same loss, log-probs and entropies, bitwise. A loss is over the
+    rows, not over the ranks: denominators are summed over the data-parallel ranks only.
 
     Each call from logits, and each chunk of rows from hidden states, takes one all-gather of the
-    softmax sums of its rows: 16 bytes a row and rank (12 without entropy). The backward of log-probs
-    takes only the all-reduce of the gradient of the hidden states. Candidate sets are given whole to
-    all ranks, and each rank takes the ids of its part. Single logits (`logits_at`) are summed over
-    the ranks, 4 bytes an id.
+    softmax sums of its rows: 16 bytes a row and rank (12 without entropy). The backward of
+    log-probs takes only the all-reduce of the gradient of the hidden states. Candidate sets are
+    given whole to all ranks, and each rank takes the ids of its part. Single logits (`logits_at`)
+    are summed over the ranks, 4 bytes an id.
 
     Source: the split softmax of Megatron-LM (arXiv 1909.08053, section 3), with the sums merged in
     one exchange.
@@ -90,10 +91,10 @@ class VocabShard:
         dim: int = 0,
         reduce_hidden: bool = True,
     ) -> VocabShard:
-        """Return the shard of `weight` [V / ranks, H]: parts of any sizes in the order of the ranks.
+        """Return the shard of `weight` [V / ranks, H]; parts of any sizes are in the order of ranks.
 
-        weight   this rank's rows of the head as a plain tensor: the ranks exchange their sizes, once,
-                 for which the host waits. Or a DTensor with Shard(dim) of a one-dimensional
+        weight   this rank's rows of the head as a plain tensor: the ranks exchange their sizes,
+                 once, for which the host waits. Or a DTensor with Shard(dim) of a one-dimensional
                  tensor-parallel mesh, for example from parallelize_module: it knows the sizes, so
                  there is no exchange, and `group` is that of the mesh. A parameter sharded by FSDP
                  looks the same, but FSDP's ranks have different rows: make the shard in the forward
@@ -165,8 +166,8 @@ def check_shard(shard: object) -> None:
     """Raise ValueError unless `shard` is a VocabShard."""
     if not isinstance(shard, VocabShard):
         raise ValueError(
-            f"shard={shard!r}: pass a VocabShard, for example VocabShard.of(lm_head.weight, group), "
-            "or leave it out."
+            f"shard={shard!r}: pass a VocabShard, for example "
+            "VocabShard.of(lm_head.weight, group), or leave it out."
         )
 
 
@@ -231,8 +232,8 @@ class VocabParallel(Backend):
     def local_rows(self, rows: LogitRows) -> LogitRows:
         """Return the rows with this rank's columns that are ids, and targets counted in them.
 
-        A rank without ids gets one column of -inf, which is no target and adds nothing. The reference
-        is sharded like the policy.
+        A rank without ids gets one column of -inf, which is no target and adds nothing. The
+        reference is sharded like the policy.
         """
         num_ids = self.shard.num_ids(rows.logits.shape[-1])
         reference = rows.reference
@@ -292,7 +293,7 @@ def on_shard(kernels: Backend, shard: VocabShard | None) -> Backend:
 
 
 def is_managed(x: Any) -> bool:
-    """Return whether a tensor is a parameter that FSDP2 or replicate() manages, sharded or gathered.
+    """Return whether x is a parameter that FSDP2 or replicate() manages, sharded or gathered.
 
     Its placements do not show it: a shard of FSDP looks like one of tensor parallelism. But FSDP's
     ranks have different rows, and only its hooks reduce the gradient.
@@ -335,9 +336,9 @@ def refuse_managed(name: str, x: Any) -> None:
     """
     if is_managed(x):
         raise ValueError(
-            f"{name} is a DTensor, a parameter of FSDP or replicate() outside its module's forward, "
-            "where it is not gathered and no hook reduces its gradient: call FusedLMHead, or do this "
-            "in the forward of the module that owns the parameter."
+            f"{name} is a DTensor, a parameter of FSDP or replicate() outside its module's "
+            "forward, where it is not gathered and no hook reduces its gradient: call FusedLMHead, "
+            "or do this in the forward of the module that owns the parameter."
         )
 
 

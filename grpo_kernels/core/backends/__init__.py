@@ -46,8 +46,8 @@ class Backend(ABC):
                         from the address of each row on. It may if a row is read from first to last
                         element and written behind what was read.
     computes_all_sums   whether `kernel_sums` computes all SUMS, and `kernel_gradient` takes all
-                        COEFFICIENTS. Otherwise they know SUMS_OF_KERNELS and COEFFICIENTS_OF_KERNELS,
-                        and eager PyTorch does the rest.
+                        COEFFICIENTS. Otherwise they know SUMS_OF_KERNELS and
+                        COEFFICIENTS_OF_KERNELS, and eager PyTorch does the rest.
     """
 
     narrows_in_place: bool
@@ -188,7 +188,7 @@ class Backend(ABC):
 
     @abstractmethod
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
-        """Return hidden[row] . weight[id] of each pair, fp32 [num_pairs]; -inf of an unused pair."""
+        """Return hidden[row] . weight[id] of each pair, fp32 [num_pairs]; -inf if it is unused."""
 
     @abstractmethod
     def add_grad_hidden_of_pairs(
@@ -263,14 +263,15 @@ def use(*, backend: str | None = None, strict: bool | None = None) -> Iterator[N
         with grpo_kernels.use(backend="eager"):
             out = linear_grpo_loss(hidden, weight, batch, objective)
 
-    backend   "auto", "eager", "cpu" or "triton", for calls that leave `Options(backend=)` at "auto".
-              None keeps the setting outside of the block.
-    strict    True: a fallback to eager PyTorch raises RuntimeError. False: it warns, unless the call
-              says `Options(strict=True)`. None keeps the setting outside of the block.
+    backend   "auto", "eager", "cpu" or "triton", for calls that leave `Options(backend=)` at
+              "auto". None keeps the setting outside of the block.
+    strict    True: a fallback to eager PyTorch raises RuntimeError. False: it warns, unless the
+              call says `Options(strict=True)`. None keeps the setting outside of the block.
 
     Blocks nest, and hold in their own thread or task. In the environment of a process
     GRPO_KERNELS_BACKEND and GRPO_KERNELS_STRICT=1 say the same. A block takes precedence over them.
-    The backward of a loss runs on the backend of its forward. Raises ValueError for an unknown name.
+    The backward of a loss runs on the backend of its forward. Raises ValueError for an unknown
+    name.
     """
     if backend is not None:
         check_name(backend)
@@ -311,8 +312,8 @@ def check_name(backend: object) -> None:
 def pick(backend: str, device: torch.device, strict: bool = False) -> Backend:
     """Return the backend for data on a device.
 
-    backend   "auto" takes the setting of `use` or of GRPO_KERNELS_BACKEND. If that is "auto", too, it
-              takes the native backend, and falls back to eager PyTorch with one warning for each
+    backend   "auto" takes the setting of `use` or of GRPO_KERNELS_BACKEND. If that is "auto", too,
+              it takes the native backend, and falls back to eager PyTorch with one warning for each
               reason. It also falls back for a single call whose Triton kernel cannot run.
     strict    a fallback raises RuntimeError. `use` and GRPO_KERNELS_STRICT can say the same.
 
@@ -369,5 +370,6 @@ def _make_backend(name: str, strict: bool) -> Backend:
 def fall_back(instead: str, reason: str) -> None:
     """Warn once that a fallback runs in place of a kernel."""
     warn_once(
-        f"grpo_kernels falls back to {instead}: {reason}. `python -m grpo_kernels doctor` says more."
+        f"grpo_kernels falls back to {instead}: {reason}. "
+        "`python -m grpo_kernels doctor` says more."
     )

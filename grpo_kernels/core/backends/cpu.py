@@ -5,8 +5,8 @@ addresses taken, after a check of what C++ will read or write at them.
 
 There are no formulas of reinforcement learning here. Those of token_stage.py are traced into a
 program, which C++ runs on vectors (`evaluate_formula`) or between its two passes over a row
-(`fused_loss`). A formula that cannot be traced runs in torch, which costs `fused_loss` a second read
-of the logits. `strict` refuses it.
+(`fused_loss`). A formula that cannot be traced runs in torch, which costs `fused_loss` a second
+read of the logits. `strict` refuses it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 NO_AVX2 = "the C++ kernels need AVX2, which this processor does not have"
 
-#: Bytes of logits in a block of rows that is read twice. A block has a fixed cost of 100-200 us (two
-#: parallel regions and the formula in torch), so it should be large, but no larger than the
+#: Bytes of logits in a block of rows that is read twice. A block has a fixed cost of 100-200 us
+#: (two parallel regions and the formula in torch), so it should be large, but no larger than the
 #: last-level cache: on 2 cores that share 32 MiB, blocks of 8 / 16 / 32 MiB took 1.57 / 1.40 / 1.32
 #: times a copy of the logits. Large servers have about 4 MiB of cache per thread.
 BLOCK_BYTES_PER_THREAD = 4 << 20
@@ -87,8 +87,8 @@ def last_level_cache() -> int:
 class Kernels(Backend):
     """The C++ kernels.
 
-    strict   refuse a formula that cannot be traced, and compare a program with torch before its first
-             use
+    strict   refuse a formula that cannot be traced, and compare a program with torch before its
+             first use
     """
 
     narrows_in_place = True

@@ -1,7 +1,7 @@
 """Eager PyTorch: the readable version of every kernel, and the fallback if no kernel runs.
 
-Rows and pairs are processed in blocks, so that temporaries stay within `block_bytes` (or one row) for
-any batch. The host does not wait for a GPU: unused rows and pairs are computed with placeholder
+Rows and pairs are processed in blocks, so that temporaries stay within `block_bytes` (or one row)
+for any batch. The host does not wait for a GPU: unused rows and pairs are computed with placeholder
 values and discarded.
 """
 
@@ -51,8 +51,8 @@ def available() -> str | None:
 def block_bytes(device: torch.device) -> int:
     """Return the bytes of the temporaries of a block.
 
-    On a CPU they fit its cache, and the allocator keeps memory of that size for reuse. On a GPU they
-    are enough to fill it.
+    On a CPU they fit its cache, and the allocator keeps memory of that size for reuse. On a GPU
+    they are enough to fill it.
     """
     return 16 << 20 if device.type == "cpu" else 256 << 20
 
@@ -60,8 +60,8 @@ def block_bytes(device: torch.device) -> int:
 class Kernels(Backend):
     """All kernels in eager PyTorch.
 
-    workspace   memory for calls of one block each, as `fused_loss` makes them. `kernel_gradient` must
-                follow `kernel_sums` of the same block, and finds its exponentials there.
+    workspace   memory for calls of one block each, as `fused_loss` makes them. `kernel_gradient`
+                must follow `kernel_sums` of the same block, and finds its exponentials there.
     """
 
     computes_all_sums = True
@@ -290,7 +290,7 @@ def zero_rows(grad: Tensor, is_zero: Tensor) -> None:
 
 
 def find_targets(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return int64 [r, 1] ids with 0 in place of those out of range, and whether each is in range."""
+    """Return ids [r, 1] with 0 in place of those out of range, and whether each is in range."""
     is_in_range = (targets >= 0) & (targets < vocab_size)
     return torch.where(is_in_range, targets, 0)[:, None], is_in_range
 

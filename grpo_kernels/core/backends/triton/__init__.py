@@ -4,8 +4,8 @@ It reads the row once from device memory, and a second time from L2.
 
 Row counts, strides, scalars and parameters are runtime values, so a new length or a new step of a
 schedule does not recompile. Compile-time values are the vocabulary's size class, dtypes, alignment,
-the names of sums and coefficients, and the program of a loss, which the fused kernel is compiled with.
-A kernel that does not fit or compile gets a smaller tile, and then raises KernelFailure.
+the names of sums and coefficients, and the program of a loss, which the fused kernel is compiled
+with. A kernel that does not fit or compile gets a smaller tile, and then raises KernelFailure.
 
     softmax_rows.py      one row inside a kernel
     divergence_rows.py   a row and the reference's
@@ -61,9 +61,9 @@ __all__ = ["Kernels", "OrEager", "available", "serves"]
 
 SUMS_OF_TOP_ID = sums_for(("top_id",))
 
-#: A program sums up at most twice as many pairs of one id. Smaller pieces would need more memory for
-#: their sums: 4 H bytes for each piece that the pairs could have, 64 MiB for two million pairs with
-#: H = 4096.
+#: A program sums up at most twice as many pairs of one id. Smaller pieces would need more memory
+#: for their sums: 4 H bytes for each piece that the pairs could have, 64 MiB for two million pairs
+#: with H = 4096.
 PIECE = 512
 
 #: What runs in place of the fused kernel if it cannot run, or its formula cannot be traced.
@@ -175,7 +175,7 @@ class Kernels(Backend):
         )
 
     def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor:
-        """Compute a loss and its gradient, see `Backend`: in one kernel call without a reference."""
+        """Compute a loss and its gradient in one kernel call if there is no reference."""
         if rows.reference is None:
             results = self.loss_in_one_call(rows, stage, out)
             if results is not None:
@@ -249,11 +249,12 @@ class Kernels(Backend):
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """Multiply a gradient by a factor in place.
 
-        The kernel reads the factor. So a factor of 1 costs a launch only, and the host does not wait.
+        The kernel reads the factor. So a factor of 1 costs a launch only, and the host does not
+        wait.
         """
         if gradient.is_contiguous():
-            # One row, of any length, whose stride is never used: 0 keeps the length from selecting a
-            # kernel.
+            # One row, of any length, whose stride is never used: 0 keeps the length from selecting
+            # a kernel.
             gradient = gradient.as_strided((1, 1, gradient.numel()), (0, 0, 1))
         else:
             check_layout("gradient", gradient)
@@ -381,8 +382,8 @@ def positions_of_first_pairs(ids: Tensor, max_ids: int) -> Tensor:
 def id_begins_of_windows(ids: Tensor) -> Tensor:
     """Return where the id begins that each window of PIECE pairs ends with, int64 [num_windows].
 
-    The pairs of an id are cut into pieces from there on, so that its sum does not depend on how many
-    pairs other ids have. No window is returned if no id can have two pieces.
+    The pairs of an id are cut into pieces from there on, so that its sum does not depend on how
+    many pairs other ids have. No window is returned if no id can have two pieces.
 
     ids   int32 [num_pairs], sorted
     """
@@ -395,8 +396,8 @@ def id_begins_of_windows(ids: Tensor) -> Tensor:
 class OrEager(Kernels):
     """The backend of backend="auto": eager PyTorch computes a call whose kernel cannot run.
 
-    There is one warning for each kernel. Launch failures are detected before anything is written, so
-    the logits are intact even if the gradient would overwrite them. The two backends agree to
+    There is one warning for each kernel. Launch failures are detected before anything is written,
+    so the logits are intact even if the gradient would overwrite them. The two backends agree to
     rounding, so one may compute the gradient from sums of the other.
     """
 

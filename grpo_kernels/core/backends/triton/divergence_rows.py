@@ -1,8 +1,8 @@
-"""A policy's row of logits and the reference's in a Triton kernel: the formulas of core/divergence.py.
+"""A row of logits and the reference's in a Triton kernel: the formulas of core/divergence.py.
 
-Unlike in the kernels of one row, exponents are relative to the maxima themselves, and multiplications
-and additions are fused only by `fma`: the difference of two nearly equal rows is accurate only if
-z - w uses rounded z and w.
+Unlike in the kernels of one row, exponents are relative to the maxima themselves, and
+multiplications and additions are fused only by `fma`: the difference of two nearly equal rows is
+accurate only if z - w uses rounded z and w.
 
 z and w are the transformed logits of policy and reference, p and q their softmax, and
 
@@ -33,11 +33,12 @@ INF = tl.constexpr(float("inf"))
 # The same constants and polynomials as in core/divergence.py and csrc/simd.h.
 #: Up to here exp(-x) - 1 + x is a polynomial.
 PSI_LIMIT = tl.constexpr(0.5)
-#: If the maxima of two rows differ by more, z - w would be rounded to the precision of the distance.
+#: If the maxima of two rows differ by more, z - w would be rounded to the precision of the
+#: distance.
 MAX_CLOSE_DISTANCE = tl.constexpr(4.0)
 #: Beyond this difference of log-probs the smaller of the two probabilities is negligible.
 MAX_LOG_RATIO = tl.constexpr(80.0)
-#: Up to here log(1 + x) is a polynomial of x, for x = 1 + t with t from sqrt(1/2) - 1 to sqrt(2) - 1.
+#: Up to here log(1 + x) is a polynomial of x: 1 + x is below sqrt(2).
 LOG1P_LIMIT = tl.constexpr(0.41)
 #: The bits of sqrt(1/2) as fp32, and the mask of sign and exponent.
 SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)
@@ -123,8 +124,8 @@ def exp_of_negative(x):
 def log_parts(v, v_minus_1):
     """(n, t, r) with v = 2^n (1 + t) and r = t - log(1 + t): log v = n log 2 + (t - r).
 
-    n is the bits of an exponent. v_minus_1 may have digits that v lacks. It is t if n is 0, for v from
-    sqrt(1/2) to sqrt(2).
+    n is the bits of an exponent. v_minus_1 may have digits that v lacks. It is t if n is 0, for v
+    from sqrt(1/2) to sqrt(2).
     """
     bits = v.to(tl.int32, bitcast=True)
     exponent = (bits - SQRT_HALF_BITS) & EXPONENT_MASK

@@ -1,10 +1,10 @@
-"""The Triton kernels over rows of logits: softmax sums, gradients, the fused loss; and over vectors.
+"""The Triton kernels over rows of logits (softmax sums, gradients, fused loss) and over vectors.
 
-There is one program per row, on grid axis 0; the other axes are limited to 65 535. In the comments of
-arguments n is the number of rows.
+There is one program per row, on grid axis 0; the other axes are limited to 65 535. In the comments
+of arguments n is the number of rows.
 
-Sums and coefficients are tables: a pointer, a stride, and at compile time the names of the rows that
-are there, as one string.
+Sums and coefficients are tables: a pointer, a stride, and at compile time the names of the rows
+that are there, as one string.
 """
 
 import inspect

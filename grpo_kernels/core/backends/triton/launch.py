@@ -2,11 +2,12 @@
 
 Choices of threads, loads in flight, registers and cache hints affect results only through the order
 of sums. This depends on the vocabulary, dtypes and strides, never on the number of rows.
-`benchmarks.tune` times other choices; `benchmarks.resources` reads from the binaries what they need.
+`benchmarks.tune` times other choices; `benchmarks.resources` reads from the binaries what they
+need.
 
 A kernel that does not compile, or needs more than the GPU has, is retried with smaller tiles. It is
-retried only if it failed before it started, because its output may overwrite its input. If a smaller
-tile works there is one warning. If none does, `KernelFailure` is raised. Both outcomes are
+retried only if it failed before it started, because its output may overwrite its input. If a
+smaller tile works there is one warning. If none does, `KernelFailure` is raised. Both outcomes are
 remembered, so later calls compile nothing.
 """
 
@@ -56,8 +57,8 @@ def available() -> str | None:
         return None
     if not any(backend.driver.is_active() for backend in triton.backends.backends.values()):
         return (
-            "Triton finds no device that it has a driver for (TRITON_INTERPRET=1 runs the kernels on "
-            "the CPU, slowly)"
+            "Triton finds no device that it has a driver for (TRITON_INTERPRET=1 runs the kernels "
+            "on the CPU, slowly)"
         )
     return driver_failure()
 
@@ -110,8 +111,8 @@ class Choice(NamedTuple):
     ends       the last tiles of a row, loaded at once
     kept       how many of these stay in registers between the two passes over a row
     hints      whether cache hints keep data that is read again, and evict the rest
-    stages     tiles that are computed or being loaded at a time: with 3, two are loaded while one is
-               computed
+    stages     tiles that are computed or being loaded at a time: with 3, two are loaded while one
+               is computed
     """
 
     threads: int
@@ -126,28 +127,30 @@ class Choice(NamedTuple):
 #: kind of kernel -> its choice: near the fastest that an H100 and an H200 timed with Triton 3.6,
 #: without spills on Triton 3.9 too.
 #:
-#:     one_pass    one pass over a row. Two programs, so that one loads while the other reduces at the
-#:                 end of its row.
-#:     fused       two passes over a row. One program: 132 rows of 152k bf16 logits (39 MB) stay in the
-#:                 50 MB L2 of an H100 from first to second read if hints keep them there, but for a
-#:                 sixth; twice as many rows do not. With one program per row, no row waits if another
-#:                 CUDA stream holds multiprocessors. 1024 threads are 4 % faster, and spill on Triton
-#:                 3.9.
+#:     one_pass    one pass over a row. Two programs, so that one loads while the other reduces at
+#:                 the end of its row.
+#:     fused       two passes over a row. One program: 132 rows of 152k bf16 logits (39 MB) stay in
+#:                 the 50 MB L2 of an H100 from first to second read if hints keep them there, but
+#:                 for a sixth; twice as many rows do not. With one program per row, no row waits if
+#:                 another CUDA stream holds multiprocessors. 1024 threads are 4 % faster, and spill
+#:                 on Triton 3.9.
 #:     fused32     the same with fp32 logits, half of which are read from memory again: as much of a
-#:                 row in registers as fits. None of it is kept with a softcap ("capped32"), since tanh
-#:                 takes its registers and more time than a load. Nor is it kept of a row that ends
-#:                 within an access, whose end is read by single elements: Triton 3.9 spilled 40 to
-#:                 168 bytes a thread.
-#:     reference   one pass over a row and the reference's, with twice the loads and sums of one_pass
+#:                 row in registers as fits. None of it is kept with a softcap ("capped32"), since
+#:                 tanh takes its registers and more time than a load. Nor is it kept of a row that
+#:                 ends within an access, whose end is read by single elements: Triton 3.9 spilled
+#:                 40 to 168 bytes a thread.
+#:     reference   one pass over a row and the reference's, with twice the loads and sums of
+#:                 one_pass
 #:     mixture     the same for the sums of a mixture, whose hundred instructions a logit hide any
-#:                 load, and for gradients with tanh, which have fifty to ninety (Triton 3.9 spilled to
-#:                 keep twice the loads of fp16 logits)
+#:                 load, and for gradients with tanh, which have fifty to ninety (Triton 3.9 spilled
+#:                 to keep twice the loads of fp16 logits)
 #:     vectors     a formula, whose numbers are single loads of a thread
-#:     pairs       pairs of hidden states and weight; programs read two rows or more before they wait
+#:     pairs       pairs of hidden states and weight; programs read two rows or more before they
+#:                 wait
 #:
 #: Three stages copy tiles of a row into shared memory while others are computed (cp.async), and
-#: Triton 3.6 drops the cache hints of what is copied. That is good for one pass over a row. Two passes
-#: are 11 to 21 % slower with it, since they then read half of a row from memory again.
+#: Triton 3.6 drops the cache hints of what is copied. That is good for one pass over a row. Two
+#: passes are 11 to 21 % slower with it, since they then read half of a row from memory again.
 LAUNCH = {
     "one_pass": Choice(512, 2, programs=2, ends=2, stages=3),
     "fused": Choice(512, 4, ends=2, kept=1, hints=True),
@@ -162,8 +165,8 @@ FUSED = ("fused", "fused32", "capped32")
 SHARED_CHOICES = {"scale": "one_pass", "capped32": "fused32"}
 #: Kinds with the same tile for rows of any length.
 BLOCK_KINDS = ("scale", "vectors", "pairs")
-#: Programs of `scale_`: a few for each multiprocessor of the largest GPUs, and few enough to return at
-#: once if there is nothing to do.
+#: Programs of `scale_`: a few for each multiprocessor of the largest GPUs, and few enough to return
+#: at once if there is nothing to do.
 SCALE_PROGRAMS = 512
 
 
@@ -232,8 +235,8 @@ def choose(kind: str, tensors: tuple[Tensor, ...], halvings: int) -> dict[str, A
     They depend on vocabulary, dtypes and strides, never on the number of rows.
 
     tensors    rows in the last dimension. The first tensor sets the width of an access.
-    halvings   how often the tile is halved: first what each thread has in flight, and then, once that
-               is one access, the threads
+    halvings   how often the tile is halved: first what each thread has in flight, and then, once
+               that is one access, the threads
     """
     cols = ACCESS_BYTES // tensors[0].element_size()
     # All strides count, whatever the sizes, so that a dimension of size 1 does not select another
@@ -261,9 +264,9 @@ def choose(kind: str, tensors: tuple[Tensor, ...], halvings: int) -> dict[str, A
 def access_offsets(x: Tensor, cols: int) -> tuple[int, ...]:
     """Return the offset of the rows of x from the boundaries of accesses of `cols` elements.
 
-    Unaligned gradients are written 16 bytes at a time, too, if each of their rows has the same offset
-    as its logits. So only strides modulo an access count, and the stride of a dimension of size 1
-    does not.
+    Unaligned gradients are written 16 bytes at a time, too, if each of their rows has the same
+    offset as its logits. So only strides modulo an access count, and the stride of a dimension of
+    size 1 does not.
     """
     strides = zip(x.stride()[:-1], x.shape, strict=False)
     offsets = [stride % cols for stride, size in strides if size > 1]
@@ -325,8 +328,8 @@ def copies_ahead() -> bool:
 def compiler_options(lanes: int, choice: Choice, fuses: bool) -> dict[str, Any]:
     """Return options of Triton's compiler for a program of `lanes` threads.
 
-    The registers are shared by as many threads as the choice has resident, also if rows are short and
-    a program has fewer threads.
+    The registers are shared by as many threads as the choice has resident, also if rows are short
+    and a program has fewer threads.
 
     fuses   whether multiplications and additions are fused, which rounds once instead of twice. The
             kernels over rows say where: `softmax_rows.fma`.
@@ -416,8 +419,8 @@ def run(
                     if tile is not first_tile:
                         sizes = f"{first_tile.size} down to {tile.size}"
                     reason = (
-                        f"the Triton kernel {kernel_name(kernel)} does not run with tiles of {sizes} "
-                        f"logits: {message}"
+                        f"the Triton kernel {kernel_name(kernel)} does not run with tiles of "
+                        f"{sizes} logits: {message}"
                     )
                     _remembered[key] = reason
                     raise KernelFailure(reason) from error
@@ -425,8 +428,8 @@ def run(
     if message:
         _remembered[key] = halvings
         warn_once(
-            f"the Triton kernel {kernel_name(kernel)} does not run with a tile of {first_tile.size} "
-            f"logits: {message}. It runs with {tile.size}, which may be slower. "
+            f"the Triton kernel {kernel_name(kernel)} does not run with a tile of "
+            f"{first_tile.size} logits: {message}. It runs with {tile.size}, which may be slower. "
             "`python -m grpo_kernels doctor` says more."
         )
 
@@ -504,9 +507,9 @@ def check_layout(name: str, x: Tensor, like: Tensor | None = None) -> None:
         dtype = str(x.dtype).removeprefix("torch.")
         expected = "[A, T, V]" if like is None else list(like.shape)
         raise ValueError(
-            f"{name} is {dtype} {list(x.shape)} with strides {list(x.stride())}: the Triton kernels "
-            f"take fp32, bf16 or fp16 {expected} with unit stride in V, of fewer than 2^31 rows and "
-            "columns."
+            f"{name} is {dtype} {list(x.shape)} with strides {list(x.stride())}: the Triton "
+            f"kernels take fp32, bf16 or fp16 {expected} with unit stride in V, of fewer than 2^31 "
+            "rows and columns."
         )
 
 
@@ -518,8 +521,8 @@ def check_vectors(n: int, **vectors: Tensor | None) -> tuple[Tensor | None, ...]
     for name, x in vectors.items():
         if x is not None and x.shape != (n,):
             raise ValueError(
-                f"{name} has shape {list(x.shape)}: the Triton kernels take one value for each of {n} "
-                "rows."
+                f"{name} has shape {list(x.shape)}: the Triton kernels take one value for each "
+                f"of {n} rows."
             )
     return tuple(None if x is None else x.contiguous() for x in vectors.values())
 
@@ -528,7 +531,8 @@ def check_table(name: str, n: int, x: Tensor) -> tuple[Tensor, int]:
     """Return a table [num_names, n] whose rows are contiguous, and the stride of its rows."""
     if x.dim() != 2 or x.shape[1] != n:
         raise ValueError(
-            f"{name} has shape {list(x.shape)}: the Triton kernels take one value for each of {n} rows."
+            f"{name} has shape {list(x.shape)}: the Triton kernels take one value for each of {n} "
+            "rows."
         )
     if x.stride(1) != 1 and n > 1:
         x = x.contiguous()
@@ -651,8 +655,8 @@ def run_over_columns(
         has_unit_stride = x.stride(1) == 1 or width <= 1 or x.numel() == 0
         if x.shape[1] != width or not has_unit_stride or max(x.shape) >= MAX_SIZE:
             raise ValueError(
-                f"{name} has shape {list(x.shape)} and strides {list(x.stride())}: the Triton kernels "
-                f"take rows of {width} in one piece."
+                f"{name} has shape {list(x.shape)} and strides {list(x.stride())}: the Triton "
+                f"kernels take rows of {width} in one piece."
             )
     run("pairs", kernel, tensors, num_programs, arguments, **flags)
 

@@ -1,8 +1,8 @@
 """The Triton kernels over (row, id) pairs of hidden states and weight.
 
-m is the number of pairs, n the number of rows of hidden states. Matrices are [., H] with a stride and
-unit stride in H. A program takes one block of columns of a row, see `block_of_program`, except in
-`pair_logits_kernel`.
+m is the number of pairs, n the number of rows of hidden states. Matrices are [., H] with a stride
+and unit stride in H. A program takes one block of columns of a row, see `block_of_program`, except
+in `pair_logits_kernel`.
 """
 
 import triton
@@ -23,7 +23,7 @@ def matrix_row(x, i, stride, TILE):
 
 @triton.jit
 def columns_to_read(H, is_wanted, TILE):
-    """H if the row is wanted, else 0. The end of an aligned row is read in 128-bit accesses, too."""
+    """H if the row is wanted, else 0. The end of an aligned row is read in wide accesses, too."""
     width = tl.where(is_wanted, H, 0)
     if TILE.ALIGNED:
         # This changes nothing but tells the compiler that it divides: tl.multiple_of is lost if
@@ -127,12 +127,12 @@ def grad_hidden_of_pairs_kernel(
 #
 # Pairs are sorted by id. The pairs of an id that has 2 PIECE or more are cut into pieces of PIECE
 # pairs, the last of which is longer, so that several programs share a frequent id. The sorted pairs
-# are also divided into windows of PIECE pairs. At most one piece starts in a window, apart from first
-# pieces.
+# are also divided into windows of PIECE pairs. At most one piece starts in a window, apart from
+# first pieces.
 #
 #     ids                [m], sorted
-#     window_id_begins   [m // PIECE], see `id_begins_of_windows`: where the pairs of the id begin that
-#                        each window ends with
+#     window_id_begins   [m // PIECE], see `id_begins_of_windows`: where the pairs of the id begin
+#                        that each window ends with
 #     partial_sums       fp32 [m // PIECE + 1, H], the sum of the piece that starts in each window
 
 
@@ -146,8 +146,8 @@ def is_id_at(ids, position, end, id):
 def piece_in_window(ids, window_id_begins, window, m, PIECE):
     """The piece of the id before a window that would start in it.
 
-    Returns (where the pairs of that id begin, the id, where the piece starts, whether there is one).
-    The first window has none.
+    Returns (where the pairs of that id begin, the id, where the piece starts, whether there is
+    one). The first window has none.
     """
     begin = tl.load(window_id_begins + window - 1)
     start = begin + (window - begin // PIECE) * PIECE

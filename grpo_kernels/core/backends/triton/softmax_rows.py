@@ -1,16 +1,16 @@
-"""One row of logits inside a Triton kernel: its tiles, its transform, its softmax sums, its gradient.
+"""One row of logits inside a Triton kernel: tiles, transform, softmax sums and gradient.
 
-A *tile* is ACCESSES pieces of shape [LANES, COLS]; a lane is a thread of the program. A lane reduces
-its own elements of all pieces without exchange between threads, and all loads of a tile are issued
-before the first value is needed. Names of compile-time values are upper-case; TILE is a
+A *tile* is ACCESSES pieces of shape [LANES, COLS]; a lane is a thread of the program. A lane
+reduces its own elements of all pieces without exchange between threads, and all loads of a tile are
+issued before the first value is needed. Names of compile-time values are upper-case; TILE is a
 `launch.Tile`.
 
 The softmax of z runs over the *unscaled* logits u, with z = factor * u and factor > 0, so that the
 loop over a row has one multiplication less. See `Transform`.
 
 The sums of unaligned rows (an odd vocabulary) are read by single elements, and only their gradient
-is written in 128-bit accesses. Sums from a 16-byte boundary on would have another order, and so other
-bits, for each offset that a row may have.
+is written in 128-bit accesses. Sums from a 16-byte boundary on would have another order, and so
+other bits, for each offset that a row may have.
 """
 
 import math
@@ -176,8 +176,8 @@ def load_unscaled_logit(row, column):
 # ---- softmax sums
 #
 # exp(factor * u) is 2^(c u - base), with c = factor * log2(e) and a whole number `base` near the
-# maximum of c u. One fused multiply-add, which rounds once, computes the exponent. So a shift of the
-# logits costs no precision, and sums relative to two bases can be added without rounding.
+# maximum of c u. One fused multiply-add, which rounds once, computes the exponent. So a shift of
+# the logits costs no precision, and sums relative to two bases can be added without rounding.
 
 
 @triton.jit
@@ -347,8 +347,8 @@ def gradient_factors(max_v, sum_exp, factor, LEVEL, target, constant, logp, prob
     """(c, base, per_exp, per_exponent, per_square) of `column_gradient`.
 
     With d = c v_j - base, d loss / d z_j = 2^d (per_exp + per_exponent d + per_square 2^d), without
-    the target's own term. exp(factor * (v_j - max_v)) are the exponentials of the row, sum_exp their
-    sum, and target, constant, logp, prob its `GradientCoefficients`.
+    the target's own term. exp(factor * (v_j - max_v)) are the exponentials of the row, sum_exp
+    their sum, and target, constant, logp, prob its `GradientCoefficients`.
     """
     c = factor * LOG2E
     base = exponent_base(max_v, c)
@@ -372,7 +372,7 @@ def gradient_factors(max_v, sum_exp, factor, LEVEL, target, constant, logp, prob
 
 @triton.jit
 def column_gradient(x, row, LEVEL, unit, c, base, per_exp, per_exponent, per_square):
-    """d loss / dx of logits x without the target's own term, see `gradient_factors`. v = unit * u."""
+    """d loss / dx without the target's own term, see `gradient_factors`. v = unit * u."""
     u = unscaled_logit(x, row)
     derivative = transform_derivative(u, row)
     d = fma(unit * u, c, -base)
@@ -450,8 +450,8 @@ def write_gradient(
         aligned_width = tl.multiple_of(width, COLS)
         aligned_row = Row(first, aligned_width, thread_columns(TILE, True), *row[3:])
         # Rows of the gradient have the same offset from a boundary, in elements, as those of the
-        # logits (see `launch.choose`). A thread stores COLS elements at a time: of a 16-bit gradient
-        # of fp32 logits these are 8 bytes.
+        # logits (see `launch.choose`). A thread stores COLS elements at a time: of a 16-bit
+        # gradient of fp32 logits these are 8 bytes.
         ELEMENT_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
         aligned_out = tl.multiple_of(out + head, COLS * ELEMENT_BYTES)
     # Backwards: the columns that were read last are the most likely to be in L2.
