@@ -13,10 +13,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import grpo_kernels.core.compiled
 import pytest
 import torch
 from hub_kernel import build
+
+import grpo_kernels.core.compiled
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"

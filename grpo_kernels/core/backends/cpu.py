@@ -114,6 +114,7 @@ class Kernels(Backend):
         """Return MIXTURE_SUMS, see `Backend`."""
         num_rows = count_rows(rows)
         result = torch.empty(2, rows.num_rows, dtype=torch.float32)
+        sums_table = sums_argument(sums)  # checks the sums before anything follows from them
         log_sum_ratio = sums.log_sum_ratio
         policy, reference = logit_arguments(rows, num_rows, log_sum_ratio=log_sum_ratio)
         assert reference is not None
@@ -121,7 +122,7 @@ class Kernels(Backend):
             policy,
             reference,
             vector("mask", rows.mask, torch.bool, num_rows),
-            sums_argument(sums),
+            sums_table,
             table("result", result, 0b11),
             torch.get_num_threads(),
         )
@@ -132,6 +133,7 @@ class Kernels(Backend):
     ) -> None:
         """Write d loss / d logits, see `Backend`."""
         num_rows = count_rows(rows)
+        sums_table = sums_argument(sums)  # checks the sums before anything follows from them
         log_sum_ratio = None
         center = None
         if "divergence" in coefficients.names:
@@ -143,7 +145,7 @@ class Kernels(Backend):
         _cpu.pull(
             *logit_arguments(rows, num_rows, log_sum_ratio=log_sum_ratio, center=center),
             vector("targets", rows.targets, torch.int64, num_rows),
-            sums_argument(sums),
+            sums_table,
             table("coefficients", coefficients.values, names),
             memory(_cpu.Memory, "out", out, rows, num_rows),
             torch.get_num_threads(),
