@@ -188,7 +188,7 @@ struct OfListed : Listed {
           count(m), of_numbers(numbers), of_values(formula.inputs(numbers, values, k, 2)) {
         check_size("m", m, 0);
         check_size("k", k, 0);
-        formula.check(program->outputs == 2, "it does not give a term and its slope.");
+        formula.check(program->outputs == 2 || program->outputs == 4, "it does not give a term and its slopes.");
         this->numbers = of_numbers.data();
         this->values = of_values.data();
     }

@@ -126,7 +126,9 @@ struct PullJob {
 // Terms in the log-probs of ids that are listed for each token.
 struct Listed {
     const int64_t *ids, *starts;  // those of token t are ids[starts[t]] to ids[starts[t + 1]]
-    const Program* program;       // the token's term, d term / d log-prob, from log-probs, the advantage and values of its ids
+    // The token's term and d term / d log-prob, from log-probs, the advantage and values of its ids. With four outputs also
+    // d term / d log P, with P the probability of all ids that the token does not list, and that over P.
+    const Program* program;
     const float* numbers;
     const float* advantages;      // of tokens
     const float* const* values;   // of ids
@@ -178,11 +180,18 @@ struct TermMemory {
     Segment* segments;
 };
 
-// An id of a row whose log-prob is needed, once: its logit, and what arrives at its log-prob.
+// An id of a row whose log-prob is needed, once: its logit, what arrives at its log-prob, and the sum of OfOthers::per_p of the tokens
+// that list it.
 struct IdOfRow {
     int64_t id;
     float z, logp;
-    double dz_dx, slope;
+    double dz_dx, slope, listed;
+};
+
+// What arrives at log P, with P the probability of all ids that a token does not list, and that over P. Sums over the tokens of a row.
+// Its gradient is per_p p_j - outside p_j at an id that no token lists; a token that lists the id adds nothing to the first.
+struct OfOthers {
+    double outside = 0, per_p = 0;
 };
 
 // Memory of a thread for the ids of one row.

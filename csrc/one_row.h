@@ -706,7 +706,7 @@ struct IdsOfRow {
         while (memory.table[at] >= 0 && memory.ids[memory.table[at]].id != id) at = (at + 1) & mask;
         if (memory.table[at] < 0) {
             IdOfRow& it = memory.ids[count];
-            it = {id, NAN, NAN, 0, 0};
+            it = {id, NAN, NAN, 0, 0, 0};
             if (id >= 0 && id < vocab) it.z = row.logit(id, &it.dz_dx);
             if (likeliest < 0 ? it.z == it.z : it.z > memory.ids[likeliest].z) likeliest = count;
             memory.table[at] = int32_t(count++);
@@ -722,15 +722,18 @@ struct IdsOfRow {
         }
     }
     // d loss / d z times dz/dx of one of them, from what arrives at the log-probs of all, and at the other columns of the row.
-    float gradient(const IdOfRow& it, double total, const Slopes& of_entropy) const {
+    float gradient(const IdOfRow& it, double total, const OfOthers& others, const Slopes& of_entropy) const {
         const double p = exp(double(it.logp)), rest = p < 0.5 ? 1 - p : -expm1(double(it.logp));
-        const double of_row = p > 0 ? p * (of_entropy.constant + of_entropy.log * it.logp - (total - it.slope)) : 0.0;
+        const double of_others = (others.per_p - it.listed) - others.outside;
+        const double of_row = p > 0 ? p * (of_entropy.constant + of_entropy.log * it.logp - (total - it.slope) + of_others) : 0.0;
         return float((it.slope * rest + of_row) * it.dz_dx);
     }
 };
 
-// Runs the program of the ids that token t lists, which are at these places. Returns the slopes of their log-probs.
-inline const float* listed_of(const Listed& listed, int64_t t, const IdMemory& memory, const int32_t* places, float* term) {
+// Runs the program of the ids that token t lists, which are at these places. Returns the slopes of their log-probs, and sets the term
+// of the token and what arrives at the ids that it does not list.
+inline const float* listed_of(const Listed& listed, int64_t t, const IdMemory& memory, const int32_t* places, float* term,
+                              OfOthers* others) {
     const Program& program = *listed.program;
     const int64_t start = listed.starts[t], count = listed.starts[t + 1] - start;
     float* to = memory.registers + program.numbers * count;
@@ -742,6 +745,7 @@ inline const float* listed_of(const Listed& listed, int64_t t, const IdMemory& m
     }
     evaluate(program, listed.numbers, count, memory.registers);
     *term = memory.registers[program.output[0] * count];
+    if (program.outputs == 4) *others = {memory.registers[program.output[2] * count], memory.registers[program.output[3] * count]};
     return memory.registers + program.output[1] * count;
 }
 
@@ -769,31 +773,40 @@ void fused_row_of_tokens(const FusedJob& job, int64_t i, const TermMemory& scrat
     const Softmax softmax = visit.softmax(ids.top());
     ids.set_logps(float(softmax.logp));
     double of_entropy = 0;
+    OfOthers others;
     int32_t* place = memory.places;
     for (const int64_t* t = begin; t < end; t++) {
         const int64_t count = tokens.ids_of(*t);
         IdOfRow& target = memory.ids[*place++];
         float term = 0;
-        const float* slopes = count ? listed_of(*tokens.listed, *t, memory, place, &term) : nullptr;
+        OfOthers own;
+        const float* slopes = count ? listed_of(*tokens.listed, *t, memory, place, &term, &own) : nullptr;
         const TokenSlopes of = token_of(job, *t, target.logp, softmax.entropy, tokens.listed ? &term : nullptr);
         target.slope += of.target;
         of_entropy += of.entropy;
-        for (int64_t k = 0; k < count; k++) memory.ids[*place++].slope += of.listed == 0 ? 0.0 : of.listed * slopes[k];
+        own = {of.listed == 0 ? 0.0 : of.listed * own.outside, of.listed == 0 ? 0.0 : of.listed * own.per_p};
+        others.outside += own.outside, others.per_p += own.per_p;
+        for (int64_t k = 0; k < count; k++) {
+            IdOfRow& it = memory.ids[*place++];
+            it.slope += of.listed == 0 ? 0.0 : of.listed * slopes[k];
+            it.listed += own.per_p;
+        }
     }
     const Gradient& out = visit.out;
     if (!out.base) return;
     double total = 0;
-    bool none = of_entropy == 0;
+    bool none = of_entropy == 0 && others.outside == 0 && others.per_p == 0;
     for (int64_t k = 0; k < ids.count; k++) total += memory.ids[k].slope, none = none && memory.ids[k].slope == 0;
     if (none) return out.zero();
-    const Slopes of_row = slopes_of(0, 0, of_entropy, softmax.entropy), slopes = slopes_of(0, -total, of_entropy, softmax.entropy);
+    const double of_other_ids = (others.per_p - others.outside) - total;
+    const Slopes of_row = slopes_of(0, 0, of_entropy, softmax.entropy), slopes = slopes_of(0, of_other_ids, of_entropy, softmax.entropy);
     if (slopes.none()) {
         out.zero();
     } else if (!visit.write(slopes, AtTarget(row, -1, vocab), softmax)) {
         return;
     }
     for (int64_t k = 0; k < ids.count; k++) {
-        if (memory.ids[k].id >= 0 && memory.ids[k].id < vocab) out.put(memory.ids[k].id, ids.gradient(memory.ids[k], total, of_row));
+        if (memory.ids[k].id >= 0 && memory.ids[k].id < vocab) out.put(memory.ids[k].id, ids.gradient(memory.ids[k], total, others, of_row));
     }
 }
 

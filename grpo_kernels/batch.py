@@ -134,9 +134,12 @@ class TokenBatch(Checked):
     missing      of a target that its kept set lacks: "include" adds it to the set, "full" runs the row over the whole vocabulary,
                  "mask" masks the row, "raise" raises ValueError (the host waits on a GPU). None: "include", in strict mode "raise".
     logp_terms   `TokenSets` with values c: adds sum_v c_v log p_v over the ids that are listed for a row to its policy term, or
-                 what `Objective(listed=)` makes of these. A row without ids has no such term.
+                 what `Objective(listed=)` makes of these. A row without ids has no such term. An infinite value
+                 makes the loss infinite or NaN, and the gradient of its row NaN. An id outside of the row's kept
+                 set has log-prob -inf: it adds 0 if c = 0, else the loss is infinite. Strict mode raises ValueError
+                 for both. With `Objective(listed=)` the function decides what such values mean.
     prob_terms   likewise with values r: adds sum_v r_v p_v. If both are given, they list the same ids in the same order. No
-                 gradient flows to values.
+                 gradient flows to values. An id outside of the row's kept set has p = 0 and adds 0.
     rows         integer, the shape of targets: the flat row of the logits (or hidden states), which then have any shape in front,
                  that predicts each token; None = row i predicts targets[i]. Several tokens may share a row, as those of rollouts
                  with a common prefix do; everything else of the batch goes by tokens. See docs/trees.md.
@@ -155,8 +158,21 @@ class TokenBatch(Checked):
     program by an assertion on the device.
 
     Packed, [B] and [N] may be equal: a tensor of that length is then read per token, so write [B, 1].
-    Gradients never flow into these tensors. Values are checked for NaN in strict mode only: one at a trained token
-    makes the loss NaN.
+    Gradients never flow into these tensors.
+
+    If one of these numbers of a trained token is NaN, the loss and the gradient of its row are NaN: its log-prob
+    (a NaN in the logits or the hidden state), its advantage, old_logps, weights, nll_weights, and with a KL
+    ref_logps. Clips, filters and KL estimators do not hide it. At a sequence level a NaN in the ratio of a sequence
+    reaches each of its trained tokens, as in plain PyTorch. Exceptions:
+
+    - where the mask is False, a NaN has no effect;
+    - a weight of 0 takes the token out of the policy term, with its NaN, and so does a filter that drops the token
+      for a reason other than the NaN (see formulas/filters.py);
+    - a NaN in sampler_logps means that the sampler did not score the token (see `TrustRegion`);
+    - a row with zero advantage, no KL and no entropy bonus gets no gradient from hidden states: only the loss is NaN.
+      `Options(skip_inactive=True)` does not read such rows at all.
+
+    In strict mode a NaN at a trained token raises ValueError.
     Raises ValueError on shapes, dtypes or devices that disagree.
     """
 

@@ -31,9 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_named
+from .core.autograd import apply_function
 from .core.sources import Reference, RowSource
 from .formulas.ops import times
-from .formulas.token_stage import ListedTerms
+from .formulas.token_stage import LEAST_OUTSIDE, ListedTerms
 from .segments import Segments, find_largest, replace_values, subtract_largest
 from .token_sets import TokenSets, check_sets
 
@@ -270,8 +271,34 @@ def auxiliary_loss(terms: ListedTerms, extra_logps: Tensor, advantages: Tensor) 
     returns       fp32 [num_tokens], differentiable in extra_logps. A token whose loss gets the
                   gradient 0 gives its ids the gradient 0, even if a derivative is infinite or NaN.
     """
-    losses, slopes = terms.of(extra_logps.detach(), advantages)
-    return _AuxiliaryLoss.apply(extra_logps, losses, slopes, terms.rows)
+    logps = extra_logps.detach()
+    token_of_id = terms.rows
+    result = terms.of(logps, advantages)
+    gradients = result.slopes
+    if result.outside is not None:
+        # d log P = -sum_v p_v / P d log p_v over the further ids v.
+        factor = result.outside / prob_outside(logps, terms.offsets)
+        gradients = gradients - factor[token_of_id] * logps.exp()
+    return apply_function(_AuxiliaryLoss, extra_logps, result.term, gradients, token_of_id)
+
+
+def prob_outside(logps: Tensor, offsets: Tensor) -> Tensor:
+    """Return the probability P of all ids that a token does not list, fp64 [num_tokens].
+
+    It is (1 - p of the likeliest id) - sum of the other p, the first by expm1 as in the softmax
+    kernel: so the gradients of log P at the listed ids cancel as they should, even if P is small. P
+    is at least LEAST_OUTSIDE.
+
+    logps     fp32 [num_ids]
+    offsets   int64 [num_tokens + 1], where the ids of each token begin
+    """
+    segments = Segments.from_offsets(offsets, logps.numel())
+    logps = logps.double()
+    largest = find_largest(logps, torch.ones_like(logps, dtype=torch.bool), segments)
+    ids = torch.arange(logps.numel(), device=logps.device)
+    is_largest = ids == largest[segments.segment_ids]
+    parts = torch.where(is_largest, -torch.expm1(logps), -logps.exp())
+    return segments.sum(parts).clamp(min=LEAST_OUTSIDE)
 
 
 class _AuxiliaryLoss(torch.autograd.Function):

@@ -30,7 +30,6 @@ from .checks import (
     require,
     require_shape,
     require_tensor,
-    values_are_checked,
 )
 from .core.autograd import LossOfStatistics, apply_function
 from .core.backends import is_strict
@@ -48,6 +47,13 @@ from .logprobs import (
     make_source,
     refuse_inplace,
     squared_inverse_temperature,
+)
+from .loss_checks import (
+    check_batch_and_objective,
+    check_reference,
+    refuse_infinite_kl,
+    refuse_infinite_terms,
+    refuse_nan,
 )
 from .loss_output import LossOutput
 from .objective import Denominators, Objective
@@ -249,7 +255,9 @@ def objective_loss(
     flat_statistics = {
         name: flatten_and_mask(x, rows.trained) for name, x in statistics.items() if x is not None
     }
-    return loss_of_statistics(flat_statistics, batch, objective, rows)
+    out = loss_of_statistics(flat_statistics, batch, objective, rows)
+    refuse_infinite_kl(out, DEFAULT_OPTIONS)
+    return out
 
 
 # ---- from a row source to the loss
@@ -333,12 +341,16 @@ def compute_loss(
         rows = replace(rows, divergence_weight=rows.divergence_weight / factor)
 
     if is_composed:
+        refuse_infinite_terms(batch, objective, rows, options)
         teacher = reference if isinstance(reference, TokenSets) else None
         statistics = statistics_of_composed_batch(
             source, batch, objective, rows, checked_reference, teacher
         )
-        return loss_of_statistics(statistics, batch, objective, rows)
-    return loss_of_source(source, batch, objective, rows, checked_reference)
+        out = loss_of_statistics(statistics, batch, objective, rows)
+    else:
+        out = loss_of_source(source, batch, objective, rows, checked_reference)
+    refuse_infinite_kl(out, options)
+    return out
 
 
 def loss_of_source(
@@ -679,78 +691,3 @@ def order_rows(
     if not all_have_gradient:
         num_processed = batch.count("trained", rows.read)
     return RowOrder(row_ids[:num_processed], num_with_gradient, num_rows), has_gradient
-
-
-# ---- checks
-
-
-def refuse_nan(rows: TokenRows, batch: TokenBatch, options: Options) -> None:
-    """Raise ValueError in strict mode if an input of a processed token is NaN.
-
-    If values are not checked (on a GPU), an assertion on the device stops the program instead.
-    """
-    # A graph knows only the call's own `strict`.
-    is_compiling = torch.compiler.is_compiling()
-    strict = options.strict if is_compiling else is_strict(options.strict)
-    if not strict:
-        return
-    for name in ("advantages", "old_logps", "ref_logps", "weights", "nll_weight"):
-        value = getattr(rows, name)
-        if value is None:
-            continue
-        argument = "nll_weights" if name == "nll_weight" else name
-        is_bad = value.isnan() if rows.read is None else value.isnan() & rows.read
-        if not values_are_checked(value):
-            message = f"{argument} is NaN at a trained token, which strict mode refuses"
-            torch._assert_async(~is_bad.any(), message)
-        elif is_bad.any():
-            positions = is_bad.view(batch.targets.shape).nonzero().tolist()
-            shown = ", ".join(map(str, positions[:5])) + ", ..." * (len(positions) > 5)
-            trained = is_bad.numel() if rows.trained is None else int(rows.trained.sum())
-            raise ValueError(
-                f"{argument} is NaN at {len(positions)} of {trained} trained tokens, {shown}: the "
-                "loss would be NaN, which strict mode refuses. Mask these tokens, or find out "
-                "where the NaN comes from."
-            )
-
-
-def check_batch_and_objective(batch: Any, objective: Any) -> None:
-    """Raise ValueError unless the arguments are a TokenBatch and an Objective."""
-    if isinstance(batch, Objective) and isinstance(objective, TokenBatch):
-        raise ValueError(
-            "batch is an Objective and objective a TokenBatch: they changed places, pass them as "
-            "batch, objective."
-        )
-    if not isinstance(batch, TokenBatch):
-        raise ValueError(f"batch is a {type(batch).__name__}: pass a TokenBatch.")
-    if not isinstance(objective, Objective):
-        raise ValueError(
-            f"objective is a {type(objective).__name__}: pass an Objective, for example "
-            "Objective.preset('grpo')."
-        )
-
-
-def check_reference(value: Any, name: str, batch: TokenBatch, objective: Objective) -> None:
-    """Raise ValueError unless a reference fits the KL of the objective.
-
-    value   what was passed as the argument `name`, "reference" or "ref_logits"
-    """
-    if objective.exact is not None:
-        if batch.ref_logps is not None:
-            raise ValueError(
-                f"ref_logps are log-probs of the sampled tokens, but kl={objective.kl} compares "
-                f"whole distributions: leave them out, and pass {name}=."
-            )
-        return
-    if value is None:
-        return
-    remedy = "with beta=0 nothing looks at it: leave it out."
-    require(objective.beta != 0, name, type(value).__name__, remedy)
-    if name == "ref_logits" or isinstance(value, TokenSets):
-        raise ValueError(
-            f"{name} is a whole distribution, but kl={objective.kl!r} is an estimate from the "
-            "sampled token: pass kl=Exact(...), or the reference's log-probs as ref_logps of the "
-            "batch."
-        )
-    if batch.ref_logps is not None:
-        raise ValueError("reference and batch.ref_logps are both given: pass one of them.")

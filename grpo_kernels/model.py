@@ -15,7 +15,8 @@ from .architectures import language_model
 from .batch import TokenBatch, shift_targets
 from .checks import INTEGRAL, OF_PRODUCTS, describe, refuse_where, require_tensor, values_are_checked
 from .logprobs import linear_logprobs
-from .losses import LossOutput, check_batch_and_objective, linear_grpo_loss
+from .loss_checks import check_batch_and_objective
+from .losses import LossOutput, linear_grpo_loss
 from .objective import Denominators, Objective
 from .options import Head, Options, refuse_keywords
 from .transform import LogitTransform, as_transform

@@ -107,7 +107,10 @@ class Objective(Checked):
                   A fully masked sequence adds 0 and counts in B, unless count_empty=False (verl, OpenRLHF).
     beta, kl      weight and estimator of the KL to the reference: "k1", "k2", "k3", "abs", with "+" for the straight-through
                   form, a `Kl`, or a function (logp, old, ref) -> (value, slope). An `Exact` is the divergence of the whole
-                  distributions instead. It is not multiplied by the batch's weights.
+                  distributions instead. It is not multiplied by the batch's weights. A log-prob below -1e4, -inf
+                  included, counts as -1e4, and exponents are at most 60: k3 of a target with p = 0 is about
+                  e^60 = 1.1e26, k3 of a reference with p = 0 about 1e4. Strict mode raises ValueError for a
+                  log-prob of -inf, of the policy or the reference, at a trained token.
     entropy_coef  weight of the entropy bonus, which is subtracted from the loss.
     max_tokens    the completion budget of "constant", the paper's constant, not the padded length.
     filters       see filters.py: which tokens are left out of the policy term. At most one filter of each kind.
@@ -496,12 +499,16 @@ class Objective(Checked):
         return batch.spread(total if self.level == "sequence-sum" else total / batch.lengths.clamp(min=1.0)).float()
 
     def _filtered(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch) -> TokenRows:
-        """The rows, with weights of 0 where a filter that needs the whole batch leaves a token out."""
+        """The rows, with weights of 0 where a filter that needs the whole batch leaves a token out, and of NaN where a filter of
+        entropy keeps a token whose entropy is NaN."""
         for f in self.filters:
             if f.one_pass:  # `token_terms` does
                 continue
             keep = f.keep(logps, entropy, rows, batch)
-            rows = replace(rows, policy_weight=torch.where(keep, rows.policy_weight, 0.0))
+            policy_weight = torch.where(keep, rows.policy_weight, 0.0)
+            if f.filters_entropy and entropy is not None:
+                policy_weight = torch.where(entropy.isnan() & (policy_weight != 0), entropy, policy_weight)
+            rows = replace(rows, policy_weight=policy_weight)
             if f.filters_entropy and rows.entropy_weight is not None:
                 narrowed = torch.where(keep, rows.entropy_weight, 0.0)
                 if self.entropy_aggregate == "token-mean":
@@ -518,7 +525,7 @@ NO_KL = Kl()
 
 
 def _own_log_ratio(logps: Tensor, rows: TokenRows) -> Tensor:
-    return torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
+    return torch.where(logps.isnan(), logps, 0.0) if rows.old_logps is None else logps - rows.old_logps
 
 
 # ---- published objectives, and the constants with which trainers compute them

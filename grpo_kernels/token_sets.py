@@ -345,6 +345,14 @@ class TokenSets:
         hits = _offsets_of((self.ids == targets.flatten()[row]).long())[self.offsets]
         return (hits.diff() > 0) | (self.counts == 0)
 
+    def holds(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Return whether each of `ids`, integers [k], is in the set of its row, int64 [k]: bool [k]. A row without ids holds
+        nothing here."""
+        keys = torch.stack([self.row_of, self.ids.long()])
+        wanted = torch.stack([rows, ids.long()])
+        width = torch.cat([keys[1], wanted[1], keys.new_zeros(1)]).amax() + 1
+        return torch.isin(wanted[0] * width + wanted[1], keys[0] * width + keys[1])
+
     # ---- other places, other values
 
     def _apply(self, change: Callable[[Tensor], Tensor]) -> TokenSets:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checks import Checked, require
 from .filters import TrustRegion
 from .surrogates import PolicyGradient, Surrogate
-from .token_stage import logp_term
+from .token_stage import LEAST_OUTSIDE, logp_term, probability_outside
 
 #: How much lower the log-probs of a tail's ids are than the ratio that stands for all of them.
 RARE = 40.0
@@ -31,8 +31,9 @@ class ScoreCentering(Checked):
     surrogate, trust   those of the objective, whose old_logps are the sampler's: they say what w is. `PolicyGradient()`: 1.
                        `Cispo(cap, low)`: p / q between low and cap. With a `TrustRegion` 0 outside of it.
     tail     True: the list is the head of q. The other ids count as if p / q were the same for all of them: the coefficient is
-             q w - a p, a = r w(1 / r), r = (1 - sum q) / (1 - sum p), both masses at least 1e-6. False: the list is all of
-             q, as a kept set is.
+             q w - a p, a = r w(1 / r), r = (1 - sum q) / (1 - sum p), both masses at least 1e-6. With w = 1 the
+             gradient of a listed logit is A (q_j - p_j), with no loss of digits where r is large. False: the list is
+             all of q, as a kept set is.
 
     A batch's `weights` multiply both terms: those of a token (TIS) would undo the centering, `Cispo` has them. Raises ValueError
     naming the argument that is wrong."""
@@ -54,13 +55,18 @@ class ScoreCentering(Checked):
         require(objective.level == "token", "level", objective.level, "the ratio of a sequence is no weight of an id.")
         return cls(objective.surrogate, objective.filter(TrustRegion), tail)
 
-    def __call__(self, logp: Tensor, values: Tensor, advantage: Tensor, sums: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, logp: Tensor, values: Tensor, advantage: Tensor, sums: Any) -> tuple[Tensor, ...]:
         p, q = logp.exp(), values.exp()
         coefficient = q * self.weighted(logp, values, advantage)
-        if self.tail:
-            rest = (1.0 - sums(q)).clamp(min=1e-6) / (1.0 - sums(p)).clamp(min=1e-6)
-            coefficient = coefficient - rest * p * self.weighted(-rest.log(), 0.0 * rest, advantage, RARE)
-        return logp_term(logp, coefficient, advantage, sums)
+        if not self.tail:
+            return logp_term(logp, coefficient, advantage, sums)
+        # -a sum_v p_v grad log p_v over the list is the gradient of the log of the tail's probability, times (1 - sum q) w(1 / r):
+        # as a slope of the listed ids it would be the difference of two numbers of size r, which may be many thousands.
+        outside = (1.0 - sums(q)).clamp(min=LEAST_OUTSIDE)
+        rest = outside / probability_outside(logp, sums)
+        weight = self.weighted(-rest.log(), 0.0 * rest, advantage, RARE)
+        term, _ = logp_term(logp, coefficient - rest * p * weight, advantage, sums)
+        return term, coefficient, outside * weight
 
     def weighted(self, logp: Tensor, sampler: Tensor, advantage: Tensor, rare: float = 0.0) -> Tensor:
         """A w of ids with these log-probs under policy and sampler, which a trust region sees lower by `rare`."""

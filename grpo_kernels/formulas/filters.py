@@ -5,6 +5,13 @@ see corrections.py. A filtered token has loss 0 and slope 0 in the policy term. 
 denominators, with one exception: an entropy bonus with entropy_aggregate="token-mean" is a mean over the tokens that
 `EntropyQuantile` keeps. Of a token that a trust region drops the terms at listed ids stay.
 
+Comparisons with NaN are False, and no filter of this module drops a token for that reason, so the loss is NaN.
+`TrustRegion` keeps a token whose log-prob, old log-prob or advantage is NaN, filters of entropy one whose entropy is NaN,
+and `OffPolicySequences` a sequence with a NaN among the log-probs that it compares, or a NaN advantage. A token that is
+dropped for another reason, such as a low entropy, takes its NaN along. A NaN in sampler_logps means that the sampler did not
+score the token: `TrustRegion(anchor="sampler")` drops it, and `OffPolicySequences` counts it as 0. A filter that you write
+decides itself: let it keep a NaN.
+
 A trust region is (logp, anchor_logp, advantage, params) -> keep, with params = (low, high); p and q are the probabilities
 under the policy and under the anchor, A is the advantage.
 """
@@ -21,7 +28,7 @@ from ..batch import TokenBatch
 from ..checks import LARGEST, Checked, require, require_one_of
 from ..rewards.entropy import SHARE, entropy_threshold
 from .ops import bounded_exp, ops
-from .token_stage import TokenRows, above_floor
+from .token_stage import TokenRows, below_floor
 
 #: A ratio beyond e^60 is useless anyway, and e^60 is still finite in fp32; see ops.bounded_exp.
 BOUND = 60.0
@@ -133,7 +140,7 @@ class EntropyFloor(Filter):
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
         assert entropy is not None
-        return above_floor(entropy, self.threshold)
+        return ~below_floor(entropy, self.threshold)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +156,7 @@ class EntropyQuantile(Filter):
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
         assert entropy is not None
-        return above_floor(entropy, entropy_threshold(entropy, rows.mask, self.share, self.process_group))
+        return ~below_floor(entropy, entropy_threshold(entropy, rows.mask, self.share, self.process_group))
 
 
 @dataclass(frozen=True)
@@ -174,21 +181,36 @@ class OffPolicySequences(Filter):
 
     def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
         assert batch is not None
-        return near_sampler(batch, logps, self.delta, self.advantage_of)
+        now, sampler = _log_probs_now_and_then(batch, logps)
+        # A NaN in sampler_logps counts as 0. Another NaN stays, so that the mean exceeds nothing.
+        compared = torch.minimum(now, sampler) if batch.sampler_logps is None else now
+        x = torch.where(compared.isnan(), torch.nan, log_ratio(sampler, now))
+        return _near(batch, x, self.delta, self.advantage_of)
 
 
 def near_sampler(batch: TokenBatch, logps: Tensor, delta: float, advantage_of: str = "sequence") -> Tensor:
-    """Return which tokens `OffPolicySequences` keeps, bool [n], from the policy's log-probs now, fp32 [n]."""
-    given = batch.table("advantages", "old_logps", "sampler_logps")
+    """Return which tokens `OffPolicySequences` keeps, bool [n], from the policy's log-probs now, fp32 [n]. A token with a
+    NaN among its two log-probs counts as 0 in the mean."""
+    now, sampler = _log_probs_now_and_then(batch, logps)
+    return _near(batch, log_ratio(sampler, now), delta, advantage_of)
+
+
+def _log_probs_now_and_then(batch: TokenBatch, logps: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probs under the policy now, 0 where the mask is False, and under the sampler, fp32 [n] each."""
+    given = batch.table("old_logps", "sampler_logps")
+    now = torch.where(batch.trained, logps, 0.0)
+    return now, given.get("sampler_logps", given.get("old_logps", now))
+
+
+def _near(batch: TokenBatch, log_ratios: Tensor, delta: float, advantage_of: str) -> Tensor:
+    """Return which tokens to keep, bool [n], from log-ratios [n] of sampler over policy."""
     if batch.advantages is None:
         raise ValueError(
             "advantages is None, but their signs decide which sequences are dropped: pass a float tensor [B] or [B, T]."
         )
-    now = torch.where(batch.trained, logps, 0.0)
-    sampler = given.get("sampler_logps", given.get("old_logps", now))
-    advantages = given["advantages"]
+    advantages = batch.table("advantages")["advantages"]
     # One reduction for both sums: with a context_group each is a collective.
-    sums = batch.sequence_sum(torch.stack([log_ratio(sampler, now), advantages.double()], 1))
+    sums = batch.sequence_sum(torch.stack([log_ratios, advantages.double()], 1))
     mean_ratio, advantage_sum = (sums / batch.lengths.clamp(min=1.0)[:, None]).unbind(1)
     negative = advantages < 0 if advantage_of == "token" else batch.spread(advantage_sum < 0)
     return ~(negative & batch.spread(mean_ratio > delta))

@@ -96,19 +96,20 @@ def kl_terms(logp, old_logp, ref_logp, log_ratio, clamps, ESTIMATOR, SCORE, WEIG
     if clamps is not None:
         near = ops.abs(d) <= clamps[0]
         ref_logp = ops.where(near, ref_logp, logp + d.clamp(-clamps[0], clamps[0]))
+    zero = d * 0.0  # NaN of a NaN, which comparisons of the estimator and with the clamps would hide
     value, slope = ESTIMATOR(logp, old_logp, ref_logp)
+    value = value + zero
     through, both = value, value + slope if SCORE is None else SCORE(logp, old_logp, ref_logp)
     if clamps is not None:
         inside = near & (ops.abs(value) <= clamps[1])
         value = value.clamp(-clamps[1], clamps[1])
-        slope, through, both = (ops.where(inside, x, 0.0) for x in (slope, through, both))
+        slope, through, both = (ops.where(inside, x, zero) for x in (slope, through, both))
     if STRAIGHT_THROUGH:
         slope = -d
         both = through - d
     if "ratio" in WEIGHTING:
         r = bounded_exp(log_ratio)
         value, slope, through, both = (finite(r * x) for x in (value, slope, through, both))
-    zero = d * 0.0
     slope = slope + zero
     if WEIGHTING in ("none", "detached-ratio"):
         return value, slope, zero, slope
@@ -130,7 +131,8 @@ class Kl(Checked):
                       the weight (verl: 20 and 10), so the tokens that have moved furthest get none. Infinity, the default,
                       switches them off.
 
-    A log-prob below -1e4, -inf included, counts as that; log-ratios beyond 60 are bounded in the exponent, and weighted
+    A log-prob below -1e4, -inf included, counts as -1e4 (strict mode refuses -inf); log-ratios beyond 60 are
+    bounded in the exponent, and weighted
     values at 1e30: value and slope stay finite in fp32. At level "sequence-sum" the ratio that weighs is the token's own.
     Raises ValueError naming the field that is wrong.
     """

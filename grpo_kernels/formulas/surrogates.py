@@ -38,7 +38,8 @@ def clip(logp, old_logp, advantage, params):
     rising = r <= ops.minimum(delta, high)
     falling = (r >= low) & (r <= ops.maximum(delta, high))
     active = ops.where(advantage > 0.0, rising, falling)
-    return -ops.minimum(unclipped, clipped), ops.where(active, -r * advantage, 0.0)
+    loss = -ops.minimum(unclipped, clipped)
+    return loss, ops.where(active, loss, 0.0)  # which is -r A there, and its own derivative
 
 
 def cispo(logp, old_logp, advantage, params):
@@ -293,7 +294,7 @@ class Gmpo(Surrogate):
 
     def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
         # A > 0: x is bounded by eps_high from above. A < 0: by -eps_low from below. A = 0: x does not count.
-        counts = advantages != 0
+        counts = (advantages != 0) | x.isnan()
         clipped = torch.where(advantages > 0, x.clamp(max=self.eps_high), x.clamp(min=-self.eps_low))
         return torch.where(counts, clipped, 0.0), (counts & (clipped == x)).to(x.dtype)
 

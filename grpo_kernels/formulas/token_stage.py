@@ -24,7 +24,22 @@ from .program import Made, Program, Run, Tracer, Trial, is_own, key_of
 
 # ---- terms at listed ids
 
-ListedFunction = Callable[[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, Tensor]]
+ListedFunction = Callable[[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, ...]]
+
+#: The smallest probability of the ids that a row does not list: fp32 keeps no digit of a smaller one.
+LEAST_OUTSIDE = 1e-6
+
+
+class TermsOfRows(NamedTuple):
+    """What functions of listed ids give, of k ids in n rows.
+
+    term     fp32 [n], the term of each row.
+    slopes   fp32 [k], d term / d log-prob of each id.
+    outside  fp32 [n], d term / d log P, P the probability of all ids that the row does not list. None: no function has it."""
+
+    term: Tensor
+    slopes: Tensor
+    outside: Tensor | None = None
 
 
 def logp_term(logp: Tensor, values: Tensor, advantage: Tensor, sums: Any) -> tuple[Tensor, Tensor]:
@@ -51,9 +66,9 @@ class ListedTerms(NamedTuple):
         """int64 [k], the row of each id. Made anew at each call."""
         return torch.repeat_interleave(self.offsets.diff(), output_size=self.parts[0][1].numel())
 
-    def of(self, logps: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """(the term of each row, fp32 [n], d term / d log-prob [k]) from log-probs [k] and advantages [n]. Sums are fp64, in the
-        order of ids. Raises ValueError where a function sums or returns anything but one number of each id."""
+    def of(self, logps: Tensor, advantages: Tensor) -> TermsOfRows:
+        """The terms from log-probs [k] and advantages [n]. Sums are fp64, in the order of ids. Raises ValueError where a function
+        sums or returns anything but one number of each id."""
         rows = self.rows
 
         def is_number_of_ids(x: Any) -> bool:
@@ -67,20 +82,32 @@ class ListedTerms(NamedTuple):
             return self._sums(x)[rows]
 
         term = torch.zeros_like(logps)
-        slope = torch.zeros_like(logps)
+        slopes = torch.zeros_like(logps)
+        outside: Tensor | None = None
         for function, values in self.parts:
-            made = without_branches(function, logps, values, advantages[rows], sums)
-            if not (isinstance(made, tuple) and len(made) == 2 and all(map(is_number_of_ids, made))):
+            result = without_branches(function, logps, values, advantages[rows], sums)
+            if not (isinstance(result, tuple) and len(result) in (2, 3) and all(map(is_number_of_ids, result))):
                 raise ValueError(
                     f"listed={function!r} returned no pair of tensors of the shape of logp: return (term, slope)."
                 )
-            term = term + made[0]
-            slope = slope + made[1]
-        return self._sums(term), slope
+            term = term + result[0]
+            slopes = slopes + result[1]
+            if len(result) == 3:
+                outside = result[2] if outside is None else outside + result[2]
+        if outside is None:
+            return TermsOfRows(self._sums(term), slopes)
+        # `outside` is equal for the ids of a row.
+        of_first_id = torch.cat([outside, outside.new_zeros(1)])[self.offsets[:-1]]
+        return TermsOfRows(self._sums(term), slopes, torch.where(self.offsets.diff() > 0, of_first_id, 0.0))
 
     def _sums(self, x: Tensor) -> Tensor:
         total = torch.segment_reduce(x.double(), "sum", offsets=self.offsets, initial=0, unsafe=True)
         return total.float()
+
+
+def probability_outside(logp: Any, sums: Callable[[Any], Any]) -> Any:
+    """Return the probability of all ids that a row does not list, at least LEAST_OUTSIDE."""
+    return (1.0 - sums(logp.exp())).clamp(min=LEAST_OUTSIDE)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -135,16 +162,29 @@ def token_terms(
 
     log_ratio is the one at LEVEL. d loss / d log-ratio is nonzero only where the gradient flows through the log-ratio of a
     sequence; at the other levels, and for a detached ratio, d loss / d logp is the whole slope. TRUST compares with
-    anchor_logp."""
+    anchor_logp.
+
+    If a number of a token with a nonzero policy weight is NaN, its loss and its gradient are NaN, whatever SURROGATE,
+    TRUST, the entropy floor and the bounds of the ratio return for it. The exception is anchor_logp: a NaN in
+    `sampler_logps` means that the sampler did not score the token, and TRUST drops it."""
     zero = policy_weight * 0.0
+    # The minimum is NaN if one of the numbers is. A sum would also be NaN for inf - inf.
+    smallest = ops.minimum(logp if LEVEL == "token" else log_ratio, advantage)
+    if LEVEL == "token" and old_logp is not logp:
+        smallest = ops.minimum(smallest, old_logp)
     if entropy_floor is not None:
-        high = above_floor(entropy, entropy_floor[0])
-        policy_weight = ops.where(high, policy_weight, 0.0)
+        smallest = ops.minimum(smallest, entropy)
+    sound = smallest == smallest
+    out = policy_weight == 0.0
+    policy_weight = ops.where(sound, policy_weight, smallest)
+    if entropy_floor is not None:
+        low = below_floor(entropy, entropy_floor[0])
+        out = out | low
         if entropy_weight is not None:
-            entropy_weight = ops.where(high, entropy_weight, 0.0)
-    listed_weight = policy_weight  # what TRUST thinks of the token says nothing of the other ids of its row
+            entropy_weight = ops.where(low, 0.0, entropy_weight)
+    out_of_listed = out  # what TRUST thinks of the token says nothing of the other ids of its row
     if TRUST is not None:
-        policy_weight = ops.where(TRUST(logp, anchor_logp, advantage, trust_params), policy_weight, 0.0)
+        out = out | (sound & ~TRUST(logp, anchor_logp, advantage, trust_params))
     bounded = log_ratio
     if ratio_bounds is not None:
         bounded = ops.minimum(ops.maximum(log_ratio, ratio_bounds[0]), ratio_bounds[1])
@@ -156,11 +196,12 @@ def token_terms(
         loss, slope = SURROGATE(bounded, zero, advantage, surrogate_params)
         slope = ops.where(bounded == log_ratio, slope, 0.0)
     # A token of weight 0 contributes 0 even where its ratio is NaN.
-    out = policy_weight == 0.0
     loss = ops.where(out, 0.0, policy_weight * loss)
     d_logp = ops.where(out, 0.0, policy_weight * slope)
+    listed_weight = zero
     if listed is not None:
-        loss = loss + ops.where(listed_weight == 0.0, 0.0, listed_weight * listed)
+        loss = loss + ops.where(out_of_listed, 0.0, policy_weight * listed)
+        listed_weight = ops.where(out_of_listed, 0.0, policy_weight)
     d_ratio = zero
     if LEVEL == "sequence" or LEVEL == "sequence-sum":
         if not DETACHED:
@@ -188,9 +229,9 @@ def token_terms(
 # fmt: on
 
 
-def above_floor(entropy, floor):
-    """Whether an entropy is at least the floor: what `EntropyFloor` keeps."""
-    return entropy >= floor
+def below_floor(entropy, floor):
+    """Return whether an entropy is below the floor: what `EntropyFloor` drops. False for NaN."""
+    return entropy < floor
 
 
 def ratio_of_kl(log_ratio, own, LEVEL):

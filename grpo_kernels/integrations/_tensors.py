@@ -18,7 +18,7 @@ from ..formulas.centering import ScoreCentering
 from ..formulas.divergence import Exact, divergence_at
 from ..formulas.ops import bounded_exp
 from ..formulas.surrogates import Cispo, Clip, Sapo, Vespo
-from ..formulas.token_stage import TokenRows
+from ..formulas.token_stage import TokenRows, probability_outside
 from ..logprobs import TokenLogprobs, linear_logprobs, token_logprobs
 from ..losses import LossOutput
 from ..objective import Objective
@@ -275,8 +275,14 @@ def centered(
     given = (sampler > -math.inf) & mask[..., None]
     advantages = torch.where(mask, advantages, 0.0)
     ours, theirs = (torch.where(given, x, NO_MASS) for x in (logps, sampler))
+
+    def sums(x: Tensor) -> Tensor:
+        return x.sum(-1, keepdim=True)
+
     with torch.no_grad():
-        slopes = centering(ours, theirs, advantages[..., None], lambda x: x.sum(-1, keepdim=True))[1]
+        _, slopes, *outside = centering(ours, theirs, advantages[..., None], sums)
+        for x in outside:  # with the list alone, d log P = -sum_v p_v / P d log p_v
+            slopes = slopes - x / probability_outside(ours, sums) * ours.exp()
     return torch.where(mask, weights * torch.where(slopes != 0, slopes * ours, 0.0).sum(-1), 0.0).sum()
 
 

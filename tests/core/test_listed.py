@@ -18,6 +18,7 @@ from grpo_kernels import (
     TokenSets,
     TrustRegion,
     grpo_loss,
+    linear_grpo_loss,
 )
 from grpo_kernels.formulas.centering import ScoreCentering
 from grpo_kernels.formulas.surrogates import NoPolicyTerm, PolicyGradient
@@ -113,6 +114,61 @@ def test_score_centering_has_no_drift(tail, what, A, backend):
         grpo_loss(leaf, batch if listed else replace(batch, logp_terms=None), spec, options=Options(backend)).loss.backward()
         drift.append((q[:, None] * leaf.grad).sum(0).abs().max())
     assert drift[1] < 1e-6 < 1e-3 < drift[0]
+
+
+@pytest.mark.parametrize("source", ["logits", "hidden"])
+@pytest.mark.parametrize("outside", [3.7e-5, 1.6e-5, 2.7e-7])
+@pytest.mark.parametrize("sampled", ["listed", "other"])
+def test_score_centering_of_a_confident_policy(sampled, outside, source, backend):
+    """The list has nearly all of p and not of q. The gradient of a listed id is A (q_j - p_j) to fp32's rounding; the others
+    have as many digits as 1 - sum p."""
+    g = torch.Generator().manual_seed(6)
+    n, k, vocab, eps = 6, 4, 23, torch.finfo(torch.float32).eps
+    p = torch.cat(
+        [
+            (1 - outside) * torch.rand(n, k, generator=g).double().softmax(1),
+            outside * torch.rand(n, vocab - k, generator=g).double().softmax(1),
+        ],
+        1,
+    )
+    q = 0.7 * torch.rand(n, k, generator=g).double().softmax(1)
+    advantages = torch.tensor([1.0, -0.8, 0.5, -1.0, 0.9, 0.3])
+    targets = torch.full((n,), 1 if sampled == "listed" else 9)
+    head = TokenSets.from_padded(torch.arange(k).expand(n, k), values=q.log().float())
+    logits = p.log().float()
+    for policy in (NoPolicyTerm(), PolicyGradient()):
+        objective = Objective(policy, aggregate="token-sum", listed=ScoreCentering())
+        batch = TokenBatch(targets, advantages, logp_terms=head)
+        leaf = logits.clone().requires_grad_()
+        options = Options(backend=backend, strict=True)
+        if source == "logits":
+            out = grpo_loss(leaf, batch, objective, options=options)
+        else:  # the identity is a head
+            out = linear_grpo_loss(leaf, torch.eye(vocab, requires_grad=True), batch, objective, options=options)
+        out.loss.backward()
+        now, seen = logits.double().softmax(1), head.values.double().view(n, k).exp()
+        rest = 1 - now[:, :k].sum(1, keepdim=True)
+        tail = (1 - seen.sum(1, keepdim=True)) * now[:, k:] / rest.clamp(min=1e-6)
+        exact = torch.cat([seen, tail], 1) - now
+        if policy == PolicyGradient():
+            exact = exact + now - torch.nn.functional.one_hot(targets, vocab)
+        found, exact = leaf.grad.double(), exact * advantages[:, None]
+        torch.testing.assert_close(found[:, :k], exact[:, :k], rtol=0, atol=4 * eps)
+        torch.testing.assert_close(found[:, k:], exact[:, k:], rtol=4 * eps / outside, atol=4 * eps)
+
+
+def test_score_centering_where_logits_are_read_twice(backend):
+    """The gradient of fp16 logits is that of the same logits in fp32, rounded."""
+    logits = torch.randn(4, V).half()
+    head = TokenSets.from_padded(torch.arange(5).expand(4, 5), values=torch.rand(4, 5).softmax(1).log() - 0.5)
+    batch = TokenBatch(torch.arange(4) * 2, torch.tensor([1.0, -0.8, 0.5, -1.0]), logp_terms=head)
+    objective = Objective(PolicyGradient(), aggregate="token-sum", listed=ScoreCentering())
+    gradients = []
+    for x in (logits, logits.float()):
+        leaf = x.clone().requires_grad_()
+        grpo_loss(leaf, batch, objective, options=Options(backend=backend)).loss.backward()
+        gradients.append(leaf.grad.float())
+    torch.testing.assert_close(*gradients, rtol=torch.finfo(torch.float16).eps, atol=1e-6)
 
 
 def test_what_the_page_shows():

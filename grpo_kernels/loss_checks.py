@@ -1,0 +1,160 @@
+"""Refusals of what a loss cannot use: before any work, and in strict mode of values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .batch import TokenBatch
+from .checks import require, values_are_checked
+from .core.backends import is_strict
+from .formulas.token_stage import TokenRows
+from .loss_output import LossOutput
+from .objective import Objective
+from .options import Options
+from .token_sets import TokenSets
+
+
+def check_batch_and_objective(batch: Any, objective: Any) -> None:
+    """Raise ValueError unless the arguments are a TokenBatch and an Objective."""
+    if isinstance(batch, Objective) and isinstance(objective, TokenBatch):
+        raise ValueError(
+            "batch is an Objective and objective a TokenBatch: they changed places, pass them as "
+            "batch, objective."
+        )
+    if not isinstance(batch, TokenBatch):
+        raise ValueError(f"batch is a {type(batch).__name__}: pass a TokenBatch.")
+    if not isinstance(objective, Objective):
+        raise ValueError(
+            f"objective is a {type(objective).__name__}: pass an Objective, for example "
+            "Objective.preset('grpo')."
+        )
+
+
+def check_reference(value: Any, name: str, batch: TokenBatch, objective: Objective) -> None:
+    """Raise ValueError unless a reference fits the KL of the objective.
+
+    value   what was passed as the argument `name`, "reference" or "ref_logits"
+    """
+    if objective.exact is not None:
+        if batch.ref_logps is not None:
+            raise ValueError(
+                f"ref_logps are log-probs of the sampled tokens, but kl={objective.kl} compares "
+                f"whole distributions: leave them out, and pass {name}=."
+            )
+        return
+    if value is None:
+        return
+    remedy = "with beta=0 nothing looks at it: leave it out."
+    require(objective.beta != 0, name, type(value).__name__, remedy)
+    if name == "ref_logits" or isinstance(value, TokenSets):
+        raise ValueError(
+            f"{name} is a whole distribution, but kl={objective.kl!r} is an estimate from the "
+            "sampled token: pass kl=Exact(...), or the reference's log-probs as ref_logps of the "
+            "batch."
+        )
+    if batch.ref_logps is not None:
+        raise ValueError("reference and batch.ref_logps are both given: pass one of them.")
+
+
+# ---- strict mode
+
+
+def refuses_values(options: Options) -> bool:
+    """Return whether a call is strict. A graph knows only the call's own `strict`."""
+    return options.strict if torch.compiler.is_compiling() else is_strict(options.strict)
+
+
+def refuse_nan(rows: TokenRows, batch: TokenBatch, options: Options) -> None:
+    """Raise ValueError in strict mode if an input of a processed token is NaN."""
+    if not refuses_values(options):
+        return
+    remedy = (
+        "the loss would be NaN, which strict mode refuses. Mask these tokens, or find out where "
+        "the NaN comes from."
+    )
+    for name in ("advantages", "old_logps", "ref_logps", "weights", "nll_weight"):
+        value = getattr(rows, name)
+        if value is not None:
+            argument = "nll_weights" if name == "nll_weight" else name
+            refuse_tokens(value.isnan(), f"{argument} is NaN", remedy, rows, batch)
+
+
+def refuse_infinite_kl(out: LossOutput, options: Options) -> None:
+    """Raise ValueError in strict mode if a KL compares a log-prob of -inf, on either side."""
+    rows = out.rows
+    if rows.kl_weight is None or rows.ref_logps is None or not refuses_values(options):
+        return
+    remedy = (
+        "the KL would be made of a log-prob of -1e4 in its place, which strict mode refuses. Mask "
+        "these tokens, or leave the KL out, beta=0."
+    )
+    log_probs = {"the log-prob of the target": out.logps, "ref_logps": rows.ref_logps}
+    for name, x in log_probs.items():
+        refuse_tokens(x.flatten() == -math.inf, f"{name} is -inf", remedy, rows, out._batch)
+
+
+def refuse_infinite_terms(
+    batch: TokenBatch, objective: Objective, rows: TokenRows, options: Options
+) -> None:
+    """Raise ValueError in strict mode for values of further ids that make a term infinite.
+
+    These are infinite values and, in `logp_terms`, nonzero values of ids outside of the candidate
+    set. `Objective(listed=)` may give any value of `logp_terms` a meaning.
+    """
+    if not refuses_values(options):
+        return
+    logp_terms = None if objective.listed is not None else batch.logp_terms
+    for name, sets in (("logp_terms", logp_terms), ("prob_terms", batch.prob_terms)):
+        if sets is None or sets.values is None:
+            continue
+        remedy = (
+            "the loss would be infinite or NaN, which strict mode refuses. Pass finite values, and "
+            "0 for an id without one."
+        )
+        has_infinity = any_of_token(sets.values.isinf(), sets, batch.tokens)
+        refuse_tokens(has_infinity, f"{name} has an infinite value", remedy, rows, batch)
+        if name == "logp_terms" and batch.kept is not None:
+            token_of_id = sets.row_of
+            is_outside = ~batch.kept.holds(token_of_id, sets.ids)
+            is_outside &= sets.ids != rows.targets[token_of_id]
+            is_outside &= ~batch.without_set[token_of_id]
+            remedy = (
+                "its log-prob is -inf there, and the loss would be infinite, which strict mode "
+                "refuses. List ids of the set, or give the others the value 0."
+            )
+            lists_outside = any_of_token(is_outside & (sets.values != 0), sets, batch.tokens)
+            what = "logp_terms lists an id that the kept set lacks"
+            refuse_tokens(lists_outside, what, remedy, rows, batch)
+
+
+def any_of_token(of_ids: Tensor, sets: TokenSets, num_tokens: int) -> Tensor:
+    """Return bool [num_tokens]: whether any id of a token is marked. of_ids is bool [num_ids]."""
+    result = torch.zeros(num_tokens, dtype=torch.bool, device=of_ids.device)
+    return result.index_put((sets.row_of,), of_ids, accumulate=True)
+
+
+def refuse_tokens(
+    is_bad: Tensor, what: str, remedy: str, rows: TokenRows, batch: TokenBatch
+) -> None:
+    """Raise ValueError if a processed token is bad, with the positions of the first ones.
+
+    If values are not checked (on a GPU), an assertion on the device stops the program instead.
+
+    is_bad   bool [num_tokens]
+    what     what is bad, the beginning of the message
+    """
+    if rows.read is not None:
+        is_bad = is_bad & rows.read
+    if not values_are_checked(is_bad):
+        torch._assert_async(~is_bad.any(), f"{what} at a trained token, which strict mode refuses")
+    elif is_bad.any():
+        positions = is_bad.view(batch.targets.shape).nonzero().tolist()
+        shown = ", ".join(map(str, positions[:5])) + ", ..." * (len(positions) > 5)
+        num_trained = is_bad.numel() if rows.trained is None else int(rows.trained.sum())
+        raise ValueError(
+            f"{what} at {len(positions)} of {num_trained} trained tokens, {shown}: {remedy}"
+        )
