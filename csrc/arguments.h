@@ -166,7 +166,7 @@ public:
     }
     // Checks a call, and returns the addresses of its inputs. `given`: how many more inputs there are.
     std::vector<const float*> inputs(const std::vector<float>& numbers, const std::vector<uintptr_t>& inputs, int64_t count, size_t given) const;
-    // Runs it over vectors: rows, or the ids of one.
+    // Runs it over vectors.
     void run(const std::vector<float>& numbers, const std::vector<uintptr_t>& inputs, const std::vector<uintptr_t>& outputs, int64_t count) const;
 
     const std::string name;
@@ -175,42 +175,6 @@ public:
 private:
     std::vector<Instruction> instructions;
     std::vector<uint16_t> outputs;
-};
-
-// ---- tokens of rows. The contents of starts, order and ids are trusted, but that an id may be none of the row.
-
-// Terms of ids that m tokens list, k ids in all, whose values there are for each part. The formula has to outlive them.
-struct OfListed : Listed {
-    OfListed(const Formula& formula, const std::vector<float>& numbers, uintptr_t ids, uintptr_t starts, uintptr_t advantages,
-             const std::vector<uintptr_t>& values, int64_t m, int64_t k)
-        : Listed{vector<int64_t>("ids", ids, k), vector<int64_t>("starts", starts, m + 1), &formula.program, nullptr,
-                 vector<float>("advantages", advantages, m), nullptr},
-          count(m), of_numbers(numbers), of_values(formula.inputs(numbers, values, k, 2)) {
-        check_size("m", m, 0);
-        check_size("k", k, 0);
-        formula.check(program->outputs == 2 || program->outputs == 4, "it does not give a term and its slopes.");
-        this->numbers = of_numbers.data();
-        this->values = of_values.data();
-    }
-    OfListed(const OfListed&) = delete;
-
-    const int64_t count;  // of tokens
-
-private:
-    const std::vector<float> of_numbers;
-    const std::vector<const float*> of_values;
-};
-
-// The m tokens of n rows.
-struct OfTokens : Tokens {
-    const int64_t rows, count;
-
-    OfTokens(uintptr_t starts, uintptr_t order, int64_t n, int64_t m, const OfListed* listed)
-        : Tokens{vector<int64_t>("starts", starts, n + 1), vector<int64_t>("order", order, m), listed}, rows(n), count(m) {
-        check_size("n", n, 0);
-        check_size("m", m, 0);
-        require(!listed || listed->count == m, "listed", m, "it has other tokens.");
-    }
 };
 
 // ---- matrices and slots

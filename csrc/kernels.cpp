@@ -38,6 +38,6 @@ void fused(const FusedJob& job, int64_t i, const TermMemory& scratch) {
 #define TABLE(isa) JOINED(kernels_, isa)
 
 extern const Kernels TABLE(GRPO_ISA);
-const Kernels TABLE(GRPO_ISA) = {QUOTED(GRPO_ISA), stats, mixed, pull, fused, fused_row_of_tokens, scale, slot_logits, slot_sums};
+const Kernels TABLE(GRPO_ISA) = {QUOTED(GRPO_ISA), stats, mixed, pull, fused, scale, slot_logits, slot_sums};
 
 }  // namespace grpo

@@ -61,7 +61,7 @@ template <int N> struct Vectors {
     [[gnu::always_inline]] float* operator[](int name) const { return of[name]; }
 };
 
-// ---- a formula as a straight-line program on fp32 numbers, run for one row, or for all ids that a row lists, at a time.
+// ---- a formula as a straight-line program on fp32 numbers, run for one row or for a block of rows at a time.
 // formulas/program.py generates it.
 
 // Registers hold the numbers of a call, then the inputs, then the result of each instruction.
@@ -70,7 +70,6 @@ constexpr int MOST_REGISTERS = 512;
 // A condition is 1 if true, else 0. program.cpp has the names that Python uses, in this order.
 enum Operation : uint16_t {
     NEGATE, ABSOLUTE, EXPONENTIAL, LOGARITHM, SQUARE_ROOT, HYPERBOLIC_TANGENT, RECIPROCAL, NOT,
-    SUM_OF_IDS,  // over the ids, for each of them: in fp64, in their order
     ADD, SUBTRACT, MULTIPLY, DIVIDE, MINIMUM, MAXIMUM, LESS, LESS_EQUAL, EQUAL, NOT_EQUAL, AND, OR,
     SELECT,  // a ? b : c
     OPERATIONS
@@ -90,8 +89,8 @@ struct Program {
 
 // Each operation rounds to fp32 as torch does; exp, log and tanh are those of fp64, rounded.
 void evaluate(const Program& program, const float* numbers, const float* inputs, float* outputs);
-// For `ids` at a time. A register is so many numbers of `r`, in which the inputs are already.
-void evaluate(const Program& program, const float* numbers, int64_t ids, float* r);
+// For `rows` at a time. A register is so many numbers of `r`, in which the inputs are already.
+void evaluate(const Program& program, const float* numbers, int64_t rows, float* r);
 
 // ---- rows of logits. Vectors are indexed by row.
 
@@ -123,30 +122,9 @@ struct PullJob {
     Vectors<SLOPES> slopes;  // those other than OF_TARGET may be null
 };
 
-// Terms in the log-probs of ids that are listed for each token.
-struct Listed {
-    const int64_t *ids, *starts;  // those of token t are ids[starts[t]] to ids[starts[t + 1]]
-    // The token's term and d term / d log-prob, from log-probs, the advantage and values of its ids. With four outputs also
-    // d term / d log P, with P the probability of all ids that the token does not list, and that over P.
-    const Program* program;
-    const float* numbers;
-    const float* advantages;      // of tokens
-    const float* const* values;   // of ids
-};
-
-// The tokens of rows that may have several of them, or list ids. Vectors of a call are then indexed by token, results too.
-struct Tokens {
-    const int64_t *starts, *order;  // those of row i are order[starts[i]] to order[starts[i + 1]]
-    const Listed* listed;           // or null
-
-    // How many ids token t lists.
-    [[gnu::always_inline]] int64_t ids_of(int64_t t) const { return listed ? listed->starts[t + 1] - listed->starts[t] : 0; }
-};
-
 // The loss and its gradient in one call. The program computes the loss and its slopes. Its first two inputs are the row's log-prob
-// and entropy, and the third the term of listed ids where there are such; of the other inputs it gets entry i.
-constexpr int TOKEN_OUTPUTS = 3;    // loss, d loss / d log-prob, d loss / d entropy
-constexpr int OUTPUTS_OF_LISTED = 4;  // and d loss / d the term of listed ids
+// and entropy; of the other inputs it gets entry i.
+constexpr int TOKEN_OUTPUTS = 3;  // loss, d loss / d log-prob, d loss / d entropy
 
 struct FusedJob {
     Stream own;
@@ -159,7 +137,6 @@ struct FusedJob {
     const float* const* inputs;
     bool with_entropy;  // the loss depends on the entropy
     Vectors<RESULTS> to;
-    const Tokens* tokens;  // null: row i has token i
 };
 
 // What a visit keeps of a row for its gradient: one term of each column, beside a second stream two, times the slope of the softcap
@@ -178,29 +155,6 @@ static inline int64_t most_segments(int64_t vocab) { return vocab / SHORTEST_SEG
 struct TermMemory {
     float* terms[2];
     Segment* segments;
-};
-
-// An id of a row whose log-prob is needed, once: its logit, what arrives at its log-prob, and the sum of OfOthers::per_p of the tokens
-// that list it.
-struct IdOfRow {
-    int64_t id;
-    float z, logp;
-    double dz_dx, slope, listed;
-};
-
-// What arrives at log P, with P the probability of all ids that a token does not list, and that over P. Sums over the tokens of a row.
-// Its gradient is per_p p_j - outside p_j at an id that no token lists; a token that lists the id adds nothing to the first.
-struct OfOthers {
-    double outside = 0, per_p = 0;
-};
-
-// Memory of a thread for the ids of one row.
-struct IdMemory {
-    IdOfRow* ids;       // different ones
-    int32_t* places;    // where each id of the tokens is among them: a token's target, then those that it lists
-    int32_t* table;     // for finding them: a power of two, at least twice as many as there may be
-    int64_t table_size;
-    float* registers;   // of the program of listed ids
 };
 
 struct ScaleJob {
@@ -260,7 +214,6 @@ struct Kernels {
     void (*mixed)(const MixedJob&, int64_t i);
     void (*pull)(const PullJob&, int64_t i);
     void (*fused)(const FusedJob&, int64_t i, const TermMemory&);
-    void (*fused_tokens)(const FusedJob&, int64_t i, const TermMemory&, const IdMemory&);
     void (*scale)(const ScaleJob&, int64_t begin, int64_t end);
     void (*slot_logits)(const SlotLogits&, int64_t begin, int64_t end);  // slots
     // Computes these columns of the sums of the keys whose first slot is in [begin, end).

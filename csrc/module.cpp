@@ -7,7 +7,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <optional>
 
 #include "arguments.h"
 #include "parallel.h"
@@ -137,64 +136,23 @@ TermMemory term_memory(const FusedJob& job, Pieces& pieces) {
     return memory;
 }
 
-// For the ids of a row.
-struct MostIds {
-    int64_t of_row = 0, of_list = 0;
-
-    MostIds(const Tokens& tokens, int64_t rows) {
-        for (int64_t i = 0; i < rows; i++) {
-            int64_t ids = 0;
-            for (int64_t k = tokens.starts[i]; k < tokens.starts[i + 1]; k++) {
-                const int64_t count = tokens.ids_of(tokens.order[k]);
-                ids += 1 + count;
-                of_list = std::max(of_list, count);
-            }
-            of_row = std::max(of_row, ids);
-        }
-    }
-    IdMemory memory(const Listed* listed, Pieces& pieces) const {
-        IdMemory memory = {pieces.take<IdOfRow>(of_row), pieces.take<int32_t>(of_row), nullptr, 1, nullptr};
-        while (memory.table_size < 2 * of_row) memory.table_size *= 2;
-        memory.table = pieces.take<int32_t>(memory.table_size);
-        if (listed) memory.registers = pieces.take<float>(of_list * listed->program->registers());
-        return memory;
-    }
-};
-
 void fused(const Formula& formula, const std::vector<float>& numbers, const std::vector<uintptr_t>& inputs, bool with_entropy,
-           const LogitRows& own, const Beside* second, uintptr_t targets, uintptr_t read, const Memory* out, const Named& to, int threads,
-           const OfTokens* tokens) {
-    const int64_t rows = own.rows.count, n = tokens ? tokens->count : rows;
-    const bool listed = tokens && tokens->listed;
-    const std::vector<const float*> vectors = formula.inputs(numbers, inputs, n, listed ? 3 : 2);
-    formula.check(formula.program.outputs == (listed ? OUTPUTS_OF_LISTED : TOKEN_OUTPUTS), "it does not give a loss and its slopes.");
+           const LogitRows& own, const Beside* second, uintptr_t targets, uintptr_t read, const Memory* out, const Named& to, int threads) {
+    const int64_t n = own.rows.count;
+    const std::vector<const float*> vectors = formula.inputs(numbers, inputs, n, 2);
+    formula.check(formula.program.outputs == TOKEN_OUTPUTS, "it does not give a loss and its slopes.");
     check_streams(own, second, threads);
     if (out) check_out(own.rows, *out);
-    require(!tokens || (tokens->rows == rows && !second && !read), "tokens", n, "they are those of the rows, without a second stream.");
     const uint32_t needed = bits(LOGPS, ENTROPY, LOSSES) | (second ? bits(OF_DIVERGENCE) : 0);
     const FusedJob job{own, second, out ? Rows(*out) : Rows{}, vector<int64_t>("targets", targets, n), at<uint8_t>(read),
-                       &formula.program, numbers.data(), vectors.data(), with_entropy, to.vectors<RESULTS>(n, needed), tokens};
-    Pieces terms, ids;
-    term_memory(job, terms);
-    std::optional<MostIds> most;
-    if (tokens) most.emplace(*tokens, rows);
-    if (most) most->memory(tokens->listed, ids);
-    std::atomic<bool> no_memory(false);
+                       &formula.program, numbers.data(), vectors.data(), with_entropy, to.vectors<RESULTS>(n, needed)};
+    Pieces sizes;
+    term_memory(job, sizes);
     each_rows(own.rows, threads, [&](int64_t begin, int64_t end) {
-        Pieces pieces{memory_of_thread(ids.size + terms.size)};
-        const bool for_terms = pieces.base;
-        if (!for_terms && most) pieces.base = memory_of_thread(ids.size);
-        if (most && !pieces.base) {
-            no_memory = true;
-            return;
-        }
-        const IdMemory of_ids = most ? most->memory(tokens->listed, pieces) : IdMemory{};
-        const TermMemory scratch = for_terms ? term_memory(job, pieces) : TermMemory{};
-        for (int64_t i = begin; i < end; i++) {
-            most ? kernels->fused_tokens(job, i, scratch, of_ids) : kernels->fused(job, i, scratch);
-        }
+        Pieces pieces{memory_of_thread(sizes.size)};
+        const TermMemory scratch = pieces.base ? term_memory(job, pieces) : TermMemory{};
+        for (int64_t i = begin; i < end; i++) kernels->fused(job, i, scratch);
     });
-    if (no_memory) throw std::bad_alloc();
 }
 
 void scale(uintptr_t data, int dtype, int64_t count, float factor, int threads) {
@@ -353,19 +311,12 @@ NB_MODULE(_cpu, m) {
     nb::class_<Formula>(m, "Program")
         .def(nb::init<const std::string&, int, int, const std::vector<Step>&, const std::vector<int>&>())
         .def("run", &Formula::run);
-    nb::class_<OfListed>(m, "Listed")
-        .def(nb::init<const Formula&, const std::vector<float>&, uintptr_t, uintptr_t, uintptr_t, const std::vector<uintptr_t>&, int64_t,
-                      int64_t>(),
-             nb::keep_alive<1, 2>());
-    nb::class_<OfTokens>(m, "Tokens")
-        .def(nb::init<uintptr_t, uintptr_t, int64_t, int64_t, const OfListed*>(), nb::arg("starts"), nb::arg("order"), nb::arg("n"),
-             nb::arg("m"), nb::arg("listed").none(), nb::keep_alive<1, 6>());
     const auto second = nb::arg("second").none();
     m.def("stats", &stats, nb::arg("own"), second, nb::arg("targets"), nb::arg("read"), nb::arg("to"), nb::arg("threads"));
     m.def("mixed", &mixed);
     m.def("pull", &pull, nb::arg("own"), second, nb::arg("targets"), nb::arg("of"), nb::arg("slopes"), nb::arg("out"), nb::arg("threads"));
     m.def("fused", &fused, nb::arg("program"), nb::arg("numbers"), nb::arg("inputs"), nb::arg("with_entropy"), nb::arg("own"), second,
-          nb::arg("targets"), nb::arg("read"), nb::arg("out").none(), nb::arg("to"), nb::arg("threads"), nb::arg("tokens").none());
+          nb::arg("targets"), nb::arg("read"), nb::arg("out").none(), nb::arg("to"), nb::arg("threads"));
     m.def("scale", &scale);
     m.def("slot_logits", &slot_logits);
     m.def("add_weight_rows", &add_weight_rows);

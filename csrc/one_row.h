@@ -613,20 +613,19 @@ template <class FactorsOf> void write_kept(const Kept& kept, const Gradient& out
 
 // The slopes of a token's loss.
 struct TokenSlopes {
-    double target, entropy, listed;
+    double target, entropy;
 };
 
-// Runs the program of token t on its log-prob, the entropy of its row and, where there are `listed` ids, their term; stores the loss.
-inline TokenSlopes token_of(const FusedJob& job, int64_t t, float logp, float entropy, const float* listed = nullptr) {
-    float inputs[MOST_REGISTERS], found[OUTPUTS_OF_LISTED];
+// Runs the program of row i on its log-prob and entropy; stores the loss.
+inline TokenSlopes token_of(const FusedJob& job, int64_t i, float logp, float entropy) {
+    float inputs[MOST_REGISTERS], found[TOKEN_OUTPUTS];
     int count = 0;
-    inputs[count++] = job.to[LOGPS][t] = logp;
-    inputs[count++] = job.to[ENTROPY][t] = entropy;
-    if (listed) inputs[count++] = *listed;
-    for (int k = 0; count < job.program->inputs; k++) inputs[count++] = job.inputs[k][t];
+    inputs[count++] = job.to[LOGPS][i] = logp;
+    inputs[count++] = job.to[ENTROPY][i] = entropy;
+    for (int k = 0; count < job.program->inputs; k++) inputs[count++] = job.inputs[k][i];
     evaluate(*job.program, job.numbers, inputs, found);
-    job.to[LOSSES][t] = found[0];
-    return {found[1], job.with_entropy ? found[2] : 0.0, listed ? found[3] : 0.0};
+    job.to[LOSSES][i] = found[0];
+    return {found[1], job.with_entropy ? found[2] : 0.0};
 }
 
 // Those of its row, of which a log-prob and the entropy arrive at the logits: dH/dz_j = -p_j (log p_j + H), and H may be NaN.
@@ -684,130 +683,6 @@ void fused_row(const FusedJob& job, int64_t i, const TermMemory& scratch) {
     if (!visit.out.base) return;
     if (slopes.none()) return visit.out.zero();
     visit.write(slopes, target, softmax);
-}
-
-// ---- the same of a row with several tokens, or with ids that its tokens list
-
-// The ids of a row, each once. The likeliest, the first of equal ones, has the log-prob that the kernels give a target; the others are
-// less likely by a difference of logits. So none is above 0, and where logits are rounded their probabilities fit each other.
-struct IdsOfRow {
-    const Row& row;
-    const IdMemory& memory;
-    int64_t vocab, count = 0, likeliest = -1;
-
-    IdsOfRow(const Row& row, const IdMemory& memory, int64_t vocab) : row(row), memory(memory), vocab(vocab) {
-        memset(memory.table, -1, size_t(memory.table_size) * sizeof(int32_t));
-    }
-
-    // The place of an id among them.
-    int32_t add(int64_t id) {
-        const uint64_t mask = uint64_t(memory.table_size) - 1;
-        uint64_t at = uint64_t(id) * 0x9E3779B97F4A7C15 >> 32 & mask;
-        while (memory.table[at] >= 0 && memory.ids[memory.table[at]].id != id) at = (at + 1) & mask;
-        if (memory.table[at] < 0) {
-            IdOfRow& it = memory.ids[count];
-            it = {id, NAN, NAN, 0, 0, 0};
-            if (id >= 0 && id < vocab) it.z = row.logit(id, &it.dz_dx);
-            if (likeliest < 0 ? it.z == it.z : it.z > memory.ids[likeliest].z) likeliest = count;
-            memory.table[at] = int32_t(count++);
-        }
-        return memory.table[at];
-    }
-    double top() const { return likeliest < 0 ? NAN : memory.ids[likeliest].z; }
-
-    void set_logps(float of_likeliest) {
-        for (int64_t k = 0; k < count; k++) {
-            IdOfRow& it = memory.ids[k];
-            it.logp = of_likeliest + (it.z == -INFINITY ? it.z : it.z - float(top()));
-        }
-    }
-    // d loss / d z times dz/dx of one of them, from what arrives at the log-probs of all, and at the other columns of the row.
-    float gradient(const IdOfRow& it, double total, const OfOthers& others, const Slopes& of_entropy) const {
-        const double p = exp(double(it.logp)), rest = p < 0.5 ? 1 - p : -expm1(double(it.logp));
-        const double of_others = (others.per_p - it.listed) - others.outside;
-        const double of_row = p > 0 ? p * (of_entropy.constant + of_entropy.log * it.logp - (total - it.slope) + of_others) : 0.0;
-        return float((it.slope * rest + of_row) * it.dz_dx);
-    }
-};
-
-// Runs the program of the ids that token t lists, which are at these places. Returns the slopes of their log-probs, and sets the term
-// of the token and what arrives at the ids that it does not list.
-inline const float* listed_of(const Listed& listed, int64_t t, const IdMemory& memory, const int32_t* places, float* term,
-                              OfOthers* others) {
-    const Program& program = *listed.program;
-    const int64_t start = listed.starts[t], count = listed.starts[t + 1] - start;
-    float* to = memory.registers + program.numbers * count;
-    for (int64_t k = 0; k < count; k++) to[k] = memory.ids[places[k]].logp;
-    to += count;
-    for (int64_t k = 0; k < count; k++) to[k] = listed.advantages[t];
-    for (int part = 0; part < program.inputs - 2; part++) {
-        memcpy(to += count, listed.values[part] + start, size_t(count) * sizeof(float));
-    }
-    evaluate(program, listed.numbers, count, memory.registers);
-    *term = memory.registers[program.output[0] * count];
-    if (program.outputs == 4) *others = {memory.registers[program.output[2] * count], memory.registers[program.output[3] * count]};
-    return memory.registers + program.output[1] * count;
-}
-
-void fused_row_of_tokens(const FusedJob& job, int64_t i, const TermMemory& scratch, const IdMemory& memory) {
-    const Tokens& tokens = *job.tokens;
-    const int64_t *begin = tokens.order + tokens.starts[i], *end = tokens.order + tokens.starts[i + 1], vocab = job.own.rows.vocab;
-    if (begin == end) {
-        if (job.out.base) Gradient(job.out, i).zero();
-        return;
-    }
-    const Row row(job.own, i);
-    IdsOfRow ids(row, memory, vocab);
-    const auto read_ids = [&] {
-        int32_t* place = memory.places;
-        for (const int64_t* t = begin; t < end; t++) {
-            *place++ = ids.add(job.targets[*t]);
-            for (int64_t k = 0; k < tokens.ids_of(*t); k++) *place++ = ids.add(tokens.listed->ids[tokens.listed->starts[*t] + k]);
-        }
-    };
-    // Once the row was visited it is in the cache, unless the visit may overwrite it.
-    const bool in_place = job.out.base && job.out.row(i) == row.base;
-    if (in_place) read_ids();
-    const FusedVisit visit(job, i, row, scratch);
-    if (!in_place) read_ids();
-    const Softmax softmax = visit.softmax(ids.top());
-    ids.set_logps(float(softmax.logp));
-    double of_entropy = 0;
-    OfOthers others;
-    int32_t* place = memory.places;
-    for (const int64_t* t = begin; t < end; t++) {
-        const int64_t count = tokens.ids_of(*t);
-        IdOfRow& target = memory.ids[*place++];
-        float term = 0;
-        OfOthers own;
-        const float* slopes = count ? listed_of(*tokens.listed, *t, memory, place, &term, &own) : nullptr;
-        const TokenSlopes of = token_of(job, *t, target.logp, softmax.entropy, tokens.listed ? &term : nullptr);
-        target.slope += of.target;
-        of_entropy += of.entropy;
-        own = {of.listed == 0 ? 0.0 : of.listed * own.outside, of.listed == 0 ? 0.0 : of.listed * own.per_p};
-        others.outside += own.outside, others.per_p += own.per_p;
-        for (int64_t k = 0; k < count; k++) {
-            IdOfRow& it = memory.ids[*place++];
-            it.slope += of.listed == 0 ? 0.0 : of.listed * slopes[k];
-            it.listed += own.per_p;
-        }
-    }
-    const Gradient& out = visit.out;
-    if (!out.base) return;
-    double total = 0;
-    bool none = of_entropy == 0 && others.outside == 0 && others.per_p == 0;
-    for (int64_t k = 0; k < ids.count; k++) total += memory.ids[k].slope, none = none && memory.ids[k].slope == 0;
-    if (none) return out.zero();
-    const double of_other_ids = (others.per_p - others.outside) - total;
-    const Slopes of_row = slopes_of(0, 0, of_entropy, softmax.entropy), slopes = slopes_of(0, of_other_ids, of_entropy, softmax.entropy);
-    if (slopes.none()) {
-        out.zero();
-    } else if (!visit.write(slopes, AtTarget(row, -1, vocab), softmax)) {
-        return;
-    }
-    for (int64_t k = 0; k < ids.count; k++) {
-        if (memory.ids[k].id >= 0 && memory.ids[k].id < vocab) out.put(memory.ids[k].id, ids.gradient(memory.ids[k], total, others, of_row));
-    }
 }
 
 // ---- a factor

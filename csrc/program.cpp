@@ -10,12 +10,12 @@ namespace {
 
 // In the order of Operation.
 const char* const operation_names[OPERATIONS] = {
-    "neg", "abs", "exp", "log", "sqrt", "tanh", "reciprocal", "not", "sum", "add", "sub",
-    "mul", "div", "min", "max", "lt",   "le",   "eq",         "ne",  "and", "or",  "where",
+    "neg", "abs", "exp", "log", "sqrt", "tanh", "reciprocal", "not", "add", "sub", "mul",
+    "div", "min", "max", "lt",  "le",   "eq",   "ne",         "and", "or",  "where",
 };
 
 // The number of operands: registers a, b, c in this order.
-int operands(int operation) { return operation <= SUM_OF_IDS ? 1 : operation < SELECT ? 2 : 3; }
+int operands(int operation) { return operation <= NOT ? 1 : operation < SELECT ? 2 : 3; }
 
 // Rows that `Formula::run` computes at a time: 128 registers of them take 128 KiB.
 constexpr int64_t ROWS_OF_BLOCK = 256;
@@ -48,12 +48,6 @@ template <class Count> void run(const Program& program, Count count, float* r) {
             case HYPERBOLIC_TANGENT: each(count, to, [=](int64_t j) { return float(tanh(double(a[j]))); }); break;
             case RECIPROCAL: each(count, to, [=](int64_t j) { return 1.0f / a[j]; }); break;
             case NOT: each(count, to, [=](int64_t j) { return float(a[j] == 0); }); break;
-            case SUM_OF_IDS: {
-                double total = 0;
-                for (int64_t j = 0; j < count; j++) total += a[j];
-                each(count, to, [=](int64_t) { return float(total); });
-                break;
-            }
             case ADD: each(count, to, [=](int64_t j) { return a[j] + b[j]; }); break;
             case SUBTRACT: each(count, to, [=](int64_t j) { return a[j] - b[j]; }); break;
             case MULTIPLY: each(count, to, [=](int64_t j) { return a[j] * b[j]; }); break;
@@ -81,9 +75,9 @@ void evaluate(const Program& program, const float* numbers, const float* inputs,
     for (int k = 0; k < program.outputs; k++) outputs[k] = r[program.output[k]];
 }
 
-void evaluate(const Program& program, const float* numbers, int64_t ids, float* r) {
-    for (int k = 0; k < program.numbers; k++) each(ids, r + k * ids, [=](int64_t) { return numbers[k]; });
-    run(program, ids, r);
+void evaluate(const Program& program, const float* numbers, int64_t rows, float* r) {
+    for (int k = 0; k < program.numbers; k++) each(rows, r + k * rows, [=](int64_t) { return numbers[k]; });
+    run(program, rows, r);
 }
 
 Formula::Formula(const std::string& name, int numbers, int inputs, const std::vector<Step>& steps, const std::vector<int>& outputs)
@@ -128,10 +122,7 @@ void Formula::run(const std::vector<float>& numbers, const std::vector<uintptr_t
     const std::vector<const float*> from = this->inputs(numbers, inputs, count, 0);
     check(int(outputs.size()) == program.outputs, "each of its outputs needs an address.");
     for (uintptr_t address : outputs) vector<float>("outputs", address, count);
-    // A sum is over all numbers. Without one, blocks of rows whose registers stay in the cache.
-    bool has_sum = false;
-    for (const Instruction& each : instructions) has_sum |= each.operation == SUM_OF_IDS;
-    const int64_t block = has_sum ? count : std::min(count, ROWS_OF_BLOCK);
+    const int64_t block = std::min(count, ROWS_OF_BLOCK);
     std::vector<float> r(size_t(program.registers()) * size_t(block));
     for (int64_t first = 0; first < count; first += block) {
         const int64_t rows = std::min(block, count - first);

@@ -43,28 +43,6 @@ class Program:
     ) -> None: ...
     def run(self, numbers: list[float], inputs: list[int], outputs: list[int], count: int, /) -> None: ...
 
-class Listed:
-    """Terms of ids that the m tokens of rows list, k ids in all: (program, its numbers, ids, where those of each token begin,
-    advantages of tokens, values of ids for each part, m, k)."""
-
-    def __init__(
-        self,
-        program: Program,
-        numbers: list[float],
-        ids: int,
-        starts: int,
-        advantages: int,
-        values: list[int],
-        m: int,
-        k: int,
-        /,
-    ) -> None: ...
-
-class Tokens:
-    """m tokens of n rows: where those of each row begin in `order`."""
-
-    def __init__(self, starts: int, order: int, n: int, m: int, listed: Listed | None, /) -> None: ...
-
 def stats(own: LogitRows, second: Second | None, targets: int, read: int, to: Named, threads: int, /) -> None: ...
 def mixed(own: LogitRows, second: Second, read: int, of: Named, to: Named, threads: int, /) -> None: ...
 def pull(
@@ -72,7 +50,7 @@ def pull(
 ) -> None: ...
 def fused(
     program: Program, numbers: list[float], inputs: list[int], with_entropy: bool, own: LogitRows, second: Second | None,
-    targets: int, read: int, out: Memory | None, to: Named, threads: int, tokens: Tokens | None, /,
+    targets: int, read: int, out: Memory | None, to: Named, threads: int, /,
 ) -> None: ...  # fmt: skip
 def scale(data: int, dtype: int, count: int, factor: float, threads: int, /) -> None: ...
 def slot_logits(hidden: Matrix, weight: Matrix, slots: Slots, logits: int, threads: int, /) -> None: ...

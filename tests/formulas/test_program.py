@@ -7,14 +7,13 @@ import itertools
 import sys
 import types
 import warnings
-from dataclasses import replace
 from math import inf, nan
 
 import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import Objective, Options, TokenBatch, TokenSets, grpo_loss, use
+from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, use
 from grpo_kernels.formulas.ops import bounded_exp, finite, ops
 from grpo_kernels.formulas.program import FormulaRefused, Tracer
 from grpo_kernels.formulas.surrogates import Clip, Custom, Surrogate
@@ -86,23 +85,16 @@ def test_operations_are_those_of_torch(function, parameters):
 # ---- formulas of a user
 
 
-def problem():
-    """Logits and a small batch, the first row of which lists more ids than the others."""
+def loss_of(surrogate, backend="cpu", strict=False, on_policy=False):
+    """Loss and gradient of a small batch."""
     g = torch.Generator().manual_seed(3)
     logits = (3 * torch.randn(6, 50, generator=g)).requires_grad_()
     targets, numbers = torch.randint(0, 50, (6,), generator=g), torch.rand(2, 6, generator=g)
-    listed = TokenSets.from_lists([range(40), [], [1, 8], [], [], []]).with_values(torch.randn(42, generator=g))
-    return logits, TokenBatch(targets, 2 * numbers[0] - 1, old_logps=-4 * numbers[1], logp_terms=listed)
-
-
-def loss_of(surrogate, backend="cpu", strict=False, on_policy=False):
-    """Loss and gradient of `problem`."""
-    logits, batch = problem()
     objective = surrogate if isinstance(surrogate, Objective) else Objective(surrogate)
-    batch = replace(
-        batch,
-        old_logps=None if on_policy else batch.old_logps,
-        logp_terms=batch.logp_terms if objective.listed else None,
+    batch = TokenBatch(
+        targets,
+        2 * numbers[0] - 1,
+        old_logps=None if on_policy else -4 * numbers[1],
     )
     loss = grpo_loss(logits, batch, objective, options=Options(backend=backend, strict=strict)).loss
     return loss.detach(), *torch.autograd.grad(loss, logits)
@@ -202,23 +194,18 @@ def long(logp, old_logp, advantage, params):
     return -advantage * sum((0.001 * logp for _ in range(1000)), logp * 0.0), -advantage
 
 
-def alternating(logp, values, advantage, sums):
-    return logp * values * (-1.0) ** torch.arange(len(logp)), values
-
-
 @pytest.mark.parametrize(
     "function, words",
     [
         (hyperbolic, ("hyperbolic", "sinh", "names of `ops`", f"line {hyperbolic.__code__.co_firstlineno + 1} of hyperbolic")),
         (branching, ("branching", "ops.where(condition, a, b)")),
         (long, ("long", "registers", "512")),
-        (alternating, ("alternating",)),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_what_cannot_be_traced_is_computed_in_torch(function, words, monkeypatch):
     """With one warning; a refusal by strict is remembered."""
-    surrogate = Objective(listed=function) if function is alternating else Custom(function)
+    surrogate = Custom(function)
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
     with pytest.warns(RuntimeWarning, match="second visit") as caught:
         found = loss_of(surrogate)
@@ -254,59 +241,3 @@ def test_strict_compares_a_formula_with_torch(factor):
         loss_of(Custom(two_faced), "auto")
     with pytest.raises(FormulaRefused, match="two_faced gives loss"):
         loss_of(Custom(two_faced), strict=True)
-
-
-# ---- terms of listed ids
-
-
-def by_methods(logp, values, advantage, sums):
-    """Methods of tensors and a sum of what is a condition."""
-    p = logp.exp().clamp(min=1e-3) + (logp.abs() + 1.0).log() + logp.abs().sqrt() * sums(values > 0)
-    return advantage * p * values, p - sums(p * values)
-
-
-def two_faced_about_ids(logp, values, advantage, sums):
-    return logp, (1.0 if isinstance(logp, Tensor) else 2.0) * values
-
-
-def exact_loss_of(surrogate, listed):
-    """`loss_of` in float64, from the formulas themselves; and of loss and gradient the largest sum of absolute terms."""
-    logits, batch = problem()
-    logits = logits.detach().double().requires_grad_()
-    logps = logits.log_softmax(-1)
-    rows = []
-    slopes = []
-    sizes = []
-    for row, target, old, advantage in zip(
-        logps, batch.targets, batch.old_logps.double(), batch.advantages.double(), strict=True
-    ):
-        term, slope = surrogate(row[target].detach(), old, advantage, ())
-        rows.append(term)
-        slopes.append(slope * row[target])
-        sizes.append((term.abs(), slope.abs()))
-    starts = batch.logp_terms.offsets.tolist()
-    for i, (start, end) in enumerate(itertools.pairwise(starts)):
-        ids, values = batch.logp_terms.ids[start:end].long(), batch.logp_terms.values[start:end].double()
-        at = logps[i, ids]
-        term, slope = listed(at.detach(), values, batch.advantages[i].double(), lambda x: x.double().sum())
-        rows[i] = rows[i] + term.sum()
-        slopes[i] = slopes[i] + (slope * at).sum()
-        sizes[i] = (sizes[i][0] + term.abs().sum(), sizes[i][1] + slope.abs().sum())
-    exact = (torch.stack(rows).mean(), torch.autograd.grad(torch.stack(slopes).mean(), logits)[0])
-    of_loss, of_slopes = (torch.stack(x) for x in zip(*sizes, strict=True))
-    return exact, (of_loss.mean(), of_slopes.max() / len(rows))
-
-
-def test_terms_of_listed_ids_are_a_program():
-    """Of a function of one's own, traced once, unless it differs from torch. The program is as near to float64 as torch is, but for
-    a rounding at each term of a sum over the 40 ids of a row, which it adds one after the other."""
-    of = Objective(Custom(linear), listed=by_methods)
-    (exact, sizes), in_torch = exact_loss_of(linear, by_methods), loss_of(of, "eager")
-    assert calls(by_methods, lambda: loss_of(of, strict=True)) > 0
-    found = []
-    assert calls(by_methods, lambda: found.extend(loss_of(of, strict=True))) == 0
-    for ours, theirs, right, size in zip(found, in_torch, exact, sizes, strict=True):
-        error, of_torch = ((x.double() - right).abs().max() for x in (ours, theirs))
-        assert error <= of_torch + 40 * 2.0**-24 * size, (float(error), float(of_torch), float(size))
-    with pytest.raises(FormulaRefused, match="two_faced_about_ids gives slope"):
-        loss_of(Objective(listed=two_faced_about_ids), strict=True)

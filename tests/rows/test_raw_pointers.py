@@ -11,11 +11,10 @@ from torch import Tensor
 
 from grpo_kernels import Objective
 from grpo_kernels.formulas.surrogates import PolicyGradient
-from grpo_kernels.formulas.token_stage import NOTHING, ListedTerms, TokenRows, TokenStage, logp_term, prob_term
+from grpo_kernels.formulas.token_stage import NOTHING, TokenRows, TokenStage
 from grpo_kernels.rows.backends import cpu, cpu_products
 from grpo_kernels.rows.partials import SLOPES, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
-from grpo_kernels.rows.ragged import Ragged, Tokens
-from support.kernel_rows import KERNELS, kernels, slots_of
+from grpo_kernels.rows.ragged import Ragged
 from support.processes import start
 
 Call = Callable[[Any, dict[str, Tensor]], Any]
@@ -56,15 +55,6 @@ def evaluate(b, x):
     b.evaluate(Objective(PolicyGradient()).stage(inputs), x["logps"], x["entropy"])
 
 
-def fused_tokens(b, x, of_rows=None, read=None):
-    of_rows = torch.arange(N) if of_rows is None else of_rows
-    listed = Ragged(x["listed.ids"], x["listed.offsets"], torch.arange(N))
-    inputs = TokenRows(x["targets"], read, x["advantages"], x["policy_weight"])
-    terms = ListedTerms(tuple((term, x["listed.values"]) for term in (logp_term, prob_term)), x["listed.offsets"])
-    stage = Objective(PolicyGradient()).stage(inputs, terms)
-    return b.fused_tokens(rows(x, False), Tokens(of_rows, x["targets"], read, N, listed), stage, x["out"])
-
-
 def pull(b, x):
     names = SLOPES if "second.logits" in x else SLOPES[:4]
     b.pull(rows(x, False), partials(x), Slopes(x["slopes"], names), x["out"])
@@ -81,7 +71,6 @@ OF_ROWS = {
     "stats": (lambda b, x: b.stats(rows(x), ENTROPY), (*ROWS, "read")),
     "pull": (pull, (*ROWS, "out", "partials", "slopes")),
     "fused": (fused, (*ROWS, "read", "out")),
-    "fused_tokens": (fused_tokens, (*ROWS, "out", "listed.ids", "listed.offsets", "listed.values")),
     "evaluate": (evaluate, ("logps", "entropy")),
     "stats beside": (lambda b, x: b.stats(rows(x), JSD), (*BESIDE, "read")),
     "mixed beside": (lambda b, x: b.mixed(rows(x), partials(x)), ("logits", "inv_temperature", "second.logits", "read", "partials")),
@@ -113,7 +102,6 @@ def arguments(function):
         "logits": torch.randn(1, N, V), "out": torch.zeros(out.get(function, (1, N, V))),
         "targets": torch.arange(N), "read": torch.ones(N, dtype=torch.bool),
         "partials": torch.rand(len(JSD if beside else ENTROPY), N) + 1.0, "slopes": torch.rand(5 if beside else 4, N),
-        "listed.ids": torch.arange(N), "listed.offsets": torch.arange(N + 1), "listed.values": torch.rand(N),
         "slots.ids": torch.arange(N), "slots.rows": torch.arange(N),
         "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "bias": torch.zeros(V), "gradient": torch.randn(N, V),
         "start": torch.zeros(V, H), **{name: torch.rand(N) for name in vectors},
@@ -166,28 +154,6 @@ def test_rows_that_cannot_be_are_refused():
     ):  # fmt: skip
         with pytest.raises(ValueError):
             cpu._cpu.Memory(*right[:place], wrong, *right[place + 1 :])
-
-
-@no_module
-@pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith("cpu")])
-def test_what_tokens_name_outside_of_their_row(name):
-    """A NaN in the row of who names it; rows beside it keep their bits, and memory around is not written. Of six tokens rows 1 and
-    3 have two each, rows 2, 4 and 5 none; one is not read."""
-    of_rows, read, memory = torch.tensor([3, 0, 3, 9, 1, 1]), torch.arange(N) != 3, torch.full((3, N, 1003), 7.0).bfloat16()
-    listed = slots_of([torch.randperm(1003)[:n].tolist() for n in (40, 0, 20, 3, 1, 40)])
-    own = {"logits": torch.randn(1, N, 1003).bfloat16(), "targets": torch.randint(1003, (N,)), "out": memory[1:2]}
-    own |= {"listed.ids": listed.ids, "listed.offsets": listed.offsets, "listed.values": torch.randn(104)}
-    x = arguments("fused_tokens") | own
-    with kernels(name) as module:
-        fused_tokens(module, x, of_rows, read)
-        expected = memory[1].clone()
-        assert expected.any(1).tolist() == [True, True, False, True, False, False]
-        for outside in (-1, 1003, 1 << 60):
-            named, ids = x["targets"].clone(), listed.ids.clone()
-            named[0], ids[-1] = outside, outside
-            found = fused_tokens(module, x | {"targets": named, "listed.ids": ids}, of_rows, read)
-            assert found[2].isnan().tolist() == [True, *4 * [False], True] and (memory[[0, 2]] == 7.0).all()
-            assert torch.equal(memory[1, [0, 2, 4, 5]], expected[[0, 2, 4, 5]])
 
 
 # ---- without assertions

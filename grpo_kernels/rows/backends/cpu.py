@@ -20,7 +20,7 @@ from ...formulas.program import FormulaRefused, Program
 from ...formulas.token_stage import TokenStage
 from ..divergence import KINDS
 from ..partials import OF_KERNELS, SLOPES_OF_KERNELS, LogitRows, Partials, RowTransform, Slopes
-from ..ragged import Ragged, Tokens
+from ..ragged import Ragged
 from . import Backend, eager, fall_back, native
 
 if TYPE_CHECKING:
@@ -113,25 +113,7 @@ class Kernels(Backend):
         weight = None if weight is None or rows.second is None else weight.contiguous()
         streams = _streams(rows, n, weight=weight)
         results = torch.empty(3 if rows.second is None else 4, n, dtype=torch.float32)
-        _fused(made, stage, rows, streams, _of_rows(rows, n), out, results, None)
-        return results
-
-    def fused_tokens(self, rows: LogitRows, tokens: Tokens, stage: TokenStage, out: Tensor | None) -> Tensor | None:
-        made = self._programs(stage)
-        if made is None:
-            return None
-        n, m, (order, starts) = _count(rows), tokens.targets.numel(), tokens.by_row
-        advantages, of_listed = stage.rows.advantages.contiguous(), None
-        if stage.listed is not None and tokens.listed is not None and made.listed is not None:
-            ids, offsets, k = tokens.listed.ids, tokens.listed.offsets, tokens.listed.ids.numel()
-            addresses = vector("listed.ids", ids, torch.int64, k), vector("listed.offsets", offsets, torch.int64, m + 1)
-            values = [vector("listed.values", x, torch.float32, k) for _, x in stage.listed.parts]
-            of_listed = _cpu.Listed(*made.listed, *addresses, vector("advantages", advantages, torch.float32, m), values, m, k)
-        of_tokens = _cpu.Tokens(
-            vector("starts", starts, torch.int64, n + 1), vector("order", order, torch.int64, m), n, m, of_listed
-        )
-        results, at = torch.zeros(3, m, dtype=torch.float32), (vector("targets", tokens.targets, torch.int64, m), 0)
-        _fused(made, stage, rows, _streams(rows, n), at, out, results, of_tokens)
+        _fused(made, stage, rows, streams, _of_rows(rows, n), out, results)
         return results
 
     def _programs(self, stage: TokenStage) -> Programs | None:
@@ -140,11 +122,7 @@ class Kernels(Backend):
             stage.compare_once(_run)
         try:
             program, numbers = stage.program()
-            of_listed = None
-            if stage.listed is not None:
-                listed = stage.listed_program()
-                of_listed = _compiled(listed), listed.numbers(())
-            return Programs(program, _compiled(program), numbers, of_listed)
+            return Programs(program, _compiled(program), numbers)
         except FormulaRefused as refusal:
             if self.strict:
                 raise
@@ -187,25 +165,24 @@ class Kernels(Backend):
 
 
 class Programs(NamedTuple):
-    """The program of a token stage, compiled, with its numbers, and likewise that of its listed ids."""
+    """The program of a token stage, compiled, with its numbers."""
 
     program: Program
     compiled: _cpu.Program
     numbers: list[float]
-    listed: tuple[_cpu.Program, list[float]] | None
 
 
 def _fused(
     made: Programs, stage: TokenStage, rows: LogitRows, streams: tuple[_cpu.LogitRows, _cpu.Second | None], at: tuple[int, int],
-    out: Tensor | None, results: Tensor, tokens: _cpu.Tokens | None,
+    out: Tensor | None, results: Tensor,
 ) -> None:  # fmt: skip
-    """The call of C++, of rows or of their tokens: `at`, the inputs of the stage and the results are those of either."""
+    """The call of C++. `at`: the addresses of targets and of what is read."""
     inputs = stage.inputs(made.program)
     of_inputs = [vector(name, x, torch.float32, results.shape[1]) for name, x in inputs.items()]
     to = None if out is None else memory(_cpu.Memory, "out", out, rows, _count(rows))
     _cpu.fused(
         made.compiled, made.numbers, of_inputs, stage.rows.entropy_weight is not None, *streams, *at, to,
-        named("results", results, (1 << results.shape[0]) - 1), torch.get_num_threads(), tokens,
+        named("results", results, (1 << results.shape[0]) - 1), torch.get_num_threads(),
     )  # fmt: skip
 
 
