@@ -158,9 +158,7 @@ class Backend(ABC):
         return joined(parts, 1)
 
 
-def coefficients_of(
-    sums: Partials, grads: dict[str, Tensor], mask: Tensor | None, *, entropy: Tensor | None = None
-) -> Slopes:
+def coefficients_of(sums: Partials, grads: dict[str, Tensor], mask: Tensor | None, *, entropy: Tensor | None = None) -> Slopes:
     """Return the coefficients of d loss / d logits from d loss / d statistic by name.
 
     entropy   the entropy of each row, if the caller has it

@@ -78,7 +78,7 @@ class Kernels(Backend):
     def stats(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
         n = _count(rows)
         result = Partials.empty(names, n, rows.logits.device, rows.second)
-        _cpu.stats(*_streams(rows, n), *_of_rows(rows, n), of_partials(result), torch.get_num_threads())
+        _cpu.softmax_sums(*_streams(rows, n), *_of_rows(rows, n), of_partials(result), torch.get_num_threads())
         return result
 
     def mixed(self, rows: LogitRows, partials: Partials) -> Tensor:
@@ -86,7 +86,7 @@ class Kernels(Backend):
         log_sums, read = partials.log_sums, vector("read", rows.read, torch.bool, n)
         own, second = _streams(rows, n, log_sums=log_sums)
         assert second is not None
-        _cpu.mixed(own, second, read, of, named("result", result, 0b11), torch.get_num_threads())
+        _cpu.mixture_sums(own, second, read, of, named("result", result, 0b11), torch.get_num_threads())
         return result
 
     def pull(self, rows: LogitRows, partials: Partials, slopes: Slopes, out: Tensor) -> None:
@@ -98,8 +98,8 @@ class Kernels(Backend):
         own, second = _streams(rows, n, log_sums=log_sums, center=center)
         targets = vector("targets", rows.targets, torch.int64, n)
         of_slopes = named("slopes", slopes.values, bits(slopes.names, SLOPES_OF_KERNELS))
-        to = memory(_cpu.Memory, "out", out, rows, n)
-        _cpu.pull(own, second, targets, of, of_slopes, to, torch.get_num_threads())
+        to = memory(_cpu.Rows, "out", out, rows, n)
+        _cpu.softmax_gradient(own, second, targets, of, of_slopes, to, torch.get_num_threads())
 
     def fused(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor:
         """Both passes over a row and the formulas between them, run by one thread per row."""
@@ -152,16 +152,20 @@ class Kernels(Backend):
         logits = torch.empty(slots.ids.numel(), dtype=torch.float32)
         of_logits = vector("logits", logits, torch.float32, slots.ids.numel())
         operands = matrix("hidden", hidden), matrix("weight", weight)
-        _cpu.slot_logits(*operands, _slots(slots), of_logits, torch.get_num_threads())
+        _cpu.pair_logits(*operands, _slots(slots), of_logits, torch.get_num_threads())
         return logits
 
     def add_weight_rows(self, values: Tensor, slots: Ragged, weight: Tensor, out: Tensor) -> None:
         of_values = vector("values", values, torch.float32, slots.ids.numel())
-        _cpu.add_weight_rows(of_values, _slots(slots), matrix("weight", weight), matrix("out", out), torch.get_num_threads())
+        _cpu.add_grad_hidden_of_pairs(
+            of_values, _slots(slots), matrix("weight", weight), matrix("out", out), torch.get_num_threads()
+        )
 
     def add_hidden_rows(self, values: Tensor, slots: Ragged, hidden: Tensor, out: Tensor) -> None:
         of_values = vector("values", values, torch.float32, slots.ids.numel())
-        _cpu.add_hidden_rows(of_values, _slots(slots), matrix("hidden", hidden), matrix("out", out), torch.get_num_threads())
+        _cpu.add_grad_weight_of_pairs(
+            of_values, _slots(slots), matrix("hidden", hidden), matrix("out", out), torch.get_num_threads()
+        )
 
 
 class Programs(NamedTuple):
@@ -173,14 +177,14 @@ class Programs(NamedTuple):
 
 
 def _fused(
-    made: Programs, stage: TokenStage, rows: LogitRows, streams: tuple[_cpu.LogitRows, _cpu.Second | None], at: tuple[int, int],
+    made: Programs, stage: TokenStage, rows: LogitRows, streams: tuple[_cpu.LogitRows, _cpu.ReferenceRows | None], at: tuple[int, int],
     out: Tensor | None, results: Tensor,
 ) -> None:  # fmt: skip
     """The call of C++. `at`: the addresses of targets and of what is read."""
     inputs = stage.inputs(made.program)
     of_inputs = [vector(name, x, torch.float32, results.shape[1]) for name, x in inputs.items()]
-    to = None if out is None else memory(_cpu.Memory, "out", out, rows, _count(rows))
-    _cpu.fused(
+    to = None if out is None else memory(_cpu.Rows, "out", out, rows, _count(rows))
+    _cpu.fused_loss(
         made.compiled, made.numbers, of_inputs, stage.rows.entropy_weight is not None, *streams, *at, to,
         named("results", results, (1 << results.shape[0]) - 1), torch.get_num_threads(),
     )  # fmt: skip
@@ -234,12 +238,12 @@ def matrix(name: str, x: Tensor) -> _cpu.Matrix:
     raise wrong(name, x, "a matrix in fp32, bf16 or fp16 with unit stride in its last dimension", why)
 
 
-def named(name: str, x: Tensor, names: int) -> _cpu.Named:
+def named(name: str, x: Tensor, names: int) -> _cpu.NamedRows:
     """Rows fp32 [q, n], for each name whose bit is set."""
     why: object = ""
     try:
         if x.is_cpu and x.dtype == torch.float32:
-            return _cpu.Named(x.data_ptr(), x.shape, x.stride(), names)
+            return _cpu.NamedRows(x.data_ptr(), x.shape, x.stride(), names)
     except (TypeError, ValueError) as error:
         why = error
     raise wrong(name, x, "float32 [names, n] with unit stride in its last dimension", why)
@@ -251,7 +255,7 @@ def bits(names: tuple[str, ...], table: tuple[str, ...]) -> int:
     return sum(1 << table.index(name) for name in names if name in table)
 
 
-def of_partials(partials: Partials) -> _cpu.Named:
+def of_partials(partials: Partials) -> _cpu.NamedRows:
     """The partials that C++ knows, which come first."""
     names = bits(partials.names, OF_KERNELS)
     count = names.bit_count()
@@ -289,7 +293,7 @@ def _logits(name: str, x: Tensor, transform: RowTransform, rows: LogitRows, n: i
 
 def _streams(
     rows: LogitRows, n: int, weight: Tensor | None = None, log_sums: Tensor | None = None, center: Tensor | None = None
-) -> tuple[_cpu.LogitRows, _cpu.Second | None]:
+) -> tuple[_cpu.LogitRows, _cpu.ReferenceRows | None]:
     """The logits, and the second stream with what is known of both."""
     own, second = _logits("logits", rows.logits, rows.transform, rows, n), rows.second
     if second is None:
@@ -297,7 +301,7 @@ def _streams(
     known = (("divergence_weight", weight), ("log_sums", log_sums), ("center", center))
     addresses = (vector(name, x, torch.float32, n) for name, x in known)
     other = _logits("second.logits", second.logits, second.transform, rows, n)
-    return own, _cpu.Second(other, KINDS.index(second.kind), second.mixture, *addresses)
+    return own, _cpu.ReferenceRows(other, KINDS.index(second.kind), second.mixture, *addresses)
 
 
 def _of_rows(rows: LogitRows, n: int) -> tuple[int, int]:
@@ -305,7 +309,7 @@ def _of_rows(rows: LogitRows, n: int) -> tuple[int, int]:
     return vector("targets", rows.targets, torch.int64, n), vector("read", rows.read, torch.bool, n)
 
 
-def _slots(slots: Ragged) -> _cpu.Slots:
+def _slots(slots: Ragged) -> _cpu.RowIdPairs:
     """Ids and rows, whose values are trusted."""
     m = slots.ids.numel()
-    return _cpu.Slots(vector("slots.ids", slots.ids, torch.int64, m), vector("slots.rows", slots.rows, torch.int64, m), m)
+    return _cpu.RowIdPairs(vector("slots.ids", slots.ids, torch.int64, m), vector("slots.rows", slots.rows, torch.int64, m), m)
