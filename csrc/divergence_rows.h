@@ -455,10 +455,10 @@ void softmax_sums_of_pair(const SoftmaxSumsJob& job, int64_t i) {
     const int64_t vocab = job.policy.rows.vocab;
     const BlockReader policy(job.policy, i);
     const BlockReader reference(job.reference->logits, i);
-    const TargetLogit target(policy, job.targets[i], vocab);
     RunningPairSums<FORWARD_KL, KIND, false> running(policy, reference);
     running.add_rows(vocab);
     const PairSums sums = running.sums();
+    const TargetLogit target(policy, job.targets[i], vocab);
     job.sums[MAX_LOGIT][i] = sums.max_logit;
     job.sums[SUM_EXP][i] = sums.sum_exp;
     job.sums[TARGET_LOGIT][i] = float(target.z);

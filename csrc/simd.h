@@ -14,6 +14,8 @@
 // inlined, and a row took twice as long.
 #define INLINED inline __attribute__((always_inline))
 #define INLINED_LAMBDA __attribute__((always_inline))
+// Keeps the code of the other case out of a loop.
+#define LIKELY(condition) __builtin_expect(condition, 1)
 
 namespace {
 

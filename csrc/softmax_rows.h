@@ -299,7 +299,7 @@ template <SumKind KIND> struct RunningSums {
             if (KIND >= WITH_SQUARED) sum_exp_squared[k] = fma(e[k], e[k], sum_exp_squared[k]);
         }
     }
-    static double sum_of(const Vec (&sums)[UNROLL]) {
+    static INLINED double sum_of(const Vec (&sums)[UNROLL]) {
         return sum_lanes(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
     }
     void flush_to_fp64() {
@@ -340,7 +340,7 @@ template <class T, TransformMode MODE, SumKind KIND, SaveMode SAVE>
     RunningSums<KIND> sums;
     const auto update_shift = [&](int64_t column, Vec largest) INLINED_LAMBDA {
         sums.max = max_ignoring_nan(largest, sums.max);
-        if (!any_above(largest, sums.shift_limit)) return;
+        if (LIKELY(!any_above(largest, sums.shift_limit))) return;
         sums.raise_shift(largest);
         if (SAVE != SaveMode::NONE) saved->begin_segment(column, sums.shift_value, 0);
     };
@@ -453,9 +453,9 @@ void softmax_sums_of_row(const SoftmaxSumsJob& job, int64_t i) {
     const NamedRows<NUM_SUMS>& results = job.sums;
     const int64_t vocab = job.policy.rows.vocab;
     const BlockReader row(job.policy, i);
-    const TargetLogit target(row, job.targets[i], vocab);
     const RowSums row_sums = softmax_sums(row, vocab, requested_sums(results));
     const ExpSums& sums = row_sums.sums;
+    const TargetLogit target(row, job.targets[i], vocab);  // after the pass: it is in a cache now
     results[MAX_LOGIT][i] = row_sums.max_logit;
     results[SUM_EXP][i] = float(sums.sum_exp);
     results[TARGET_LOGIT][i] = float(target.z);
