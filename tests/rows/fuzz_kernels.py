@@ -227,11 +227,11 @@ def products(memory, engines):
 
 
 def main(seed, first, calls, emulator=""):
-    engines = [name for name in cpu._cpu.products() if name != "amx"]
+    engines = [name for name in cpu._cpu.matmul_engines() if name != "amx"]
     if emulator:
         amx.install(Path(emulator))
-        cpu._cpu.ask_for_tiles()  # granted where the processor has them
-        engines = cpu._cpu.products()
+        cpu._cpu.request_amx_permission()  # granted where the processor has them
+        engines = cpu._cpu.matmul_engines()
     torch.set_num_threads(1)
     memory = Memory()
     for i in range(int(first), int(first) + int(calls)):
@@ -240,7 +240,7 @@ def main(seed, first, calls, emulator=""):
         torch.manual_seed(memory.draw.randrange(2**60))
         threads(memory.draw)
         print(i, end=": ", flush=True)
-        if i % 3 == 2 and cpu._cpu.has_products():
+        if i % 3 == 2 and cpu._cpu.has_matmuls():
             products(memory, engines)
         else:
             rows(memory)

@@ -426,7 +426,7 @@ def test_nothing_is_asked_or_compared_without_amx_or_with_another_engine(setting
     with (
         amx.processor(found),
         mock.patch.object(cpu_matmuls, "first_difference") as compare,
-        mock.patch.object(cpu_matmuls._cpu, "ask_for_tiles") as ask,
+        mock.patch.object(cpu_matmuls._cpu, "request_amx_permission") as ask,
     ):
         assert cpu_matmuls.engine() != "amx"
         assert not compare.called and not ask.called
@@ -434,8 +434,8 @@ def test_nothing_is_asked_or_compared_without_amx_or_with_another_engine(setting
 
 def test_asking_for_amx_says_why_it_is_refused():
     """Also where the processor has none, which the choice asks first."""
-    answer = cpu_matmuls._cpu.ask_for_tiles()
-    assert cpu_matmuls._cpu.ask_for_tiles() == answer and answer in {0, *cpu_matmuls.REFUSALS}
+    answer = cpu_matmuls._cpu.request_amx_permission()
+    assert cpu_matmuls._cpu.request_amx_permission() == answer and answer in {0, *cpu_matmuls.REFUSALS}
     if cpu_matmuls._cpu.processor()[1] & cpu_matmuls.AMX_TILE == 0:
         assert answer != 0
 

@@ -156,12 +156,12 @@ def test_rows_that_cannot_be_are_refused():
     """By the module: no address or one that is not aligned, no dtype, sizes and strides beyond memory, rows behind the last."""
     at = torch.zeros(64).data_ptr()
     right = (at, 0, (2, 2, 4), (8, 4, 1), 0, 4)
-    cpu._cpu.Memory(*right)
+    cpu._cpu.Rows(*right)
     for place, wrong in (
         (0, 0), (0, at + 1), (1, 3), (2, (2, 2, -1)), (2, (2**40, 2**40, 4)), (3, (2**62, 4, 1)), (3, (8, 4, 2)), (4, -1), (5, 5),
     ):  # fmt: skip
         with pytest.raises(ValueError):
-            cpu._cpu.Memory(*right[:place], wrong, *right[place + 1 :])
+            cpu._cpu.Rows(*right[:place], wrong, *right[place + 1 :])
 
 
 # ---- without assertions
@@ -188,7 +188,7 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location("grpo_kernels._cpu", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-print(*module.isas(), module.isa(), module.has_products())
+print(*module.isas(), module.isa(), module.has_matmuls())
 """
 
 

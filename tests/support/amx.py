@@ -1,5 +1,5 @@
 """AMX for tests: the processor's, or on others the emulator of amx_emulator.cpp, which executes what the compiler made of
-csrc/products_amx.cpp. As a plugin it makes tiles the engine of every product of a test run:
+csrc/matmuls_amx.cpp. As a plugin it makes tiles the engine of every product of a test run:
 
     GRPO_KERNELS_PRODUCTS=amx python -m pytest -p support.amx tests/core/test_combinations.py
 """
@@ -58,9 +58,9 @@ def processor(found: tuple[str, int, int], refusal: int = 0, difference: str | N
     compare = cpu_matmuls.first_difference if difference == "as compared" else lambda engine, reference: difference
     with ExitStack() as patches:
         for owner, name, value in (
-            (cpu_matmuls._cpu, "has_products", lambda: True),
+            (cpu_matmuls._cpu, "has_matmuls", lambda: True),
             (cpu_matmuls._cpu, "processor", lambda: found),
-            (cpu_matmuls._cpu, "ask_for_tiles", lambda: refusal),
+            (cpu_matmuls._cpu, "request_amx_permission", lambda: refusal),
             (cpu_matmuls, "first_difference", compare),
             (cpu_matmuls, "_chosen", None),
         ):
@@ -82,7 +82,7 @@ def tiles(difference: str | None = None) -> Iterator[Any]:
         yield None
         return
     library = emulator()
-    if library is None or "amx" not in cpu_matmuls._cpu.products():
+    if library is None or "amx" not in cpu_matmuls._cpu.matmul_engines():
         pytest.skip("no AMX here, and no compiler with AMX for its emulation")
     loaded = install(library)
     with processor(INTEL, difference=difference):

@@ -102,7 +102,7 @@ class Kernels(Backend):
         """Return the named sums that C++ knows, see `Backend`."""
         num_rows = count_rows(rows)
         sums = SoftmaxSums.empty(names, num_rows, rows.logits.device, rows.reference)
-        _cpu.stats(
+        _cpu.softmax_sums(
             *logit_arguments(rows, num_rows),
             *target_arguments(rows, num_rows),
             sums_argument(sums),
@@ -118,7 +118,7 @@ class Kernels(Backend):
         log_sum_ratio = sums.log_sum_ratio
         policy, reference = logit_arguments(rows, num_rows, log_sum_ratio=log_sum_ratio)
         assert reference is not None
-        _cpu.mixed(
+        _cpu.mixture_sums(
             policy,
             reference,
             vector("mask", rows.mask, torch.bool, num_rows),
@@ -142,12 +142,12 @@ class Kernels(Backend):
         else:
             rows = rows._replace(reference=None)
         names = bits(coefficients.names, COEFFICIENTS_OF_KERNELS)
-        _cpu.pull(
+        _cpu.softmax_gradient(
             *logit_arguments(rows, num_rows, log_sum_ratio=log_sum_ratio, center=center),
             vector("targets", rows.targets, torch.int64, num_rows),
             sums_table,
             table("coefficients", coefficients.values, names),
-            memory(_cpu.Memory, "out", out, rows, num_rows),
+            memory(_cpu.Rows, "out", out, rows, num_rows),
             torch.get_num_threads(),
         )
 
@@ -166,17 +166,16 @@ class Kernels(Backend):
         weight = None
         if rows.reference is not None and stage.rows.divergence_weight is not None:
             weight = stage.rows.divergence_weight.contiguous()
-        _cpu.fused(
+        _cpu.fused_loss(
             traced.compiled,
             traced.numbers,
             [vector(name, x, torch.float32, num_rows) for name, x in inputs.items()],
             stage.rows.entropy_weight is not None,
             *logit_arguments(rows, num_rows, weight=weight),
             *target_arguments(rows, num_rows),
-            None if out is None else memory(_cpu.Memory, "out", out, rows, num_rows),
+            None if out is None else memory(_cpu.Rows, "out", out, rows, num_rows),
             table("results", results, (1 << num_results) - 1),
             torch.get_num_threads(),
-            None,
         )
         return results
 
@@ -234,7 +233,7 @@ class Kernels(Backend):
         """Return the logit of each pair, see `Backend`."""
         num_pairs = pairs.ids.numel()
         logits = torch.empty(num_pairs, dtype=torch.float32)
-        _cpu.slot_logits(
+        _cpu.pair_logits(
             matrix("hidden", hidden),
             matrix("weight", weight),
             pairs_argument(pairs),
@@ -247,7 +246,7 @@ class Kernels(Backend):
         self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
     ) -> None:
         """Write the sum of each row of hidden states, see `Backend`."""
-        _cpu.add_weight_rows(
+        _cpu.add_grad_hidden_of_pairs(
             vector("values", values, torch.float32, pairs.ids.numel()),
             pairs_argument(pairs),
             matrix("weight", weight),
@@ -259,7 +258,7 @@ class Kernels(Backend):
         self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
     ) -> None:
         """Add the sum of each row of the weight, see `Backend`."""
-        _cpu.add_hidden_rows(
+        _cpu.add_grad_weight_of_pairs(
             vector("values", values, torch.float32, pairs.ids.numel()),
             pairs_argument(pairs),
             matrix("hidden", hidden),
@@ -353,7 +352,7 @@ def matrix(name: str, x: Tensor) -> _cpu.Matrix:
     raise unsupported(name, x, expected, reason)
 
 
-def table(name: str, x: Tensor, names: int) -> _cpu.Named:
+def table(name: str, x: Tensor, names: int) -> _cpu.NamedRows:
     """Return a table fp32 [num_names, n].
 
     names   a bit for each name of the table, see `bits`
@@ -361,7 +360,7 @@ def table(name: str, x: Tensor, names: int) -> _cpu.Named:
     reason: object = ""
     try:
         if x.is_cpu and x.dtype == torch.float32:
-            return _cpu.Named(x.data_ptr(), x.shape, x.stride(), names)
+            return _cpu.NamedRows(x.data_ptr(), x.shape, x.stride(), names)
     except (TypeError, ValueError) as error:
         reason = error
     expected = "float32 [names, n] with unit stride in its last dimension"
@@ -374,7 +373,7 @@ def bits(names: tuple[str, ...], known: tuple[str, ...]) -> int:
     return sum(1 << known.index(name) for name in names if name in known)
 
 
-def sums_argument(sums: SoftmaxSums) -> _cpu.Named:
+def sums_argument(sums: SoftmaxSums) -> _cpu.NamedRows:
     """Return the table of the sums that C++ knows. They come first."""
     names = bits(sums.names, SUMS_OF_KERNELS)
     num_known = names.bit_count()
@@ -395,7 +394,7 @@ def memory(
 ) -> Argument:
     """Return the rows of x [A, T, V] that `rows` has of its logits.
 
-    make   the type of the argument: _cpu.Memory, or _cpu.LogitRows with `more` arguments
+    make   the type of the argument: _cpu.Rows, or _cpu.LogitRows with `more` arguments
     """
     reason: object = ""
     try:
@@ -448,7 +447,7 @@ def logit_arguments(
     weight: Tensor | None = None,
     log_sum_ratio: Tensor | None = None,
     center: Tensor | None = None,
-) -> tuple[_cpu.LogitRows, _cpu.Second | None]:
+) -> tuple[_cpu.LogitRows, _cpu.ReferenceRows | None]:
     """Return the policy's logits, and the reference's with what is known of both, or None.
 
     weight          weight of the divergence in the loss, fp32 [num_rows]
@@ -462,7 +461,7 @@ def logit_arguments(
     reference_logits = logits_argument(
         "reference.logits", reference.logits, reference.transform, rows, num_rows
     )
-    return policy, _cpu.Second(
+    return policy, _cpu.ReferenceRows(
         reference_logits,
         DIRECTIONS.index(reference.direction),
         reference.mixture,
@@ -478,8 +477,8 @@ def target_arguments(rows: LogitRows, num_rows: int) -> tuple[int, int]:
     return targets, vector("mask", rows.mask, torch.bool, num_rows)
 
 
-def pairs_argument(pairs: Pairs) -> _cpu.Slots:
+def pairs_argument(pairs: Pairs) -> _cpu.RowIdPairs:
     """Return ids and rows of pairs. Their values are not checked."""
     num_pairs = pairs.ids.numel()
     ids = vector("pairs.ids", pairs.ids, torch.int64, num_pairs)
-    return _cpu.Slots(ids, vector("pairs.rows", pairs.rows, torch.int64, num_pairs), num_pairs)
+    return _cpu.RowIdPairs(ids, vector("pairs.rows", pairs.rows, torch.int64, num_pairs), num_pairs)

@@ -1,4 +1,4 @@
-"""Matrix products of bf16 or fp32 operands with fp32 results, for CPUs with AVX512_BF16 (csrc/products*.cpp), and the choice of
+"""Matrix products of bf16 or fp32 operands with fp32 results, for CPUs with AVX512_BF16 (csrc/matmuls*.cpp), and the choice of
 the engine that computes them.
 
 torch.mm rounds results of bf16 operands to bf16; going through fp32 operands instead takes 2 to 4 times as long. Of fp32 operands
@@ -121,7 +121,7 @@ def _why_not(name: str) -> str | None:
 
 def _why_not_own() -> str | None:
     reason = cpu.available()
-    if reason is None and not _cpu.has_products():
+    if reason is None and not _cpu.has_matmuls():
         return "this processor has no AVX512_BF16 instructions"
     return reason
 
@@ -172,11 +172,11 @@ def _examine_amx() -> Amx:
     wanted = AMX_BF16 | AMX_TILE
     if features & wanted != wanted:
         return Amx("this processor has no AMX with bf16")
-    if "amx" not in _cpu.products():
+    if "amx" not in _cpu.matmul_engines():
         return Amx("the C++ module was built by a compiler without AMX: GCC 11 or Clang 12 have it")
     if saved & TILE_STATE != TILE_STATE:
         return Amx("the system does not save the registers of AMX")
-    refusal = _cpu.ask_for_tiles()
+    refusal = _cpu.request_amx_permission()
     if refusal:
         return Amx(
             f"the system does not let this process use AMX: {REFUSALS.get(refusal, os.strerror(refusal))}"
@@ -350,7 +350,7 @@ def logits(
         (matrix("hidden", hidden), matrix("weight", weight)),
         vector("bias", bias, torch.float32, weight.shape[0]),
     )
-    _cpu.logits_product(
+    _cpu.logits(
         by or _engine_for(weight.dtype),
         *operands,
         of_bias,
@@ -365,7 +365,7 @@ def d_hidden(
     """out [N, H] fp32 = gradient [N, V] @ weight [V, H], bf16 or fp32. With a bf16 weight a gradient in fp32 is rounded to bf16
     on the way; with one in fp32 the gradient is fp32."""
     operands = matrix("gradient", gradient), matrix("weight", weight)
-    _cpu.d_hidden(
+    _cpu.grad_hidden(
         by or _engine_for(weight.dtype),
         *operands,
         matrix("out", out),
@@ -387,7 +387,7 @@ def d_weight(
         (matrix("gradient", gradient), matrix("hidden", hidden)),
         None if start is None else matrix("start", start),
     )
-    _cpu.d_weight(
+    _cpu.grad_weight(
         by or _engine_for(hidden.dtype),
         *operands,
         begin,
@@ -398,7 +398,7 @@ def d_weight(
 
 def d_hidden_parts(dtype: torch.dtype, width: int, vocab: int) -> int:
     """How many sums of its size in fp32 one product makes beside its result, to add them up; 0: none."""
-    parts = _cpu.d_hidden_parts(_engine_for(dtype), width, vocab)
+    parts = _cpu.num_vocab_splits(_engine_for(dtype), width, vocab)
     return parts if parts > 1 else 0
 
 
