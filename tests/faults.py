@@ -126,7 +126,6 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/formulas/token_stage.py", "tests/core/test_listed.py",
         ("a token that is dropped takes its row's ids along", "ops.where(out_of_listed, 0.0, policy_weight)", "ops.where(out, 0.0, policy_weight)"),
         ("the probability outside of a list is not bounded", ".clamp(min=LEAST_OUTSIDE)", ""),
-        ("slopes of what is outside are not those of the ids", "self.slopes - self.per_p[rows] * logps.exp()", "self.slopes", "tests/core/test_listed.py"),
     ),
     *of("grpo_kernels/formulas/token_stage.py", NAN,
         ("a NaN has no slope", "policy_weight = ops.where(sound, policy_weight, smallest)", "pass"),
