@@ -313,7 +313,7 @@ def small(kit: Kit) -> None:
 
 #: Of each, the cell of "logits" and the kernels that its call launches: bytes are counted in sizes of the logits.
 TRAFFIC = {
-    "grpo_kernels, in place": ("_fused_kernel",), "grpo_kernels, layer 1 + loss": ("_stats_kernel", "_pull_kernel"),
+    "grpo_kernels, in place": ("fused_loss_kernel",), "grpo_kernels, layer 1 + loss": ("softmax_sums_kernel", "softmax_gradient_kernel"),
 }  # fmt: skip
 LARGE = {torch.bfloat16: 8192, torch.float32: 2048}  # rows of 151,936 logits
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum")

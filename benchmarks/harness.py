@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from grpo_kernels.core.memory import release
 from grpo_kernels.diagnosis.machine import memory_available
-from grpo_kernels.rows.memory import release
 
 FLUSH_BYTES = 256 << 20  # beyond every L2
 AHEAD_MS = 0.6  # the least host time that Python code may need before its kernels reach the GPU

@@ -17,16 +17,21 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from grpo_kernels.batch import TokenBatch
-from grpo_kernels.formulas.centering import ScoreCentering
+from grpo_kernels.core.backends import triton as backend
+from grpo_kernels.core.backends.triton.launch import LAUNCH, Choice, choice_of, fused_kind, reference_gradient_kind
+from grpo_kernels.core.pairs import Pairs
+from grpo_kernels.core.softmax import (
+    GradientCoefficients,
+    LogitRows,
+    ReferenceRows,
+    RowTransform,
+    SoftmaxSums,
+    sums_for,
+)
 from grpo_kernels.formulas.filters import EntropyFloor
 from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
-from grpo_kernels.formulas.surrogates import Cispo
-from grpo_kernels.formulas.token_stage import ListedTerms, TokenRows
+from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.objective import PRESETS, Objective
-from grpo_kernels.rows.backends import triton as backend
-from grpo_kernels.rows.backends.triton.launch import LAUNCH, Choice, choice_of, fused_kind, pull_kind
-from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform, Second, Slopes, partials_of
-from grpo_kernels.rows.ragged import Ragged, Tokens
 
 KERNELS = backend.Kernels()
 
@@ -123,10 +128,10 @@ class Kind(NamedTuple):
 #: The loop of scale_ also handles the end of a row; those of products read ids and values of slots, and store behind the loop.
 PRODUCTS = ("slot_logits", "add_weight_rows", "add_hidden_rows")
 KINDS = {
-    "stats": Kind("visit"), "pull": Kind("visit", stores=True), "fused": Kind("fused", stores=True),
-    "scale_": Kind("visit", "memory", counted=False, stores=True),
-    "two_stats": Kind("two"), "mixed": Kind("mixed"), "two_pull": Kind("two", stores=True),
-    **dict.fromkeys(PRODUCTS, Kind("slots", "fp32", counted=False)),
+    "stats": Kind("one_pass"), "pull": Kind("one_pass", stores=True), "fused": Kind("fused", stores=True),
+    "scale_": Kind("one_pass", "memory", counted=False, stores=True),
+    "two_stats": Kind("reference"), "mixed": Kind("mixture"), "two_pull": Kind("reference", stores=True),
+    **dict.fromkeys(PRODUCTS, Kind("pairs", "fp32", counted=False)),
 }  # fmt: skip
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", None: "no gradient"}
 SINGLE, HALF, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -149,13 +154,12 @@ class Case:
     without: str | None = None  # a tensor that the batch lacks: "mask", "old_logps"
     teacher: torch.dtype | None = None  # of a second stream of rows
     divergence: str = ""
-    listed: bool = False  # ids of each token, for score centering
 
     @property
     def partials(self) -> tuple[str, ...]:
         two = self.teacher is not None
         squares = ("sum_squares",) if two else ("sum_squares", "top_id")
-        return partials_of(("divergence",) * two + ("entropy",) * self.entropy + squares * self.squares, self.divergence)
+        return sums_for(("divergence",) * two + ("entropy",) * self.entropy + squares * self.squares, self.divergence)
 
     @property
     def aligned(self) -> bool:
@@ -169,7 +173,7 @@ class Case:
         softcap = TRANSFORMS[self.transform](1).softcap
         if self.kernel == "fused":
             return choice_of(fused_kind(self.logits, softcap))
-        return LAUNCH[pull_kind(softcap) if self.kernel == "two_pull" else self.kind.launch]
+        return LAUNCH[reference_gradient_kind(softcap) if self.kernel == "two_pull" else self.kind.launch]
 
     @property
     def kind(self) -> Kind:
@@ -181,8 +185,8 @@ class Case:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes that a visit reads per logit, for each stream; the first stream sets the width of an access."""
-        second = self.gradient if self.kind.launch == "slots" else self.teacher
+        """Bytes that a pass reads per logit, for each stream; the first stream sets the width of an access."""
+        second = self.gradient if self.kind.launch == "pairs" else self.teacher
         return tuple(dtype.itemsize for dtype in (self.logits, second) if dtype is not None)
 
     @property
@@ -204,60 +208,56 @@ class Case:
         return 0.5 if tanh else 0.75 if self.squares else 1.0
 
     def __str__(self) -> str:
-        slots, dtypes = self.kind.launch == "slots", [self.logits]
+        slots, dtypes = self.kind.launch == "pairs", [self.logits]
         dtypes += [self.gradient] * ((slots or self.kind.stores) and self.gradient != self.logits)
         words = [" -> ".join(DTYPE_NAMES[dtype] for dtype in dtypes)]
         words += [f"{'H' if slots else 'V'} {self.vocab}", "aligned" if self.aligned else "unaligned"]
         words += ["padded"] * (self.stride > self.vocab) + [self.transform] * (self.transform != "linear")
         words += ["entropy"] * self.entropy + ["squares"] * self.squares + [self.objective] * (self.kernel == "fused")
-        words += ["listed ids"] * self.listed + [f"no {self.without}"] * (self.without is not None)
+        words += [f"no {self.without}"] * (self.without is not None)
         return ", ".join([*words, *([f"teacher {DTYPE_NAMES[self.teacher]}", self.divergence] if self.teacher else [])])
 
     def launch(self) -> None:
-        if self.kind.launch == "slots":
+        if self.kind.launch == "pairs":
             return self._multiply()
         n, dtypes = 2, (self.logits, self.teacher, self.gradient)
         logits, teacher, out = (d and torch.zeros(1, n, self.stride, dtype=d)[..., : self.vocab] for d in dtypes)
         objective = replace(OBJECTIVES[self.objective], entropy_coef=0.01 if self.entropy else 0.0)
         of_tokens, transform = token_rows(n, objective, self.without), TRANSFORMS[self.transform](n)
-        second = None if teacher is None else Second(teacher, transform, self.divergence, 0.5)
+        second = None if teacher is None else ReferenceRows(teacher, transform, self.divergence, 0.5)
         read = of_tokens.read if second is None else None
         rows = LogitRows(logits, of_tokens.targets, read, transform, second)
-        partials = Partials.not_read(self.partials, n, logits.device, second)
+        partials = SoftmaxSums.masked(self.partials, n, logits.device, second)
         slopes = (
             "target",
-            *("constant", "log") * self.entropy,
+            *("constant", "logp") * self.entropy,
             *("prob",) * self.squares,
             *("divergence",) * (second is not None),
         )
         match self.kernel:
-            case "fused" if self.listed:
-                ids = Ragged(*(torch.zeros(k, dtype=torch.int64) for k in (n, n + 1, n)))
-                terms = ListedTerms(((ScoreCentering(Cispo(2.0)), torch.zeros(n)),), ids.offsets)
-                KERNELS.fused_tokens(rows, Tokens.one_a_row(rows.targets, None, ids), objective.stage(of_tokens, terms), out)
             case "fused":
-                KERNELS.fused(rows, objective.stage(of_tokens), out)
+                KERNELS.fused_loss(rows, objective.stage(of_tokens), out)
             case "stats" | "two_stats":
-                KERNELS.stats(rows, self.partials)
+                KERNELS.kernel_sums(rows, self.partials)
             case "mixed":
-                KERNELS.mixed(rows, partials)
+                KERNELS.mixture_sums(rows, partials)
             case "pull" | "two_pull":
-                KERNELS.pull(rows, partials, Slopes(torch.ones(len(slopes), n), slopes), out)
+                KERNELS.kernel_gradient(rows, partials, GradientCoefficients(torch.ones(len(slopes), n), slopes), out)
             case "scale_":
                 KERNELS.scale_(logits, torch.ones(()))
 
     def _multiply(self) -> None:
         """Over the slots of kept sets. The weight, or the hidden states: the first matrix sets the width of an access."""
         n, m, ids = 4, 8, 16
-        slots = Ragged(*(torch.zeros(k, dtype=torch.int64) for k in (m, n + 1, m)))
+        slots = Pairs(*(torch.zeros(k, dtype=torch.int64) for k in (m, n + 1, m)))
         read, second = (torch.zeros(ids, self.stride, dtype=dtype)[:, : self.vocab] for dtype in (self.logits, self.gradient))
         match self.kernel:
             case "slot_logits":
-                KERNELS.slot_logits(second[:n], read, slots)
+                KERNELS.pair_logits(second[:n], read, slots)
             case "add_weight_rows":
-                KERNELS.add_weight_rows(torch.ones(m), slots, read, second[:n])
+                KERNELS.add_grad_hidden_of_pairs(torch.ones(m), slots, read, second[:n])
             case "add_hidden_rows":
-                KERNELS.add_hidden_rows(torch.ones(m), slots, read[:n], second)
+                KERNELS.add_grad_weight_of_pairs(torch.ones(m), slots, read[:n], second)
 
 
 def token_rows(n: int, objective: Objective, without: str | None = None, offset: int = 0) -> TokenRows:
@@ -334,14 +334,6 @@ def cases() -> list[Case]:
             ]
     for name in OBJECTIVES:
         found += [Case("fused", objective=name), Case("fused", SINGLE, objective=name, entropy=True)]
-    for case in (Case("fused", listed=True), Case("fused", SINGLE, SINGLE, listed=True), Case("fused", SINGLE, listed=True)):
-        found += [
-            case,
-            *(
-                replace(case, entropy=True, vocab=v, stride=s, transform=x)
-                for (v, s), x in zip(LAYOUTS[:3], reversed(TRANSFORMS), strict=False)
-            ),
-        ]
     found += [Case("fused", without="mask"), Case("fused", without="old_logps"), Case("fused", gradient=None)]
     found += [Case("stats", SINGLE, without="mask")]  # as from hidden states
     for logits in (HALF, SINGLE):
@@ -363,7 +355,7 @@ def cases() -> list[Case]:
     # A gradient is of those that store one.
     return list(
         dict.fromkeys(
-            case if case.kind.stores or case.kind.launch == "slots" else replace(case, gradient=None) for case in found
+            case if case.kind.stores or case.kind.launch == "pairs" else replace(case, gradient=None) for case in found
         )
     )
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from grpo_kernels.core import backends
+from grpo_kernels.core.backends import cpu_matmuls, native
 from grpo_kernels.diagnosis.machine import advice, best_isa, facts, processor, version
-from grpo_kernels.rows import backends
-from grpo_kernels.rows.backends import cpu_products, native
 
 ENVIRONMENT = ("OMP_", "KMP_", "GOMP_", "MKL_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "PYTORCH_", "GRPO_KERNELS_")  # prefixes
 NATIVE = {"cpu": "cpu", "cuda": "triton"}  # the backend of the kernels on each device
@@ -57,7 +57,7 @@ def machine(device: str) -> dict:
     }
     if device == "cpu":
         own = {"instruction set": native.load().isa()} if reason is None else {}
-        return facts | {"name": facts["cpu"], "products": cpu_products.engine()} | own
+        return facts | {"name": facts["cpu"], "products": cpu_matmuls.engine()} | own
     p = torch.cuda.get_device_properties(0)
     known = {"name": p.name, "capability": f"{p.major}.{p.minor}", "multiprocessors": p.multi_processor_count}
     known |= {"memory_gb": round(p.total_memory / 1e9, 1), "cuda": torch.version.cuda}

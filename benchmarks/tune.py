@@ -2,7 +2,7 @@
 registers of the row kernels, of one stream and of two; of the products over slots; and from hidden states the bytes of a chunk
 of logits and of a block of gradients.
 
-    python -m benchmarks.tune [--kind fused visit ...] [--seconds 0.05] [--json FILE] [--small]
+    python -m benchmarks.tune [--kind fused one_pass ...] [--seconds 0.05] [--json FILE] [--small]
 
 A candidate is a call of the package with another entry in its table of launches, so a trial changes no code. Each is checked
 against float64 before it is timed, and the runs of one workload are interleaved. The file of --json is written after each
@@ -37,13 +37,13 @@ from benchmarks.providers import Provider, Run, Unavailable, first_line, provide
 from benchmarks.results import load, save
 from benchmarks.suites import LOST_DEVICE
 from benchmarks.tables import Record, details, size
+from grpo_kernels.core import backends
 from grpo_kernels.core import linear_memory as blocks
-from grpo_kernels.rows import backends
-from grpo_kernels.rows.backends import triton as backend
-from grpo_kernels.rows.backends.triton.launch import FUSED, Choice
+from grpo_kernels.core.backends import triton as backend
+from grpo_kernels.core.backends.triton.launch import FUSED, Choice
 
 #: The kinds of settings, the most valuable first, and the share of the time for each.
-KINDS = {"fused": 3.5, "visit": 2.0, "fused32": 3.5, "chunk": 2.5, "two": 1.5, "mixed": 1.0, "slots": 0.7, "vectors": 0.2}
+KINDS = {"fused": 3.5, "one_pass": 2.0, "fused32": 3.5, "chunk": 2.5, "reference": 1.5, "mixture": 1.0, "pairs": 0.7, "vectors": 0.2}
 #: A setting replaces that of the package only if it is faster by more than this share: a smaller difference may be noise.
 GAIN = 0.02
 REGISTERS = 65536  # of a multiprocessor
@@ -51,7 +51,7 @@ SHARED = 224 << 10  # bytes, of those that can copy ahead
 MIB = 1 << 20
 #: (threads, accesses, programs per multiprocessor) to try in all combinations: of the kernels of rows, and of others.
 OF_A_ROW = ((256, 512, 1024), (1, 2, 4, 8), (1, 2, 4))
-SHAPES = {"slots": ((64, 128, 256, 512), (1, 2), (2, 4)), "vectors": ((64, 128, 256), (1, 2, 4), (1, 2))}
+SHAPES = {"pairs": ((64, 128, 256, 512), (1, 2), (2, 4)), "vectors": ((64, 128, 256), (1, 2, 4), (1, 2))}
 
 
 # ---- settings, and where the package keeps them
@@ -81,7 +81,7 @@ class Setting:
         c = self.choice
         if isinstance(c, Chunk):
             return True
-        streams = 2 if self.kind in ("two", "mixed") else 1
+        streams = 2 if self.kind in ("reference", "mixture") else 1
         most = min(255, REGISTERS // (c.threads * c.programs))
         return copied_ahead(c) <= SHARED and most >= 8 * streams * c.accesses + 16
 
@@ -125,7 +125,7 @@ def settings(kind: str, small: bool) -> list[Setting]:
         for threads, accesses, programs in product(*SHAPES.get(kind, OF_A_ROW))
     ]
     around = [now]
-    if kind in ("visit", *FUSED):
+    if kind in ("one_pass", *FUSED):
         shapes = [c._replace(stages=stages) for c in shapes for stages in (1, 3)]
         around += [now._replace(hints=not now.hints), *(now._replace(stages=stages) for stages in (1, 3, 4))]
     if kind in FUSED:
@@ -184,13 +184,13 @@ def workloads(small: bool) -> list[Workload]:
     return [
         Workload("fused", "grpo_kernels, in place", Cell("logits", rows, vocab, dtype)),
         Workload("fused32", "grpo_kernels, in place", Cell("logits", few, vocab, torch.float32)),
-        Workload("visit", "grpo_kernels", Cell("logits-forward", rows, vocab, dtype)),
-        Workload("visit", "grpo_kernels, layer 1 + loss", Cell("logits", rows, vocab, dtype)),
+        Workload("one_pass", "grpo_kernels", Cell("logits-forward", rows, vocab, dtype)),
+        Workload("one_pass", "grpo_kernels, layer 1 + loss", Cell("logits", rows, vocab, dtype)),
         Workload("chunk", "grpo_kernels", Cell("hidden", rows, vocab, dtype, width)),
         Workload("chunk", "grpo_kernels", Cell("hidden", rows, vocab, dtype, narrow)),
-        Workload("two", "grpo_kernels, in place", Cell("logits-divergence", *beside)),
-        Workload("mixed", "grpo_kernels", Cell("divergence-jsd", *beside, narrow)),
-        Workload("slots", "grpo_kernels", Cell("kept", rows, vocab, dtype, narrow)),
+        Workload("reference", "grpo_kernels, in place", Cell("logits-divergence", *beside)),
+        Workload("mixture", "grpo_kernels", Cell("divergence-jsd", *beside, narrow)),
+        Workload("pairs", "grpo_kernels", Cell("kept", rows, vocab, dtype, narrow)),
         Workload("vectors", "grpo_kernels", Cell("kept", rows, vocab, dtype, narrow)),
     ]
 

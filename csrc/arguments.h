@@ -1,6 +1,7 @@
-// What Python passes: addresses as integers, shapes and strides in elements, tensors as objects that are checked when they are made.
-// Arguments that cannot be right raise ValueError in Python instead of crashing the process. rows/backends/cpu.py makes them of tensors;
-// the caller is responsible for the memory being as large as they say.
+// Checked arguments. Python passes addresses as integers and shapes and strides in elements
+// (grpo_kernels/core/backends/cpu.py makes them from tensors). The classes below check them when
+// they are constructed: arguments that cannot be right raise ValueError in Python instead of
+// crashing the process. The caller is responsible for the memory being as large as the shape says.
 #pragma once
 #include <stdint.h>
 
@@ -16,70 +17,94 @@
 
 namespace grpo {
 
-extern const Kernels* kernels;  // the table in use
+extern const Kernels* kernels;  // the table in use, see module.cpp
 
-// More elements than an address space holds. Sizes up to it, and the offsets computed from them, fit easily into 64 bits.
-constexpr int64_t LARGEST = int64_t(1) << 47;
+// More elements than an address space holds. Sizes up to it, and offsets computed from them, fit
+// into 64 bits.
+constexpr int64_t MAX_ELEMENTS = int64_t(1) << 47;
 
-template <class T> T* at(uintptr_t address) { return reinterpret_cast<T*>(address); }
+template <class T> T* pointer_at(uintptr_t address) { return reinterpret_cast<T*>(address); }
 
+// Throws "name=value: remedy" unless `ok`.
 inline void require(bool ok, const char* name, int64_t value, const char* remedy) {
-    if (!ok) throw std::invalid_argument(std::string(name) + "=" + std::to_string(value) + ": " + remedy);
+    if (ok) return;
+    throw std::invalid_argument(std::string(name) + "=" + std::to_string(value) + ": " + remedy);
 }
 
-inline void check_size(const char* name, int64_t value, int64_t least) {
-    require(value >= least && value <= LARGEST, name, value, least ? "a size of at least 1 is needed." : "a size is 0 or more.");
+inline void check_size(const char* name, int64_t value, int64_t minimum) {
+    const char* remedy = minimum ? "pass a size of at least 1." : "pass a size of at least 0.";
+    require(value >= minimum && value <= MAX_ELEMENTS, name, value, remedy);
 }
 
-inline void check_threads(int threads) { require(threads >= 1, "threads", threads, "at least one has to do the work."); }
-
-inline void check_type(int dtype) {
-    require(dtype >= FP32 && dtype <= FP16, "dtype", dtype, "it is 0 for fp32, 1 for bf16, 2 for fp16.");
+inline void check_threads(int threads) {
+    require(threads >= 1, "threads", threads, "pass at least 1.");
 }
 
-inline void check_address(const char* name, uintptr_t address, int element, bool may_be_null = false) {
-    require(address || may_be_null, name, int64_t(address), "an address is needed.");
-    require(address % uintptr_t(element) == 0, name, int64_t(address), "the address must be a multiple of the element size.");
+inline void check_dtype(int dtype) {
+    const bool known = dtype >= FP32 && dtype <= FP16;
+    require(known, "dtype", dtype, "pass 0 for fp32, 1 for bf16 or 2 for fp16.");
 }
 
-// Checks that the offset from the first of `count` rows to the last fits into the address space.
+inline void check_address(
+    const char* name, uintptr_t address, int element_size, bool may_be_null = false) {
+    require(address || may_be_null, name, int64_t(address), "pass a nonzero address.");
+    const bool aligned = address % uintptr_t(element_size) == 0;
+    require(aligned, name, int64_t(address), "pass an address aligned to the element size.");
+}
+
+// Checks that the last of `count` rows lies inside an address space.
 inline void check_stride(int64_t stride, int64_t count) {
-    const bool fits = count < 2 || (stride <= LARGEST / (count - 1) && stride >= -LARGEST / (count - 1));
-    require(fits, "stride", stride, "the last row would lie outside any address space.");
+    if (count < 2) return;
+    const int64_t limit = MAX_ELEMENTS / (count - 1);
+    const bool fits = stride >= -limit && stride <= limit;
+    require(fits, "stride", stride, "the last row would lie outside the address space.");
 }
 
-template <size_t N> void check_shape(const std::array<int64_t, N>& shape, const std::array<int64_t, N>& strides) {
-    int64_t all = 1;
+template <size_t N>
+void check_shape(const std::array<int64_t, N>& shape, const std::array<int64_t, N>& strides) {
+    int64_t num_elements = 1;
     for (int64_t size : shape) {
         check_size("shape", size, 0);
-        require(size == 0 || all <= LARGEST / size, "shape", size, "so many elements would not fit into any address space.");
-        if (size) all *= size;
+        if (size == 0) continue;
+        require(num_elements <= MAX_ELEMENTS / size, "shape", size, "no memory is that large.");
+        num_elements *= size;
     }
-    require(shape[N - 1] < 2 || strides[N - 1] == 1, "stride", strides[N - 1], "elements of a row must be neighbours.");
+    const bool unit_stride = shape[N - 1] < 2 || strides[N - 1] == 1;
+    require(unit_stride, "stride", strides[N - 1], "pass a last dimension of stride 1.");
 }
 
-// One value a row of a call, or null where there may be none.
-template <class T> T* vector(const char* name, uintptr_t address, int64_t count, bool may_be_null = false) {
+// The pointer to a vector [count].
+template <class T>
+T* vector_at(const char* name, uintptr_t address, int64_t count, bool may_be_null = false) {
     check_address(name, address, sizeof(T), may_be_null || count == 0);
-    return at<T>(address);
+    return pointer_at<T>(address);
 }
 
 // ---- rows of logits
 
-using Sizes3 = std::array<int64_t, 3>;
 using Sizes2 = std::array<int64_t, 2>;
+using Sizes3 = std::array<int64_t, 3>;
 
-// Rows `first` .. `first` + `count` of [A, T, V].
-struct Memory : Rows {
-    Memory(uintptr_t address, int dtype, const Sizes3& shape, const Sizes3& strides, int64_t first, int64_t count)
-        : Rows{at<char>(address), dtype, shape[1], strides[0], strides[1], shape[2], first, count} {
-        check_type(dtype);
+// Rows first .. first + count - 1 of a tensor [A, T, V].
+struct CheckedRows : Rows {
+    CheckedRows(
+        uintptr_t address, int dtype, const Sizes3& shape, const Sizes3& strides, int64_t first,
+        int64_t count)
+        : Rows{pointer_at<char>(address),
+               dtype,
+               shape[1],
+               strides[0],
+               strides[1],
+               shape[2],
+               first,
+               count} {
+        check_dtype(dtype);
         check_shape(shape, strides);
         check_size("vocab", vocab, 1);
         check_size("first", first, 0);
         check_size("count", count, 0);
         const int64_t end = first + count;
-        require(end <= shape[0] * shape[1], "count", count, "there are not so many rows.");
+        require(end <= shape[0] * shape[1], "count", count, "the tensor has fewer rows.");
         if (count == 0) return;
         check_address("address", address, size_of(dtype));
         check_stride(outer_stride, (end - 1) / inner_count + 1);
@@ -87,153 +112,156 @@ struct Memory : Rows {
     }
 };
 
-// Rows of logits with their transform. Temperatures per row are given for the rows of the call only.
-struct LogitRows : Stream {
-    LogitRows(uintptr_t address, int dtype, const Sizes3& shape, const Sizes3& strides, int64_t first, int64_t count, float scale,
-              float softcap, float inv_temperature, uintptr_t inv_temperatures)
-        : Stream{Memory(address, dtype, shape, strides, first, count),
-                 {scale, softcap, inv_temperature, vector<float>("inv_temperatures", inv_temperatures, count, true)}} {}
+// Rows of logits and their transform. `inverse_temperatures` [count] may be null.
+struct CheckedLogitRows : LogitRows {
+    CheckedLogitRows(
+        uintptr_t address, int dtype, const Sizes3& shape, const Sizes3& strides, int64_t first,
+        int64_t count, float scale, float softcap, float inverse_temperature,
+        uintptr_t inverse_temperatures)
+        : LogitRows{
+              CheckedRows(address, dtype, shape, strides, first, count),
+              {scale, softcap, inverse_temperature,
+               vector_at<float>("inverse_temperatures", inverse_temperatures, count, true)}} {}
 };
 
-// The other stream of a divergence; what is known of both rows may be null where a kernel does not ask for it.
-struct Beside : Second {
-    Beside(const LogitRows& rows, int direction, double mixture, uintptr_t weight, uintptr_t log_sums, uintptr_t center)
-        : Second{rows, direction, mixture, vector<float>("weight", weight, 0), vector<float>("log_sums", log_sums, 0),
-                 vector<float>("center", center, 0)} {
-        require(direction >= REVERSE && direction <= TV, "direction", direction, "it is 0 for reverse, 1 for forward, 2 for jsd, 3 for tv.");
+// The vectors [N] may be null where the kernel does not need them.
+struct CheckedReferenceRows : ReferenceRows {
+    CheckedReferenceRows(
+        const CheckedLogitRows& logits, int direction, double mixture, uintptr_t divergence_weight,
+        uintptr_t log_sum_ratio, uintptr_t center)
+        : ReferenceRows{
+              logits,
+              direction,
+              mixture,
+              vector_at<float>("divergence_weight", divergence_weight, 0),
+              vector_at<float>("log_sum_ratio", log_sum_ratio, 0),
+              vector_at<float>("center", center, 0)} {
+        const bool known = direction >= REVERSE && direction <= TV;
+        require(
+            known, "direction", direction,
+            "pass 0 for reverse, 1 for forward, 2 for jsd or 3 for tv.");
     }
 };
 
-// Checks two streams of a call; `second` may be null.
-inline void check_streams(const LogitRows& own, const Beside* second, int threads) {
-    check_threads(threads);
-    if (!second) return;
-    const Rows &a = own.rows, &b = second->stream.rows;
-    require(a.count == b.count && a.inner_count == b.inner_count && a.vocab == b.vocab && a.first == b.first, "second", b.count,
-            "the second stream must have the shape of the first.");
+inline bool same_shape(const Rows& a, const Rows& b) {
+    return a.count == b.count && a.inner_count == b.inner_count && a.vocab == b.vocab &&
+           a.first == b.first;
 }
 
-inline void check_out(const Rows& rows, const Memory& out) {
-    require(out.count == rows.count && out.inner_count == rows.inner_count && out.vocab == rows.vocab && out.first == rows.first, "out",
-            out.count, "the gradient must have the shape of the logits.");
+// `reference` may be null.
+inline void check_reference(const CheckedLogitRows& policy, const CheckedReferenceRows* reference) {
+    if (!reference) return;
+    const Rows& rows = reference->logits.rows;
+    require(
+        same_shape(policy.rows, rows), "reference", rows.count,
+        "pass reference logits of the shape of the policy's.");
 }
 
-// fp32 [q, count]: a row for each name whose bit is set in `names`, in the order of the names.
-struct Named {
+inline void check_grad_logits(const Rows& logits, const CheckedRows& grad_logits) {
+    require(
+        same_shape(logits, grad_logits), "grad_logits", grad_logits.count,
+        "pass memory of the shape of the logits.");
+}
+
+// fp32 [q, count]: one row for each name whose bit is set in `names`, in the order of the enum.
+struct CheckedNamedRows {
     float* base;
     int64_t stride, count;
     uint32_t names;
 
-    Named(uintptr_t address, const Sizes2& shape, const Sizes2& strides, uint32_t names)
-        : base(at<float>(address)), stride(strides[0]), count(shape[1]), names(names) {
+    CheckedNamedRows(uintptr_t address, const Sizes2& shape, const Sizes2& strides, uint32_t names)
+        : base(pointer_at<float>(address)), stride(strides[0]), count(shape[1]), names(names) {
         check_shape(shape, strides);
-        require(shape[0] == __builtin_popcount(names), "names", names, "as many names as rows are needed.");
-        check_address("address", address, 4, shape[0] == 0 || shape[1] == 0);
+        const bool one_row_each = shape[0] == __builtin_popcount(names);
+        require(one_row_each, "names", names, "pass as many names as rows.");
+        check_address("address", address, sizeof(float), shape[0] == 0 || shape[1] == 0);
         check_stride(stride, shape[0]);
     }
 
-    // The vectors, of which those of the bits `needed` must be there.
-    template <int N> Vectors<N> vectors(int64_t rows, uint32_t needed) const {
-        require(names >> N == 0, "names", names, "there are not so many names.");
-        require((names & needed) == needed, "names", names, "one that is needed is missing.");
-        require(count == rows, "count", count, "one value a row is needed.");
-        Vectors<N> found;
+    // The vectors [num_rows] by name. Throws if one of the `required` bits is not set.
+    template <int NUM_NAMES>
+    NamedRows<NUM_NAMES> named_rows(int64_t num_rows, uint32_t required) const {
+        require(names >> NUM_NAMES == 0, "names", names, "pass bits of known names only.");
+        require((names & required) == required, "names", names, "a required name is missing.");
+        require(count == num_rows, "count", count, "pass one value per row.");
+        NamedRows<NUM_NAMES> named;
         float* next = base;
-        for (int k = 0; k < N; k++) {
-            const bool there = names >> k & 1;
-            found.of[k] = there ? next : nullptr;
-            if (there) next += stride;
+        for (int name = 0; name < NUM_NAMES; name++) {
+            const bool present = names >> name & 1;
+            named.pointers[name] = present ? next : nullptr;
+            if (present) next += stride;
         }
-        return found;
+        return named;
     }
 };
 
-template <class... Names> constexpr uint32_t bits(Names... names) { return ((1u << names) | ... | 0u); }
+template <class... Names> constexpr uint32_t bits(Names... names) {
+    return ((1u << names) | ... | 0u);
+}
 
-constexpr uint32_t OF_OWN = bits(MAX, SUM, TARGET), OF_BOTH = bits(MAX, SUM, TEACHER_MAX, TEACHER_SUM);
+constexpr uint32_t POLICY_SUMS = bits(MAX_LOGIT, SUM_EXP, TARGET_LOGIT);
+constexpr uint32_t NORMALIZERS = bits(MAX_LOGIT, SUM_EXP, REFERENCE_MAX_LOGIT, REFERENCE_SUM_EXP);
 
-// ---- a formula: a checked program that owns its memory
+// ---- the loss formula
 
-using Step = std::tuple<std::string, int, int, int>;  // the operation and the registers of its operands; unused ones are 0
+// (name of the operation, registers of its operands a, b, c). Unused operands are 0.
+using Step = std::tuple<std::string, int, int, int>;
 
-class Formula {
+// A program whose operations and registers have been checked. It owns the memory of `program`.
+class CheckedProgram {
 public:
-    Formula(const std::string& name, int numbers, int inputs, const std::vector<Step>& steps, const std::vector<int>& outputs);
-    Formula(const Formula&) = delete;
+    CheckedProgram(
+        const std::string& name, int num_numbers, int num_inputs, const std::vector<Step>& steps,
+        const std::vector<int>& outputs);
+    CheckedProgram(const CheckedProgram&) = delete;
 
+    // Throws "the program of NAME: remedy" unless `ok`.
     void check(bool ok, const std::string& remedy) const {
         if (!ok) throw std::invalid_argument("the program of " + name + ": " + remedy);
     }
-    // Checks a call, and returns the addresses of its inputs. `given`: how many more inputs there are.
-    std::vector<const float*> inputs(const std::vector<float>& numbers, const std::vector<uintptr_t>& inputs, int64_t count, size_t given) const;
-    // Runs it over vectors: rows, or the ids of one.
-    void run(const std::vector<float>& numbers, const std::vector<uintptr_t>& inputs, const std::vector<uintptr_t>& outputs, int64_t count) const;
+    // Checks the numbers of a call and returns the pointers to its input vectors [count], of which
+    // the caller computes the first `num_computed` itself.
+    std::vector<const float*> check_call(
+        const std::vector<float>& numbers, const std::vector<uintptr_t>& inputs, int64_t count,
+        size_t num_computed) const;
+    // Evaluates the program for vectors [count].
+    void run(
+        const std::vector<float>& numbers, const std::vector<uintptr_t>& inputs,
+        const std::vector<uintptr_t>& outputs, int64_t count) const;
 
     const std::string name;
     Program program;
 
 private:
     std::vector<Instruction> instructions;
-    std::vector<uint16_t> outputs;
+    std::vector<uint16_t> output_registers;
 };
 
-// ---- tokens of rows. The contents of starts, order and ids are trusted, but that an id may be none of the row.
+// ---- matrices and pairs
 
-// Terms of ids that m tokens list, k ids in all, whose values there are for each part. The formula has to outlive them.
-struct OfListed : Listed {
-    OfListed(const Formula& formula, const std::vector<float>& numbers, uintptr_t ids, uintptr_t starts, uintptr_t advantages,
-             const std::vector<uintptr_t>& values, int64_t m, int64_t k)
-        : Listed{vector<int64_t>("ids", ids, k), vector<int64_t>("starts", starts, m + 1), &formula.program, nullptr,
-                 vector<float>("advantages", advantages, m), nullptr},
-          count(m), of_numbers(numbers), of_values(formula.inputs(numbers, values, k, 2)) {
-        check_size("m", m, 0);
-        check_size("k", k, 0);
-        formula.check(program->outputs == 2 || program->outputs == 4, "it does not give a term and its slopes.");
-        this->numbers = of_numbers.data();
-        this->values = of_values.data();
-    }
-    OfListed(const OfListed&) = delete;
-
-    const int64_t count;  // of tokens
-
-private:
-    const std::vector<float> of_numbers;
-    const std::vector<const float*> of_values;
-};
-
-// The m tokens of n rows.
-struct OfTokens : Tokens {
-    const int64_t rows, count;
-
-    OfTokens(uintptr_t starts, uintptr_t order, int64_t n, int64_t m, const OfListed* listed)
-        : Tokens{vector<int64_t>("starts", starts, n + 1), vector<int64_t>("order", order, m), listed}, rows(n), count(m) {
-        check_size("n", n, 0);
-        check_size("m", m, 0);
-        require(!listed || listed->count == m, "listed", m, "it has other tokens.");
-    }
-};
-
-// ---- matrices and slots
-
-struct Operand : Matrix {
-    Operand(uintptr_t address, int dtype, const Sizes2& shape, const Sizes2& strides)
-        : Matrix{grpo::at<char>(address), dtype, shape[0], shape[1], strides[0]} {
-        check_type(dtype);
+struct CheckedMatrix : Matrix {
+    CheckedMatrix(uintptr_t address, int dtype, const Sizes2& shape, const Sizes2& strides)
+        : Matrix{pointer_at<char>(address), dtype, shape[0], shape[1], strides[0]} {
+        check_dtype(dtype);
         check_shape(shape, strides);
         if (rows == 0 || columns == 0) return;
         check_address("address", address, size_of(dtype));
         check_stride(stride, rows);
     }
 
-    void check(const char* name, int64_t of_rows, int64_t of_columns) const {
-        require(rows == of_rows, name, rows, "its rows do not fit the other operands.");
-        require(columns == of_columns, name, columns, "its columns do not fit the other operands.");
+    void check_size_is(const char* name, int64_t num_rows, int64_t num_columns) const {
+        require(rows == num_rows, name, rows, "its rows do not fit the other operands.");
+        require(
+            columns == num_columns, name, columns, "its columns do not fit the other operands.");
     }
 };
 
-struct Pairs : Slots {
-    Pairs(uintptr_t ids, uintptr_t rows, int64_t count)
-        : Slots{vector<int64_t>("ids", ids, count), vector<int64_t>("rows", rows, count), count} {
+// The values of `ids` and `rows` are not checked.
+struct CheckedRowIdPairs : RowIdPairs {
+    CheckedRowIdPairs(uintptr_t ids, uintptr_t rows, int64_t count)
+        : RowIdPairs{
+              vector_at<int64_t>("ids", ids, count), vector_at<int64_t>("rows", rows, count),
+              count} {
         check_size("count", count, 0);
     }
 };

@@ -1,43 +1,57 @@
-// All kernels over rows, compiled once per instruction set, which GRPO_ISA names: each copy exports one table, and module.cpp picks
-// one at run time. C++ library headers are not included: their inline functions, compiled here for AVX-512, could replace those of
-// other files at link time and crash on processors without AVX-512.
-#include "sparse.h"
-#include "two_rows.h"
+// The table of row kernels of one instruction set, which GRPO_ISA names. module.cpp picks a table
+// at run time. No C++ library header is included here: its inline functions, compiled for AVX-512,
+// could replace those of other files at link time and crash on processors without AVX-512.
+#include "divergence_rows.h"
+#include "pairs.h"
 
 namespace grpo {
 namespace {
 
-void stats(const StatsJob& job, int64_t i) {
-    if (!job.read || job.read[i]) return job.second ? stats_of_rows(job, i) : stats_of_row(job, i);
-    for (int name = MAX; name <= EXCESS; name++) {
-        if (name == TOP || !job.to[name]) continue;
-        job.to[name][i] = name == SUM || name == TEACHER_SUM ? 1.0f : 0.0f;
+// Writes the sums of a row with the single logit 0 and no target.
+void set_sums_of_masked_row(const NamedRows<NUM_SUMS>& sums, int64_t i) {
+    for (int name = 0; name < NUM_SUMS; name++) {
+        if (name == ARGMAX || !sums[name]) continue;
+        const bool is_sum_exp = name == SUM_EXP || name == REFERENCE_SUM_EXP;
+        sums[name][i] = is_sum_exp ? 1.0f : 0.0f;
     }
-    if (job.to[TOP]) reinterpret_cast<int32_t*>(job.to[TOP])[i] = -1;
+    if (sums[ARGMAX]) set_argmax(sums, i, -1);
 }
 
-void pull(const PullJob& job, int64_t i) {
-    const Slopes slopes(job.slopes, i);
-    const bool beside = job.second && job.slopes[DIVERGENCE][i] != 0;
-    if (beside) return pull_rows(job, i, slopes);
-    pull_row(job, i, slopes);
+void softmax_sums(const SoftmaxSumsJob& job, int64_t i) {
+    const bool is_masked = job.mask && !job.mask[i];
+    if (is_masked) return set_sums_of_masked_row(job.sums, i);
+    if (job.reference) return softmax_sums_of_pair(job, i);
+    softmax_sums_of_row(job, i);
 }
 
-void fused(const FusedJob& job, int64_t i, const TermMemory& scratch) {
-    if (!job.read || job.read[i]) return job.second ? fused_rows(job, i, scratch) : fused_row(job, i, scratch);
-    if (job.second) job.to[OF_DIVERGENCE][i] = 0;
-    token_of(job, i, 0, 0);
-    if (job.out.base) Gradient(job.out, i).zero();
+void softmax_gradient(const SoftmaxGradientJob& job, int64_t i) {
+    const RowCoefficients coefficients(job.coefficients, i);
+    const bool has_divergence = job.reference && job.coefficients[DIVERGENCE][i] != 0;
+    if (has_divergence) return divergence_gradient_row(job, i, coefficients);
+    softmax_gradient_row(job, i, coefficients);
+}
+
+// A masked row has log-prob, entropy, divergence and gradient 0. Its loss is that of the program.
+void fused_loss(const FusedLossJob& job, int64_t i, const SavedTermsBuffer& buffer) {
+    const bool is_masked = job.mask && !job.mask[i];
+    if (!is_masked && job.reference) return fused_loss_of_pair(job, i, buffer);
+    if (!is_masked) return fused_loss_of_row(job, i, buffer);
+    if (job.reference) job.outputs[DIVERGENCES][i] = 0;
+    run_loss_program(job, i, 0, 0);
+    if (job.grad_logits.base) GradientRow(job.grad_logits, i).fill_zero();
 }
 
 }  // namespace
 
-#define NAME_OF(isa) #isa
-#define QUOTED(isa) NAME_OF(isa)
-#define JOINED(a, b) a##b
-#define TABLE(isa) JOINED(kernels_, isa)
+#define STRING_OF(isa) #isa
+#define QUOTED(isa) STRING_OF(isa)
+#define CONCATENATED(a, b) a##b
+#define TABLE_OF(isa) CONCATENATED(kernels_, isa)
 
-extern const Kernels TABLE(GRPO_ISA);
-const Kernels TABLE(GRPO_ISA) = {QUOTED(GRPO_ISA), stats, mixed, pull, fused, fused_row_of_tokens, scale, slot_logits, slot_sums};
+extern const Kernels TABLE_OF(GRPO_ISA);
+const Kernels TABLE_OF(GRPO_ISA) = {
+    QUOTED(GRPO_ISA), softmax_sums, mixture_sums, softmax_gradient,
+    fused_loss,       scale,        pair_logits,  segmented_sum,
+};
 
 }  // namespace grpo

@@ -1,5 +1,9 @@
-// What kernels take, as plain structures over pointers, and the table of kernels that kernels.cpp makes once for each instruction set.
-// arguments.h makes these structures from Python's arguments, and checks them.
+// The arguments of the kernels as plain structs over pointers, and the tables of kernels.
+// arguments.h checks what Python passes and fills these structs. kernels.cpp and matmuls*.cpp are
+// compiled once for each instruction set and define one table each.
+//
+// Shapes: N rows (tokens) of a call, V vocabulary size, H hidden size. A "row" is the logits of one
+// token. All statistics are fp32 [N].
 #pragma once
 #include <stdint.h>
 
@@ -7,200 +11,235 @@ namespace grpo {
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The bytes of a cache line: scratch memory is aligned to it, and prefetches load one line each.
+constexpr int CACHE_LINE = 64;
+
 enum DType : int { FP32 = 0, BF16 = 1, FP16 = 2 };
 
 static inline int size_of(int dtype) { return dtype == FP32 ? 4 : 2; }
 
-// The rows first .. first + count of a tensor [A, T, V], counted in row-major order over A and T; unit stride in V. Row 0 is the first.
+// ---- rows of logits
+
+// Rows first .. first + count - 1 of a tensor [A, T, V] whose rows are numbered a * T + t. The
+// vocabulary has stride 1. Row 0 of this struct is row `first` of the tensor.
 struct Rows {
     char* base;
     int dtype;
-    int64_t inner_count, outer_stride, inner_stride, vocab;  // T; strides of A and of T, in elements; V
+    int64_t inner_count;                 // T
+    int64_t outer_stride, inner_stride;  // strides of A and T, in elements
+    int64_t vocab;                       // V
     int64_t first, count;
 
     [[gnu::always_inline]] char* row(int64_t i) const {
-        const int64_t at = first + i, element = (at / inner_count) * outer_stride + (at % inner_count) * inner_stride;
-        return base + element * size_of(dtype);
+        const int64_t number = first + i;
+        const int64_t outer_offset = (number / inner_count) * outer_stride;
+        const int64_t inner_offset = (number % inner_count) * inner_stride;
+        return base + (outer_offset + inner_offset) * size_of(dtype);
     }
 };
 
-// z = softcap * tanh(x * scale / softcap) * inv_temperature; softcap 0 means none.
+// The logits that the softmax is taken of, from the values x in memory:
+//   z = softcap * tanh(x * scale / softcap) * inverse_temperature
+// With softcap = 0 there is no tanh: z = x * scale * inverse_temperature.
 struct Transform {
-    float scale, softcap, inv_temperature;
-    const float* inv_temperatures;  // per row, or null
+    float scale, softcap, inverse_temperature;
+    const float* inverse_temperatures;  // [N], replaces inverse_temperature; may be null
 
-    [[gnu::always_inline]] float inverse(int64_t i) const { return inv_temperatures ? inv_temperatures[i] : inv_temperature; }
+    [[gnu::always_inline]] float inverse_temperature_of_row(int64_t i) const {
+        return inverse_temperatures ? inverse_temperatures[i] : inverse_temperature;
+    }
 };
 
-struct Stream {
+struct LogitRows {
     Rows rows;
     Transform transform;
 };
 
-// The stream that a divergence compares with, and what is known of both rows, per row.
+// The divergence between the policy p and the reference q, in the order of `DIRECTIONS` in Python:
+//   REVERSE  KL(p || q)
+//   FORWARD  KL(q || p)
+//   JSD      b KL(q || m) + (1 - b) KL(p || m) with the mixture m = b q + (1 - b) p
+//   TV       total variation, sum |p - q| / 2
 enum Direction : int { REVERSE = 0, FORWARD = 1, JSD = 2, TV = 3 };
 
-struct Second {
-    Stream stream;
+struct ReferenceRows {
+    LogitRows logits;
     int direction;
-    double mixture;         // the second stream's share in the mixture of JSD; the other one, 1 - mixture, is computed in fp64
-    const float* weight;    // of the divergence in the loss, for `fused`; null: 0
-    const float* log_sums;  // log(teacher_sum / sum), for `mixed` and `pull`
-    const float* center;    // for `pull`, see rows/partials.py
+    double mixture;                  // b of JSD. 1 - b is computed in fp64.
+    const float* divergence_weight;  // [N], factor of the divergence in the loss; null: 0
+    // The next two are inputs of the kernels that need the sums of both rows.
+    const float* log_sum_ratio;  // [N], log(REFERENCE_SUM_EXP / SUM_EXP)
+    const float* center;         // [N], see core/softmax.py
 };
 
-// Vectors by name, null where one is not there. The order of names is that of OF_KERNELS in rows/partials.py.
-enum Partial { MAX, SUM, TARGET, WEIGHTED, SQUARES, TOP, TEACHER_MAX, TEACHER_SUM, CROSS, EXCESS, PARTIALS };
-enum Slope { OF_TARGET, CONSTANT, LOG, PROB, DIVERGENCE, SLOPES };
-enum Result { LOGPS, ENTROPY, LOSSES, OF_DIVERGENCE, RESULTS };
-enum Mixed { MIXED_STUDENT, MIXED_TEACHER, MIXED };
-
-template <int N> struct Vectors {
-    float* of[N];
-
-    [[gnu::always_inline]] float* operator[](int name) const { return of[name]; }
+// Statistics of a row of transformed logits z, in the order of SUMS in core/softmax.py. In the last
+// two, d = (z - MAX_LOGIT) - (z_ref - REFERENCE_MAX_LOGIT) is the log of e / e_ref.
+enum Sum {
+    MAX_LOGIT,
+    SUM_EXP,          // sum of e = exp(z - MAX_LOGIT)
+    TARGET_LOGIT,     // z of the target id
+    SUM_EXP_SHIFTED,  // sum of e * (z - MAX_LOGIT), for the entropy
+    SUM_EXP_SQUARED,  // sum of e * e
+    ARGMAX,           // int32, the first id with the largest logit
+    REFERENCE_MAX_LOGIT,
+    REFERENCE_SUM_EXP,
+    SUM_LOG_RATIO,         // sum of e * d; FORWARD: of e_ref * -d
+    SUM_LOG_RATIO_EXCESS,  // sum of e_ref - e + e * d; FORWARD: of e - e_ref - e_ref * d
+    NUM_SUMS
 };
 
-// ---- a formula as a straight-line program on fp32 numbers, run for one row, or for all ids that a row lists, at a time.
-// formulas/program.py generates it.
+// Coefficients of the gradient of a row, [N] each, in the order of COEFFICIENTS in core/softmax.py:
+//   d loss / d z_j = TARGET * (1[j is the target] - p_j)
+//                  + p_j * (CONSTANT + LOGP * log p_j + PROB * p_j)
+//                  + DIVERGENCE * (d divergence / d z_j)
+enum Coefficient { TARGET, CONSTANT, LOGP, PROB, DIVERGENCE, NUM_COEFFICIENTS };
+
+// Results of the fused loss, [N] each.
+enum Output { LOGPS, ENTROPIES, LOSSES, DIVERGENCES, NUM_OUTPUTS };
+
+// Sums of JSD and TV, which need SUM_EXP of both rows first:
+//   JSD  MIXTURE_POLICY = KL(p || m), MIXTURE_REFERENCE = KL(q || m)
+//   TV   MIXTURE_POLICY = sum of p sign(p - q) / 2, MIXTURE_REFERENCE = the total variation
+enum MixtureSum { MIXTURE_POLICY, MIXTURE_REFERENCE, NUM_MIXTURE_SUMS };
+
+// Vectors [N] by name (one of the enums above); null where Python passed none.
+template <int NUM_NAMES> struct NamedRows {
+    float* pointers[NUM_NAMES];
+
+    [[gnu::always_inline]] float* operator[](int name) const { return pointers[name]; }
+};
+
+// ---- the loss formula: a straight-line program on fp32 numbers, generated by formulas/program.py
 
 // Registers hold the numbers of a call, then the inputs, then the result of each instruction.
-constexpr int MOST_REGISTERS = 512;
+constexpr int MAX_REGISTERS = 512;
 
-// A condition is 1 if true, else 0. program.cpp has the names that Python uses, in this order.
+// A condition is 1 if true, else 0. program.cpp has Python's names in this order.
 enum Operation : uint16_t {
-    NEGATE, ABSOLUTE, EXPONENTIAL, LOGARITHM, SQUARE_ROOT, HYPERBOLIC_TANGENT, RECIPROCAL, NOT,
-    SUM_OF_IDS,  // over the ids, for each of them: in fp64, in their order
-    ADD, SUBTRACT, MULTIPLY, DIVIDE, MINIMUM, MAXIMUM, LESS, LESS_EQUAL, EQUAL, NOT_EQUAL, AND, OR,
+    // one operand
+    NEGATE,
+    ABSOLUTE,
+    EXPONENTIAL,
+    LOGARITHM,
+    SQUARE_ROOT,
+    HYPERBOLIC_TANGENT,
+    RECIPROCAL,
+    NOT,
+    // two operands
+    ADD,
+    SUBTRACT,
+    MULTIPLY,
+    DIVIDE,
+    MINIMUM,
+    MAXIMUM,
+    LESS,
+    LESS_EQUAL,
+    EQUAL,
+    NOT_EQUAL,
+    AND,
+    OR,
+    // three operands
     SELECT,  // a ? b : c
-    OPERATIONS
+    NUM_OPERATIONS
 };
 
 struct Instruction {
-    uint16_t operation, a, b, c;
+    uint16_t operation;
+    uint16_t a, b, c;  // registers of the operands
 };
 
 struct Program {
     const Instruction* instructions;
-    int count, numbers, inputs, outputs;
-    const uint16_t* output;  // registers
+    int num_instructions, num_numbers, num_inputs, num_outputs;
+    const uint16_t* output_registers;
 
-    [[gnu::always_inline]] int registers() const { return numbers + inputs + count; }
+    [[gnu::always_inline]] int num_registers() const {
+        return num_numbers + num_inputs + num_instructions;
+    }
 };
 
-// Each operation rounds to fp32 as torch does; exp, log and tanh are those of fp64, rounded.
+// Evaluates the program for one row. Each operation rounds to fp32 as torch does; exp, log and tanh
+// are computed in fp64 and rounded.
 void evaluate(const Program& program, const float* numbers, const float* inputs, float* outputs);
-// For `ids` at a time. A register is so many numbers of `r`, in which the inputs are already.
-void evaluate(const Program& program, const float* numbers, int64_t ids, float* r);
+// Evaluates the program for num_rows rows. `registers` is [num_registers, num_rows]; the caller has
+// filled the inputs.
+void evaluate_rows(
+    const Program& program, const float* numbers, int64_t num_rows, float* registers);
 
-// ---- rows of logits. Vectors are indexed by row.
+// ---- arguments of the kernels over rows of logits
 
-// `to` has MAX, SUM and TARGET; WEIGHTED if SQUARES; those from TEACHER_MAX on beside a second stream. TOP is int32.
-struct StatsJob {
-    Stream own;
-    const Second* second;  // or null
-    const int64_t* targets;
-    const uint8_t* read;  // rows whose entry is 0 are not read; null: all are read
-    Vectors<PARTIALS> to;
+struct SoftmaxSumsJob {
+    LogitRows policy;
+    const ReferenceRows* reference;  // null: no divergence
+    const int64_t* targets;          // [N]
+    // [N], may be null. Rows with 0 are skipped and get the sums of a row with the one logit 0.
+    const uint8_t* mask;
+    // MAX_LOGIT, SUM_EXP and TARGET_LOGIT are required, with a reference also the four sums from
+    // REFERENCE_MAX_LOGIT on. SUM_EXP_SQUARED requires SUM_EXP_SHIFTED.
+    NamedRows<NUM_SUMS> sums;
 };
 
-// Two sums over p and q themselves, from the statistics of the first visit.
-struct MixedJob {
-    Stream own;
-    const Second* second;
-    const uint8_t* read;
-    Vectors<PARTIALS> of;
-    Vectors<MIXED> to;
+struct MixtureSumsJob {
+    LogitRows policy;
+    const ReferenceRows* reference;
+    const uint8_t* mask;       // [N], may be null. Rows with 0 get 0.
+    NamedRows<NUM_SUMS> sums;  // inputs
+    NamedRows<NUM_MIXTURE_SUMS> mixture_sums;
 };
 
-// d loss / d z_j = target (1[j = y] - p_j) + p_j (constant + log log p_j + prob p_j) + divergence G_j
-struct PullJob {
-    Stream own;
-    const Second* second;  // null where no row has a divergence
-    Rows out;
-    const int64_t* targets;
-    Vectors<PARTIALS> of;
-    Vectors<SLOPES> slopes;  // those other than OF_TARGET may be null
+struct SoftmaxGradientJob {
+    LogitRows policy;
+    const ReferenceRows* reference;  // null: no divergence
+    Rows grad_logits;                // may be the memory of the logits
+    const int64_t* targets;          // [N]
+    NamedRows<NUM_SUMS> sums;
+    NamedRows<NUM_COEFFICIENTS> coefficients;  // TARGET is required; the others may be null
 };
 
-// Terms in the log-probs of ids that are listed for each token.
-struct Listed {
-    const int64_t *ids, *starts;  // those of token t are ids[starts[t]] to ids[starts[t + 1]]
-    // The token's term and d term / d log-prob, from log-probs, the advantage and values of its ids. With four outputs also
-    // d term / d log P, with P the probability of all ids that the token does not list, and that over P.
+// Statistics, loss and gradient in one call. The first two inputs of the program are the row's
+// log-prob and entropy; it outputs the loss, d loss / d log-prob and d loss / d entropy.
+constexpr int INPUTS_FROM_SOFTMAX = 2;
+constexpr int LOSS_PROGRAM_OUTPUTS = 3;
+
+struct FusedLossJob {
+    LogitRows policy;
+    const ReferenceRows* reference;  // null: no divergence
+    Rows grad_logits;                // base null: no gradient. May be the memory of the logits
+    const int64_t* targets;          // [N]
+    // [N], may be null. Rows with 0 have log-prob, entropy, divergence and gradient 0.
+    const uint8_t* mask;
     const Program* program;
-    const float* numbers;
-    const float* advantages;      // of tokens
-    const float* const* values;   // of ids
+    const float* numbers;        // [program->num_numbers]
+    const float* const* inputs;  // the program's further inputs, [N] each
+    bool loss_has_entropy;       // d loss / d entropy may be nonzero
+    NamedRows<NUM_OUTPUTS> outputs;
 };
 
-// The tokens of rows that may have several of them, or list ids. Vectors of a call are then indexed by token, results too.
-struct Tokens {
-    const int64_t *starts, *order;  // those of row i are order[starts[i]] to order[starts[i + 1]]
-    const Listed* listed;           // or null
-
-    // How many ids token t lists.
-    [[gnu::always_inline]] int64_t ids_of(int64_t t) const { return listed ? listed->starts[t + 1] - listed->starts[t] : 0; }
-};
-
-// The loss and its gradient in one call. The program computes the loss and its slopes. Its first two inputs are the row's log-prob
-// and entropy, and the third the term of listed ids where there are such; of the other inputs it gets entry i.
-constexpr int TOKEN_OUTPUTS = 3;    // loss, d loss / d log-prob, d loss / d entropy
-constexpr int OUTPUTS_OF_LISTED = 4;  // and d loss / d the term of listed ids
-
-struct FusedJob {
-    Stream own;
-    const Second* second;
-    Rows out;  // base null: no gradient
-    const int64_t* targets;
-    const uint8_t* read;  // a row whose entry is 0 has gradient 0, and log-prob and entropy 0; null: all are read
-    const Program* program;
-    const float* numbers;
-    const float* const* inputs;
-    bool with_entropy;  // the loss depends on the entropy
-    Vectors<RESULTS> to;
-    const Tokens* tokens;  // null: row i has token i
-};
-
-// What a visit keeps of a row for its gradient: one term of each column, beside a second stream two, times the slope of the softcap
-// if there is one. From element `begin` on they are relative to these maxima, or near ones, of the streams.
+// Between its pass over a row and the gradient, the fused loss saves each column's exponential
+// (with a reference two terms per column), so that the gradient needs no second pass over the
+// logits. The saved terms are relative to the row maxima known at that time. A segment begins
+// where the maxima change.
 struct Segment {
-    int64_t begin;
-    float shift, teacher_shift;
+    int64_t begin;  // first column
+    float shift, reference_shift;
 };
 
-constexpr int64_t SHORTEST_SEGMENT = 16;  // except for the last ones
+// Segments are at least this long, except for the last ones (fewer than 8).
+constexpr int64_t MIN_SEGMENT_COLUMNS = 16;
+constexpr int64_t MAX_SHORT_SEGMENTS = 8;
 
-static inline int64_t most_segments(int64_t vocab) { return vocab / SHORTEST_SEGMENT + 8; }
+static inline int64_t max_segments(int64_t vocab) {
+    return vocab / MIN_SEGMENT_COLUMNS + MAX_SHORT_SEGMENTS;
+}
 
-// Memory of a thread for them. `terms[0]` is null if the terms lie in the memory of the gradient; `segments` if nothing is kept or
-// no memory was available: the gradient is then computed from the logits again, which takes longer.
-struct TermMemory {
+// Scratch memory of one thread for the saved terms of one row.
+//   terms[0]  [V]; null if the terms fit into the memory of the gradient
+//   terms[1]  [V] with a reference; else null
+//   segments  null if nothing is saved, or no memory was available: the gradient is then computed
+//             from the logits in a second pass
+struct SavedTermsBuffer {
     float* terms[2];
     Segment* segments;
-};
-
-// An id of a row whose log-prob is needed, once: its logit, what arrives at its log-prob, and the sum of OfOthers::per_p of the tokens
-// that list it.
-struct IdOfRow {
-    int64_t id;
-    float z, logp;
-    double dz_dx, slope, listed;
-};
-
-// What arrives at log P, with P the probability of all ids that a token does not list, and that over P. Sums over the tokens of a row.
-// Its gradient is per_p p_j - outside p_j at an id that no token lists; a token that lists the id adds nothing to the first.
-struct OfOthers {
-    double outside = 0, per_p = 0;
-};
-
-// Memory of a thread for the ids of one row.
-struct IdMemory {
-    IdOfRow* ids;       // different ones
-    int32_t* places;    // where each id of the tokens is among them: a token's target, then those that it lists
-    int32_t* table;     // for finding them: a power of two, at least twice as many as there may be
-    int64_t table_size;
-    float* registers;   // of the program of listed ids
 };
 
 struct ScaleJob {
@@ -210,113 +249,130 @@ struct ScaleJob {
     float factor;
 };
 
-// ---- products over slots, see rows/ragged.py
+// ---- (row, id) pairs: logits at single ids and their gradients
 
-// A matrix with unit stride within a row.
+// A row-major matrix. The elements of a row are contiguous.
 struct Matrix {
     char* base;
     int dtype;
-    int64_t rows, columns, stride;  // in elements
+    int64_t rows, columns;
+    int64_t stride;  // from row to row, in elements
 
     [[gnu::always_inline]] bool is_bf16() const { return dtype == BF16; }
-    template <class T> [[gnu::always_inline]] T* at(int64_t i, int64_t j) const { return reinterpret_cast<T*>(base) + i * stride + j; }
+    template <class T> [[gnu::always_inline]] T* at(int64_t i, int64_t j) const {
+        return reinterpret_cast<T*>(base) + i * stride + j;
+    }
 };
 
-// Pairs of a row and an id; one with an id below 0 is not used.
-struct Slots {
-    const int64_t *ids, *rows;
+// A pair whose id is negative is unused.
+struct RowIdPairs {
+    const int64_t *ids, *rows;  // [count]
     int64_t count;
 };
 
-struct SlotLogits {
-    Matrix hidden, weight;
-    Slots slots;
-    float* logits;
+// logits[k] = hidden[rows[k]] . weight[ids[k]], -inf for unused pairs.
+struct PairLogitsJob {
+    Matrix hidden, weight;  // [N, H], [V, H]
+    RowIdPairs pairs;
+    float* logits;  // [pairs.count]
 };
 
-// A slot and its key: the row of `out` that the slot is added to.
-struct KeyedSlot {
-    uint32_t key, slot;
+// A pair and its key: the row of `out` that the pair is added to.
+struct KeyedPair {
+    uint32_t key, pair;
 };
 
-// out[key] = the sum of values * source[index] over the slots of a key, in their order. With `keep`, it is added to out[key].
-struct SlotSums {
+// out[key] = sum of values[k] * source[index of k] over the pairs k with this key, in their order.
+//   by_id null: the key of a pair is its row and the index its id (grad_hidden)
+//   by_id:      the key of a pair is its id and the index its row (grad_weight)
+struct SegmentedSumJob {
     Matrix source, out;
-    const float* values;
-    Slots slots;
-    const KeyedSlot* by_id;  // sorted; keys are ids, indices are rows. Null: slots as they are; keys are rows, indices are ids
-    int64_t count;           // of by_id, or of all slots
-    bool keep;
+    const float* values;  // [pairs.count]
+    RowIdPairs pairs;
+    const KeyedPair* by_id;  // [count], sorted by key
+    int64_t count;           // of by_id, or of all pairs
+    bool accumulate;         // add to what `out` holds
 };
 
-// The most columns in one call of `slot_sums`, whose buffer is on the stack.
+// The columns of one call of `segmented_sum`, whose buffer is on the stack.
 constexpr int64_t SUM_COLUMNS = 1024;
 
-// ---- the table
+// ---- the table of kernels for one instruction set. Row kernels compute row i.
 
 struct Kernels {
     const char* name;
-    void (*stats)(const StatsJob&, int64_t i);
-    void (*mixed)(const MixedJob&, int64_t i);
-    void (*pull)(const PullJob&, int64_t i);
-    void (*fused)(const FusedJob&, int64_t i, const TermMemory&);
-    void (*fused_tokens)(const FusedJob&, int64_t i, const TermMemory&, const IdMemory&);
-    void (*scale)(const ScaleJob&, int64_t begin, int64_t end);
-    void (*slot_logits)(const SlotLogits&, int64_t begin, int64_t end);  // slots
-    // Computes these columns of the sums of the keys whose first slot is in [begin, end).
-    void (*slot_sums)(const SlotSums&, int64_t begin, int64_t end, int64_t first_column, int64_t last_column);
+    void (*softmax_sums)(const SoftmaxSumsJob&, int64_t i);
+    void (*mixture_sums)(const MixtureSumsJob&, int64_t i);
+    void (*softmax_gradient)(const SoftmaxGradientJob&, int64_t i);
+    void (*fused_loss)(const FusedLossJob&, int64_t i, const SavedTermsBuffer&);
+    void (*scale)(const ScaleJob&, int64_t begin, int64_t end);             // elements
+    void (*pair_logits)(const PairLogitsJob&, int64_t begin, int64_t end);  // pairs
+    // Computes these columns of the sums of the keys whose first pair is in [begin, end).
+    void (*segmented_sum)(
+        const SegmentedSumJob&, int64_t begin, int64_t end, int64_t first_column,
+        int64_t last_column);
 };
 
-// ---- matrix products of bf16 or fp32 operands with fp32 results. Libraries round the results of bf16 products or compute them at
-// half the speed of the processor. Every output element is a sum over blocks of fixed size along the inner dimension. So its value
-// depends neither on the number of threads nor on the number of rows. There is a table of them for each way to multiply.
+// ---- matmuls of bf16 or fp32 operands with fp32 results
+//
+// Libraries round the results of bf16 matmuls to bf16, or compute fp32 ones at half the speed of
+// the processor. Every output element is a sum over blocks of fixed size along the inner dimension,
+// so its value depends neither on the number of threads nor on the number of rows.
 
-// out [N, V] = hidden [N, H] weight [V, H]^T + bias [V]. Hidden states and weight are of one type.
-struct LogitsProduct {
+// out [N, V] = hidden [N, H] weight [V, H]^T + bias [V]. `hidden` and `weight` have one dtype.
+struct LogitsMatmul {
     Matrix hidden, weight;
     const float* bias;  // may be null
     Matrix out;
     int64_t rows, width, vocab;  // N, H, V
-    uint32_t* packed;            // hidden_pack_bytes(N, H)
+    uint32_t* packed_hidden;     // packed_hidden_bytes(N, H)
 };
 
-// out [N, H] = gradient [N, V] weight [V, H]. With a bf16 weight a gradient in fp32 is rounded to bf16 on the way.
-struct HiddenGradProduct {
-    Matrix gradient, weight, out;
+// out [N, H] = grad_logits [N, V] weight [V, H]. With a bf16 weight, fp32 grad_logits are rounded
+// to bf16 while they are packed.
+struct GradHiddenMatmul {
+    Matrix grad_logits, weight, out;
     int64_t rows, width, vocab;
 };
 
-// out [V, H] = start [V, H] + gradient [N, V]^T hidden [N, H]. With hidden states in bf16 a gradient in fp32 is rounded on the way.
-struct WeightGradProduct {
-    Matrix gradient, hidden;
-    Matrix start;  // base null: 0; may be out
-    Matrix out;    // of bf16: the sum is rounded at its end
+// out [V, H] = start [V, H] + grad_logits [N, V]^T hidden [N, H]. With bf16 hidden states, fp32
+// grad_logits are rounded to bf16 while they are packed.
+struct GradWeightMatmul {
+    Matrix grad_logits, hidden;
+    Matrix start;  // base null: 0; may be `out`
+    Matrix out;    // fp32, or bf16: the fp32 sum is then rounded once
     int64_t rows, width, vocab;
-    uint32_t* packed;  // hidden_panel_bytes(N, H)
+    uint32_t* packed_hidden;  // packed_hidden_panels_bytes(N, H)
 };
 
-// The operand that all threads share is packed first, by ranges of rows [N] or of column panels. Then one thread computes each range
-// of the vocabulary, or each rectangle of the output. These functions return false, and have done nothing, if they get no memory.
-struct Products {
-    int64_t (*hidden_pack_bytes)(int64_t rows, int64_t width, bool is_bf16);
-    void (*pack_hidden)(const LogitsProduct&, int64_t begin, int64_t end);  // rows of N
-    bool (*logits)(const LogitsProduct&, int64_t begin, int64_t end);       // columns of V
+// One way to multiply. The operand that all threads share is packed first. Then each thread
+// computes ranges of the vocabulary, or rectangles of the output. The functions that return bool
+// return false, with nothing written, if they get no memory.
+struct Matmuls {
+    int64_t (*packed_hidden_bytes)(int64_t rows, int64_t width, bool is_bf16);
+    void (*pack_hidden)(const LogitsMatmul&, int64_t begin, int64_t end);  // rows of N
+    bool (*logits)(const LogitsMatmul&, int64_t begin, int64_t end);       // columns of V
 
     // rows of N, columns of H
-    bool (*d_hidden)(const HiddenGradProduct&, int64_t begin, int64_t end, int64_t first_column, int64_t last_column);
+    bool (*grad_hidden)(
+        const GradHiddenMatmul&, int64_t begin, int64_t end, int64_t first_column,
+        int64_t last_column);
 
-    int64_t (*hidden_panel_bytes)(int64_t rows, int64_t width, bool is_bf16);
-    void (*pack_hidden_panels)(const WeightGradProduct&, int64_t begin, int64_t end);  // panels of PANEL_COLUMNS of H
-    bool (*d_weight)(const WeightGradProduct&, int64_t begin, int64_t end);            // rows of V
+    int64_t (*packed_hidden_panels_bytes)(int64_t rows, int64_t width, bool is_bf16);
+    // panels of PANEL_COLUMNS columns of H
+    void (*pack_hidden_panels)(const GradWeightMatmul&, int64_t begin, int64_t end);
+    bool (*grad_weight)(const GradWeightMatmul&, int64_t begin, int64_t end);  // rows of V
 
     int64_t row_unit;  // ranges of rows of N are multiples of this
-    // d_hidden sums so many ids of the vocabulary apart, for threads to share: parts of a fixed size, added in order. Of each further
-    // PART_WIDTH columns of H as many more, so that the parts together take about 1 / 16 of the memory of the logits. 0: all at once.
-    int64_t part;
+    // grad_hidden splits the vocabulary into parts of this many ids per SPLIT_WIDTH columns of H,
+    // for threads to share, and adds the results of the parts in order. A wider H has larger parts,
+    // so that all parts together take about 1/16 of the memory of the logits. 0: no split.
+    int64_t vocab_split;
 };
 
-constexpr int64_t PART_WIDTH = 1024;
+constexpr int64_t SPLIT_WIDTH = 1024;
 
+// Columns of the right operand that the innermost loop multiplies at once.
 constexpr int64_t PANEL_COLUMNS = 64;
 
 }  // namespace grpo

@@ -1,11 +1,12 @@
-// Divides rows among threads. There is no thread pool of our own: idle threads of a second pool would spin on the cores that torch's
-// threads need.
+// A parallel for loop. It runs on torch's OpenMP threads: a second thread pool would have idle
+// threads spinning on the cores that torch's threads need.
 #pragma once
 #include <dlfcn.h>
 #include <stdint.h>
 
 #include <atomic>
 #include <exception>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -13,77 +14,100 @@
 
 namespace grpo {
 
-struct ParallelFor {
+// Divides [0, n) into ranges of `grain` elements, which the threads of a team take in turn.
+struct ParallelLoop {
     void (*body)(const void* context, int64_t begin, int64_t end);
     const void* context;
     int64_t n, grain;
-    std::atomic<int64_t> taken;
+    std::atomic<int64_t> num_taken;  // beyond the first range of each thread
 
-    void range(int64_t index) const {
+    void run_range(int64_t index) const {
         const int64_t begin = index * grain;
         if (begin < n) body(context, begin, begin + grain < n ? begin + grain : n);
     }
-    // A thread's first range is given by its number, so that a thread that gets the same rows in two calls may find them in its
-    // cache. The other ranges go to whichever thread is free.
-    void work(int number, int threads) {
+    // Runs the share of one thread. Its first range is given by its number, so that a thread that
+    // gets the same rows in two calls may find them in its cache. The other ranges go to whichever
+    // thread is free.
+    void run_thread(int number, int threads) {
         int64_t index = number;
         while (index * grain < n) {
-            range(index);
-            index = threads + taken.fetch_add(1, std::memory_order_relaxed);
+            run_range(index);
+            index = threads + num_taken.fetch_add(1, std::memory_order_relaxed);
         }
     }
 };
 
-// The OpenMP runtime that torch has loaded for its own kernels, looked up at run time. Our loops run on its threads.
+// The OpenMP runtime that torch has loaded, looked up at run time because this module does not link
+// to one.
 struct OpenMP {
     void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
     int (*thread_number)();
     int (*team_size)();
 
     static const OpenMP& loaded() {
-        static const OpenMP found = {
+        static const OpenMP runtime = {
             reinterpret_cast<decltype(parallel)>(dlsym(RTLD_DEFAULT, "GOMP_parallel")),
             reinterpret_cast<decltype(thread_number)>(dlsym(RTLD_DEFAULT, "omp_get_thread_num")),
             reinterpret_cast<decltype(team_size)>(dlsym(RTLD_DEFAULT, "omp_get_num_threads")),
         };
-        return found;
+        return runtime;
     }
     explicit operator bool() const { return parallel && thread_number && team_size; }
 };
 
-// Calls body(context, begin, end) for ranges of at most `grain` that cover [0, n).
-inline void parallel_for(int64_t n, int64_t grain, int threads, void (*body)(const void*, int64_t, int64_t), const void* context) {
-    if (grain < 1) grain = 1;
-    const int64_t ranges = ceil_div(n, grain);
-    if (threads > ranges) threads = int(ranges);
-    ParallelFor loop{body, context, n, grain, {0}};
+// Runs the loop on this thread and on new ones. If no more threads can be created, those created
+// so far do all of the work.
+inline void run_on_new_threads(ParallelLoop& loop, int threads) {
+    std::vector<std::thread> helpers;
+    try {
+        helpers.reserve(size_t(threads));
+        for (int k = 1; k < threads; k++) {
+            helpers.emplace_back([&loop, k, threads] { loop.run_thread(k, threads); });
+        }
+    } catch (const std::exception&) {}
+    loop.run_thread(0, threads);
+    for (int k = int(helpers.size()) + 1; k < threads; k++) loop.run_range(k);
+    for (std::thread& helper : helpers) helper.join();
+}
+
+inline void run_parallel(ParallelLoop& loop, int threads) {
+    const int64_t num_ranges = ceil_div(loop.n, loop.grain);
+    if (threads > num_ranges) threads = int(num_ranges);
     if (threads <= 1) {
-        loop.work(0, 1);
+        loop.run_thread(0, 1);
     } else if (const OpenMP& openmp = OpenMP::loaded()) {
         openmp.parallel(
-            [](void* self) {
+            [](void* context) {
                 const OpenMP& team = OpenMP::loaded();
-                static_cast<ParallelFor*>(self)->work(team.thread_number(), team.team_size());
+                ParallelLoop* shared = static_cast<ParallelLoop*>(context);
+                shared->run_thread(team.thread_number(), team.team_size());
             },
             &loop, unsigned(threads), 0);
     } else {
-        std::vector<std::thread> helpers;
-        try {
-            helpers.reserve(size_t(threads));
-            for (int k = 1; k < threads; k++) helpers.emplace_back([&loop, k, threads] { loop.work(k, threads); });
-        } catch (const std::exception&) {  // no more threads or memory: the threads created so far do all of the work
-        }
-        loop.work(0, threads);
-        for (int k = int(helpers.size()) + 1; k < threads; k++) loop.range(k);
-        for (auto& helper : helpers) helper.join();
+        run_on_new_threads(loop, threads);
     }
 }
 
-// The same for a callable object body(begin, end).
-template <class Body> void each_range(int64_t n, int64_t grain, int threads, const Body& body) {
-    parallel_for(
-        n, grain, threads,
-        [](const void* context, int64_t begin, int64_t end) { (*static_cast<const Body*>(context))(begin, end); }, &body);
+// Calls body(begin, end) for ranges of at most `grain` elements that cover [0, n). `body` must not
+// throw.
+template <class Body> void parallel_for(int64_t n, int64_t grain, int threads, const Body& body) {
+    const auto call_body = [](const void* context, int64_t begin, int64_t end) {
+        (*static_cast<const Body*>(context))(begin, end);
+    };
+    ParallelLoop loop{call_body, &body, n, grain < 1 ? 1 : grain, {0}};
+    run_parallel(loop, threads);
+}
+
+// As parallel_for, for a body that returns false if it gets no memory. An exception must not leave
+// a thread, so std::bad_alloc (MemoryError in Python) is thrown after the loop.
+template <class Body>
+void parallel_for_or_bad_alloc(int64_t n, int64_t grain, int threads, const Body& body) {
+    std::atomic<bool> allocated{true};
+    parallel_for(n, grain, threads, [&](int64_t begin, int64_t end) {
+        if (!allocated.load(std::memory_order_relaxed)) return;
+        if (!body(begin, end)) allocated.store(false, std::memory_order_relaxed);
+    });
+    if (!allocated) throw std::bad_alloc();
 }
 
 }  // namespace grpo

@@ -16,8 +16,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
+from grpo_kernels.core.backends import unavailable
 from grpo_kernels.formulas.surrogates import Custom, check_surrogate, ops
-from grpo_kernels.rows.backends import unavailable
 
 
 def huber(logp, old_logp, advantage, params):

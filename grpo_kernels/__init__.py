@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .batch import TokenBatch
 from .checks import nearest
+from .core.backends import use
 from .formulas.divergence import Exact
 from .formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
 from .formulas.kl import Kl, check_kl
@@ -31,7 +32,6 @@ from .model import loss_from_model
 from .objective import Denominators, Objective
 from .options import Head, Options
 from .rewards.advantages import group_advantages
-from .rows.backends import use
 from .token_sets import TokenSets
 from .transform import LogitTransform
 

@@ -1,91 +1,81 @@
-# What the kernels take, made of addresses and of shapes and strides in elements; see csrc/arguments.h and csrc/module.cpp.
+# The compiled module. Memory is passed as addresses with shapes and strides in elements; an optional address is 0 if there is
+# none. N is the number of rows of a call. See csrc/kernels.h for the meaning of the arguments, csrc/arguments.h for the checks.
 
 from collections.abc import Sequence
 
-class Memory:
-    """Rows `first` to `first + count` of [A, T, V] in memory."""
+class Rows:
+    """Rows first .. first + count - 1 of a tensor [A, T, V], numbered a * T + t."""
 
     def __init__(
         self, address: int, dtype: int, shape: Sequence[int], strides: Sequence[int], first: int, count: int, /
     ) -> None: ...
 
 class LogitRows:
-    """Such rows of logits with their transform."""
+    """Rows of logits and their transform. `inverse_temperatures`: fp32 [N], or 0 to use `inverse_temperature`."""
 
     def __init__(
         self, address: int, dtype: int, shape: Sequence[int], strides: Sequence[int], first: int, count: int,
-        scale: float, softcap: float, inv_temperature: float, inv_temperatures: int, /,
+        scale: float, softcap: float, inverse_temperature: float, inverse_temperatures: int, /,
     ) -> None: ...  # fmt: skip
 
-class Second:
-    """The other stream of a divergence, and what is known of both rows."""
+class ReferenceRows:
+    """The reference's logits and the divergence from them. The vectors are fp32 [N], 0 where a kernel does not need them."""
 
-    def __init__(self, rows: LogitRows, direction: int, mixture: float, weight: int, log_sums: int, center: int, /) -> None: ...
+    def __init__(
+        self, logits: LogitRows, direction: int, mixture: float, divergence_weight: int, log_sum_ratio: int, center: int, /
+    ) -> None: ...
 
-class Named:
-    """fp32 [q, n]: a row for each name whose bit is set."""
+class NamedRows:
+    """fp32 [q, N]: one row for each name whose bit is set."""
 
     def __init__(self, address: int, shape: Sequence[int], strides: Sequence[int], names: int, /) -> None: ...
 
 class Matrix:
+    """A row-major matrix. The elements of a row are contiguous."""
+
     def __init__(self, address: int, dtype: int, shape: Sequence[int], strides: Sequence[int], /) -> None: ...
 
-class Slots:
-    """Pairs of a row and an id."""
+class RowIdPairs:
+    """(row, id) pairs, int64 [count] each. A pair with a negative id is unused."""
 
     def __init__(self, ids: int, rows: int, count: int, /) -> None: ...
 
 class Program:
-    """A formula, see csrc/kernels.h: (operation, registers of its operands) of each instruction."""
+    """A loss formula: (operation, registers of its operands) of each instruction, and the registers of its outputs."""
 
     def __init__(
-        self, name: str, numbers: int, inputs: int, steps: list[tuple[str, int, int, int]], outputs: list[int], /
+        self, name: str, num_numbers: int, num_inputs: int, steps: list[tuple[str, int, int, int]], outputs: list[int], /
     ) -> None: ...
     def run(self, numbers: list[float], inputs: list[int], outputs: list[int], count: int, /) -> None: ...
 
-class Listed:
-    """Terms of ids that the m tokens of rows list, k ids in all: (program, its numbers, ids, where those of each token begin,
-    advantages of tokens, values of ids for each part, m, k)."""
-
-    def __init__(
-        self,
-        program: Program,
-        numbers: list[float],
-        ids: int,
-        starts: int,
-        advantages: int,
-        values: list[int],
-        m: int,
-        k: int,
-        /,
-    ) -> None: ...
-
-class Tokens:
-    """m tokens of n rows: where those of each row begin in `order`."""
-
-    def __init__(self, starts: int, order: int, n: int, m: int, listed: Listed | None, /) -> None: ...
-
-def stats(own: LogitRows, second: Second | None, targets: int, read: int, to: Named, threads: int, /) -> None: ...
-def mixed(own: LogitRows, second: Second, read: int, of: Named, to: Named, threads: int, /) -> None: ...
-def pull(
-    own: LogitRows, second: Second | None, targets: int, of: Named, slopes: Named, out: Memory, threads: int, /
+def softmax_sums(
+    policy: LogitRows, reference: ReferenceRows | None, targets: int, mask: int, sums: NamedRows, threads: int, /
 ) -> None: ...
-def fused(
-    program: Program, numbers: list[float], inputs: list[int], with_entropy: bool, own: LogitRows, second: Second | None,
-    targets: int, read: int, out: Memory | None, to: Named, threads: int, tokens: Tokens | None, /,
+def mixture_sums(
+    policy: LogitRows, reference: ReferenceRows, mask: int, sums: NamedRows, mixture_sums: NamedRows, threads: int, /
+) -> None: ...
+def softmax_gradient(
+    policy: LogitRows, reference: ReferenceRows | None, targets: int, sums: NamedRows, coefficients: NamedRows,
+    grad_logits: Rows, threads: int, /,
+) -> None: ...  # fmt: skip
+def fused_loss(
+    program: Program, numbers: list[float], inputs: list[int], loss_has_entropy: bool, policy: LogitRows,
+    reference: ReferenceRows | None, targets: int, mask: int, grad_logits: Rows | None, outputs: NamedRows, threads: int, /,
 ) -> None: ...  # fmt: skip
 def scale(data: int, dtype: int, count: int, factor: float, threads: int, /) -> None: ...
-def slot_logits(hidden: Matrix, weight: Matrix, slots: Slots, logits: int, threads: int, /) -> None: ...
-def add_weight_rows(values: int, slots: Slots, weight: Matrix, out: Matrix, threads: int, /) -> None: ...
-def add_hidden_rows(values: int, slots: Slots, hidden: Matrix, out: Matrix, threads: int, /) -> None: ...
-def has_products() -> bool: ...
-def products() -> list[str]: ...
+def pair_logits(hidden: Matrix, weight: Matrix, pairs: RowIdPairs, logits: int, threads: int, /) -> None: ...
+def add_grad_hidden_of_pairs(values: int, pairs: RowIdPairs, weight: Matrix, grad_hidden: Matrix, threads: int, /) -> None: ...
+def add_grad_weight_of_pairs(values: int, pairs: RowIdPairs, hidden: Matrix, grad_weight: Matrix, threads: int, /) -> None: ...
+def has_matmuls() -> bool: ...
+def matmul_engines() -> list[str]: ...
 def processor() -> tuple[str, int, int]: ...
-def ask_for_tiles() -> int: ...
-def d_hidden_parts(engine: str, width: int, vocab: int, /) -> int: ...
-def logits_product(engine: str, hidden: Matrix, weight: Matrix, bias: int, out: Matrix, threads: int, /) -> None: ...
-def d_hidden(engine: str, gradient: Matrix, weight: Matrix, out: Matrix, threads: int, /) -> None: ...
-def d_weight(engine: str, gradient: Matrix, hidden: Matrix, start: Matrix | None, out: Matrix, threads: int, /) -> None: ...
+def request_amx_permission() -> int: ...
+def num_vocab_splits(engine: str, width: int, vocab: int, /) -> int: ...
+def logits(engine: str, hidden: Matrix, weight: Matrix, bias: int, out: Matrix, threads: int, /) -> None: ...
+def grad_hidden(engine: str, grad_logits: Matrix, weight: Matrix, out: Matrix, threads: int, /) -> None: ...
+def grad_weight(
+    engine: str, grad_logits: Matrix, hidden: Matrix, start: Matrix | None, out: Matrix, threads: int, /
+) -> None: ...
 
 built_from: str
 

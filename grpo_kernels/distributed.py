@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .batch import TokenBatch
 from .checks import require
+from .core.vocab_parallel import VocabShard
 from .objective import Denominators, Objective
-from .rows.parallel import VocabShard
 
 __all__ = ["VocabShard", "global_normalizer"]
 

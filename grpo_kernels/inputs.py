@@ -23,15 +23,15 @@ from .checks import (
     require_tensor,
     whole_rows,
 )
+from .core import backends
 from .core.autograd import SumGradientOverRanks, WeightGradMemory
+from .core.backends import Backend
 from .core.linear import Projection
+from .core.softmax import TRANSFORMED, RowTransform
 from .core.sources import GivenLogits, ProjectedLogits, Reference
+from .core.vocab_parallel import VocabShard, is_managed, on_shard, refuse_managed
 from .formulas.divergence import Exact
 from .options import Head, Options
-from .rows import backends
-from .rows.backends import Backend
-from .rows.parallel import VocabShard, is_managed, on_shard, refuse_managed
-from .rows.partials import TRANSFORMED, RowTransform
 from .transform import LogitTransform, as_transform
 
 RowSource = GivenLogits | ProjectedLogits

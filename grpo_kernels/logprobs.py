@@ -32,6 +32,8 @@ from .checks import (
     require,
     require_tensor,
 )
+from .core.backends import is_strict
+from .core.softmax import RowTransform
 from .core.sources import GivenLogits, Reference
 from .divergences import reference_divergence, reference_divergence_over_candidates
 from .extra_ids import logprobs_with_extra_ids
@@ -52,8 +54,6 @@ from .options import (
     refuse_keywords,
     run_outside_graph,
 )
-from .rows.backends import is_strict
-from .rows.partials import RowTransform
 from .teachers import check_teacher, teacher_divergence
 from .token_sets import TokenSets, check_sets, narrowed
 from .transform import LogitTransform
@@ -603,7 +603,7 @@ def divergence_from(
 
 def squared_inverse_temperature(transform: RowTransform, mask: Tensor | None) -> float | Tensor:
     """Return 1 / temperature^2, and 1 in masked rows, whose temperature may be invalid."""
-    inverse = transform.inv_temperature
+    inverse = transform.inverse_temperature
     if isinstance(inverse, Tensor) and mask is not None:
         inverse = torch.where(mask, inverse, 1.0)
     return inverse * inverse

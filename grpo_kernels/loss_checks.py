@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .batch import TokenBatch
 from .checks import require, values_are_checked
+from .core.backends import is_strict
 from .formulas.token_stage import TokenRows
 from .loss_output import LossOutput
 from .objective import Objective
 from .options import Options
-from .rows.backends import is_strict
 from .token_sets import TokenSets
 
 

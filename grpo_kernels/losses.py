@@ -32,6 +32,7 @@ from .checks import (
     require_tensor,
 )
 from .core.autograd import LossOfStatistics, apply_function
+from .core.backends import is_strict
 from .core.linear import RowOrder
 from .core.loss_formulas import FormulaResult, sum_losses
 from .core.sources import GivenLogits, KnownOrder, ProjectedLogits, Reference
@@ -66,7 +67,6 @@ from .options import (
     refuse_keywords,
     run_outside_graph,
 )
-from .rows.backends import is_strict
 from .teachers import check_teacher, logprobs_with_teacher, teacher_divergence
 from .token_sets import TokenSets, check_ids, narrowed
 from .transform import LogitTransform

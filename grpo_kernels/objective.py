@@ -432,9 +432,9 @@ class Objective(Checked):
         }
         return TokenFormula(chosen, numbers)
 
-    def stage(self, rows: TokenRows, listed: ListedTerms | None = None) -> TokenStage:
+    def stage(self, rows: TokenRows) -> TokenStage:
         """The token stage of an objective of one pass, for the kernels. `rows`: what `token_rows` returned, or some of it."""
-        return TokenStage(self.formula, rows, listed)
+        return TokenStage(self.formula, rows)
 
     def listed_terms(self, batch: TokenBatch) -> ListedTerms:
         """The terms of a batch, which lists ids, in the log-probs of these."""

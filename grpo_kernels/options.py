@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .checks import Checked, describe, refuse_unknown, require
-from .rows import backends
-from .rows.parallel import VocabShard, check_shard
+from .core import backends
+from .core.vocab_parallel import VocabShard, check_shard
 from .transform import LogitTransform
 
 

@@ -20,7 +20,7 @@ from .checks import (
     inverse_temperatures,
     require,
 )
-from .rows.partials import RowTransform
+from .core.softmax import RowTransform
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -62,7 +62,7 @@ def pytest_collection_finish():
 def backend(request):
     """Each backend that runs on CPU tensors in this process; Triton's interpreter has a process of its own."""
     if request.param == "cpu":
-        from grpo_kernels.rows.backends import cpu
+        from grpo_kernels.core.backends import cpu
 
         reason = cpu.available()
         if reason is not None:

@@ -23,7 +23,7 @@ from grpo_kernels import (
     linear_logprobs,
     token_logprobs,
 )
-from grpo_kernels.rows import backends
+from grpo_kernels.core import backends
 from grpo_kernels.trees import unpacked
 
 Call = Callable[[], Result]

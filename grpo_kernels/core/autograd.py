@@ -20,11 +20,7 @@ from torch import Tensor
 
 from ..checks import versions_of
 from ..formulas.token_stage import TokenStage
-from ..rows.backends import Backend
-from ..rows.memory import converted, empty_like, zeros
-from ..rows.parallel import VocabShard
-from ..rows.partials import DIFFERENTIABLE, LogitRows
-from ..rows.partials import Partials as SoftmaxSums
+from .backends import Backend
 from .linear import (
     Formula,
     GradientsWanted,
@@ -33,6 +29,9 @@ from .linear import (
     loss_and_gradients,
 )
 from .loss_formulas import FormulaResult, sum_losses
+from .memory import converted, empty_like, zeros
+from .softmax import DIFFERENTIABLE, LogitRows, SoftmaxSums
+from .vocab_parallel import VocabShard
 
 NO_SECOND_DERIVATIVE = "grpo_kernels has no second derivatives: the gradient of these functions cannot be differentiated again."
 SECOND_BACKWARD = (
@@ -169,7 +168,7 @@ class RowStatistics(torch.autograd.Function):
     def forward(row_pass: StatisticsPass, requested: RequestedStatistics, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         computed = row_pass.compute(tensors)
         sums = row_pass.as_sums(computed[0])
-        return (*sums.found(requested.names, row_pass.mask), *computed)
+        return (*sums.statistics(requested.names, row_pass.mask), *computed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -354,7 +353,7 @@ class FusedLogitsLoss(torch.autograd.Function):
         grad_logits = None
         if ctx.needs_input_grad[0] and grad_enabled:
             grad_logits = logits.detach() if inplace else empty_like(logits.detach())
-        logps, entropy, losses, *divergence = kernels.fused(rows, stage, grad_logits)
+        logps, entropy, losses, *divergence = kernels.fused_loss(rows, stage, grad_logits)
         if inplace and grad_logits is not None:
             torch.autograd.graph.increment_version(logits)
         ctx.gradients = PrecomputedGradients(kernels, [grad_logits], [logits.dtype])

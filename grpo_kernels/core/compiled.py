@@ -22,13 +22,10 @@ import torch
 from torch import Tensor
 
 from ..checks import check_targets
-from ..rows import backends
-from ..rows.backends import coefficients_of
-from ..rows.partials import Partials as SoftmaxSums
-from ..rows.partials import RowTransform
-from ..rows.partials import Slopes as GradientCoefficients
+from . import backends
 from .autograd import RequestedStatistics, StatisticsPass, row_statistics
 from .linear import Projection, RowOrder
+from .softmax import GradientCoefficients, RowTransform, SoftmaxSums
 from .sources import (
     GivenLogits,
     LinearPass,
@@ -206,7 +203,7 @@ class CompiledPass(StatisticsPass):
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the tensors."""
         (values,) = computed
-        coefficients = coefficients_of(self.as_sums(values), grads, self.mask)
+        coefficients = GradientCoefficients.from_gradients(self.as_sums(values), grads, self.mask)
         operator = LOGITS_GRADIENTS if self.dtype is None else LINEAR_GRADIENTS
         results = iter(
             operator(
@@ -232,7 +229,7 @@ class CompiledPass(StatisticsPass):
     def settings(self) -> tuple[Any, ...]:
         """The arguments of SETTINGS_SCHEMA."""
         transform = self.transform
-        inverse = transform.inv_temperature
+        inverse = transform.inverse_temperature
         temperature = (1.0, inverse) if isinstance(inverse, Tensor) else (inverse, None)
         return transform.scale, transform.softcap, *temperature, self.backend, self.strict
 

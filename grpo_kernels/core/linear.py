@@ -34,14 +34,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..rows.backends import Backend
-from ..rows.parallel import VocabShard
-from ..rows.partials import LogitRows, RowTransform
-from ..rows.partials import Partials as SoftmaxSums
-from ..rows.partials import Second as ReferenceRows
-from ..rows.partials import Slopes as GradientCoefficients
+from .backends import Backend
 from .linear_memory import LinearMemory
 from .matmuls import GradBuffer, HeadMatmuls, make_matmuls
+from .softmax import GradientCoefficients, LogitRows, ReferenceRows, RowTransform, SoftmaxSums
+from .vocab_parallel import VocabShard
 
 # ---- what a pass over the rows reads
 
@@ -150,7 +147,7 @@ class RowOrder:
 
     def gather_transform(self, transform: RowTransform) -> RowTransform:
         """Return the transform of the rows in this order."""
-        return transform if self.is_identity else transform.at(self.row_ids)
+        return transform if self.is_identity else transform.select(self.row_ids)
 
     def row_ids_at(self, chunk: slice) -> slice | Tensor:
         """Return which rows of the batch the rows `chunk` of this order are."""
@@ -214,14 +211,16 @@ class ChunkedLogits:
             reference_logits = matmuls.logits(reference_hidden.contiguous())
         reference_rows = ReferenceRows(
             reference_logits[None],
-            reference.projection.transform.at(row_ids),
+            reference.projection.transform.select(row_ids),
             reference.direction,
             reference.mixture,
         )
         return self._make_rows(chunk, logits, reference_rows)
 
-    def _make_rows(self, chunk: slice, logits: Tensor, reference: ReferenceRows | None) -> LogitRows:
-        transform = self.transform.at(chunk)
+    def _make_rows(
+        self, chunk: slice, logits: Tensor, reference: ReferenceRows | None
+    ) -> LogitRows:
+        transform = self.transform.select(chunk)
         return LogitRows(logits[None], self.targets[chunk], None, transform, reference)
 
 
@@ -422,7 +421,7 @@ def gradient_of_block(
     """Return d loss / d logits of the chunks of a block, [num_block_rows, V], without row_scale."""
     num_rows = chunks[-1].stop - chunks[0].start
     # The sum for the bias needs fp32. So does a kernel that cannot narrow rows in place.
-    needs_fp32 = accumulator.wanted.bias or not kernels.writes_behind_reads
+    needs_fp32 = accumulator.wanted.bias or not kernels.narrows_in_place
     buffer = logits.matmuls.make_grad_buffer(num_rows, needs_fp32)
     for chunk in chunks:
         write_gradient_of_chunk(chunk, formula, logits, accumulator, buffer)
@@ -482,7 +481,7 @@ class SumsRecorder:
 
     def result(self) -> SoftmaxSums:
         """Return the sums of all rows. Rows that were not processed have the sums of masked rows."""
-        masked = SoftmaxSums.not_read(self.names, self.order.num_rows, self.inputs.targets.device)
+        masked = SoftmaxSums.masked(self.names, self.order.num_rows, self.inputs.targets.device)
         values = self.chunks.in_batch_order(masked.values)
         reference = self.inputs.reference
         if reference is None:
@@ -497,8 +496,8 @@ def write_unit_gradient(kernels: Backend, rows: LogitRows, sums: SoftmaxSums, gr
     multiplies it later is.
     """
     is_number = (~sums.logps.isnan()).float()
-    coefficients = GradientCoefficients.stacked({"target": is_number})
-    kernels.gradient(rows, sums, coefficients, grad_logits)
+    coefficients = GradientCoefficients.stack({"target": is_number})
+    kernels.softmax_gradient(rows, sums, coefficients, grad_logits)
 
 
 class ChunkValues:
@@ -544,14 +543,14 @@ class KnownGradients:
         self.sums = sums
         self.coefficients = coefficients
         if not order.is_identity:
-            self.sums = sums.at(order.row_ids)
-            self.coefficients = coefficients.at(order.row_ids)
+            self.sums = sums.select(order.row_ids)
+            self.coefficients = coefficients.select(order.row_ids)
 
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
         """Write the gradient of a chunk."""
         assert grad_logits is not None
-        sums = self.sums.at(chunk)
-        self.kernels.gradient(rows, sums, self.coefficients.at(chunk), grad_logits)
+        sums = self.sums.select(chunk)
+        self.kernels.softmax_gradient(rows, sums, self.coefficients.select(chunk), grad_logits)
 
     def row_scale(self, block: slice) -> None:
         """Return None: `process_chunk` wrote the whole gradient."""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..formulas.token_stage import Terms, TokenStage
-from ..rows.backends import Backend
-from ..rows.partials import LogitRows, partials_of
+from .backends import Backend
 from .linear import ChunkValues, RowOrder, write_unit_gradient
+from .softmax import LogitRows, sums_for
 
 #: Names of the sums that log-prob and entropy follow from.
-SUMS_OF_ENTROPY = partials_of(("entropy",))
+SUMS_OF_ENTROPY = sums_for(("entropy",))
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class TokenFormula:
 
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
         """Compute the losses of a chunk and their gradient in one kernel call."""
-        self.chunks.add(chunk, self.kernels.fused(rows, self.stage.at(chunk), grad_logits))
+        self.chunks.add(chunk, self.kernels.fused_loss(rows, self.stage.at(chunk), grad_logits))
 
     def row_scale(self, block: slice) -> None:
         """Return None: `process_chunk` wrote the whole gradient."""
@@ -98,7 +98,7 @@ class SequenceFormula:
         """Record the statistics of a chunk, and write the gradient of its log-probs."""
         sums = self.kernels.softmax_sums(rows, SUMS_OF_ENTROPY)
         row_ids = self.order.row_ids_at(chunk)
-        self.logps[row_ids], self.entropy[row_ids] = sums.softmax(True)
+        self.logps[row_ids], self.entropy[row_ids] = sums.logps_and_entropy()
         if grad_logits is not None:
             write_unit_gradient(self.kernels, rows, sums, grad_logits)
 

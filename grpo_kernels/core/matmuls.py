@@ -20,8 +20,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..rows import memory
-from ..rows.backends import cpu_products
+from . import memory
+from .backends import cpu_matmuls
 
 #: Rows of 16-bit gradients begin at multiples of this many bytes. Libraries have slow kernels for
 #: others.
@@ -68,7 +68,7 @@ def has_grad_buffer(dtype: torch.dtype, device: torch.device) -> bool:
 
 def cpu_operand_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype of the operands of our C++ matmuls, None if they cannot run here."""
-    if weight.device.type != "cpu" or cpu_products.available() is not None:
+    if weight.device.type != "cpu" or cpu_matmuls.available() is not None:
         return None
     if dtype == torch.bfloat16:
         return dtype
@@ -83,7 +83,7 @@ def grad_hidden_partial_sums(weight: Tensor, vocab_size: int, dtype: torch.dtype
     cpu_dtype = cpu_operand_dtype(weight, dtype)
     if cpu_dtype is None:
         return 0
-    return cpu_products.d_hidden_parts(cpu_dtype, weight.shape[1], vocab_size)
+    return cpu_matmuls.d_hidden_parts(cpu_dtype, weight.shape[1], vocab_size)
 
 
 @functools.cache
@@ -195,7 +195,7 @@ class CpuMatmuls(HeadMatmuls):
         super().__init__(weight.to(dtype), None if bias is None else bias.float())
         self.dtype = dtype
         self.grad_weight_dtype = torch.float32
-        if weight.dtype in cpu_products.OPERANDS:
+        if weight.dtype in cpu_matmuls.OPERANDS:
             self.grad_weight_dtype = weight.dtype
         self.logits_memory = torch.empty(0, len(weight), dtype=torch.float32)
 
@@ -205,7 +205,7 @@ class CpuMatmuls(HeadMatmuls):
             shape = (len(hidden), len(self.weight))
             self.logits_memory = memory.empty(shape, torch.float32, hidden.device)
         out = self.logits_memory[: len(hidden)]
-        cpu_products.logits(hidden, self.weight, self.bias, out)
+        cpu_matmuls.logits(hidden, self.weight, self.bias, out)
         return out
 
     def make_grad_buffer(self, num_rows: int, needs_fp32: bool) -> GradBuffer:
@@ -217,7 +217,7 @@ class CpuMatmuls(HeadMatmuls):
     def grad_hidden(self, grad_logits: Tensor) -> Tensor:
         """Return grad_logits @ weight, fp32 [rows, H]."""
         out = torch.empty(len(grad_logits), self.weight.shape[1], dtype=torch.float32)
-        cpu_products.d_hidden(grad_logits, self.weight, out)
+        cpu_matmuls.d_hidden(grad_logits, self.weight, out)
         return out
 
     def add_grad_weight(self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool) -> Tensor:
@@ -226,7 +226,7 @@ class CpuMatmuls(HeadMatmuls):
         out = total
         if out is None or out.dtype != dtype:
             out = memory.empty(self.weight.shape, dtype, hidden.device)
-        cpu_products.d_weight(grad_logits, hidden, total, out)
+        cpu_matmuls.d_weight(grad_logits, hidden, total, out)
         return out
 
 

@@ -7,16 +7,28 @@ ranks; in the backward each rank takes the gradient of its own ids.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..rows.backends import Backend
-from ..rows.memory import converted, zeros
-from ..rows.parallel import VocabShard
-from ..rows.ragged import Ragged as Pairs
 from .autograd import WeightGradMemory, check_weight_is_present, differentiate_once
+from .backends import Backend
+from .memory import converted, zeros
+from .vocab_parallel import VocabShard
+
+
+class Pairs(NamedTuple):
+    """(row, id) pairs in the order of rows.
+
+    ids       int64 [num_pairs]; -1 marks an unused pair, for which nothing is read
+    offsets   int64 [num_rows + 1]: the pairs of row i are offsets[i] to offsets[i + 1]
+    rows      int64 [num_pairs], the row of each pair
+    """
+
+    ids: Tensor
+    offsets: Tensor
+    rows: Tensor
 
 
 def local_ids(token_ids: Tensor, shard: VocabShard | None, num_columns: int) -> Tensor:
@@ -121,7 +133,7 @@ class ProjectedPairLogits(torch.autograd.Function):
     ) -> Tensor:
         if len(weight) == 0:  # a rank without a part of the vocabulary
             return sum_over_ranks(torch.zeros(pairs.ids.shape, device=hidden.device), shard)
-        logits = kernels.slot_logits(hidden.detach(), weight.detach(), pairs)
+        logits = kernels.pair_logits(hidden.detach(), weight.detach(), pairs)
         if bias is not None:
             logits = logits + bias.detach().float()[pairs.ids.clamp(min=0)]
         return sum_over_ranks(torch.where(pairs.ids >= 0, logits, 0.0), shard)
@@ -167,7 +179,7 @@ def pair_gradients(
     if wanted[0]:
         fp32_grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=device)
         if has_columns:
-            kernels.add_weight_rows(grad, pairs, weight.detach(), fp32_grad_hidden)
+            kernels.add_grad_hidden_of_pairs(grad, pairs, weight.detach(), fp32_grad_hidden)
         grad_hidden = converted(fp32_grad_hidden, hidden.dtype)
     if wanted[1]:
         if weight_memory is None:
@@ -175,13 +187,13 @@ def pair_gradients(
         else:
             total = weight_memory.total
         if has_columns:
-            kernels.add_hidden_rows(grad, pairs, hidden.detach(), total)
+            kernels.add_grad_weight_of_pairs(grad, pairs, hidden.detach(), total)
         grad_weight = total if weight_memory is None else weight_memory.add(total)
     if wanted[2]:
         assert bias is not None
         fp32_grad_bias = torch.zeros(len(weight), 1, device=device)
         if has_columns:
             ones = torch.ones(len(hidden), 1, device=device)
-            kernels.add_hidden_rows(grad, pairs, ones, fp32_grad_bias)
+            kernels.add_grad_weight_of_pairs(grad, pairs, ones, fp32_grad_bias)
         grad_bias = converted(fp32_grad_bias[:, 0], bias.dtype)
     return grad_hidden, grad_weight, grad_bias

@@ -15,13 +15,6 @@ from torch import Tensor
 
 from ..checks import plain
 from ..formulas.token_stage import Terms, TokenStage
-from ..rows.backends import Backend, coefficients_of
-from ..rows.memory import converted, empty_like, zeros
-from ..rows.parallel import VocabShard
-from ..rows.partials import LogitRows, RowTransform, partials_of
-from ..rows.partials import Partials as SoftmaxSums
-from ..rows.partials import Second as ReferenceRows
-from ..rows.partials import Slopes as GradientCoefficients
 from .autograd import (
     FusedLinearLoss,
     FusedLogitsLoss,
@@ -32,6 +25,7 @@ from .autograd import (
     check_weight_is_present,
     row_statistics,
 )
+from .backends import Backend
 from .linear import (
     GradientsWanted,
     KnownGradients,
@@ -47,7 +41,17 @@ from .linear import (
     split_sequences,
 )
 from .loss_formulas import FormulaResult, SequenceFormula, TokenFormula
+from .memory import converted, empty_like, zeros
 from .pairs import GivenPairLogits, ProjectedPairLogits, local_ids, sort_by_row
+from .softmax import (
+    GradientCoefficients,
+    LogitRows,
+    ReferenceRows,
+    RowTransform,
+    SoftmaxSums,
+    sums_for,
+)
+from .vocab_parallel import VocabShard
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +121,14 @@ class RowSource(Protocol):
 
 def softmax_sum_names(names: tuple[str, ...], reference: Reference | None) -> tuple[str, ...]:
     """Return the names of the softmax sums that these statistics follow from."""
-    return partials_of(names, "" if reference is None else reference.direction)
+    return sums_for(names, "" if reference is None else reference.direction)
 
 
-def transform_pairs(source: RowSource, logits: Tensor, row_ids: Tensor, token_ids: Tensor) -> Tensor:
+def transform_pairs(
+    source: RowSource, logits: Tensor, row_ids: Tensor, token_ids: Tensor
+) -> Tensor:
     """Return the transformed logits of pairs, -inf for ids outside of the vocabulary."""
-    transformed = source.transform.of(logits, row_ids)
+    transformed = source.transform.transform_pairs(logits, row_ids)
     is_id = (token_ids >= 0) & (token_ids < source.vocab_size)
     return torch.where(is_id, transformed, -torch.inf)
 
@@ -174,7 +180,9 @@ class GivenLogits:
 
     def without_gradient(self) -> GivenLogits:
         """Return the same rows as constants, also for torch.func."""
-        return replace(self, logits=plain(self.logits.detach()), transform=self.transform.plain())
+        return replace(
+            self, logits=plain(self.logits.detach()), transform=self.transform.without_wrappers()
+        )
 
     def statistics(
         self,
@@ -191,7 +199,7 @@ class GivenLogits:
         """
         row_pass = LogitsPass(
             kernels=self.kernels,
-            transform=self.transform.plain(),
+            transform=self.transform.without_wrappers(),
             targets=plain(targets),
             mask=None if mask is None else plain(mask),
             names=softmax_sum_names(names, reference),
@@ -262,7 +270,7 @@ class LogitsPass(StatisticsPass):
         """Return the values of the softmax sums with their names."""
         if self.reference is None:
             return SoftmaxSums(values, self.names)
-        return SoftmaxSums(values, self.names, self.reference.kind, self.reference.mixture)
+        return SoftmaxSums(values, self.names, self.reference.direction, self.reference.mixture)
 
     def gradients(
         self,
@@ -272,7 +280,9 @@ class LogitsPass(StatisticsPass):
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
         """Return the gradient of the logits."""
-        coefficients = coefficients_of(self.as_sums(computed[0]), grads, self.mask)
+        coefficients = GradientCoefficients.from_gradients(
+            self.as_sums(computed[0]), grads, self.mask
+        )
         return self.gradients_of_coefficients(tensors, computed[0], coefficients, wanted)
 
     def gradients_of_coefficients(
@@ -286,7 +296,9 @@ class LogitsPass(StatisticsPass):
         (logits,) = tensors
         assert logits is not None
         grad_logits = logits.detach() if self.inplace else empty_like(logits.detach())
-        self.kernels.gradient(self.make_rows(logits), self.as_sums(values), coefficients, grad_logits)
+        self.kernels.softmax_gradient(
+            self.make_rows(logits), self.as_sums(values), coefficients, grad_logits
+        )
         if self.inplace:
             torch.autograd.graph.increment_version(logits)
         return (grad_logits,)
@@ -305,7 +317,7 @@ class LogitsPass(StatisticsPass):
 
 def temperatures_of(transform: RowTransform) -> Tensor | None:
     """Return the inverse temperatures of the rows if they are a tensor."""
-    inverse = transform.inv_temperature
+    inverse = transform.inverse_temperature
     return inverse if isinstance(inverse, Tensor) else None
 
 
@@ -381,7 +393,7 @@ class ProjectedLogits:
             hidden=plain(hidden.detach()),
             weight=plain(weight.detach()),
             bias=None if bias is None else plain(bias.detach()),
-            transform=self.transform.plain(),
+            transform=self.transform.without_wrappers(),
         )
         return replace(self, projection=projection, weight_memory=None)
 
@@ -411,11 +423,22 @@ class ProjectedLogits:
         else:
             order = RowOrder.of_mask(mask, self.num_rows, self.device)
         has_other_gradient = any(requested.has_gradient(name) for name in names)
-        needs_hidden_only = torch.is_grad_enabled() and self.projection.hidden.requires_grad and not self.trains_head
-        uses_unit_gradient = needs_hidden_only and not has_other_gradient and not torch._C._are_functorch_transforms_active()
+        needs_hidden_only = (
+            torch.is_grad_enabled()
+            and self.projection.hidden.requires_grad
+            and not self.trains_head
+        )
+        uses_unit_gradient = (
+            needs_hidden_only
+            and not has_other_gradient
+            and not torch._C._are_functorch_transforms_active()
+        )
         pass_type = FrozenHeadPass if uses_unit_gradient else LinearPass
         row_pass = pass_type(
-            source=replace(self, projection=replace(self.projection, transform=self.transform.plain())),
+            source=replace(
+                self,
+                projection=replace(self.projection, transform=self.transform.without_wrappers()),
+            ),
             targets=plain(targets),
             mask=mask,
             order=order,
@@ -549,7 +572,9 @@ class LinearPass(StatisticsPass):
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden states, weight and bias (three matmuls)."""
-        coefficients = coefficients_of(self.as_sums(computed[0]), grads, self.mask)
+        coefficients = GradientCoefficients.from_gradients(
+            self.as_sums(computed[0]), grads, self.mask
+        )
         return self.gradients_of_coefficients(tensors, computed[0], coefficients, wanted)
 
     def gradients_of_coefficients(

@@ -43,9 +43,9 @@ from typing import Any
 
 import torch
 
-from ..rows import backends
+from ..core import backends
 from . import Finding, first_line, machine
-from .machine import cpu_products
+from .machine import cpu_matmuls
 from .self_test import LIMITS, self_test
 from .step import Step, Timing, measure
 
@@ -176,7 +176,7 @@ def product_findings(step: Step) -> Iterator[Finding]:
     if faster:
         best = min(faster, key=lambda t: t.ms)
         problem = f"a step by {best.name} takes {best.ms:.0f} ms, by {used.name}, which is in use, {used.ms:.0f} ms"
-        yield Finding(f"matrix products: {problem}", f"set {cpu_products.SETTING}={best.name}", slows=True)
+        yield Finding(f"matrix products: {problem}", f"set {cpu_matmuls.SETTING}={best.name}", slows=True)
 
 
 # ---- the report as text
@@ -191,7 +191,7 @@ def _text_of_facts(report: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"gpu: {gpu}" for gpu in gpus), ""])
 
 
-#: What each engine of `cpu_products.ENGINES` does.
+#: What each engine of `cpu_matmuls.ENGINES` does.
 PURPOSES = {
     "amx": "bf16 matmuls in AMX tiles",
     "avx512bf16": "bf16 matmuls in AVX512_BF16 instructions",

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from ..core import backends
+from ..core.backends import BACKENDS, cpu_matmuls
+from ..core.backends.cpu import NO_AVX2
+from ..core.backends.native import PACKAGE, build_command, built_from, load, package, sources, version_here, why_not_here
 from ..integrations import adapters
 from ..integrations._swap import one_of
-from ..rows import backends
-from ..rows.backends import BACKENDS, cpu_products
-from ..rows.backends.cpu import NO_AVX2
-from ..rows.backends.native import PACKAGE, build_command, built_from, load, package, sources, version_here, why_not_here
 from . import Finding, first_line
 
 
@@ -135,7 +135,7 @@ def module() -> dict[str, Any]:
 def engine() -> str | None:
     """What makes matrix products on the CPU; None if the setting names something that cannot, or the module is out of date."""
     try:
-        return cpu_products.engine()
+        return cpu_matmuls.engine()
     except (AttributeError, ValueError):
         return None
 
@@ -158,7 +158,7 @@ ISAS = ("avx2", "avx512", "avx512bf16")
 ISA_SETTING = "GRPO_KERNELS_ISA"
 SETTINGS = {
     "GRPO_KERNELS_BACKEND": "auto, eager, cpu or triton: what runs where a call leaves backend at auto",
-    cpu_products.SETTING: f"auto, {', '.join(cpu_products.ENGINES)}: what computes the matrix products of losses from hidden states on a CPU",
+    cpu_matmuls.SETTING: f"auto, {', '.join(cpu_matmuls.ENGINES)}: what computes the matrix products of losses from hidden states on a CPU",
     ISA_SETTING: f"{', '.join(ISAS)}: the highest instruction set that the C++ module uses; unset: the processor's best",
     "GRPO_KERNELS_STRICT": "1: a fallback to eager raises instead of warning",
     "GRPO_KERNELS_CHECK": "1: ids, temperatures and offsets are checked on a GPU too, which waits for it at each call",
@@ -201,11 +201,11 @@ def variables() -> dict[str, str]:
 
 
 def setting_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
-    engines = cpu_products.engines()
+    engines = cpu_matmuls.engines()
     able = [name for name, reason in engines.items() if reason is None]
     choices = {
         "GRPO_KERNELS_BACKEND": ["auto", *BACKENDS],
-        cpu_products.SETTING: ["", "auto", *able],
+        cpu_matmuls.SETTING: ["", "auto", *able],
         ISA_SETTING: ["", *ISAS],
     }
     for name, value in environ.items():
@@ -230,7 +230,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         "versions": {"grpo_kernels": version_here(), **versions()},
         "package": package(),
         "native": module(),
-        "products": {"engine": engine(), "engines": cpu_products.engines()},
+        "products": {"engine": engine(), "engines": cpu_matmuls.engines()},
         "cpu": cpu(),
         "gpu": gpus(),
         "device": device.type,
@@ -281,12 +281,12 @@ def module_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> It
 
 def amx_findings() -> Iterator[Finding]:
     """About AMX products that failed the comparison before their first use."""
-    mismatch = cpu_products.amx_mismatch()
+    mismatch = cpu_matmuls.amx_mismatch()
     if mismatch is not None:
         yield Finding(
             f"{mismatch}; losses from hidden states on the CPU are right, but use another engine, which may be slower",
             "report this with the output of `python -m grpo_kernels doctor --json`; "
-            f"{cpu_products.SETTING}=fp32 or avx512bf16 skips the comparison and its warning",
+            f"{cpu_matmuls.SETTING}=fp32 or avx512bf16 skips the comparison and its warning",
             grave=True,
             slows=True,
         )
@@ -323,7 +323,7 @@ def machine_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> I
         )
     if not torch.cuda.is_available():
         return
-    if cpu_products.less_than_fp32() or environ.get("NVIDIA_TF32_OVERRIDE") == "1":
+    if cpu_matmuls.less_than_fp32() or environ.get("NVIDIA_TF32_OVERRIDE") == "1":
         yield Finding(
             "fp32 matrix products are rounded to TF32, and log-probs with them",
             "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and NVIDIA_TF32_OVERRIDE (some container images set them), and call "

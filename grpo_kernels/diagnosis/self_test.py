@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..batch import TokenBatch
+from ..core.backends import cpu_matmuls, use
 from ..formulas.divergence import DIRECTIONS, Exact
 from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Objective
-from ..rows.backends import cpu_products, use
 from ..token_sets import TokenSets
 from ..transform import LogitTransform
 from . import first_line
@@ -162,7 +162,7 @@ def errors_of(q: Question, case: str, backend: str, device: torch.device, dtype:
     if case not in BESIDE_EAGER:
         expected = plain_results(q)
     else:
-        with cpu_products.using("torch"):
+        with cpu_matmuls.using("torch"):
             expected = results(q, "eager", CPU, "float32")
     for name, wanted in expected.items():
         off = (found[name] - wanted).abs()

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..batch import TokenBatch
+from ..core.backends import cpu_matmuls, use
 from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Objective
-from ..rows.backends import cpu_products, use
 from .machine import memory_available
 
 #: (rows, vocabulary, hidden size) for each device: of a model, and where there is little memory.
@@ -180,13 +180,13 @@ def contenders(step: Step, backend: str, device: torch.device) -> list[Contender
     loss_of: Any = grpo_loss if step.hidden is None else linear_grpo_loss
 
     def ours(own: list[Tensor] = leaves, front: Any = list, by: str | None = None, **how: bool) -> object:
-        engine = contextlib.nullcontext() if by is None else cpu_products.using(by)
+        engine = contextlib.nullcontext() if by is None else cpu_matmuls.using(by)
         with use(backend=backend, strict=True), engine:
             return torch.autograd.grad(loss_of(*front(own), batch, Objective.preset("dapo"), **how).loss, own)
 
     if step.level == "products":
-        able = (name for name, reason in cpu_products.engines().items() if reason is None)
-        in_use_first = sorted(able, key=lambda name: name != cpu_products.engine())
+        able = (name for name, reason in cpu_matmuls.engines().items() if reason is None)
+        in_use_first = sorted(able, key=lambda name: name != cpu_matmuls.engine())
         return [Contender(name, functools.partial(ours, by=name)) for name in in_use_first]
     plain = Contender("eager PyTorch", lambda: torch.autograd.grad(plain_loss(leaves, batch), leaves))
     found = [plain, Contender(loss_of.__name__, ours)]

@@ -2,7 +2,7 @@
 few ids of each row.
 
 p is the softmax of the policy's row, q that of the reference or teacher. Where all of q is known, the vocabulary stage computes the
-divergence beside the log-probs (`rows/partials.py`). Where only its largest probabilities are, as from a served teacher, the
+divergence beside the log-probs (`core/softmax.py`). Where only its largest probabilities are, as from a served teacher, the
 log-probs of the policy at those ids decide: `divergence_at`.
 """
 

@@ -1,6 +1,6 @@
 """Formulas for the kernels: a formula is run once with symbols in place of tensors, and what it did becomes a straight-line
-program. C++ evaluates it for one row after the other (csrc/kernels.h), or for the ids that a row lists (`ListedTerms`), whose sum
-is an operation too; for a GPU it is printed as a function of the fused kernel (rows/backends/triton/launch.py).
+program. C++ evaluates it for one row after the other (csrc/kernels.h); for a GPU it is printed as a function of the fused kernel
+(core/backends/triton/launch.py).
 
 A symbol is a number of a row (an input, or what follows from one), fp32, or a number of the whole call (a parameter, or what
 follows from parameters alone), which stays a Python number, as it does beside tensors. So a program gives what the formula
@@ -39,12 +39,12 @@ OF_ROWS: dict[str, Callable[..., Any]] = {
     **OF_NUMBERS, "min": ops.minimum, "max": ops.maximum, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "tanh": torch.tanh,
     "reciprocal": torch.reciprocal,
     "and": lambda a, b: (a != 0) & (b != 0), "or": lambda a, b: (a != 0) | (b != 0), "not": lambda a: a == 0,
-    "where": lambda condition, a, b: torch.where(condition != 0, a, b), "sum": lambda a: a.double().sum().float().expand_as(a),
+    "where": lambda condition, a, b: torch.where(condition != 0, a, b),
 }  # fmt: skip
 #: How many operands an operation has, if not two.
-OPERANDS = {**dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "tanh", "reciprocal", "not", "sum"), 1), "where": 3}
+OPERANDS = {**dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "tanh", "reciprocal", "not"), 1), "where": 3}
 CONDITIONS = {"lt", "le", "eq", "ne", "and", "or", "not"}
-OF_CONDITIONS = {"and", "or", "not", "where", "eq", "ne", "sum"}
+OF_CONDITIONS = {"and", "or", "not", "where", "eq", "ne"}
 
 
 class FormulaRefused(ValueError):
@@ -209,10 +209,6 @@ class Tracer:
         if operation == "where":
             symbol.condition = of[1].condition and of[2].condition
         return symbol
-
-    def sum(self, x: Any) -> Symbol:
-        """The sum over the ids of a row, for each of them."""
-        return self.apply("sum", x)
 
     def clamped(self, x: Any, min: Any = None, max: Any = None) -> Symbol:
         if min is not None:

@@ -35,18 +35,11 @@ class TermsOfRows(NamedTuple):
 
     term     fp32 [n], the term of each row.
     slopes   fp32 [k], d term / d log-prob of each id.
-    outside  fp32 [n], d term / d log P, P the probability of all ids that the row does not list. None: no function has it.
-    per_p    fp32 [n], outside / P, with P at least LEAST_OUTSIDE."""
+    outside  fp32 [n], d term / d log P, P the probability of all ids that the row does not list. None: no function has it."""
 
     term: Tensor
     slopes: Tensor
     outside: Tensor | None = None
-    per_p: Tensor | None = None
-
-    def slopes_of_ids(self, logps: Tensor, rows: Tensor) -> Tensor:
-        """Return `slopes` with `outside` as slopes of the listed ids, log-probs [k] in `rows`: d log P = -sum_v p_v / P d log p_v.
-        Where P is small these are large and cancel."""
-        return self.slopes if self.per_p is None else self.slopes - self.per_p[rows] * logps.exp()
 
 
 def logp_term(logp: Tensor, values: Tensor, advantage: Tensor, sums: Any) -> tuple[Tensor, Tensor]:
@@ -74,54 +67,42 @@ class ListedTerms(NamedTuple):
         return torch.repeat_interleave(self.offsets.diff(), output_size=self.parts[0][1].numel())
 
     def of(self, logps: Tensor, advantages: Tensor) -> TermsOfRows:
-        """The terms from log-probs [k] and advantages [n]. Sums are fp64, in the order of ids."""
+        """The terms from log-probs [k] and advantages [n]. Sums are fp64, in the order of ids. Raises ValueError where a function
+        sums or returns anything but one number of each id."""
         rows = self.rows
 
-        def of_ids(x: Any) -> bool:
+        def is_number_of_ids(x: Any) -> bool:
             return isinstance(x, Tensor) and x.shape == logps.shape
 
-        term, slopes, *outside = added(self.parts, logps, advantages[rows], lambda x: self._sums(x)[rows], of_ids)
-        first = self.offsets[:-1]
-        has_ids = self.offsets.diff() > 0
-        of_rows = (torch.where(has_ids, torch.cat([x, x.new_zeros(1)])[first], 0.0) for x in outside)
-        return TermsOfRows(self._sums(term), slopes, *of_rows)
+        def sums(x: Any) -> Tensor:
+            if not is_number_of_ids(x):
+                raise ValueError(
+                    f"sums is given a {type(x).__name__} that is no number of each id: pass what has the shape of logp."
+                )
+            return self._sums(x)[rows]
 
-    def taken(self, which: Tensor, offsets: Tensor) -> ListedTerms:
-        """The terms of other rows, whose ids are `which` of these, [m]."""
-        return ListedTerms(tuple((function, values[which]) for function, values in self.parts), offsets)
+        term = torch.zeros_like(logps)
+        slopes = torch.zeros_like(logps)
+        outside: Tensor | None = None
+        for function, values in self.parts:
+            result = without_branches(function, logps, values, advantages[rows], sums)
+            if not (isinstance(result, tuple) and len(result) in (2, 3) and all(map(is_number_of_ids, result))):
+                raise ValueError(
+                    f"listed={function!r} returned no pair of tensors of the shape of logp: return (term, slope)."
+                )
+            term = term + result[0]
+            slopes = slopes + result[1]
+            if len(result) == 3:
+                outside = result[2] if outside is None else outside + result[2]
+        if outside is None:
+            return TermsOfRows(self._sums(term), slopes)
+        # `outside` is equal for the ids of a row.
+        of_first_id = torch.cat([outside, outside.new_zeros(1)])[self.offsets[:-1]]
+        return TermsOfRows(self._sums(term), slopes, torch.where(self.offsets.diff() > 0, of_first_id, 0.0))
 
     def _sums(self, x: Tensor) -> Tensor:
         total = torch.segment_reduce(x.double(), "sum", offsets=self.offsets, initial=0, unsafe=True)
         return total.float()
-
-
-def added(
-    parts: Iterable[tuple[ListedFunction, Any]], logp: Any, advantage: Any, sums: Callable[[Any], Any], of_ids: Callable[[Any], bool]
-) -> tuple[Any, ...]:  # fmt: skip
-    """(term, slope) of each id, added up over functions with their values, all of them tensors or symbols; if a function gives one,
-    behind them what arrives at the log of the probability of all other ids, and that over this probability, equal for the ids of a
-    row. `of_ids`: whether x is a number of each id. Raises ValueError where a function sums or returns anything else."""
-
-    def sums_of_ids(x: Any) -> Any:
-        if not of_ids(x):
-            raise ValueError(
-                f"sums is given a {type(x).__name__} that is no number of each id: pass what has the shape of logp."
-            )
-        return sums(x)
-
-    term: Any = -0.0  # plus a number that number; no function adds it, so that the sum of the terms is one of its own
-    slope: Any = 0.0
-    outside: Any = None
-    for function, values in parts:
-        made = without_branches(function, logp, values, advantage, sums_of_ids)
-        if not (isinstance(made, tuple) and len(made) in (2, 3) and all(map(of_ids, made))):
-            raise ValueError(f"listed={function!r} returned no pair of tensors of the shape of logp: return (term, slope).")
-        term, slope = term + made[0], slope + made[1]
-        if len(made) == 3:
-            outside = made[2] if outside is None else outside + made[2]
-    if outside is None:
-        return term, slope
-    return term, slope, outside, outside / probability_outside(logp, sums)
 
 
 def probability_outside(logp: Any, sums: Callable[[Any], Any]) -> Any:
@@ -309,18 +290,10 @@ class Terms(NamedTuple):
 
 class TokenStage(NamedTuple):
     """The token stage of an objective whose slopes depend on one token alone, for these rows. `rows.divergence_weight` is the
-    weight of the divergence from a second stream, where there is one. `listed`: terms in further log-probs, of all rows of a
-    batch."""
+    weight of the divergence from a second stream, where there is one."""
 
     formula: TokenFormula
     rows: TokenRows
-    listed: ListedTerms | None = None
-
-    @classmethod
-    def divergence_alone(cls, targets: Tensor, weight: Tensor) -> TokenStage:
-        """The loss that is a divergence times weight [n], and nothing else."""
-        nothing = torch.zeros_like(weight)
-        return cls(NOTHING, TokenRows(targets, None, nothing, nothing, divergence_weight=weight))
 
     def at(self, rows: slice | Tensor) -> TokenStage:
         """That of these rows only."""
@@ -336,8 +309,7 @@ class TokenStage(NamedTuple):
 
     def program(self) -> tuple[Program, list[float]]:
         """(the program, its numbers): (loss, d loss / d log-prob, d loss / d entropy) from the log-prob, the entropy and those of
-        INPUTS that the rows have; with `listed` also d loss / d their term, which is the third input. Raises FormulaRefused where a
-        formula cannot be traced."""
+        INPUTS that the rows have. Raises FormulaRefused where a formula cannot be traced."""
         made, numbers, _ = self._made()
         return made.checked(), numbers
 
@@ -345,55 +317,19 @@ class TokenStage(NamedTuple):
         """The inputs of the program that the rows have, which are its last, fp32 [n] in one piece, by name."""
         return {name: getattr(self.rows, name).contiguous() for name in program.inputs if name in INPUTS}
 
-    def listed_program(self) -> Program:
-        """The program of listed ids: the term of a row, d term / d log-prob, and `outside` and `per_p` of TermsOfRows
-        if a function gives them. Its inputs are log-probs, the advantage of the row and the values of each part.
-        Raises FormulaRefused where a function cannot be traced."""
-        return self._made_of_listed()[0].checked()
-
     def compare_once(self, run: Run) -> None:
         """`Made.compare_once`, on random inputs; where `key_of` cannot tell whether a formula has changed, at each call."""
         made, numbers, trial = self._made()
         made.compare_once(run, numbers, trial)
-        if self.listed is not None:
-            made, trial = self._made_of_listed()
-            if isinstance(made.program, str) and not made.compared:
-                (_, values), rows = self.listed.parts[0], self.listed.offsets.numel() - 1
-                # What a function does wrong with tensors too is raised as it is.
-                self.listed.of(torch.full_like(values, -1.0), torch.ones(rows, device=values.device))
-                made.compared = True
-            made.compare_once(run, made.checked().numbers(()), trial)
-
-    def _made_of_listed(self) -> tuple[Made, Callable[[], Trial]]:
-        assert self.listed is not None
-        functions = [function for function, _ in self.listed.parts]
-        names = ("logps", "advantages", *(f"values {i}" for i in range(len(functions))))
-
-        def build(tracer: Tracer) -> tuple[Any, ...]:
-            logp, advantage, *values = map(tracer.input, names)
-            parts = zip(functions, values, strict=True)
-            term, *others = added(parts, logp, advantage, tracer.sum, lambda x: tracer.number(x).in_row)
-            return tracer.sum(term), *others
-
-        def trial() -> Trial:
-            logps, advantages, *values = inputs = random_inputs(names, odd=False)
-            advantages.fill_(0.7)  # of one row
-            row = ListedTerms(tuple(zip(functions, values, strict=True)), torch.tensor([0, logps.numel()]))
-            return inputs, lambda: {k: x for k, x in row.of(logps, advantages[:1])._asdict().items() if x is not None}
-
-        name = ", ".join(getattr(f, "__qualname__", repr(f)) for f in functions)
-        return Made.of(tuple(map(key_of, functions)), name, build), trial
-
     def _made(self) -> tuple[Made, list[float], Callable[[], Trial]]:
         formula, present = self.formula, tuple(self.rows.given())
-        present = present if self.listed is None else ("listed", *present)
         cached = formula._programs.get(present)
         if cached is not None:
             theirs, keys, result = cached
             if keys == tuple(map(key_of, theirs)):
                 return result
         names, chosen, numbers = ("logps", "entropy", *present), formula.chosen, formula.numbers
-        outputs = ("loss", "d_logp", "d_ratio", "d_entropy", "d_listed")[: 4 if self.listed is None else 5]
+        outputs = ("loss", "d_logp", "d_ratio", "d_entropy")
 
         def made_of(inputs: Iterable[Any], **parameters: Any) -> dict[str, Any]:
             terms = formula.terms(dict(zip(names, inputs, strict=True)), **parameters)
@@ -418,17 +354,6 @@ class TokenStage(NamedTuple):
             theirs = {name: x for name, x in chosen.items() if callable(x) and not is_own(x)}
             formula._programs[present] = tuple(theirs.values()), tuple(keys[name] for name in theirs), result
         return result
-
-
-class JointStage(NamedTuple):
-    """The token stage of an objective whose slopes wait for other tokens: those of their sequence, or the whole batch.
-
-    terms   (losses, d loss / d log-prob), fp32 [n], and d loss / d log-prob of listed ids [k], from log-probs and entropies [n] and
-            log-probs of listed ids; None without these: of each group for which they are there.
-    groups  the number of rows of each group that can have a gradient; groups follow one another."""
-
-    terms: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]
-    groups: tuple[int, ...]
 
 
 def _nothing(logp, old_logp, advantage, params):

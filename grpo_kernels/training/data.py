@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..checks import require
-from ..rows import backends
+from ..core import backends
 from . import Ranks
 from . import require as package
 from .config import TRACKERS, TrainConfig

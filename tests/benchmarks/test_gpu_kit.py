@@ -197,7 +197,7 @@ def test_every_choice_of_a_launch_is_tuned_and_put_back():
 
 def test_tuning_goes_on_after_a_candidate_that_breaks_cuda(tmp_path, monkeypatch):
     """Without it. Only settings that were right in every workload are ranked; the last one of this measurement is the fastest."""
-    names, broken = [str(s) for s in tune.settings("visit", small=False)], {"logits-forward": 3, "logits": 5}
+    names, broken = [str(s) for s in tune.settings("one_pass", small=False)], {"logits-forward": 3, "logits": 5}
 
     def measured(cell, device, *, candidates, known, **_):
         if names[broken[cell.contract]] not in (known or {}):
@@ -206,15 +206,15 @@ def test_tuning_goes_on_after_a_candidate_that_breaks_cuda(tmp_path, monkeypatch
 
     for function, value in (("compile_all", lambda *_: None), ("details", lambda *_, **__: ""), ("measure", measured)):
         monkeypatch.setattr(tune, function, value)
-    command = ["--kind", "visit", "--json", str(tmp_path / "found")]
+    command = ["--kind", "one_pass", "--json", str(tmp_path / "found")]
     assert [tune.main(command) for _ in range(3)] == [suites.LOST_DEVICE, suites.LOST_DEVICE, 0]
-    ranking = json.loads((tmp_path / "found").read_text())["visit"]["ranking"]
+    ranking = json.loads((tmp_path / "found").read_text())["one_pass"]["ranking"]
     assert [name for name, _ in ranking] == [x for x in reversed(names) if x not in (names[3], names[5])]
 
 
 def test_later_stages_run_with_what_was_clearly_faster(tmp_path, monkeypatch):
     fused, visit = (Choice(256, 8, programs=2), Choice(32, 1))
-    best = {"fused": (fused._asdict(), 1.1), "visit": (visit._asdict(), 1.01), "chunk": ({"mib": 7, "block": 9}, 1.5)}
+    best = {"fused": (fused._asdict(), 1.1), "one_pass": (visit._asdict(), 1.01), "chunk": ({"mib": 7, "block": 9}, 1.5)}
     found = {kind: {"ranking": [("x", 1.0), ("now", now)], "best": one, "now": "now"} for kind, (one, now) in best.items()}
     (tmp_path / "choices.json").write_text(json.dumps(tune.winners(found)))
     assert f'"fused": {fused}' in tune.summary(found)[-1]  # the table to paste

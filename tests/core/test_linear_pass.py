@@ -29,7 +29,7 @@ from grpo_kernels.formulas.filters import Filter
 from grpo_kernels.formulas.surrogates import Cispo
 from grpo_kernels.inputs import RowLayout, RowSource, make_logits_source, make_projected_source
 from grpo_kernels.rows import backends
-from grpo_kernels.rows.backends import cpu_products, eager
+from grpo_kernels.core.backends import cpu_matmuls, eager
 from support.inside import in_chunks, our_products
 
 B, T, H, V = 4, 5, 8, 30
@@ -168,7 +168,7 @@ def test_a_frozen_head_gives_the_gradient_of_a_trained_one(backend):
 
 def test_the_gradient_of_a_frozen_head_is_rounded_once(backend, monkeypatch):
     """Not before it is multiplied by what arrives at the log-probs."""
-    monkeypatch.setattr(cpu_products, "available", lambda: "switched off")  # bf16 operands
+    monkeypatch.setattr(cpu_matmuls, "available", lambda: "switched off")  # bf16 operands
     upstream = torch.randn(B, T, generator=torch.Generator().manual_seed(8))
     hidden, weight = (x.detach().bfloat16() for x in make_head())
     exact = hidden.double().requires_grad_()
@@ -184,7 +184,7 @@ def test_the_gradient_of_a_frozen_head_is_rounded_once(backend, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_rounds_nothing_where_no_matmul_is_faster_in_16_bits(dtype, monkeypatch):
     """The matmuls of torch are those of another operator under autocast."""
-    monkeypatch.setattr(cpu_products, "available", lambda: "switched off")
+    monkeypatch.setattr(cpu_matmuls, "available", lambda: "switched off")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     hidden, weight = (x.detach() for x in make_head())
     expected, _ = linear_logprobs(hidden, weight, make_targets())

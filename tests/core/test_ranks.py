@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels import Objective, Options, TokenBatch, TokenSets, grpo_loss, linear_logprobs, token_logprobs
+from grpo_kernels.core import vocab_parallel
 from grpo_kernels.core.linear_memory import ChunkPlan, LinearMemory
 from grpo_kernels.distributed import VocabShard, global_normalizer
 from grpo_kernels.formulas.filters import EntropyQuantile
 from grpo_kernels.rewards.corrections import importance_weights, off_policy_sequence_mask, rejection_mask
-from grpo_kernels.rows import parallel as shard_of_rows
 from support.doors import batch_of, compare, exact_of, objective_of, run
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
@@ -36,7 +36,7 @@ WHOLE_BATCH = ("clip-cov", "kl-cov", "entropy quantile, bonus of its own")  # th
 def counted():
     """Bytes of each collective, by name; any other than these two fails."""
     sizes = {"all_gather": [], "all_reduce": []}
-    gather, reduce = shard_of_rows.gathered, dist.all_reduce
+    gather, reduce = vocab_parallel.gather_from_ranks, dist.all_reduce
 
     def gathered(x, group):
         sizes["all_gather"].append(x.numel() * x.element_size())
@@ -49,7 +49,7 @@ def counted():
     others = ("all_gather", "broadcast", "barrier", "reduce_scatter_tensor", "all_to_all_single", "all_gather_object")
     refuse = {name: mock.Mock(side_effect=AssertionError(f"a collective of its own: {name}")) for name in others}
     with (
-        mock.patch.object(shard_of_rows, "gathered", gathered),
+        mock.patch.object(vocab_parallel, "gather_from_ranks", gathered),
         mock.patch.multiple(dist, all_reduce=all_reduce, **refuse),
     ):
         yield sizes

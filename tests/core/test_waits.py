@@ -26,9 +26,9 @@ from grpo_kernels import (
     linear_grpo_loss,
     use,
 )
+from grpo_kernels.core import backends
 from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.rewards.corrections import importance_weights
-from grpo_kernels.rows import backends
 from grpo_kernels.set_alignment import warn_of_misaligned_sets
 from support.doors import arguments_of, batch_of, called, named
 from support.inside import in_chunks, of_a_gpu

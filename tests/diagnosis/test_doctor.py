@@ -15,7 +15,7 @@ from support import amx
 from support.processes import WITHOUT, finish, start
 
 CPU, Tensor, ROOT = torch.device("cpu"), torch.Tensor, Path(__file__).parents[2]
-backends, cpu_products = doctor.backends, doctor.cpu_products
+backends, cpu_matmuls = doctor.backends, doctor.cpu_matmuls
 FACTS = machine.facts(CPU)
 NOTHING = {"available": True, "passed": True, "value_error": 0.0, "gradient_error": {}, "seconds": 0.0, "warnings": [], "checks": []}  # fmt: skip
 
@@ -69,8 +69,8 @@ def test_the_report_is_what_is_documented(sound, monkeypatch):
 
 def test_engines_that_cannot_run_are_named_with_their_purpose():
     """That the engine "fp32" cannot run does not mean that fp32 tensors cannot."""
-    assert doctor.PURPOSES.keys() == {*cpu_products.ENGINES}
-    missing = dict.fromkeys(cpu_products.ENGINES, "no AVX512_BF16") | {"torch": None}
+    assert doctor.PURPOSES.keys() == {*cpu_matmuls.ENGINES}
+    missing = dict.fromkeys(cpu_matmuls.ENGINES, "no AVX512_BF16") | {"torch": None}
     said = doctor._text_of_products({"engine": "torch", "engines": missing})
     assert said.startswith("engine torch (torch.mm, also for fp32 tensors); amx (bf16 matmuls")
     assert "; fp32 (our own fp32 kernels for matmuls of bf16 and fp32 tensors) cannot run here: no AVX512_BF16" in said
@@ -267,7 +267,7 @@ def advice(environ=(), present=False, gpu=False, built=None, **changes):
 
 def about_amx(difference, refusal=0):
     """Findings about an Intel processor with AMX whose products were compared."""
-    if cpu_products._cpu is None:
+    if cpu_matmuls._cpu is None:
         pytest.skip("without the compiled module nothing is compared")
     with amx.processor(amx.INTEL, refusal, difference):
         return advice()
@@ -275,7 +275,7 @@ def about_amx(difference, refusal=0):
 
 def settings_of(**environ):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_products, "engines", lambda: {"amx": "no tiles", "torch": None})
+        patch.setattr(cpu_matmuls, "engines", lambda: {"amx": "no tiles", "torch": None})
         return [*machine.setting_findings(environ)]
 
 
@@ -319,7 +319,7 @@ def test_an_old_module_keeps_nothing_from_being_tested_beside_a_gpu():
     assert [f.blocks for device in ("cpu", "cuda") for f in advice(built="other", device=device)] == [True, False]
 
 
-@pytest.mark.skipif(cpu_products._cpu is None, reason="without the compiled module nothing is compared")
+@pytest.mark.skipif(cpu_matmuls._cpu is None, reason="without the compiled module nothing is compared")
 @pytest.mark.filterwarnings("ignore:the AMX products are wrong")
 def test_amx_is_in_the_report_with_the_reason_why_it_is_not_used():
     with amx.processor(amx.INTEL, difference="3 elements differ"):
@@ -328,7 +328,7 @@ def test_amx_is_in_the_report_with_the_reason_why_it_is_not_used():
         text = doctor._text_of_facts(facts)
         assert "engine fp32 (" in text and "amx (bf16 matmuls in AMX tiles) cannot run here: the AMX products are wrong" in text
     with amx.processor(amx.INTEL, difference=None):
-        assert machine.facts(CPU)["products"] == {"engine": "amx", "engines": dict.fromkeys(cpu_products.ENGINES)}
+        assert machine.facts(CPU)["products"] == {"engine": "amx", "engines": dict.fromkeys(cpu_matmuls.ENGINES)}
 
 
 # ---- facts

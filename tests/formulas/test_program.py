@@ -7,18 +7,17 @@ import itertools
 import sys
 import types
 import warnings
-from dataclasses import replace
 from math import inf, nan
 
 import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import Objective, Options, TokenBatch, TokenSets, grpo_loss, use
+from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, use
+from grpo_kernels.core.backends import cpu
 from grpo_kernels.formulas.ops import bounded_exp, finite, ops
 from grpo_kernels.formulas.program import FormulaRefused, Tracer
 from grpo_kernels.formulas.surrogates import Clip, Custom, Surrogate
-from grpo_kernels.rows.backends import cpu
 
 if cpu.available() is not None:
     pytest.skip(cpu.available() or "", allow_module_level=True)
@@ -33,7 +32,7 @@ def traced(function, names, inputs, parameters=()):
     result = function(*map(tracer.input, names), tuple(tracer.parameter() for _ in parameters))
     program = tracer.program("it", result)
     expected = function(*inputs, parameters)
-    same(cpu._run(program, program.numbers(parameters), inputs), expected)
+    same(cpu.run_program(program, program.numbers(parameters), inputs), expected)
 
 
 def ordered(x):
@@ -86,23 +85,16 @@ def test_operations_are_those_of_torch(function, parameters):
 # ---- formulas of a user
 
 
-def problem():
-    """Logits and a small batch, the first row of which lists more ids than the others."""
+def loss_of(surrogate, backend="cpu", strict=False, on_policy=False):
+    """Loss and gradient of a small batch."""
     g = torch.Generator().manual_seed(3)
     logits = (3 * torch.randn(6, 50, generator=g)).requires_grad_()
     targets, numbers = torch.randint(0, 50, (6,), generator=g), torch.rand(2, 6, generator=g)
-    listed = TokenSets.from_lists([range(40), [], [1, 8], [], [], []]).with_values(torch.randn(42, generator=g))
-    return logits, TokenBatch(targets, 2 * numbers[0] - 1, old_logps=-4 * numbers[1], logp_terms=listed)
-
-
-def loss_of(surrogate, backend="cpu", strict=False, on_policy=False):
-    """Loss and gradient of `problem`."""
-    logits, batch = problem()
     objective = surrogate if isinstance(surrogate, Objective) else Objective(surrogate)
-    batch = replace(
-        batch,
-        old_logps=None if on_policy else batch.old_logps,
-        logp_terms=batch.logp_terms if objective.listed else None,
+    batch = TokenBatch(
+        targets,
+        2 * numbers[0] - 1,
+        old_logps=None if on_policy else -4 * numbers[1],
     )
     loss = grpo_loss(logits, batch, objective, options=Options(backend=backend, strict=strict)).loss
     return loss.detach(), *torch.autograd.grad(loss, logits)
@@ -215,7 +207,7 @@ def test_what_cannot_be_traced_is_computed_in_torch(function, words, monkeypatch
     """With one warning; a refusal by strict is remembered."""
     surrogate = Custom(function)
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
-    with pytest.warns(RuntimeWarning, match="second visit") as caught:
+    with pytest.warns(RuntimeWarning, match="second pass") as caught:
         found = loss_of(surrogate)
     assert len(caught) == 1 and all(word in str(caught[0].message) for word in words)
     with warnings.catch_warnings():

@@ -71,9 +71,9 @@ CONFIGURATIONS = {
 #: What the libraries of a process say that they use.
 IN_USE = """
 import torch
-from grpo_kernels.rows.backends import cpu, cpu_products
+from grpo_kernels.core.backends import cpu, cpu_matmuls
 module = cpu._cpu.isa() if cpu.available() is None else "none"
-print(f"torch {torch.backends.cpu.get_cpu_capability()}, C++ module {module}, products {cpu_products.engine()}, "
+print(f"torch {torch.backends.cpu.get_cpu_capability()}, C++ module {module}, products {cpu_matmuls.engine()}, "
       f"threads {torch.get_num_threads()}")
 """
 

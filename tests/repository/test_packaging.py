@@ -18,6 +18,8 @@ import pytest
 import torch
 from hub_kernel import build
 
+import grpo_kernels.core.compiled
+
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 SOURCES = {path.name: path.read_text() for path in sorted((ROOT / "grpo_kernels").rglob("*.py"))}
@@ -106,7 +108,7 @@ def test_kernels_are_launched_on_the_device_of_their_data():
     def launches(node):
         return {x for x in ast.walk(node) if isinstance(x, ast.Call) and ast.unparse(x.func).startswith("kernel[")}
 
-    tree = ast.parse((ROOT / "grpo_kernels/rows/backends/triton/launch.py").read_text())
+    tree = ast.parse((ROOT / "grpo_kernels/core/backends/triton/launch.py").read_text())
     (guard,) = (x for x in ast.walk(tree) if isinstance(x, ast.With) and "on_device(" in ast.unparse(x.items[0]))
     texts = [text for name, text in SOURCES.items() if "launch" not in str(name)]
     assert len(launches(guard)) == 1 and launches(guard) == launches(tree) and not any("_kernel[" in text for text in texts)

@@ -22,8 +22,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from grpo_kernels.rows.backends import cpu, cpu_products
-from grpo_kernels.rows.partials import RowTransform
+from grpo_kernels.core.backends import cpu, cpu_matmuls
+from grpo_kernels.core.softmax import RowTransform
 from support import amx
 from support.bits import same_bits
 from support.kernel_rows import DTYPES, KINDS, Rows, beside, check, ways
@@ -89,7 +89,7 @@ class Memory:
     def guarded(self, *written, unread=()):
         """While a kernel runs: what it makes is taken from here, vectors that it is given are copied to here, and of the rest it
         may write only `written`. `unread`: rows on pages of their own."""
-        vector, named = cpu.vector, cpu.named
+        vector, named = cpu.vector, cpu.table
 
         def here(x):
             inside = x is None or 0 <= x.data_ptr() - self.bytes.data_ptr() < len(self.bytes)
@@ -176,13 +176,13 @@ def rows(memory):
     r, part = drawn_rows(draw, absurd)
     print(f"rows {part} of {list(r.logits.shape)} {layouts}, {r.logits.dtype}, {r.transform}", flush=True)
     outside = [i for i in range(r.count) if not part[0] <= i < part[1]]
-    unread = [i for i in range(r.count) if i in outside or (r.read is not None and not r.read[i])]
+    unread = [i for i in range(r.count) if i in outside or (r.mask is not None and not r.mask[i])]
     for way, one in ways(r):
         found = []
         for isa in cpu._cpu.isas():
             cpu._cpu.use_isa(isa)
             memory.begin()
-            logits, second, hidden = memory.rows(r.logits, layouts[0]), r.second, list[Tensor]()
+            logits, second, hidden = memory.rows(r.logits, layouts[0]), r.reference, list[Tensor]()
             if second is not None:
                 second = second._replace(logits=memory.rows(second.logits, layouts[1]))
             out = gradient_for(memory, logits, layouts[2])
@@ -217,9 +217,9 @@ def products(memory, engines):
     bias, total, rounded = memory.holding(torch.randn(v)), memory.matrix(v, h, torch.float32), gradient.to(dtype)
     start = total.clone()
     for function, operands, out, (a, b), added in (
-        (cpu_products.logits, (hidden, weight, bias), memory.matrix(n, v, torch.float32), (hidden, weight.T), bias),
-        (cpu_products.d_hidden, (gradient, weight), memory.matrix(n, h, torch.float32), (rounded, weight), 0.0),
-        (cpu_products.d_weight, (gradient, hidden, total), total, (rounded.T, hidden), start),
+        (cpu_matmuls.logits, (hidden, weight, bias), memory.matrix(n, v, torch.float32), (hidden, weight.T), bias),
+        (cpu_matmuls.d_hidden, (gradient, weight), memory.matrix(n, h, torch.float32), (rounded, weight), 0.0),
+        (cpu_matmuls.d_weight, (gradient, hidden, total), total, (rounded.T, hidden), start),
     ):
         with memory.guarded(out):
             function(*operands, out, by=engine)
@@ -227,11 +227,11 @@ def products(memory, engines):
 
 
 def main(seed, first, calls, emulator=""):
-    engines = [name for name in cpu._cpu.products() if name != "amx"]
+    engines = [name for name in cpu._cpu.matmul_engines() if name != "amx"]
     if emulator:
         amx.install(Path(emulator))
-        cpu._cpu.ask_for_tiles()  # granted where the processor has them
-        engines = cpu._cpu.products()
+        cpu._cpu.request_amx_permission()  # granted where the processor has them
+        engines = cpu._cpu.matmul_engines()
     torch.set_num_threads(1)
     memory = Memory()
     for i in range(int(first), int(first) + int(calls)):
@@ -240,7 +240,7 @@ def main(seed, first, calls, emulator=""):
         torch.manual_seed(memory.draw.randrange(2**60))
         threads(memory.draw)
         print(i, end=": ", flush=True)
-        if i % 3 == 2 and cpu._cpu.has_products():
+        if i % 3 == 2 and cpu._cpu.has_matmuls():
             products(memory, engines)
         else:
             rows(memory)

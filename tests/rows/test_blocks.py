@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs
+from grpo_kernels.core import backends, matmuls, memory
 from grpo_kernels.core import linear_memory as blocks
-from grpo_kernels.core import matmuls
+from grpo_kernels.core.backends import eager
 from grpo_kernels.core.linear_memory import LinearMemory
-from grpo_kernels.rows import backends, memory
-from grpo_kernels.rows.backends import eager
 from support import oracle
 from support.bits import same_bits
 from support.doors import compare, exact_of, run
@@ -89,7 +88,7 @@ class Poisoned(eager.Kernels):
     """The eager row kernels, on the layout of a GPU's: logits are read once, and no other memory is used for them or for rows
     of gradients that products have taken."""
 
-    writes_behind_reads = False
+    narrows_in_place = False
 
     def pull(self, rows, partials, slopes, out):
         super().pull(rows, partials, slopes, out)
@@ -242,7 +241,7 @@ def test_memory_of_a_live_gradient_is_not_reused(backend):
     """Held by a tensor's .grad, by numpy, or by a detached view, while further gradients are made."""
     batch = TokenBatch(torch.randint(300_000, (40,)), torch.randn(40))
     leaf, held = torch.randn(40, 300_000).requires_grad_(), []  # 48 MB
-    for i in range(memory.KEPT + 2):
+    for i in range(memory.MAX_BLOCKS + 2):
         scaled = (i + 1.0) * grpo_loss(leaf, batch, Objective.preset("dapo"), options=Options(backend=backend)).loss
         (gradient,) = torch.autograd.grad(scaled, leaf)
         held.append((gradient.detach()[1:], gradient[1:].clone()))

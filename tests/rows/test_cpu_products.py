@@ -19,12 +19,12 @@ from unittest import mock
 import pytest
 import torch
 
-from grpo_kernels.rows.backends import cpu_products
+from grpo_kernels.core.backends import cpu_matmuls
 from support import amx
 from support.processes import finish, start
 
-if cpu_products.available() is not None:
-    pytest.skip(cpu_products.available() or "", allow_module_level=True)
+if cpu_matmuls.available() is not None:
+    pytest.skip(cpu_matmuls.available() or "", allow_module_level=True)
 
 
 TOLERANCE = 5e-7
@@ -60,8 +60,8 @@ def dtype(request):
             stack.enter_context(amx.tiles())
             torch.set_float32_matmul_precision("high")
             stack.callback(torch.set_float32_matmul_precision, "highest")
-        stack.enter_context(cpu_products.using(engine))
-        assert cpu_products._engine_for(dtype) == engine
+        stack.enter_context(cpu_matmuls.using(engine))
+        assert cpu_matmuls._engine_for(dtype) == engine
         yield dtype
 
 
@@ -79,9 +79,9 @@ def product(function, *arguments, shape, dtype=FP32):
 def products(hidden, weight, gradient):
     """Logits, and the gradients of hidden states and weight."""
     return (
-        product(cpu_products.logits, hidden, weight, None, shape=(len(hidden), len(weight))),
-        product(cpu_products.d_hidden, gradient, weight, shape=tuple(hidden.shape)),
-        product(cpu_products.d_weight, gradient, hidden, None, shape=tuple(weight.shape)),
+        product(cpu_matmuls.logits, hidden, weight, None, shape=(len(hidden), len(weight))),
+        product(cpu_matmuls.d_hidden, gradient, weight, shape=tuple(hidden.shape)),
+        product(cpu_matmuls.d_weight, gradient, hidden, None, shape=tuple(weight.shape)),
     )
 
 
@@ -89,7 +89,7 @@ def check(got, a, b, start=0.0, engine=""):
     """got = start + a @ b."""
     begin = torch.as_tensor(start).double()
     exact, size = begin + a.double() @ b.double(), begin.abs() + a.double().abs() @ b.double().abs()
-    split = a.dtype == FP32 and (engine or cpu_products._engine_for(FP32)) == "amx"
+    split = a.dtype == FP32 and (engine or cpu_matmuls._engine_for(FP32)) == "amx"
     stored = 2.0**-8 * exact.abs() if got.dtype == BF16 else 0.0
     beyond = (got.double() - exact).abs() - stored - (SPLIT_TOLERANCE if split else TOLERANCE) * size
     assert (beyond <= 1e-37).all(), beyond.max()
@@ -100,18 +100,18 @@ def test_values(n, h, v, dtype):
     """The weight's gradient from 0, on top of what is there and of a sum elsewhere; in fp32, and rounded once at the end."""
     hidden, weight, gradient = operands(n, h, v, dtype)
     bias, start = torch.randn(v), torch.randn(v, h)
-    check(product(cpu_products.logits, hidden, weight, bias, shape=(n, v)), hidden, weight.T, bias)
+    check(product(cpu_matmuls.logits, hidden, weight, bias, shape=(n, v)), hidden, weight.T, bias)
     for of in (gradient, gradient.to(dtype)):
         logits, d_hidden, d_weight = products(hidden, weight, of)
         check(logits, hidden, weight.T)
         check(d_hidden, of.to(dtype), weight)
         check(d_weight, of.to(dtype).T, hidden)
         total = start.clone()
-        cpu_products.d_weight(of, hidden, total, total)
+        cpu_matmuls.d_weight(of, hidden, total, total)
         check(total, of.to(dtype).T, hidden, start)
-        rounded = product(cpu_products.d_weight, of, hidden, start, shape=(v, h), dtype=BF16)
+        rounded = product(cpu_matmuls.d_weight, of, hidden, start, shape=(v, h), dtype=BF16)
         assert torch.equal(rounded, total.bfloat16())
-        assert torch.equal(product(cpu_products.d_weight, of, hidden, None, shape=(v, h), dtype=BF16), d_weight.bfloat16())
+        assert torch.equal(product(cpu_matmuls.d_weight, of, hidden, None, shape=(v, h), dtype=BF16), d_weight.bfloat16())
 
 
 def test_results_depend_on_no_threads_and_a_row_on_no_other(dtype):
@@ -155,19 +155,19 @@ AMD, INTEL = "AuthenticAMD", "GenuineIntel"
 @pytest.mark.filterwarnings("ignore:the AMX products are wrong")
 def test_the_engine_of_a_processor(found, refusal, difference, engine, reason):
     with amx.processor(found, refusal, difference):
-        assert cpu_products.engine() == cpu_products.automatic() == engine
-        why_not = cpu_products.engines()
+        assert cpu_matmuls.engine() == cpu_matmuls.automatic() == engine
+        why_not = cpu_matmuls.engines()
         assert (why_not["amx"] is None) == (reason is None) and (reason or "") in (why_not["amx"] or "")
-        assert cpu_products.available() is None and why_not["avx512bf16"] is why_not["fp32"] is why_not["torch"] is None
-        assert cpu_products.amx_mismatch() == (why_not["amx"] if difference else None)
+        assert cpu_matmuls.available() is None and why_not["avx512bf16"] is why_not["fp32"] is why_not["torch"] is None
+        assert cpu_matmuls.amx_mismatch() == (why_not["amx"] if difference else None)
 
 
-@pytest.mark.parametrize("setting", ["auto", "", *cpu_products.ENGINES])
+@pytest.mark.parametrize("setting", ["auto", "", *cpu_matmuls.ENGINES])
 def test_the_setting_names_the_engine(setting, monkeypatch):
-    monkeypatch.setenv(cpu_products.SETTING, setting)
+    monkeypatch.setenv(cpu_matmuls.SETTING, setting)
     with amx.processor(amx.INTEL, difference=None):
-        assert cpu_products.engine() == (setting if setting in cpu_products.ENGINES else "amx")
-        assert cpu_products.available() == ("GRPO_KERNELS_PRODUCTS=torch" if setting == "torch" else None)
+        assert cpu_matmuls.engine() == (setting if setting in cpu_matmuls.ENGINES else "amx")
+        assert cpu_matmuls.available() == ("GRPO_KERNELS_PRODUCTS=torch" if setting == "torch" else None)
 
 
 @pytest.mark.parametrize(
@@ -178,16 +178,16 @@ def test_the_setting_names_the_engine(setting, monkeypatch):
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(setting, words, monkeypatch):
-    monkeypatch.setenv(cpu_products.SETTING, setting)
+    monkeypatch.setenv(cpu_matmuls.SETTING, setting)
     with amx.processor(amx.INTEL, refusal=errno.EPERM), pytest.raises(ValueError, match=words):
-        cpu_products.engine()
+        cpu_matmuls.engine()
 
 
 def test_amx_by_name_is_refused_if_it_is_wrong(monkeypatch):
-    monkeypatch.setenv(cpu_products.SETTING, "amx")
+    monkeypatch.setenv(cpu_matmuls.SETTING, "amx")
     words = "=amx: the AMX products are wrong on this machine: all differs; .* one of avx512bf16, fp32, torch"
     with amx.processor(amx.INTEL, difference="all differs"), pytest.raises(ValueError, match=words):
-        cpu_products.engine()
+        cpu_matmuls.engine()
 
 
 def test_fp32_operands_are_split_only_where_torch_may_use_less_than_fp32(monkeypatch):
@@ -195,10 +195,10 @@ def test_fp32_operands_are_split_only_where_torch_may_use_less_than_fp32(monkeyp
         raise RuntimeError("you have used mix of the legacy and new APIs")
 
     answers = [(lambda: "highest", "avx512bf16"), (lambda: "high", "amx"), (lambda: "medium", "amx"), (mixed, "avx512bf16")]
-    with amx.processor(amx.INTEL, difference=None), cpu_products.using("amx"):
+    with amx.processor(amx.INTEL, difference=None), cpu_matmuls.using("amx"):
         for precision, engine in answers:
             monkeypatch.setattr(torch, "get_float32_matmul_precision", precision)
-            assert cpu_products._engine_for(FP32) == engine and cpu_products._engine_for(BF16) == "amx"
+            assert cpu_matmuls._engine_for(FP32) == engine and cpu_matmuls._engine_for(BF16) == "amx"
 
 
 # ---- the comparison before AMX is used
@@ -209,7 +209,7 @@ def test_right_amx_products_pass_and_release_their_tiles():
     comparison takes on a processor: at 50 cycles each, 300,000 take 6 ms."""
     with amx.tiles(difference="as compared") as emulator:
         before = 0 if emulator is None else emulator.amx_executed()
-        assert cpu_products.engines()["amx"] is None and cpu_products.engine() == "amx" and cpu_products.amx_mismatch() is None
+        assert cpu_matmuls.engines()["amx"] is None and cpu_matmuls.engine() == "amx" and cpu_matmuls.amx_mismatch() is None
         if emulator is not None:
             assert 100_000 < emulator.amx_executed() - before < 300_000 and emulator.amx_configured() == 0
 
@@ -227,12 +227,12 @@ def test_a_broken_amx_unit_is_not_used(fault, monkeypatch, recwarn):
             pytest.skip("the AMX unit of this processor cannot be broken")
         emulator.amx_break(BROKEN_PROCESSORS[fault])
         try:
-            assert cpu_products.engine() == "fp32"
+            assert cpu_matmuls.engine() == "fp32"
         finally:
             emulator.amx_break(0)
-        assert cpu_products.engine() == cpu_products.automatic() == "fp32" and "are wrong" in cpu_products.engines()["amx"]
+        assert cpu_matmuls.engine() == cpu_matmuls.automatic() == "fp32" and "are wrong" in cpu_matmuls.engines()["amx"]
         hidden, weight, _ = operands(5, 70, 33)
-        check(product(cpu_products.logits, hidden, weight, None, shape=(5, 33)), hidden, weight.T)
+        check(product(cpu_matmuls.logits, hidden, weight, None, shape=(5, 33)), hidden, weight.T)
     (warning,) = recwarn
     assert re.search(
         r"^the AMX products are wrong on this machine: \d+ elements of \w+.* operands differ from the engine fp32 \(N = .*"
@@ -284,7 +284,7 @@ def low_part_lost(x):
 
 #: Faults of an engine -> of some product: a call that has them, made with the right one.
 BROKEN_ENGINES = {
-    "the last row is not written": broken_result(lambda out: out[-1].fill_(cpu_products.UNWRITTEN)),
+    "the last row is not written": broken_result(lambda out: out[-1].fill_(cpu_matmuls.UNWRITTEN)),
     "the last column is 0": broken_result(lambda out: out[:, -1].zero_()),
     "it writes past the end": broken_result(beyond),
     "results are rounded to bf16": broken_result(lambda out: out.copy_(out.bfloat16())),
@@ -320,7 +320,7 @@ BROKEN_ENGINES = {
 @pytest.mark.parametrize(("fault", "name"), [(fault, name) for fault, products in BROKEN_ENGINES.items() for name in products])
 def test_a_broken_engine_is_found(fault, name, monkeypatch):
     """Each fault in each product. The right engine is another one that is right, so this needs no emulator."""
-    made, broken = getattr(cpu_products, name), BROKEN_ENGINES[fault][name]
+    made, broken = getattr(cpu_matmuls, name), BROKEN_ENGINES[fault][name]
 
     def call(*arguments, by, threads):
         right = functools.partial(made, by="fp32", threads=threads)
@@ -328,23 +328,23 @@ def test_a_broken_engine_is_found(fault, name, monkeypatch):
 
     other = [n for n in ("logits", "d_hidden", "d_weight") if n != name]
     for n in other:
-        right = functools.partial(getattr(cpu_products, n), by="fp32")
-        monkeypatch.setattr(cpu_products, n, lambda *a, by, threads, right=right: right(*a, threads=threads))
-    monkeypatch.setattr(cpu_products, name, call)
-    found = cpu_products.first_difference("amx", "avx512bf16")
+        right = functools.partial(getattr(cpu_matmuls, n), by="fp32")
+        monkeypatch.setattr(cpu_matmuls, n, lambda *a, by, threads, right=right: right(*a, threads=threads))
+    monkeypatch.setattr(cpu_matmuls, name, call)
+    found = cpu_matmuls.first_difference("amx", "avx512bf16")
     assert found is not None and f"elements of {name}" in found and "differ from the engine avx512bf16" in found
 
 
 def test_engines_that_differ_in_the_order_of_their_sums_are_equal_in_the_comparison():
     """Every partial sum is an integer below 2^24, which fp32 holds exactly."""
-    assert cpu_products.first_difference("fp32", "avx512bf16") is None
-    for n, h, v in cpu_products.SHAPES:
+    assert cpu_matmuls.first_difference("fp32", "avx512bf16") is None
+    for n, h, v in cpu_matmuls.SHAPES:
         for hidden, weight, gradient in ((0, 0, 1), (0, 1, 0), (1, 0, 0)):
-            bits = [cpu_products.WIDE if wide else cpu_products.NARROW for wide in (hidden, weight, gradient)]
+            bits = [cpu_matmuls.WIDE if wide else cpu_matmuls.NARROW for wide in (hidden, weight, gradient)]
             shapes = ((n, h), (v, h), (n, v))
-            x, w, g = (cpu_products.integers(*shape, b).abs().double() for shape, b in zip(shapes, bits, strict=True))
+            x, w, g = (cpu_matmuls.integers(*shape, b).abs().double() for shape, b in zip(shapes, bits, strict=True))
             assert all(operand.min() >= 1 and (operand == operand.round()).all() for operand in (x, w, g))
-            more = 2.0**cpu_products.LARGE
+            more = 2.0**cpu_matmuls.LARGE
             assert max((x @ w.T).max() + more, (g @ w).max(), (g.T @ x).max() + more) < 2**24
 
 
@@ -352,10 +352,10 @@ def test_the_comparison_starts_no_threads():
     """Starting them, and waiting for them on a busy machine, takes longer than the products."""
     code = """
 import os, torch
-from grpo_kernels.rows.backends import cpu_products
+from grpo_kernels.core.backends import cpu_matmuls
 torch.set_num_threads(8)
 before = len(os.listdir("/proc/self/task"))
-assert cpu_products.first_difference("fp32", "avx512bf16") is None
+assert cpu_matmuls.first_difference("fp32", "avx512bf16") is None
 assert len(os.listdir("/proc/self/task")) == before
 """
     finish(start(code, OMP_NUM_THREADS="8"))
@@ -365,9 +365,9 @@ def test_a_comparison_without_memory_fails(monkeypatch):
     def without_memory(*_, **how):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(cpu_products, "d_weight", without_memory)
+    monkeypatch.setattr(cpu_matmuls, "d_weight", without_memory)
     assert (
-        cpu_products.first_difference("fp32", "avx512bf16") == "the comparison with avx512bf16 failed: MemoryError: no memory"
+        cpu_matmuls.first_difference("fp32", "avx512bf16") == "the comparison with avx512bf16 failed: MemoryError: no memory"
     )
 
 
@@ -387,20 +387,20 @@ class Counted:
 def test_threads_that_come_first_compare_and_warn_once(difference, monkeypatch, recwarn):
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
     compare = Counted(difference)
-    with amx.processor(amx.INTEL), mock.patch.object(cpu_products, "first_difference", compare):
+    with amx.processor(amx.INTEL), mock.patch.object(cpu_matmuls, "first_difference", compare):
         begin = threading.Barrier(8)
 
         def ask(i):
             begin.wait()
-            return cpu_products.engines()["amx"] if i % 4 == 3 else cpu_products.engine()
+            return cpu_matmuls.engines()["amx"] if i % 4 == 3 else cpu_matmuls.engine()
 
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(ask, range(8)))
         expected = "amx" if difference is None else "fp32"
         assert {a for i, a in enumerate(answers) if i % 4 != 3} == {expected}
-        assert {a for i, a in enumerate(answers) if i % 4 == 3} == {cpu_products.engines()["amx"]}
+        assert {a for i, a in enumerate(answers) if i % 4 == 3} == {cpu_matmuls.engines()["amx"]}
         for _ in range(3):
-            assert cpu_products.engine() == cpu_products.automatic() == expected
+            assert cpu_matmuls.engine() == cpu_matmuls.automatic() == expected
         assert compare.calls == [("amx", "fp32")]
         assert len(recwarn) == (0 if difference is None else 1)
 
@@ -410,8 +410,8 @@ def test_a_warning_that_is_an_error_is_raised_once(monkeypatch):
     with amx.processor(amx.INTEL, difference="3 elements differ"), warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match="3 elements differ"):
-            cpu_products.engine()
-        assert cpu_products.engine() == "fp32"
+            cpu_matmuls.engine()
+        assert cpu_matmuls.engine() == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -422,21 +422,21 @@ def test_a_warning_that_is_an_error_is_raised_once(monkeypatch):
     ],
 )  # fmt: skip
 def test_nothing_is_asked_or_compared_without_amx_or_with_another_engine(setting, found, monkeypatch):
-    monkeypatch.setenv(cpu_products.SETTING, setting)
+    monkeypatch.setenv(cpu_matmuls.SETTING, setting)
     with (
         amx.processor(found),
-        mock.patch.object(cpu_products, "first_difference") as compare,
-        mock.patch.object(cpu_products._cpu, "ask_for_tiles") as ask,
+        mock.patch.object(cpu_matmuls, "first_difference") as compare,
+        mock.patch.object(cpu_matmuls._cpu, "request_amx_permission") as ask,
     ):
-        assert cpu_products.engine() != "amx"
+        assert cpu_matmuls.engine() != "amx"
         assert not compare.called and not ask.called
 
 
 def test_asking_for_amx_says_why_it_is_refused():
     """Also where the processor has none, which the choice asks first."""
-    answer = cpu_products._cpu.ask_for_tiles()
-    assert cpu_products._cpu.ask_for_tiles() == answer and answer in {0, *cpu_products.REFUSALS}
-    if cpu_products._cpu.processor()[1] & cpu_products.AMX_TILE == 0:
+    answer = cpu_matmuls._cpu.request_amx_permission()
+    assert cpu_matmuls._cpu.request_amx_permission() == answer and answer in {0, *cpu_matmuls.REFUSALS}
+    if cpu_matmuls._cpu.processor()[1] & cpu_matmuls.AMX_TILE == 0:
         assert answer != 0
 
 
@@ -444,17 +444,17 @@ def test_a_process_that_is_forked_during_the_choice_can_choose():
     """A thread of the parent holds the lock, which it never releases in the child."""
     code = """
 import os, threading, time
-from grpo_kernels.rows.backends import cpu_products
+from grpo_kernels.core.backends import cpu_matmuls
 held, done = threading.Event(), threading.Event()
 def hold():
-    with cpu_products._lock:
+    with cpu_matmuls._lock:
         held.set()
         done.wait()
 threading.Thread(target=hold).start()
 held.wait()
 child = os.fork()
 if child == 0:
-    os._exit(0 if cpu_products.engine() in cpu_products.ENGINES else 1)
+    os._exit(0 if cpu_matmuls.engine() in cpu_matmuls.ENGINES else 1)
 for _ in range(600):
     ended, status = os.waitpid(child, os.WNOHANG)
     if ended:
@@ -475,7 +475,7 @@ assert ended and status == 0
 WITHOUT_MEMORY = """
 import contextlib, resource, statistics, sys
 import torch
-from grpo_kernels.rows.backends import cpu_products
+from grpo_kernels.core.backends import cpu_matmuls
 from support import amx
 
 def statm():
@@ -491,12 +491,12 @@ packed = {"avx512bf16": (n * 2 * 272 * 4, 4 * n * 256), "amx": (n // 32 * 17 * 2
 stack = contextlib.ExitStack()
 if engine == "amx":
     stack.enter_context(amx.tiles())
-stack.enter_context(cpu_products.using(engine))
+stack.enter_context(cpu_matmuls.using(engine))
 small, tall, wide = torch.zeros(n, 1), torch.zeros(8 * n, 1), torch.zeros(n, 64)
 calls = [  # (product, arguments, result, packed)
-    (cpu_products.d_hidden, (torch.randn(n, 2), bf16(2, 1)), small, 0),
-    (cpu_products.logits, (bf16(n, 513), bf16(64, 513), None), wide, packed[0]),
-    (cpu_products.d_weight, (torch.randn(8 * n, 1), bf16(8 * n, 1), None), torch.zeros(1, 1), packed[1]),
+    (cpu_matmuls.d_hidden, (torch.randn(n, 2), bf16(2, 1)), small, 0),
+    (cpu_matmuls.logits, (bf16(n, 513), bf16(64, 513), None), wide, packed[0]),
+    (cpu_matmuls.d_weight, (torch.randn(8 * n, 1), bf16(8 * n, 1), None), torch.zeros(1, 1), packed[1]),
 ]
 for product, arguments, out, packed in calls:
     product(*arguments, out)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_kernels.core import backends
 from grpo_kernels.formulas.filters import EntropyFloor, TrustRegion
 from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.formulas.ops import ops
@@ -16,7 +17,6 @@ from grpo_kernels.formulas.program import FormulaRefused
 from grpo_kernels.formulas.surrogates import Cispo, Custom
 from grpo_kernels.formulas.token_stage import TokenRows, random_inputs
 from grpo_kernels.objective import PRESETS, Objective
-from grpo_kernels.rows import backends
 from support.kernel_rows import KERNELS, TRITON, kernels
 
 #: More than one program of Triton's has, and more than one block of C++.
@@ -75,7 +75,7 @@ def test_a_formula_on_vectors_is_that_of_torch(module, name, off_policy):
     objective = OBJECTIVES[name]
     rows, logps, entropy = given(objective, off_policy=off_policy)
     stage = objective.stage(rows)
-    found = module.evaluate(stage, logps, entropy)
+    found = module.evaluate_formula(stage, logps, entropy)
     exact = objective.stage(changed(rows, Tensor.double)).terms(logps.double(), entropy.double())
     for ours, theirs in zip(found, (exact.losses, exact.d_logps, exact.d_entropy), strict=True):
         assert (ours is None) == (theirs is None)
@@ -93,7 +93,7 @@ def test_what_is_no_number_is_what_torch_makes_of_it(module, name):
     names = ("logps", "entropy", *rows.given())
     logps, entropy, *odd = random_inputs(names)
     stage = stage._replace(rows=replace(rows, **dict(zip(rows.given(), odd, strict=True))))
-    found, wanted = module.evaluate(stage, logps, entropy), backends.load("eager").Kernels().evaluate(stage, logps, entropy)
+    found, wanted = module.evaluate_formula(stage, logps, entropy), backends.load("eager").Kernels().evaluate_formula(stage, logps, entropy)
     assert not wanted[0].isfinite().all()
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours is None) == (theirs is None)
@@ -106,18 +106,18 @@ def test_a_row_does_not_depend_on_how_many_there_are(module):
     """Of none, of one, of whole blocks and of one more."""
     objective = OBJECTIVES["entropy floor and bonus"]
     rows, logps, entropy = given(objective, 1100)
-    whole = module.evaluate(objective.stage(rows), logps, entropy)
+    whole = module.evaluate_formula(objective.stage(rows), logps, entropy)
     for n in (0, 1, 255, 256, 257, 512, 1025):
-        some = module.evaluate(objective.stage(changed(rows, lambda x, n=n: x[:n])), logps[:n], entropy[:n])
+        some = module.evaluate_formula(objective.stage(changed(rows, lambda x, n=n: x[:n])), logps[:n], entropy[:n])
         assert all(x is not None and y is not None and torch.equal(x, y[:n]) for x, y in zip(some, whole, strict=True)), n
 
 
 def test_vectors_may_begin_anywhere(module):
     objective = OBJECTIVES["dapo"]
     rows, logps, entropy = given(objective)
-    whole = module.evaluate(objective.stage(rows), logps, entropy)
+    whole = module.evaluate_formula(objective.stage(rows), logps, entropy)
     for first in (1, 2, 3):
-        some = module.evaluate(objective.stage(changed(rows, lambda x, k=first: x[k:])), logps[first:], entropy[first:])
+        some = module.evaluate_formula(objective.stage(changed(rows, lambda x, k=first: x[k:])), logps[first:], entropy[first:])
         assert all(x is y or torch.equal(x, y[first:]) for x, y in zip(some, whole, strict=True))
 
 
@@ -137,7 +137,7 @@ def test_a_formula_that_is_no_program_runs_in_torch_and_strict_refuses_it(monkey
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
     falls_back, strict = (module.OrEager(), module.Kernels(True)) if TRITON else (module.Kernels(), module.Kernels(True))
     with pytest.warns(RuntimeWarning, match=r"formulas in PyTorch.*untraced cannot run in the kernels: torch\.sinh"):
-        losses, grad_logps, grad_entropy = falls_back.evaluate(stage, logps, entropy)
+        losses, grad_logps, grad_entropy = falls_back.evaluate_formula(stage, logps, entropy)
     assert torch.equal(losses, wanted.losses) and torch.equal(grad_logps, wanted.d_logps) and grad_entropy is None
     with pytest.raises(FormulaRefused, match="untraced cannot run in the kernels"):
-        strict.evaluate(stage, logps, entropy)
+        strict.evaluate_formula(stage, logps, entropy)

@@ -10,18 +10,25 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import Objective
+from grpo_kernels.core.backends import cpu, cpu_matmuls
+from grpo_kernels.core.pairs import Pairs
+from grpo_kernels.core.softmax import (
+    COEFFICIENTS,
+    GradientCoefficients,
+    LogitRows,
+    ReferenceRows,
+    RowTransform,
+    SoftmaxSums,
+    sums_for,
+)
 from grpo_kernels.formulas.surrogates import PolicyGradient
-from grpo_kernels.formulas.token_stage import NOTHING, ListedTerms, TokenRows, TokenStage, logp_term, prob_term
-from grpo_kernels.rows.backends import cpu, cpu_products
-from grpo_kernels.rows.partials import SLOPES, LogitRows, Partials, RowTransform, Second, Slopes, partials_of
-from grpo_kernels.rows.ragged import Ragged, Tokens
-from support.kernel_rows import KERNELS, kernels, slots_of
+from grpo_kernels.formulas.token_stage import NOTHING, TokenRows, TokenStage
 from support.processes import start
 
 Call = Callable[[Any, dict[str, Tensor]], Any]
 
 N, V, H = 6, 40, 8
-ENTROPY, JSD = partials_of(("entropy",)), partials_of(("entropy", "divergence"), "jsd")
+ENTROPY, JSD = sums_for(("entropy",)), sums_for(("entropy", "divergence"), "jsd")
 
 no_module = pytest.mark.skipif(cpu.available() is not None, reason="the compiled module is missing")
 
@@ -29,72 +36,62 @@ no_module = pytest.mark.skipif(cpu.available() is not None, reason="the compiled
 # ---- kernels
 
 
-def rows(x, read=True):
+def rows(x, mask=True):
     plain = RowTransform(1.0, 0.0, 1.0)
-    second = Second(x["second.logits"], plain, "jsd", 0.5) if "second.logits" in x else None
+    reference = ReferenceRows(x["reference.logits"], plain, "jsd", 0.5) if "reference.logits" in x else None
     return LogitRows(
-        x["logits"], x["targets"], x["read"] if read else None, RowTransform(1.0, 0.0, x["inv_temperature"]), second
+        x["logits"], x["targets"], x["mask"] if mask else None, RowTransform(1.0, 0.0, x["inverse_temperature"]), reference
     )
 
 
-def partials(x):
-    return Partials(x["partials"], JSD, "jsd", 0.5) if "second.logits" in x else Partials(x["partials"], ENTROPY)
+def sums(x):
+    return SoftmaxSums(x["sums"], JSD, "jsd", 0.5) if "reference.logits" in x else SoftmaxSums(x["sums"], ENTROPY)
 
 
-def slots(x):
-    return Ragged(x["slots.ids"], torch.arange(N + 1), x["slots.rows"])
+def pairs(x):
+    return Pairs(x["pairs.ids"], torch.arange(N + 1), x["pairs.rows"])
 
 
 def fused(b, x):
-    weight = x["divergence_weight"] if "second.logits" in x else None
-    inputs = TokenRows(x["targets"], x["read"], x["advantages"], x["policy_weight"], x["old_logps"], divergence_weight=weight)
-    b.fused(rows(x), TokenStage(NOTHING, inputs), x["out"])
+    weight = x["divergence_weight"] if "reference.logits" in x else None
+    inputs = TokenRows(x["targets"], x["mask"], x["advantages"], x["policy_weight"], x["old_logps"], divergence_weight=weight)
+    b.fused_loss(rows(x), TokenStage(NOTHING, inputs), x["out"])
 
 
 def evaluate(b, x):
     inputs = TokenRows(x["targets"], None, x["advantages"], x["policy_weight"], x["old_logps"])
-    b.evaluate(Objective(PolicyGradient()).stage(inputs), x["logps"], x["entropy"])
+    b.evaluate_formula(Objective(PolicyGradient()).stage(inputs), x["logps"], x["entropy"])
 
 
-def fused_tokens(b, x, of_rows=None, read=None):
-    of_rows = torch.arange(N) if of_rows is None else of_rows
-    listed = Ragged(x["listed.ids"], x["listed.offsets"], torch.arange(N))
-    inputs = TokenRows(x["targets"], read, x["advantages"], x["policy_weight"])
-    terms = ListedTerms(tuple((term, x["listed.values"]) for term in (logp_term, prob_term)), x["listed.offsets"])
-    stage = Objective(PolicyGradient()).stage(inputs, terms)
-    return b.fused_tokens(rows(x, False), Tokens(of_rows, x["targets"], read, N, listed), stage, x["out"])
-
-
-def pull(b, x):
-    names = SLOPES if "second.logits" in x else SLOPES[:4]
-    b.pull(rows(x, False), partials(x), Slopes(x["slopes"], names), x["out"])
+def gradient(b, x):
+    names = COEFFICIENTS if "reference.logits" in x else COEFFICIENTS[:4]
+    b.softmax_gradient(rows(x, False), sums(x), GradientCoefficients(x["coefficients"], names), x["out"])
 
 
 def product(name, *operands):
     return (lambda b, x: getattr(b, name)(*(x[operand] for operand in operands))), operands
 
 
-ROWS = ("logits", "inv_temperature", "targets")
-BESIDE = (*ROWS, "second.logits")
+ROWS = ("logits", "inverse_temperature", "targets")
+BESIDE = (*ROWS, "reference.logits")
 #: Functions of a backend, and the tensors that they take to a kernel, by their names in an error.
 OF_ROWS = {
-    "stats": (lambda b, x: b.stats(rows(x), ENTROPY), (*ROWS, "read")),
-    "pull": (pull, (*ROWS, "out", "partials", "slopes")),
-    "fused": (fused, (*ROWS, "read", "out")),
-    "fused_tokens": (fused_tokens, (*ROWS, "out", "listed.ids", "listed.offsets", "listed.values")),
+    "sums": (lambda b, x: b.softmax_sums(rows(x), ENTROPY), (*ROWS, "mask")),
+    "gradient": (gradient, (*ROWS, "out", "sums", "coefficients")),
+    "fused": (fused, (*ROWS, "mask", "out")),
     "evaluate": (evaluate, ("logps", "entropy")),
-    "stats beside": (lambda b, x: b.stats(rows(x), JSD), (*BESIDE, "read")),
-    "mixed beside": (lambda b, x: b.mixed(rows(x), partials(x)), ("logits", "inv_temperature", "second.logits", "read", "partials")),
-    "pull beside": (pull, (*BESIDE, "out", "partials", "slopes")),
-    "fused beside": (fused, (*BESIDE, "read", "out")),
+    "sums beside": (lambda b, x: b.softmax_sums(rows(x), JSD), (*BESIDE, "mask")),
+    "mixture beside": (lambda b, x: b.mixture_sums(rows(x), sums(x)), ("logits", "inverse_temperature", "reference.logits", "mask", "sums")),
+    "gradient beside": (gradient, (*BESIDE, "out", "sums", "coefficients")),
+    "fused beside": (fused, (*BESIDE, "mask", "out")),
 }  # fmt: skip
-OF_SLOTS = {
-    "slot_logits": (lambda b, x: b.slot_logits(x["hidden"], x["weight"], slots(x)), ("hidden", "weight", "slots.ids", "slots.rows")),
-    "add_weight_rows": (
-        lambda b, x: b.add_weight_rows(x["values"], slots(x), x["weight"], x["out"]), ("values", "weight", "out", "slots.ids", "slots.rows")
+OF_PAIRS = {
+    "pair_logits": (lambda b, x: b.pair_logits(x["hidden"], x["weight"], pairs(x)), ("hidden", "weight", "pairs.ids", "pairs.rows")),
+    "add_grad_hidden_of_pairs": (
+        lambda b, x: b.add_grad_hidden_of_pairs(x["values"], pairs(x), x["weight"], x["out"]), ("values", "weight", "out", "pairs.ids", "pairs.rows")
     ),
-    "add_hidden_rows": (
-        lambda b, x: b.add_hidden_rows(x["values"], slots(x), x["hidden"], x["out"]), ("values", "hidden", "out", "slots.ids", "slots.rows")
+    "add_grad_weight_of_pairs": (
+        lambda b, x: b.add_grad_weight_of_pairs(x["values"], pairs(x), x["hidden"], x["out"]), ("values", "hidden", "out", "pairs.ids", "pairs.rows")
     ),
 }  # fmt: skip
 OF_PRODUCTS = {
@@ -107,17 +104,16 @@ OF_PRODUCTS = {
 def arguments(function):
     """What every function takes, right."""
     beside = "beside" in function
-    out = {"add_weight_rows": (N, H), "add_hidden_rows": (V, H), "logits": (N, V), "d_hidden": (N, H), "d_weight": (V, H)}
-    vectors = ("inv_temperature", "advantages", "policy_weight", "old_logps", "divergence_weight", "values", "logps", "entropy")
+    out = {"add_grad_hidden_of_pairs": (N, H), "add_grad_weight_of_pairs": (V, H), "logits": (N, V), "d_hidden": (N, H), "d_weight": (V, H)}
+    vectors = ("inverse_temperature", "advantages", "policy_weight", "old_logps", "divergence_weight", "values", "logps", "entropy")
     return {
         "logits": torch.randn(1, N, V), "out": torch.zeros(out.get(function, (1, N, V))),
-        "targets": torch.arange(N), "read": torch.ones(N, dtype=torch.bool),
-        "partials": torch.rand(len(JSD if beside else ENTROPY), N) + 1.0, "slopes": torch.rand(5 if beside else 4, N),
-        "listed.ids": torch.arange(N), "listed.offsets": torch.arange(N + 1), "listed.values": torch.rand(N),
-        "slots.ids": torch.arange(N), "slots.rows": torch.arange(N),
+        "targets": torch.arange(N), "mask": torch.ones(N, dtype=torch.bool),
+        "sums": torch.rand(len(JSD if beside else ENTROPY), N) + 1.0, "coefficients": torch.rand(5 if beside else 4, N),
+        "pairs.ids": torch.arange(N), "pairs.rows": torch.arange(N),
         "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "bias": torch.zeros(V), "gradient": torch.randn(N, V),
         "start": torch.zeros(V, H), **{name: torch.rand(N) for name in vectors},
-        **({"second.logits": torch.randn(1, N, V)} if beside else {}),
+        **({"reference.logits": torch.randn(1, N, V)} if beside else {}),
     }  # fmt: skip
 
 
@@ -146,8 +142,8 @@ def not_refused(backend, functions):
 
 
 def everything_not_refused():
-    found = not_refused(cpu.Kernels(), OF_ROWS | OF_SLOTS)
-    return found + (not_refused(cpu_products, OF_PRODUCTS) if cpu_products.available() is None else [])
+    found = not_refused(cpu.Kernels(), OF_ROWS | OF_PAIRS)
+    return found + (not_refused(cpu_matmuls, OF_PRODUCTS) if cpu_matmuls.available() is None else [])
 
 
 @no_module
@@ -160,34 +156,12 @@ def test_rows_that_cannot_be_are_refused():
     """By the module: no address or one that is not aligned, no dtype, sizes and strides beyond memory, rows behind the last."""
     at = torch.zeros(64).data_ptr()
     right = (at, 0, (2, 2, 4), (8, 4, 1), 0, 4)
-    cpu._cpu.Memory(*right)
+    cpu._cpu.Rows(*right)
     for place, wrong in (
         (0, 0), (0, at + 1), (1, 3), (2, (2, 2, -1)), (2, (2**40, 2**40, 4)), (3, (2**62, 4, 1)), (3, (8, 4, 2)), (4, -1), (5, 5),
     ):  # fmt: skip
         with pytest.raises(ValueError):
-            cpu._cpu.Memory(*right[:place], wrong, *right[place + 1 :])
-
-
-@no_module
-@pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith("cpu")])
-def test_what_tokens_name_outside_of_their_row(name):
-    """A NaN in the row of who names it; rows beside it keep their bits, and memory around is not written. Of six tokens rows 1 and
-    3 have two each, rows 2, 4 and 5 none; one is not read."""
-    of_rows, read, memory = torch.tensor([3, 0, 3, 9, 1, 1]), torch.arange(N) != 3, torch.full((3, N, 1003), 7.0).bfloat16()
-    listed = slots_of([torch.randperm(1003)[:n].tolist() for n in (40, 0, 20, 3, 1, 40)])
-    own = {"logits": torch.randn(1, N, 1003).bfloat16(), "targets": torch.randint(1003, (N,)), "out": memory[1:2]}
-    own |= {"listed.ids": listed.ids, "listed.offsets": listed.offsets, "listed.values": torch.randn(104)}
-    x = arguments("fused_tokens") | own
-    with kernels(name) as module:
-        fused_tokens(module, x, of_rows, read)
-        expected = memory[1].clone()
-        assert expected.any(1).tolist() == [True, True, False, True, False, False]
-        for outside in (-1, 1003, 1 << 60):
-            named, ids = x["targets"].clone(), listed.ids.clone()
-            named[0], ids[-1] = outside, outside
-            found = fused_tokens(module, x | {"targets": named, "listed.ids": ids}, of_rows, read)
-            assert found[2].isnan().tolist() == [True, *4 * [False], True] and (memory[[0, 2]] == 7.0).all()
-            assert torch.equal(memory[1, [0, 2, 4, 5]], expected[[0, 2, 4, 5]])
+            cpu._cpu.Rows(*right[:place], wrong, *right[place + 1 :])
 
 
 # ---- without assertions
@@ -214,7 +188,7 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location("grpo_kernels._cpu", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-print(*module.isas(), module.isa(), module.has_products())
+print(*module.isas(), module.isa(), module.has_matmuls())
 """
 
 

@@ -44,9 +44,9 @@ def module(request):
         yield module
 
 
-def drawn(vocab=V, dtype=torch.float32, shape=(2, 3), second=None, **fields):
+def drawn(vocab=V, dtype=torch.float32, shape=(2, 3), reference=None, **fields):
     r = Rows((4 * torch.randn(*shape, vocab)).clamp(-6e4, 6e4).to(dtype), **fields)
-    return beside(r, r.logits.float() + torch.randn(*shape, vocab), second, COOL) if second else r
+    return beside(r, r.logits.float() + torch.randn(*shape, vocab), reference, COOL) if reference else r
 
 
 def check_each_way(module, r):
@@ -64,7 +64,7 @@ def test_values_and_gradients(module):
         check_each_way(module, drawn(vocab, dtype, transform=TRANSFORMS[name]))
     for name in list(TRANSFORMS)[-1:] if TRITON else TRANSFORMS:
         t = torch.tensor([0.5, 1.0, 2.0, 0.1, 1.0, 3.0])
-        check_each_way(module, drawn(V, transform=TRANSFORMS[name]._replace(inv_temperature=t)))
+        check_each_way(module, drawn(V, transform=TRANSFORMS[name]._replace(inverse_temperature=t)))
 
 
 def rise(by):
@@ -142,7 +142,7 @@ def test_where_rows_lie(module, view, second):
             expected, around = way(module, one), whole.clone()
             of_view = replace(one, logits=logits)
             if second:
-                of_view.second = one.second._replace(logits=of_second)
+                of_view.reference = one.reference._replace(logits=of_second)
             same(way(module, of_view), expected, dtype)
             before = whole.clone()
             same(way(module, of_view, out=logits), expected, "in place")
@@ -156,7 +156,7 @@ def test_a_row_depends_on_nothing_but_itself(module, second):
     """Bit by bit: not on threads, on the range of rows, on the rows beside it."""
     for dtype in SOME if second is None else SOME[:1]:
         vocab = 2085 if second and not TRITON else 20_011 if in_cpp(module) else V
-        r = drawn(vocab, dtype, (3, 4), second, transform=PLAIN._replace(inv_temperature=torch.linspace(0.5, 2.0, 12)))
+        r = drawn(vocab, dtype, (3, 4), second, transform=PLAIN._replace(inverse_temperature=torch.linspace(0.5, 2.0, 12)))
         for way, one in ways(r):
             values, gradient = way(module, one)
             torch.set_num_threads(3)
@@ -180,17 +180,17 @@ def test_rows_that_are_not_read(module, second):
     read = torch.tensor([True, False, True, True, False, True])
     t = torch.tensor([0.8, math.nan, 1.0, 1.2, math.inf, 1.0])
     for dtype in SOME:
-        fine = PLAIN._replace(inv_temperature=torch.where(read, t, 1.0))
-        for way, one in ways(drawn(1000, dtype, second=second, read=read, transform=fine)):
+        fine = PLAIN._replace(inverse_temperature=torch.where(read, t, 1.0))
+        for way, one in ways(drawn(1000, dtype, reference=second, mask=read, transform=fine)):
             bad = replace(
-                one, logits=one.logits.clone(), targets=one.targets.clone(), transform=PLAIN._replace(inv_temperature=t)
+                one, logits=one.logits.clone(), targets=one.targets.clone(), transform=PLAIN._replace(inverse_temperature=t)
             )
             bad.logits.view(6, -1)[~read] = torch.tensor([math.nan, math.inf])[:, None].to(dtype)
             bad.targets[~read] = torch.tensor([2**40, -100])
             expected = way(module, one)
-            if bad.second is not None:
-                bad.second = bad.second._replace(logits=bad.second.logits.clone())
-                bad.second.logits.view(6, -1)[~read] = math.nan
+            if bad.reference is not None:
+                bad.reference = bad.reference._replace(logits=bad.reference.logits.clone())
+                bad.reference.logits.view(6, -1)[~read] = math.nan
             same(way(module, bad), expected)
             for name, x in expected[0].items():
                 assert name == "top_prob" or (not x[~read].any() and x[read].all()), name

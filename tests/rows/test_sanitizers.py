@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_kernels.rows.backends import cpu
+from grpo_kernels.core.backends import cpu
 from support import amx
 from support.pairs import MANY
 from support.processes import for_its_own_pytest, said
@@ -30,7 +30,7 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location("grpo_kernels._cpu", sys.argv[1])
 sys.modules["grpo_kernels._cpu"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-from grpo_kernels.rows.backends import cpu
+from grpo_kernels.core.backends import cpu
 assert cpu._cpu is module
 """
 TESTS = f"""{WITH_MODULE}
@@ -71,11 +71,11 @@ for i in range(rows):
     logits[i][:] = [0x3C00 + (7 * i + j) % 1024 for j in range(vocab)]
 outs = [((ctypes.c_float * rows) * 4)() for _ in range(2)]
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-own = module.LogitRows(ctypes.addressof(logits), 2, (1, rows, vocab), (0, vocab, 1), 0, rows, 1.0, 0.0, 1.0, 0)
+policy = module.LogitRows(ctypes.addressof(logits), 2, (1, rows, vocab), (0, vocab, 1), 0, rows, 1.0, 0.0, 1.0, 0)
 for out, threads in zip(outs, (1, 200)):
     if threads > 1 and room:
         resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
-    module.stats(own, None, ctypes.addressof(targets), 0, module.Named(ctypes.addressof(out), (4, rows), (rows, 1), 0b1111), threads)
+    module.softmax_sums(policy, None, ctypes.addressof(targets), 0, module.NamedRows(ctypes.addressof(out), (4, rows), (rows, 1), 0b1111), threads)
 assert bytes(outs[0]) == bytes(outs[1]) and all(x > 1 for x in outs[0][1])
 """
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_kernels.rows.backends import eager
-from grpo_kernels.rows.ragged import Ragged
+from grpo_kernels.core.backends import eager
+from grpo_kernels.core.pairs import Pairs
 from support.bits import note
 from support.kernel_rows import DTYPES, EPS, KERNELS, TRITON, UNIT, kernels, matrix, random_slots, slots_of, values_for
 
@@ -33,14 +33,14 @@ def check(module, slots, hidden, weight, d_hidden, d_weight):
     values, (n, width) = values_for(slots), hidden.shape
     used = slots.ids >= 0
     x, w = hidden.double()[slots.rows], weight.double()[slots.ids.clamp(min=0)]
-    got = module.slot_logits(hidden, weight, slots)
+    got = module.pair_logits(hidden, weight, slots)
     assert got.dtype == torch.float32 and (got[~used] == -torch.inf).all()
     close(got[used], (x * w).sum(1)[used], (x * w).abs().sum(1)[used], 4 + width / 8)
     counted = used & (values != 0)
     by_row, by_id, v = slots.rows[counted], slots.ids[counted], values.double()[counted, None]
     for add, to, source, terms, out, kept in (
-        (module.add_weight_rows, by_row, weight, v * w[counted], d_hidden, 0.0),
-        (module.add_hidden_rows, by_id, hidden, v * x[counted], d_weight, 1.0),
+        (module.add_grad_hidden_of_pairs, by_row, weight, v * w[counted], d_hidden, 0.0),
+        (module.add_grad_weight_of_pairs, by_id, hidden, v * x[counted], d_weight, 1.0),
     ):
         before, named = out.clone(), torch.zeros(len(out), dtype=torch.bool).index_fill(0, to, True)
         add(values, slots, source, out)
@@ -72,7 +72,7 @@ def test_what_no_slot_names_is_not_read(module, dtype):
     slots = slots_of([[3, -1, 5], [], [-1, -1], [3, 4], [1, 3]])
     hidden, weight = torch.full((5, 37), torch.nan).to(dtype), torch.full((7, 37), torch.nan).to(dtype)
     hidden[[0, 3, 4]], weight[[1, 3, 4, 5]] = matrix(3, 37, dtype, 1), matrix(4, 37, dtype, 2)
-    assert not module.slot_logits(hidden, weight, slots).isnan().any()
+    assert not module.pair_logits(hidden, weight, slots).isnan().any()
     hidden[3] = weight[1] = weight[4] = torch.nan
     values = torch.tensor([0.5, torch.nan, 2.0, 1.0, torch.nan, 0.0, 0.0, 0.0, 0.25])  # row 3 has none, nor have ids 1 and 4
     _, *found = results(module, values, slots, hidden, weight)
@@ -88,16 +88,16 @@ def test_what_no_slot_names_is_not_read(module, dtype):
 def test_sums_are_rounded_once(module, dtype):
     """Terms that are each too small for the sum's dtype still count."""
     n, eps, out = 64, torch.finfo(dtype).eps, torch.ones(2, 21, dtype=dtype)
-    module.add_hidden_rows(torch.full((n,), eps / 4), slots_of([[1]] * n), torch.ones(n, 21, dtype=dtype), out)
+    module.add_grad_weight_of_pairs(torch.full((n,), eps / 4), slots_of([[1]] * n), torch.ones(n, 21, dtype=dtype), out)
     assert (out[1] == 1 + eps * n / 4).all() and (out[0] == 1).all()
 
 
 def results(module, values, slots, hidden, weight):
     """The three products, the sums into zeros."""
     d_hidden, d_weight = torch.zeros(hidden.shape), torch.zeros(weight.shape)
-    module.add_weight_rows(values, slots, weight, d_hidden)
-    module.add_hidden_rows(values, slots, hidden, d_weight)
-    return module.slot_logits(hidden, weight, slots), d_hidden, d_weight
+    module.add_grad_hidden_of_pairs(values, slots, weight, d_hidden)
+    module.add_grad_weight_of_pairs(values, slots, hidden, d_weight)
+    return module.pair_logits(hidden, weight, slots), d_hidden, d_weight
 
 
 def assert_threads_change_no_bit(module, *arguments):
@@ -117,7 +117,7 @@ def test_slots_of_an_id_keep_their_order_when_threads_sort(module):
     ids, rows = torch.randint(0, vocab, (n,), generator=g), torch.arange(n)
     ids[5:9] = ids[-1] = 17
     ids[(torch.arange(n) > 100) & (ids == 17)] = 18
-    slots, values = Ragged(ids, torch.arange(n + 1), rows), torch.randn(n, generator=g)
+    slots, values = Pairs(ids, torch.arange(n + 1), rows), torch.randn(n, generator=g)
     values[ids == 17] = 0.0
     values[5:9] = torch.tensor([2.0**24, 1.0, -(2.0**24), 0.5])
     hidden, weight = torch.ones(n, 2), torch.ones(vocab, 2)

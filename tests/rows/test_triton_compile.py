@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_kernels.core.softmax import LogitRows, ReferenceRows, RowTransform
 from grpo_kernels.formulas.surrogates import Cispo, Clip, Custom, PolicyGradient, ops
 from grpo_kernels.objective import Objective
-from grpo_kernels.rows.partials import LogitRows, RowTransform, Second
 from support.kernel_rows import Rows, random_slots, values_for, visited
 from support.processes import interpreted
 
@@ -22,10 +22,10 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.assembly import code, taken
 from benchmarks.launches import KERNELS, OBJECTIVES, TARGETS, compiling, device_name, token_rows
-from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.core.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(
-    not isinstance(backend._stats_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
+    not isinstance(backend.softmax_sums_kernel, JITFunction), reason="TRITON_INTERPRET=1: there is nothing to compile"
 )
 
 PLAIN = RowTransform(1.0, 0.0, 1.0)
@@ -34,12 +34,12 @@ PLAIN = RowTransform(1.0, 0.0, 1.0)
 def fuse(logits, objective, transform=PLAIN, rows=None):
     """A launch of the fused kernel, in place."""
     rows = token_rows(logits.shape[0] * logits.shape[1], objective) if rows is None else rows
-    KERNELS.fused(LogitRows(logits, rows.targets, rows.read, transform), objective.stage(rows), logits)
+    KERNELS.fused_loss(LogitRows(logits, rows.targets, rows.read, transform), objective.stage(rows), logits)
 
 
 def on_vectors(n, objective, offset=0):
     """A launch of the formula alone, on vectors that start at `offset` in their memory."""
-    KERNELS.evaluate(objective.stage(token_rows(n, objective, offset=offset)), *torch.zeros(2, n + offset)[:, offset:])
+    KERNELS.evaluate_formula(objective.stage(token_rows(n, objective, offset=offset)), *torch.zeros(2, n + offset)[:, offset:])
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -48,7 +48,7 @@ def test_formulas_on_vectors_compile_ahead_of_time(target):
     with compiling(target) as launches:
         for objective in OBJECTIVES.values():
             on_vectors(700, replace(objective, entropy_coef=0.01))
-    assert {name for name, _ in launches} == {"_evaluate_kernel"} and len(launches) == len(OBJECTIVES)
+    assert {name for name, _ in launches} == {"evaluate_formula_kernel"} and len(launches) == len(OBJECTIVES)
     for _, kernel in launches:
         assert not re.search(r"\.f64|_f64", code(kernel)) and not taken(kernel)["spilled"], kernel.metadata.name
 
@@ -84,15 +84,15 @@ def test_no_length_no_schedule_and_no_mixture_compiles_again(columns):
             transform = RowTransform(draw.choice((1.0, 16.0, draw.random())), draw.choice((1.0, 30.0)), draw.choice((1.0, 0.5)))
             fuse(logits, objective, transform, token_rows(n, objective, offset=draw.randint(0, 3)))
             visited(KERNELS, Rows(logits, transform), logits, (0, n) if call % 3 else (n // 3, n - n // 4))
-            second = Second(torch.zeros_like(logits), transform, "jsd", draw.choice((0.5, draw.random())))
-            visited(KERNELS, Rows(logits, transform, second))
+            reference = ReferenceRows(torch.zeros_like(logits), transform, "jsd", draw.choice((0.5, draw.random())))
+            visited(KERNELS, Rows(logits, transform, reference))
             KERNELS.scale_(torch.zeros(n, columns, dtype=torch.bfloat16), torch.ones(()))
             on_vectors(n, objective, draw.randint(0, 3))
             width, half = draw.choice((16, 48, 1024)), torch.bfloat16
             launch_slots(n, draw.choice((16, 17, 50)), width, half, half, 3 * (columns % 2))
             if call == 0:
                 first = variants()
-    several = ("_scale_kernel", "_stats_kernel")  # of other lengths; also for the top id alone, beside a second stream
+    several = ("scale_kernel", "softmax_sums_kernel")  # of other lengths; also for the top id alone, beside a second stream
     assert all(count <= before.get(name, 0) + 1 for name, count in first.items() if name not in several), (before, first)
     assert variants() == first and len({name for name, _ in launches}) == 12
 
@@ -130,11 +130,11 @@ def test_each_formula_has_its_own_kernel(monkeypatch):
 def launch_slots(n, vocab, width, hidden, weight, gap=0):
     slots = random_slots(n, vocab)
     x, y = (torch.zeros(rows, width + gap, dtype=dtype)[:, :width] for rows, dtype in ((n, hidden), (vocab, weight)))
-    KERNELS.slot_logits(x, y, slots)
-    KERNELS.add_weight_rows(values_for(slots), slots, y, x)
+    KERNELS.pair_logits(x, y, slots)
+    KERNELS.add_grad_hidden_of_pairs(values_for(slots), slots, y, x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "PIECE", 4)  # so that an id may be cut
-        KERNELS.add_hidden_rows(values_for(slots), slots, x, y)
+        KERNELS.add_grad_weight_of_pairs(values_for(slots), slots, x, y)
 
 
 # ---- kernels that the compiler refuses, and what stands in for them

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_kernels.rows.partials import RowTransform, Second
+from grpo_kernels.core.softmax import ReferenceRows, RowTransform
 from support.kernel_rows import (
     CAPPED,
     COOL,
@@ -45,7 +45,7 @@ def module(request):
 
 def two(z, w, kind, mixture, transform=PLAIN, own=PLAIN, **fields):
     """Rows [n, V] of both streams."""
-    return Rows(z[None], transform, Second(w[None], own, kind, mixture), **fields)
+    return Rows(z[None], transform, ReferenceRows(w[None], own, kind, mixture), **fields)
 
 
 def check_each_way(module, r):
@@ -75,9 +75,9 @@ def test_values_and_gradients(module, kind, mixture):
     for i, vocab in enumerate((1, 131, 530) if TRITON else (1, 2, 7, 33, V, 1030, 5003)):
         for own, of_second, *transforms in cases[i % 4 : i % 4 + 1] if TRITON else cases:
             z, w = row_pairs(vocab)
-            r = Rows(z.to(own)[None], transforms[0], Second(w.to(of_second)[None], transforms[1], kind, mixture))
+            r = Rows(z.to(own)[None], transforms[0], ReferenceRows(w.to(of_second)[None], transforms[1], kind, mixture))
             check_each_way(module, r)
-            without = module.fused(given(r), stage_of(r), None)[2]
+            without = module.fused_loss(given(r), stage_of(r), None)[2]
             assert torch.equal(without, fused(module, r)[0]["losses"])
 
 
@@ -123,7 +123,7 @@ def test_what_is_impossible_or_no_number(module, kind, mixture):
     z[0, 250], w[1, -1], z[2], w[3] = math.nan, math.nan, -math.inf, -math.inf
     front[4, 7], behind[5, 200] = -math.inf, -math.inf
     z[8], w[8] = math.nan, math.inf
-    r = two(z, w, kind, mixture, targets=torch.full((9,), 9), read=torch.arange(9) < 8)
+    r = two(z, w, kind, mixture, targets=torch.full((9,), 9), mask=torch.arange(9) < 8)
     for way, one in ((visited, r), (visited, r.divergence_alone), (fused, r.divergence_alone)):
         values, gradient = way(module, one)
         check(one, (values, gradient))
@@ -149,12 +149,12 @@ def test_maxima_that_rise_apart(module, kind, mixture):
 def test_a_gradient_over_the_second_stream(module, kind, mixture, monkeypatch):
     """Where both streams are the same memory, and several warps share a row."""
     if TRITON:
-        from grpo_kernels.rows.backends.triton.launch import LAUNCH
+        from grpo_kernels.core.backends.triton.launch import LAUNCH
 
-        monkeypatch.setitem(LAUNCH, "two", LAUNCH["two"]._replace(threads=64))
+        monkeypatch.setitem(LAUNCH, "reference", LAUNCH["reference"]._replace(threads=64))
     both = row_pairs(291)[0][None]
     r = two(both[0], both[0], kind, mixture, PLAIN, COOL, targets=torch.arange(10) * 40)
     found, memory = visited(module, replace(r, logits=both.clone())), both.clone()
-    shared = replace(r, logits=memory, second=r.second._replace(logits=memory))
+    shared = replace(r, logits=memory, reference=r.reference._replace(logits=memory))
     if not type(module).__module__.endswith("eager"):
         same(visited(module, shared, out=memory), found)

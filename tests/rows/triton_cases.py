@@ -12,15 +12,15 @@ import torch
 from test_slot_products import close
 from torch import Tensor
 
+from grpo_kernels.core.backends import triton
+from grpo_kernels.core.backends.triton.launch import LAUNCH, Choice
+from grpo_kernels.core.softmax import RowTransform
 from grpo_kernels.formulas.filters import TRUST_REGIONS, EntropyFloor, TrustRegion
 from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
 from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.surrogates import Cispo, Custom
 from grpo_kernels.formulas.token_stage import TokenRows
 from grpo_kernels.objective import PRESETS, Objective
-from grpo_kernels.rows.backends import triton
-from grpo_kernels.rows.backends.triton.launch import LAUNCH, Choice
-from grpo_kernels.rows.partials import RowTransform
 from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, given, matrix, same, slots_of
 
 WIDTH = 0.5
@@ -96,8 +96,8 @@ def compare_with_torch(objective, old):
         entropy_weight=objective.entropy_coef * torch.rand(n) if objective.entropy_coef else None, sampler_logps=base + 0.1 * torch.randn(n),
     )  # fmt: skip
     outs = [torch.full_like(r.logits, math.nan) for _ in range(2)]
-    ours = backend.fused(given(r), objective.stage(rows), outs[0])
-    visits = backend.two_visits(given(r), objective.stage(rows), outs[1], 8)
+    ours = backend.fused_loss(given(r), objective.stage(rows), outs[0])
+    visits = backend.loss_in_two_passes(given(r), objective.stage(rows), outs[1], 8)
     for got, want in ((ours[2], visits[2]), (outs[0], outs[1])):
         assert want.abs().max() > 1e-3 and (got - want).abs().max() <= 3e-6 * want.abs().max()
 
@@ -159,10 +159,10 @@ def test_an_id_with_many_slots_is_summed_in_pieces(width, monkeypatch):
     terms, zeros = values.double()[:, None] * hidden.double(), torch.zeros(8, width)
     want, size = (zeros.double().index_add(0, ids, x) for x in (terms, terms.abs()))
     out = zeros.clone()
-    backend.add_hidden_rows(values, slots, hidden, out)
+    backend.add_grad_weight_of_pairs(values, slots, hidden, out)
     close(out, want, size + 1e-30, 40)  # of a piece, and of pieces: fewer roundings than slots
-    monkeypatch.setitem(LAUNCH, "slots", LAUNCH["slots"]._replace(threads=32))
+    monkeypatch.setitem(LAUNCH, "pairs", LAUNCH["pairs"]._replace(threads=32))
     for id in counts:
         alone = zeros.clone()
-        backend.add_hidden_rows(values, slots._replace(ids=torch.where(ids == id, id, -1)), hidden, alone)
+        backend.add_grad_weight_of_pairs(values, slots._replace(ids=torch.where(ids == id, id, -1)), hidden, alone)
         assert torch.equal(alone[id], out[id]) and not alone[torch.arange(8) != id].any(), id

@@ -14,16 +14,16 @@ import triton as language
 from triton.runtime.interpreter import InterpretedFunction
 
 from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
+from grpo_kernels.core import backends
+from grpo_kernels.core.backends import triton
 from grpo_kernels.formulas.surrogates import Custom
 from grpo_kernels.formulas.token_stage import TokenRows
-from grpo_kernels.rows import backends
-from grpo_kernels.rows.backends import triton
 from support.doors import batch_of, compare, objective_of, run
 from support.kernel_rows import Rows, check, ways
 from support.recipes import Recipe, problem
 
 backend = triton.Kernels()
-KERNELS = ("stats", "pull", "fused", "scale")
+KERNELS = ("softmax_sums", "softmax_gradient", "fused_loss", "scale")
 OUT = language.OutOfResources(262144, 232448, "shared memory")
 REASON = f"OutOfResources: {OUT}".rstrip(".")
 
@@ -45,7 +45,7 @@ Refuse = Callable[..., Counter[tuple[str, int]]]
 
 @pytest.fixture
 def refuse(monkeypatch):
-    """refuse("stats", above=256): tiles of more lanes raise, others run. Returns the launches, by (kernel, lanes)."""
+    """refuse("softmax_sums", above=256): tiles of more lanes raise, others run. Returns the launches, by (kernel, lanes)."""
     run = InterpretedFunction.run
 
     def set_up(*kernels, above=0, error=OUT, compiling=False):
@@ -88,8 +88,8 @@ def test_a_smaller_tile_is_right_and_remembered(above, dtype, refuse):
 
     with pytest.warns(RuntimeWarning) as caught:
         check_both(r)
-    full = {name: max(lanes for kernel, lanes in launches if kernel == name) for name in ("stats", "pull", "fused")}
-    assert full["fused"] > above and all(count == 1 for (_, lanes), count in launches.items() if lanes > above)
+    full = {name: max(lanes for kernel, lanes in launches if kernel == name) for name in ("softmax_sums", "softmax_gradient", "fused_loss")}
+    assert full["fused_loss"] > above and all(count == 1 for (_, lanes), count in launches.items() if lanes > above)
     halved = [name for name, lanes in full.items() if lanes > above]
     for name, message in zip(halved, messages(caught.list), strict=True):
         said = (f"kernel {name} ", f"{full[name]} x ", f"{above} x ", REASON, "python -m grpo_kernels doctor")
@@ -116,7 +116,7 @@ def test_eager_takes_the_calls_of_a_kernel_that_cannot_run(kernels, recipe, refu
     assert not refused & set(launches) and len(messages(caught)) == len({name for name, _ in refused})
     for kernel, _ in refused:
         (message,) = (m for m in messages(caught) if f"kernel {kernel} " in m)
-        instead = "second visit" if kernel == "fused" else "eager PyTorch"
+        instead = "second pass" if kernel == "fused_loss" else "eager PyTorch"
         assert all(words in message for words in (instead, " x 4 ", REASON, "python -m grpo_kernels doctor")), message
 
 
@@ -126,15 +126,15 @@ def test_no_fallback_where_none_is_allowed(how, refuse):
     given = {"strict": {"strict": True}, "by name": {"backend": "triton"}}[how]
     p = problem(replace(ONE_VISIT, mask="none", lengths=(4,)))
     logits, batch, objective = p.given["logits"].clone(), batch_of(p), objective_of(p.recipe)
-    before, version, launches = logits.clone(), logits._version, refuse("fused", above=0)
+    before, version, launches = logits.clone(), logits._version, refuse("fused_loss", above=0)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="kernel fused does not run") as refusal:
+        with pytest.raises(RuntimeError, match="kernel fused_loss does not run") as refusal:
             grpo_loss(logits, batch, objective, inplace=True, options=Options(**given))
         assert all(words in str(refusal.value) for words in (REASON, "512 x 4 down to 128 x 4", 'backend="auto"', "doctor"))
-    assert launches == {("fused", lanes): 1 for lanes in (512, 256, 128)}
+    assert launches == {("fused_loss", lanes): 1 for lanes in (512, 256, 128)}
     assert torch.equal(logits, before) and logits._version == version
     triton.launch._remembered.clear()
-    refuse("fused", above=128)
+    refuse("fused_loss", above=128)
     with pytest.warns(RuntimeWarning, match="runs with 128 x 4"):
         right(replace(ONE_VISIT, inplace=True), **given)
 
@@ -160,7 +160,7 @@ def test_an_error_of_the_device_is_not_swallowed(error, compiling, refuse):
         warnings.simplefilter("error", RuntimeWarning)
         with pytest.raises(type(error)) as raised:
             right()
-    assert raised.value is error and not triton.launch._remembered and launches == {("fused", 512): 1}
+    assert raised.value is error and not triton.launch._remembered and launches == {("fused_loss", 512): 1}
 
 
 def by_torch(logp, old_logp, advantage, params):
@@ -169,27 +169,27 @@ def by_torch(logp, old_logp, advantage, params):
 
 def test_a_formula_on_vectors_runs_under_torch_where_its_kernel_cannot(refuse):
     """With one warning, and only where a fallback is allowed."""
-    launches, n = refuse("evaluate"), 300
+    launches, n = refuse("evaluate_formula"), 300
     zeros, logps = torch.zeros(n, dtype=torch.int64), -torch.rand(n)
     stage = Objective().stage(TokenRows(zeros, None, torch.randn(n), torch.rand(n), logps + 0.1 * torch.randn(n)))
     wanted = stage.terms(logps, logps)
-    with pytest.warns(RuntimeWarning, match="kernel evaluate does not run.*") as caught:
-        found = [triton.OrEager().evaluate(stage, logps, -logps) for _ in range(2)]
+    with pytest.warns(RuntimeWarning, match="kernel evaluate_formula does not run.*") as caught:
+        found = [triton.OrEager().evaluate_formula(stage, logps, -logps) for _ in range(2)]
     assert (
         len(caught) == 1
         and "formulas in PyTorch" in messages(caught.list)[0]
-        and {name for name, _ in launches} == {"evaluate"}
+        and {name for name, _ in launches} == {"evaluate_formula"}
     )
     assert all(torch.equal(x[0], wanted.losses) and torch.equal(x[1], wanted.d_logps) for x in found)
-    with pytest.raises(triton.KernelFailure, match="kernel evaluate does not run"):
-        backend.evaluate(stage, logps, -logps)
+    with pytest.raises(triton.KernelFailure, match="kernel evaluate_formula does not run"):
+        backend.evaluate_formula(stage, logps, -logps)
 
 
 def test_a_formula_that_is_no_program_runs_under_torch(refuse):
     launches, batch = refuse(), TokenBatch(torch.randint(1031, (7,)), torch.randn(7))
     given = torch.randn(7, 1031).requires_grad_(), batch, Objective(Custom(by_torch))
-    with pytest.warns(RuntimeWarning, match=r"second visit.*by_torch cannot run in the kernels: torch\.sinh"):
+    with pytest.warns(RuntimeWarning, match=r"second pass.*by_torch cannot run in the kernels: torch\.sinh"):
         grpo_loss(*given).loss.backward()
-    assert {name for name, _ in launches} == {"stats", "pull", "scale"}
+    assert {name for name, _ in launches} == {"softmax_sums", "softmax_gradient", "scale"}
     with pytest.raises(ValueError, match="by_torch cannot run in the kernels"):
         grpo_loss(*given, options=Options(backend="triton"))

@@ -1,5 +1,5 @@
 """AMX for tests: the processor's, or on others the emulator of amx_emulator.cpp, which executes what the compiler made of
-csrc/products_amx.cpp. As a plugin it makes tiles the engine of every product of a test run:
+csrc/matmuls_amx.cpp. As a plugin it makes tiles the engine of every product of a test run:
 
     GRPO_KERNELS_PRODUCTS=amx python -m pytest -p support.amx tests/core/test_combinations.py
 """
@@ -53,36 +53,36 @@ def processor(found: tuple[str, int, int], refusal: int = 0, difference: str | N
     found        what CPUID and XCR0 say, as in INTEL
     refusal      errno of the request to use AMX, 0 if it is granted
     difference   what comparing the AMX products gives, None if they are equal; "as compared": they are compared"""
-    from grpo_kernels.rows.backends import cpu_products
+    from grpo_kernels.core.backends import cpu_matmuls
 
-    compare = cpu_products.first_difference if difference == "as compared" else lambda engine, reference: difference
+    compare = cpu_matmuls.first_difference if difference == "as compared" else lambda engine, reference: difference
     with ExitStack() as patches:
         for owner, name, value in (
-            (cpu_products._cpu, "has_products", lambda: True),
-            (cpu_products._cpu, "processor", lambda: found),
-            (cpu_products._cpu, "ask_for_tiles", lambda: refusal),
-            (cpu_products, "first_difference", compare),
-            (cpu_products, "_chosen", None),
+            (cpu_matmuls._cpu, "has_matmuls", lambda: True),
+            (cpu_matmuls._cpu, "processor", lambda: found),
+            (cpu_matmuls._cpu, "request_amx_permission", lambda: refusal),
+            (cpu_matmuls, "first_difference", compare),
+            (cpu_matmuls, "_chosen", None),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))
-        cpu_products._examine_amx.cache_clear()
+        cpu_matmuls._examine_amx.cache_clear()
         try:
             yield
         finally:
-            cpu_products._examine_amx.cache_clear()
+            cpu_matmuls._examine_amx.cache_clear()
 
 
 @contextmanager
 def tiles(difference: str | None = None) -> Iterator[Any]:
     """Where products may take the engine "amx"; gives the emulator, None on a processor with AMX. Skips where there is neither.
     The emulated products are compared only if `difference` asks for it, see `processor`: that takes a second."""
-    from grpo_kernels.rows.backends import cpu_products
+    from grpo_kernels.core.backends import cpu_matmuls
 
-    if cpu_products.engines()["amx"] is None:
+    if cpu_matmuls.engines()["amx"] is None:
         yield None
         return
     library = emulator()
-    if library is None or "amx" not in cpu_products._cpu.products():
+    if library is None or "amx" not in cpu_matmuls._cpu.matmul_engines():
         pytest.skip("no AMX here, and no compiler with AMX for its emulation")
     loaded = install(library)
     with processor(INTEL, difference=difference):

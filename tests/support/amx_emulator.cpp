@@ -1,4 +1,4 @@
-// AMX for processors without it: a handler of SIGILL that executes the tile instructions of products_amx.cpp, as its compiler wrote
+// AMX for processors without it: a handler of SIGILL that executes the tile instructions of matmuls_amx.cpp, as its compiler wrote
 // them, on registers in memory. Loads and stores go where those of the processor would, so guard pages catch them.
 #include <immintrin.h>
 #include <signal.h>

@@ -20,15 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_kernels.checks import logit_rows, overlap, whole_rows
-from grpo_kernels.core import linear, linear_memory, matmuls
+from grpo_kernels.core import backends, linear, linear_memory, matmuls
+from grpo_kernels.core.backends import cpu_matmuls, eager
+from grpo_kernels.core.backends import native as native
+from grpo_kernels.core.backends.cpu import _cpu
 from grpo_kernels.core.compiled import CompiledLogits, CompiledProjection
 from grpo_kernels.core.linear import Projection
 from grpo_kernels.core.linear_memory import ChunkPlan, LinearMemory
-from grpo_kernels.rows import backends
-from grpo_kernels.rows.backends import cpu_products, eager
-from grpo_kernels.rows.backends import native as native
-from grpo_kernels.rows.backends.cpu import _cpu
-from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform
+from grpo_kernels.core.softmax import LogitRows, RowTransform, SoftmaxSums
 
 #: Sizes of chunks and blocks.
 blocks = linear_memory
@@ -40,7 +39,7 @@ def executors() -> list[str]:
     backends that the environment names, as on a GPU."""
     chosen = os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "eager cpu").split()
     of_cpu = [f"cpu {isa}" for isa in (_cpu.isas() if _cpu else ())]
-    of_cpu += [] if cpu_products.available() else [f"cpu {LIBRARY}"]
+    of_cpu += [] if cpu_matmuls.available() else [f"cpu {LIBRARY}"]
     return [name for backend in chosen for name in (of_cpu if backend == "cpu" else [backend])]
 
 
@@ -50,7 +49,7 @@ def executor(name: str) -> Iterator[str]:
     backend, _, isa = name.partition(" ")
     with pytest.MonkeyPatch.context() as patch:
         if isa == LIBRARY:
-            patch.setattr(cpu_products, "available", lambda: "switched off")
+            patch.setattr(cpu_matmuls, "available", lambda: "switched off")
         elif isa:
             _cpu.use_isa(isa)
         try:
@@ -62,7 +61,7 @@ def executor(name: str) -> Iterator[str]:
 
 def our_products(dtype: torch.dtype) -> bool:
     """Whether products from hidden states of this dtype are our own, whose sums do not depend on what else is there."""
-    return cpu_products.available() is None and dtype in cpu_products.OPERANDS
+    return cpu_matmuls.available() is None and dtype in cpu_matmuls.OPERANDS
 
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, block: int | None = None) -> None:
@@ -115,11 +114,11 @@ def backends_that_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("eager", "cpu"):
         kernels = backends.load(name).Kernels
 
-        def stats(*args: Any, right: Any = kernels.stats, name: str = name) -> Any:
+        def stats(*args: Any, right: Any = kernels.kernel_sums, name: str = name) -> Any:
             names.append(name)
             return right(*args)
 
-        monkeypatch.setattr(kernels, "stats", stats)
+        monkeypatch.setattr(kernels, "kernel_sums", stats)
     return names
 
 
@@ -266,17 +265,17 @@ def of_a_gpu(adds: bool = True) -> Iterator[list[Product]]:
 class NoRows(eager.Kernels):
     """Row kernels that do nothing and take no memory, for tensors without values."""
 
-    writes_behind_reads = False
+    narrows_in_place = False
 
-    def stats(self, rows: LogitRows, names: tuple[str, ...]) -> Partials:
-        return Partials.not_read(names, rows.n, rows.logits.device)
+    def kernel_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
+        return SoftmaxSums.masked(names, rows.num_rows, rows.logits.device)
 
-    def pull(self, rows: LogitRows, partials: Any, slopes: Any, out: Tensor) -> None:
+    def kernel_gradient(self, rows: LogitRows, sums: Any, coefficients: Any, out: Tensor) -> None:
         assert apart_or_in_place(rows.logits, out)
 
-    def fused(self, rows: LogitRows, stage: Any, out: Tensor | None) -> Tensor:
+    def fused_loss(self, rows: LogitRows, stage: Any, out: Tensor | None) -> Tensor:
         assert out is None or apart_or_in_place(rows.logits, out)
-        return rows.logits.new_empty(3, rows.n)
+        return rows.logits.new_empty(3, rows.num_rows)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         pass

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import Objective
+from grpo_kernels.core import backends
+from grpo_kernels.core.backends import Backend
+from grpo_kernels.core.pairs import Pairs
+from grpo_kernels.core.softmax import GradientCoefficients, LogitRows, ReferenceRows, RowTransform, SoftmaxSums, sums_for
 from grpo_kernels.formulas.surrogates import PolicyGradient, Surrogate
 from grpo_kernels.formulas.token_stage import TokenRows, TokenStage
-from grpo_kernels.rows import backends
-from grpo_kernels.rows.backends import Backend
-from grpo_kernels.rows.partials import LogitRows, Partials, RowTransform, Second, Slopes, partials_of
-from grpo_kernels.rows.ragged import Ragged
 from support import oracle
 from support.bits import note
 from support.inside import executor, executors
@@ -47,16 +47,16 @@ def kernels(name: str) -> Iterator[Backend]:
     """A backend, with one instruction set. Tiles of Triton are small, so that short rows have several."""
     with executor(name) as backend, pytest.MonkeyPatch.context() as patch:
         if backend == "triton":
-            from grpo_kernels.rows.backends.triton.launch import LAUNCH
+            from grpo_kernels.core.backends.triton.launch import LAUNCH
 
-            for kind in LAUNCH.keys() - {"slots"}:
+            for kind in LAUNCH.keys() - {"pairs"}:
                 patch.setitem(LAUNCH, kind, LAUNCH[kind]._replace(threads=32, accesses=1))
         yield backends.load(backend).Kernels()
 
 
 def transformed(x: Tensor, transform: RowTransform) -> Tensor:
     """z of rows [n, V] in x's dtype, by the formula."""
-    t = transform.inv_temperature
+    t = transform.inverse_temperature
     x = x * transform.scale
     x = transform.softcap * torch.tanh(x / transform.softcap) if transform.softcap else x
     return x * (t.to(x.dtype)[:, None] if isinstance(t, Tensor) else t)
@@ -68,8 +68,8 @@ class Rows:
 
     logits: Tensor  # [A, T, V]
     transform: RowTransform = PLAIN
-    second: Second | None = None
-    read: Tensor | None = None
+    reference: ReferenceRows | None = None
+    mask: Tensor | None = None
     targets: Tensor = field(default_factory=lambda: torch.empty(0))
     slopes: dict[str, Tensor] = field(default_factory=dict)
 
@@ -77,8 +77,8 @@ class Rows:
         if not self.slopes:
             n, vocab = self.count, self.logits.shape[-1]
             self.targets = torch.randint(max(vocab, 1), (n,)) if self.targets.dtype != torch.int64 else self.targets
-            names = ("logps", "entropy", "sum_squares") + ("divergence",) * (self.second is not None)
-            live = torch.ones(n) if self.read is None else self.read.float()
+            names = ("logps", "entropy", "sum_squares") + ("divergence",) * (self.reference is not None)
+            live = torch.ones(n) if self.mask is None else self.mask.float()
             self.slopes = {name: torch.randn(n) * live for name in names}
 
     @property
@@ -101,45 +101,44 @@ class Rows:
             return x.reshape(self.count, 1, x.shape[-1])[rows].clone()
 
         rows = slice(lo, hi)
-        second = None if self.second is None else self.second.at(rows)._replace(logits=alone(self.second.logits))
-        slopes, read = {name: x[rows] for name, x in self.slopes.items()}, None if self.read is None else self.read[rows]
-        return Rows(alone(self.logits), self.transform.at(rows), second, read, self.targets[rows], slopes)
+        second = None if self.reference is None else self.reference.select(rows)._replace(logits=alone(self.reference.logits))
+        slopes, read = {name: x[rows] for name, x in self.slopes.items()}, None if self.mask is None else self.mask[rows]
+        return Rows(alone(self.logits), self.transform.select(rows), second, read, self.targets[rows], slopes)
 
 
 def beside(r: Rows, logits: Tensor, second: tuple[str, float], transform: RowTransform = PLAIN) -> Rows:
-    """Rows with a second stream for a divergence: its kind, its mixture. Slopes are new."""
-    return Rows(r.logits, r.transform, Second(logits.view(r.logits.shape), transform, *second), r.read, r.targets)
+    """Rows with a second stream for a divergence: its kind, its mixture. GradientCoefficients are new."""
+    return Rows(r.logits, r.transform, ReferenceRows(logits.view(r.logits.shape), transform, *second), r.mask, r.targets)
 
 
 # ---- by the kernels
 
 
 def given(r: Rows, part: tuple[int, int] | None = None) -> LogitRows:
-    rows = LogitRows(r.logits, r.targets, r.read, r.transform, r.second)
-    return rows.cut(*part) if part else rows
+    rows = LogitRows(r.logits, r.targets, r.mask, r.transform, r.reference)
+    return rows.slice_rows(*part) if part else rows
 
 
-def stats_of(kernels: Backend, r: Rows, part: tuple[int, int] | None = None) -> Partials:
-    kind = r.second.kind if r.second else ""
+def stats_of(kernels: Backend, r: Rows, part: tuple[int, int] | None = None) -> SoftmaxSums:
+    kind = r.reference.direction if r.reference else ""
     statistics = ("entropy", "sum_squares", "top_id") + ("divergence",) * bool(kind)
-    return kernels.visit(given(r, part), partials_of(statistics, kind))
+    return kernels.softmax_sums(given(r, part), sums_for(statistics, kind))
 
 
-def values_of(stats: Partials, r: Rows) -> dict[str, Tensor]:
-    names = ("logps", "entropy", "sum_squares", "top_prob") + ("divergence",) * (r.second is not None)
+def values_of(stats: SoftmaxSums, r: Rows) -> dict[str, Tensor]:
+    names = ("logps", "entropy", "sum_squares", "top_prob") + ("divergence",) * (r.reference is not None)
     return {name: getattr(stats, name) for name in names}
 
 
-def slopes_of(stats: Partials, slopes: dict[str, Tensor]) -> Slopes:
-    values = {name: getattr(stats, name) for name in ("entropy", "sum_squares") if name in slopes}
-    return Slopes.of(values, slopes)
+def slopes_of(stats: SoftmaxSums, slopes: dict[str, Tensor]) -> GradientCoefficients:
+    return GradientCoefficients.from_gradients(stats, slopes, None)
 
 
 def visited(kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None) -> Found:
     """In two visits: the statistics, and what is pulled through them."""
     stats, of = stats_of(kernels, r, part), slice(*part) if part else slice(None)
     out = torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format) if out is None else out
-    kernels.pull(given(r, part), stats, slopes_of(stats, {name: x[of] for name, x in r.slopes.items()}), out)
+    kernels.softmax_gradient(given(r, part), stats, slopes_of(stats, {name: x[of] for name, x in r.slopes.items()}), out)
     return values_of(stats, r), out
 
 
@@ -147,7 +146,7 @@ def stage_of(r: Rows, surrogate: Surrogate | None = None) -> TokenStage:
     """A loss that has the slopes of log-prob, entropy and divergence."""
     n, bonus = r.count, r.slopes.get("entropy")
     rows = TokenRows(
-        r.targets, r.read, advantages=-r.slopes["logps"], policy_weight=torch.ones(n), divergence_weight=r.slopes.get("divergence"),
+        r.targets, r.mask, advantages=-r.slopes["logps"], policy_weight=torch.ones(n), divergence_weight=r.slopes.get("divergence"),
         entropy_weight=None if bonus is None else -bonus,
     )  # fmt: skip
     return Objective(surrogate or PolicyGradient(), entropy_coef=0.0 if bonus is None else 0.3).stage(rows)
@@ -156,15 +155,15 @@ def stage_of(r: Rows, surrogate: Surrogate | None = None) -> TokenStage:
 def fused(kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None) -> Found:
     """The loss in one call."""
     out = torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format) if out is None else out
-    found = kernels.fused(given(r, part), stage_of(r).at(slice(*part)) if part else stage_of(r), out)
+    found = kernels.fused_loss(given(r, part), stage_of(r).at(slice(*part)) if part else stage_of(r), out)
     return dict(zip(("logps", "entropy", "losses", "divergence"), found, strict=False)), out
 
 
 def ways(r: Rows) -> list[tuple[Callable[..., Found], Rows]]:
     """What kernels make of rows, each with the slopes that it takes: all statistics in two visits; losses in one call, with an
     entropy bonus and without, of the divergence alone where there is one."""
-    names = ("logps", "entropy") + ("divergence",) * (r.second is not None)
-    return [(visited, r), (fused, r.only(*names)), (fused, r.only("logps") if r.second is None else r.divergence_alone)]
+    names = ("logps", "entropy") + ("divergence",) * (r.reference is not None)
+    return [(visited, r), (fused, r.only(*names)), (fused, r.only("logps") if r.reference is None else r.divergence_alone)]
 
 
 # ---- in float64
@@ -173,19 +172,19 @@ def ways(r: Rows) -> list[tuple[Callable[..., Found], Rows]]:
 def exact(r: Rows, dtype: torch.dtype = torch.float64) -> Found:
     """Statistics and losses, and the gradient [n, V], by autograd in a dtype: NaN of a target that is no id, 0 where a row is not
     read."""
-    live = torch.ones(r.count, dtype=torch.bool) if r.read is None else r.read
+    live = torch.ones(r.count, dtype=torch.bool) if r.mask is None else r.mask
     leaf = r.logits.detach().reshape(r.count, r.logits.shape[-1])[live].to(dtype).requires_grad_()
-    log_p = transformed(leaf, r.transform.at(live)).log_softmax(-1)
+    log_p = transformed(leaf, r.transform.select(live)).log_softmax(-1)
     p, targets = log_p.exp(), r.targets[live]
     finite, no_id = log_p.masked_fill(p == 0, 0.0), torch.where((targets < 0) | (targets >= leaf.shape[-1]), torch.nan, 1.0)
     found = {
         "logps": log_p.gather(1, torch.where(no_id.isnan(), 0, targets)[:, None])[:, 0] * no_id.to(dtype),
         "entropy": -(p * finite).sum(-1), "sum_squares": p.square().sum(-1), "top_prob": p.amax(-1),
     }  # fmt: skip
-    if r.second is not None:
-        w = r.second.logits.reshape(r.count, leaf.shape[-1])[live].to(dtype)
-        log_q = transformed(w, r.second.transform.at(live)).log_softmax(-1)
-        found["divergence"] = oracle.divergence(log_p, log_q, r.second.kind, r.second.mixture)
+    if r.reference is not None:
+        w = r.reference.logits.reshape(r.count, leaf.shape[-1])[live].to(dtype)
+        log_q = transformed(w, r.reference.transform.select(live)).log_softmax(-1)
+        found["divergence"] = oracle.divergence(log_p, log_q, r.reference.direction, r.reference.mixture)
     slopes = {name: x[live].to(dtype) for name, x in r.slopes.items()}
     found["losses"] = torch.zeros(len(leaf), dtype=dtype)
     for name in slopes.keys() - {"sum_squares"}:
@@ -204,10 +203,10 @@ def exact(r: Rows, dtype: torch.dtype = torch.float64) -> Found:
 def first_order(r: Rows) -> tuple[Any, Any]:
     """How far the value [n] and the gradient [n, V] of a total variation may be off, which a log-ratio off by its rounding in fp32
     is of first order in: of columns whose log-ratio is no larger than that, either sign is right. 0 of other divergences."""
-    if r.second is None or r.second.kind != "tv" or "divergence" not in r.slopes:
+    if r.reference is None or r.reference.direction != "tv" or "divergence" not in r.slopes:
         return 0.0, 0.0
-    transforms = (r.transform, r.second.transform)
-    z, w = (transformed(x.double().flatten(0, 1), t) for x, t in zip((r.logits, r.second.logits), transforms, strict=True))
+    transforms = (r.transform, r.reference.transform)
+    z, w = (transformed(x.double().flatten(0, 1), t) for x, t in zip((r.logits, r.reference.logits), transforms, strict=True))
     (top, top_w), (p, q) = (x.amax(-1, keepdim=True) for x in (z, w)), (x.softmax(-1) for x in (z, w))
     log_ratio, d, apart = z.log_softmax(-1) - w.log_softmax(-1), (z - top) - (w - top_w), (top - top_w).abs()
     size = (z - w).abs() + apart + (log_ratio - d).abs() + (p * d.abs()).nan_to_num(0.0).sum(-1, keepdim=True)
@@ -216,7 +215,7 @@ def first_order(r: Rows) -> tuple[Any, Any]:
     rounding = 4 * EPS * torch.where(near_and_plain, size, size + of_each)
     rounding = torch.where(log_ratio.isfinite(), rounding, 0.0)
     near = ((log_ratio != 0) & (log_ratio.abs() <= rounding)).double()
-    t = r.transform.inv_temperature
+    t = r.transform.inverse_temperature
     steep = abs(r.transform.scale) * (t if isinstance(t, Tensor) else torch.tensor(t)).double().view(-1, 1).abs()
     steep = steep * r.slopes["divergence"].double().abs()[:, None]
     of_value = (torch.maximum(p, q) * rounding).sum(-1) / 2.0
@@ -248,7 +247,7 @@ def check(r: Rows, *found: Found) -> None:
             assert (error <= room)[known].all(), f"{name}: off by {(error - room)[known].max():.3g} beyond the room"
             assert name not in ("divergence", "entropy", "sum_squares") or (x[known] >= 0).all()
             note(name, (error / (1 + y.abs()))[known])
-    t = r.transform.inv_temperature
+    t = r.transform.inverse_temperature
     t = (t if isinstance(t, Tensor) else torch.tensor(t)).double().view(-1, 1).abs()
     of_slopes = torch.zeros(r.count, 1, dtype=torch.float64)
     for name, slope in r.slopes.items():
@@ -256,7 +255,7 @@ def check(r: Rows, *found: Found) -> None:
         of_slopes[:, 0] += torch.where(slope == 0, 0.0, slope.double().abs() * size_of)
     steepest, fine = exactly.abs().amax(-1, keepdim=True), exactly.isfinite().all(-1)
     room = (theirs - exactly).abs().amax(-1, keepdim=True) + EPS * (4 + size) * of_slopes * abs(r.transform.scale) * t
-    if r.second is not None:  # the divergence is taken off each log-ratio, which cancels where it is large
+    if r.reference is not None:  # the divergence is taken off each log-ratio, which cancels where it is large
         room = room + 1e-6 * steepest + of_gradient
     for _, gradient in found:
         gradient = gradient.reshape(exactly.shape)
@@ -294,15 +293,15 @@ def row_pairs(vocab: int) -> tuple[Tensor, Tensor]:
 # ---- slots of sparse products, and matrices for them
 
 
-def slots_of(lists: Sequence[Sequence[int]]) -> Ragged:
-    """Ragged from the ids of each row; -1: a slot that is not used."""
+def slots_of(lists: Sequence[Sequence[int]]) -> Pairs:
+    """Pairs from the ids of each row; -1: a slot that is not used."""
     counts = torch.tensor([len(ids) for ids in lists], dtype=torch.int64)
     ids = torch.tensor([i for ids in lists for i in ids], dtype=torch.int64)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-    return Ragged(ids, offsets, torch.repeat_interleave(torch.arange(len(lists)), counts))
+    return Pairs(ids, offsets, torch.repeat_interleave(torch.arange(len(lists)), counts))
 
 
-def random_slots(n: int, vocab: int) -> Ragged:
+def random_slots(n: int, vocab: int) -> Pairs:
     """Rows of 0 to 9 slots with repeated ids and some that are not used; id 0 is in every third row, id 1 in none."""
     g = torch.Generator().manual_seed(0)
     lists = []
@@ -313,7 +312,7 @@ def random_slots(n: int, vocab: int) -> Ragged:
     return slots_of(lists)
 
 
-def values_for(slots: Ragged) -> Tensor:
+def values_for(slots: Pairs) -> Tensor:
     """Every seventh value is 0."""
     values = torch.randn(slots.ids.shape, generator=torch.Generator().manual_seed(1))
     values[::7] = 0.0

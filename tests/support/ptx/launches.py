@@ -28,7 +28,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 from benchmarks.launches import _Driver
-from grpo_kernels.rows.backends import triton as backend
+from grpo_kernels.core.backends import triton as backend
 from support.bits import LARGEST
 from support.ptx.program import Counts, Program
 

@@ -20,7 +20,6 @@ CASES = [
     for name in (
         "triton_cases",
         "test_row_kernels",
-        "../core/test_listed",
         "test_two_row_kernels",
         "test_slot_products",
         "test_evaluate",

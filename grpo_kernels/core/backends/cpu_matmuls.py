@@ -1,4 +1,4 @@
-"""Matrix products of bf16 or fp32 operands with fp32 results, for CPUs with AVX512_BF16 (csrc/products*.cpp), and the choice of
+"""Matrix products of bf16 or fp32 operands with fp32 results, for CPUs with AVX512_BF16 (csrc/matmuls*.cpp), and the choice of
 the engine that computes them.
 
 torch.mm rounds results of bf16 operands to bf16; going through fp32 operands instead takes 2 to 4 times as long. Of fp32 operands
@@ -70,7 +70,9 @@ def engine() -> str:
             else:
                 chosen = _checked(setting)
             _chosen = chosen
-    if mismatch is not None:  # after the choice and outside the lock: a filter may raise the warning, or call this package
+    if (
+        mismatch is not None
+    ):  # after the choice and outside the lock: a filter may raise the warning, or call this package
         warn_once(
             f"{mismatch}. Losses from hidden states use {SETTING}={chosen} instead, which may be slower. Please report this with "
             "the output of `python -m grpo_kernels doctor --json`."
@@ -119,7 +121,7 @@ def _why_not(name: str) -> str | None:
 
 def _why_not_own() -> str | None:
     reason = cpu.available()
-    if reason is None and not _cpu.has_products():
+    if reason is None and not _cpu.has_matmuls():
         return "this processor has no AVX512_BF16 instructions"
     return reason
 
@@ -170,15 +172,21 @@ def _examine_amx() -> Amx:
     wanted = AMX_BF16 | AMX_TILE
     if features & wanted != wanted:
         return Amx("this processor has no AMX with bf16")
-    if "amx" not in _cpu.products():
+    if "amx" not in _cpu.matmul_engines():
         return Amx("the C++ module was built by a compiler without AMX: GCC 11 or Clang 12 have it")
     if saved & TILE_STATE != TILE_STATE:
         return Amx("the system does not save the registers of AMX")
-    refusal = _cpu.ask_for_tiles()
+    refusal = _cpu.request_amx_permission()
     if refusal:
-        return Amx(f"the system does not let this process use AMX: {REFUSALS.get(refusal, os.strerror(refusal))}")
+        return Amx(
+            f"the system does not let this process use AMX: {REFUSALS.get(refusal, os.strerror(refusal))}"
+        )
     difference = first_difference("amx", _best_without_amx())
-    return Amx(None) if difference is None else Amx(f"the AMX products are wrong on this machine: {difference}", mismatch=True)
+    return (
+        Amx(None)
+        if difference is None
+        else Amx(f"the AMX products are wrong on this machine: {difference}", mismatch=True)
+    )
 
 
 # ---- the comparison of two engines
@@ -189,7 +197,15 @@ def _examine_amx() -> Amx:
 
 #: N, H, V: one element; odd ends with several blocks of H, of N (and of the rows of d_hidden) and of V; more than 1,024 columns of
 #: d_hidden; V in two parts that d_hidden sums separately; and rows that begin at cache lines, which other instructions store.
-SHAPES = ((1, 1, 1), (37, 515, 61), (513, 35, 59), (59, 61, 301), (3, 1025, 35), (1, 1, 16385), (33, 96, 240))
+SHAPES = (
+    (1, 1, 1),
+    (37, 515, 61),
+    (513, 35, 59),
+    (59, 61, 301),
+    (3, 1025, 35),
+    (1, 1, 16385),
+    (33, 96, 240),
+)
 #: torch divides work on this many elements among threads. Starting threads would take longer than the comparison, so its products
 #: run on one thread, and what torch computes is smaller.
 DIVIDED = 32768
@@ -237,22 +253,40 @@ def first_difference(engine: str, reference: str) -> str | None:
 
 def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
     bf16, fp32 = torch.bfloat16, torch.float32
-    hidden16, weight16, gradient16 = integers(n, h, NARROW, bf16), integers(v, h, NARROW, bf16), integers(n, v, NARROW, bf16)
-    hidden, weight, gradient = integers(n, h, NARROW), integers(v, h, NARROW), integers(n, v, NARROW)
-    wide_hidden, wide_weight, wide_gradient = integers(n, h, WIDE), integers(v, h, WIDE), integers(n, v, WIDE)
+    hidden16, weight16, gradient16 = (
+        integers(n, h, NARROW, bf16),
+        integers(v, h, NARROW, bf16),
+        integers(n, v, NARROW, bf16),
+    )
+    hidden, weight, gradient = (
+        integers(n, h, NARROW),
+        integers(v, h, NARROW),
+        integers(n, v, NARROW),
+    )
+    wide_hidden, wide_weight, wide_gradient = (
+        integers(n, h, WIDE),
+        integers(v, h, WIDE),
+        integers(n, v, WIDE),
+    )
     bias, start = integers(1, v, LARGE)[0], integers(v, h, LARGE)
 
-    def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, str], None]:
+    def logits_of(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Callable[[Tensor, str], None]:
         return lambda out, engine: logits(hidden, weight, bias, out, by=engine, threads=1)
 
     def d_hidden_of(gradient: Tensor, weight: Tensor) -> Callable[[Tensor, str], None]:
         return lambda out, engine: d_hidden(gradient, weight, out, by=engine, threads=1)
 
-    def d_weight_of(gradient: Tensor, hidden: Tensor, start: Tensor | None) -> Callable[[Tensor, str], None]:
+    def d_weight_of(
+        gradient: Tensor, hidden: Tensor, start: Tensor | None
+    ) -> Callable[[Tensor, str], None]:
         return lambda out, engine: d_weight(gradient, hidden, start, out, by=engine, threads=1)
 
     def d_weight_added(gradient: Tensor, hidden: Tensor) -> Callable[[Tensor, str], None]:
-        return lambda out, engine: d_weight(gradient, hidden, out.copy_(start), out, by=engine, threads=1)
+        return lambda out, engine: d_weight(
+            gradient, hidden, out.copy_(start), out, by=engine, threads=1
+        )
 
     yield Comparison("bf16", "logits", n, v, fp32, logits_of(hidden16, weight16, bias))
     yield Comparison("bf16", "d_hidden", n, h, fp32, d_hidden_of(gradient16, weight16))
@@ -265,17 +299,27 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
     if v * h < DIVIDED:
         yield Comparison("bf16", "d_weight", v, h, fp32, d_weight_of(gradient16, hidden16, None))
         yield Comparison("bf16", "d_weight", v, h, fp32, d_weight_of(wide_gradient, hidden16, None))
-        yield Comparison("bf16", "d_weight, added to a sum", v, h, fp32, d_weight_added(gradient16, hidden16))
-        yield Comparison("bf16", "d_weight, rounded", v, h, bf16, d_weight_of(gradient16, hidden16, start))
+        yield Comparison(
+            "bf16", "d_weight, added to a sum", v, h, fp32, d_weight_added(gradient16, hidden16)
+        )
+        yield Comparison(
+            "bf16", "d_weight, rounded", v, h, bf16, d_weight_of(gradient16, hidden16, start)
+        )
         yield Comparison("fp32", "d_weight", v, h, fp32, d_weight_of(wide_gradient, hidden, None))
-        yield Comparison("fp32", "d_weight, added to a sum", v, h, fp32, d_weight_added(gradient, wide_hidden))
+        yield Comparison(
+            "fp32", "d_weight, added to a sum", v, h, fp32, d_weight_added(gradient, wide_hidden)
+        )
 
 
 def integers(rows: int, columns: int, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return [rows, columns] of integers from -2^bits to 2^bits without 0 that look random, the same at every call. The rows of a
     large matrix overlap in memory."""
     stride = min(columns, (DIVIDED - 1 - columns) // rows)
-    hashed = torch.arange((rows - 1) * stride + columns, dtype=torch.int64, device="cpu").add_(bits).mul_(0x9E3779B1)
+    hashed = (
+        torch.arange((rows - 1) * stride + columns, dtype=torch.int64, device="cpu")
+        .add_(bits)
+        .mul_(0x9E3779B1)
+    )
     hashed = hashed.bitwise_xor_(hashed >> 15).bitwise_and_(0xFFFFFFFF).mul_(0x2C1B3C6D) >> 12
     values = hashed.bitwise_and_((2 << bits) - 1).sub_(1 << bits)
     return values.add_(values >= 0).to(dtype).as_strided((rows, columns), (stride, 1))
@@ -293,26 +337,49 @@ class Result:
 # ---- the products. `by`: the engine; None: the one in use. `threads`: 0 for as many as torch uses.
 
 
-def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, by: str | None = None, threads: int = 0) -> None:
+def logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    by: str | None = None,
+    threads: int = 0,
+) -> None:
     """out [N, V] fp32 = hidden [N, H] @ weight [V, H]^T + bias [V] fp32. Hidden states and weight are bf16 or fp32, both."""
     operands, of_bias = (
         (matrix("hidden", hidden), matrix("weight", weight)),
         vector("bias", bias, torch.float32, weight.shape[0]),
     )
-    _cpu.logits_product(
-        by or _engine_for(weight.dtype), *operands, of_bias, matrix("out", out), threads or torch.get_num_threads()
+    _cpu.logits(
+        by or _engine_for(weight.dtype),
+        *operands,
+        of_bias,
+        matrix("out", out),
+        threads or torch.get_num_threads(),
     )
 
 
-def d_hidden(gradient: Tensor, weight: Tensor, out: Tensor, by: str | None = None, threads: int = 0) -> None:
+def d_hidden(
+    gradient: Tensor, weight: Tensor, out: Tensor, by: str | None = None, threads: int = 0
+) -> None:
     """out [N, H] fp32 = gradient [N, V] @ weight [V, H], bf16 or fp32. With a bf16 weight a gradient in fp32 is rounded to bf16
     on the way; with one in fp32 the gradient is fp32."""
     operands = matrix("gradient", gradient), matrix("weight", weight)
-    _cpu.d_hidden(by or _engine_for(weight.dtype), *operands, matrix("out", out), threads or torch.get_num_threads())
+    _cpu.grad_hidden(
+        by or _engine_for(weight.dtype),
+        *operands,
+        matrix("out", out),
+        threads or torch.get_num_threads(),
+    )
 
 
 def d_weight(
-    gradient: Tensor, hidden: Tensor, start: Tensor | None, out: Tensor, by: str | None = None, threads: int = 0
+    gradient: Tensor,
+    hidden: Tensor,
+    start: Tensor | None,
+    out: Tensor,
+    by: str | None = None,
+    threads: int = 0,
 ) -> None:
     """out [V, H] = start [V, H] fp32 + gradient [N, V]^T @ hidden [N, H], bf16 or fp32, summed in fp32. out is fp32, and may be
     `start`, or bf16, rounded once. Without `start` the sum begins at 0, whatever out holds. The gradient is as in `d_hidden`."""
@@ -320,12 +387,18 @@ def d_weight(
         (matrix("gradient", gradient), matrix("hidden", hidden)),
         None if start is None else matrix("start", start),
     )
-    _cpu.d_weight(by or _engine_for(hidden.dtype), *operands, begin, matrix("out", out), threads or torch.get_num_threads())
+    _cpu.grad_weight(
+        by or _engine_for(hidden.dtype),
+        *operands,
+        begin,
+        matrix("out", out),
+        threads or torch.get_num_threads(),
+    )
 
 
 def d_hidden_parts(dtype: torch.dtype, width: int, vocab: int) -> int:
     """How many sums of its size in fp32 one product makes beside its result, to add them up; 0: none."""
-    parts = _cpu.d_hidden_parts(_engine_for(dtype), width, vocab)
+    parts = _cpu.num_vocab_splits(_engine_for(dtype), width, vocab)
     return parts if parts > 1 else 0
 
 
@@ -333,7 +406,9 @@ def _engine_for(dtype: torch.dtype) -> str:
     """The engine in use for operands of this type. Tiles take fp32 as two bf16 numbers, which keep 16 of the 24 bits: only where
     torch may use less than fp32 for fp32, too."""
     name = engine()
-    return "avx512bf16" if name == "amx" and dtype == torch.float32 and not less_than_fp32() else name
+    return (
+        "avx512bf16" if name == "amx" and dtype == torch.float32 and not less_than_fp32() else name
+    )
 
 
 def less_than_fp32() -> bool:

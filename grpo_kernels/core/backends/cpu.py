@@ -1,0 +1,484 @@
+"""The CPU backend: C++ kernels (csrc/), with AVX-512 or AVX2, picked at run time.
+
+The second part of the file turns tensors into arguments of the compiled module. Only there are
+addresses taken, after a check of what C++ will read or write at them.
+
+There are no formulas of reinforcement learning here. Those of token_stage.py are traced into a
+program, which C++ runs on vectors (`evaluate_formula`) or between its two passes over a row
+(`fused_loss`). A formula that cannot be traced runs in torch, which costs `fused_loss` a second
+read of the logits. `strict` refuses it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...formulas.program import FormulaRefused, Program
+from ...formulas.token_stage import TokenStage
+from ..divergence import DIRECTIONS
+from ..softmax import (
+    COEFFICIENTS_OF_KERNELS,
+    SUMS_OF_KERNELS,
+    GradientCoefficients,
+    LogitRows,
+    RowTransform,
+    SoftmaxSums,
+)
+from . import Backend, eager, fall_back, native
+
+if TYPE_CHECKING:
+    import grpo_kernels._cpu as _cpu
+
+    from ..pairs import Pairs
+
+    _import_error: str
+else:
+    try:
+        _cpu = native.load()
+    except ImportError as error:
+        _cpu = None
+        _import_error = str(error)
+
+
+#: The dtypes of C++, by number.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+NO_AVX2 = "the C++ kernels need AVX2, which this processor does not have"
+
+#: Bytes of logits in a block of rows that is read twice. A block has a fixed cost of 100-200 us
+#: (two parallel regions and the formula in torch), so it should be large, but no larger than the
+#: last-level cache: on 2 cores that share 32 MiB, blocks of 8 / 16 / 32 MiB took 1.57 / 1.40 / 1.32
+#: times a copy of the logits. Large servers have about 4 MiB of cache per thread.
+BLOCK_BYTES_PER_THREAD = 4 << 20
+
+#: The size of the last-level cache if the system does not say.
+DEFAULT_CACHE_BYTES = 32 << 20
+
+
+def available() -> str | None:
+    """Return None if this backend can run, or else the reason."""
+    if _cpu is None and native.why_not_here() is not None:
+        return native.why_not_here()
+    if _cpu is None:
+        command = native.build_command(native.package())
+        return (
+            f"the compiled module is missing: {_import_error}. `{command}` builds it, with a C++17 "
+            "compiler"
+        )
+    return None if _cpu.isa() else NO_AVX2
+
+
+@functools.cache
+def last_level_cache() -> int:
+    """Return the bytes of one last-level cache."""
+    try:
+        size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+        return int(size.removesuffix("K")) << 10
+    except (OSError, ValueError):
+        return DEFAULT_CACHE_BYTES
+
+
+class Kernels(Backend):
+    """The C++ kernels.
+
+    strict   refuse a formula that cannot be traced, and compare a program with torch before its
+             first use
+    """
+
+    narrows_in_place = True
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+
+    # ---- rows of logits
+
+    def kernel_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
+        """Return the named sums that C++ knows, see `Backend`."""
+        num_rows = count_rows(rows)
+        sums = SoftmaxSums.empty(names, num_rows, rows.logits.device, rows.reference)
+        _cpu.softmax_sums(
+            *logit_arguments(rows, num_rows),
+            *target_arguments(rows, num_rows),
+            sums_argument(sums),
+            torch.get_num_threads(),
+        )
+        return sums
+
+    def mixture_sums(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
+        """Return MIXTURE_SUMS, see `Backend`."""
+        num_rows = count_rows(rows)
+        result = torch.empty(2, rows.num_rows, dtype=torch.float32)
+        sums_table = sums_argument(sums)  # checks the sums before anything follows from them
+        log_sum_ratio = sums.log_sum_ratio
+        policy, reference = logit_arguments(rows, num_rows, log_sum_ratio=log_sum_ratio)
+        assert reference is not None
+        _cpu.mixture_sums(
+            policy,
+            reference,
+            vector("mask", rows.mask, torch.bool, num_rows),
+            sums_table,
+            table("result", result, 0b11),
+            torch.get_num_threads(),
+        )
+        return result
+
+    def kernel_gradient(
+        self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
+    ) -> None:
+        """Write d loss / d logits, see `Backend`."""
+        num_rows = count_rows(rows)
+        sums_table = sums_argument(sums)  # checks the sums before anything follows from them
+        log_sum_ratio = None
+        center = None
+        if "divergence" in coefficients.names:
+            log_sum_ratio = sums.log_sum_ratio
+            center = sums.gradient_center
+        else:
+            rows = rows._replace(reference=None)
+        names = bits(coefficients.names, COEFFICIENTS_OF_KERNELS)
+        _cpu.softmax_gradient(
+            *logit_arguments(rows, num_rows, log_sum_ratio=log_sum_ratio, center=center),
+            vector("targets", rows.targets, torch.int64, num_rows),
+            sums_table,
+            table("coefficients", coefficients.values, names),
+            memory(_cpu.Rows, "out", out, rows, num_rows),
+            torch.get_num_threads(),
+        )
+
+    def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor:
+        """Compute a loss and its gradient, see `Backend`.
+
+        One thread takes a row through both passes, with the formula between them.
+        """
+        traced = self.trace(stage)
+        if traced is None:
+            return self.loss_in_two_passes(rows, stage, out, rows_of_cached_block(rows))
+        num_rows = count_rows(rows)
+        num_results = 3 if rows.reference is None else 4
+        results = torch.empty(num_results, num_rows, dtype=torch.float32)
+        inputs = stage.inputs(traced.program)
+        weight = None
+        if rows.reference is not None and stage.rows.divergence_weight is not None:
+            weight = stage.rows.divergence_weight.contiguous()
+        _cpu.fused_loss(
+            traced.compiled,
+            traced.numbers,
+            [vector(name, x, torch.float32, num_rows) for name, x in inputs.items()],
+            stage.rows.entropy_weight is not None,
+            *logit_arguments(rows, num_rows, weight=weight),
+            *target_arguments(rows, num_rows),
+            None if out is None else memory(_cpu.Rows, "out", out, rows, num_rows),
+            table("results", results, (1 << num_results) - 1),
+            torch.get_num_threads(),
+        )
+        return results
+
+    def evaluate_formula(
+        self, stage: TokenStage, logps: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the losses and their gradients, see `Backend`."""
+        traced = self.trace(stage)
+        if traced is None:
+            return eager.Kernels().evaluate_formula(stage, logps, entropy)
+        values = {"logps": logps, "entropy": entropy, **stage.inputs(traced.program)}
+        inputs = [values[name] for name in traced.program.inputs]
+        losses, grad_logps, grad_entropy = run_program(traced.program, traced.numbers, inputs)
+        return losses, grad_logps, None if stage.rows.entropy_weight is None else grad_entropy
+
+    def trace(self, stage: TokenStage) -> TracedFormula | None:
+        """Return the program of a token stage.
+
+        If the formula cannot be traced, `strict` raises FormulaRefused. Otherwise it warns once and
+        returns None.
+        """
+        if self.strict:
+            stage.compare_once(run_program)
+        try:
+            program, numbers = stage.program()
+            return TracedFormula(program, compile_program(program), numbers)
+        except FormulaRefused as refusal:
+            if self.strict:
+                raise
+            fall_back(
+                "a second pass over the logits, with the formulas in PyTorch, which is slower",
+                str(refusal).rstrip("."),
+            )
+            return None
+
+    def scale_(self, gradient: Tensor, factor: Tensor) -> None:
+        """Multiply a gradient by a factor in place."""
+        number = float(factor)
+        if number == 1.0:
+            return
+        if gradient.is_contiguous() and gradient.dtype in DTYPES and gradient.is_cpu:
+            _cpu.scale(
+                gradient.data_ptr(),
+                DTYPES[gradient.dtype],
+                gradient.numel(),
+                number,
+                torch.get_num_threads(),
+            )
+        else:
+            gradient.mul_(number)
+
+    # ---- pairs
+
+    def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
+        """Return the logit of each pair, see `Backend`."""
+        num_pairs = pairs.ids.numel()
+        logits = torch.empty(num_pairs, dtype=torch.float32)
+        _cpu.pair_logits(
+            matrix("hidden", hidden),
+            matrix("weight", weight),
+            pairs_argument(pairs),
+            vector("logits", logits, torch.float32, num_pairs),
+            torch.get_num_threads(),
+        )
+        return logits
+
+    def add_grad_hidden_of_pairs(
+        self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
+    ) -> None:
+        """Write the sum of each row of hidden states, see `Backend`."""
+        _cpu.add_grad_hidden_of_pairs(
+            vector("values", values, torch.float32, pairs.ids.numel()),
+            pairs_argument(pairs),
+            matrix("weight", weight),
+            matrix("out", out),
+            torch.get_num_threads(),
+        )
+
+    def add_grad_weight_of_pairs(
+        self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
+    ) -> None:
+        """Add the sum of each row of the weight, see `Backend`."""
+        _cpu.add_grad_weight_of_pairs(
+            vector("values", values, torch.float32, pairs.ids.numel()),
+            pairs_argument(pairs),
+            matrix("hidden", hidden),
+            matrix("out", out),
+            torch.get_num_threads(),
+        )
+
+
+def rows_of_cached_block(rows: LogitRows) -> int:
+    """Return how many rows fit the cache, so that a second read of them costs nearly nothing."""
+    threads = torch.get_num_threads()
+    row_bytes = rows.logits.shape[-1] * rows.logits.element_size()
+    if rows.reference is not None:
+        row_bytes *= 2
+    cache_bytes = max(last_level_cache(), BLOCK_BYTES_PER_THREAD * threads)
+    return max(cache_bytes // row_bytes, threads)
+
+
+# ---- formulas
+
+
+class TracedFormula(NamedTuple):
+    """The program of a token stage, compiled, with its numbers."""
+
+    program: Program
+    compiled: _cpu.Program
+    numbers: list[float]
+
+
+@functools.lru_cache(maxsize=256)
+def compile_program(program: Program) -> _cpu.Program:
+    """Return a program as C++ runs it. Raises FormulaRefused if it is too long."""
+    num_numbers = len(program.numbers_used)
+    try:
+        return _cpu.Program(
+            program.name,
+            num_numbers,
+            len(program.inputs),
+            list(program.steps),
+            list(program.outputs),
+        )
+    except ValueError as error:
+        raise FormulaRefused(str(error)) from None
+
+
+def run_program(program: Program, numbers: list[float], inputs: list[Tensor]) -> list[Tensor]:
+    """Return the outputs of a program for inputs fp32 [n]."""
+    n = inputs[0].numel()
+    outputs = [torch.empty(n, dtype=torch.float32) for _ in program.outputs]
+    named_inputs = zip(program.inputs, inputs, strict=True)
+    compile_program(program).run(
+        numbers,
+        [vector(name, x, torch.float32, n) for name, x in named_inputs],
+        [vector("outputs", x, torch.float32, n) for x in outputs],
+        n,
+    )
+    return outputs
+
+
+# ---- tensors as arguments
+#
+# `name` is what an error calls the tensor. The caller keeps the tensor until the kernel is done.
+
+
+def unsupported(name: str, x: Tensor, expected: str, reason: object = "") -> ValueError:
+    """Return the error about a tensor that C++ would read or write as something else."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    actual = f"{dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
+    suffix = f" ({reason})" if reason else ""
+    return ValueError(f"{name} is {actual}: the C++ kernels take {expected} on a CPU.{suffix}")
+
+
+def vector(name: str, x: Tensor | None, dtype: torch.dtype, n: int) -> int:
+    """Return the address of a contiguous vector [n], 0 for None."""
+    if x is None:
+        return 0
+    if x.dtype != dtype or x.shape != (n,) or not x.is_contiguous() or not x.is_cpu:
+        raise unsupported(name, x, f"{str(dtype).removeprefix('torch.')} [{n}] in one piece")
+    return x.data_ptr()
+
+
+def matrix(name: str, x: Tensor) -> _cpu.Matrix:
+    """Return a matrix with unit stride in its last dimension."""
+    reason: object = ""
+    try:
+        if x.is_cpu:
+            return _cpu.Matrix(x.data_ptr(), DTYPES[x.dtype], x.shape, x.stride())
+    except (KeyError, TypeError, ValueError) as error:
+        reason = error
+    expected = "a matrix in fp32, bf16 or fp16 with unit stride in its last dimension"
+    raise unsupported(name, x, expected, reason)
+
+
+def table(name: str, x: Tensor, names: int) -> _cpu.NamedRows:
+    """Return a table fp32 [num_names, n].
+
+    names   a bit for each name of the table, see `bits`
+    """
+    reason: object = ""
+    try:
+        if x.is_cpu and x.dtype == torch.float32:
+            return _cpu.NamedRows(x.data_ptr(), x.shape, x.stride(), names)
+    except (TypeError, ValueError) as error:
+        reason = error
+    expected = "float32 [names, n] with unit stride in its last dimension"
+    raise unsupported(name, x, expected, reason)
+
+
+@functools.lru_cache(maxsize=256)
+def bits(names: tuple[str, ...], known: tuple[str, ...]) -> int:
+    """Return a number with a bit for each name, at its place among the known ones."""
+    return sum(1 << known.index(name) for name in names if name in known)
+
+
+def sums_argument(sums: SoftmaxSums) -> _cpu.NamedRows:
+    """Return the table of the sums that C++ knows. They come first."""
+    names = bits(sums.names, SUMS_OF_KERNELS)
+    num_known = names.bit_count()
+    values = sums.values if num_known == len(sums.names) else sums.values[:num_known]
+    return table("sums", values, names)
+
+
+Argument = TypeVar("Argument")
+
+
+def memory(
+    make: Callable[..., Argument],
+    name: str,
+    x: Tensor,
+    rows: LogitRows,
+    num_rows: int,
+    *more: float,
+) -> Argument:
+    """Return the rows of x [A, T, V] that `rows` has of its logits.
+
+    make   the type of the argument: _cpu.Rows, or _cpu.LogitRows with `more` arguments
+    """
+    reason: object = ""
+    try:
+        if x.is_cpu:
+            return make(
+                x.data_ptr(), DTYPES[x.dtype], x.shape, x.stride(), rows.first_row, num_rows, *more
+            )
+    except (KeyError, TypeError, ValueError) as error:
+        reason = error
+    expected = f"rows {list(rows.logits.shape)} in fp32, bf16 or fp16 with unit stride in V"
+    raise unsupported(name, x, expected, reason)
+
+
+def count_rows(rows: LogitRows) -> int:
+    """Return the number of rows of the logits, which vectors must have."""
+    if rows.row_range is not None:
+        return rows.row_range[1] - rows.row_range[0]
+    shape = rows.logits.shape
+    return shape[0] * shape[1]
+
+
+def logits_argument(
+    name: str, logits: Tensor, transform: RowTransform, rows: LogitRows, num_rows: int
+) -> _cpu.LogitRows:
+    """Return logits with their transform."""
+    inverse = transform.inverse_temperature
+    if isinstance(inverse, Tensor):
+        number = 1.0
+        address = vector("inverse_temperature", inverse, torch.float32, num_rows)
+    else:
+        number = inverse
+        address = 0
+    return memory(
+        _cpu.LogitRows,
+        name,
+        logits,
+        rows,
+        num_rows,
+        transform.scale,
+        transform.softcap,
+        number,
+        address,
+    )
+
+
+def logit_arguments(
+    rows: LogitRows,
+    num_rows: int,
+    *,
+    weight: Tensor | None = None,
+    log_sum_ratio: Tensor | None = None,
+    center: Tensor | None = None,
+) -> tuple[_cpu.LogitRows, _cpu.ReferenceRows | None]:
+    """Return the policy's logits, and the reference's with what is known of both, or None.
+
+    weight          weight of the divergence in the loss, fp32 [num_rows]
+    log_sum_ratio   see `SoftmaxSums`
+    center          likewise
+    """
+    policy = logits_argument("logits", rows.logits, rows.transform, rows, num_rows)
+    reference = rows.reference
+    if reference is None:
+        return policy, None
+    reference_logits = logits_argument(
+        "reference.logits", reference.logits, reference.transform, rows, num_rows
+    )
+    return policy, _cpu.ReferenceRows(
+        reference_logits,
+        DIRECTIONS.index(reference.direction),
+        reference.mixture,
+        vector("divergence_weight", weight, torch.float32, num_rows),
+        vector("log_sum_ratio", log_sum_ratio, torch.float32, num_rows),
+        vector("center", center, torch.float32, num_rows),
+    )
+
+
+def target_arguments(rows: LogitRows, num_rows: int) -> tuple[int, int]:
+    """Return the addresses of targets and mask."""
+    targets = vector("targets", rows.targets, torch.int64, num_rows)
+    return targets, vector("mask", rows.mask, torch.bool, num_rows)
+
+
+def pairs_argument(pairs: Pairs) -> _cpu.RowIdPairs:
+    """Return ids and rows of pairs. Their values are not checked."""
+    num_pairs = pairs.ids.numel()
+    ids = vector("pairs.ids", pairs.ids, torch.int64, num_pairs)
+    return _cpu.RowIdPairs(ids, vector("pairs.rows", pairs.rows, torch.int64, num_pairs), num_pairs)

@@ -1,0 +1,546 @@
+"""Eager PyTorch: the readable version of every kernel, and the fallback if no kernel runs.
+
+Rows and pairs are processed in blocks, so that temporaries stay within `block_bytes` (or one row)
+for any batch. The host does not wait for a GPU: unused rows and pairs are computed with placeholder
+values and discarded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...formulas.token_stage import TokenStage
+from ..divergence import (
+    divergence_gradient,
+    log_ratio_terms,
+    logit_differences,
+    mixture_terms,
+)
+from ..softmax import (
+    MIN_LOGP,
+    REFERENCE_SUMS,
+    GradientCoefficients,
+    LogitRows,
+    ReferenceRows,
+    RowTransform,
+    SoftmaxSums,
+)
+from . import Backend
+
+if TYPE_CHECKING:
+    from ..pairs import Pairs
+
+#: fp32 copies of a block of rows that exist at a time, without and with a reference.
+COPIES = 4
+COPIES_WITH_REFERENCE = 10
+
+#: fp32 rows that exist at a time for each pair of a block.
+ROWS_PER_PAIR = 4
+
+
+def available() -> str | None:
+    """Return None: eager PyTorch always runs."""
+    return None
+
+
+def block_bytes(device: torch.device) -> int:
+    """Return the bytes of the temporaries of a block.
+
+    On a CPU they fit its cache, and the allocator keeps memory of that size for reuse. On a GPU
+    they are enough to fill it.
+    """
+    return 16 << 20 if device.type == "cpu" else 256 << 20
+
+
+class Kernels(Backend):
+    """All kernels in eager PyTorch.
+
+    workspace   memory for calls of one block each, as `fused_loss` makes them. `kernel_gradient`
+                must follow `kernel_sums` of the same block, and finds its exponentials there.
+    """
+
+    computes_all_sums = True
+    narrows_in_place = True  # a block is read completely before any of it is written
+
+    def __init__(self, strict: bool = False, workspace: Workspace | None = None) -> None:
+        self.workspace = workspace
+
+    # ---- rows of logits
+
+    def kernel_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
+        """Return the named sums but MIXTURE_SUMS, see `Backend`."""
+        sums = SoftmaxSums.empty(names, rows.num_rows, rows.logits.device, rows.reference)
+        workspace = self.workspace or Workspace.for_rows(rows)
+        for block, logits in blocks_of(rows, rows.logits):
+            z = workspace.transformed(logits, rows.transform.select(block))
+            values = policy_sums(z, rows.targets[block], names, workspace)
+            if rows.reference is not None:
+                exps = workspace.exps[: len(logits)]
+                values |= reference_sums(rows, block, z, exps, values["max_logit"])
+            for name in names:
+                if name in values:
+                    sums.select(block)[name].copy_(values[name])
+        if rows.mask is None:
+            return sums
+        masked = SoftmaxSums.masked(names, 1, rows.logits.device)
+        return replace(sums, values=torch.where(rows.mask, sums.values, masked.values))
+
+    def mixture_sums(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
+        """Return MIXTURE_SUMS, see `Backend`."""
+        reference = rows.reference
+        assert reference is not None
+        results = torch.empty(2, rows.num_rows, dtype=torch.float32, device=rows.logits.device)
+        for block, logits in blocks_of(rows, rows.logits):
+            z = transform_block(logits, rows.transform.select(block))
+            w = reference_block(rows, reference, block)
+            block_sums = sums.select(block)
+            p = (z - finite(block_sums.max_logit)[:, None]).exp() / block_sums.sum_exp[:, None]
+            q, log_ratio = compare_with_reference(z, w, block_sums)
+            terms = mixture_terms(reference.direction, p, q, log_ratio, reference.mixture)
+            results[:, block] = torch.stack([sum_rows(x) for x in terms])
+        return results if rows.mask is None else torch.where(rows.mask, results, 0.0)
+
+    def kernel_gradient(
+        self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
+    ) -> None:
+        """Write d loss / d logits, see `Backend`."""
+        transform = rows.transform
+        factors = GradientFactors.from_coefficients(sums, coefficients, transform)
+        is_zero = ~coefficients.nonzero
+        divergence = coefficients.get("divergence")
+        workspace = self.workspace or Workspace.for_rows(rows)
+        input_blocks = blocks_of(rows, rows.logits)
+        output_blocks = blocks_of(rows, out)
+        for (block, logits), (_, grad_logits) in zip(input_blocks, output_blocks, strict=True):
+            differences = workspace.differences[: len(logits)]
+            exps = workspace.exps[: len(logits)]
+            if self.workspace is None:
+                z = workspace.transformed(logits, transform.select(block))
+                torch.sub(z, sums.max_logit[block, None], out=differences)
+                torch.exp(differences, out=exps)
+            grad = workspace.terms[: len(logits)]
+            if divergence is None and grad_logits.dtype == torch.float32 and not transform.softcap:
+                grad = grad_logits  # in place this is the block, which is not read again
+            factors.write_gradient(block, rows.targets, exps, differences, grad)
+            if divergence is not None:
+                assert rows.reference is not None
+                z = workspace.transformed(logits, transform.select(block))
+                w = reference_block(rows, rows.reference, block)
+                factor = (divergence * factors.dz_dx)[block, None]
+                add_divergence_gradient(
+                    grad, factor, z, w, exps, sums.select(block), rows.reference
+                )
+            if transform.softcap:
+                scaled = logits.float() * (transform.scale / transform.softcap)
+                grad.mul_(1.0 - scaled.tanh_().square_())
+            zero_rows(grad, is_zero[block])
+            if grad is not grad_logits:
+                grad_logits.copy_(grad)
+
+    def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor:
+        """Compute a loss and its gradient, see `Backend`.
+
+        The gradient of a block reuses the exponentials of its sums.
+        """
+        num_results = 3 if rows.reference is None else 4
+        results = torch.zeros(
+            num_results, rows.num_rows, dtype=torch.float32, device=rows.logits.device
+        )
+        kernels = Kernels(workspace=Workspace.for_rows(rows))
+        for block, _ in blocks_of(rows, rows.logits):
+            block_rows = rows.slice_rows(block.start, block.stop)
+            results[:, block] = kernels.loss_in_two_passes(
+                block_rows, stage.at(block), out, block_rows.num_rows
+            )
+        return results
+
+    def scale_(self, gradient: Tensor, factor: Tensor) -> None:
+        """Multiply a gradient by a factor in place."""
+        gradient.mul_(factor)
+
+    def evaluate_formula(
+        self, stage: TokenStage, logps: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the losses and their gradients, see `Backend`."""
+        terms = stage.terms(logps, entropy)
+        return terms.losses, terms.d_logps, terms.d_entropy
+
+    # ---- pairs
+
+    def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
+        """Return the logit of each pair, see `Backend`."""
+        logits = torch.empty(pairs.ids.shape, dtype=torch.float32, device=hidden.device)
+        for block in pair_blocks(pairs.ids.numel(), hidden):
+            ids = pairs.ids[block]
+            products = hidden[pairs.rows[block]].float().mul_(weight[ids.clamp(min=0)])
+            logits[block] = sum_rows(products).masked_fill_(ids < 0, -torch.inf)
+        return logits
+
+    def add_grad_hidden_of_pairs(
+        self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
+    ) -> None:
+        """Write the sum of each row of hidden states, see `Backend`."""
+        is_used = (pairs.ids >= 0) & (values != 0)
+        sum_by_key(pairs.rows, pairs.ids, is_used, values, weight, out, adds_to_out=False)
+
+    def add_grad_weight_of_pairs(
+        self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
+    ) -> None:
+        """Add the sum of each row of the weight, see `Backend`."""
+        is_used = (pairs.ids >= 0) & (values != 0)
+        sum_by_key(pairs.ids, pairs.rows, is_used, values, hidden, out, adds_to_out=True)
+
+
+# ---- blocks of rows
+
+
+class Workspace(NamedTuple):
+    """Memory for all blocks of a call: on a CPU fresh memory costs more than the arithmetic.
+
+    Each is fp32 [block_rows, V].
+
+    logits        transformed logits
+    differences   z - max_logit
+    exps          exp(z - max_logit)
+    terms         terms of a sum, or the gradient
+    """
+
+    logits: Tensor
+    differences: Tensor
+    exps: Tensor
+    terms: Tensor
+
+    @classmethod
+    def for_rows(cls, rows: LogitRows) -> Workspace:
+        """Return memory for the blocks of a call."""
+        block_rows = min(rows_per_block(rows), rows.num_rows)
+        shape = (4, block_rows, rows.logits.shape[-1])
+        return cls(*torch.empty(shape, dtype=torch.float32, device=rows.logits.device))
+
+    def transformed(self, logits: Tensor, transform: RowTransform) -> Tensor:
+        """Return the transformed logits of a block, fp32: `logits` if nothing changes them."""
+        return transform.transform_rows(logits, self.logits[: len(logits)])
+
+
+def rows_per_block(rows: LogitRows) -> int:
+    """Return how many rows a block has."""
+    copies = COPIES if rows.reference is None else COPIES_WITH_REFERENCE
+    row_bytes = 4 * rows.logits.shape[-1] * copies
+    return max(1, block_bytes(rows.logits.device) // row_bytes)
+
+
+def blocks_of(rows: LogitRows, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the blocks of a call: a slice of its vectors, and these rows of `logits`, [r, V].
+
+    logits   [A, T, V]: the logits of the call, or its gradient
+    """
+    num_groups, rows_per_group, _ = logits.shape
+    first, last = rows.row_range or (0, num_groups * rows_per_group)
+    size = rows_per_block(rows)
+    start = first
+    while start < last:
+        # A block stays within one outer index, where rows have one stride.
+        group, row = divmod(start, rows_per_group)
+        stop = min(last, start + size, (group + 1) * rows_per_group)
+        yield slice(start - first, stop - first), logits[group, row : row + stop - start]
+        start = stop
+
+
+def transform_block(logits: Tensor, transform: RowTransform) -> Tensor:
+    """Return the transformed logits of a block in new memory, fp32 [r, V]."""
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    return transform.transform_rows(logits, out)
+
+
+def reference_block(rows: LogitRows, reference: ReferenceRows, block: slice) -> Tensor:
+    """Return the transformed logits of the reference in a block, fp32 [r, V]."""
+    group, row = divmod(rows.first_row + block.start, rows.logits.shape[1])
+    logits = reference.logits[group, row : row + block.stop - block.start]
+    return transform_block(logits, reference.transform.select(block))
+
+
+def finite(max_logit: Tensor) -> Tensor:
+    """Return the maxima with 0 in place of -inf, which stands for a row of only -inf."""
+    return max_logit.masked_fill(max_logit == -torch.inf, 0.0)
+
+
+def sum_rows(x: Tensor) -> Tensor:
+    """Return the sum of each row of x [r, V].
+
+    On a CPU torch splits the sum of a single row among threads, which rounds differently from the
+    sums of several rows. So a single row is summed twice.
+    """
+    return x.sum(1) if x.shape[0] > 1 else x.expand(2, -1).sum(1)[:1]
+
+
+def zero_rows(grad: Tensor, is_zero: Tensor) -> None:
+    """Write 0 into rows of grad [r, V].
+
+    is_zero   bool [r]. On a CPU only these rows are written; on a GPU the host does not know them.
+    """
+    if grad.device.type == "cpu":
+        grad.index_fill_(0, is_zero.nonzero()[:, 0], 0.0)
+    else:
+        grad.masked_fill_(is_zero[:, None], 0.0)
+
+
+def find_targets(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return ids [r, 1] with 0 in place of those out of range, and whether each is in range."""
+    is_in_range = (targets >= 0) & (targets < vocab_size)
+    return torch.where(is_in_range, targets, 0)[:, None], is_in_range
+
+
+# ---- sums of a block
+
+
+def policy_sums(
+    z: Tensor, targets: Tensor, names: tuple[str, ...], workspace: Workspace
+) -> dict[str, Tensor]:
+    """Return those of POLICY_SUMS that are named, and BASIC_SUMS, [r] each.
+
+    Leaves differences and exponentials in the workspace.
+
+    z   transformed logits, fp32 [r, V]
+    """
+    differences = workspace.differences[: len(z)]
+    exps = workspace.exps[: len(z)]
+    max_logit = z.amax(1)
+    torch.sub(z, finite(max_logit)[:, None], out=differences)
+    torch.exp(differences, out=exps)
+    ids, is_in_range = find_targets(targets, z.shape[1])
+    sums = {
+        "max_logit": max_logit,
+        "sum_exp": sum_rows(exps),
+        "target_logit": torch.where(is_in_range, z.gather(1, ids)[:, 0], torch.nan),
+    }
+    if "sum_exp_shifted" in names:
+        terms = workspace.terms[: len(z)]
+        torch.mul(differences.clamp_(min=MIN_LOGP), exps, out=terms)
+        sums["sum_exp_shifted"] = sum_rows(terms)
+    if "sum_exp_squared" in names:
+        sums["sum_exp_squared"] = sum_rows(exps * exps)
+    if "argmax" in names:
+        is_max = z == max_logit[:, None]
+        first = is_max.to(torch.uint8).argmax(1)
+        sums["argmax"] = torch.where(is_max.any(1), first, -1).to(torch.int32)
+    return sums
+
+
+def reference_sums(
+    rows: LogitRows, block: slice, z: Tensor, exps: Tensor, max_logit: Tensor
+) -> dict[str, Tensor]:
+    """Return REFERENCE_SUMS by name, [r] each.
+
+    z, exps     transformed logits of the policy and exp(z - max_logit), [r, V]
+    max_logit   [r]
+    """
+    assert rows.reference is not None
+    w = reference_block(rows, rows.reference, block)
+    reference_max_logit = w.amax(1)
+    base = finite(max_logit)[:, None]
+    reference_base = finite(reference_max_logit)[:, None]
+    reference_exps = (w - reference_base).exp()
+    d = logit_differences(z, w, base, reference_base)
+    log_ratio, excess = log_ratio_terms(rows.reference.direction, exps, reference_exps, d)
+    values = (reference_max_logit, sum_rows(reference_exps), sum_rows(log_ratio), sum_rows(excess))
+    return dict(zip(REFERENCE_SUMS, values, strict=True))
+
+
+def compare_with_reference(z: Tensor, w: Tensor, sums: SoftmaxSums) -> tuple[Tensor, Tensor]:
+    """Return q and log p - log q of each column, [r, V].
+
+    z, w   transformed logits of policy and reference
+    sums   the sums of these rows
+    """
+    base = finite(sums.max_logit)[:, None]
+    reference_base = finite(sums["reference_max_logit"])[:, None]
+    q = (w - reference_base).exp() / sums["reference_sum_exp"][:, None]
+    log_ratio = logit_differences(z, w, base, reference_base) + sums.log_sum_ratio[:, None]
+    return q, log_ratio
+
+
+# ---- the gradient of a block
+
+
+class GradientFactors(NamedTuple):
+    """The gradient of rows, as factors of their exponentials e = exp(d), d = z - max_logit.
+
+    At column j it is e_j * (per_exp + per_difference * d_j + per_square * e_j), without the target.
+    The target's column is computed separately, because expm1 is accurate if p is close to 1.
+
+    per_exp, per_difference, per_square   [num_rows], the last two None if they are 0
+    at_target   [num_rows]: the gradient of the target's logit
+    dz_dx       derivative of the transform, without the tanh of a softcap
+    """
+
+    per_exp: Tensor
+    per_difference: Tensor | None
+    per_square: Tensor | None
+    at_target: Tensor
+    dz_dx: float | Tensor
+
+    @classmethod
+    def from_coefficients(
+        cls, sums: SoftmaxSums, coefficients: GradientCoefficients, transform: RowTransform
+    ) -> GradientFactors:
+        """Return the factors of all coefficients but "divergence"."""
+        sum_exp = sums.sum_exp
+        logps = sums.logps
+        probs = logps.exp()
+        constant = coefficients.get("constant")
+        logp = coefficients.get("logp")
+        prob = coefficients.get("prob")
+        dz_dx = transform.scale * transform.inverse_temperature
+        per_exp = -coefficients.target
+        per_difference = None
+        per_square = None
+        at_target = -coefficients.target * torch.expm1(logps)
+        if constant is not None:
+            per_exp = per_exp + constant
+            at_target = at_target + probs * constant
+        if logp is not None:
+            per_exp = per_exp - logp * torch.log(sum_exp)
+            per_difference = logp * dz_dx / sum_exp
+            at_target = at_target + logp * probs * logps.clamp(min=MIN_LOGP)
+        if prob is not None:
+            per_square = prob * dz_dx / (sum_exp * sum_exp)
+            at_target = at_target + prob * probs * probs
+        return cls(per_exp * dz_dx / sum_exp, per_difference, per_square, at_target * dz_dx, dz_dx)
+
+    def write_gradient(
+        self, block: slice, targets: Tensor, exps: Tensor, differences: Tensor, out: Tensor
+    ) -> None:
+        """Write the gradient of a block into out [r, V], fp32.
+
+        exps, differences   e and d, [r, V]; differences are overwritten
+        """
+        per_exp = self.per_exp[block, None]
+        if self.per_square is not None:
+            per_exp = self.per_square[block, None] * exps + per_exp
+        torch.mul(exps, per_exp, out=out)
+        if self.per_difference is not None:
+            terms = differences.clamp_(min=MIN_LOGP).mul_(exps)
+            out.addcmul_(terms, self.per_difference[block, None])
+        # A target outside of these columns (it may belong to another rank) changes none of them.
+        ids, is_in_range = find_targets(targets[block], out.shape[1])
+        at_target = self.at_target[block, None]
+        out.scatter_(1, ids, torch.where(is_in_range[:, None], at_target, out.gather(1, ids)))
+
+
+def add_divergence_gradient(
+    grad: Tensor,
+    factor: Tensor,
+    z: Tensor,
+    w: Tensor,
+    exps: Tensor,
+    sums: SoftmaxSums,
+    reference: ReferenceRows,
+) -> None:
+    """Add factor [r, 1] times the gradient of the divergence to grad [r, V].
+
+    z, w   transformed logits of policy and reference, [r, V]
+    exps   exp(z - max_logit)
+    sums   the sums of these rows
+    """
+    q, log_ratio = compare_with_reference(z, w, sums)
+    gradient = divergence_gradient(
+        reference.direction,
+        exps / sums.sum_exp[:, None],
+        q,
+        log_ratio,
+        sums.gradient_center[:, None],
+        reference.mixture,
+    )
+    grad.add_(gradient.mul_(factor))
+
+
+# ---- sums over pairs
+
+
+def pair_blocks(num_pairs: int, rows: Tensor) -> Iterator[slice]:
+    """Return slices of the pairs, such that the fp32 rows of a block fit the budget.
+
+    rows   [., H], for the width of a row
+    """
+    size = max(1, block_bytes(rows.device) // (4 * ROWS_PER_PAIR * rows.shape[1]))
+    return (slice(start, min(start + size, num_pairs)) for start in range(0, num_pairs, size))
+
+
+def sum_by_key(
+    keys: Tensor,
+    index: Tensor,
+    is_used: Tensor,
+    values: Tensor,
+    source: Tensor,
+    out: Tensor,
+    *,
+    adds_to_out: bool,
+) -> None:
+    """Write out[k] = sum of values * source[index] over the used pairs whose key is k.
+
+    keys, index, values, is_used   [num_pairs]; a sum is in the order of its pairs
+    source                         [., H], any dtype
+    out                            [num_keys, H]; rows without a used pair are not written
+    adds_to_out                    whether the sum is added to what out has
+    """
+    num_pairs = keys.numel()
+    no_key = out.shape[0]
+    if num_pairs == 0:
+        return
+    keys, order = torch.where(is_used, keys, no_key).sort(stable=True)  # unused pairs come last
+    # A group is the pairs of one key. The first group of a block continues from the partial sum of
+    # the previous block, and the last group is carried over to the next block.
+    carried_sum = torch.zeros(1, out.shape[1], dtype=torch.float32, device=out.device)
+    carried_key = keys[:1]
+    for block in pair_blocks(num_pairs, out):
+        pair_ids = order[block]
+        block_keys = torch.cat([carried_key, keys[block]])
+        terms = source[index[pair_ids].clamp(min=0)].float().mul_(values[pair_ids, None])
+        terms = torch.where(is_used[pair_ids, None], terms, 0.0)
+        group_changes = (block_keys[1:] != block_keys[:-1]).cumsum(0)
+        groups = torch.cat([torch.zeros_like(carried_key), group_changes])
+        sums = sum_groups(torch.cat([carried_sum, terms]), groups)
+        group_keys = torch.full_like(block_keys, no_key).scatter_(0, groups, block_keys)
+        carried_sum = sums.index_select(0, groups[-1:])
+        carried_key = block_keys[-1:]
+        is_complete = group_keys < no_key
+        if block.stop < num_pairs:
+            group_ids = torch.arange(len(group_keys), device=out.device)
+            is_complete &= group_ids != groups[-1]
+        write_complete_sums(sums, group_keys, is_complete, out, adds_to_out)
+
+
+def sum_groups(terms: Tensor, groups: Tensor) -> Tensor:
+    """Return the sum of the terms of each group, in their order.
+
+    terms    fp32 [n, H]
+    groups   int64 [n], numbered 0, 1, ... without gaps
+    """
+    sums = torch.zeros_like(terms)
+    if terms.device.type == "cpu":
+        return sums.index_add_(0, groups, terms)
+    # On a GPU index_add_ uses atomics, which sum in any order; index_put_ sorts.
+    return sums.index_put_((groups,), terms, accumulate=True)
+
+
+def write_complete_sums(
+    sums: Tensor, keys: Tensor, is_complete: Tensor, out: Tensor, adds_to_out: bool
+) -> None:
+    """Write the sums of complete groups into their rows of out.
+
+    The host does not know which these are: every other group writes what the first complete group
+    does, or if there is none, what out has.
+    """
+    group_ids = torch.arange(len(keys), device=out.device)
+    first_complete = is_complete.to(torch.uint8).argmax()
+    written = torch.where(is_complete, group_ids, first_complete)
+    rows = keys[written].clamp(max=out.shape[0] - 1)
+    before = out[rows]
+    after = sums[written] + before if adds_to_out else sums[written]
+    after = torch.where(is_complete[written, None], after.to(out.dtype), before)
+    out.index_copy_(0, rows, after)

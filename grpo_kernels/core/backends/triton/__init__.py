@@ -1,0 +1,491 @@
+"""The Triton backend: each program processes one row at a time.
+
+It reads the row once from device memory, and a second time from L2.
+
+Row counts, strides, scalars and parameters are runtime values, so a new length or a new step of a
+schedule does not recompile. Compile-time values are the vocabulary's size class, dtypes, alignment,
+the names of sums and coefficients, and the program of a loss, which the fused kernel is compiled
+with. A kernel that does not fit or compile gets a smaller tile, and then raises KernelFailure.
+
+    softmax_rows.py      one row inside a kernel
+    divergence_rows.py   a row and the reference's
+    kernels.py           the kernels over rows
+    pair_kernels.py      the kernels over pairs of hidden states and weight
+    launch.py            how they are launched
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ....formulas.program import FormulaRefused, Program
+from ....formulas.token_stage import INPUTS, TokenStage
+from ...softmax import POLICY_SUMS, GradientCoefficients, LogitRows, SoftmaxSums, sums_for
+from .. import Backend, eager, fall_back
+from . import launch as launch
+from .kernels import (
+    evaluate_formula_kernel,
+    fused_loss_kernel,
+    mixture_sums_kernel,
+    reference_gradient_kernel,
+    reference_sums_kernel,
+    scale_kernel,
+    softmax_gradient_kernel,
+    softmax_sums_kernel,
+)
+from .launch import (
+    KernelFailure,
+    RowCall,
+    available,
+    check_layout,
+    check_vectors,
+    formula_function,
+    run_over_columns,
+    serves,
+)
+from .pair_kernels import (
+    add_partial_sums_kernel,
+    grad_hidden_of_pairs_kernel,
+    grad_weight_of_pairs_kernel,
+    pair_logits_kernel,
+)
+
+if TYPE_CHECKING:
+    from ...pairs import Pairs
+
+__all__ = ["Kernels", "OrEager", "available", "serves"]
+
+SUMS_OF_TOP_ID = sums_for(("top_id",))
+
+#: A program sums up at most twice as many pairs of one id. Smaller pieces would need more memory
+#: for their sums: 4 H bytes for each piece that the pairs could have, 64 MiB for two million pairs
+#: with H = 4096.
+PIECE = 512
+
+#: What runs in place of the fused kernel if it cannot run, or its formula cannot be traced.
+TWO_PASSES = "a second pass over the logits, with the formulas in PyTorch, which is slower"
+
+#: The same if a formula runs on vectors.
+FORMULA_IN_TORCH = "the formulas in PyTorch, which is slower"
+
+EAGER = "eager PyTorch, which is slow"
+
+
+class Kernels(Backend):
+    """The Triton kernels. One that cannot run raises KernelFailure.
+
+    strict   compare a program with torch before its first use
+    """
+
+    narrows_in_place = False  # many threads write at once, starting at the end of the row
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+
+    # ---- rows of logits
+
+    def kernel_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
+        """Return the named sums of one pass, see `Backend`."""
+        call = RowCall(rows)
+        sums = SoftmaxSums.empty(names, rows.num_rows, rows.logits.device, rows.reference)
+        arguments = (
+            *call.logits,
+            *call.transforms,
+            *call.sizes,
+            rows.first_row,
+            *call.vectors(targets=rows.targets, mask=rows.mask),
+            *call.sums(sums),
+        )
+        policy_names = " ".join(name for name in names if name in POLICY_SUMS)
+        if rows.reference is None:
+            call.launch("one_pass", softmax_sums_kernel, *arguments, NAMES=policy_names)
+            return sums
+        direction = "forward" if rows.reference.direction == "forward" else "reverse"
+        call.launch(
+            "reference",
+            reference_sums_kernel,
+            *arguments,
+            NAMES=policy_names,
+            DIRECTION=direction,
+        )
+        if "argmax" in names:  # rarely needed with a reference, so it is a separate pass
+            policy_rows = rows._replace(reference=None)
+            sums["argmax"].copy_(self.kernel_sums(policy_rows, SUMS_OF_TOP_ID)["argmax"])
+        return sums
+
+    def mixture_sums(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
+        """Return MIXTURE_SUMS, see `Backend`."""
+        assert rows.reference is not None
+        call = RowCall(rows)
+        result = torch.empty(2, rows.num_rows, dtype=torch.float32, device=rows.logits.device)
+        mask, log_sum_ratio = call.vectors(mask=rows.mask, log_sum_ratio=sums.log_sum_ratio)
+        call.launch(
+            "mixture",
+            mixture_sums_kernel,
+            *call.logits,
+            *call.transforms,
+            *call.sizes,
+            rows.first_row,
+            mask,
+            *call.sums(sums),
+            log_sum_ratio,
+            call.shares,
+            *call.table("result", result),
+            DIRECTION=rows.reference.direction,
+        )
+        return result
+
+    def kernel_gradient(
+        self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
+    ) -> None:
+        """Write d loss / d logits, see `Backend`."""
+        reference = rows.reference
+        if coefficients.get("divergence") is None:
+            reference = None
+        call = RowCall(rows._replace(reference=reference), out)
+        arguments = (
+            *call.logits,
+            *call.gradient,
+            *call.transforms,
+            *call.sizes,
+            rows.first_row,
+            *call.vectors(targets=rows.targets),
+            *call.sums(sums),
+        )
+        coefficient_table = call.table("coefficients", coefficients.values)
+        names = " ".join(coefficients.names)
+        if reference is None:
+            call.launch(
+                "one_pass", softmax_gradient_kernel, *arguments, *coefficient_table, NAMES=names
+            )
+            return
+        call.launch(
+            launch.reference_gradient_kind(rows.transform.softcap, reference.transform.softcap),
+            reference_gradient_kernel,
+            *arguments,
+            *call.vectors(log_sum_ratio=sums.log_sum_ratio, center=sums.gradient_center),
+            call.shares,
+            *coefficient_table,
+            NAMES=names,
+            DIRECTION=reference.direction,
+        )
+
+    def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor:
+        """Compute a loss and its gradient in one kernel call if there is no reference."""
+        if rows.reference is None:
+            results = self.loss_in_one_call(rows, stage, out)
+            if results is not None:
+                return results
+        return super().fused_loss(rows, stage, out)
+
+    def loss_in_one_call(
+        self, rows: LogitRows, stage: TokenStage, out: Tensor | None
+    ) -> Tensor | None:
+        """Compute `fused_loss` of whole logits without a reference.
+
+        Raises KernelFailure or FormulaRefused; `OrEager` returns None instead.
+        """
+        assert rows.row_range is None
+        if self.strict:
+            stage.compare_once(Program.__call__)
+        program, numbers = stage.program()
+        formula, numbers_taken = formula_function(program)
+        inputs = stage.inputs(program)
+        call = RowCall(rows, out)
+        results = torch.empty(3, call.num_rows, dtype=torch.float32, device=rows.logits.device)
+        call.launch(
+            launch.fused_kind(rows.logits.dtype, rows.transform.softcap),
+            fused_loss_kernel,
+            *call.logits,
+            *call.gradient,
+            *call.transforms,
+            *call.sizes,
+            *call.vectors(targets=rows.targets, mask=rows.mask),
+            *call.vectors(**{name: inputs.get(name) for name in INPUTS}),
+            tuple(numbers[i] for i in numbers_taken),
+            results,
+            call.num_rows,
+            FORMULA=formula,
+        )
+        return results
+
+    def evaluate_formula(
+        self, stage: TokenStage, logps: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the losses and their gradients, see `Backend`."""
+        if self.strict:
+            stage.compare_once(Program.__call__)
+        program, numbers = stage.program()
+        formula, numbers_taken = formula_function(program)
+        inputs = stage.inputs(program)
+        n = logps.numel()
+        losses, grad_logps = torch.empty(2, n, dtype=torch.float32, device=logps.device)
+        grad_entropy = None
+        if stage.rows.entropy_weight is not None:
+            grad_entropy = torch.empty_like(losses)
+        vectors = {name: inputs.get(name) for name in INPUTS}
+        arguments = (
+            *check_vectors(n, logps=logps, entropy=entropy, **vectors),
+            tuple(numbers[i] for i in numbers_taken),
+            n,
+            losses,
+            grad_logps,
+            grad_entropy,
+        )
+        launch.run(
+            "vectors",
+            evaluate_formula_kernel,
+            (losses,),
+            lambda rows: -(-n // rows),
+            arguments,
+            FORMULA=formula,
+        )
+        return losses, grad_logps, grad_entropy
+
+    def scale_(self, gradient: Tensor, factor: Tensor) -> None:
+        """Multiply a gradient by a factor in place.
+
+        The kernel reads the factor. So a factor of 1 costs a launch only, and the host does not
+        wait.
+        """
+        if gradient.is_contiguous():
+            # One row, of any length, whose stride is never used: 0 keeps the length from selecting
+            # a kernel.
+            gradient = gradient.as_strided((1, 1, gradient.numel()), (0, 0, 1))
+        else:
+            check_layout("gradient", gradient)
+        num_groups, rows_per_group, num_columns = gradient.shape
+        num_rows = num_groups * rows_per_group
+        arguments = (
+            *launch.strided(gradient),
+            num_columns,
+            rows_per_group,
+            num_rows,
+            factor,
+        )
+
+        def num_programs(size: int) -> int:
+            return min(num_rows * -(-num_columns // size), launch.SCALE_PROGRAMS)
+
+        launch.run("scale", scale_kernel, (gradient,), num_programs, arguments)
+
+    # ---- pairs
+
+    def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
+        """Return the logit of each pair, see `Backend`."""
+        num_pairs = pairs.ids.numel()
+        logits = torch.empty(num_pairs, dtype=torch.float32, device=hidden.device)
+        run_over_columns(
+            pair_logits_kernel,
+            {"weight": weight, "hidden": hidden},
+            lambda _: num_pairs,
+            hidden,
+            hidden.stride(0),
+            weight,
+            weight.stride(0),
+            hidden.shape[1],
+            *check_vectors(num_pairs, **{"pairs.ids": pairs.ids, "pairs.rows": pairs.rows}),
+            logits,
+        )
+        return logits
+
+    def add_grad_hidden_of_pairs(
+        self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
+    ) -> None:
+        """Write the sum of each row of hidden states, see `Backend`."""
+        num_rows, width = out.shape
+        run_over_columns(
+            grad_hidden_of_pairs_kernel,
+            {"weight": weight, "out": out},
+            programs_for_rows(num_rows, width),
+            *check_vectors(pairs.ids.numel(), values=values, **{"pairs.ids": pairs.ids}),
+            *check_vectors(num_rows + 1, **{"pairs.offsets": pairs.offsets}),
+            weight,
+            weight.stride(0),
+            out,
+            out.stride(0),
+            width,
+        )
+
+    def add_grad_weight_of_pairs(
+        self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
+    ) -> None:
+        """Add the sum of each row of the weight, see `Backend`."""
+        num_pairs = pairs.ids.numel()
+        vocab_size, width = out.shape
+        vectors = check_vectors(num_pairs, values=values, **{"pairs.rows": pairs.rows})
+        used_ids = pairs.ids.masked_fill(values == 0, -1)
+        ids, order = used_ids.to(torch.int32).sort(stable=True)
+        first_positions = positions_of_first_pairs(ids, min(num_pairs, vocab_size))
+        window_id_begins = id_begins_of_windows(ids)
+        num_windows = len(window_id_begins)
+        # Memory is needed, and the second kernel launched, only if an id may be cut into pieces.
+        num_partial_sums = num_pairs // PIECE + 1 if num_windows else 0
+        partial_sums = torch.empty(num_partial_sums, width, dtype=torch.float32, device=out.device)
+        matrices = {"hidden": hidden, "out": out}
+        run_over_columns(
+            grad_weight_of_pairs_kernel,
+            matrices,
+            programs_for_rows(len(first_positions) + num_windows, width),
+            *vectors,
+            ids,
+            order,
+            num_pairs,
+            first_positions,
+            len(first_positions),
+            window_id_begins,
+            partial_sums,
+            hidden,
+            hidden.stride(0),
+            out,
+            out.stride(0),
+            width,
+            PIECE=PIECE,
+        )
+        run_over_columns(
+            add_partial_sums_kernel,
+            matrices,
+            programs_for_rows(num_windows, width),
+            ids,
+            num_pairs,
+            window_id_begins,
+            partial_sums,
+            out,
+            out.stride(0),
+            width,
+            PIECE=PIECE,
+        )
+
+
+def programs_for_rows(num_rows: int, width: int) -> Callable[[int], int]:
+    """Return the number of programs for rows of a matrix, from the columns of a program."""
+    return lambda columns: num_rows * -(-width // columns)
+
+
+def positions_of_first_pairs(ids: Tensor, max_ids: int) -> Tensor:
+    """Return where each id that is not -1 occurs first, then num_pairs, int64 [max_ids].
+
+    The host would have to wait to know how many ids there are, and pairs that are padded to the
+    maximum are many more.
+
+    ids   int32 [num_pairs], sorted
+    """
+    is_first = ids != torch.nn.functional.pad(ids, (1, 0), value=-1)[:-1]
+    numbers = torch.arange(1, max_ids + 1, device=ids.device)
+    return torch.searchsorted(is_first.cumsum(0), numbers)
+
+
+def id_begins_of_windows(ids: Tensor) -> Tensor:
+    """Return where the id begins that each window of PIECE pairs ends with, int64 [num_windows].
+
+    The pairs of an id are cut into pieces from there on, so that its sum does not depend on how
+    many pairs other ids have. No window is returned if no id can have two pieces.
+
+    ids   int32 [num_pairs], sorted
+    """
+    if len(ids) < 2 * PIECE:
+        return torch.empty(0, dtype=torch.int64, device=ids.device)
+    last_ids = ids[PIECE - 1 :: PIECE].contiguous()
+    return torch.searchsorted(ids, last_ids)
+
+
+class OrEager(Kernels):
+    """The backend of backend="auto": eager PyTorch computes a call whose kernel cannot run.
+
+    There is one warning for each kernel. Launch failures are detected before anything is written,
+    so the logits are intact even if the gradient would overwrite them. The two backends agree to
+    rounding, so one may compute the gradient from sums of the other.
+    """
+
+    def kernel_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
+        """Return the named sums of one pass, see `Backend`."""
+        try:
+            return super().kernel_sums(rows, names)
+        except KernelFailure as failure:
+            fall_back(EAGER, failure.reason)
+        return eager.Kernels().kernel_sums(rows, names)
+
+    def mixture_sums(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
+        """Return MIXTURE_SUMS, see `Backend`."""
+        try:
+            return super().mixture_sums(rows, sums)
+        except KernelFailure as failure:
+            fall_back(EAGER, failure.reason)
+        return eager.Kernels().mixture_sums(rows, sums)
+
+    def kernel_gradient(
+        self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
+    ) -> None:
+        """Write d loss / d logits, see `Backend`."""
+        try:
+            return super().kernel_gradient(rows, sums, coefficients, out)
+        except KernelFailure as failure:
+            fall_back(EAGER, failure.reason)
+        eager.Kernels().kernel_gradient(rows, sums, coefficients, out)
+
+    def loss_in_one_call(
+        self, rows: LogitRows, stage: TokenStage, out: Tensor | None
+    ) -> Tensor | None:
+        """Compute `fused_loss`, or return None: kernels without the formula may run."""
+        try:
+            return super().loss_in_one_call(rows, stage, out)
+        except (KernelFailure, FormulaRefused) as failure:
+            fall_back(TWO_PASSES, reason_of(failure))
+        return None
+
+    def evaluate_formula(
+        self, stage: TokenStage, logps: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the losses and their gradients, see `Backend`."""
+        try:
+            return super().evaluate_formula(stage, logps, entropy)
+        except (KernelFailure, FormulaRefused) as failure:
+            fall_back(FORMULA_IN_TORCH, reason_of(failure))
+        return eager.Kernels().evaluate_formula(stage, logps, entropy)
+
+    def scale_(self, gradient: Tensor, factor: Tensor) -> None:
+        """Multiply a gradient by a factor in place."""
+        try:
+            return super().scale_(gradient, factor)
+        except KernelFailure as failure:
+            fall_back(EAGER, failure.reason)
+        eager.Kernels().scale_(gradient, factor)
+
+    def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
+        """Return the logit of each pair, see `Backend`."""
+        try:
+            return super().pair_logits(hidden, weight, pairs)
+        except KernelFailure as failure:
+            fall_back(EAGER, failure.reason)
+        return eager.Kernels().pair_logits(hidden, weight, pairs)
+
+    def add_grad_hidden_of_pairs(
+        self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
+    ) -> None:
+        """Write the sum of each row of hidden states, see `Backend`."""
+        try:
+            return super().add_grad_hidden_of_pairs(values, pairs, weight, out)
+        except KernelFailure as failure:
+            fall_back(EAGER, failure.reason)
+        eager.Kernels().add_grad_hidden_of_pairs(values, pairs, weight, out)
+
+    def add_grad_weight_of_pairs(
+        self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
+    ) -> None:
+        """Add the sum of each row of the weight, see `Backend`."""
+        try:
+            return super().add_grad_weight_of_pairs(values, pairs, hidden, out)
+        except KernelFailure as failure:
+            fall_back(EAGER, failure.reason)
+        eager.Kernels().add_grad_weight_of_pairs(values, pairs, hidden, out)
+
+
+def reason_of(failure: KernelFailure | FormulaRefused) -> str:
+    """Return why a kernel does not run, in one line."""
+    if isinstance(failure, KernelFailure):
+        return failure.reason
+    return str(failure).rstrip(".")

@@ -1,0 +1,470 @@
+"""A row of logits and the reference's in a Triton kernel: the formulas of core/divergence.py.
+
+Unlike in the kernels of one row, exponents are relative to the maxima themselves, and
+multiplications and additions are fused only by `fma`: the difference of two nearly equal rows is
+accurate only if z - w uses rounded z and w.
+
+z and w are the transformed logits of policy and reference, p and q their softmax, and
+
+    d = (z - max_logit) - (w - reference_max_logit).
+"""
+
+import math
+from collections import namedtuple
+
+import triton
+import triton.language as tl
+
+from .softmax_rows import (
+    ENTROPY,
+    LOG2E,
+    LOWEST,
+    NEG_INF,
+    SQUARES,
+    fma,
+    load_tile,
+    piece_columns,
+    store_piece,
+    transform_derivative,
+    unscaled_logit,
+)
+
+INF = tl.constexpr(float("inf"))
+# The same constants and polynomials as in core/divergence.py and csrc/simd.h.
+#: Up to here exp(-x) - 1 + x is a polynomial.
+PSI_LIMIT = tl.constexpr(0.5)
+#: If the maxima of two rows differ by more, z - w would be rounded to the precision of the
+#: distance.
+MAX_CLOSE_DISTANCE = tl.constexpr(4.0)
+#: Beyond this difference of log-probs the smaller of the two probabilities is negligible.
+MAX_LOG_RATIO = tl.constexpr(80.0)
+#: Up to here log(1 + x) is a polynomial of x: 1 + x is below sqrt(2).
+LOG1P_LIMIT = tl.constexpr(0.41)
+#: The bits of sqrt(1/2) as fp32, and the mask of sign and exponent.
+SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)
+EXPONENT_MASK = tl.constexpr(-0x800000)
+#: log 2 for each unit of an exponent that is held as fp32 bits.
+LN2_PER_EXPONENT_BIT = tl.constexpr(math.log(2.0) / 2**23)
+
+#: What turns the logits of both rows into probabilities and log-ratios:
+#:
+#:     base, reference_base                   p = exp(z - base) * inverse_sum
+#:     inverse_sum, reference_inverse_sum     likewise for q
+#:     log_sum_ratio                          log p - log q = d + log_sum_ratio
+BothSoftmaxes = namedtuple(
+    "BothSoftmaxes", "base reference_base inverse_sum reference_inverse_sum log_sum_ratio"
+)
+
+
+# ---- functions of log-ratios
+
+
+@triton.jit
+def psi_of_negative(x):
+    """exp(-x) - 1 + x for |x| <= PSI_LIMIT.
+
+    Of -x, because a version of Triton changes a sign by subtracting from 0.
+    """
+    p = fma(x, -0.00019875608, 0.0013981997)
+    p = fma(p, x, -0.008333452)
+    p = fma(p, x, 0.041665796)
+    p = fma(p, x, -0.16666666)
+    p = fma(p, x, 0.5)
+    return x * x * p
+
+
+@triton.jit
+def x_minus_log1p(t):
+    """t - log(1 + t) for 1 + t from sqrt(1/2) to sqrt(2)."""
+    p = fma(t, 0.08700264, -0.14267462)
+    p = fma(p, t, 0.1491481)
+    p = fma(p, t, -0.16577588)
+    p = fma(p, t, 0.1996306)
+    p = fma(p, t, -0.25001338)
+    p = fma(p, t, 0.3333391)
+    return t * t * fma(-t, p, 0.5)
+
+
+@triton.jit
+def fast_exp(x):
+    """exp(x), with the exponent rounded once more than in tl.exp."""
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def finite_max(max_logit):
+    """The maximum, or 0 in place of -inf: exponents relative to 0 are then all -inf."""
+    return tl.where(max_logit == NEG_INF, 0.0, max_logit)
+
+
+@triton.jit
+def logit_difference(z, w, base, reference_base):
+    """(z - base) - (w - reference_base).
+
+    If the bases are close it is formed from z - w, which is exact if z and w are. So small
+    differences are accurate.
+    """
+    distance = base - reference_base
+    close = (z - w) - distance
+    far = (z - base) - (w - reference_base)
+    return tl.where(tl.abs(distance) <= MAX_CLOSE_DISTANCE, close, far)
+
+
+@triton.jit
+def exp_of_negative(x):
+    """(exp(-x), exp(-x) - 1 + x, exp(-x) - 1) for finite x."""
+    exp = tl.exp2(x * -LOG2E)
+    is_small = tl.abs(x) <= PSI_LIMIT
+    psi = psi_of_negative(x)
+    exp_minus_1 = tl.where(is_small, psi - x, exp - 1.0)
+    return exp, tl.where(is_small, psi, exp_minus_1 + x), exp_minus_1
+
+
+@triton.jit
+def log_parts(v, v_minus_1):
+    """(n, t, r) with v = 2^n (1 + t) and r = t - log(1 + t): log v = n log 2 + (t - r).
+
+    n is the bits of an exponent. v_minus_1 may have digits that v lacks. It is t if n is 0, for v
+    from sqrt(1/2) to sqrt(2).
+    """
+    bits = v.to(tl.int32, bitcast=True)
+    exponent = (bits - SQRT_HALF_BITS) & EXPONENT_MASK
+    t = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
+    t = tl.where(exponent == 0, v_minus_1, t)
+    return exponent.to(tl.float32), t, x_minus_log1p(t)
+
+
+@triton.jit
+def half_sign(d):
+    """Half the sign of p - q, 0 if they are equal or NaN."""
+    return tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, 0.0))
+
+
+# ---- tiles of both rows
+
+
+@triton.jit
+def transformed_tile(row, xs, start, END):
+    """Transformed logits of a tile; -inf from column V on."""
+    zs = ()
+    for i in tl.static_range(len(xs)):
+        z = row.factor * unscaled_logit(xs[i], row)
+        if END:
+            z = tl.where(piece_columns(start, i, row.columns) < row.V, z, NEG_INF)
+        zs = zs + (z,)  # type: ignore[assignment]  # noqa: RUF005
+    return zs
+
+
+@triton.jit
+def load_both_tiles(row, reference, start, PIECES, END):
+    """Transformed logits of a tile of both rows."""
+    xs = load_tile(row, start, PIECES, END, "")
+    ys = load_tile(reference, start, PIECES, END, "")
+    return transformed_tile(row, xs, start, END), transformed_tile(reference, ys, start, END)
+
+
+# ---- the sums of a first pass
+
+
+@triton.jit
+def rescale_sums(
+    base,
+    reference_base,
+    FORWARD,
+    max_logit,
+    reference_max,
+    sum_exp,
+    reference_sum_exp,
+    log_ratio,
+    excess,
+    shifted,
+    squared,
+):
+    """Sums relative to two maxima as sums relative to other bases.
+
+    See `merge_log_ratio_sums` in core/divergence.py. Returns the sums without the maxima, in their
+    order.
+    """
+    f = tl.where(max_logit == NEG_INF, 0.0, fast_exp(max_logit - base))
+    g = tl.where(reference_max == NEG_INF, 0.0, fast_exp(reference_max - reference_base))
+    is_empty = (max_logit == NEG_INF) | (reference_max == NEG_INF)
+    shift = logit_difference(max_logit, reference_max, base, reference_base)
+    shift = tl.where(is_empty, 0.0, shift)
+    shifted = tl.where(f == 0.0, 0.0, f * (shifted + sum_exp * (max_logit - base)))
+    if FORWARD:
+        factor_p = g
+        factor_q = f
+        sum_p = reference_sum_exp
+        sum_q = sum_exp
+        shift_p = -shift
+    else:
+        factor_p = f
+        factor_q = g
+        sum_p = sum_exp
+        sum_q = reference_sum_exp
+        shift_p = shift
+    is_small = tl.abs(shift_p) <= PSI_LIMIT
+    psi = psi_of_negative(shift_p)
+    per_log_ratio = tl.where(is_small, factor_p * (psi - shift_p), factor_q - factor_p)
+    per_sum = tl.where(is_small, factor_p * psi, (factor_q - factor_p) + factor_p * shift_p)
+    whole_excess = (factor_q * excess - per_log_ratio * log_ratio) + per_sum * sum_p
+    excess = tl.where(factor_p == 0.0, factor_q * sum_q, whole_excess)
+    log_ratio = tl.where(factor_p == 0.0, 0.0, factor_p * (log_ratio + shift_p * sum_p))
+    excess = tl.where(log_ratio == INF, INF, excess)
+    return sum_exp * f, reference_sum_exp * g, log_ratio, excess, shifted, squared * f * f
+
+
+@triton.jit
+def add_both_tiles(sums, tiles, FORWARD, LEVEL):
+    """Add a tile of both rows to the running sums of each lane.
+
+    sums: (max_logit, reference_max_logit, sum_exp, reference_sum_exp, sum_log_ratio,
+    sum_log_ratio_excess, sum_exp_shifted, sum_exp_squared), see core/softmax.py. The last two are
+    kept from LEVEL = ENTROPY and SQUARES on. Both maxima are updated together, so that nearly equal
+    rows keep nearly equal bases.
+    """
+    old_max, old_reference_max = sums[:2]
+    zs, ws = tiles
+    tile_max = zs[0]
+    tile_reference_max = ws[0]
+    for i in tl.static_range(1, len(zs)):
+        tile_max = tl.maximum(tile_max, zs[i])
+        tile_reference_max = tl.maximum(tile_reference_max, ws[i])
+    max_logit = tl.maximum(old_max, tl.max(tile_max, axis=1))
+    reference_max = tl.maximum(old_reference_max, tl.max(tile_reference_max, axis=1))
+    sum_exp, reference_sum_exp, log_ratio, excess, shifted, squared = rescale_sums(
+        max_logit, reference_max, FORWARD, *sums
+    )
+    base = finite_max(max_logit)[:, None]
+    reference_base = finite_max(reference_max)[:, None]
+    tile_sum_exp = tl.zeros(zs[0].shape, tl.float32)
+    tile_reference_sum_exp = tile_sum_exp
+    tile_log_ratio = tile_sum_exp
+    tile_excess = tile_sum_exp
+    tile_shifted = tile_sum_exp
+    tile_squared = tile_sum_exp
+    for i in tl.static_range(len(zs)):
+        x = zs[i] - base
+        policy_exp = fast_exp(x)
+        reference_exp = fast_exp(ws[i] - reference_base)
+        d = logit_difference(zs[i], ws[i], base, reference_base)
+        if FORWARD:
+            p = reference_exp
+            q = policy_exp
+            d = -d
+        else:
+            p = policy_exp
+            q = reference_exp
+        term = tl.where(p == 0.0, 0.0, p * d)
+        tile_sum_exp += policy_exp
+        tile_reference_sum_exp += reference_exp
+        tile_log_ratio += term
+        is_small = tl.abs(d) <= PSI_LIMIT
+        tile_excess += tl.where(is_small, p * psi_of_negative(d), (q - p) + term)
+        if LEVEL >= ENTROPY:
+            tile_shifted += policy_exp * tl.maximum(x, LOWEST)
+        if LEVEL >= SQUARES:
+            tile_squared += policy_exp * policy_exp
+    sum_exp += tl.sum(tile_sum_exp, axis=1)
+    reference_sum_exp += tl.sum(tile_reference_sum_exp, axis=1)
+    log_ratio += tl.sum(tile_log_ratio, axis=1)
+    excess += tl.sum(tile_excess, axis=1)
+    if LEVEL >= ENTROPY:
+        shifted += tl.sum(tile_shifted, axis=1)
+    if LEVEL >= SQUARES:
+        squared += tl.sum(tile_squared, axis=1)
+    return (
+        max_logit,
+        reference_max,
+        sum_exp,
+        reference_sum_exp,
+        log_ratio,
+        excess,
+        shifted,
+        squared,
+    )
+
+
+@triton.jit
+def compute_sums_of_both(row, reference, FORWARD, LEVEL, TILE):
+    """The sums of `add_both_tiles` over whole rows, relative to the maxima of the rows."""
+    lowest = tl.full((TILE.LANES,), NEG_INF, tl.float32)
+    zero = tl.full((TILE.LANES,), 0.0, tl.float32)
+    sums = (lowest, lowest, zero, zero, zero, zero, zero, zero)
+    end = (row.V - 1) // TILE.BLOCK * TILE.BLOCK
+    for start in range(0, end, TILE.BLOCK):
+        tiles = load_both_tiles(row, reference, start, TILE.ACCESSES, False)
+        sums = add_both_tiles(sums, tiles, FORWARD, LEVEL)
+    tiles = load_both_tiles(row, reference, end, TILE.ACCESSES, True)
+    sums = add_both_tiles(sums, tiles, FORWARD, LEVEL)
+
+    max_logit = tl.max(sums[0], axis=0)
+    reference_max = tl.max(sums[1], axis=0)
+    sum_exp, reference_sum_exp, log_ratio, excess, shifted, squared = rescale_sums(
+        max_logit, reference_max, FORWARD, *sums
+    )
+    sum_exp = tl.sum(sum_exp, axis=0)
+    reference_sum_exp = tl.sum(reference_sum_exp, axis=0)
+    # Rounding can make a sum smaller, although the maximum itself adds 1.
+    sum_exp = tl.where((sum_exp < 1.0) & (max_logit > NEG_INF), 1.0, sum_exp)
+    is_too_small = (reference_sum_exp < 1.0) & (reference_max > NEG_INF)
+    reference_sum_exp = tl.where(is_too_small, 1.0, reference_sum_exp)
+    return (
+        max_logit,
+        reference_max,
+        sum_exp,
+        reference_sum_exp,
+        tl.sum(log_ratio, axis=0),
+        tl.sum(excess, axis=0),
+        tl.sum(shifted, axis=0),
+        tl.sum(squared, axis=0),
+    )
+
+
+# ---- mixtures
+
+
+@triton.jit
+def log_probability_ratio(z, w, softmaxes):
+    """log p - log q of columns."""
+    d = logit_difference(z, w, softmaxes.base, softmaxes.reference_base)
+    return d + softmaxes.log_sum_ratio
+
+
+@triton.jit
+def log_ratio_to_mixture(d, b, one_minus_b):
+    """log(p / m) of columns from d = log p - log q, m = one_minus_b p + b q.
+
+    If p is negligible, a finite number.
+    """
+    d = tl.minimum(tl.maximum(d, -MAX_LOG_RATIO), MAX_LOG_RATIO)
+    ratio, _, ratio_minus_1 = exp_of_negative(d)
+    n, t, r = log_parts(fma(ratio, b, one_minus_b), b * ratio_minus_1)
+    return fma(n, -LN2_PER_EXPONENT_BIT, r - t)
+
+
+@triton.jit
+def jsd_terms(policy_is_larger, distance, ratio, psi, ratio_minus_1, b, one_minus_b):
+    """m - p + p log(p / m) and m - q + q log(q / m), both divided by the larger of p and q.
+
+    Let M be the larger of p and q, ratio * M the smaller one, x = m / M - 1 and
+    y = m / (ratio M) - 1. The terms are M (x - log(1 + x)) and ratio M (y - log(1 + y)), and
+    log(1 + y) = log(1 + x) - log(ratio): one logarithm gives both. It is that of 1 + x, but that of
+    1 + y if M has the smaller share of m, which may be so small that y would be lost.
+
+    distance                    |log p - log q| = -log(ratio)
+    ratio, psi, ratio_minus_1   exp_of_negative(distance)
+    """
+    share_of_larger = tl.where(policy_is_larger, one_minus_b, b)
+    share_of_smaller = tl.where(policy_is_larger, b, one_minus_b)
+    x = share_of_smaller * ratio_minus_1
+    larger_share_difference = share_of_larger * ratio_minus_1
+    y = -larger_share_difference * fast_exp(distance)
+    uses_y = (share_of_larger < share_of_smaller) & (y <= LOG1P_LIMIT)
+    v = tl.where(uses_y, 1.0, fma(share_of_smaller, ratio, share_of_larger))
+    n, t, r = log_parts(v, tl.where(uses_y, y, x))
+    from_y = fma(ratio_minus_1, y, psi)
+    from_x = fma(n, -LN2_PER_EXPONENT_BIT, x - t)
+    larger_term = r + tl.where(uses_y, from_y, from_x)
+    smaller_from_x = fma(larger_share_difference, ratio_minus_1, ratio * (larger_term - psi))
+    smaller_term = tl.where(uses_y, ratio * r, smaller_from_x)
+    policy_term = tl.where(policy_is_larger, larger_term, smaller_term)
+    return policy_term, tl.where(policy_is_larger, smaller_term, larger_term)
+
+
+@triton.jit
+def mixture_terms(z, w, softmaxes, b, one_minus_b, DIRECTION):
+    """The terms of `mixture_terms` in core/divergence.py, both divided by the larger of p and q.
+
+    Returns both terms and the larger of p and q.
+    """
+    d = log_probability_ratio(z, w, softmaxes)
+    policy_is_larger = d >= 0.0
+    distance = tl.minimum(tl.abs(d), MAX_LOG_RATIO)
+    ratio, psi, ratio_minus_1 = exp_of_negative(distance)
+    if DIRECTION == "tv":
+        policy_term = half_sign(d) * tl.where(policy_is_larger, 1.0, ratio)
+        reference_term = -0.5 * ratio_minus_1
+    else:
+        policy_term, reference_term = jsd_terms(
+            policy_is_larger, distance, ratio, psi, ratio_minus_1, b, one_minus_b
+        )
+    exponent = tl.where(policy_is_larger, z - softmaxes.base, w - softmaxes.reference_base)
+    inverse_sum = tl.where(policy_is_larger, softmaxes.inverse_sum, softmaxes.reference_inverse_sum)
+    return policy_term, reference_term, fast_exp(exponent) * inverse_sum
+
+
+@triton.jit
+def add_mixture_tile(sums, row, reference, start, softmaxes, shares, DIRECTION, PIECES, END):
+    """Add the terms of a tile to both sums of a mixture. shares: (b, 1 - b)."""
+    policy_sum, reference_sum = sums
+    zs, ws = load_both_tiles(row, reference, start, PIECES, END)
+    for i in tl.static_range(PIECES):
+        policy_term, reference_term, larger_prob = mixture_terms(
+            zs[i], ws[i], softmaxes, *shares, DIRECTION
+        )
+        policy_sum = fma(larger_prob, policy_term, policy_sum)
+        reference_sum = fma(larger_prob, reference_term, reference_sum)
+    return policy_sum, reference_sum
+
+
+# ---- the gradient
+
+
+@triton.jit
+def divergence_gradient(p, w, d, softmaxes, coefficient, center, b, one_minus_b, DIRECTION):
+    """coefficient times d divergence / dz of columns.
+
+    p is the policy's probability, w the reference's logit, and d = log p - log q. See
+    `divergence_gradient` in core/divergence.py.
+    """
+    if DIRECTION == "forward":
+        q = fast_exp(w - softmaxes.reference_base) * softmaxes.reference_inverse_sum
+        grad = tl.where(tl.abs(d) <= PSI_LIMIT, p * (d - psi_of_negative(d)), p - q)
+    elif DIRECTION == "jsd":
+        grad = one_minus_b * p * (log_ratio_to_mixture(d, b, one_minus_b) - center)
+    elif DIRECTION == "tv":
+        grad = p * (half_sign(d) - center)
+    else:
+        grad = tl.where(p == 0.0, 0.0, p * (d - center))
+    nan_without_divergence = 0.0 * softmaxes.log_sum_ratio
+    return tl.where(coefficient == 0.0, 0.0, coefficient * grad + nan_without_divergence)
+
+
+@triton.jit
+def write_gradient_of_both(
+    row,
+    reference,
+    out,
+    start,
+    softmaxes,
+    factors,
+    divergence,
+    DIRECTION,
+    LEVEL,
+    PIECES,
+    END,
+):
+    """Write d loss / dx of a tile, without the target's own term.
+
+    factors      (constant, per log-prob, per probability) of p
+    divergence   (coefficient, center, b, 1 - b) of `divergence_gradient`
+    """
+    constant, per_logp, per_prob = factors
+    xs = load_tile(row, start, PIECES, END, "")
+    ys = load_tile(reference, start, PIECES, END, "")
+    ws = transformed_tile(reference, ys, start, END)
+    for i in tl.static_range(PIECES):
+        u = unscaled_logit(xs[i], row)
+        z = row.factor * u
+        x = z - softmaxes.base
+        p = fast_exp(x) * softmaxes.inverse_sum
+        factor = constant
+        if LEVEL >= ENTROPY:
+            factor += per_logp * tl.maximum(x, LOWEST)
+        if LEVEL >= SQUARES:
+            factor += per_prob * p
+        d = log_probability_ratio(z, ws[i], softmaxes)
+        grad = p * factor
+        grad += divergence_gradient(p, ws[i], d, softmaxes, *divergence, DIRECTION)
+        store_piece(out, start, i, row, grad * transform_derivative(u, row), END, "")

@@ -1,0 +1,751 @@
+"""The Triton kernels over rows of logits (softmax sums, gradients, fused loss) and over vectors.
+
+There is one program per row, on grid axis 0; the other axes are limited to 65 535. In the comments
+of arguments n is the number of rows.
+
+Sums and coefficients are tables: a pointer, a stride, and at compile time the names of the rows
+that are there, as one string.
+"""
+
+import inspect
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ...softmax import COEFFICIENTS_OF_KERNELS, POLICY_SUMS
+from .divergence_rows import (
+    BothSoftmaxes,
+    add_mixture_tile,
+    compute_sums_of_both,
+    divergence_gradient,
+    fast_exp,
+    finite_max,
+    log_probability_ratio,
+    write_gradient_of_both,
+)
+from .softmax_rows import (
+    ENTROPY,
+    LOWEST,
+    Row,
+    compute_softmax_sums,
+    expm1,
+    find_first_maximum,
+    load_tile,
+    load_unscaled_logit,
+    row_fields,
+    row_pointer,
+    store_piece,
+    thread_columns,
+    transform_derivative,
+    write_gradient,
+    write_zero_row,
+)
+
+POLICY_NAMES = tl.constexpr(" ".join(POLICY_SUMS))
+COEFFICIENT_NAMES = tl.constexpr(" ".join(COEFFICIENTS_OF_KERNELS))
+NUM_COEFFICIENTS = tl.constexpr(len(COEFFICIENTS_OF_KERNELS))
+
+#: Arguments whose alignment, or divisibility by 16, selects a compiled kernel.
+SPECIALIZED = {"logits", "reference", "out", "V", "hidden", "weight", "partial_sums"}
+
+
+def compile_kernel(function: Any) -> Any:
+    """Return a Triton kernel that is specialized for the arguments in SPECIALIZED only.
+
+    A new length, or a vector that starts elsewhere, compiles nothing.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    runtime = [x.name for x in parameters if x.annotation is not tl.constexpr]
+    others = [name for name in runtime if name not in SPECIALIZED]
+    return triton.jit(function, do_not_specialize=others)
+
+
+# ---- optional arguments
+
+
+@triton.jit
+def load_or(x, i, default):
+    """Entry i of a vector, or the default if x is None."""
+    if x is None:
+        return default
+    else:
+        return tl.load(x + i)
+
+
+@triton.constexpr_function
+def is_number(x):
+    """Whether an argument is a number and not a pointer."""
+    return isinstance(x, float) or not x.dtype.is_ptr()  # a float in the interpreter
+
+
+@triton.jit
+def load_number(x, i):
+    """A number that is the same for all rows, or that of row i."""
+    if is_number(x):
+        return x
+    else:
+        return tl.load(x + i)
+
+
+# ---- tables of sums and coefficients
+
+
+@triton.constexpr_function
+def row_of_name(names, all_names, k):
+    """Which row of a table with these names has the k-th of all names; -1 if none has."""
+    names = names.split()
+    name = all_names.split()[k]
+    return names.index(name) if name in names else -1
+
+
+@triton.constexpr_function
+def level_of(names, *levels):
+    """The highest level that a table has a name of, 0 if it has none.
+
+    levels: names of level 1, names of level 2, see `softmax_rows.ENTROPY`.
+    """
+    table_names = set(names.split())
+    present = [level for level, names in enumerate(levels, 1) if table_names & set(names.split())]
+    return max(present, default=0)
+
+
+@triton.jit
+def store_policy_sums(table, stride, i, values, NAMES):
+    """Store the sums of row i that the table has. values: of POLICY_SUMS, from the first on."""
+    for k in tl.static_range(len(values)):
+        if row_of_name(NAMES, POLICY_NAMES, k) >= 0:
+            tl.store(table + row_of_name(NAMES, POLICY_NAMES, k) * stride + i, values[k])
+
+
+@triton.jit
+def store_entries(table, stride, i, values):
+    """Store entry i of the first rows of a table."""
+    for k in tl.static_range(len(values)):
+        tl.store(table + k * stride + i, values[k])
+
+
+@triton.jit
+def int_bits(x):
+    """A whole number as an fp32 entry of a table with the same bits."""
+    return x.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_masked_sums(table, stride, i, NAMES):
+    """Store the sums of a masked row, see MASKED_VALUES in core/softmax.py."""
+    no_id = int_bits(tl.full((), -1, tl.int32))
+    store_policy_sums(table, stride, i, (0.0, 1.0, 0.0, 0.0, 0.0, no_id), NAMES)
+
+
+@triton.jit
+def load_coefficients(table, stride, i, NAMES):
+    """All coefficients of row i in the order of COEFFICIENTS, and whether one is not 0."""
+    values = (tl.load(table + i),)
+    for k in tl.static_range(1, NUM_COEFFICIENTS):
+        x = values[0] * 0.0
+        if row_of_name(NAMES, COEFFICIENT_NAMES, k) > 0:
+            x = tl.load(table + row_of_name(NAMES, COEFFICIENT_NAMES, k) * stride + i)
+        values = values + (x,)  # type: ignore[assignment]  # noqa: RUF005
+    has_gradient = values[0] != 0.0
+    for k in tl.static_range(1, NUM_COEFFICIENTS):
+        if row_of_name(NAMES, COEFFICIENT_NAMES, k) > 0:
+            has_gradient = has_gradient | (values[k] != 0.0)
+    return values, has_gradient
+
+
+# ---- rows of the policy
+
+
+@compile_kernel
+def softmax_sums_kernel(
+    # logits [A, T, V] and their transform; inverse_temperature is a number or [n]
+    logits,
+    stride_a: tl.int64,
+    stride_t: tl.int64,
+    inverse_temperature,
+    transform,
+    V,
+    T,
+    first_row: tl.int64,
+    # [n]; the mask may be None
+    targets,
+    mask,
+    # [num_names, n]
+    sums,
+    sums_stride: tl.int64,
+    NAMES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Compute the sums NAMES of each row."""
+    i = tl.program_id(0).to(tl.int64)
+    if load_or(mask, i, True):
+        temperature = load_number(inverse_temperature, i)
+        row = Row(
+            *row_fields(
+                logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE
+            ),
+            *transform,
+        )
+        target_u = load_unscaled_logit(row, tl.load(targets + i))
+        LEVEL: tl.constexpr = level_of(NAMES, "sum_exp_shifted", "sum_exp_squared")
+        max_u, sum_exp, shifted, squared, _ = compute_softmax_sums(row, LEVEL, 0, TILE)
+        argmax = max_u
+        if level_of(NAMES, "argmax") > 0:
+            argmax = int_bits(find_first_maximum(row, max_u, TILE))
+        max_logit = row.factor * max_u
+        target_logit = row.factor * target_u
+        values = (max_logit, sum_exp, target_logit, shifted, squared, argmax)
+        store_policy_sums(sums, sums_stride, i, values, NAMES)
+    else:
+        store_masked_sums(sums, sums_stride, i, NAMES)
+
+
+@compile_kernel
+def softmax_gradient_kernel(
+    # logits [A, T, V], and their gradient, which may overwrite them
+    logits,
+    stride_a: tl.int64,
+    stride_t: tl.int64,
+    out,
+    out_stride_a: tl.int64,
+    out_stride_t: tl.int64,
+    # the transform of the logits; inverse_temperature is a number or [n]
+    inverse_temperature,
+    transform,
+    V,
+    T,
+    first_row: tl.int64,
+    # [n], then tables [num_sums, n] and [num_coefficients, n]
+    targets,
+    sums,
+    sums_stride: tl.int64,
+    coefficients,
+    coefficients_stride: tl.int64,
+    NAMES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write d loss / d logits of each row from the coefficients NAMES."""
+    i = tl.program_id(0).to(tl.int64)
+    values, has_gradient = load_coefficients(coefficients, coefficients_stride, i, NAMES)
+    out_row = row_pointer(out, first_row + i, T, out_stride_a, out_stride_t, TILE)
+    if has_gradient:
+        temperature = load_number(inverse_temperature, i)
+        row = Row(
+            *row_fields(
+                logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE
+            ),
+            *transform,
+        )
+        max_logit = tl.load(sums + i)
+        sum_exp = tl.load(sums + sums_stride + i)
+        target_logit = tl.load(sums + 2 * sums_stride + i)
+        # The exponents are of z, as the maximum is stored: divided by the factor it may not be the
+        # maximum of u. So unit is the factor, and the factor 1.
+        LEVEL: tl.constexpr = level_of(NAMES, "constant logp", "prob")
+        write_gradient(
+            row,
+            out_row,
+            None,
+            tl.load(targets + i),
+            tl.div_rn(target_logit, row.factor),
+            (target_logit - max_logit) - tl.log(sum_exp),
+            row.factor,
+            1.0,
+            max_logit,
+            sum_exp,
+            LEVEL,
+            values[:4],
+            TILE,
+        )
+    else:
+        write_zero_row(out_row, V, TILE)
+
+
+@compile_kernel
+def fused_loss_kernel(
+    # logits [A, T, V], and their gradient, which may overwrite them; None: no gradient
+    logits,
+    stride_a: tl.int64,
+    stride_t: tl.int64,
+    out,
+    out_stride_a: tl.int64,
+    out_stride_t: tl.int64,
+    # the transform of the logits; inverse_temperature is a number or [n]
+    inverse_temperature,
+    transform,
+    V,
+    T,
+    # [n]; the mask may be None
+    targets,
+    mask,
+    # inputs of the formula, [n] or None
+    old_logps,
+    ref_logps,
+    sampler_logps,
+    advantages,
+    policy_weight,
+    kl_weight,
+    entropy_weight,
+    nll_weight,
+    # numbers of the formula, a tuple
+    numbers,
+    # [3, n]: log-probs, entropies, losses
+    results,
+    n,
+    FORMULA: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Compute the loss of each row, and write its gradient."""
+    LEVEL: tl.constexpr = 1 if entropy_weight is not None else 0
+    i = tl.program_id(0).to(tl.int64)
+    # All are loaded before the first is used, so that the program waits once.
+    target = tl.load(targets + i)
+    temperature = load_number(inverse_temperature, i)
+    is_processed = load_or(mask, i, True)
+    if is_processed:
+        row = Row(
+            *row_fields(logits, V, i, T, stride_a, stride_t, temperature, transform, TILE),
+            *transform,
+        )
+        # Loaded before the first store, since the gradient may overwrite the logits. The reductions
+        # below act as the barrier.
+        target_u = load_unscaled_logit(row, target)
+        max_u, sum_exp, shifted, _, kept = compute_softmax_sums(row, ENTROPY, TILE.KEPT, TILE)
+        log_sum = tl.log(sum_exp)
+        # The order of operations gives the bits of `SoftmaxSums.logps`.
+        logp = (row.factor * target_u - row.factor * max_u) - log_sum
+        entropy = log_sum - shifted / sum_exp
+        entropy = tl.where(entropy < 0.0, 0.0, entropy)  # unlike maximum, keeps NaN
+        inputs = (
+            old_logps,
+            ref_logps,
+            sampler_logps,
+            advantages,
+            policy_weight,
+            kl_weight,
+            entropy_weight,
+            nll_weight,
+        )
+        loss_and_gradients = FORMULA((logp, entropy), i, inputs, numbers)
+        grad_logp = loss_and_gradients[1]
+        grad_entropy = loss_and_gradients[2]
+        tl.store(results + i, logp)
+        tl.store(results + i + n, entropy)
+        tl.store(results + i + n + n, loss_and_gradients[0])
+        if out is not None:
+            out_row = row_pointer(out, i, T, out_stride_a, out_stride_t, TILE)
+            if (grad_logp != 0.0) | (grad_entropy != 0.0):
+                coefficients = (
+                    grad_logp.to(tl.float32),
+                    -grad_entropy * entropy,
+                    -grad_entropy,
+                    0.0,
+                )
+                write_gradient(
+                    row,
+                    out_row,
+                    kept if TILE.KEPT > 0 else None,
+                    target,
+                    target_u,
+                    logp,
+                    1.0,
+                    row.factor,
+                    max_u,
+                    sum_exp,
+                    LEVEL,
+                    coefficients,
+                    TILE,
+                )
+            else:
+                write_zero_row(out_row, V, TILE)
+    else:
+        tl.store(results + i, 0.0)
+        tl.store(results + i + n, 0.0)
+        tl.store(results + i + n + n, 0.0)
+        if out is not None:
+            write_zero_row(row_pointer(out, i, T, out_stride_a, out_stride_t, TILE), V, TILE)
+
+
+# ---- vectors
+
+
+@compile_kernel
+def evaluate_formula_kernel(
+    # [n]
+    logps,
+    entropy,
+    # inputs of the formula, [n] or None
+    old_logps,
+    ref_logps,
+    sampler_logps,
+    advantages,
+    policy_weight,
+    kl_weight,
+    entropy_weight,
+    nll_weight,
+    # numbers of the formula, a tuple
+    numbers,
+    n,
+    # [n]; grad_entropy is None without an entropy bonus
+    losses,
+    grad_logps,
+    grad_entropy,
+    FORMULA: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Evaluate a formula on vectors, TILE.BLOCK rows per program."""
+    rows = tl.program_id(0) * TILE.BLOCK + tl.arange(0, TILE.BLOCK)
+    is_inside = rows < n
+    # A formula loads its inputs without a mask, so rows behind the last compute the last one.
+    i = tl.minimum(rows, n - 1)
+    inputs = (
+        old_logps,
+        ref_logps,
+        sampler_logps,
+        advantages,
+        policy_weight,
+        kl_weight,
+        entropy_weight,
+        nll_weight,
+    )
+    statistics = (tl.load(logps + i), tl.load(entropy + i))
+    loss_and_gradients = FORMULA(statistics, i, inputs, numbers)
+    tl.store(losses + i, loss_and_gradients[0], mask=is_inside)
+    tl.store(grad_logps + i, loss_and_gradients[1], mask=is_inside)
+    if grad_entropy is not None:
+        tl.store(grad_entropy + i, loss_and_gradients[2], mask=is_inside)
+
+
+@triton.jit
+def scale_tile(row, start, factor, PIECES, END):
+    """Multiply a tile by a factor in place."""
+    xs = load_tile(row, start, PIECES, END, "")
+    for i in tl.static_range(PIECES):
+        store_piece(row.start, start, i, row, xs[i].to(tl.float32) * factor, END, "")
+
+
+@compile_kernel
+def scale_kernel(
+    # [A, T, num_columns] with n = A * T rows
+    out,
+    stride_a: tl.int64,
+    stride_t: tl.int64,
+    num_columns: tl.int64,
+    T: tl.int64,
+    n: tl.int64,
+    # 0-d
+    factor,
+    TILE: tl.constexpr,
+):
+    """Multiply rows by a factor in place, unless it is 1. A program takes every so many tiles."""
+    scale = tl.load(factor).to(tl.float32)
+    if scale != 1.0:
+        columns = thread_columns(TILE, TILE.ALIGNED)
+        tiles_per_row = tl.cdiv(num_columns, TILE.BLOCK)
+        first_tile = tl.program_id(0).to(tl.int64)
+        for tile in range(first_tile, n * tiles_per_row, tl.num_programs(0)):
+            start = (tile % tiles_per_row) * TILE.BLOCK
+            pointer = row_pointer(out, tile // tiles_per_row, T, stride_a, stride_t, TILE)
+            row = Row(pointer, num_columns, columns, None, None, None, None, None)
+            if start + TILE.BLOCK <= num_columns:
+                scale_tile(row, start, scale, TILE.ACCESSES, False)
+            else:
+                scale_tile(row, start, scale, TILE.ACCESSES, True)
+
+
+# ---- rows of the policy and a reference
+#
+# reference_sums are the rows of the table `sums` from reference_max_logit on, with the same stride.
+
+
+@triton.jit
+def load_softmaxes(sums, reference_sums, stride, log_sum_ratio, i):
+    """The `BothSoftmaxes` of row i, and its sum_exp."""
+    base = finite_max(tl.load(sums + i))
+    reference_base = finite_max(tl.load(reference_sums + i))
+    sum_exp = tl.load(sums + stride + i)
+    inverse_sum = 1.0 / sum_exp
+    reference_inverse_sum = 1.0 / tl.load(reference_sums + stride + i)
+    softmaxes = BothSoftmaxes(
+        base, reference_base, inverse_sum, reference_inverse_sum, tl.load(log_sum_ratio + i)
+    )
+    return softmaxes, sum_exp
+
+
+@compile_kernel
+def reference_sums_kernel(
+    # logits of both [A, T, V]
+    logits,
+    stride_a: tl.int64,
+    stride_t: tl.int64,
+    reference,
+    reference_stride_a: tl.int64,
+    reference_stride_t: tl.int64,
+    # transforms of both; an inverse temperature is a number or [n]
+    inverse_temperature,
+    transform,
+    reference_inverse_temperature,
+    reference_transform,
+    V,
+    T,
+    first_row: tl.int64,
+    # [n]; the mask may be None
+    targets,
+    mask,
+    # [num_names, n], and its rows from reference_max_logit on, [4, n]
+    sums,
+    reference_sums,
+    sums_stride: tl.int64,
+    NAMES: tl.constexpr,
+    DIRECTION: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Compute POLICY_SUMS in NAMES and REFERENCE_SUMS of each row."""
+    i = tl.program_id(0).to(tl.int64)
+    if load_or(mask, i, True):
+        temperature = load_number(inverse_temperature, i)
+        row = Row(
+            *row_fields(
+                logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE
+            ),
+            *transform,
+        )
+        reference_temperature = load_number(reference_inverse_temperature, i)
+        reference_row = Row(
+            *row_fields(
+                reference,
+                V,
+                first_row + i,
+                T,
+                reference_stride_a,
+                reference_stride_t,
+                reference_temperature,
+                reference_transform,
+                TILE,
+            ),
+            *reference_transform,
+        )
+        target_u = load_unscaled_logit(row, tl.load(targets + i))
+        LEVEL: tl.constexpr = level_of(NAMES, "sum_exp_shifted", "sum_exp_squared")
+        (
+            max_logit,
+            reference_max_logit,
+            sum_exp,
+            reference_sum_exp,
+            log_ratio,
+            excess,
+            shifted,
+            squared,
+        ) = compute_sums_of_both(row, reference_row, DIRECTION == "forward", LEVEL, TILE)
+        policy_values = (max_logit, sum_exp, row.factor * target_u, shifted, squared)
+        store_policy_sums(sums, sums_stride, i, policy_values, NAMES)
+        reference_values = (reference_max_logit, reference_sum_exp, log_ratio, excess)
+        store_entries(reference_sums, sums_stride, i, reference_values)
+    else:
+        store_masked_sums(sums, sums_stride, i, NAMES)
+        store_entries(reference_sums, sums_stride, i, (0.0, 1.0, 0.0, 0.0))
+
+
+@compile_kernel
+def mixture_sums_kernel(
+    # logits of both [A, T, V]
+    logits,
+    stride_a: tl.int64,
+    stride_t: tl.int64,
+    reference,
+    reference_stride_a: tl.int64,
+    reference_stride_t: tl.int64,
+    # transforms of both; an inverse temperature is a number or [n]
+    inverse_temperature,
+    transform,
+    reference_inverse_temperature,
+    reference_transform,
+    V,
+    T,
+    first_row: tl.int64,
+    # [n] or None
+    mask,
+    # [num_sums, n], its rows from reference_max_logit on, and [n]
+    sums,
+    reference_sums,
+    sums_stride: tl.int64,
+    log_sum_ratio,
+    # (b, 1 - b) with the weight b of the reference in the mixture
+    shares,
+    # [2, n]
+    mixture_sums,
+    mixture_sums_stride: tl.int64,
+    DIRECTION: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Compute MIXTURE_SUMS of each row."""
+    i = tl.program_id(0).to(tl.int64)
+    if load_or(mask, i, True):
+        temperature = load_number(inverse_temperature, i)
+        row = Row(
+            *row_fields(
+                logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE
+            ),
+            *transform,
+        )
+        reference_temperature = load_number(reference_inverse_temperature, i)
+        reference_row = Row(
+            *row_fields(
+                reference,
+                V,
+                first_row + i,
+                T,
+                reference_stride_a,
+                reference_stride_t,
+                reference_temperature,
+                reference_transform,
+                TILE,
+            ),
+            *reference_transform,
+        )
+        softmaxes, _ = load_softmaxes(sums, reference_sums, sums_stride, log_sum_ratio, i)
+        zeros = tl.zeros(row.columns.shape, tl.float32)
+        lane_sums = (zeros, zeros)
+        end = (V - 1) // TILE.BLOCK * TILE.BLOCK
+        for start in range(0, end, TILE.BLOCK):
+            lane_sums = add_mixture_tile(
+                lane_sums,
+                row,
+                reference_row,
+                start,
+                softmaxes,
+                shares,
+                DIRECTION,
+                TILE.ACCESSES,
+                False,
+            )
+        lane_sums = add_mixture_tile(
+            lane_sums, row, reference_row, end, softmaxes, shares, DIRECTION, TILE.ACCESSES, True
+        )
+        nan_without_divergence = 0.0 * softmaxes.log_sum_ratio
+        for k in tl.static_range(2):
+            total = tl.sum(tl.sum(lane_sums[k], axis=1), axis=0)
+            tl.store(mixture_sums + k * mixture_sums_stride + i, total + nan_without_divergence)
+    else:
+        tl.store(mixture_sums + i, 0.0)
+        tl.store(mixture_sums + mixture_sums_stride + i, 0.0)
+
+
+@compile_kernel
+def reference_gradient_kernel(
+    # logits of both [A, T, V], and the gradient, which may overwrite either of them
+    logits,
+    stride_a: tl.int64,
+    stride_t: tl.int64,
+    reference,
+    reference_stride_a: tl.int64,
+    reference_stride_t: tl.int64,
+    out,
+    out_stride_a: tl.int64,
+    out_stride_t: tl.int64,
+    # transforms of both; an inverse temperature is a number or [n]
+    inverse_temperature,
+    transform,
+    reference_inverse_temperature,
+    reference_transform,
+    V,
+    T,
+    first_row: tl.int64,
+    # [n], then [num_sums, n], and its rows from reference_max_logit on
+    targets,
+    sums,
+    reference_sums,
+    sums_stride: tl.int64,
+    # [n], see `SoftmaxSums`
+    log_sum_ratio,
+    centers,
+    # (b, 1 - b) with the weight b of the reference in the mixture
+    shares,
+    # [num_coefficients, n]
+    coefficients,
+    coefficients_stride: tl.int64,
+    NAMES: tl.constexpr,
+    DIRECTION: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write d loss / d logits of each row from the coefficients NAMES, with a divergence."""
+    LEVEL: tl.constexpr = level_of(NAMES, "logp", "prob")
+    i = tl.program_id(0).to(tl.int64)
+    values, has_gradient = load_coefficients(coefficients, coefficients_stride, i, NAMES)
+    per_target, constant, per_logp, per_prob, per_divergence = values
+    out_row = row_pointer(out, first_row + i, T, out_stride_a, out_stride_t, TILE)
+    if has_gradient:
+        temperature = load_number(inverse_temperature, i)
+        row = Row(
+            *row_fields(
+                logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE
+            ),
+            *transform,
+        )
+        reference_temperature = load_number(reference_inverse_temperature, i)
+        reference_row = Row(
+            *row_fields(
+                reference,
+                V,
+                first_row + i,
+                T,
+                reference_stride_a,
+                reference_stride_t,
+                reference_temperature,
+                reference_transform,
+                TILE,
+            ),
+            *reference_transform,
+        )
+        softmaxes, sum_exp = load_softmaxes(sums, reference_sums, sums_stride, log_sum_ratio, i)
+        log_sum = tl.log(sum_exp)
+        divergence = (per_divergence, tl.load(centers + i), shares[0], shares[1])
+        factors = ((constant - per_target) - per_logp * log_sum, per_logp, per_prob)
+        target = tl.load(targets + i)
+        target_w = reference_row.factor * load_unscaled_logit(reference_row, target)
+        # Between this load and the first store: the gradient may overwrite the reference's row.
+        tl.debug_barrier()
+        end = (V - 1) // TILE.BLOCK * TILE.BLOCK
+        for start in range(0, end, TILE.BLOCK):
+            write_gradient_of_both(
+                row,
+                reference_row,
+                out_row,
+                start,
+                softmaxes,
+                factors,
+                divergence,
+                DIRECTION,
+                LEVEL,
+                TILE.ACCESSES,
+                False,
+            )
+        write_gradient_of_both(
+            row,
+            reference_row,
+            out_row,
+            end,
+            softmaxes,
+            factors,
+            divergence,
+            DIRECTION,
+            LEVEL,
+            TILE.ACCESSES,
+            True,
+        )
+        # The target's gradient is computed separately, see `store_target_gradient`.
+        target_z = tl.load(sums + 2 * sums_stride + i)
+        logp = (target_z - softmaxes.base) - log_sum
+        # As in `write_gradient_of_both`, so that it is 0 if it is 0 there.
+        prob = fast_exp(target_z - softmaxes.base) * softmaxes.inverse_sum
+        factor = constant + per_logp * tl.maximum(logp, LOWEST) + per_prob * prob
+        grad = -per_target * expm1(logp) + prob * factor
+        d = log_probability_ratio(target_z, target_w, softmaxes)
+        grad += divergence_gradient(prob, target_w, d, softmaxes, *divergence, DIRECTION)
+        grad *= transform_derivative(tl.div_rn(target_z, row.factor), row)
+        tl.debug_barrier()  # the store follows those of the row's tiles
+        is_inside = (target >= 0) & (target < V)
+        tl.store(out_row + target, grad.to(out.dtype.element_ty), mask=is_inside)
+    else:
+        write_zero_row(out_row, V, TILE)

@@ -1,0 +1,217 @@
+"""Divergences of two rows, column by column, in forms that keep their digits.
+
+p is the policy's row, which gets a gradient, and q the reference's: the softmax of z and of w, over
+the same ids. The directions are
+
+    "reverse"   KL(p||q)
+    "forward"   KL(q||p)
+    "jsd"       b KL(q||m) + (1 - b) KL(p||m), with m = (1 - b) p + b q and the mixture weight b
+    "tv"        sum_j |p_j - q_j| / 2
+
+If two rows are nearly equal, the terms p log(p / q) have both signs and nearly cancel. Their sum in
+fp32 is noise and can be negative. The sums here are over second-order terms, none of which is
+negative:
+
+    KL(p||q) = sum_j p_j psi(-D_j)           psi(x) = exp(x) - 1 - x,  D_j = log p_j - log q_j
+    KL(p||m) = sum_j p_j phi(m_j / p_j - 1)  phi(x) = x - log(1 + x)
+
+because p, q and m have the same sum. |p_j - q_j| is M (1 - exp(-|D_j|)), where M is the larger of
+the two. In the first pass over a row its sum is not known. It uses
+
+    d_j = (z_j - max_logit) - (w_j - reference_max_logit),
+
+which differs from D_j by a constant of the row that `SoftmaxSums` adds later.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DIRECTIONS = ("reverse", "forward", "jsd", "tv")
+
+#: Directions whose terms contain p and q divided by their sums. They take a second pass, which
+#: computes the sums of `mixture_terms`.
+TWO_PASS_DIRECTIONS = ("jsd", "tv")
+
+#: Up to |x| = PSI_LIMIT psi is x^2 times a polynomial with these coefficients, 1 / (k + 2)!.
+PSI_LIMIT = 0.5
+PSI_COEFFICIENTS = (1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040, 1 / 40320, 1 / 362880)
+
+#: If the maxima of two rows differ by more, z - w would be rounded to the precision of the
+#: distance.
+MAX_CLOSE_DISTANCE = 4.0
+
+#: Beyond this difference of log-probs the smaller of the two probabilities is negligible.
+MAX_LOG_RATIO = 80.0
+
+
+def psi(x: Tensor) -> Tensor:
+    """Return exp(x) - 1 - x without cancellation, for |x| <= PSI_LIMIT."""
+    result = torch.full_like(x, PSI_COEFFICIENTS[-1])
+    for coefficient in reversed(PSI_COEFFICIENTS[:-1]):
+        result = result.mul_(x).add_(coefficient)
+    return result.mul_(x).mul_(x)
+
+
+def phi(x: Tensor) -> Tensor:
+    """Return x - log(1 + x) without cancellation, for x > -1.
+
+    With s = x / (2 + x), log(1 + x) = 2 atanh(s) and x - 2 s = x s.
+    """
+    s = x / (2.0 + x)
+    squared = s * s
+    series = squared * (1 / 9 + squared * (1 / 11 + squared * (1 / 13)))
+    series = s * squared * (1 / 3 + squared * (1 / 5 + squared * (1 / 7 + series)))
+    return torch.where(x.abs() <= PSI_LIMIT, x * s - 2.0 * series, x - torch.log1p(x))
+
+
+def logit_differences(
+    z: Tensor, w: Tensor, max_logit: Tensor, reference_max_logit: Tensor
+) -> Tensor:
+    """Return d = (z - max_logit) - (w - reference_max_logit).
+
+    If the maxima are close it is formed from z - w, which is exact.
+    """
+    distance = max_logit - reference_max_logit
+    close = (z - w) - distance
+    far = (z - max_logit) - (w - reference_max_logit)
+    return torch.where(distance.abs() <= MAX_CLOSE_DISTANCE, close, far)
+
+
+def log_ratio_terms(direction: str, p: Tensor, q: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the terms of sum_log_ratio and sum_log_ratio_excess of each column.
+
+    These are p d and p psi(-d). "forward" swaps the rows: -q d and q psi(d). Where p is 0 they are
+    0 and q, whatever d is. Where q is 0 and p is not, both are infinite.
+
+    p, q   exp(z - max_logit) and exp(w - reference_max_logit), [num_rows, V]
+    d      from `logit_differences`
+    """
+    if direction == "forward":
+        p, q = q, p
+        d = -d
+    log_ratio = p * d
+    excess = torch.where(d.abs() <= PSI_LIMIT, p * psi(-d), (q - p) + log_ratio)
+    is_zero = p == 0
+    return log_ratio.masked_fill_(is_zero, 0.0), torch.where(is_zero, q, excess)
+
+
+def merge_log_ratio_sums(
+    direction: str,
+    *,
+    policy_factor: Tensor,
+    reference_factor: Tensor,
+    shift: Tensor,
+    sum_exp: Tensor,
+    reference_sum_exp: Tensor,
+    sum_log_ratio: Tensor,
+    sum_log_ratio_excess: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return sum_log_ratio and sum_log_ratio_excess of whole rows [num_rows] from those of shards.
+
+    In the whole row, p and q of a shard are multiplied by factors, and d is larger by `shift`. If
+    sum_log_ratio of a shard is infinite, the merged sum_log_ratio_excess may be NaN.
+
+    policy_factor, reference_factor, shift, sum_exp, ...   [num_shards, num_rows]
+    """
+    f = policy_factor
+    g = reference_factor
+    sum_p = sum_exp
+    sum_q = reference_sum_exp
+    if direction == "forward":
+        f, g = g, f
+        sum_p, sum_q = sum_q, sum_p
+        shift = -shift
+    whole_log_ratio = torch.where(f == 0, 0.0, f * (sum_log_ratio + shift * sum_p))
+    # f (exp(-shift) - 1) and f psi(-shift), where g = f exp(-shift). f may underflow if g does not.
+    is_small = shift.abs() <= PSI_LIMIT
+    factor_of_log_ratio = torch.where(is_small, f * torch.expm1(-shift), g - f)
+    factor_of_sum = torch.where(is_small, f * psi(-shift), (g - f) + f * shift)
+    whole_excess = g * sum_log_ratio_excess - factor_of_log_ratio * sum_log_ratio
+    whole_excess = whole_excess + factor_of_sum * sum_p
+    whole_excess = torch.where(f == 0, g * sum_q, whole_excess)
+    return whole_log_ratio.sum(0), whole_excess.sum(0)
+
+
+def mixture_terms(
+    direction: str, p: Tensor, q: Tensor, log_ratio: Tensor, mixture: float
+) -> tuple[Tensor, Tensor]:
+    """Return the terms of MIXTURE_SUMS of each column.
+
+    jsd   m - p + p log(p / m) and m - q + q log(q / m), whose sums are KL(p||m) and KL(q||m)
+    tv    p sign(p - q) / 2 and |p - q| / 2; the first sum is `center` in the gradient
+
+    p, q        probabilities [num_rows, V]
+    log_ratio   log p - log q, any number where both are 0
+    """
+    if direction == "tv":
+        larger = torch.where(log_ratio >= 0, p, q)
+        relative_difference = torch.expm1(-log_ratio.abs())
+        policy_terms = torch.where(p == 0, 0.0, p * half_sign(log_ratio))
+        reference_terms = torch.where(larger == 0, 0.0, -0.5 * larger * relative_difference)
+        return policy_terms, reference_terms
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    policy_terms = kl_terms_from_mixture(p, q, log_ratio, mixture)
+    reference_terms = kl_terms_from_mixture(q, p, -log_ratio, 1.0 - mixture)
+    return policy_terms, reference_terms
+
+
+def divergence_of_mixture(
+    direction: str, policy_sum: Tensor, reference_sum: Tensor, mixture: float
+) -> Tensor:
+    """Return the divergence from the sums of `mixture_terms`."""
+    if direction == "tv":
+        return reference_sum
+    return mixture * reference_sum + (1.0 - mixture) * policy_sum
+
+
+def half_sign(log_ratio: Tensor) -> Tensor:
+    """Return half the sign of p - q, 0 where they are equal."""
+    return torch.where(log_ratio.isnan(), log_ratio, 0.5 * log_ratio.sign())
+
+
+def kl_terms_from_mixture(p: Tensor, q: Tensor, log_ratio: Tensor, weight_of_q: float) -> Tensor:
+    """Return m - p + p log(p / m) with m = p + weight_of_q (q - p)."""
+    difference, log_m_over_p = mixture_over_p(log_ratio, weight_of_q)
+    terms = torch.where(
+        difference.abs() <= PSI_LIMIT,
+        p * phi(difference),
+        weight_of_q * (q - p) - p * log_m_over_p,
+    )
+    return torch.where(p == 0, weight_of_q * q, terms)
+
+
+def mixture_over_p(log_ratio: Tensor, weight_of_q: float) -> tuple[Tensor, Tensor]:
+    """Return m / p - 1 and log(m / p) with m = p + weight_of_q (q - p).
+
+    If m / p is small, m / p - 1 has lost its digits, and the logarithm is taken of m / p.
+    """
+    difference = weight_of_q * torch.expm1(-log_ratio)
+    ratio = (1.0 - weight_of_q) + weight_of_q * torch.exp(-log_ratio)
+    log_m_over_p = torch.where(difference < -PSI_LIMIT, torch.log(ratio), torch.log1p(difference))
+    return difference, log_m_over_p
+
+
+def divergence_gradient(
+    direction: str, p: Tensor, q: Tensor, log_ratio: Tensor, center: Tensor, mixture: float
+) -> Tensor:
+    """Return d divergence / d z of each column, [num_rows, V].
+
+    It is p (factor - center), where center is the mean of the factor under p.
+
+    p, q        probabilities [num_rows, V]
+    log_ratio   log p - log q, any number where both are 0
+    center      [num_rows, 1], see `SoftmaxSums.gradient_center`
+    """
+    if direction == "forward":
+        difference = torch.where(log_ratio.abs() <= PSI_LIMIT, -p * torch.expm1(-log_ratio), p - q)
+        return torch.where(p == 0, -q, difference)
+    factor = log_ratio
+    if direction == "jsd":
+        log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        factor = -mixture_over_p(log_ratio, mixture)[1]  # log p - log m
+        p = (1.0 - mixture) * p
+    if direction == "tv":
+        factor = half_sign(log_ratio)
+    return torch.where(p == 0, 0.0, p * (factor - center))

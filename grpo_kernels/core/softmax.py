@@ -1,0 +1,667 @@
+"""The softmax of rows of logits: sums over each row, and the statistics and gradients that follow.
+
+z are the transformed logits of a row, p = softmax(z). Every loss of the package depends on z
+through statistics of p (log-prob of the target, entropy, ...), and their gradients have one form:
+
+    LogitRows              the rows of a kernel call
+    SoftmaxSums            sums over each row, from which all statistics follow
+    GradientCoefficients   d loss / d z of each row
+
+Sums and coefficients are tables: fp32 tensors [num_names, num_rows] with the names of their rows.
+All other vectors are [num_rows].
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import plain
+from .divergence import (
+    PSI_LIMIT,
+    TWO_PASS_DIRECTIONS,
+    divergence_of_mixture,
+    logit_differences,
+    merge_log_ratio_sums,
+    phi,
+)
+
+#: Logarithms of probabilities are at least this where they are multiplied by 0: 0 * inf is NaN.
+MIN_LOGP = -1e4
+
+
+class RowTransform(NamedTuple):
+    """z = softcap * tanh(x * scale / softcap) * inverse_temperature of each row.
+
+    scale                 a finite number, not 0
+    softcap               0 for none
+    inverse_temperature   a number, or fp32 [num_rows]
+    """
+
+    scale: float
+    softcap: float
+    inverse_temperature: float | Tensor
+
+    def select(self, rows: slice | Tensor) -> RowTransform:
+        """Return the transform of some of the rows."""
+        inverse = self.inverse_temperature
+        if isinstance(inverse, float):
+            return self
+        return self._replace(inverse_temperature=inverse[rows])
+
+    def without_wrappers(self) -> RowTransform:
+        """Return the same without the wrappers of torch.func, as a constant."""
+        inverse = self.inverse_temperature
+        if isinstance(inverse, float):
+            return self
+        return self._replace(inverse_temperature=plain(inverse.detach()))
+
+    def transform_pairs(self, logits: Tensor, row_ids: Tensor) -> Tensor:
+        """Return z of single logits.
+
+        logits    fp32 [num_pairs]
+        row_ids   int64 [num_pairs], the row of each logit
+        """
+        inverse = self.select(row_ids).inverse_temperature
+        if self.softcap:
+            return torch.tanh(logits * (self.scale / self.softcap)) * (self.softcap * inverse)
+        factor = self.scale * inverse
+        is_identity = isinstance(factor, float) and factor == 1.0
+        return logits if is_identity else logits * factor
+
+    def transform_rows(self, logits: Tensor, out: Tensor) -> Tensor:
+        """Return z of whole rows, fp32 [num_rows, V]: `logits` if they are z already, else `out`.
+
+        logits   [num_rows, V], as many rows as there are inverse temperatures
+        out      fp32 [num_rows, V], which may be the logits
+        """
+        inverse = self.inverse_temperature
+        factor = inverse if isinstance(inverse, float) else inverse[:, None]
+        has_unit_factor = isinstance(factor, float) and factor * self.scale == 1.0
+        is_identity = has_unit_factor and not self.softcap
+        if is_identity and logits.dtype == torch.float32:
+            return logits
+        z = out.copy_(logits)
+        if self.softcap:
+            return z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap * factor)
+        return z if is_identity else z.mul_(self.scale * factor)
+
+
+#: The transform of logits that are transformed already.
+TRANSFORMED = RowTransform(1.0, 0.0, 1.0)
+
+
+class ReferenceRows(NamedTuple):
+    """A reference's rows of logits, for the divergence of the policy from it. They get no gradient.
+
+    logits      [A, T, V] as the policy's; fp32, bf16 or fp16, not necessarily the policy's dtype
+    transform   scale, softcap and temperature of the reference's rows
+    direction   "reverse", "forward", "jsd" or "tv", see `divergence.py`
+    mixture     weight of the reference in "jsd", else 0
+    """
+
+    logits: Tensor
+    transform: RowTransform
+    direction: str
+    mixture: float
+
+    def select(self, rows: slice | Tensor) -> ReferenceRows:
+        """Return the same logits with the transform of some of the rows.
+
+        The call that takes it says which rows of the logits these are.
+        """
+        return self._replace(transform=self.transform.select(rows))
+
+
+class LogitRows(NamedTuple):
+    """The rows of logits of one kernel call, in the order of memory. Vectors are [num_rows].
+
+    logits      [A, T, V] with any strides in A and T and unit stride in V; fp32, bf16 or fp16
+    targets     int64
+    mask        bool: rows to process; None processes all
+    transform   scale, softcap and temperature of each row
+    reference   a reference's rows, or None
+    row_range   (start, stop): only these of the A * T rows of logits, num_rows = stop - start. None
+                is all rows, num_rows = A * T.
+    """
+
+    logits: Tensor
+    targets: Tensor
+    mask: Tensor | None = None
+    transform: RowTransform = TRANSFORMED
+    reference: ReferenceRows | None = None
+    row_range: tuple[int, int] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the call."""
+        return self.targets.numel()
+
+    @property
+    def first_row(self) -> int:
+        """Which row of the logits the first row of the call is."""
+        return 0 if self.row_range is None else self.row_range[0]
+
+    def slice_rows(self, start: int, stop: int) -> LogitRows:
+        """Return the rows start to stop of these."""
+        if stop - start == self.num_rows:
+            return self  # slicing the vectors would take longer than a small batch
+        rows = slice(start, stop)
+        return LogitRows(
+            logits=self.logits,
+            targets=self.targets[rows],
+            mask=None if self.mask is None else self.mask[rows],
+            transform=self.transform.select(rows),
+            reference=None if self.reference is None else self.reference.select(rows),
+            row_range=(self.first_row + start, self.first_row + stop),
+        )
+
+
+#: The sums of a row, in the order of csrc/kernels.h:
+#:
+#:     max_logit         max_j z_j
+#:     sum_exp           sum_j exp(z_j - max)
+#:     target_logit      z of the target; NaN if it is outside of [0, V)
+#:     sum_exp_shifted   sum_j exp(z_j - max) (z_j - max), 0 where the exponential is 0: for the
+#:                       entropy
+#:     sum_exp_squared   sum_j exp(2 (z_j - max)): for the sum of p^2
+#:     argmax            the first id whose z is the maximum, -1 if there is none; the bits of int32
+#:
+#: With a reference, whose transformed logits are w and whose softmax is q, and with
+#: d = (z - max_logit) - (w - reference_max_logit), see `divergence.logit_differences`:
+#:
+#:     reference_max_logit, reference_sum_exp   as max_logit and sum_exp
+#:     sum_log_ratio           sum_j p_j d_j; "forward" swaps p and q: -sum_j q_j d_j
+#:     sum_log_ratio_excess    sum_j p_j psi(-d_j); "forward": sum_j q_j psi(d_j), with
+#:                             psi(x) = exp(x) - 1 - x, see `divergence.log_ratio_terms`
+#:     mixture_policy, mixture_reference   two sums over p and q, which need a second pass because
+#:                             they depend on sum_exp: see `divergence.mixture_terms`
+#:
+#: p and q are not divided by their sums here.
+SUMS = (
+    "max_logit",
+    "sum_exp",
+    "target_logit",
+    "sum_exp_shifted",
+    "sum_exp_squared",
+    "argmax",
+    "reference_max_logit",
+    "reference_sum_exp",
+    "sum_log_ratio",
+    "sum_log_ratio_excess",
+    "mixture_policy",
+    "mixture_reference",
+)
+#: The sums that every call computes.
+BASIC_SUMS = SUMS[:3]
+POLICY_SUMS = SUMS[:6]
+REFERENCE_SUMS = SUMS[6:10]
+MIXTURE_SUMS = SUMS[-2:]
+
+#: The values of the sums in masked rows. Log-prob, entropy and divergence are then exactly 0.
+MASKED_VALUES = {
+    **dict.fromkeys(SUMS, 0.0),
+    "sum_exp": 1.0,
+    "argmax": -1,
+    "reference_sum_exp": 1.0,
+}
+
+#: The sums that the C++ and Triton kernels compute in one pass. The others take a pass in eager
+#: PyTorch.
+SUMS_OF_KERNELS = SUMS[:10]
+
+#: Statistics in addition to the log-prob, and the sums that they need. The kernels compute
+#: sum_exp_squared only together with sum_exp_shifted.
+STATISTICS: dict[str, tuple[str, ...]] = {
+    "entropy": ("sum_exp_shifted",),
+    "sum_squares": ("sum_exp_shifted", "sum_exp_squared"),
+    "top_prob": (),
+    "top_id": ("argmax",),
+    "logsumexp": (),
+    "divergence": REFERENCE_SUMS,
+}
+#: The statistics that have a gradient.
+DIFFERENTIABLE = ("entropy", "sum_squares", "logsumexp", "divergence")
+
+
+@functools.lru_cache(maxsize=256)
+def sums_for(statistics: tuple[str, ...], direction: str = "") -> tuple[str, ...]:
+    """Return the names of the sums that statistics need, in the order of SUMS.
+
+    direction   of the divergence, if it is one of the statistics
+    """
+    needed = set(BASIC_SUMS)
+    for name in statistics:
+        needed.update(STATISTICS[name])
+    if "divergence" in statistics and direction in TWO_PASS_DIRECTIONS:
+        needed.update(MIXTURE_SUMS)
+    return tuple(name for name in SUMS if name in needed)
+
+
+def concatenate(tables: Sequence[Tensor], dim: int) -> Tensor:
+    """Return torch.cat(tables, dim), without a copy of a single table."""
+    return tables[0] if len(tables) == 1 else torch.cat(list(tables), dim)
+
+
+class LogRatioSums(NamedTuple):
+    """Sums over d of rows whose sum is 1, fp32 or fp64 [num_rows] each. "forward" swaps p and q.
+
+    mean_log_ratio   sum_j p_j d_j, p of sum 1
+    excess           sum_j p_j psi(-d_j)
+    sum_ratio        the sum of q over that of p, less 1
+    log_sum_ratio    log(1 + sum_ratio)
+    is_small         whether the d of the row are small enough for sum_ratio to be exact
+    """
+
+    mean_log_ratio: Tensor
+    excess: Tensor
+    sum_ratio: Tensor
+    log_sum_ratio: Tensor
+    is_small: Tensor
+
+
+@dataclass(eq=False)
+class SoftmaxSums:
+    """Sums over each row, and the statistics that follow from them. Sums of shards can be merged.
+
+    values      fp32 [num_names, num_rows], a row for each name
+    names       some of SUMS, in their order
+    direction   of the divergence, see `ReferenceRows`; "" without a reference
+    mixture     likewise
+
+    A row of only -inf has the maximum -inf and the sum 0. Its log-prob and entropy are NaN, as in
+    torch.log_softmax. A NaN among the logits is a NaN in sum_exp, whatever the maximum is.
+    """
+
+    values: Tensor
+    names: tuple[str, ...]
+    direction: str = ""
+    mixture: float = 0.0
+
+    @classmethod
+    def empty(
+        cls,
+        names: tuple[str, ...],
+        num_rows: int,
+        device: torch.device,
+        reference: ReferenceRows | SoftmaxSums | None = None,
+    ) -> SoftmaxSums:
+        """Return memory for the sums of rows.
+
+        reference   what direction and mixture are taken from
+        """
+        values = torch.empty(len(names), num_rows, dtype=torch.float32, device=device)
+        if reference is None:
+            return cls(values, names)
+        return cls(values, names, reference.direction, reference.mixture)
+
+    @classmethod
+    def masked(
+        cls,
+        names: tuple[str, ...],
+        num_rows: int,
+        device: torch.device,
+        reference: ReferenceRows | SoftmaxSums | None = None,
+    ) -> SoftmaxSums:
+        """Return the sums of masked rows, see MASKED_VALUES."""
+        sums = cls.empty(names, num_rows, device, reference)
+        sums.values.zero_()
+        for name in names:
+            if MASKED_VALUES[name] != 0:
+                sums[name].fill_(MASKED_VALUES[name])
+        return sums
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a sum [num_rows], a view of `values`. "argmax" is int32."""
+        row = self.values[self.names.index(name)]
+        return row.view(torch.int32) if name == "argmax" else row
+
+    def set_sums(self, names: tuple[str, ...], values: Tensor) -> None:
+        """Set consecutive sums to values [len(names), num_rows]."""
+        first = self.names.index(names[0])
+        self.values[first : first + len(names)] = values
+
+    def select(self, rows: slice | Tensor) -> SoftmaxSums:
+        """Return the sums of some of the rows."""
+        return SoftmaxSums(self.values[:, rows], self.names, self.direction, self.mixture)
+
+    # ---- statistics, each fp32 [num_rows]
+
+    @property
+    def max_logit(self) -> Tensor:
+        """max_j z_j."""
+        return self.values[0]
+
+    @property
+    def sum_exp(self) -> Tensor:
+        """sum_j exp(z_j - max)."""
+        return self.values[1]
+
+    @property
+    def logsumexp(self) -> Tensor:
+        """log sum_j exp(z_j)."""
+        return self.max_logit + torch.log(self.sum_exp)
+
+    @property
+    def logps(self) -> Tensor:
+        """Log-prob of the target."""
+        max_logit, sum_exp, target_logit = self._accurate_values()[:3]
+        return ((target_logit - max_logit) - torch.log(sum_exp)).float()
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy in nats, never negative."""
+        return self.logps_and_entropy()[1]
+
+    def logps_and_entropy(self) -> tuple[Tensor, Tensor]:
+        """Return the log-prob of the target and the entropy, from one logarithm."""
+        values = self._accurate_values()
+        max_logit, sum_exp, target_logit = values[:3]
+        sum_exp_shifted = values[self.names.index("sum_exp_shifted")]
+        log_sum = torch.log(sum_exp)
+        logps = ((target_logit - max_logit) - log_sum).float()
+        # Rounding can make the entropy of a one-hot row slightly negative. clamp keeps NaN.
+        entropy = (log_sum - sum_exp_shifted / sum_exp).clamp(min=0.0).float()
+        return logps, entropy
+
+    @property
+    def sum_squares(self) -> Tensor:
+        """Sum of p^2: the probability that two draws from the row are equal."""
+        return self["sum_exp_squared"] / (self.sum_exp * self.sum_exp)
+
+    @property
+    def top_prob(self) -> Tensor:
+        """The largest probability, NaN if all logits are -inf."""
+        return torch.where(self.sum_exp == 0, torch.nan, self.sum_exp.reciprocal())
+
+    @property
+    def top_id(self) -> Tensor:
+        """int64: the first id of the largest probability, -1 in masked rows."""
+        return self["argmax"].long()
+
+    @property
+    def divergence(self) -> Tensor:
+        """Divergence of the policy from the reference, never negative.
+
+        It is infinite where q is 0 and p is not ("forward": where p is 0 and q is not).
+        """
+        if self.direction in TWO_PASS_DIRECTIONS:
+            return divergence_of_mixture(
+                self.direction, self["mixture_policy"], self["mixture_reference"], self.mixture
+            )
+        sums = self._log_ratio_sums
+        small = sums.excess - phi(sums.sum_ratio)
+        large = sums.mean_log_ratio + sums.log_sum_ratio
+        return torch.where(sums.is_small, small, large).clamp(min=0.0).float()
+
+    @property
+    def log_sum_ratio(self) -> Tensor:
+        """log(reference_sum_exp / sum_exp): log p_j - log q_j is d_j plus this."""
+        log_sum_ratio = self._log_ratio_sums.log_sum_ratio
+        return (-log_sum_ratio if self.direction == "forward" else log_sum_ratio).float()
+
+    @property
+    def gradient_center(self) -> Tensor:
+        """The `center` of `divergence.divergence_gradient`."""
+        if self.direction in TWO_PASS_DIRECTIONS:
+            return self["mixture_policy"]
+        if self.direction == "reverse":
+            return self.divergence
+        return torch.zeros_like(self.sum_exp)
+
+    def statistics(self, names: tuple[str, ...], mask: Tensor | None) -> list[Tensor]:
+        """Return the log-probs and the named statistics; masked rows have 0, and -1 as an id.
+
+        names   some of STATISTICS
+        mask    bool [num_rows], the mask that the sums were computed with
+        """
+        if "entropy" in names:
+            logps, entropy = self.logps_and_entropy()
+        else:
+            logps = self.logps
+        results = [logps]
+        for name in names:
+            values = entropy if name == "entropy" else getattr(self, name)
+            if name == "top_prob" and mask is not None:
+                values = torch.where(mask, values, 0.0)
+            results.append(values)
+        return results
+
+    def _accurate_values(self) -> Tensor:
+        """Return the values in fp64 on a CPU.
+
+        Its logarithm rounds to the same fp32 in torch and in the C++ kernels, so that their
+        log-probs are equal.
+        """
+        return self.values.double() if self.values.device.type == "cpu" else self.values
+
+    @functools.cached_property
+    def _log_ratio_sums(self) -> LogRatioSums:
+        values = dict(zip(self.names, self._accurate_values(), strict=True))
+        sum_p = values["sum_exp"]
+        sum_q = values["reference_sum_exp"]
+        if self.direction == "forward":
+            sum_p, sum_q = sum_q, sum_p
+        mean_log_ratio = values["sum_log_ratio"] / sum_p
+        excess = values["sum_log_ratio_excess"] / sum_p
+        # sum_ratio follows from sums over d, and not from sum_q / sum_p, so that it keeps its
+        # digits if the rows are nearly equal. For large d it has fewer digits than the sums
+        # themselves, and it is NaN if both terms are infinite; is_small is False then.
+        sum_ratio = excess - mean_log_ratio
+        is_small = (mean_log_ratio.abs() <= PSI_LIMIT) & (excess <= PSI_LIMIT)
+        log_sum_ratio = torch.where(
+            is_small, torch.log1p(sum_ratio), torch.log(sum_q) - torch.log(sum_p)
+        )
+        return LogRatioSums(mean_log_ratio, excess, sum_ratio, log_sum_ratio, is_small)
+
+
+#: The coefficients of the gradient, in the order of csrc/kernels.h; the first is always there.
+COEFFICIENTS = ("target", "constant", "logp", "prob", "divergence")
+#: Those that the C++ and Triton kernels take. A gradient with others runs in eager PyTorch.
+COEFFICIENTS_OF_KERNELS = COEFFICIENTS[:5]
+
+
+class GradientCoefficients(NamedTuple):
+    """The gradient of rows, up to their softmax:
+
+        d loss / d z_j = target * (1[j = y] - p_j)
+                       + p_j * (constant + logp * log p_j + prob * p_j)
+                       + divergence * G_j
+
+    where y is the row's target and G the gradient of the divergence, see
+    `divergence.divergence_gradient`.
+
+    values   fp32 [num_names, num_rows], a row for each name
+    names    some of COEFFICIENTS, in their order. The others are 0 in all rows.
+    """
+
+    values: Tensor
+    names: tuple[str, ...]
+
+    @classmethod
+    def from_gradients(
+        cls,
+        sums: SoftmaxSums,
+        grads: dict[str, Tensor],
+        mask: Tensor | None,
+        *,
+        entropy: Tensor | None = None,
+    ) -> GradientCoefficients:
+        """Return the coefficients of d loss / d z from d loss / d statistic.
+
+        sums      the sums of the rows
+        grads     upstream gradients [num_rows] of "logps" and of statistics in DIFFERENTIABLE
+        mask      bool [num_rows]: the mask that the sums were computed with. Whatever arrives at
+                  other rows, also NaN, counts as 0.
+        entropy   the entropy of each row, if the caller has it
+        """
+
+        def masked(grad: Tensor) -> Tensor:
+            grad = grad.float()
+            return grad if mask is None else torch.where(mask, grad, 0.0)
+
+        grads = {name: masked(grad) for name, grad in grads.items()}
+        coefficients = {}
+        if "logps" in grads:
+            coefficients["target"] = grads["logps"]
+        else:
+            coefficients["target"] = torch.zeros_like(next(iter(grads.values())))
+
+        constants = []
+        if "logsumexp" in grads:  # d logsumexp / d z_j = p_j
+            constants.append(grads["logsumexp"])
+        if "entropy" in grads:  # d entropy / d z_j = -p_j (log p_j + entropy)
+            if entropy is None:
+                entropy = sums.entropy
+            coefficients["logp"] = -grads["entropy"]
+            constants.append(coefficients["logp"] * entropy)
+        if "sum_squares" in grads:  # d sum p^2 / d z_j = 2 p_j (p_j - sum p^2)
+            coefficients["prob"] = 2.0 * grads["sum_squares"]
+            constants.append(-coefficients["prob"] * sums.sum_squares)
+        if constants:
+            coefficients["constant"] = sum(constants[1:], constants[0])
+        if "divergence" in grads:
+            coefficients["divergence"] = grads["divergence"]
+        return cls.stack(coefficients)
+
+    @classmethod
+    def stack(cls, coefficients: dict[str, Tensor]) -> GradientCoefficients:
+        """Return coefficients [num_rows] by name as one table."""
+        names = tuple(name for name in COEFFICIENTS if name in coefficients)
+        rows = [coefficients[name] for name in names]
+        if len(rows) == 1:
+            return cls(rows[0].contiguous()[None], names)
+        return cls(torch.stack(rows), names)
+
+    def get(self, name: str) -> Tensor | None:
+        """Return a coefficient [num_rows], a view of `values`; None if it is 0 in all rows."""
+        return self.values[self.names.index(name)] if name in self.names else None
+
+    @property
+    def target(self) -> Tensor:
+        """The coefficient of the gradient of the log-prob."""
+        return self.values[0]
+
+    def select(self, rows: slice | Tensor) -> GradientCoefficients:
+        """Return the coefficients of some of the rows."""
+        return self._replace(values=self.values[:, rows])
+
+    @property
+    def nonzero(self) -> Tensor:
+        """bool [num_rows]: rows that may have a gradient. That of the others is exactly 0."""
+        if len(self.names) == 1:
+            return self.target != 0
+        return (self.values != 0).any(0)
+
+
+# ---- merging the sums of shards of a row
+
+
+class ShardWeights(NamedTuple):
+    """How the shards of a row count in its sums.
+
+    max_logit   fp32 [num_rows], the maximum of the whole row
+    shift       fp32 [num_shards, num_rows], the maximum of each shard less that; 0 if it is -inf
+    factor      exp(shift), 0 for a shard of only -inf
+    """
+
+    max_logit: Tensor
+    shift: Tensor
+    factor: Tensor
+
+    @classmethod
+    def from_max_logits(cls, max_logits: Tensor) -> ShardWeights:
+        """Return the weights of shards with these maxima, fp32 [num_shards, num_rows]."""
+        max_logit = max_logits.amax(0)
+        is_empty = max_logits == -torch.inf
+        shift = torch.where(is_empty, 0.0, max_logits - max_logit)
+        return cls(max_logit, shift, torch.where(is_empty, 0.0, shift.exp()))
+
+
+def merge_shards(
+    shards: list[SoftmaxSums], mask: Tensor | None, first_ids: Tensor | None
+) -> SoftmaxSums:
+    """Return the sums of whole rows from the sums of their shards.
+
+    shards      sums of the first pass, with the same names
+    mask        bool [num_rows]: the mask that the sums were computed with
+    first_ids   int32 [num_shards, num_rows], the id of each shard's first column; needed for argmax
+
+    A shard of only -inf, or of no column, adds nothing. The target's logit is taken from the shard
+    that has it. It is NaN if no shard has it, or (shards that overlap) several do.
+    """
+    names = shards[0].names
+    values = {name: torch.stack([sums[name] for sums in shards]) for name in names}
+    weights = ShardWeights.from_max_logits(values["max_logit"])
+    factor = weights.factor
+
+    target_logits = values["target_logit"]
+    has_target = ~target_logits.isnan()
+    target_logit = torch.where(has_target, target_logits, 0.0).sum(0)
+    whole = {
+        "max_logit": weights.max_logit,
+        "sum_exp": (factor * values["sum_exp"]).sum(0),  # NaN if that of any shard is
+        "target_logit": torch.where(has_target.sum(0) == 1, target_logit, torch.nan),
+    }
+    if "sum_exp_shifted" in names:
+        shifted = factor * (values["sum_exp_shifted"] + values["sum_exp"] * weights.shift)
+        # 0 * inf is NaN if the maximum of a shard is far below that of the row.
+        whole["sum_exp_shifted"] = torch.where(factor == 0, 0.0, shifted).sum(0)
+    if "sum_exp_squared" in names:
+        whole["sum_exp_squared"] = (factor * factor * values["sum_exp_squared"]).sum(0)
+    if "argmax" in names:
+        assert first_ids is not None
+        ids = values["argmax"]
+        no_id = torch.iinfo(torch.int32).max
+        has_max = (values["max_logit"] == weights.max_logit) & (ids >= 0)
+        first = torch.where(has_max, ids + first_ids, no_id).amin(0)
+        whole["argmax"] = torch.where(first == no_id, -1, first)
+    if "sum_log_ratio" in names:
+        whole |= merge_reference_sums(values, weights, shards[0].direction)
+
+    num_rows = weights.max_logit.numel()
+    merged = SoftmaxSums.empty(names, num_rows, weights.max_logit.device, shards[0])
+    for name in names:
+        sums = whole[name]
+        masked = sums if mask is None else torch.where(mask, sums, MASKED_VALUES[name])
+        merged[name].copy_(masked)
+    return merged
+
+
+def merge_reference_sums(
+    values: dict[str, Tensor], weights: ShardWeights, direction: str
+) -> dict[str, Tensor]:
+    """Return REFERENCE_SUMS of whole rows by name, [num_rows] each.
+
+    values    the sums of the shards by name, [num_shards, num_rows] each
+    weights   the weights of the policy's shards
+    """
+    max_logits = values["max_logit"]
+    reference_max_logits = values["reference_max_logit"]
+    reference = ShardWeights.from_max_logits(reference_max_logits)
+    # d in the whole row less d in the shard.
+    shift = logit_differences(
+        max_logits, reference_max_logits, weights.max_logit, reference.max_logit
+    )
+    is_empty = (max_logits == -torch.inf) | (reference_max_logits == -torch.inf)
+    sum_log_ratio, sum_log_ratio_excess = merge_log_ratio_sums(
+        direction,
+        policy_factor=weights.factor,
+        reference_factor=reference.factor,
+        shift=torch.where(is_empty, 0.0, shift),
+        sum_exp=values["sum_exp"],
+        reference_sum_exp=values["reference_sum_exp"],
+        sum_log_ratio=values["sum_log_ratio"],
+        sum_log_ratio_excess=values["sum_log_ratio_excess"],
+    )
+    return {
+        "reference_max_logit": reference.max_logit,
+        "reference_sum_exp": (reference.factor * values["reference_sum_exp"]).sum(0),
+        "sum_log_ratio": sum_log_ratio,
+        "sum_log_ratio_excess": sum_log_ratio_excess,
+    }
