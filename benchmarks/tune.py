@@ -43,7 +43,16 @@ from grpo_kernels.core.backends import triton as backend
 from grpo_kernels.core.backends.triton.launch import FUSED, Choice
 
 #: The kinds of settings, the most valuable first, and the share of the time for each.
-KINDS = {"fused": 3.5, "one_pass": 2.0, "fused32": 3.5, "chunk": 2.5, "reference": 1.5, "mixture": 1.0, "pairs": 0.7, "vectors": 0.2}
+KINDS = {
+    "fused": 3.5,
+    "one_pass": 2.0,
+    "fused32": 3.5,
+    "chunk": 2.5,
+    "reference": 1.5,
+    "mixture": 1.0,
+    "pairs": 0.7,
+    "vectors": 0.2,
+}
 #: A setting replaces that of the package only if it is faster by more than this share: a smaller difference may be noise.
 GAIN = 0.02
 REGISTERS = 65536  # of a multiprocessor

@@ -217,9 +217,7 @@ class ChunkedLogits:
         )
         return self._make_rows(chunk, logits, reference_rows)
 
-    def _make_rows(
-        self, chunk: slice, logits: Tensor, reference: ReferenceRows | None
-    ) -> LogitRows:
+    def _make_rows(self, chunk: slice, logits: Tensor, reference: ReferenceRows | None) -> LogitRows:
         transform = self.transform.select(chunk)
         return LogitRows(logits[None], self.targets[chunk], None, transform, reference)
 

@@ -124,9 +124,7 @@ def softmax_sum_names(names: tuple[str, ...], reference: Reference | None) -> tu
     return sums_for(names, "" if reference is None else reference.direction)
 
 
-def transform_pairs(
-    source: RowSource, logits: Tensor, row_ids: Tensor, token_ids: Tensor
-) -> Tensor:
+def transform_pairs(source: RowSource, logits: Tensor, row_ids: Tensor, token_ids: Tensor) -> Tensor:
     """Return the transformed logits of pairs, -inf for ids outside of the vocabulary."""
     transformed = source.transform.transform_pairs(logits, row_ids)
     is_id = (token_ids >= 0) & (token_ids < source.vocab_size)
@@ -180,9 +178,7 @@ class GivenLogits:
 
     def without_gradient(self) -> GivenLogits:
         """Return the same rows as constants, also for torch.func."""
-        return replace(
-            self, logits=plain(self.logits.detach()), transform=self.transform.without_wrappers()
-        )
+        return replace(self, logits=plain(self.logits.detach()), transform=self.transform.without_wrappers())
 
     def statistics(
         self,
@@ -280,9 +276,7 @@ class LogitsPass(StatisticsPass):
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
         """Return the gradient of the logits."""
-        coefficients = GradientCoefficients.from_gradients(
-            self.as_sums(computed[0]), grads, self.mask
-        )
+        coefficients = GradientCoefficients.from_gradients(self.as_sums(computed[0]), grads, self.mask)
         return self.gradients_of_coefficients(tensors, computed[0], coefficients, wanted)
 
     def gradients_of_coefficients(
@@ -296,9 +290,7 @@ class LogitsPass(StatisticsPass):
         (logits,) = tensors
         assert logits is not None
         grad_logits = logits.detach() if self.inplace else empty_like(logits.detach())
-        self.kernels.softmax_gradient(
-            self.make_rows(logits), self.as_sums(values), coefficients, grad_logits
-        )
+        self.kernels.softmax_gradient(self.make_rows(logits), self.as_sums(values), coefficients, grad_logits)
         if self.inplace:
             torch.autograd.graph.increment_version(logits)
         return (grad_logits,)
@@ -423,16 +415,8 @@ class ProjectedLogits:
         else:
             order = RowOrder.of_mask(mask, self.num_rows, self.device)
         has_other_gradient = any(requested.has_gradient(name) for name in names)
-        needs_hidden_only = (
-            torch.is_grad_enabled()
-            and self.projection.hidden.requires_grad
-            and not self.trains_head
-        )
-        uses_unit_gradient = (
-            needs_hidden_only
-            and not has_other_gradient
-            and not torch._C._are_functorch_transforms_active()
-        )
+        needs_hidden_only = torch.is_grad_enabled() and self.projection.hidden.requires_grad and not self.trains_head
+        uses_unit_gradient = needs_hidden_only and not has_other_gradient and not torch._C._are_functorch_transforms_active()
         pass_type = FrozenHeadPass if uses_unit_gradient else LinearPass
         row_pass = pass_type(
             source=replace(
@@ -572,9 +556,7 @@ class LinearPass(StatisticsPass):
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden states, weight and bias (three matmuls)."""
-        coefficients = GradientCoefficients.from_gradients(
-            self.as_sums(computed[0]), grads, self.mask
-        )
+        coefficients = GradientCoefficients.from_gradients(self.as_sums(computed[0]), grads, self.mask)
         return self.gradients_of_coefficients(tensors, computed[0], coefficients, wanted)
 
     def gradients_of_coefficients(

@@ -87,9 +87,7 @@ class ListedTerms(NamedTuple):
         for function, values in self.parts:
             result = without_branches(function, logps, values, advantages[rows], sums)
             if not (isinstance(result, tuple) and len(result) in (2, 3) and all(map(is_number_of_ids, result))):
-                raise ValueError(
-                    f"listed={function!r} returned no pair of tensors of the shape of logp: return (term, slope)."
-                )
+                raise ValueError(f"listed={function!r} returned no pair of tensors of the shape of logp: return (term, slope).")
             term = term + result[0]
             slopes = slopes + result[1]
             if len(result) == 3:
@@ -321,6 +319,7 @@ class TokenStage(NamedTuple):
         """`Made.compare_once`, on random inputs; where `key_of` cannot tell whether a formula has changed, at each call."""
         made, numbers, trial = self._made()
         made.compare_once(run, numbers, trial)
+
     def _made(self) -> tuple[Made, list[float], Callable[[], Trial]]:
         formula, present = self.formula, tuple(self.rows.given())
         cached = formula._programs.get(present)

@@ -24,12 +24,12 @@ from grpo_kernels import (
     linear_logprobs,
     token_divergence,
 )
+from grpo_kernels.core import backends
 from grpo_kernels.core.autograd import check_weight_is_present
+from grpo_kernels.core.backends import cpu_matmuls, eager
 from grpo_kernels.formulas.filters import Filter
 from grpo_kernels.formulas.surrogates import Cispo
 from grpo_kernels.inputs import RowLayout, RowSource, make_logits_source, make_projected_source
-from grpo_kernels.rows import backends
-from grpo_kernels.core.backends import cpu_matmuls, eager
 from support.inside import in_chunks, our_products
 
 B, T, H, V = 4, 5, 8, 30

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from grpo_kernels import Objective, linear_grpo_loss, linear_logprobs, objective_loss
-from grpo_kernels.core.backends import cpu
 from support import pages
 from support.inside import count_products
 from support.pages import EXAMPLES, README, REFERENCE, ROOT

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import grpo_kernels.core.compiled
 import pytest
 import torch
 from hub_kernel import build

@@ -366,9 +366,7 @@ def test_a_comparison_without_memory_fails(monkeypatch):
         raise MemoryError("no memory")
 
     monkeypatch.setattr(cpu_matmuls, "d_weight", without_memory)
-    assert (
-        cpu_matmuls.first_difference("fp32", "avx512bf16") == "the comparison with avx512bf16 failed: MemoryError: no memory"
-    )
+    assert cpu_matmuls.first_difference("fp32", "avx512bf16") == "the comparison with avx512bf16 failed: MemoryError: no memory"
 
 
 class Counted:

@@ -93,7 +93,10 @@ def test_what_is_no_number_is_what_torch_makes_of_it(module, name):
     names = ("logps", "entropy", *rows.given())
     logps, entropy, *odd = random_inputs(names)
     stage = stage._replace(rows=replace(rows, **dict(zip(rows.given(), odd, strict=True))))
-    found, wanted = module.evaluate_formula(stage, logps, entropy), backends.load("eager").Kernels().evaluate_formula(stage, logps, entropy)
+    found, wanted = (
+        module.evaluate_formula(stage, logps, entropy),
+        backends.load("eager").Kernels().evaluate_formula(stage, logps, entropy),
+    )
     assert not wanted[0].isfinite().all()
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours is None) == (theirs is None)

@@ -104,8 +104,23 @@ OF_PRODUCTS = {
 def arguments(function):
     """What every function takes, right."""
     beside = "beside" in function
-    out = {"add_grad_hidden_of_pairs": (N, H), "add_grad_weight_of_pairs": (V, H), "logits": (N, V), "d_hidden": (N, H), "d_weight": (V, H)}
-    vectors = ("inverse_temperature", "advantages", "policy_weight", "old_logps", "divergence_weight", "values", "logps", "entropy")
+    out = {
+        "add_grad_hidden_of_pairs": (N, H),
+        "add_grad_weight_of_pairs": (V, H),
+        "logits": (N, V),
+        "d_hidden": (N, H),
+        "d_weight": (V, H),
+    }
+    vectors = (
+        "inverse_temperature",
+        "advantages",
+        "policy_weight",
+        "old_logps",
+        "divergence_weight",
+        "values",
+        "logps",
+        "entropy",
+    )
     return {
         "logits": torch.randn(1, N, V), "out": torch.zeros(out.get(function, (1, N, V))),
         "targets": torch.arange(N), "mask": torch.ones(N, dtype=torch.bool),

@@ -88,7 +88,10 @@ def test_a_smaller_tile_is_right_and_remembered(above, dtype, refuse):
 
     with pytest.warns(RuntimeWarning) as caught:
         check_both(r)
-    full = {name: max(lanes for kernel, lanes in launches if kernel == name) for name in ("softmax_sums", "softmax_gradient", "fused_loss")}
+    full = {
+        name: max(lanes for kernel, lanes in launches if kernel == name)
+        for name in ("softmax_sums", "softmax_gradient", "fused_loss")
+    }
     assert full["fused_loss"] > above and all(count == 1 for (_, lanes), count in launches.items() if lanes > above)
     halved = [name for name, lanes in full.items() if lanes > above]
     for name, message in zip(halved, messages(caught.list), strict=True):

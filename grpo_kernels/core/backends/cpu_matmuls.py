@@ -70,9 +70,7 @@ def engine() -> str:
             else:
                 chosen = _checked(setting)
             _chosen = chosen
-    if (
-        mismatch is not None
-    ):  # after the choice and outside the lock: a filter may raise the warning, or call this package
+    if mismatch is not None:  # after the choice and outside the lock: a filter may raise the warning, or call this package
         warn_once(
             f"{mismatch}. Losses from hidden states use {SETTING}={chosen} instead, which may be slower. Please report this with "
             "the output of `python -m grpo_kernels doctor --json`."
@@ -178,15 +176,9 @@ def _examine_amx() -> Amx:
         return Amx("the system does not save the registers of AMX")
     refusal = _cpu.request_amx_permission()
     if refusal:
-        return Amx(
-            f"the system does not let this process use AMX: {REFUSALS.get(refusal, os.strerror(refusal))}"
-        )
+        return Amx(f"the system does not let this process use AMX: {REFUSALS.get(refusal, os.strerror(refusal))}")
     difference = first_difference("amx", _best_without_amx())
-    return (
-        Amx(None)
-        if difference is None
-        else Amx(f"the AMX products are wrong on this machine: {difference}", mismatch=True)
-    )
+    return Amx(None) if difference is None else Amx(f"the AMX products are wrong on this machine: {difference}", mismatch=True)
 
 
 # ---- the comparison of two engines
@@ -270,23 +262,17 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
     )
     bias, start = integers(1, v, LARGE)[0], integers(v, h, LARGE)
 
-    def logits_of(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Callable[[Tensor, str], None]:
+    def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, str], None]:
         return lambda out, engine: logits(hidden, weight, bias, out, by=engine, threads=1)
 
     def d_hidden_of(gradient: Tensor, weight: Tensor) -> Callable[[Tensor, str], None]:
         return lambda out, engine: d_hidden(gradient, weight, out, by=engine, threads=1)
 
-    def d_weight_of(
-        gradient: Tensor, hidden: Tensor, start: Tensor | None
-    ) -> Callable[[Tensor, str], None]:
+    def d_weight_of(gradient: Tensor, hidden: Tensor, start: Tensor | None) -> Callable[[Tensor, str], None]:
         return lambda out, engine: d_weight(gradient, hidden, start, out, by=engine, threads=1)
 
     def d_weight_added(gradient: Tensor, hidden: Tensor) -> Callable[[Tensor, str], None]:
-        return lambda out, engine: d_weight(
-            gradient, hidden, out.copy_(start), out, by=engine, threads=1
-        )
+        return lambda out, engine: d_weight(gradient, hidden, out.copy_(start), out, by=engine, threads=1)
 
     yield Comparison("bf16", "logits", n, v, fp32, logits_of(hidden16, weight16, bias))
     yield Comparison("bf16", "d_hidden", n, h, fp32, d_hidden_of(gradient16, weight16))
@@ -299,27 +285,17 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
     if v * h < DIVIDED:
         yield Comparison("bf16", "d_weight", v, h, fp32, d_weight_of(gradient16, hidden16, None))
         yield Comparison("bf16", "d_weight", v, h, fp32, d_weight_of(wide_gradient, hidden16, None))
-        yield Comparison(
-            "bf16", "d_weight, added to a sum", v, h, fp32, d_weight_added(gradient16, hidden16)
-        )
-        yield Comparison(
-            "bf16", "d_weight, rounded", v, h, bf16, d_weight_of(gradient16, hidden16, start)
-        )
+        yield Comparison("bf16", "d_weight, added to a sum", v, h, fp32, d_weight_added(gradient16, hidden16))
+        yield Comparison("bf16", "d_weight, rounded", v, h, bf16, d_weight_of(gradient16, hidden16, start))
         yield Comparison("fp32", "d_weight", v, h, fp32, d_weight_of(wide_gradient, hidden, None))
-        yield Comparison(
-            "fp32", "d_weight, added to a sum", v, h, fp32, d_weight_added(gradient, wide_hidden)
-        )
+        yield Comparison("fp32", "d_weight, added to a sum", v, h, fp32, d_weight_added(gradient, wide_hidden))
 
 
 def integers(rows: int, columns: int, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return [rows, columns] of integers from -2^bits to 2^bits without 0 that look random, the same at every call. The rows of a
     large matrix overlap in memory."""
     stride = min(columns, (DIVIDED - 1 - columns) // rows)
-    hashed = (
-        torch.arange((rows - 1) * stride + columns, dtype=torch.int64, device="cpu")
-        .add_(bits)
-        .mul_(0x9E3779B1)
-    )
+    hashed = torch.arange((rows - 1) * stride + columns, dtype=torch.int64, device="cpu").add_(bits).mul_(0x9E3779B1)
     hashed = hashed.bitwise_xor_(hashed >> 15).bitwise_and_(0xFFFFFFFF).mul_(0x2C1B3C6D) >> 12
     values = hashed.bitwise_and_((2 << bits) - 1).sub_(1 << bits)
     return values.add_(values >= 0).to(dtype).as_strided((rows, columns), (stride, 1))
@@ -359,9 +335,7 @@ def logits(
     )
 
 
-def d_hidden(
-    gradient: Tensor, weight: Tensor, out: Tensor, by: str | None = None, threads: int = 0
-) -> None:
+def d_hidden(gradient: Tensor, weight: Tensor, out: Tensor, by: str | None = None, threads: int = 0) -> None:
     """out [N, H] fp32 = gradient [N, V] @ weight [V, H], bf16 or fp32. With a bf16 weight a gradient in fp32 is rounded to bf16
     on the way; with one in fp32 the gradient is fp32."""
     operands = matrix("gradient", gradient), matrix("weight", weight)
@@ -406,9 +380,7 @@ def _engine_for(dtype: torch.dtype) -> str:
     """The engine in use for operands of this type. Tiles take fp32 as two bf16 numbers, which keep 16 of the 24 bits: only where
     torch may use less than fp32 for fp32, too."""
     name = engine()
-    return (
-        "avx512bf16" if name == "amx" and dtype == torch.float32 and not less_than_fp32() else name
-    )
+    return "avx512bf16" if name == "amx" and dtype == torch.float32 and not less_than_fp32() else name
 
 
 def less_than_fp32() -> bool:

@@ -52,9 +52,7 @@ def why_not_here() -> str | None:
     """Why no build of the module runs on this machine; None where one may."""
     machine = platform.machine()
     return (
-        None
-        if machine in ("x86_64", "AMD64")
-        else f"the C++ kernels are for x86-64 with AVX2, and this machine is {machine}"
+        None if machine in ("x86_64", "AMD64") else f"the C++ kernels are for x86-64 with AVX2, and this machine is {machine}"
     )
 
 
@@ -65,16 +63,10 @@ def why_missing(error: str) -> str:
         return "a build for the Hub has none"
     if not files:
         return f"it was not built in {PACKAGE} ({error})"
-    if any(
-        name == "_cpu" + suffix
-        for name in files
-        for suffix in importlib.machinery.EXTENSION_SUFFIXES
-    ):
+    if any(name == "_cpu" + suffix for name in files for suffix in importlib.machinery.EXTENSION_SUFFIXES):
         return f"its file is there but does not load ({error})"
     expected = sysconfig.get_config_var("EXT_SUFFIX")
-    return (
-        f"{', '.join(files)} was built for another Python or system, this one loads _cpu{expected}"
-    )
+    return f"{', '.join(files)} was built for another Python or system, this one loads _cpu{expected}"
 
 
 def module_files() -> list[str]:
@@ -93,10 +85,7 @@ def sources(root: Path = PACKAGE.parent) -> str | None:
         "CMakeLists.txt",
         *(f"csrc/{p.name}" for p in (root / "csrc").iterdir() if p.suffix in (".cpp", ".h")),
     ]
-    digests = (
-        f"{name} {hashlib.sha256((root / name).read_bytes()).hexdigest()}\n"
-        for name in sorted(names)
-    )
+    digests = (f"{name} {hashlib.sha256((root / name).read_bytes()).hexdigest()}\n" for name in sorted(names))
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
@@ -125,11 +114,7 @@ def package() -> dict[str, Any]:
     direct = json.loads(distribution.read_text("direct_url.json") or "{}")
     facts["source"] = direct.get("url", "").removeprefix("file://") or None
     editable = direct.get("dir_info", {}).get("editable", False)
-    installed = (
-        Path(facts["source"]) / "grpo_kernels"
-        if editable
-        else Path(str(distribution.locate_file("grpo_kernels")))
-    )
+    installed = Path(facts["source"]) / "grpo_kernels" if editable else Path(str(distribution.locate_file("grpo_kernels")))
     if installed.resolve() == PACKAGE.resolve():
         facts["kind"] = "editable install" if editable else "install"
     else:
