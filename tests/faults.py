@@ -143,12 +143,18 @@ FAULTS: list[Fault] = [
         ("a filter of entropy hides a NaN", "entropy.isnan() & (policy_weight != 0)", "entropy.isnan() & False"),
     ),
     *of("grpo_kernels/losses.py", NAN,
-        ("a log-prob of -inf beside a KL is accepted", "_refuse_infinite(out, options)", "pass"),
-        ("log-probs of -inf that were given are accepted", "_refuse_infinite(out, DEFAULTS)", "pass"),
-        ("a reference of -inf is accepted", ', ("ref_logps", out.rows.ref_logps)):', ",):"),
-        ("infinite values of listed ids are accepted", "row_has(sets.values.isinf())", "row_has(sets.values.isnan())"),
-        ("ids outside of a set are accepted", "row_has(lacks & (sets.values != 0))", "row_has(lacks & False)"),
-        ("a value of 0 outside of a set is refused", "row_has(lacks & (sets.values != 0))", "row_has(lacks)"),
+        ("a log-prob of -inf beside a KL is accepted", "refuse_infinite_kl(out, options)", "pass"),
+        ("log-probs of -inf that were given are accepted", "refuse_infinite_kl(out, DEFAULT_OPTIONS)", "pass"),
+    ),
+    *of("grpo_kernels/loss_checks.py", "tests/core/test_refusals.py",
+        ("both references are taken", "if batch.ref_logps is not None:\n        raise ValueError(\"reference and", "if False:\n        raise ValueError(\"reference and"),
+    ),
+    *of("grpo_kernels/loss_checks.py", NAN,
+        ("a reference of -inf is accepted", ', "ref_logps": rows.ref_logps}', "}"),
+        ("infinite values of listed ids are accepted", "sets.values.isinf()", "sets.values.isnan()"),
+        ("ids outside of a set are accepted", "is_outside & (sets.values != 0)", "is_outside & False"),
+        ("a value of 0 outside of a set is refused", "is_outside & (sets.values != 0)", "is_outside"),
+        ("a NaN among nll_weights is not looked for", ', "weights", "nll_weight"):', ', "weights"):', "tests/core/test_refusals.py"),
     ),
     *of("grpo_kernels/integrations/_tensors.py", "tests/integrations/test_bound_functions.py",
         ("padding of a head is an id", "first = in_order >= 0", "first = in_order >= -1"),
@@ -194,14 +200,10 @@ FAULTS: list[Fault] = [
             "is_fp16 = source.logits.dtype == torch.float16 and torch.is_grad_enabled()", "is_fp16 = False", AUTOGRAD,
         ),
         (
-            "a NaN among nll_weights is not looked for", ', "weights", "nll_weight"):', ', "weights"):',
-            "tests/core/test_refusals.py",
-        ),
-        (
             "the log-probs of a reference's head are over the vocabulary",
             "                (),\n                kept=batch.kept,", "                (),\n                kept=None,",
         ),
-        ("token_weights are dropped", "rows = rows.weighted(\n", "rows.weighted(\n", OBJECTIVES),
+        ("token_weights are dropped", "rows = rows.weighted(", "rows.weighted(", OBJECTIVES),
         (
             "active rows do not come first", "torch.cat([first, others.nonzero()[:, 0]])",
             "torch.cat([others.nonzero()[:, 0], first])", PRODUCTS,
@@ -774,7 +776,7 @@ FAULTS: list[Fault] = [
             "a coefficient is read one row early", "x = tl.load(table + row_of_name(NAMES, COEFFICIENT_NAMES, k) * stride + i)",
             "x = tl.load(table + (row_of_name(NAMES, COEFFICIENT_NAMES, k) - 1) * stride + i)",
         ),
-        ("programs of vectors begin one row apart", "rows = tl.program_id(0) * TILE.BLOCK + tl", "rows = tl.program_id(0) + tl"),
+        ("programs of vectors begin one row apart", "rows = tl.program_id(0).to(tl.int64) * TILE.BLOCK + tl", "rows = tl.program_id(0) + tl"),
         (
             "the gradients of a formula on vectors change places", "tl.store(grad_logps + i, loss_and_gradients[1], mask",
             "tl.store(grad_logps + i, loss_and_gradients[2], mask",
@@ -1088,7 +1090,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "temperatures are not in the order of the rows",
-            "return transform if self.is_identity else transform.at(self.row_ids)",
+            "return transform if self.is_identity else transform.select(self.row_ids)",
             "return transform",
             LINEAR_PASS,
         ),
@@ -1115,8 +1117,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "a reference's temperatures are those of the first rows",
-            "reference.projection.transform.at(row_ids)",
-            "reference.projection.transform.at(chunk)",
+            "reference.projection.transform.select(row_ids)",
+            "reference.projection.transform.select(chunk)",
             LINEAR_PASS,
         ),
         (
@@ -1172,14 +1174,14 @@ FAULTS: list[Fault] = [
         ),
         (
             "a gradient is narrowed over logits that are read",
-            "accumulator.wanted.bias or not kernels.writes_behind_reads",
+            "accumulator.wanted.bias or not kernels.narrows_in_place",
             "accumulator.wanted.bias",
             LINEAR_PASS,
         ),
         (
             "the bias's gradient is a sum of bf16",
-            "accumulator.wanted.bias or not kernels.writes_behind_reads",
-            "not kernels.writes_behind_reads",
+            "accumulator.wanted.bias or not kernels.narrows_in_place",
+            "not kernels.narrows_in_place",
             LINEAR_PASS,
         ),
         (
@@ -1194,10 +1196,10 @@ FAULTS: list[Fault] = [
             "in self.chunks",
             LINEAR_PASS,
         ),
-        ("sums of another row", "self.sums = sums.at(order.row_ids)", "self.sums = sums"),
+        ("sums of another row", "self.sums = sums.select(order.row_ids)", "self.sums = sums"),
         (
             "coefficients of another row",
-            "self.coefficients = coefficients.at(order.row_ids)",
+            "self.coefficients = coefficients.select(order.row_ids)",
             "self.coefficients = coefficients",
         ),
         (
@@ -1239,18 +1241,14 @@ FAULTS: list[Fault] = [
                 "        for chunk in chunk_rows(slice(num_with_gradient, len(order.row_ids))):\n"
                 "            formula.process_chunk(chunk, logits.compute(chunk), None)\n"
                 "        for block in blocks:\n"
-                "            grad_logits = gradient_of_block(\n"
-                "                chunk_rows(block), formula, logits, accumulator, inputs.kernels\n"
-                "            )\n"
+                "            grad_logits = gradient_of_block(chunk_rows(block), formula, logits, accumulator, inputs.kernels)\n"
                 "            is_last = block.stop == num_with_gradient\n"
                 "            accumulator.add_block(block, grad_logits, formula.row_scale(block), is_last)\n"
                 "            del grad_logits  # before the next block allocates its own\n"
             ),
             (
                 "        for block in blocks:\n"
-                "            grad_logits = gradient_of_block(\n"
-                "                chunk_rows(block), formula, logits, accumulator, inputs.kernels\n"
-                "            )\n"
+                "            grad_logits = gradient_of_block(chunk_rows(block), formula, logits, accumulator, inputs.kernels)\n"
                 "            is_last = block.stop == num_with_gradient\n"
                 "            accumulator.add_block(block, grad_logits, formula.row_scale(block), is_last)\n"
                 "            del grad_logits  # before the next block allocates its own\n"
@@ -1397,6 +1395,8 @@ FAULTS: list[Fault] = [
             "return Pairs(columns[order], offsets, sorted_rows), order",
             "return Pairs(columns, offsets, sorted_rows), order",
         ),
+    ),
+    *of("grpo_kernels/core/pair_logits.py", COMBINATIONS,
         (
             "a pair of no id writes to another row",
             "keys = torch.where(columns >= 0, row_ids * ctx.shape[2] + columns, -1)",
@@ -1424,12 +1424,12 @@ FAULTS: list[Fault] = [
         ),
         (
             "the bias gets nothing from pairs",
-            "kernels.add_hidden_rows(grad, pairs, ones, fp32_grad_bias)",
+            "kernels.add_grad_weight_of_pairs(grad, pairs, ones, fp32_grad_bias)",
             "pass",
         ),
         (
             "hidden states get nothing from pairs",
-            "kernels.add_weight_rows(grad, pairs, weight.detach(), fp32_grad_hidden)",
+            "kernels.add_grad_hidden_of_pairs(grad, pairs, weight.detach(), fp32_grad_hidden)",
             "pass",
         ),
         (
@@ -1477,8 +1477,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "a gradient of the entropy is left out with a frozen head",
-            "            and not has_other_gradient\n",
-            "",
+            " and not has_other_gradient", "",
             PRODUCTS,
         ),
         (
@@ -1743,8 +1742,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "a batch with further ids is a plain one",
-            "        or batch.listed is not None\n",
-            "",
+            "batch.kept is not None or batch.listed is not None or batch.rows", "batch.kept is not None or batch.rows",
             LISTED,
         ),
         (
@@ -1788,12 +1786,6 @@ FAULTS: list[Fault] = [
             "if entropy is None and (objective.needs_entropy or filters_entropy):",
             "if entropy is None and objective.needs_entropy:",
             COMPOSED,
-        ),
-        (
-            "both references are taken",
-            'if batch.ref_logps is not None:\n        raise ValueError("reference and',
-            'if False:\n        raise ValueError("reference and',
-            REFUSALS,
         ),
         (
             "a reference's log-probs are not used",
@@ -1879,8 +1871,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "the sum of the blocks before is dropped",
-            "cpu_products.d_weight(grad_logits, hidden, total, out)",
-            "cpu_products.d_weight(grad_logits, hidden, None, out)",
+            "cpu_matmuls.d_weight(grad_logits, hidden, total, out)",
+            "cpu_matmuls.d_weight(grad_logits, hidden, None, out)",
             PRODUCTS,
         ),
         (

@@ -1,21 +1,11 @@
-"""Single logits of (row, token id) pairs, differentiable in given logits or in hidden states and
-head.
-
-With a sharded vocabulary each rank has the logits of its own ids. The forward sums them over the
-ranks; in the backward each rank takes the gradient of its own ids.
-"""
+"""(row, token id) pairs, sorted by row."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from .autograd import WeightGradMemory, check_weight_is_present, differentiate_once
-from .backends import Backend
-from .memory import converted, zeros
-from .vocab_parallel import VocabShard
 
 
 class Pairs(NamedTuple):
@@ -31,17 +21,6 @@ class Pairs(NamedTuple):
     rows: Tensor
 
 
-def local_ids(token_ids: Tensor, shard: VocabShard | None, num_columns: int) -> Tensor:
-    """Return the column of each id on this rank, -1 if it has none. ids are int64."""
-    start = 0
-    stop = num_columns
-    if shard is not None:
-        start = shard.start
-        stop = min(shard.start + num_columns, shard.vocab)
-    is_local = (token_ids >= start) & (token_ids < stop)
-    return torch.where(is_local, token_ids - start, -1)
-
-
 def sort_by_row(row_ids: Tensor, columns: Tensor, num_rows: int) -> tuple[Pairs, Tensor]:
     """Return pairs in the order of rows, and the permutation that sorts them.
 
@@ -51,149 +30,3 @@ def sort_by_row(row_ids: Tensor, columns: Tensor, num_rows: int) -> tuple[Pairs,
     starts = torch.arange(num_rows + 1, device=row_ids.device)
     offsets = torch.searchsorted(sorted_rows, starts)
     return Pairs(columns[order], offsets, sorted_rows), order
-
-
-def sum_over_ranks(logits: Tensor, shard: VocabShard | None) -> Tensor:
-    """Sum logits over the ranks of a shard, in place; ranks without an id hold 0."""
-    return logits if shard is None else shard.sum_over_ranks(logits)
-
-
-class GivenPairLogits(torch.autograd.Function):
-    """logits[row_ids[i], columns[i]] of each pair, fp32 [num_pairs]; 0 for a column of -1.
-
-    logits             [A, T, V]
-    row_ids, columns   int64 [num_pairs], row_ids count rows of A * T
-    """
-
-    @staticmethod
-    def forward(logits: Tensor, row_ids: Tensor, columns: Tensor, shard: VocabShard | None) -> Tensor:
-        if logits.shape[2] == 0:  # a rank without a part of the vocabulary
-            selected = torch.zeros(row_ids.shape, device=logits.device)
-        else:
-            selected = logits[pair_index(logits, row_ids, columns)].float()
-        return sum_over_ranks(torch.where(columns >= 0, selected, 0.0), shard)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        logits, row_ids, columns, _ = inputs
-        ctx.shape = logits.shape
-        ctx.dtype = logits.dtype
-        ctx.save_for_backward(row_ids, columns)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        row_ids, columns = ctx.saved_tensors
-
-        def compute_gradient(grad: Tensor) -> Tensor:
-            grad_logits = zeros(ctx.shape, ctx.dtype, grad.device)
-            if grad_logits.numel() == 0 or row_ids.numel() == 0:
-                return grad_logits
-            # Equal pairs are summed first, in fp64 and in a fixed order, and rounded once.
-            keys = torch.where(columns >= 0, row_ids * ctx.shape[2] + columns, -1)
-            sorted_keys, order = keys.sort(stable=True)
-            group_of_pair = (sorted_keys.diff(prepend=sorted_keys[:1]) != 0).cumsum(0)
-            num_pairs = keys.numel()
-            starts = torch.searchsorted(group_of_pair, torch.arange(num_pairs + 1, device=keys.device))
-            sums = torch.segment_reduce(grad[order].double(), "sum", offsets=starts, initial=0, unsafe=True)
-            # Each pair writes the sum of its group: equal pairs write the same number.
-            values = torch.where(sorted_keys >= 0, sums[group_of_pair], 0.0)
-            is_used = sorted_keys >= 0
-            # A pair that is not used writes what the last pair in use does.
-            used_keys = torch.where(is_used, sorted_keys, sorted_keys[-1:]).clamp(min=0)
-            used_values = torch.where(is_used, values, values[-1:])
-            flat = grad_logits.view(-1)
-            flat[used_keys] = used_values.to(ctx.dtype)
-            return grad_logits
-
-        return differentiate_once(compute_gradient, grad), None, None, None
-
-
-def pair_index(logits: Tensor, row_ids: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the index of each pair into logits [A, T, V]; columns of -1 take the first column."""
-    rows_per_group = logits.shape[1]
-    return row_ids // rows_per_group, row_ids % rows_per_group, columns.clamp(min=0)
-
-
-class ProjectedPairLogits(torch.autograd.Function):
-    """hidden[row] . weight[column] + bias[column] of each pair, fp32 [num_pairs]; 0 for -1.
-
-    pairs           pairs in the order of rows, columns of this rank as ids
-    weight_memory   memory that the gradient of the weight is added to
-    """
-
-    @staticmethod
-    def forward(
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        pairs: Pairs,
-        kernels: Backend,
-        shard: VocabShard | None,
-        weight_memory: WeightGradMemory | None,
-    ) -> Tensor:
-        if len(weight) == 0:  # a rank without a part of the vocabulary
-            return sum_over_ranks(torch.zeros(pairs.ids.shape, device=hidden.device), shard)
-        logits = kernels.pair_logits(hidden.detach(), weight.detach(), pairs)
-        if bias is not None:
-            logits = logits + bias.detach().float()[pairs.ids.clamp(min=0)]
-        return sum_over_ranks(torch.where(pairs.ids >= 0, logits, 0.0), shard)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        hidden, weight, bias, pairs, kernels, shard, weight_memory = inputs
-        ctx.pairs = pairs
-        ctx.kernels = kernels
-        ctx.shard = shard
-        ctx.weight_memory = weight_memory
-        ctx.save_for_backward(hidden, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[:3]
-
-        def compute_gradients(
-            grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *pairs: Tensor
-        ) -> tuple[Tensor | None, ...]:
-            check_weight_is_present(weight, ctx.shard)
-            return pair_gradients(grad, hidden, weight, bias, Pairs(*pairs), ctx.kernels, ctx.weight_memory, wanted)
-
-        gradients = differentiate_once(compute_gradients, grad, *ctx.saved_tensors, *ctx.pairs)
-        return *gradients, None, None, None, None
-
-
-def pair_gradients(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pairs: Pairs,
-    kernels: Backend,
-    weight_memory: WeightGradMemory | None,
-    wanted: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of hidden states, weight and bias from those of the pairs, fp32."""
-    grad = grad.float().contiguous()
-    device = hidden.device
-    has_columns = len(weight) > 0
-    grad_hidden = grad_weight = grad_bias = None
-    if wanted[0]:
-        fp32_grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=device)
-        if has_columns:
-            kernels.add_grad_hidden_of_pairs(grad, pairs, weight.detach(), fp32_grad_hidden)
-        grad_hidden = converted(fp32_grad_hidden, hidden.dtype)
-    if wanted[1]:
-        if weight_memory is None:
-            total = zeros(weight.shape, weight.dtype, device, pairs.ids.numel())
-        else:
-            total = weight_memory.total
-        if has_columns:
-            kernels.add_grad_weight_of_pairs(grad, pairs, hidden.detach(), total)
-        grad_weight = total if weight_memory is None else weight_memory.add(total)
-    if wanted[2]:
-        assert bias is not None
-        fp32_grad_bias = torch.zeros(len(weight), 1, device=device)
-        if has_columns:
-            ones = torch.ones(len(hidden), 1, device=device)
-            kernels.add_grad_weight_of_pairs(grad, pairs, ones, fp32_grad_bias)
-        grad_bias = converted(fp32_grad_bias[:, 0], bias.dtype)
-    return grad_hidden, grad_weight, grad_bias

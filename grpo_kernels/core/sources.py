@@ -42,7 +42,8 @@ from .linear import (
 )
 from .loss_formulas import FormulaResult, SequenceFormula, TokenFormula
 from .memory import converted, empty_like, zeros
-from .pairs import GivenPairLogits, ProjectedPairLogits, local_ids, sort_by_row
+from .pair_logits import GivenPairLogits, ProjectedPairLogits, local_ids
+from .pairs import sort_by_row
 from .softmax import (
     GradientCoefficients,
     LogitRows,

@@ -146,7 +146,8 @@ def loaded(folder, monkeypatch):
 def test_two_builds_live_side_by_side_and_compute_the_loss(builds, monkeypatch):
     """And a layer takes the place of a forward, with the weight of the module that it is put into."""
     kernels = [loaded(folder, monkeypatch) for folder in builds]
-    assert len({grpo_kernels.core.compiled.NAMESPACE, *(kernel.core.compiled.NAMESPACE for kernel in kernels)}) == 3
+    modules = [importlib.import_module(f"{kernel.__name__}.core.compiled") for kernel in kernels]
+    assert len({grpo_kernels.core.compiled.NAMESPACE, *(module.NAMESPACE for module in modules)}) == 3
     head, hidden, targets = (
         SimpleNamespace(weight=torch.randn(31, 8), bias=None),
         torch.randn(2, 5, 8),

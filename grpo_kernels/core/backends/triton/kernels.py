@@ -391,7 +391,7 @@ def evaluate_formula_kernel(
     TILE: tl.constexpr,
 ):
     """Evaluate a formula on vectors, TILE.BLOCK rows per program."""
-    rows = tl.program_id(0) * TILE.BLOCK + tl.arange(0, TILE.BLOCK)
+    rows = tl.program_id(0).to(tl.int64) * TILE.BLOCK + tl.arange(0, TILE.BLOCK)
     is_inside = rows < n
     # A formula loads its inputs without a mask, so rows behind the last compute the last one.
     i = tl.minimum(rows, n - 1)
