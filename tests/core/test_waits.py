@@ -253,7 +253,7 @@ class Operations(TorchDispatchMode):
 #: they made when this was written.
 BUDGETS = {
     "grpo_loss": (Recipe(objective="dapo, k3"), 17),
-    "grpo_loss, listed ids": (Recipe(objective="dapo, k3", listed="some"), 252),
+    "grpo_loss, listed ids": (Recipe(objective="dapo, k3", listed="some"), 253),
     "linear_grpo_loss": (Recipe(source="hidden", objective="dapo, k3"), 85),
     "linear_grpo_loss, candidate sets": (Recipe(source="hidden", kept="all"), 288),
 }
