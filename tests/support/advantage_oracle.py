@@ -170,7 +170,7 @@ def kept_by_second_moment(rows: Rows, threshold: float) -> list[float]:
 # ---- sequences of tests
 
 
-class Pairs:
+class Ragged:
     """Sequences of these lengths with holes in their masks, padded to [B, T] and packed."""
 
     def __init__(self, lengths: list[int]) -> None:
