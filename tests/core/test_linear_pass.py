@@ -425,20 +425,24 @@ def test_memory_of_16_bits_is_rounded_once(is_loss, backend):
 class WritesAnywhere(eager.Kernels):
     """Kernels that may write an element before they have read the one in front of it."""
 
-    writes_behind_reads = False
+    narrows_in_place = False
+    dtypes: list[torch.dtype]
 
-    def fused(self, rows, stage, out):
-        assert out is None or out.dtype == rows.logits.dtype
-        return super().fused(rows, stage, out)
+    def fused_loss(self, rows, stage, out):
+        if out is not None:
+            self.dtypes.append(out.dtype)
+        return super().fused_loss(rows, stage, out)
 
 
 @needs_bf16_matmuls
 def test_a_gradient_is_narrowed_in_place_only_behind_what_is_read(monkeypatch):
-    monkeypatch.setattr(backends, "pick", lambda *_: WritesAnywhere())
+    kernels = WritesAnywhere()
+    kernels.dtypes = []
+    monkeypatch.setattr(backends, "pick", lambda *_: kernels)
     hidden, weight = (x.detach().bfloat16().requires_grad_() for x in make_head())
     batch = TokenBatch(make_targets(), ADVANTAGES)
     linear_grpo_loss(hidden, weight, batch, Objective.preset("reinforce")).loss.backward()
-    assert hidden.grad is not None and hidden.grad.any()
+    assert hidden.grad is not None and hidden.grad.any() and kernels.dtypes == [torch.float32]
 
 
 def test_the_gradient_of_a_bias_is_a_sum_of_fp32(backend):
