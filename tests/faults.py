@@ -1367,12 +1367,6 @@ FAULTS: list[Fault] = [
             "stage",
         ),
         (
-            "a log-prob of NaN has no gradient",
-            "grad_logps.masked_fill(is_nan, torch.nan)[",
-            "grad_logps[",
-            LINEAR_PASS,
-        ),
-        (
             "a log-prob of NaN has a gradient that nothing arrives at",
             (
                 "is_nan = self.logps.isnan() & (grad_logps != 0)\n"
