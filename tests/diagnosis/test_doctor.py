@@ -155,8 +155,8 @@ def test_the_self_test_detects_a_fault(fault, monkeypatch):
 
 def test_a_wrong_eager_backend_is_found_by_itself_and_beside_the_kernels(backend, monkeypatch):
     kernels = backends.load("eager").Kernels
-    pull = kernels.pull
-    monkeypatch.setattr(kernels, "pull", lambda *given: (pull(*given), given[-1].neg_()))
+    gradient = kernels.kernel_gradient
+    monkeypatch.setattr(kernels, "kernel_gradient", lambda *given: (gradient(*given), given[-1].neg_()))
     checks = self_test.self_test(backend, CPU)["checks"]
     assert {check["case"] in self_test.BESIDE_EAGER for check in checks if check["failure"]} == {backend != "eager"}
 

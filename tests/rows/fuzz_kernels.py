@@ -89,7 +89,7 @@ class Memory:
     def guarded(self, *written, unread=()):
         """While a kernel runs: what it makes is taken from here, vectors that it is given are copied to here, and of the rest it
         may write only `written`. `unread`: rows on pages of their own."""
-        vector, named = cpu.vector, cpu.table
+        vector, table = cpu.vector, cpu.table
 
         def here(x):
             inside = x is None or 0 <= x.data_ptr() - self.bytes.data_ptr() < len(self.bytes)
@@ -104,7 +104,7 @@ class Memory:
         with (
             mock.patch.object(torch, "empty", self.empty),
             mock.patch.object(cpu, "vector", lambda name, x, *more: vector(name, here(x), *more)),
-            mock.patch.object(cpu, "named", lambda name, x, *more: named(name, here(x), *more)),
+            mock.patch.object(cpu, "table", lambda name, x, *more: table(name, here(x), *more)),
         ):
             yield
         for i, (pages, first, x) in enumerate(self.taken):
@@ -194,7 +194,7 @@ def rows(memory):
                 hidden += [x[divmod(i, x.shape[1])] for i in gone] if x is not None and layout == "pages" else []
             before = out.clone()
             with memory.guarded(out, unread=hidden):
-                values, _ = way(cpu.Kernels(), replace(one, logits=logits, second=second), out, part)
+                values, _ = way(cpu.Kernels(), replace(one, logits=logits, reference=second), out, part)
             gradient, kept = (x.reshape(r.count, -1) if r.count else x for x in (out, before))
             assert same_bits(gradient[outside], kept[outside]), "rows that were not asked for"
             found.append(({name: x.clone() for name, x in values.items()}, gradient[slice(*part)].clone()))
