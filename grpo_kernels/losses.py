@@ -160,9 +160,10 @@ def linear_grpo_loss(
     options      backend, strict mode, shard, memory for the gradient of the weight, see `Options`
 
     Costs three matmuls for a token that may have a gradient (two with a frozen head), one for the
-    other trained tokens, none for masked tokens. Four matmuls: a sequence-level objective with a
-    sequence longer than a block or with an entropy bonus, further ids, and shared rows. A token with
-    a candidate set costs one dot product for each candidate. Logits are fp32, a chunk of rows at a
+    other trained tokens, none for masked tokens. Four matmuls: further ids, shared rows, and a
+    sequence-level objective with a sequence longer than a block, an entropy bonus, an exact
+    divergence, a bias that is trained, a `context_group`, or an fp16 head on a GPU. A token with a
+    candidate set costs one dot product for each candidate. Logits are fp32, a chunk of rows at a
     time; the gradient of the weight is summed in fp32. The gradients are handed over once, as in
     `grpo_loss`.
 
@@ -362,7 +363,8 @@ def loss_of_source(
     trains_weight = torch.is_grad_enabled() and weight.requires_grad
     trains_bias = bias is not None and bias.requires_grad
     # The gradient of a row must be one scalar times a vector that depends on this row only, and the
-    # scalar must depend on the row's sequence only. A frozen head takes two matmuls either way.
+    # scalar must depend on the row's sequence only. With a
+    # frozen head both ways take two matmuls, unless the entropy has a gradient.
     has_one_scalar = not objective.needs_entropy and reference is None and not trains_bias
     is_per_sequence = objective.by_sequence and batch.context_group is None
     if trains_weight and has_one_scalar and is_per_sequence:
@@ -385,7 +387,7 @@ def loss_of_source(
 
 
 def composed_features(batch: TokenBatch, reference: Any) -> str:
-    """Return the words for what a batch has that is composed of several calls."""
+    """Name the features of a call that are composed of several passes, for an error message."""
     if isinstance(reference, TokenSets):
         return "a teacher known at some ids"
     fields = ("kept", "logp_terms", "prob_terms", "rows")

@@ -14,7 +14,7 @@ A *chunk* is the rows whose fp32 logits are in memory at one time. A *block* is 
 gradients of logits are in memory at one time: several chunks on a GPU, one on a CPU. A frozen head
 skips matmul 3.
 
-For a token-level loss `row_scale` is 1. A sequence-level loss needs it: the gradient of a row is
+For a token-level loss there is no `row_scale` (None). A sequence-level loss needs it: the gradient of a row is
 
     d loss / d logits[row] = c[row] * (onehot(target) - softmax(logits[row]))
 
@@ -112,7 +112,8 @@ class LinearInputs:
 class RowOrder:
     """The rows that a pass processes: first those that may have a gradient, then the others.
 
-    row_ids             int64 [num_processed], each row at most once
+    row_ids             int64 [num_processed], each row at most once; ascending among the rows that
+                        may have a gradient, and among the others
     num_with_gradient   how many of them, from the first on, may have a gradient
     num_rows            number of rows of the batch, also of those that are not processed
     """
@@ -275,8 +276,10 @@ class LinearGradients:
 
 
 class GradientAccumulator:
-    """Sum the gradients of hidden states, weight and bias over blocks (matmuls 2 and 3).
+    """Collect the gradients of blocks (matmuls 2 and 3): hidden states by row, weight and bias as sums.
 
+    logits              the chunks of logits, which have the hidden states and the matmuls
+    wanted              the tensors that get a gradient
     grad_hidden_dtype   fp32, or the dtype of the hidden states: each row is written once
     weight_total        fp32 [V, H] that the gradient of the weight is added to. None: a new sum,
                         which the last block may round to the dtype of the weight.

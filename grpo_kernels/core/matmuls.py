@@ -146,7 +146,7 @@ class HeadMatmuls:
         return out if self.bias is None else out.add_(self.bias)
 
     def make_grad_buffer(self, num_rows: int, needs_fp32: bool) -> GradBuffer:
-        """Return memory for the gradient of `num_rows` rows of logits.
+        """Return where a block of at most `num_rows` rows keeps its gradient of the logits.
 
         needs_fp32   whether a gradient that overwrites logits must stay fp32
         """
@@ -209,7 +209,7 @@ class CpuMatmuls(HeadMatmuls):
         return out
 
     def make_grad_buffer(self, num_rows: int, needs_fp32: bool) -> GradBuffer:
-        """Return memory in the rows of the logits, bf16 unless fp32 is needed."""
+        """Return a buffer that overwrites the logits, as bf16 unless fp32 is needed."""
         if needs_fp32 or self.dtype == torch.float32:
             return GradBuffer()
         return NarrowedGradBuffer()

@@ -402,7 +402,7 @@ class ProjectedLogits:
         """Return "logps" and the named statistics of each row, see `RowSource`.
 
         The forward takes one matmul and keeps no logits. The backward computes them again, three
-        matmuls for rows whose upstream gradient is not 0. With a frozen head and a gradient for
+        matmuls for rows whose upstream gradient is not 0 (on a GPU for all rows of the mask). With a frozen head and a gradient for
         log-probs only, the forward takes two matmuls and keeps fp32 [num_rows, H], and the backward
         takes none.
 
@@ -449,7 +449,10 @@ class ProjectedLogits:
         order: RowOrder,
         reference: Reference | None,
     ) -> FormulaResult:
-        """Return a token-level loss whose gradient is computed in the forward, in three matmuls."""
+        """Return a token-level loss whose gradient is computed in the forward.
+
+        Three matmuls with the head, two if it is frozen, one if nothing requires a gradient.
+        """
         formula = TokenFormula(self.kernels, stage, order, has_reference=reference is not None)
         inputs = self.make_inputs(stage.rows.targets, reference_projection(reference))
         return self._apply_formula(inputs, formula, order, None)

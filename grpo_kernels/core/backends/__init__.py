@@ -304,8 +304,8 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> Backend:
     strict    a fallback raises RuntimeError. `use` and GRPO_KERNELS_STRICT can say the same.
 
     A backend that is named never falls back: RuntimeError says why it cannot run. Raises ValueError
-    for an unknown name. A Triton kernel that runs with a smaller tile gets one, with a warning, in
-    every mode.
+    for an unknown name. A Triton kernel whose tile does not fit into this GPU runs with a smaller
+    one and warns, in strict mode too.
     """
     backend_in_use, strict_in_use = _settings()
     strict = strict or strict_in_use

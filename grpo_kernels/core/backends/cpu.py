@@ -236,7 +236,7 @@ class Kernels(Backend):
         return logits
 
     def add_grad_hidden_of_pairs(self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor) -> None:
-        """Write the sum of each row of hidden states, see `Backend`."""
+        """Write the gradient of each row of hidden states, see `Backend`."""
         _cpu.add_grad_hidden_of_pairs(
             vector("values", values, torch.float32, pairs.ids.numel()),
             pairs_argument(pairs),

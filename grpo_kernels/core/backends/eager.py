@@ -172,7 +172,7 @@ class Kernels(Backend):
         return logits
 
     def add_grad_hidden_of_pairs(self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor) -> None:
-        """Write the sum of each row of hidden states, see `Backend`."""
+        """Write the gradient of each row of hidden states, see `Backend`."""
         is_used = (pairs.ids >= 0) & (values != 0)
         sum_by_key(pairs.rows, pairs.ids, is_used, values, weight, out, adds_to_out=False)
 

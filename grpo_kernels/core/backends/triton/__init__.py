@@ -286,7 +286,7 @@ class Kernels(Backend):
         return logits
 
     def add_grad_hidden_of_pairs(self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor) -> None:
-        """Write the sum of each row of hidden states, see `Backend`."""
+        """Write the gradient of each row of hidden states, see `Backend`."""
         num_rows, width = out.shape
         run_over_columns(
             grad_hidden_of_pairs_kernel,
@@ -446,7 +446,7 @@ class OrEager(Kernels):
         return eager.Kernels().pair_logits(hidden, weight, pairs)
 
     def add_grad_hidden_of_pairs(self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor) -> None:
-        """Write the sum of each row of hidden states, see `Backend`."""
+        """Write the gradient of each row of hidden states, see `Backend`."""
         try:
             return super().add_grad_hidden_of_pairs(values, pairs, weight, out)
         except KernelFailure as failure:
