@@ -261,11 +261,6 @@ class TokenSets:
         return self._counts.count(0)
 
     @property
-    def host_counts(self) -> Tensor:
-        """`counts` as a tensor on the CPU, known without asking the device."""
-        return torch.frombuffer(self._starts, dtype=torch.int64).diff()
-
-    @property
     def largest_id(self) -> int:
         """The largest id, -1 where there is none; of slices and selections that of the whole, an upper bound. A Python number,
         known without asking the device."""

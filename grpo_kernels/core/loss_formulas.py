@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from ..formulas.token_stage import Terms, TokenStage
-from .backends import Backend
+from .backends import SUMS_OF_ENTROPY, Backend
 from .linear import ChunkValues, RowOrder, write_unit_gradient
-from .softmax import LogitRows, sums_for
-
-#: Names of the sums that log-prob and entropy follow from.
-SUMS_OF_ENTROPY = sums_for(("entropy",))
+from .softmax import LogitRows
 
 
 @dataclass(frozen=True, eq=False)

@@ -240,8 +240,21 @@ def reference_rows(reference: Reference | None) -> ReferenceRows | None:
     return ReferenceRows(source.logits, source.transform, reference.direction, reference.mixture)
 
 
+class SoftmaxPass(StatisticsPass):
+    """A pass whose computed tensor holds the softmax sums of its rows."""
+
+    names: tuple[str, ...]
+    reference: ReferenceRows | ReferenceProjection | None
+
+    def as_sums(self, values: Tensor) -> SoftmaxSums:
+        """Return the values of the softmax sums with their names."""
+        if self.reference is None:
+            return SoftmaxSums(values, self.names)
+        return SoftmaxSums(values, self.names, self.reference.direction, self.reference.mixture)
+
+
 @dataclass(frozen=True, eq=False)
-class LogitsPass(StatisticsPass):
+class LogitsPass(SoftmaxPass):
     """Softmax sums of given logits, and their gradient.
 
     names       the softmax sums
@@ -262,12 +275,6 @@ class LogitsPass(StatisticsPass):
         (logits,) = tensors
         assert logits is not None
         return (self.kernels.softmax_sums(self.make_rows(logits), self.names).values,)
-
-    def as_sums(self, values: Tensor) -> SoftmaxSums:
-        """Return the values of the softmax sums with their names."""
-        if self.reference is None:
-            return SoftmaxSums(values, self.names)
-        return SoftmaxSums(values, self.names, self.reference.direction, self.reference.mixture)
 
     def gradients(
         self,
@@ -526,7 +533,7 @@ def reference_projection(reference: Reference | None) -> ReferenceProjection | N
 
 
 @dataclass(frozen=True, eq=False)
-class LinearPass(StatisticsPass):
+class LinearPass(SoftmaxPass):
     """Softmax sums of logits from hidden states, and the gradients.
 
     source      hidden states and head. The tensors of a call replace its own.
@@ -545,12 +552,6 @@ class LinearPass(StatisticsPass):
     def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """Return the softmax sums of all rows (matmul 1)."""
         return (linear_softmax_sums(self.make_inputs(tensors), self.order, self.names).values,)
-
-    def as_sums(self, values: Tensor) -> SoftmaxSums:
-        """Return the values of the softmax sums with their names."""
-        if self.reference is None:
-            return SoftmaxSums(values, self.names)
-        return SoftmaxSums(values, self.names, self.reference.direction, self.reference.mixture)
 
     def gradients(
         self,
